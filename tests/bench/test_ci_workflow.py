@@ -63,40 +63,26 @@ def test_it_is_named_by_the_pages_and_says_where_to_copy_it(name):
 
 
 @EVERY_JOB
-def test_the_library_is_installed_before_it_is_called_from_where_the_variable_says(workflow, job):
+def test_a_job_can_be_copied(workflow, job):
+    """It installs the library before it calls it, and needs nothing but a checkout of its user's own."""
     assert workflow["env"]["LIBRARY"].startswith("tpkernels @ git+https://")
-    called = [command for command in commands(job) if command[2:3] == ["tpkernels"]]
-    (installing,) = [command for command in commands(job) if "$LIBRARY" in command]
-    assert called
-    assert all(commands(job).index(installing) < commands(job).index(command) for command in called)
-
-
-@EVERY_JOB
-def test_it_needs_no_file_that_only_we_have(workflow, job):
-    """What a user has: a checkout of their own, and gate.toml where that is what is checked."""
-    words = {word for command in commands(job) for word in command}
-    assert not words & {"make", "-c", "-r", "-e", ".", "constraints.txt"}
-    files = {word for word in words if "." in word and "/" not in word and (ROOT / word).exists()}
-    assert not files
-
-
-@EVERY_JOB
-def test_steps_are_actions_of_a_version_or_commands_of_python(workflow, job):
     assert job["timeout-minutes"] <= 20
     for step in job["steps"]:
         assert len({"run", "uses"} & set(step)) == 1
         assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step.get("uses", "a/b@v1"))
+    called = [command for command in commands(job) if command[2:3] == ["tpkernels"]]
+    (installing,) = [command for command in commands(job) if "$LIBRARY" in command]
+    assert called
+    assert all(commands(job).index(installing) < commands(job).index(command) for command in called)
     assert all(command[0] in (*PYTHONS, "python3") for command in commands(job))
-
-
-@EVERY_JOB
-def test_torch_comes_first_and_without_cuda_where_there_is_no_gpu(workflow, job):
-    if "self-hosted" in job["runs-on"]:
-        pytest.skip("such a runner has a torch for its GPUs")
-    first, second = installs(job)
-    assert wanted(first)[0].startswith("torch==")
-    assert first[first.index("--index-url") + 1] == "https://download.pytorch.org/whl/cpu"
-    assert "$LIBRARY" in second
+    words = {word for command in commands(job) for word in command}
+    assert not words & {"make", "-c", "-r", "-e", ".", "constraints.txt"}
+    assert not {word for word in words if "." in word and "/" not in word and (ROOT / word).exists()}
+    if "self-hosted" not in job["runs-on"]:  # such a runner has a torch for its GPUs
+        first, second = installs(job)
+        assert wanted(first)[0].startswith("torch==")
+        assert first[first.index("--index-url") + 1] == "https://download.pytorch.org/whl/cpu"
+        assert "$LIBRARY" in second
 
 
 def constraints() -> dict[str, str]:
@@ -135,16 +121,3 @@ def test_commands_and_their_options_exist(workflow, job):
             assert f" {option} " in help_of(name)
     written = {step["with"]["path"] for step in job["steps"] if "upload-artifact" in step.get("uses", "")}
     assert written == {words[words.index("--json") + 1] for words in called if "--json" in words}
-
-
-def test_planted_faults_are_found():
-    """A file of ours, a command that is not there, a pin that is not ours."""
-    job = {"runs-on": "ubuntu-latest", "steps": [{"run": 'pip install -c constraints.txt "$LIBRARY"'}]}
-    with pytest.raises(AssertionError):
-        test_it_needs_no_file_that_only_we_have({}, job)
-    job["steps"] = [{"run": "python -m tpkernels fly"}]
-    with pytest.raises(AssertionError):
-        test_commands_and_their_options_exist({}, job)
-    job["steps"] = [{"run": "python -m pip install torch==2.13.0 triton==3.9.0 numpy==2.4.6"}]
-    with pytest.raises(AssertionError):
-        test_pins_are_those_of_our_own_ci({}, job)

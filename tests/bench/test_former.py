@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 
 from bench import former, gate
 from bench.baseline import made_of
-from bench.former import MOST_PAIRS, Change, Unavailable, changes, checked_out
+from bench.former import MOST_PAIRS, Change, changes
 from bench.gate import Judged, beside_former, judge
 from bench.results import Results, pooled
 from tests.bench.test_gate import info
@@ -58,16 +56,6 @@ def test_the_same_code_holds_under_any_load_and_a_fall_of_a_fifth_does_not(noise
     assert slower.count("fell") >= 196
 
 
-def test_the_noisier_a_machine_the_more_pairs_are_timed():
-    def pairs(noise: float) -> float:
-        machines = [Machine(seed, noise=noise) for seed in range(100)]
-        for machine in machines:
-            machine.verdict()
-        return sum(machine.runs for machine in machines) / 200
-
-    assert former.LEAST_PAIRS <= pairs(0.01) < pairs(0.04) < pairs(0.1) <= MOST_PAIRS
-
-
 def test_what_is_still_open_after_all_pairs_is_told_by_the_median():
     pairs = [0.5, 1.5, 0.5, 1.5, 0.5, 1.5, 0.86]
     assert Change([*pairs, 0.87]).verdict(FLOOR) == "fell"
@@ -91,13 +79,6 @@ def test_codes_take_turns_in_being_first_and_told_cases_are_left_out():
     assert [code for code, _ in asked[:4]] == ["now", "then", "then", "now"]
     assert [len(names) for _, names in asked] == [2] * 6 + [1] * (2 * MOST_PAIRS - 6)
     assert [len(found[name].pairs) for name in (CASE, OTHER)] == [3, MOST_PAIRS]
-
-
-def test_a_case_that_one_code_cannot_time_is_not_compared():
-    def nothing(names: Sequence[str]) -> Results:
-        return Results({}, {name: "E  off" for name in names}, "")
-
-    assert changes([CASE], measure(lambda: 1.0), nothing, FLOOR, lambda what: None) == {}
 
 
 # Within the gate.
@@ -143,78 +124,3 @@ def test_without_the_baselines_code_a_fall_stays_one_and_the_reason_is_told(tmp_
     lines = "\n".join(still.lines(BASELINE, tmp_path / "cpu.json"))
     assert "what fell was not timed beside the baseline's code: " in lines
     assert "no commit holds (revision abc)" in lines
-
-
-# A revision in a folder.
-
-
-def git(root: Path, *arguments: str) -> str:
-    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    command = ["git", "-C", str(root), *who, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-CONFTEST = (Path(__file__).parents[2] / "tests" / "outcomes.py").read_text()
-CASES = """
-import json
-from pathlib import Path
-
-import pytest
-
-HERE = Path(__file__).parent
-
-
-@pytest.mark.parametrize("name", ["fast", "slow"])
-def test_case(name, benchmark):
-    ratio = json.loads((HERE / "ratios.json").read_text())[name]
-    benchmark.extra_info |= {"ratio": ratio, "device": "cpu"}
-    benchmark.pedantic(lambda: None, rounds=1)
-"""
-
-
-@pytest.fixture
-def repository(tmp_path) -> Path:
-    """Two cases whose ratios are read from a file, which is committed and then changed."""
-    root = tmp_path / "repository"
-    (root / "bench").mkdir(parents=True)
-    (root / "tests").mkdir()
-    (root / "tpkernels").mkdir()
-    (root / "tests" / "outcomes.py").write_text(CONFTEST)
-    (root / "bench" / "test_two.py").write_text(CASES)
-    (root / "bench" / "ratios.json").write_text(json.dumps({"fast": 1.0, "slow": 1.0}))
-    git(root, "init", "-q")
-    git(root, "add", "-A")
-    git(root, "commit", "-qm", "the former code")
-    (root / "bench" / "ratios.json").write_text(json.dumps({"fast": 1.0, "slow": 0.7}))
-    return root
-
-
-def test_runs_of_two_revisions_are_of_their_own_files(repository, monkeypatch):
-    pytest.importorskip("pytest_benchmark")
-    names = [f"bench/test_two.py::test_case[{name}]" for name in ("fast", "slow")]
-    revision = git(repository, "rev-parse", "--short=12", "HEAD")
-    with checked_out(revision, repository) as files:
-        found = changes(
-            names,
-            lambda asked: gate._again(asked, repository),
-            lambda asked: gate._again(asked, files),
-            FLOOR,
-            lambda what: None,
-        )
-    assert not files.exists()
-    assert [found[name].verdict(FLOOR) for name in names] == ["holds", "fell"]
-    assert git(repository, "worktree", "list").count("\n") == 0, "nothing stays behind"
-
-
-@pytest.mark.parametrize(
-    ("revision", "why"),
-    [
-        (None, "files that no commit holds"),
-        ("abcdef012345+", "files that no commit holds"),
-        ("abcdef012345", "git fetch --unshallow"),
-        ("--output=x", "files that no commit holds"),
-    ],
-)
-def test_a_revision_that_cannot_be_had_is_said_why(repository, revision, why):
-    with pytest.raises(Unavailable, match=why), checked_out(revision, repository):
-        pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench import models_table
-from bench.models_table import PAGE, first_sentence
+from bench.models_table import PAGE
 from tests.interop.architecture_runs import Outcome
 from tests.interop.architectures import ARCHITECTURES, KINDS
 
@@ -22,13 +22,10 @@ def rows_of(page: str) -> dict[str, list[str]]:
     return found
 
 
-def test_page_lists_the_architectures_in_their_order():
+def test_page_lists_the_architectures_in_their_order_and_none_that_was_split_wrongly():
     page = PAGE.read_text()
     assert list(rows_of(page)) == list(ARCHITECTURES), "write it anew: make check-transformers"
     assert [line[3:] for line in page.splitlines() if line.startswith("## ")] == list(KINDS)
-
-
-def test_page_has_no_model_that_was_split_wrongly():
     verdicts = {cells[1] for cells in rows_of(PAGE.read_text()).values()}
     assert verdicts <= {"right", "refused"}
 
@@ -44,11 +41,6 @@ def test_rows_say_by_how_much_and_why_not(monkeypatch):
     }
     assert "\n- `C`, refused: ValueError: 'a\\|b' is odd\n" in page
     assert "\n| **All** | 3 | 1 | 0 | 1 | 1 | 1 | 1 | 1 |\n" in page
-
-
-def test_errors_are_told_by_their_first_sentence():
-    assert first_sentence("plan: a.b is <odd>; mend it. Now") == "plan: a.b is &lt;odd>"
-    assert first_sentence("one line.") == "one line"
 
 
 def test_command_ends_with_an_error_if_a_model_was_split_wrongly(monkeypatch, capsys):

@@ -1,7 +1,6 @@
 """Faults that are drawn, planted and seen, in a package of a few lines."""
 
 import shutil
-import sys
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 
 from bench.mutants import __main__ as mutants
 from bench.mutants.draw import Mutant, Sites, drawn
-from bench.mutants.report import read, table, write
 from bench.mutants.tree import Tree
 from tests.imports import Graph
 
@@ -132,11 +130,6 @@ def test_faults_of_a_line(line, faults):
     assert {fault.after for fault in Sites("it.py", line).mutants} == faults
 
 
-def test_early_return_goes_but_not_the_last():
-    text = "def f(a):\n    if a:\n        return b\n    if c:\n        return d"
-    assert [(fault.line, fault.after) for fault in Sites("it.py", text).mutants] == [(3, "        pass")]
-
-
 def test_draw_depends_on_the_seed_alone_and_compiles(tmp_path):
     (tmp_path / "tpkernels").mkdir()
     for name in ("csrc", "tpkernels/topology", "tpkernels/models"):
@@ -153,42 +146,3 @@ def test_draw_depends_on_the_seed_alone_and_compiles(tmp_path):
         lines[fault.line - 1] = fault.after
         if fault.file.endswith(".py"):
             compile("\n".join(lines), fault.file, "exec")
-
-
-def test_table_counts_what_could_be_seen():
-    def found(result, **more):
-        return {"room": "ops", "result": result, "by": "", "in_time": True, "reached": True, **more}
-
-    results = {
-        "a: x|y": found("survived"),
-        "b": found("killed"),
-        "c": found("survived", reached=False),
-        "d": found("absent"),
-    }
-    told = table(results, {"runs on a GPU alone": 3}, {"c": "unreachable: needs a GPU"})
-    assert "| ops | 3 | 1 | 1 | 1 | 50% |\n| all | 3 | 1 | 1 | 1 | 50% |\n" in told
-    assert (
-        "| `a: x\\|y` | the line |  |\n| `c` | no test gets to the line | unreachable: needs a GPU |\n"
-        in told
-    )
-    assert "Left out: 3 places in code that runs on a GPU alone.\n" in told
-
-
-def test_results_are_kept_and_resumed(tree, tmp_path, monkeypatch, capsys):
-    fault = line_with("rows * cols", "rows")
-    monkeypatch.setattr(mutants, "drawn", lambda *_: ([fault], {}))
-    monkeypatch.setattr(mutants, "Tree", lambda *_: tree)
-    monkeypatch.setattr(tree, "close", lambda: None)
-    out = tmp_path / "results.json"
-    usual = ["--tree", str(tree.root), "--out", str(out), "--jobs", "1"]
-    assert mutants.main(usual) == 0
-    assert read(out)[fault.key]["by"] == "tests/room/test_it.py::test_size"
-    assert "| room | 1 | 1 | 0 | 0 | 100% |" in out.with_suffix(".md").read_text()
-    assert "killed" in capsys.readouterr().out
-    monkeypatch.setattr(mutants.Trials, "judge", lambda *_: sys.exit("it was known"))
-    assert mutants.main([*usual, "--resume"]) == 0
-    survivor = read(out)[fault.key] | {"result": "survived", "in_time": True}
-    write(out, {fault.key: survivor, "gone": survivor})
-    monkeypatch.setattr(mutants.Trials, "judge", lambda *_: survivor | {"result": "killed"})
-    assert mutants.main([*usual, "--resume"]) == 0
-    assert {key: found["result"] for key, found in read(out).items()} == {fault.key: "killed"}

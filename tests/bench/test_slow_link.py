@@ -1,24 +1,22 @@
-"""The slow link: as slow as asked for, and gone without a trace."""
+"""The slow link: as slow as asked for, and gone without a trace; time lines of calls over it."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from bench import slow_link
+from bench.cases import linear_timeline
 from bench.slow_link import SlowLink, throttle, why_not
+from bench.timeline import Sample, chrome_trace, pieces_received
 from tests import ranks
 from tests.patience import patient
+from tpkernels.pictures.lanes import Span
 
 reason = why_not()
 needs_link = pytest.mark.skipif(reason is not None, reason=reason or "")
@@ -54,22 +52,10 @@ def die_on_rank_1() -> None:
     dist.barrier()
 
 
-def sleep_long() -> None:
-    time.sleep(600)
-
-
 @pytest.fixture(scope="module")
 def link() -> Iterator[SlowLink]:
     with SlowLink(2e8) as link:
         yield link
-
-
-@needs_link
-@with_time
-def test_rate_is_honoured(link: SlowLink) -> None:
-    ideal = MEGABYTES * 2**20 * 8 / 2e8
-    seconds = min(max(link.run(seconds_to_reduce)) for _ in range(3))
-    assert 0.8 * ideal < seconds < 2 * ideal
 
 
 @needs_link
@@ -100,31 +86,6 @@ def test_nothing_is_left_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(RuntimeError, match="closed"):
             link.run(pid_and_namespace)
     assert_gone(places)
-
-
-@needs_link
-@pytest.mark.sweep
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
-def test_nothing_is_left_after_the_end_of_the_parent(end: signal.Signals, tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "from tests.bench.test_slow_link import *\n"
-        "if __name__ == '__main__':\n"
-        "    with SlowLink(1e9) as link:\n"
-        "        print(link.run(pid_and_namespace), flush=True)\n"
-        "        link.run(sleep_long, timeout=600)\n"
-    )
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    parent = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-    )
-    assert parent.stdout is not None
-    with parent.stdout:
-        ranks = eval(parent.stdout.readline())
-    parent.send_signal(end)
-    parent.wait(20)
-    assert_gone(ranks)
 
 
 def assert_gone(ranks: list[tuple[int, str]]) -> None:
@@ -160,17 +121,45 @@ def test_says_which_commands_are_missing(monkeypatch: pytest.MonkeyPatch) -> Non
         pass
 
 
-@pytest.mark.usefixtures("fresh_answer")
-def test_says_that_it_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "needs root" in (why_not() or "")
+SPANS = [
+    Span(0, "computes", "own rows", 5.0, 5.3),
+    Span(0, "receives", "piece 1", 5.1, 5.2),
+    Span(0, "receives", "piece <2>", 5.2, 5.21),
+    Span(1, "computes", "all rows", 5.05, 5.4),
+]
 
 
-@pytest.mark.usefixtures("fresh_answer")
-def test_says_what_the_machine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = subprocess.CompletedProcess([], 1, stderr="unshare: Operation not permitted\n")
-    monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(slow_link.subprocess, "run", lambda *_, **__: refusal)
-    assert "Operation not permitted" in (why_not() or "")
+def test_pieces_are_cut_from_a_counter_of_bytes():
+    rising = [Sample(10 + 0.01 * step, 500 + 100 * max(0, step - 100)) for step in range(201)]
+    idle = [Sample(12 + 0.01 * step, rising[-1].received + 5 * step // 100) for step in range(1, 101)]
+    first, second = pieces_received(1, rising + idle, [30, 10])
+    assert (first.rank, first.name, second.name) == (1, "piece 1", "piece 2")
+    assert first.start == pytest.approx(11.0, abs=0.03)  # not when counting began
+    assert first.stop == second.start == pytest.approx(11.75, abs=0.03)
+    assert second.stop == pytest.approx(12.0, abs=0.03)  # not with the few bytes that come long after
+
+
+def test_a_trace_has_a_thread_for_each_lane_and_starts_at_zero():
+    events = chrome_trace({"at once": SPANS})["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {"at once", "rank 0 computes", "rank 0 receives", "rank 1 computes"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(SPANS)
+    assert min(event["ts"] for event in spans) == 0
+    assert {event["name"]: event["dur"] for event in spans}["own rows"] == pytest.approx(3e5)
+
+
+@needs_link
+def test_a_call_is_recorded_on_both_ranks():
+    with SlowLink(1e9) as link:
+        by_rank = link.run(linear_timeline.record, "column", 1.0, 1, timeout=120)
+    for rank, panels in enumerate(by_rank):
+        assert set(panels) == set(linear_timeline.PANELS)
+        for title, overlap in linear_timeline.PANELS.items():
+            spans = panels[title]
+            assert {span.rank for span in spans} == {rank}
+            computing = [span for span in spans if span.doing == "computes"]
+            receiving = [span for span in spans if span.doing == "receives"]
+            assert [span.name for span in receiving] == [f"piece {number}" for number in (1, 2, 3, 4)]
+            assert len(computing) == (5 if overlap else 1)
+            assert (computing[0].start < receiving[-1].start) == overlap

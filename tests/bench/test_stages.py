@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,12 +64,6 @@ def test_a_stage_that_fails_does_not_lose_the_others(tmp_path):
     assert (tmp_path / "two" / "0.log").read_text() == "fine\n"
 
 
-def test_a_command_that_cannot_be_started_is_a_failure(tmp_path):
-    bad = Stage("bad", 5.0, lambda: [("/no/such/program",)])
-    assert run(tmp_path, bad, stage("good", "true")) == {"bad": "failed", "good": "passed"}
-    assert "/no/such/program" in (tmp_path / "bad" / "0.log").read_text()
-
-
 @pytest.mark.parametrize("stubborn", ["", "trap '' TERM; "], ids=["ends", "ignores_the_signal"])
 def test_a_stage_that_exceeds_its_time_leaves_no_process(tmp_path, stubborn):
     mark = f"987{tmp_path.stat().st_ino}"  # seconds, which nobody else sleeps
@@ -87,39 +78,12 @@ def test_a_stage_that_exceeds_its_time_leaves_no_process(tmp_path, stubborn):
     assert [one["exit_code"] for one in began] == [None, None, None]
 
 
-def test_what_a_command_leaves_behind_is_ended_with_it(tmp_path):
-    mark = f"986{tmp_path.stat().st_ino}"
-    assert run(tmp_path, stage("leaves", f"sleep {mark} & exit 0")) == {"leaves": "passed"}
-    assert_gone(mark)
-
-
-def test_interruption_ends_what_runs(tmp_path):
-    mark = f"985{tmp_path.stat().st_ino}"
-    program = (
-        "from pathlib import Path; from bench.stages import Stage, run_stages; "
-        f"run_stages([Stage('s', 60.0, lambda: [('sleep', '{mark}')])], Path({str(tmp_path)!r}))"
-    )
-    driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + patient(30)
-    while not processes_with(f"sleep {mark}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    driver.send_signal(signal.SIGINT)
-    driver.wait(patient(20))
-    assert_gone(mark)
-
-
 def test_commands_of_a_stage_run_at_once_where_they_may(tmp_path):
     here = tmp_path / "here"
     here.mkdir()
     all_are_here = f"[ $(ls {here} | wc -l) -eq 6 ]"
     meeting = [f"touch {here}/{i}; until {all_are_here}; do sleep 0.02; done" for i in range(6)]
     assert run(tmp_path / "out", stage("wide", *meeting, jobs=6)) == {"wide": "passed"}
-
-
-def test_exit_codes_that_are_fine_pass(tmp_path):
-    wanted = Stage("empty", 5.0, lambda: [shell("exit 5")], fine=frozenset({0, 5}))
-    assert run(tmp_path, wanted) == {"empty": "passed"}
 
 
 def test_resuming_leaves_out_what_passed_and_keeps_its_files(tmp_path):
@@ -137,12 +101,6 @@ def test_resuming_leaves_out_what_passed_and_keeps_its_files(tmp_path):
     assert (tmp_path / "first" / "0.log").read_text() != seen
 
 
-def test_a_stage_run_again_starts_from_an_empty_folder(tmp_path):
-    run(tmp_path, stage("one", f"touch {tmp_path}/one/old.json"))
-    run(tmp_path, stage("one", "true"))
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["0.log"]
-
-
 def test_what_cannot_run_is_skipped_with_its_reason(tmp_path):
     def commands() -> Sequence[Command]:
         raise CannotRun("no tool")
@@ -152,13 +110,3 @@ def test_what_cannot_run_is_skipped_with_its_reason(tmp_path):
         "next": "passed",
     }
     assert record(tmp_path)["absent"]["reason"] == "no tool"
-
-
-def test_commands_of_a_stage_are_asked_for_when_the_one_before_is_done(tmp_path):
-    later = Stage("later", 5.0, lambda: [("cat", str(next(tmp_path.glob("made"))))])
-    assert run(tmp_path, stage("sooner", f"touch {tmp_path}/made"), later)["later"] == "passed"
-
-
-def test_a_record_that_was_cut_off_is_as_none(tmp_path):
-    (tmp_path / RECORD).write_text('{"one": {"sta')
-    assert run(tmp_path, stage("one", "true"), resume=True) == {"one": "passed"}

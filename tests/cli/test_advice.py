@@ -40,23 +40,8 @@ def test_table_is_sorted_adds_up_and_holds_what_fits(capsys):
     assert "Predicted from sizes; nothing was measured." in printed
     assert "products reach 0.50 of 989 TFLOPS (--efficiency)" in printed
     assert "pp: more than one stage is planned only, `train` does not run it" in printed
-
-
-def test_all_lists_those_that_do_not_fit_after_the_others(capsys):
-    main(USUAL)
-    few = rows(capsys.readouterr().out)
-    assert main([*USUAL, "--all", "--top", "1"]) == 0
-    every = rows(capsys.readouterr().out)
-    assert every[: len(few)] == few
-    assert len(every) > len(few)
-    assert not any(fits for _, _, fits in every[len(few) :])
-
-
-def test_top_says_how_many_more_fit(capsys):
-    main([*USUAL, "--top", "2"])
-    printed = capsys.readouterr().out
-    assert len(rows(printed)) == 2
-    assert re.search(r"^\d+ more fit \(--top \d+\)$", printed, re.MULTILINE)
+    assert main([*USUAL, "--top", "1"]) == 0
+    assert rows(capsys.readouterr().out) == table[:1]
 
 
 def best(printed):
@@ -89,30 +74,6 @@ def test_every_layout_that_train_does_not_run_says_so(capsys, tmp_path):
     assert {True, False} == {*trains}
     assert [line.endswith("not for `train`: stages") for line in lines] == [not able for able in trains]
     assert [one["trains"] for one in json.loads((tmp_path / "all.json").read_text())["layouts"]] == trains
-
-
-def test_where_only_stages_divide_the_batch_none_is_best(capsys):
-    main(["plan", "--model", "gpt2-small", "--world-size", "8", "--max-tp", "1", "--batch", "3"])
-    printed = capsys.readouterr().out
-    assert best(printed) == "none, for no layout without pipeline stages can be"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--world-size", "1", "--gpu", "h200"], "the only layout fits"),
-        (["--world-size", "2", "--gpu", "h200"], "all layouts fit"),
-        (["--world-size", "2", "--gpu", "h200", "--top", "2"], "1 more fits (--top 3)"),
-        (["--world-size", "4", "--gpu", "h200", "--top", "2"], "4 more fit (--top 6)"),
-        (["--world-size", "1", "--reserve", "0.99"], "1 does not fit; tp=1 pp=1 dp=1 lacks "),
-        (["--world-size", "2", "--reserve", "0.99"], "3 do not fit; tp="),
-        (["--world-size", "2", "--batch", "1"], "1 cannot be, tp=1 pp=1 dp=2: batch: expected"),
-        (["--world-size", "4", "--batch", "1"], " cannot be, such as tp=1 pp=1 dp=4: batch: expected"),
-    ],
-)
-def test_one_and_several_agree_with_their_verbs(arguments, said, capsys):
-    main(["plan", "--model", "gpt2-small", *arguments])
-    assert any(said in line for line in capsys.readouterr().out.splitlines())
 
 
 def test_nothing_fits(capsys):

@@ -83,56 +83,6 @@ def test_check_is_green_quick_the_second_time_and_red_after_a_change(check, copy
     assert f"numerics of {name}: dx holds NaN; written outside an output" in ran.stdout
 
 
-PLANTED_SUITE = """
-
-def ours(shipped=ours):
-    from dataclasses import replace
-
-    linear, dgrad, pointer, rows = (
-        shipped().entry(name)
-        for name in (
-            "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z",
-            "dgrad/descriptor/bf16/128x128x64-w8-s4-p2-flat/gelu_tanh+db",
-            "linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z",
-            "sum_rows/pointer/fp32/512x128",
-        )
-    )
-    planted = (
-        replace(linear, num_warps=4),
-        replace(dgrad, num_stages=8),
-        replace(pointer, aligned=pointer.aligned - {"stride_wn"}),
-        replace(rows, module="tpkernels.kernels.deadly"),
-        replace(rows, name="newcomer"),
-    )
-    architectures = {entry.name: entry.architectures for entry in planted}
-    named = {entry.name: entry for entry in planted}
-    return replace(shipped(), architectures=architectures, entry=named.__getitem__)
-"""
-
-
-def test_check_turns_red_on_each_fault_of_compilation(check, copy):
-    with (copy / "tpkernels" / "gate" / "compile_gate.py").open("a") as file:
-        file.write(PLANTED_SUITE)
-    (copy / "tpkernels" / "kernels" / "deadly.py").write_text("import os; os._exit(9)")
-    plant(copy, "kernels/blocks.py", "r.to(tl.int64)[:, None] * stride_row", "r[:, None] * stride_row")
-    ran = check("--arch", "sm_90", "--skip", "numerics", "--json", "report.json")
-    assert ran.returncode == 1
-    for expected in (
-        r"entry linear/descriptor/.* on sm_90: spills: \d+ loads and stores of local memory",
-        r"entry linear/descriptor/.* on sm_90: registers 255 > \d+",
-        r"entry dgrad/descriptor/.* on sm_90: shared memory [\d,]+ > 232,448 bytes: cannot be launched",
-        r"entry dgrad/descriptor/.* on sm_90: shared [\d,]+ > [\d,]+",
-        r"entry linear/pointer/.* on sm_90: 16-byte alignment lost: stride_wn",
-        r"entry linear/pointer/.* on sm_90: 32-bit product in an address, wraps past .*muli",
-        r"entry sum_rows/.* on sm_90: does not compile: the compiler died",
-        r"entry newcomer on sm_90: no budget yet: record one with --update",
-    ):
-        assert re.search(f"^{expected}", ran.stdout, re.MULTILINE), f"{expected} not in {ran.stdout}"
-    report = json.loads((copy / "report.json").read_text())
-    assert all(failure in ran.stdout for failure in report["failures"])
-    assert {row["facts"] is None for row in report["compiled"]} == {True, False}
-
-
 def test_update_records_what_exceeded_the_budget_and_drops_what_is_gone(check, copy):
     table = copy / "tpkernels" / "kernels" / "budgets.json"
     text = table.read_text()
@@ -154,15 +104,6 @@ def test_update_records_what_exceeded_the_budget_and_drops_what_is_gone(check, c
     assert updated.rows["sm_90"] == shipped.rows["sm_90"]  # the others are as they were
 
 
-def test_check_turns_red_on_a_wrong_derivative_of_an_activation(check, copy):
-    plant(copy, "kernels/epilogues.py", "s + z * s * (1.0 - s)\n", "s + z * s * (1.0 + s)\n")
-    ran = check("--skip", "compile", "--only", "dgrad_act/pointer/fp32/silu", "--json", "report.json")
-    assert ran.returncode == 1
-    (failure,) = json.loads((copy / "report.json").read_text())["failures"]
-    assert re.fullmatch("numerics of dgrad_act/pointer/fp32/silu: .*dz is off by .*", failure)
-    assert f"\n{failure}\n" in ran.stdout
-
-
 def test_check_turns_red_on_an_interpreter_that_talks_and_dies(check, copy):
     plant(copy, "gate/numerics.py", "torch.manual_seed(20261121)", "print('[1]'), sys.exit('no more')")
     ran = check("--skip", "compile", "--only", "dgrad/pointer/fp32")
@@ -178,16 +119,6 @@ def test_report_that_cannot_be_finished_takes_neither_findings_nor_notes_along(c
     minor = minor_version(triton.__version__)
     assert f"note: no budgets for Triton {minor} (there are for none)" in ran.stdout
     assert "error: cannot write the report: " in ran.stderr
-
-
-def test_damaged_budgets_are_told_of_before_anything_is_compiled(check, copy):
-    table = copy / "tpkernels" / "kernels" / "budgets.json"
-    table.write_text("<<<<<<< HEAD\n" + table.read_text())
-    ran = check()
-    assert ran.returncode == 2
-    assert re.fullmatch(
-        r"python -m tpkernels check: error: .*budgets.json is no table of budgets .*\n", ran.stderr
-    )
 
 
 def test_interrupted_check_ends_at_once_and_in_a_word(copy):
@@ -227,57 +158,3 @@ def test_interrupted_check_ends_at_once_and_in_a_word(copy):
             os.killpg(process.pid, signal.SIGKILL)
     assert without_progress(said) == "interrupted\n"
     assert process.returncode == 130
-
-
-POINTER = "linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z"
-DGRAD = "dgrad/pointer/bf16/16x64x64-w4-s3-p1/gelu_tanh+db"
-SMALL = "publish/pointer/bf16/one"
-PLANTED_RECIPES = f"""
-def recipes(shipped=recipes):
-    from dataclasses import replace
-
-    linear, dgrad, small = (shipped()[name] for name in {(POINTER, DGRAD, SMALL)})
-    staged = replace(linear, of=replace(linear.of, tile=replace(linear.of.tile, num_stages=3)))
-    parted = replace(dgrad, of=replace(dgrad.of, tile=replace(dgrad.of.tile, parts=1)))
-    return {{recipe.name: recipe for recipe in (staged, parted, small)}}
-"""
-
-
-@pytest.fixture
-def of_hopper(check):
-    """The check; returns what is wrong, by entry."""
-
-    def checked(*arguments):
-        ran = check("--arch", "sm_90", "--skip", "numerics", "--json", "report.json", *arguments)
-        found = {POINTER: [], DGRAD: [], SMALL: []}
-        for name, words in re.findall(r"^entry (\S+) on sm_90: (.*)$", ran.stdout, re.MULTILINE):
-            found[name].append(words)
-        assert ran.returncode == any(found.values()), ran.stdout
-        return found
-
-    return checked
-
-
-def test_check_is_red_on_a_stage_less_on_loads_one_after_the_other_and_on_the_unknown(copy, of_hopper):
-    with (copy / "tpkernels" / "gate" / "catalog.py").open("a") as file:
-        file.write(PLANTED_RECIPES)
-    assert of_hopper("--update") == {POINTER: [], DGRAD: [], SMALL: []}
-    rows = read(copy / "tpkernels" / "kernels" / "budgets.json")[minor_version(triton.__version__)].rows
-    for row in json.loads((copy / "report.json").read_text())["compiled"]:
-        recorded = {name: stretch.cycles for name, stretch in rows["sm_90"][row["entry"]].cycles.items()}
-        assert recorded == {name: round(row["cost"][name]["cycles"]) for name in recorded}
-        assert "edge" in recorded
-
-    # parts are stored before the next one's z is loaded
-    plant(copy, "gate/catalog.py", "parts=1)", "parts=4)")
-    plant(copy, "gate/catalog.py", "num_stages=3)", "num_stages=2)")
-    found = of_hopper()
-    (step,) = (one for one in found[POINTER] if one.startswith("step "))
-    assert re.fullmatch(r"step [\d,]+ -> [\d,]+ cycles: waits for copies", step)
-    (edge,) = (one for one in found[DGRAD] if one.startswith("edge "))
-    assert re.fullmatch(r"edge [\d,]+ -> [\d,]+ cycles: \d loads awaited one after the other", edge)
-
-    plant(copy, "gate/clock/meanings.py", '"HGMMA"', '"HFROB"')
-    for name, unknown in ((POINTER, ["HGMMA"]), (SMALL, [])):
-        words = " ".join(of_hopper("--only", name)[name])
-        assert re.findall("cannot be clocked: UnknownInstruction: .*(HGMMA)", words) == unknown

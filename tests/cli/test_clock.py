@@ -1,17 +1,14 @@
 """`python -m tpkernels clock`: what it says of kernels, and of ops on several ranks."""
 
 import json
-import re
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from tests.gate.samples import COST
 from tpkernels.cli import clock, clock_kernel, main
-from tpkernels.cli.clock_kernel import Clocked, table
+from tpkernels.cli.clock_kernel import Clocked
 from tpkernels.cli.clock_ops import OPS
-from tpkernels.cli.clock_picture import time_line
 from tpkernels.gate import workers
 from tpkernels.gate.clock.model import Prediction
 from tpkernels.gate.clock.timeline import Run, Span
@@ -33,9 +30,6 @@ RUN = Run(
     1000.0, 300.0, ({"copies": 100.0},) * 9, ((0.0, 1000.0),), 5000, 0, 16384, 16384, 8192, (), (), SPANS
 )
 CLOCKED = Clocked(NAME, COST, 64, 7.76, PREDICTED, (RUN, 1, 12))
-ROWS = replace(
-    CLOCKED, name="norm_fwd", cost=replace(COST, step=None, ideal=0.0, guessed=2), steps=0, waves=15.9
-)
 
 
 @pytest.fixture
@@ -63,15 +57,6 @@ def test_table_says_what_bounds_a_kernel_and_that_it_is_a_model(answer, capsys):
         *("main", "loop"),
     ]
     assert "measured" not in said.replace("nothing here was measured", "")
-
-
-def test_a_kernel_without_a_main_loop_is_told_of():
-    said = table((8192, 4096, 4096), [replace(ROWS, predicted=replace(PREDICTED, tflops=0.0, seconds=2e-3))])
-    row = next(line for line in said.splitlines() if line.startswith("norm_fwd"))
-    assert row.split()[1:3] == ["-", "-"]
-    assert "2 ms +-8%" in row
-    assert "without a main loop of products: norm_fwd; edge is of a block, and waves are of blocks" in said
-    assert "branches that depend on data were guessed in norm_fwd" in said
 
 
 def test_json_has_the_cost_and_the_models_error(answer, tmp_path):
@@ -108,11 +93,6 @@ def test_picture_shows_engines_and_groups_of_warps(answer, tmp_path, capsys):
         "1 tile of 12 of 64 steps on one SM, by a model",
     ):
         assert words in svg, words
-
-
-def test_groups_past_what_fits_are_counted():
-    many = replace(RUN, stalls=({},) * 64, spans=())
-    assert time_line("many", many, note="a note").note == "a note; 4 more groups of warps are not shown"
 
 
 def test_name_of_an_op_is_handed_on(monkeypatch):
@@ -187,12 +167,3 @@ def test_a_time_line_is_drawn(tmp_path, form, capsys):
     file = tmp_path / f"lines.{form}"
     assert main([*USUAL, "--ways", "c10d", "--picture", str(file)]) == 0
     assert (b"wgrad" in file.read_bytes()) == (form == "svg")
-
-
-def test_columns_end_where_their_headings_do(capsys):
-    assert main(USUAL) == 0
-    lines = capsys.readouterr().out.splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("forward "))
-    ends = [found.end() for found in re.finditer(r"\S+", lines[at].partition("   against")[0])][1:]
-    for row in lines[at + 1 : at + 1 + len(WAYS)]:
-        assert [found.end() for found in re.finditer(r"\S+", row)][1 : 1 + len(ends)] == ends, row

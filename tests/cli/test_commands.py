@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import doctest
+import io
 import subprocess
 import sys
+from xml.etree import ElementTree as ET
 
 import pytest
 
 from tests.patience import patient
 from tests.topology.test_plan import DESCRIPTION
 from tpkernels import __version__, cli
-from tpkernels.cli import COMMANDS, main, train
+from tpkernels.cli import COMMANDS, Progress, main
 
 
 def test_alone_it_lists_the_commands(capsys):
@@ -30,17 +32,6 @@ def test_version_is_told(capsys):
 
 def test_former_names_of_options_are_understood():
     assert doctest.testmod(cli).failed == 0
-
-
-def test_help_of_train_has_the_default_of_every_option():
-    """In words where the parser has none, and else as it is."""
-    for action in train._parser()._actions:
-        if action.dest in ("help", "data"):
-            continue
-        said = action.help or ""
-        assert "default" in said, action.option_strings
-        if action.nargs != 0 and action.default not in (None, []):
-            assert f"default {action.default}" in said or f"default {action.default!r}" in said
 
 
 WITHOUT_TORCH = [
@@ -62,3 +53,71 @@ def test_what_is_planned_loads_no_torch():
     command = [sys.executable, "-c", PROGRAM, *WITHOUT_TORCH]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=True).stdout
     assert printed.startswith(DESCRIPTION)
+
+
+LESSON = ["plan", "--world-size", "16", "--tp", "2", "--pp", "4"]
+
+
+def test_plan_prints_the_lesson_draws_it_and_takes_every_option(tmp_path, capsys):
+    picture = tmp_path / "plan.svg"
+    assert main([*LESSON, "--svg", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(DESCRIPTION)
+    assert printed.endswith(f"drawn into {picture}\n")
+    assert ET.parse(picture).getroot().tag.endswith("svg")
+    assert main([*LESSON, "--rank", "6"]) == 0
+    printed = capsys.readouterr().out
+    assert "rank 6 of 16" in printed
+    assert "1 of 4 in [g2, g6, g10, g14]" in printed
+    assert "not a member" in printed
+    options = "--world-size 32 --tp 2 --cp 2 --ep 2 --pp 4 --virtual-pipeline 2 --split-rank 2"
+    assert main(["plan", *options.split(), "--order", "tp-cp-ep-dp-pp"]) == 0
+    assert "2 virtual stages on each rank, decoder from stage 2" in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass when a test says so."""
+    now = [100.0]
+    monkeypatch.setattr("tpkernels.cli.time.monotonic", lambda: now[0])
+    return now
+
+
+def told(stream, monkeypatch, clock, *, seconds=None) -> str:
+    """Of three steps, ten seconds after each other."""
+    monkeypatch.setattr("sys.stderr", stream)
+    with Progress("compiling", 3, seconds=seconds) as step:
+        for what in ("one", "two", "three"):
+            clock[0] += 10
+            step(what)
+    return stream.getvalue()
+
+
+def test_on_a_terminal_one_line_changes_from_the_start_and_is_gone_at_the_end(monkeypatch, clock):
+    first, *others = told(Terminal(), monkeypatch, clock).split("\r")[1:]
+    assert first.startswith("compiling [0/3] ...")
+    assert [line.strip() for line in others] == [
+        "compiling [1/3] one",
+        "compiling [2/3] two",
+        "compiling [3/3] three",
+        "",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lines"),
+    [
+        (None, []),
+        (5, ["compiling [1/3] one", "compiling [2/3] two", "compiling [3/3] three"]),
+        (15, ["compiling [2/3] two"]),
+        (60, []),
+    ],
+)
+def test_elsewhere_a_line_is_written_after_so_many_seconds(seconds, lines, monkeypatch, clock):
+    assert told(io.StringIO(), monkeypatch, clock, seconds=seconds).splitlines() == lines

@@ -4,11 +4,9 @@ import json
 import os
 import random
 import re
-import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from tests.cli.living_ranks import told_by
 from tests.ranks import RankPool
 from tests.warm_python import children_of, is_running, ran, started
-from tpkernels.cli import main, qualified, qualify_calls, qualify_kernels, qualify_times, qualify_world
+from tpkernels.cli import main, qualified, qualify_calls, qualify_kernels, qualify_times
 from tpkernels.cli import qualify as qualify_command
 from tpkernels.cli.qualified import Check, Report, keep, known
 from tpkernels.cli.qualify_world import World
@@ -170,10 +168,6 @@ def test_shards_of_its_calls_are_one_chunk_and_four(ranks, dtype):
                     assert even_chunks(rows // ranks, wanted) == chunks
 
 
-def test_each_delayed_call_is_compared_even_in_a_quick_run():
-    assert 2 * len(qualify_calls.OPS) * len(qualify_calls.SIZES) * 2 <= qualify_calls.CALLS_QUICK
-
-
 def test_a_transport_whose_bits_differ_once_is_named_with_call_and_place(ranks2, tmp_path):
     run, checks = qualified_on(ranks2, with_bits_that_differ_once, tmp_path)
     assert (run.returncode, wrong(checks)) == (1, {"calls shared"}), run.stdout
@@ -203,30 +197,6 @@ def test_a_transport_that_fails_on_one_rank_is_a_line_and_others_go_on(ranks2, t
     assert "planted: no memory" in checks["transports shared"]["text"]
     assert checks["calls c10d"]["status"] == "right"
     assert "calls shared" not in checks
-
-
-def with_a_late_rank(command):
-    """Later than a call may take."""
-    real, late_after = qualify_calls._against_float64, 1.0
-
-    def late(world, group):
-        if world.rank == 1:
-            time.sleep(3 * late_after)
-        return real(world, group)
-
-    return qualify(
-        command,
-        patch.object(qualify_calls, "_against_float64", late),
-        patch.object(qualify_world, "CALL_SECONDS", late_after),
-    )
-
-
-def test_a_late_rank_is_a_line_of_each_transport(tmp_path):
-    with RankPool(2) as own:
-        run, checks = qualified_on(own, with_a_late_rank, tmp_path)
-    assert run.returncode == 1
-    assert {"transports c10d", "transports shared"} <= wrong(checks)
-    assert "rank 0: " in checks["transports c10d"]["text"]
 
 
 def a_rank_dies():
@@ -328,24 +298,3 @@ def test_kernels_that_child_processes_have_tried_are_listed(cache):
         ),
         Check("trials", "linear bfloat16 none", "right", "triton/descriptor/64x64x64-w4-s3-p1-c1 passed"),
     ]
-
-
-def test_nothing_tried_is_not_right():
-    assert not Report(VERSIONS, 2, 1, [], "auto: c10d").right
-
-
-def test_report_of_this_process_is_of_the_cpu():
-    assert qualified.versions_here().gpu == "cpu"
-
-
-def test_the_worst_case_of_all_ranks_is_told():
-    found = [(set(), [("linear/a", 0.25, ""), ("linear/b", 0.5, "")]), (set(), [("linear/a", 0.125, "")])]
-    world = SimpleNamespace(all_do=lambda step: ([], found))
-    (check,) = qualify_kernels.check_kernels(world)
-    assert check.text == "3 cases, at most 0.50 of what is allowed against float64"
-
-
-def test_texts_of_a_table_begin_in_one_column():
-    checks = [Check("calls", name, "right", "as it should be", 0.0) for name in ("c10d", "symmetric")]
-    lines = Report(qualified.versions_here(), 2, 7, checks, "c10d").table().splitlines()
-    assert len({line.index("as it should be") for line in lines}) == 1

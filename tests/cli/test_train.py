@@ -1,6 +1,9 @@
 """`python -m tpkernels train`, as a user types it: real ranks, real text."""
 
 import json
+import os
+import re
+import shutil
 from dataclasses import fields, replace
 
 import pytest
@@ -9,9 +12,11 @@ import torch
 from tests.checks import without_progress
 from tests.cli.living_ranks import TORCHRUN, train_on, training
 from tests.conftest import HAS_GPU
+from tests.interop.test_damaged_checkpoint import cut, flip
 from tpkernels.cli import main
 from tpkernels.cli import train as train_command
 from tpkernels.models.config import SMALL
+from tpkernels.ops.quantize import Recipe
 from tpkernels.training.config import TrainConfig
 
 
@@ -46,13 +51,6 @@ def test_runs_under_torchrun_and_from_a_file_of_options(tmp_path):
         assert run.wait() == 0, run.stderr
     assert "over 2 tensor-parallel x 1 data-parallel ranks" in run.stdout
     assert "2 steps" in run.stdout  # what is typed goes before what is in the file
-
-
-def test_a_mistake_ends_all_ranks_with_one_message():
-    with training("--batch", "3", "--dp", "2") as run:
-        assert run.wait() == 2
-    assert run.stderr.count("batch: expected a multiple of the 2 data-parallel ranks, got 3") == 1
-    assert "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize(
@@ -160,3 +158,176 @@ def test_profile_goes_before_the_time_line_of_a_page(tmp_path, ranks1):
     html = page.read_text(encoding="utf-8")
     assert "<h2>Loss</h2>" in html
     assert "One step" not in html
+
+
+STEP = "step-00000002"
+
+
+@pytest.fixture(scope="module")
+def saved(ranks2, tmp_path_factory):
+    """A folder with a run of two steps, and its lines."""
+    folder = tmp_path_factory.mktemp("saved")
+    options = f"--tp 2 --steps 2 --save {folder / 'run'} --json {folder / 'metrics'}".split()
+    run = train_on(ranks2, *options)
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+@pytest.fixture
+def resumed(saved, ranks2, tmp_path):
+    """A way to go on with a copy of it, once something was done to that."""
+    shutil.copytree(saved, tmp_path / "copy")
+
+    def go_on(damage=lambda folder: None, *arguments):
+        damage(tmp_path / "copy")
+        folder = tmp_path / "copy"
+        options = f"--tp 2 --steps 3 --save {folder / 'run'} --json {folder / 'metrics'} --resume".split()
+        return train_on(ranks2, *options, *arguments)
+
+    return go_on
+
+
+def in_step(damage, *arguments):
+    return lambda folder: damage(*arguments)(folder / "run" / STEP)
+
+
+def latest_is(text):
+    return lambda folder: (folder / "run" / "latest").write_text(text)
+
+
+def latest_is_a_fifo(folder):
+    (folder / "run" / "latest").unlink()
+    os.mkfifo(folder / "run" / "latest")
+
+
+def link_instead_of_the_next(folder):
+    (folder / "theirs").mkdir()
+    (folder / "theirs" / "kept").touch()
+    (folder / "run" / ".step-00000003.unfinished").symlink_to(folder / "theirs")
+
+
+def lines_are_a_folder(folder):
+    (folder / "metrics").unlink()
+    (folder / "metrics").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (in_step(flip, "__1_0.distcp"), "__1_0.distcp is damaged: expected SHA-256"),
+        (in_step(flip, ".metadata"), ".metadata is damaged: expected SHA-256"),
+        (in_step(cut, "__0_0.distcp"), "__0_0.distcp is damaged: expected SHA-256"),
+        (in_step(cut, "SHA256SUMS"), "SHA256SUMS is damaged in line"),
+        (latest_is("../elsewhere"), "latest names '../elsewhere', which is not there"),
+        (latest_is("\x1b[2J"), r"latest names '\x1b[2J', which is not there"),
+        (latest_is_a_fifo, "expected a regular file at"),
+        (link_instead_of_the_next, ".step-00000003.unfinished; remove it"),
+        (lines_are_a_folder, "Is a directory"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_cannot_be_used_is_one_message_of_all_ranks(damage, message, resumed, tmp_path):
+    run = resumed(damage)
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert len(re.findall("^python -m tpkernels train: rank ", run.stderr, re.MULTILINE)) == 1
+    assert message in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+    assert (tmp_path / "copy" / "run" / STEP).is_dir()
+    if damage is link_instead_of_the_next:
+        assert (tmp_path / "copy" / "theirs" / "kept").exists()
+
+
+def test_half_a_line_is_named_and_the_run_goes_on(resumed, tmp_path):
+    metrics = tmp_path / "copy" / "metrics"
+
+    def kill_while_it_writes(_):
+        metrics.write_text(metrics.read_text() + '{"step": 3, "lo')
+
+    run = resumed(kill_while_it_writes)
+    assert run.returncode == 0, run.stderr
+    assert f"{metrics}: line 3 holds no step; left out" in run.stdout
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2, 3]
+    assert (tmp_path / "copy" / "metrics.damaged").read_text().endswith('{"step": 3, "lo')
+
+
+def without_sums(folder):
+    (folder / "run" / STEP / "SHA256SUMS").unlink()
+
+
+def test_a_checkpoint_from_before_there_were_sums_goes_on_with_a_warning(resumed):
+    run = resumed(without_sums)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("whether its files are damaged is not known") == 1
+
+
+def test_ranks_of_torchrun_refuse_huge_sizes_alike(ranks2):
+    run = train_on(ranks2, "--tp", "2", "--size", "vocab_size=9999999999999")
+    assert run.returncode == 2
+    assert len(run.stderr.splitlines()) == 1
+    assert re.search(r"need(s)? at least [\d,]+ GiB of memory for weights", run.stderr)
+
+
+def parsed(*arguments):
+    parser = train_command._parser()
+    return train_command._config(train_command._with_config(parser, ["--data", "x", *arguments]))
+
+
+def test_its_words_are_those_of_recipes(tmp_path):
+    assert parsed().recipe is None
+    assert parsed("--fp8").recipe == Recipe.rowwise()
+    assert parsed("--fp8", "--steps", "3").recipe == Recipe.rowwise()
+    assert parsed("--fp8", "blockwise+head").recipe == Recipe.blockwise(head=True)
+    path = tmp_path / "run.json"
+    for value, recipe in (("blockwise", Recipe.blockwise()), (True, Recipe.rowwise()), (False, None)):
+        path.write_text(json.dumps({"fp8": value, "steps": 4}))
+        assert parsed("--config", str(path)).recipe == recipe
+    path.write_text('{"fp8": "blockwise"}')
+    assert parsed("--config", str(path), "--fp8=").recipe is None  # what is typed goes first
+
+
+FOUR = ["--tp-invariant", "4", "--accumulate", "2", "--steps", "4"]  # the model has 4 heads
+
+
+def test_lines_are_the_same_on_one_rank_and_on_two(tmp_path, ranks1, ranks2):
+    lines = []
+    for ranks, options in ((ranks1, []), (ranks2, ["--tp", "2", "--prove", "2"])):
+        path = tmp_path / f"{ranks.world_size}.jsonl"
+        run = train_on(ranks, *FOUR, *options, "--json", str(path))
+        assert run.returncode == 0, run.stderr
+        assert "; the same bits at every tensor-parallel size that divides 4\n" in run.stdout
+        lines.append(
+            [(line["loss"], line["norm"]) for line in map(json.loads, path.read_text().splitlines())]
+        )
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--tp-invariant 3", "tp_invariant: expected 0 (off) or a power of two up to 1024, got 3"),
+        ("--tp-invariant 1", "--tp: expected a tensor-parallel size that divides the 1 segments"),
+        ("--tp-invariant 8", "num_heads: expected a multiple of the 8 segments of TP-invariance, got 4"),
+        (
+            "--tp-invariant 4 --size ffn_hidden_size=30",
+            "output_size (30) is not divisible by the 4 segments of TP-invariance",
+        ),
+        (
+            "--tp-invariant 4 --tokens 18 --sequence-parallel",
+            "tokens: expected a number that the 4 segments of TP-invariance divide, got 18",
+        ),
+        ("--tp-invariant 4 --dropout 0.1", "dropout: expected 0 with TP-invariance, got 0.1"),
+    ],
+)
+def test_what_segments_do_not_divide_is_refused(options, message, ranks2):
+    run = train_on(ranks2, "--tp", "2", *options.split())
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert message in run.stderr
+    assert run.stderr.count("\n") <= 2  # what the launcher would find first is told by each rank
+
+
+def test_more_than_two_ranks_share_memory_and_are_not_compared_with_an_unsharded_run(ranks4):
+    assert train_on(ranks4, "--tp-invariant", "4", "--dp", "4", "--steps", "2").returncode == 0
+    run = train_on(ranks4, *FOUR, "--tp", "4", "--prove", "1")
+    assert run.returncode == 2
+    assert "prove: expected at most 2 ranks with TP-invariance, got 4" in run.stderr

@@ -37,20 +37,6 @@ def test_dry_run_lists_candidates(capsys, tmp_path):
         assert ("addmm_dtype_out" in names) == key.startswith("wgrad_accumulate_")
 
 
-def test_dry_run_takes_every_option(capsys):
-    options = "--gpu a100 --dtype fp16 --activation relu --glu geglu --no-bias --inference"
-    assert main([*DRY, *options.split()]) == 0
-    printed = capsys.readouterr().out
-    assert "A100" in printed
-    assert "glu float16 8192x4096x4096 geglu rows" in printed
-    assert "descriptor" not in printed
-
-
-def test_shapes_are_listed_each_once(capsys):
-    assert main(["tune", "--dry-run", "--shapes", "64x32x16,64x32x16,128x32x16", "--steps", "dgrad"]) == 0
-    assert capsys.readouterr().out.count("dgrad bfloat16") == 2
-
-
 def test_products_in_fp8_are_listed_beside_those_they_replace(capsys):
     assert (
         main(["tune", "--shapes", "4096x8192x2048", "--steps", "glu,dgrad_pairs,wgrad", "--fp8", "--dry-run"])

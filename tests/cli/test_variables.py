@@ -23,13 +23,10 @@ def told(**environment: str) -> list[str]:
     return [text for _, text in mistakes(environment)]
 
 
-def test_every_variable_that_is_read_is_known():
-    """A name in quotes is one that code asks for."""
+def test_every_variable_that_is_read_is_known_with_its_words():
+    # A name in quotes is one that code asks for.
     read = {name for path in SOURCES for name in re.findall(r'"(TPKERNELS_[A-Z_]*[A-Z])"', path.read_text())}
     assert read == VARIABLES.keys()
-
-
-def test_words_are_those_that_are_understood():
     assert set(VARIABLES["TPKERNELS_BACKEND"].words) == set(BACKENDS)
     assert set(VARIABLES["TPKERNELS_TRANSPORT"].words) == set(TRANSPORTS)
     assert int(POWERS_OF_TWO[-1]) == tp_invariance.MOST_SEGMENTS

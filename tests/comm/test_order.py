@@ -169,13 +169,10 @@ def needed(program: Program, rule: Rule = CallOrder.begin) -> list[int]:
     return found
 
 
-def test_calls_that_are_read_before_the_next_begins_need_no_barrier():
+def test_calls_need_a_barrier_only_while_two_are_in_flight():
     plain = tuple(step for call in range(1, 9) for step in (("begin", call), ("read", call)))
     assert needed(plain) == []
     assert mishap(plain, 2, never, "copies") == ""
-
-
-def test_two_calls_in_flight_need_one_until_their_order_is_plain_again():
     program = [("begin", 1), ("read", 1), ("begin", 2), ("begin", 3), ("read", 3), ("read", 2)]
     program += [step for call in (4, 5, 6) for step in (("begin", call), ("read", call))]
     assert needed(tuple(program)) == [3, 4]

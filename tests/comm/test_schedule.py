@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.shapes import all_shapes
-from tests.kernels.ring import chunks_of_tile, first_tile, tile_order
+from tests.kernels.ring import chunks_of_tile, tile_order
 from tpkernels.comm import schedule
 from tpkernels.comm.schedule import (
     LEAST_BYTES,
@@ -118,14 +118,6 @@ def test_what_is_sent_lands_where_it_is_received(plan_of, tapered):
                 assert sent == swap.received
 
 
-def test_a_rank_sends_its_part_of_what_must_travel():
-    """Over all ranks a gather, and a reduce, moves every row to R - 1 others: (R - 1) / R of it a rank."""
-    for rows, ranks, parts in WORLDS:
-        for plan_of in (gather_plan, reduce_plan):
-            sent = [swap.sent for rank in range(ranks) for swap in plan_of(rows, ranks, rank, parts).swaps]
-            assert len(rows_of(sent)) == (ranks - 1) * rows
-
-
 def test_chunks_that_nothing_hides_are_small():
     for ranks in (2, 4):
         gathered = [swap.received for swap in gather_plan(40 * ranks, ranks, 0, 4).swaps]
@@ -143,14 +135,11 @@ def test_chunks_are_consumed_in_the_order_of_arrival():
             assert order == [(rank * parts + step) % (ranks * parts) for step in range(ranks * parts)]
 
 
-def test_the_number_of_parts_grows_with_bytes_to_a_limit():
+def test_parts_grow_with_bytes_and_divide_the_rows():
     counts = [parts_of_shard(size) for size in (0, 1, 2**18, 2**20, 2**40)]
     assert counts[0] == counts[1] == 1
     assert counts == sorted(counts)
     assert len(set(counts[-2:])) == 1
-
-
-def test_even_chunks_divide_the_rows_and_are_the_most_that_do():
     for rows, wanted in product(range(1, 40), range(1, 6)):
         parts = even_chunks(rows, wanted)
         assert rows % parts == 0
@@ -195,22 +184,6 @@ def test_even_chunks_are_what_a_kernel_takes_them_for():
         assert chunk_rows(rows, ranks, parts) == size
 
 
-def test_every_tile_is_computed_once():
-    for ranks, parts, size, block_rows in TILINGS:
-        rows = ranks * parts * size
-        for rank in range(ranks):
-            order = tile_order(rank, rows, ranks, block_rows)
-            assert sorted(order) == list(range(-(-rows // block_rows)))
-
-
-def test_a_tile_waits_for_each_of_its_rows_and_for_no_other():
-    for ranks, parts, size, block_rows in TILINGS:
-        rows, chunks = ranks * parts * size, ranks * parts
-        for tile in range(-(-rows // block_rows)):
-            tile_rows = range(tile * block_rows, min(rows, (tile + 1) * block_rows))
-            assert set(chunks_of_tile(tile, rows, chunks, block_rows)) == {row // size for row in tile_rows}
-
-
 def test_no_tile_waits_for_a_chunk_while_a_later_tile_could_be_computed():
     """The last chunk that each tile waits for comes later and later; only the last tile may look back."""
     for ranks, parts, size, block_rows in TILINGS:
@@ -230,11 +203,6 @@ def test_a_slot_is_written_only_after_its_last_readers():
         between = range(reusable_after(epoch) + 1, epoch)
         assert all(slot_of(other) != slot_of(epoch) for other in between)
         assert len(between) == SLOTS - 1
-
-
-def test_no_rows_make_no_tiles():
-    assert tile_order(1, 0, 2, 16) == []
-    assert first_tile(1, 0, 2, 16) == 0
 
 
 @pytest.mark.parametrize(("rows", "ranks", "parts"), [(7, 2, 1), (8, 2, 3), (8, 0, 1)])
@@ -349,13 +317,10 @@ def test_a_product_is_cut_only_where_each_piece_fills_the_gpu_twice():
         assert all(waves(n) < 2 for n in more), "as many as there can be"
 
 
-def test_what_no_product_hides_is_not_cut():
+def test_the_rounds_of_known_sizes_and_of_what_no_product_hides():
     assert {collective_rounds(2**20, 0, ranks, 132) for ranks in range(1, 17)} == {1}
     assert collective_rounds(2**20, 4096, 1, 132) == 1
-
-
-def test_the_rounds_of_known_sizes():
-    """T 8192, R 8, K 4096, N / R 1792 on 132 processors."""
+    # T 8192, R 8, K 4096, N / R 1792 on 132 processors.
     assert collective_rounds(8192, 1792, 8, 132) == 1  # 64 x 7 tiles: 3.4 waves
     assert collective_rounds(8192, 4096, 8, 132) == 2  # 64 x 16 tiles: 7.8 waves
     assert collective_rounds(32768, 4096, 8, 132) == 4

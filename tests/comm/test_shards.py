@@ -23,19 +23,18 @@ def problem(pairs, ranks, tensor_parallel_ranks=(), average=True):
     return "" if found is None else found[1]
 
 
-def test_the_data_parallel_group_is_named():
+def test_the_data_parallel_group_is_named_to_who_gives_another():
     text = problem(named((2, 3), split=True), [0, 1, 2, 3])
     assert text.startswith("GradientBuckets over ranks 0, 1, 2, 3 would average different shards")
     assert "tensor-parallel ranks 2, 3 each hold other rows or columns of 'w'" in text
     assert 'state.process_group("dp"), or mesh["dp"]' in text
-
-
-def test_shards_over_other_ranks_are_told():
     assert "there is nothing to average" in problem(named((0, 1, 2, 3), split=True), [1, 2])
     # of shards without layers the group that was given tells
     assert "ranks 0, 1 each hold" in problem(named(split=True), range(4), tensor_parallel_ranks=[0, 1])
     # a large group is not listed whole
     assert "over ranks 0, 1, 2, 3, 4, 5, 6, 7, ..., 63 would" in problem(named((0, 1), split=True), range(64))
+    assert "and would average; pass" in problem(named((0, 1), marked=True), [0, 1])
+    assert "and would sum again; pass" in problem(named(marked=True), [0, 1], [0, 1], average=False)
 
 
 @pytest.mark.parametrize(
@@ -51,11 +50,6 @@ def test_shards_over_other_ranks_are_told():
 )
 def test_what_is_right_is_taken(marks, ranks, given, average):
     assert problem(named(**marks), ranks, given, average) == ""
-
-
-def test_terms_of_a_sum_are_not_averaged_nor_summed_twice():
-    assert "and would average; pass" in problem(named((0, 1), marked=True), [0, 1])
-    assert "and would sum again; pass" in problem(named(marked=True), [0, 1], [0, 1], average=False)
 
 
 @on_ranks(2)

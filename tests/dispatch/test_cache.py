@@ -4,21 +4,15 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-pytest.importorskip("hypothesis", reason="any input needs hypothesis")  # a bare GPU machine has none
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.dispatch.conftest import VERSIONS
 from tpkernels.dispatch import cache as module
-from tpkernels.dispatch.cache import Cache, Choice, ForeignFile, parse, render, shipped_choices
+from tpkernels.dispatch.cache import Cache, Choice, parse, render, shipped_choices
 
 A = Choice("triton/a", {"torch": 2.0, "triton/a": 1.0})
 B = Choice("torch", {"torch": 1.0})
@@ -120,22 +114,6 @@ def test_bad_file_is_ignored_with_one_warning_and_replaced(content, tmp_path, ca
     cache.put("newer", B)
     assert [f"ignoring {path}" in record.getMessage() for record in caplog.records] == [True]
     assert Cache(tmp_path, VERSIONS).get("new") == B
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["format", "versions", "choices", "name", "milliseconds"]), inner)
-    ),
-)
-
-
-@settings(derandomize=True, deadline=None, database=None, max_examples=50)
-@given(JSON | st.builds(lambda choices: {"format": 1, "versions": {}, "choices": choices}, JSON))
-def test_any_json_is_read_or_refused(content):
-    with suppress(ForeignFile):
-        parse(json.dumps(content))
 
 
 @pytest.mark.parametrize(

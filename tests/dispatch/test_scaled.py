@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.dispatch.conftest import CPU, FakeTimer, need_interpreter
+from tests.dispatch.conftest import CPU, FakeTimer
 from tests.kernels.checks import assert_written, rows_for
 from tests.products import once, pairwise
-from tpkernels.dispatch import backends, primitives
-from tpkernels.dispatch.candidates import candidates, named
+from tpkernels.dispatch.candidates import candidates
 from tpkernels.dispatch.chooser import chooser_on
 from tpkernels.dispatch.gpus import GPUS
 from tpkernels.dispatch.scaled import scaled_linear
@@ -87,16 +86,14 @@ def test_hopper_is_offered_both_forms(options):
     assert ("scaled_mm" in found) == (not options)
 
 
-def test_wide_tiles_of_blackwell_hold_no_scales_in_their_loop():
+def test_forms_and_tiles_are_those_of_the_gpu():
     wide = "triton/descriptor/128x256x128-w8-s3-p2-flat"
     assert wide in names("b200", tokens=8192, out_features=8192)
     assert wide not in names("b200", tokens=8192, out_features=8192, scaling="blocks")
-
-
-def test_ada_is_offered_pointers():
     found = names("l40s")
     assert "scaled_mm" in found
     assert {name.split("/")[1] for name in found if name.startswith("triton/")} == {"pointer"}
+    assert names(tokens=0) == ["torch"]
 
 
 @pytest.mark.parametrize("gpu", ["a100", "mi300x"])
@@ -121,18 +118,6 @@ def test_gpus_without_fp8_leave_torch(gpu):
 def test_torchs_product_is_offered_where_it_takes_the_operands(options):
     assert "scaled_mm" not in names(**options)
     assert "scaled_mm" in names(formats=("e5m2", "e4m3"))
-
-
-def test_empty_leaves_torch():
-    assert names(tokens=0) == ["torch"]
-
-
-def test_any_tile_may_be_named():
-    problem = scaled_linear.problem(*call())
-    name = "triton/descriptor/64x128x128-w4-s4-p2-flat"
-    assert named(name, scaled_linear, problem, GPUS["h100"]) is not None
-    too_large = "triton/descriptor/128x256x128-w8-s5-p2-flat"
-    assert named(too_large, scaled_linear, problem, GPUS["h100"]) is None
 
 
 def scratch(**options):
@@ -214,17 +199,6 @@ def test_ways_of_torch_agree_and_write_the_same_bits_into_rows(way, keep_z, acti
     out, around = rows_for(results)
     into(out, *arguments)
     assert_written(out, around, results)
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_rows_are_written_by_any_backend(backend, monkeypatch):
-    need_interpreter()
-    monkeypatch.setattr(backends, "backend", backend)
-    arguments = scratch(activation="none", keep_z=False)
-    expected = [primitives.scaled_linear(*arguments)[0]]
-    out, around = rows_for(expected)
-    primitives.into(primitives.scaled_linear, out, *arguments)
-    assert_written(out, around, expected)
 
 
 def test_a_scale_for_128_rows_of_a_weight_is_that_of_each():

@@ -12,19 +12,13 @@ from tpkernels.dispatch.timing import CudaTimer, StreamTimer, rounds
 CPU = torch.device("cpu")
 
 
-def test_candidates_take_turns_and_each_goes_first():
+def test_candidates_take_turns_and_outliers_do_not_count():
     order = []
     rounds(list("abc"), lambda name: order.append(name) or 1.0, clock=lambda: 0.0)
     assert "".join(order[:9]) == "abcbcacab"
     assert len(order) == 3 * timing.MOST_ROUNDS
-
-
-def test_outliers_do_not_count():
     times = iter([1.0, 100.0, 1.0, 1.0, 1.0] * timing.MOST_ROUNDS)
     assert rounds(["a"], lambda name: next(times)) == {"a": 1.0}
-
-
-def test_slow_candidates_get_fewer_rounds():
     ticks = iter([0.0, *(timing.SECONDS + i for i in range(1, 100))])
     count = []
     rounds(["a"], lambda name: count.append(name) or 1.0, clock=lambda: next(ticks))
@@ -40,14 +34,11 @@ def times_on(stream, **kernels):
     return StreamTimer(stream, stream.clock)(runs)
 
 
-def test_launching_is_no_time_of_the_gpu():
-    """Though it takes longer than the flush, which alone cannot hide it."""
+def test_launching_is_no_time_of_the_gpu_but_without_a_hold_it_would_be():
+    # Though it takes longer than the flush, which alone cannot hide it.
     times = times_on(SimulatedStream(), torch=TORCH, descriptor=DESCRIPTOR)
     assert times == pytest.approx({"torch": 0.075, "descriptor": 0.07})
     assert winner(times) == "descriptor"
-
-
-def test_without_a_hold_the_faster_kernel_would_lose():
     times = times_on(NeverHeld(), torch=TORCH, descriptor=DESCRIPTOR)
     assert times["torch"] == pytest.approx(0.075)
     assert times["descriptor"] > 0.08

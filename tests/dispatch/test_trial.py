@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from tests.patience import patient
 from tpkernels.dispatch import trial as module
 from tpkernels.dispatch import watched_process
-from tpkernels.dispatch.trial import Limits, Verdict, trial
+from tpkernels.dispatch.trial import Limits, trial
 from tpkernels.dispatch.variant import Variant
 
 CPU = torch.device("cpu")
@@ -205,20 +204,6 @@ def test_a_child_that_cannot_be_killed_is_left_and_none_follows(monkeypatch):
     assert report.obstacle == "a child process that was killed does not end"
 
 
-def test_other_threads_go_on_meanwhile(outcome):
-    counted, done = [], threading.Event()
-
-    def count():
-        while not done.wait(0.001):
-            counted.append(1)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    assert outcome("hang", clock=lambda: len(counted))[0] == {"hang": HANGS["hang"]}
-    done.set()
-    thread.join()
-
-
 def test_a_child_has_the_parents_world_but_for_what_would_hide_a_hang(monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
@@ -226,11 +211,6 @@ def test_a_child_has_the_parents_world_but_for_what_would_hide_a_hang(monkeypatc
     assert "CUDA_LAUNCH_BLOCKING" not in environment
     assert environment["CUDA_VISIBLE_DEVICES"] == "3,1"
     assert environment["CUDA_MPS_PIPE_DIRECTORY"] == os.devnull
-
-
-def test_verdicts_read_as_a_sentence():
-    assert str(Verdict("passed")) == "passed"
-    assert str(Verdict("wrong", "by 3")) == "wrong: by 3"
 
 
 def test_a_child_that_somebody_else_has_reaped_is_not_killed(monkeypatch):

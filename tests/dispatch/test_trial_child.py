@@ -24,7 +24,7 @@ from tpkernels.dispatch.trial_child import fault, opened
 from tpkernels.dispatch.variant import Variant, sizes_for
 from tpkernels.kernels import dgrad as dgrad_kernel
 from tpkernels.kernels import linear as linear_kernel
-from tpkernels.kernels.target import H100, INTERPRETER
+from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import MatmulTile
 
 TILE = "32x32x32-w4-s1-p2-g2"
@@ -259,11 +259,3 @@ def test_a_child_whose_parent_is_gone_ends_itself(monkeypatch):
     _, status = os.waitpid(process, 0)
     os.close(reader)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGALRM
-
-
-def test_the_interpreter_gives_each_program_several_tiles():
-    """So that what is tried on the CPU is what is tried on a GPU."""
-    tile = MatmulTile.named(TILE)
-    for rows, cols, depth in list(sizes_for(tile, INTERPRETER, unit=8).values())[1:]:
-        assert tile.tiles(rows, cols) > 3 * INTERPRETER.processors
-        assert depth > 2 * tile.block_depth

@@ -178,17 +178,6 @@ def test_a_choice_on_disk_is_honoured_only_with_its_verdict(record, ran, make_ch
     assert trial.asked == [[1, 2]]
 
 
-def test_a_damaged_file_means_another_trial_and_one_warning(record, make_chooser, caplog):
-    trial = FakeTrial({1: PASSED, 2: PASSED})
-    chooser = make_chooser(FakeTimer(TIMES), trial=trial)
-    chooser.timed(record, ARGUMENTS)
-    text = chooser._cache.path.read_text()
-    chooser._cache.path.write_text(text[: len(text) // 2])
-    make_chooser(FakeTimer(TIMES), trial=trial).timed(record, ARGUMENTS)
-    assert trial.asked == [[1, 2], [1, 2]]
-    assert [r.getMessage().partition(":")[0] for r in caplog.records] == [f"ignoring {chooser._cache.path}"]
-
-
 def test_a_child_that_can_try_nothing_is_told_of_once_and_none_follows(record, ran, make_chooser, caplog):
     trial = FakeTrial({1: PASSED}, obstacle="all devices are busy")
     timer = FakeTimer(TIMES)
@@ -201,14 +190,6 @@ def test_a_child_that_can_try_nothing_is_told_of_once_and_none_follows(record, r
     assert caplog.messages == [said]
     make_chooser(FakeTimer(TIMES), trial=trial).timed(record, ARGUMENTS)
     assert trial.asked == [[1, 2], [2]], "the next process may be luckier, and knows what passed"
-
-
-def test_a_trial_that_took_too_long_does_not_keep_other_problems_from_theirs(record, make_chooser):
-    trial = FakeTrial({}, obstacle="120 seconds are over")
-    chooser = make_chooser(FakeTimer(TIMES), trial=trial)
-    chooser.timed(record, ARGUMENTS)
-    chooser.timed(record, (X, W, None, "gelu", False))
-    assert trial.asked == [[1, 2], [1, 2]]
 
 
 @pytest.mark.parametrize("obstacle", ["a CUDA graph is being captured", "torch.compile is tracing"])

@@ -89,48 +89,24 @@ def test_facts_of_a_descriptor_kernel(told):
     assert facts.seconds > 0
 
 
-def test_facts_of_epilogues_that_load_and_store_in_turn(told):
+def test_epilogues_load_and_store_in_turn_and_wgrad_adds_by_the_copy_engine(told):
     dglu = told("dglu_descriptor")
     assert (dglu.exposed_waits, dglu.serial_stores) == (8, 11)  # of 8 loads and 12 stores
     assert (dglu.products_during_stores, dglu.loads_during_stores) == (False, False)
     assert told("dgrad_descriptor").exposed_waits == 4
     assert told("linear_descriptor").exposed_waits == 0
     assert told("linear_pointer").exposed_waits is None  # on sm_80
-
-
-def test_blocks_of_an_sm_are_known_of_nvidia(told):
-    assert told("linear_descriptor").blocks == 1
-    assert told("linear_pointer").blocks == 1
-    assert told("amd").blocks is None
-
-
-def test_facts_of_an_amd_kernel(told):
-    facts = told("amd")
-    assert 0 < facts.registers <= 512
-    assert facts.count("global_load")
-
-
-def test_rules_see_a_lost_alignment_by_its_cause_and_by_its_effect(told):
-    failures = broken(told, "lost_alignment")
-    assert "16-byte alignment lost: K, N, T, b_ptr, stride_wn, stride_xt, w, x, y, z" in failures
-    assert "no LDGSTS.128" in failures
-
-
-def test_rules_see_serialised_wgmma(told):
-    assert any(failure.startswith("wgmma serialised") for failure in broken(told, "serialised_wgmma"))
-
-
-def test_wgrad_accumulates_by_the_copy_engine(told):
     assert SOUND["wgrad_descriptor"][0].name.endswith("+=fp32")
     assert told("wgrad_descriptor").count("UTMAREDG") > 0
 
 
-def test_what_holds_flags_is_not_flattened(told):
+def test_each_planted_fault_is_seen_by_its_cause(told):
+    failures = broken(told, "lost_alignment")
+    assert "16-byte alignment lost: K, N, T, b_ptr, stride_wn, stride_xt, w, x, y, z" in failures
+    assert "no LDGSTS.128" in failures
+    assert any(failure.startswith("wgmma serialised") for failure in broken(told, "serialised_wgmma"))
     assert "a flattened loop loads rows before they are there" in told("gather_that_loads_ahead")
     assert "a flattened loop waits for each load" in told("scatter_that_loads_ahead")
-
-
-def test_failed_compilation_names_its_cause(told):
     assert "unknown activation" in told("unknown_constant")
 
 

@@ -34,11 +34,8 @@ def jit_function(entry: Entry):
     return getattr(importlib.import_module(entry.module), entry.function)
 
 
-def test_catalog_names_are_unique():
+def test_names_are_unique_and_entries_name_every_argument_once():
     assert [name for name, times in Counter(entry.name for entry in catalog()).items() if times > 1] == []
-
-
-def test_catalog_entries_name_every_argument_once():
     for entry in catalog():
         assert sorted([*entry.arguments, *entry.constants]) == sorted(jit_function(entry).arg_names), (
             entry.name
@@ -108,9 +105,6 @@ def test_alignment_is_that_of_each_operand():
     assert linear_entry(of, form="pointer", x=wide[:, :32]).aligned == entry.aligned - {"stride_xt"}
     shifted = long[1 : 64 * 32 + 1].view(64, 32)
     assert linear_entry(of, form="pointer", x=shifted).aligned == entry.aligned - {"x"}
-
-
-def test_ragged_operands_and_outputs_are_aligned_nowhere():
     entry = linear_entry(operands(ragged=True))  # of sizes that are multiples of 16
     assert entry.form == "pointer"
     assert entry.aligned == {"T", "N", "K", "stride_xt", "stride_wn"}

@@ -57,13 +57,29 @@ def cost_of_task():
     return replace(cost, program="") if isinstance(cost, Cost) else cost
 
 
-def test_nothing_is_done_twice(counted):
-    counts, _ = counted
-    facts = replace(FACTS, cubin="kernel")
+def test_nothing_is_done_twice_and_an_edit_of_one_asks_the_other_for_nothing(counted, monkeypatch, tmp_path):
+    counts, sources = counted
     for _ in range(2):
-        assert examine(TASK).facts == facts
+        assert examine(TASK).facts == replace(FACTS, cubin="kernel")
         assert cost_of_task() == COST
     assert counts == {"compiled": 1, "clocked": 1}
+
+    def after(**edits):
+        sources.update(edits)
+        examine(TASK)
+        return counts["compiled"], counts["clocked"]
+
+    assert after(clock="other clock") == (1, 2)
+    assert after(kernel="other kernel") == (2, 3)
+    monkeypatch.setattr(ahead_of_time, "compile_key", lambda *_: "a comment")
+    assert after() == (3, 3), "the same machine code is not clocked again"
+    assert after(launch="other arguments") == (3, 4)
+    assert machine_code_of(ENTRY, "sm_90") == b"other kernel"
+    assert counts["compiled"] == 3
+    for path in (tmp_path / "cache" / "cubins").iterdir():
+        path.write_text("{}")  # machine code that was lost is compiled again
+    assert machine_code_of(ENTRY, "sm_90") == b"other kernel"
+    assert counts["compiled"] == 4
 
 
 def test_no_process_starts_where_all_is_known_and_else_tasks_of_one_gpu_go_together(counted, monkeypatch):
@@ -105,39 +121,6 @@ def test_tasks_beside_one_whose_process_died_are_done_alone(counted, monkeypatch
     monkeypatch.setattr(clocking, "results_of", here)
     found = examine_all([Task(Job(ENTRY, "sm_80"), None)] * 32, 2, lambda task: None)
     assert [number for number, one in enumerate(found) if one == Examined(DIED)] == [3]
-
-
-def test_an_edit_of_the_clock_compiles_nothing(counted):
-    counts, sources = counted
-    examine(TASK)
-    sources["clock"] = "other clock"
-    examine(TASK)
-    assert counts == {"compiled": 1, "clocked": 2}
-
-
-def test_an_edit_of_a_kernel_clocks_it_and_the_same_machine_code_is_not_clocked_again(counted, monkeypatch):
-    counts, sources = counted
-    examine(TASK)
-    sources["kernel"] = "other kernel"
-    examine(TASK)
-    assert counts == {"compiled": 2, "clocked": 2}
-    monkeypatch.setattr(ahead_of_time, "compile_key", lambda *_: "a comment")
-    examine(TASK)
-    assert counts == {"compiled": 3, "clocked": 2}
-    sources["launch"] = "other arguments"
-    examine(TASK)
-    assert counts == {"compiled": 3, "clocked": 3}
-
-
-def test_machine_code_that_was_lost_is_compiled_again(counted, tmp_path):
-    counts, _ = counted
-    examine(TASK)
-    assert machine_code_of(ENTRY, "sm_90") == b"kernel"
-    assert counts["compiled"] == 1
-    for path in (tmp_path / "cache" / "cubins").iterdir():
-        path.write_text("{}")
-    assert machine_code_of(ENTRY, "sm_90") == b"kernel"
-    assert counts["compiled"] == 2
 
 
 def test_what_is_not_clocked_keeps_no_machine_code(counted, tmp_path):

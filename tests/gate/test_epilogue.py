@@ -76,17 +76,11 @@ def test_waits_for_what_was_just_loaded_are_exposed():
     assert epilogue.exposed_waits(flow((f"{LOAD}, [%r21];", f"{LOAD}, [%r20];"))) == 3  # in the main loop too
 
 
-def test_stores_are_serial_where_all_must_have_been_read_before_the_next():
+def test_stores_are_serial_and_alone_unless_waits_are_left_out():
     assert epilogue.serial_stores(flow()) == 1  # of two: products lie between the second and the next tile's
     assert epilogue.serial_stores(flow(("wait_group.read 	0", "wait_group.read 	1"))) == 0
-
-
-def test_products_run_beside_stores_only_if_not_awaited():
     assert not epilogue.products_during_stores(flow())
     assert epilogue.products_during_stores(flow(("wgmma.wait_group.sync.aligned 	0;", "")))
-
-
-def test_one_role_neither_loads_for_others_nor_sets_registers():
     assert [role.threads for role in flow().roles] == [256]
     assert not epilogue.loads_during_stores(flow())
     assert epilogue.role_registers(flow()) == ()

@@ -4,13 +4,9 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from tests.compiled import assembly_of
 from tests.gate.test_expectations import FACTS
-from tpkernels.gate import budgets
 from tpkernels.gate.ahead_of_time import Entry, Facts, facts_of
 from tpkernels.gate.catalog import catalog
 from tpkernels.gate.expectations import violations
@@ -29,10 +25,6 @@ from tpkernels.gate.roles import (
     STILL_READ,
     unordered_roles,
 )
-from tpkernels.kernels import launch
-from tpkernels.kernels.dglu import dglu
-from tpkernels.kernels.matmul_tile import MatmulTile
-from tpkernels.kernels.target import H100
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="Gluon is of another form before Triton 3.7")
 
@@ -138,41 +130,6 @@ def test_each_step_between_warps_is_needed(ptx, fault):
     for place in reversed(places if which is ... else [places[which]]):
         ptx = ptx[: place.start()] + place.expand(instead) + ptx[place.end() :]
     assert unordered_roles(Flow.of(ptx)) == (found,)
-
-
-class Driver:
-    """Of a GPU that is not there."""
-
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 0)
-
-
-def launched_twice() -> tuple[bool, int]:
-    """Whether the second launch compiles nothing, and the bytes of shared memory. For `Compiler.run`."""
-    compiled = []
-
-    def start(kernel, grid):
-        return lambda *of, **more: compiled.append(kernel.warmup(*of, grid=grid, **more))
-
-    dy, w, g = (torch.randn(*size).bfloat16() for size in ((256, 512), (512, 128), (256, 128)))
-    before, driver._active = driver._active, Driver()
-    try:
-        with launch.emulation(H100, start):
-            for _ in range(2):
-                dglu(dy, w, g, g, emit_h=True, tile=MatmulTile.named("128x128x64-w4-s4-p4-c2"))
-    finally:
-        driver._active = before
-    return compiled[0] is compiled[1], compiled[0].metadata.shared
-
-
-def test_launcher_s_arguments_are_what_triton_compiles_for_once(compiler):
-    """By Triton's own way from a call to a kernel, up to where a driver would launch it."""
-    again, shared = compiler.run(launched_twice)
-    assert again
-    budget = budgets.read()["3.7"].of("sm_90", "dglu/descriptor/bf16/128x128x64-w4-s4-p4-c2/swiglu+h")
-    assert budget
-    assert shared == budget.shared
 
 
 def test_products_in_roles_have_one_binary_for_all_sizes():

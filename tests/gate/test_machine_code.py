@@ -30,9 +30,6 @@ PROMOTED = """
 def test_products_of_fp8_are_counted_by_where_they_stand_in_a_sum():
     counts = {"QGMMA": 2, "QGMMA.RZ": 1, "QGMMA.gsb0": 1, "QMMA": 1, "QMMA.RZ": 1, "all": 5}
     assert machine_code.sass_mix(PROMOTED) == counts
-
-
-def test_a_wait_after_another_leaves_nothing_more_in_flight():
     assert machine_code.wgmma_in_flight(PROMOTED) == 0
     product = PROMOTED.splitlines()[2]
     awaited_later = PROMOTED.replace("gsb0, 0x0 ;\n", f"gsb0, 0x0 ;\n{product}\n")

@@ -50,12 +50,9 @@ def case_of(name):
     return next(one for one in cases() if one.name == name)
 
 
-def test_a_product_in_fp32_stays_in_fp32():
+def test_cases_in_fp32_and_of_a_split_depth_are_what_they_are_called():
     results = case_of("scaled_linear_fwd/pointer/fp8/rows/=fp32").run()
     assert {found.dtype for found, _ in results.values()} == {torch.float32}
-
-
-def test_cases_of_a_split_depth_launch_a_tile_that_splits_it():
     names = {case.name: case.run.args[0].tile for case in cases() if case.name.endswith("/split")}
     assert len(names) == 9
     assert {tile.splits for tile in names.values()} == {3}

@@ -43,19 +43,6 @@ def test_shared_memory_is_what_was_compiled(minor):
         assert expected <= budget.shared <= expected + slack, (kernel, tile.name, epilogue)
 
 
-@pytest.mark.parametrize("minor", ["3.6", "3.7"])
-def test_blocks_that_are_to_share_a_processor_do(minor):
-    sharing = [row for row in rows(minor) if row[1].per_processor > 1]
-    assert {kernel for kernel, *_ in sharing} == {"linear", "dgrad", "dgrad_pairs", "dglu"}
-    for kernel, tile, epilogue, budget in sharing:
-        assert tile.per_processor * (budget.shared + 1024) <= 233_472, (kernel, tile.name, epilogue)
-        assert tile.per_processor * 32 * tile.num_warps * budget.registers <= 65_536, (
-            kernel,
-            tile.name,
-            epilogue,
-        )
-
-
 def test_footprint_says_what_stands_in_the_way():
     def of(tile=TILE, target=H100, **figures):
         return Footprint(**({"shared": 100_000, "registers": 200} | figures)).obstacle(tile, target)

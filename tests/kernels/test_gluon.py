@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.kernels.checks import LAYOUTS, normal
-from tests.kernels.launchers import CHOICES, OF_ROWS, assert_results
-from tests.products import once, pairwise
+from tests.kernels.launchers import CHOICES, OF_ROWS, arguments, assert_results, computed
+from tests.products import once
 from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.target import H100
@@ -37,17 +37,11 @@ def matrix(rows, cols, scale=1.0):
 
 
 def assert_emulated(name, shape, tile, value=None, schedule=machine.EAGER, processors=2):
-    operands = OF_ROWS[name].random(shape, BF16, CPU)
+    call = arguments(name, shape, BF16, CPU, value)
     with machine.emulating(schedule, processors=processors) as launches:
-        computed = OF_ROWS[name].compute(operands, value, tile=tile)
+        ours = computed(name, call, tile=tile)
     assert [one.grid <= (processors,) for one in launches] == [True]
-    assert_results(name, computed, operands, value)
-
-
-@pairwise(schedule=machine.SCHEDULES, tile=TILES)
-def test_every_schedule_computes_forward_and_backward(schedule, tile):
-    assert_emulated("linear", (T, K, N), tile, schedule=schedule)
-    assert_emulated("dglu", (T, K, N), tile, schedule=schedule)
+    assert_results(name, ours, call)
 
 
 CASES = {  # every product, activation and gate, each under a schedule
@@ -78,7 +72,8 @@ def test_operands_may_be_strided_and_results_rows_of_a_larger_matrix(tile):
     full = torch.full((T + 16, N), 7.0, dtype=BF16)
     with machine.emulating():
         y, z = linear_fwd(x, w, bias, keep_z=True, out=full[8 : T + 8], tile=tile)
-    assert_results("linear", (y, z), (x, w, bias), "none")
+    call = {"x": x, "weight": w, "bias": bias, "activation": "none", "keep_z": True}
+    assert_results("linear", (y, z), call)
     assert y.data_ptr() == full[8].data_ptr()
     assert bool((full[:8] == 7.0).all() and (full[T + 8 :] == 7.0).all())
 
@@ -130,7 +125,6 @@ def test_gpu_agrees_with_float64(kernel, tile, dtype, device):
     """Three tiles a program and more, edges inside of tiles, more steps than stages."""
     rows, cols, depth = 4200, 3976, 1000
     for name in (kernel, "dgrad_pairs", "dgrad_act") if kernel == "dgrad" else (kernel,):
-        product = OF_ROWS[name]
-        shape = (rows, depth, cols) if "x" in product.operands else (rows, cols, depth)
-        operands = product.random(shape, dtype, device)
-        assert_results(name, product.compute(operands, tile=tile), operands)
+        shape = (rows, depth, cols) if name in ("linear", "glu") else (rows, cols, depth)
+        call = arguments(name, shape, dtype, device)
+        assert_results(name, computed(name, call, tile=tile), call)

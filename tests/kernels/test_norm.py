@@ -1,22 +1,12 @@
-"""RMSNorm and LayerNorm, forward and backward, against float64; the oracles against torch's autograd."""
+"""RMSNorm and LayerNorm in any layout and of large means; the oracles against torch's autograd."""
 
 import pytest
 import torch
 from torch.nn import functional
 
-from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
-from tests.products import pairwise
-from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
+from tests.kernels.checks import LAYOUTS, assert_accurate, normal
+from tpkernels.kernels.norm import layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.reference import layer_norm_bwd_ref, layer_norm_ref, rms_norm_bwd_ref, rms_norm_ref
-
-# (tokens, features); 70 tokens are more than two of the chunks that a backward program takes
-SHAPES = {
-    "one_block": (16, 64),
-    "ragged": (70, 45),
-    "one_row": (1, 40),
-    "one_feature": (5, 1),
-    "wide": (3, 2100),
-}
 
 
 def operands(shape, dtype, device):
@@ -28,45 +18,6 @@ def operands(shape, dtype, device):
 
 def doubles(*tensors):
     return tuple(None if t is None else t.double() for t in tensors)
-
-
-@pairwise(shape=SHAPES, with_residual=[False, True], dtype=DTYPES)
-def test_rms_norm_matches_float64(shape, with_residual, dtype, device):
-    x, residual, dy, dsummed, weight, _ = operands(shape, dtype, device)
-    residual, dsummed = (residual, dsummed) if with_residual else (None, None)
-    y, summed, mean, rstd = rms_norm_fwd(x, weight, residual=residual)
-    assert mean is None
-    assert residual is None or torch.equal(summed, x + residual)
-    # from here on the rounded sum is the input: y and the gradients are those of what is kept
-    exact_y, _, exact_rstd = rms_norm_ref(*doubles(summed, weight))
-    dx, dweight, dbias = rms_norm_bwd(dy, summed, weight, rstd, dsummed=dsummed)
-    exact_dx, exact_dw = rms_norm_bwd_ref(*doubles(dy, summed, weight), exact_rstd, *doubles(dsummed))
-    assert dbias is None
-    assert dweight.dtype == torch.float32
-    assert_all_accurate(y=(y, exact_y), rstd=(rstd, exact_rstd), dweight=(dweight, exact_dw))
-    if shape[1] > 1 or with_residual:  # of one feature the gradient is all cancellation
-        assert_accurate(dx, exact_dx, what="dx")
-
-
-def assert_all_accurate(**results):
-    for what, (actual, exact) in results.items():
-        assert_accurate(actual, exact, what=what)
-
-
-@pairwise(
-    shape={name: shape for name, shape in SHAPES.items() if name != "one_feature"},
-    with_residual=[False, True],
-    dtype=DTYPES,
-)
-def test_layer_norm_matches_float64(shape, with_residual, dtype, device):
-    x, residual, dy, dsummed, weight, bias = operands(shape, dtype, device)
-    residual, dsummed = (residual, dsummed) if with_residual else (None, None)
-    y, summed, mean, rstd = layer_norm_fwd(x, weight, bias, residual=residual)
-    exact_y, _, exact_mean, exact_rstd = layer_norm_ref(*doubles(summed, weight, bias))
-    assert_all_accurate(y=(y, exact_y), mean=(mean, exact_mean), rstd=(rstd, exact_rstd))
-    ours = layer_norm_bwd(dy, summed, weight, mean, rstd, dsummed=dsummed)
-    exact = layer_norm_bwd_ref(*doubles(dy, summed, weight), exact_mean, exact_rstd, *doubles(dsummed))
-    assert_all_accurate(**dict(zip(("dx", "dweight", "dbias"), zip(ours, exact, strict=True), strict=True)))
 
 
 def test_layer_norm_takes_no_bias_and_fp32_parameters(device):
@@ -104,14 +55,6 @@ def test_layer_norm_variance_survives_a_large_mean(device):
     y = layer_norm_fwd(x, torch.ones(64, device=device)).y
     exact = layer_norm_ref(x.double(), torch.ones(64, dtype=torch.float64, device=device))[0]
     assert (y - exact).norm() / exact.norm() < 1e-3
-
-
-def test_norm_gradients_are_the_same_bits_every_time(device):
-    x, _, dy, _, weight, _ = operands((100, 48), torch.bfloat16, device)
-    rstd = rms_norm_fwd(x, weight).rstd
-    first, second = (rms_norm_bwd(dy, x, weight, rstd) for _ in range(2))
-    assert torch.equal(first.dweight, second.dweight)
-    assert torch.equal(first.dx, second.dx)
 
 
 def test_norm_rows_do_not_depend_on_the_batch(device):

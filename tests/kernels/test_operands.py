@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.checks import LAYOUTS
 from tpkernels.kernels.operands import Layout, choose_form
 from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, MI300, input_precision
 
@@ -44,26 +43,13 @@ def test_choose_form_gives_one_awkward_operand_to_pointers(change):
     assert choose_form(H100, torch.float16, (GOOD, replace(GOOD, **change))) == "pointer"
 
 
-def test_choose_form_gives_fp32_products_to_pointers_but_not_fp32_results():
+def test_fp32_and_strides_of_single_rows_and_columns():
     wide = replace(GOOD, itemsize=4)
     assert choose_form(H100, torch.float32, (wide, wide)) == "pointer"
     assert choose_form(H100, torch.bfloat16, (GOOD, wide)) == "descriptor"
-
-
-def test_choose_form_ignores_the_strides_of_single_rows_and_columns():
     assert choose_form(H100, torch.bfloat16, (replace(GOOD, rows=1, row_stride=7),)) == "descriptor"
     assert choose_form(H100, torch.bfloat16, (replace(GOOD, cols=1, col_stride=5),)) == "descriptor"
-
-
-def test_row_pitch_of_a_single_row_is_aligned():
     assert replace(GOOD, rows=1, cols=13, row_stride=13).row_pitch == 16
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_of_a_tensor_tells_which_form_fits(name):
-    matrix = LAYOUTS[name](torch.ones(16, 24, dtype=torch.bfloat16))
-    fits = "descriptor" if name == "padded_rows" else "pointer"
-    assert choose_form(H100, matrix.dtype, (Layout.of("x", matrix),)) == fits
 
 
 @pytest.mark.parametrize("allowed", [False, True], ids=["ieee", "tf32"])

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.checks import TILE, assert_written, normal, rows_for
-from tests.kernels.launchers import OF_ROWS
-from tests.products import pairwise
+from tests.kernels.launchers import arguments, computed
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
@@ -20,28 +19,6 @@ def operands(device):
     sizes = {"x": (T, K), "dy": (T, N), "w": (N, K), "w2": (N, K), "z": (T, K), "u": (T, K)}
     made = {name: normal(*size, torch.bfloat16, device) for name, size in sizes.items()}
     return made | {"b": made["w"][:, 0].contiguous()}
-
-
-# "linear+keep_z": with all its results; "linear": with as few as may be
-CALLS = {
-    "+".join([name, *asked]): (name, dict.fromkeys(product.optional, bool(asked)))
-    for name, product in OF_ROWS.items()
-    for asked in dict.fromkeys([(), tuple(product.optional)])
-}
-
-
-@pairwise(call=CALLS, value=["none", None], form=["descriptor", "pointer"])
-def test_rows_of_larger_matrices_hold_the_same_bits_and_no_others_are_written(call, value, form, device):
-    """A pre-activation without activation is the result, and has no rows of its own."""
-    name, asked = call
-    value = value if "activation" in OF_ROWS[name].choice else None
-    given = OF_ROWS[name].random((T, K, N), torch.bfloat16, device)
-    how = {"tile": TILE, "form": form, **asked}
-    fresh = OF_ROWS[name].compute(given, value, **how)
-    out, around = rows_for(fresh)
-    written = OF_ROWS[name].compute(given, value, out=out[0] if len(out) == 1 else tuple(out), **how)
-    assert {one.data_ptr() for one in written if one is not None} == {one.data_ptr() for one in out}
-    assert_written(out, around, fresh)
 
 
 def test_a_row_that_descriptors_cannot_reach_is_written_by_pointer(device):
@@ -61,17 +38,16 @@ def test_a_row_that_descriptors_cannot_reach_is_written_by_pointer(device):
 @pytest.mark.parametrize("name", ["linear", "dgrad", "dgrad_pairs"])
 def test_a_product_may_be_written_in_fp32(name, form, device):
     """What is added to other products is rounded after that."""
-    product, plain = OF_ROWS[name], {"linear": {"value": "none", "keep_z": False}}.get(name, {})
-    given = product.random((T, K, N), torch.bfloat16, device)
-    rounded = product.compute(given, tile=TILE, form=form, **plain)[0]
+    call = arguments(name, (T, K, N), torch.bfloat16, device, "none")
+    rounded = computed(name, call, form=form)[0]
     out = torch.empty(rounded.shape, device=device)
-    wide = product.compute(given, tile=TILE, form=form, out=out, **plain)[0]
+    wide = computed(name, call, form=form, out=out)[0]
     assert wide.dtype == torch.float32
     assert torch.equal(wide.to(rounded.dtype), rounded)
     assert not torch.equal(wide, rounded.float())
     with_roles = MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2)
     with pytest.raises(ValueError, match="expected a tile without consumers for a result in fp32"):
-        product.compute(given, tile=with_roles, out=out, **plain)
+        computed(name, call, tile=with_roles, out=out)
 
 
 def test_a_sum_over_rows_is_written_where_it_belongs(device):

@@ -1,4 +1,4 @@
-"""Products against float64, at sizes that straddle tile edges and in every layout a user may bring."""
+"""Products at edges and in every layout a user may bring; for epilogues and forms see test_numerics."""
 
 from dataclasses import replace
 
@@ -6,105 +6,78 @@ import pytest
 import torch
 
 from tests.kernels.checks import DTYPES, EMPTY_SHAPES, LAYOUTS, SHAPES, TILE
-from tests.kernels.launchers import CHOICES, PRODUCTS, assert_product
+from tests.kernels.launchers import PRODUCTS, arguments, assert_product, computed, exact
 from tests.products import once, pairwise
 from tpkernels.gate.accuracy import BOUND, relative_error
-from tpkernels.kernels.activations import ACTIVATIONS
-from tpkernels.kernels.dgrad import dgrad, dgrad_act
+from tpkernels.kernels.dglu import dglu
+from tpkernels.kernels.dgrad import dgrad
 from tpkernels.kernels.dgrad_pairs import dgrad_pairs
-from tpkernels.kernels.linear import linear_fwd
-from tpkernels.kernels.reference import dgrad_act_ref, dgrad_pairs_ref
+from tpkernels.kernels.reference import dgrad_pairs_ref
 
 FORMS = ("descriptor", "pointer")
-OPERANDS = {f"{name}-{word}": (name, word) for name in PRODUCTS for word in PRODUCTS[name].operands}
+META = torch.device("meta")
+OPERANDS = {
+    f"{name}-{word}": (name, word)
+    for name in PRODUCTS
+    for word, one in arguments(name, (1, 1, 1), torch.float32, META).items()
+    if isinstance(one, torch.Tensor)
+}
 
 
 @pairwise(name=list(PRODUCTS), shape=SHAPES, dtype=DTYPES)
 def test_product_matches_float64(name, shape, dtype, device):
-    assert_product(name, PRODUCTS[name].random(shape, dtype, device))
-
-
-@once(choice=CHOICES, dtype=DTYPES)
-def test_every_activation_and_gate_matches_float64(choice, dtype, device):
-    name, value = choice
-    assert_product(name, PRODUCTS[name].random(SHAPES["ragged"], dtype, device), value)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_both_forms_match_float64(name, form, device):
-    assert_product(name, PRODUCTS[name].random(SHAPES["aligned"], torch.bfloat16, device), form=form)
+    assert_product(name, arguments(name, shape, dtype, device))
 
 
 @pairwise(form=FORMS, bias=[False, True], parts=[1, 2])
 def test_one_loop_over_tiles_and_depth_matches_float64(form, bias, parts, device):
-    x, w, b = PRODUCTS["linear"].random(SHAPES["aligned"], torch.bfloat16, device)
+    call = arguments("linear", SHAPES["aligned"], torch.bfloat16, device, "gelu_tanh")
     tile = replace(TILE, parts=parts, group=8, flatten=True)
-    assert_product("linear", (x, w, b if bias else None), "gelu_tanh", tile, form=form)
+    assert_product("linear", call if bias else call | {"bias": None}, tile=tile, form=form)
 
 
 @once(operand=OPERANDS, layout=LAYOUTS)
 def test_product_takes_any_layout_of_each_operand(operand, layout, device):
     name, word = operand
-    tensors = dict(
-        zip(
-            PRODUCTS[name].operands,
-            PRODUCTS[name].random(SHAPES["aligned"], torch.float16, device),
-            strict=True,
-        )
-    )
-    one = tensors[word]
-    tensors[word] = layout(one) if one.ndim == 2 else layout(one[None].expand(2, -1).contiguous())[1]
-    assert_product(name, tensors.values())
+    call = arguments(name, SHAPES["aligned"], torch.float16, device)
+    one = call[word]
+    call[word] = layout(one) if one.ndim == 2 else layout(one[None].expand(2, -1).contiguous())[1]
+    assert_product(name, call)
 
 
 @pytest.mark.parametrize("shape", EMPTY_SHAPES.values(), ids=EMPTY_SHAPES.keys())
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_product_takes_empty(name, shape, device):
-    operands = PRODUCTS[name].random(shape, torch.float32, device)
-    ours, exact = PRODUCTS[name].compute(operands, tile=TILE), PRODUCTS[name].exact(operands)
-    torch.testing.assert_close(list(ours), list(exact))
+    call = arguments(name, shape, torch.float32, device)
+    torch.testing.assert_close(list(computed(name, call)), list(exact(name, call)))
 
 
 def test_only_results_that_are_asked_for_are_kept(device):
     """A pre-activation without activation is the result."""
-    kept = {}
-    for name in ("linear", "glu", "dgrad_act", "dglu"):
-        operands = PRODUCTS[name].random(SHAPES["one_tile"], torch.float32, device)
-        unasked = PRODUCTS[name].compute(operands, tile=TILE, **dict.fromkeys(PRODUCTS[name].optional, False))
-        kept[name] = [one is not None for one in unasked]
-    one, two, three = [True, False], [True, False, False], [True, True, False]
-    assert kept == {"linear": one, "glu": two, "dgrad_act": one, "dglu": three}
-    y, z = linear_fwd(*PRODUCTS["linear"].random(SHAPES["ragged"], torch.float32, device), keep_z=True)
+    for name in ("linear", "glu", "dgrad_act"):
+        call = arguments(name, SHAPES["one_tile"], torch.float32, device, asked=False)
+        assert [one is not None for one in computed(name, call)][1:] in ([False], [False, False])
+    call = arguments("dglu", SHAPES["one_tile"], torch.float32, device)
+    assert dglu(*[*call.values()][:4]).h is None
+    call = arguments("linear", SHAPES["ragged"], torch.float32, device, "none") | {"keep_z": True}
+    y, z = computed("linear", call)
     assert z is y
-
-
-def test_bias_grad_is_the_same_bits_every_time(device):
-    tensors = PRODUCTS["dgrad_act"].random((200, 40, 48), torch.bfloat16, device)
-    first, second = (dgrad_act(*tensors, "relu2", bias_grad=True, tile=TILE).db for _ in range(2))
-    assert torch.equal(first, second)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 def test_bias_grad_ignores_rows_past_the_end(device):
-    dy, w, z = PRODUCTS["dgrad_act"].random((33, 40, 48), torch.float32, device)
-    dy = dy.abs() + 1
-    w[:, 3] = float("inf")  # dy * inf is inf on every token, but 0 * inf, past the last token, is NaN
-    assert dgrad_act(dy, w, z, "none", bias_grad=True, tile=TILE).db[3] == float("inf")
-
-
-@pytest.mark.parametrize("activation", [a for a in ACTIVATIONS if a != "gelu"])
-def test_a_wrong_derivative_is_out_of_bounds(activation, device):
-    """The check of accuracy can fail: another activation's derivative is far outside it."""
-    dy, w, z = PRODUCTS["dgrad_act"].random(SHAPES["ragged"], torch.float32, device)
-    exact, _ = dgrad_act_ref(dy.double(), w.double(), z.double(), "gelu")
-    assert relative_error(dgrad_act(dy, w, z, activation, tile=TILE).dz, exact) > 1000 * BOUND[torch.float32]
+    call = arguments("dgrad_act", (33, 40, 48), torch.float32, device, "none")
+    call["dy"] = call["dy"].abs() + 1
+    call["weight"][:, 3] = float(
+        "inf"
+    )  # dy * inf is inf on every token, but 0 * inf, past the last one, is NaN
+    assert computed("dgrad_act", call)[1][3] == float("inf")
 
 
 def pairs(shape, other, dtype, device):
     """Of which the second has `other` out_features."""
-    of = PRODUCTS["dgrad_pairs"]
-    return [*of.random(shape, dtype, device)[:2], *of.random((*shape[:2], other), dtype, device)[:2]]
+    two = [[*arguments("dgrad", (*shape[:2], depth), dtype, device).values()] for depth in (shape[2], other)]
+    return dict(zip(("dy", "weight", "dy2", "weight2"), two[0] + two[1], strict=True))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -115,16 +88,16 @@ def test_two_products_may_be_of_different_depth(other, form, device):
 
 @pytest.mark.parametrize(("depth", "other"), [(16, 0), (0, 24), (0, 0)])
 def test_one_of_two_products_may_be_empty(depth, other, device):
-    tensors = pairs((5, 8, depth), other, torch.float32, device)
-    torch.testing.assert_close(dgrad_pairs(*tensors, tile=TILE), dgrad_pairs_ref(*tensors))
+    call = pairs((5, 8, depth), other, torch.float32, device)
+    torch.testing.assert_close(computed("dgrad_pairs", call), exact("dgrad_pairs", call))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_the_sum_of_two_products_is_rounded_once(dtype, device):
     """Where the products nearly cancel, whoever rounds one of them has little left."""
-    dy, w = PRODUCTS["dgrad"].random((64, 64, 64), dtype, device)
+    dy, w = arguments("dgrad", (64, 64, 64), dtype, device).values()
     near = w + 2**-6 * w.roll(1, 0)
-    exact = dgrad_pairs_ref(*(tensor.double() for tensor in (dy, near, -dy, w)))
-    assert relative_error(dgrad_pairs(dy, near, -dy, w, tile=TILE), exact) < BOUND[dtype]
+    truth = dgrad_pairs_ref(*(tensor.double() for tensor in (dy, near, -dy, w)))
+    assert relative_error(dgrad_pairs(dy, near, -dy, w, tile=TILE), truth) < BOUND[dtype]
     rounded = dgrad(dy, near, tile=TILE) - dgrad(dy, w, tile=TILE)  # the check can fail
-    assert relative_error(rounded, exact) > 20 * BOUND[dtype]
+    assert relative_error(rounded, truth) > 20 * BOUND[dtype]

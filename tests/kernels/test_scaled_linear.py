@@ -1,17 +1,17 @@
-"""`scaled_linear_fwd` against float64 of the dequantized operands, in every format and scaling."""
+"""`scaled_linear_fwd` against float64 of the dequantized operands: shapes, layouts, and what is refused."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.kernels.checks import EMPTY_SHAPES, assert_written, rows_for
-from tests.products import once, pairwise
+from tests.kernels.checks import EMPTY_SHAPES
+from tests.products import once
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.soundness import FP8_BOUND
 from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.kernels import launch
-from tpkernels.kernels.activations import ACTIVATIONS, act_ref
+from tpkernels.kernels.activations import act_ref
 from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words, quantize_ref, spread
 from tpkernels.kernels.scaled_linear import RESULTS, scaled_linear_fwd
 from tpkernels.kernels.target import B200, H100, L40S, RTX_5090
@@ -26,7 +26,6 @@ SHAPES = {
     "blocks": (40, 384, 140),
     "one_row": (1, 1029, 144),
 }
-ALIGNED = (40, 1056, 72)  # from 1024 features on rows start at sectors: descriptors fit
 SCALINGS = ("rows", "blocks")
 FORMS = ("descriptor", "pointer")
 FORMATS = {f"{x}_x_{w}": (x, w) for x in ("e4m3", "e5m2") for w in ("e4m3", "e5m2")}
@@ -81,23 +80,9 @@ def assert_scaled_linear(x, w, bias, activation="none", dtype="bfloat16", **opti
     assert_accurate(y, act_ref(exact, activation))
 
 
-@pairwise(
-    shape=SHAPES, scaling=SCALINGS, dtype=list(RESULTS), formats=FORMATS, activation=["none", "gelu_tanh"]
-)
+@once(shape=SHAPES, scaling=SCALINGS, dtype=list(RESULTS), formats=FORMATS, activation=["none", "gelu_tanh"])
 def test_scaled_linear_fwd_matches_float64(shape, scaling, dtype, formats, activation, device):
     assert_scaled_linear(*operands(shape, device, scaling, formats), activation, dtype)
-
-
-@once(activation=ACTIVATIONS, scaling=SCALINGS)
-def test_every_activation_matches_float64(activation, scaling, device):
-    assert_scaled_linear(*operands(SHAPES["ragged"], device, scaling), activation)
-
-
-@pairwise(form=FORMS, scaling=SCALINGS, bias=[False, True], parts=[1, 2])
-def test_both_forms_match_float64(form, scaling, bias, parts, device):
-    x, w, b = operands(ALIGNED, device, scaling)
-    tile = replace(DEEP, parts=parts)
-    assert_scaled_linear(x, w, b if bias else None, "silu", form=form, tile=tile)
 
 
 @once(cols=[128, 256], form=FORMS)
@@ -156,31 +141,12 @@ def test_without_activation_y_is_z(device):
     assert dropped.z is None
 
 
-@once(dtype=list(RESULTS), form=FORMS)
-def test_rows_of_larger_matrices_are_written_and_no_others(form, dtype, device):
-    x, w, b = operands(ALIGNED, device)
-    options = {"activation": "silu", "keep_z": True, "dtype": dtype, "form": form, "tile": DEEP}
-    fresh = run(x, w, b, **options)
-    out, around = rows_for(fresh)
-    run(x, w, b, out=tuple(out), **options)
-    assert_written(out, around, fresh)
-
-
 @once(bad=[float("nan"), float("inf"), -float("inf")], scaling=SCALINGS)
 def test_what_is_no_number_stays_in_its_row(bad, scaling, device):
     rows = torch.randn(40, 300, device=device)
     rows[7, 3] = bad
     words = quantize_ref(rows, "e4m3", scaling)
     x, (_, w, b) = Scaled(words, 300, "e4m3", scaling), operands((40, 300, 48), device, scaling)
-    y = run(x, w, b).y
-    assert y[7].isnan().all()
-    assert y[torch.arange(40) != 7].isfinite().all()
-
-
-@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
-def test_a_byte_that_is_no_number_makes_its_row_none(format, device):
-    x, w, b = operands((40, 300, 48), device, formats=(format, "e4m3"))
-    x.words.view(torch.uint8)[7, 3] = 0x7F
     y = run(x, w, b).y
     assert y[7].isnan().all()
     assert y[torch.arange(40) != 7].isfinite().all()
@@ -207,33 +173,6 @@ def test_tiny_rows_by_tiny_weights_do_not_vanish(device):
     assert not (x.scale * w.scale.t()).any()
     y = run(x, w, dtype="float32").y.double()
     assert relative_error(y * 2.0**134, exact_z(x, w) * 2.0**134) < 1e-2  # of few bits: they are subnormal
-
-
-def without_last_block(x):
-    data = x.data.clone().view(torch.uint8)
-    data[:, -(x.features % BLOCK or BLOCK) :] = 0
-    return data.view(x.data.dtype)
-
-
-# what the kernel is given, not what is expected of it: the operands above must show each
-FAULTS = {
-    "the_scale_of_the_next_row": lambda x, w: (x.data, w.data, x.scale.roll(1, 0), w.scale),
-    "the_scale_of_the_next_column": lambda x, w: (x.data, w.data, x.scale, w.scale.roll(1, 0)),
-    "no_last_block": lambda x, w: (without_last_block(x), w.data, x.scale, w.scale),
-    "scales_left_out": lambda x, w: (x.data, w.data, torch.ones_like(x.scale), w.scale),
-    "the_scale_of_the_next_block": lambda x, w: (x.data, w.data, x.scale.roll(1, 1), w.scale),
-}
-
-
-@pytest.mark.parametrize(
-    ("scaling", "fault"),
-    [("blocks", fault) for fault in FAULTS] + [("rows", fault) for fault in FAULTS if "block" not in fault],
-)
-def test_a_planted_fault_is_seen(scaling, fault, device):
-    x, w, b = operands(SHAPES["ragged"], device, scaling)
-    y = scaled_linear_fwd(*FAULTS[fault](x, w), b, tile=TILE).y
-    with pytest.raises(AssertionError):
-        assert_accurate(y, exact_z(x, w, b))
 
 
 def multiply(x, w, /, **changed):

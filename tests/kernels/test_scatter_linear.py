@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.kernels.checks import DTYPES, LAYOUTS, TILE, assert_accurate, normal
 from tests.kernels.owners import Owners
 from tests.kernels.waiting import EPOCH, interpreted
-from tests.products import once, pairwise
+from tests.products import once
 from tpkernels.kernels.dgrad import dgrad
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.scatter_linear import scatter_linear
@@ -47,22 +47,6 @@ def test_scatter_linear_matches_float64_and_the_bits_of_linear_and_dgrad(grid, d
     assert torch.equal(y, linear_fwd(a, w, tile=TILE).y)
     lying = w.t().contiguous()
     assert torch.equal(sent(((a, lying.t()),), grid, tile=TILE), dgrad(a, lying, tile=TILE))
-
-
-SUMS = {  # dtype, form, depths of the products
-    **{name: (dtype, None, (45, 64)) for name, dtype in DTYPES.items()},
-    **{form: (torch.bfloat16, form, (96, 40)) for form in ("descriptor", "pointer")},
-}
-
-
-@pairwise(how=SUMS, depth_first=[False, True])
-def test_scatter_linear_adds_two_products(how, depth_first, device):
-    dtype, form, depths = how
-    pairs = tuple(operands(144, 104, depth, dtype, device) for depth in depths)
-    if depth_first:
-        pairs = tuple((a, w.t().contiguous().t()) for a, w in pairs)
-    exact = sum(a.double() @ w.double().t() for a, w in pairs)
-    assert_accurate(sent(pairs, (2, 2, 36, 104), form=form, tile=TILE, margin=1), exact)
 
 
 def test_scatter_linear_rounds_the_sum_of_two_products_once(device):

@@ -28,20 +28,17 @@ from tpkernels.kernels.waits import Arrivals, Departures
 GPUS = {"sm_80": A100, "sm_89": L40S, "sm_90": H100, "sm_100": B200, "sm_120": RTX_5090, "gfx942": MI300}
 
 
-def test_shared_memory_is_what_the_gate_holds_kernels_to():
+def test_gpus_have_the_memory_that_the_gate_holds_kernels_to_and_descriptors_where_tiles_fit():
     assert {name: gpu.shared_memory for name, gpu in GPUS.items()} == dict(SHARED_LIMIT)
+    assert {name for name, gpu in GPUS.items() if gpu.has_tma} == {"sm_90", "sm_100"}
+    assert all(Target("cuda", capability, 100).has_tma for capability in (90, 100, 103))
+    assert INTERPRETER.has_tma
 
 
 @pytest.mark.parametrize("capability", [86, 89, 120, 121, 130])
 def test_small_and_unknown_gpus_are_given_99_kb_and_pointers(capability):
     gpu = Target("cuda", capability, 100)
     assert (gpu.shared_memory, gpu.has_tma) == (99 * 1024, False)
-
-
-def test_descriptors_are_for_gpus_whose_tiles_fit():
-    assert {name for name, gpu in GPUS.items() if gpu.has_tma} == {"sm_90", "sm_100"}
-    assert all(Target("cuda", capability, 100).has_tma for capability in (90, 100, 103))
-    assert INTERPRETER.has_tma
 
 
 def tiles_too_large(gpu: Target) -> list[tuple[str, MatmulTile]]:

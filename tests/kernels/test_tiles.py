@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from tpkernels.kernels import matmul_tile, tiles
+from tpkernels.kernels import matmul_tile
 from tpkernels.kernels.matmul_tile import available, compiles
 from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, MI300
 from tpkernels.kernels.tiles import (
@@ -77,18 +77,6 @@ def _defaults(kernel, target):
     return default_tiles(kernel, "descriptor", BF16, target)
 
 
-def test_a_kernel_with_consumers_is_never_a_default(monkeypatch):
-    table = {
-        kernel: (replace(GLUON, block_rows=16), GLUON, *rest) for kernel, rest in tiles._DESCRIPTOR.items()
-    }
-    for rows, cols in ((8192, 8192), (64, 512)):
-        before = default_tile("linear", "descriptor", BF16, H100, rows, cols)
-        with monkeypatch.context() as patched:
-            patched.setattr(tiles, "_DESCRIPTOR", table)
-            assert GLUON in candidates("linear", "descriptor", BF16, H100)
-            assert default_tile("linear", "descriptor", BF16, H100, rows, cols) == before
-
-
 def test_consumers_need_triton_and_may_be_switched_off(monkeypatch):
     plain = replace(GLUON, consumers=0)
     for version, flag, expected in (
@@ -113,20 +101,14 @@ def test_a_tile_that_spills_with_an_epilogue_is_not_shipped_with_it():
     assert serves("dgrad", large, ("gelu", "db"))
 
 
-def test_default_tile_is_the_largest_when_the_result_fills_the_gpu():
+def test_default_tile_is_large_where_it_fills_the_gpu_and_smaller_where_it_does_not():
     for kernel in KERNELS:
         tile = default_tile(kernel, "descriptor", BF16, H100, 8192, 8192)
         assert tile == candidates(kernel, "descriptor", BF16, H100)[0]
-
-
-def test_default_tile_shrinks_until_every_processor_has_one():
     rows, cols = 2048, 1536  # 96 tiles of 128x256, 192 of 128x128
     tile = default_tile("linear", "descriptor", BF16, H100, rows, cols)
     assert (tile.block_rows, tile.block_cols) == (128, 128)
     assert tile.tiles(rows, cols) >= H100.processors
-
-
-def test_default_tile_of_a_tiny_result_makes_the_most_tiles():
     tile = default_tile("linear", "pointer", BF16, A100, 1, 512)
     assert tile.tiles(1, 512) == max(t.tiles(1, 512) for t in candidates("linear", "pointer", BF16, A100))
 
@@ -166,18 +148,3 @@ def test_plain_values_and_oracles_need_no_triton():
     program = "; ".join(f"import tpkernels.{module}" for module in modules)
     program += "; import sys; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "form", "target", "ragged", "expected"),
-    [
-        ("linear", "descriptor", H100, False, tiles._DESCRIPTOR["linear"]),
-        ("wgrad", "descriptor", H100, False, tiles._DESCRIPTOR["wgrad"]),
-        ("wgrad", "descriptor", B200, False, tiles._BLACKWELL_WGRAD),
-        ("linear", "pointer", A100, False, tiles._POINTER_16_BIT["linear"]),
-        ("linear", "pointer", A100, True, tiles._POINTER_RAGGED),
-    ],
-    ids=["hopper", "hopper_wgrad", "blackwell_wgrad", "pointer", "ragged"],
-)
-def test_cases_have_tiles_of_their_own(kernel, form, target, ragged, expected):
-    assert default_tiles(kernel, form, BF16, target, ragged) == expected

@@ -53,14 +53,6 @@ def test_wgrad_accumulate_matches_float64(shape, dtype, grad_dtype, device, fram
     assert_accumulates(framed_grad(shape, grad_dtype, device, frames), *operands(shape, dtype, device))
 
 
-@pytest.mark.parametrize("grad_dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("form", ["descriptor", "pointer"])
-def test_wgrad_accumulate_forms_agree_with_float64(form, grad_dtype, device, frames):
-    shape = SHAPES["aligned"]
-    main_grad = framed_grad(shape, grad_dtype, device, frames)
-    assert_accumulates(main_grad, *operands(shape, torch.bfloat16, device), form)
-
-
 def test_wgrad_accumulate_over_several_backwards_rounds_as_one(device, frames):
     shape = SHAPES["aligned"]
     dy, x = operands(shape, torch.bfloat16, device)

@@ -72,12 +72,9 @@ def hopper(heading: str, shown: list[Work]) -> Picture:
 CURVES = {
     "curve": FALLING,
     "curve_of_nothing": [(1, NAN), (2, INF)],
-    "curve_of_one": [(1, 3.0)],
     "curve_of_equals": [(1, 2.0), (2, 2.0)],
-    "curve_of_tiny": [(1, 1e-9), (2, 0.0)],
     "curve_of_large": [(1, 1e8), (2, 1e8 + 1), (3_000_000, 1e8 - 1)],
     "curve_of_monsters": [(1, 1e308), (2, -1e308), (3, 1e30), (4, -1e30)],
-    "curve_of_denormals": [(1, 5e-324), (2, 1e-320)],
 }
 SAMPLES = {
     **{name: losses("Loss", points) for name, points in CURVES.items()},
@@ -86,13 +83,11 @@ SAMPLES = {
     "lanes_of_panels": lanes("Calls", {"at once": CALLS, "half as long": LATER}),
     "lanes_of_nothing": lanes("Nothing", {"empty": []}),
     "lanes_of_an_instant": lanes("Instant", {"": [Span(123, "transfers", "x", 7.0, 7.0)]}),
-    "lanes_of_hours": lanes("Hours", {"": [Span(0, "computes", "x", 0.0, 9e3)]}),
     "lanes_strange": lanes(
         STRANGE, {STRANGE: CALLS, "": [Span(0, STRANGE, STRANGE, 1e300, 2e300)]}, note=STRANGE
     ),
     "bars": bars("Ratios", ratios(40), note="medians"),
     "bars_one": bars("Ratio", [Bar("shape", 1.3, 1.2, 1.4)]),
-    "bars_none": bars("Ratios", []),
     "bars_extreme": bars(
         "Ratios",
         [
@@ -110,11 +105,6 @@ SAMPLES = {
     "bars_strange": bars(STRANGE, [Bar(STRANGE, 1.1, 1.0, 1.2)], note=STRANGE, across=STRANGE),
     "processor": processor("A tile", ENGINES, marks=[Mark(1000.0, "16 steps")], note="model"),
     "processor_of_nothing": processor("A tile", []),
-    "processor_of_an_instant": processor("A tile", [Lane("w", [Doing("waits", 5.0, 5.0)])]),
-    "processor_of_many": processor(
-        "A tile",
-        [Lane(f"warp {i}", [Doing("epilogue", 2.0 * k, 2.0 * k + 1) for k in range(300)]) for i in range(16)],
-    ),
     "processor_strange": processor(
         STRANGE,
         [

@@ -10,8 +10,7 @@ from tests.planning.shapes import GPT2, LLAMA
 from tests.products import once
 from tpkernels import GPT, model_config
 from tpkernels.gpus import RATED_GPUS
-from tpkernels.planning import advice as module
-from tpkernels.planning.advice import advise, predict
+from tpkernels.planning.advice import advise
 from tpkernels.planning.job import Job, Layout, layouts
 from tpkernels.planning.machine import Machine
 
@@ -56,20 +55,6 @@ def test_advice_for_70_billion_parameters_is_what_one_would_choose():
     assert advise(LLAMA_70B, H100, 64, 64).fitting[0].layout.tensor <= 8  # not across nodes
     small = advise(Job(model=model_config("gpt2-small"), tokens=1024, batch=512), H100, 64, 8)
     assert small.fitting[0].layout == Layout(1, 1, 64)  # nothing need be split
-
-
-def test_a_layout_that_is_predicted_wrongly_is_sorted_wrongly(monkeypatch):
-    """The order follows the formula, and nothing else."""
-    usual = [found.layout for found in advise(LLAMA_70B, H100, 64, 8).fitting]
-    slowest = predict(LLAMA_70B, H100, usual[0]).time
-
-    def planted(job, layout, machine):
-        return replace(slowest, compute=layout.tensor)
-
-    monkeypatch.setattr(module, "step_time", planted)
-    found = [found.layout for found in advise(LLAMA_70B, H100, 64, 8).fitting]
-    assert found != usual
-    assert [layout.tensor for layout in found] == sorted(layout.tensor for layout in usual)
 
 
 @pytest.mark.parametrize(

@@ -121,22 +121,6 @@ def test_a_rank_alone_exposes_nothing_and_computes_six_flops_a_parameter_and_tok
     assert time.compute == pytest.approx(4 * 8192 * (6 * matrices + attention) / 1e12)
 
 
-def test_more_of_each_link_and_of_the_peak_is_faster():
-    job, layout = Job(model=model_config("llama3-8b"), tokens=8192, batch=32), Layout(8, 2, 2)
-    usual = step_time(job, layout, MACHINE)
-    assert step_time(job, layout, replace(MACHINE, efficiency=0.5)).compute == 2 * usual.compute
-    for change in ({"link_efficiency": 0.5}, {"gpus_per_node": 4}):
-        assert step_time(job, layout, replace(MACHINE, **change)).exposed > usual.exposed
-
-
-def test_recomputation_costs_time():
-    times = [
-        step_time(replace(JOB, recompute=recompute), Layout(2, 1, 2), MACHINE).compute
-        for recompute in ("none", "selective", "full")
-    ]
-    assert times == sorted(set(times))
-
-
 def test_messages_between_stages_are_exposed_there_and_back():
     message = 64 * 64 * 2
     assert step_time(JOB, Layout(1, 2, 1), MACHINE).exposed == pytest.approx(16 * 2 * message / 100e9)
@@ -156,22 +140,16 @@ def test_gradients_and_weights_travel_once_a_step():
     assert hidden == pytest.approx(4 * 128256 * 4096 / 2)  # the table, in the last bucket
 
 
-def test_gradients_of_copies_travel_once_a_step():
+def test_gradients_of_copies_travel_once_a_step_by_the_fullest_stage():
     models = (GPT2.with_sizes(max_positions=positions) for positions in (64, 1064))
     jobs = (Job(model=model, tokens=64, batch=16) for model in models)
     few, many = (step_time(job, Layout(2, 1, 1), MACHINE) for job in jobs)
     assert many.exposed - few.exposed == pytest.approx(2 * 4 * 1000 * 64 / 2 / 100e9)
-
-
-def test_the_stage_that_holds_most_says_how_long_gradients_travel():
-    """Positions are the first stage's."""
+    # Positions are the first stage's.
     models = (GPT2.with_sizes(max_positions=positions) for positions in (1064, 2064))
     jobs = (Job(model=model, tokens=64, batch=16) for model in models)
     few, many = (step_time(job, Layout(1, 2, 2), MACHINE) for job in jobs)
     assert many.exposed - few.exposed == pytest.approx((4 + 2) * 1000 * 64 / 2 / 100e9)
-
-
-def test_copies_of_a_table_are_summed_between_stages():
     jobs = (Job(model=GPT2.with_sizes(tied=tied), tokens=64, batch=16) for tied in (True, False))
     tied, untied = (step_time(job, Layout(1, 2, 1), MACHINE) for job in jobs)
     assert tied.exposed - untied.exposed == pytest.approx(4 * 250 * 64 / 100e9)

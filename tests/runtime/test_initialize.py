@@ -76,10 +76,12 @@ def test_initializing_twice_is_an_error_on_all_ranks_that_says_what_to_do():
         initialize_model_parallel(2)
 
 
-def test_initializing_before_torch_distributed_says_what_to_do():
+def test_before_initialization_it_is_said_what_to_do():
     assert not dist.is_initialized()
     with pytest.raises(ParallelStateError, match=r"call torch.distributed.init_process_group\(...\) first"):
         initialize_model_parallel(1)
+    with pytest.raises(ParallelStateError, match=r"call tpkernels.initialize_model_parallel"):
+        current()
 
 
 @on_ranks(4)
@@ -114,12 +116,26 @@ def test_ranks_may_have_made_other_groups_before():
     assert int(total) == (1 if state.rank < 2 else 5)
 
 
-def test_plan_for_another_world_and_what_is_no_plan_are_refused():
+def test_what_is_refused_leaves_the_state_as_it_is():
     with fake_rank(0, 4):
         with pytest.raises(ValueError, match="the plan is for 8 ranks, but this world has 4"):
             create_parallel_state(plan_groups(world_size=8))
         with pytest.raises(TypeError, match="plan: expected a GroupPlan, as plan_groups"):
             create_parallel_state(4)
+    with fake_rank(0, 4):
+        with pytest.raises(InvalidSizes):
+            initialize_model_parallel(3)
+        assert current_or_none() is None
+        initialize_model_parallel(2)
+    with fake_rank(0, 2):
+        state = initialize_model_parallel(2)
+        with pytest.raises(TypeError, match="state: expected a ParallelState, got None"), use(None):
+            pass
+        assert current() is state
+    with fake_rank(0, 2):
+        state = initialize_model_parallel(2)
+        with pytest.raises(AttributeError):
+            state.rank = 1
 
 
 @on_ranks(2)
@@ -129,19 +145,6 @@ def test_destroy_after_the_default_group_is_harmless():
     destroy_model_parallel()
     destroy_model_parallel()  # without a state, too
     assert not ps.model_parallel_is_initialized()
-
-
-def test_bad_sizes_do_not_leave_a_state_behind():
-    with fake_rank(0, 4):
-        with pytest.raises(InvalidSizes):
-            initialize_model_parallel(3)
-        assert current_or_none() is None
-        initialize_model_parallel(2)
-
-
-def test_current_state_before_initialization_says_what_to_do():
-    with pytest.raises(ParallelStateError, match=r"call tpkernels.initialize_model_parallel"):
-        current()
 
 
 @on_ranks(2)
@@ -176,18 +179,3 @@ def test_use_restores_state_and_changes_on_exceptions():
         assert ps.get_tensor_model_parallel_rank() == 1
         assert ps.get_virtual_pipeline_model_parallel_rank() is None
         destroy_parallel_state(inner)
-
-
-def test_what_is_no_state_leaves_the_current_one():
-    with fake_rank(0, 2):
-        state = initialize_model_parallel(2)
-        with pytest.raises(TypeError, match="state: expected a ParallelState, got None"), use(None):
-            pass
-        assert current() is state
-
-
-def test_state_cannot_be_changed():
-    with fake_rank(0, 2):
-        state = initialize_model_parallel(2)
-        with pytest.raises(AttributeError):
-            state.rank = 1

@@ -115,10 +115,17 @@ def test_states_taken_inside_a_fork_are_live(tracker):
     assert draw() == draws(1, 1)
 
 
-def test_states_that_are_none_are_refused(tracker):
+def test_states_that_are_refused_leave_the_streams_as_they_are(tracker):
     for states in (None, {}, {"a": {}}, {"default": {"cuda": 1}}):
         with pytest.raises(ValueError, match=r"get_states\(\)|no state of the CPU's generator"):
             tracker.set_states(states)
+    states = tracker.get_states()
+    with tracker.fork("a"), pytest.raises(ValueError, match="default"):
+        tracker.set_states({"a": states["a"]})
+    states["a"] = {"cpu": torch.zeros(3, dtype=torch.uint8)}
+    with pytest.raises(ValueError, match="the state of random stream 'a' is not one of a generator"):
+        tracker.set_states(states)
+    assert draw_of(tracker, "b") == draws(22, 1)
 
 
 def test_reset_forgets_streams_and_seeds_outside_of_forks(tracker):
@@ -304,16 +311,6 @@ def test_seed_that_is_none_is_refused_before_anything_is_lost(tracker):
                 manual_seed(seed)
         with get_rng_tracker().fork():  # without a name, the model-parallel stream
             assert draw() == draws(5 + 2718, 1)
-
-
-def test_states_that_are_refused_leave_the_streams_as_they_are(tracker):
-    states = tracker.get_states()
-    with tracker.fork("a"), pytest.raises(ValueError, match="default"):
-        tracker.set_states({"a": states["a"]})
-    states["a"] = {"cpu": torch.zeros(3, dtype=torch.uint8)}
-    with pytest.raises(ValueError, match="the state of random stream 'a' is not one of a generator"):
-        tracker.set_states(states)
-    assert draw_of(tracker, "b") == draws(22, 1)
 
 
 def test_tensor_rank_set_on_the_fly_is_seeded_for():

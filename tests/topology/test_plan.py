@@ -14,27 +14,6 @@ from tpkernels.topology.sizes import InvalidSizes
 LESSON = plan_groups(world_size=16, tensor=2, pipeline=4)
 
 
-def test_lesson_groups_are_the_lessons():
-    assert [list(g) for g in LESSON.groups["dp"]] == [[i, i + 2] for i in (0, 1, 4, 5, 8, 9, 12, 13)]
-    assert [list(g) for g in LESSON.groups["tp"]] == [[i, i + 1] for i in range(0, 16, 2)]
-    assert [list(g) for g in LESSON.groups["pp"]] == [[i, i + 4, i + 8, i + 12] for i in range(4)]
-    assert [list(g) for g in LESSON.groups["model"]] == [
-        [0, 1, 4, 5, 8, 9, 12, 13],
-        [2, 3, 6, 7, 10, 11, 14, 15],
-    ]
-    assert LESSON.groups["embedding"] == ((0, 12), (1, 13), (2, 14), (3, 15))
-    assert LESSON.groups["position_embedding"] == ((0,), (1,), (2,), (3,))
-
-
-def test_split_stage_joins_the_embedding_groups():
-    plan = plan_groups(world_size=16, tensor=2, pipeline=4, split_rank=2)
-    assert plan.groups["embedding"][0] == (0, 8, 12)
-    assert plan.groups["position_embedding"][0] == (0, 8)
-    at_the_end = plan_groups(world_size=16, tensor=2, pipeline=4, split_rank=3)
-    assert at_the_end.groups["embedding"][0] == (0, 12)
-    assert at_the_end.groups["position_embedding"][0] == (0, 12)
-
-
 def test_group_of_matches_the_oracle_everywhere():
     for world, tp, pp, virtual, split in all_settings((1, 2, 6, 8)):
         plan = plan_groups(
@@ -107,15 +86,6 @@ def test_expert_axes_split_what_data_and_context_share(plan):
         assert len(plan.group_of(rank, "ep")) == plan.expert
 
 
-def test_experts_lie_within_data_and_context_ranks():
-    plan = plan_groups(world_size=16, tensor=2, context=2, expert=4, pipeline=2)
-    assert plan.groups["cp"][0] == (0, 2)
-    assert plan.groups["dp"][0] == (0, 4)
-    assert plan.groups["ep"][0] == (0, 2, 4, 6)
-    assert plan.groups["expert_dp"][0] == (0,)
-    assert plan.groups["dp_cp"][0] == (0, 2, 4, 6)
-
-
 def test_order_may_leave_out_axes_of_size_one():
     for order, first in (("tp-dp-pp", (0, 2)), ("tp-pp-dp", (0, 4))):
         assert plan_groups(world_size=8, tensor=2, pipeline=2, order=order).groups["dp"][0] == first
@@ -154,7 +124,7 @@ def test_plan_refuses_bad_sizes(arguments, message):
         plan_groups(**arguments)
 
 
-def test_plan_refuses_wrong_types():
+def test_what_is_no_size_kind_or_change_is_refused():
     for value in (2.0, "2", True, None):
         with pytest.raises(TypeError, match="tensor_model_parallel_size must be a positive integer"):
             plan_groups(world_size=4, tensor=value)
@@ -162,12 +132,15 @@ def test_plan_refuses_wrong_types():
         plan_groups(world_size=4, pipeline=4, split_rank=1.5)
     with pytest.raises(TypeError, match="order must be a string"):
         plan_groups(world_size=4, order=("tp", "dp"))
-
-
-def test_invalid_sizes_is_caught_as_megatron_raises_it():
     for caught in (ValueError, RuntimeError, AssertionError):
         with pytest.raises(caught):
             plan_groups(world_size=4, tensor=3)
+    with pytest.raises(ValueError, match="unknown kind of group 'xp'; known are tp, cp"):
+        LESSON.group_of(0, "xp")
+    with pytest.raises(KeyError, match="unknown kind"):
+        LESSON.groups["xp"]
+    with pytest.raises(AttributeError):
+        LESSON.tensor = 4
 
 
 def test_rank_outside_the_world_or_the_embedding_group_is_refused():
@@ -177,18 +150,6 @@ def test_rank_outside_the_world_or_the_embedding_group_is_refused():
     with pytest.raises(ValueError, match=r"rank 4 is in no embedding group: it is stage 1 of 4.*\[0, 12\]"):
         LESSON.group_of(4, "embedding")
     assert not LESSON.is_member(4, "embedding")
-
-
-def test_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="unknown kind of group 'xp'; known are tp, cp"):
-        LESSON.group_of(0, "xp")
-    with pytest.raises(KeyError, match="unknown kind"):
-        LESSON.groups["xp"]
-
-
-def test_plan_cannot_be_changed():
-    with pytest.raises(AttributeError):
-        LESSON.tensor = 4
 
 
 def test_plan_of_a_huge_world_is_quick_and_small():
@@ -231,18 +192,12 @@ world size 16 = tensor 2 x data 2 x pipeline 4  (order tp-cp-ep-dp-pp)
     model 1 is partitioned into gpus 2,3,6,7,10,11,14,15"""
 
 
-def test_describe_prints_the_lesson():
+def test_describe_prints_the_lesson_and_shortens_a_huge_world():
     assert LESSON.describe() == DESCRIPTION
-
-
-def test_describe_shortens_a_huge_world():
     text = plan_groups(world_size=131_072, tensor=8, pipeline=16).describe()
     assert "16384 tensor model-parallel groups:" in text
     assert "... and 16352 more" in text
     assert len(text) < 40_000
-
-
-def test_describing_a_huge_world_lists_only_what_is_shown():
     start = time.process_time()  # of ours, however busy the machine is
     plan_groups(world_size=1_000_000, tensor=8, pipeline=4).describe()
     assert time.process_time() - start < 1  # a fifth of it; all lists would take three
@@ -253,19 +208,3 @@ def test_counts_of_groups_are_the_lengths_of_the_lists():
         for kind in KINDS:
             assert plan.count_groups(kind) == len(plan.groups[kind])
             assert tuple(plan.first_groups(kind, 3)) == plan.groups[kind][:3]
-
-
-def test_describe_names_what_is_special():
-    text = plan_groups(
-        world_size=32, tensor=2, context=2, expert=2, pipeline=4, virtual_pipeline=2, split_rank=2
-    ).describe()
-    for words in (
-        "context 2",
-        "experts over 2",
-        "2 virtual stages",
-        "decoder from stage 2",
-        "16 context_parallel groups:",
-        "16 expert model-parallel groups:",
-        "position embedding groups:",
-    ):
-        assert words in text

@@ -39,7 +39,7 @@ def test_stacked_weights_stay_stacked(length, ranks, stride):
         assert held(rank, alone * stride, ranks, stride) == expected
 
 
-def test_sizes_that_cannot_be_split_are_refused():
+def test_sizes_and_vocabularies_that_cannot_be_split_are_refused():
     with pytest.raises(InvalidSizes, match=r"output_size \(10\) is not divisible by the 4 ranks .* of 4"):
         shard_size(10, 4, "output_size")
     with pytest.raises(InvalidSizes, match=r"by the 2 ranks .* x stride \(3\) = 6; choose a multiple of 6"):
@@ -50,6 +50,15 @@ def test_sizes_that_cannot_be_split_are_refused():
         shard_size(0, 2)
     with pytest.raises(TypeError, match="stride must be a positive integer"):
         ranges_of(0, size=8, ranks=2, stride=1.0)  # type: ignore[arg-type]
+    with pytest.raises(InvalidSizes, match="vocabulary size must be a positive integer, got 0"):
+        split_vocabulary(0, ranks=2)
+    with pytest.raises(TypeError, match=r"must be a positive integer, got 1\.5"):
+        split_vocabulary(1.5, ranks=2)
+    with pytest.raises(InvalidSizes, match="divisible_by must be a positive integer, got 0"):
+        split_vocabulary(8, ranks=2, divisible_by=0)
+    split = split_vocabulary(7, ranks=4)
+    with pytest.raises(InvalidSizes, match="rank 4 is not in the tensor-parallel group: expected 0 to 3"):
+        split.ids_of(4)
 
 
 def test_every_id_belongs_to_one_rank_and_every_rank_holds_as_many_rows():
@@ -64,7 +73,7 @@ def test_every_id_belongs_to_one_rank_and_every_rank_holds_as_many_rows():
         assert 0 <= split.padded_size - size < ranks * unit
 
 
-def test_sizes_of_real_vocabularies():
+def test_sizes_of_real_vocabularies_and_ranks_that_hold_padding_only():
     padded = {  # as Megatron pads: of size, ranks and unit
         (50257, 1, 128): 50304,
         (50257, 8, 128): 51200,
@@ -75,21 +84,6 @@ def test_sizes_of_real_vocabularies():
     assert {
         key: split_vocabulary(key[0], ranks=key[1], divisible_by=key[2]).padded_size for key in padded
     } == padded
-
-
-def test_a_rank_may_hold_padding_only():
     split = split_vocabulary(3, ranks=4, divisible_by=2)
     assert [len(split.ids_of(rank)) for rank in range(4)] == [2, 1, 0, 0]
     assert list(split.rows_of(3)) == [6, 7]
-
-
-def test_vocabularies_that_cannot_be_split_are_refused():
-    with pytest.raises(InvalidSizes, match="vocabulary size must be a positive integer, got 0"):
-        split_vocabulary(0, ranks=2)
-    with pytest.raises(TypeError, match=r"must be a positive integer, got 1\.5"):
-        split_vocabulary(1.5, ranks=2)
-    with pytest.raises(InvalidSizes, match="divisible_by must be a positive integer, got 0"):
-        split_vocabulary(8, ranks=2, divisible_by=0)
-    split = split_vocabulary(7, ranks=4)
-    with pytest.raises(InvalidSizes, match="rank 4 is not in the tensor-parallel group: expected 0 to 3"):
-        split.ids_of(4)

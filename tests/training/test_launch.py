@@ -75,16 +75,13 @@ def joined_store(monkeypatch):
     return join
 
 
-def test_attempts_on_one_machine_are_told_apart(joined_store):
+def test_attempts_on_one_machine_are_told_apart_and_on_several_nothing_is_assumed(joined_store):
     first = joined_store(TORCHELASTIC_RESTART_COUNT="0", GROUP_WORLD_SIZE="1")
     first.set("address of rank 0", "dead")
     second = joined_store(TORCHELASTIC_RESTART_COUNT="1")
     assert not second.check(["address of rank 0"])
     second.set("address of rank 0", "alive")
     assert joined_store().get("address of rank 0") == b"alive"  # every rank of an attempt meets the others
-
-
-def test_on_several_machines_nothing_is_assumed(joined_store):
     # each counts the restarts of its own ranks
     first = joined_store(TORCHELASTIC_RESTART_COUNT="0", GROUP_WORLD_SIZE="2")
     first.set("from one machine", "here")

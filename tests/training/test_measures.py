@@ -11,7 +11,7 @@ from tests.training.small import CPU, config_for, trainer_for
 from tpkernels import GPT, GPTConfig, create_parallel_state, plan_groups
 from tpkernels.models.config import model_config
 from tpkernels.training import capacity
-from tpkernels.training.capacity import least_bytes, memory_of_machine, require_room
+from tpkernels.training.capacity import least_bytes, require_room
 from tpkernels.training.measures import Speed, _peak_of_process, flops_per_token, known_peak, largest_memory
 from tpkernels.training.trainer import StepReport
 
@@ -60,10 +60,6 @@ def test_ranks_of_a_machine_share_its_memory(tmp_path, monkeypatch):
     require_room(config, 1, 2, local=2, device=CPU)
     with pytest.raises(ValueError, match=r"^3 ranks need at least"):
         require_room(config, 1, 2, local=3, device=CPU)
-
-
-def test_memory_of_this_machine_is_plausible():
-    assert 2**28 < memory_of_machine() < 2**50
 
 
 BATCH, TOKENS = 3, 16

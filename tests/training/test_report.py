@@ -5,12 +5,11 @@ import sys
 
 import pytest
 
-from tests.pictures.reading import words
 from tpkernels import plan_groups
 from tpkernels.pictures.figure import NO_MATPLOTLIB
 from tpkernels.pictures.lanes import Span
 from tpkernels.training.proof import Proof
-from tpkernels.training.report import Run, at_once, pictures_of, write
+from tpkernels.training.report import Run, at_once, write
 from tpkernels.training.trainer import StepReport
 
 PLAN = plan_groups(world_size=4, tensor=2)
@@ -64,16 +63,6 @@ def test_without_matplotlib_there_is_a_page_all_the_same(tmp_path, monkeypatch):
     assert html.count("<svg") == 1  # the groups, which need nothing
 
 
-def test_pictures_say_where_the_curve_begins_and_ends_and_which_ranks_are_shown():
-    pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
-    pictures = pictures_of(run_of(3.0, 2.5, float("nan")))
-    curve, timeline = (words(pictures[name].svg) for name in ("loss", "timeline"))
-    assert {"Loss: 3.000 at step 1, nan at step 3", "1 of 3 cannot be drawn"} <= {*curve}
-    assert "Step 3: what was computed, and what was in flight, on 2 of 4 ranks" in timeline
-    assert {"rank 1 transfers", "forward", "transfers"} <= {*timeline}  # the latter in the legend
-    assert "timeline" not in pictures_of(run_of(3.0, spans=[]))
-
-
 def test_proof_is_on_the_page_step_by_step(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     html = page_of(run_of(4.0, 2.0, proof=PROOF), tmp_path)
@@ -90,14 +79,6 @@ def test_proof_is_on_the_page_step_by_step(tmp_path, monkeypatch):
 def test_proof_fails_where_one_step_of_one_layout_differs(losses, holds):
     for others in ([[2.0, 2.0], losses], [losses, [2.0, 2.0]]):
         assert Proof(["a", "b", "c"], [[2.0, 2.0], *others], 1e-4).holds is holds
-
-
-@pytest.mark.parametrize(("on_gpu", "seen"), [(False, "ranks"), (True, "GPUs")])
-def test_ranks_on_a_cpu_are_not_called_gpus(on_gpu, seen, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    html = page_of(run_of(4.0, 2.0, proof=PROOF, on_gpu=on_gpu), tmp_path)
-    assert f"2 full models partitioned over 4 {seen}" in html
-    assert ("gpu" in html.lower()) is on_gpu
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,14 @@ def test_operators_have_the_phase_that_they_ran_in():
     ]
 
 
-def test_transfers_that_overlap_are_one():
+def test_transfers_that_overlap_are_one_and_short_pauses_are_passed_over():
     events = [event(NODE, 0.0, 1.0), event("aten::mm", 0.0, 1.0)]
     events += [event("gloo:send", 0.5, 2.0), event("gloo:recv", 0.6, 1.5), event("gloo:all_reduce", 3.0, 3.5)]
     flights = [span for span in spans_of(3, events, on_gpu=False) if span.doing == "transfers"]
     assert [(span.rank, span.start, span.stop) for span in flights] == [(3, 0.5, 2.0), (3, 3.0, 3.5)]
+    pieces = [event("", 3.0, 4.0), event("", 0.0, 1.0), event("", 1.05, 2.0), event("", 0.2, 0.3)]
+    assert union(pieces, 0.1) == [(0.0, 2.0), (3.0, 4.0)]
+    assert union(pieces, 0.0) == [(0.0, 1.0), (1.05, 2.0), (3.0, 4.0)]
 
 
 def test_kernels_have_the_phase_of_what_launched_them():
@@ -86,12 +89,6 @@ def test_a_step_without_backward_or_events_is_no_mistake():
     # operators only launch kernels, so that their times say nothing; the profiler may not be let in
     events = [event(NODE, 0.0, 1.0), event("aten::mm", 0.0, 1.0), event("nccl:all_reduce", 0.0, 1.0)]
     assert spans_of(0, events, on_gpu=True) == []
-
-
-def test_union_passes_over_short_pauses():
-    pieces = [event("", 3.0, 4.0), event("", 0.0, 1.0), event("", 1.05, 2.0), event("", 0.2, 0.3)]
-    assert union(pieces, 0.1) == [(0.0, 2.0), (3.0, 4.0)]
-    assert union(pieces, 0.0) == [(0.0, 1.0), (1.05, 2.0), (3.0, 4.0)]
 
 
 def test_hidden_time_is_counted_on_each_rank_for_itself():

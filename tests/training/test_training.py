@@ -1,18 +1,32 @@
 """Training: batches, the schedule, and that ranks of any kind and number learn the same."""
 
+from __future__ import annotations
+
+import hashlib
 import math
+import warnings
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.checks import error_of
+from tests.cli.planted_bits import order_of_arrival
 from tests.layers.test_watch import every
 from tests.layers.worlds import posing
 from tests.on_ranks import on_ranks
 from tests.products import once
-from tests.training.small import config_for, trainer_for
+from tests.training.small import TINY, config_for, losses_of, trainer_for
 from tpkernels import GPT, manual_seed
+from tpkernels.buckets import gradients as buckets_module
+from tpkernels.cli.bits_schedule import drawn, imposed
+from tpkernels.comm import schedule
+from tpkernels.comm.transports import select
+from tpkernels.interop import dcp
 from tpkernels.training.config import learning_rate
 from tpkernels.training.data import Batches, TokenFile
 
@@ -141,3 +155,107 @@ def test_copies_that_drift_end_the_run(text, tmp_path):
         assert "after 2 steps of the optimizer (TPKERNELS_CHECK_REPLICAS=" in message
         assert "weight' differs between tensor-parallel ranks that hold copies of it" in message
     assert not list(tmp_path.glob("step-*"))
+
+
+def begin(config, tensor, folder, steps):
+    trainer = trainer_for(config, tensor)
+    losses_of(trainer, steps)
+    trainer.save(folder)
+    return losses_of(trainer, 2)
+
+
+def pass_on(config, tensor, taken, given):
+    """Take a checkpoint, give another; what comes after it."""
+    trainer = trainer_for(config, tensor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # random streams of other ranks: nothing is drawn
+        trainer.resume(dcp.latest(taken))
+    trainer.save(given)
+    return losses_of(trainer, 2)
+
+
+ROUTES = {  # ranks and tensor-parallel ranks: at home, and abroad
+    "tp1_tp2_tp1": ((1, 1), (2, 2)),
+    "dp2_dp1_dp2": ((2, 1), (1, 1)),
+    "tp2_tp2dp2_tp2": ((2, 2), (4, 2)),
+    "tp2_tp4_tp2": ((2, 2), (4, 4)),
+}
+
+
+@once(route=ROUTES, dtype=[torch.float32, torch.bfloat16, torch.float64], steps=[3, 0])
+def test_there_and_back_goes_on_to_the_digit(route, dtype, steps, text, tmp_path, request):
+    (ranks, tensor), (others, other_tensor) = route
+    home, abroad = (request.getfixturevalue(f"ranks{count}") for count in (ranks, others))
+    config = config_for(text, dtype=dtype)
+    undisturbed = home.run(begin, config, tensor, tmp_path / "a", steps)[0]
+    elsewhere = abroad.run(pass_on, config, other_tensor, tmp_path / "a", tmp_path / "b")
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5  # sums are taken in another order
+    assert elsewhere == [pytest.approx(undisturbed, rel=tolerance)] * others
+    assert home.run(pass_on, config, tensor, tmp_path / "b", tmp_path / "c") == [undisturbed] * ranks
+
+
+def in_buckets_from(smallest, run, *arguments):
+    """(how many buckets there were, what `run` gives)"""
+    made = []
+    with patch.object(buckets_module, "SMALLEST_BUCKET_BYTES", smallest):
+        lay_out = buckets_module.lay_out_buckets
+        with patch.object(
+            buckets_module, "lay_out_buckets", lambda *given: made.append(lay_out(*given)) or made[-1]
+        ):
+            losses = run(*arguments)
+    return len(made[-1].elements), losses
+
+
+def test_checkpoints_do_not_depend_on_sizes_of_buckets(text, tmp_path, ranks2):
+    """They hold full tensors, so that runs go on from those that were made with buckets of other sizes."""
+    config = config_for(text, dtype=torch.float32)
+    few, undisturbed = ranks2.run(in_buckets_from, 2**40, begin, config, 1, tmp_path / "a", 1)[0]
+    for many, losses in ranks2.run(in_buckets_from, 1, pass_on, config, 1, tmp_path / "a", tmp_path / "b"):
+        assert losses == undisturbed
+        assert (few, many) == (1, 4)
+
+
+UNCUT_BYTES = 2**17
+LONG = [(2, 50), (4, 10)]
+Digits = tuple[list[tuple[str, str]], str]  # loss and gradient norm of each step; a hash of the weights
+
+
+def trained(path: Path, tensor: int, transport: str, seed: int, steps: int, mutant: bool = False) -> Digits:
+    """Each step under another schedule."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = TINY.with_sizes(num_kv_heads=4)
+    options = {"accumulate": 2, "sequence_parallel": True, "dtype": torch.float32}
+    config = config_for(path, model=model, steps=steps, **options)
+    digits = []
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(select, "requested_transport", transport))
+        # other tests cut even tiny shards in these processes, and transports cut unlike each other
+        stack.enter_context(patch.object(schedule, "LEAST_BYTES", UNCUT_BYTES))
+        stack.enter_context(order_of_arrival() if mutant else nullcontext())
+        trainer = trainer_for(config, tensor)
+        for step in range(steps):
+            with imposed(drawn(seed + step, "train", world), rank):
+                report = trainer.step()
+            digits.append((report.loss.hex(), report.norm.hex()))
+    weights = hashlib.sha256()
+    for parameter in trainer.model.parameters():
+        weights.update(parameter.detach().contiguous().numpy().tobytes())
+    return digits, weights.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "steps"), [(2, 3), (4, 2), *(pytest.param(*many, marks=pytest.mark.sweep) for many in LONG)]
+)
+def test_steps_under_other_loads_and_over_another_transport_have_equal_digits(ranks4, text, tensor, steps):
+    over_c10d = ranks4.run(trained, text, tensor, "c10d", 1, steps)
+    over_shared = ranks4.run(trained, text, tensor, "shared", 1001, steps)
+    for (digits, weights), (others, other_weights) in zip(over_c10d, over_shared, strict=True):
+        assert len(set(digits)) == steps
+        assert digits == others
+        assert weights == other_weights
+
+
+def test_a_sum_in_the_order_of_arrival_has_other_digits(ranks4, text):
+    (sound, _), *_ = ranks4.run(trained, text, 4, "c10d", 1, 3)
+    (faulty, _), *_ = ranks4.run(trained, text, 4, "c10d", 1, 3, True)
+    assert faulty != sound

@@ -1,4 +1,7 @@
-"""Costs of compiled entries: what must hold of each, and what is refused."""
+"""Costs of compiled entries: what must hold of each, and what is refused.
+
+That a step copies and multiplies what its shape asks for, the clock itself holds each entry of the gate to.
+"""
 
 import json
 
@@ -19,14 +22,11 @@ def found(compiler):
     return {name: compiler.run(examined, name) for name in (TWO_BLOCKS, ROLES)}
 
 
-def test_two_blocks_of_an_sm_share_it(found):
+def test_entries_move_and_multiply_what_their_shapes_say_and_end(found):
     two = found[TWO_BLOCKS]
     assert (two.grid, two.resident, two.cost.resident) == ((2, 1, 1), 2, 2)
     assert two.cost.ideal == 2 * 64 * 128 * 64 / 4096  # of one tile: the tensor cores are shared
     assert two.cost.step.cycles >= two.cost.ideal
-
-
-def test_four_tiles_move_and_multiply_what_their_shape_says(found):
     two, roles = found[TWO_BLOCKS], found[ROLES]
     assert two.tensor == 4 * 6 * two.cost.ideal
     operands, bias = 4 * 6 * (64 + 128) * 64 * 2, 4 * 128 * 2
@@ -34,19 +34,10 @@ def test_four_tiles_move_and_multiply_what_their_shape_says(found):
     assert two.stored == 4 * 2 * 64 * 128 * 2  # y and z
     assert roles.tensor == 4 * 6 * roles.cost.ideal
     assert (roles.fetched, roles.stored) == (4 * 6 * (128 + 128) * 64 * 2, 4 * 128 * 128 * 2)
-
-
-def test_every_warp_ends(found):
     assert found[TWO_BLOCKS].exits == 2 * 4
     assert found[ROLES].exits == 12
-
-
-def test_what_two_roles_take_in_turn_hides_the_edge(found):
     one, two = found[TWO_BLOCKS].cost, found[ROLES].cost
     assert two.edge.cycles < 0.1 * one.edge.cycles + 100
-
-
-def test_boxes_are_as_triton_compiles_them(found):
     for name, one in found.items():
         assert one.boxes == one.compiled_boxes != (), name
 
@@ -77,6 +68,26 @@ def test_costs_survive_json(found):
         assert Cost.from_json(json.loads(json.dumps(one.cost.as_json()))) == one.cost, name
     with pytest.raises(TypeError, match="fields of Cost"):
         Cost.from_json({"edge": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "guessed"),
+    [
+        ("glu/descriptor/bf16/128x128x64-w8-s4-p2/swiglu+gu", 0),
+        ("dglu/descriptor/bf16/128x128x64-w8-s4-p4/swiglu+h", 0),
+        ("wgrad/descriptor/bf16/128x256x64-w8-s4-p4-flat/+=fp32", 0),
+        (
+            "gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z",
+            32,
+        ),  # 8 warps look at flags, in 4 tiles
+        ("linear/descriptor/bf16/128x256x64-w8-s3-p2-c1/gelu_tanh+bias+z", 0),
+        ("linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z", 0),
+    ],
+)
+def test_each_kind_of_kernel_runs_to_its_end(compiler, name, guessed):
+    cost = compiler.run(clocked, name)
+    assert cost.step.cycles >= cost.ideal > 0
+    assert cost.guessed == guessed
 
 
 def test_rows_are_costed_by_the_block_whoever_computes_it(compiler):

@@ -21,6 +21,11 @@ NORM = "norm_fwd/pointer/bf16/8192/rms+residual"
 ROLES = "linear/descriptor/bf16/128x256x64-w8-s3-p2-c1/gelu_tanh+bias+z"
 
 
+@pytest.fixture(scope="module")
+def flat(compiler):
+    return read(compiler.run(assembly_of, recipes()[FLAT].entry()).cubin)
+
+
 def elf(machine: int, flags: int) -> bytes:
     header = bytearray(64)
     header[:8] = b"\x7fELF\x02\x01\x01\x33"
@@ -67,35 +72,17 @@ def test_kernels_disassembled_at_once_read_as_each_alone(compiler):
         assert read(cubin).registers == int(re.search(r"REG:(\d+)", listing)[1])
 
 
-def test_parameters_have_their_places_in_the_constant_bank(kernel):
-    code = kernel(FLAT).cubin
-    assert code.parameters[:3] == (Parameter(0x240, 128), Parameter(0x2C0, 4), Parameter(0x2C4, 4))
-    assert (code.parameters_at, len(code.parameters), code.registers) == (0x210, 28, 200)
+def test_parameters_have_their_places_and_as_many_arguments_are_expected(flat):
+    assert flat.parameters[:3] == (Parameter(0x240, 128), Parameter(0x2C0, 4), Parameter(0x2C4, 4))
+    assert (flat.parameters_at, len(flat.parameters), flat.registers) == (0x210, 28, 200)
+    with pytest.raises(ValueError, match="takes 28 parameters, got 1 arguments"):
+        Constants.of(flat, [0], (1, 1, 1), 256)
 
 
-def test_jumps_of_roles_are_in_a_constant_bank(kernel):
-    code = kernel(ROLES).cubin
+def test_jumps_of_roles_are_in_a_constant_bank(compiler):
+    code = read(compiler.run(assembly_of, recipes()[ROLES].entry()).cubin)
     targets = struct.unpack("<4I", code.banks[2])
     assert {code.instructions[target // 16].opcode for target in targets} <= {"NOP", "EXIT", "BAR"}
-
-
-def test_wrong_number_of_arguments_is_refused(kernel):
-    with pytest.raises(ValueError, match="takes 28 parameters, got 1 arguments"):
-        Constants.of(kernel(FLAT).cubin, [0], (1, 1, 1), 256)
-
-
-def test_control_fields_hold_together(kernel):
-    """Facts that only hold if fields are read from the right bits."""
-    for name in (FLAT, ROLES):
-        code = kernel(name).cubin.instructions
-        fixed = [
-            one for one in code if one.opcode in ("FFMA", "IADD3", "LOP3", "ISETP", "UIADD3", "MOV", "UMOV")
-        ]
-        loads = [one for one in code if one.opcode in ("LDG", "LDS", "S2R", "MUFU")]
-        assert len(fixed) > 100
-        assert all(one.writes is None for one in fixed)
-        assert sum(one.writes is not None for one in loads) > len(loads) / 2
-        assert all(one.writes != 6 and one.reads != 6 for one in code)
 
 
 def test_words_of_an_unknown_argument_are_unknown():

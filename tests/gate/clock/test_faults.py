@@ -19,14 +19,11 @@ def program(*instructions):
 MAKE = ("SYNCS.EXCH.64", effects.InitMbarrier(64, 1))
 
 
-def test_a_loop_without_end():
+def test_a_path_without_an_end():
     endless = Assembly()
     endless("BRA", effects.Jump(0))
     with pytest.raises(faults.NeverEnds, match=r"block 0 warp 0, BRA at 0x0: no end after 1000"):
         timed(endless, budget=1000)
-
-
-def test_a_path_past_the_last_instruction():
     short = Assembly()
     short("NOP")
     with pytest.raises(faults.NeverEnds, match="past the last instruction"):
@@ -61,12 +58,9 @@ def test_a_product_that_one_warp_of_the_group_does_not_issue():
         timed(lonely, Launch(warps=4))
 
 
-def test_registers_that_nobody_gives_back():
+def test_registers_that_nobody_gives_back_and_more_than_a_warp_has():
     with pytest.raises(faults.Deadlock, match="waits for 200 registers"):
         timed(program(("USETMAXREG.TRY_ALLOC", effects.SetRegisters(200, acquire=True))))
-
-
-def test_registers_given_back_that_a_warp_does_not_have():
     with pytest.raises(faults.UnfitRegisters, match="gives registers back to have 200, but has 128"):
         timed(program(("USETMAXREG.DEALLOC", effects.SetRegisters(200, acquire=False))))
 
@@ -95,24 +89,15 @@ def test_an_mbarrier_that_was_not_made(effect):
         timed(program(MAKE, ("SYNCS", effect)), Launch(boxes={576: 4096}))
 
 
-def test_an_mbarrier_whose_address_is_unknown():
+def test_bytes_and_arrivals_that_no_mbarrier_expects():
     with pytest.raises(faults.UnknownPlace, match="address is unknown"):
         timed(program(MAKE, ("SYNCS", effects.Arrive(None, 1, 0))))
-
-
-def test_bytes_that_nobody_expects():
     few = program(MAKE, ("SYNCS", effects.Arrive(64, 1, 2048)), ("UTMALDG", effects.Copy(576, 0, 64, (0, 0))))
     with pytest.raises(faults.UnexpectedBytes, match="a copy brings 4096 bytes to mbarrier 0x40"):
         timed(few, Launch(boxes={576: 4096}))
-
-
-def test_more_arrivals_than_awaited():
     twice = program(MAKE, ("SYNCS", effects.Arrive(64, 1, 64)), ("SYNCS", effects.Arrive(64, 1, 64)))
     with pytest.raises(faults.TooManyArrivals, match="1 more arrivals at mbarrier 0x40"):
         timed(twice)
-
-
-def test_a_copy_of_unknown_size():
     copy = program(MAKE, ("UTMALDG", effects.Copy(None, 0, 64, (0, 0))))
     with pytest.raises(faults.UnknownBox, match="descriptor is unknown; boxes are known of: 0x240"):
         timed(copy, Launch(boxes={576: 4096}))

@@ -16,16 +16,13 @@ LISTING = """
 """
 
 
-def test_operands_are_split_at_commas_outside_brackets_and_without_hints():
+def test_operands_and_control_fields_are_read_off_a_listing():
     assert [(one.opcode, one.modifiers, one.guard, one.operands) for one in parse(LISTING)] == [
         ("BRX", (), "", ("R2 -0x1a0",)),
         ("LDG", ("E", "128"), "!P0", ("R4", "desc[UR6][R2.64+0x10]")),
         ("IADD3", (), "", ("R2", "P6", "R7", "c[0x0][0x210]", "RZ")),
         ("NOP", (), "", ()),
     ]
-
-
-def test_control_fields_come_from_their_bits():
     fields = [(one.stall, one.yields, one.writes, one.reads, one.waits) for one in parse(LISTING)]
     assert fields == [
         (5, False, None, None, ()),
@@ -33,7 +30,4 @@ def test_control_fields_come_from_their_bits():
         (2, True, None, None, ()),
         (0, True, None, None, ()),
     ]
-
-
-def test_instruction_says_itself_as_it_is_listed():
     assert str(parse(LISTING)[1]) == "0x01a0 @!P0 LDG.E.128 R4, desc[UR6][R2.64+0x10]"

@@ -36,7 +36,7 @@ COST = Cost(Stretch(1100.0, {}, 0), Stretch(4000.0, {}, 0), 1024.0, 500.0, 1, 65
 BOARD = Board(overhead=0.0)
 
 
-def test_a_wave_takes_what_its_cycles_take_at_the_clock_that_power_allows():
+def test_a_wave_takes_its_cycles_at_the_clock_that_power_allows_and_a_tile_more_nearly_another():
     found = predict(COST, Work(), BOARD)
     cycles = 500 + 16 * 1100 + 4000
     assert found.busy == pytest.approx(16 * 1024 / cycles)
@@ -44,13 +44,11 @@ def test_a_wave_takes_what_its_cycles_take_at_the_clock_that_power_allows():
     assert found.seconds == pytest.approx(cycles / found.clock)
     assert found.tflops == pytest.approx(132 * 16 * 2 * 128 * 256 * 64 / found.seconds / 1e12)
     assert (found.idle, found.error) == (0, ERROR)
-
-
-def test_a_tile_more_than_a_wave_takes_nearly_another():
     one, two = (predict(COST, replace(Work(), tiles=tiles), BOARD) for tiles in (132, 133))
     assert two.seconds > 1.4 * one.seconds
     assert two.idle == pytest.approx(1 - 133 / 264)
     assert two.bound == "last wave"
+    assert Board().clock(0.01) == Board().clock(0.2) == 1.98e9
 
 
 def test_fixed_shares_of_two_blocks_wait_for_the_longer_one():
@@ -58,10 +56,6 @@ def test_fixed_shares_of_two_blocks_wait_for_the_longer_one():
     shared = predict(cost, replace(Work(), tiles=3 * 132), BOARD)  # two blocks of an SM: two tiles and one
     taken = predict(cost, replace(Work(), tiles=3 * 132, persistent=False), BOARD)
     assert shared.seconds > 1.1 * taken.seconds
-
-
-def test_clock_never_exceeds_boost():
-    assert Board().clock(0.01) == Board().clock(0.2) == 1.98e9
 
 
 def test_rows_are_bound_by_memory_or_by_what_their_blocks_wait_for():

@@ -192,11 +192,3 @@ def test_a_warps_life_is_what_it_issues_and_what_it_waits_for():
         ends = {mark.warp: mark.time for mark in found.marks if mark.opcode == "EXIT"}
         for warp, stalls in enumerate(found.stalls):
             assert sum(stalls.values()) == pytest.approx(ends[warp], abs=60)
-
-
-def test_spans_can_be_switched_off():
-    program, launch = ring(2, 5)
-    drawn, plain = timed(program, launch), timed(program, launch, drawing=False)
-    assert {span.lane for span in drawn.spans} == {"products", "copies", "waits"}
-    assert not plain.spans
-    assert plain.cycles == drawn.cycles

@@ -270,12 +270,9 @@ def test_words_pass_through_shared_memory_and_through_spills():
     assert execute("STL [R1+0x8], R5", "LDL R0, [R1+0x8]", R1=256, R5=lanes)["R0"] is lanes
 
 
-def test_unknown_opcode_is_named_with_its_place():
+def test_an_unknown_opcode_or_operand_is_named_with_its_place():
     with pytest.raises(UnknownInstruction, match=r"0x0010 FROB.U32 R1, R2` of kernel"):
         warp("NOP", "FROB.U32 R1, R2")
-
-
-def test_unknown_operand_is_named_with_its_instruction():
     with pytest.raises(UnknownInstruction, match=r"IADD3 R0, R4, R5.H7, RZ"):
         meaning(instruction("IADD3 R0, R4, R5.H7, RZ"), {}, "kernel")
 

@@ -20,7 +20,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(workload, "launch_of", lambda built, values, *rest: (values, *rest))
 
 
-def test_product_is_launched_in_tiles_and_steps_on_one_processor(launched):
+def test_a_product_is_launched_in_tiles_and_steps_and_a_persistent_grid_asks_for_processors(launched):
     of = OwnLaunching(product(), ARGUMENTS).workload()
     assert of.product == Product(128, 128, 64, itemsize=2)
     assert of.shape == (1000, 2048, 512)
@@ -32,9 +32,6 @@ def test_product_is_launched_in_tiles_and_steps_on_one_processor(launched):
     assert (list(a.shape), list(a.strides), a.block_shape) == ([128, 256], [256, 1], [128, 64])
     assert (c.shape, c.dtype, c.device.type) == ((128, 384), torch.bfloat16, "meta")
     assert grid == (3,)
-
-
-def test_persistent_grid_asks_for_processors(launched):
     own = product(grid=["min(cdiv(M, BLOCK) * cdiv(N, BLOCK), processors)"])
     of = OwnLaunching(own, ARGUMENTS).workload()
     assert of.persistent
