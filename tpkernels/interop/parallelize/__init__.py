@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_dtensors
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
 from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that_works
+from tpkernels.interop.parallelize.draws import require_equal_draws
 from tpkernels.interop.parallelize.gradient_sums import sum_gradients
 from tpkernels.interop.parallelize.lora import base_model
 from tpkernels.interop.parallelize.plan import Plan
@@ -101,6 +102,7 @@ def parallelize(
     in_fp8 = quantizable(model, work, quantize) if quantize else []
     carry_out(model, work, world, state)
     sum_gradients(model, partial, world)
+    require_equal_draws(model, world)
     if as_dtensor:
         hold_dtensors(model, state, world)
     if sharing:
