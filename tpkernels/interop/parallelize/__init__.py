@@ -20,6 +20,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_dtensors
+from tpkernels.interop.parallelize.asked import refuse_shards_of_heads
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
 from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that_works
 from tpkernels.interop.parallelize.draws import require_equal_draws
@@ -103,6 +104,7 @@ def parallelize(
     carry_out(model, work, world, state)
     sum_gradients(model, partial, world)
     require_equal_draws(model, world)
+    refuse_shards_of_heads(model, work)
     if as_dtensor:
         hold_dtensors(model, state, world)
     if sharing:
