@@ -311,7 +311,6 @@ def refusals():
         refused("ValueError", nameless, parallelize, narrow),
         refused("ValueError", unlike, parallelize, crooked),
     ]
-    print(said[2])
     assert "that were tried splits Crooked rightly. Pass a plan" in said[2][:100]
     uncalled = Asking().double(), {"plan": {"mlp.fc1": "column", "mlp.fc2": "row"}}
     unrunnable = "the unsharded model does not run with these inputs. Call it with them"

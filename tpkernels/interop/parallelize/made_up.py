@@ -57,8 +57,9 @@ def _named(model: Any, config: Any, main: str, batch: int, tokens: int) -> Itera
     if main == "pixel_values" or hasattr(model, "vision_model"):
         side = _held(config, "image_size") or IMAGE_SIDE
         height, width = side if isinstance(side, list | tuple) else (side, side)
-        frames = [count] if (count := _held(config, "num_frames")) else []  # of a video
-        inputs["pixel_values"] = _features(batch, *frames, _held(config, "num_channels") or 3, height, width)
+        sizes = (_held(config, "num_channels") or 3, height, width)
+        frames = _held(config, "num_frames")  # of a video
+        inputs["pixel_values"] = _features(batch, frames, *sizes) if frames else _features(batch, *sizes)
     decoder = getattr(config, "decoder", config)
     if getattr(config, "is_encoder_decoder", False) and hasattr(decoder, "vocab_size"):
         inputs["decoder_input_ids"] = _text(decoder, batch, tokens + 1, decoder.vocab_size)

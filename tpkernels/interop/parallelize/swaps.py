@@ -225,9 +225,14 @@ def _require_replaceable(name: str, old: nn.Module, kind: str) -> None:
         raise ValueError(
             f"'{name}': expected an nn.Embedding without max_norm, scale_grad_by_freq and sparse, got {old}"
         )
-    hooks = old._forward_pre_hooks or old._backward_hooks or old._backward_pre_hooks
-    hooks = hooks or (old._forward_hooks and kind != "embedding")
-    if hooks or "forward" in vars(old):
+    after = {} if kind == "embedding" else old._forward_hooks
+    if (
+        after
+        or old._forward_pre_hooks
+        or old._backward_hooks
+        or old._backward_pre_hooks
+        or "forward" in vars(old)
+    ):
         raise ValueError(
             f"'{name}': expected a module without hooks or a forward of its own; add them after parallelize"
         )
