@@ -1,4 +1,4 @@
-"""Random numbers in training: what ranks hold alike is dropped alike, and features are dropped as one rank would."""
+"""In training ranks drop alike what they hold alike, and of split features what one rank would."""
 
 import torch
 import torch.distributed as dist

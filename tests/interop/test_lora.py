@@ -117,8 +117,9 @@ def trained(kind, when, split, more):
     """How far losses, and weights on rank 0, are from the unsharded model's; how many factors there are."""
     initialize_model_parallel(dist.get_world_size())
     model, alone = with_lora(kind, when, split, **more), with_lora(kind, "never", **more)
-    counted, calls = [name for name, _ in model.named_modules() if name.endswith("lora_B.default")][0], []
-    model.get_submodule(counted).register_forward_hook(lambda *_: calls.append(1))
+    factor = next(module for name, module in model.named_modules() if name.endswith("lora_B.default"))
+    calls = []
+    factor.register_forward_hook(lambda *_: calls.append(1))
     if when == "after":  # drawn where the unsharded model had its weights drawn already
         _draw_alike(model, alone)
     expected, losses = steps(alone), steps(model)

@@ -31,7 +31,7 @@ def refuse_hidden_states(module: nn.Module, _: Any, kwargs: Mapping[str, Any]) -
 def _refuse_shards(module: nn.Module, _: Any, kwargs: Mapping[str, Any]) -> None:
     if _is_asked(module, kwargs, "output_attentions"):
         raise ValueError(
-            "output_attentions: expected False, for each tensor-parallel rank has the weights of its own heads "
+            "output_attentions: expected False, for each tensor-parallel rank has those of its own heads "
             "only. Ask the model for them before parallelize"
         )
     if any(keys.requires_grad for keys in _keys(kwargs.get("past_key_values"))):

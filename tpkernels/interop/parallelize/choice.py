@@ -87,7 +87,7 @@ def first_that_works(
     for choice in choices:
         try:
             planned(model, choice.plan, world)  # the same error on all ranks
-            partial = tried(model, choice.plan, verify, example, world, state, certain=choice.certain)
+            partial = tried(model, choice.plan, example, world, state, certain=choice.certain)
         except (ValueError, TypeError) as error:
             failed.append((choice, error))
             continue

@@ -57,6 +57,8 @@ class _Draws:
     def before(self, model: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or not model.training or not watch.steps_between:
             return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
         self.states = _states(model) if self.calls % watch.steps_between == 0 else None
         self.calls += 1
 
@@ -70,9 +72,9 @@ class _Draws:
         others = [str(rank) for rank, row in enumerate(rows) if row != rows[0]]
         if others:
             raise RuntimeError(
-                "parallelize: dropout differs between tensor-parallel ranks, for their random streams do. Seed "
-                "torch alike on all ranks of a tensor group, and draw as much on each: in this forward tensor "
-                f"rank {', '.join(others)} drew other numbers than rank 0"
+                "parallelize: dropout differs between tensor-parallel ranks, for their random streams do. "
+                "Seed torch alike on all ranks of a tensor group, and draw as much on each: in this forward "
+                f"tensor rank {', '.join(others)} drew other numbers than rank 0"
             )
 
 

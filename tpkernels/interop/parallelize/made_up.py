@@ -42,7 +42,7 @@ def made_up_inputs(model: nn.Module, ranks: int, *, divided: bool = False) -> It
 
 
 def _named(model: Any, config: Any, main: str, batch: int, tokens: int) -> Iterator[dict[str, Tensor]]:
-    """Arguments of a model of `transformers`: first all that it takes, then what models of some tasks want."""
+    """Arguments of a model of `transformers`: all that are known, then what models of some tasks want."""
     inputs: dict[str, Tensor] = {}
     if main == "input_ids":
         if (size := _vocabulary(model, config)) is None:
@@ -107,12 +107,16 @@ def _vocabulary(model: Any, config: Any) -> int | None:
 
 def _text(config: Any, batch: int, tokens: int, size: int) -> Tensor:
     """Ids, none of which is special but the last of each sequence, which ends it, if the config says how."""
-    special = {value for name, value in vars(config).items() if name.endswith(("token_id", "token_index"))}
-    plain = [number for number in range(size) if number not in special] or [0]
+    named = {
+        name: value for name, value in vars(config).items() if name.endswith(("token_id", "token_index"))
+    }
+    special = {name: value if isinstance(value, list) else [value] for name, value in named.items()}
+    marks = {number for numbers in special.values() for number in numbers}
+    plain = [number for number in range(size) if number not in marks] or [0]
     ids = torch.tensor(plain, device="cpu")[_ids(batch, tokens, len(plain))]
-    end = getattr(config, "eos_token_id", None)
-    if isinstance(end, int) and 0 <= end < size:
-        ids[:, -1] = end
+    for end in special.get("eos_token_id", [])[:1]:
+        if isinstance(end, int) and 0 <= end < size:
+            ids[:, -1] = end
     return ids
 
 

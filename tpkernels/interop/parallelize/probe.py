@@ -39,10 +39,10 @@ def partial_parameters(model: nn.Module, work: Work, seen: dict[str, bool]) -> N
             continue
         if key not in said and name not in seen and key in beside:
             raise ValueError(
-                f"'{name}' stands beside layers that are split, and no call shows whether its gradient is full "
-                "or partial. Pass verify=example inputs that use it, or give the plan an entry for its module: "
-                "'replicated', if it works on full features, or 'partial', if on this rank's. Reentrant "
-                "checkpointing in eval mode hides what uses it; turn that on afterwards"
+                f"'{name}' stands beside layers that are split, and no call shows whether its gradient is "
+                "full or partial. Pass verify=example inputs that use it, or give the plan an entry for its "
+                "module: 'replicated', if it works on full features, or 'partial', if on this rank's. "
+                "Reentrant checkpointing in eval mode hides what uses it; turn that on afterwards"
             )
         if said.get(key, seen.get(name, False)):
             names.append(name)

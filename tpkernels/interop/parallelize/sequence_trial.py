@@ -10,7 +10,6 @@ from tpkernels.interop.parallelize.probe import Names
 from tpkernels.interop.parallelize.sequence import Sharing, sharing_of
 from tpkernels.interop.parallelize.swaps import planned
 from tpkernels.interop.parallelize.trial import (
-    NotCompared,
     Verify,
     compare,
     device_of,
@@ -36,7 +35,8 @@ def sharing_tried(
         return None
     example = example_of(model, verify, world, divided=True)
     if example.inputs is None:
-        raise NotCompared.of(model, example.lacking, example.details)
+        assert example.refusal is not None
+        raise example.refusal
     sharing: Sharing | None = None
     problem: ValueError | None = None
     try:

@@ -33,8 +33,7 @@ from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region
 from tpkernels.topology.shard import split_vocabulary
 
-
-# Where torch keeps a module's hooks for what it returns, such as `enable_input_require_grads` adds to a table.
+# Where torch keeps hooks for what a module returns, such as `enable_input_require_grads` adds to a table
 _AFTER_FORWARD = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
@@ -226,13 +225,8 @@ def _require_replaceable(name: str, old: nn.Module, kind: str) -> None:
             f"'{name}': expected an nn.Embedding without max_norm, scale_grad_by_freq and sparse, got {old}"
         )
     after = {} if kind == "embedding" else old._forward_hooks
-    if (
-        after
-        or old._forward_pre_hooks
-        or old._backward_hooks
-        or old._backward_pre_hooks
-        or "forward" in vars(old)
-    ):
+    hooks = after or old._forward_pre_hooks or old._backward_hooks or old._backward_pre_hooks
+    if hooks or "forward" in vars(old):
         raise ValueError(
             f"'{name}': expected a module without hooks or a forward of its own; add them after parallelize"
         )

@@ -27,6 +27,7 @@ Verify = Inputs | Literal["auto", False]
 
 # A comparison takes 26 bytes for each, gradients of both models included: 3.3 GiB.
 VERIFIED_PARAMETERS = 2**27
+GIVE_INPUTS = "Pass verify=example inputs (a tensor, a tuple, or a mapping of arguments by name)"
 
 
 def require_verify(verify: object) -> None:
@@ -38,30 +39,23 @@ def require_verify(verify: object) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Example:
-    """Inputs with which the unsharded model runs; or why there are none.
-
-    fits: whether the model may be compared: it is small enough, or the caller gave the inputs
-    lacking: what is wrong; what came of the inputs that were made up
-    """
-
-    inputs: Inputs | None
-    given: bool = False
-    fits: bool = True
-    lacking: str = ""
-    details: str = ""
-
-
 class NotCompared(ValueError):
     """The unsharded model cannot be compared with, whatever the plan."""
 
-    @staticmethod
-    def of(model: nn.Module, lacking: str, details: str) -> NotCompared:
-        return NotCompared(
-            f"verify: {type(model).__name__} cannot be compared with its split copy: {lacking}. Pass "
-            f"verify=example inputs (a tensor, a tuple, or a mapping of arguments by name). {details}".strip()
-        )
+
+@dataclass(frozen=True)
+class Example:
+    """Inputs with which the unsharded model runs; or why there are none; or neither, if none are wanted.
+
+    fits: whether the model may be compared: it is small enough, or the caller gave the inputs
+    lacking: why the model cannot be compared; refusal: where it must be
+    """
+
+    inputs: Inputs | None = None
+    given: bool = False
+    fits: bool = True
+    lacking: str = ""
+    refusal: NotCompared | None = None
 
 
 def example_of(model: nn.Module, verify: Verify, world: TensorWorld, *, divided: bool = False) -> Example:
@@ -70,7 +64,7 @@ def example_of(model: nn.Module, verify: Verify, world: TensorWorld, *, divided:
     divided: ranks share the tokens, whose number is a multiple of theirs
     """
     if verify is False or world.size == 1:
-        return Example(None)
+        return Example()
     given = None if isinstance(verify, str | bool) else verify
     if given is not None:
         _require_same(given, world)
@@ -78,41 +72,47 @@ def example_of(model: nn.Module, verify: Verify, world: TensorWorld, *, divided:
     fits = given is not None or size <= VERIFIED_PARAMETERS
     failed: list[str] = []
     found: Inputs | None = None
-    made = made_up_inputs(model, world.size, divided=divided) if given is None else iter([given])
+    lacking, advice = "", GIVE_INPUTS
     try:
         twin = twin_of(model, device=device_of(world) if fits else None)
-        for inputs in made:
-            try:
-                with aside(twin), torch.no_grad():
-                    call(twin, inputs)
-                found = inputs
-                break
-            except Exception as error:
-                failed.append(f"with {_shapes(inputs)} it raises {_said(error)}")
     except Exception as error:
-        failed.append(f"copy.deepcopy of it raises {_said(error)}")
-    problem = None
-    if given is not None and found is None:
-        problem = ValueError(
-            "verify: the unsharded model does not run with these inputs. Call it with them, in eval mode, "
-            f"before parallelize, and pass those that it takes: {failed[0]}"
-        )
-    raise_alike(problem, f"trying input {len(failed)}", world)
-    lacking = "no inputs with which it runs could be made up" if found is None else ""
-    if not fits:
-        lacking = lacking or f"it has {size} numbers, and a comparison takes 26 bytes for each"
-    return Example(found, given is not None, fits, lacking, "; ".join(failed))
+        lacking, advice = "no copy of it can be made", "Mend copy.deepcopy(model), or pass verify=False"
+        failed.append(_said(error))
+    else:
+        made = made_up_inputs(model, world.size, divided=divided) if given is None else iter([given])
+        found = next((inputs for inputs in made if _runs(twin, inputs, failed)), None)
+        if found is None and given is not None:
+            lacking = "the unsharded model does not run with these inputs"
+            advice = "Call it with them, in eval mode, before parallelize, and pass those that it takes"
+        elif found is None:
+            lacking = "no inputs with which it runs could be made up"
+        elif not fits:
+            lacking = f"it has {size} numbers, and a comparison takes 26 bytes for each"
+    refusal = _not_compared(model, lacking, advice, "; ".join(failed)) if lacking else None
+    raise_alike(refusal if given is not None else None, f"trying input {len(failed)}, {lacking}", world)
+    return Example(found, given is not None, fits, lacking, refusal)
+
+
+def _runs(twin: nn.Module, inputs: Inputs, failed: list[str]) -> bool:
+    """failed: is told what is raised"""
+    try:
+        with aside(twin), torch.no_grad():
+            call(twin, inputs)
+    except Exception as error:
+        failed.append(f"with {_shapes(inputs)} it raises {_said(error)}")
+        return False
+    return True
+
+
+def _not_compared(model: nn.Module, lacking: str, advice: str, details: str) -> NotCompared:
+    return NotCompared(
+        f"verify: {type(model).__name__} cannot be compared with its split copy: {lacking}. {advice}"
+        f"{details and '. ' + details}"
+    )
 
 
 def tried(
-    model: nn.Module,
-    plan: Plan,
-    verify: Verify,
-    example: Example,
-    world: TensorWorld,
-    state: State,
-    *,
-    certain: bool,
+    model: nn.Module, plan: Plan, example: Example, world: TensorWorld, state: State, *, certain: bool
 ) -> Names:
     """Names of the parameters whose gradients must be summed. Called by all ranks of the tensor group.
 
@@ -122,9 +122,8 @@ def tried(
     """
     if world.size == 1:
         return frozenset()
-    lacking = "" if verify is False else example.lacking
-    if lacking and not certain:
-        raise NotCompared.of(model, lacking, example.details)
+    if example.refusal and not certain:
+        raise example.refusal
     partial: Names = frozenset()
     problem: ValueError | None = None
     try:
@@ -135,18 +134,20 @@ def tried(
         partial = partial_parameters(model, planned(model, plan, world), seen)
     except ValueError as error:
         problem = error
-        if example.inputs is None and lacking:
-            problem = NotCompared.of(model, lacking, f"{error}. {example.details}")
+        if example.refusal and example.inputs is None:
+            problem = NotCompared(f"{example.refusal}. {error}")
     raise_alike(problem, f"partial gradients of {sorted(partial)}", world)
-    if verify is False or dist.get_backend(world.group) == "fake":
+    is_wanted = example.inputs is not None or example.lacking
+    if not is_wanted or dist.get_backend(world.group) == "fake":
         return partial
-    found: Reference | str = lacking  # the same on all ranks
-    if not lacking:
+    found: Reference | str = example.lacking  # the same on all ranks
+    if not found:
         found = reference_alike(model, example, world)
     if isinstance(found, Reference):
         compare(found, plan, partial, world, state)
     elif not certain:
-        raise NotCompared.of(model, "with the inputs that were made up it raises an error", found)
+        with_these = "with the inputs that were made up it raises an error"
+        raise _not_compared(model, with_these, GIVE_INPUTS, found)
     elif world.rank == 0:
         warnings.warn(
             f"parallelize: the split model was not compared with the unsharded one: {found}; pass "
@@ -166,9 +167,8 @@ def reference_alike(model: nn.Module, example: Example, world: TensorWorld) -> R
         found = f"in float64 and float32 it raises {_said(error)}"
     problem = None
     if isinstance(found, str) and example.given:
-        problem = NotCompared(
-            "verify: the unsharded model cannot be compared with on these inputs. Pass others, with which it "
-            f"runs and returns finite numbers: {found}"
+        problem = _not_compared(
+            model, "not on these inputs", "Pass others, with which it returns finite numbers", found
         )
     raise_alike(problem, "not compared" if isinstance(found, str) else f"compared in {found.dtype}", world)
     return found
