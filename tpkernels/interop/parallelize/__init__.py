@@ -10,6 +10,7 @@ sequence  which modules share tokens (tokens), and a trial of that (sequence_tri
 quantizing  which of the layers compute in fp8
 as_dtensor  parameters as DTensors of the unsharded ones
 buffers   what a model on the meta device needs when it gets memory
+draws     random numbers in training; asked: what callers may not ask for later
 """
 
 from __future__ import annotations

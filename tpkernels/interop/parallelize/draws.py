@@ -2,7 +2,7 @@
 
 Their random streams agree, as seeded alike, and go on alike: for a tensor that all ranks hold, torch's own
 dropout draws the same mask on each; for features that ranks split, each takes its own of the mask of all.
-So `torch.utils.checkpoint` and `torch.compile` do with these numbers what they do without tensor parallelism.
+So `torch.utils.checkpoint` draws them again as it does without tensor parallelism.
 """
 
 from __future__ import annotations
