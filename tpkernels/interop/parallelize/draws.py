@@ -88,4 +88,4 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _number(state: Tensor) -> int:
-    return int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest())
+    return int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest(), "big")

@@ -79,8 +79,8 @@ def _sound(config: Any, main: str, batch: int, tokens: int) -> Tensor | None:
         for kernel, stride in zip(reversed(kernels), reversed(_held(config, "conv_stride")), strict=True):
             samples = (samples - 1) * stride + kernel
         return _features(batch, samples)
-    if main == "input_values" and mels and _held(config, "max_length"):  # the audio spectrogram transformer's
-        return _features(batch, config.max_length, mels)
+    if main == "input_values" and mels and (frames := _held(config, "max_length")):  # as AST's
+        return _features(batch, frames, mels)
     if main == "input_features" and mels and _held(config, "max_source_positions"):  # as Whisper's
         return _features(batch, mels, 2 * _held(config, "max_source_positions"))
     features = _held(config, "feature_projection_input_dim") or _held(config, "input_feat_per_channel")

@@ -80,7 +80,10 @@ def example_of(model: nn.Module, verify: Verify, world: TensorWorld, *, divided:
         failed.append(_said(error))
     else:
         made = made_up_inputs(model, world.size, divided=divided) if given is None else iter([given])
-        found = next((inputs for inputs in made if _runs(twin, inputs, failed)), None)
+        try:
+            found = next((inputs for inputs in made if _runs(twin, inputs, failed)), None)
+        except Exception as error:  # of a config that is unlike others
+            failed.append(f"making them up raises {_said(error)}")
         if found is None and given is not None:
             lacking = "the unsharded model does not run with these inputs"
             advice = "Call it with them, in eval mode, before parallelize, and pass those that it takes"
