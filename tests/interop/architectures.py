@@ -224,7 +224,7 @@ ARCHITECTURES: Mapping[str, Sizes] = {name: sizes for kind in KINDS.values() for
 def model_of(name: str) -> nn.Module:
     """The unsharded model, the same on all ranks, in float32."""
     cls = getattr(import_module("transformers"), name.partition(",")[0])
-    config = _config(cls.config_class, ARCHITECTURES[name])
+    config = config_of(cls.config_class, ARCHITECTURES[name])
     torch.manual_seed(2)
     model: nn.Module = cls(config)
     with torch.no_grad():
@@ -249,7 +249,7 @@ def _features(*shape: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel()).cos().view(shape)
 
 
-def _config(cls: Any, special: Sizes) -> Any:
+def config_of(cls: Any, special: Sizes) -> Any:
     known = set(cls.__dataclass_fields__) | {"num_labels", "decoder_start_token_id"}
     config = cls(**{name: value for name, value in COMMON.items() if name in known} | dict(special))
     for each in (config, *(getattr(config, tower, None) for tower in ("text_config", "vision_config"))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.checks import error_of
 from tests.interop.architecture_runs import ours
+from tests.interop.architectures import config_of
 from tests.interop.models import needs_transformers
 from tests.interop.refused import refused
 from tests.interop.torch_models import losses_of
 from tests.models.small import IDS
+from tests.on_ranks import on_ranks
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
 from tpkernels.interop import safetensors
 from tpkernels.interop.full_state_dict import full_state_dict
@@ -151,6 +155,58 @@ def test_parallelize_without_a_plan_is_right(name, ranks2):
         assert (outcome.verdict, outcome.why) == ("right", "")
         assert outcome.losses[1] < outcome.losses[0] - 0.5
         assert outcome.held < 0.8
+
+
+WAVES = {"conv_dim": [16, 16], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2}
+WAVES |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4}
+PYRAMID = {"hidden_sizes": [16, 32], "depths": [1, 1], "num_attention_heads": [2, 4], "sr_ratios": [2, 1]}
+PYRAMID |= {"patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2], "num_encoder_blocks": 2}
+OF_TASKS: dict[str, Any] = {
+    "BartForSequenceClassification": {},
+    "BertForMultipleChoice": {},
+    "GPT2ForSequenceClassification": {"pad_token_id": None},
+    "Wav2Vec2ForCTC": WAVES,
+    "SegformerForSemanticSegmentation": PYRAMID,
+    "EncoderDecoderModel": ("Bert", "Bert"),
+    "VisionEncoderDecoderModel": ("ViT", "GPT2"),
+}
+
+
+def of_task(name: str) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(2)
+    cls, said = getattr(transformers, name), OF_TASKS[name]
+    if isinstance(said, tuple):
+        configs = [config_of(getattr(transformers, f"{each}Config"), {}) for each in said]
+        return cls(config=cls.config_class.from_encoder_decoder_configs(*configs))
+    return cls(config_of(cls.config_class, said))
+
+
+@pytest.mark.parametrize("name", OF_TASKS)
+@on_ranks(2)
+def test_inputs_are_made_up_for_models_of_tasks(name):
+    """`parallelize` itself compares with the unsharded model; without inputs it would refuse, or warn."""
+    initialize_model_parallel(2)
+    model = of_task(name)
+    before = sum(p.numel() for p in model.parameters())
+    with warnings.catch_warnings(record=True, action="always") as told:
+        parallelize(model)
+    assert [str(each.message) for each in told if "compared" in str(each.message)] == []
+    assert sum(p.numel() for p in model.parameters()) < before
+
+
+@on_ranks(2)
+def test_weights_of_attention_are_not_given_away_in_shards():
+    initialize_model_parallel(2)
+    model, plan = built("Llama", attn_implementation="eager")
+    parallelize(model, plan=plan)
+    for each in (model, model.model):
+        assert "output_attentions: expected False" in error_of(each, IDS, output_attentions=True)[1]
+    assert model(IDS).logits.isfinite().all()
+    whole, _ = built("Llama", attn_implementation="eager")
+    parallelize(whole, plan={"*.up_proj": "column", "*.gate_proj": "column", "*.down_proj": "row"})
+    assert whole(IDS, output_attentions=True).attentions[0].shape[1] == 4
 
 
 def without_sums(model: nn.Module) -> nn.Module:

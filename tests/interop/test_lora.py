@@ -1,5 +1,6 @@
 """LoRA of peft on shards is LoRA of the unsharded model, before and after parallelize."""
 
+import warnings
 from copy import deepcopy
 from functools import partial
 
@@ -11,10 +12,19 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
 import transformers
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 
 from tests.blocks import blocks_of
 from tests.checks import error_of
+from tests.on_ranks import on_ranks
 from tests.ranks import RankFailure
 from tests.test_docs import ROOT, run_on_two_ranks
 from tpkernels import Recipe, check_replicas, clip_grad_norm_, initialize_model_parallel, parallelize
@@ -68,9 +78,14 @@ def in_fp8_and_trained(when):
     return named, losses, apart
 
 
-def with_lora(kind, when, split=None, dtype=None, **more):
-    """when: before or after parallelize, or never; split: options of that; more: of LoRA"""
+def with_lora(kind, when, split=None, dtype=None, reentrant=None, **more):
+    """when: before or after parallelize, or never; split: options of that; more: of LoRA
+
+    reentrant: which activation checkpointing there is; None: none
+    """
     model, plan = unsharded(kind)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model, split = model.to(dtype), {"plan": plan, **(split or {})}
     if when == "after":
         model = parallelize(model, **split)
@@ -88,6 +103,7 @@ def loss_of(model):
 def steps(model, count=5):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses = []
+    torch.manual_seed(5)  # of dropout
     for _ in range(count):
         optimizer.zero_grad()
         loss = loss_of(model)
@@ -97,13 +113,17 @@ def steps(model, count=5):
     return losses
 
 
-def trained(kind, when, split):
+def trained(kind, when, split, more):
     """How far losses, and weights on rank 0, are from the unsharded model's; how many factors there are."""
     initialize_model_parallel(dist.get_world_size())
-    model, alone = with_lora(kind, when, split), with_lora(kind, "never")
+    model, alone = with_lora(kind, when, split, **more), with_lora(kind, "never", **more)
+    factor = next(module for name, module in model.named_modules() if name.endswith("lora_B.default"))
+    calls = []
+    factor.register_forward_hook(lambda *_: calls.append(1))
     if when == "after":  # drawn where the unsharded model had its weights drawn already
         _draw_alike(model, alone)
     expected, losses = steps(alone), steps(model)
+    assert len(calls) == (10 if "reentrant" in more else 5)
     check_replicas(model)
     assert len(losses) == 5
     assert losses[-1] < losses[0] - 0.02
@@ -178,7 +198,6 @@ def refusals(when):
     initialize_model_parallel(dist.get_world_size())
     model, plan = unsharded("Llama")
     refused = {
-        "expected lora_dropout=0.0, got 0.1": partial(with_lora, "Llama", when, lora_dropout=0.1),
         "expected plain LoRA, got Dora": partial(with_lora, "Llama", when, use_dora=True),
     }
     on_table = partial(with_lora, "Llama", when, target_modules=["q_proj", "embed_tokens"])
@@ -200,6 +219,7 @@ def refusals(when):
 
 
 PAGE = "lora.md"
+LAYER = "base_model.model.model.layers.0.self_attn"
 WHEN = ("before", "after")
 
 
@@ -214,16 +234,18 @@ def test_the_program_of_the_page_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("when", "kind", "split"),
+    ("when", "kind", "split", "more"),
     [
-        *((when, kind, {}) for when in WHEN for kind in ("Llama", "GPT2", "Qwen3", "Mixtral")),
-        *(("before", kind, {}) for kind in ("Phi3", "Gemma")),
-        ("before", "Qwen3", {"sequence_parallel": True}),
+        *((when, kind, {}, {}) for when in WHEN for kind in ("Qwen3", "Mixtral")),
+        *((when, kind, {}, {"lora_dropout": 0.1}) for when in WHEN for kind in ("Llama", "GPT2")),
+        *(("before", "Qwen3", {}, {"lora_dropout": 0.1, "reentrant": kind}) for kind in (True, False)),
+        *(("before", kind, {}, {}) for kind in ("Phi3", "Gemma")),
+        ("before", "Qwen3", {"sequence_parallel": True}, {"lora_dropout": 0.1}),
     ],
 )
-def test_five_steps_are_those_of_the_unsharded_model(when, kind, split, ranks2):
+def test_five_steps_are_those_of_the_unsharded_model(when, kind, split, more, ranks2):
     layers = {"GPT2": 4, "Llama": 5, "Phi3": 4, "Mixtral": 4}.get(kind, 6)
-    for losses, weights, factors in ranks2.run(trained, kind, when, split):
+    for losses, weights, factors in ranks2.run(trained, kind, when, split, more):
         assert losses < (2e-6 if kind == "Mixtral" else 1e-9)
         assert weights < 1e-9 or kind == "Mixtral"
         assert factors == 2 * 2 * layers
@@ -270,4 +292,45 @@ def test_what_would_be_wrong_on_shards_is_refused(when, ranks2):
 )
 def test_lora_after_on_other_layers_is_refused(kind, sharing, said, ranks2):
     with pytest.raises(RankFailure, match=said):
-        ranks2.run(trained, kind, "after", {"sequence_parallel": sharing})
+        ranks2.run(trained, kind, "after", {"sequence_parallel": sharing}, {})
+
+
+@on_ranks(2)
+def test_an_adapter_that_is_not_active_costs_no_split():
+    """What is split, and what each adapter computes once it is active."""
+    initialize_model_parallel(2)
+    second = options("Llama", target_modules=["k_proj", "down_proj"])
+    models = [with_lora("Qwen3", "never") for _ in range(2)]
+    for model in models:
+        torch.manual_seed(4)
+        model.add_adapter("second", second, autocast_adapter_dtype=False)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        parallelize(models[0])
+    assert type(models[0].get_submodule(f"{LAYER}.k_proj.base_layer")).__name__ == "ColumnLinear"
+    assert models[0].active_adapters == ["default"]
+    for name in ("default", "second"):
+        for model in models:
+            model.set_adapter(name)
+        split, alone = (model(input_ids=IDS).logits for model in models)
+        torch.testing.assert_close(split, alone, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PromptEncoderConfig, PrefixTuningConfig])
+@on_ranks(2)
+def test_virtual_tokens_are_right_and_virtual_keys_are_refused(kind):
+    initialize_model_parallel(2)
+    said = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    said |= {"encoder_hidden_size": 8} if kind is PromptEncoderConfig else {}
+    gradients = []
+    for split in (False, True):
+        model, plan = unsharded("Llama")
+        torch.manual_seed(2)
+        tuned = get_peft_model(model, kind(**said), autocast_adapter_dtype=False).double()
+        if split:
+            parallelize(tuned, plan=plan)
+        if split and kind is PrefixTuningConfig:
+            assert "Use prompt tuning, or LoRA" in error_of(loss_of, tuned)[1]
+            return
+        loss_of(tuned).backward()
+        gradients.append({name: p.grad for name, p in tuned.named_parameters() if p.requires_grad})
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-12)

@@ -3,6 +3,7 @@
 import warnings
 from copy import deepcopy
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.checks import error_of
 from tests.interop.refused import refused
 from tests.interop.torch_models import differences
 from tests.models.small import IDS
@@ -261,6 +263,30 @@ def by_names(wrong):
     return differences(split, whole), [str(each.message) for each in told]
 
 
+class Asking(Named):
+    """Wants more than can be made up, and is judged by a call only."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp.middle = nn.LayerNorm(24)
+
+    def forward(self, ids, more):
+        return super().forward(ids) + more
+
+
+class Waves(Named):
+    main_input_name = "waves"
+    config = SimpleNamespace()
+
+
+class Endless(Named):
+    def forward(self, ids):
+        return super().forward(ids) / 0
+
+
+NO_INPUTS = "no inputs with which it runs could be made up. Pass verify="
+
+
 class Crooked(Unusual):
     """What the plan says of it is wrong, for every name."""
 
@@ -279,16 +305,31 @@ def refusals():
     before = deepcopy(crooked.state_dict())
     style = "'layers.5.down_proj': expected a style among all_reduce, colwise"
     nameless = "the model brings none and none of its layers is known by name"
-    too_large = "must be compared with the unsharded model, which was not done: it has 2"
+    unlike = "the split model does not do what the unsharded one does"
     said = [
         refused("ValueError", style, parallelize, strange),
         refused("ValueError", nameless, parallelize, narrow),
-        refused(
-            "ValueError", "the split model does not do what the unsharded one does", parallelize, crooked
-        ),
+        refused("ValueError", unlike, parallelize, crooked),
     ]
-    with patch.object(trial, "VERIFIED_PARAMETERS", 100):
-        said.append(refused("ValueError", too_large, parallelize, unheard))
+    assert "that were tried splits Crooked rightly. Pass a plan" in said[2][:100]
+    uncalled = Asking().double(), {"plan": {"mlp.fc1": "column", "mlp.fc2": "row"}}
+    unrunnable = "the unsharded model does not run with these inputs. Call it with them"
+    cases = [
+        (Asking().double(), {}, 2**27, NO_INPUTS),
+        (*uncalled, 2**27, NO_INPUTS),
+        (Waves(), {}, 2**27, NO_INPUTS),
+        (unheard, {}, 100, "it has 2857 numbers, and a comparison takes 26 bytes for each. Pass verify="),
+        (Endless(), {}, 2**27, "with the inputs that were made up it raises an error. Pass verify="),
+        (Endless(), {"verify": IDS}, 2**27, "not on these inputs. Pass others, with which"),
+        (Asking(), {"verify": IDS}, 2**27, unrunnable),
+    ]
+    for model, options, most, lead in cases:
+        with patch.object(trial, "VERIFIED_PARAMETERS", most):
+            error, text = error_of(parallelize, model, **options)
+        assert (error, lead in text[:200]) == ("NotCompared", True), text
+        said.append(text)
+    assert "with ((3, 5),) it raises TypeError" in said[3]
+    assert "'mlp.middle.weight' stands beside layers that are split" in said[4]
     assert "got 'sideways'" in said[0]
     assert all(torch.equal(tensor, before[name]) for name, tensor in crooked.state_dict().items())
     assert torch.is_tensor(crooked(IDS))

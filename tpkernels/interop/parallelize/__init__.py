@@ -10,6 +10,7 @@ sequence  which modules share tokens (tokens), and a trial of that (sequence_tri
 quantizing  which of the layers compute in fp8
 as_dtensor  parameters as DTensors of the unsharded ones
 buffers   what a model on the meta device needs when it gets memory
+draws     random numbers in training; asked: what callers may not ask for later
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from typing import Literal
 from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_dtensors
+from tpkernels.interop.parallelize.asked import refuse_shards_of_heads
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
 from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that_works
+from tpkernels.interop.parallelize.draws import require_equal_draws
 from tpkernels.interop.parallelize.gradient_sums import sum_gradients
 from tpkernels.interop.parallelize.lora import base_model
 from tpkernels.interop.parallelize.plan import Plan
@@ -101,6 +104,8 @@ def parallelize(
     in_fp8 = quantizable(model, work, quantize) if quantize else []
     carry_out(model, work, world, state)
     sum_gradients(model, partial, world)
+    require_equal_draws(model, world)
+    refuse_shards_of_heads(model, work)
     if as_dtensor:
         hold_dtensors(model, state, world)
     if sharing:

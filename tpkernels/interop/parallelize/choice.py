@@ -20,7 +20,7 @@ from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.probe import Names
 from tpkernels.interop.parallelize.swaps import planned
 from tpkernels.interop.parallelize.transformers_plan import own_plan, styles_of
-from tpkernels.interop.parallelize.trial import Verify, tried
+from tpkernels.interop.parallelize.trial import NotCompared, Verify, example_of, tried
 from tpkernels.layers.world import State, TensorWorld
 
 DEPTHS: tuple[Depth, ...] = ("heads", "heads and features", "gathered attention", "gathered", "mlp")
@@ -82,20 +82,31 @@ def first_that_works(
     model: nn.Module, choices: list[Choice], verify: Verify, world: TensorWorld, state: State
 ) -> tuple[Plan, Names]:
     """The plan, and the names of the parameters whose gradients must be summed. Called by all ranks."""
+    example = example_of(model, verify, world)
     failed: list[tuple[Choice, Exception]] = []
     for choice in choices:
         try:
             planned(model, choice.plan, world)  # the same error on all ranks
-            partial = tried(model, choice.plan, verify, world, state, certain=choice.certain)
+            partial = tried(model, choice.plan, example, world, state, certain=choice.certain)
         except (ValueError, TypeError) as error:
             failed.append((choice, error))
             continue
         if world.rank == 0:
             _tell(choice, failed)
         return choice.plan, partial
-    others = "".join(f"; nor does {choice.name}: {shorten(str(error), 200)}" for choice, error in failed[1:])
-    first = failed[0][1]
-    raise type(first)(f"{first}{others}") from first
+    raise _refusal(model, failed)
+
+
+def _refusal(model: nn.Module, failed: list[tuple[Choice, Exception]]) -> Exception:
+    """What is wrong first, then what to do, and the details of each plan."""
+    for _, error in failed:
+        if len(failed) == 1 or isinstance(error, NotCompared):
+            return error
+    details = "; ".join(f"{choice.name}: {shorten(str(error), 400)}" for choice, error in failed)
+    return ValueError(
+        f"plan: none of the {len(failed)} that were tried splits {type(model).__name__} rightly. Pass a plan "
+        f"(docs/huggingface.md says how); the model is as it was. {details}"
+    )
 
 
 def _tell(choice: Choice, failed: list[tuple[Choice, Exception]]) -> None:

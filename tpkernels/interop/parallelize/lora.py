@@ -10,6 +10,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from tpkernels.interop.parallelize.cut import Cut
+from tpkernels.interop.parallelize.draws import SplitDropout
+
 
 def split_with(name: str, module: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module]]:
     """The layers that a plan's entry for `module` is for: itself, or those that an adapter of peft has in it.
@@ -50,7 +53,22 @@ def base_model(model: nn.Module) -> nn.Module:
     return inner
 
 
-def refuse_what_differs(name: str, *, dropout: float, variant: str, initialization: object = True) -> None:
+def split_dropouts(layer: nn.Module, features: Cut) -> None:
+    """Where the features that a layer takes are split, LoRA's dropout of them is."""
+    rates: nn.ModuleDict = getattr(layer, "lora_dropout", nn.ModuleDict())
+    for adapter, dropout in rates.items():
+        if isinstance(dropout, nn.Dropout):
+            rates[adapter] = SplitDropout(dropout.p, features).train(dropout.training)
+
+
+def activate_adapters(model: nn.Module) -> None:
+    """All that LoRA layers have, at once: what is tried is right for whichever is active later."""
+    for module in model.modules():
+        if _is_of_peft(module) and (names := [*getattr(module, "lora_A", ())]):
+            vars(module).update(_active_adapter=names, _disable_adapters=False)
+
+
+def refuse_what_differs(name: str, *, variant: str, initialization: object = True) -> None:
     """An error for options of LoRA that would not be right on shards.
 
     name: of the layer
@@ -60,11 +78,6 @@ def refuse_what_differs(name: str, *, dropout: float, variant: str, initializati
         raise ValueError(
             f"'{name}': expected plain LoRA, got {variant}, whose norms or routes need the full weight; "
             "leave it off"
-        )
-    if dropout:
-        raise ValueError(
-            f"'{name}': expected lora_dropout=0.0, got {dropout}: ranks would drop different features of one "
-            "input, or the same of different ones"
         )
     if initialization not in (True, False, "gaussian"):
         raise ValueError(
@@ -83,8 +96,7 @@ def _require_plain_lora(name: str, module: nn.Module) -> None:
         raise ValueError(f"'{name}': expected LoRA that is not merged; call unmerge_adapter() first")
     variants = getattr(module, "lora_variant", {})
     variant = next((type(found).__name__ for found in variants.values()), "")
-    rates = [getattr(found, "p", 0.0) for found in getattr(module, "lora_dropout", nn.ModuleDict()).values()]
-    refuse_what_differs(name, dropout=max(rates, default=0.0), variant=variant)
+    refuse_what_differs(name, variant=variant)
 
 
 def _is_of_peft(module: nn.Module) -> bool:

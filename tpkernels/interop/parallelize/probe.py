@@ -39,10 +39,10 @@ def partial_parameters(model: nn.Module, work: Work, seen: dict[str, bool]) -> N
             continue
         if key not in said and name not in seen and key in beside:
             raise ValueError(
-                f"'{name}' stands beside layers that are split, and it cannot be told whether it works on "
-                "full features or on this rank's; pass verify=example inputs that use it, and turn "
-                "checkpointing on afterwards, or give the plan an entry for its module: 'replicated' or "
-                "'partial'"
+                f"'{name}' stands beside layers that are split, and no call shows whether its gradient is "
+                "full or partial. Pass verify=example inputs that use it, or give the plan an entry for its "
+                "module: 'replicated', if it works on full features, or 'partial', if on this rank's. "
+                "Reentrant checkpointing in eval mode hides what uses it; turn that on afterwards"
             )
         if said.get(key, seen.get(name, False)):
             names.append(name)
@@ -83,9 +83,9 @@ def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool
     except Exception as error:
         place = (running or [""])[-1] or type(twin).__name__
         raise ValueError(
-            f"plan: '{place}' does not take this rank's features, though it takes all of them: "
-            f"{type(error).__name__}: {error}. If it reads their number from an attribute, give the plan a "
-            "Divided; otherwise split it, or what feeds it, in another way"
+            f"plan: '{place}' does not take this rank's features, though it takes all of them. If it reads "
+            "their number from an attribute, give the plan a Divided; otherwise split it, or what feeds it, "
+            f"in another way. It raises {type(error).__name__}: {error}"
         ) from error
     found = _walk([*output, *roots], entering, leaving)
     said = {id(p) for module in work.kept for p in module.parameters()}

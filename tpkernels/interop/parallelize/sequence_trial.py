@@ -5,16 +5,15 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 
-from tpkernels.interop.parallelize.made_up import made_up_inputs
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.probe import Names
 from tpkernels.interop.parallelize.sequence import Sharing, sharing_of
 from tpkernels.interop.parallelize.swaps import planned
 from tpkernels.interop.parallelize.trial import (
-    VERIFIED_PARAMETERS,
     Verify,
     compare,
     device_of,
+    example_of,
     raise_alike,
     reference_alike,
 )
@@ -34,26 +33,20 @@ def sharing_tried(
     """
     if world.size == 1:
         return None
-    given = None if isinstance(verify, str | bool) else verify
-    inputs = made_up_inputs(model, world.size, divided=True) if verify == "auto" else given
-    size = sum(tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
-    fits = given is not None or size <= VERIFIED_PARAMETERS
+    example = example_of(model, verify, world, divided=True)
+    if example.inputs is None:
+        assert example.refusal is not None
+        raise example.refusal
     sharing: Sharing | None = None
     problem: ValueError | None = None
     try:
-        if inputs is None:
-            raise ValueError(
-                "sequence_parallel: expected example inputs, for a copy of the model is called to find what "
-                "works on which tokens, and none could be made up; pass verify=example inputs"
-            )
-        twin = twin_of(model, device=device_of(world) if fits else None)
-        sharing = sharing_of(twin, planned(twin, plan, world), inputs, partial, world.size)
+        twin = twin_of(model, device=device_of(world) if example.fits else None)
+        sharing = sharing_of(twin, planned(twin, plan, world), example.inputs, partial, world.size)
     except ValueError as error:
         problem = error
     raise_alike(problem, f"{sharing}", world)
-    if fits and dist.get_backend(world.group) != "fake":
-        assert inputs is not None
-        found = reference_alike(model, inputs, given is not None, world)
+    if example.fits and dist.get_backend(world.group) != "fake":
+        found = reference_alike(model, example, world)
         if isinstance(found, Reference):
             compare(found, plan, partial, world, state, sharing)
     return sharing

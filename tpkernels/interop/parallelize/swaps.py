@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tpkernels.interop.parallelize.adopted import adopt_parameters, adopt_table
 from tpkernels.interop.parallelize.cut import Cut, stacks_of
 from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape, replacement
+from tpkernels.interop.parallelize.lora import split_dropouts
 from tpkernels.interop.parallelize.plan import (
     Divided,
     Kept,
@@ -31,6 +32,9 @@ from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region
 from tpkernels.topology.shard import split_vocabulary
+
+# Where torch keeps hooks for what a module returns, such as `enable_input_require_grads` adds to a table
+_AFTER_FORWARD = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 @dataclass(frozen=True)
@@ -220,7 +224,8 @@ def _require_replaceable(name: str, old: nn.Module, kind: str) -> None:
         raise ValueError(
             f"'{name}': expected an nn.Embedding without max_norm, scale_grad_by_freq and sparse, got {old}"
         )
-    hooks = old._forward_hooks or old._forward_pre_hooks or old._backward_hooks or old._backward_pre_hooks
+    after = {} if kind == "embedding" else old._forward_hooks
+    hooks = after or old._forward_pre_hooks or old._backward_hooks or old._backward_pre_hooks
     if hooks or "forward" in vars(old):
         raise ValueError(
             f"'{name}': expected a module without hooks or a forward of its own; add them after parallelize"
@@ -306,9 +311,14 @@ def carry_out(model: nn.Module, work: Work, world: TensorWorld, state: State) ->
         for short, parameter in held.items():
             setattr(new, short, parameter)
         new.train(swap.old.training)
+        for hooks in _AFTER_FORWARD if swap.kind == "embedding" else ():  # it returns what the old one does
+            vars(new)[hooks] = vars(swap.old)[hooks]
         if new is not swap.old:
             for parent, short in places[swap.old]:
                 parent._modules[short] = new
+                if swap.kind == "row" and short == "base_layer":
+                    assert swap.features is not None
+                    split_dropouts(parent, swap.features)
     for module, features in work.tails:
         module.register_forward_hook(_SummedTail(features, world))
     for module in work.shared:

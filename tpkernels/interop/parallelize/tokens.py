@@ -148,15 +148,3 @@ class After:
         if isinstance(output, Tensor):
             return self.move(output, module)
         return (self.move(output[0], module), *output[1:])
-
-
-def refuse_hidden_states(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
-    """Before a model's forward: what `transformers` would collect between layers are shards."""
-    asked = kwargs.get("output_hidden_states")
-    if asked is None:
-        asked = getattr(getattr(module, "config", None), "output_hidden_states", False)
-    if asked:
-        raise ValueError(
-            "sequence_parallel: expected output_hidden_states=False, for between layers each rank has its "
-            "shard of the tokens; parallelize the model without sequence_parallel"
-        )

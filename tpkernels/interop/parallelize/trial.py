@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
+from textwrap import shorten
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tpkernels.interop.parallelize.made_up import made_up_inputs
 from tpkernels.interop.parallelize.plan import Plan
@@ -25,6 +27,7 @@ Verify = Inputs | Literal["auto", False]
 
 # A comparison takes 26 bytes for each, gradients of both models included: 3.3 GiB.
 VERIFIED_PARAMETERS = 2**27
+GIVE_INPUTS = "Pass verify=example inputs (a tensor, a tuple, or a mapping of arguments by name)"
 
 
 def require_verify(verify: object) -> None:
@@ -36,8 +39,83 @@ def require_verify(verify: object) -> None:
         )
 
 
+class NotCompared(ValueError):
+    """The unsharded model cannot be compared with, whatever the plan."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Inputs with which the unsharded model runs; or why there are none; or neither, if none are wanted.
+
+    fits: whether the model may be compared: it is small enough, or the caller gave the inputs
+    lacking: why the model cannot be compared; refusal: where it must be
+    """
+
+    inputs: Inputs | None = None
+    given: bool = False
+    fits: bool = True
+    lacking: str = ""
+    refusal: NotCompared | None = None
+
+
+def example_of(model: nn.Module, verify: Verify, world: TensorWorld, *, divided: bool = False) -> Example:
+    """Given or made up: the first with which a copy of the model runs. Called by all ranks of the group.
+
+    divided: ranks share the tokens, whose number is a multiple of theirs
+    """
+    if verify is False or world.size == 1:
+        return Example()
+    given = None if isinstance(verify, str | bool) else verify
+    if given is not None:
+        _require_same(given, world)
+    size = sum(tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
+    fits = given is not None or size <= VERIFIED_PARAMETERS
+    failed: list[str] = []
+    found: Inputs | None = None
+    lacking, advice = "", GIVE_INPUTS
+    try:
+        twin = twin_of(model, device=device_of(world) if fits else None)
+    except Exception as error:
+        lacking, advice = "no copy of it can be made", "Mend copy.deepcopy(model), or pass verify=False"
+        failed.append(_said(error))
+    else:
+        made = made_up_inputs(model, world.size, divided=divided) if given is None else iter([given])
+        try:
+            found = next((inputs for inputs in made if _runs(twin, inputs, failed)), None)
+        except Exception as error:  # of a config that is unlike others
+            failed.append(f"making them up raises {_said(error)}")
+        if found is None and given is not None:
+            lacking = "the unsharded model does not run with these inputs"
+            advice = "Call it with them, in eval mode, before parallelize, and pass those that it takes"
+        elif found is None:
+            lacking = "no inputs with which it runs could be made up"
+        elif not fits:
+            lacking = f"it has {size} numbers, and a comparison takes 26 bytes for each"
+    refusal = _not_compared(model, lacking, advice, "; ".join(failed)) if lacking else None
+    raise_alike(refusal if given is not None else None, f"trying input {len(failed)}, {lacking}", world)
+    return Example(found, given is not None, fits, lacking, refusal)
+
+
+def _runs(twin: nn.Module, inputs: Inputs, failed: list[str]) -> bool:
+    """failed: is told what is raised"""
+    try:
+        with aside(twin), torch.no_grad():
+            call(twin, inputs)
+    except Exception as error:
+        failed.append(f"with {_shapes(inputs)} it raises {_said(error)}")
+        return False
+    return True
+
+
+def _not_compared(model: nn.Module, lacking: str, advice: str, details: str) -> NotCompared:
+    return NotCompared(
+        f"verify: {type(model).__name__} cannot be compared with its split copy: {lacking}. {advice}"
+        f"{details and '. ' + details}"
+    )
+
+
 def tried(
-    model: nn.Module, plan: Plan, verify: Verify, world: TensorWorld, state: State, *, certain: bool
+    model: nn.Module, plan: Plan, example: Example, world: TensorWorld, state: State, *, certain: bool
 ) -> Names:
     """Names of the parameters whose gradients must be summed. Called by all ranks of the tensor group.
 
@@ -47,40 +125,32 @@ def tried(
     """
     if world.size == 1:
         return frozenset()
-    given = None if isinstance(verify, str | bool) else verify
-    if given is not None:
-        _require_same(given, world)
-    inputs = made_up_inputs(model, world.size) if verify == "auto" else given
-    size = sum(tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
-    fits = given is not None or size <= VERIFIED_PARAMETERS
-    seen: dict[str, bool] | None = None
+    if example.refusal and not certain:
+        raise example.refusal
     partial: Names = frozenset()
     problem: ValueError | None = None
     try:
-        if inputs is not None:
-            seen = _probed(model, plan, inputs, world, fits)
-        if seen is None and given is not None:
-            raise ValueError("verify: the unsharded model does not run with these inputs")
-        partial = partial_parameters(model, planned(model, plan, world), seen or {})
+        seen: dict[str, bool] = {}
+        if example.inputs is not None:
+            twin = twin_of(model, device=device_of(world) if example.fits else None)
+            seen = graph_of_rank(twin, planned(twin, plan, world), example.inputs)
+        partial = partial_parameters(model, planned(model, plan, world), seen)
     except ValueError as error:
         problem = error
+        if example.refusal and example.inputs is None:
+            problem = NotCompared(f"{example.refusal}. {error}")
     raise_alike(problem, f"partial gradients of {sorted(partial)}", world)
-    if verify is False or dist.get_backend(world.group) == "fake":
+    is_wanted = example.inputs is not None or example.lacking
+    if not is_wanted or dist.get_backend(world.group) == "fake":
         return partial
-    found: Reference | str  # the same on all ranks
-    if inputs is None or seen is None:
-        found = "no inputs with which it runs could be made up"
-    elif not fits:
-        found = f"it has {size} numbers, and a comparison takes 26 bytes for each"
-    else:
-        found = reference_alike(model, inputs, given is not None, world)
+    found: Reference | str = example.lacking  # the same on all ranks
+    if not found:
+        found = reference_alike(model, example, world)
     if isinstance(found, Reference):
         compare(found, plan, partial, world, state)
     elif not certain:
-        raise ValueError(
-            "plan: expected one, or verify=example inputs: the model brings none, and one by names of layers "
-            f"must be compared with the unsharded model, which was not done: {found}"
-        )
+        with_these = "with the inputs that were made up it raises an error"
+        raise _not_compared(model, with_these, GIVE_INPUTS, found)
     elif world.rank == 0:
         warnings.warn(
             f"parallelize: the split model was not compared with the unsharded one: {found}; pass "
@@ -90,35 +160,19 @@ def tried(
     return partial
 
 
-def _probed(
-    model: nn.Module, plan: Plan, inputs: Inputs, world: TensorWorld, fits: bool
-) -> dict[str, bool] | None:
-    """By name, whether a parameter sees this rank's features only; None if the model does not run."""
-    device = device_of(world) if fits else None
-    try:
-        twin = twin_of(model, device=device)
-    except Exception:  # a module that cannot be copied
-        return None
-    try:
-        return graph_of_rank(twin, planned(twin, plan, world), inputs)
-    except ValueError:
-        try:
-            with aside(model):
-                call(twin_of(model, device=device), inputs)
-        except Exception:
-            return None
-        raise
-
-
-def reference_alike(model: nn.Module, inputs: Inputs, required: bool, world: TensorWorld) -> Reference | str:
+def reference_alike(model: nn.Module, example: Example, world: TensorWorld) -> Reference | str:
     """The unsharded model's run, or why there is none: an error if the caller gave the inputs."""
+    assert example.inputs is not None
     found: Reference | str
     try:
-        found = reference_of(model, inputs, device_of(world))
+        found = reference_of(model, example.inputs, device_of(world))
     except Exception as error:
-        found = f"in float64 and float32 it raises {type(error).__name__}: {error}"
-    refused = isinstance(found, str) and required
-    problem = ValueError(f"verify: the unsharded model cannot be compared with: {found}") if refused else None
+        found = f"in float64 and float32 it raises {_said(error)}"
+    problem = None
+    if isinstance(found, str) and example.given:
+        problem = _not_compared(
+            model, "not on these inputs", "Pass others, with which it returns finite numbers", found
+        )
     raise_alike(problem, "not compared" if isinstance(found, str) else f"compared in {found.dtype}", world)
     return found
 
@@ -140,9 +194,9 @@ def compare(
     for rank, different in enumerate(differences):
         if different is not None:
             raise ValueError(
-                f"{subject}: the split model does not do what the unsharded one does: on tensor rank {rank}, "
-                f"{different} ({found.tolerance:.0e} is allowed, in {found.dtype}). {advice}; the model "
-                "is as it was"
+                f"{subject}: the split model does not do what the unsharded one does. {advice}; the model is "
+                f"as it was. On tensor rank {rank}, {different} ({found.tolerance:.0e} is allowed, in "
+                f"{found.dtype})"
             )
 
 
@@ -157,11 +211,11 @@ def raise_alike(problem: ValueError | None, found: str, world: TensorWorld) -> N
         if problem:
             raise problem
         return
-    problems: list[str | None] = [None] * world.size
-    dist.all_gather_object(problems, str(problem) if problem else None, group=world.group)
-    for text in problems:
-        if text is not None:
-            raise ValueError(text) from problem
+    problems: list[ValueError | None] = [None] * world.size
+    dist.all_gather_object(problems, problem, group=world.group)
+    for each in problems:
+        if each is not None:
+            raise each from problem
     agree_on(f"parallelize: {found}", (), world.group)
 
 
@@ -171,3 +225,12 @@ def _require_same(inputs: Inputs, world: TensorWorld) -> None:
     real = [x.detach() for x in tensors if not x.is_meta]
     if real and bool(unlike_first_rank(real, world.group).any()):
         raise ValueError("verify: expected the same inputs on all tensor-parallel ranks, got others")
+
+
+def _said(error: Exception) -> str:
+    return shorten(f"{type(error).__name__}: {error}", 300)
+
+
+def _shapes(inputs: Inputs) -> str:
+    """Such as {'input_ids': (3, 5)}."""
+    return str(tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, inputs))

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tpkernels.interop.parallelize.lora import activate_adapters
+
 # A tensor, positional arguments, or arguments by name.
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
@@ -34,7 +36,9 @@ def twin_of(
             value = value.clone()
         is_weight = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(value, requires_grad=floating) if is_weight else value
-    return deepcopy(model, memo).eval()
+    twin = deepcopy(model, memo).eval()
+    activate_adapters(twin)
+    return twin
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:

@@ -19,8 +19,9 @@ from peft.tuners import lora  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
 from tpkernels.interop.full_state_dict import full_state_dict
+from tpkernels.interop.parallelize.cut import Cut
 from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
-from tpkernels.interop.parallelize.lora import refuse_what_differs
+from tpkernels.interop.parallelize.lora import refuse_what_differs, split_dropouts
 from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -94,7 +95,6 @@ class ShardedLora(lora.Linear):  # type: ignore[misc]  # untyped where peft is n
         variant = self.resolve_lora_variant(config=config)
         refuse_what_differs(
             str(kwargs.get("target_name") or type(base).__name__),
-            dropout=config.lora_dropout,
             variant="" if variant is None else type(variant).__name__,
             initialization=config.init_lora_weights,
         )
@@ -105,6 +105,7 @@ class ShardedLora(lora.Linear):  # type: ignore[misc]  # untyped where peft is n
             self.lora_B[adapter_name] = _column_factor(factors[1], base)
         else:
             self.lora_A[adapter_name] = _row_factor(factors[0], base)
+            split_dropouts(self, Cut.along(-1, (factors[0].in_features,), base.world))
 
 
 class ColumnFactor(ColumnParallelLinear):
