@@ -41,6 +41,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from tpkernels.comm._ext import ExtensionState, extension
 from tpkernels.comm.watch import Watcher, parting, shown
+from tpkernels.messages import cause_of
 
 # Functions of torch's take the default group for a default argument there. Imported when there is one already
 # (the first optimizer does, by way of torch.compile), they hold it to the last; imported earlier, None.
@@ -322,7 +323,7 @@ def all_or_fail(function: Callable[P, R]) -> Callable[P, R]:
         except BaseException as error:
             for calls in list(_of_group.values()):
                 if calls.begun_at > began and calls.begun_by == threading.get_ident():
-                    calls.fail(f"{type(error).__name__}: {error}")
+                    calls.fail(f"{type(error).__name__}: {cause_of(error)}")
             raise
 
     return run
@@ -357,7 +358,7 @@ def from_entry(op: Callable[P, R]) -> Callable[P, R]:
             raise
         except BaseException as error:
             if calls := calls_in(args, options):
-                calls.fail(f"{type(error).__name__}: {error}")
+                calls.fail(f"{type(error).__name__}: {cause_of(error)}")
             raise
 
     return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Literal
 
@@ -20,6 +19,7 @@ from tpkernels.interop.parallelize.twins import Inputs, aside, call, twin_of
 from tpkernels.interop.parallelize.verify import Reference, difference, reference_of
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.replicas import agree_on, unlike_first_rank
+from tpkernels.runtime.saying import warn
 
 Verify = Inputs | Literal["auto", False]
 
@@ -81,8 +81,8 @@ def tried(
             "plan: expected one, or verify=example inputs: the model brings none, and one by names of layers "
             f"must be compared with the unsharded model, which was not done: {found}"
         )
-    elif world.rank == 0:
-        warnings.warn(
+    else:
+        warn(
             f"parallelize: the split model was not compared with the unsharded one: {found}; pass "
             "verify=example inputs, or verify=False",
             stacklevel=4,
