@@ -128,7 +128,7 @@ def _parser() -> OneLineParser:
         type=int,
         default=0,
         metavar="N",
-        help="run N steps unsharded and blocking, too, and compare losses (default 0)",
+        help="run the first N steps with overlap switched and unsharded, too, and compare losses (default 0)",
     )
     return parser
 
