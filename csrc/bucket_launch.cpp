@@ -12,7 +12,10 @@ namespace tpkernels {
 
 std::string reason(const std::exception& error) {
   const auto* from_torch = dynamic_cast<const c10::Error*>(&error);  // whose what() has a C++ backtrace
-  return from_torch ? from_torch->what_without_backtrace() : error.what();
+  std::string text = from_torch ? from_torch->what_without_backtrace() : error.what();
+  const size_t place = text.find("] ");  // gloo's begins with its file and line
+  if (text.rfind("[/", 0) == 0 && place != std::string::npos) text.erase(0, place + 2);
+  return text;
 }
 
 // Sends the next bucket.

@@ -297,8 +297,8 @@ def test_ranks_that_ask_for_different_transports_are_told(ranks2, other):
     first, second = ranks2.pool.run_each(under, [("shared", told_when_asked), (other, told_when_asked)])
     assert first == second
     assert first[0] == "ValueError"
-    assert "ranks disagree: rank 0 has GradientBuckets(" in first[1]
-    assert "with TPKERNELS_TRANSPORT=shared; rank 1 has GradientBuckets(" in first[1]
+    assert "ranks disagree: rank 0 has ..." in first[1]
+    assert "with TPKERNELS_TRANSPORT=shared; rank 1 has ..." in first[1]
 
 
 def wrong_bits(ranks, cases):

@@ -14,6 +14,7 @@ from tpkernels.buckets.engine import Engine, EngineOptions
 from tpkernels.comm.calls import Call, calls_of, handshake
 from tpkernels.comm.groups import LiveGroup, failed
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
+from tpkernels.messages import cause_of
 
 OP = "GradientBuckets"
 FAREWELL_SECONDS = 2.0  # as at the end of a process, see csrc/bucket_memory.cpp
@@ -107,7 +108,7 @@ class Neighbours:
             return
         self._engine.lose_others()
         for calls in self._calls:
-            calls.fail(f"{type(error).__name__}: {error}")
+            calls.fail(f"{type(error).__name__}: {cause_of(error)}")
 
     def _await(self, patience: float | None = None) -> None:
         started, patience = time.monotonic(), self._timeout if patience is None else patience

@@ -16,14 +16,16 @@ import torch.distributed as dist
 
 from tpkernels.cli import SAID_EVERY, OneLineParser, Progress, size_of
 from tpkernels.files import parsed
+from tpkernels.messages import cause_of
 from tpkernels.models.config import SMALL, model_config
+from tpkernels.runtime.saying import is_first_to_say
 from tpkernels.topology.sizes import InvalidSizes
 from tpkernels.training.capacity import require_room
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.folder import prepare
 from tpkernels.training.launch import hold_lifeline, run_ranks
 from tpkernels.training.measures import Speed, largest_memory, median_step
-from tpkernels.training.session import Session, is_first_to_say, require_sizes, shown
+from tpkernels.training.session import Session, require_sizes, shown
 
 _DTYPES = ("float32", "bfloat16", "float64")
 
@@ -126,7 +128,7 @@ def _parser() -> OneLineParser:
         type=int,
         default=0,
         metavar="N",
-        help="run N steps unsharded and blocking, too, and compare losses (default 0)",
+        help="run the first N steps with overlap switched and unsharded, too, and compare losses (default 0)",
     )
     return parser
 
@@ -244,7 +246,7 @@ def _as_rank(parser: OneLineParser, options: Namespace) -> int:
         is_prepared = True
         _run(session, options, lines)
     except (ValueError, TypeError, ArithmeticError, OSError, RuntimeError, MemoryError) as error:
-        text = shown(f"{type(error).__name__}: {error}")
+        text = shown(f"{type(error).__name__}: {cause_of(error)}")
         if is_first_to_say(text):  # often all ranks find the same
             sys.stderr.write(f"{parser.prog}: rank {os.environ['RANK']}: {text}\n")
         ours = isinstance(error, RuntimeError | MemoryError) and not isinstance(error, InvalidSizes)

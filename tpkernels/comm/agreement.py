@@ -24,6 +24,7 @@ from tpkernels.comm.calls import CannotTakePart as CannotTakePart
 from tpkernels.comm.groups import exchange_device
 from tpkernels.comm.supported import Problem
 from tpkernels.comm.transports.rows import gather_small
+from tpkernels.messages import cause_of, difference, short
 
 _DIGEST_BYTES = 16
 _OFFER_CHARACTERS, _OFFER_BYTES = 256, 16 * 1024  # of a text, and of what a rank offers: up to five texts
@@ -67,9 +68,9 @@ def agree(claim: Claim, group: ProcessGroup) -> None:
             ]
     except RuntimeError as error:
         raise RuntimeError(
-            f"{claim.request}: ranks of process group '{group.group_name}' could not compare what they "
-            f"bring; a rank died, came too late, or left the common order of calls. Cause: "
-            f"{call.calls.first_failure() or error}"
+            f"{short(claim.request)}: ranks of process group '{group.group_name}' could not compare what "
+            f"they bring; a rank died, came too late, or left the common order of calls. Cause: "
+            f"{call.calls.first_failure() or cause_of(error)}"
         ) from error
     ranks = dist.get_process_group_ranks(group)
     _raise_problem(claims, ranks)
@@ -134,15 +135,16 @@ def _raise_problem(claims: Sequence[Claim], ranks: Sequence[int]) -> None:
     kind, text = claim.problem
     alike = [rank for rank, other in problems if other.problem == claim.problem]
     error = getattr(builtins, kind, ValueError)
-    raise error(f"{claim.request}: on {_listed(alike or [first])}: {text}")
+    raise error(f"{short(claim.request)}: on {_listed(alike or [first])}: {text}")
 
 
 def _raise_difference(claims: Sequence[Claim], ranks: Sequence[int]) -> None:
     advice = "every rank must bring the same, in the same order"
     if _differ([claim.request for claim in claims]):
-        found = _by_rank([claim.request for claim in claims], ranks)
-        raise ValueError(f"ranks disagree: {found}; {advice}")
-    request = claims[0].request
+        where, found = difference([claim.request for claim in claims])
+        on = f" on {where}" if where else ""
+        raise ValueError(f"ranks disagree{on}: {_by_rank(found, ranks)}; {advice}")
+    request = short(claims[0].request)
     for position in range(min(len(claim.tensors) for claim in claims)):
         here = [claim.tensors[position] for claim in claims]
         if _differ(here):

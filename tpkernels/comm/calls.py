@@ -5,6 +5,9 @@ All ranks of a group make the same calls in the same order. So a call's number a
 where it is sent point to point, in its flag where memory is shared. A message of one call is never taken for
 that of another. A rank that waits for long shows the others its last calls, see `watch`.
 
+What sends nothing and must be alike all the same is noted: it takes a number, and a checksum of all notes is
+in the tags of later calls. So ids that differ, or an op that one rank refuses, are told at the next message.
+
 After an exception in the middle of a call nobody can say which messages are on their way. The group has
 failed then: the cause is put into its store, its connections are closed, so that nobody waits in vain, and
 every later call on it is an error on all ranks that names the first cause.
@@ -19,6 +22,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -37,6 +41,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from tpkernels.comm._ext import ExtensionState, extension
 from tpkernels.comm.watch import Watcher, parting, shown
+from tpkernels.messages import cause_of
 
 # Functions of torch's take the default group for a default argument there. Imported when there is one already
 # (the first optimizer does, by way of torch.compile), they hold it to the last; imported earlier, None.
@@ -51,6 +56,7 @@ MOST_DESCRIBED = 1024  # kinds of calls
 LONGEST_CAUSE = 2000  # characters
 _FAILURE, _RECENT = "tpkernels failure", "tpkernels calls of rank "
 _NEVER_SENT = 2**31 - 1  # a tag
+_SHOWN_WITHIN = 3.0  # seconds, by a rank that waits
 _LONGEST_WAIT = 5.0  # seconds at exit, for a collective that other ranks keep in flight
 
 
@@ -92,6 +98,7 @@ class GroupCalls:
         self.begun_at = -1  # when the last call began in which rows travel, on our clock
         self.begun_by = 0  # which thread
         self._number = 0
+        self._noted = 0  # a checksum of all notes
         self._recent: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._group = ref(group)  # its threads end with it
         self.inherited = False  # by a fork, which has none of its threads
@@ -124,13 +131,19 @@ class GroupCalls:
         self._times[look] = times = self._times.get(look, 0) + 1
         return is_looked_at(times)
 
+    def note(self, what: str) -> None:
+        """All ranks do the same here, which sends nothing: messages from now on arrive only if they have."""
+        self._number += 1
+        self._recent.append((self._number, what))
+        self._noted = zlib.crc32(what.encode(), self._noted)
+
     def handshake(self, op: str, kind: Kind, group: ProcessGroup) -> Call:
         """The next call, in which ranks tell each other what they want: all succeed, or none."""
         if self.failure or group not in distributed_c10d._world.pg_map:
             self.require_usable(op)
         self._number = number = self._number + 1
         self._recent.append((number, kind.described))
-        return Call(op, group, self, number, tag_of(kind.checksum, number))
+        return Call(op, group, self, number, tag_of(kind.checksum ^ self._noted, number))
 
     def begin(self, op: str, kind: Kind, group: ProcessGroup) -> Call:
         """The next call, in which rows travel."""
@@ -177,6 +190,15 @@ class GroupCalls:
                 others[rank] = store.get(key)
         if cause := self.first_failure() or parting(self.rank, recent, others):
             self.fail(cause)
+
+    def parted(self) -> str:
+        """Which calls differ, where it is known that some do: once another rank shows its own, or nothing."""
+        ends = time.monotonic() + _SHOWN_WITHIN
+        with suppress(RuntimeError):  # a store may have died with its rank
+            while not self.failure and time.monotonic() < ends:
+                self.compare()
+                time.sleep(0.02)
+        return self.failure
 
     def _close_connections(self) -> None:
         """Those of gloo, by a wait that runs out at once: nothing else wakes the ranks that wait for us."""
@@ -301,19 +323,26 @@ def all_or_fail(function: Callable[P, R]) -> Callable[P, R]:
         except BaseException as error:
             for calls in list(_of_group.values()):
                 if calls.begun_at > began and calls.begun_by == threading.get_ident():
-                    calls.fail(f"{type(error).__name__}: {error}")
+                    calls.fail(f"{type(error).__name__}: {cause_of(error)}")
             raise
 
     return run
 
 
 def from_entry(op: Callable[P, R]) -> Callable[P, R]:
-    """Let the `group` of an op fail if it ends by anything but an error of its own checks.
+    """Let the `group` of an op fail if it ends by anything but an error of its own checks, which is noted.
 
-    An interrupt that comes before the op has begun its calls would else leave the group healthy, and this
-    rank's next calls would pair with those of other ranks that have begun theirs.
+    This rank's next calls would else pair with those of other ranks that have begun theirs: after an
+    interrupt that came before the op had begun its calls, or where this rank alone refuses its arguments.
     """
     parameters = signature(op)
+
+    def calls_in(args: tuple[object, ...], options: dict[str, object]) -> GroupCalls | None:
+        with suppress(TypeError):  # arguments that the op does not have
+            group = parameters.bind(*args, **options).arguments.get("group")
+            if isinstance(group, ProcessGroup) and group.size() > 1:
+                return calls_of(group)
+        return None
 
     @wraps(op)
     def run(*args: P.args, **options: P.kwargs) -> R:
@@ -322,13 +351,14 @@ def from_entry(op: Callable[P, R]) -> Callable[P, R]:
         try:
             return op(*args, **options)
         except (ValueError, TypeError, NotImplementedError, CannotTakePart):
+            if calls := calls_in(args, options):
+                calls.note(f"{op.__name__}: refused")
             raise
         except _StopRecomputationError:  # all is computed that backward asks for
             raise
         except BaseException as error:
-            group = parameters.bind(*args, **options).arguments.get("group")
-            if isinstance(group, ProcessGroup) and group.size() > 1:
-                calls_of(group).fail(f"{type(error).__name__}: {error}")
+            if calls := calls_in(args, options):
+                calls.fail(f"{type(error).__name__}: {cause_of(error)}")
             raise
 
     return run

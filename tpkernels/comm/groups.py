@@ -14,6 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp, Work, distributed_c10d
 
 from tpkernels.comm.calls import calls_of, is_alive
+from tpkernels.messages import cause_of
 
 
 def required_group(group: object, argument: str = "group", op: str = "") -> ProcessGroup:
@@ -90,7 +91,7 @@ def failed(what: str, name: str, size: int, cause: object) -> RuntimeError:
     """The error of a collective of the group of that name and size, to be raised."""
     return RuntimeError(
         f"{what} failed in process group '{name}' of {size} ranks, here on rank {_world_rank()}; a rank "
-        f"died, came too late, or left the common order of calls. Cause: {cause}"
+        f"died, came too late, or left the common order of calls. Cause: {cause_of(cause)}"
     )
 
 

@@ -33,7 +33,7 @@ def parting(rank: int, recent: Sequence[tuple[int, str]], others: Mapping[int, b
     return (
         f"ranks have left the common order of calls: call {number} is '{ours[number]}' on rank {rank}, "
         f"'{theirs_is}' on rank {other}; every rank must make the same calls, with equal requires_grad, "
-        "shapes and options (TPKERNELS_DEBUG=1 compares them before each)"
+        "shapes, options and ids (TPKERNELS_DEBUG=1 compares them before each)"
     )
 
 

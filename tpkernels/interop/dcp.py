@@ -41,6 +41,7 @@ from tpkernels.interop.shards import TensorShard, require_one_stage, shards_of, 
 from tpkernels.layers.world import State
 from tpkernels.runtime import c10d
 from tpkernels.runtime.random import get_rng_tracker
+from tpkernels.runtime.saying import warn
 
 LATEST = "latest"
 
@@ -148,7 +149,7 @@ def load(
     if same_sizes:
         _restore_streams(streams)
     else:
-        warnings.warn(
+        warn(
             f"{request}: saved by {header['sizes']}, loaded by {_sizes(world.size)}: random streams stay as "
             "they are; call tpkernels.manual_seed(seed) with a seed that was not used before",
             stacklevel=2,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from typing import Protocol, SupportsIndex
 
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from tpkernels.parallel_state.experts import *  # noqa: F403
 from tpkernels.parallel_state.stages import *  # noqa: F403
 from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
 from tpkernels.runtime.initialize import initialize_model_parallel as initialize_in_runtime
+from tpkernels.runtime.saying import warn
 from tpkernels.runtime.state import ParallelState, ParallelStateError
 from tpkernels.topology.sizes import InvalidSizes
 
@@ -66,7 +66,7 @@ def _at_most_world(size: int, name: str) -> int:
     world_size = dist.get_world_size()
     if not isinstance(size, SupportsIndex) or operator.index(size) <= world_size:
         return size
-    warnings.warn(f"{name} {size} is larger than the world: using {world_size}", stacklevel=3)
+    warn(f"{name} {size} is larger than the world: using {world_size}", stacklevel=3)
     return world_size
 
 

@@ -6,7 +6,6 @@ torch calls `before_step` before each step of each optimizer, wherever layers ar
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from tpkernels.runtime.saying import warn
 
 # By class name: torch's, and names that other packages use for the same mathematics.
 ELEMENTWISE = {
@@ -45,7 +46,7 @@ def before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) ->
     if problem and why_wrong(optimizer):
         raise ValueError(problem)
     if problem and ELEMENTWISE.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
-        warnings.warn(problem, stacklevel=3)
+        warn(problem, stacklevel=3)
     _looked_at[optimizer] = len(parameters)
 
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from torch.distributed import DistNetworkError, PrefixStore, Store
 
+from tpkernels.messages import cause_of, difference, quoted
 from tpkernels.runtime.state import ParallelStateError
 
 AGREED = "agreed"
@@ -60,7 +61,8 @@ def _lost_store_told(request: str) -> Iterator[None]:
         yield
     except DistNetworkError as error:
         raise ParallelStateError(
-            f"the store of torch.distributed is gone, and most likely rank 0 with it, in {request}: {error}"
+            f"the store of torch.distributed is gone, and most likely rank 0 with it, in {request}: "
+            f"{cause_of(error)}"
         ) from error
 
 
@@ -80,10 +82,7 @@ class _Board:
         late = self.store.check(["verdict"])  # the others have given up
         if not late and self._wait("request"):
             asked = self.store.get("request").decode()
-            differ = (
-                f"ranks disagree: rank {first} asked for {asked}, but rank {rank} asked for {self.request}"
-            )
-            self._say("" if asked == self.request else differ)
+            self._say("" if asked == self.request else _disagreement(first, asked, rank, self.request))
         elif not late:
             self._give_up()
         self._raise_unless_agreed()
@@ -125,6 +124,18 @@ class _Board:
 
     def _wait(self, key: str) -> bool:
         return are_set(self.store, [key], self.world.timeout)
+
+
+def _disagreement(first: int, asked: str, rank: int, request: str) -> str:
+    calls = quoted([asked, request])
+    both = f"rank {first} asked for {calls[0]}, but rank {rank} asked for {calls[1]}"
+    where, values = difference([asked, request])
+    if not where:
+        return f"ranks disagree: {both}"
+    return (
+        f"ranks disagree on {where}: rank {first} has {values[0]}, rank {rank} has {values[1]}; give all "
+        f"ranks the same ({both})"
+    )
 
 
 def are_set(store: Store, keys: list[str], timeout: timedelta) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from tpkernels.messages import cause_of
 from tpkernels.runtime import c10d
 from tpkernels.runtime.initialize import agree, digest, meet
 from tpkernels.runtime.state import ParallelStateError
@@ -69,7 +70,7 @@ def create_listed_groups(
             elif c10d.splits_the_world(its.backend):
                 c10d.stand_aside()
     except Exception as error:
-        problem = f"rank {dist.get_rank()} could not make {what}: {error}"
+        problem = f"rank {dist.get_rank()} could not make {what}: {cause_of(error)}"
     try:
         meet(request, call, problem, timeout, among)
     except ParallelStateError:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from tpkernels.messages import cause_of
 from tpkernels.runtime import c10d
 from tpkernels.runtime.state import ParallelStateError
 from tpkernels.topology.groups import Ranks
@@ -95,7 +96,7 @@ def create_process_groups(
             except Exception as error:
                 destroy_process_groups(groups)
                 raise ParallelStateError(
-                    f"rank {rank} could not create the {kind} group {list(ranks)}: {error}"
+                    f"rank {rank} could not create the {kind} group {list(ranks)}: {cause_of(error)}"
                 ) from error
     return groups
 

@@ -13,7 +13,6 @@ these after `manual_seed(seed, cuda_only=True)`.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
+from tpkernels.runtime.saying import warn
 from tpkernels.runtime.state import current, on_the_fly
 
 DEFAULT_STREAM = "default"
@@ -327,6 +327,6 @@ def _write(states: Mapping[str, Tensor], devices: list[str]) -> None:
         if device in states:
             write[device](states[device])
         else:
-            warnings.warn(
+            warn(
                 "these random states were saved without CUDA: the CUDA generator stays as it is", stacklevel=4
             )

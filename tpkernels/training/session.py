@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import statistics
@@ -15,10 +14,12 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
+from tpkernels.comm.agreement import Claim, agree
 from tpkernels.interop import dcp
 from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.pictures.lanes import Span
+from tpkernels.runtime.c10d import default_group
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.topology.plan import plan_groups
 from tpkernels.tp_invariance import mode, tp_invariant
@@ -31,17 +32,6 @@ from tpkernels.training.proof import Proof, allowed_by
 from tpkernels.training.report import Run, write
 from tpkernels.training.step_trace import traced
 from tpkernels.training.trainer import StepReport, Trainer
-
-
-def is_first_to_say(text: str) -> bool:
-    """Whether no other rank has said so before. Without a process group only the first rank says anything."""
-    if not dist.is_initialized():
-        return os.environ["RANK"] == "0"
-    name = hashlib.sha256(text.encode()).hexdigest()
-    try:
-        return dist.distributed_c10d._get_default_store().add(f"tpkernels said {name}", 1) == 1
-    except RuntimeError:  # the store has ended with the launcher
-        return True
 
 
 def shown(text: str) -> str:
@@ -83,6 +73,9 @@ class Session:
             signal.signal(signal.SIGTERM, self._note_signal)
         world = dist.get_world_size()
         self._state = create_parallel_state(plan_groups(world_size=world, tensor=tensor))
+        if world > 1:  # the file may have another path on another machine
+            asked = f"train(config={replace(config, data='')}, tensor={tensor}, saves={saves})"
+            agree(Claim(asked, ()), default_group())
         with raise_on_all_ranks(f"train on {world} ranks"):
             local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             require_room(config, tensor, world // tensor, local=local, device=self.device)

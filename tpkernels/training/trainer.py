@@ -18,6 +18,7 @@ from tpkernels.models.gpt import GPT
 from tpkernels.ops.quantize import reuse_quantized_weights
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.random import manual_seed
+from tpkernels.runtime.saying import warn
 from tpkernels.runtime.state import ParallelState, use
 from tpkernels.tp_invariance import mode
 from tpkernels.training.config import TrainConfig, learning_rate
@@ -162,14 +163,14 @@ class Trainer:
                 )
         segments = extra.get("segments", 0)
         if segments != mode.segments:
-            warnings.warn(
+            warn(
                 f"{path} was computed with {segments} segments of TP-invariance (0: off); this run, with "
                 f"{mode.segments}, goes on with equal losses within rounding, not to the bit",
                 stacklevel=2,
             )
         before = extra.get("fp8", "")
         if before != self._fp8:
-            warnings.warn(
+            warn(
                 f"{path} was computed with {before or 'no'} fp8; this run, with {self._fp8 or 'none'}, "
                 "goes on with other losses",
                 stacklevel=2,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import Plan, Swap, gather_plan, reduce_plan
+from tpkernels.messages import cause_of
 
 
 class Exchange(ABC):
@@ -96,5 +97,5 @@ def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object
     """An error that says which rank did not do its part."""
     return RuntimeError(
         f"{op}: {what}: it died, came too late, or left the common order of calls. Ranks are numbered within "
-        f"{where}, where this is {rank} of {ranks}. Cause: {cause}"
+        f"{where}, where this is {rank} of {ranks}. Cause: {cause_of(cause)}"
     )

@@ -209,7 +209,7 @@ class HostDelivery(MailboxDelivery):
 
         def refusal() -> str:
             if is_other_call(int(self.flags[chunk]), self.flag):
-                return "it sent rows of another call"
+                return (self.call and self.call.calls.parted()) or "it sent rows of another call"
             return self.failure
 
         peer = chunk // self.exchange.splits

@@ -26,6 +26,7 @@ from tpkernels.comm.groups import start_all_gather
 from tpkernels.comm.schedule import bounds, parts_of_shard, swaps_full_sums
 from tpkernels.comm.transports.base import Delivery, Exchange
 from tpkernels.comm.transports.c10d import C10D, Collectives
+from tpkernels.messages import cause_of
 from tpkernels.tp_invariance import mode, tree_sum
 
 PartialOf = Callable[[slice], Tensor]
@@ -294,7 +295,7 @@ def gather_small(call: Call, part: Tensor) -> Tensor:
             return Gathering(call, part.reshape(1, -1), calls.ranks).wait().view(calls.ranks, *part.shape)
         return _gathered_at_once(call, part)
     except BaseException as error:  # Ctrl-C, too: the others do not know
-        calls.fail(f"{type(error).__name__}: {error}")
+        calls.fail(f"{type(error).__name__}: {cause_of(error)}")
         raise
 
 
@@ -309,6 +310,6 @@ def _gathered_at_once(call: Call, part: Tensor) -> Tensor:
         raise RuntimeError(
             f"{call.op}: rank {calls.rank} of {calls.ranks} in process group '{calls.name}' did not get what "
             "the others know of their parts: one died, came too late, or left the common order of calls. "
-            f"Cause: {calls.first_failure() or error}"
+            f"Cause: {calls.first_failure() or cause_of(error)}"
         ) from error
     return gathered

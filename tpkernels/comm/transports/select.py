@@ -96,7 +96,8 @@ class Exchanges:
             opened = self.open("shared", op, key, group)
         except CannotTakePart as error:  # on all ranks alike
             self._against_sharing = str(error)
-            warnings.warning("%s; what has no shared memory yet goes over c10d", error)
+            if group.rank() == 0:
+                warnings.warning("%s; what has no shared memory yet goes over c10d", error)
             return None
         self._note(key, "shared", "all ranks are on one machine")
         return opened

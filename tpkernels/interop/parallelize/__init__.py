@@ -15,7 +15,7 @@ draws     random numbers in training; asked: what callers may not ask for later
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
@@ -167,8 +167,10 @@ def _agreed(
     except (ValueError, TypeError) as error:
         problem = error
     # example inputs are compared by the trial
-    words = f"parallelize({replace(request, verify=None)}, {[choice.plan for choice in choices]})"
-    agree_on(f"{words}: {problem}" if problem else words, named, world.group)
+    asked = ", ".join(f"{name}={value!r}" for name, value in vars(request).items() if name != "verify")
+    plans = [choice.plan for choice in choices]
+    words = f"parallelize({asked}, refused={str(problem or '')!r}, plans={plans})"
+    agree_on(words, named, world.group)
     if problem:  # the same on all ranks
         raise problem
     return choices

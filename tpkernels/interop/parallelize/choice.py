@@ -8,7 +8,6 @@ unsharded model, but for models with which that was done: docs/models-supported.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Any
@@ -22,6 +21,7 @@ from tpkernels.interop.parallelize.swaps import planned
 from tpkernels.interop.parallelize.transformers_plan import own_plan, styles_of
 from tpkernels.interop.parallelize.trial import NotCompared, Verify, example_of, tried
 from tpkernels.layers.world import State, TensorWorld
+from tpkernels.runtime.saying import warn
 
 DEPTHS: tuple[Depth, ...] = ("heads", "heads and features", "gathered attention", "gathered", "mlp")
 BROUGHT = "the plan that the model brings"
@@ -91,8 +91,7 @@ def first_that_works(
         except (ValueError, TypeError) as error:
             failed.append((choice, error))
             continue
-        if world.rank == 0:
-            _tell(choice, failed)
+        _tell(choice, failed)
         return choice.plan, partial
     raise _refusal(model, failed)
 
@@ -111,7 +110,7 @@ def _refusal(model: nn.Module, failed: list[tuple[Choice, Exception]]) -> Except
 
 def _tell(choice: Choice, failed: list[tuple[Choice, Exception]]) -> None:
     for other, error in failed:
-        warnings.warn(f"parallelize: {other.name} does not work: {error}. {choice.name} does", stacklevel=4)
+        warn(f"parallelize: {other.name} does not work: {error}. {choice.name} does", stacklevel=4)
     if choice.whole:
         more = f"; and {len(choice.whole) - 1} more like it" if len(choice.whole) > 1 else ""
-        warnings.warn(f"parallelize: {choice.name}: {choice.whole[0]}{more}", stacklevel=4)
+        warn(f"parallelize: {choice.name}: {choice.whole[0]}{more}", stacklevel=4)

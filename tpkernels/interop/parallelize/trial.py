@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from textwrap import shorten
@@ -22,6 +21,7 @@ from tpkernels.interop.parallelize.twins import Inputs, aside, call, twin_of
 from tpkernels.interop.parallelize.verify import Reference, difference, reference_of
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.replicas import agree_on, unlike_first_rank
+from tpkernels.runtime.saying import warn
 
 Verify = Inputs | Literal["auto", False]
 
@@ -151,8 +151,8 @@ def tried(
     elif not certain:
         with_these = "with the inputs that were made up it raises an error"
         raise _not_compared(model, with_these, GIVE_INPUTS, found)
-    elif world.rank == 0:
-        warnings.warn(
+    else:
+        warn(
             f"parallelize: the split model was not compared with the unsharded one: {found}; pass "
             "verify=example inputs, or verify=False",
             stacklevel=4,

@@ -6,6 +6,7 @@ last id, `size` - 1, is padding.
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
@@ -114,11 +115,14 @@ def require_in_vocabulary(
 
     Ranks are given the same ids, so that all refuse, before anything is sent. To look at ids on a GPU would
     hold up the host: there the GPU looks, and ends the program, as torch's F.embedding and F.cross_entropy
-    do. Ids that differ between ranks, as where a sampler deals batches out to all of them, would give numbers
-    that look sound: the host looks and ranks compare theirs in the first, second, fourth, eighth, ... call,
-    and with TPKERNELS_DEBUG=1 in each.
+    do. Ids that differ between ranks, as where a sampler deals batches out to all of them, or one rank leaves
+    a batch out, would give numbers that look sound: the host looks and ranks compare theirs in the first,
+    second, fourth, eighth, ... call, and with TPKERNELS_DEBUG=1 in each. On the CPU others are noted.
     """
-    compared = shard.group.size() > 1 and _is_compared(f"{op} {name}", ids, shard.group)
+    is_shared = shard.group.size() > 1
+    compared = is_shared and _is_compared(f"{op} {name}", ids, shard.group)
+    if is_shared and ids.is_cpu and not compared:
+        calls_of(shard.group).note(f"{op}: {_described(name, ids)}")
     if not compared and surely_within(ids, shard.size):  # none is ignored: one pass, for the usual case
         return
     inside = (ids >= 0) & (ids < shard.size)
@@ -134,11 +138,17 @@ def require_in_vocabulary(
     if not inside.all():
         problem = f"expected {wanted}, got {int(ids[~inside][0])}; is the vocabulary larger than that?"
     if compared:
-        checksum = f"{name} {tuple(ids.shape)} with checksum {zlib.crc32(str(ids.tolist()).encode()):08x}"
         refusal = ("ValueError", problem) if problem and parallel.debug else None
-        agree(Claim(op, (checksum,), refusal), shard.group)
+        agree(Claim(op, (_described(name, ids),), refusal), shard.group)
     if problem:
         raise ValueError(f"{op}: {problem}")
+
+
+def _described(name: str, ids: Tensor) -> str:
+    """With a checksum."""
+    integers = ids.to("cpu", torch.int64).contiguous()
+    bits = ctypes.string_at(integers.data_ptr(), integers.nbytes)
+    return f"{name} {tuple(ids.shape)} with checksum {zlib.crc32(bits):08x}"
 
 
 def _is_compared(what: str, ids: Tensor, group: ProcessGroup) -> bool:

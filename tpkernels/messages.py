@@ -1,0 +1,97 @@
+"""What an error says first: where ranks differ, and why a transfer failed, without the words of a backend."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+
+LONGEST = 160  # characters that are quoted of a text
+
+_CHATTER: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"\s*(Exception raised from |\(?frame #\d+: ).*", re.DOTALL), ""),  # a C++ back trace
+    (re.compile(r"\[enforce fail at [^\]]*\] [^.]*\. ?"), ""),  # a place in a source, and what it looked at
+    (re.compile(r"\[[^\]\s]*\.(?:cc|cpp|h|hpp):\d+\] ?"), ""),  # a place in a source
+    (re.compile(r"Gloo connectFullMesh failed with"), "ranks could not connect:"),
+    (re.compile(r" ?\(?\b0x[0-9a-f]{6,}\b\)?"), ""),  # an address in memory
+)
+
+
+def cause_of(error: object) -> str:
+    """What a backend says, without places in its source, back traces and addresses.
+
+    >>> cause_of(RuntimeError("[/pytorch/gloo/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:213"))
+    'Connection closed by peer [127.0.0.1]:213'
+    """
+    text = str(error)
+    for pattern, instead in _CHATTER:
+        text = pattern.sub(instead, text)
+    return text.strip() or type(error).__name__
+
+
+def difference(calls: Sequence[str]) -> tuple[str, list[str]]:
+    """(which argument of the calls differs first, what each has there), both short.
+
+    calls: in Python's words. Texts that are no calls of one function differ as a whole: the argument is ""
+
+    >>> difference(["new(size=2, plan=Plan(tensor=4, data=1))", "new(size=2, plan=Plan(tensor=2, data=2))"])
+    ('plan.tensor of new', ['4', '2'])
+    >>> difference(["sum of x", "sum of y"])
+    ('', ['sum of x', 'sum of y'])
+    """
+    try:
+        nodes: list[ast.expr | None] = [ast.parse(call, mode="eval").body for call in calls]
+    except (SyntaxError, ValueError, RecursionError):
+        return "", quoted(calls)
+    function, path = _kind(nodes[0]), list[str]()
+    while len({_kind(node) for node in nodes}) == 1:
+        arguments = [_arguments(node) for node in nodes]
+        for name in dict.fromkeys(name for each in arguments for name in each):
+            nodes = [each.get(name) for each in arguments]
+            if len({_text(node) for node in nodes}) > 1:
+                path.append(name)
+                break
+        else:
+            break
+    if not path:
+        return "", quoted(calls)
+    return f"{'.'.join(path)} of {function}", quoted([_text(node) for node in nodes])
+
+
+def short(call: str) -> str:
+    """A call, or of a long one the function's name.
+
+    >>> short(f"parallelize({'plan, ' * 100})")
+    'parallelize(...)'
+    """
+    return call if len(call) <= LONGEST else f"{call[:LONGEST].partition('(')[0]}(...)"
+
+
+def quoted(texts: Sequence[str]) -> list[str]:
+    """Texts as they are, or of long ones what lies about the first place where they differ."""
+    if max(map(len, texts)) <= LONGEST:
+        return list(texts)
+    alike = takewhile(lambda letters: len({*letters}) == 1, zip(*texts, strict=False))
+    first = max(0, len(list(alike)) - LONGEST // 4)
+    end = first + LONGEST
+    return [f"{'...' * (first > 0)}{text[first:end]}{'...' * (len(text) > end)}" for text in texts]
+
+
+def _kind(node: ast.expr | None) -> str:
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else type(node).__name__
+
+
+def _arguments(node: ast.expr | None) -> Mapping[str, ast.expr]:
+    """Of a call, or what a list, a tuple or a dict has, by name or number."""
+    if isinstance(node, ast.Call):
+        named = {keyword.arg or "**": keyword.value for keyword in node.keywords}
+        return {**{str(number): value for number, value in enumerate(node.args)}, **named}
+    if isinstance(node, ast.Dict):
+        return {_text(key).strip("'"): value for key, value in zip(node.keys, node.values, strict=True)}
+    elements = node.elts if isinstance(node, ast.List | ast.Tuple) else []
+    return {str(number): element for number, element in enumerate(elements)}
+
+
+def _text(node: ast.expr | None) -> str:
+    return "nothing" if node is None else ast.unparse(node)
