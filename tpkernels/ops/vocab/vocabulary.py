@@ -136,7 +136,7 @@ def require_in_vocabulary(
     if compared:
         checksum = f"{name} {tuple(ids.shape)} with checksum {zlib.crc32(str(ids.tolist()).encode()):08x}"
         refusal = ("ValueError", problem) if problem and parallel.debug else None
-        agree(Claim(op, (checksum,), refusal), shard.group)
+        agree(Claim(op, (checksum,), refusal, is_data=True), shard.group)
     if problem:
         raise ValueError(f"{op}: {problem}")
 
