@@ -66,9 +66,9 @@ class Members:
         if any(map(_is_unreduced, others)):
             name = next(name for name, p in [*self._of_module(), *self._frozen] if self._is_other(p))
             raise RuntimeError(
-                f"GradientBuckets: the gradient of '{name}' is not reduced: it was added to the module, "
-                "unfrozen, or replaced (load_state_dict(assign=True), say) after these buckets were "
-                "made; detach() them and make new ones"
+                f"GradientBuckets: the gradient of '{name}' is not reduced; detach() these buckets and make "
+                "new ones: it was added to the module, unfrozen, or replaced (load_state_dict(assign=True), "
+                "say) after they were made"
             )
 
     def _is_other(self, parameter: Tensor) -> bool:
