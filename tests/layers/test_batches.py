@@ -129,7 +129,7 @@ def test_inputs_that_are_meant_to_differ_are_left_alone():
     Features(sequence_parallel=True)(x)
     RowParallelLinear(8, 4, input_is_parallel=True)(x)
     Masked()(ids, {"split": split, "text": "no tensor"})
-    Features()(x.requires_grad_())
+    Features()(x.clone().requires_grad_())
     with torch.no_grad():
         Masked()(ids, past_key_values=[(x, x)])
 

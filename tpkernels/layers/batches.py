@@ -60,7 +60,8 @@ def _find_root(layer: nn.Module, _: object) -> None:
         return
     for key in [key for key, hook in layer._forward_pre_hooks.items() if hook is _find_root]:
         del layer._forward_pre_hooks[key]
-    world: TensorWorld = next(filter(_is_split, layer.modules())).world
+    world = next(filter(_is_split, layer.modules())).world
+    assert isinstance(world, TensorWorld)
     state = current_or_none()
     if world.size == 1 or (state is not None and not set(world.ranks) <= set(state.ranks("tp"))):
         return  # of experts, say, whose ranks have batches of their own

@@ -1,6 +1,6 @@
 """An automatic check that replicated parameters are equal, every so many steps of an optimizer.
 
-TPKERNELS_CHECK_REPLICAS    the number of steps, by default 100; 0: never
+TPKERNELS_CHECK_REPLICAS    the number of steps, by default 100; 0: never. For inputs (`batches`), too
 
 `torch.nn.utils.clip_grad_norm_` sees one rank's shards only: each rank scales by another norm, and replicas
 drift apart, which no loss shows. The same happens if partial gradients are not summed. torch calls a hook
