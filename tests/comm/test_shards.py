@@ -27,7 +27,7 @@ def test_the_data_parallel_group_is_named():
     text = problem(named((2, 3), split=True), [0, 1, 2, 3])
     assert text.startswith("GradientBuckets over ranks 0, 1, 2, 3 would average different shards")
     assert "tensor-parallel ranks 2, 3 each hold other rows or columns of 'w'" in text
-    assert 'state.process_group("dp"), or mesh["dp"]' in text
+    assert 'state.process_group("dp") or mesh["dp"]' in text
 
 
 def test_shards_over_other_ranks_are_told():
