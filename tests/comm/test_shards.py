@@ -27,7 +27,7 @@ def test_the_data_parallel_group_is_named_to_who_gives_another():
     text = problem(named((2, 3), split=True), [0, 1, 2, 3])
     assert text.startswith("GradientBuckets over ranks 0, 1, 2, 3 would average different shards")
     assert "tensor-parallel ranks 2, 3 each hold other rows or columns of 'w'" in text
-    assert 'state.process_group("dp"), or mesh["dp"]' in text
+    assert 'state.process_group("dp") or mesh["dp"]' in text
     assert "there is nothing to average" in problem(named((0, 1, 2, 3), split=True), [1, 2])
     # of shards without layers the group that was given tells
     assert "ranks 0, 1 each hold" in problem(named(split=True), range(4), tensor_parallel_ranks=[0, 1])

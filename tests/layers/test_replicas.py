@@ -129,8 +129,10 @@ def test_forgotten_finalizing_is_told_on_all_ranks(ranks4):
     assert said == [said[0]] * 4
     (kind, clip), (_, check) = said[0]
     assert kind == "RuntimeError"
-    assert clip.startswith("clip_grad_norm_: tensor-parallel ranks hold copies of parameter 0 of those given")
-    assert "call finalize_gradients(model)" in clip
+    told = "clip_grad_norm_: tensor-parallel ranks hold copies of 'norm.weight', but other gradients"
+    assert clip.startswith(
+        f"{told} of it. Likeliest is a sum that is missing: call finalize_gradients(model) "
+    )
     assert "check_replicas: 'norm.weight' differs" in check
 
 
@@ -144,15 +146,23 @@ def test_no_stage_waits_for_one_that_refuses():
     weight.grad = before.clone()
     words = "refused on pipeline stage 1, whose ranks say why; nothing is clipped"
     if stage == 1:
-        words = "copies of parameter 0 of those given, but other gradients of it: rank 2 has norm"
+        words = r"copies of a parameter of \(2,\), but other gradients of it. Likeliest is other data"
     with pytest.raises(RuntimeError, match=words):
         clip_grad_norm_([weight], 0.1)
     assert weight.grad.equal(before)
 
 
 PLANTS = {  # what happens to a copy; what is told: of which parameter, and more
-    "one bit": (lambda block: block.down.bias[3].fill_(1e-45), "down.bias", "rank 3 from rank 0. Start"),
-    "minus zero": (lambda block: block.down.bias[3].fill_(-0.0), "down.bias", "rank 3 from rank 0. Start"),
+    "one bit": (
+        lambda block: block.down.bias[3].fill_(1e-45),
+        "down.bias",
+        "It differs on rank 3 from rank 0",
+    ),
+    "minus zero": (
+        lambda block: block.down.bias[3].fill_(-0.0),
+        "down.bias",
+        "It differs on rank 3 from rank 0",
+    ),
     "two parameters": (
         lambda block: (block.norm.weight.mul_(1.5), block.mlp.down.bias.add_(1)),
         "norm.weight",
@@ -212,7 +222,7 @@ def test_replicas_under_fully_shard_are_summed_and_compared(drifting):
     if drifting:
         with torch.no_grad():
             model.weight.to_local().add_(mesh.get_local_rank("tp"))
-    with pytest.raises(RuntimeError, match=r"call finalize_gradients\(model\) after backward"):
+    with pytest.raises(RuntimeError, match=r"call finalize_gradients\(model\) after each backward"):
         clip_grad_norm_(model.parameters(), 1.0, state=group)
     finalize_gradients(model, state=group)
     clip_grad_norm_(model.parameters(), 1.0, state=group)

@@ -347,7 +347,8 @@ class GradientBuckets:
         """All ranks of both groups make the same buckets, or all raise the same error."""
         pairs = list(zip(self._names, self._parameters, self._marked, strict=True))
         if problem is not None:
-            pairs = []  # what cannot be used may be impossible to describe
+            # what cannot be used may be impossible to describe, and options are not the matter
+            pairs, request = [], "GradientBuckets"
         over_data = tuple(
             describe(name, parameter) + " summed over tensor-parallel ranks" * marked
             for name, parameter, marked in pairs

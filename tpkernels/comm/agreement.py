@@ -37,11 +37,13 @@ class Claim:
     request: the call and its options
     tensors: each one's name, shape, dtype and layout
     problem: why this rank cannot take part, if so: the type of the error and its text
+    is_data: whether ranks have read the tensors, rather than made them
     """
 
     request: str
     tensors: tuple[str, ...]
     problem: Problem | None = None
+    is_data: bool = False
 
     def refuse(self) -> NoReturn:
         """Raise the problem, without asking other ranks."""
@@ -63,7 +65,7 @@ def agree(claim: Claim, group: ProcessGroup) -> None:
             claims = [claim] * len(answers)
         else:
             claims = [
-                Claim(request, tuple(tensors), tuple(problem) if problem else None)
+                Claim(request, tuple(tensors), tuple(problem) if problem else None, claim.is_data)
                 for request, tensors, problem in _gather_json(text, max(map(_length, answers)), call)
             ]
     except RuntimeError as error:
@@ -147,16 +149,21 @@ def _raise_difference(claims: Sequence[Claim], ranks: Sequence[int]) -> None:
     request = short(claims[0].request)
     for position in range(min(len(claim.tensors) for claim in claims)):
         here = [claim.tensors[position] for claim in claims]
+        if _differ(here) and claims[0].is_data:
+            raise ValueError(
+                f"{request}: other data on the ranks of a tensor group: give each the same batch, by a "
+                f"sampler over state.rank_in('dp') of state.size('dp'). {_by_rank(here, ranks)}"
+            )
         if _differ(here):
             raise ValueError(
-                f"{request}: ranks disagree on tensor {position}: {_by_rank(here, ranks)}; {advice}"
+                f"{request}: ranks disagree on tensor {position}; {advice}: {_by_rank(here, ranks)}"
             )
     counts = [str(len(claim.tensors)) for claim in claims]
     shortest = min(len(claim.tensors) for claim in claims)
     surplus = next(claim.tensors[shortest] for claim in claims if len(claim.tensors) > shortest)
     raise ValueError(
-        f"{request}: ranks disagree on the number of tensors: {_by_rank(counts, ranks)}; the first that some "
-        f"ranks lack is {surplus}; {advice}"
+        f"{request}: ranks disagree on the number of tensors; {advice}: {_by_rank(counts, ranks)}; the first "
+        f"that some ranks lack is {surplus}"
     )
 
 

@@ -58,13 +58,10 @@ def mixing_of(name: str, holders: Collection[int], ranks: Collection[int], wrapp
     if set(ranks) <= set(holders):
         advice = "these ranks share one model, so there is nothing to average: do not wrap it"
     else:
-        advice = (
-            'pass the data-parallel group, whose ranks hold the same shard: state.process_group("dp"), or '
-            'mesh["dp"]'
-        )
+        advice = 'pass the data-parallel group, state.process_group("dp") or mesh["dp"]'
     return (
-        f"{wrapper} over ranks {_listed(ranks)} would average different shards: tensor-parallel ranks "
-        f"{_listed(peers)} each hold other rows or columns of '{name}'; {advice}"
+        f"{wrapper} over ranks {_listed(ranks)} would average different shards; {advice} (tensor-parallel "
+        f"ranks {_listed(peers)} each hold other rows or columns of '{name}')"
     )
 
 

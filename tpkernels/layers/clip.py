@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.exact_norm import exact_norm
 from tpkernels.layers.foreign import groups_with_blocks, is_dtensor
-from tpkernels.layers.replicas import gradient_of
+from tpkernels.layers.replicas import gradient_of, likely_causes, name_of
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.replicas import agree_on, from_all_ranks
 from tpkernels.runtime.state import ParallelState, current
@@ -86,11 +86,11 @@ def _square_over_tensor_ranks(
     _add_blocks_(table, [counted[number] for number in (*split, *copied)], group)
     if problem is not None:
         return table.new_zeros(()), problem
-    names = [name for name, _ in named]
     squares, sums = table[:, len(split) :]
     everybody = from_all_ranks(torch.cat([table[0, : len(split)].sum()[None], squares.sqrt(), sums]), group)
-    square = everybody[:, 0].sum() + everybody[0, 1 : 1 + len(names)].square().sum()
-    return square, _difference(names, everybody[:, 1:].unflatten(1, (2, len(names))), group)
+    square = everybody[:, 0].sum() + everybody[0, 1 : 1 + len(copied)].square().sum()
+    there = [counted[number] for number in copied]
+    return square, _difference(there, everybody[:, 1:].unflatten(1, (2, len(there))), group)
 
 
 def _claimed(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
@@ -161,7 +161,7 @@ def _counts_here(parameter: Tensor, group: ProcessGroup, added: Sequence[Process
     return all(_ranks(each) in parts or each.rank() == 0 for each in added)
 
 
-def _difference(names: Sequence[str], numbers: Tensor, group: ProcessGroup) -> Exception | None:
+def _difference(copies: Sequence[Tensor], numbers: Tensor, group: ProcessGroup) -> Exception | None:
     """numbers: (ranks, 2, gradients): norm and sum of each, which identify a gradient well enough"""
     first = numbers[0]
     alike = (numbers - first).abs() <= _TOLERANCE * first[0]
@@ -176,8 +176,9 @@ def _difference(names: Sequence[str], numbers: Tensor, group: ProcessGroup) -> E
         )
     )
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    copy = copies[wrong[0]]
+    name = f"'{name_of(copy)}'" if name_of(copy) else f"a parameter of {tuple(copy.shape)}"
     return RuntimeError(
-        f"clip_grad_norm_: tensor-parallel ranks hold copies of {names[wrong[0]]}{more}, but other gradients "
-        f"of it: {found}; call finalize_gradients(model) after backward, or give GradientBuckets the "
-        "tensor_parallel_group; mark the parameter sequence_parallel if its gradient is of this rank's tokens"
+        f"clip_grad_norm_: tensor-parallel ranks hold copies of {name}{more}, but other gradients of it. "
+        f"{likely_causes(copy)}. {found}"
     )

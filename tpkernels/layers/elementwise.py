@@ -26,7 +26,7 @@ _WHY = {
     "LAMB": "it scales by the norms of the parameter and the update",
     "LARS": "it scales by the norms of the parameter and the gradient",
     "LBFGS": "its inner products are over all parameters",
-    "Muon": "it orthogonalizes the matrix; use tpkernels.optim.Muon",
+    "Muon": "it orthogonalizes the matrix",
     "Shampoo": "its factors are products of the matrix with itself",
     "SOAP": "its factors are products of the matrix with itself",
     r"\dbit": "blocks of elements share a scale, and a shard has other blocks",
@@ -56,10 +56,11 @@ def problem_on_shards(optimizer: Optimizer, shards: Sequence[str]) -> str:
         return ""
     more = f" and {len(shards) - 1} more" * (len(shards) > 1)
     why = why_wrong(optimizer)
-    said = f"takes the shard for the full parameter: {why}" if why else "is not known here"
+    said = "takes the shard for the full parameter" if why else "is not known here"
     return (
-        f"{type(optimizer).__name__} has {shards[0]}{more}, of which each rank holds a shard, and {said}. "
-        f"Right on shards are {', '.join(sorted(ELEMENTWISE))}, and tpkernels.optim.Muon"
+        f"{type(optimizer).__name__} has {shards[0]}{more}, of which each rank holds a shard, and {said}: "
+        f"use an elementwise one, such as AdamW, or tpkernels.optim.Muon{f'; {why}' * bool(why)}. Right on "
+        f"shards are {', '.join(sorted(ELEMENTWISE))}, and tpkernels.optim.Muon"
     )
 
 

@@ -10,15 +10,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tpkernels.layers import elementwise, foreign, watch
+from tpkernels.layers import batches, elementwise, foreign, watch
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import State, tensor_world
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
-# torch has these hooks for the whole process only: see `foreign`, `elementwise` and `watch`.
+# torch has these hooks for the whole process only: see `foreign`, `batches`, `elementwise` and `watch`.
 register_module_module_registration_hook(foreign.look_at_wrapper)
+register_module_module_registration_hook(batches.look_at_compiled)
 register_optimizer_step_pre_hook(elementwise.before_step)
 if watch.steps_between:
     register_optimizer_step_post_hook(watch.after_step)
@@ -113,6 +114,7 @@ class ParallelModule(MarkedModule):
     def __init__(self, state: State) -> None:
         super().__init__()
         self.world = tensor_world(state)
+        batches.find_root_before(self)
 
     def adopt(self, state: State, attributes: dict[str, Attributes]) -> None:
         """Become a parallel module that was built as another one.
@@ -123,6 +125,7 @@ class ParallelModule(MarkedModule):
         for name in attributes:
             self._parameters[name] = None
         self._keep_attributes(attributes)
+        batches.find_root_before(self)
 
     def _mark(self) -> None:
         super()._mark()

@@ -8,6 +8,7 @@ parameters that differ, and `watch.py` runs such a check every so many steps.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
@@ -71,32 +72,60 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
     world = tensor_world(state)
     reshard(module)
     copies = [
-        (name, local_of(parameter))
+        (name, parameter)
         for name, parameter in module.named_parameters()
         if not is_split_over(world.ranks, parameter)
     ]
     if world.size == 1 or not copies:
         return
-    agree_on("check_replicas", copies, world.group)
-    unlike = unlike_first_rank([copy for _, copy in copies], world.group)
+    held = [(name, local_of(parameter)) for name, parameter in copies]
+    agree_on("check_replicas", held, world.group)
+    unlike = unlike_first_rank([copy for _, copy in held], world.group)
     wrong = unlike.any(0).nonzero().flatten().tolist()
     if not wrong:
         return
     members = dist.get_process_group_ranks(world.group)
     others = [members[i] for i in unlike[:, wrong[0]].nonzero().flatten().tolist()]
-    raise drift(copies[wrong[0]][0], others, members[0], len(wrong), len(copies))
+    name, copy = copies[wrong[0]]
+    raise drift(copy, name, others, members[0], len(wrong), len(copies))
 
 
 def drift(
-    name: str, others: Sequence[int], first: int, wrong: int, total: int, when: str = ""
+    copy: Tensor, name: str, others: Sequence[int], first: int, wrong: int, total: int, when: str = ""
 ) -> RuntimeError:
     """The error that replicas of a parameter on ranks `others` differ from rank `first`'s."""
     more = f"; so do {wrong - 1} more of {total} parameters" if wrong > 1 else ""
     return RuntimeError(
-        f"check_replicas: '{name}' differs between tensor-parallel ranks that hold copies of it: "
-        f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} from rank {first}{more}{when}. "
-        "Start from equal weights (one seed, one checkpoint), and give tensor-parallel ranks the same data; "
-        "clip by tpkernels.clip_grad_norm_, for torch's takes the norm of one rank's shards; call "
-        "finalize_gradients(model) after each backward, or give GradientBuckets the tensor_parallel_group. "
-        "On GPUs, ranks that chose different kernels differ in the last bit: TPKERNELS_TUNE=0"
+        f"check_replicas: '{name}' differs between tensor-parallel ranks that hold copies of it. "
+        f"{likely_causes(copy)}. Ranks may also have begun with other weights: one seed, one checkpoint; or "
+        "clipped by torch's clip_grad_norm_, which takes the norm of one rank's shards: clip by "
+        "tpkernels.clip_grad_norm_; or, on GPUs, chosen kernels that differ in the last bit: "
+        f"TPKERNELS_TUNE=0. It differs on rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} from "
+        f"rank {first}{more}{when}"
     )
+
+
+def likely_causes(copy: Tensor) -> str:
+    """Why gradients of copies differ between ranks and what to do, likeliest first."""
+    causes = [
+        "other data: give each rank the same batch, by a sampler over state.rank_in('dp')",
+        "other dropout: seed by tpkernels.manual_seed(seed), alike on all ranks",
+        "a sum that is missing: call finalize_gradients(model) after each backward, or give GradientBuckets "
+        "the tensor_parallel_group, and mark parameters sequence_parallel whose gradients are of this rank's "
+        "tokens",
+    ]
+    if Attributes.of(copy).sequence_parallel:
+        causes.insert(0, causes.pop())
+    return f"Likeliest is {causes[0]}; then {causes[1]}; then {causes[2]}"
+
+
+def name_of(parameter: Tensor) -> str:
+    """Its name in an outermost module. Searches all objects of the process: only for errors."""
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    for module in modules:
+        if id(module) not in inner:
+            for name, candidate in module.named_parameters():
+                if candidate is parameter:
+                    return str(name)
+    return ""

@@ -1,6 +1,6 @@
 """An automatic check that replicated parameters are equal, every so many steps of an optimizer.
 
-TPKERNELS_CHECK_REPLICAS    the number of steps, by default 100; 0: never
+TPKERNELS_CHECK_REPLICAS    the number of steps, by default 100; 0: never. For inputs (`batches`), too
 
 `torch.nn.utils.clip_grad_norm_` sees one rank's shards only: each rank scales by another norm, and replicas
 drift apart, which no loss shows. The same happens if partial gradients are not summed. torch calls a hook
@@ -10,7 +10,6 @@ has taken another number of steps, a time-out says so, where a collective would 
 
 from __future__ import annotations
 
-import gc
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,13 +19,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import DistNetworkError, PrefixStore, Store
 from torch.optim.optimizer import Optimizer
 
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.foreign import is_split_over
-from tpkernels.layers.replicas import drift
+from tpkernels.layers.replicas import drift, name_of
 from tpkernels.runtime import c10d
 from tpkernels.runtime.agreement import are_set
 from tpkernels.runtime.checksums import sums_of_bits
@@ -78,9 +77,10 @@ class Watch:
             others = [
                 rank for rank, row in zip(ranks, rows, strict=True) if row[wrong[0]] != rows[0][wrong[0]]
             ]
-            name = _name_of(copies[wrong[0]]) or f"parameter {wrong[0]} of {len(copies)} that are copies"
+            copy = copies[wrong[0]]
+            name = name_of(copy) or f"parameter {wrong[0]} of {len(copies)} that are copies"
             when = f", after {self._steps} steps of the optimizer ({VARIABLE}={steps_between}; 0: never)"
-            raise drift(name, others, ranks[0], len(wrong), len(copies), when)
+            raise drift(copy, name, others, ranks[0], len(wrong), len(copies), when)
 
     def _sums_of_all(self, ranks: Sequence[int], copies: Sequence[Tensor]) -> list[list[bytes]]:
         """Each rank's checksums, through the store."""
@@ -133,15 +133,3 @@ def _copies_of(optimizer: Optimizer) -> Copies | None:
 def _is_copy(parameter: Tensor, ranks: Sequence[int]) -> bool:
     """Whether it is no shard, and not of Megatron's experts, which differ between ranks."""
     return not is_split_over(ranks, parameter) and getattr(parameter, "allreduce", True)
-
-
-def _name_of(parameter: Tensor) -> str:
-    """Its name in an outermost module. Searches all objects of the process: only for errors."""
-    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-    inner = {id(child) for module in modules for child in module._modules.values()}
-    for module in modules:
-        if id(module) not in inner:
-            for name, candidate in module.named_parameters():
-                if candidate is parameter:
-                    return str(name)
-    return ""

@@ -52,9 +52,9 @@ def accumulating(weight: Tensor, owner: str) -> tuple[Tensor, Tensor]:
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         raise ValueError(
-            f"{owner}: expected weight.main_grad with gradient_accumulation_fusion, a tensor of shape "
-            f"{tuple(weight.shape)} that gradients are added to; assign one before the forward, or let "
-            "GradientBuckets(..., main_grad=True) do it"
+            f"{owner}: expected weight.main_grad with gradient_accumulation_fusion, got none; let "
+            "GradientBuckets(..., main_grad=True) make it, or assign a tensor of shape "
+            f"{tuple(weight.shape)}, to which gradients are added, before the forward"
         )
     if hasattr(weight, "grad_added_to_main_grad"):
         weight = apply(_SayItWasAdded, weight)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import Claim, agree, describe
-from tpkernels.comm.groups import failed, required_group, start_broadcast
+from tpkernels.comm.groups import exchange_device, failed, required_group, start_broadcast
 from tpkernels.comm.supported import mixing_of as mixing_of
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region, reduce_from_region
 
@@ -26,6 +26,18 @@ def agree_on(request: str, named: Sequence[tuple[str, Tensor | None]], group: Pr
         for name, tensor in named
     ]
     agree(Claim(request, tuple(claims)), required_group(group))
+
+
+def agree_on_data(request: str, described: Sequence[str], group: ProcessGroup) -> None:
+    """All ranks have read what is described alike, or all get the same error."""
+    agree(Claim(request, tuple(described), is_data=True), group)
+
+
+@torch.no_grad()
+def differs_between_ranks(number: Tensor, group: ProcessGroup) -> Tensor:
+    """Whether any rank has another one, on the device that its messages travel from."""
+    numbers = from_all_ranks((number.to(exchange_device(group)) if number.is_cpu else number)[None], group)
+    return (numbers != numbers[0]).any()
 
 
 @torch.no_grad()

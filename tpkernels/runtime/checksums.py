@@ -11,13 +11,20 @@ from torch import Tensor
 _COLUMNS = 1024  # words are summed in columns with weights, so that a sum depends on their positions
 
 
-@torch.no_grad()
 def sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
     """Of each tensor a checksum that depends on each bit, and almost always on its position."""
+    return sums_on_device(tensors).tolist()
+
+
+@torch.no_grad()
+def sums_on_device(tensors: Sequence[Tensor]) -> Tensor:
+    """(tensors,), where the first lies that is not on the CPU: nobody waits for a GPU."""
     if not tensors:
-        return []
-    weights = torch.arange(1, 2 * _COLUMNS, 2, device=tensors[0].device)
-    return torch.stack([_sum_of_bits(tensor, weights) for tensor in tensors]).tolist()
+        return torch.empty(0, dtype=torch.int64)
+    device = next((tensor.device for tensor in tensors if not tensor.is_cpu), tensors[0].device)
+    weights = {found: torch.arange(1, 2 * _COLUMNS, 2, device=found) for found in {t.device for t in tensors}}
+    sums = [_sum_of_bits(tensor, weights[tensor.device]) for tensor in tensors]
+    return torch.stack([total.to(device, non_blocking=True) for total in sums])
 
 
 def _sum_of_bits(tensor: Tensor, weights: Tensor) -> Tensor:
@@ -25,7 +32,7 @@ def _sum_of_bits(tensor: Tensor, weights: Tensor) -> Tensor:
     octets = local.contiguous().view(-1).view(torch.uint8)
     if octets.storage_offset() % 8 or len(octets) % 8:  # no view of whole words
         octets = F.pad(octets, (0, -len(octets) % 8)).clone()
-    words = octets.view(torch.int64).to(weights.device)
+    words = octets.view(torch.int64)
     rows = len(words) // _COLUMNS
     rest = words[rows * _COLUMNS :]
     total = (rest * weights[: len(rest)]).sum()

@@ -139,7 +139,7 @@ def require_in_vocabulary(
         problem = f"expected {wanted}, got {int(ids[~inside][0])}; is the vocabulary larger than that?"
     if compared:
         refusal = ("ValueError", problem) if problem and parallel.debug else None
-        agree(Claim(op, (_described(name, ids),), refusal), shard.group)
+        agree(Claim(op, (_described(name, ids),), refusal, is_data=True), shard.group)
     if problem:
         raise ValueError(f"{op}: {problem}")
 

@@ -1,0 +1,220 @@
+"""What a model is called with is the same on all ranks of a tensor group, or an error says what is not.
+
+A rank that reads a batch of its own trains on numbers that mean nothing, and no replica need drift: masks and
+pixel values act between layers, where nobody compares. So before its first call a layer looks for the
+outermost module that is being called, the root, and ranks compare checksums of the tensors that the root is
+called with: in its first, second, fourth, eighth, ... call, and in every 100th (TPKERNELS_CHECK_REPLICAS).
+
+Not compared are tensors that are meant to differ:
+
+DTensors       say themselves what differs
+activations    tensors that require gradients; in calls without gradients any floating ones, such as keys and
+               values of this rank's heads
+shards         all inputs, if layers of the root take shards of tokens or features, and none of them makes any
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from itertools import chain
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels.layers import watch
+from tpkernels.layers.world import TensorWorld
+from tpkernels.ops.replicas import agree_on_data, differs_between_ranks
+from tpkernels.runtime.checksums import sums_on_device
+from tpkernels.runtime.state import current_or_none
+
+_MOST_ELEMENTS = 2**22  # of a tensor that are looked at
+_DEEPEST = 6  # containers in containers
+_CALL = nn.Module._wrapped_call_impl.__code__  # what runs when a module is called
+
+
+def find_root_before(layer: nn.Module) -> None:
+    """Let the first call of `layer`, which has a `world`, or has layers that do, find the root."""
+    layer.register_forward_pre_hook(_find_root)
+
+
+def look_at_compiled(parent: nn.Module, name: str, module: nn.Module) -> None:
+    """torch calls this whenever a module becomes an attribute of another, such as what torch.compile makes.
+
+    Hooks of layers that are compiled do not run.
+    """
+    if name == "_orig_mod" and any(map(_is_split, module.modules())):
+        find_root_before(parent)
+
+
+def _is_split(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "world", None), TensorWorld)
+
+
+def _find_root(layer: nn.Module, _: object) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for key in [key for key, hook in layer._forward_pre_hooks.items() if hook is _find_root]:
+        del layer._forward_pre_hooks[key]
+    world = next(filter(_is_split, layer.modules())).world
+    assert isinstance(world, TensorWorld)
+    state = current_or_none()
+    if world.size == 1 or (state is not None and not set(world.ranks) <= set(state.ranks("tp"))):
+        return  # of experts, say, whose ranks have batches of their own
+    found = _outermost_call()
+    if not any(isinstance(hook, Batches) for hook in found["self"]._forward_pre_hooks.values()):
+        batches = Batches(world)
+        found["self"].register_forward_pre_hook(batches, with_kwargs=True)
+        batches(found["self"], found["args"], found["kwargs"])
+
+
+def _outermost_call() -> Mapping[str, Any]:
+    """Of the calls of modules that we are in: its `self`, `args` and `kwargs`."""
+    frame: FrameType | None = inspect.currentframe()
+    found = frame
+    while frame is not None:
+        found, frame = (frame if frame.f_code is _CALL else found), frame.f_back
+    assert found is not None, "a hook runs while its module is called"
+    return found.f_locals
+
+
+class Batches:
+    """Before each call of a root: compares what it is called with, when it is time to."""
+
+    def __init__(self, world: TensorWorld) -> None:
+        self._world = world
+        self._calls = 0
+        self._comparing: _Comparing | None = None  # what the call before has begun on a GPU
+
+    def __call__(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not watch.steps_between or _is_no_ordinary_call():
+            return
+        if self._comparing is not None:
+            comparing, self._comparing = self._comparing, None
+            comparing.wait()
+        self._calls = calls = self._calls + 1
+        if calls & (calls - 1) and calls % watch.steps_between:
+            return
+        if not _takes_shards(root):
+            named = [*_data_of(root, args, kwargs)]
+            comparing = _Comparing(type(_unwrapped(root)).__name__, named, self._world)
+            if comparing.arrival is None:
+                comparing.wait()
+            else:
+                self._comparing = comparing
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_calls": 0, "_comparing": None}
+
+
+class _Comparing:
+    """A comparison by checksums.
+
+    arrival: the event after which the host knows; None: it knows
+    """
+
+    @torch.no_grad()
+    def __init__(self, request: str, named: list[tuple[str, Tensor]], world: TensorWorld) -> None:
+        self._request, self._group = f"inputs of {request}", world.group
+        self._described = [f"'{name}' {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
+        self._sums = sums_on_device([_some_of(tensor) for _, tensor in named])
+        weights = torch.arange(1, 2 * len(named) + 1, 2, device=self._sums.device)
+        described = zlib.crc32("\n".join(self._described).encode())
+        differ = differs_between_ranks((self._sums * weights).sum() + described, self._group)
+        self._differ, self.arrival = _on_host(differ)
+
+    def wait(self) -> None:
+        """All ranks raise the same error if they differ."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        if self._differ:
+            sums = [f"{total % 2**64:016x}" for total in self._sums.tolist()]
+            described = zip(self._described, sums, strict=True)
+            agree_on_data(self._request, [f"{said} with checksum {s}" for said, s in described], self._group)
+
+
+def _on_host(flag: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """The flag on its way to the host, and the event after which it is there; None: it is there."""
+    if flag.is_cpu:
+        return flag, None
+    there = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
+    return there, torch.accelerator.current_stream(flag.device).record_event()
+
+
+def _is_no_ordinary_call() -> bool:
+    """In backward a checkpoint calls what was called before; while a graph is captured no host looks."""
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _takes_shards(root: nn.Module) -> bool:
+    """Whether shards that layers of the root take must come from outside, for none of them makes any."""
+    layers = [vars(module) for module in root.modules()]
+    shared = [layer for layer in layers if layer.get("sequence_parallel") is True]
+    makes_tokens = any("vocab_start_index" in layer for layer in shared)
+    takes_features = any(layer.get("input_is_parallel") is True for layer in layers)
+    makes_features = any(layer.get("gather_output") is False for layer in layers)
+    return (bool(shared) and not makes_tokens) or (takes_features and not makes_features)
+
+
+def _data_of(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a root is called with and that are the same on all ranks, by name."""
+    names = _names_of(_unwrapped(root))[: len(args)]
+    names += [f"argument {number}" for number in range(len(names), len(args))]
+    for name, value in chain(zip(names, args, strict=True), kwargs.items()):
+        yield from ((n, tensor) for n, tensor in _tensors_in(name, value, _DEEPEST) if _is_data(tensor))
+
+
+def _names_of(root: nn.Module) -> list[str]:
+    """Of what its forward takes by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(root.forward).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
+def _unwrapped(root: nn.Module) -> nn.Module:
+    """What a wrapper calls, such as torch.compile's or DistributedDataParallel: its one child."""
+    while not _names_of(root) and len(root._modules) == 1 and (inner := next(root.children(), None)):
+        root = inner
+    return root
+
+
+def _tensors_in(name: str, value: object, depth: int) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+        return
+    inner: Iterable[tuple[str, object]] = ()
+    if isinstance(value, Mapping):
+        inner = ((f"{name}[{key!r}]", each) for key, each in value.items())
+    elif isinstance(value, list | tuple):
+        inner = ((f"{name}[{number}]", each) for number, each in enumerate(value))
+    elif is_dataclass(value):
+        inner = ((f"{name}.{field.name}", getattr(value, field.name)) for field in fields(value))
+    if depth:
+        for longer, each in inner:
+            yield from _tensors_in(longer, each, depth - 1)
+
+
+def _is_data(tensor: Tensor) -> bool:
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # a DTensor, or no numbers at all
+        return False
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    is_integral = not (tensor.is_floating_point() or tensor.is_complex())
+    return not tensor.requires_grad and (is_integral or torch.is_grad_enabled())
+
+
+def _some_of(tensor: Tensor) -> Tensor:
+    """Of a huge tensor evenly spread elements."""
+    tensor = tensor.as_subclass(Tensor).detach().resolve_conj().resolve_neg()
+    while (excess := -(-tensor.numel() // _MOST_ELEMENTS)) > 1:
+        longest = max(range(tensor.ndim), key=tensor.size)
+        tensor = tensor[(slice(None),) * longest + (slice(None, None, min(excess, tensor.size(longest))),)]
+    return tensor
