@@ -87,6 +87,7 @@ def parallelize(
             as_dtensor=as_dtensor,
             quantize=quantize,
         )
+        save_full_weights(model)
         return model
     world = tensor_world(state)
     named = [*model.named_parameters(), *model.named_buffers()]

@@ -16,7 +16,7 @@ def split_with(name: str, module: nn.Module, kind: str) -> Iterator[tuple[str, n
 
     kind: how the plan splits it, as in `Split`; "" if it keeps the module
     """
-    if not _is_of_peft(module):
+    if not is_of_peft(module):
         yield name, module
         return
     inside = dict(module.named_modules(prefix=name))
@@ -39,13 +39,13 @@ def split_with(name: str, module: nn.Module, kind: str) -> Iterator[tuple[str, n
 def is_factor(model: nn.Module, name: str) -> bool:
     """Whether the layer of that name is A or B of an adapter."""
     layer, _, inside = name.rpartition(".")[0].rpartition(".")
-    return inside in ("lora_A", "lora_B") and _is_of_peft(model.get_submodule(layer))
+    return inside in ("lora_A", "lora_B") and is_of_peft(model.get_submodule(layer))
 
 
 def base_model(model: nn.Module) -> nn.Module:
     """The model inside a PeftModel, whose names plans are for; any other model itself."""
     find = getattr(model, "get_base_model", None)
-    inner = find() if _is_of_peft(model) and callable(find) else model
+    inner = find() if is_of_peft(model) and callable(find) else model
     assert isinstance(inner, nn.Module)
     return inner
 
@@ -87,7 +87,7 @@ def _require_plain_lora(name: str, module: nn.Module) -> None:
     refuse_what_differs(name, dropout=max(rates, default=0.0), variant=variant)
 
 
-def _is_of_peft(module: nn.Module) -> bool:
+def is_of_peft(module: nn.Module) -> bool:
     return any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__)
 
 

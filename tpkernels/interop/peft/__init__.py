@@ -1,4 +1,4 @@
-"""LoRA of peft on a model that `parallelize` has split; adapters saved whole. Imports peft at first use."""
+"""LoRA of peft on a model that `parallelize` has split. Imports peft at first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA of peft on a model that `parallelize` has split, and adapters saved as full weights.
+"""LoRA of peft on a model that `parallelize` has split.
 
     split along out_features    A is replicated, B is split as the layer is
     split along in_features     A is split as the layer is, B is replicated
@@ -11,17 +11,15 @@ from __future__ import annotations
 import os
 from copy import copy
 from typing import Any
+from warnings import warn
 
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, PeftModel  # type: ignore[import-not-found]
 from peft.tuners import lora  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
-from tpkernels.interop.full_state_dict import full_state_dict
 from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
 from tpkernels.interop.parallelize.lora import refuse_what_differs
-from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.parallel_module import ParallelModule
@@ -41,31 +39,12 @@ def on_shards(config: LoraConfig) -> LoraConfig:
 def save_adapter(
     model: PeftModel, folder: str | os.PathLike[str], adapter_name: str = "default", *, state: State = None
 ) -> None:
-    """What `model.save_pretrained` writes of an unsharded model; `PeftModel.from_pretrained` reads it.
+    """The former way to write what `model.save_pretrained` writes now.
 
-    Called by all ranks of the world; global rank 0 writes. Only the adapter's weights are gathered.
-
-    state: as the model was built with; by default found in its layers
+    state: not needed: it is found in the model's layers
     """
-    with raise_on_all_ranks("save_adapter"):
-        config = model.peft_config[adapter_name]
-        if config.bias != "none":
-            raise ValueError(f"save_adapter: expected LoRA with bias='none', got {config.bias!r}")
-        trained = {
-            name: module
-            for name, module in model.named_modules()
-            if name.endswith(
-                tuple(f".{part}.{adapter_name}" for part in ("lora_A", "lora_B", "modules_to_save"))
-            )
-        }
-    # a name of a module's child has no dots
-    found = full_state_dict(nn.ModuleDict({k.replace(".", "/"): m for k, m in trained.items()}), state=state)
-    with raise_on_all_ranks("save_adapter"):
-        if dist.get_rank() == 0:
-            full = {name.replace("/", "."): tensor for name, tensor in found.items()}
-            model.save_pretrained(
-                folder, selected_adapters=[adapter_name], save_embedding_layers=False, state_dict=full
-            )
+    warn("save_adapter is model.save_pretrained now", DeprecationWarning, stacklevel=2)
+    model.save_pretrained(folder, selected_adapters=[adapter_name])
 
 
 class ShardedLora(lora.Linear):  # type: ignore[misc]  # untyped where peft is not installed
