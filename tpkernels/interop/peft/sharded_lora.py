@@ -145,8 +145,8 @@ def _require_linear(target: nn.Module) -> None:
             f"{type(target).__name__}; leave it out of target_modules, or apply LoRA before parallelize"
         )
     shares_tokens = getattr(target, "sequence_parallel", False) or getattr(target, "tokens", None) is not None
-    if shares_tokens or getattr(target, "stacks", ()):
+    if shares_tokens or getattr(target, "stacks", ()) or getattr(target, "split", None) is not None:
         raise ValueError(
-            "LoRA: expected a layer without sequence_parallel, whose stacked weights have one size, got "
-            f"{target}; apply LoRA before parallelize"
+            "LoRA: expected a layer without sequence_parallel and padded heads, whose stacked weights have "
+            f"one size, got {target}; apply LoRA before parallelize"
         )
