@@ -3,6 +3,7 @@
 import warnings
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from tests.test_docs import ROOT, run_on_two_ranks
 from tpkernels import Recipe, check_replicas, clip_grad_norm_, initialize_model_parallel, parallelize
 from tpkernels.interop import dcp, huggingface
 from tpkernels.interop.full_state_dict import full_state_dict
-from tpkernels.interop.peft import on_shards, save_adapter
+from tpkernels.interop.peft import on_shards
 
 SIZES = {"vocab_size": 37, "bos_token_id": None, "eos_token_id": None}
 LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -78,8 +79,8 @@ def in_fp8_and_trained(when):
     return named, losses, apart
 
 
-def with_lora(kind, when, split=None, dtype=None, reentrant=None, **more):
-    """when: before or after parallelize, or never; split: options of that; more: of LoRA
+def with_lora(kind, when, split=None, dtype=None, reentrant=None, second=None, **more):
+    """when: before or after parallelize, or never; split: options of that; more, second: of LoRA
 
     reentrant: which activation checkpointing there is; None: none
     """
@@ -87,12 +88,13 @@ def with_lora(kind, when, split=None, dtype=None, reentrant=None, **more):
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model, split = model.to(dtype), {"plan": plan, **(split or {})}
+    of_shards = on_shards if when == "after" else lambda config: config
     if when == "after":
         model = parallelize(model, **split)
-        torch.manual_seed(2 + dist.get_rank())  # the first rank's are taken
-        return get_peft_model(model, on_shards(options(kind, **more)), autocast_adapter_dtype=False)
-    torch.manual_seed(2)
-    lora = get_peft_model(model, options(kind, **more), autocast_adapter_dtype=False)
+    torch.manual_seed(2 + dist.get_rank() * (when == "after"))  # the first rank's are taken
+    lora = get_peft_model(model, of_shards(options(kind, **more)), autocast_adapter_dtype=False)
+    if second:
+        lora.add_adapter("second", of_shards(options(kind, **second)), autocast_adapter_dtype=False)
     return parallelize(lora, **split) if when == "before" else lora
 
 
@@ -166,12 +168,37 @@ def saved(folder, when):
     model = with_lora("Llama", when, modules_to_save=["norm", "lm_head"])
     steps(model, 2)
     logits = model(input_ids=IDS).logits.detach()
-    save_adapter(model, folder)
-    dist.barrier()
+    model.save_pretrained(folder)
     base, plan = unsharded("Llama")
     alone = PeftModel.from_pretrained(deepcopy(base), folder, autocast_adapter_dtype=False)
     split = parallelize(PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False), plan=plan)
     return tuple(float((m(input_ids=IDS).logits - logits).abs().max()) for m in (alone, split))
+
+
+SECOND = {"r": 2, "target_modules": ["k_proj", "o_proj"], "bias": "all"}
+SAID = {"all": {}, "pickled": {"safe_serialization": False}, "second": {"selected_adapters": ["second"]}}
+
+
+def files_saved(folder, when):
+    """For each call in SAID, the adapters' files; and those unlike what the unsharded model writes."""
+    initialize_model_parallel(dist.get_world_size())
+    kept = {"modules_to_save": ["norm", "lm_head"]}
+    model, alone = (with_lora("Llama", each, second=SECOND, **kept) for each in (when, "never"))
+    full = full_state_dict(model)
+    if dist.get_rank() == 0:
+        alone.load_state_dict(full)
+    found = {}
+    for name, said in SAID.items():
+        model.save_pretrained(Path(folder, "split", name), **said)
+        if dist.get_rank() == 0:
+            alone.save_pretrained(Path(folder, "full", name), **said)
+            ours, theirs = (_files(Path(folder, of, name)) for of in ("split", "full"))
+            found[name] = [sorted(ours), [file for file in theirs if ours.get(file) != theirs[file]]]
+    return found
+
+
+def _files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("adapter_*")}
 
 
 def checkpointed(folder, when):
@@ -197,7 +224,11 @@ def refusals(when):
     """By what is said, all that is said."""
     initialize_model_parallel(dist.get_world_size())
     model, plan = unsharded("Llama")
+    initial = {"path_initial_model_for_weight_conversion": "initial"}
     refused = {
+        "expected None, for it loads full factors": partial(
+            with_lora("Llama", when).save_pretrained, "nowhere", **initial
+        ),
         "expected plain LoRA, got Dora": partial(with_lora, "Llama", when, use_dora=True),
     }
     on_table = partial(with_lora, "Llama", when, target_modules=["q_proj", "embed_tokens"])
@@ -264,6 +295,20 @@ def test_an_adapter_is_saved_whole_and_read_anywhere(when, ranks2, tmp_path):
     for alone, split in ranks2.run(saved, str(tmp_path), when):
         assert alone < 1e-12
         assert split < 1e-12
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_adapters_are_saved_as_by_the_unsharded_model(when, ranks2, tmp_path):
+    def files(weights, *folders):
+        return [
+            sorted(f"{folder}{file}" for folder in folders for file in ("adapter_config.json", weights)),
+            [],
+        ]
+
+    safe, both = "adapter_model.safetensors", ("", "second/")
+    expected = {"all": files(safe, *both), "pickled": files("adapter_model.bin", *both)}
+    expected |= {"second": files(safe, "second/")}
+    assert ranks2.run(files_saved, str(tmp_path), when) == [expected, {}]
 
 
 @pytest.mark.parametrize("when", WHEN)

@@ -21,6 +21,7 @@ from tpkernels.interop.parallelize import trial
 from tpkernels.interop.parallelize.hf_modules import is_linear
 from tpkernels.interop.parallelize.plan import heads_read
 from tpkernels.layers.attributes import Attributes
+from tpkernels.topology.shard import split_heads
 
 WIDTH, HEAD, HEADS = 16, 4, 4
 
@@ -393,14 +394,27 @@ def test_a_derived_layer_is_linear_if_it_computes_what_a_linear_one_does(kind, l
 
 @pytest.mark.parametrize(
     ("heads", "queries", "ranks"),
-    [(1, 4, 4), (2, 8, 4), (2, 8, 2), (3, 12, 2), (3, 12, 4), (6, 12, 4), (3, 6, 2)],
+    [
+        *[(1, 4, 4), (2, 8, 4), (2, 8, 2), (3, 12, 2), (3, 12, 4), (6, 12, 4), (3, 6, 2)],
+        *[
+            (6, 6, 4),
+            (3, 6, 4),
+            (2, 6, 4),
+            (1, 6, 4),
+            (2, 14, 4),
+            (4, 28, 8),
+            (4, 28, 3),
+            (2, 2, 8),
+            (5, 15, 2),
+        ],
+    ],
 )
 def test_ranks_compute_as_many_heads_and_read_the_right_ones(heads, queries, ranks):
-    counts = set()
+    counts, split = set(), split_heads(queries, ranks=ranks, kv_heads=heads)
+    assert [query for rank in range(ranks) for query in split.heads_of(rank)] == list(range(queries))
     for rank in range(ranks):
         read = heads_read(rank, heads=heads, queries=queries, ranks=ranks)
         counts.add(len(read))
-        own = range(rank * queries // ranks, (rank + 1) * queries // ranks)
-        for place, query in enumerate(own):
-            assert read[place * len(read) // len(own)] == query * heads // queries
+        for place, query in enumerate(split.heads_of(rank)):
+            assert read[place * len(read) // split.slots] == query * heads // queries
     assert len(counts) == 1

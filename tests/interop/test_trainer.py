@@ -22,11 +22,15 @@ def ran(text, tmp_path):
     return run_on_two_ranks(program, tmp_path)
 
 
-def unsharded(batch, accumulated):
-    """Losses of a plain loop over the rows that the page's programs draw."""
+def unsharded_model():
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=2))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=2))
+
+
+def unsharded(batch, accumulated):
+    """Losses of a plain loop over the rows that the page's programs draw."""
+    model = unsharded_model()
     rows = torch.randint(64, (24, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
@@ -60,6 +64,24 @@ def test_trainer_trains(tmp_path):
     found = ran(TRAINER, tmp_path)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("train_loss") == 2
+
+
+def test_trainer_saves_full_adapters(tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    plan, train = "plan=llama_plan(model.config))\n", ".train()\n"
+    assert plan in TRAINER
+    assert train in TRAINER
+    adapted = f"""{plan}
+from peft import LoraConfig, get_peft_model
+from tpkernels.interop.peft import on_shards
+model = get_peft_model(model, on_shards(LoraConfig(target_modules=["v_proj", "o_proj"])))
+"""
+    found = ran(TRAINER.replace(plan, adapted).replace(train, ".save_model('saved')\n"), tmp_path)
+    assert found.returncode == 0, found.stderr
+    read = peft.PeftModel.from_pretrained(unsharded_model(), tmp_path / "saved").state_dict()
+    shapes = {tuple(tensor.shape) for name, tensor in read.items() if "lora_" in name}
+    assert shapes == {(8, 32), (32, 8)}
 
 
 AS_TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}  # which starts ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Container, Mapping, Set
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,16 @@ from tpkernels.layers.world import State
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
 
 
-def full_state_dict(model: nn.Module, *, state: State = None) -> dict[str, Tensor]:
+def full_state_dict(
+    model: nn.Module, *, names: Container[str] | None = None, state: State = None
+) -> dict[str, Tensor]:
     """The unsharded model's tensors by name, on the CPU of global rank 0; an empty dict on other ranks.
 
     Called by all ranks of the world. Tensors are gathered one by one; each takes twice its full size on each
     device of the tensor-parallel group of rank 0, and under `fully_shard` a shard on the others. A tensor
     with several names is there under its first one.
 
+    names: gather these only, the same on all ranks
     state: as the model was built with; by default found in its layers
     """
     with raise_on_all_ranks("full_state_dict"):
@@ -31,6 +34,8 @@ def full_state_dict(model: nn.Module, *, state: State = None) -> dict[str, Tenso
     has_rank_0 = dist.get_process_group_ranks(group)[0] == 0  # others are another replica of the model
     full: dict[str, Tensor] = {}
     for name, shard in shards.items():
+        if names is not None and name not in names:
+            continue
         held = shard.gathered()
         if not has_rank_0:
             continue

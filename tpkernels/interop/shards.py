@@ -1,8 +1,8 @@
 """The shard that this rank holds of each tensor of the unsharded model.
 
 A tensor-parallel shard is one or more ranges of the full tensor along one dimension, concatenated: several if
-the tensor is a concatenation of weights (stride > 1). Rows that pad a vocabulary follow the ranges; the full
-tensor has none. Under `fully_shard` a rank holds a block of its tensor-parallel shard.
+the tensor is a concatenation of weights (stride > 1). What pads a vocabulary or heads follows the ranges; the
+full tensor has none. Under `fully_shard` a rank holds a block of its tensor-parallel shard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tpkernels.layers.foreign import local_of, reshard
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.runtime.state import ParallelState, current_or_none
-from tpkernels.topology.shard import VocabularySplit, ranges_of, stacked_ranges
+from tpkernels.topology.shard import HeadSplit, VocabularySplit, ranges_of, stacked_ranges
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,9 @@ def shard_of(name: str, owner: nn.Module, tensor: Tensor, world: TensorWorld) ->
     if isinstance(split, VocabularySplit) and dim == 0:
         size = split.size
         ranges: tuple[tuple[range, ...], ...] = tuple((split.ids_of(rank),) for rank in range(world.size))
+    elif isinstance(split, HeadSplit):
+        size = split.size
+        ranges = tuple((split.features_of(rank),) for rank in range(world.size))
     elif stacks := getattr(owner, "stacks", ()):
         size = sum(stacks)
         ranges = tuple(stacked_ranges(rank, stacks, world.size) for rank in range(world.size))

@@ -20,7 +20,15 @@ rows; rows past the last id are padding, and the last ranks may hold nothing els
 >>> split_vocabulary(50257, ranks=2, divisible_by=128).padded_size
 50432
 
-Query heads are a multiple of the ranks. Heads of keys and values may be fewer than the ranks.
+Heads that ranks do not divide are padded. Those that read one head of keys and values stay on ranks of their
+own, where a rank would otherwise need several.
+
+>>> [list(split_heads(6, ranks=4).heads_of(rank)) for rank in range(4)]
+[[0, 1], [2, 3], [4, 5], []]
+>>> [list(split_heads(6, kv_heads=2, ranks=4).heads_of(rank)) for rank in range(4)]
+[[0, 1], [2], [3, 4], [5]]
+
+Layers of our own want query heads that are a multiple of the ranks. Heads of keys and values may be fewer.
 
 >>> head_size_of(64, num_heads=8)
 8
@@ -111,6 +119,57 @@ def split_vocabulary(size: int, *, ranks: int, divisible_by: int = 1) -> Vocabul
     size, ranks = positive(size, "vocabulary size"), positive(ranks, "ranks")
     unit = positive(divisible_by, "divisible_by")
     return VocabularySplit(size, ranks, shard_size=-(-size // (ranks * unit)) * unit)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """Heads over ranks, of which each has as many slots: its own heads, then padding.
+
+    runs: of as many heads each, over ranks of their own
+    unit: features of a head
+    """
+
+    heads: int
+    ranks: int
+    runs: int = 1
+    unit: int = 1
+
+    @property
+    def slots(self) -> int:
+        return -(-self.heads // self.ranks)
+
+    @property
+    def size(self) -> int:
+        """Features of all heads."""
+        return self.heads * self.unit
+
+    @property
+    def shard_size(self) -> int:
+        """Features of a rank, padding included."""
+        return self.slots * self.unit
+
+    def heads_of(self, rank: int) -> range:
+        run, place = divmod(rank, self.ranks // self.runs)
+        length = self.heads // self.runs
+        first, end = (run * length + min(slot * self.slots, length) for slot in (place, place + 1))
+        return range(first, end)
+
+    def features_of(self, rank: int) -> range:
+        heads = self.heads_of(rank)
+        return range(heads.start * self.unit, heads.stop * self.unit)
+
+
+def split_heads(heads: int, *, ranks: int, kv_heads: int | None = None) -> HeadSplit:
+    """Query heads over ranks, so that each rank reads as few heads of keys and values as can be.
+
+    kv_heads: how many there are of these, a divisor of the heads; None: as many
+    """
+    group = heads // (kv_heads or heads)
+    slots = -(-heads // ranks)
+    # in order, a rank reads heads of keys of its own, or one of them, or else as many as it has queries
+    in_order = slots % group == 0 or group % slots == 0
+    runs = kv_heads if kv_heads and not in_order and ranks % kv_heads == 0 else 1
+    return HeadSplit(heads, ranks, runs)
 
 
 def head_size_of(

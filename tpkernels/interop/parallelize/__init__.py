@@ -20,7 +20,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_dtensors
+from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_mesh
 from tpkernels.interop.parallelize.asked import refuse_shards_of_heads
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
 from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that_works
@@ -90,6 +90,7 @@ def parallelize(
             as_dtensor=as_dtensor,
             quantize=quantize,
         )
+        save_full_weights(model)
         return model
     world = tensor_world(state)
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -98,7 +99,7 @@ def parallelize(
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
         (_require_equal if weights == "check" else _make_equal)(real, world)
-    chosen, partial = first_that_works(model, choices, verify, world, state)
+    chosen, partial = first_that_works(model, choices, verify, world, state, as_dtensor=as_dtensor)
     sharing = sharing_tried(model, chosen, partial, verify, world, state) if sequence_parallel else None
     work = planned(model, chosen, world)
     in_fp8 = quantizable(model, work, quantize) if quantize else []
@@ -147,8 +148,7 @@ class _Request:
         choices = choices_for(model, world.size) if given is None else given
         planned(model, choices[0].plan, world)
         if self.as_dtensor:
-            for choice in choices:
-                require_dtensors(choice.plan, state)
+            require_mesh(state)
         return choices
 
 

@@ -29,17 +29,23 @@ from tpkernels.layers.world import TENSOR_DIM, State, TensorWorld
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region
 
 
-def require_dtensors(plan: Plan, state: State) -> None:
-    """Raise unless parameters split by `plan` can be DTensors over `state`."""
+def require_mesh(state: State) -> None:
+    """Raise unless parameters can be DTensors over `state`."""
     if not isinstance(state, DeviceMesh):
         raise ValueError(
             "as_dtensor=True: expected a DeviceMesh, as in parallelize(model, mesh, ...): of the mesh that "
             f"fully_shard gets a dimension of, got {state!r}"
         )
+
+
+def require_dtensors(plan: Plan) -> None:
+    """Raise unless parameters split by `plan` can be DTensors."""
     for pattern, said in plan.items():
         for entry in said if isinstance(said, tuple) else (said,):
             if isinstance(entry, Split) and entry.stacked != 1:
                 raise ValueError(_refusal(f"plan: {pattern!r}", f"{entry.stacked} weights stacked in one"))
+            if isinstance(entry, Split) and entry.padded:
+                raise ValueError(_refusal(f"plan: {pattern!r}", "heads that are padded"))
             if isinstance(entry, Parameters | SharedHeads):
                 raise ValueError(_refusal(f"plan: {pattern!r}", f"a {type(entry).__name__}"))
 

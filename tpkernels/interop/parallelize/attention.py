@@ -1,29 +1,35 @@
-"""How an attention's layers, and those of an MLP, are split over ranks, if the ranks divide its sizes.
+"""How an attention's layers, and those of an MLP, are split over ranks.
 
 Layers are named from a module that holds them: `self_attn` has q_proj, k_proj, v_proj and o_proj.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from torch import nn
 
 from tpkernels.interop.parallelize.hf_modules import is_conv1d, oriented_shape
 from tpkernels.interop.parallelize.plan import Divided, Entry, Number, SharedHeads, Split, heads_read
+from tpkernels.topology.shard import HeadSplit, split_heads
 
 Entries = dict[str, list[Entry]]
 Say = Callable[[str], None]
 
 KEYS_AND_VALUES = {"k_proj", "v_proj", "key", "value", "k", "v", "k_lin", "v_lin", "key_proj", "value_proj"}
 KEYS_AND_VALUES |= {"Wk", "Wv"}
-# Attributes by which a module folds what its layers return: numbers of heads, and of features of all heads.
+# Attributes by which a module folds what its layers return: features of a head, numbers of heads, and of all
+# heads.
+HEAD_SIZES: tuple[str, ...] = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+HEAD_SIZES += ("kv_channels", "v_head_dim")
 HEADS: tuple[str, ...] = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads")
 HEADS += ("num_kv_heads", "all_head_size", "inner_dim")
 FEATURES: tuple[str, ...] = ("embed_dim", "hidden_size", "dim", "d_model", "embed_size")
 SHARED = ("num_key_value_heads", "num_kv_heads")
 GROUPS = "num_key_value_groups"
+TOKENS = 2048  # of the sequence for which FLOPs of an attention are counted
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Layers:
 
 
 def head_size_of_holder(holder: nn.Module) -> int | None:
-    for name in ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "kv_channels"):
+    for name in HEAD_SIZES:
         if type(size := getattr(holder, name, None)) is int:
             return size
     return None
@@ -50,6 +56,8 @@ def split_attention(
 ) -> Entries:
     """Each rank gets its own heads; keys and values with fewer heads than ranks are computed by several.
 
+    Heads that ranks do not divide are padded with zeros, or all computed by every rank.
+
     numbers: attributes of the holder that are divided, where it has them
     """
     row = next(iter(layers.rows.values()))
@@ -57,36 +65,90 @@ def split_attention(
     queries = _queries(holder, features, size)
     if queries is None:
         return split_evenly(layers, ranks, say)
-    if queries % ranks:
-        say(f"'{layers.holder}' has {queries} heads: every rank computes all of them")
-        return gathered(layers, ranks)
-    entries: Entries = {name: [Split("row", unit=features // queries)] for name in layers.rows}
-    local = []
+    heads: dict[str, int] = {}
     for name, column in layers.columns.items():
         width = oriented_shape(column)[0]
         short = name.rpartition(".")[2]
         own = features // queries if short.startswith("v") else size
         shared = short in KEYS_AND_VALUES and own is not None and width % own == 0
-        heads = width // own if shared and own is not None else queries
-        if heads % ranks and not is_conv1d(column):
-            entries[name] = [SharedHeads(unit=width // heads, queries=queries)]
-            local.append(len(heads_read(0, heads=heads, queries=queries, ranks=ranks)))
-        elif width % queries and not shared:
+        heads[name] = width // own if shared and own is not None else queries
+        if width % heads[name] or queries % heads[name]:
             return gathered(layers, ranks)
+    split = split_heads(queries, ranks=ranks, kv_heads=min(heads.values(), default=queries))
+    padded = split.runs if queries % ranks else 0
+    if padded and not _padding_pays(layers, heads, holder, split, say):
+        return gathered(layers, ranks)
+    entries: Entries = {name: [Split("row", features // queries, padded=padded)] for name in layers.rows}
+    for name, column in layers.columns.items():
+        unit = oriented_shape(column)[0] // heads[name]
+        in_groups = split.slots * heads[name] % queries == 0  # of queries that read one of these heads
+        if in_groups or is_conv1d(column):
+            entries[name] = [Split("column", unit, padded=padded)]
         else:
-            entries[name] = [Split("column", unit=width // heads)]
-    around: list[Entry] = []
-    if local:
-        changed = {GROUPS: queries // ranks // local[0]}
-        changed |= {name: local[0] for name in SHARED if name in numbers}
-        around += [Number(name, count) for name, count in changed.items() if _is_number(holder, name)]
-        numbers = tuple(name for name in numbers if name not in SHARED)
-    divided = [name for name in numbers if _is_number(holder, name) and getattr(holder, name) % ranks == 0]
-    if divided:
-        around.append(Divided(*divided))
+            entries[name] = [SharedHeads(unit, queries)]
+    around = _numbers(entries, heads, holder, split, numbers)
     if around:
         entries[layers.holder] = around
     return entries
+
+
+def _numbers(
+    entries: Entries, heads: Mapping[str, int], holder: nn.Module, split: HeadSplit, names: tuple[str, ...]
+) -> list[Entry]:
+    """What becomes of numbers of heads, and of their features, in attributes of the holder."""
+    here = min((_heads_computed(count, split) for count in heads.values()), default=split.slots)
+    shared = any(isinstance(entry, SharedHeads) for each in entries.values() for entry in each)
+    padded = split.heads % split.ranks > 0
+    changed = {GROUPS: split.slots // here} if shared else {}
+    if shared or padded:
+        changed |= {name: here for name in SHARED if name in names}
+    others = [name for name in names if name not in changed and _is_number(holder, name)]
+    if padded:
+        counted = {name: divmod(getattr(holder, name), split.heads) for name in others}
+        changed |= {name: each * split.slots for name, (each, rest) in counted.items() if not rest}
+        others = []
+    found: list[Entry] = [Number(name, n) for name, n in changed.items() if _is_number(holder, name)]
+    divided = [name for name in others if getattr(holder, name) % split.ranks == 0]
+    return [*found, Divided(*divided)] if divided else found
+
+
+def _heads_computed(heads: int, split: HeadSplit) -> int:
+    """How many of so many heads each rank computes, padding and those that it computes twice included."""
+    return len(heads_read(0, heads=heads, queries=split.heads, ranks=split.ranks))
+
+
+def _padding_pays(
+    layers: Layers, heads: Mapping[str, int], holder: nn.Module, split: HeadSplit, say: Say
+) -> bool:
+    """Whether padded heads can be had, for fewer FLOPs than all heads on every rank; `say` is told."""
+    slots = split.slots / split.heads
+    products = [(layer, slots) for layer in layers.rows.values()]
+    products += [
+        (layer, _heads_computed(heads[name], split) / heads[name]) for name, layer in layers.columns.items()
+    ]
+    sizes = [prod(oriented_shape(layer)) for layer, _ in products]
+    features = oriented_shape(next(iter(layers.rows.values())))[1]
+    between = 2 * TOKENS * features  # queries times keys, and weights times values
+    even = (sum(sizes) + between) / split.ranks
+    computed = sum(size * fraction for size, (_, fraction) in zip(sizes, products, strict=True))
+    padded, gathered = (computed + slots * between) / even, (sum(sizes) / split.ranks + between) / even
+    fits = not any(map(is_conv1d, layers.columns.values())) and not _has_numbers_of_heads(holder)
+    pays = fits and padded <= gathered
+    how = f"each computes {split.slots}, zeros among them" if pays else "every rank computes all of them"
+    say(
+        f"'{layers.holder}': {split.ranks} ranks do not divide its number of heads, {split.heads}: {how}: "
+        f"{padded if pays else gathered:.2f} times the FLOPs of an even split, at {TOKENS} tokens"
+        + f", where all heads on every rank take {gathered:.2f} times"
+        * pays
+    )
+    return pays
+
+
+def _has_numbers_of_heads(holder: nn.Module) -> bool:
+    """Whether it has a number for each head, as sinks, or is called with such, as biases of another layer."""
+    biased = any(name.startswith("relative_attention") for name in vars(holder))
+    tables = [child for child in holder.children() if isinstance(child, nn.Embedding)]
+    return biased or any(True for module in (holder, *tables) for _ in module.parameters(recurse=False))
 
 
 def split_evenly(layers: Layers, ranks: int, say: Say, *, stacked: int = 1) -> Entries:

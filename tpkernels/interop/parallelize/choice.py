@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from tpkernels.interop.parallelize.as_dtensor import require_dtensors
 from tpkernels.interop.parallelize.layer_names import Depth, plan_by_names
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.probe import Names
@@ -79,7 +80,13 @@ def choices_for(model: nn.Module, ranks: int) -> list[Choice]:
 
 
 def first_that_works(
-    model: nn.Module, choices: list[Choice], verify: Verify, world: TensorWorld, state: State
+    model: nn.Module,
+    choices: list[Choice],
+    verify: Verify,
+    world: TensorWorld,
+    state: State,
+    *,
+    as_dtensor: bool,
 ) -> tuple[Plan, Names]:
     """The plan, and the names of the parameters whose gradients must be summed. Called by all ranks."""
     example = example_of(model, verify, world)
@@ -87,6 +94,8 @@ def first_that_works(
     for choice in choices:
         try:
             planned(model, choice.plan, world)  # the same error on all ranks
+            if as_dtensor:
+                require_dtensors(choice.plan)  # so is this
             partial = tried(model, choice.plan, example, world, state, certain=choice.certain)
         except (ValueError, TypeError) as error:
             failed.append((choice, error))

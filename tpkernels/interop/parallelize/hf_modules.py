@@ -19,17 +19,24 @@ from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region, scatter_to_region
-from tpkernels.topology.shard import shard_size, split_vocabulary
+from tpkernels.topology.shard import HeadSplit, shard_size, split_vocabulary
 
 
 def replacement(
-    kind: str, old: nn.Module, *, stacks: tuple[int, ...], reads: tuple[int, ...], state: State
+    kind: str,
+    old: nn.Module,
+    *,
+    stacks: tuple[int, ...],
+    reads: tuple[int, ...],
+    split: HeadSplit | None,
+    state: State,
 ) -> nn.Module:
     """The layer for `old`.
 
     kind: one of `Split`'s, or shared_heads
     stacks: sizes of the weights that are concatenated in a column's
     reads: output features that shared heads compute on this rank
+    split: how a column's output features, or a row's input features, are padded
     """
     out_features, in_features = oriented_shape(old)
     bias = old._parameters.get("bias") is not None
@@ -47,12 +54,12 @@ def replacement(
     if kind == "column":
         if is_conv1d(old):
             return ColumnConv1D(in_features, out_features, stacks=stacks, state=state)
-        return ColumnLinear(in_features, out_features, stacks, bias=bias, state=state)
+        return ColumnLinear(in_features, out_features, stacks, bias=bias, split=split, state=state)
     if kind == "row_of_full":
         return RowOfFullLinear(in_features, out_features, bias=bias, state=state)
     if is_conv1d(old):
         return RowConv1D(in_features, out_features, state=state)
-    return RowLinear(in_features, out_features, bias=bias, state=state)
+    return RowLinear(in_features, out_features, bias=bias, split=split, state=state)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -92,17 +99,25 @@ class ColumnLinear(ColumnParallelLinear):
     """Called like nn.Linear; returns this rank's features.
 
     stacks: sizes of the weights that are concatenated in this one
+    split: how its features are padded, if ranks do not divide them: with zeros
     """
 
     tokens: Tokens | None = None  # if set, what gathers them computes this layer, too
 
     def __init__(
-        self, in_features: int, out_features: int, stacks: tuple[int, ...], *, bias: bool, state: State
+        self,
+        in_features: int,
+        out_features: int,
+        stacks: tuple[int, ...],
+        *,
+        bias: bool,
+        split: HeadSplit | None,
+        state: State,
     ) -> None:
         sizes = uneven(stacks)
         super().__init__(
             in_features,
-            out_features,
+            out_features if split is None else split.shard_size * split.ranks,
             bias=bias,
             gather_output=False,
             stride=1 if sizes else len(stacks),
@@ -110,6 +125,7 @@ class ColumnLinear(ColumnParallelLinear):
             device="meta",
         )
         self.stacks = sizes
+        self.split = split
         for parameter in self.parameters(recurse=False):
             vars(parameter)["partition_stride"] = len(stacks)
 
@@ -120,22 +136,48 @@ class ColumnLinear(ColumnParallelLinear):
         assert self.weight is not None
         return self.weight, self.bias
 
+    def extra_repr(self) -> str:
+        return with_padding(super().extra_repr(), self.split)
+
 
 class RowLinear(RowParallelLinear):
-    """Called like nn.Linear, with this rank's features."""
+    """Called like nn.Linear, with this rank's features.
+
+    split: how they are padded, if ranks do not divide them: padding enters no product, and its gradients are
+        zero, in this layer and in those before it
+    """
 
     tokens: Tokens | None = None
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, state: State) -> None:
-        super().__init__(
-            in_features, out_features, bias=bias, input_is_parallel=True, state=state, device="meta"
-        )
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        split: HeadSplit | None = None,
+        state: State,
+    ) -> None:
+        padded = in_features if split is None else split.shard_size * split.ranks
+        super().__init__(padded, out_features, bias=bias, input_is_parallel=True, state=state, device="meta")
+        self.split = split
 
     def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
+        if self.split is not None:
+            own = len(self.split.features_of(self.world.rank))
+            if own < self.split.shard_size:
+                input_ = F.pad(input_[..., :own], (0, self.split.shard_size - own))
         if self.tokens is not None:
             assert self.weight is not None
             return self.tokens.row_linear(input_, self.weight, self.bias, self.quantize)
         return super().forward(input_)[0]
+
+    def extra_repr(self) -> str:
+        return with_padding(super().extra_repr(), self.split)
+
+
+def with_padding(said: str, split: HeadSplit | None) -> str:
+    return said if split is None else f"{said}, padded from {split.size} features"
 
 
 class RowOfFullLinear(RowLinear):

@@ -19,7 +19,7 @@ def split_with(name: str, module: nn.Module, kind: str) -> Iterator[tuple[str, n
 
     kind: how the plan splits it, as in `Split`; "" if it keeps the module
     """
-    if not _is_of_peft(module):
+    if not is_of_peft(module):
         yield name, module
         return
     inside = dict(module.named_modules(prefix=name))
@@ -42,13 +42,13 @@ def split_with(name: str, module: nn.Module, kind: str) -> Iterator[tuple[str, n
 def is_factor(model: nn.Module, name: str) -> bool:
     """Whether the layer of that name is A or B of an adapter."""
     layer, _, inside = name.rpartition(".")[0].rpartition(".")
-    return inside in ("lora_A", "lora_B") and _is_of_peft(model.get_submodule(layer))
+    return inside in ("lora_A", "lora_B") and is_of_peft(model.get_submodule(layer))
 
 
 def base_model(model: nn.Module) -> nn.Module:
     """The model inside a PeftModel, whose names plans are for; any other model itself."""
     find = getattr(model, "get_base_model", None)
-    inner = find() if _is_of_peft(model) and callable(find) else model
+    inner = find() if is_of_peft(model) and callable(find) else model
     assert isinstance(inner, nn.Module)
     return inner
 
@@ -64,7 +64,7 @@ def split_dropouts(layer: nn.Module, features: Cut) -> None:
 def activate_adapters(model: nn.Module) -> None:
     """All that LoRA layers have, at once: what is tried is right for whichever is active later."""
     for module in model.modules():
-        if _is_of_peft(module) and (names := [*getattr(module, "lora_A", ())]):
+        if is_of_peft(module) and (names := [*getattr(module, "lora_A", ())]):
             vars(module).update(_active_adapter=names, _disable_adapters=False)
 
 
@@ -99,7 +99,7 @@ def _require_plain_lora(name: str, module: nn.Module) -> None:
     refuse_what_differs(name, variant=variant)
 
 
-def _is_of_peft(module: nn.Module) -> bool:
+def is_of_peft(module: nn.Module) -> bool:
     return any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__)
 
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from torch import nn
 
 from tpkernels.interop.parallelize.lora import split_with
+from tpkernels.topology.shard import split_heads
 
 Kind = Literal["column", "row", "row_of_full", "head", "embedding"]
 KINDS = ("column", "row", "row_of_full", "head", "embedding")
@@ -35,11 +36,14 @@ class Split:
     unit: features that stay on one rank, such as those of an attention head
     stacked: how many weights of one size are concatenated in this one, or the size of each; each of them is
         split; column only
+    padded: units that ranks do not divide are padded with zeros: those of each of so many runs, over ranks of
+        their own; 0: ranks divide them; an nn.Linear that is a column or a row only: see `HeadSplit`
     """
 
     kind: Kind
     unit: int = 1
     stacked: int | tuple[int, ...] = 1
+    padded: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class SharedHeads:
     Each rank keeps all of it, and computes the heads that its queries read: see `heads_read`.
 
     unit: features of a head
-    queries: number of query heads, which ranks divide
+    queries: number of query heads, which are padded if ranks do not divide them
     """
 
     unit: int
@@ -159,17 +163,23 @@ def matches(model: nn.Module, plan: Plan) -> list[Match]:
 def heads_read(rank: int, *, heads: int, queries: int, ranks: int) -> tuple[int, ...]:
     """Which heads of keys and values a rank's queries read, in their order, and as many on every rank.
 
-    Each once, if as many of the rank's queries read each; else one for each query.
+    Each once, if as many of the rank's queries read each; else one for each query. Padding reads any.
 
     >>> heads_read(1, heads=2, queries=8, ranks=4)
     (0,)
     >>> heads_read(0, heads=3, queries=12, ranks=2)
     (0, 0, 0, 0, 1, 1)
+    >>> [heads_read(rank, heads=2, queries=6, ranks=4) for rank in range(4)]
+    [(0,), (0,), (1,), (1,)]
     """
-    each, group = queries // ranks, queries // heads
-    read = [query // group for query in range(rank * each, (rank + 1) * each)]
-    # queries of a rank are whole groups, or lie in one
-    return tuple(sorted(set(read))) if each % group == 0 or group % each == 0 else tuple(read)
+    split, group = split_heads(queries, ranks=ranks, kv_heads=heads), queries // heads
+    if split.runs > 1:
+        return (rank * heads // ranks,)
+    first, slots = split.heads_of(rank).start, split.slots
+    read = [min(query // group, heads - 1) for query in range(first, first + slots)]
+    # queries of a rank lie in one group, or are complete groups
+    step = slots if group % slots == 0 else group if slots % group == 0 else 1
+    return tuple(read[::step])
 
 
 def llama_plan(config: Any) -> Plan:
@@ -214,9 +224,11 @@ def _entry(pattern: str, said: object) -> Entry:
     if not isinstance(said, Split) or said.kind not in KINDS:
         raise ValueError(f"plan: {pattern!r}: expected one of {', '.join((*KINDS, *KEPT))}, got {said!r}")
     stacks = said.stacked if isinstance(said.stacked, tuple) else (said.stacked,)
-    if said.unit < 1 or not stacks or min(stacks) < 1 or (said.stacked != 1 and said.kind != "column"):
+    fits = said.stacked == 1 or (said.kind == "column" and not said.padded)
+    if said.unit < 1 or not stacks or min(stacks) < 1 or not fits or said.padded < 0:
         raise ValueError(
-            f"plan: {pattern!r}: expected a positive unit, and stacked > 1 for a column only, got {said}"
+            f"plan: {pattern!r}: expected a positive unit, and stacked > 1 for a column only, not padded, "
+            f"got {said}"
         )
     return said
 

@@ -2,22 +2,26 @@
 
 Both belong to the model's own library, and read `state_dict()`, which has this rank's shards. So all ranks
 gather the full tensors on global rank 0, which alone goes on into the library, with a `state_dict()` that
-returns these.
+returns these. Of a PeftModel only those are gathered that peft will read: adapters, and what is saved beside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from tpkernels.interop.full_state_dict import full_state_dict
+from tpkernels.interop.parallelize.lora import base_model, is_of_peft
 from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.interop.shards import shards_of
+from tpkernels.layers.parallel_module import ParallelModule
 
 _METHODS = ("save_pretrained", "push_to_hub")
 
@@ -28,14 +32,30 @@ def save_full_weights(model: nn.Module) -> None:
     From now on they are called by all ranks of the world, and return when the files are written.
     """
     for module in model.modules():
-        for method in _METHODS:
-            if callable(getattr(type(module), method, None)):
-                setattr(module, method, partial(_by_first_rank, module, method))
+        _save_full_weights_of(module)
+
+
+def _save_full_weights_of(module: nn.Module) -> None:
+    for method in _METHODS:
+        if callable(getattr(type(module), method, None)):
+            setattr(module, method, partial(_by_first_rank, module, method))
+
+
+def _look_at_adapters(parent: nn.Module, _: str, module: nn.Module | None) -> None:
+    """torch calls this whenever a module becomes an attribute of another: a PeftModel's, say."""
+    saves = callable(getattr(type(parent), _METHODS[0], None)) and is_of_peft(parent)
+    if saves and module is not None and any(isinstance(each, ParallelModule) for each in module.modules()):
+        _save_full_weights_of(parent)
+
+
+register_module_module_registration_hook(_look_at_adapters)
 
 
 def _by_first_rank(module: nn.Module, method: str, *args: Any, **named: Any) -> Any:
     """The library's method, with its own arguments; what it returns, on global rank 0."""
     request = f"{type(module).__name__}.{method}"
+    has_adapters = base_model(module) is not module
+    names: Collection[str] | None = None
     with raise_on_all_ranks(request):
         if named.get("distributed_checkpoint"):
             raise ValueError(
@@ -43,13 +63,49 @@ def _by_first_rank(module: nn.Module, method: str, *args: Any, **named: Any) -> 
                 "tpkernels.interop.dcp.save"
             )
         _require_full(module, named.get("state_dict"))
-    full = full_state_dict(module)
+        if has_adapters and _is_first_rank():
+            names = _read_by_peft(module, method, *args, **named)
+    if has_adapters and dist.is_initialized():
+        said = [names]
+        dist.broadcast_object_list(said)
+        names = said[0]
+    full = full_state_dict(module, names=names)
     returned = None
     with raise_on_all_ranks(request):
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if _is_first_rank():
             with _unsharded(module, full):
                 returned = getattr(module, method)(*args, **named)
     return returned
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _read_by_peft(module: Any, method: str, *args: Any, **named: Any) -> set[str]:
+    """Names of the tensors that the PeftModel's `method` will write, each under its first name."""
+    from peft import get_peft_model_state_dict  # type: ignore[import-not-found]
+
+    said: dict[str, Any] = {}
+    if method == "save_pretrained":
+        said = inspect.signature(type(module).save_pretrained).bind(module, *args, **named).arguments
+    if said.get("path_initial_model_for_weight_conversion") is not None:
+        raise ValueError(
+            "path_initial_model_for_weight_conversion: expected None, for it loads full factors into a model "
+            "that holds shards; leave it out, and convert what is saved on an unsharded model"
+        )
+    held = module.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    for name, tensor in held.items():
+        first.setdefault(id(tensor), name)
+    selected = said.get("selected_adapters") or module.peft_config
+    tables = said.get("save_embedding_layers", "auto")
+    read = [
+        get_peft_model_state_dict(module, state_dict=held, adapter_name=name, save_embedding_layers=tables)
+        for name in module.peft_config
+        if name in selected
+    ]
+    return {first[id(tensor)] for each in read for tensor in each.values() if id(tensor) in first}
 
 
 def _require_full(module: nn.Module, given: Mapping[str, Tensor] | None) -> None:
@@ -66,9 +122,9 @@ def _require_full(module: nn.Module, given: Mapping[str, Tensor] | None) -> None
 def _unsharded(module: nn.Module, full: Mapping[str, Tensor]) -> Iterator[None]:
     """The methods of the library, and full tensors where it asks for the model's."""
     named = _under_all_names(module, full)
-    count = sum(full[name].numel() for name, _ in module.named_parameters())
     shown: dict[str, Callable[..., Any]] = {"state_dict": lambda *_, **__: dict(named)}
-    if hasattr(module, "num_parameters"):  # for the index of several files
+    if callable(getattr(type(module), "num_parameters", None)):  # for the index of several files
+        count = sum(full[name].numel() for name, _ in module.named_parameters())
         shown["num_parameters"] = lambda *_, **__: count
     hidden = {name: vars(module).pop(name) for name in _METHODS if name in vars(module)}
     before = {name: vars(module)[name] for name in shown if name in vars(module)}
@@ -86,5 +142,6 @@ def _under_all_names(module: nn.Module, full: Mapping[str, Tensor]) -> dict[str,
     first: dict[int, str] = {}
     named = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        named[name] = full[first.setdefault(id(tensor), name)]
+        if (original := first.setdefault(id(tensor), name)) in full:
+            named[name] = full[original]
     return named

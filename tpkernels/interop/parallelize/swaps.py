@@ -31,7 +31,7 @@ from tpkernels.interop.parallelize.plan import (
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region
-from tpkernels.topology.shard import split_vocabulary
+from tpkernels.topology.shard import HeadSplit, split_vocabulary
 
 # Where torch keeps hooks for what a module returns, such as `enable_input_require_grads` adds to a table
 _AFTER_FORWARD = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -105,6 +105,7 @@ class Swap:
     parts: what this rank holds of each parameter; None: all of it
     features: this rank's of the output, for a column, or of the input, for a row
     reads: the features of the output that this rank computes, for shared heads
+    split: how features are padded that ranks do not divide
     """
 
     name: str
@@ -115,6 +116,7 @@ class Swap:
     stacks: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
     summed: bool = False
+    split: HeadSplit | None = None
 
     def shard_of(self, short: str, tensor: Tensor) -> Tensor:
         """This rank's shard of a parameter, or of its gradient, in memory of its own."""
@@ -146,6 +148,8 @@ def _swap(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> Swap:
         derived = isinstance(old, nn.Embedding) and type(old) is not nn.Embedding
         return Swap(name, old, "table" if derived else kind, _parts(old, weight=rows, bias=rows))
     size = in_features if kind.startswith("row") else out_features
+    if entry.padded:
+        return _padded(name, old, entry, size, world)
     stacks = stacks_of(size, entry.stacked)
     step = world.size * entry.unit
     if any(stack % step for stack in stacks) or sum(stacks) != size:
@@ -159,10 +163,29 @@ def _swap(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> Swap:
             f"multiple of {sizes} = {step}"
         )
     features = Cut.along(-1, stacks, world)
+    return Swap(name, old, kind, _parts_along(features, old, kind), features, stacks)
+
+
+def _padded(name: str, old: nn.Module, entry: Split, size: int, world: TensorWorld) -> Swap:
+    heads, rest = divmod(size, entry.unit)
+    if rest or heads % entry.padded or world.size % entry.padded:
+        raise ValueError(
+            f"'{name}': expected features of complete heads of {entry.unit}, whose number "
+            f"padded={entry.padded} divides, as it does the {world.size} ranks, got {size}"
+        )
+    if entry.kind not in ("column", "row") or not is_linear(old):
+        raise ValueError(f"'{name}': expected an nn.Linear that is a column or a row for padded, got {old}")
+    split = HeadSplit(heads, world.size, entry.padded, entry.unit)
+    features = Cut(-1, (split.features_of(world.rank),), split.shard_size, size)
+    parts = _parts_along(features, old, entry.kind)
+    return Swap(name, old, entry.kind, parts, features, (size,), split=split)
+
+
+def _parts_along(features: Cut, old: nn.Module, kind: str) -> dict[str, Cut | None]:
+    """The cuts of weight and bias where features of the input are split, for a row, or of the output."""
     if kind.startswith("row"):
-        return Swap(name, old, kind, _parts(old, weight=_at(features, old, 1), bias=None), features)
-    weight = _at(features, old, 0)
-    return Swap(name, old, kind, _parts(old, weight=weight, bias=replace(features, dim=0)), features, stacks)
+        return _parts(old, weight=_at(features, old, 1), bias=None)
+    return _parts(old, weight=_at(features, old, 0), bias=replace(features, dim=0))
 
 
 def _at(features: Cut, old: nn.Module, dim: int) -> Cut:
@@ -178,10 +201,10 @@ def _parts(old: nn.Module, **cuts: Cut | None) -> dict[str, Cut | None]:
 def _shared_heads(name: str, old: nn.Module, entry: SharedHeads, world: TensorWorld) -> Swap:
     _require_replaceable(name, old, "column")
     heads, rest = divmod(oriented_shape(old)[0], entry.unit)
-    if rest or not heads or entry.queries % world.size or entry.queries % heads or is_conv1d(old):
+    if rest or not heads or entry.queries % heads or is_conv1d(old):
         raise ValueError(
-            f"'{name}': expected an nn.Linear with whole heads of {entry.unit} features whose number divides "
-            f"{entry.queries} queries, and queries that {world.size} ranks divide, got {old}"
+            f"'{name}': expected an nn.Linear of complete heads of {entry.unit} features, whose number "
+            f"divides {entry.queries} queries, got {old}"
         )
     read = heads_read(world.rank, heads=heads, queries=entry.queries, ranks=world.size)
     reads = tuple(head * entry.unit + i for head in read for i in range(entry.unit))
@@ -339,7 +362,9 @@ def _made(swap: Swap, state: State) -> nn.Module:
         return adopt_parameters(swap.old, swap.parts, stacks=swap.stacks, summed=swap.summed, state=state)
     if swap.kind == "table":
         return adopt_table(swap.old, state=state)
-    return replacement(swap.kind, swap.old, stacks=swap.stacks, reads=swap.reads, state=state)
+    return replacement(
+        swap.kind, swap.old, stacks=swap.stacks, reads=swap.reads, split=swap.split, state=state
+    )
 
 
 class _SummedTail:

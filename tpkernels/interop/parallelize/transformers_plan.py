@@ -49,9 +49,10 @@ GATHERED = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "roww
 PACKED = {"packed_colwise": -2, "local_packed_colwise": -2, "packed_rowwise": -1, "local_packed_rowwise": -1}
 TABLES = ("embedding_rowwise", "embedding_colwise")
 KEPT = {"replicate": False, "sequence_parallel": False, "replicated_with_grad_allreduce": True}
+TAIL = "mla_kv_a_proj"
 SUMMED = ("moe_tp_experts", "all_reduce", "gather", "local")
 STYLES = {*COLUMNS, *ROWS, *GATHERED, *PACKED, *TABLES, *KEPT, *SUMMED}
-STYLES |= {"local_params", "mla_kv_a_proj", "moe_identity_expert"}
+STYLES |= {"local_params", TAIL, "moe_identity_expert"}
 
 
 def styles_of(model: nn.Module) -> dict[str, str]:
@@ -85,9 +86,9 @@ def own_plan(model: nn.Module, ranks: int, say: Say) -> Plan:
         for name, styles in of_parameters.items()
     ]
     plan = merged(parts)
-    for name, style in named.items():  # what was not split has full features
+    for name, style in named.items():  # what was not split has full features, and all heads
         beside = name.rpartition(".")[0]
-        if KEPT.get(style) and not any(
+        if (KEPT.get(style) or style == TAIL) and not any(
             isinstance(entry, Split) and entry.kind == "row" and each.rpartition(".")[0] == beside
             for each, entry in plan.items()
         ):
@@ -156,7 +157,7 @@ def _kept(model: nn.Module, modules: Mapping[str, nn.Module], named: Mapping[str
             entry = Kept(partial=KEPT[style])
         elif style == "moe_identity_expert":
             entry = Shared()
-        elif style == "mla_kv_a_proj":
+        elif style == TAIL:
             entry = Tail(config.get_text_config().qk_rope_head_dim)
         else:
             continue

@@ -1,4 +1,4 @@
-"""LoRA of peft on a model that `parallelize` has split; adapters saved whole. Imports peft at first use."""
+"""LoRA of peft on a model that `parallelize` has split. Imports peft at first use."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers
     from tpkernels.interop.peft.sharded_lora import on_shards as on_shards
-    from tpkernels.interop.peft.sharded_lora import save_adapter as save_adapter
 
 if not TYPE_CHECKING:  # a checker that saw it would believe every misspelt name
 
     def __getattr__(name: str) -> Any:
-        if name not in ("on_shards", "save_adapter"):
+        if name != "on_shards":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.sharded_lora"), name)

@@ -1,4 +1,4 @@
-"""LoRA of peft on a model that `parallelize` has split, and adapters saved as full weights.
+"""LoRA of peft on a model that `parallelize` has split.
 
     split along out_features    A is replicated, B is split as the layer is
     split along in_features     A is split as the layer is, B is replicated
@@ -8,25 +8,20 @@ Ranks exchange as many features as the rank of the adapter, in forward or backwa
 
 from __future__ import annotations
 
-import os
 from copy import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from peft import LoraConfig, PeftModel  # type: ignore[import-not-found]
+from peft import LoraConfig  # type: ignore[import-not-found]
 from peft.tuners import lora  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
-from tpkernels.interop.full_state_dict import full_state_dict
 from tpkernels.interop.parallelize.cut import Cut
 from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
 from tpkernels.interop.parallelize.lora import refuse_what_differs, split_dropouts
-from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.parallel_module import ParallelModule
-from tpkernels.layers.world import State
 from tpkernels.ops.replicas import copy_first_rank_
 from tpkernels.topology.shard import ranges_of
 
@@ -37,36 +32,6 @@ def on_shards(config: LoraConfig) -> LoraConfig:
     """The same configuration, for `get_peft_model` of a model that is split already."""
     config._register_custom_module({ParallelModule: ShardedLora})
     return config
-
-
-def save_adapter(
-    model: PeftModel, folder: str | os.PathLike[str], adapter_name: str = "default", *, state: State = None
-) -> None:
-    """What `model.save_pretrained` writes of an unsharded model; `PeftModel.from_pretrained` reads it.
-
-    Called by all ranks of the world; global rank 0 writes. Only the adapter's weights are gathered.
-
-    state: as the model was built with; by default found in its layers
-    """
-    with raise_on_all_ranks("save_adapter"):
-        config = model.peft_config[adapter_name]
-        if config.bias != "none":
-            raise ValueError(f"save_adapter: expected LoRA with bias='none', got {config.bias!r}")
-        trained = {
-            name: module
-            for name, module in model.named_modules()
-            if name.endswith(
-                tuple(f".{part}.{adapter_name}" for part in ("lora_A", "lora_B", "modules_to_save"))
-            )
-        }
-    # a name of a module's child has no dots
-    found = full_state_dict(nn.ModuleDict({k.replace(".", "/"): m for k, m in trained.items()}), state=state)
-    with raise_on_all_ranks("save_adapter"):
-        if dist.get_rank() == 0:
-            full = {name.replace("/", "."): tensor for name, tensor in found.items()}
-            model.save_pretrained(
-                folder, selected_adapters=[adapter_name], save_embedding_layers=False, state_dict=full
-            )
 
 
 class ShardedLora(lora.Linear):  # type: ignore[misc]  # untyped where peft is not installed
@@ -167,8 +132,8 @@ def _require_linear(target: nn.Module) -> None:
             f"{type(target).__name__}; leave it out of target_modules, or apply LoRA before parallelize"
         )
     shares_tokens = getattr(target, "sequence_parallel", False) or getattr(target, "tokens", None) is not None
-    if shares_tokens or getattr(target, "stacks", ()):
+    if shares_tokens or getattr(target, "stacks", ()) or getattr(target, "split", None) is not None:
         raise ValueError(
-            "LoRA: expected a layer without sequence_parallel, whose stacked weights have one size, got "
-            f"{target}; apply LoRA before parallelize"
+            "LoRA: expected a layer without sequence_parallel and padded heads, whose stacked weights have "
+            f"one size, got {target}; apply LoRA before parallelize"
         )
