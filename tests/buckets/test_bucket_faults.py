@@ -51,8 +51,12 @@ DISAGREEMENTS = {  # what rank 1 brings, and what both ranks are told
     "shape": ([A, B, ("c", parameter(4, 2))], {}, f"{C_IS} 'c' (4, 2)"),
     "dtype": ([A, B, ("c", parameter(2, 4, dtype=torch.bfloat16))], {}, f"{C_IS} 'c' (2, 4) bfloat16"),
     # equal shapes: only the names tell
-    "order": ([A, C, B], {}, "tensor 1: rank 0 has 'b' (2, 4) float32 on cpu; rank 1 has 'c' (2, 4)"),
-    "name": ([A, B, ("d", parameter(2, 4))], {}, f"tensor 2: {C_IS} 'd' (2, 4)"),
+    "order": (
+        [A, C, B],
+        {},
+        "in the same order: rank 0 has 'b' (2, 4) float32 on cpu; rank 1 has 'c' (2, 4)",
+    ),
+    "name": ([A, B, ("d", parameter(2, 4))], {}, f"in the same order: {C_IS} 'd' (2, 4)"),
     "options": (GOOD, {"average": False}, "average=False"),
     "meta": ([A, B, ("c", META)], {}, "on rank 1: 'c' is on the meta device, without data; materialise it"),
     "fp8": ([("c", FP8)], {}, "on rank 1: 'c' is torch.float8_e4m3fn; expected one of float64, float32"),

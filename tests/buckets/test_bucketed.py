@@ -138,8 +138,13 @@ ONES, MATRIX, BF16 = torch.ones(4), torch.ones(2, 2), torch.bfloat16
 FP8, META = MATRIX.to(torch.float8_e4m3fn), torch.ones(2, 2, device="meta")
 FLOAT = "'1' (2, 2) float32 on cpu"
 WRONG = {  # what rank 1 brings, and what all are told
-    "count": ([ONES], {}, VALUE, "number of tensors: rank 0 has 2; rank 1 has 1; the first that"),
-    "shape": ([ONES, ONES], {}, VALUE, f"tensor 1: rank 0 has {FLOAT}; rank 1 has '1' (4,)"),
+    "count": ([ONES], {}, VALUE, "rank 0 has 2; rank 1 has 1; the first that"),
+    "shape": (
+        [ONES, ONES],
+        {},
+        VALUE,
+        f"tensor 1; every rank must bring the same, in the same order: rank 0 has {FLOAT}",
+    ),
     "dtype": ([ONES, MATRIX.to(BF16)], {}, VALUE, f"has {FLOAT}; rank 1 has '1' (2, 2) bfloat16 on cpu"),
     "strides": ([ONES, MATRIX.T], {}, VALUE, f"rank 1 has {FLOAT} strides (1, 2)"),
     "meta": ([ONES, META], {}, VALUE, "on rank 1: '1' is on the meta device"),
