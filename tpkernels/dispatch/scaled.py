@@ -158,11 +158,7 @@ def _wide_z(
 
 
 def _wide_linear(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
-    """x weightᵀ in `wide`, which an autocast region around an op would narrow."""
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            return _wide_linear(x, weight, wide)
+    """x weightᵀ in `wide`."""
     on_gpu = x.is_cuda and torch.version.hip is None and x.numel() and weight.numel()
     if on_gpu and x.dtype.itemsize == 1 and wide == torch.float32:
         # bf16 holds all numbers of fp8, and its products are exact in fp32
