@@ -158,7 +158,9 @@ def _head(s: Setting) -> dict[str, Whole]:
     tokens = 0 if s.sequence_parallel else None
     hidden = leaf(drawn(1, s.tokens, BATCH, s.k), tokens, s.dtype)
     weight = leaf(drawn(2, VOCABULARY, s.k) / 9, 0, s.dtype)
-    main_grad = leaf(drawn(4, VOCABULARY, s.k), 0, torch.float32).detach() if s.option == "main_grad" else None
+    main_grad = (
+        leaf(drawn(4, VOCABULARY, s.k), 0, torch.float32).detach() if s.option == "main_grad" else None
+    )
     loss = ops.linear_cross_entropy(
         hidden,
         weight,
