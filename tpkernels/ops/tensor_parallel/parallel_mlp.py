@@ -256,10 +256,12 @@ def _mlp_gradients(
     if needs_dx:
         pairs = [(numerics.gradients(dz), up) for dz, up in zip(dzs, ups, strict=True)]
         summing = layout.sum_of_products(op, pairs, transposed=False, hidden=any(needs_ups))
-    dws = [
-        numerics.weight_gradient(dz, full_x, into, split="dy") if need and full_x is not None else None
-        for dz, into, need in zip(dzs or zs, into_ups, needs_ups, strict=True)
-    ]
+    dws: list[Tensor | None] = [None] * len(ups)
+    if full_x is not None:
+        dws = [
+            numerics.weight_gradient(dz, full_x, into, split="dy") if need else None
+            for dz, into, need in zip(dzs, into_ups, needs_ups, strict=True)
+        ]
     return [None if summing is None else summing.wait(), db_up, db_down, *dws, dw_down]
 
 
