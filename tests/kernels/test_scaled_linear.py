@@ -1,6 +1,7 @@
 """`scaled_linear_fwd` against float64 of the dequantized operands: shapes, layouts, and what is refused."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from tests.kernels.checks import EMPTY_SHAPES
 from tests.products import once
 from tpkernels.dispatch import primitives
+from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.dispatch.soundness import FP8_BOUND
 from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.kernels import launch
@@ -83,6 +85,28 @@ def assert_scaled_linear(x, w, bias, activation="none", dtype="bfloat16", **opti
 @once(shape=SHAPES, scaling=SCALINGS, dtype=list(RESULTS), formats=FORMATS, activation=["none", "gelu_tanh"])
 def test_scaled_linear_fwd_matches_float64(shape, scaling, dtype, formats, activation, device):
     assert_scaled_linear(*operands(shape, device, scaling, formats), activation, dtype)
+
+
+EXTREMES = [2.0**-120, 1e-30, 1e-18, 1.0, 1e18, 1e30, 3.4e38]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_scales_may_be_far_apart_where_the_result_is_a_number(scaling, device):
+    """On the way there no product of two of sum and scales may be too large or too small for fp32."""
+    signs = [torch.randn(rows, 301, device=device).tanh() for rows in (5, 40)]
+    met = 0
+    for sizes in product(EXTREMES, EXTREMES):
+        x, w = (
+            Scaled(quantize_ref(sign * size, "e4m3", scaling), 301, "e4m3", scaling)
+            for sign, size in zip(signs, sizes, strict=True)
+        )
+        exact = exact_z(x, w)
+        if 1e-30 < exact.abs().max() < 3.4e38:
+            operands = x.data, w.data, x.scale, w.scale, None, "none", False, "float32"
+            assert_accurate(run(x, w, dtype="float32").y, exact)
+            assert_accurate(scaled_linear.by_torch(*operands)[0], exact)
+            met += 1
+    assert met == 28
 
 
 @once(cols=[128, 256], form=FORMS)

@@ -59,6 +59,7 @@ class Setting:
     sequence_parallel: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     compiled: bool = False
+    autocast: bool = False
 
 
 def _hash(named: dict[str, Tensor | None]) -> dict[str, str]:
@@ -106,7 +107,8 @@ def steps_of_models(count: int, *settings: Setting) -> list[dict[str, str]]:
             losses = []
             for _ in range(2):
                 ids = torch.randint(0, 37, (2, 17), generator=generator)
-                loss = call(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+                with torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast):
+                    loss = call(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
                 loss.backward()
                 losses.append(loss.detach())
             found.append(_hash({"losses": torch.stack(losses), **_whole_gradients(model, 37)}))
@@ -118,12 +120,13 @@ def steps_of_models(count: int, *settings: Setting) -> list[dict[str, str]]:
     dtype=[torch.float32, torch.bfloat16],
     sequence_parallel=[False, True],
     options=OPTIONS,
+    autocast=[False, True],
 )
 def test_models_have_the_same_gradients_at_every_size(
-    shape, dtype, sequence_parallel, options, ranks1, ranks2, ranks4
+    shape, dtype, sequence_parallel, options, autocast, ranks1, ranks2, ranks4
 ):
-    setting = Setting(shape, dtype, sequence_parallel, options)
-    plain, alone = ranks1.run(steps_of_models, 8, Setting(shape, dtype), setting)[0]
+    setting = Setting(shape, dtype, sequence_parallel, options, autocast=autocast)
+    plain, alone = ranks1.run(steps_of_models, 8, Setting(shape, dtype, autocast=autocast), setting)[0]
     if "gradient_accumulation_fusion" not in options:  # which adds in fp32
         assert alone == plain
     for ranks in (ranks2, ranks4):

@@ -20,7 +20,7 @@ from tpkernels.tp_invariance import mode
 Whole = tuple[
     Tensor | None, int | None
 ]  # this rank's result, and the dimension along which ranks have others
-TOKENS, BATCH, K, N, VOCABULARY = 16, 3, 48, 80, 72
+BATCH, VOCABULARY = 3, 72
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,12 @@ class Setting:
     dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     overlap: bool = True
-    tokens: int = TOKENS
+    tokens: int = 16
     option: str = ""
+    k: int = 48  # features in
+    n: int = 80  # features out, or between
+    bias: bool = True
+    autocast: bool = False  # to bf16, forward and backward
 
     @property
     def options(self) -> dict[str, Any]:
@@ -50,6 +54,14 @@ def leaf(whole: Tensor, dim: int | None, dtype: torch.dtype) -> Tensor:
     return whole.to(dtype).clone().requires_grad_()
 
 
+def bias_of(s: Setting, seed: int, size: int, dim: int | None = None) -> Tensor | None:
+    return leaf(drawn(seed, size), dim, s.dtype) if s.bias else None
+
+
+def grad_of(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.grad
+
+
 def whole_of(result: Whole) -> Tensor | None:
     tensor, dim = result
     if tensor is None or dim is None:
@@ -62,51 +74,52 @@ def whole_of(result: Whole) -> Tensor | None:
 def _column(s: Setting) -> dict[str, Whole]:
     group, activation = dist.group.WORLD, "gelu" if s.option == "gelu" else None
     tokens = 0 if s.sequence_parallel else None
-    x = leaf(drawn(1, s.tokens, BATCH, K), tokens, s.dtype)
-    weights = [leaf(drawn(2 + i, width, K), 0, s.dtype) for i, width in enumerate((N, 16, 32))]
-    biases = [leaf(drawn(5, N), 0, s.dtype), None, leaf(drawn(6, 32), 0, s.dtype)]
-    main_grads = [drawn(7, *w.shape) if s.option == "main_grad" else None for w in weights]
+    x = leaf(drawn(1, s.tokens, BATCH, s.k), tokens, s.dtype)
+    wholes = [drawn(2 + i, width, s.k) for i, width in enumerate((s.n, 16, 32))]
+    weights = [leaf(whole, 0, s.dtype) for whole in wholes]
+    biases = [bias_of(s, 5, s.n, 0), None, bias_of(s, 6, 32, 0)]
+    fused = s.option == "main_grad"
+    main_grads = [leaf(whole, 0, torch.float32).detach() if fused else None for whole in wholes]
     options = s.options | {"main_grad": main_grads, "save_gathered": s.option == "save_gathered"}
     ys = ops.column_linear(x, weights, biases, group, activation=activation, **options)
-    dys = [drawn(9 + i, s.tokens, BATCH, w) for i, w in enumerate((N, 16, 32))]
+    dys = [drawn(9 + i, s.tokens, BATCH, w) for i, w in enumerate((s.n, 16, 32))]
     torch.autograd.backward(ys, [leaf(dy, 2, s.dtype).detach() for dy in dys])
     found: dict[str, Whole] = {"dx": (x.grad, tokens)}
     for i, y in enumerate(ys):
-        bias = biases[i]
         found[f"y{i}"] = y.detach(), 2
-        found[f"dw{i}"] = (None if s.option == "main_grad" else weights[i].grad), 0
-        found[f"db{i}"] = (None if bias is None else bias.grad), 0
+        found[f"dw{i}"] = (main_grads[i] if fused else weights[i].grad), 0
+        found[f"db{i}"] = grad_of(biases[i]), 0
     return found
 
 
 def _row(s: Setting) -> dict[str, Whole]:
     tokens = 0 if s.sequence_parallel else None
-    x = leaf(drawn(1, s.tokens, BATCH, K), 2, s.dtype)
-    weight, bias = leaf(drawn(2, N, K), 1, s.dtype), leaf(drawn(3, N), None, s.dtype)
-    main_grad = leaf(drawn(4, N, K), 1, torch.float32).detach() if s.option == "main_grad" else None
+    x = leaf(drawn(1, s.tokens, BATCH, s.k), 2, s.dtype)
+    weight, bias = leaf(drawn(2, s.n, s.k), 1, s.dtype), bias_of(s, 3, s.n)
+    main_grad = leaf(drawn(4, s.n, s.k), 1, torch.float32).detach() if s.option == "main_grad" else None
     y = ops.row_linear(x, weight, bias, dist.group.WORLD, main_grad=main_grad, **s.options)
-    y.backward(leaf(drawn(5, s.tokens, BATCH, N), tokens, s.dtype).detach())
+    y.backward(leaf(drawn(5, s.tokens, BATCH, s.n), tokens, s.dtype).detach())
     dw = weight.grad if main_grad is None else main_grad
-    return {"y": (y.detach(), tokens), "dx": (x.grad, 2), "dw": (dw, 1), "db": (bias.grad, None)}
+    return {"y": (y.detach(), tokens), "dx": (x.grad, 2), "dw": (dw, 1), "db": (grad_of(bias), None)}
 
 
 def _mlp(s: Setting) -> dict[str, Whole]:
     tokens, gated = 0 if s.sequence_parallel else None, s.option == "swiglu"
-    x = leaf(drawn(1, s.tokens, BATCH, K), tokens, s.dtype)
-    up, down = leaf(drawn(2, N, K) / 9, 0, s.dtype), leaf(drawn(3, K, N), 1, s.dtype)
-    gate = leaf(drawn(4, N, K) / 9, 0, s.dtype) if gated else None
-    b_up, b_down = None if gated else leaf(drawn(5, N), 0, s.dtype), leaf(drawn(6, K), None, s.dtype)
+    x = leaf(drawn(1, s.tokens, BATCH, s.k), tokens, s.dtype)
+    up, down = leaf(drawn(2, s.n, s.k) / 9, 0, s.dtype), leaf(drawn(3, s.k, s.n), 1, s.dtype)
+    gate = leaf(drawn(4, s.n, s.k) / 9, 0, s.dtype) if gated else None
+    b_up, b_down = None if gated else bias_of(s, 5, s.n, 0), bias_of(s, 6, s.k)
     options = s.options | {"activation": s.option or None, "w_gate_shard": gate}
     y = ops.parallel_mlp(x, up, b_up, down, b_down, dist.group.WORLD, **options)
-    y.backward(leaf(drawn(7, s.tokens, BATCH, K), tokens, s.dtype).detach())
+    y.backward(leaf(drawn(7, s.tokens, BATCH, s.k), tokens, s.dtype).detach())
     return {
         "y": (y.detach(), tokens),
         "dx": (x.grad, tokens),
         "dup": (up.grad, 0),
-        "dgate": (None if gate is None else gate.grad, 0),
+        "dgate": (grad_of(gate), 0),
         "ddown": (down.grad, 1),
-        "db_up": (None if b_up is None else b_up.grad, 0),
-        "db_down": (b_down.grad, None),
+        "db_up": (grad_of(b_up), 0),
+        "db_down": (grad_of(b_down), None),
     }
 
 
@@ -115,13 +128,13 @@ def _ids(s: Setting) -> Tensor:
 
 
 def _embedding(s: Setting) -> dict[str, Whole]:
-    tokens, whole = 0 if s.sequence_parallel else None, drawn(1, VOCABULARY, K)
+    tokens, whole = 0 if s.sequence_parallel else None, drawn(1, VOCABULARY, s.k)
     whole[:9] = -0.0  # which zeros of other ranks make +0
     table = leaf(whole, 0, s.dtype)
     y = ops.vocab_embedding(
         _ids(s), table, dist.group.WORLD, sequence_parallel=s.sequence_parallel, vocab_size=67, padding_idx=5
     )
-    y.backward(leaf(drawn(2, s.tokens, BATCH, K), tokens, s.dtype).detach())
+    y.backward(leaf(drawn(2, s.tokens, BATCH, s.k), tokens, s.dtype).detach())
     return {"y": (y.detach(), tokens), "dtable": (table.grad, 0)}
 
 
@@ -143,9 +156,11 @@ def _cross_entropy(s: Setting) -> dict[str, Whole]:
 
 def _head(s: Setting) -> dict[str, Whole]:
     tokens = 0 if s.sequence_parallel else None
-    hidden = leaf(drawn(1, s.tokens, BATCH, K), tokens, s.dtype)
-    weight = leaf(drawn(2, VOCABULARY, K) / 9, 0, s.dtype)
-    main_grad = leaf(drawn(4, VOCABULARY, K), 0, torch.float32).detach() if s.option == "main_grad" else None
+    hidden = leaf(drawn(1, s.tokens, BATCH, s.k), tokens, s.dtype)
+    weight = leaf(drawn(2, VOCABULARY, s.k) / 9, 0, s.dtype)
+    main_grad = (
+        leaf(drawn(4, VOCABULARY, s.k), 0, torch.float32).detach() if s.option == "main_grad" else None
+    )
     loss = ops.linear_cross_entropy(
         hidden,
         weight,
@@ -165,18 +180,18 @@ def _head(s: Setting) -> dict[str, Whole]:
 def norm(s: Setting) -> dict[str, Whole]:
     tokens = 0 if s.sequence_parallel else None
     group = dist.group.WORLD if s.sequence_parallel else None
-    x = leaf(drawn(1, s.tokens, BATCH, K), tokens, s.dtype)
-    weight, bias = leaf(drawn(2, K), None, s.dtype), leaf(drawn(3, K), None, s.dtype)
+    x = leaf(drawn(1, s.tokens, BATCH, s.k), tokens, s.dtype)
+    weight, bias = leaf(drawn(2, s.k), None, s.dtype), bias_of(s, 3, s.k)
     if s.option == "rms_norm":
         y = ops.rms_norm(x, weight, group=group)
     else:
         y = ops.layer_norm(x, weight, bias, group=group)
-    y.backward(leaf(drawn(4, s.tokens, BATCH, K), tokens, s.dtype).detach())
+    y.backward(leaf(drawn(4, s.tokens, BATCH, s.k), tokens, s.dtype).detach())
     return {
         "y": (y.detach(), tokens),
         "dx": (x.grad, tokens),
         "dweight": (weight.grad, None),
-        "dbias": (bias.grad, None),
+        "dbias": (grad_of(bias), None),
     }
 
 
@@ -211,10 +226,13 @@ def hashes_by_kernels(count: int, asked: list[tuple[str, Setting]], transport: s
 def hashes(count: int, asked: list[tuple[str, Setting]]) -> list[dict[str, str]]:
     """Of each program's results as one rank would have them; of any bit."""
     with tp_invariance(count):
-        return [
-            {name: hash_of(whole_of(result)) for name, result in PROGRAMS[program](setting).items()}
-            for program, setting in asked
-        ]
+        return [_hashes_of(PROGRAMS[program], setting) for program, setting in asked]
+
+
+def _hashes_of(program: Callable[[Setting], dict[str, Whole]], setting: Setting) -> dict[str, str]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast):
+        results = program(setting)
+    return {name: hash_of(whole_of(result)) for name, result in results.items()}
 
 
 def hash_of(whole: Tensor | None) -> str:

@@ -20,13 +20,9 @@ from tests.products import once
 from tpkernels import Recipe
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
-from tpkernels.ops.quantized import column_linear as fp8_column
-from tpkernels.ops.quantized import mlp as fp8_mlp
-from tpkernels.ops.quantized import row_linear as fp8_row
-from tpkernels.ops.quantized.span import Span
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.column_linear import column_forward, column_gradients, column_linear
-from tpkernels.ops.tensor_parallel.operands import Layout
+from tpkernels.ops.tensor_parallel.layout import Layout
 from tpkernels.ops.tensor_parallel.parallel_mlp import mlp_forward, mlp_gradients, parallel_mlp
 from tpkernels.ops.tensor_parallel.row_linear import row_forward, row_gradients, row_linear
 
@@ -43,34 +39,36 @@ def pass_opcheck(calls: Calls) -> None:
 @on_ranks(2)
 def test_operators_in_fp8_pass_opcheck(sequence_parallel):
     group, ranks = dist.group.WORLD, dist.get_world_size()
-    span = Span(group, sequence_parallel, True, Recipe.rowwise(power_of_two=True, wgrad="fp8"))
+    recipe = Recipe.rowwise(power_of_two=True, wgrad="fp8")
     x, w, b = torch.randn(4, 8), torch.randn(12, 8), torch.randn(12)
-    full = 4 * (ranks if sequence_parallel else 1)
+    fp8 = Layout(group, sequence_parallel, True).in_fp8("test", recipe, x)
+    full, kept = 4 * (ranks if sequence_parallel else 1), fp8.kept(sequence_parallel)
     h, w2, b2, dy = torch.randn(full, 12), torch.randn(8, 12), torch.randn(8), torch.randn(4, 8)
-    kept = span.activations(x).words if span.token_shards > 1 else x
+    own = fp8.kept()
+    rows = x if own == "none" else fp8.numerics.sent(fp8.numerics.activations(x))
     z, dh = torch.randn(full, 12), torch.randn(full, 12)
     needs, all_ = [True, True, False], [True] * 3
     calls: Calls = {
-        "column": (fp8_column.column_forward, (x, [w, w], [None, b], span, "gelu", sequence_parallel, True)),
+        "column": (column_forward, (x, [w, w], [None, b], fp8, "gelu", True, kept)),
         "column backward": (
-            fp8_column.column_gradients,
-            (needs, [dh], kept, [w], [z], [None], 8, span, "gelu", False),
+            column_gradients,
+            (needs, [dh], rows, [w], [z], [None], 8, fp8, "gelu", own),
         ),
         "frozen column backward": (
-            fp8_column.column_gradients,
-            ([True, False, True], [dh], None, [w], [], [None], 8, span, "none", False),
+            column_gradients,
+            ([True, False, True], [dh], None, [w], [], [None], 8, fp8, "none", own),
         ),
         "column backward of dw": (
-            fp8_column.column_gradients,
-            ([False, True, True], [dh], kept, [None], [], [w], 8, span, "none", False),
+            column_gradients,
+            ([False, True, True], [dh], rows, [None], [], [w], 8, fp8, "none", own),
         ),
-        "row": (fp8_row.row_forward, (h, w2, b2, span)),
-        "row backward": (fp8_row.row_gradients, (all_, dy, h, w2, [w2], span)),
-        "mlp": (fp8_mlp.mlp_forward, (x, b, b2, [w, w2], span, "gelu", None, True)),
-        "gated mlp": (fp8_mlp.mlp_forward, (x, None, None, [w, w, w2], span, "none", "swiglu", False)),
+        "row": (row_forward, (h, w2, b2, fp8)),
+        "row backward": (row_gradients, (all_, dy, h, w2, [w2], fp8)),
+        "mlp": (mlp_forward, (x, b, b2, [w, w2], fp8, "gelu", True, own)),
+        "gated mlp": (mlp_forward, (x, None, None, [w, w, w2], fp8, "swiglu", False, "none")),
         "mlp backward": (
-            fp8_mlp.mlp_gradients,
-            ([True] * 5, dy, kept, [w, w2], [z], [None, w2], 8, span, "gelu", None),
+            mlp_gradients,
+            ([True] * 5, dy, rows, [w, w2], [z], [None, w2], 8, fp8, "gelu", own),
         ),
     }
     pass_opcheck(calls)
@@ -95,16 +93,16 @@ def test_operators_pass_opcheck(names):
     short_x, short_w, short_h, short_w2 = (t.bfloat16() for t in (x, w, h, w2))
     short_z, short_dh, short_dy = (t.bfloat16() for t in (z, dh, dy))
     calls: Calls = {
-        "column": (column_forward, (x, [w], [b], tokens, "gelu", False, True)),
-        "columns": (column_forward, (x, [w, w], [None, b], tokens, "none", ranks > 1, True)),
-        "plain column": (column_forward, (x, [w], [None], plain, "none", False, False)),
+        "column": (column_forward, (x, [w], [b], tokens, "gelu", True, "none")),
+        "columns": (column_forward, (x, [w, w], [None, b], tokens, "none", True, tokens.kept(True))),
+        "plain column": (column_forward, (x, [w], [None], plain, "none", False, "none")),
         "column backward": (
             column_gradients,
-            ([True, True, False], [dh], x, [w], [z], [None], tokens, "gelu", False),
+            ([True, True, False], [dh], x, [w], [z], [None], 8, tokens, "gelu", "none"),
         ),
         "wide column backward": (
             column_gradients,
-            ([True] * 3, [short_dh], short_x, [short_w], [short_z], [w], tokens, "gelu", False),
+            ([True] * 3, [short_dh], short_x, [short_w], [short_z], [w], 8, tokens, "gelu", "none"),
         ),
         "row": (row_forward, (h, w2, b2, tokens)),
         "plain row": (row_forward, (h, w2, None, plain)),
@@ -113,15 +111,15 @@ def test_operators_pass_opcheck(names):
             row_gradients,
             ([True, True, False], short_dy, short_h, short_w2, [w2], tokens),
         ),
-        "mlp": (mlp_forward, (x, b, b2, [w, w2], tokens, "gelu", None, True)),
-        "gated mlp": (mlp_forward, (x, None, b2, [w, w, w2], plain, "none", "swiglu", False)),
+        "mlp": (mlp_forward, (x, b, b2, [w, w2], tokens, "gelu", True, "none")),
+        "gated mlp": (mlp_forward, (x, None, b2, [w, w, w2], plain, "swiglu", False, "none")),
         "mlp backward": (
             mlp_gradients,
-            ([True, True, False, False, True], dy, x, [w, w2], [z], [None, w2], tokens, "gelu", None),
+            ([True, True, False, False, True], dy, x, [w, w2], [z], [None, w2], 8, tokens, "gelu", "none"),
         ),
         "gated mlp backward": (
             mlp_gradients,
-            ([True, False, *[True] * 4], dy, x, [w, w, w2], [z, h], [None] * 3, tokens, "none", "swiglu"),
+            ([True, False, *[True] * 4], dy, x, [w, w, w2], [z, h], [None] * 3, 8, tokens, "swiglu", "none"),
         ),
     }
     pass_opcheck({name: calls[name] for name in names})

@@ -18,8 +18,7 @@ from tpkernels.dispatch import primitives
 from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.kernels.activations import GATE_OF, act_grad_ref, act_ref
 from tpkernels.kernels.scaled import DTYPE_OF, Scaled
-from tpkernels.ops.quantized import column_linear
-from tpkernels.ops.quantized.span import product_into
+from tpkernels.ops.quantized.products import Quantized
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 T, K, N, BETWEEN = 37, 200, 136, 152  # a second block that is not full, in each direction
@@ -251,12 +250,14 @@ def test_a_wrong_scale_would_be_seen(monkeypatch, wrong):
     x, weight, bias, _ = operands(torch.bfloat16)
     exact = Oracle(Recipe.rowwise()).linear(x, weight, bias)
 
-    def spoilt(out, x, *others):
+    compute = Quantized.product_into
+
+    def spoilt(numerics, out, x, *others):
         changed = x.with_words(x.words.clone())
         changed.scale.copy_(wrong(x.scale))
-        product_into(out, changed, *others)
+        compute(numerics, out, changed, *others)
 
-    monkeypatch.setattr(column_linear, "product_into", spoilt)
+    monkeypatch.setattr(Quantized, "product_into", spoilt)
     y = ops.linear(x, weight, bias, quantize=Recipe.rowwise())
     assert relative_error(y, exact) > 10 * BOUND[torch.bfloat16]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from random import Random
 
 import pytest
 import torch
@@ -45,6 +46,34 @@ def test_every_size_gives_the_same_bits(name, ranks1, ranks2, ranks4):
             assert found[number] == alone, setting
         if name not in ("embedding", "cross_entropy", "heads"):
             assert alone == by_size[0][number // 2 * 2], f"{setting}: as without sequence parallelism"
+
+
+def drawn_setting(seed: int) -> tuple[str, Setting]:
+    """One of the programs, of some sizes and options."""
+    draw = Random(seed)
+    name = draw.choice(list(OPTIONS))
+    return name, Setting(
+        dtype=draw.choice(DTYPES),
+        sequence_parallel=draw.random() < 0.5,
+        overlap=draw.random() < 0.5,
+        tokens=8 * draw.randint(1, 9),
+        option=draw.choice(OPTIONS[name]),
+        k=8 * draw.randint(1, 12),
+        n=8 * draw.randint(1, 12),
+        bias=draw.random() < 0.7,
+        autocast=draw.random() < 0.6,
+    )
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(24), pytest.param(range(24, 424), marks=pytest.mark.sweep)], ids=["few", "many"]
+)
+def test_every_size_gives_the_same_bits_whatever_the_shapes_and_options(seeds, ranks1, ranks2, ranks4):
+    """In autocast regions, too."""
+    asked = [drawn_setting(seed) for seed in seeds]
+    alone, *others = (ranks.run(hashes, 8, asked)[0] for ranks in (ranks1, ranks2, ranks4))
+    for setting, expected, *found in zip(asked, alone, *others, strict=True):
+        assert found == [expected, expected], setting
 
 
 def test_rows_in_blocks_give_the_same_bits_with_and_without_overlap(ranks1, ranks4):

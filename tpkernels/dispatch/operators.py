@@ -1,5 +1,8 @@
 """Functions that torch.compile sees as one operator, and that eager code calls as they are.
 
+In an autocast region they compute in the dtypes that they are given: what is wide within, such as sums, stays
+so. Whoever calls them casts what goes in; compiled code runs without autocast anyway.
+
 An operator of torch's dispatcher returns as many tensors whatever its arguments. These return a list instead,
 without the results that were not asked for.
 """
@@ -72,7 +75,10 @@ class Operator(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if not is_compiling():
-            return self.run(*args, **kwargs)
+            if not torch._C._is_any_autocast_enabled():
+                return self.run(*args, **kwargs)
+            with torch._C._DisableAutocast():
+                return self.run(*args, **kwargs)
         if in_forward_mode():  # operators drop tangents without a word
             raise NotImplementedError(
                 f"{self.name}: expected no forward-mode derivative (jvp) under torch.compile, got one; use "

@@ -14,7 +14,7 @@ from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_into, act_ref
 from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
-from tpkernels.kernels.scaled import dequantize_ref, empty_words, quantize_ref
+from tpkernels.kernels.scaled import dequantize_ref, empty_words, halves_of, quantize_ref
 from tpkernels.kernels.target import Target
 
 Wide = Literal["bfloat16", "float16", "float32", "float64"]
@@ -151,18 +151,13 @@ def _wide_z(
     if x_scale.shape[1] != 1:
         z = _wide_linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide), wide)
     else:
-        # One after the other: the product of two tiny scales may be too small for fp32. That of w is first: a
-        # huge one of x may take the sum beyond fp32, where the result is not.
-        z = _wide_linear(x, weight, wide).mul_(w_scale.t()).mul_(x_scale)
+        (w_rest, w_root), (x_rest, x_root) = halves_of(w_scale.t()), halves_of(x_scale)
+        z = _wide_linear(x, weight, wide).mul_(w_rest).mul_(x_rest).mul_(w_root * x_root)
     return z if bias is None else z.add_(bias)
 
 
 def _wide_linear(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
-    """x weightᵀ in `wide`, which an autocast region around an op would narrow."""
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            return _wide_linear(x, weight, wide)
+    """x weightᵀ in `wide`."""
     on_gpu = x.is_cuda and torch.version.hip is None and x.numel() and weight.numel()
     if on_gpu and x.dtype.itemsize == 1 and wide == torch.float32:
         # bf16 holds all numbers of fp8, and its products are exact in fp32

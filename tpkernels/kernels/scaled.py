@@ -112,6 +112,16 @@ def scale_ref(amax: Tensor, format: Format, power_of_two: bool) -> Tensor:
     return torch.where(amax.isfinite(), scale, torch.nan)
 
 
+def halves_of(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(rest, root), whose product the scale is; root is a power of two near its square root.
+
+    A sum times both rests, then times the product of both roots, is out of fp32's range on its way only where
+    the result is: times a huge scale and then a tiny one it could be there in between. Roots round nothing.
+    """
+    root = ((((scale.view(torch.int32) >> 23) + 127) >> 1) << 23).view(torch.float32)
+    return scale / root, root
+
+
 def _largest(wide: Tensor, scaling: Scaling, square: bool) -> Tensor:
     """(T, S)"""
     rows, features = wide.shape

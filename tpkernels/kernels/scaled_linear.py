@@ -90,14 +90,13 @@ def _scaled_linear_kernel(
                 acc += tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
         parts = split_columns(acc, PARTS)
         if not BY_BLOCK:
-            x_scale = load_vector(x_scale_ptr, t, T, stride_xst, BLOCK_ROWS)[:, None]
+            x_rest, x_root = _halves(load_vector(x_scale_ptr, t, T, stride_xst, BLOCK_ROWS)[:, None])
         for p in tl.static_range(PARTS):
             n_part = n + p * PART
             value = parts[p]
             if not BY_BLOCK:
-                # one after the other, that of w first: see `dispatch.scaled`
-                value *= _w_scale(w_scale_ptr, n_part, N, stride_wsn, SHARED, PART)
-                value *= x_scale
+                w_rest, w_root = _halves(_w_scale(w_scale_ptr, n_part, N, stride_wsn, SHARED, PART))
+                value = value * w_rest * x_rest * (w_root * x_root)
             if HAS_BIAS:
                 value += load_vector(b_ptr, n_part, N, stride_bn, PART)[None, :]
             if KEEP_Z:
@@ -113,6 +112,14 @@ def _w_scale(source, n, N, stride, SHARED: tl.constexpr, SIZE: tl.constexpr):
     else:
         i = n + tl.arange(0, SIZE)
         return tl.load(source + (i // SHARED).to(tl.int64) * stride, mask=i < N, other=0.0)[None, :]
+
+
+@triton.jit
+def _halves(scale):
+    """`scaled.halves_of`."""
+    exponent = ((scale.to(tl.int32, bitcast=True) >> 23) + 127) >> 1  # of the root, biased
+    root = (exponent << 23).to(tl.float32, bitcast=True)
+    return scale * ((254 - exponent) << 23).to(tl.float32, bitcast=True), root
 
 
 def scaled_linear_fwd(

@@ -20,11 +20,11 @@ R = TypeVar("R")
 
 
 def first_order(
-    op: str, *, reads_intermediates: bool = False
+    op: str | None = None, *, reads_intermediates: bool = False
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """A backward whose own derivative is an error; where nobody asks for it, that costs one look.
 
-    op: whose backward, for the error
+    op: whose backward, for the error; None: `ctx.op`
     reads_intermediates: backward reads what forward computed, which depends on all inputs of forward
     """
 
@@ -33,7 +33,7 @@ def first_order(
         def run(ctx: Any, *grads: Tensor | None) -> R:
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # the usual case; traced once
                 return backward(ctx, *grads)
-            return _refusing_more(op, backward, ctx, grads, reads_intermediates)
+            return _refusing_more(op or ctx.op, backward, ctx, grads, reads_intermediates)
 
         return run
 

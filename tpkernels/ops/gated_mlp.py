@@ -31,9 +31,9 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
-from tpkernels.ops.quantized.mlp import quantized_mlp
-from tpkernels.ops.quantized.span import alone_by
 from tpkernels.ops.swiglu import check_gated, gate_and_up, input_and_weight_gradients
+from tpkernels.ops.tensor_parallel.layout import Layout
+from tpkernels.ops.tensor_parallel.parallel_mlp import up_and_down
 
 
 def gated_mlp(
@@ -53,8 +53,8 @@ def gated_mlp(
     check_gated("mlp", x, w_gate, w_up)
     check_linear("mlp", x, w_up.shape[0], w_down, b_down, ("w_down", "b_down"))
     if quantize is not None:
-        ups, alone = [w_up, w_gate], alone_by("mlp", quantize)
-        y = quantized_mlp("mlp", tokens_of(x), ups, None, w_down, b_down, [None] * 3, alone, "none", kind)
+        ups, none, alone = [w_up, w_gate], [None] * 3, Layout(None).in_fp8("mlp", quantize, x)
+        y = up_and_down("mlp", tokens_of(x), ups, None, w_down, b_down, none, alone, kind)
         return like_tokens(y, x)
     keep_gu = any_requires_grad(x, w_gate, w_up, w_down, b_down)
     return like_tokens(apply(_GatedMlp, tokens_of(x), w_gate, w_up, w_down, b_down, kind, keep_gu), x)

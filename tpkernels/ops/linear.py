@@ -35,8 +35,8 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
-from tpkernels.ops.quantized.column_linear import quantized_column_linear
-from tpkernels.ops.quantized.span import alone_by
+from tpkernels.ops.tensor_parallel.column_linear import column
+from tpkernels.ops.tensor_parallel.layout import Layout
 
 
 def linear(
@@ -63,10 +63,8 @@ def linear(
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
     tokens = tokens_of(x)
     if quantize is not None:
-        alone = alone_by("linear", quantize)
-        (y,) = quantized_column_linear(
-            "linear", tokens, [weight], [bias], [None], alone, activation or "none"
-        )
+        alone = Layout(None).in_fp8("linear", quantize, x)
+        (y,) = column("linear", tokens, [weight], [bias], [None], alone, activation or "none")
         return like_tokens(y, x)
     if not torch.is_grad_enabled() and not in_forward_mode():  # `apply` takes its time
         y, _ = primitives.linear(tokens, weight, bias, activation or "none", False)

@@ -37,8 +37,8 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
-from tpkernels.ops.quantized.mlp import quantized_mlp
-from tpkernels.ops.quantized.span import alone_by
+from tpkernels.ops.tensor_parallel.layout import Layout
+from tpkernels.ops.tensor_parallel.parallel_mlp import up_and_down
 
 
 def mlp(
@@ -75,10 +75,8 @@ def mlp(
     check_linear("mlp", x, features_of("mlp", x), w_up, b_up, ("w_up", "b_up"))
     check_linear("mlp", x, w_up.shape[0], w_down, b_down, ("w_down", "b_down"))
     if quantize is not None:
-        alone = alone_by("mlp", quantize)
-        y = quantized_mlp(
-            "mlp", tokens_of(x), [w_up], b_up, w_down, b_down, [None] * 2, alone, activation, None
-        )
+        alone, none = Layout(None).in_fp8("mlp", quantize, x), [None] * 2
+        y = up_and_down("mlp", tokens_of(x), [w_up], b_up, w_down, b_down, none, alone, activation)
         return like_tokens(y, x)
     keep_z = any_requires_grad(x, w_up, b_up, w_down, b_down)
     y, _ = apply(_Mlp, tokens_of(x), w_up, b_up, w_down, b_down, activation, keep_z)

@@ -35,8 +35,9 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
-from tpkernels.ops.quantized.glu import quantized_glu
-from tpkernels.ops.quantized.span import alone_by
+from tpkernels.ops.quantized.products import between, between_gradients
+from tpkernels.ops.tensor_parallel.column_linear import column
+from tpkernels.ops.tensor_parallel.layout import Layout
 
 
 def swiglu(
@@ -55,7 +56,9 @@ def swiglu(
         x, w_gate, w_up = autocast(x, w_gate, w_up)
     check_gated("swiglu", x, w_gate, w_up)
     if quantize is not None:
-        return like_tokens(quantized_glu(tokens_of(x), w_gate, w_up, alone_by("swiglu", quantize), kind), x)
+        alone, none = Layout(None).in_fp8("swiglu", quantize, x), [None] * 2
+        u, g = column("swiglu", tokens_of(x), [w_up, w_gate], none, none, alone, "none")
+        return like_tokens(apply(_Gate, u, g, kind), x)
     keep_gu = any_requires_grad(x, w_gate, w_up)
     return like_tokens(apply(_Glu, tokens_of(x), w_gate, w_up, kind, keep_gu), x)
 
@@ -84,6 +87,20 @@ class _Glu(torch.autograd.Function):
             g, u = gate_and_up(x, w_gate, w_up)
         dg, du = act_grad_ref(dh * u, g, ctx.gate), dh * act_ref(g, ctx.gate)
         return *input_and_weight_gradients(ctx.needs_input_grad, x, w_gate, w_up, dg, du), None, None
+
+
+class _Gate(torch.autograd.Function):
+    """f(g) * u of products that are computed apart."""
+
+    @staticmethod
+    def forward(ctx: Context, u: Tensor, g: Tensor, kind: Glu) -> Tensor:
+        ctx.save_for_backward(u, g)
+        ctx.kind = kind
+        return between((u, g), kind)
+
+    @staticmethod
+    def backward(ctx: Context, dh: Tensor) -> tuple[Tensor | None, ...]:
+        return *between_gradients(dh, ctx.saved_tensors, ctx.kind), None
 
 
 def gate_and_up(x: Tensor, w_gate: Tensor, w_up: Tensor) -> tuple[Tensor, Tensor]:

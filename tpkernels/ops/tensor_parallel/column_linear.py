@@ -14,15 +14,15 @@ R ranks, T tokens, K in_features, N out_features:
     dbias     db_shard = dz_shard.sum(0)                             no communication
 
 Without sequence parallelism nothing is gathered, and dx is all-reduced. Several weights share one gather, and
-the sum of their dx.
+the sum of their dx. On one rank without a group it is `ops.linear` in fp8.
 
 Saved for backward: x_shard (with save_gathered: x), the weights, and z_shard where there is an activation.
+How products are computed, and what is saved in fp8: `ops.numerics`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import overload
 
 import torch
@@ -30,36 +30,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
-from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
+from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
-from tpkernels.ops.main_grad import (
-    MainGrads,
-    add_if_traced,
-    check_main_grad,
-    empty_weight_gradient,
-)
-from tpkernels.ops.quantized.column_linear import quantized_column_linear
-from tpkernels.ops.quantized.span import Span
-from tpkernels.ops.tensor_parallel.operands import (
+from tpkernels.ops.main_grad import MainGrads, add_if_traced, check_main_grad, empty_weight_gradient
+from tpkernels.ops.numerics import Kept
+from tpkernels.ops.tensor_parallel.layout import (
     Layout,
     apply_distinct,
-    bias_gradient,
     checked_layout,
     recorded,
     shaped_like,
 )
-from tpkernels.ops.tensor_parallel.parallel import Done, compare_in_backward, multiplying
-from tpkernels.ops.tensor_parallel.segments import (
-    Along,
-    by_segment,
-    map_segments,
-    require_segments,
-    segmented_weight_gradient,
-)
+from tpkernels.ops.tensor_parallel.parallel import Done
+from tpkernels.ops.tensor_parallel.segments import require_segments
 
 
 @overload
@@ -143,17 +129,9 @@ def column_linear(
     for weight, bias, into in zip(weights, biases, main_grads, strict=True):
         check_linear(op, x, features, weight, bias, ("weight_shard", "bias_shard"))
         check_main_grad(op, into, weight)
-        require_segments(op, layout.segments, [("rows of weight_shard", weight.shape[0])])
-    ys: Sequence[Tensor]
-    if quantize is not None:
-        span, tokens = Span(layout.group, sequence_parallel, overlap, quantize), tokens_of(x)
-        ys = quantized_column_linear(op, tokens, weights, biases, main_grads, span, activation, save_gathered)
-    elif recorded(x, *weights, *biases):
-        keep_rows = save_gathered and layout.token_shards > 1
-        options, tensors = (layout, activation, keep_rows), [tokens_of(x), *weights, *biases]
-        ys = apply_distinct(_ColumnLinear, options, main_grads, tensors=tensors)
-    else:
-        ys = column_forward(tokens_of(x), weights, biases, layout, activation, False, False)
+        require_segments(op, layout.numerics.segments, [("rows of weight_shard", weight.shape[0])])
+    layout = layout.in_fp8(op, quantize, x)
+    ys = column(op, tokens_of(x), weights, biases, main_grads, layout, activation, save_gathered)
     if x.ndim != 2:
         ys = [shaped_like(y, x, x.shape[0] * layout.token_shards) for y in ys]
     return ys[0] if isinstance(weight_shard, Tensor) else tuple(ys)
@@ -174,24 +152,47 @@ def _listed(
     return listed
 
 
+def column(
+    op: str,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    main_grads: Sequence[Tensor | None],
+    layout: Layout,
+    activation: Activation,
+    save_gathered: bool = False,
+) -> Sequence[Tensor]:
+    """y of each weight: (tokens, features). x: (tokens, features), checked and cast"""
+    if not recorded(x, *weights, *biases):
+        return column_forward(x, weights, biases, layout, activation, False, "none")
+    options, tensors = (op, layout, activation, save_gathered), [x, *weights, *biases]
+    ys: Sequence[Tensor] = apply_distinct(_ColumnLinear, options, main_grads, tensors=tensors)
+    return ys
+
+
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
-        options: tuple[Layout, Activation, bool],
+        options: tuple[str, Layout, Activation, bool],
         main_grads: Sequence[Tensor | None],
         x: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        count, keep_rows = len(main_grads), options[-1]
+        count, (op, layout, activation, save_gathered) = len(main_grads), options
         weights, biases = parameters[:count], parameters[count:]  # some biases may be None
-        results = column_forward(x, weights, biases, *options, keep=True)
-        ctx.options, ctx.main_grads = options, main_grads
-        ctx.save_for_backward(results.pop() if keep_rows else x, *weights, *results[count:])
+        needs_dx, needs_dws = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3 : 3 + count])
+        kept = layout.kept(save_gathered and needs_dws)
+        results = column_forward(x, weights, biases, layout, activation, True, kept)
+        rows = x if kept == "none" else results.pop()
+        x_saved, weights_saved = layout.numerics.saved(rows, weights, needs_dx, needs_dws)
+        ctx.save_for_backward(x_saved, *weights_saved, *results[count:])
+        ctx.main_grads, ctx.op = main_grads, layout.numerics.named(op)
+        ctx.options = x.shape[1], layout, activation, kept
         return tuple(results[:count])
 
     @staticmethod
-    @first_order("column_linear", reads_intermediates=True)
+    @first_order(reads_intermediates=True)
     def backward(ctx: Context, *dys: Tensor) -> tuple[Tensor | None, ...]:
         count, main_grads = len(dys), ctx.main_grads
         x, *saved = ctx.saved_tensors
@@ -207,33 +208,15 @@ def _column_forward(
     biases: Sequence[Tensor | None],
     layout: Layout,
     activation: Activation,
-    keep_rows: bool,
     keep: bool,
+    kept: Kept,
 ) -> list[Tensor]:
-    """y of each weight; if keep, z of each where there is an activation; the gathered x if keep_rows."""
-    keep_z = keep and activation != "none"
+    """y of each weight; if keep, z of each where there is an activation; the rows of x that are kept."""
     narrowest = min(weight.shape[0] for weight in weights)
-    gathering = layout.gather("column_linear", "gather of x", layout.operand(x), features=narrowest)
-    if multiplying(gathering, layout.overlap):
-        products = gathering.products(weights, biases, activation, keep_z, keep_rows=keep_rows)
-        results = _ys_and_zs(products)
-    else:
-        calls = layout.calls(x.device)
-
-        def multiply(_: slice, chunk: Tensor, ys_and_zs: list[Tensor]) -> None:
-            for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-                y_and_z = [Along(each, 1) for each in ys_and_zs[i :: len(weights)]]
-                split = Along(weight, 0), Along(bias, 0)
-                by_segment(calls, primitives.linear, y_and_z, chunk, *split, activation, keep_z)
-
-        widths = [weight.shape[0] for weight in weights] * (2 if keep_z else 1)
-        results = layout.rowwise(gathering, x.shape[0] * layout.token_shards, widths, multiply)
-    return [*results, gathering.wait()] if keep_rows else results
-
-
-def _ys_and_zs(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
-    ys, zs = zip(*products, strict=True)
-    return [*ys, *(z for z in zs if z is not None)]
+    gathering = layout.gather("column_linear", "x", x, layout.numerics.activations, features=narrowest)
+    keep_z, keep_rows = keep and activation != "none", kept == "all"
+    results = gathering.products(weights, biases, activation, keep_z, keep_rows=keep_rows)
+    return results if kept == "none" else [*results, gathering.wait() if keep_rows else gathering.own()]
 
 
 def _column_shapes(
@@ -242,12 +225,12 @@ def _column_shapes(
     biases: Sequence[Tensor | None],
     layout: Layout,
     activation: Activation,
-    keep_rows: bool,
     keep: bool,
+    kept: Kept,
 ) -> list[Tensor]:
     widths = [weight.shape[0] for weight in weights] * (2 if keep and activation != "none" else 1)
-    widths += [x.shape[1]] if keep_rows else []
-    return [x.new_empty(x.shape[0] * layout.token_shards, width) for width in widths]
+    shapes = [x.new_empty(x.shape[0] * layout.token_shards, width) for width in widths]
+    return shapes if kept == "none" else [*shapes, layout.empty_kept(x, kept)]
 
 
 column_forward = Operator("column_linear", _column_forward, _column_shapes)
@@ -257,51 +240,62 @@ column_forward = Operator("column_linear", _column_forward, _column_shapes)
 def _column_gradients(
     needs: Sequence[bool],
     dys: Sequence[Tensor],
-    x: Tensor,
-    weights: Sequence[Tensor],
+    x: Tensor | None,
+    weights: Sequence[Tensor | None],
     zs: Sequence[Tensor],
     main_grads: MainGrads,
+    features: int,
     layout: Layout,
     activation: Activation,
-    kept_rows: bool,
+    kept: Kept,
 ) -> list[Tensor | None]:
-    """dx, dw of each weight, db of each. needs: of x, the weights, the biases; kept_rows: x has all"""
-    op, count = "column_linear backward", len(weights)
+    """dx, dw of each weight, db of each. needs: of x, the weights, the biases
+
+    x: or the rows of it that were kept; it may be None where no dw is needed, a weight where dx is not
+    features: of x
+    """
+    op, count, numerics = "column_linear backward", len(weights), layout.numerics
     needs_dx, needs_dws, needs_dbs = needs[0], needs[1 : 1 + count], needs[1 + count :]
-    compare_in_backward(op, layout.group, needs)
-    x, dys = layout.operand(x), [layout.operand(dy) for dy in dys]
-    gathering = layout.gather(op, "gather of x", x, wanted=not kept_rows and any(needs_dws))
-    calls, slope = layout.calls(x.device), partial(act_grad_ref, activation=activation)
-    dzs = [map_segments(calls, slope, dy, z) for dy, z in zip(dys, zs, strict=True)] if zs else dys
-    summing = None
+    layout.compare_in_backward(op, needs)
+    gathering = summing = None
+    if x is not None and any(needs_dws):
+        gathering = layout.gather_kept(op, "x", x, kept, features)
+    dzs = [numerics.act_gradient(dy, z, activation) for dy, z in zip(dys, zs, strict=True)] if zs else dys
     if needs_dx:
-        pairs = list(zip(dzs, weights, strict=True))
+        pairs = [(numerics.gradients(dz), w) for dz, w in zip(dzs, weights, strict=True) if w is not None]
         summing = layout.sum_of_products(op, pairs, transposed=False, hidden=any(needs_dws))
         if not layout.overlap:
             summing = Done(summing.wait())
-    dbs = [bias_gradient(dz, calls) if need else None for dz, need in zip(dzs, needs_dbs, strict=True)]
-    full_x = gathering.wait()
-    dws = [
-        segmented_weight_gradient(dz, full_x, into, calls, dim=0) if need else None
-        for dz, into, need in zip(dzs, main_grads, needs_dws, strict=True)
+    dbs = [
+        numerics.bias_gradient(dz, split=True) if need else None
+        for dz, need in zip(dzs, needs_dbs, strict=True)
     ]
+    dws: list[Tensor | None] = [None] * count
+    if gathering is not None:
+        full_x = gathering.numbers()
+        dws = [
+            numerics.weight_gradient(dz, full_x, into, split="dy") if need else None
+            for dz, into, need in zip(dzs, main_grads, needs_dws, strict=True)
+        ]
     return [None if summing is None else summing.wait(), *dws, *dbs]
 
 
 def _column_gradient_shapes(
     needs: Sequence[bool],
     dys: Sequence[Tensor],
-    x: Tensor,
-    weights: Sequence[Tensor],
+    x: Tensor | None,
+    weights: Sequence[Tensor | None],
     zs: Sequence[Tensor],
     main_grads: MainGrads,
+    features: int,
     layout: Layout,
     *_: object,
 ) -> list[Tensor | None]:
+    dy, like = dys[0], dys[0].new_empty(0, features)
     empty = [
-        x.new_empty(dys[0].shape[0] // layout.token_shards, x.shape[1]),
-        *(empty_weight_gradient(dy, x, into) for dy, into in zip(dys, main_grads, strict=True)),
-        *(weight.new_empty(weight.shape[0]) for weight in weights),
+        dy.new_empty(dy.shape[0] // layout.token_shards, features),
+        *(empty_weight_gradient(dy, like, into) for dy, into in zip(dys, main_grads, strict=True)),
+        *(dy.new_empty(dy.shape[1]) for dy in dys),
     ]
     return [gradient if need else None for gradient, need in zip(empty, needs, strict=True)]
 

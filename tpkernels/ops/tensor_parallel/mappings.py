@@ -38,7 +38,7 @@ from tpkernels.comm.transports.rows import Gathering, Reducing, all_reducing
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.inputs import Context, apply
 from tpkernels.ops.tensor_parallel.flag_waits import waits_for
-from tpkernels.ops.tensor_parallel.operands import Group
+from tpkernels.ops.tensor_parallel.layout import Group
 from tpkernels.ops.tensor_parallel.parallel import begin_call, checked_group
 from tpkernels.tp_invariance import mode
 

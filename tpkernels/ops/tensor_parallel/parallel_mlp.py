@@ -17,36 +17,25 @@ R ranks, T tokens, K features in, F features between, N features out:
 With w_gate_shard z is the pair (g, u), h = f(g) * u, and dx sums both. Without sequence parallelism y and dx
 are all-reduced and nothing is gathered.
 
-Saved for backward: x_shard, z (or g and u) and the weights; h is computed again.
+Saved for backward: x_shard, z (or g and u) and the weights; h is computed again. How products, and what lies
+between them, are computed, and what is saved in fp8: `ops.numerics`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
-from tpkernels.dispatch.products import sums_dtype
-from tpkernels.kernels.activations import (
-    Activation,
-    Glu,
-    act_into,
-    act_ref,
-    require_activation,
-    require_glu,
-)
+from tpkernels.kernels.activations import Activation, Glu, require_activation, require_glu
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     Context,
-    as_dtype,
     autocast,
     check_linear,
     features_of,
@@ -60,24 +49,9 @@ from tpkernels.ops.main_grad import (
     check_main_grad,
     empty_weight_gradient,
 )
-from tpkernels.ops.quantized.mlp import quantized_mlp
-from tpkernels.ops.quantized.span import Span
-from tpkernels.ops.tensor_parallel.operands import (
-    Layout,
-    apply_distinct,
-    bias_gradient,
-    checked_layout,
-    recorded,
-)
-from tpkernels.ops.tensor_parallel.parallel import compare_in_backward, multiplying
-from tpkernels.ops.tensor_parallel.product_sum import rows_of
-from tpkernels.ops.tensor_parallel.segments import (
-    Along,
-    by_segment,
-    map_segments,
-    require_segments,
-    segmented_weight_gradient,
-)
+from tpkernels.ops.numerics import Kept
+from tpkernels.ops.tensor_parallel.layout import Layout, apply_distinct, checked_layout, recorded
+from tpkernels.ops.tensor_parallel.segments import require_segments
 
 
 @from_entry
@@ -107,17 +81,16 @@ def parallel_mlp(
     returns: like x, with out_features
     """
     op = "parallel_mlp"
-    glu: Glu | None = None
     if w_gate_shard is None:
-        activation = cast("Activation", activation or "gelu_tanh")
+        activation = activation or "gelu_tanh"
         require_activation(op, activation)
     else:
         if b_up_shard is not None:
             raise ValueError(
                 f"{op}: expected no b_up_shard with w_gate_shard, a gated unit has no biases; pass None"
             )
-        glu, activation = cast("Glu", activation or "swiglu"), "none"
-        require_glu(op, glu)
+        activation = activation or "swiglu"
+        require_glu(op, activation)
     w_up, b_up, w_down, w_gate = w_up_shard, b_up_shard, w_down_shard, w_gate_shard
     count = 2 if w_gate is None else 3
     into = [None] * count if main_grads is None else list(main_grads)
@@ -130,7 +103,7 @@ def parallel_mlp(
         group,
         sequence_parallel,
         overlap,
-        (glu or activation, w_gate is not None, b_down is not None, quantize),
+        (activation, w_gate is not None, b_down is not None, quantize),
         width=w_down.shape[0],
     )
     if is_casting(x):
@@ -144,46 +117,64 @@ def parallel_mlp(
                 f"{tuple(w_up.shape)}"
             )
     check_linear(op, x, w_up.shape[0], w_down, b_down, ("w_down_shard", "b_down"))
-    weights = [w_up, w_down] if w_gate is None else [w_up, w_gate, w_down]
+    ups = [w_up] if w_gate is None else [w_up, w_gate]
+    weights = [*ups, w_down]
     for main_grad, weight in zip(into, weights, strict=True):
         check_main_grad(op, main_grad, weight)
-    require_segments(op, layout.segments, [("rows of w_up_shard", w_up.shape[0])])
-    y: Tensor
-    if quantize is not None:
-        span = Span(layout.group, sequence_parallel, overlap, quantize)
-        y = quantized_mlp(op, tokens_of(x), weights[:-1], b_up, w_down, b_down, into, span, activation, glu)
-    elif recorded(x, b_up, b_down, *weights):
-        options, tensors = (layout, activation, glu), [tokens_of(x), b_up, b_down, *weights]
-        y = apply_distinct(_ParallelMlp, options, into, tensors=tensors)
-    else:
-        y = mlp_forward(tokens_of(x), b_up, b_down, weights, layout, activation, glu, False)[0]
-    return like_tokens(y, x)
+    require_segments(op, layout.numerics.segments, [("rows of w_up_shard", w_up.shape[0])])
+    layout = layout.in_fp8(op, quantize, x)
+    return like_tokens(up_and_down(op, tokens_of(x), ups, b_up, w_down, b_down, into, layout, activation), x)
+
+
+def up_and_down(
+    op: str,
+    x: Tensor,
+    ups: Sequence[Tensor],
+    b_up: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    main_grads: Sequence[Tensor | None],
+    layout: Layout,
+    unit: Activation | Glu,
+) -> Tensor:
+    """(tokens, features). x: likewise, checked and cast; ups: the weight up, and that of a gate behind it"""
+    weights = [*ups, w_down]
+    if not recorded(x, b_up, b_down, *weights):
+        return mlp_forward(x, b_up, b_down, weights, layout, unit, False, "none")[0]
+    tensors = [x, b_up, b_down, *weights]
+    y: Tensor = apply_distinct(_ParallelMlp, (op, layout, unit), main_grads, tensors=tensors)
+    return y
 
 
 class _ParallelMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
-        options: tuple[Layout, Activation, Glu | None],
+        options: tuple[str, Layout, Activation | Glu],
         main_grads: Sequence[Tensor | None],
         x: Tensor,
         b_up: Tensor | None,
         b_down: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        y, *kept = mlp_forward(x, b_up, b_down, weights, *options, keep=True)
-        ctx.options, ctx.main_grads = options, main_grads
-        ctx.save_for_backward(x, *weights, *kept)
+        op, layout, unit = options
+        kept = layout.kept()
+        y, *zs = mlp_forward(x, b_up, b_down, weights, layout, unit, True, kept)
+        rows = x if kept == "none" else zs.pop()
+        x_saved, _ = layout.numerics.saved(rows, weights, True, any(ctx.needs_input_grad[5:-1]))
+        ctx.save_for_backward(x_saved, *weights, *zs)
+        ctx.main_grads, ctx.op = main_grads, layout.numerics.named(op)
+        ctx.options = x.shape[1], layout, unit, kept
         return y
 
     @staticmethod
-    @first_order("parallel_mlp", reads_intermediates=True)
+    @first_order(reads_intermediates=True)
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         count, main_grads = len(ctx.main_grads), ctx.main_grads
         x, *saved = ctx.saved_tensors
-        weights, kept = saved[:count], saved[count:]
+        weights, zs = saved[:count], saved[count:]
         dx, db_up, db_down, *dws = mlp_gradients(
-            ctx.needs_input_grad[2:], dy, x, weights, kept, main_grads, *ctx.options
+            ctx.needs_input_grad[2:], dy, x, weights, zs, main_grads, *ctx.options
         )
         return None, None, dx, db_up, db_down, *add_if_traced(main_grads, dws)
 
@@ -195,32 +186,16 @@ def _mlp_forward(
     b_down: Tensor | None,
     weights: Sequence[Tensor],
     layout: Layout,
-    activation: Activation,
-    glu: Glu | None,
+    unit: Activation | Glu,
     keep: bool,
+    kept: Kept,
 ) -> list[Tensor]:
-    """y; if keep, z, or g and u. weights: up, (gate,) down; glu: in place of the activation"""
-    op = "parallel_mlp"
-    *ups, w_down = weights
-    apart = keep and (glu is not None or activation != "none")  # else z is h
-    gathering = layout.gather(op, "gather of x", layout.operand(x), features=ups[0].shape[0])
-    if glu is None and multiplying(gathering, layout.overlap):
-        ((h, z),) = gathering.products(ups, [b_up], activation, apart, keep_rows=False)
-        kept = [] if z is None else [z]
-    else:
-        calls, up = layout.calls(x.device), Along(ups[0], 0)
-
-        def multiply(_: slice, chunk: Tensor, h_and_kept: list[Tensor]) -> None:
-            out = [Along(each, 1) for each in h_and_kept]
-            if glu is None:
-                by_segment(calls, primitives.linear, out, chunk, up, Along(b_up, 0), activation, apart)
-            else:
-                by_segment(calls, primitives.glu, out, chunk, Along(ups[1], 0), up, glu, apart)
-
-        widths = [w_down.shape[1]] * (1 + len(ups) * apart)
-        h, *kept = layout.rowwise(gathering, x.shape[0] * layout.token_shards, widths, multiply)
-    y = layout.sum_of_products(op, [(h, w_down)], transposed=True, bias=b_down).wait()
-    return [y, *(kept if apart or not keep else [h])]
+    """y; if keep, z, or u and g, and the rows of x that are kept. weights: up, (gate,) down"""
+    (*ups, w_down), numerics = weights, layout.numerics
+    gathering = layout.gather("parallel_mlp", "x", x, numerics.activations, features=ups[0].shape[0])
+    h, zs = numerics.unit(gathering, ups, b_up, unit, keep)
+    y = layout.sum_of_products("parallel_mlp", [(h, w_down)], transposed=True, bias=b_down).wait()
+    return [y, *zs] if kept == "none" else [y, *zs, gathering.own()]
 
 
 def _mlp_shapes(
@@ -229,14 +204,15 @@ def _mlp_shapes(
     b_down: Tensor | None,
     weights: Sequence[Tensor],
     layout: Layout,
-    activation: Activation,
-    glu: Glu | None,
+    unit: Activation | Glu,
     keep: bool,
+    kept: Kept,
 ) -> list[Tensor]:
     *ups, w_down = weights
     tokens = x.shape[0] * layout.token_shards
-    kept = [x.new_empty(tokens, weight.shape[0]) for weight in ups] if keep else []
-    return [x.new_empty(x.shape[0], w_down.shape[0]), *kept]
+    zs = [x.new_empty(tokens, weight.shape[0]) for weight in ups] if keep else []
+    shapes = [x.new_empty(x.shape[0], w_down.shape[0]), *zs]
+    return shapes if kept == "none" else [*shapes, layout.empty_kept(x, kept)]
 
 
 mlp_forward = Operator("parallel_mlp", _mlp_forward, _mlp_shapes)
@@ -246,80 +222,65 @@ mlp_forward = Operator("parallel_mlp", _mlp_forward, _mlp_shapes)
 def _mlp_gradients(
     needs: Sequence[bool],
     dy_shard: Tensor,
-    x: Tensor,
+    x: Tensor | None,
     weights: Sequence[Tensor],
-    kept: Sequence[Tensor],
+    zs: Sequence[Tensor],
     main_grads: MainGrads,
+    features: int,
     layout: Layout,
-    activation: Activation,
-    glu: Glu | None,
+    unit: Activation | Glu,
+    kept: Kept,
 ) -> list[Tensor | None]:
-    """dx, db_up, db_down, dw of each weight. needs: in this order, too"""
-    op = "parallel_mlp backward"
+    """dx, db_up, db_down, dw of each weight. needs: in this order, too; x, features: as of `column_linear`"""
+    op, numerics = "parallel_mlp backward", layout.numerics
     *ups, w_down = weights
     *into_ups, into_down = main_grads
     needs_dx, needs_db_up, needs_db_down, *needs_ups, needs_down = needs
-    compare_in_backward(op, layout.group, needs)
-    x, dy_shard = layout.operand(x), layout.operand(dy_shard)
-    gathering_dy = layout.gather(op, "gather of dy", dy_shard, features=w_down.shape[1])
-    gathering_x = layout.gather(op, "gather of x", x, wanted=any(needs_ups))
-    tokens = kept[0].shape[0]
-    dbs_up: list[Tensor] = []
-    calls, down = layout.calls(x.device), Along(w_down, 1)
-    sums_as_they_come = needs_db_up and not layout.segments  # else in one order of tokens
-
-    def multiply(rows: slice, dy_chunk: Tensor, h_and_dzs: list[Tensor]) -> None:
-        """h, and dz of each weight but the last."""
-        h, *dzs = (Along(each, 1) for each in h_and_dzs)
-        saved = [rows_of(tensor, rows) for tensor in kept]
-        if glu is not None:
-            g_and_u = (Along(tensor, 1) for tensor in saved)
-            by_segment(calls, primitives.dglu, (*reversed(dzs), h), dy_chunk, down, *g_and_u, glu)
-            return
-        (z,) = saved
-        if sums_as_they_come:
-            dbs_up.append(h_and_dzs[0].new_empty(w_down.shape[1], dtype=sums_dtype(x.dtype)))
-        dz_and_db = (*dzs, *(Along(db, 0) for db in dbs_up[-1:]))
-        undone = Along(z, 1), activation, sums_as_they_come
-        by_segment(calls, primitives.dgrad_act, dz_and_db, dy_chunk, down, *undone)
-        if calls:
-            h_and_dzs[0].copy_(map_segments(calls, partial(act_ref, activation=activation), z))
-        else:
-            act_into(h_and_dzs[0], z, activation)
-
-    h, *dzs = layout.rowwise(gathering_dy, tokens, [w_down.shape[1]] * (1 + len(ups)), multiply)
-    dy = gathering_dy.wait()
-    dw_down = segmented_weight_gradient(dy, h, into_down, calls, dim=1) if needs_down else None
-    db_down = bias_gradient(dy) if needs_db_down else None
-    db_up = as_dtype(sum(dbs_up[1:], dbs_up[0]), dy.dtype) if dbs_up else None
-    if needs_db_up and not dbs_up:
-        db_up = bias_gradient(dzs[0], calls)
-    full_x = gathering_x.wait()
-    summing = None
+    layout.compare_in_backward(op, needs)
+    gathering_dy = layout.gather(op, "dy", dy_shard, numerics.gradients, features=w_down.shape[1])
+    gathering_x = None
+    if x is not None and any(needs_ups):
+        gathering_x = layout.gather_kept(op, "x", x, kept, features)
+    needs_dz = needs_dx or needs_db_up or any(needs_ups)
+    h, dzs, db_up = numerics.unit_gradients(
+        gathering_dy, w_down, zs, unit, (needs_down, needs_dz, needs_db_up)
+    )
+    gathering_dy.wait()  # also if nobody asks for dy: the call ends for all ranks alike
+    dw_down = db_down = summing = None
+    if needs_down or needs_db_down:
+        dy = gathering_dy.numbers()
+        if h is not None and needs_down:
+            dw_down = numerics.weight_gradient(dy, h, into_down, split="x")
+        db_down = numerics.bias_gradient(dy, split=False) if needs_db_down else None
+    full_x = None if gathering_x is None else gathering_x.numbers()
     if needs_dx:
-        pairs = list(zip(dzs, ups, strict=True))
+        pairs = [(numerics.gradients(dz), up) for dz, up in zip(dzs, ups, strict=True)]
         summing = layout.sum_of_products(op, pairs, transposed=False, hidden=any(needs_ups))
-    dws = [
-        segmented_weight_gradient(dz, full_x, into, calls, dim=0) if need else None
-        for dz, into, need in zip(dzs, into_ups, needs_ups, strict=True)
-    ]
+    dws: list[Tensor | None] = [None] * len(ups)
+    if full_x is not None:
+        dws = [
+            numerics.weight_gradient(dz, full_x, into, split="dy") if need else None
+            for dz, into, need in zip(dzs, into_ups, needs_ups, strict=True)
+        ]
     return [None if summing is None else summing.wait(), db_up, db_down, *dws, dw_down]
 
 
 def _mlp_gradient_shapes(
     needs: Sequence[bool],
     dy_shard: Tensor,
-    x: Tensor,
+    x: Tensor | None,
     weights: Sequence[Tensor],
-    kept: Sequence[Tensor],
+    zs: Sequence[Tensor],
     main_grads: MainGrads,
+    features: int,
     *_: object,
 ) -> list[Tensor | None]:
-    products = [(z, x) for z in kept] + [(dy_shard, kept[0])]
+    like = dy_shard.new_empty(0, features)
+    products = [(z, like) for z in zs] + [(dy_shard, zs[0])]
     empty = [
-        x.new_empty(x.shape),
-        x.new_empty(kept[0].shape[1]),
-        x.new_empty(dy_shard.shape[1]),
+        dy_shard.new_empty(dy_shard.shape[0], features),
+        dy_shard.new_empty(zs[0].shape[1]),
+        dy_shard.new_empty(dy_shard.shape[1]),
         *(empty_weight_gradient(dz, of, into) for (dz, of), into in zip(products, main_grads, strict=True)),
     ]
     return [gradient if need else None for gradient, need in zip(empty, needs, strict=True)]

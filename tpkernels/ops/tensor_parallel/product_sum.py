@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tpkernels.dispatch import primitives
@@ -12,15 +14,61 @@ from tpkernels.dispatch import primitives
 Pair = tuple[Tensor, Tensor]  # activations (tokens, depth), and a weight (cols, depth) or (depth, cols)
 
 
+class Terms(Protocol):
+    """A rank's terms of a sum over ranks, (rows, cols), computed when they are asked for."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def cols(self) -> int: ...
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the dtype and device in which they travel."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the sum."""
+
+    def __call__(self, rows: slice) -> Tensor:
+        """Of some rows; what it returns may be written."""
+
+    def alone(self, bias: Tensor | None) -> Tensor:
+        """The sum of one rank, plus bias."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProductSum:
-    """`product_sum` of some rows, computed when they are asked for."""
+    """`product_sum`."""
 
     pairs: Sequence[Pair]
     transposed: bool
 
+    @property
+    def rows(self) -> int:
+        return self.like.shape[0]
+
+    @property
+    def cols(self) -> int:
+        return self.pairs[0][1].shape[0 if self.transposed else 1]
+
+    @property
+    def like(self) -> Tensor:
+        return self.pairs[0][0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
+
     def __call__(self, rows: slice) -> Tensor:
         return product_sum([(rows_of(a, rows), w) for a, w in self.pairs], transposed=self.transposed)
+
+    def alone(self, bias: Tensor | None) -> Tensor:
+        if self.transposed:  # the product adds the bias
+            return primitives.linear(*self.pairs[0], bias, "none", False)[0]
+        assert bias is None, "gradients have no bias"
+        return product_sum(self.pairs, transposed=False)
 
     def as_linear(self) -> tuple[Pair, ...]:
         """With weights as `linear` takes them, (cols, depth)."""

@@ -14,7 +14,8 @@ R ranks, T tokens, K in_features, N out_features:
 Without sequence parallelism y is all-reduced, and backward communicates nothing. Sums over ranks are in fp32
 in the order of ranks, the bias is added once, and the result is rounded once.
 
-Saved for backward: x_shard and w_shard.
+Saved for backward: x_shard and w_shard, as far as a gradient needs them. How products are computed:
+`ops.numerics`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.first_order import first_order
@@ -37,29 +37,19 @@ from tpkernels.ops.main_grad import (
     WeightGradient,
     add_if_traced,
     check_main_grad,
-    weight_gradient,
+    empty_weight_gradient,
 )
-from tpkernels.ops.quantized import row_linear as row_linear_in_fp8
-from tpkernels.ops.quantized.limits import require_quantizable
-from tpkernels.ops.quantized.span import Span
-from tpkernels.ops.tensor_parallel.operands import (
-    Gradients,
+from tpkernels.ops.tensor_parallel.layout import (
     Layout,
     apply_distinct,
-    bias_gradient,
     checked_layout,
     recorded,
-    row_gradient_shapes,
-    row_shape,
     shaped_like,
 )
-from tpkernels.ops.tensor_parallel.parallel import compare_in_backward, multiplying, require_divisible
-from tpkernels.ops.tensor_parallel.segments import (
-    Along,
-    by_segment,
-    require_segments,
-    segmented_weight_gradient,
-)
+from tpkernels.ops.tensor_parallel.parallel import require_divisible
+from tpkernels.ops.tensor_parallel.segments import require_segments
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # dx, dw, db
 
 
 @from_entry
@@ -99,19 +89,15 @@ def row_linear(
         x_shard, weight_shard, bias = autocast(x_shard, weight_shard, bias)
     check_linear(op, x_shard, features_of(op, x_shard), weight_shard, bias, ("weight_shard", "bias"))
     check_main_grad(op, main_grad, weight_shard)
-    require_segments(op, layout.segments, [("columns of weight_shard", weight_shard.shape[1])])
+    require_segments(op, layout.numerics.segments, [("columns of weight_shard", weight_shard.shape[1])])
     if sequence_parallel:
-        require_divisible(op, x_shard, layout.group)
-    tokens = tokens_of(x_shard)
-    split: Layout | Span = layout
-    if quantize is not None:
-        require_quantizable(op, quantize, x_shard)
-        split = Span(layout.group, sequence_parallel, overlap, quantize)
+        require_divisible(op, x_shard, group)
+    layout, tokens = layout.in_fp8(op, quantize, x_shard), tokens_of(x_shard)
     y: Tensor
     if recorded(x_shard, weight_shard, bias):
-        y = apply_distinct(_RowLinear, split, main_grad, tensors=[tokens, weight_shard, bias])
+        y = apply_distinct(_RowLinear, layout, main_grad, tensors=[tokens, weight_shard, bias])
     else:
-        y = _forward(tokens, weight_shard, bias, split)
+        y = row_forward(tokens, weight_shard, bias, layout)
     return y if x_shard.ndim == 2 else shaped_like(y, x_shard, x_shard.shape[0] // layout.token_shards)
 
 
@@ -119,7 +105,7 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
-        split: Layout | Span,
+        layout: Layout,
         main_grad: Tensor | None,
         x: Tensor,
         weight: Tensor,
@@ -127,43 +113,28 @@ class _RowLinear(torch.autograd.Function):
     ) -> Tensor:
         _, _, needs_dx, needs_dw, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
-        ctx.split, ctx.main_grads = split, [main_grad]
-        return _forward(x, weight, bias, split)
+        ctx.layout, ctx.main_grads = layout, [main_grad]
+        return row_forward(x, weight, bias, layout)
 
     @staticmethod
     @first_order("row_linear")
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs, main_grads, (x, weight) = ctx.needs_input_grad[2:], ctx.main_grads, ctx.saved_tensors
-        dx, dw, db = _gradients(needs, dy, x, weight, main_grads, ctx.split)
+        dx, dw, db = row_gradients(needs, dy, x, weight, main_grads, ctx.layout)
         return None, None, dx, *add_if_traced(main_grads, [dw]), db
-
-
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, split: Layout | Span) -> Tensor:
-    if isinstance(split, Span):
-        return row_linear_in_fp8.row_forward(x, weight, bias, split)
-    return row_forward(x, weight, bias, split)
-
-
-def _gradients(
-    needs: Sequence[bool],
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    main_grads: MainGrads,
-    split: Layout | Span,
-) -> Gradients:
-    if isinstance(split, Span):
-        return row_linear_in_fp8.row_gradients(needs, dy, x, weight, main_grads, split)
-    return row_gradients(needs, dy, x, weight, main_grads, split)
 
 
 @all_or_fail
 def _row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
-    pairs = [(layout.operand(x), weight)]
+    pairs = [(layout.numerics.activations(x), weight)]
     return layout.sum_of_products("row_linear", pairs, transposed=True, bias=bias).wait()
 
 
-row_forward = Operator("row_linear", _row_forward, row_shape)
+def _row_shape(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
+    return x.new_empty(x.shape[0] // layout.token_shards, weight.shape[0])
+
+
+row_forward = Operator("row_linear", _row_forward, _row_shape)
 
 
 @all_or_fail
@@ -176,44 +147,47 @@ def _row_gradients(
     layout: Layout,
 ) -> Gradients:
     """dx, dw, db. x, weight: None where dw, dx are not needed"""
-    op, (into,) = "row_linear backward", main_grads
-    dy_shard, x = layout.operand(dy_shard), None if x is None else layout.operand(x)
+    op, (into,), numerics = "row_linear backward", main_grads, layout.numerics
     if layout.sequence_parallel:
-        compare_in_backward(op, layout.group, needs)
-    like = x if weight is None else weight
-    calls = 0 if like is None else layout.calls(like.device)
-    if layout.token_shards == 1 and not layout.segments:
-        dx = None if weight is None else primitives.dgrad(dy_shard, weight)
-        dw = None if x is None else weight_gradient(dy_shard, x, into)
-        return dx, dw, bias_gradient(dy_shard) if needs[2] else None
-    gathering = layout.gather(op, "gather of dy", dy_shard, features=0 if weight is None else weight.shape[1])
-    if multiplying(gathering, layout.overlap) and weight is not None:
-        ((dx, _),) = gathering.products([weight.t()], [None], "none", False, keep_rows=True)
-        dy = gathering.wait()
-        dw = None if x is None else weight_gradient(dy, x, into)
-    else:
-        tokens = dy_shard.shape[0] * layout.token_shards
-        # a GPU takes all rows at once: dgrad hides the transfers; and one order of tokens needs them all
-        as_they_arrive = layout.overlap and not layout.segments
-        batches = _Batches(x, into, tokens) if x is not None and as_they_arrive and x.is_cpu else None
+        layout.compare_in_backward(op, needs)
+    features = 0 if weight is None else weight.shape[1]
+    gathering = layout.gather(op, "dy", dy_shard, numerics.gradients, features=features)
+    dx = dw = db = also = None
+    # a GPU takes all rows at once: dgrad hides the transfers
+    if x is not None and x.is_cpu and gathering.arrives and numerics.sums_any_order:
+        also = _Batches(x, into)
+    if weight is not None:
+        dx = gathering.product(weight, also)
+    elif also is not None:
+        gathering.each([], also)
+    gathering.wait()  # also if nobody asks for dy: the call ends for all ranks alike
+    if x is not None or needs[2]:
+        dy = gathering.numbers()
+        if also is not None:
+            dw = also.get()
+        elif x is not None:
+            dw = numerics.weight_gradient(dy, x, into, split="x")
+        db = numerics.bias_gradient(dy, split=False) if needs[2] else None
+    return dx, dw, db
 
-        def multiply(rows: slice, dy_chunk: Tensor, dx: list[Tensor]) -> None:
-            if batches is not None:
-                batches.add(rows, dy_chunk)
-            if weight is not None:
-                by_segment(
-                    calls, primitives.dgrad, [Along(each, 1) for each in dx], dy_chunk, Along(weight, 1)
-                )
 
-        widths = [] if weight is None else [weight.shape[1]]
-        results = layout.rowwise(gathering, tokens, widths, multiply)
-        dx = results[0] if results else None
-        dy = gathering.wait()
-        if batches is not None:
-            dw = batches.get()
-        else:
-            dw = None if x is None else segmented_weight_gradient(dy, x, into, calls, dim=1)
-    return dx, dw, bias_gradient(dy) if needs[2] else None
+def _row_gradient_shapes(
+    needs: Sequence[bool],
+    dy_shard: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    main_grads: MainGrads,
+    layout: Layout,
+) -> Gradients:
+    tokens, features = dy_shard.shape[0] * layout.token_shards, dy_shard.shape[1]
+    return (
+        None if weight is None else dy_shard.new_empty(tokens, weight.shape[1]),
+        None if x is None else empty_weight_gradient(dy_shard, x, main_grads[0]),
+        dy_shard.new_empty(features) if needs[2] else None,
+    )
+
+
+row_gradients = Operator("row_linear_backward", _row_gradients, _row_gradient_shapes)
 
 
 class _Batches:
@@ -221,12 +195,12 @@ class _Batches:
     so that it takes a quarter of the rows or more.
     """
 
-    def __init__(self, x: Tensor, into: Into, tokens: int) -> None:
-        self._x, self._sum, self._least_rows = x, WeightGradient(into), tokens // 4
+    def __init__(self, x: Tensor, into: Into) -> None:
+        self._x, self._sum, self._least_rows = x, WeightGradient(into), x.shape[0] // 4
         self._dys: list[Tensor] = []
         self._rows = slice(0, 0)  # that they are of
 
-    def add(self, rows: slice, dy: Tensor) -> None:
+    def __call__(self, rows: slice, dy: Tensor, _: list[Tensor]) -> None:
         if rows.start != self._rows.stop:
             self._multiply()
             self._rows = slice(rows.start, rows.start)
@@ -245,6 +219,3 @@ class _Batches:
             dy = self._dys[0] if len(self._dys) == 1 else torch.cat(self._dys)
             self._sum.add(dy, self._x[self._rows])
         self._dys, self._rows = [], slice(self._rows.stop, self._rows.stop)
-
-
-row_gradients = Operator("row_linear_backward", _row_gradients, row_gradient_shapes)

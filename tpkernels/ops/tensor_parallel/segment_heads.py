@@ -23,7 +23,7 @@ from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply
-from tpkernels.ops.tensor_parallel.operands import Group
+from tpkernels.ops.tensor_parallel.layout import Group
 from tpkernels.ops.tensor_parallel.parallel import checked_group, start_rows, start_sum
 from tpkernels.ops.tensor_parallel.segments import segments_of
 from tpkernels.tp_invariance import tree_sum

@@ -8,7 +8,8 @@ alike wherever it lies; they take everything at once. Without TP-invariance all 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,18 +19,14 @@ from tpkernels.dispatch import primitives
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.dispatch.segments import Pair, segment_of, segment_sum, torch_computes
 from tpkernels.dispatch.segments import canonical as canonical
+from tpkernels.kernels.activations import Activation, act_ref
+from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
+from tpkernels.ops.numerics import Along, Plain
 from tpkernels.ops.tensor_parallel.product_sum import rows_of
 from tpkernels.tp_invariance import mode
 
 LEAST_ROWS = 256  # of a block; fewer cost a product more than what arrives early saves
-
-
-class Along(NamedTuple):
-    """A tensor, cut along a dimension."""
-
-    tensor: Tensor | None
-    dim: int
 
 
 def segments_of(op: str, group: ProcessGroup) -> int:
@@ -50,29 +47,6 @@ def require_segments(op: str, segments: int, sizes: Sequence[tuple[str, int]]) -
 def calls_of(segments: int, device: torch.device) -> int:
     """How many calls of one segment each make a result; 0: one call for all of them."""
     return segments if segments and torch_computes(device) else 0
-
-
-def by_segment(
-    segments: int, primitive: Callable[..., Any], out: Sequence[Along], *args: Along | object
-) -> None:
-    """`primitives.into(primitive, out, *args)`, in as many calls as `calls_of` says."""
-    if not segments:
-        whole = [arg.tensor if isinstance(arg, Along) else arg for arg in args]
-        primitives.into(primitive, [each.tensor for each in out if each.tensor is not None], *whole)
-        return
-    for segment in range(segments):
-        results = primitive(*(_cut(arg, segment, segments) for arg in args))
-        results = (results,) if isinstance(results, Tensor) else results
-        found = [result for result in results if result is not None]
-        for (tensor, dim), result in zip(out, found, strict=True):
-            assert tensor is not None, "what is written is there"
-            tensor.narrow(dim, segment * result.shape[dim], result.shape[dim]).copy_(result)
-
-
-def _cut(arg: object, segment: int, segments: int) -> object:
-    if isinstance(arg, Along):
-        return None if arg.tensor is None else segment_of(arg.tensor, arg.dim, segment, segments)
-    return canonical(arg) if isinstance(arg, Tensor) else arg
 
 
 def map_segments(
@@ -139,6 +113,74 @@ def in_blocks(arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterator[t
                 yield blocks[number], canonical(rows_of(whole, blocks[number]))
 
 
+class Segmented(Plain):
+    """In calls of one segment each, where torch computes."""
+
+    sums_any_order = False
+
+    def __init__(self, segments: int) -> None:
+        """segments: that this rank has of what ranks share"""
+        self.segments = segments
+
+    def __str__(self) -> str:
+        return f"{self.segments} segments"
+
+    def activations(self, x: Tensor) -> Tensor:
+        return canonical(x)
+
+    def gradients(self, dy: Tensor) -> Tensor:
+        return canonical(dy)
+
+    def blocks(self, arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterable[tuple[slice, Tensor]]:
+        return in_blocks(arriving, rows)
+
+    def compute(
+        self, primitive: Callable[..., Any], out: Sequence[Along], x: Tensor, *args: Along | object
+    ) -> None:
+        segments = calls_of(self.segments, x.device)
+        if not segments:
+            super().compute(primitive, out, x, *args)
+            return
+        x = canonical(x)
+        for segment in range(segments):
+            results = primitive(x, *(_cut(arg, segment, segments) for arg in args))
+            results = (results,) if isinstance(results, Tensor) else results
+            found = [result for result in results if result is not None]
+            for (tensor, dim), result in zip(out, found, strict=True):
+                assert tensor is not None, "what is written is there"
+                tensor.narrow(dim, segment * result.shape[dim], result.shape[dim]).copy_(result)
+
+    def terms(self, pairs: Sequence[Pair], transposed: bool) -> SegmentSum:
+        return SegmentSum(pairs, transposed, self.segments)
+
+    def weight_gradient(
+        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"]
+    ) -> Tensor | None:
+        calls = calls_of(self.segments, x.device)
+        return segmented_weight_gradient(canonical(dy), canonical(x), into, calls, dim=int(split == "x"))
+
+    def bias_gradient(self, dz: Tensor, *, split: bool) -> Tensor:
+        calls = calls_of(self.segments, dz.device) if split else 0
+        return as_dtype(map_segments(calls, primitives.bias_grad, canonical(dz), dim=0), dz.dtype)
+
+    def act_into(self, h: Tensor, z: Tensor, activation: Activation) -> None:
+        calls = calls_of(self.segments, z.device)
+        if calls:
+            h.copy_(map_segments(calls, partial(act_ref, activation=activation), z))
+        else:
+            super().act_into(h, z, activation)
+
+    def act_gradient(self, dy: Tensor, z: Tensor, activation: Activation) -> Tensor:
+        slope = partial(super().act_gradient, activation=activation)
+        return map_segments(calls_of(self.segments, dy.device), slope, canonical(dy), z)
+
+
+def _cut(arg: object, segment: int, segments: int) -> object:
+    if isinstance(arg, Along):
+        return None if arg.tensor is None else segment_of(arg.tensor, arg.dim, segment, segments)
+    return arg
+
+
 class SegmentSum:
     """This rank's terms of a sum over ranks, of any rows: in fp32 or wider, block by block when asked for."""
 
@@ -146,7 +188,8 @@ class SegmentSum:
         self._pairs, self._transposed, self._segments = pairs, transposed, segments
         activations, weight = pairs[0]
         self.rows, self.cols = activations.shape[0], weight.shape[0 if transposed else 1]
-        self.like = activations.new_empty(0, dtype=sums_dtype(activations.dtype))
+        self.dtype = activations.dtype
+        self.like = activations.new_empty(0, dtype=sums_dtype(self.dtype))
         self._blocks = row_blocks(self.rows, activations.device)
         self._any_rows = not torch_computes(activations.device)
         self._sums: Tensor | None = None
@@ -161,6 +204,10 @@ class SegmentSum:
             self._blocks.remove(block)
             self._sums[block] = self._computed(block)
         return rows_of(self._sums, rows)
+
+    def alone(self, bias: Tensor | None) -> Tensor:
+        total = self(slice(0, self.rows))
+        return as_dtype(total if bias is None else total + as_dtype(bias, total.dtype), self.dtype)
 
     def _computed(self, rows: slice) -> Tensor:
         pairs = [(rows_of(a, rows), w) for a, w in self._pairs]

@@ -1,0 +1,221 @@
+"""How an op computes: one of three strategies, over which each op is written once.
+
+    Plain       operands as they are; an activation is computed with the product before it
+    Segmented   the same in calls of fixed sizes, for TP-invariance: see `tensor_parallel.segments`
+    Quantized   products of operands in fp8: see `quantized.products`
+
+An operand is a matrix as products take it; what ranks send each other of it are rows of one tensor. A product
+is x wᵀ, or dy w where `transposed` is False. Ranks share its width where rows are gathered before it, and its
+depth where sums over ranks follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tpkernels.dispatch import primitives
+from tpkernels.dispatch.products import sums_dtype
+from tpkernels.kernels.activations import Activation, Glu, act_grad_ref, act_into
+from tpkernels.ops.inputs import as_dtype
+from tpkernels.ops.main_grad import Into, weight_gradient
+from tpkernels.ops.tensor_parallel.product_sum import ProductSum, Terms, rows_of
+
+Operand = Any  # a tensor, or what else a strategy makes of it
+Kept = Literal["none", "own", "all"]
+Compute = Callable[[slice, Operand, list[Tensor]], object]  # of which rows, these, and where results belong
+
+
+class Along(NamedTuple):
+    """A tensor, and the dimension along which ranks have shards of it."""
+
+    tensor: Tensor | None
+    dim: int
+
+
+class Gathered(Protocol):
+    """Rows of an operand from all ranks, some of which may be under way: `layout.GatheredRows`."""
+
+    def each(self, widths: Sequence[int], compute: Compute) -> list[Tensor]: ...
+
+    def products(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        activation: Activation = "none",
+        keep_z: bool = False,
+    ) -> list[Tensor]: ...
+
+    def product(self, weight: Tensor) -> Tensor: ...
+
+
+class Plain:
+    """In the dtype of the operands."""
+
+    segments = 0  # of TP-invariance, that this rank has
+    sums_any_order = True  # of tokens: gradients may be summed as rows arrive
+    kept: Kept = "none"  # the rows that forward keeps of an x that it gathered; none: x itself is kept
+
+    def __str__(self) -> str:
+        return ""
+
+    def named(self, op: str) -> str:
+        return op
+
+    # operands
+
+    def activations(self, x: Tensor) -> Operand:
+        return x
+
+    def gradients(self, dy: Tensor) -> Operand:
+        return dy
+
+    def weight(self, weight: Tensor, transposed: bool) -> Operand:
+        return weight
+
+    def sent(self, operand: Operand) -> Tensor:
+        """What travels of it, row by row."""
+        rows: Tensor = operand
+        return rows
+
+    def sent_as(self, x: Tensor) -> tuple[int, torch.dtype]:
+        """Width and dtype of what travels of such a matrix."""
+        return x.shape[1], x.dtype
+
+    def received(self, like: Operand, rows: Tensor) -> Operand:
+        """Other rows that travelled, as an operand of the kind of `like`."""
+        return rows
+
+    def kept_operand(self, rows: Tensor, features: int) -> Operand:
+        """Of rows that `sent` gave and forward kept."""
+        return rows
+
+    def numbers(self, operand: Operand) -> Tensor:
+        numbers: Tensor = operand
+        return numbers
+
+    def described(self, operand: Operand) -> str:
+        """What ranks are to have alike of it, beside its shape."""
+        return ""
+
+    def dtype(self, rows: Tensor) -> torch.dtype:
+        """Of products of rows that travelled."""
+        return rows.dtype
+
+    def blocks(self, arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterable[tuple[slice, Tensor]]:
+        """Rows that are multiplied at once, of rows that arrive in chunks."""
+        return arriving
+
+    def saved(
+        self, x: Tensor, weights: Sequence[Tensor], needs_dx: bool, needs_dws: bool
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """For backward: all, since second derivatives are refused along them."""
+        return x, weights
+
+    # products
+
+    def product_into(
+        self,
+        out: Sequence[Tensor],
+        x: Operand,
+        weight: Operand,
+        bias: Tensor | None,
+        transposed: bool,
+        activation: Activation,
+        keep_z: bool,
+    ) -> None:
+        """out: act(x wᵀ + bias), and what it is applied to if that is kept and another"""
+        if transposed:
+            split = Along(weight, 0), Along(bias, 0)
+            self.compute(primitives.linear, _columns(out), x, *split, activation, keep_z)
+        else:
+            self.compute(primitives.dgrad, _columns(out), x, Along(weight, 1))
+
+    def compute(
+        self, primitive: Callable[..., Any], out: Sequence[Along], x: Tensor, *args: Along | object
+    ) -> None:
+        """`primitives.into(primitive, out, x, *args)`"""
+        whole = [arg.tensor if isinstance(arg, Along) else arg for arg in args]
+        primitives.into(primitive, [each.tensor for each in out if each.tensor is not None], x, *whole)
+
+    def terms(self, pairs: Sequence[tuple[Operand, Tensor]], transposed: bool) -> Terms:
+        """This rank's terms of a sum over ranks, of the sum of these products."""
+        return ProductSum(pairs, transposed)
+
+    def weight_gradient(
+        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"]
+    ) -> Tensor | None:
+        """dyᵀ x, or None if it was added to a main_grad. split: which of them ranks have shards of"""
+        return weight_gradient(dy, x, into)
+
+    def bias_gradient(self, dz: Tensor, *, split: bool) -> Tensor:
+        """The sum over tokens, in the dtype of dz, which the bias has, too. split: ranks have shards of it"""
+        return as_dtype(primitives.bias_grad(dz), dz.dtype)
+
+    # between two products; `unit` is an activation, or a gated unit of two weights: of up and gate
+
+    def unit(
+        self, rows: Gathered, ups: Sequence[Tensor], b_up: Tensor | None, unit: Activation | Glu, keep: bool
+    ) -> tuple[Operand, list[Tensor]]:
+        """h = act(x w_upᵀ + b_up), or f(g) * u; and if keep, z or u and g."""
+        if len(ups) == 1:
+            apart = keep and unit != "none"  # else z is h
+            h, *zs = rows.products(ups, [b_up], unit, apart)  # type: ignore[arg-type]
+            return h, zs if apart or not keep else [h]
+        up, gate = (Along(weight, 0) for weight in ups)
+
+        def compute(_: slice, chunk: Tensor, h_u_g: list[Tensor]) -> None:
+            out = _columns([h_u_g[0], *reversed(h_u_g[1:])])
+            self.compute(primitives.glu, out, chunk, gate, up, unit, keep)
+
+        h, *zs = rows.each([ups[0].shape[0]] * (3 if keep else 1), compute)
+        return h, zs
+
+    def unit_gradients(
+        self,
+        rows: Gathered,
+        w_down: Tensor,
+        zs: Sequence[Tensor],
+        unit: Activation | Glu,
+        needs: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, Sequence[Tensor], Tensor | None]:
+        """h again, dz of each z, and the sum over tokens of the first. rows: of dy; needs: which of these"""
+        down, width = Along(w_down, 1), w_down.shape[1]
+        dbs: list[Tensor] = []
+        sums = needs[2] and self.sums_any_order
+
+        def compute(chunk_rows: slice, dy: Tensor, h_and_dzs: list[Tensor]) -> None:
+            h, *dzs = h_and_dzs
+            saved = [rows_of(z, chunk_rows) for z in zs]
+            if len(zs) == 2:
+                u, g = _columns(saved)
+                self.compute(primitives.dglu, _columns([*reversed(dzs), h]), dy, down, g, u, unit)
+                return
+            if sums:
+                dbs.append(h.new_empty(width, dtype=sums_dtype(h.dtype)))
+            dz_and_db = (*_columns(dzs), *(Along(db, 0) for db in dbs[-1:]))
+            self.compute(primitives.dgrad_act, dz_and_db, dy, down, *_columns(saved), unit, sums)
+            self.act_into(h, saved[0], unit)  # type: ignore[arg-type]
+
+        h, *dzs = rows.each([width] * (1 + len(zs)), compute)
+        if not needs[2]:
+            return h, dzs, None
+        db = as_dtype(sum(dbs[1:], dbs[0]), h.dtype) if dbs else self.bias_gradient(dzs[0], split=True)
+        return h, dzs, db
+
+    def act_into(self, h: Tensor, z: Tensor, activation: Activation) -> None:
+        act_into(h, z, activation)
+
+    def act_gradient(self, dy: Tensor, z: Tensor, activation: Activation) -> Tensor:
+        return act_grad_ref(dy, z, activation)
+
+
+def _columns(tensors: Sequence[Tensor]) -> list[Along]:
+    """Of which ranks have columns."""
+    return [Along(tensor, 1) for tensor in tensors]
+
+
+PLAIN = Plain()

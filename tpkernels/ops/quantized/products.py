@@ -1,0 +1,217 @@
+"""Products in fp8: operands quantized, rows gathered as words, partial sums added over ranks.
+
+Each product is of rows in fp8 with their scales, and gives sums in fp32, rounded once; ^ marks rows in fp8:
+
+    forward   y  = x̂ ŵᵀ + b       rows of x, rows of w
+    dgrad     dx = d̂y w̃           rows of dy, columns of w, which have scales of their own
+    wgrad     dw = dyᵀ x          in the dtype of x; or in fp8, columns of dy and of x
+
+What sequence parallelism gathers travels as words, forward and backward. wgrad takes what this rank has: of
+x and dy the numbers themselves, of what was gathered the rounded ones. Where ranks share the depth of a
+product, its scales are of this rank's features: other numbers of ranks round otherwise.
+
+Sums over ranks are not sent in fp8: R terms, each rounded to 4 bits, are off as much as each of them is, and
+that would be the gradient itself, not an operand that many products average out.
+
+Saved for backward: of an x that is gathered its words, and not what no gradient needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from tpkernels.dispatch import primitives
+from tpkernels.dispatch.scaled import DTYPE, Wide
+from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_grad_ref, act_ref
+from tpkernels.kernels.recipe import Format, Recipe
+from tpkernels.kernels.scaled import Scaled, words_of
+from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
+from tpkernels.ops.numerics import Gathered, Kept, Plain
+from tpkernels.ops.quantized.weights import columns_of_weight, rows_of_weight
+
+Pair = tuple[Scaled, Scaled]
+
+
+class Quantized(Plain):
+    """By a recipe, of tensors of one dtype."""
+
+    sums_any_order = False
+    kept: Kept = "own"
+
+    def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
+        self.recipe, self._dtype = recipe, dtype
+
+    def __str__(self) -> str:
+        return word_of(self._dtype) + " " + str(self.recipe)  # the compiler traces no f-string of a recipe
+
+    def named(self, op: str) -> str:
+        return f"{op} in fp8"
+
+    def activations(self, x: Tensor) -> Scaled:
+        return self._quantized(x, "e4m3")
+
+    def gradients(self, dy: Tensor) -> Scaled:
+        return self._quantized(dy, self.recipe.gradients)
+
+    def _quantized(self, x: Tensor, format: Format) -> Scaled:
+        scaling = self.recipe.scaling
+        words = primitives.quantize(x, format, scaling, self.recipe.power_of_two, False)
+        return Scaled(words, x.shape[1], format, scaling)
+
+    def weight(self, weight: Tensor, transposed: bool) -> Scaled:
+        return (rows_of_weight if transposed else columns_of_weight)(weight, self.recipe)
+
+    def sent(self, operand: Scaled) -> Tensor:
+        return operand.words
+
+    def sent_as(self, x: Tensor) -> tuple[int, torch.dtype]:
+        return words_of(x.shape[1], self.recipe.scaling), torch.int32
+
+    def received(self, like: Scaled, rows: Tensor) -> Scaled:
+        return like.with_words(rows)
+
+    def kept_operand(self, rows: Tensor, features: int) -> Scaled:
+        return Scaled(rows, features, "e4m3", self.recipe.scaling)
+
+    def numbers(self, operand: Scaled) -> Tensor:
+        return primitives.dequantize(operand.data, operand.scale, word_of(self._dtype))
+
+    def described(self, operand: Scaled) -> str:
+        # words by another recipe may have this shape, too: ranks must not take them for these
+        return f" in {operand.format}, {self.recipe}"
+
+    def dtype(self, rows: Tensor) -> torch.dtype:
+        return self._dtype
+
+    def saved(
+        self, x: Tensor, weights: Sequence[Tensor], needs_dx: bool, needs_dws: bool
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        return x if needs_dws else None, weights if needs_dx else [None] * len(weights)
+
+    def product_into(
+        self,
+        out: Sequence[Tensor],
+        x: Scaled,
+        weight: Scaled,
+        bias: Tensor | None,
+        transposed: bool,
+        activation: Activation,
+        keep_z: bool,
+    ) -> None:
+        operands = x.data, weight.data, x.scale, weight.scale_of_squares, bias, activation, keep_z
+        primitives.into(primitives.scaled_linear, out, *operands, word_of(out[0].dtype))
+
+    def terms(self, pairs: Sequence[tuple[Scaled, Tensor]], transposed: bool) -> ScaledSum:
+        return ScaledSum([(a, self.weight(w, transposed)) for a, w in pairs], self._dtype)
+
+    def weight_gradient(
+        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"]
+    ) -> Tensor | None:
+        if self.recipe.wgrad == "bf16":
+            return weight_gradient(dy, x, into)
+        pairs = [(self.gradients(dy.t()), self.activations(x.t()))]
+        gradient = _sum_of(pairs, dtype_of_gradient(x, into))
+        if not isinstance(into, Tensor):
+            return gradient
+        into += gradient
+        return None
+
+    def unit(
+        self, rows: Gathered, ups: Sequence[Tensor], b_up: Tensor | None, unit: Activation | Glu, keep: bool
+    ) -> tuple[Scaled, list[Tensor]]:
+        """h, which is computed in fp32, is not written in 16 bits."""
+        zs = rows.products(ups, [b_up, *[None] * (len(ups) - 1)])
+        scaling, power_of_two = self.recipe.scaling, self.recipe.power_of_two
+        if unit in GATE_OF:
+            u, g = zs
+            words = primitives.quantize_glu(g, u, cast("Glu", unit), "e4m3", scaling, power_of_two)
+        else:
+            words = primitives.quantize_act(zs[0], cast("Activation", unit), "e4m3", scaling, power_of_two)
+        return Scaled(words, zs[0].shape[1], "e4m3", scaling), zs if keep else []
+
+    def unit_gradients(
+        self,
+        rows: Gathered,
+        w_down: Tensor,
+        zs: Sequence[Tensor],
+        unit: Activation | Glu,
+        needs: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, Sequence[Tensor], Tensor | None]:
+        needs_h, needs_dz, needs_db = needs
+        h = between(zs, unit) if needs_h else None
+        dzs = between_gradients(rows.product(w_down), zs, unit) if needs_dz else []
+        return h, dzs, self.bias_gradient(dzs[0], split=True) if needs_db else None
+
+
+def between(zs: Sequence[Tensor], unit: Activation | Glu) -> Tensor:
+    """h of z, or of u and g"""
+    if unit in GATE_OF:
+        u, g = zs
+        return act_ref(g, GATE_OF[cast("Glu", unit)]) * u
+    return act_ref(zs[0], cast("Activation", unit))
+
+
+def between_gradients(dh: Tensor, zs: Sequence[Tensor], unit: Activation | Glu) -> list[Tensor]:
+    if unit in GATE_OF:
+        (u, g), activation = zs, GATE_OF[cast("Glu", unit)]
+        return [dh * act_ref(g, activation), act_grad_ref(dh * u, g, activation)]
+    return [act_grad_ref(dh, zs[0], cast("Activation", unit))]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledSum:
+    """This rank's terms of a sum over ranks, of any rows, computed when they are asked for."""
+
+    pairs: Sequence[Pair]
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        return self.pairs[0][0].words.shape[0]
+
+    @property
+    def cols(self) -> int:
+        return self.pairs[0][1].words.shape[0]
+
+    @property
+    def like(self) -> Tensor:
+        return self.pairs[0][0].words.new_empty(0, dtype=self.dtype)
+
+    def __call__(self, rows: slice) -> Tensor:
+        return _sum_of([(a.rows(rows), w) for a, w in self.pairs], self.dtype)
+
+    def alone(self, bias: Tensor | None) -> Tensor:
+        return _sum_of(self.pairs, self.dtype, bias)
+
+
+def _sum_of(pairs: Sequence[Pair], dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Of several, in fp32, and rounded once."""
+    (first, weight), *others = pairs
+    if not others:
+        return _product(first, weight, bias, dtype)
+    assert bias is None, "only gradients add up products"
+    total = _product(first, weight, None, torch.float32)
+    for other, weight in others:
+        total += _product(other, weight, None, torch.float32)
+    return total.to(dtype)
+
+
+def _product(x: Scaled, weight: Scaled, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x̂ ŵᵀ + bias"""
+    operands = x.data, weight.data, x.scale, weight.scale_of_squares, bias
+    return primitives.scaled_linear(*operands, "none", False, word_of(dtype))[0]
+
+
+def word_of(dtype: torch.dtype) -> Wide:
+    return cast("Wide", str(dtype).removeprefix("torch."))
+
+
+def quantized_named(name: str) -> Quantized:
+    """As `str` writes it."""
+    dtype, _, recipe = name.partition(" ")
+    return Quantized(Recipe.named(recipe), DTYPE[cast("Wide", dtype)])

@@ -1,0 +1,293 @@
+"""How an op is split over ranks: operands are checked, gathered, multiplied, and their products summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.transports.rows import Pending
+from tpkernels.dispatch import primitives
+from tpkernels.dispatch.operators import Packed
+from tpkernels.kernels.activations import Activation
+from tpkernels.kernels.recipe import Recipe
+from tpkernels.ops.inputs import any_requires_grad, apply, as_dtype, in_forward_mode
+from tpkernels.ops.numerics import PLAIN, Compute, Kept, Operand, Plain
+from tpkernels.ops.quantized.limits import require_quantizable
+from tpkernels.ops.quantized.products import Quantized, quantized_named
+from tpkernels.ops.tensor_parallel.flag_waits import MultipliedRows
+from tpkernels.ops.tensor_parallel.parallel import (
+    Done,
+    Rounded,
+    Rows,
+    arrivals,
+    checked_group,
+    compare_in_backward,
+    group_named,
+    multiplying,
+    name_of,
+    start_rows,
+    start_sum,
+)
+from tpkernels.ops.tensor_parallel.product_sum import rows_of
+from tpkernels.ops.tensor_parallel.segments import Segmented, segments_of
+
+Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
+MaybeGroup = Annotated[
+    ProcessGroup | None,
+    Packed(
+        str,
+        lambda group: "" if group is None else name_of(group),
+        lambda name: group_named(name) if name else None,
+    ),
+]
+
+
+def _numerics_named(name: str) -> Plain:
+    """As `str` writes them."""
+    number, _, word = name.partition(" ")
+    return PLAIN if not name else Segmented(int(number)) if word == "segments" else quantized_named(name)
+
+
+Numerics = Annotated[Plain, Packed(str, str, _numerics_named)]
+
+
+class Layout(NamedTuple):
+    """How an op is split over ranks, and how it computes."""
+
+    group: MaybeGroup  # None: this rank alone
+    sequence_parallel: bool = False
+    overlap: bool = False
+    numerics: Numerics = PLAIN
+
+    def in_fp8(self, op: str, recipe: Recipe | None, x: Tensor) -> Layout:
+        """By this recipe, if there is one. x: checked and cast"""
+        if recipe is None:
+            return self
+        require_quantizable(op, recipe, x)
+        return self._replace(numerics=Quantized(recipe, x.dtype))
+
+    @property
+    def token_shards(self) -> int:
+        """How many ranks share the tokens, where these are split."""
+        return self.group.size() if self.group is not None and self.sequence_parallel else 1
+
+    def kept(self, save_gathered: bool = False) -> Kept:
+        """Which rows of x, as they travelled, forward keeps in place of x."""
+        if self.token_shards == 1:
+            return "none"
+        return "all" if save_gathered else self.numerics.kept
+
+    def empty_kept(self, x: Tensor, kept: Kept) -> Tensor:
+        """Of their shape and dtype."""
+        tokens = x.shape[0] * (self.token_shards if kept == "all" else 1)
+        width, dtype = self.numerics.sent_as(x)
+        return x.new_empty(tokens, width, dtype=dtype)
+
+    def compare_in_backward(self, op: str, needs: Sequence[object]) -> None:
+        if self.group is not None:
+            compare_in_backward(op, self.group, needs)
+
+    def gather(
+        self, op: str, name: str, matrix: Tensor, prepare: Callable[[Tensor], Operand], *, features: int = 0
+    ) -> GatheredRows:
+        """All tokens of a matrix, which has all of them already without sequence parallelism.
+
+        prepare: makes an operand of it
+        features: width of the narrowest product that takes rows as they arrive; 0: they are awaited at once
+        """
+        if self.token_shards == 1:
+            return GatheredRows(self, prepare, matrix, None)
+        assert self.group is not None, "several ranks have a group"
+        own = prepare(matrix)
+        what = f"gather of {name}{self.numerics.described(own)}"
+        gathering = start_rows(op, what, self.numerics.sent(own), self.group, features, self.overlap)
+        return GatheredRows(self, prepare, own, gathering)
+
+    def gather_kept(self, op: str, name: str, rows: Tensor, kept: Kept, features: int) -> GatheredRows:
+        """All tokens of a matrix of so many features, of which forward kept these rows."""
+        prepare = partial(self.numerics.kept_operand, features=features)
+        if kept == "all":
+            return GatheredRows(self, prepare, prepare(rows), Done(rows))
+        return self.gather(op, name, rows, prepare)
+
+    def sum_of_products(
+        self,
+        op: str,
+        pairs: Sequence[tuple[Operand, Tensor]],
+        *,
+        transposed: bool,
+        bias: Tensor | None = None,
+        hidden: bool = False,
+    ) -> Pending:
+        """The sum over ranks of these products and of bias: for our tokens if they are split, or for all.
+
+        hidden: what is computed before they are awaited hides the transfers, so that nothing is cut for it
+        """
+        terms = self.numerics.terms(pairs, transposed)
+        if self.group is None or self.group.size() == 1:
+            return Done(terms.alone(bias))
+        like = terms.like
+        total = start_sum(
+            op,
+            terms,
+            terms.rows,
+            terms.cols,
+            like,
+            self.group,
+            scatter=self.sequence_parallel,
+            overlap=self.overlap,
+            bias=bias if bias is None else as_dtype(bias, like.dtype),
+            features=0 if hidden else terms.cols,
+        )
+        return total if like.dtype == terms.dtype else Rounded(total, terms.dtype)
+
+
+class GatheredRows:
+    """Rows of an operand from all ranks, some of which may be under way."""
+
+    def __init__(
+        self, layout: Layout, prepare: Callable[[Tensor], Operand], own: Operand, gathering: Rows | None
+    ) -> None:
+        """own: the operand of this rank's rows; or without a gathering the matrix that `prepare` takes"""
+        self._layout, self._numerics = layout, layout.numerics
+        self._prepare, self._own, self._gathering = prepare, own, gathering
+
+    @property
+    def arrives(self) -> bool:
+        """Whether rows are given as they arrive."""
+        under_way = self._gathering is not None and not isinstance(self._gathering, Done)
+        return under_way and self._layout.overlap and self._multiplying is None
+
+    @property
+    def _multiplying(self) -> MultipliedRows | None:
+        """If a kernel multiplies all of them in one launch, as they arrive."""
+        gathering = self._gathering
+        return gathering if gathering is not None and multiplying(gathering, self._layout.overlap) else None
+
+    def own(self) -> Tensor:
+        """This rank's rows, as they travel."""
+        return self._numerics.sent(self._own)
+
+    def wait(self) -> Tensor:
+        """All rows, as they travel."""
+        full: Tensor = self._own if self._gathering is None else self._gathering.wait()
+        return full
+
+    def numbers(self) -> Tensor:
+        """All rows, as numbers."""
+        full = self.wait()
+        if self._gathering is None:
+            return full
+        return self._numerics.numbers(self._numerics.received(self._own, full))
+
+    def each(self, widths: Sequence[int], compute: Compute) -> list[Tensor]:
+        """(tokens, width) of each width, of which `compute` writes the rows of each chunk as it arrives."""
+        layout, numerics, own, gathering = self._layout, self._numerics, self._own, self._gathering
+        if gathering is None:
+            own = self._prepare(own)
+            gathering = Done(numerics.sent(own))
+        rows = numerics.sent(own)
+        tokens, dtype = rows.shape[0] * layout.token_shards, numerics.dtype(rows)
+        full = [rows.new_empty(tokens, width, dtype=dtype) for width in widths]
+        for here, chunk in numerics.blocks(arrivals(gathering, layout.overlap), tokens):
+            compute(here, numerics.received(own, chunk), [rows_of(matrix, here) for matrix in full])
+        return full
+
+    def products(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        activation: Activation = "none",
+        keep_z: bool = False,
+        *,
+        keep_rows: bool = False,
+    ) -> list[Tensor]:
+        """y = act(x wᵀ + b) of each weight; if keep_z, z of each. keep_rows: `wait` is called later"""
+        if (kernel := self._multiplying) is not None:
+            found = kernel.products(weights, biases, activation, keep_z, keep_rows=keep_rows)
+            ys, zs = zip(*found, strict=True)
+            return [*ys, *(z for z in zs if z is not None)]
+        prepared = [self._numerics.weight(weight, True) for weight in weights]
+
+        def multiply(_: slice, chunk: Operand, out: list[Tensor]) -> None:
+            for i, (weight, bias) in enumerate(zip(prepared, biases, strict=True)):
+                self._numerics.product_into(
+                    out[i :: len(prepared)], chunk, weight, bias, True, activation, keep_z
+                )
+
+        return self.each([weight.shape[0] for weight in weights] * (2 if keep_z else 1), multiply)
+
+    def product(self, weight: Tensor, also: Compute | None = None) -> Tensor:
+        """dy w; `wait` is called later. also: is given rows as they arrive"""
+        if (kernel := self._multiplying) is not None:
+            return kernel.products([weight.t()], [None], "none", False, keep_rows=True)[0][0]
+        if self._gathering is None and self._numerics is PLAIN:  # tiny products take half the time at once
+            return primitives.dgrad(self._own, weight)
+        prepared = self._numerics.weight(weight, False)
+
+        def multiply(here: slice, chunk: Operand, out: list[Tensor]) -> None:
+            if also is not None:
+                also(here, chunk, [])
+            self._numerics.product_into(out, chunk, prepared, None, False, "none", False)
+
+        return self.each([weight.shape[1]], multiply)[0]
+
+
+def checked_layout(
+    op: str,
+    x: Tensor,
+    parameters: Sequence[Tensor | None],
+    group: ProcessGroup,
+    sequence_parallel: bool,
+    overlap: bool,
+    options: Sequence[object],
+    *,
+    width: int,
+    name: str = "x",
+) -> Layout:
+    """If this rank is a member of the group, and x has the tokens that sequence parallelism splits.
+
+    options: all else that ranks must have alike; width: features of what is moved; name: of x
+    """
+    group = checked_group(
+        group,
+        op,
+        dtype=x.dtype,
+        rows=x.shape[:-1],
+        width=width,
+        tensors=[x, *parameters],
+        options=(*options, sequence_parallel, overlap),
+    )
+    if sequence_parallel and x.ndim < 2:
+        raise ValueError(
+            f"{op}: expected {name} (tokens, ..., in_features) with sequence_parallel, got {x.ndim}-D"
+        )
+    segments = segments_of(op, group)  # or an error
+    return Layout(group, sequence_parallel, overlap, Segmented(segments) if segments else PLAIN)
+
+
+def shaped_like(y: Tensor, x: Tensor, tokens: int) -> Tensor:
+    """(rows, features) -> the leading dimensions of x, of which the first is now `tokens`, and features."""
+    return y.view(*(tokens, *x.shape[1:-1])[: x.ndim - 1], y.shape[1])
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether autograd records a call; one that it does not record is quicker without `apply`."""
+    return any_requires_grad(*tensors) or in_forward_mode()
+
+
+def apply_distinct(
+    function: type[torch.autograd.Function], *args: object, tensors: Sequence[Tensor | None]
+) -> Any:
+    """`function.apply`, which torch.compile traces only where it is given no tensor twice."""
+    if torch.compiler.is_compiling():
+        given, tensors = tensors, []
+        for tensor in given:
+            twice = tensor is not None and any(tensor is other for other in tensors)
+            tensors = [*tensors, tensor.view_as(tensor) if tensor is not None and twice else tensor]
+    return apply(function, *args, *tensors)
