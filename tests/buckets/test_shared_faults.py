@@ -20,8 +20,6 @@ from tests.buckets.golden import (
     expected_gradients,
     failing,
     lies_in_shared_memory,
-    loss_of,
-    own_batch,
     step,
     trained,
     wrap,
@@ -191,30 +189,6 @@ def test_ranks_that_part_ways_are_told_both_calls():
 
 
 @on_ranks(2)
-def test_group_is_well_after_rounds_that_were_refused():
-    """One rank hears of NaN in backward, the other in finish(); then one gives up."""
-    module = chain()
-    buckets = wrap(module, check_nan=True)
-    rank, errors = dist.get_rank(), []
-
-    def finished(loss):
-        loss.backward()
-        buckets.finish()
-
-    step(module, buckets)
-    for nan in (True, False):
-        buckets.zero()
-        loss = failing(module) if rank == 0 and not nan else loss_of(module(own_batch()))
-        if nan:
-            loss = loss * torch.nan if rank == 0 else loss_of(module[:3](own_batch()))
-        errors.append(error_of(finished, loss)[0])
-        step(module, buckets)
-        assert_gradients(module, expected_gradients(module))
-    bucketed_all_reduce_([torch.ones(1)])
-    assert errors == ["RuntimeError", "RuntimeError" if rank else "ValueError"]
-
-
-@on_ranks(2)
 def test_what_a_rank_sent_before_it_let_go_counts():
     """Rank 1 lets go after its backward: what it has sent counts."""
     module, buckets = fresh()
@@ -234,17 +208,17 @@ def test_what_a_rank_sent_before_it_let_go_counts():
         step(module, buckets)
 
 
-@pytest.mark.parametrize(("leaves", "longest"), [(True, 1.0), (False, 6.0)])
+@pytest.mark.parametrize(("leaves", "least", "longest"), [(True, 0.0, 1.0), (False, 2.0, 6.0)])
 @on_ranks(2)
-def test_no_process_waits_long_at_its_end(leaves, longest):
-    """An engine that nobody has waited for lets go, its buckets in flight."""
+def test_no_process_waits_long_at_its_end(leaves, least, longest):
+    """An engine that nobody has waited for lets go, its buckets in flight, which others may be adding up."""
     module, buckets = fresh()
     engine = buckets._engine
     if dist.get_rank() == 0:
         backward(module)
         started = time.monotonic()
         engine.detach()  # as at the end of a process, where Python waits no more
-        assert time.monotonic() - started < patient(longest)
+        assert least <= time.monotonic() - started < patient(longest)
     elif leaves:
         engine.detach()
     dist.barrier()
