@@ -129,19 +129,10 @@ class Given(nn.Module):
         for number, size in enumerate(sizes):
             self.register_parameter(f"p{number}", nn.Parameter(torch.zeros(size, dtype=dtype)))
 
-    def receive(
-        self, gradients: Sequence[Tensor | None], through: Callable[[Tensor], Tensor] = torch.clone
-    ) -> None:
-        """Exactly these, by a backward: None for a parameter that is not used.
-
-        through: what the first parameter goes through, whose gradient comes last
-        """
+    def receive(self, gradients: Sequence[Tensor | None]) -> None:
+        """Exactly these, by a backward: None for a parameter that is not used."""
         pairs = zip(self.parameters(), gradients, strict=True)
-        products = [
-            ((through(parameter) if number == 0 else parameter) * gradient).sum()
-            for number, (parameter, gradient) in enumerate(pairs)
-            if gradient is not None
-        ]
+        products = [(parameter * gradient).sum() for parameter, gradient in pairs if gradient is not None]
         if products:
             torch.stack(products).sum().backward()
 

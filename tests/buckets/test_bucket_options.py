@@ -378,17 +378,12 @@ def reduced(reduce):
 
 
 @both_ways
-@pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
-def test_sums_of_two_ranks_do_not_depend_on_places(reduce, ranks2):
-    assert ranks2.run(reduced, reduce) == [1, 1]
-
-
-@both_ways
-@pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
-def test_sums_of_more_do_where_gloo_adds(reduce, ranks4):
+@on_reductions
+@on_ranks(2, 4)
+def test_sums_depend_on_places_only_where_gloo_adds_for_more_than_two(reduce):
     """Why they are refused. Should this ever fail, gloo adds in one order, and they need not be."""
-    places = min(ranks4.run(reduced, reduce))
-    assert places > 1 if ranks4.way == "c10d" else places == 1
+    gloo_adds = dist.get_world_size() > 2 and select.requested_transport == "c10d"
+    assert (reduced(reduce) > 1) is gloo_adds
 
 
 def refused(marked):
@@ -402,17 +397,13 @@ def refused(marked):
 
 @both_ways
 @on_ranks(2, 4)
-def test_more_than_two_data_ranks_are_refused_where_backends_add():
+def test_tp_invariance_refuses_marks_and_more_than_two_data_ranks_where_backends_add():
     kind, text = refused(marked=False)
     if dist.get_world_size() == 2 or select.requested_transport == "shared":  # the order of ranks
         assert kind == "nothing", text
     else:
         assert kind == "ValueError"
         assert "1 or 2 data-parallel ranks with TP-invariance, got 4 (TPKERNELS_TRANSPORT=c10d)" in text
-
-
-@on_ranks(2)
-def test_marked_parameters_are_refused_with_tp_invariance():
     kind, text = refused(marked=True)
     assert kind == "ValueError"
     assert "'weight' is marked sequence_parallel: its gradient would be added over tensor-" in text

@@ -1,6 +1,5 @@
 """The bucketed collectives do what a loop of plain ones does."""
 
-import math
 from unittest.mock import patch
 
 import pytest
@@ -181,37 +180,6 @@ def test_what_every_rank_gets_wrong_is_told():
         (error_of(bucketed_all_reduce_, [torch.ones(1)], "world"), "got 'world'"),
     ):
         assert words in error[1]
-
-
-class _Coalescing:
-    """A group whose backend sends several collectives in one launch."""
-
-    supports_coalescing = True
-
-    def __init__(self):
-        self.calls = []
-
-    def _get_backend(self, device):
-        return self
-
-    def _start_coalescing(self, device):
-        self.calls.append("start")
-
-    def _end_coalescing(self, device):
-        self.calls.append("end")
-        return "work of all"
-
-
-def test_one_launch_where_the_backend_can():
-    group = _Coalescing()
-    works = start_together(group, torch.device("cpu"), [lambda g: g.calls.append("collective")] * 2)
-    assert group.calls == ["start", "collective", "collective", "end"]
-    assert works == ["work of all"]
-    group.calls.clear()
-    start_together(group, torch.device("cpu"), [lambda g: g.calls.append("send")])
-    assert group.calls == ["start", "send", "end"]  # its receiver may be in a launch of several
-    group.supports_coalescing = False
-    assert start_together(group, torch.device("cpu"), [lambda g: math.pi] * 2) == [math.pi] * 2
 
 
 @on_ranks(2)

@@ -28,29 +28,27 @@ def test_extension_is_loaded_and_says_what_it_was_built_for():
     assert torch.ops.tpkernels.built_with_torch().split(".")[:2] == torch.__version__.split(".")[:2]
 
 
-def forge(tmp_path, content: bytes):
+FORGED = {  # what lies there, and what is said
+    "another torch": (
+        b"\x7fELF tpkernels built with torch 1.13.1\0",
+        f"built for torch 1.13.1, but torch {torch.__version__} runs; rebuild: pip install",
+    ),
+    # tried: it gets as far as the loader, which refuses the forgery
+    "another patch release": (
+        b"tpkernels built with torch %d.%d.99" % tuple(map(int, torch.__version__.split(".")[:2])),
+        "Could not load this library",
+    ),
+    "damaged": (b"not a library", "not ours or damaged"),
+}
+
+
+@pytest.mark.parametrize(("content", "said"), FORGED.values(), ids=FORGED)
+def test_extension_that_cannot_be_right_is_refused(content, said, tmp_path):
     path = tmp_path / "_C.so"
     path.write_bytes(content)
-    return path
-
-
-def test_extension_for_another_torch_is_refused_unread(tmp_path):
-    found = _ext.load(forge(tmp_path, b"\x7fELF tpkernels built with torch 1.13.1\0"))
+    found = _ext.load(path)
     assert found.state is ExtensionState.UNUSABLE
-    assert f"built for torch 1.13.1, but torch {torch.__version__} runs; rebuild: pip install" in found.detail
-
-
-def test_extension_for_another_patch_release_is_tried(tmp_path):
-    patch = ".".join([*torch.__version__.split(".")[:2], "99"]).encode()
-    found = _ext.load(forge(tmp_path, b"tpkernels built with torch " + patch))
-    assert "rebuild" in found.detail
-    assert "built for torch" not in found.detail  # it got as far as the loader, which refused the forgery
-
-
-def test_damaged_extension_is_refused(tmp_path):
-    found = _ext.load(forge(tmp_path, b"not a library"))
-    assert found.state is ExtensionState.UNUSABLE
-    assert "not ours or damaged" in found.detail
+    assert said in found.detail
 
 
 @pytest.fixture
@@ -218,27 +216,21 @@ def absent(monkeypatch, tmp_path):
     monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path))
 
 
-def test_no_compiler_says_what_to_install_and_what_to_use_meanwhile(absent, monkeypatch):
+def test_what_stands_in_the_way_is_an_import_error_that_says_what_to_do(absent, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "ccache-of-nobody g++")
-    kind, text = problem_with_extension()
-    assert kind == "ImportError"
-    assert text == (
+    assert problem_with_extension() == (
+        "ImportError",
         "the C++ extension is not built, and cannot be built here: there is no C++ compiler: "
         "'ccache-of-nobody g++' is not on the PATH; install one for C++20 (apt install g++, say), or name "
-        "one in CXX; until then use torch.nn.parallel.DistributedDataParallel"
+        "one in CXX; until then use torch.nn.parallel.DistributedDataParallel",
     )
-
-
-def test_no_ninja_says_what_to_install(absent, monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX")
     (tmp_path / "c++").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     kind, text = problem_with_extension()
     assert kind == "ImportError"
     assert "ninja is not on the PATH; install it: pip install ninja; until then use torch.nn.para" in text
-
-
-def test_unusable_extension_is_an_import_error(monkeypatch):
     found = Extension(ExtensionState.UNUSABLE, "built for another")
     monkeypatch.setattr(first_use, "extension", lambda: found)
     expected = "ImportError", "tpkernels' C++ extension is unusable: built for another"

@@ -127,10 +127,14 @@ def reentrant_checkpoints(module, x):
     return checkpoints(module, x, reentrant=True)
 
 
-@pytest.mark.parametrize("forward", [plain, checkpoints, reentrant_checkpoints])
+def compiled(module, x):
+    return torch.compile(module, backend="aot_eager")(x)
+
+
+@pytest.mark.parametrize("forward", [plain, checkpoints, reentrant_checkpoints, compiled])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 @on_ranks(2)
-def test_works_under_checkpoints_and_with_tied_parameters(is_tied, forward):
+def test_works_compiled_under_checkpoints_and_with_tied_parameters(is_tied, forward):
     module = chain(3)
     if is_tied:  # receives a gradient from each reentrant checkpoint: two in one backward
         module[2].weight = module[0].weight
@@ -157,29 +161,21 @@ def test_no_sync_accumulates(average):
     assert buckets.launched_in_backward == len(buckets.buckets)
 
 
-@on_ranks(2)
-def test_several_backwards_a_step_are_learnt():
-    module = chain()
-    buckets = wrap(module)
-    for _ in range(3):
-        buckets.zero()
-        for number in (0, 1):
-            backward(module, number)
-        buckets.finish()
-        assert_gradients(module, expected_gradients(module, (0, 1)))
-    assert buckets.launched_in_backward == len(buckets.buckets)  # in the second backward
-
-
 @both_ways
 @on_ranks(2)
-def test_averages_may_be_added_to_after_finish():
-    module = chain()
-    buckets = wrap(module)
-    buckets.zero()
-    for number in (0, 1):
-        backward(module, number)
-        buckets.finish()
-    assert_gradients(module, expected_gradients(module, (0, 1)))
+def test_several_backwards_a_step_are_learnt_and_averages_may_be_added_to_after_finish():
+    for finishes in (False, True):
+        module = chain()
+        buckets = wrap(module)
+        for _ in range(1 if finishes else 3):
+            buckets.zero()
+            for number in (0, 1):
+                backward(module, number)
+                if finishes or number:
+                    buckets.finish()
+            assert_gradients(module, expected_gradients(module, (0, 1)))
+        if not finishes:
+            assert buckets.launched_in_backward == len(buckets.buckets)  # in the second backward
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to_none", "to_zero"])
@@ -195,13 +191,6 @@ def test_optimizers_zero_grad_will_do(set_to_none):
         buckets.finish()
         assert_gradients(module, expected)
         optimizer.step()
-
-
-@on_ranks(2)
-def test_works_with_compiled_modules():
-    module = chain(2)
-    compiled = torch.compile(module, backend="aot_eager")
-    train_steps(module, forward=lambda _, x: compiled(x))
 
 
 @on_ranks(2)
@@ -250,10 +239,14 @@ def test_empty_lists_and_empty_parameters():
 @both_ways
 @on_ranks(2)
 def test_detached_parameters_are_on_their_own():
+    """They are under one `GradientBuckets` until then."""
     module = chain(2)
     buckets = wrap(module)
+    with pytest.raises(ValueError, match=r"is under other GradientBuckets already; call detach\(\) on these"):
+        wrap(list(module.named_parameters())[1:])
     step(module, buckets)
-    buckets.detach()
+    with buckets.no_sync():
+        buckets.detach()
     dist.barrier()
     expected = expected_gradients(module)
     assert_gradients(module, expected)
@@ -261,16 +254,7 @@ def test_detached_parameters_are_on_their_own():
     assert buckets.finish() == ()
     alone = torch.autograd.grad(loss_of(module(own_batch())), list(module.parameters()))
     assert_gradients(module, [both + own for both, own in zip(expected, alone, strict=True)])
-
-
-@on_ranks(2)
-def test_parameters_are_under_one_of_them():
-    model = chain()
-    first = wrap(model)
-    with pytest.raises(ValueError, match=r"is under other GradientBuckets already; call detach\(\) on these"):
-        wrap(list(model.named_parameters())[1:])
-    first.detach()
-    wrap(model).detach()
+    wrap(module).detach()
 
 
 @pytest.mark.way("c10d")
@@ -337,14 +321,6 @@ def test_sums_that_were_converted_are_not_added_up_again():
         buckets.finish()
     step(module, buckets, 2)
     assert_gradients(module, expected_gradients(module, (2,), average=False))
-
-
-@on_ranks(2)
-def test_detach_within_no_sync():
-    buckets = wrap(chain(1))
-    with buckets.no_sync():
-        buckets.detach()
-    assert buckets.finish() == ()
 
 
 @both_ways

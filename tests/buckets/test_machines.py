@@ -20,9 +20,9 @@ from tests.buckets.golden import (
     two_by_two,
     wrap,
 )
+from tests.buckets.test_shared_memory import choice
 from tests.buckets.ways import on_machine
 from tests.checks import error_of
-from tests.ops.transport_cases import heard
 from tests.products import once
 from tests.ranks import RankFailure, RankPool
 from tests.segments import tp_invariance
@@ -99,20 +99,16 @@ def test_what_travels_between_machines_is_of_the_wire_dtype(four):
     assert on(four, IN_A_ROW, halves_between_machines, torch.bfloat16) == [{258.0}] * 4
 
 
-def choice():
-    with heard("tpkernels.choices") as said:
-        buckets = wrap(chain())
-    dist.barrier()  # whoever lets go earlier breaks connections of owners that are still being made
-    buckets.detach()
-    (line,) = said
+def said_of_choice():
+    (line,), _ = choice()
     return line.partition(" of 4 ranks: ")[2]
 
 
 def test_log_says_who_shares(four):
-    assert on(four, IN_A_ROW, choice) == ["shared (2 ranks are on each of 2 machines)"] * 4
-    assert on(four, UNEVEN, choice) == ["apart (ranks are on 2 machines, not as many on each)"] * 4
-    assert on(four, "abcd", choice) == ["apart (ranks are on 4 machines, one on each)"] * 4
-    assert on(four, "aaaa", choice) == ["shared (4 ranks are on one machine)"] * 4
+    assert on(four, IN_A_ROW, said_of_choice) == ["shared (2 ranks are on each of 2 machines)"] * 4
+    assert on(four, UNEVEN, said_of_choice) == ["apart (ranks are on 2 machines, not as many on each)"] * 4
+    assert on(four, "abcd", said_of_choice) == ["apart (ranks are on 4 machines, one on each)"] * 4
+    assert on(four, "aaaa", said_of_choice) == ["shared (4 ranks are on one machine)"] * 4
 
 
 def marked():

@@ -20,8 +20,6 @@ from tests.buckets.golden import (
     expected_gradients,
     failing,
     lies_in_shared_memory,
-    loss_of,
-    own_batch,
     step,
     trained,
     wrap,
@@ -188,30 +186,6 @@ def test_ranks_that_part_ways_are_told_both_calls():
     assert kind == "RuntimeError"
     assert "ranks have left the common order of calls: call " in text
     assert "'ranks tell each other: gradients of a step, buckets of call " in text
-
-
-@on_ranks(2)
-def test_group_is_well_after_rounds_that_were_refused():
-    """One rank hears of NaN in backward, the other in finish(); then one gives up."""
-    module = chain()
-    buckets = wrap(module, check_nan=True)
-    rank, errors = dist.get_rank(), []
-
-    def finished(loss):
-        loss.backward()
-        buckets.finish()
-
-    step(module, buckets)
-    for nan in (True, False):
-        buckets.zero()
-        loss = failing(module) if rank == 0 and not nan else loss_of(module(own_batch()))
-        if nan:
-            loss = loss * torch.nan if rank == 0 else loss_of(module[:3](own_batch()))
-        errors.append(error_of(finished, loss)[0])
-        step(module, buckets)
-        assert_gradients(module, expected_gradients(module))
-    bucketed_all_reduce_([torch.ones(1)])
-    assert errors == ["RuntimeError", "RuntimeError" if rank else "ValueError"]
 
 
 @on_ranks(2)

@@ -74,13 +74,13 @@ def _gated(gate: str, kind: str) -> dict[str, Case]:
 
 
 NORMS = {
-    "rms_norm": Case(ops.rms_norm, lambda x, w: F.rms_norm(x, (K,), w, 1e-5), ((K,),), K),
-    "layer_norm": Case(ops.layer_norm, lambda x, w, b: F.layer_norm(x, (K,), w, b, 1e-5), ((K,), (K,)), K),
+    "rms_norm": Case(ops.rms_norm, lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), ((K,),), K),
+    "layer_norm": Case(ops.layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5), ((K,), (K,)), K),
     "layer_norm_without_bias": Case(
-        ops.layer_norm, lambda x, w: F.layer_norm(x, (K,), w, None, 1e-5), ((K,),), K
+        ops.layer_norm, lambda x, w: F.layer_norm(x, w.shape, w, None, 1e-5), ((K,),), K
     ),
     "layer_norm_eps": Case(
-        partial(ops.layer_norm, eps=0.5), lambda x, w, b: F.layer_norm(x, (K,), w, b, 0.5), ((K,), (K,)), K
+        partial(ops.layer_norm, eps=0.5), lambda x, w, b: F.layer_norm(x, w.shape, w, b, 0.5), ((K,), (K,)), K
     ),
 }
 CASES = {

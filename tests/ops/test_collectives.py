@@ -23,6 +23,7 @@ from tests.ops.transport_cases import using
 from tests.products import pairwise
 from tpkernels.comm import schedule
 from tpkernels.comm.calls import GroupCalls, begin
+from tpkernels.comm.groups import start_together
 from tpkernels.comm.schedule import bounds
 from tpkernels.comm.transports import c10d, rows
 from tpkernels.comm.transports.base import Exchange
@@ -105,31 +106,26 @@ def test_the_backend_sums_if_it_is_told_to(scatter):
 
 
 @on_ranks(2)
-def test_ranks_that_differ_in_who_sums_are_refused():
-    """One rank alone lets the backend sum, on a backend without tags."""
-    group, ours = dist.group.WORLD, dist.get_rank() == 1
-    with (
-        patch.object(parallel, "backend_sums", ours),
-        patch.object(parallel, "require_backend_sums", lambda *_: None),
-        patch.object(GroupCalls, "matches_tags", lambda self, device: False),
-        collectives(1),
+def test_ranks_that_differ_in_who_sums_or_in_how_rows_are_cut_are_refused():
+    """The backend sums on one rank; one shard of the weight fills a GPU often enough. Calls bear no tags."""
+    rank, x = dist.get_rank(), torch.randn(4, 8)
+    shards, gather = "row_linear: shards of the sum", "column_linear: gather of x"
+    for op, sums, rounds, words in (
+        (row_linear, rank == 1, 1, (f"{shards} (4, 4)", f"{shards} by the backend (4, 4)")),
+        (column_linear, False, 1 + rank, (f"{gather} (4, 8)", f"{gather} in 2 rounds (4, 8)")),
     ):
-        x = torch.randn(4, 8)
-        column_linear(x, x, None, group, sequence_parallel=True)  # now all agree on the transport
-        message = message_of(lambda: row_linear(x, x, None, group, sequence_parallel=True))
-    assert "rank 0 has row_linear: shards of the sum (4, 4)" in message
-    assert "rank 1 has row_linear: shards of the sum by the backend (4, 4)" in message
-
-
-@on_ranks(2)
-def test_ranks_that_cut_otherwise_are_refused():
-    """Weight shards of two sizes, of which one fills a GPU often enough, on a backend without tags."""
-    group, rank = dist.group.WORLD, dist.get_rank()
-    with patch.object(GroupCalls, "matches_tags", lambda self, device: False), collectives(1 + rank):
-        x = torch.randn(4, 8)
-        message = message_of(lambda: column_linear(x, x, None, group, sequence_parallel=True))
-    assert "rank 0 has column_linear: gather of x (4, 8)" in message
-    assert "rank 1 has column_linear: gather of x in 2 rounds (4, 8)" in message
+        group = dist.new_group()
+        with (
+            patch.object(parallel, "backend_sums", sums),
+            patch.object(parallel, "require_backend_sums", lambda *_: None),
+            patch.object(GroupCalls, "matches_tags", lambda self, device: False),
+            collectives(rounds),
+        ):
+            if op is row_linear:  # now all agree on the transport
+                column_linear(x, x, None, group, sequence_parallel=True)
+            message = message_of(lambda: op(x, x, None, group, sequence_parallel=True))  # noqa: B023
+        for of_rank, said in enumerate(words):
+            assert f"rank {of_rank} has {said}" in message, message
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shared", "shared apart"])
@@ -379,6 +375,13 @@ def test_all_reduce_is_a_reduce_and_a_gather():
     with noting(2) as group, torch.no_grad():  # as many bytes, in one step
         row_linear(leaf(2048, N), leaf(1024, N), None, group)
         assert launched(group.notes) == ["linear 2048", "all_gather", "await all_gather", "sum"]
+
+
+def test_a_message_alone_is_a_launch_too():
+    """Its receiver may be in a launch of several."""
+    group = Noting(0, 2)
+    start_together(group, torch.device("cpu"), [lambda group: group.send([], 1, 0)])
+    assert group.notes == ["1 sends, 0 receives"]
 
 
 def test_mlp_hides_its_transfers():

@@ -1,12 +1,13 @@
-"""The kernels that wait, fed by other ranks: processes that share memory, and virtual ranks of one."""
+"""Memory with flags between ranks, kernels that wait for it or store into it: processes, virtual ranks."""
 
 import gc
 import os
 import random
-import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,80 +17,54 @@ from torch import Tensor
 from tests.kernels.checks import raise_if_late
 from tests.loopback import open_loopback, open_symmetric_loopback, start
 from tests.on_ranks import on_ranks
-from tests.patience import patient
+from tests.ops.parallel_behaviour import message_of
+from tests.ops.parallel_cases import Setting, prepare
+from tests.ops.transport_cases import open_stand_in, using
 from tests.products import once
-from tests.ranks import RankFailure, RankPool
-from tpkernels.comm.transports.host import HostDelivery, HostExchange
+from tpkernels.comm.calls import GroupCalls, calls_of
+from tpkernels.comm.schedule import reduce_plan
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange, Opening
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.shared import open_shared
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.linear import linear_fwd
+from tpkernels.kernels.reduce import reduce_slots
+from tpkernels.kernels.reference import reduce_slots_ref
+from tpkernels.kernels.scatter_linear import scatter_linear
 from tpkernels.kernels.tiles import MatmulTile
-from tpkernels.kernels.waits import Arrivals
+from tpkernels.kernels.waits import Arrivals, Departures
+from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS
+from tpkernels.ops.tensor_parallel.row_linear import row_linear
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels run in the interpreter")
 
 K, N = 24, 40
 TILE = MatmulTile(16, 32, 32, num_warps=4, num_stages=1, group=2)
 CALLS = 4  # each slot is written twice
-FAULTS = ("flag_without_rows", "skipped_flag", "swapped_rank", "stale_slot")
+
+
+def matrix(rows: int, cols: int, seed: int) -> Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
 
 
 def shard_of(rank: int, call: int, rows: int) -> Tensor:
     """What a rank brings to a call; every rank can tell what the others bring."""
-    return torch.randn(rows, K, generator=torch.Generator().manual_seed(1000 * call + rank))
+    return matrix(rows, K, 1000 * call + rank)
 
 
 def weight_of(rank: int) -> Tensor:
-    return torch.randn(N, K, generator=torch.Generator().manual_seed(77 + rank))
+    return matrix(N, K, 77 + rank)
 
 
 def arrivals_of(delivery: MailboxDelivery, spin_limit: int | None = None) -> Arrivals:
     return Arrivals(delivery.flags, delivery.awaited, delivery.exchange.status, spin_limit)
 
 
-def opened(
-    rows: int, splits: int = 1, timeout: float = 10.0, dtype: torch.dtype = torch.float32
-) -> HostExchange:
-    layout = Layout(dist.get_world_size(), (rows, K), dtype, splits)
-    return open_shared(Opening("gather", dist.group.WORLD, layout, timeout=timeout))
-
-
-class Faulty(HostExchange):
-    """Pushes wrongly to other ranks, in one way."""
-
-    fault = ""
-
-    def put(self, peer: int, there: slice, rows: Tensor, delivery: HostDelivery) -> None:
-        if peer == self.rank or delivery.number < 3:  # the first calls are sound
-            super().put(peer, there, rows, delivery)
-            return
-        landing, chunks = self.landing(delivery.slot, peer), self.chunks_of_ours(there)
-        flags = landing.flags[chunks.start : chunks.stop]
-        if self.fault == "flag_without_rows":
-            flags.fill_(delivery.flag)
-        elif self.fault == "skipped_flag":
-            landing.rows_of(chunks).copy_(rows)
-        elif self.fault == "stale_slot":  # writes the other buffer
-            self.landing(1 - delivery.slot, peer).rows_of(chunks).copy_(rows)
-            flags.fill_(delivery.flag)
-        else:
-            shift = (peer - self.rank) * self.shape[0]  # as if it came from the receiver
-            memory = self.mailbox(peer).buffers[delivery.slot]
-            memory[there.start + shift : there.stop + shift] = rows
-            flags.fill_(delivery.flag)
-
-
-def gather_calls(
-    exchange: MailboxExchange, delays: Sequence[float], spin_limit: int | None = None, calls: int = CALLS
-) -> list[Tensor]:
-    """`calls` gathered products on the same buffers, with fresh data, each after a delay of this rank."""
-    results = []
-    for call in range(calls):
-        time.sleep(delays[call % len(delays)])
-        shard = shard_of(exchange.rank, call, exchange.shape[0])
-        results.append(gathered_product(start(exchange, [shard] * exchange.ranks), spin_limit))
-    return results
+def opened(way: str, shape: tuple[int, int], splits: int = 1, timeout: float = 20.0) -> MailboxExchange:
+    layout = Layout(dist.get_world_size(), shape, torch.float32, splits)
+    opening = Opening("it", dist.group.WORLD, layout, timeout=timeout)
+    return (open_shared if way == "shared" else open_stand_in)(opening)
 
 
 def gathered_product(delivery: MailboxDelivery, spin_limit: int | None = None) -> Tensor:
@@ -123,114 +98,22 @@ def gathered_exactly(rank: int, ranks: int, rows: int, results: Sequence[Tensor]
     ]
 
 
-def on_shared(
-    rows: int, splits: int, delays: Sequence[float], fault: str = "", calls: int = CALLS
-) -> list[bool]:
-    """On a rank: whether each gathered product, waiting for other processes, is exact."""
-    exchange = opened(rows, splits)
-    if fault:
-        exchange.__class__, exchange.fault = Faulty, fault  # type: ignore[attr-defined]
-    try:
-        patience = 2_000 if fault == "skipped_flag" else None
-        results = gather_calls(exchange, delays, patience, calls)
-    finally:
-        exchange.close()
-    return gathered_exactly(dist.get_rank(), dist.get_world_size(), rows, results)
+def delays() -> list[float]:
+    """Of this rank before each call."""
+    numbers = random.Random(dist.get_rank())
+    return [numbers.choice([0.0, 0.0, 0.01, 0.08]) for _ in range(CALLS)]
 
 
-def killed_peer() -> None:
-    """An error on rank 0, since rank 1 is killed after a first call."""
-    exchange = opened(12, splits=2, timeout=patient(1.0))
-    try:
-        gather_calls(exchange, [0.0], calls=1)
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        gather_calls(exchange, [0.0], spin_limit=1_000, calls=1)
-    finally:
-        exchange.close()
-
-
-@on_ranks(2)
-def test_a_rank_that_does_not_read_is_an_error_that_names_it():
-    exchange = opened(4, timeout=0.5)
-
-    def call_often() -> None:
-        for call in range(3):
-            delivery = start(exchange, [shard_of(0, call, 4)] * exchange.ranks)
-            delivery.release()
-        delivery.wait()
-
-    if dist.get_rank() == 0:
-        words = "gather on rank 0: call 3 may begin once rank 1 has read call 1, which has read 0.*"
-        with pytest.raises(RuntimeError, match=f"{words}: the host waited 0.5 s$"):
-            call_often()
-    dist.barrier()
+@pytest.mark.parametrize(("world", "rows"), [("ranks2", 20), ("ranks4", 12)])  # in tiles of 16
+@on_ranks()
+def test_gathers_have_the_bits_of_linear_whatever_the_delays(rows):
+    rank, ranks, results = dist.get_rank(), dist.get_world_size(), []
+    exchange = opened("shared", (rows, K), splits=2)
+    for call, delay in enumerate(delays()):
+        time.sleep(delay)
+        results.append(gathered_product(start(exchange, [shard_of(rank, call, rows)] * ranks)))
     exchange.close()
-
-
-def leftovers(function: Callable[[], object]) -> list[str]:
-    """Names in /dev/shm that a call leaves behind, but those that other programs of the machine may make."""
-    before = set(os.listdir("/dev/shm"))
-    function()
-    made = set(os.listdir("/dev/shm")) - before
-    return sorted(name for name in made if not name.startswith(("sem.", "torch_", "psm_")))
-
-
-@on_ranks(2)
-def test_shared_memory_goes_with_its_users():
-    """Nothing in /dev/shm while it is open, and no mapping and no descriptor after."""
-    dist.barrier()
-    descriptors = len(os.listdir("/proc/self/fd"))
-
-    def use() -> None:
-        exchange = opened(4)
-        gather_calls(exchange, [0.0], calls=2)
-        exchange.close()
-
-    assert leftovers(use) == []
-    gc.collect()  # the interpreter keeps its last arguments in a cycle
-    assert "memfd:tpkernels" not in Path("/proc/self/maps").read_text()
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
-
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels run in the interpreter")
-
-
-def delays_of(ranks: int, seed: int) -> list[list[float]]:
-    """Of each rank before each call."""
-    numbers = random.Random(seed)
-    return [[numbers.choice([0.0, 0.01, 0.08]) for _ in range(CALLS)] for _ in range(ranks)]
-
-
-@pytest.mark.parametrize(
-    ("world", "rows", "splits"), [("ranks2", 20, 1), ("ranks2", 20, 2), ("ranks4", 12, 2)]
-)
-def test_gathers_have_the_bits_of_linear_whatever_the_delays(ranks, rows, splits):
-    args = [(rows, splits, delays) for delays in delays_of(ranks.world_size, rows + splits)]
-    assert ranks.run_each(on_shared, args) == [[True] * CALLS] * ranks.world_size  # 20 rows, in tiles of 16
-
-
-@pytest.mark.parametrize("calls", [12, pytest.param(100, marks=pytest.mark.sweep)])
-def test_gathers_back_to_back(calls, ranks2: RankPool):
-    assert ranks2.run(on_shared, 1, 1, [0.0], "", calls) == [[True] * calls] * 2
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_show(fault, ranks2: RankPool):
-    args = [(8, 2, [0.0], fault)] * 2
-    if fault == "skipped_flag":
-        with pytest.raises(RankFailure, match=r"gather_linear on rank \d: chunk \d had not arrived"):
-            ranks2.run_each(on_shared, args)
-    else:
-        assert all(not all(exact) for exact in ranks2.run_each(on_shared, args))
-
-
-def test_a_rank_that_dies_leaves_nothing_behind():
-    def die() -> None:
-        with RankPool(2) as pool, pytest.raises(RankFailure, match=r"rank 1: killed by signal 9"):
-            pool.run(killed_peer)
-
-    assert leftovers(die) == []
+    assert gathered_exactly(rank, ranks, rows, results) == [True] * CALLS
 
 
 @once(opened={"host": open_loopback, "symmetric": open_symmetric_loopback}, count=[4, 2, 1])
@@ -244,6 +127,143 @@ def test_loopback_gathers_among_virtual_ranks(opened, count):
     for end, ys in zip(ends, results, strict=True):
         assert gathered_exactly(end.rank, count, 12, ys) == [True] * CALLS
         end.close()
+
+
+def factors(rank: int, call: int, rows: int) -> tuple[Tensor, Tensor]:
+    return matrix(rows, 8, 1000 * call + rank), matrix(16, 8, 77 + 1000 * call + rank)
+
+
+def expected_sum(rank: int, ranks: int, call: int, rows: int) -> Tensor:
+    partials = [linear_fwd(*factors(source, call, ranks * rows), tile=TILE).y for source in range(ranks)]
+    return reduce_slots_ref(torch.stack([partial[rank * rows : (rank + 1) * rows] for partial in partials]))
+
+
+def sum_of_stored(exchange: MailboxExchange, call: int) -> Tensor:
+    """What the kernels of all ranks have stored into our slots: each stores into the memory of all."""
+    (rows, cols), ranks, rank = exchange.shape, exchange.ranks, exchange.rank
+    plan = reduce_plan(ranks * rows, ranks, rank, exchange.splits, False)
+    delivery = exchange.begin(None, plan, cols, torch.empty(0))
+    delivery.before_kernels_push()
+    scatter_linear(
+        (factors(rank, call, ranks * rows),),
+        departures=Departures(*delivery.departures()),
+        ranks=ranks,
+        rank=rank,
+        splits=exchange.splits,
+        tile=TILE,
+    )
+    delivery.before_kernels_wait()
+    total = reduce_slots(delivery.slots, arrivals=arrivals_of(delivery))
+    assert not exchange.late()
+    delivery.end()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("world", "way", "first"),
+    [
+        ("ranks2", "shared", 0),
+        ("ranks2", "stand-in", 0),
+        ("ranks4", "shared", 0),
+        ("ranks2", "shared", 2**31 - 4),  # numbers of calls pass what flags can hold
+        ("ranks2", "stand-in", 2**31 - 4),
+    ],
+)
+@on_ranks()
+def test_sums_of_what_kernels_store_have_the_bits_of_the_oracle_whatever_the_delays(way, first):
+    """first: the number of the call before the first"""
+    rank, ranks, rows = dist.get_rank(), dist.get_world_size(), 4
+    exchange = opened(way, (rows, 16), splits=2)
+    exchange.order.begun = exchange.order.read = first
+    exchange.mailbox(rank).released.fill_(first % 2**31)
+    dist.barrier()
+    totals = []
+    for call, delay in enumerate(delays()):
+        time.sleep(delay)
+        totals.append(sum_of_stored(exchange, call))
+    dist.barrier()
+    exchange.close()
+    for call, total in enumerate(totals):
+        assert total.equal(expected_sum(rank, ranks, call, rows)), f"call {call}"
+
+
+@on_ranks(2)
+def test_ranks_say_whether_a_kernel_pushes_and_refuse_those_that_do_not_as_they_do():
+    """Without overlap none does. Refused where calls bear no tags, as with NCCL."""
+    prepare(Setting())
+    group, (x, weight) = dist.new_group(), factors(0, 0, 8)
+    untagged = patch.object(GroupCalls, "matches_tags", lambda self, device: False)
+    by_copies = patch.object(parallel, "kernel_pushes", lambda *_: False)
+    with using("stand-in", "triton"):
+        for overlap in (True, False):
+            row_linear(x, weight, None, group, sequence_parallel=True, overlap=overlap)
+        assert [text for _, text in calls_of(group)._recent if "of the sum" in text] == [
+            "row_linear: shards of the sum by a kernel (8, 16) torch.float32",
+            "row_linear: shards of the sum (8, 16) torch.float32",
+        ]
+        with untagged, by_copies if dist.get_rank() else nullcontext():
+            group = dist.new_group()
+            message = message_of(lambda: row_linear(x, weight, None, group, sequence_parallel=True))
+    assert "ranks disagree: rank 0 has row_linear: shards of the sum by a kernel (" in message
+    assert "; rank 1 has row_linear: shards of the sum (" in message
+
+
+@on_ranks(2)
+def test_a_rank_that_does_not_read_is_an_error_that_names_it():
+    """Before the host pushes, and before a kernel does."""
+    exchange, stored_to = (opened("shared", (4, K), timeout=0.5) for _ in range(2))
+    plan = reduce_plan(4 * exchange.ranks, exchange.ranks, exchange.rank, 1, False)
+
+    def call_often() -> None:
+        for call in range(3):
+            delivery = start(exchange, [shard_of(0, call, 4)] * exchange.ranks)
+            delivery.release()
+        delivery.wait()
+
+    def store_often() -> None:
+        for _ in range(3):
+            delivery = stored_to.begin(None, plan, K, torch.empty(0))
+            delivery.before_kernels_push()
+            delivery.release()
+
+    if dist.get_rank() == 0:
+        words = "it on rank 0: call 3 may begin once rank 1 has read call 1, which has read 0.*"
+        for often in (call_often, store_often):
+            with pytest.raises(RuntimeError, match=f"{words}: the host waited 0.5 s$"):
+                often()
+    dist.barrier()
+    exchange.close(), stored_to.close()
+
+
+def leftovers(function: Callable[[], object]) -> list[str]:
+    """Names in /dev/shm that a call leaves behind, but those that other programs of the machine may make."""
+    before = set(os.listdir("/dev/shm"))
+    function()
+    made = set(os.listdir("/dev/shm")) - before
+    return sorted(name for name in made if not name.startswith(("sem.", "torch_", "psm_")))
+
+
+@on_ranks(2)
+def test_shared_memory_goes_with_its_users():
+    """Nothing in /dev/shm while it is open, and no mapping and no descriptor after."""
+
+    def held() -> tuple[int, int]:
+        gc.collect()  # the interpreter keeps its last arguments in a cycle
+        return Path("/proc/self/maps").read_text().count("memfd:tpkernels"), len(os.listdir("/proc/self/fd"))
+
+    dist.barrier()
+    mappings, descriptors = held()  # of groups of other tests
+
+    def use() -> None:
+        exchange = opened("shared", (4, K))
+        for call in range(2):
+            gathered_product(start(exchange, [shard_of(exchange.rank, call, 4)] * exchange.ranks))
+        exchange.close()
+
+    assert leftovers(use) == []
+    after = held()
+    assert after[0] <= mappings
+    assert after[1] <= descriptors
 
 
 @pytest.mark.parametrize("opened", [open_loopback, open_symmetric_loopback], ids=["host", "symmetric"])

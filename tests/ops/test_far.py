@@ -16,32 +16,13 @@ import torch.distributed as dist
 from tests.loopback import VirtualHandle, start
 from tests.on_ranks import on_ranks
 from tests.ops.parallel_behaviour import message_of
-from tests.ops.transport_cases import open_exchanges, pushers, using
+from tests.ops.transport_cases import pushers, using
 from tpkernels.comm.calls import begin
 from tpkernels.comm.transports import c10d, shared, symmetric
-from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.rendezvous import name_of_ranks
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
-from tpkernels.ops.tensor_parallel.row_linear import row_linear
-
-
-@on_ranks(4)
-def test_only_rows_for_other_machines_are_sent():
-    """Ranks share a machine with every other rank; the memory of these is mapped."""
-    group, rank = dist.group.WORLD, dist.get_rank()
-    spied = patch.object(Transfers, "exchange", autospec=True, side_effect=Transfers.exchange)
-    x, w = torch.randn(4, 8), torch.randn(8, 8)
-    with using("shared apart"):
-        for op in (column_linear, row_linear):
-            op(x, w, None, group, sequence_parallel=True)  # ranks open the exchange, too
-            with spied as spy:
-                op(x, w, None, group, sequence_parallel=True)
-            calls = [call.args for call in spy.call_args_list]
-            sent_to = sorted({to for _, to, outgoing, *_ in calls if outgoing.numel()})
-            assert sent_to == [1 - rank % 2, 3 - rank % 2]
-        assert sorted(open_exchanges()[0].same_machine) == [rank % 2, rank % 2 + 2]
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,7 +22,6 @@ from tests.ops.test_second_derivatives import OPS
 from tests.ops.transport_cases import using
 from tests.patience import patient
 from tests.products import once
-from tests.ranks import RankFailure, RankPool
 from tpkernels import Recipe
 from tpkernels.buckets import collectives as bucketed
 from tpkernels.comm import calls, watch
@@ -226,12 +224,6 @@ def test_ranks_that_are_slow_are_left_alone(transport):
             assert _run(STEPS["mlp"], group, seed).isfinite().all()
 
 
-def watched_without_tags_that_tell() -> str:
-    """The planted fault: if all calls had one tag, a rank would take the other's x for its dx."""
-    with patch.object(calls, "tag_of", lambda checksum, number: 1):
-        return said_of_differences("the weight needs a gradient", "c10d", seconds=2.0)
-
-
 @on_ranks(2)
 def test_a_group_that_was_destroyed_is_refused_by_all_that_take_one():
     group, x = dist.new_group(), torch.randn(TOKENS, WIDTH)
@@ -267,19 +259,6 @@ def test_other_groups_go_on_after_one_has_failed():
             assert calls_of(broken).failure
             assert not calls_of(sound).failure
         dist.barrier()
-
-
-@on_ranks(2)
-def test_a_rank_that_cannot_open_an_exchange_tells_all():
-    """It runs out of memory in a call; all refuse alike, and nothing is on its way."""
-    group, started = dist.new_group(), time.monotonic()
-    broken = patch.object(os, "ftruncate", side_effect=MemoryError("planted"))
-    with using("shared"), hasty():
-        with broken if dist.get_rank() == 0 else nullcontext():
-            said = said_by(lambda: called(STEPS["row"], group))
-        assert "rank 0 cannot take part: MemoryError: planted" in said
-        called(STEPS["row"], group)
-    assert time.monotonic() - started < patient(20)
 
 
 @on_ranks(2)
@@ -365,15 +344,6 @@ def test_ranks_that_ask_for_different_things_are_told_and_live_on(transport, how
     started = time.monotonic()
     assert "Error: " in said_of_differences(how, transport)
     assert time.monotonic() - started < patient(30)
-
-
-def test_without_tags_that_tell_calls_apart_the_fault_shows():
-    with RankPool(2) as own:
-        try:
-            messages = own.run(watched_without_tags_that_tell)
-        except RankFailure:  # gloo has aborted a rank
-            return
-    assert not all("have left the common order" in message for message in messages)
 
 
 @on_ranks(2)

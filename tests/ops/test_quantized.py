@@ -13,7 +13,7 @@ from bench.fp8_numbers import DISTRIBUTIONS, matrix, row_of
 from tests.ops.cases import ACT
 from tests.ops.quantized_oracle import FORMATS, RECIPES, Oracle, quantized, rounded
 from tests.products import once, pairwise
-from tpkernels import Recipe, ops
+from tpkernels import ops
 from tpkernels.dispatch import primitives
 from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.kernels.activations import GATE_OF, act_grad_ref, act_ref
@@ -224,7 +224,11 @@ def test_what_is_no_number_is_kept(where, recipe, bad):
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_what_overflows_in_torch_overflows_here(recipe):
+def test_what_overflows_in_torch_overflows_here_and_what_is_tiny_does_not_vanish(recipe):
+    """Scales of 1e-30 and 1e-10 have a product of zero in fp32: sums are multiplied by one after another."""
+    x, weight = random(T, K) * 1e-30, random(N, K) * 1e-7
+    y = ops.linear(x, weight, quantize=RECIPES[recipe])
+    assert_within(y * 2.0**60, Oracle(RECIPES[recipe]).linear(x, weight) * 2.0**60, "y")
     x = torch.full((2, K), 1e30)
     weight = torch.full((3, K), 1e30)
     assert ops.linear(x, weight, quantize=RECIPES[recipe]).tolist() == [[float("inf")] * 3] * 2

@@ -1,8 +1,10 @@
-"""Ops in fp8 over ranks: numbers of the definition whatever the way, bytes that travel."""
+"""Ops in fp8 over ranks: numbers of the definition whatever the way, bytes that travel, mistakes, FSDP2."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from itertools import product
 from typing import Any
@@ -11,12 +13,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from bench.cases.scaled_ranks import apart_from_one_rank, bytes_of
 from tests.on_ranks import on_ranks
 from tests.ops.cases import ACT
 from tests.ops.invariant_cases import whole_of
+from tests.ops.parallel_behaviour import block, message_of, mlp, operands_of
 from tests.ops.parallel_cases import (
     BOUND,
     Setting,
@@ -31,17 +36,22 @@ from tests.ops.parallel_cases import (
     split,
 )
 from tests.ops.quantized_oracle import RECIPES, Oracle
+from tests.ops.test_parting import hasty
 from tests.ops.test_quantized import _Act, _Gated
+from tests.ops.test_second_derivatives import WORDS
 from tests.ops.transport_cases import under
+from tests.patience import patient
 from tests.products import once, pairwise
 from tests.ranks import RankPool
-from tpkernels import Recipe, ops
+from tpkernels import Recipe, ops, reuse_quantized_weights
 from tpkernels.gate.accuracy import relative_error
 from tpkernels.kernels.activations import act_grad_ref
+from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
+ROWWISE, BLOCKWISE = Recipe.rowwise(), Recipe.blockwise()
 Excess = dict[str, float]  # each result's error, as a part of what is allowed
 
 
@@ -205,45 +215,15 @@ def test_parallel_mlp_has_the_bits_of_its_parts(recipe, activation):
     x, (up, *_), (b_up, *_), _ = operands(Setting(features=(64, 96)))
     gate, down = up.flip(0), up.t().contiguous()
     weights = [shard(up, 0), shard(gate, 0), shard(down, 1), shard(b_up, 0), x[0].flatten()]
-    for parallel, overlap in product([True, False], [True, False]):
+    for tokens_split, overlap in product([True, False], [True, False]):
         found = []
         for function in (whole, parts):
             leaves = [leaf(t) for t in (shard(x, 0) if parallel else x, *weights)]
-            options = {"sequence_parallel": parallel, "overlap": overlap, "quantize": RECIPES[recipe]}
+            options = {"sequence_parallel": tokens_split, "overlap": overlap, "quantize": RECIPES[recipe]}
             y = function(*leaves, **options)
             y.backward(torch.ones_like(y))
             found.append([y.detach(), *(t.grad for t in leaves if t.grad is not None)])
-        assert equal(*found), f"{parallel=} {overlap=}"
-
-
-@pytest.mark.parametrize("recipe", ["rowwise, power of two", "blockwise, power of two, e5m2"])
-@on_ranks()
-def test_what_fp8_holds_has_the_same_bits_on_any_number_of_ranks(recipe):
-    """Small integers, which scales of powers of two leave as they are: all sums are exact."""
-    quantize, ranks = RECIPES[recipe], dist.get_world_size()
-    generator = torch.Generator().manual_seed(3)
-    tokens, k, n = 16, 64 * ranks, 32 * ranks
-    x, w, dy = (
-        torch.randint(-4, 5, shape, generator=generator).float()
-        for shape in ((tokens, k), (n, k), (tokens, n))
-    )
-    leaves = [leaf(x), leaf(w)]
-    y = ops.linear(*leaves, quantize=quantize)
-    y.backward(dy)
-    for parallel, overlap in product([False, True], [False, True]):
-        of_tokens = split(0) if parallel else same
-        for op, of_x, of_w, of_y in (
-            (column_linear, of_tokens, split(0), split(1)),
-            (row_linear, split(1), split(1), of_tokens),
-        ):
-            ours = [leaf(of_x(x)), leaf(of_w(w))]
-            options = {"sequence_parallel": parallel, "overlap": overlap, "quantize": quantize}
-            found = op(*ours, None, dist.group.WORLD, **options)
-            found.backward(of_y(dy))
-            case = f"{op.__name__} {parallel=} {overlap=}"
-            assert found.equal(of_y(y)), case
-            assert ours[0].grad.equal(of_x(leaves[0].grad)), case
-            assert ours[1].grad.equal(of_w(leaves[1].grad)), case
+        assert equal(*found), f"{tokens_split=} {overlap=}"
 
 
 SOME = ["rowwise", "rowwise, wgrad fp8, e5m2", "blockwise", "blockwise, power of two, e5m2"]
@@ -261,14 +241,18 @@ def check(ranks: RankPool, name: str, settings: list[tuple[Setting, str]]) -> No
 )
 def test_any_number_of_ranks_gives_the_numbers_of_the_definition(ranks, name, dtype):
     flags = product([False, True], [False, True], [False, True])
-    check(
-        ranks,
-        name,
-        [
-            (Setting(dtype, parallel, overlap, main_grad=main_grad, features=FEATURES), SOME[i % len(SOME)])
-            for i, (parallel, overlap, main_grad) in enumerate(flags)
-        ],
-    )
+    settings = [
+        Setting(dtype, parallel, overlap, main_grad=main_grad, features=FEATURES)
+        for parallel, overlap, main_grad in flags
+    ]
+    if dtype is torch.float32:  # leading dimensions are any
+        size = ranks.world_size
+        settings += [
+            Setting(leading=leading, features=FEATURES, sequence_parallel=parallel)
+            for leading in ((8, 3), (4, 2, 2), (0,), (8, 0), (size,))
+            for parallel in (True, False)
+        ] + [Setting(leading=(7,), features=FEATURES, sequence_parallel=False)]
+    check(ranks, name, [(setting, SOME[i % len(SOME)]) for i, setting in enumerate(settings)])
 
 
 @once(recipe=list(RECIPES), name=["column", "row"])
@@ -279,16 +263,6 @@ def test_each_recipe_over_ranks(ranks2, name, recipe):
         Setting(torch.bfloat16, features=(200, 72), sequence_parallel=False),
     ]
     check(ranks2, name, [(setting, recipe) for setting in settings])
-
-
-@pytest.mark.parametrize("name", ["column", "row"])
-def test_leading_dimensions_are_any(ranks2, name):
-    settings = [
-        Setting(leading=leading, features=FEATURES, sequence_parallel=parallel)
-        for leading in ((8, 3), (4, 2, 2), (0,), (8, 0), (2,))
-        for parallel in (True, False)
-    ] + [Setting(leading=(7,), features=FEATURES, sequence_parallel=False)]
-    check(ranks2, name, [(setting, SOME[i % 3]) for i, setting in enumerate(settings)])
 
 
 @pytest.mark.parametrize("world", ["ranks2", "ranks4"])
@@ -325,3 +299,127 @@ def test_gathers_send_half_the_bytes_and_sums_send_the_same(ranks2, transport, h
                     assert sent / theirs[name] <= AT_MOST[hidden], name
                 else:
                     assert sent == theirs[name], name
+
+
+@pytest.mark.parametrize("world", ["ranks1", "ranks2"])
+@on_ranks()
+def test_mistakes_are_errors_on_every_rank_before_anything_travels():
+    group = dist.group.WORLD
+    x, w, w2 = operands_of(5)
+    wide = [t.double() for t in (x, w, w2)]
+
+    def second(function: Callable[..., Tensor], **options: Any) -> None:
+        leaves = [leaf(t) for t in operands_of(5)]
+        y = function(*leaves, quantize=ROWWISE, **options)
+        (dx,) = torch.autograd.grad(y.square().sum(), leaves[0], create_graph=True)
+        torch.autograd.grad(dx.square().sum(), leaves, allow_unused=True)
+
+    def forward_mode() -> None:
+        with torch.autograd.forward_ad.dual_level():
+            column_linear(torch.autograd.forward_ad.make_dual(x, x), w, None, group, quantize=ROWWISE)
+
+    recipe = "expected quantize=tpkernels.Recipe.rowwise()"
+    dtype = "expected x in bfloat16, float16 or float32 with quantize"
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: block(x, w, w2, quantize="fp8"), f"TypeError: column_linear: {recipe}"),
+        (lambda: mlp(x, w, w2, quantize="rowwise"), f"TypeError: parallel_mlp: {recipe}"),
+        (lambda: row_linear(x @ w.t(), w2, None, group, quantize=True), f"TypeError: row_linear: {recipe}"),
+        (lambda: block(*wide, quantize=ROWWISE), f"TypeError: column_linear: {dtype}"),
+        (lambda: mlp(*wide, quantize=ROWWISE), f"TypeError: parallel_mlp: {dtype}"),
+        (lambda: second(block), WORDS),
+        (lambda: second(block, sequence_parallel=True), WORDS),
+        (lambda: second(mlp), WORDS),
+        (forward_mode, "NotImplementedError: column_linear: expected no forward-mode derivative"),
+        (lambda: block(x, w, w2, quantize=ROWWISE, sequence_parallel=True), "no error"),
+    ]
+    for call, words in calls:
+        assert words in message_of(call)
+
+
+OTHERS = {  # of each rank. Rows of both have as many words
+    "rowwise-blockwise": (ROWWISE, BLOCKWISE),
+    "plain-rowwise": (None, ROWWISE),
+    "rowwise-e5m2": (ROWWISE, Recipe.rowwise(gradients="e5m2")),
+    "rowwise-power_of_two": (ROWWISE, Recipe.rowwise(power_of_two=True)),
+    "wgrad-rowwise": (Recipe.rowwise(wgrad="fp8"), ROWWISE),
+}
+TOLD_OF_OTHER_CALLS = (
+    "it sent rows of another call",
+    "expected equal arguments on all ranks",
+    "ranks have left the common order of calls",
+)
+
+
+@pytest.mark.parametrize("recipes", OTHERS)
+@on_ranks(2)
+def test_ranks_with_other_recipes_are_told_of_other_calls_and_in_debug_mode_of_the_recipes(recipes):
+    """No rank takes another's words for its own kind, also where they are as many."""
+    x, w = torch.randn(4, 1024, requires_grad=True), torch.randn(8, 1024)
+    options: dict[str, Any] = {"sequence_parallel": True, "quantize": OTHERS[recipes][dist.get_rank()]}
+
+    def both(group: dist.ProcessGroup) -> None:
+        column_linear(x, w, None, group, **options).sum()
+        h = torch.randn(8, 8, requires_grad=True)
+        row_linear(h, w.t().contiguous(), None, group, **options).sum().backward()
+
+    said = []
+    for debug in (True, False):
+        group = dist.new_group(timeout=timedelta(seconds=patient(4)))
+        with patch.object(parallel, "debug", debug), hasty():
+            said.append(message_of(lambda: both(group)))  # noqa: B023
+    for words in ("ranks disagree", "options: ", "Recipe(scaling='rows'"):
+        assert words in said[0]
+    assert any(words in said[1] for words in TOLD_OF_OTHER_CALLS), said[1]
+
+
+@on_ranks(2)
+def test_ranks_that_want_other_gradients_are_told_so_in_debug_mode():
+    """In the backward of an MLP: of different inputs."""
+    group = dist.new_group(timeout=timedelta(seconds=patient(10)))
+    x, w, w2 = operands_of(6)
+    weights = [leaf(w) if dist.get_rank() == 0 else w, leaf(w2)]
+    y = parallel_mlp(x, weights[0], None, weights[1], None, group, quantize=ROWWISE)
+    with patch.object(parallel, "debug", True):
+        assert "parallel_mlp backward: ranks disagree" in message_of(lambda: y.sum().backward())
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = ops.linear(x, self.up.weight, self.up.bias, "gelu", quantize=ROWWISE)
+        return ops.linear(h, self.down.weight, self.down.bias, quantize=ROWWISE)
+
+
+def losses(wrapped: bool, reusing: bool) -> list[float]:
+    """Of three steps of two microbatches each; wrapped: parameters and rows of a microbatch are sharded."""
+    torch.manual_seed(0)
+    model, batches = TwoLayers(), torch.randn(3, 2, 4, 64)
+    if wrapped:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for batch in batches:
+        with reuse_quantized_weights() if reusing else nullcontext():
+            for rows in batch:
+                own = rows.chunk(dist.get_world_size())[dist.get_rank()] if wrapped else rows
+                loss = model(own).square().mean() / len(batch)
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if wrapped:
+            dist.all_reduce(total, dist.ReduceOp.SUM)
+            total /= dist.get_world_size()
+        found.append(float(total))
+    return found
+
+
+@pytest.mark.parametrize("reusing", [False, True], ids=["anew", "reused"])
+def test_fully_sharded_weights_have_the_losses_of_full_ones(ranks2, reusing):
+    """Their gathers rewrite storages and count no version: a weight of the step before would show."""
+    full = ranks2.run(losses, False, False)[0]
+    assert len(set(full)) == 3
+    for found in ranks2.run(losses, True, reusing):
+        assert found == pytest.approx(full, rel=1e-5)

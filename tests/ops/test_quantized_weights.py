@@ -55,6 +55,14 @@ def test_a_weight_is_quantized_once_in_each_direction(quantized):
         assert (quantized[N, K], quantized[K, N]) == (1, 1)
         step(x, weight, Recipe.blockwise())  # another recipe holds other words
         assert (quantized[N, K], quantized[K, N]) == (2, 2)
+        y = checkpoint(lambda x: ops.linear(x, weight, quantize=ROWWISE), x, use_reentrant=False)
+        y.sum().backward()
+        assert (quantized[N, K], quantized[K, N]) == (2, 2)
+        y = ops.linear(x, weight, quantize=ROWWISE)
+        with torch.no_grad():
+            weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
     step(x, weight)
     assert (quantized[N, K], quantized[K, N]) == (3, 3)
 
@@ -76,38 +84,30 @@ def test_views_of_a_weight_are_told_apart(quantized):
     assert (quantized[K, K], quantized[K // 2, K], quantized[K, K // 2]) == (4, 2, 2)
 
 
-def test_a_change_that_torch_counts_is_noticed(quantized):
+def anew(x: Tensor, weight: Tensor) -> Tensor:
+    return ops.linear(x, weight.detach().clone(), quantize=ROWWISE)
+
+
+def test_a_weight_that_changes_is_noticed_where_torch_counts_it_or_without_the_context(quantized):
+    """Other changes no version counter tells: the reason that there is no cache by versions alone."""
     x, weight = layer(False)
     with reuse_quantized_weights():
         before = step(x, weight)
         weight.add_(1)
-        assert step(x, weight).equal(ops.linear(x, weight.clone(), quantize=ROWWISE))
+        assert step(x, weight).equal(anew(x, weight))
         assert not step(x, weight).equal(before)
-
-
-def test_without_the_context_every_change_is_seen(quantized):
-    """Also those that no version counter tells: the reason that there is no cache by versions alone."""
-    x, weight = layer(False)
-    for _ in range(2):
-        step(x, weight)
-    before = weight._version
+        weight.data = weight.data * 2
+        assert step(x, weight).equal(anew(x, weight))
+    version = weight._version
     weight.data.add_(1)
-    assert weight._version == before
-    assert step(x, weight).equal(ops.linear(x, weight.clone(), quantize=ROWWISE))
+    assert weight._version == version
+    assert step(x, weight).equal(anew(x, weight))
     with reuse_quantized_weights():  # which promises that there are none
         stale = step(x, weight)
         weight.data.add_(1)
         assert step(x, weight).equal(stale)
     with reuse_quantized_weights():  # what was kept before is forgotten
-        assert step(x, weight).equal(ops.linear(x, weight.clone(), quantize=ROWWISE))
-
-
-def test_a_weight_that_is_set_anew_is_noticed(quantized):
-    x, weight = layer()
-    with reuse_quantized_weights():
-        step(x, weight)
-        weight.data = weight.data * 2
-        assert step(x, weight).equal(ops.linear(x, weight.detach().clone(), quantize=ROWWISE))
+        assert step(x, weight).equal(anew(x, weight))
 
 
 def test_storages_that_are_emptied_give_their_place_but_not_their_words(quantized, monkeypatch):
@@ -128,8 +128,15 @@ def test_storages_that_are_emptied_give_their_place_but_not_their_words(quantize
                 weight.untyped_storage().resize_(0)
 
 
-def test_contexts_nest_and_end_by_errors(quantized):
+def test_contexts_nest_and_end_by_errors_and_in_several_threads(quantized):
     x, weight = layer(False)
+    barrier = threading.Barrier(4)
+
+    def often() -> None:
+        for _ in range(50):
+            with reuse_quantized_weights():
+                pass
+        barrier.wait(10)
 
     def failing() -> None:
         with reuse_quantized_weights():
@@ -143,6 +150,12 @@ def test_contexts_nest_and_end_by_errors(quantized):
         assert quantized[N, K] == 1
     step(x, weight)
     assert quantized[N, K] == 2
+    threads = [threading.Thread(target=often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kept._kept._depth == 0  # the last one to end forgets
 
 
 def test_another_thread_finds_them_and_keeps_none_for_later(quantized):
@@ -176,24 +189,6 @@ def test_another_thread_finds_them_and_keeps_none_for_later(quantized):
         assert step(x, other).equal(ops.linear(x, other.clone(), quantize=ROWWISE))
 
 
-def test_contexts_of_several_threads(quantized):
-    """The last one to end forgets."""
-    barrier = threading.Barrier(4)
-
-    def work() -> None:
-        for _ in range(50):
-            with reuse_quantized_weights():
-                pass
-        barrier.wait(10)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert kept._kept._depth == 0
-
-
 def test_inference(quantized):
     """Inference tensors count no versions; what is quantized in inference mode serves training, too."""
     x, weight = layer()
@@ -209,14 +204,6 @@ def test_inference(quantized):
         assert step(x, weight).equal(inferred)
         assert quantized[N, K] == 0
         assert x.grad is not None
-
-
-def test_checkpointed_forwards_reuse_too(quantized):
-    x, weight = layer()
-    with reuse_quantized_weights():
-        y = checkpoint(lambda x: ops.linear(x, weight, quantize=ROWWISE), x, use_reentrant=False)
-        y.sum().backward()
-    assert (quantized[N, K], quantized[K, N]) == (1, 1)
 
 
 def test_memory_is_freed_at_the_end_and_weights_are_not_held(quantized):
@@ -239,16 +226,6 @@ def test_casts_of_autocast_do_not_pile_up(quantized):
             step(x, weight)
         assert quantized[N, K] == 5
         assert len(kept._kept._found) <= 2
-
-
-def test_a_changed_weight_is_an_error_of_backward(quantized):
-    x, weight = layer()
-    with reuse_quantized_weights():
-        y = ops.linear(x, weight, quantize=ROWWISE)
-        with torch.no_grad():
-            weight.add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
 
 
 def test_under_compile_weights_are_reused_where_the_context_is_open(quantized):

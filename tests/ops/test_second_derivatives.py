@@ -12,16 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.functional import hessian, hvp, jvp
+from torch.autograd.functional import hessian, hvp
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.on_ranks import on_ranks
-from tests.ops.cases import CASES
+from tests.ops.cases import CASES, NORMS
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.parallel_cases import shard
 from tests.products import once
-from tpkernels import ops
 from tpkernels.ops import column_linear, linear_cross_entropy, row_linear, vocab_cross_entropy
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
@@ -197,33 +196,14 @@ def test_regions_have_second_derivatives(split):
         assert_same(ours, truth, rtol=1e-12, atol=1e-12)
 
 
-FEATURES, BETWEEN, OUT = 3, 4, 2
-TINY = {24: FEATURES, 40: BETWEEN, 16: OUT}  # the features of `tests.ops.cases`
-
-LOCAL: dict[str, tuple[Op, Op, tuple[tuple[int, ...], ...]]] = {  # ours, torch's, shapes of parameters
-    **{
-        name: (case.op, case.plain, tuple(tuple(TINY[size] for size in shape) for shape in case.shapes))
-        for name, case in CASES.items()
-    },
-    **{
-        name: (op, plain, ((FEATURES,),) * count)
-        for name, op, plain, count in [
-            ("rms_norm", ops.rms_norm, lambda x, w: F.rms_norm(x, (FEATURES,), w, 1e-5), 1),
-            ("layer_norm", ops.layer_norm, lambda x, w, b: F.layer_norm(x, (FEATURES,), w, b, 1e-5), 2),
-            (
-                "layer_norm_no_bias",
-                ops.layer_norm,
-                lambda x, w: F.layer_norm(x, (FEATURES,), w, None, 1e-5),
-                1,
-            ),
-        ]
-    },
-}
+LOCAL = CASES | NORMS
 SOME = ["linear_None", "linear_gelu", "mlp_gelu_tanh", "swiglu", "mlp_swiglu", "rms_norm", "layer_norm"]
+TINY = {24: 3, 40: 4, 16: 2}  # for the features of `tests.ops.cases`
 
 
 def operands(name: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in ((2, FEATURES), *LOCAL[name][2])]
+    shapes = [(2, 3), *(tuple(TINY[size] for size in shape) for shape in LOCAL[name].shapes)]
+    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
 def loss(op: Op) -> Op:
@@ -245,24 +225,24 @@ def assert_same(ours: Any, theirs: Any, **tolerance: float) -> None:
 
 @pytest.mark.parametrize("name", SOME)
 def test_each_combination_of_required_gradients(name, backend):
-    """Whatever is frozen, and so not saved; of a bias alone, too."""
-    op, plain, _ = LOCAL[name]
+    """Gradients and those of their squares, whatever is frozen, and so not saved; of a bias alone, too."""
+    op, plain = LOCAL[name].op, LOCAL[name].plain
     given = operands(name, torch.float32)
     for wanted in product([False, True], repeat=len(given)):
         # the interpreter is slow: all of them, and each alone
         if any(wanted) and (backend == "torch" or sum(wanted) in (1, len(given))):
-            assert_same(
-                penalized(op, given, wanted, allow_unused=True),
-                penalized(plain, given, wanted, allow_unused=True),
-                rtol=1e-3,
-                atol=1e-3,
-            )
+            expected = penalized(plain, given, wanted, allow_unused=True)
+            found = penalized(op, given, wanted, allow_unused=True)
+            assert_same(found, expected, rtol=1e-3, atol=1e-3)
+    recomputed = penalized(partial(checkpoint, op, use_reentrant=False), given, wanted)
+    assert_same(recomputed, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_gradients_of_gradients_are_those_of_finite_differences(name):
+    """By operands and by the gradient that comes in."""
     given = [t.requires_grad_() for t in operands(name)]
-    assert torch.autograd.gradgradcheck(LOCAL[name][0], given)
+    assert torch.autograd.gradgradcheck(LOCAL[name].op, given)
 
 
 def layer_norm_by_hand(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -282,66 +262,32 @@ def test_third_derivatives(name):
         return torch.autograd.grad(value, leaves)
 
     given = operands(name)
-    plain = layer_norm_by_hand if name == "layer_norm" else LOCAL[name][1]
-    assert_same(third(LOCAL[name][0]), third(plain), rtol=1e-8, atol=1e-8)
+    plain = layer_norm_by_hand if name == "layer_norm" else LOCAL[name].plain
+    assert_same(third(LOCAL[name].op), third(plain), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_products_with_jacobians(name):
-    """torch.autograd.functional's differentiates a gradient by the gradient that came in."""
-    op, plain, _ = LOCAL[name]
-    given = tuple(operands(name))
-    assert_same(jvp(op, given, given), jvp(plain, given, given))
-
-
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-@pytest.mark.parametrize("name", SOME)
-def test_first_gradients_with_a_graph_are_those_without(name, backend):
-    given = operands(name, torch.float32)
-    leaves, others = ([t.clone().requires_grad_() for t in given] for _ in range(2))
-    LOCAL[name][0](*leaves).square().sum().backward(create_graph=True)
-    LOCAL[name][0](*others).square().sum().backward()
-    assert_same([t.grad for t in leaves], [t.grad for t in others], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_checkpointed_ops(name):
-    op, plain, _ = LOCAL[name]
-    given = operands(name)
-    everything = (True,) * len(given)
-
-    def recomputed(*tensors: Tensor) -> Tensor:
-        return checkpoint(op, *tensors, use_reentrant=False)
-
-    assert_same(penalized(recomputed, given, everything), penalized(plain, given, everything))
-
-
-@once(name=SOME, transform=["grad", "hessian", "jacrev", "jacfwd", "jvp", "vmap of grad"])
-def test_functorch_is_refused(name, transform):
+def test_functorch_is_refused(name):
     """As torch refuses every autograd.Function that has no setup_context."""
-    value = loss(LOCAL[name][0])
     x, *others = operands(name)
 
     def of_x(x: Tensor) -> Tensor:
-        return value(x, *others)
+        return loss(LOCAL[name].op)(x, *others)
 
-    def asked() -> object:
-        if transform == "jvp":
-            return torch.func.jvp(of_x, (x,), (x,))
-        if transform == "vmap of grad":
-            return torch.func.vmap(torch.func.grad(of_x))(x[:, None])
-        return getattr(torch.func, transform)(of_x)(x)
-
-    with pytest.raises(RuntimeError, match="setup_context"):
-        asked()
+    func = torch.func
+    asked = [transform(of_x) for transform in (func.grad, func.hessian, func.jacrev, func.jacfwd)]
+    asked += [lambda x: func.jvp(of_x, (x,), (x,)), lambda x: func.vmap(func.grad(of_x))(x[:, None])]
+    for call in asked:
+        with pytest.raises(RuntimeError, match="setup_context"):
+            call(x)
 
 
 @pytest.mark.parametrize("name", ["linear_gelu", "swiglu", "mlp_swiglu", "layer_norm"])
 def test_forward_mode_under_compile_is_refused(name):
     """A registered operator would drop the tangent; also if it was compiled before there were any."""
-    compiled = torch.compile(LOCAL[name][0], backend="aot_eager")
+    compiled = torch.compile(LOCAL[name].op, backend="aot_eager")
     x, *others = operands(name)
-    assert_same(compiled(x, *others), LOCAL[name][0](x, *others))
+    assert_same(compiled(x, *others), LOCAL[name].op(x, *others))
     for wanted in (True, False):
         with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
             compiled(forward_ad.make_dual(x.clone().requires_grad_(wanted), x), *others)
@@ -349,13 +295,6 @@ def test_forward_mode_under_compile_is_refused(name):
 
 @pytest.mark.parametrize("name", ["linear_gelu", "mlp_swiglu"])
 def test_compiled_op_has_no_second_derivative(name):
-    compiled = torch.compile(LOCAL[name][0], backend="aot_eager")
+    compiled = torch.compile(LOCAL[name].op, backend="aot_eager")
     with pytest.raises(RuntimeError, match="does not currently support double backward"):
         hessian(loss(compiled), tuple(operands(name)))
-
-
-def test_second_derivatives_keep_no_more_memory():
-    """The z that comes out beside y is the one that is saved."""
-    x, weight, bias = (t.requires_grad_() for t in operands("linear_gelu"))
-    saved = ops.linear(x, weight, bias, "gelu").grad_fn.saved_tensors
-    assert [tuple(t.shape) for t in saved] == [(2, FEATURES), (OUT, FEATURES), (2, OUT)]

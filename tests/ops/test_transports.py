@@ -1,31 +1,35 @@
-"""Ops whose rows move through memory with flags: the numbers of c10d, and errors instead of hangs."""
+"""Ops over every transport, whoever computes: numbers, bits whatever the delays, errors instead of hangs."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
 import os
+import random
 import re
 import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.loopback import start
 from tests.on_ranks import on_ranks
-from tests.ops import parallel_behaviour as behaviour
 from tests.ops import test_exchanges as exchanges
 from tests.ops import test_vocab_behaviour as vocab
-from tests.ops.parallel_behaviour import block, meet, message_of, operands_of, with_gradients
-from tests.ops.parallel_cases import Setting, assert_within, close, prepare, run_all
+from tests.ops.parallel_behaviour import block, meet, message_of, mlp, operands_of, with_gradients
+from tests.ops.parallel_cases import Setting, assert_within, equal, leaf, prepare, run_all
 from tests.ops.test_collectives import collectives
 from tests.ops.test_parallel_citizens import model_unlike_compiled
 from tests.ops.transport_cases import be_impatient, open_exchanges, open_stand_in, pushers, under, using
@@ -37,17 +41,21 @@ from tpkernels.comm.transports import mailbox
 from tpkernels.comm.transports import rows as rows_in_flight
 from tpkernels.comm.transports import select as transports
 from tpkernels.comm.transports.c10d import Transfers
+from tpkernels.comm.transports.host import HostExchange
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.order import CallOrder
+from tpkernels.dispatch import backends
 from tpkernels.kernels import gather_linear
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS
+from tpkernels.ops.tensor_parallel.parallel import arrivals, start_rows, start_sum
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels run in the interpreter")
 
 WAYS = {
+    "c10d": ("c10d", "torch"),
     "shared torch": ("shared", "torch"),
     "shared triton": ("shared", "triton"),
     "stand-in": ("stand-in", "triton"),
@@ -86,22 +94,15 @@ def test_ops_give_the_unsharded_numbers(request, place, name):
     assert_within(ranks.run(under, transport, backend, run_all, name, settings), settings)
 
 
-@once(way=WAYS, sequence_parallel=[True, False])
-@on_ranks(2)
-def test_numbers_of_c10d_within_rounding(way, sequence_parallel):
-    prepare(Setting())
-    operands, group = operands_of(0), dist.new_group()
-    with using("c10d", way[1]):
-        expected = with_gradients(partial(block, group=group, sequence_parallel=sequence_parallel), operands)
-    with using(*way):
-        found = with_gradients(block, operands, sequence_parallel=sequence_parallel)
-        assert {exchange.timeout for exchange in open_exchanges()} == {COLLECTIVE_SECONDS}  # the group's
-    assert close(found, expected, 1e-6)
+SENDING = {"c10d": (Transfers, "exchange"), "shared": (HostExchange, "put")}
 
 
 @pytest.mark.parametrize(
     ("world", "transport", "backend", "sequence_parallel", "rounds"),
     [
+        ("ranks2", "c10d", "torch", False, 2),
+        ("ranks4", "c10d", "torch", True, 3),
+        ("ranks4", "c10d", "torch", False, 2),
         ("ranks2", "shared", "triton", True, 1),
         ("ranks2", "shared", "triton", False, 1),
         ("ranks4", "shared", "torch", True, 3),
@@ -112,8 +113,57 @@ def test_numbers_of_c10d_within_rounding(way, sequence_parallel):
 )
 @on_ranks()
 def test_delays_change_no_bit(transport, backend, sequence_parallel, rounds):
+    """Calls with fresh data and other delays give the bits of calls without delays."""
+    prepare(Setting())
+    owner, name = SENDING[transport.split()[0]]
+    original = getattr(owner, name)
     with using(transport, backend):
-        behaviour.assert_delays_change_no_bit(sequence_parallel, "shared", rounds)
+        for seed in range(rounds):
+            operands = operands_of(seed)
+            if not sequence_parallel:
+                operands[0] = torch.ones(8, 24) * torch.arange(8.0)[:, None].sin()
+            calm = with_gradients(block, operands, sequence_parallel=sequence_parallel)
+            delays = random.Random(100 * seed + dist.get_rank())
+
+            def late(self: Any, *arguments: Any, delays: random.Random = delays) -> Any:
+                time.sleep(delays.choice([0.0, 0.002, 0.01]))
+                return original(self, *arguments)
+
+            with patch.object(owner, name, late):
+                assert equal(calm, with_gradients(block, operands, sequence_parallel=sequence_parallel))
+
+
+# as fp32: minus zero, a subnormal number, infinity, a NaN that signals and two that do not, and what rounds
+AWKWARD = [-(2**31), 1, 0x7F80_0000, 0x7F80_0001, -1, 0x7FFF_FFFF, 2**24 + 1, -(2**24) - 1]
+
+
+@once(place=PLACES | {"2 c10d": ("ranks2", "c10d", "torch"), "2 c10d triton": ("ranks2", "c10d", "triton")})
+def test_rows_in_fp8_travel_as_words_bit_for_bit(request, place):
+    request.getfixturevalue(place[0]).run(under, *place[1:], words_arrive)
+
+
+def words_arrive() -> None:
+    """In chunks or all at once, and of two calls that are awaited in two ways. They have no sum."""
+    prepare(Setting())
+    rank, rows, cols, group = dist.get_rank(), 8, 20, dist.group.WORLD  # as of 64 features and scales
+    words = torch.arange(-(2**31), 2**31, 2**32 // (dist.get_world_size() * rows * cols))
+    words = words[: dist.get_world_size() * rows * cols].to(torch.int32).view(-1, rows, cols)
+    words[:, 0, : len(AWKWARD)] = torch.tensor(AWKWARD, dtype=torch.int32)
+    for overlap in (False, True, True):  # slots are used in turn
+        start_words = partial(start_rows, "op", "words", words[rank], group, features=64, overlap=overlap)
+        gathering = start_words()
+        found, chunks = torch.zeros_like(words).flatten(0, 1), 0
+        for where, chunk in arrivals(gathering, overlap):
+            found[where] = chunk
+            chunks += 1
+        for gathered in (found, gathering.wait(), start_words().wait()):
+            assert gathered.equal(words.flatten(0, 1))
+        assert (chunks > 1) is overlap
+    if backends.backend == "triton" and transports.requested_transport != "c10d":
+        total, options = words.flatten(0, 1), {"scatter": True, "overlap": True}
+        expected = "kernels that wait take bfloat16, float16 and float32, got torch.int32"
+        with pytest.raises((TypeError, ValueError), match=expected):
+            start_sum("op", total.__getitem__, *total.shape, total, group, **options).wait()
 
 
 @on_ranks(2)
@@ -140,20 +190,63 @@ def test_all_exchanges_of_an_all_reduce_are_ready_for_a_capture():
     assert all(ready)
 
 
+RECIPES = (None, Recipe.rowwise(), Recipe.blockwise())
+
+
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @on_ranks(2)
 def test_layers_interleave_and_can_be_checkpointed(way):
+    """Two blocks whose forwards and backwards alternate; and recomputed ones, to the bit."""
+    prepare(Setting())
     with using(*way):
-        behaviour.assert_interleaved_layers_do_not_mix()
-        behaviour.assert_checkpointed_has_the_bits_of_plain(False, [None])
+        alone = [with_gradients(block, operands_of(seed), sequence_parallel=True) for seed in (1, 2)]
+        leaves = [[leaf(t) for t in operands_of(seed)] for seed in (1, 2)]
+        ys = [block(*operands, sequence_parallel=True) for operands in leaves]
+        torch.autograd.backward([y.square().sum() for y in ys])
+        for y, operands, expected in zip(ys, leaves, alone, strict=True):
+            assert equal([y.detach(), *(t.grad for t in operands)], expected)
+        for model, recipe in product((block, mlp), RECIPES if way[0] == "c10d" else RECIPES[:1]):
+            plain = partial(model, sequence_parallel=True, quantize=recipe)
+            for reentrant in (False, True):
+                recomputed = partial(checkpoint, plain, use_reentrant=reentrant)
+                assert equal(*(with_gradients(call, operands_of(3)) for call in (plain, recomputed))), recipe
 
 
+@pytest.mark.parametrize("transport", ["c10d", "shared"])
 @on_ranks(2)
-def test_compiled_and_inferred_and_shared_gathers_give_the_same_bits():
-    with using("shared"):
-        assert model_unlike_compiled(block, sequence_parallel=True) == []
-        behaviour.assert_forward_without_gradients_has_the_same_bits([None])
-        behaviour.assert_several_weights_share_one_gather()
+def test_compiled_and_inferred_and_shared_gathers_give_the_same_bits(transport):
+    """And without gradients. A list of weights gives what single calls give, by the transfers of one."""
+    prepare(Setting())
+    x, w, _ = operands_of(5)
+    weights, counts = [w, w[:4] * 2, w[:2] * 3], []
+
+    def column(x: Tensor, *weights: Tensor) -> Tensor:
+        return torch.cat(column_linear(x, list(weights), None, dist.group.WORLD, sequence_parallel=True), 1)
+
+    def one_by_one(x: Tensor, *weights: Tensor) -> Tensor:
+        return torch.cat([column(x, w) for w in weights], 1)
+
+    with using(transport):
+        if transport == "shared":  # over c10d in tests/ops/test_parallel_citizens.py
+            assert model_unlike_compiled(block, sequence_parallel=True) == []
+        for model, recipe, tokens_split in product((block, mlp), RECIPES, (True, False)):
+            call = partial(model, sequence_parallel=tokens_split, quantize=recipe)
+            with torch.inference_mode():  # first: what it allocates must serve training too
+                inferred = call(*operands_of(4))
+            expected = with_gradients(call, operands_of(4))[0]
+            with torch.no_grad():
+                found = call(*operands_of(4))
+            assert equal([found, inferred], [expected, expected]), f"{recipe}, {tokens_split=}"
+        column(x, *weights)  # before transfers are counted: ranks agree on the transport
+        owner, name = SENDING[transport]
+        for several in (weights, weights[:1]):
+            spied = patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
+            with torch.no_grad(), spied as spy:
+                column(x, *several)
+            counts.append(spy.call_count)
+        together, apart = (with_gradients(function, [x, *weights]) for function in (column, one_by_one))
+    assert counts[0] == counts[1] > 0
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
 
 
 def replayed_calls(with_barrier: bool) -> list[bool]:
@@ -209,7 +302,7 @@ def test_a_rank_alone_opens_and_sends_nothing():
     ):
         for transport, split, recipe in product(("auto", "shared"), (True, False), (None, Recipe.rowwise())):
             with using(transport):
-                for model in (block, behaviour.mlp):
+                for model in (block, mlp):
                     found += with_gradients(model, operands_of(1), sequence_parallel=split, quantize=recipe)
         table, weight, *ids = vocab.operands()
         found += with_gradients(lambda *t: vocab.model(*t, *ids, sequence_parallel=True), [table, weight])
@@ -249,33 +342,22 @@ def test_few_exchanges_stay_open_but_those_used_last_or_written_by_a_graph(captu
         assert (pushers(), _mappings()) == (3, 3 * 2)
 
 
-def opened_in(group: dist.ProcessGroup) -> None:
-    x, w = torch.randn(2, 8), torch.randn(4, 8)
-    column_linear(x, w, None, group, sequence_parallel=True)
-    dist.barrier()
-
-
 @on_ranks(2)
-def test_exchanges_end_with_their_group():
-    group = dist.new_group()
+def test_exchanges_end_with_their_group_whose_time_out_is_theirs():
+    """One that was destroyed and is held opens nothing."""
+    group = dist.new_group(timeout=timedelta(seconds=40))
+    x, w = torch.randn(2, 8), torch.randn(4, 8)
     with using("shared"):
-        opened_in(group)
+        column_linear(x, w, None, group, sequence_parallel=True)
+        assert {exchange.timeout for exchange in transports._of_group[id(group)]._open.values()} == {40.0}
         assert (pushers(), _mappings()) == (1, 2)
         dist.barrier()
         dist.destroy_process_group(group)
+        with pytest.raises(RuntimeError, match="was destroyed; make a new one"):
+            column_linear(x, w, None, group, sequence_parallel=True)
         del group
         gc.collect()
         assert (pushers(), _mappings()) == (0, 0)
-
-
-@on_ranks(2)
-def test_a_group_that_was_destroyed_and_is_held_opens_nothing():
-    group = dist.new_group()
-    with using("shared"):
-        opened_in(group)
-        dist.destroy_process_group(group)
-        with pytest.raises(RuntimeError, match="was destroyed; make a new one"):
-            opened_in(group)
 
 
 REFUSED = {  # the wish of each rank; what is said
@@ -364,23 +446,22 @@ def test_a_dead_rank_is_an_error_that_names_op_rank_and_chunk(transport, backend
         assert float(seconds) < patient(2)
 
 
-@once(backend=["torch", "triton"], op=["column_linear", "row_linear"])
+@once(way=list(WAYS.values())[:3], op=["column_linear", "row_linear"])
 @on_ranks(2)
-def test_a_late_rank_is_an_error_that_names_op_rank_and_chunk(op, backend):
+def test_a_late_rank_is_an_error_that_names_op_rank_and_chunk(op, way):
     """One that comes too late for a second call."""
-    group = dist.group.WORLD
     x, w, w2 = operands_of(8)
+    group = dist.new_group(timeout=timedelta(seconds=patient(1.0)))
     calls: dict[str, Callable[[], object]] = {
         "column_linear": lambda: column_linear(x, w, None, group, sequence_parallel=True),
         "row_linear": lambda: row_linear(torch.randn(16, w2.shape[1]), w2, None, group),
     }
-    with using("shared", backend):
+    with using(*way):
         calls[op]()
-        be_impatient()
         dist.barrier()
         started = time.monotonic()
         if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError, match=rf"{op}: rows of rank 1 \(chunk "):
+            with pytest.raises(RuntimeError, match=rf"{op}: rows of rank 1 (\(chunk |.*did not arrive)"):
                 calls[op]()
             assert 0.3 < time.monotonic() - started < patient(COLLECTIVE_SECONDS)
         meet("the late one waits here, alive")

@@ -165,65 +165,32 @@ def test_products_of_other_widths_decide_nothing_for_one_rank_alone():
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="clocks and memory are stand-ins")
 RUNS = ROUNDS + 1  # and a trial
 DROPPED = f"memory dropped for {KEY}: rank 1: "
+OFF = "its result is off by 1.7e+00 of 1.7e+00"
 BROKEN = {"broken": {"memory": "cannot open"}}
-CHOSEN: dict[str, tuple[dict[str, Any], tuple[str, str], tuple[int, int], list[str]]] = {
-    # options; way and source; runs of "one" and "many"; the beginnings of what is said
-    "the slowest rank decides": (
-        {},
-        ("memory", "timed"),
-        (RUNS, RUNS),
-        [],
-    ),  # "many" takes 5 ms here, 20 there
-    "cannot open": (BROKEN, ("one", "timed"), (RUNS, RUNS), [DROPPED + "MemoryError: planted"]),
-    "raises": (
-        {"broken": {"memory": "raises"}},
-        ("one", "timed"),
-        (RUNS, RUNS),
-        [DROPPED + "RuntimeError: planted in a run"],
-    ),
-    "wrong numbers": (
-        {"broken": {"memory": "wrong numbers"}},
-        ("one", "timed"),
-        (RUNS, RUNS),
-        [DROPPED + "its result is off by 1.7e+00 of 1.7e+00"],
-    ),
-    "no other way works": (
-        {"broken": {"memory": "cannot open", "many": "wrong numbers"}},
-        ("one", "only one"),
-        (1, 1),
-        ["", ""],
-    ),
-    "no memory for scratch": (
-        {"broken": {"one": "cannot open"}},
-        ("one", "not timed"),
-        (0, 0),
-        ["one dropped"],
-    ),
-    "one may not time": ({"why_not": ("", "TPKERNELS_TUNE=0")}, ("one", "not timed"), (0, 0), []),
-    "other defaults": (
-        {"default": ("many", "one"), "why_not": ("no", "")},
-        ("many", "not timed"),
-        (0, 0),
-        [],
-    ),
-    "one cache": ({"cached": ("many", "many")}, ("many", "cached"), (0, 0), []),
-    "other caches": ({"cached": ("many", "one")}, ("memory", "timed"), (RUNS, RUNS), []),
-    "one rank has no cache": ({"cached": ("many", "")}, ("memory", "timed"), (RUNS, RUNS), []),
-    "a cached way is gone": ({"cached": ("pigeons", "pigeons")}, ("memory", "timed"), (RUNS, RUNS), []),
-    "a cached way no longer opens": (
-        {**BROKEN, "cached": ("memory",) * 2},
-        ("one", "not timed"),
-        (0, 0),
-        [""],
-    ),
+TWO_BROKEN = {"broken": {"memory": "cannot open", "many": "wrong numbers"}}
+CHOSEN: dict[str, tuple[dict[str, Any], str, int, list[str]]] = {
+    # options; way and source; runs of "one" and of "many"; the beginnings of what is said
+    "the slowest rank decides": ({}, "memory timed", RUNS, []),  # "many" takes 5 ms here, 20 there
+    "cannot open": (BROKEN, "one timed", RUNS, [DROPPED + "MemoryError: planted"]),
+    "raises": ({"broken": {"memory": "raises"}}, "one timed", RUNS, [DROPPED + "RuntimeError: planted in a"]),
+    "wrong numbers": ({"broken": {"memory": "wrong numbers"}}, "one timed", RUNS, [DROPPED + OFF]),
+    "no other way works": (TWO_BROKEN, "one only one", 1, ["", ""]),
+    "no memory for scratch": ({"broken": {"one": "cannot open"}}, "one not timed", 0, ["one dropped"]),
+    "one may not time": ({"why_not": ("", "TPKERNELS_TUNE=0")}, "one not timed", 0, []),
+    "other defaults": ({"default": ("many", "one"), "why_not": ("no", "")}, "many not timed", 0, []),
+    "one cache": ({"cached": ("many", "many")}, "many cached", 0, []),
+    "other caches": ({"cached": ("many", "one")}, "memory timed", RUNS, []),
+    "one rank has no cache": ({"cached": ("many", "")}, "memory timed", RUNS, []),
+    "a cached way is gone": ({"cached": ("pigeons", "pigeons")}, "memory timed", RUNS, []),
+    "a cached way no longer opens": ({**BROKEN, "cached": ("memory",) * 2}, "one not timed", 0, [""]),
 }
 
 
 @pytest.mark.parametrize(("options", "verdict", "runs", "told"), CHOSEN.values(), ids=CHOSEN)
 def test_all_ranks_choose_alike(ranks2, tmp_path, options, verdict, runs, told):
     for name, source, counts, closed, said in ranks2.run(chosen, tmp_path, options):
-        assert (name, source) == verdict
-        assert (counts["one"], counts["many"]) == runs
+        assert f"{name} {source}" == verdict
+        assert counts["one"] == counts["many"] == runs
         assert counts["memory"] == RUNS if name == "memory" else counts["memory"] <= 1
         assert len(said) == len(told)
         assert all(line.startswith(words) for line, words in zip(said, told, strict=True)), said
