@@ -17,6 +17,7 @@ from tpkernels import ops
 from tpkernels.dispatch import primitives
 from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.kernels.activations import GATE_OF, act_grad_ref, act_ref
+from tpkernels.kernels.recipe import Recipe
 from tpkernels.kernels.scaled import DTYPE_OF, Scaled
 from tpkernels.ops.quantized.products import Quantized
 
