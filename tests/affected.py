@@ -133,7 +133,7 @@ def reached(graph: Graph, changed: str) -> list[Reached]:
             Reached(nearness(test, changed), seconds[test], (test, changed), "as all do") for test in tests
         )
     begin = {module_of(Path(path)) for path in read_by if not nobody_reads(changed)}
-    if str(graph.paths.get(module)) == changed:
+    if str(graph.paths.get(module)) == changed.replace("__init__.pyi", "__init__.py"):
         begin.add(module)
     if not fnmatch(changed, "tpkernels/*.py") and not changed.endswith("__init__.py"):
         begin |= graph.readers(Path(changed)) - {__name__, "tests.test_affected"}  # which name all kinds

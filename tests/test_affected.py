@@ -19,6 +19,7 @@ FAULTS = {  # room -> a file of it, one line of that, the line with a fault, and
     "files": (".py", 'decode("utf-8")', 'decode("utf-16")', "test_files.py"),
     "gpus": (".py", "return max(flops /", "return min(flops /", "planning/test_step_time.py"),
     "tp_invariance": (".py", "return segments // ranks", "return segments * ranks", "test_tp_invariance.py"),
+    "messages": (".py", "(?:cc|cpp|h|hpp)", "(?:cpp)", "test_messages.py"),
     "lazy_names": (".py", "return {name: module for", "return {module: name for", "test_lazy_names.py"),
     "runtime": ("random.py", "if self._cuda_only", "if not self._cuda_only", "runtime/test_random.py"),
     "parallel_state": ("dense.py", "if with_context", "if not with_context", "test_parallel_state_today.py"),
@@ -35,7 +36,7 @@ FAULTS = {  # room -> a file of it, one line of that, the line with a fault, and
     "planning": ("memory.py", "+ max(self.activ", "+ min(self.activ", "planning/test_memory.py"),
     "training": ("measures.py", "return 3 * 2 *", "return 3 *", "training/test_measures.py"),
     "pictures": ("page.py", "return escape(writable(words))", "return words", "pictures/test_page.py"),
-    "cli": ("plan.py", "return 0", "return 1", "cli/test_plan.py"),
+    "cli": ("plan.py", "return 0", "return 1", "cli/test_commands.py"),
 }
 IN_AN_INSTANT = ["topology", "env_flag"]
 

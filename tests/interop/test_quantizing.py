@@ -200,7 +200,7 @@ def refusals():
     ends, wrong = {"embed": "embedding", "head": "head"}, {**PLAN, "blocks.*.down": "row_of_full"}
     recipes = "parallelize: expected quantize=tpkernels.Recipe.rowwise(), .blockwise() or None"
     layers = "quantize: expected a plan that splits linear layers besides the head"
-    differ = "quantize=Recipe(scaling='blocks'"
+    differ = "ranks disagree on quantize.scaling of parallelize: rank 0 has 'blocks'; rank 1 has 'rows'"
     said = [
         refused("TypeError", recipes, parallelize, model, plan=PLAN, quantize="rowwise"),
         refused("ValueError", layers, parallelize, model, plan=ends, quantize=rowwise),

@@ -9,6 +9,7 @@ parameters that differ, and `watch.py` runs such a check every so many steps.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.foreign import is_dtensor, is_split_over, local_of, reshard
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.replicas import agree_on, sum_over_ranks_, unlike_first_rank
+
+_WRAPPERS = re.compile(r"^((_forward_module|_orig_mod|module)\.)+")  # Fabric, torch.compile, DDP
 
 
 def require_marks(caller: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
@@ -120,12 +123,12 @@ def likely_causes(copy: Tensor) -> str:
 
 
 def name_of(parameter: Tensor) -> str:
-    """Its name in an outermost module. Searches all objects of the process: only for errors."""
+    """Its name in an outermost module, without wrappers. For errors only: it searches all objects."""
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     for module in modules:
         if id(module) not in inner:
             for name, candidate in module.named_parameters():
                 if candidate is parameter:
-                    return str(name)
+                    return _WRAPPERS.sub("", name)
     return ""

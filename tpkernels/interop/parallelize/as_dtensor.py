@@ -34,7 +34,7 @@ def require_mesh(state: State) -> None:
     if not isinstance(state, DeviceMesh):
         raise ValueError(
             "as_dtensor=True: expected a DeviceMesh, as in parallelize(model, mesh, ...): of the mesh that "
-            f"fully_shard gets a dimension of, got {state!r}"
+            f"fully_shard gets a dimension of, got {type(state).__name__}"
         )
 
 

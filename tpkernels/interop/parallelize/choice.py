@@ -100,7 +100,8 @@ def first_that_works(
         except (ValueError, TypeError) as error:
             failed.append((choice, error))
             continue
-        _tell(choice, failed)
+        if world.rank == 0:
+            _tell(choice, failed)
         return choice.plan, partial
     raise _refusal(model, failed)
 

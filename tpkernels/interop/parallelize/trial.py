@@ -151,7 +151,7 @@ def tried(
     elif not certain:
         with_these = "with the inputs that were made up it raises an error"
         raise _not_compared(model, with_these, GIVE_INPUTS, found)
-    else:
+    elif world.rank == 0:
         warn(
             f"parallelize: the split model was not compared with the unsharded one: {found}; pass "
             "verify=example inputs, or verify=False",
