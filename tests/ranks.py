@@ -326,6 +326,8 @@ def _serve(
         _meet(place, "arrival", world_size)  # a rank that left now would break connections still being made
         connection.send(Returned(b""))  # from now on time counts
         torch.manual_seed(7000 + rank)  # whatever ran before; and ranks differ, as those that nobody seeds
+        if streams := sys.modules.get("tpkernels.runtime.random"):
+            streams.get_rng_tracker().reset()  # a call before may have had fewer ranks
         answer = attempt(_called, call)
         sys.stdout.flush()  # into the output of this test, not of a later one
         connection.send(answer)

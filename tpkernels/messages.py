@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
 LONGEST = 160  # characters that are quoted of a text
+BEGINNING = 24  # of them, from its beginning
 
 _CHATTER: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\s*(Exception raised from |\(?frame #\d+: ).*", re.DOTALL), ""),  # a C++ back trace
@@ -69,13 +70,17 @@ def short(call: str) -> str:
 
 
 def quoted(texts: Sequence[str]) -> list[str]:
-    """Texts as they are, or of long ones what lies about the first place where they differ."""
+    """Texts as they are, or of long ones how they begin, and what is about the first place that differs."""
     if max(map(len, texts)) <= LONGEST:
         return list(texts)
     alike = takewhile(lambda letters: len({*letters}) == 1, zip(*texts, strict=False))
     first = max(0, len(list(alike)) - LONGEST // 4)
     end = first + LONGEST
-    return [f"{'...' * (first > 0)}{text[first:end]}{'...' * (len(text) > end)}" for text in texts]
+    begin = min(first, BEGINNING)
+    return [
+        f"{text[:begin]}{'...' * (first > begin)}{text[max(first, begin) : end]}{'...' * (len(text) > end)}"
+        for text in texts
+    ]
 
 
 def _kind(node: ast.expr | None) -> str:

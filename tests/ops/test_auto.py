@@ -109,7 +109,7 @@ def test_an_all_reduce_is_all_shared_or_not_at_all():
 
 
 @on_ranks(2)
-def test_memory_that_one_rank_lacks_is_a_line_in_the_log_of_all():
+def test_memory_that_one_rank_lacks_is_a_line_in_the_log_of_the_first():
     prepare(Setting())
     fail, group = patch.object(os, "ftruncate", side_effect=MemoryError("planted")), dist.group.WORLD
     with using("auto"), heard("tpkernels.comm") as said:
@@ -117,8 +117,9 @@ def test_memory_that_one_rank_lacks_is_a_line_in_the_log_of_all():
             assert _moved(group, torch.float32, 4)
         assert _moved(group, torch.float32, 6), "also when there would be memory again"
         assert opened(group) == []
-    (line,) = said
-    assert "rank 1 cannot take part: MemoryError: planted; what has no shared memory" in line
+    assert len(said) == (dist.get_rank() == 0)
+    for line in said:
+        assert "rank 1 cannot take part: MemoryError: planted; what has no shared memory" in line
 
 
 @on_ranks(2)

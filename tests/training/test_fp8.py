@@ -93,8 +93,8 @@ def test_a_run_goes_on_to_the_digit_and_other_products_are_said(config, tmp_path
         ("blockwise", "with rowwise fp8; this run, with blockwise, goes on"),
         ("", "with none, goes"),
     ):
-        for _, told in ranks2.run(resumed, replace(config, fp8=fp8), tmp_path):
-            assert said in told
+        told = [text for _, text in ranks2.run(resumed, replace(config, fp8=fp8), tmp_path)]
+        assert [said in text for text in told].count(True) == 1  # by one rank of the machine
 
 
 def test_a_checkpoint_from_before_there_was_fp8_goes_on(config, tmp_path, ranks2):

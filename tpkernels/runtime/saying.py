@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import socket
 import warnings
@@ -43,14 +42,9 @@ def warn(text: str, *, stacklevel: int) -> None:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
-def _keep(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.WARNING or is_first_to_say(record.getMessage(), socket.gethostname())
-
-
 def _disown_store_of_parent() -> None:
     if dist.is_initialized():
         _of_parent.append(c10d.default_store())
 
 
-logging.getLogger("tpkernels.dispatch").addFilter(_keep)
 os.register_at_fork(after_in_child=_disown_store_of_parent)
