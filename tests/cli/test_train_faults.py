@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.living_ranks import TORCHRUN, train_on, training
+from tests.cli.living_ranks import ALICE, TINY, TORCHRUN, told_by, train_on, training
 from tests.patience import patient
 from tests.warm_python import await_end_of, children_of
+from tpkernels.cli import main
 
 ENDLESS = ("--tp", "2", "--steps", "100000")
 both_launchers = pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["its_own", "torchrun"])
@@ -186,3 +187,16 @@ def test_a_rank_that_hangs_is_given_up_in_time(tmp_path):
     assert f"Timed out waiting {seconds}000ms" in run.stderr
     assert "the other ranks were ended" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def main_at_own_rate(command):
+    return main([*command, "--peak-rate", f"0.00{1 + int(os.environ['RANK'])}"])
+
+
+def test_ranks_that_were_given_other_options_are_told(ranks2):
+    """As where torchrun is started on two machines with other words."""
+    run = told_by(
+        ranks2, main_at_own_rate, ["train", "--data", str(ALICE), *TINY, "--tp", "2", "--steps", "2"]
+    )
+    assert run.returncode != 0, run.stdout
+    assert "ranks disagree on config.peak_rate of train: rank 0 has 0.001; rank 1 has 0.002" in run.stderr
