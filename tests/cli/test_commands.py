@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import io
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 from tests.patience import patient
 from tests.topology.test_plan import DESCRIPTION
-from tpkernels import __version__, cli
+from tpkernels import __version__
 from tpkernels.cli import COMMANDS, Progress, main
 
 
@@ -28,10 +27,6 @@ def test_version_is_told(capsys):
         main(["--version"])
     assert exit_.value.code == 0
     assert capsys.readouterr().out == f"tpkernels {__version__}\n"
-
-
-def test_former_names_of_options_are_understood():
-    assert doctest.testmod(cli).failed == 0
 
 
 WITHOUT_TORCH = [
