@@ -42,10 +42,16 @@ def on_ranks(*worlds: int, fixtures: tuple[str, ...] = ()) -> Callable[[Body], B
     return decorated
 
 
-def equal_on_all(value: T) -> T:
-    """A value that all ranks are to have."""
+def of_all(value: T) -> list[T]:
+    """The values of all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
+    return values
+
+
+def equal_on_all(value: T) -> T:
+    """A value that all ranks are to have."""
+    values = of_all(value)
     assert values == [value] * len(values)
     return value
 

@@ -20,6 +20,7 @@ FAULTS = {  # room -> a file of it, one line of that, the line with a fault, and
     "gpus": (".py", "return max(flops /", "return min(flops /", "planning/test_step_time.py"),
     "tp_invariance": (".py", "return segments // ranks", "return segments * ranks", "test_tp_invariance.py"),
     "messages": (".py", "(?:cc|cpp|h|hpp)", "(?:cpp)", "test_messages.py"),
+    "saying": (".py", "return first", "return True", "test_saying.py"),
     "lazy_names": (".py", "return {name: module for", "return {module: name for", "test_lazy_names.py"),
     "runtime": ("random.py", "if self._cuda_only", "if not self._cuda_only", "runtime/test_random.py"),
     "parallel_state": ("dense.py", "if with_context", "if not with_context", "test_parallel_state_today.py"),

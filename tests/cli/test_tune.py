@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.dispatch.conftest import TRITON_WINS, VERSIONS, FakeTimer, need_interpreter
-from tpkernels.cli import main, tune
+from tpkernels import cli
+from tpkernels.cli import main, tune, tuning
 from tpkernels.dispatch import candidates
 from tpkernels.dispatch.cache import Cache, parse
 from tpkernels.dispatch.chooser import Chooser
@@ -65,6 +66,12 @@ def test_a_model_is_listed_with_what_it_will_take(capsys, tmp_path):
     assert capsys.readouterr().out.startswith("2 problems, ")
 
 
+def test_steps_are_the_products_and_gpus_those_with_a_target():
+    assert tuple(tuning.PRODUCTS) == tune.STEPS
+    assert tuple(tuning.DTYPES) == tune.DTYPES
+    assert tuning.GPUS.keys() == tune.GPUS.keys()
+
+
 def test_without_triton_its_candidates_are_missed_aloud(capsys, monkeypatch):
     for module in (tune, candidates):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
@@ -78,7 +85,8 @@ def test_without_triton_its_candidates_are_missed_aloud(capsys, monkeypatch):
 
 
 def test_missing_package_is_named_in_one_line(capsys, monkeypatch):
-    monkeypatch.delitem(sys.modules, "tpkernels.cli.tune")
+    monkeypatch.delitem(sys.modules, "tpkernels.cli.tuning")
+    monkeypatch.delattr(cli, "tuning")
     monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not there
     with pytest.raises(SystemExit) as exit_:
         main(["tune", "--shapes", "64x64x64"])
@@ -98,7 +106,7 @@ def timer(monkeypatch, tmp_path) -> FakeTimer:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tune, "chooser_on", chooser_on)
+    monkeypatch.setattr(tuning, "chooser_on", chooser_on)
     return timer
 
 
@@ -131,7 +139,9 @@ def test_tune_times_remembers_and_reports(timer, capsys, tmp_path):
 
 
 def test_tune_begins_nothing_after_its_seconds(timer, capsys, monkeypatch):
-    monkeypatch.setattr(tune, "monotonic", itertools.count(0, 10).__next__)  # began at 0, then at 10, 20, ...
+    monkeypatch.setattr(
+        tuning, "monotonic", itertools.count(0, 10).__next__
+    )  # began at 0, then at 10, 20, ...
     assert main(["tune", "--shapes", "64x48x32", "--seconds", "25"]) == 0
     printed = capsys.readouterr().out
     assert (printed.count("(timed: triton/"), printed.count(": left, --seconds 25 are over")) == (2, 7)

@@ -5,7 +5,8 @@ import torch
 
 from tests.cli.posed_problems import GPTS, problems_of_a_step
 from tpkernels.cli import tune_shapes
-from tpkernels.cli.tune_shapes import SplitModel, calls_of_model, parsed_shapes
+from tpkernels.cli.tune_shapes import SplitModel, parsed_shapes
+from tpkernels.cli.tuning import calls_of_model
 from tpkernels.dispatch.candidates import candidates
 from tpkernels.dispatch.gpus import GPUS
 

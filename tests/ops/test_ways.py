@@ -169,7 +169,7 @@ OFF = "its result is off by 1.7e+00 of 1.7e+00"
 BROKEN = {"broken": {"memory": "cannot open"}}
 TWO_BROKEN = {"broken": {"memory": "cannot open", "many": "wrong numbers"}}
 CHOSEN: dict[str, tuple[dict[str, Any], str, int, list[str]]] = {
-    # options; way and source; runs of "one" and of "many"; the beginnings of what is said
+    # options; way and source; runs of "one" and of "many"; the beginnings of what one rank says
     "the slowest rank decides": ({}, "memory timed", RUNS, []),  # "many" takes 5 ms here, 20 there
     "cannot open": (BROKEN, "one timed", RUNS, [DROPPED + "MemoryError: planted"]),
     "raises": ({"broken": {"memory": "raises"}}, "one timed", RUNS, [DROPPED + "RuntimeError: planted in a"]),
@@ -188,12 +188,14 @@ CHOSEN: dict[str, tuple[dict[str, Any], str, int, list[str]]] = {
 
 @pytest.mark.parametrize(("options", "verdict", "runs", "told"), CHOSEN.values(), ids=CHOSEN)
 def test_all_ranks_choose_alike(ranks2, tmp_path, options, verdict, runs, told):
-    for name, source, counts, closed, said in ranks2.run(chosen, tmp_path, options):
+    found = ranks2.run(chosen, tmp_path, options)
+    said = [line for *_, lines in found for line in lines]
+    assert len(said) == len(told)
+    assert all(line.startswith(words) for line, words in zip(said, told, strict=True)), said
+    for name, source, counts, closed, _ in found:
         assert f"{name} {source}" == verdict
         assert counts["one"] == counts["many"] == runs
         assert counts["memory"] == RUNS if name == "memory" else counts["memory"] <= 1
-        assert len(said) == len(told)
-        assert all(line.startswith(words) for line, words in zip(said, told, strict=True)), said
         if source == "timed":
             assert sorted(closed) == sorted({"one", "many", "memory"} - {name})
         if "memory" in options.get("broken", {}):

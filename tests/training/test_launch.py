@@ -3,12 +3,14 @@
 import json
 import signal
 import socket
+import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.patience import patient
 from tpkernels.training.launch import device_of_rank, join_world, loopback_store, run_ranks
 
 TELL = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))"
@@ -86,3 +88,22 @@ def test_attempts_on_one_machine_are_told_apart_and_on_several_nothing_is_assume
     first = joined_store(TORCHELASTIC_RESTART_COUNT="0", GROUP_WORLD_SIZE="2")
     first.set("from one machine", "here")
     assert joined_store(TORCHELASTIC_RESTART_COUNT="1").check(["from one machine"])
+
+
+HANGS = """
+import atexit, threading
+from tpkernels.training import launch
+
+atexit.register(threading.Event().wait)
+launch.EXIT_SECONDS = 0.1
+launch.exit_in_time()
+print("all is done")
+"""
+
+
+def test_a_rank_that_hangs_at_its_exit_shows_where_and_fails():
+    command = [sys.executable, "-c", HANGS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=False)
+    assert (ended.returncode, ended.stdout) == (1, "all is done\n")
+    assert ended.stderr.startswith("Timeout (0:00:00.100000)!")
+    assert "threading.py" in ended.stderr

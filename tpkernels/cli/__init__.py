@@ -58,20 +58,15 @@ def run_command(
         parser.print_help()
         return 0
     try:
-        code: int = _module(parser, package, command).main(arguments[1:])
+        code: int = import_module(f"{package}.{command}").main(arguments[1:])
+    except ModuleNotFoundError as error:  # some import what they need once they have read their arguments
+        if (error.name or "").startswith(package.split(".")[0]):  # our own mistake
+            raise
+        parser.error(f"{command} needs {error.name}, which is not installed")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + SIGINT
     return code
-
-
-def _module(parser: OneLineParser, package: str, command: str) -> Any:
-    try:
-        return import_module(f"{package}.{command}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith(package.split(".")[0]):  # our own mistake
-            raise
-        parser.error(f"{command} needs {error.name}, which is not installed")
 
 
 def written_to(text: str) -> Path:

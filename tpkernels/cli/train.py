@@ -18,12 +18,12 @@ from tpkernels.cli import SAID_EVERY, OneLineParser, Progress, size_of
 from tpkernels.files import parsed
 from tpkernels.messages import cause_of
 from tpkernels.models.config import SMALL, model_config
-from tpkernels.runtime.saying import is_first_to_say
+from tpkernels.saying import is_first_to_say
 from tpkernels.topology.sizes import InvalidSizes
 from tpkernels.training.capacity import require_room
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.folder import prepare
-from tpkernels.training.launch import hold_lifeline, run_ranks
+from tpkernels.training.launch import exit_in_time, hold_lifeline, run_ranks
 from tpkernels.training.measures import Speed, largest_memory, median_step
 from tpkernels.training.session import Session, require_sizes, shown
 
@@ -236,6 +236,7 @@ def _page_at(text: str) -> Path:
 
 def _as_rank(parser: OneLineParser, options: Namespace) -> int:
     hold_lifeline()
+    exit_in_time()
     session = None
     is_prepared = False
     try:

@@ -8,22 +8,10 @@ Items are separated by commas; `tp:` and `tokens:` are of the model before them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
-import torch
-from torch import Tensor
-
-from tpkernels.dispatch.products import PRODUCTS
-from tpkernels.dispatch.record import Layer, Primitive
-from tpkernels.dispatch.scaled import scaled_linear
-from tpkernels.kernels.activations import GATE_OF, Activation, Glu
 from tpkernels.models.config import MODELS, GPTConfig
-from tpkernels.ops.vocab.chunked_head import LEAST_TOKENS
-from tpkernels.planning.job import Job, Layout
 
-Call = tuple[Primitive[..., Any], tuple[Any, ...]]  # a primitive and its arguments
 TOKENS = 8192  # of all sequences that a rank computes at once
 
 
@@ -89,81 +77,3 @@ def _positive(item: str, value: str) -> int:
     if not (value.isdecimal() and int(value) > 0):
         raise ValueError(f"--shapes: expected a number of at least 1 in {item!r}")
     return int(value)
-
-
-def calls_of_model(wanted: SplitModel, dtype: torch.dtype, training: bool) -> Iterator[Call]:
-    """The products of each layer and of the head, over all tokens, as a step of training makes them.
-
-    training: else forward alone. Weight gradients are listed as new tensors and as added to fp32.
-
-    What overlaps with transfers may be cut into chunks of fewer tokens, which are timed as they come.
-    """
-    model, ranks, tokens = TUNED[wanted.name], wanted.tensor, wanted.tokens
-    job = Job(model=replace(model, max_positions=None), tokens=1, batch=1, sequence_parallel=False)
-    job.require_split(Layout(ranks, 1, 1), batch=False)
-    hidden, ffn = model.hidden_size, job.ffn // ranks
-    heads, kv = (count * job.head_size // ranks for count in (model.num_heads, job.kv_heads))
-    of = Layer(tokens, hidden, hidden, dtype, bias=model.bias, training=training)
-
-    biased = replace(of, bias=model.bias or wanted.name in BIASED_QKV)
-    for features in (heads, kv):
-        yield _call("linear", replace(biased, out_features=features))
-    # what several ranks add up gets its bias afterwards
-    summed = replace(of, bias=model.bias and ranks == 1)
-    yield _call("linear", replace(summed, in_features=heads))
-    yield _call("linear", replace(summed, in_features=ffn))
-    up = replace(of, out_features=ffn)
-    down = replace(of, in_features=ffn)
-    gated = model.activation in GATE_OF
-    if gated:
-        up, down = (replace(layer, glu=cast("Glu", model.activation)) for layer in (up, down))
-        yield _call("glu", up)
-    else:
-        up, down = (replace(layer, activation=cast("Activation", model.activation)) for layer in (up, down))
-        yield _call("linear", up)
-    rows = job.vocabulary_rows(ranks)
-    chunk = max(LEAST_TOKENS, -(-tokens * hidden // rows))
-    chunks = {min(chunk, tokens), tokens % chunk} - {0}
-    for part in sorted(chunks, reverse=True):
-        yield _call("linear", replace(of, tokens=part, out_features=rows, bias=False))
-    if not training:
-        return
-
-    query, key = (replace(of, out_features=features) for features in (heads, kv))
-    yield _pair(query, key)
-    yield _call("dgrad", key)  # of the values: pairs are of two
-    yield _call("dgrad", replace(of, in_features=heads))
-    if gated:
-        yield _call("dglu", down)
-        yield _pair(up, up)
-    else:
-        yield _call("dgrad_act", down)
-        yield _call("dgrad", up)
-    for layer in (query, key, replace(of, in_features=heads), up, down):
-        yield _call("wgrad", layer)
-        yield _call("wgrad_accumulate_", layer)
-    for part in sorted(chunks, reverse=True):
-        yield _call("dgrad", replace(of, tokens=part, out_features=rows))
-        yield _call("wgrad_accumulate_", replace(of, tokens=part, out_features=rows))
-
-
-def in_fp8(call: Call) -> Iterator[Call]:
-    """The products in fp8 that a step makes in place of this one; gradients of weights stay in 16 bits."""
-    record, (first, *others) = call
-    if record.changes_first or record.kernel == "wgrad":
-        return
-    forward = record.kernel in ("linear", "glu")
-    weights = [w for w in others if isinstance(w, Tensor) and w.ndim == 2][: 2 if record.name == "glu" else 1]
-    for weight in weights if record.pairs == 1 else [others[0], others[2]]:
-        cols, depth = weight.shape if forward else reversed(weight.shape)
-        bias = record.name == "linear" and others[1] is not None
-        *operands, dtype = scaled_linear.sample(Layer(first.shape[0], cols, depth, bias=bias))
-        yield scaled_linear, (*operands, "float32" if record.pairs > 1 else dtype)  # summed, then rounded
-
-
-def _call(step: str, layer: Layer) -> Call:
-    return PRODUCTS[step], PRODUCTS[step].sample(layer)
-
-
-def _pair(first: Layer, second: Layer) -> Call:
-    return PRODUCTS["dgrad_pairs"], (first.dy(), first.weight(), second.dy(), second.weight())

@@ -1,4 +1,4 @@
-"""What the tuner has to say: warnings always, and with TPKERNELS_LOG=choices every choice and its reason.
+"""What the tuner has to say: warnings, once a machine; with TPKERNELS_LOG=choices each choice and its reason.
 
 Without the variable the standard way serves: `logging.getLogger("tpkernels.choices").setLevel("INFO")`.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import os
 
+from tpkernels.saying import logger_of_machine
+
 choices = logging.getLogger("tpkernels.choices")
-warnings = logging.getLogger("tpkernels.dispatch")
+warnings = logger_of_machine("tpkernels.dispatch")
 
 
 def show_choices_if_asked() -> None:

@@ -41,7 +41,7 @@ from tpkernels.interop.shards import TensorShard, require_one_stage, shards_of, 
 from tpkernels.layers.world import State
 from tpkernels.runtime import c10d
 from tpkernels.runtime.random import get_rng_tracker
-from tpkernels.runtime.saying import warn
+from tpkernels.saying import warn
 
 LATEST = "latest"
 

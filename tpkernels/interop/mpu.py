@@ -13,8 +13,8 @@ from tpkernels.parallel_state.experts import *  # noqa: F403
 from tpkernels.parallel_state.stages import *  # noqa: F403
 from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
 from tpkernels.runtime.initialize import initialize_model_parallel as initialize_in_runtime
-from tpkernels.runtime.saying import warn
 from tpkernels.runtime.state import ParallelState, ParallelStateError
+from tpkernels.saying import warn
 from tpkernels.topology.sizes import InvalidSizes
 
 

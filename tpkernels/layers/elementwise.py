@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tpkernels.runtime.saying import warn
+from tpkernels.saying import warn
 
 # By class name: torch's, and names that other packages use for the same mathematics.
 ELEMENTWISE = {

@@ -21,8 +21,8 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from tpkernels.runtime.saying import warn
 from tpkernels.runtime.state import current, on_the_fly
+from tpkernels.saying import warn
 
 DEFAULT_STREAM = "default"
 DATA_PARALLEL_STREAM = "data-parallel-rng"

@@ -7,6 +7,8 @@ ports of `rdzv_backend="c10d"` and one of "static".
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import os
 import signal
 import socket
@@ -23,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 LIFELINE = "TPKERNELS_LIFELINE"  # a pipe that ends with the launcher
 GRACE_SECONDS = 10.0  # between asking the others to end and making them
+EXIT_SECONDS = 120.0  # of a rank that has done its work, for the threads of backends to end
 POLL_SECONDS = 0.05
 
 
@@ -126,6 +129,11 @@ def hold_lifeline() -> None:
         threading.Thread(target=_exit_with, args=(descriptor,), daemon=True).start()
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has no such pipe
         threading.Thread(target=_exit_without, args=(os.getppid(),), daemon=True).start()
+
+
+def exit_in_time() -> None:
+    """Once this process exits it does so within `EXIT_SECONDS`, or shows where it hangs, and fails."""
+    atexit.register(faulthandler.dump_traceback_later, EXIT_SECONDS, exit=True)
 
 
 def _exit_with(descriptor: int) -> None:

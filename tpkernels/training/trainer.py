@@ -18,8 +18,8 @@ from tpkernels.models.gpt import GPT
 from tpkernels.ops.quantize import reuse_quantized_weights
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.random import manual_seed
-from tpkernels.runtime.saying import warn
 from tpkernels.runtime.state import ParallelState, use
+from tpkernels.saying import warn
 from tpkernels.tp_invariance import mode
 from tpkernels.training.config import TrainConfig, learning_rate
 from tpkernels.training.data import Batches, TokenFile

@@ -22,7 +22,7 @@ from tpkernels.interop.parallelize.swaps import planned
 from tpkernels.interop.parallelize.transformers_plan import own_plan, styles_of
 from tpkernels.interop.parallelize.trial import NotCompared, Verify, example_of, tried
 from tpkernels.layers.world import State, TensorWorld
-from tpkernels.runtime.saying import warn
+from tpkernels.saying import warn
 
 DEPTHS: tuple[Depth, ...] = ("heads", "heads and features", "gathered attention", "gathered", "mlp")
 BROUGHT = "the plan that the model brings"

@@ -21,7 +21,7 @@ from tpkernels.interop.parallelize.twins import Inputs, aside, call, twin_of
 from tpkernels.interop.parallelize.verify import Reference, difference, reference_of
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.replicas import agree_on, unlike_first_rank
-from tpkernels.runtime.saying import warn
+from tpkernels.saying import warn
 
 Verify = Inputs | Literal["auto", False]
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import socket
 import warnings
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import Store, distributed_c10d
 
-from tpkernels.runtime import c10d
-
-_said: set[str] = set()  # by this rank, which goes on saying it
+_said: WeakKeyDictionary[Store, set[str]] = WeakKeyDictionary()  # by this rank, which goes on saying it
 _of_parent: list[Store] = []  # a fork must not use its parent's connection
 
 
@@ -24,15 +24,16 @@ def is_first_to_say(text: str, place: str = "") -> bool:
     if not dist.is_initialized():
         return os.environ.get("LOCAL_RANK", "0") == "0"
     name = hashlib.sha256(f"{place} {text}".encode()).hexdigest()
-    store = c10d.default_store()
-    if name in _said or any(store is other for other in _of_parent):
+    store = distributed_c10d._get_default_store()
+    said = _said.setdefault(store, set())
+    if name in said or any(store is other for other in _of_parent):
         return True
     try:
         first = store.add(f"tpkernels said {name}", 1) == 1
     except RuntimeError:  # the store has ended with the launcher
         return True
     if first:
-        _said.add(name)
+        said.add(name)
     return first
 
 
@@ -42,9 +43,20 @@ def warn(text: str, *, stacklevel: int) -> None:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
+def logger_of_machine(name: str) -> logging.Logger:
+    """A logger whose every line is written by one rank of a machine."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_is_for_us)
+    return logger
+
+
+def _is_for_us(record: logging.LogRecord) -> bool:
+    return is_first_to_say(record.getMessage(), socket.gethostname())
+
+
 def _disown_store_of_parent() -> None:
     if dist.is_initialized():
-        _of_parent.append(c10d.default_store())
+        _of_parent.append(distributed_c10d._get_default_store())
 
 
 os.register_at_fork(after_in_child=_disown_store_of_parent)

@@ -1,0 +1,220 @@
+"""The products that `tune` is asked for: listed, or timed."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
+from time import monotonic
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tpkernels.cli import Progress, variations
+from tpkernels.cli.tune_shapes import BIASED_QKV, TUNED, SplitModel, parsed_shapes
+from tpkernels.dispatch.cache import Choice, render, versions_for
+from tpkernels.dispatch.candidates import candidates
+from tpkernels.dispatch.chooser import chooser_on
+from tpkernels.dispatch.gpus import GPUS, Gpu
+from tpkernels.dispatch.problem import layout_class
+from tpkernels.dispatch.products import PRODUCTS
+from tpkernels.dispatch.record import Layer, Primitive
+from tpkernels.dispatch.scaled import scaled_linear
+from tpkernels.kernels.activations import GATE_OF, Activation, Glu
+from tpkernels.ops.vocab.chunked_head import LEAST_TOKENS
+from tpkernels.planning.job import Job, Layout
+
+Call = tuple[Primitive[..., Any], tuple[Any, ...]]  # a primitive and its arguments
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# estimates: compiling took 0.6 to 1.7 s on average where it was measured, and each result is compared
+KERNEL_SECONDS, PROBLEM_SECONDS = 2.0, 2.0
+
+
+def calls_of(options: Namespace) -> list[Call]:
+    """Every step of every layer, each once."""
+    steps = options.steps.split(",")
+    for step in steps:
+        if step not in PRODUCTS:
+            raise ValueError(f"expected --steps of {', '.join(PRODUCTS)}; got {step!r}")
+    calls: dict[str, Call] = {}
+    for named in parsed_shapes(options.shapes):
+        try:
+            for call in _calls_of(named, steps, options):
+                for record, arguments in (call, *(in_fp8(call) if options.fp8 else ())):
+                    calls[record.problem(*arguments).key] = record, arguments
+        except (RuntimeError, TypeError) as error:  # a matrix larger than any address
+            said = str(error).partition("\n")[0]  # in torch's words, without its stack
+            shape = named if isinstance(named, SplitModel) else "x".join(map(str, named))
+            raise ValueError(f"--shapes {shape}: {said}") from error
+    return list(calls.values())
+
+
+def _calls_of(
+    named: tuple[int, int, int] | SplitModel, steps: Sequence[str], options: Namespace
+) -> Iterator[Call]:
+    dtype, training = DTYPES[options.dtype], not options.inference
+    if isinstance(named, SplitModel):
+        yield from (call for call in calls_of_model(named, dtype, training) if call[0].name in steps)
+        return
+    for step in steps:
+        # an MLP has linear layers with and without an activation behind them
+        for activation in ("none", options.activation) if step == "linear" else (options.activation,):
+            layer = Layer(*named, dtype, activation, options.glu, not options.no_bias, training)
+            yield PRODUCTS[step], PRODUCTS[step].sample(layer)
+
+
+def calls_of_model(wanted: SplitModel, dtype: torch.dtype, training: bool) -> Iterator[Call]:
+    """The products of each layer and of the head, over all tokens, as a step of training makes them.
+
+    training: else forward alone. Weight gradients are listed as new tensors and as added to fp32.
+
+    What overlaps with transfers may be cut into chunks of fewer tokens, which are timed as they come.
+    """
+    model, ranks, tokens = TUNED[wanted.name], wanted.tensor, wanted.tokens
+    job = Job(model=replace(model, max_positions=None), tokens=1, batch=1, sequence_parallel=False)
+    job.require_split(Layout(ranks, 1, 1), batch=False)
+    hidden, ffn = model.hidden_size, job.ffn // ranks
+    heads, kv = (count * job.head_size // ranks for count in (model.num_heads, job.kv_heads))
+    of = Layer(tokens, hidden, hidden, dtype, bias=model.bias, training=training)
+
+    biased = replace(of, bias=model.bias or wanted.name in BIASED_QKV)
+    for features in (heads, kv):
+        yield _call("linear", replace(biased, out_features=features))
+    # what several ranks add up gets its bias afterwards
+    summed = replace(of, bias=model.bias and ranks == 1)
+    yield _call("linear", replace(summed, in_features=heads))
+    yield _call("linear", replace(summed, in_features=ffn))
+    up = replace(of, out_features=ffn)
+    down = replace(of, in_features=ffn)
+    gated = model.activation in GATE_OF
+    if gated:
+        up, down = (replace(layer, glu=cast("Glu", model.activation)) for layer in (up, down))
+        yield _call("glu", up)
+    else:
+        up, down = (replace(layer, activation=cast("Activation", model.activation)) for layer in (up, down))
+        yield _call("linear", up)
+    rows = job.vocabulary_rows(ranks)
+    chunk = max(LEAST_TOKENS, -(-tokens * hidden // rows))
+    chunks = {min(chunk, tokens), tokens % chunk} - {0}
+    for part in sorted(chunks, reverse=True):
+        yield _call("linear", replace(of, tokens=part, out_features=rows, bias=False))
+    if not training:
+        return
+
+    query, key = (replace(of, out_features=features) for features in (heads, kv))
+    yield _pair(query, key)
+    yield _call("dgrad", key)  # of the values: pairs are of two
+    yield _call("dgrad", replace(of, in_features=heads))
+    if gated:
+        yield _call("dglu", down)
+        yield _pair(up, up)
+    else:
+        yield _call("dgrad_act", down)
+        yield _call("dgrad", up)
+    for layer in (query, key, replace(of, in_features=heads), up, down):
+        yield _call("wgrad", layer)
+        yield _call("wgrad_accumulate_", layer)
+    for part in sorted(chunks, reverse=True):
+        yield _call("dgrad", replace(of, tokens=part, out_features=rows))
+        yield _call("wgrad_accumulate_", replace(of, tokens=part, out_features=rows))
+
+
+def in_fp8(call: Call) -> Iterator[Call]:
+    """The products in fp8 that a step makes in place of this one; gradients of weights stay in 16 bits."""
+    record, (first, *others) = call
+    if record.changes_first or record.kernel == "wgrad":
+        return
+    forward = record.kernel in ("linear", "glu")
+    weights = [w for w in others if isinstance(w, Tensor) and w.ndim == 2][: 2 if record.name == "glu" else 1]
+    for weight in weights if record.pairs == 1 else [others[0], others[2]]:
+        cols, depth = weight.shape if forward else reversed(weight.shape)
+        bias = record.name == "linear" and others[1] is not None
+        *operands, dtype = scaled_linear.sample(Layer(first.shape[0], cols, depth, bias=bias))
+        yield scaled_linear, (*operands, "float32" if record.pairs > 1 else dtype)  # summed, then rounded
+
+
+def _call(step: str, layer: Layer) -> Call:
+    return PRODUCTS[step], PRODUCTS[step].sample(layer)
+
+
+def _pair(first: Layer, second: Layer) -> Call:
+    return PRODUCTS["dgrad_pairs"], (first.dy(), first.weight(), second.dy(), second.weight())
+
+
+def _announce(calls: Sequence[Call], gpu: Gpu, thorough: bool) -> None:
+    """What is to be timed, and how long that will take, as far as arithmetic knows."""
+    offered, kernels = 0, set[tuple[object, ...]]()
+    for record, arguments in calls:
+        problem = record.problem(*arguments)
+        found = candidates(record, problem, gpu)
+        offered += len(found)
+        # another size with the same tile is not compiled again
+        like = record.name, problem.dtype, problem.options, tuple(map(layout_class, problem.layouts))
+        kernels.update((one.name, *like) for one in found if one.tile)
+    seconds = KERNEL_SECONDS * len(kernels) + PROBLEM_SECONDS * len(calls)
+    print(
+        f"{len(calls)} problems, {offered} candidates, {len(kernels)} kernels to compile: about "
+        f"{minutes(seconds)} ({KERNEL_SECONDS:g} s a kernel, {PROBLEM_SECONDS:g} s a problem)"
+        + f"; variations: at most {minutes(len(calls) * variations.SECONDS)} more"
+        * thorough
+    )
+
+
+def minutes(seconds: float) -> str:
+    """
+    >>> minutes(45), minutes(200)
+    ('45 s', '4 min')
+    """
+    return f"{math.ceil(seconds)} s" if seconds < 60 else f"{math.ceil(seconds / 60)} min"
+
+
+def listed(calls: Sequence[Call], name: str, thorough: bool) -> str:
+    """Print the candidates of each call on the GPU of this name, and return them as JSON."""
+    gpu = GPUS[name]
+    _announce(calls, gpu, thorough)
+    print(f"candidates on {gpu.name}, not timed:")
+    names = {}
+    for record, arguments in calls:
+        problem = record.problem(*arguments)
+        names[problem.key] = [candidate.name for candidate in candidates(record, problem, gpu)]
+        print(f"{problem.key}\n" + "".join(f"    {one}\n" for one in names[problem.key]), end="")
+    return json.dumps({"gpu": gpu.name, "candidates": names}, indent=1) + "\n"
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def tuned(calls: Sequence[Call], again: bool, thorough: bool, seconds: float) -> str:
+    """Print the choice for each call, and return all of them as the text of a cache file.
+
+    seconds: after which no more is timed
+    """
+    chooser = chooser_on(torch.device("cuda", torch.cuda.current_device()))
+    deadline = monotonic() + seconds
+    known = [None if again or thorough else chooser.known(*call) for call in calls]
+    unknown = [call for call, decision in zip(calls, known, strict=True) if decision is None]
+    if unknown:
+        _announce(unknown, chooser.gpu, thorough)
+    search = variations.Variations(chooser, variations.Compiled(chooser.gpu))
+    decisions, left = [], []
+    with Progress("timing", len(calls)) as step_begins:
+        for (record, arguments), decision in zip(calls, known, strict=True):
+            key = record.problem(*arguments).key
+            step_begins(key)
+            if decision is None and monotonic() >= deadline:
+                left.append(key)
+                continue
+            if decision is None and thorough:
+                decision = search.timed(record, arguments)
+            decisions.append(decision or chooser.timed(record, arguments, seconds=inf))
+    print(
+        "\n".join([*map(str, decisions), *(f"{key}: left, --seconds {seconds:g} are over" for key in left)])
+    )
+    timed = (decision for decision in decisions if decision.milliseconds)
+    choices = {d.key: Choice(d.candidate.name, d.milliseconds) for d in timed}
+    return render(versions_for(chooser.gpu.name), choices)
