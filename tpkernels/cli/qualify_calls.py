@@ -205,7 +205,7 @@ def _delayed_calls(world: World, transport: str, group: ProcessGroup, end: float
             break
     cut_short = "" if done == wanted else f" (of {wanted}: the time was over; --seconds gives more)"
     said = f"{done} delayed calls{cut_short}, forward and backward, have the bits of the first"
-    numbers = {"calls": done}
+    numbers: dict[str, float] = {"calls": done}
     if transport != "c10d":  # which has no slots
         numbers["of one exchange"] = used = select.exchanges_of("qualify", group, "").most_calls()
         said += f"; one exchange was used {used} times"
