@@ -31,6 +31,7 @@ from tpkernels.ops.tensor_parallel.parallel import start_rows
 from tpkernels.ops.tensor_parallel.way_chooser import ROUNDS, Run, Way, WayChooser, _mismatch
 from tpkernels.ops.tensor_parallel.ways import StreamClock
 
+MATMUL = torch.backends.cuda.matmul
 KEY = "gathers of this test"
 VERSIONS = Versions("no GPU", "torch", "triton", "kernels")
 PLAIN = {"one": (10.0, 10.0), "many": (5.0, 20.0), "memory": (8.0, 8.0)}  # milliseconds on each rank
@@ -259,6 +260,20 @@ def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_sec
     assert [line.partition(" 2 ranks")[0] for line in first] == expected_keys
     assert len(said) - len(first) == of_second_run
     assert len(select._of_group[id(group)]._open) == opened
+
+
+def test_a_way_timed_with_tf32_is_kept_apart():
+    """A product that is faster hides less of a transfer."""
+    moved, before = (
+        ways.Moved("op", "gathers", 16, 24, torch.float32, torch.device("cuda")),
+        MATMUL.fp32_precision,
+    )
+    try:
+        MATMUL.fp32_precision = "tf32"
+        assert moved.key(8, 2, 1) == "op gathers float32/tf32 16x24x8 2 ranks 1 machines"
+        assert moved._replace(dtype=torch.bfloat16).key(8, 2, 1).startswith("op gathers bfloat16 16x")
+    finally:
+        MATMUL.fp32_precision = before
 
 
 def test_numbers_that_overflow_decide_nothing():

@@ -51,6 +51,7 @@ MARGIN = 0.02  # of torch's time: less is noise, and torch is lighter to launch
 # of compiling candidates and comparing their results. One that has begun then is finished: compiling took 14
 # at most where it was measured (erf, on two busy cores). Timing takes about one.
 CHECKING_SECONDS = 15.0
+MOST_REMEMBERED = 4096  # calls: with batches of any length each brings new ones, of a few hundred bytes
 
 Source = Literal[
     "only candidate", "agreed", "cached", "shipped", "timed", "not timed", "not timed now", "timing failed"
@@ -136,7 +137,7 @@ class Chooser:
 
     def call_into(self, record: Primitive[..., Any], out: Sequence[Tensor], *arguments: Any) -> None:
         """Compute a primitive into given tensors, by whoever is chosen for it."""
-        signature = _signature(record.name, ("into", *out, *arguments))
+        signature = _signature(record.name, arguments, out)
         function = self._functions.get(signature)
         if function is None:
             with self._lock:
@@ -159,6 +160,8 @@ class Chooser:
         log.choices.info("%s", decision)
         function = decision.candidate.bind_into(record) if out else decision.candidate.bind(record)
         if lasts:
+            if len(self._functions) >= MOST_REMEMBERED:
+                self._functions.clear()  # what is chosen again is in the cache
             self._functions[signature] = function
         return function
 
@@ -338,10 +341,13 @@ class Chooser:
         return runs
 
 
-def _signature(name: str, arguments: tuple[Any, ...]) -> tuple[object, ...]:
+def _signature(name: str, arguments: tuple[Any, ...], out: Sequence[Tensor] = ()) -> tuple[object, ...]:
     """All that a problem is made of, unexamined: this sits in every call, and must be quick."""
-    signature: list[object] = [name]
-    for argument in arguments:
+    signature: list[object] = [name, len(out)]
+    # Asked of fp32 alone: reading it takes a microsecond. All products multiply their second argument.
+    if arguments[1].dtype is torch.float32:
+        signature.append(torch.backends.cuda.matmul.fp32_precision)
+    for argument in (*out, *arguments):
         if isinstance(argument, Tensor):
             signature += (argument.dtype, argument.shape, argument.stride(), argument.data_ptr() & 15)
         else:

@@ -36,7 +36,7 @@ from tpkernels.dispatch import backends, log, primitives
 from tpkernels.dispatch.cache import Cache, versions_for
 from tpkernels.dispatch.chooser import obstacle
 from tpkernels.dispatch.gpus import gpu_of
-from tpkernels.dispatch.problem import token_class
+from tpkernels.dispatch.problem import dtype_class, multiplied_in_tf32, token_class
 from tpkernels.dispatch.timing import CudaStream, StreamTimer
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels import invariance
@@ -127,8 +127,11 @@ class Moved(NamedTuple):
     device: torch.device
 
     def key(self, features: int, ranks: int, machines: int) -> str:
-        """One line that names it in files and logs."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        """One line that names it in files and logs.
+
+        TF32 is in it, but not in what a process remembers: ranks may differ in it, and must choose together.
+        """
+        dtype = dtype_class(self.dtype, multiplied_in_tf32(self.dtype))
         sizes = f"{token_class(self.rows)}x{self.cols}x{features}"
         return f"{self.op} {self.purpose} {dtype} {sizes} {ranks} ranks {machines} machines"
 
