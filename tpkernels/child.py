@@ -21,7 +21,7 @@ from typing import IO
 
 GONE_SECONDS = 10.0  # for a process that was killed: a driver may have to clean up behind it
 POLL_SECONDS = 0.02
-WORDS = 10_000  # bytes of stderr that are looked at
+WORDS = 4000  # bytes of stderr that are looked at
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 

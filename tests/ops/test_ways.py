@@ -118,7 +118,7 @@ def as_on_gpus(of: Mapping[str, float], cache: Cache, opener: Any = open_stand_i
     with (
         using("auto", "triton"),
         patch.object(ways, "times_on", lambda like: True),
-        patch.object(ways, "clock_on", times(of)),
+        patch.object(ways, "cuda_clock", times(of)),
         patch.object(ways, "cache_on", lambda device: cache),
         patch.object(c10d, "_processors", lambda device: 1),
         patch.object(ways, "ROUNDS", 1),

@@ -1,7 +1,8 @@
-"""Who moves the rows of an op, where TPKERNELS_TRANSPORT leaves it open.
+"""Who moves the rows of an op: `exchange_for`, which all ops ask.
 
-On the CPU `select` knows it from sizes. On GPUs the ranks time what is possible when a group first moves a
-shape, on scratch and with the product that hides the transfer:
+TPKERNELS_TRANSPORT may say it (`comm/transports/select.py`). On the CPU sizes do (`Exchanges.best` there),
+and they say how many collectives a call would take (`c10d_for`). On GPUs, under `auto`, the ranks time what
+is possible when a group first moves a shape, on scratch and with the product that hides the transfer:
 
     1 collective     and one product: always possible
     n collectives    each with a part of the product, where there is a product and n divides the ranks
@@ -162,7 +163,7 @@ def _choose(
         return offers_of_all(key, call, "", "", texts)
 
     ways = _Ways(moved, features, group, exchanges, partial_of)
-    chooser = WayChooser(tell, clock_on(moved.device), cache_on(moved.device))
+    chooser = WayChooser(tell, cuda_clock(moved.device), cache_on(moved.device))
     decision = chooser.choose(key, ways.possible(usual), _name(usual), _why_not_timed())
     log.choices.info("%s", decision)
     chosen = exchanges.chosen[moved] = ways.exchanges[decision.candidate.name]
@@ -175,10 +176,6 @@ def _name(exchange: Exchange) -> str:
     if isinstance(exchange, Collectives):
         return f"{exchange.rounds} collective{'s' * (exchange.rounds > 1)}"
     return "point to point"
-
-
-def clock_on(device: torch.device) -> Clock:
-    return cuda_clock(device)
 
 
 def cache_on(device: torch.device) -> Cache:
