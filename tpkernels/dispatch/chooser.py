@@ -38,7 +38,7 @@ from tpkernels.dispatch.agreed import Published, Store
 from tpkernels.dispatch.cache import Cache, Choice, shipped_choices, versions_for
 from tpkernels.dispatch.candidates import TORCH, Candidate, candidates, named
 from tpkernels.dispatch.gpus import Gpu, gpu_of
-from tpkernels.dispatch.problem import Problem
+from tpkernels.dispatch.problem import Problem, fp32_precision
 from tpkernels.dispatch.record import Primitive, R
 from tpkernels.dispatch.scratch import results_of, scratch_like, spoil_freed
 from tpkernels.dispatch.soundness import mismatch
@@ -360,9 +360,8 @@ class Chooser:
 def _signature(name: str, arguments: tuple[Any, ...], out: Sequence[Tensor] = ()) -> tuple[object, ...]:
     """All that a problem is made of, unexamined: this sits in every call, and must be quick."""
     signature: list[object] = [name]
-    # Asked of fp32 alone: reading it takes a microsecond. All products multiply their second argument.
-    if arguments[1].dtype is torch.float32:
-        signature.append(torch.backends.cuda.matmul.fp32_precision)
+    if arguments[1].dtype is torch.float32:  # all products multiply their second argument
+        signature.append(fp32_precision())
     for argument in (*out, "into", *arguments) if out else arguments:
         if isinstance(argument, Tensor):
             signature += (argument.dtype, argument.shape, argument.stride(), argument.data_ptr() & 15)

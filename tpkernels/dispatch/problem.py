@@ -118,8 +118,13 @@ class Problem:
         return " ".join(word for word in words if word)
 
 
+def fp32_precision() -> str:
+    """`torch.backends.cuda.matmul.fp32_precision`, whose getter in Python takes ten times as long."""
+    return torch._C._get_fp32_precision_getter("cuda", "matmul")
+
+
 def multiplied_in_tf32(dtype: torch.dtype) -> bool:
-    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return dtype == torch.float32 and fp32_precision() == "tf32"
 
 
 def dtype_class(dtype: torch.dtype, tf32: bool) -> str:
