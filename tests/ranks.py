@@ -58,7 +58,9 @@ GRACE_SECONDS = 20.0  # gloo tells the peers of a failed rank within a second, f
 EXIT_SECONDS = 10.0  # an upper bound: a signal ends a rank within milliseconds
 
 FORKED, SPAWNED = "forkserver", "spawn"
-multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint"])
+multiprocessing.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.checkpoint", "pytest", "tests.ranks"]
+)
 
 
 class RankPool:
