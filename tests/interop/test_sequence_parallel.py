@@ -94,13 +94,8 @@ def faults_seen():
         return [norms, refused("ValueError", "off by", shared, "mixture")]
 
 
-WAYS = [
-    ("reentrant", "gpt"),
-    ("compiled", "gpt"),
-    ("pickled", "gpt"),
-    ("plain", "direct"),
-    ("plain", "mixture"),
-]
+WAYS = [(how, "gpt") for how in ("reentrant", "compiled", "pickled")]
+WAYS += [("plain", kind) for kind in ("direct", "mixture")]
 ALSO = [pytest.param(how, "gpt", marks=pytest.mark.sweep) for how in ("plain", "checkpointed", "copied")]
 
 
