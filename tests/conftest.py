@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -40,6 +42,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if (item.get_closest_marker("sweep") is not None) == SWEEP]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What is imported is neither garbage nor a model's wrapper: `parallelize` looks at all other objects."""
+    gc.collect()
+    gc.freeze()
+    if "triton.runtime.interpreter" in sys.modules:
+        from tests.interpreting import quicken
+
+        quicken()
 
 
 @pytest.fixture(scope="session")

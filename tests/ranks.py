@@ -58,7 +58,9 @@ GRACE_SECONDS = 20.0  # gloo tells the peers of a failed rank within a second, f
 EXIT_SECONDS = 10.0  # an upper bound: a signal ends a rank within milliseconds
 
 FORKED, SPAWNED = "forkserver", "spawn"
-multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint"])
+multiprocessing.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.checkpoint", "pytest", "tests.ranks"]
+)
 
 
 class RankPool:
@@ -357,6 +359,10 @@ def _without_lifeline(stacks: str) -> str:
 
 def _called(call: bytes) -> Any:
     function, args = pickle.loads(call)
+    if "triton.runtime.interpreter" in sys.modules:  # else nothing is interpreted
+        from tests.interpreting import quicken
+
+        quicken()
     gc.collect()
     gc.freeze()  # what is imported: `parallelize` looks at all other objects, for wrappers and optimizers
     return function(*args)

@@ -188,15 +188,6 @@ def test_pipeline_size_beyond_the_group_is_a_clear_error():
             ps.get_pipeline_model_parallel_last_rank()
 
 
-def test_virtual_pipeline_starts_at_its_first_stage():
-    with use(pretend(4, 1, 4, 3, None, rank=0)):
-        assert ps.get_virtual_pipeline_model_parallel_rank() == 0
-        assert ps.is_pipeline_first_stage()
-        ps.set_virtual_pipeline_model_parallel_rank(1)
-        assert not ps.is_pipeline_first_stage(ignore_virtual=False)
-        assert ps.is_pipeline_first_stage(ignore_virtual=True)
-
-
 def test_destroy_clears_everything():
     with fake_rank(5, 8):
         ps.initialize_model_parallel(2, 4, 2, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import inspect
 import multiprocessing
 import os
@@ -202,6 +203,7 @@ def _close_all_but(kept: Sequence[int]) -> None:
 def _become(words: Sequence[str], cwd: Path | str | None, environment: Mapping[str, str] | None) -> NoReturn:
     """Be a new Python that was given these words, to the end of the process."""
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0, closefd=False), sys.__stdout__, sys.__stderr__
+    gc.freeze()  # what it was forked with: `parallelize` looks at all objects
     weakref.finalize._registry.clear()  # type: ignore[attr-defined] # folders of whom we were forked from
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

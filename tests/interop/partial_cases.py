@@ -27,7 +27,6 @@ from tests.models.small import IDS, TARGETS
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
 from tpkernels.interop.parallelize import verify
 
-WAYS = ["plain", "checkpointed", "reentrant", "compiled", "copied", "pickled"]
 ODD = IDS[:, :5], TARGETS[:, :5]  # whose tokens two ranks do not divide
 
 
@@ -36,6 +35,8 @@ def trained_alike(how="plain", kind="gpt", sequence_parallel=False):
     state = initialize_model_parallel(dist.get_world_size())
     direct = kind == "direct"  # columns and rows are children of layers
     whole, plan = (toy(), PLAN) if direct else (stack(kind), STACK_PLAN)
+    if how == "compiled":
+        del whole.layers[1]  # a second layer takes as long to trace, and shows no more
     split = parallelize(deepcopy(whole), plan=plan, sequence_parallel=sequence_parallel)
     if how in ("checkpointed", "reentrant"):
         whole.checkpointing = split.checkpointing = how == "reentrant"
@@ -46,7 +47,7 @@ def trained_alike(how="plain", kind="gpt", sequence_parallel=False):
     wrong = differences(split, whole)
     for model in (split, whole) if sequence_parallel else ():
         model.eval()
-    for ids, targets in (ODD, (IDS, TARGETS)):
+    for ids, targets in (ODD, (IDS, TARGETS)) if sequence_parallel else (ODD,):
         wrong += [
             f"{name} of {ids.shape[1]} tokens" for name in differences(split, whole, 1e-12, ids, targets)
         ]

@@ -337,7 +337,9 @@ def refusals():
     return said
 
 
-@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 2), (2, 1), (4, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "kv_heads"), [(2, 2), (2, 1), (4, 2), pytest.param(4, 4, marks=pytest.mark.sweep)]
+)
 def test_a_model_that_brings_a_plan_is_the_whole_one(ranks, kv_heads, request):
     pool = request.getfixturevalue(f"ranks{ranks}")
     assert pool.run(split_by_its_own_plan, kv_heads) == [[]] * ranks

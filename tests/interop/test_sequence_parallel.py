@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.interop.partial_cases import ODD, WAYS, data_parallel, trained_alike
+from tests.interop.partial_cases import ODD, data_parallel, trained_alike
 from tests.interop.refused import refused
 from tests.interop.torch_models import STACK_PLAN, differences, loss_of, sharings, stack
 from tests.models.small import IDS, TARGETS
@@ -94,9 +94,12 @@ def faults_seen():
         return [norms, refused("ValueError", "off by", shared, "mixture")]
 
 
-@pytest.mark.parametrize(
-    ("how", "kind"), [*((how, "gpt") for how in WAYS), ("plain", "direct"), ("plain", "mixture")]
-)
+WAYS = [(how, "gpt") for how in ("reentrant", "compiled", "pickled")]
+WAYS += [("plain", kind) for kind in ("direct", "mixture")]
+ALSO = [pytest.param(how, "gpt", marks=pytest.mark.sweep) for how in ("plain", "checkpointed", "copied")]
+
+
+@pytest.mark.parametrize(("how", "kind"), WAYS + ALSO)
 def test_it_trains_as_the_unsharded_model_does(how, kind, ranks2):
     assert ranks2.run(trained_alike, how, kind, True) == [[], []]
 

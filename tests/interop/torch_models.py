@@ -15,7 +15,7 @@ from tpkernels.interop.parallelize import sequence_trial
 from tpkernels.interop.parallelize.plan import Divided, Split
 from tpkernels.interop.shards import shards_of, unwrapped
 
-STEPS = 5
+STEPS = 3
 
 
 class Block(nn.Module):

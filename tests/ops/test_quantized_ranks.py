@@ -285,9 +285,10 @@ def test_operands_that_lie_within_ranks_are_those_of_one_rank(recipe):
 
 # fp8 rows with their scales, to 16 bits
 AT_MOST = {64: 0.532, 256: 0.516, 1024: 0.516, 4096: 0.516}
+WIDE = pytest.param("shared", 4096, marks=pytest.mark.sweep)
 
 
-@once(hidden=list(AT_MOST), transport=["c10d", "shared"])
+@pytest.mark.parametrize(("transport", "hidden"), [("c10d", 64), ("shared", 256), ("c10d", 1024), WIDE])
 def test_gathers_send_half_the_bytes_and_sums_send_the_same(ranks2, transport, hidden):
     sent_by = partial(ranks2.run, under, transport, "torch", bytes_of, hidden)
     plain = sent_by(None)

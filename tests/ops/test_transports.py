@@ -205,11 +205,11 @@ def test_layers_interleave_and_can_be_checkpointed(way):
         torch.autograd.backward([y.square().sum() for y in ys])
         for y, operands, expected in zip(ys, leaves, alone, strict=True):
             assert equal([y.detach(), *(t.grad for t in operands)], expected)
-        for model, recipe in product((block, mlp), RECIPES if way[0] == "c10d" else RECIPES[:1]):
+        every = list(product((block, mlp), RECIPES, (False, True)))
+        for model, recipe, reentrant in every if way[0] == "c10d" else [(mlp, None, True)]:
             plain = partial(model, sequence_parallel=True, quantize=recipe)
-            for reentrant in (False, True):
-                recomputed = partial(checkpoint, plain, use_reentrant=reentrant)
-                assert equal(*(with_gradients(call, operands_of(3)) for call in (plain, recomputed))), recipe
+            recomputed = partial(checkpoint, plain, use_reentrant=reentrant)
+            assert equal(*(with_gradients(call, operands_of(3)) for call in (plain, recomputed))), recipe
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shared"])
@@ -426,7 +426,7 @@ UNREACHABLE = "column_linear: rank 1 cannot be reached"
 @pytest.mark.parametrize(
     ("transport", "backend", "way", "words"),
     [
-        ("shared", "torch", "later", [LOST]),
+        pytest.param("shared", "torch", "later", [LOST], marks=pytest.mark.sweep),  # "apart" shows it, too
         ("shared", "triton", "later", [LOST]),
         ("shared", "torch", "killed", [f"{LOST}.*its process has ended"]),
         # its connections tell, perhaps before anything is asked of it
@@ -446,7 +446,12 @@ def test_a_dead_rank_is_an_error_that_names_op_rank_and_chunk(transport, backend
         assert float(seconds) < patient(2)
 
 
-@once(way=list(WAYS.values())[:3], op=["column_linear", "row_linear"])
+LATE = [("c10d", "column_linear"), ("shared torch", "row_linear")]
+
+
+@pytest.mark.parametrize(  # kernels spin for the second, as they do for a dead rank
+    ("way", "op"), [*LATE, pytest.param("shared triton", "column_linear", marks=pytest.mark.sweep)]
+)
 @on_ranks(2)
 def test_a_late_rank_is_an_error_that_names_op_rank_and_chunk(op, way):
     """One that comes too late for a second call."""
@@ -456,7 +461,7 @@ def test_a_late_rank_is_an_error_that_names_op_rank_and_chunk(op, way):
         "column_linear": lambda: column_linear(x, w, None, group, sequence_parallel=True),
         "row_linear": lambda: row_linear(torch.randn(16, w2.shape[1]), w2, None, group),
     }
-    with using(*way):
+    with using(*WAYS[way]):
         calls[op]()
         dist.barrier()
         started = time.monotonic()

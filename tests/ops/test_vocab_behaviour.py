@@ -22,7 +22,7 @@ from tests.on_ranks import on_ranks
 from tests.ops.parallel_behaviour import message_of, with_gradients
 from tests.ops.parallel_cases import equal
 from tests.ops.test_behaviour import saved_bytes
-from tests.ops.test_parallel_citizens import unlike_compiled
+from tests.ops.test_parallel_citizens import OPCHECKS, unlike_compiled
 from tests.ops.test_vocabulary import INTERPRETED, our_part
 from tpkernels.dispatch import backends
 from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
@@ -206,9 +206,10 @@ def test_registered_operators_pass_opcheck():
             for needs in ((True, True), (False, True), (True, False))
         ],
     }
-    for name, ways in calls.items():
-        for arguments in ways:
-            opcheck(getattr(operators, name).default, arguments)
+    for name, (first, *others) in calls.items():
+        opcheck(getattr(operators, name).default, first)
+        for arguments in others:  # which `test_compiled_ops_...` compiles
+            opcheck(getattr(operators, name).default, arguments, test_utils=OPCHECKS[:2])
 
 
 @on_ranks(1)
@@ -319,11 +320,13 @@ def test_compiled_ops_save_and_compute_what_eager_ones_do(sequence_parallel):
         [[t.requires_grad_() for t in operands(n, n)[:2]] + list(operands(n, n)[2:]) for n in (8, 12)],
     )
     wrong = [line for line in several if not line.startswith("saved bytes")]  # a graph saves ids once for all
-    wrong += unlike_compiled(lambda t: vocab_embedding(ids, t, group, **options), [[table.requires_grad_()]])
-    wrong += unlike_compiled(  # which knows of no tokens that are split
-        lambda x: vocab_cross_entropy(x * 1, target, group, overwrite_logits=sequence_parallel),
-        [[logits.requires_grad_()]],
-    )
+    if sequence_parallel:
+        table.requires_grad_()
+        wrong += unlike_compiled(lambda t: vocab_embedding(ids, t, group, **options), [[table]])
+    else:  # the loss knows of no tokens that are split
+        logits.requires_grad_()
+        overwriting = partial(vocab_cross_entropy, overwrite_logits=True)
+        wrong += unlike_compiled(lambda x: overwriting(x * 1, target, group), [[logits]])
     reductions = {"mean": (False, True), "none": (True, False)}
     if not sequence_parallel:
         reductions = {"mean": (True, False), "none": (False, True), "sum": (False, False)}

@@ -208,6 +208,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def assert_right(ranks: RankPool, name: str, settings: list[Setting]) -> None:
+    """Four ranks take all settings; a rank alone and two take every other one, in turn."""
+    if ranks.world_size < 4:
+        settings = settings[ranks.world_size - 1 :: 2]
     assert_within(ranks.run(run_all, name, settings), settings)
 
 

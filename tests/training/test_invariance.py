@@ -17,7 +17,7 @@ from tpkernels.training.config import TrainConfig
 LLAMA = GPTConfig(
     vocab_size=251,  # is padded
     hidden_size=32,
-    num_layers=2,
+    num_layers=1,
     num_heads=8,
     num_kv_heads=2,  # each shared by ranks where there are 4 or 8
     ffn_hidden_size=48,

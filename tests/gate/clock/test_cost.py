@@ -73,15 +73,15 @@ def test_costs_survive_json(found):
 @pytest.mark.parametrize(
     ("name", "guessed"),
     [
-        ("glu/descriptor/bf16/128x128x64-w8-s4-p2/swiglu+gu", 0),
+        pytest.param("glu/descriptor/bf16/128x128x64-w8-s4-p2/swiglu+gu", 0, marks=pytest.mark.sweep),
         ("dglu/descriptor/bf16/128x128x64-w8-s4-p4/swiglu+h", 0),
         ("wgrad/descriptor/bf16/128x256x64-w8-s4-p4-flat/+=fp32", 0),
-        (
-            "gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z",
-            32,
-        ),  # 8 warps look at flags, in 4 tiles
-        ("linear/descriptor/bf16/128x256x64-w8-s3-p2-c1/gelu_tanh+bias+z", 0),
-        ("linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z", 0),
+        # 8 warps look at flags, in 4 tiles
+        ("gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z", 32),
+        pytest.param(
+            "linear/descriptor/bf16/128x256x64-w8-s3-p2-c1/gelu_tanh+bias+z", 0, marks=pytest.mark.sweep
+        ),
+        pytest.param("linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z", 0, marks=pytest.mark.sweep),
     ],
 )
 def test_each_kind_of_kernel_runs_to_its_end(compiler, name, guessed):

@@ -46,7 +46,7 @@ def sound(compiler):
     [
         pytest.param(LINEAR, [], {"num_stages": 2}, 30, 60, id="two_stages"),
         pytest.param(LINEAR, [], {"num_stages": 1}, 70, 130, id="one_stage", marks=pytest.mark.sweep),
-        pytest.param(LINEAR, [], {"num_warps": 4}, 50, 200, id="four_warps_spill"),
+        pytest.param(LINEAR, [], {"num_warps": 4}, 50, 200, id="four_warps_spill", marks=pytest.mark.sweep),
         pytest.param(LINEAR, [], {"FLATTEN": False}, 2, 8, id="not_flattened"),
         pytest.param(LINEAR, [SCALED], {}, 10, 40, id="accumulator_scaled_in_the_loop"),
         pytest.param(LINEAR, [ACT], {}, 3, 12, id="two_exact_exponentials"),
@@ -69,7 +69,9 @@ def sound(compiler):
             id="pointers_alignment_forgotten",
             marks=pytest.mark.sweep,
         ),
-        pytest.param(LINEAR, [ORDER], {}, -0.05, 0.05, id="neutral_order_of_coordinates"),
+        pytest.param(
+            LINEAR, [ORDER], {}, -0.05, 0.05, id="neutral_order_of_coordinates", marks=pytest.mark.sweep
+        ),
         pytest.param(LINEAR, [COMMUTED], {}, -0.05, 0.05, id="neutral_sum_commuted"),
     ],
 )
