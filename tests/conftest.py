@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -49,10 +48,6 @@ def pytest_collection_finish() -> None:
     """What is imported is neither garbage nor a model's wrapper: `parallelize` looks at all other objects."""
     gc.collect()
     gc.freeze()
-    if "triton.runtime.interpreter" in sys.modules:
-        from tests.interpreting import quicken
-
-        quicken()
 
 
 @pytest.fixture(scope="session")

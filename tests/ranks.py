@@ -359,10 +359,6 @@ def _without_lifeline(stacks: str) -> str:
 
 def _called(call: bytes) -> Any:
     function, args = pickle.loads(call)
-    if "triton.runtime.interpreter" in sys.modules:  # else nothing is interpreted
-        from tests.interpreting import quicken
-
-        quicken()
     gc.collect()
     gc.freeze()  # what is imported: `parallelize` looks at all other objects, for wrappers and optimizers
     return function(*args)

@@ -1,5 +1,7 @@
 """The interpreter's faults with bf16 and fp8 are mended here; those with fp8 exist upstream."""
 
+from importlib.util import find_spec, module_from_spec
+
 import numpy as np
 import pytest
 import torch
@@ -140,3 +142,25 @@ def test_upstream_interpreter_is_wrong_about_fp8():
     least = np.array([1], dtype=np.uint8)  # what a product makes of it
     assert interpreter._convert_float(least, tl.float8e5, tl.float16, None).view(np.float16) == 0
     assert fp32_from_fp8(least, E5M2) == 2.0**-16
+
+
+class Noting:
+    """What would be replaced while a kernel runs."""
+
+    def __init__(self):
+        self.names = []
+
+    def set_attr(self, home, name, value):
+        self.names.append((home, name))
+
+
+def test_builtins_that_upstream_replaces_are_replaced():
+    upstream = module_from_spec(find_spec("triton.runtime.interpreter"))
+    upstream.__spec__.loader.exec_module(upstream)
+    assert interpreter._patch_builtin is not upstream._patch_builtin
+    for home in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
+        theirs, ours = Noting(), Noting()
+        upstream._patch_builtin(home, interpreter.interpreter_builder, theirs)
+        interpreter._patch_builtin(home, interpreter.interpreter_builder, ours)
+        assert ours.names == theirs.names
+    assert len(ours.names) > 2
