@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from tpkernels.gate.own.record import ConfigError
+from tpkernels.gate.user_kernels.record import ConfigError
 
 LIMIT = 300  # seconds for an item
 
