@@ -4,8 +4,8 @@ import pytest
 
 from tests.gate.clock.assembler import Assembly, Launch, ring, timed
 from tpkernels.gate.clock import effects, faults
-from tpkernels.gate.clock.machine import UnknownTiming
 from tpkernels.gate.clock.semantics import Step
+from tpkernels.gate.clock.table import UnknownTiming
 
 
 def program(*instructions):
