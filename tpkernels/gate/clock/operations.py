@@ -8,7 +8,7 @@ import numpy as np
 
 from tpkernels.gate.clock.machine import Machine
 from tpkernels.gate.clock.semantics import Step
-from tpkernels.gate.clock.table import PIPES, Kind, row_of
+from tpkernels.gate.clock.table import PIPES, TABLE, Kind
 from tpkernels.gate.clock.values import Value
 
 
@@ -18,7 +18,7 @@ class Operation:
     def __init__(self, step: Step, machine: Machine) -> None:
         instruction = step.instruction
         opcode, modifiers, operands = instruction.opcode, instruction.modifiers, instruction.operands
-        row = row_of(opcode)
+        row = TABLE[opcode]
         self.latency, self.kind = row.latency, row.kind
         if opcode == "LDG":
             self.latency = machine.load_latency

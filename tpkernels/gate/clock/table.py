@@ -34,25 +34,14 @@ class Row(NamedTuple):
     kind: Kind = Kind.PLAIN
 
 
-class UnknownTiming(ValueError):
-    """An opcode whose pipe and latency are not known."""
-
-
 class UnknownInstruction(ValueError):
     """An instruction that the clock does not know, with its address and kernel."""
-
-
-def row_of(opcode: str) -> Row:
-    """UnknownTiming names an opcode that is in no row."""
-    if opcode not in _TABLE:
-        raise UnknownTiming(f"{opcode}: its pipe and latency are not known; add them to gate/clock/table.py")
-    return _TABLE[opcode]
 
 
 def meaning(one: Instruction, index_of: Mapping[int, int], kernel: str) -> Meaning:
     """index_of: the index of the instruction at each address."""
     try:
-        means = _TABLE[one.opcode].means
+        means = TABLE[one.opcode].means
         found = means(one, index_of) if means in _BRANCHES else means(one)
         return Meaning(None, forgets=_results(one)) if found is None else found
     except (UnknownOperand, KeyError, IndexError, StopIteration) as error:
@@ -187,5 +176,5 @@ _ROWS: Mapping[str, Row] = {
 }
 # the same on the one value of all lanes
 _UNIFORM = "UIADD3 UIMAD ULEA USHF ULOP3 UPRMT USGXT UBMSK UFLO UPOPC UBREV UMOV ULDC UISETP UPLOP3 USEL"
-_TABLE = {opcode: row for opcodes, row in _ROWS.items() for opcode in opcodes.split()}
-_TABLE |= {opcode: Row("uniform", _TABLE[opcode[1:]].means) for opcode in _UNIFORM.split()}
+TABLE = {opcode: row for opcodes, row in _ROWS.items() for opcode in opcodes.split()}
+TABLE |= {opcode: Row("uniform", TABLE[opcode[1:]].means) for opcode in _UNIFORM.split()}
