@@ -15,6 +15,7 @@ from tests.imports import Graph
 ROOT = Path(__file__).parents[1]
 FAULTS = {  # room -> a file of it, one line of that, the line with a fault, and a test that must fail
     "topology": ("shard.py", "return size // ranks", "return size // ranks + 1", "topology/test_shard.py"),
+    "child": (".py", "if code >= 0", "if code > 0", "test_child.py"),
     "env_flag": (".py", 'return value == "1"', 'return value != "1"', "test_env_flag.py"),
     "files": (".py", 'decode("utf-8")', 'decode("utf-16")', "test_files.py"),
     "gpus": (".py", "return max(flops /", "return min(flops /", "planning/test_step_time.py"),

@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tpkernels"
 MAY_IMPORT = {  # room -> rooms it may enter
+    "child": "",
     "files": "",
     "gpus": "",
     "lazy_names": "",
@@ -21,13 +22,13 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "comm": "env_flag files messages tp_invariance",
     "buckets": "comm messages runtime tp_invariance",
     "kernels": "env_flag files tp_invariance",
-    "dispatch": "env_flag files gpus kernels saying tp_invariance",
-    "gate": "dispatch files kernels",
+    "dispatch": "child env_flag files gpus kernels saying tp_invariance",
+    "gate": "child dispatch files kernels",
     "ops": "comm dispatch env_flag kernels tp_invariance",
     "layers": "buckets ops runtime saying topology tp_invariance",
     "models": "layers ops runtime topology tp_invariance",
     "planning": "buckets comm gpus kernels layers models topology",
-    "training": "buckets comm files gpus interop layers "
+    "training": "buckets child comm files gpus interop layers "
     "models ops pictures planning runtime saying topology tp_invariance",
     "interop": "comm files layers models ops parallel_state runtime saying topology tp_invariance",
     "optim": "comm interop layers topology",

@@ -30,8 +30,15 @@ def test_stopwatch_counts_what_children_computed():
 
 def test_page_adds_up_tests_by_folder_and_file():
     test = {"clock": {OTHERWISE: 2.0, COLLECTION: 9.0}, "started": {"ranks": 3}, "processor": {"": 4.0}}
-    page = page_of([("tests/ops/test_a.py::test_1", test), ("tests/ops/test_a.py::test_2[x]", test)])
-    for row in (f"| {COLLECTION} | 18 |", "| ranks | 6 |", "| tests/ops | 2 | 4 | 8 |"):
+    page = page_of(
+        [("tests/ops/test_a.py::test_1", test), ("tests/ops/test_a.py::test_2[x]", test)], 0.3, 0.5
+    )
+    for row in (
+        "took the machine 0.30 s before the tests, 0.50 s after",
+        f"| {COLLECTION} | 18 |",
+        "| ranks | 6 |",
+        "| tests/ops | 2 | 4 | 8 |",
+    ):
         assert row in page
     assert "| tests/ops/test_a.py | 2 | 4 | 8 |" in page
 

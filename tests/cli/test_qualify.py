@@ -6,6 +6,7 @@ import random
 import re
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests.cli.living_ranks import told_by
+from tests.on_ranks import on_ranks
+from tests.patience import patient
 from tests.ranks import RankPool
 from tests.warm_python import children_of, is_running, ran, started
 from tpkernels.cli import main, qualified, qualify_calls, qualify_kernels, qualify_times
@@ -130,6 +133,25 @@ def test_every_kernel_is_tried_however_little_time_there_is(monkeypatch):
         tried |= {name.partition("/")[0] for name, _, _ in computed}
         assert len(computed) <= len(launchers) / 2 + 1
     assert tried == launchers == {case.name.partition("/")[0] for case in cases()}
+
+
+@pytest.mark.parametrize(("in_a_row", "status"), [(6, "right"), (1, "wrong")])
+@on_ranks(2)
+def test_an_exchange_is_used_until_its_flags_begin_again(in_a_row, status):
+    """Not if each problem has one call in turn: other exchanges close it before."""
+    world = World(dist.get_rank(), 2, torch.device("cpu"), seed=1, seconds=patient(60), quick=False)
+    sizes = {"IN_TURN": 2, "IN_A_ROW": in_a_row, "LAST_ROW": in_a_row, "EPOCHS": 5, "SIZES": ("small",)}
+    with patch.multiple(qualify_calls, **sizes), world.group_over("shared") as group:
+        check = qualify_calls._delayed_calls(world, "shared", group, end=1.0)
+    assert (check.status, check.numbers["calls"]) == (status, 8 * (2 + in_a_row))
+    assert ("its flags begin again after 5" in check.text) == (status == "wrong")
+
+
+def test_calls_come_in_turn_then_in_rows_that_pass_a_look_and_a_wrap():
+    order = qualify_calls._order(16, quick=False)
+    assert order[:48] == [*range(16)] * 3
+    rows = [(problem, len(list(calls))) for problem, calls in groupby(order[48:])]
+    assert rows == [(problem, 72) for problem in range(15)] + [(15, 2056)]
 
 
 def with_bits_that_differ_once(command):

@@ -42,6 +42,31 @@ def test_fastest_is_chosen_and_remembered(make_chooser):
     assert chooser.known(*KNOWN).candidate.name == POINTER
 
 
+def test_tf32_allowed_later_is_another_choice(make_chooser):
+    timer = FakeTimer(TRITON_WINS)
+    chooser = make_chooser(timer)
+    out, before = [torch.empty(16, 48)], torch.backends.cuda.matmul.fp32_precision
+    try:
+        for precision in ("ieee", "tf32", "ieee"):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            chooser.call(*LINEAR)
+            chooser.call_into(products.linear, out, *ARGUMENTS)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert len(timer.asked) == 2
+    assert list(chooser.cache.choices) == [KEY, KEY.replace("float32", "float32/tf32")]
+
+
+def test_what_is_remembered_is_bounded_and_what_is_forgotten_is_not_timed_again(make_chooser, monkeypatch):
+    monkeypatch.setattr(chooser_module, "MOST_REMEMBERED", 3)
+    timer = FakeTimer({"": 1.0})
+    chooser = make_chooser(timer)
+    for rows in (*range(9, 17), *range(9, 17)):
+        chooser.call(products.linear, X[:rows], *ARGUMENTS[1:])
+        assert len(chooser._functions) <= 3
+    assert len(timer.asked) == 4, "by classes of lengths"
+
+
 def test_next_process_reads_it_from_disk_though_it_may_time_nothing(make_chooser, monkeypatch):
     make_chooser().call(*LINEAR)
     monkeypatch.setenv("TPKERNELS_TUNE", "0")
@@ -65,7 +90,7 @@ def test_shipped_choice_of_a_candidate_saves_timing_but_the_users_own_comes_firs
 def test_choice_of_a_tile_that_is_not_shipped_binds_if_it_can_be_launched(make_chooser):
     """What a search has found is found again in the next process."""
     other = "triton/pointer/16x32x32-w4-s1-p2-g4"
-    make_chooser()._cache.put(KEY, Choice(other, {"torch": 2.0, other: 1.0}))
+    make_chooser().cache.put(KEY, Choice(other, {"torch": 2.0, other: 1.0}))
     chooser = make_chooser()
     known = chooser.known(*KNOWN)
     assert (known.source, known.candidate.name) == ("cached", other)

@@ -76,6 +76,16 @@ def test_a_tile_that_no_norm_sees_is_named_by_its_place():
     assert "most at rows 2048 to 2063, columns 1024 to 1039: " in mismatch(broken, expected, problem)
 
 
+def test_what_one_block_may_be_off_by_all_together_may_not():
+    problem, operands = posed(linear, Layer(T, N, K, torch.float32, bias=False))
+    (y, _) = results_of(linear, linear.by_torch, operands)
+    off = y * (1 + 1.5 * bound_of(problem))
+    one_block = y.clone()
+    one_block[:BLOCK, :BLOCK] = off[:BLOCK, :BLOCK]
+    assert mismatch((one_block, None), (y, None), problem) is None
+    assert mismatch((off, None), (y, None), problem)
+
+
 def test_wrong_shapes_dtypes_and_zeros_are_refused():
     problem, operands = posed(linear, Layer(T, N, K))
     (y, none) = results_of(linear, linear.by_torch, operands)

@@ -5,14 +5,12 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.patience import patient
+from tpkernels import child
 from tpkernels.dispatch import trial as module
-from tpkernels.dispatch import watched_process
 from tpkernels.dispatch.trial import Limits, trial
 from tpkernels.dispatch.variant import Variant
 
@@ -21,7 +19,7 @@ LIMITS = Limits(compiling=15, running=12, all=10**9, poll=0.005)
 
 # Does with each variant what its tile is called. Time is what it spends: a byte of a file is a second.
 CHILD = r"""
-import json, os, signal, subprocess, sys, time
+import json, os, signal, sys, time
 clock = open(sys.argv[1], "a", buffering=1)
 def spend(seconds):
     clock.write("\n" * seconds)
@@ -31,7 +29,7 @@ asked = json.load(sys.stdin)
 def tell(**fields):
     print(json.dumps(fields), flush=True)
 for number, variant in enumerate(asked["variants"]):
-    does, options = variant["tile"], variant["options"]
+    does = variant["tile"]
     if does == "cannot": tell(cannot="all devices are busy")
     if does == "quit at once": sys.exit(0)
     if does == "die at once": sys.exit("ModuleNotFoundError: No module named 'torch'")
@@ -58,9 +56,6 @@ for number, variant in enumerate(asked["variants"]):
         while True: spend(1)
     if does == "print for ever":
         while True: print("x" * 10000); spend(1)
-    if does == "fork":
-        held = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-        open(options[0], "w").write(str(held.pid))
     if does == "lie":
         tell(number=1, outcome="passed", said=""); os._exit(0)
     if does == "lose its context":
@@ -80,8 +75,8 @@ def outcome(tmp_path):
     program.write_text(CHILD)
     spent.write_text("")
 
-    def outcome(*names, options=(), limits=LIMITS, clock=lambda: spent.stat().st_size):
-        variants = [Variant("linear", "bfloat16", options, "descriptor", name) for name in names]
+    def outcome(*names, limits=LIMITS, clock=lambda: spent.stat().st_size):
+        variants = [Variant("linear", "bfloat16", (), "descriptor", name) for name in names]
         report = trial(variants, CPU, limits, (sys.executable, "-S", str(program), str(spent)), clock)
         return {variant.tile: str(verdict) for variant, verdict in report.verdicts.items()}, report.obstacle
 
@@ -90,8 +85,8 @@ def outcome(tmp_path):
 
 def test_each_variant_gets_its_verdict_from_one_child(outcome, monkeypatch):
     started = []
-    real = module.watched
-    monkeypatch.setattr(module, "watched", lambda *given: started.append(given) or real(*given))
+    real = module.started
+    monkeypatch.setattr(module, "started", lambda *given: started.append(given) or real(*given))
     verdicts = dict.fromkeys(["pass", "rubbish", "compile often"], "passed") | {"wrong": "wrong: by 3"}
     assert outcome("pass", "wrong", "rubbish", "compile often") == (verdicts, "")
     assert len(started) == 1
@@ -147,18 +142,6 @@ def test_all_of_it_ends_in_time_whatever_hangs(outcome):
     assert obstacle == "14 seconds are over"
 
 
-def test_a_grandchild_neither_holds_the_parent_up_nor_outlives_it(outcome, tmp_path):
-    said = tmp_path / "pid"
-    began = time.monotonic()
-    assert outcome("fork", options=(str(said),)) == ({"fork": "passed"}, "")
-    assert time.monotonic() - began < patient(20), "it waited for the end of 600 seconds"
-    stat = Path(f"/proc/{said.read_text()}/stat")
-    deadline = time.monotonic() + patient(10)
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, "it still runs"
-        time.sleep(0.01)
-
-
 def test_no_process_and_no_file_is_an_obstacle(monkeypatch):
     variants = [Variant("linear", "bfloat16", (), "descriptor", "pass")]
     report = trial(variants, CPU, LIMITS, ("/nowhere/python",))
@@ -168,7 +151,7 @@ def test_no_process_and_no_file_is_an_obstacle(monkeypatch):
     def full():
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(watched_process, "TemporaryFile", full)
+    monkeypatch.setattr(child, "TemporaryFile", full)
     assert trial(variants, CPU, LIMITS, ("true",)).obstacle == "no space left on device"
 
 
@@ -179,9 +162,9 @@ def test_an_interrupted_parent_takes_its_child_along(monkeypatch):
         monkeypatch.setattr(module.time, "sleep", sleep)
         raise KeyboardInterrupt
 
-    real = watched_process.subprocess.Popen
+    real = child.subprocess.Popen
     monkeypatch.setattr(
-        watched_process.subprocess, "Popen", lambda *a, **k: children.append(real(*a, **k)) or children[-1]
+        child.subprocess, "Popen", lambda *a, **k: children.append(real(*a, **k)) or children[-1]
     )
     monkeypatch.setattr(module.time, "sleep", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -191,9 +174,9 @@ def test_an_interrupted_parent_takes_its_child_along(monkeypatch):
 
 def test_a_child_that_cannot_be_killed_is_left_and_none_follows(monkeypatch):
     """As where the driver does not let go of it."""
-    monkeypatch.setattr(watched_process, "GONE_SECONDS", 0.05)
+    monkeypatch.setattr(child, "GONE_SECONDS", 0.05)
     spared, kill = [], os.killpg
-    monkeypatch.setattr(watched_process.os, "killpg", lambda group, signal: spared.append(group))
+    monkeypatch.setattr(child.os, "killpg", lambda group, signal: spared.append(group))
     program = 'import time; print(\'{"number": 0, "stage": "running"}\', flush=True); time.sleep(600)'
     variants = [Variant("linear", "bfloat16", (), "descriptor", tile) for tile in ("a", "b")]
     try:
@@ -211,15 +194,3 @@ def test_a_child_has_the_parents_world_but_for_what_would_hide_a_hang(monkeypatc
     assert "CUDA_LAUNCH_BLOCKING" not in environment
     assert environment["CUDA_VISIBLE_DEVICES"] == "3,1"
     assert environment["CUDA_MPS_PIPE_DIRECTORY"] == os.devnull
-
-
-def test_a_child_that_somebody_else_has_reaped_is_not_killed(monkeypatch):
-    """Its number may be another process's by then."""
-    killed = []
-    monkeypatch.setattr(watched_process.os, "killpg", lambda *given: killed.append(given))
-    with watched_process.watched((sys.executable, "-S", "-c", "print(7)"), "", os.environ) as child:
-        os.waitpid(child._process.pid, 0)
-        assert child.ended()
-        assert child.lines() == ["7"]
-        assert child.end() == 0
-    assert killed == []

@@ -99,9 +99,9 @@ def test_verdicts_last(record, ran, make_chooser):
     make_chooser(FakeTimer(TIMES), trial=trial).timed(record, (X, W, None, "gelu", False))
     assert trial.asked == [[1, 2], [1, 2]]
     other = replace(VERSIONS, kernels="edited")
-    cache = Cache(chooser._cache.path.parent, other)
+    cache = Cache(chooser.cache.path.parent, other)
     assert list(recorded(cache)) == []
-    assert list(recorded(Cache(chooser._cache.path.parent, VERSIONS))) == [
+    assert list(recorded(Cache(chooser.cache.path.parent, VERSIONS))) == [
         (f"linear float32 gelu {NAMES[1]}", "hung: for long"),
         (f"{VARIANT}-c1", "hung: for long"),
         (f"linear float32 gelu {NAMES[2]}", "passed"),
@@ -122,7 +122,7 @@ def test_of_two_ranks_a_failure_counts_whoever_writes_last(record, make_chooser)
 def test_what_other_ranks_do_is_no_verdict(record, ran, obstacle, make_chooser, caplog):
     """Nor is a choice in the cache, which may be of a rank that found otherwise."""
     chooser = make_chooser(FakeTimer(TIMES), trial=FakeTrial({1: PASSED, 2: HUNG}), obstacle=obstacle)
-    chooser._cache.put(KEY, Choice(NAMES[2], TIMES))
+    chooser.cache.put(KEY, Choice(NAMES[2], TIMES))
     chooser.agree_through(HashStore())
     assert chooser._published is not None
     for moment in ("", " now"):
@@ -147,9 +147,9 @@ def test_what_other_ranks_chose_and_passed_is_compared_with_torch_here(
     store, first = HashStore(), make_chooser(FakeTimer(TIMES))
     first.agree_through(store)
     first.call(record, *ARGUMENTS)
-    first._cache.path.unlink()  # as on another machine
+    first.cache.path.unlink()  # as on another machine
     chooser = make_chooser(FakeTimer(TIMES), obstacle=obstacle)
-    published = Published(store, chooser._cache.versions.slug)
+    published = Published(store, chooser.cache.versions.slug)
     decision = chooser._agreed(replace(record, by_kernel=kernel), ARGUMENTS, (), published, "")
     assert (decision.source == "agreed", decision.candidate.name == NAMES[2]) == (taken, taken)
     assert ("no candidate here" in caplog.text) != taken
@@ -168,7 +168,7 @@ def test_a_rank_that_cannot_compare_takes_torch_and_goes_on(make_chooser, monkey
 
 def test_a_choice_on_disk_is_honoured_only_with_its_verdict(record, ran, make_chooser):
     writer = make_chooser()
-    writer._cache.put(KEY, Choice(NAMES[2], TIMES))
+    writer.cache.put(KEY, Choice(NAMES[2], TIMES))
     trial = FakeTrial({1: PASSED, 2: HUNG})
     chooser = make_chooser(FakeTimer(TIMES), shipped={KEY: Choice(NAMES[2], TIMES)}, trial=trial)
     assert chooser.known(record, ARGUMENTS) is None
@@ -253,5 +253,5 @@ def test_a_chooser_tries_by_real_children_unless_told_otherwise(
     chooser.timed(record, ARGUMENTS)
     ((variants, device),) = asked
     assert ([str(variant) for variant in variants], device) == ([f"{VARIANT}-c1", f"{VARIANT}-c2"], CPU)
-    written = json.loads(chooser._cache.path.read_text())["choices"]
+    written = json.loads(chooser.cache.path.read_text())["choices"]
     assert written[f"passed: {VARIANT}-c1"] == {"name": "passed", "milliseconds": {}}

@@ -62,7 +62,7 @@ def _wgrad():
     module.__spec__ = SimpleNamespace(name=module.__name__)  # for those who ask whether it is installed
 
     def add(x, dy, main_grad):
-        main_grad.add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
+        main_grad.addmm_(dy.flatten(0, -2).t(), x.flatten(0, -2))  # as the real one: a GEMM that adds
 
     module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = add
     return module

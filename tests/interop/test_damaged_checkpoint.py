@@ -5,9 +5,9 @@ import pickle
 import shutil
 import subprocess
 import warnings
-from argparse import Namespace
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,7 +188,7 @@ def with_an_object(folder):
     initialize_model_parallel(2)
     model = trained("odd", 1)[0]
     path = Path(folder, "object")
-    dcp.save(path, model, extra=Namespace(step=2))
+    dcp.save(path, model, extra=SimpleNamespace(step=2))
     before = deepcopy(model.state_dict())
     text = refused("ValueError", "'extra' cannot be read (UnpicklingError", dcp.load, path, model)
     assert "pass weights_only=False if you trust who wrote it" in text
@@ -197,7 +197,7 @@ def with_an_object(folder):
 
 
 def test_objects_are_loaded_only_where_the_caller_trusts_them(ranks2, tmp_path):
-    assert ranks2.run(with_an_object, str(tmp_path)) == [Namespace(step=2)] * 2
+    assert ranks2.run(with_an_object, str(tmp_path)) == [SimpleNamespace(step=2)] * 2
 
 
 def with_code(folder):

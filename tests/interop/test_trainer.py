@@ -93,14 +93,14 @@ CLIPPING = "tpkernels.clip_grad_norm_(model.parameters(), self.args.max_grad_nor
 WRAPPED = "ValueError: DistributedDataParallel over ranks 0, 1 would average different"
 DIFFERS = "RuntimeError: check_replicas: 'model.layers.0.input_layernorm.weight'"
 SHORT, CLIPS = "max_steps=4", "max_steps=4, max_grad_norm=0.1"
-WRONG = {  # package, environment, program, what is replaced in it, what is said, on how many ranks
+WRONG = {  # package, environment, program, what is replaced in it, what is said, on how many ranks at least
     "fabric_wraps": ("lightning", AS_TORCHRUN, FABRIC, {MADE: WRAPS}, WRAPPED, 1),
     "fabric_clips": ("lightning", {"TPKERNELS_CHECK_REPLICAS": "1"}, FABRIC, {OURS: ITS_OWN}, DIFFERS, 2),
     "accelerate_wraps": (
         *("accelerate", {}, ACCELERATE, {"buckets = ": "accelerator.prepare(model)\nbuckets = "}),
         *(WRAPPED.removeprefix("ValueError: "), 1),
     ),
-    "trainer_wraps": ("accelerate", {}, TRAINER, {HIDING: ""}, WRAPPED, 2),
+    "trainer_wraps": ("accelerate", {}, TRAINER, {HIDING: ""}, WRAPPED, 1),
     "trainer_clips": (
         *("accelerate", {"TPKERNELS_CHECK_REPLICAS": "2"}, TRAINER),
         *({CLIPPING: "super()._clip_grad_norm(model)", SHORT: CLIPS}, f"{DIFFERS} differs", 2),

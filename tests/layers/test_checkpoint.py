@@ -103,6 +103,39 @@ def test_who_sets_all_streams_in_backward_may_draw_from_them(streams):
     assert torch.equal(x.grad, y)
 
 
+def attended(x, w):
+    return F.scaled_dot_product_attention(x[None, None], (x @ w)[None, None], x[None, None])
+
+
+def dropped(x, w):
+    return F.dropout(x @ w, 0.1)
+
+
+def drawn_from_a_stream(x, w):
+    with get_rng_tracker().fork():
+        return x @ w
+
+
+def test_in_a_capture_no_state_is_set_and_what_draws_is_refused(streams, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for setter in ("set_rng_state", "get_rng_state"):
+        monkeypatch.setattr(
+            torch, setter, lambda *_: pytest.fail("a host call that a capture does not allow")
+        )
+    x, w = torch.ones(4, 8), torch.ones(8, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(attended(x, w).sum(), w)
+    (found,) = torch.autograd.grad(checkpoint(attended, x, w).sum(), w)
+    assert torch.equal(found, expected)
+    captured = "random numbers, and a CUDA graph is being captured"
+    with pytest.raises(RuntimeError, match=f"checkpoint: aten.bernoulli_.float draws {captured}"):
+        checkpoint(dropped, x, w)
+    with pytest.raises(
+        RuntimeError, match="random stream 'model-parallel-rng': a CUDA graph is being captured"
+    ):
+        checkpoint(drawn_from_a_stream, x, w)
+
+
 def test_only_arguments_are_kept(streams):
     def deep(x):
         for _ in range(10):

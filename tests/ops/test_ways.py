@@ -25,12 +25,12 @@ from tpkernels.comm.calls import handshake
 from tpkernels.comm.transports import c10d, select
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.dispatch.cache import Cache, Choice, Versions
-from tpkernels.dispatch.timing import SLACK, StreamTimer
-from tpkernels.ops.tensor_parallel import way_chooser, ways
+from tpkernels.dispatch.timing import SLACK, StreamClock, StreamTimer
+from tpkernels.ops.tensor_parallel import ways
 from tpkernels.ops.tensor_parallel.parallel import start_rows
-from tpkernels.ops.tensor_parallel.way_chooser import ROUNDS, Run, Way, WayChooser, _mismatch
-from tpkernels.ops.tensor_parallel.ways import StreamClock
+from tpkernels.ops.tensor_parallel.ways import ROUNDS, Run, Way, WayChooser, _mismatch
 
+MATMUL = torch.backends.cuda.matmul
 KEY = "gathers of this test"
 VERSIONS = Versions("no GPU", "torch", "triton", "kernels")
 PLAIN = {"one": (10.0, 10.0), "many": (5.0, 20.0), "memory": (8.0, 8.0)}  # milliseconds on each rank
@@ -88,9 +88,9 @@ def chosen(folder: Path | None, options: Mapping[str, Any]) -> Found:
     default, why_not = options.get("default", ("one", "one"))[rank], options.get("why_not", ("", ""))[rank]
     with heard("tpkernels.dispatch") as said:
         ways_in_any_order = table.ways()[:: -1 if rank else 1]
-        verdict = chooser.choose(KEY, ways_in_any_order, default, why_not)
+        decision = chooser.choose(KEY, ways_in_any_order, default, why_not)
     dist.barrier()
-    return verdict.name, verdict.source, table.runs, table.closed, said
+    return decision.candidate.name, decision.source, table.runs, table.closed, said
 
 
 @on_ranks(1)
@@ -118,10 +118,10 @@ def as_on_gpus(of: Mapping[str, float], cache: Cache, opener: Any = open_stand_i
     with (
         using("auto", "triton"),
         patch.object(ways, "times_on", lambda like: True),
-        patch.object(ways, "clock_on", times(of)),
+        patch.object(ways, "cuda_clock", times(of)),
         patch.object(ways, "cache_on", lambda device: cache),
         patch.object(c10d, "_processors", lambda device: 1),
-        patch.object(way_chooser, "ROUNDS", 1),
+        patch.object(ways, "ROUNDS", 1),
         patch.dict(select.openers, {"symmetric": opener}),
         heard("tpkernels.choices") as said,
     ):
@@ -149,6 +149,16 @@ def test_a_choice_against_memory_leaves_open_what_another_choice_took():
         assert {exchange.timeout for exchange in select._of_group[id(group)]._open.values()} == {40.0}
     names = [type(exchange).__name__ for exchange in select._of_group[id(group)].chosen.values()]
     assert names == ["SymmetricExchange", "Collectives"]
+
+
+@on_ranks(2)
+def test_a_group_times_so_many_shapes_and_remembers_no_more():
+    prepare(Setting())
+    group, times_of = dist.new_group(), {"1 collective": 2.0, "2 collectives": 1.0, "symmetric": 3.0}
+    with as_on_gpus(times_of, Cache(None, VERSIONS)), patch.object(ways, "MOST_TIMED", 2):
+        for rows in (*range(8, 12), 8):
+            assert start_rows("op", "x", torch.ones(rows, 16), group, 32).wait().sum() == 2 * rows * 16
+    assert [moved.rows for moved in select._of_group[id(group)].chosen] == [16, 18]
 
 
 @on_ranks(2)
@@ -259,6 +269,20 @@ def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_sec
     assert [line.partition(" 2 ranks")[0] for line in first] == expected_keys
     assert len(said) - len(first) == of_second_run
     assert len(select._of_group[id(group)]._open) == opened
+
+
+def test_a_way_timed_with_tf32_is_kept_apart():
+    """A product that is faster hides less of a transfer."""
+    moved, before = (
+        ways.Moved("op", "gathers", 16, 24, torch.float32, torch.device("cuda")),
+        MATMUL.fp32_precision,
+    )
+    try:
+        MATMUL.fp32_precision = "tf32"
+        assert moved.key(8, 2, 1) == "op gathers float32/tf32 16x24x8 2 ranks 1 machines"
+        assert moved._replace(dtype=torch.bfloat16).key(8, 2, 1).startswith("op gathers bfloat16 16x")
+    finally:
+        MATMUL.fp32_precision = before
 
 
 def test_numbers_that_overflow_decide_nothing():

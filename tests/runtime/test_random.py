@@ -193,6 +193,7 @@ def cuda(monkeypatch) -> FakeCuda:
     """A machine with one."""
     live = FakeCuda()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_rng_state", live.get_state)
     monkeypatch.setattr(torch.cuda, "set_rng_state", live.set_state)
     monkeypatch.setattr(torch.cuda, "manual_seed", live.manual_seed)

@@ -2,6 +2,8 @@
 
 import time
 import tracemalloc
+from functools import partial
+from itertools import product
 
 import pytest
 from hypothesis import given, reject, settings
@@ -144,9 +146,9 @@ def test_what_is_no_size_kind_or_change_is_refused():
 
 
 def test_rank_outside_the_world_or_the_embedding_group_is_refused():
-    for rank in (-1, 16):
+    for rank, ask in product((-1, 16), (partial(LESSON.group_of, kind="tp"), LESSON.stage_of)):
         with pytest.raises(ValueError, match=f"rank {rank} is not in this world: expected 0 to 15"):
-            LESSON.group_of(rank, "tp")
+            ask(rank)
     with pytest.raises(ValueError, match=r"rank 4 is in no embedding group: it is stage 1 of 4.*\[0, 12\]"):
         LESSON.group_of(4, "embedding")
     assert not LESSON.is_member(4, "embedding")

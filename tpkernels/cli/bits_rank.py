@@ -5,7 +5,6 @@ python -m tpkernels.cli.bits_rank DESCRIPTOR [MODULE:FAULT ...]      in the envi
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import signal
@@ -20,6 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from tpkernels.child import end_with_parent
 from tpkernels.cli.bits_programs import Place, run_program
 from tpkernels.cli.bits_ranks import Digests, Task
 from tpkernels.cli.bits_schedule import drawn, imposed
@@ -33,15 +33,13 @@ WAYS = {  # the transport that is asked for, and who computes
     "shared": ("shared", "torch"),
     "kernels": ("shared", "triton"),  # which wait themselves, in the interpreter
 }
-_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def main(argv: Sequence[str]) -> None:
     """Serve until the pipe ends."""
     connection = Connection(int(argv[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; who started us ends us
-    if sys.platform == "linux":  # a rank that is stopped would not see the pipe end
-        ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+    end_with_parent()  # a rank that is stopped would not see the pipe end
     for fault in argv[1:]:
         module, _, name = fault.partition(":")
         getattr(import_module(module), name)()

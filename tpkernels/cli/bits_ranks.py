@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import NamedTuple, NoReturn
 
+from tpkernels.child import ending
 from tpkernels.cli.bits_schedule import Stop, drawn
 from tpkernels.training.launch import environment_of_ranks, loopback_store
 
@@ -131,8 +132,7 @@ class Ranks:
 
     def _died(self, rank: int) -> NoReturn:
         code = self._processes[rank].wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise RankFailure(f"rank {rank} {how}")
+        raise RankFailure(f"rank {rank} {'was killed' if code < 0 else 'ended'} {ending(code)}")
 
 
 def _events(stops: Sequence[Stop]) -> list[_Event]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
-from tempfile import TemporaryFile
 
 from tpkernels import __version__
+from tpkernels.child import ending, started
 from tpkernels.cli import OneLineParser
 from tpkernels.cli.probe import PREFIX, Finding, note, ok, problem
 from tpkernels.cli.variables import mistakes
@@ -56,7 +55,7 @@ def _python() -> Finding:
 
 def _probes() -> list[Finding]:
     """The findings of `tpkernels.cli.probe`, and of how it ended."""
-    lines, ending = _run("tpkernels.cli.probe", PROBE_SECONDS)
+    lines, failure = _run("tpkernels.cli.probe", PROBE_SECONDS)
     findings: list[Finding] = []
     probing = "probe"
     for line in lines:
@@ -69,8 +68,8 @@ def _probes() -> list[Finding]:
         elif isinstance(said, dict):
             findings.append(Finding(**said))
         # anything else is a library's own chatter
-    if ending:
-        findings.append(problem(probing, f"looking at it {ending}"))
+    if failure:
+        findings.append(problem(probing, f"looking at it {failure}"))
     return findings
 
 
@@ -106,9 +105,9 @@ def _environment() -> list[Finding]:
 
 
 def _self_test() -> Finding:
-    lines, ending = _run("tpkernels.cli.selftest", SELF_TEST_SECONDS, words=2)  # a rank's, and its launcher's
-    if ending:
-        return problem("self-test", f"two gloo processes on this machine: {ending}")
+    lines, failure = _run("tpkernels.cli.selftest", SELF_TEST_SECONDS, words=2)  # a rank's, its launcher's
+    if failure:
+        return problem("self-test", f"two gloo processes on this machine: {failure}")
     return ok("self-test", lines[-1] if lines else "two gloo processes agree")
 
 
@@ -117,33 +116,17 @@ def _run(module: str, seconds: float, *, words: int = 1) -> tuple[list[str], str
 
     words: how many of its last lines about errors to cite
     """
-    with TemporaryFile("w+", errors="replace") as output, TemporaryFile("w+", errors="replace") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-            start_new_session=True,  # so that its own children can be ended with it
-        )
+    lines: list[str] = []
+    with started([sys.executable, "-m", module]) as child:
         try:
-            code = process.wait(seconds)
-            ending = _ending(code)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            ending = f"took more than {seconds:g} s"
-        output.seek(0)
-        errors.seek(0)
-        last_words = [line.strip() for line in errors if line.strip()][-words:]
-        if ending and last_words:
-            ending = f"{ending}: {'; '.join(last_words)}"
-        return output.read().splitlines(), ending
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        return f"ended by {signal.Signals(-code).name}"
-    return f"failed with exit code {code}" if code else ""
+            for line in child.lines_until_end(seconds):
+                lines.append(line)
+            code = child.end()
+            failure = f"{'failed' if code > 0 else 'ended'} {ending(code)}" if code else ""
+        except TimeoutError as error:
+            failure = str(error)
+        last_words = child.last_words(words)
+    return lines, f"{failure}: {last_words}" if failure and last_words else failure
 
 
 def _print(findings: Sequence[Finding], problems: Sequence[Finding]) -> None:

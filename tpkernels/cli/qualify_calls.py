@@ -16,12 +16,16 @@ from torch.nn import functional
 
 from tpkernels.cli.qualified import Check
 from tpkernels.cli.qualify_world import World
+from tpkernels.comm.transports import select
+from tpkernels.comm.transports.symmetric import EPOCHS, LOOK_CALLS
 from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.ops import column_linear, parallel_mlp, row_linear
 
 DTYPES = (torch.float32, torch.bfloat16)
 TIMES_BOUND = 4.0  # two products in a row, an activation, a sum over ranks: each rounds
-CALLS, CALLS_QUICK, AT_ONCE = 1000, 32, 8
+IN_TURN, IN_A_ROW = 3, LOOK_CALLS + 8  # calls of each problem; a row is longer than until the host looks
+LAST_ROW = EPOCHS + 8  # of the last problem: flags begin again
+CALLS_QUICK, AT_ONCE = 32, 8
 BEGIN, END = 0.4, 0.85  # of all the time: kernels have ended, and delayed calls have
 DELAYS = (0.0, 0.0, 0.0, 5e-4, 2e-3)  # seconds of a rank before a call
 REPLAYS = 20
@@ -153,6 +157,19 @@ def _word(what: int) -> str:
     return f"the gradient of operand {what - 1}" if what else "the result"
 
 
+def _order(problems: int, quick: bool) -> list[int]:
+    """Which problem each call poses.
+
+    In turn they need more exchanges than stay open, so that these close and open. In a row an exchange goes
+    through its slots again and again, and at last through all numbers that its flags can hold.
+    """
+    in_turn = list(range(problems))
+    if quick:
+        return (in_turn * CALLS_QUICK)[:CALLS_QUICK]
+    in_rows = [problem for problem in in_turn for _ in range(IN_A_ROW)]
+    return in_turn * IN_TURN + in_rows + [problems - 1] * (LAST_ROW - IN_A_ROW)
+
+
 def _delayed_calls(world: World, transport: str, group: ProcessGroup, end: float) -> Check:
     """The bits of each call are those of the first with its operands, whoever comes late."""
     draw, delay = random.Random(world.seed + 1), random.Random(f"{world.seed} {world.rank}")
@@ -161,19 +178,21 @@ def _delayed_calls(world: World, transport: str, group: ProcessGroup, end: float
         for name, size, dtype in product(OPS, SIZES, DTYPES)
     ]
     first: list[list[Tensor] | None] = [None] * len(problems)
-    wanted, done, began = CALLS_QUICK if world.quick else CALLS, 0, time.monotonic()
+    order, done, began = _order(len(problems), world.quick), 0, time.monotonic()
+    wanted = len(order)
 
     def some_calls() -> bool:
         for number in range(done, min(done + AT_ONCE, wanted)):
-            name, full = problems[number % len(problems)]
+            problem = order[number]
+            name, full = problems[problem]
             _delay(world, delay)
             found = results_of(world, name, full, group)
-            expected = first[number % len(problems)] = first[number % len(problems)] or found
+            expected = first[problem] = first[problem] or found
             for what, (ours, once) in enumerate(zip(found, expected, strict=True)):
                 if not torch.equal(ours, once):
                     raise ArithmeticError(
                         f"call {number} of {name} in {ours.dtype}: {_word(what)} differs from call "
-                        f"{number % len(problems)}, which was the same, {_apart(ours, once)}"
+                        f"{problem}, which was the same, {_apart(ours, once)}"
                     )
         return world.late(end)
 
@@ -186,7 +205,16 @@ def _delayed_calls(world: World, transport: str, group: ProcessGroup, end: float
             break
     cut_short = "" if done == wanted else f" (of {wanted}: the time was over; --seconds gives more)"
     said = f"{done} delayed calls{cut_short}, forward and backward, have the bits of the first"
-    return Check("calls", transport, "right", said, round(time.monotonic() - began, 2), {"calls": done})
+    numbers: dict[str, float] = {"calls": done}
+    if transport != "c10d":  # which has no slots
+        numbers["of one exchange"] = used = select.exchanges_of("qualify", group, "").most_calls()
+        said += f"; one exchange was used {used} times"
+        if done == wanted and not world.quick and used <= EPOCHS:
+            faults = [f"{said}, and its flags begin again after {EPOCHS}"]
+    seconds = round(time.monotonic() - began, 2)
+    return Check(
+        "calls", transport, "wrong" if faults else "right", "; ".join(faults) or said, seconds, numbers
+    )
 
 
 def _apart(ours: Tensor, once: Tensor) -> str:

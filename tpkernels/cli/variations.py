@@ -59,7 +59,7 @@ class Variations:
     seconds: float = SECONDS
     clock: Callable[[], float] = perf_counter
 
-    def timed(self, record: Primitive[..., Any], arguments: tuple[Any, ...]) -> Decision:
+    def timed(self, record: Primitive[..., Any], arguments: tuple[Any, ...]) -> Decision[Candidate]:
         """The fastest, kept on disk."""
         shipped = self.chooser.timed(record, arguments, seconds=float("inf"))
         if shipped.source != "timed":

@@ -28,7 +28,7 @@ from functools import cache, partial
 from math import inf
 from threading import Lock
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from tpkernels.dispatch.agreed import Published, Store
 from tpkernels.dispatch.cache import Cache, Choice, shipped_choices, versions_for
 from tpkernels.dispatch.candidates import TORCH, Candidate, candidates, named
 from tpkernels.dispatch.gpus import Gpu, gpu_of
-from tpkernels.dispatch.problem import Problem
+from tpkernels.dispatch.problem import Problem, fp32_precision
 from tpkernels.dispatch.record import Primitive, R
 from tpkernels.dispatch.scratch import results_of, scratch_like, spoil_freed
 from tpkernels.dispatch.soundness import mismatch
@@ -47,22 +47,39 @@ from tpkernels.dispatch.verdicts import Verdicts, verdicts_on
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels.disk_cache import cache_folder
 
-MARGIN = 0.02  # of torch's time: less is noise, and torch is lighter to launch
+MARGIN = 0.02  # of the usual one's time: less is noise, and torch is lighter to launch
 # of compiling candidates and comparing their results. One that has begun then is finished: compiling took 14
 # at most where it was measured (erf, on two busy cores). Timing takes about one.
 CHECKING_SECONDS = 15.0
+MOST_REMEMBERED = 4096  # calls: with batches of any length each brings new ones, of a few hundred bytes
 
 Source = Literal[
-    "only candidate", "agreed", "cached", "shipped", "timed", "not timed", "not timed now", "timing failed"
+    "only candidate",
+    "only one",
+    "agreed",
+    "cached",
+    "shipped",
+    "timed",
+    "not timed",
+    "not timed now",
+    "timing failed",
 ]
 
 
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Chosen = TypeVar("Chosen", bound=Named, covariant=True)  # a candidate, or a way to move rows
+
+
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """Who computes a problem, and why."""
+class Decision(Generic[Chosen]):
+    """Who computes a problem, or what moves rows, and why."""
 
     key: str
-    candidate: Candidate
+    candidate: Chosen
     source: Source
     milliseconds: Mapping[str, float] = field(default_factory=dict)
     detail: str = ""
@@ -73,10 +90,10 @@ class Decision:
         return f"{self.key}: {self.candidate.name} ({self.source}{': ' * bool(words)}{words})"
 
 
-def winner(milliseconds: Mapping[str, float]) -> str:
-    """The fastest, if it beats torch by MARGIN."""
+def winner(milliseconds: Mapping[str, float], usual: str = TORCH.name) -> str:
+    """The fastest, if it beats the usual one by MARGIN."""
     fastest = min(milliseconds, key=milliseconds.__getitem__)
-    return fastest if milliseconds[fastest] < (1 - MARGIN) * milliseconds[TORCH.name] else TORCH.name
+    return fastest if milliseconds[fastest] < (1 - MARGIN) * milliseconds[usual] else usual
 
 
 def obstacle(device: torch.device) -> str | None:
@@ -105,7 +122,7 @@ class Chooser:
         self.gpu = gpu
         self._device = device
         self._timer = timer
-        self._cache = cache
+        self.cache = cache
         self._shipped = shipped
         self._obstacle = obstacle
         self._clock = clock
@@ -131,12 +148,12 @@ class Chooser:
         """
         if self._published is None or self._published.store is not store:
             with self._lock:
-                self._published = Published(store, self._cache.versions.slug)
+                self._published = Published(store, self.cache.versions.slug)
                 self._functions.clear()
 
     def call_into(self, record: Primitive[..., Any], out: Sequence[Tensor], *arguments: Any) -> None:
         """Compute a primitive into given tensors, by whoever is chosen for it."""
-        signature = _signature(record.name, ("into", *out, *arguments))
+        signature = _signature(record.name, arguments, out)
         function = self._functions.get(signature)
         if function is None:
             with self._lock:
@@ -159,12 +176,14 @@ class Chooser:
         log.choices.info("%s", decision)
         function = decision.candidate.bind_into(record) if out else decision.candidate.bind(record)
         if lasts:
+            if len(self._functions) >= MOST_REMEMBERED:
+                self._functions.clear()  # what is chosen again is in the cache
             self._functions[signature] = function
         return function
 
     def _own(
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor]
-    ) -> Decision:
+    ) -> Decision[Candidate]:
         return self.known(record, arguments, out) or self._torch_or_timed(record, arguments, out)
 
     def _agreed(
@@ -174,7 +193,7 @@ class Chooser:
         out: Sequence[Tensor],
         published: Published,
         moment: str,
-    ) -> Decision:
+    ) -> Decision[Candidate]:
         """The choice of the first rank that decides.
 
         moment: nothing can be timed now, and one rank may know more than another: what they agree on is not
@@ -198,7 +217,7 @@ class Chooser:
             )
             return own or self._own(record, arguments, out)
         if choice.milliseconds:  # else nobody has timed it
-            self._cache.put(problem.key, choice)
+            self.cache.put(problem.key, choice)
         return Decision(problem.key, candidate, "agreed", choice.milliseconds)
 
     def _is_trusted(
@@ -211,7 +230,7 @@ class Chooser:
         """Whether what another rank has chosen may run here: with consumers, once it agrees with torch."""
         if candidate.tile is None or not candidate.tile.consumers:
             return True
-        known = self._cache.get(problem.key)
+        known = self.cache.get(problem.key)
         if known is not None and candidate.name == known.name and self._verdicts.permits(problem, candidate):
             return True
         if self._obstacle(self._device) is not None:
@@ -226,7 +245,7 @@ class Chooser:
 
     def _torch_or_timed(
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor]
-    ) -> Decision:
+    ) -> Decision[Candidate]:
         key = record.problem(*arguments, out=out).key
         if not env_flag("TPKERNELS_TUNE", default=True):
             return Decision(key, TORCH, "not timed", detail="TPKERNELS_TUNE=0")
@@ -236,13 +255,13 @@ class Chooser:
 
     def known(
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor] = ()
-    ) -> Decision | None:
+    ) -> Decision[Candidate] | None:
         """What needs no timing: it is on disk, or shipped, or there is nothing to choose."""
         problem = record.problem(*arguments, out=out)
         if len(self.candidates(record, problem)) == 1:
             return Decision(problem.key, TORCH, "only candidate")
         sources: dict[Source, Choice | None] = {
-            "cached": self._cache.get(problem.key),
+            "cached": self.cache.get(problem.key),
             "shipped": self._shipped.get(problem.key),
         }
         for source, choice in sources.items():
@@ -261,7 +280,7 @@ class Chooser:
         arguments: tuple[Any, ...],
         out: Sequence[Tensor] = (),
         seconds: float = CHECKING_SECONDS,
-    ) -> Decision:
+    ) -> Decision[Candidate]:
         """The fastest now, kept on disk.
 
         Tensors among the arguments are looked at, never read or written: they may be on the meta device.
@@ -295,10 +314,10 @@ class Chooser:
 
     def keep(
         self, problem: Problem, timed: Sequence[Candidate], milliseconds: Mapping[str, float]
-    ) -> Decision:
+    ) -> Decision[Candidate]:
         """The winner of these times, kept on disk."""
         name = winner(milliseconds)
-        self._cache.put(problem.key, Choice(name, milliseconds))
+        self.cache.put(problem.key, Choice(name, milliseconds))
         candidate = next(candidate for candidate in timed if candidate.name == name)
         return Decision(problem.key, candidate, "timed", milliseconds)
 
@@ -338,10 +357,12 @@ class Chooser:
         return runs
 
 
-def _signature(name: str, arguments: tuple[Any, ...]) -> tuple[object, ...]:
+def _signature(name: str, arguments: tuple[Any, ...], out: Sequence[Tensor] = ()) -> tuple[object, ...]:
     """All that a problem is made of, unexamined: this sits in every call, and must be quick."""
     signature: list[object] = [name]
-    for argument in arguments:
+    if arguments[1].dtype is torch.float32:  # all products multiply their second argument
+        signature.append(fp32_precision())
+    for argument in (*out, "into", *arguments) if out else arguments:
         if isinstance(argument, Tensor):
             signature += (argument.dtype, argument.shape, argument.stride(), argument.data_ptr() & 15)
         else:

@@ -56,7 +56,7 @@ class Problem:
         weights = matrices[1 : 2 * pairs : 2]
         out_features = first.shape[1] if kernel == "wgrad" else sum(weight.shape[0] for weight in weights)
         result_dtype = dtype or first.dtype
-        tf32 = first.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        tf32 = multiplied_in_tf32(first.dtype)
         layouts = tuple(Layout.of("", matrix) for matrix in matrices)
         results = tuple(Layout.of("", matrix) for matrix in written or ())
         # one stands for all of them, as it does where they are allocated: the one that is hardest to write
@@ -110,12 +110,26 @@ class Problem:
         """One line that names this problem in files and logs."""
         words = (
             self.step,
-            str(self.dtype).removeprefix("torch.") + "/tf32" * self.tf32,
+            dtype_class(self.dtype, self.tf32),
             f"{self.tokens}x{self.out_features}x{self.in_features}",
             "+".join(self.options),
             ",".join(map(layout_class, self.layouts)),
         )
         return " ".join(word for word in words if word)
+
+
+def fp32_precision() -> str:
+    """`torch.backends.cuda.matmul.fp32_precision`, whose getter in Python takes ten times as long."""
+    return torch._C._get_fp32_precision_getter("cuda", "matmul")
+
+
+def multiplied_in_tf32(dtype: torch.dtype) -> bool:
+    return dtype == torch.float32 and fp32_precision() == "tf32"
+
+
+def dtype_class(dtype: torch.dtype, tf32: bool) -> str:
+    """A dtype that is multiplied, as keys name it."""
+    return str(dtype).removeprefix("torch.") + "/tf32" * tf32
 
 
 def token_class(tokens: int) -> int:

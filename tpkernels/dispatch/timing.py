@@ -25,8 +25,10 @@ from typing import Protocol, cast
 
 import torch
 
-Runs = Mapping[str, Callable[[], object]]
+Run = Callable[[], object]
+Runs = Mapping[str, Run]
 Timer = Callable[[Runs], dict[str, float]]  # milliseconds by name
+Clock = Callable[[str, Run], float]  # milliseconds of one run of a name; runs it once
 
 WARM_UPS = 3
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 25
@@ -37,16 +39,23 @@ TRIES = 4  # of a run that was not held long enough, each held longer
 
 
 def rounds(
-    names: list[str], once: Callable[[str], float], clock: Callable[[], float] = perf_counter
+    names: list[str],
+    once: Callable[[str], float],
+    clock: Callable[[], float] = perf_counter,
+    *,
+    exactly: int = 0,
 ) -> dict[str, float]:
-    """The median of what `once` says of each name; a different one goes first in each round."""
+    """The median of what `once` says of each name; a different one goes first in each round.
+
+    exactly: so many rounds, however long they take
+    """
     samples: dict[str, list[float]] = {name: [] for name in names}
     began = clock()
-    for i in range(MOST_ROUNDS):
+    for i in range(exactly or MOST_ROUNDS):
         first = i % len(names)
         for name in (*names[first:], *names[:first]):
             samples[name].append(once(name))
-        if i + 1 >= FEWEST_ROUNDS and clock() - began > SECONDS:
+        if not exactly and i + 1 >= FEWEST_ROUNDS and clock() - began > SECONDS:
             break
     return {name: median(values) for name, values in samples.items()}
 
@@ -92,7 +101,7 @@ class StreamTimer:
                 self._launching[name] = self._since(began)  # of the last: the first may compile
         return rounds(list(runs), lambda name: self._once(name, runs[name]), self._clock)
 
-    def _once(self, name: str, run: Callable[[], object]) -> float:
+    def _once(self, name: str, run: Run) -> float:
         for _ in range(TRIES):
             launching = self._launching[name]
             on_gpu, on_host, held = self.measured(run, launching)
@@ -102,7 +111,7 @@ class StreamTimer:
         self._launching[name] = None
         return self._once(name, run)
 
-    def measured(self, run: Callable[[], object], launching: float | None) -> tuple[float, float, bool]:
+    def measured(self, run: Run, launching: float | None) -> tuple[float, float, bool]:
         """Milliseconds on the GPU and on the host, and whether the host was done before the GPU began."""
         start, end = self._stream.mark(), self._stream.mark()
         if launching is not None:
@@ -119,6 +128,31 @@ class StreamTimer:
 
     def _since(self, began: float) -> float:
         return 1e3 * (self._clock() - began)
+
+
+class StreamClock:
+    """Times one run at a time, of what ranks run together: the longer of its time there and on the host.
+
+    All of them run it equally often: a run that was not held for long enough is not repeated.
+    """
+
+    # Milliseconds. Nearly all ways are launched in less, and so held equally long on all ranks: a rank that
+    # held its stream for less than the others would count its wait for them.
+    LEAST_LAUNCHING = 0.5
+    TRIES = 3  # to hold a way for as long as launching it takes
+
+    def __init__(self, timer: StreamTimer) -> None:
+        self._timer = timer
+        self._launching: dict[str, float] = {}  # of the last run of each way
+        self._missed: dict[str, int] = {}  # so many runs of it in turn were not held for long enough
+
+    def __call__(self, name: str, run: Run) -> float:
+        launching = max(self.LEAST_LAUNCHING, self._launching.get(name, 0.0))
+        on_gpu, on_host, held = self._timer.measured(run, launching)
+        self._missed[name] = 0 if held else self._missed.get(name, 0) + 1
+        # a run that waits for its stream on the host is never held, and would double the hold each time
+        self._launching[name] = on_host if self._missed[name] < self.TRIES else self.LEAST_LAUNCHING
+        return max(on_gpu, on_host)
 
 
 class CudaStream:
@@ -155,3 +189,15 @@ class CudaTimer:
     def __call__(self, runs: Runs) -> dict[str, float]:
         with torch.cuda.device(self._device):
             return StreamTimer(CudaStream(self._device))(runs)
+
+
+def cuda_clock(device: torch.device) -> Clock:
+    """A StreamClock on the current stream of a device, for one choice: what it flushes with is not kept."""
+    with torch.cuda.device(device):
+        clock = StreamClock(StreamTimer(CudaStream(device)))
+
+    def once(name: str, run: Run) -> float:
+        with torch.cuda.device(device):
+            return clock(name, run)
+
+    return once

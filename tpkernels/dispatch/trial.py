@@ -20,8 +20,8 @@ from typing import Literal
 
 import torch
 
+from tpkernels.child import ending, started
 from tpkernels.dispatch.variant import Variant
-from tpkernels.dispatch.watched_process import watched
 from tpkernels.files import parsed
 
 Outcome = Literal["passed", "wrong", "hung", "crashed"]
@@ -85,7 +85,7 @@ def trial(
     while left and not report.obstacle:
         watch = _Watch(left, limits, clock, deadline)
         try:
-            with watched(command, _asked(left, device, limits), _environment()) as child:
+            with started(command, _asked(left, device, limits), _environment()) as child:
                 # whether it has ended is asked before its lines are read, of which none is missed so
                 while watch.goes_on(ended=child.ended(), lines=child.lines()):
                     time.sleep(limits.poll)
@@ -156,9 +156,7 @@ class _Watch:
         if exit_code is None:
             self.obstacle = "a child process that was killed does not end"
         elif self._ended and len(self.verdicts) < len(self._variants) and not self.obstacle:
-            how = f"exit code {exit_code}"
-            if exit_code < 0:
-                how = {int(one): one.name for one in signal.Signals}.get(-exit_code, f"signal {-exit_code}")
+            _, _, how = ending(exit_code).partition(" ")
             said = f"{how}{': ' * bool(last_words)}{last_words}"
             if -exit_code in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP):  # from outside
                 self.obstacle = f"the child process was ended: {said}"

@@ -32,6 +32,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from tpkernels.child import ending
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.gate import calls, scaled
 from tpkernels.gate.accuracy import BOUND, Frames, relative_error
@@ -113,7 +114,7 @@ def _part(only: str, part: int, parts: int, report: Callable[[str], None]) -> li
         if process.wait():
             errors.seek(0)
             last_words = [line.strip() for line in errors if line.strip()][-1:] or ["no message"]
-            failure = f"ended with exit code {process.returncode}: {last_words[0]}"
+            failure = f"ended {ending(process.returncode)}: {last_words[0]}"
             computed.append(Computed("the interpreter", float("nan"), failure))
     return computed
 

@@ -141,7 +141,7 @@ def _on_host(flag: Tensor) -> tuple[Tensor, torch.Event | None]:
     """The flag on its way to the host, and the event after which it is there; None: it is there."""
     if flag.is_cpu:
         return flag, None
-    there = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
+    there = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
     return there, torch.accelerator.current_stream(flag.device).record_event()
 
 

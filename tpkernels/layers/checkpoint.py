@@ -1,6 +1,7 @@
 """Activation checkpointing: intermediate results are not saved for backward, but computed again in it.
 
-Random numbers are drawn again with the same bits, and then all streams continue where they were.
+Random numbers are drawn again with the same bits, and then all streams continue where they were. While a CUDA
+graph is captured nobody can set random states: what draws then is refused.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as checkpoint_in_torch
 
 from tpkernels.layers.world import TensorWorld, tensor_world
 from tpkernels.ops.tensor_parallel import mappings
-from tpkernels.runtime.random import get_rng_tracker
+from tpkernels.runtime.random import draws, get_rng_tracker, is_capturing
 
 T = TypeVar("T")
 
@@ -42,13 +45,30 @@ def recomputed(
 ) -> T:
     """`checkpoint`, for callers that have no bool to guess about. distribute: save shards of args[0]"""
     ways: dict[str, Any] = {"use_reentrant": False}
-    if not torch.compiler.is_compiling():  # the compiler restores random numbers by itself
+    if is_capturing():
+        ways["preserve_rng_state"] = False
+        ways["context_fn"] = lambda: (_NoDraws(), _NoDraws())  # type: ignore[no-untyped-call]  # torch's __init__
+    elif not torch.compiler.is_compiling():  # the compiler restores random numbers by itself
         tracker = get_rng_tracker()
         moment = tracker.snapshot()
         ways["preserve_rng_state"] = False  # torch knows one stream only
         ways["context_fn"] = lambda: (nullcontext(), tracker.replay(moment))
     with _distributed(args[0] if args else None) if distribute else nullcontext():
         return cast("T", checkpoint_in_torch(function, *args, **ways, **kwargs))
+
+
+class _NoDraws(TorchDispatchMode):
+    """Refuses operators that draw: in backward they would draw other numbers."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if draws(func, args, kwargs or {}):
+            raise RuntimeError(
+                f"checkpoint: {func} draws random numbers, and a CUDA graph is being captured, in which "
+                "torch cannot draw them again; set dropout to 0, or capture without recomputation"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _refuse_own_bool(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

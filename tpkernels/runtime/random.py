@@ -16,10 +16,11 @@ import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from tpkernels.runtime.state import current, on_the_fly
 from tpkernels.saying import warn
@@ -115,6 +116,11 @@ class RngTracker:
             yield
             return
         self._check_not_recomputed_by_others(name)
+        if is_capturing():
+            raise RuntimeError(
+                f"random stream {name!r}: a CUDA graph is being captured, in which torch sets no random "
+                "states; set dropout to 0, or leave what draws from this stream out of the graph"
+            )
         self._switch(name)
         try:
             yield
@@ -265,6 +271,20 @@ def checked_seed(seed: int) -> int:
     if not 0 <= number < 2**63:
         raise ValueError(f"a seed must be from 0 to 2**63 - 1, got {number}")
     return number
+
+
+def draws(function: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator, called so, draws random numbers; attention does for its own dropout only."""
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    names = [argument.name for argument in function._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _this_backward() -> int:

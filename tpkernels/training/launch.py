@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
+from tpkernels.child import ending
+
 LIFELINE = "TPKERNELS_LIFELINE"  # a pipe that ends with the launcher
 GRACE_SECONDS = 10.0  # between asking the others to end and making them
 EXIT_SECONDS = 120.0  # of a rank that has done its work, for the threads of backends to end
@@ -55,8 +57,8 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
     if failed is None:
         return 0
     code = processes[failed].returncode
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    sys.stderr.write(f"\nrank {failed} {how}; the other ranks were ended\n")
+    how = "was killed" if code < 0 else "ended"
+    sys.stderr.write(f"\nrank {failed} {how} {ending(code)}; the other ranks were ended\n")
     return code if code > 0 else 128 - code
 
 

@@ -122,6 +122,10 @@ class Exchanges:
     def find(self, key: Key) -> MailboxExchange | None:
         return self._open.get(key)
 
+    def most_calls(self) -> int:
+        """The number of the last call of the open exchange that had the most."""
+        return max((exchange.order.begun for exchange in self._open.values()), default=0)
+
     def has_room(self) -> bool:
         return len(self._open) < MOST_OPEN
 

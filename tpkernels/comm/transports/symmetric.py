@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import SLOTS, Plan, Swap, flag_of, pushing_gather_plan, slot_of
+from tpkernels.comm.schedule import CODE_BITS, SLOTS, Plan, Swap, flag_of, pushing_gather_plan, slot_of
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports.base import rows_sent
 from tpkernels.comm.transports.mailbox import FlagKernels, MailboxDelivery, MailboxExchange, Opening, code_of
@@ -66,6 +66,7 @@ _PUBLISHER, _COPIES, _TRANSFERS = 1, 4, 16
 
 LOOK_CALLS = 64  # until the host asks again for what waits of kernels have left in `status`
 _COUNTED = -(2**31)  # the sign bit, of words that a device has counted
+EPOCHS = 2 ** (31 - CODE_BITS)  # that the other bits of a flag tell apart
 
 
 class SymmetricExchange(MailboxExchange):
@@ -109,7 +110,7 @@ class SymmetricExchange(MailboxExchange):
         self._counts = torch.zeros(SLOTS, 1, dtype=torch.int32, device=memory.device).unbind()
         self._seen = self.status  # which the host sees on a CPU
         if not memory.is_cpu:
-            self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
+            self._seen = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=memory.is_cuda)
         self._seen_word = self._seen.numpy()  # quick to look at
         self.in_flight: set[SymmetricDelivery] = set()
 

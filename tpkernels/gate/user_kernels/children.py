@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
+from tpkernels.child import end_with_parent, ending, started
 from tpkernels.gate.user_kernels.record import ConfigError
 
 LIMIT = 300  # seconds for an item
@@ -33,38 +31,18 @@ def answers(
     command = [sys.executable, "-m", program, str(folder)]
     todo = list(items)
     while todo:
-        with (
-            TemporaryFile("w+") as errors,
-            subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environment | (variables or {}),
-            ) as process,
-        ):
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with suppress(BrokenPipeError), process.stdin:  # one that has ended already is told of below
-                process.stdin.write(json.dumps(todo))
-            try:
-                for line in process.stdout:
-                    if line.endswith("\n"):  # else it ended amid the line
-                        todo.pop(0)
-                        yield json.loads(line)
-            except BaseException:  # nobody wants the rest
-                process.kill()
-                raise
-            code = process.wait()
+        with started(command, json.dumps(todo), environment | (variables or {})) as child:
+            for line in child.lines_until_end():
+                todo.pop(0)
+                yield json.loads(line)
             if todo:
                 todo.pop(0)
-                errors.seek(0)
-                yield _ending(code, errors.read().strip().splitlines()[-1:])
+                yield _ending(child.end() or 0, child.last_words())
 
 
 def serve(work: Callable[[Item], Answer]) -> None:
     """Answer each item that `answers` sent; a ConfigError is an answer, too."""
+    end_with_parent()
     folder = sys.argv[1]
     items = json.load(sys.stdin)
     lines = os.fdopen(os.dup(1), "w")
@@ -88,8 +66,7 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
-def _ending(code: int, last_words: list[str]) -> str:
+def _ending(code: int, last_words: str) -> str:
     if code == -signal.SIGALRM:
         return f"took longer than {LIMIT} s"
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-    return ": ".join([f"ended its process {how}", *last_words])
+    return f"ended its process {ending(code)}{': ' * bool(last_words)}{last_words}"

@@ -29,6 +29,7 @@ from tpkernels.interop.parallelize.swaps import Swap, Work
 from tpkernels.interop.parallelize.tokens import After, Before, Columns, Move, Tokens
 from tpkernels.interop.parallelize.twins import Inputs, aside, call
 from tpkernels.layers.world import TensorWorld
+from tpkernels.runtime.random import draws
 
 
 @dataclass(frozen=True)
@@ -321,19 +322,10 @@ class _Draws(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         running = self.watch.running
         inside = any(name in self.watch.layers for name in running)
-        if inside and not self.watch.current_entry() and _draws(function, args, kwargs or {}):
+        if inside and not self.watch.current_entry() and draws(function, args, kwargs or {}):
             raise _Refused(
                 f"sequence_parallel: '{running[-1]}' draws random numbers for hidden states between columns "
                 "and rows, such as a dropout; set its probability to 0, or parallelize the model without "
                 "sequence_parallel"
             )
         return function(*args, **(kwargs or {}))
-
-
-def _draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws random numbers; attention does for its own dropout only."""
-    if torch.Tag.nondeterministic_seeded not in function.tags:
-        return False
-    names = [argument.name for argument in function._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0

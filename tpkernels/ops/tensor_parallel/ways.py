@@ -1,7 +1,8 @@
-"""Who moves the rows of an op, where TPKERNELS_TRANSPORT leaves it open.
+"""Who moves the rows of an op: `exchange_for`, which all ops ask.
 
-On the CPU `select` knows it from sizes. On GPUs the ranks time what is possible when a group first moves a
-shape (`way_chooser`), on scratch and with the product that hides the transfer:
+TPKERNELS_TRANSPORT may say it (`comm/transports/select.py`). On the CPU sizes do (`Exchanges.best` there),
+and they say how many collectives a call would take (`c10d_for`). On GPUs, under `auto`, the ranks time what
+is possible when a group first moves a shape, on scratch and with the product that hides the transfer:
 
     1 collective     and one product: always possible
     n collectives    each with a part of the product, where there is a product and n divides the ranks
@@ -11,12 +12,17 @@ Nothing is timed while a CUDA graph is captured or torch.compile traces; with TP
 TPKERNELS_BATCH_INVARIANT=1 or TPKERNELS_TP_INVARIANT, as the way would depend on the batch that came first;
 without overlap, where one collective moves all; nor beyond MOST_TIMED shapes of a group, for lengths that
 change from batch to batch. Then collectives move the rows, as many as arithmetic says. Not run on a GPU yet.
+
+Ways are collective, so no rank decides by itself (`WayChooser`): each decision is taken from what all have
+told each other, and each rank runs each way equally often. A way that a rank cannot open, or that gives other
+numbers there, is dropped on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -33,24 +39,24 @@ from tpkernels.comm.transports.c10d import Collectives, c10d_for, collectives_of
 from tpkernels.comm.transports.mailbox import MailboxExchange
 from tpkernels.comm.transports.rows import Gathering, PartialOf, Reducing
 from tpkernels.dispatch import backends, log, primitives
-from tpkernels.dispatch.cache import Cache, versions_for
-from tpkernels.dispatch.chooser import obstacle
-from tpkernels.dispatch.gpus import gpu_of
-from tpkernels.dispatch.problem import token_class
-from tpkernels.dispatch.timing import CudaStream, StreamTimer
+from tpkernels.dispatch.cache import Cache, Choice
+from tpkernels.dispatch.chooser import Decision, chooser_on, obstacle, winner
+from tpkernels.dispatch.problem import dtype_class, multiplied_in_tf32, token_class
+from tpkernels.dispatch.timing import Clock, cuda_clock, rounds
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels import invariance
-from tpkernels.kernels.disk_cache import cache_folder
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS, MultipliedRows, kernels_take, waits_for
-from tpkernels.ops.tensor_parallel.way_chooser import Clock, Run, Way, WayChooser
 
 log.show_choices_if_asked()  # once: `select` cannot, as comm does not know dispatch
 
 MOST_TIMED = 32  # a layer has about ten
+ROUNDS = 7  # a number, and not a time: all ranks must run as often
+TOLERANCE = 1e-2  # of the norm: ways round at different places
 TRIAL_SECONDS = 20.0  # until a rank that does not come is an error, while a way is tried
 _INTERPRETED = "TPKERNELS_BACKEND=triton, whose kernels would wait in the interpreter"
 
-Moving = Callable[[Exchange], Tensor]  # one call of what moves, and its result
+Run = Callable[[], Tensor]
+Tell = Callable[[Sequence[str]], list[list[str]]]  # our texts -> those of each rank, in order
 
 
 def exchange_for(
@@ -127,8 +133,11 @@ class Moved(NamedTuple):
     device: torch.device
 
     def key(self, features: int, ranks: int, machines: int) -> str:
-        """One line that names it in files and logs."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        """One line that names it in files and logs.
+
+        TF32 is in it, but not in what a process remembers: ranks may differ in it, and must choose together.
+        """
+        dtype = dtype_class(self.dtype, multiplied_in_tf32(self.dtype))
         sizes = f"{token_class(self.rows)}x{self.cols}x{features}"
         return f"{self.op} {self.purpose} {dtype} {sizes} {ranks} ranks {machines} machines"
 
@@ -154,10 +163,10 @@ def _choose(
         return offers_of_all(key, call, "", "", texts)
 
     ways = _Ways(moved, features, group, exchanges, partial_of)
-    chooser = WayChooser(tell, clock_on(moved.device), cache_on(moved.device))
-    verdict = chooser.choose(key, ways.possible(usual), _name(usual), _why_not_timed())
-    log.choices.info("%s: %s", key, verdict)
-    chosen = exchanges.chosen[moved] = ways.exchanges[verdict.name]
+    chooser = WayChooser(tell, cuda_clock(moved.device), cache_on(moved.device))
+    decision = chooser.choose(key, ways.possible(usual), _name(usual), _why_not_timed())
+    log.choices.info("%s", decision)
+    chosen = exchanges.chosen[moved] = ways.exchanges[decision.candidate.name]
     if isinstance(chosen, MailboxExchange):
         chosen.timeout = timeout_of(group, moved.device)
     return chosen
@@ -167,6 +176,11 @@ def _name(exchange: Exchange) -> str:
     if isinstance(exchange, Collectives):
         return f"{exchange.rounds} collective{'s' * (exchange.rounds > 1)}"
     return "point to point"
+
+
+def cache_on(device: torch.device) -> Cache:
+    """That of the choices of kernels."""
+    return chooser_on(device).cache
 
 
 def _why_not_timed() -> str:
@@ -222,7 +236,7 @@ class _Ways:
             self._of_group.close_one(self._key)
 
     @property
-    def _moving(self) -> Moving:
+    def _moving(self) -> Callable[[Exchange], Tensor]:
         return self._gathered if self._partial_of is None else self._reduced
 
     @cached_property
@@ -273,50 +287,120 @@ class _Ways:
         return Reducing(call, self._partial_of, rows, cols, like, None, exchange, waits).wait()
 
 
-class StreamClock:
-    """Milliseconds of one run on a stream: the longer of its time there and on the host.
+@dataclass(frozen=True)
+class Way:
+    """One way to move rows and to compute what hides it.
 
-    All ranks run a way equally often: a run that was not held for long enough is not repeated.
+    open: what it needs; an error here drops the way on all ranks. Ranks that open together tell each other
+    recovers: whether an error in a run leaves nothing under way that another rank would take for its own
     """
 
-    # Milliseconds. Nearly all ways are launched in less, and so held equally long on all ranks: a rank that
-    # held its stream for less than the others would count its wait for them.
-    LEAST_LAUNCHING = 0.5
-    TRIES = 3  # to hold a way for as long as launching it takes
-
-    def __init__(self, timer: StreamTimer) -> None:
-        self._timer = timer
-        self._launching: dict[str, float] = {}  # of the last run of each way
-        self._missed: dict[str, int] = {}  # so many runs of it in turn were not held for long enough
-
-    def __call__(self, name: str, run: Run) -> float:
-        launching = max(self.LEAST_LAUNCHING, self._launching.get(name, 0.0))
-        on_gpu, on_host, held = self._timer.measured(run, launching)
-        self._missed[name] = 0 if held else self._missed.get(name, 0) + 1
-        # a run that waits for its stream on the host is never held, and would double the hold each time
-        self._launching[name] = on_host if self._missed[name] < self.TRIES else self.LEAST_LAUNCHING
-        return max(on_gpu, on_host)
+    name: str
+    open: Callable[[], Run]
+    close: Callable[[], None] = lambda: None
+    recovers: bool = False
 
 
-class CudaClock:
-    """The same on the current stream of a device."""
+class WayChooser:
+    """Chooses for one group:
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with torch.cuda.device(device):
-            self._clock = StreamClock(StreamTimer(CudaStream(device)))
+    1. what the ranks have in their caches, if all have the same
+    2. timing now: each rank times each way, the slowest rank's time counts, and the fastest way wins
+    3. the default, where a rank may not time
+    """
 
-    def __call__(self, name: str, run: Run) -> float:
-        with torch.cuda.device(self._device):
-            return self._clock(name, run)
+    def __init__(self, tell: Tell, clock: Clock, cache: Cache) -> None:
+        self._tell, self._clock, self._cache = tell, clock, cache
+
+    def choose(self, key: str, ways: Sequence[Way], default: str, why_not: str = "") -> Decision[Way]:
+        """All ranks of the group call this at once. The way that wins is open then, and no other.
+
+        default: a name among `ways`
+        why_not: why this rank may not time now
+        """
+        cached = self._cache.get(key)
+        told = self._tell([default, cached.name if cached else "", why_not, ",".join(w.name for w in ways)])
+        offered = [set(names.split(",")) for *_, names in told]
+        in_order = sorted(ways, key=lambda way: way.name)  # on all ranks the same
+        possible = {way.name: way for way in in_order if all(way.name in names for names in offered)}
+        # defaults may differ, as sizes of weight shards may: the first that is possible everywhere
+        usual = possible[next((name for name, *_ in told if name in possible), min(possible))]
+        kept = {name for _, name, _, _ in told}
+        if len(kept) == 1 and kept <= possible.keys():
+            return self._cached(key, possible[kept.pop()], usual)
+        for rank, (_, _, why, _) in enumerate(told):
+            if why:
+                return Decision(key, usual, "not timed", detail=f"rank {rank}: {why}")
+        return self._timed(key, possible, usual)
+
+    def _cached(self, key: str, way: Way, usual: Way) -> Decision[Way]:
+        run, why = self._opened(key, way)
+        if run is None:
+            return Decision(key, usual, "not timed", detail=why)
+        choice = self._cache.get(key)
+        return Decision(key, way, "cached", choice.milliseconds if choice else {})
+
+    def _timed(self, key: str, possible: Mapping[str, Way], usual: Way) -> Decision[Way]:
+        if len(possible) == 1:
+            return Decision(key, usual, "only one")
+        run, why = self._opened(key, usual)
+        if run is None:
+            return Decision(key, usual, "not timed", detail=why)
+        runs, expected = {usual.name: run}, run()
+        for way in possible.values():
+            if way is not usual and (run := self._opened(key, way, expected)[0]):
+                runs[way.name] = run
+        if len(runs) == 1:
+            return Decision(key, usual, "only one", detail="no other works")
+        milliseconds = self._slowest(runs)
+        name = winner(milliseconds, usual.name)
+        for other in runs.keys() - {name}:
+            possible[other].close()
+        self._cache.put(key, Choice(name, milliseconds))
+        return Decision(key, possible[name], "timed", milliseconds)
+
+    def _opened(self, key: str, way: Way, expected: Tensor | None = None) -> tuple[Run | None, str]:
+        """What to run, or why not: the same on all ranks, which then drop the way.
+
+        expected: what a run gives; None leaves it untried
+        """
+        run, problem = None, ""
+        try:
+            run = way.open()
+            if expected is not None and way.recovers:
+                problem = _mismatch(run(), expected)
+        except Exception as error:  # whatever it is, the others wait to be told
+            problem = f"{type(error).__name__}: {error}"
+        problem = self._first_problem(problem)
+        if not problem and run and expected is not None and not way.recovers:
+            problem = self._first_problem(_mismatch(run(), expected))
+        if problem:
+            way.close()
+            log.warnings.warning("%s dropped for %s: %s", way.name, key, problem)
+            return None, problem
+        return run, ""
+
+    def _first_problem(self, ours: str) -> str:
+        """Of all ranks, in their order."""
+        problems = enumerate(self._tell([ours]))
+        return next((f"rank {rank}: {theirs}" for rank, (theirs,) in problems if theirs), "")
+
+    def _slowest(self, runs: Mapping[str, Run]) -> dict[str, float]:
+        """The median of each way on the rank where it takes longest."""
+        medians = rounds(list(runs), lambda name: self._clock(name, runs[name]), exactly=ROUNDS)
+        ours = " ".join(f"{milliseconds:.6g}" for milliseconds in medians.values())
+        by_rank = [[float(word) for word in times.split()] for (times,) in self._tell([ours])]
+        return {name: max(times) for name, times in zip(runs, zip(*by_rank, strict=True), strict=True)}
 
 
-def clock_on(device: torch.device) -> Clock:
-    """Made for each choice: what it overwrites the cache with is not kept."""
-    return CudaClock(device)
-
-
-@cache
-def cache_on(device: torch.device) -> Cache:
-    """The file that the chooser's choices are in, too."""
-    return Cache(cache_folder(), versions_for(gpu_of(device).name))
+def _mismatch(found: Tensor, expected: Tensor) -> str:
+    """How far a result is off, in words; nothing if it is right."""
+    if found.shape != expected.shape:
+        return f"its result is {tuple(found.shape)}, expected {tuple(expected.shape)}"
+    # the caller's own numbers may overflow, in the first steps of fp16: what is left is compared
+    there = expected.isfinite()
+    wanted = expected.float().where(there, 0.0)
+    error, size = float((found.float().where(there, 0.0) - wanted).norm()), float(wanted.norm())
+    if error <= TOLERANCE * size:  # a NaN is not
+        return ""
+    return f"its result is off by {error:.1e} of {size:.1e}"

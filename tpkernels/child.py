@@ -1,25 +1,51 @@
-"""A child process that cannot hold up its parent, whatever it does.
+"""A child process that cannot hold up who started it, whatever it does, and how one that ended is told.
 
 It reads and writes files without a name: no pipe can be full, or stay open in a grandchild. The parent asks
-whether it has ended and what it has written, and never waits; at the end its process group is killed.
+whether it has ended and what it has written, and never waits for either; at the end its process group is
+killed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from math import inf
 from tempfile import TemporaryFile
 from typing import IO
 
 GONE_SECONDS = 10.0  # for a process that was killed: a driver may have to clean up behind it
-WORDS = 2000  # bytes of stderr that are looked at
+POLL_SECONDS = 0.02
+WORDS = 4000  # bytes of stderr that are looked at
+_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+def ending(code: int) -> str:
+    """How a process of this exit code ended.
+
+    >>> ending(7), ending(-9), ending(-40)
+    ('with exit code 7', 'by SIGKILL', 'by signal 40')
+    """
+    if code >= 0:
+        return f"with exit code {code}"
+    return "by " + {int(one): one.name for one in signal.Signals}.get(-code, f"signal {-code}")
+
+
+def end_with_parent() -> None:
+    """On Linux, be killed when the thread that started this process has ended, even while stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
 
 
 @contextmanager
-def watched(command: Sequence[str], text: str, environment: Mapping[str, str]) -> Iterator[WatchedProcess]:
+def started(
+    command: Sequence[str], text: str = "", environment: Mapping[str, str] | None = None
+) -> Iterator[Child]:
     """A child with this text on its stdin. OSError where no process or file can be made."""
     with TemporaryFile() as asked, TemporaryFile() as told, TemporaryFile() as errors:
         asked.write(text.encode())
@@ -29,17 +55,17 @@ def watched(command: Sequence[str], text: str, environment: Mapping[str, str]) -
             stdin=asked,
             stdout=told,
             stderr=errors,
-            env=dict(environment),
+            env=environment,
             start_new_session=True,  # a group of its own, which no Ctrl-C reaches either
         )
-        child = WatchedProcess(process, told, errors)
+        child = Child(process, told, errors)
         try:
             yield child
         finally:
             child.end()
 
 
-class WatchedProcess:
+class Child:
     """What a parent may do with its child without waiting for it."""
 
     def __init__(self, process: subprocess.Popen[bytes], told: IO[bytes], errors: IO[bytes]) -> None:
@@ -67,11 +93,25 @@ class WatchedProcess:
         *finished, self._unfinished = (self._unfinished + new).split(b"\n")
         return [line.decode(errors="replace") for line in finished]
 
-    def last_words(self) -> str:
-        """The last line on its stderr: of a Python program that failed, its exception."""
+    def lines_until_end(self, seconds: float = inf) -> Iterator[str]:
+        """All lines that it finishes, as they come; TimeoutError once it has run for so long."""
+        deadline = time.monotonic() + seconds
+        while True:
+            ended = self.ended()  # asked first, so that no line is missed
+            size = os.fstat(self._told.fileno()).st_size  # of now: a grandchild may go on for ever
+            while self._position < size:
+                yield from self.lines()
+            if ended:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"took more than {seconds:g} s")
+            time.sleep(POLL_SECONDS)
+
+    def last_words(self, count: int = 1) -> str:
+        """The last lines on its stderr: of a Python program that failed, its exception."""
         start = max(0, os.fstat(self._errors.fileno()).st_size - WORDS)
         tail = os.pread(self._errors.fileno(), WORDS, start).decode(errors="replace")
-        return next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "")
+        return "; ".join([line.strip() for line in tail.splitlines() if line.strip()][-count:])
 
     def end(self) -> int | None:
         """Kill its group; its exit code, as `subprocess` has it, or None if it cannot be made to end."""
