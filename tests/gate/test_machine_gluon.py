@@ -7,10 +7,11 @@ from importlib import import_module
 import pytest
 import torch
 
+from tests.gate.planted import edited, mutants
 from tpkernels.gate import machine, numerics
 from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.calls import product
-from tpkernels.gate.machine import interleavings, program
+from tpkernels.gate.machine import orders, program
 from tpkernels.gate.machine.steps import Steps
 from tpkernels.gate.numerics import Case, RandomOperands, examine
 from tpkernels.kernels.matmul_tile import MatmulTile, compiles
@@ -80,7 +81,7 @@ CAUGHT_AS = {
 def faults_of(trace, names=None):
     """Of each mutant of a trace: the kind of fault that the search finds."""
     expected, found = machine.expectations(trace), {}
-    for mutant in machine.mutants(trace):
+    for mutant in mutants(trace):
         if names is None or mutant.name in names:
             try:
                 machine.search(mutant.trace, expected)
@@ -117,7 +118,7 @@ def test_search_by_steps_finds_what_a_search_by_events_finds(monkeypatch):
 
 
 def test_search_that_takes_too_long_says_so(monkeypatch):
-    monkeypatch.setattr(interleavings, "MAX_STATES", 100)
+    monkeypatch.setattr(orders, "MAX_STATES", 100)
     with pytest.raises(ValueError, match="more than 100 states: search smaller sizes"):
         launched("dglu", "pingpong", stages=3, steps=3, tiles=3).explore()
 
@@ -132,7 +133,7 @@ SLIPS = {  # what stands there, what does not belong there
 def test_emulator_catches_what_its_schedule_meets(module, old, new):
     of = RandomOperands(torch.bfloat16, 128, 320, 128, chunks=1, form="descriptor", tile=TILES["cooperative"])
     with (
-        machine.edited(import_module(f"tpkernels.kernels.gluon.{module}"), old, new),
+        edited(import_module(f"tpkernels.kernels.gluon.{module}"), old, new),
         machine.emulating(machine.SCHEDULES["late loads"], processors=1),
         pytest.raises(machine.Race, match=r"after\n  .*goes on at"),
     ):
@@ -164,7 +165,7 @@ def test_gate_computes_every_shipped_tile_and_reports_what_is_wrong():
         case for case in numerics.cases() if case.name == next(name for name in names if "glu" in name)
     )
     assert examine(case, Frames()).failure == ""
-    with machine.edited(epilogues, "act(gate, ACTIVATION, FAST) * up", "act(gate, ACTIVATION, FAST) + up"):
+    with edited(epilogues, "act(gate, ACTIVATION, FAST) * up", "act(gate, ACTIVATION, FAST) + up"):
         assert "h is off by" in examine(case, Frames()).failure
     idle = Case("idle", partial(numerics._emulated, dict, machine.EAGER, explores=False))
     assert examine(idle, Frames()).failure == "RuntimeError: launched no Gluon kernel"

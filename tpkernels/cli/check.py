@@ -54,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
 
     from tpkernels.gate import compile_gate, numerics, report
     from tpkernels.gate.ahead_of_time import ARCHITECTURES
-    from tpkernels.gate.own import suite as own
-    from tpkernels.gate.own.record import ConfigError
+    from tpkernels.gate.user_kernels import suite as own
+    from tpkernels.gate.user_kernels.record import ConfigError
 
     start = time.perf_counter()
     architectures = ARCHITECTURES if options.arch is None else options.arch.split(",")

@@ -4,7 +4,6 @@ import pytest
 
 from tests.gate.clock.assembler import Assembly, Launch, ring, timed
 from tpkernels.gate.clock import effects, faults
-from tpkernels.gate.clock.machine import UnknownTiming
 from tpkernels.gate.clock.semantics import Step
 
 
@@ -101,8 +100,3 @@ def test_bytes_and_arrivals_that_no_mbarrier_expects():
     copy = program(MAKE, ("UTMALDG", effects.Copy(None, 0, 64, (0, 0))))
     with pytest.raises(faults.UnknownBox, match="descriptor is unknown; boxes are known of: 0x240"):
         timed(copy, Launch(boxes={576: 4096}))
-
-
-def test_an_opcode_without_a_known_pipe_is_named():
-    with pytest.raises(UnknownTiming, match="FROBNICATE"):
-        timed(program(("FROBNICATE R0", None)))

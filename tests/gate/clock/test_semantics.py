@@ -10,8 +10,8 @@ import pytest
 
 from tpkernels.gate.clock.cubin import Cubin
 from tpkernels.gate.clock.instructions import Instruction
-from tpkernels.gate.clock.meanings import UnknownInstruction, meaning
 from tpkernels.gate.clock.semantics import translate
+from tpkernels.gate.clock.table import UnknownInstruction, meaning
 from tpkernels.gate.clock.values import Block, Constants, WarpState, initial_values
 
 M = 2**32 - 1

@@ -24,7 +24,7 @@ from tpkernels.gate.clock.operands import (
     is_predicate,
     source,
 )
-from tpkernels.gate.clock.values import ALL_LANES, Value, WarpState
+from tpkernels.gate.clock.values import ALL_LANES, WarpState, first
 
 _FULL_PHASE = 0x100000  # an mbarrier is initialised with (this - arrivals) << 1
 
@@ -50,12 +50,10 @@ def branch(one: Instruction, index_of: Mapping[int, int]) -> Meaning:
     def run(state: WarpState) -> Effect | None:
         mask = state.mask
         for condition in also:
-            value = state.registers[condition.name]
+            value = condition.of(state.registers)
             if value is None:
                 state.guessed += 1
                 return None
-            value = value if condition.change is None else condition.change(value)
-            assert value is not None
             if value is False:
                 return None
             if value is not True:
@@ -84,9 +82,7 @@ def indexed_branch(one: Instruction, index_of: Mapping[int, int]) -> Meaning:
         base += one.address + BYTES
 
     def run(state: WarpState) -> Effect | None:
-        value = state.registers[name]
-        if isinstance(value, np.ndarray):
-            value = int(value[0 if state.mask is None else int(state.mask.argmax())])
+        value = first(state.registers[name], state.mask)
         if value is None:
             state.guessed += 1
             return None
@@ -159,7 +155,7 @@ def barrier(one: Instruction) -> Meaning:
         return Meaning(lambda state: fixed, forgets=forgets, acts=True)
 
     def run(state: WarpState) -> Effect:
-        values = [_one(state.registers[name]) for name in names]
+        values = [first(state.registers[name]) for name in names]
         return kind(values[0] or 0, values[1] if len(values) > 1 else None)
 
     return Meaning(run, reads=tuple(names), forgets=forgets, acts=True)
@@ -181,8 +177,8 @@ def _initialise(one: Instruction) -> Meaning:
     forgets = following(destination(one.operands[0]))
 
     def run(state: WarpState) -> Effect:
-        at, content = state.registers[value], _one(where.of(state.registers))
-        low = _one(at)
+        at, content = state.registers[value], first(where.of(state.registers))
+        low = first(at)
         return effects.InitMbarrier(
             content, None if low is None else _FULL_PHASE - (low >> 1) & _FULL_PHASE - 1
         )
@@ -206,7 +202,7 @@ def _arrive(one: Instruction) -> Meaning:
         else:
             total = (content or 0) * lanes
         count = {"A1T0": lanes, "A1TR": lanes, "A0TR": 0, "ART0": total}[form]
-        return effects.Arrive(_one(where.of(state.registers)), count, total if form.endswith("TR") else 0)
+        return effects.Arrive(first(where.of(state.registers)), count, total if form.endswith("TR") else 0)
 
     return Meaning(run, reads=(*where.reads, value), forgets=forgets, acts=True)
 
@@ -217,9 +213,9 @@ def _await(one: Instruction) -> Meaning:
 
     def run(state: WarpState) -> Effect:
         state.registers[to] = True
-        parity = _one(state.registers[value])
+        parity = first(state.registers[value])
         return effects.AwaitPhase(
-            _one(where.of(state.registers)), None if parity is None else parity >> 31 & 1
+            first(where.of(state.registers)), None if parity is None else parity >> 31 & 1
         )
 
     return Meaning(run, writes=(to,), reads=(*where.reads, value), acts=True)
@@ -236,7 +232,3 @@ def set_registers(one: Instruction) -> Meaning:
         return effect
 
     return Meaning(run, writes=(to,), acts=True)
-
-
-def _one(value: Value) -> int | None:
-    return int(value[0]) if isinstance(value, np.ndarray) else value

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tpkernels.gate.clock import effects
+from tpkernels.gate.clock import arithmetic, effects
 from tpkernels.gate.clock.instructions import Instruction
 from tpkernels.gate.clock.operands import (
     Meaning,
@@ -23,7 +23,7 @@ from tpkernels.gate.clock.operands import (
     is_predicate,
     source,
 )
-from tpkernels.gate.clock.values import BANK_ADDRESS, WORD, Constants, Lanes, Mask, Value, WarpState
+from tpkernels.gate.clock.values import BANK_ADDRESS, WORD, Constants, Mask, Value, WarpState, first
 
 _SIZES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
@@ -78,9 +78,8 @@ def _global(
     def run(state: WarpState) -> effects.Global | None:
         mask = state.mask
         if wanted is not None:
-            asked = state.registers[wanted.name]
+            asked = wanted.of(state.registers)
             if asked is not None:
-                asked = asked if wanted.change is None else wanted.change(asked)
                 mask = _both(mask, asked)
                 if mask is not None and not mask.any():
                     return None
@@ -210,11 +209,13 @@ def local_store(one: Instruction) -> Meaning:
 
 
 def constant_load(one: Instruction) -> Meaning:
-    """LDC d, c[0x2][R5+0x10]: at a place that a register says."""
+    """LDC, ULDC d, c[0x0][0x210], a move of one or two words, or c[0x2][R5+0x10]: where a register says."""
     found = re.fullmatch(r"c\[0x([0-9a-f]+)\](\[.*\])", one.operands[1])
     if not found:
         raise UnknownOperand(str(one))
     bank, where, size = int(found[1], 16), address(found[2]), size_of(one)
+    if size in (4, 8) and re.fullmatch(r"\[0x[0-9a-f]+\]", found[2]):
+        return arithmetic.move(one)
     words = following(destination(one.operands[0]), words_of(one))
 
     def run(state: WarpState) -> None:
@@ -238,7 +239,7 @@ def tensor_copy(one: Instruction) -> Meaning:
     low, high = following(source(one.operands[1].strip("[]")).name)
 
     def run(state: WarpState) -> effects.Copy:
-        shared, mbarrier, *coordinates = (_uniform(state.registers[name]) for name in names)
+        shared, mbarrier, *coordinates = (first(state.registers[name]) for name in names)
         return effects.Copy(_descriptor(state, low, high), shared, mbarrier, tuple(coordinates))
 
     return Meaning(run, reads=(*names, low, high), acts=True)
@@ -251,7 +252,7 @@ def tensor_put(one: Instruction) -> Meaning:
     reduce = one.opcode == "UTMAREDG"
 
     def run(state: WarpState) -> effects.Put:
-        coordinates = tuple(_uniform(state.registers[name]) for name in names[1:])
+        coordinates = tuple(first(state.registers[name]) for name in names[1:])
         return effects.Put(_descriptor(state, low, high), reduce, coordinates)
 
     return Meaning(run, reads=(*names, low, high), acts=True)
@@ -262,14 +263,7 @@ def _dimensions(one: Instruction) -> int:
 
 
 def _descriptor(state: WarpState, low: str, high: str) -> int | None:
-    a, b = _uniform(state.registers[low]), _uniform(state.registers[high])
+    a, b = first(state.registers[low]), first(state.registers[high])
     if a is None or b is None:
         return None
     return (a | b << 32) - BANK_ADDRESS
-
-
-def _uniform(value: Value) -> int | None:
-    if isinstance(value, np.ndarray):
-        lanes: Lanes = value
-        return int(lanes[0])
-    return value

@@ -46,6 +46,11 @@ class Source:
     name: str
     change: Change | None = None
 
+    def of(self, registers: Registers) -> Any:
+        """Its value."""
+        value = registers[self.name]
+        return value if value is None or self.change is None else self.change(value)
+
 
 def is_predicate(text: str) -> bool:
     return bool(_PREDICATE.match(text))

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import IntEnum
 
 import numpy as np
 
-from tpkernels.gate.clock.machine import Machine, timing
+from tpkernels.gate.clock.machine import Machine
 from tpkernels.gate.clock.semantics import Step
+from tpkernels.gate.clock.table import PIPES, TABLE, Kind
 from tpkernels.gate.clock.values import Value
-
-PIPES = ("", "fma", "alu", "imad", "xu", "mio", "uniform", "fp64")
-
-
-class Kind(IntEnum):
-    """What is done beyond issue, pipe and scoreboard. PLAIN is by far the most frequent."""
-
-    PLAIN = 0
-    ACCESS = 1  # of shared memory
-    PRODUCT = 2  # of a warp group
-    PRODUCT_ALONE = 3  # of a warp
-    AWAIT_PRODUCTS = 4
-    COMMIT = 5  # copies since the last commit form a group
-    AWAIT_GROUPS = 6  # of copies
-    GLOBAL = 7  # its effect says what is moved
 
 
 class Operation:
@@ -33,35 +18,29 @@ class Operation:
     def __init__(self, step: Step, machine: Machine) -> None:
         instruction = step.instruction
         opcode, modifiers, operands = instruction.opcode, instruction.modifiers, instruction.operands
-        pipe, self.busy, self.latency = timing(opcode)
+        row = TABLE[opcode]
+        self.latency, self.kind = row.latency, row.kind
         if opcode == "LDG":
             self.latency = machine.load_latency
         elif opcode in ("ATOM", "ATOMG"):
             self.latency = machine.atomic_latency
         self.step, self.execute, self.opcode = step, step.execute, opcode
-        self.cause = f"scoreboard: {opcode}"
         self.guard = instruction.guard
         self.stall = max(1, instruction.stall)
         self.writes, self.reads, self.waits = instruction.writes, instruction.reads, instruction.waits
-        self.pipe = PIPES.index(pipe)
+        self.pipe, self.busy = list(PIPES).index(row.pipe), PIPES[row.pipe]
         self.shared = self.ideal = self.read = 0.0
         self.pending, self.closes = 0, False
-        self.kind = Kind.PLAIN
-        if opcode in ("LDS", "STS", "LDSM", "STSM", "ATOMS"):
-            self.kind, self.shared = Kind.ACCESS, _shared_bytes(opcode, modifiers) / machine.shared
-        elif opcode in ("HGMMA", "QGMMA", "IGMMA"):
-            self.kind, self.closes = Kind.PRODUCT, "gsb0" in operands
+        if self.kind == Kind.ACCESS:
+            self.shared = _shared_bytes(opcode, modifiers) / machine.shared
+        elif self.kind == Kind.PRODUCT:
+            self.closes = "gsb0" in operands
             self.ideal, self.read = _product(modifiers, operands)
-        elif opcode in ("HMMA", "IMMA"):
-            self.kind = Kind.PRODUCT_ALONE
-        elif opcode == "WARPGROUP" and "DEPBAR" in modifiers:
-            self.kind, self.pending = Kind.AWAIT_PRODUCTS, int(operands[1], 0)
-        elif opcode in ("UTMACMDFLUSH", "LDGDEPBAR"):
-            self.kind = Kind.COMMIT
-        elif opcode == "DEPBAR" and len(operands) > 1 and operands[0] == "SB0":
-            self.kind, self.pending = Kind.AWAIT_GROUPS, int(operands[1], 0)
-        elif opcode in ("LDG", "STG", "LD", "ST", "LDGSTS", "RED", "REDG", "ATOM", "ATOMG"):
-            self.kind = Kind.GLOBAL
+        elif self.kind in (Kind.AWAIT_PRODUCTS, Kind.AWAIT_GROUPS):
+            if "DEPBAR" in modifiers or (operands[:1] == ("SB0",) and len(operands) > 1):
+                self.pending = int(operands[1], 0)
+            else:
+                self.kind = Kind.PLAIN
 
 
 def operations(program: Sequence[Step], machine: Machine) -> list[Operation]:

@@ -1,4 +1,4 @@
-"""Predicates: comparisons, their logic, choices by them, votes of the lanes.
+"""Predicates, and what lanes exchange: comparisons, their logic, choices by them, votes, shuffles.
 
 Of three values: an unknown predicate and False is False, or True is True.
 """
@@ -23,9 +23,8 @@ from tpkernels.gate.clock.operands import (
     is_predicate,
     source,
 )
-from tpkernels.gate.clock.values import ALL_LANES, LANES, Value, WarpState
+from tpkernels.gate.clock.values import ALL_LANES, LANES, WORD, Value, WarpState
 
-SIGN = 0x80000000
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "EQ": operator.eq,
     "NE": operator.ne,
@@ -44,7 +43,7 @@ def compare(one: Instruction) -> Meaning:
     combine = _COMBINATIONS[next(name for name in one.modifiers if name in _COMBINATIONS)]
     extended = "EX" in one.modifiers
     strict = one.modifiers[0] in ("LT", "LE", "GT", "GE")
-    flip = SIGN if strict and "U32" not in one.modifiers else 0
+    flip = 0x80000000 if strict and "U32" not in one.modifiers else 0
     p, q = (destination(text) for text in one.operands[:2])
     a, b, c = (source(text) for text in one.operands[2:5])
     low = source(one.operands[5]) if extended else Source("PT")
@@ -60,7 +59,7 @@ def compare(one: Instruction) -> Meaning:
             return None
         if not extended:
             return holds(a ^ flip, b ^ flip) if flip else holds(a, b)
-        below = _value(registers, low)
+        below = low.of(registers)
         if below is None:
             return None
         if not strict:
@@ -74,9 +73,9 @@ def compare(one: Instruction) -> Meaning:
         if no_more:
             registers[p] = found
         else:
-            registers[p] = combine(found, _value(registers, c))
+            registers[p] = combine(found, c.of(registers))
         if q != NOWHERE:
-            registers[q] = combine(None if found is None else found ^ True, _value(registers, c))
+            registers[q] = combine(None if found is None else found ^ True, c.of(registers))
 
     return Meaning(run, (p, q), (a_name, b_name, c.name, low.name))
 
@@ -110,7 +109,7 @@ def logic(one: Instruction) -> Meaning:
 
     def run(state: WarpState) -> None:
         registers = state.registers
-        values = [registers[name] for name in names] if plain else [_value(registers, one) for one in sources]
+        values = [registers[name] for name in names] if plain else [one.of(registers) for one in sources]
         registers[p] = _look_up(tables[0], values)
         if q != NOWHERE:
             registers[q] = _look_up(tables[1], values)
@@ -139,13 +138,13 @@ def select(one: Instruction) -> Meaning:
 
     def run(state: WarpState) -> None:
         registers = state.registers
-        chosen = _value(registers, which)
+        chosen = which.of(registers)
         if chosen is True:
-            registers[to] = _value(registers, a)
+            registers[to] = a.of(registers)
         elif chosen is False:
-            registers[to] = _value(registers, b)
+            registers[to] = b.of(registers)
         else:
-            x, y = _value(registers, a), _value(registers, b)
+            x, y = a.of(registers), b.of(registers)
             unknown = chosen is None or x is None or y is None
             registers[to] = None if unknown else np.where(chosen, x, y)
 
@@ -176,13 +175,13 @@ def vote(one: Instruction) -> Meaning:
 
     def run(state: WarpState) -> None:
         registers = state.registers
-        value = _value(registers, asked)
+        value = asked.of(registers)
         registers[p] = registers[to] = None
         if value is None:
             return
         if value.__class__ is bool and state.mask is None:
             registers[p] = True if kind == "EQ" else value
-            registers[to] = 0xFFFFFFFF if value else 0
+            registers[to] = WORD if value else 0
             return
         active = ALL_LANES if state.mask is None else state.mask
         true = int((active & value).sum())
@@ -200,7 +199,7 @@ def to_register(one: Instruction) -> Meaning:
     names = _names(one.operands[1], mask)
 
     def compute(kept: Any, *values: Any) -> Any:
-        result = kept & (0xFFFFFFFF ^ mask)
+        result = kept & (WORD ^ mask)
         for (number, _), value in zip(names, values, strict=True):
             result = (
                 result | np.left_shift(value, number)
@@ -228,12 +227,65 @@ def from_register(one: Instruction) -> Meaning:
     return Meaning(run, tuple(name for _, name in names), (value.name,))
 
 
+def special(one: Instruction) -> Meaning:
+    """S2R, S2UR: blocks have one dimension of threads, clusters one block; clocks are unknown."""
+    to, name = destination(one.operands[0]), one.operands[1]
+    lane = 0 if one.opcode == "S2UR" else LANES
+
+    def run(state: WarpState) -> None:
+        ids = dict(zip(("SR_CTAID.X", "SR_CTAID.Y", "SR_CTAID.Z"), state.block.program, strict=True))
+        known = {"SR_TID.X": lane + 32 * state.warp, "SR_LANEID": lane, "SR_WARPID": state.warp, **ids}
+        zeros = ("SR_TID.Y", "SR_TID.Z", "SR_CgaCtaId")
+        state.registers[to] = 0 if name in zeros else known.get(name)
+
+    return Meaning(run, (to,))
+
+
+def shuffle(one: Instruction) -> Meaning:
+    """SHFL.BFLY/.IDX/.UP/.DOWN p, d, a, by, clamp: what is the same in all lanes stays; others by .BFLY."""
+    operands = one.operands[1:] if is_predicate(one.operands[0]) else one.operands
+    forgets = (destination(one.operands[0]),) if is_predicate(one.operands[0]) else ()
+    to, value, by = destination(operands[0]), source(operands[1]).name, source(operands[2]).name
+    kind = one.modifiers[0]
+
+    def run(state: WarpState) -> None:
+        found, distance = state.registers[value], state.registers[by]
+        if isinstance(found, np.ndarray):
+            if kind == "BFLY" and isinstance(distance, int):
+                found = found[LANES ^ distance & 31]
+            elif kind == "IDX" and isinstance(distance, int):
+                found = int(found[distance & 31])
+            else:
+                found = None
+        state.registers[to] = found
+
+    return Meaning(run, (to,), (value, by), forgets)
+
+
+_REDUCTIONS = {
+    **{"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum},
+    **{"AND": np.bitwise_and, "OR": np.bitwise_or, "XOR": np.bitwise_xor},
+}
+
+
+def reduction(one: Instruction) -> Meaning:
+    """REDUX.SUM/.MIN/.MAX/.AND/.OR/.XOR d, a: over the active lanes."""
+    to, value = destination(one.operands[0]), source(one.operands[1]).name
+    kind = next((name for name in one.modifiers if name in _REDUCTIONS), "OR")
+    flip = 0x80000000 if "S32" in one.modifiers and kind in ("MIN", "MAX") else 0
+
+    def run(state: WarpState) -> None:
+        found: Value = state.registers[value]
+        if found is not None:
+            lanes = np.broadcast_to(np.asarray(found, dtype=np.int64), (32,))
+            lanes = (lanes if state.mask is None else lanes[state.mask]) ^ flip
+            found = (int(_REDUCTIONS[kind].reduce(lanes)) ^ flip) & WORD
+        state.registers[to] = found
+
+    return Meaning(run, (to,), (value,))
+
+
 def _names(kind: str, mask: int) -> tuple[tuple[int, str], ...]:
     """The predicates of a mask: "PR" or "UPR" """
     letter = {"PR": "P", "UPR": "UP"}[kind]
     return tuple((number, f"{letter}{number}") for number in range(7) if mask >> number & 1)
-
-
-def _value(registers: dict[str, Value], of: Source) -> Any:
-    value = registers[of.name]
-    return value if value is None or of.change is None else of.change(value)

@@ -7,21 +7,18 @@ when it issues, so that what warps tell each other through shared memory and mba
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 from tpkernels.gate.clock import effects
-from tpkernels.gate.clock.bandwidth import Bandwidth
 from tpkernels.gate.clock.blocks import Block, Warp
-from tpkernels.gate.clock.events import NOBODY_KNOWS, Events, Landing
 from tpkernels.gate.clock.faults import ClockFault, Deadlock, NeverEnds, ScoreboardNeverSet
+from tpkernels.gate.clock.launch import Launch
 from tpkernels.gate.clock.machine import Machine
-from tpkernels.gate.clock.operations import PIPES, Kind, Operation, active, operations
-from tpkernels.gate.clock.reactions import Reactions
+from tpkernels.gate.clock.operations import Operation, active, operations
 from tpkernels.gate.clock.semantics import Step
-from tpkernels.gate.clock.timeline import Recorder, Run
-from tpkernels.gate.clock.units import Units
-from tpkernels.gate.clock.values import WarpState
+from tpkernels.gate.clock.sm import NOBODY_KNOWS, Landing, Sm
+from tpkernels.gate.clock.table import PIPES, Kind
+from tpkernels.gate.clock.timeline import Run
 
 SCHEDULERS = 4
 BUDGET = 4_000_000  # instructions of a run, many times what the longest launch that we look at takes
@@ -30,29 +27,9 @@ GLOBAL = int(Kind.GLOBAL)
 INACTIVE = 12.0  # latency of an instruction without an active lane
 
 
-class Launched(Protocol):
-    """What one SM is given of a launch."""
-
-    @property
-    def warps(self) -> int: ...  # of a block
-    @property
-    def resident(self) -> int: ...  # blocks at a time
-    @property
-    def registers(self) -> int: ...  # of a thread, at the start
-    @property
-    def boxes(self) -> Mapping[int, int]: ...  # bytes that a copy moves, by its descriptor
-    @property
-    def programs(
-        self,
-    ) -> Sequence[tuple[int, int, int]]: ...  # ids of the blocks that run here, in their order
-
-    def states(self, program: tuple[int, int, int]) -> Sequence[WarpState]:
-        """A `WarpState` for each warp of a new block."""
-
-
 def run(
     program: Sequence[Step],
-    launch: Launched,
+    launch: Launch,
     machine: Machine | None = None,
     *,
     drawing: bool = True,
@@ -64,17 +41,13 @@ def run(
 
 class _Processor:
     def __init__(
-        self, program: Sequence[Step], launch: Launched, machine: Machine, drawing: bool, budget: int
+        self, program: Sequence[Step], launch: Launch, machine: Machine, drawing: bool, budget: int
     ) -> None:
         self.launch, self.machine, self.budget = launch, machine, budget
         self.operations = operations(program, machine)
         # what sets a scoreboard may lie on a way that this warp does not take
         self.boards = {one.writes for one in self.operations} | {one.reads for one in self.operations}
-        self.recorder = Recorder(drawing)
-        self.events = Events(self.recorder)
-        self.bandwidth = Bandwidth(machine)
-        self.units = Units(self.events, self.bandwidth)
-        self.reactions = Reactions(self.events, self.bandwidth, launch.boxes)
+        self.sm = Sm(machine, launch.boxes, drawing)
         self.issue_free = [0.0] * SCHEDULERS
         self.pipe_free = [[0.0] * len(PIPES) for _ in range(SCHEDULERS)]
         self.programs = iter(launch.programs)
@@ -91,17 +64,17 @@ class _Processor:
             raise Deadlock(self._stuck())
         return Run(
             cycles=max((end for _, end in self.lives.values()), default=0.0),
-            tensor=self.units.tensor_cores.busy,
+            tensor=self.sm.tensor_cores.busy,
             stalls=tuple(self.stalls),
             blocks=tuple(self.lives[block.number] for block in self.blocks),
             instructions=self.issued,
             guessed=self.guessed,
-            fetched=self.bandwidth.fetched,
-            copied=self.bandwidth.copied,
-            stored=self.bandwidth.stored,
-            marks=tuple(self.recorder.marks),
-            waits=tuple(self.recorder.waits),
-            spans=tuple(self.recorder.spans),
+            fetched=self.sm.bandwidth.fetched,
+            copied=self.sm.bandwidth.copied,
+            stored=self.sm.bandwidth.stored,
+            marks=tuple(self.sm.marks),
+            waits=tuple(self.sm.waits),
+            spans=tuple(self.sm.spans),
         )
 
     def _start(self, slot: int, when: float) -> None:
@@ -114,18 +87,18 @@ class _Processor:
         for number, state in enumerate(self.launch.states(program)):
             warp = Warp(block, number, (slot * warps + number) % SCHEDULERS, state, when)
             block.warps.append(warp)
-            self.events.push(when, warp)
+            self.sm.push(when, warp)
 
     def _exit(self, warp: Warp, now: float) -> None:
         block = warp.block
-        self.events.close_epilogue(warp, now)
+        self.sm.close_epilogue(warp, now)
         self.guessed += warp.state.guessed
         into = self.stalls[warp.number]
         for cause, cycles in (*warp.stalls.items(), ("instructions", warp.issuing)):
             into[cause] = into.get(cause, 0.0) + cycles
         block.running -= 1
         for barrier in block.barriers.values():
-            self.reactions.release(block, barrier, now)
+            self.sm.release(block, barrier, now)
         if not block.running:
             self.lives[block.number] = block.start, now
             self._start(block.slot, now + self.machine.next_block)
@@ -145,15 +118,15 @@ class _Processor:
         A warp's instructions are issued until another event comes first, or until the warp waits for one. All
         in one loop, which is where the clock spends its time: what it looks up is bound to local names.
         """
-        events, table, boards = self.events, self.operations, self.boards
-        heap, order, drawing = events.heap, events.order, self.recorder.drawing
-        limits, issues, reactions = self.units.limits, self.units.issues, self.reactions.of
-        issue_free, pipe_free = self.issue_free, self.pipe_free
+        sm, table, boards = self.sm, self.operations, self.boards
+        heap, order, drawing = sm.heap, sm.order, sm.drawing
+        limits, issues, reactions = sm.limits, sm.issues, sm.reactions
+        issue_free, pipe_free, pipe_names = self.issue_free, self.pipe_free, tuple(PIPES)
         nothing = (0.0, 0, None)
         now, _, event = heapq.heappop(heap) if heap else nothing
         while event is not None:
             if isinstance(event, Landing):
-                self.reactions.land(event, now)
+                sm.land(event, now)
                 now, _, event = heapq.heappop(heap) if heap else nothing
                 continue
             warp, scheduler = event, event.scheduler
@@ -184,7 +157,7 @@ class _Processor:
                                 break
                             due, cause, slow = limit, why, -1
                     if pipe and pipes[pipe] > due:
-                        due, cause, slow = pipes[pipe], PIPES[pipe], -1
+                        due, cause, slow = pipes[pipe], pipe_names[pipe], -1
                 if issue_free[scheduler] > due:
                     due, cause, slow = issue_free[scheduler], "issue slots", -1
                 if due > now:
@@ -192,9 +165,9 @@ class _Processor:
                         opcode = warp.causes[slow]
                         cause = f"scoreboard: {opcode}"
                         if opcode in LOADS:
-                            events.loaded(warp, now, due, opcode, warp.at, warp.issued[slow])
+                            sm.loaded(warp, now, due, opcode, warp.at, warp.issued[slow])
                     if drawing:
-                        events.stalled(warp, now, due, cause)
+                        sm.stalled(warp, now, due, cause)
                     else:
                         stalls[cause] = stalls.get(cause, 0.0) + due - now
                     if heap and heap[0][0] <= due:
@@ -220,7 +193,7 @@ class _Processor:
                         done = now + INACTIVE
                 else:
                     if effect.__class__ is effects.Exit:
-                        events.mark(warp, "EXIT", now, warp.at - 1)
+                        sm.mark(warp, "EXIT", now, warp.at - 1)
                         self._exit(warp, now)
                         done = NOBODY_KNOWS
                     else:

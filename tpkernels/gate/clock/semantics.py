@@ -15,8 +15,8 @@ from tpkernels.gate.clock import control
 from tpkernels.gate.clock.cubin import Cubin
 from tpkernels.gate.clock.effects import Effect
 from tpkernels.gate.clock.instructions import BYTES, Instruction
-from tpkernels.gate.clock.meanings import meaning
 from tpkernels.gate.clock.operands import NOWHERE, Meaning, Run
+from tpkernels.gate.clock.table import meaning
 from tpkernels.gate.clock.values import ALL_LANES, Mask, Value, WarpState
 
 _BRANCHES = ("BRA", "BRX", "BRXU", "EXIT", "RET", "CALL")

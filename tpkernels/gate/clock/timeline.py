@@ -55,24 +55,3 @@ class Run:
     marks: tuple[Mark, ...]
     waits: tuple[Wait, ...]
     spans: tuple[Span, ...]  # empty if they were switched off
-
-
-SHORTEST = 16.0  # cycles of a wait that a time line shows
-
-
-class Recorder:
-    """Collects what a `Run` lists."""
-
-    def __init__(self, drawing: bool) -> None:
-        self.drawing = drawing
-        self.marks: list[Mark] = []
-        self.waits: list[Wait] = []
-        self.spans: list[Span] = []
-
-    def span(self, block: int, warp: int, lane: str, start: float, end: float, what: str) -> None:
-        if self.drawing:
-            self.spans.append(Span(block, warp, lane, start, end, what))
-
-    def stalled(self, block: int, warp: int, start: float, end: float, cause: str) -> None:
-        if self.drawing and end - start >= SHORTEST:
-            self.spans.append(Span(block, warp, "waits", start, end, cause))

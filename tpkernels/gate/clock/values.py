@@ -136,6 +136,13 @@ def signed(value: Value) -> Value:
     return None if value is None else (value ^ 0x80000000) - 0x80000000
 
 
+def first(value: Value, mask: Mask | None = None) -> int | None:
+    """What the first active lane has."""
+    if isinstance(value, np.ndarray):
+        return int(value[0 if mask is None else int(mask.argmax())])
+    return value
+
+
 def _bytes_of(argument: int | float | bytes, size: int) -> bytes:
     if isinstance(argument, float):
         return struct.pack("<f" if size == 4 else "<d", argument)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
-from tpkernels.gate.machine.global_memory import Written
-from tpkernels.gate.machine.shared import View
+from tpkernels.gate.machine.memory import View, Written
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,9 +23,8 @@ from tpkernels.gate.machine.events import (
     Wait,
 )
 from tpkernels.gate.machine.faults import Misuse
-from tpkernels.gate.machine.global_memory import Descriptor, Written
+from tpkernels.gate.machine.memory import Descriptor, View, Written
 from tpkernels.gate.machine.recorder import current, ready_after, require_like
-from tpkernels.gate.machine.shared import View
 from tpkernels.gate.machine.values import Block
 
 

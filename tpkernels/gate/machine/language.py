@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tpkernels.gate.machine.events import Global
 from tpkernels.gate.machine.faults import Misuse
-from tpkernels.gate.machine.global_memory import Written, require_inside, storage_of
+from tpkernels.gate.machine.memory import View, Written, require_inside, storage_of
 from tpkernels.gate.machine.recorder import current
-from tpkernels.gate.machine.shared import View
 from tpkernels.gate.machine.values import Block, Pointer, Scalar, apply, constant, torch_dtype
 
 

@@ -9,10 +9,9 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from tpkernels.gate.machine.emulate import EAGER, Emulator, Schedule
 from tpkernels.gate.machine.events import Trace
-from tpkernels.gate.machine.global_memory import Written
-from tpkernels.gate.machine.interleavings import search
+from tpkernels.gate.machine.memory import Written
+from tpkernels.gate.machine.orders import EAGER, Emulator, Schedule, search
 from tpkernels.gate.machine.rebuild import argument, rebuild
 from tpkernels.gate.machine.recorder import Recorder, recording
 from tpkernels.kernels import launch

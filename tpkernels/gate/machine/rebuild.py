@@ -6,17 +6,15 @@ likewise. Layouts and dtypes are values that the machine takes as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from inspect import getsource, isclass
-from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from collections.abc import Callable, Iterator
+from inspect import isclass
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import triton.language as tl
 
 from tpkernels.gate.machine import hopper, language
-from tpkernels.gate.machine.global_memory import Descriptor
+from tpkernels.gate.machine.memory import Descriptor
 from tpkernels.gate.machine.recorder import MARK
 from tpkernels.gate.machine.values import Pointer, Scalar
 
@@ -35,38 +33,17 @@ def rebuild(kernel: Any, rebuilt: dict[Any, Any] | None = None) -> Callable[...,
     """The function of a kernel, to be called within `recorder.recording`."""
     rebuilt = {} if rebuilt is None else rebuilt
     fn: FunctionType = kernel.fn
-    code = _edits.get().get(fn, fn.__code__)
     if fn not in rebuilt:
         scope: dict[str, Any] = {MARK: True, "__builtins__": __builtins__, "range": language.loop_range}
         defaults = tuple(_constant(default) for default in fn.__defaults__ or ())
-        function = FunctionType(code, scope, fn.__name__, defaults, fn.__closure__)
+        function = FunctionType(fn.__code__, scope, fn.__name__, defaults, fn.__closure__)
         function.__kwdefaults__ = {name: _constant(x) for name, x in (fn.__kwdefaults__ or {}).items()}
         rebuilt[fn] = function  # before its globals: it may call itself
-        for name in names_in(code):
+        for name in names_in(fn.__code__):
             if name in fn.__globals__:
                 scope[name] = stand_in(fn.__globals__[name], rebuilt)
     found: Callable[..., Any] = rebuilt[fn]
     return found
-
-
-_edits: ContextVar[Mapping[Any, CodeType]] = ContextVar("edits", default=MappingProxyType({}))
-
-
-@contextmanager
-def edited(module: ModuleType, old: str, new: str) -> Iterator[None]:
-    """Kernels of the module run with `new` in place of `old`, which its source must hold once."""
-    source = getsource(module)
-    if source.count(old) != 1:
-        raise ValueError(f"expected {old!r} once in {module.__name__}, found it {source.count(old)} times")
-    compiled = compile(source.replace(old, new), str(module.__file__), "exec", dont_inherit=True)
-    codes = {code.co_name: code for code in compiled.co_consts if isinstance(code, CodeType)}
-    kernels = [value.fn for value in vars(module).values() if hasattr(value, "fn")]
-    edits = {fn: codes[fn.__name__] for fn in kernels if fn.__module__ == module.__name__}
-    token = _edits.set({**_edits.get(), **edits})
-    try:
-        yield
-    finally:
-        _edits.reset(token)
 
 
 def names_in(code: CodeType) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from tpkernels.gate.machine.events import Event, Multiply, MultiplyWait, Role, Trace
 from tpkernels.gate.machine.faults import Misuse
-from tpkernels.gate.machine.shared import Allocation, View, assign_cells
+from tpkernels.gate.machine.memory import Allocation, View, assign_cells
 
 MARK = "__machine__"  # a global of every function that runs in the machine
 E = TypeVar("E", bound=Event)

@@ -27,8 +27,8 @@ from tpkernels.gate.machine.events import (
     Wait,
 )
 from tpkernels.gate.machine.faults import Deadlock, Misuse, Race, Undrained
+from tpkernels.gate.machine.memory import View
 from tpkernels.gate.machine.program import Program, Track
-from tpkernels.gate.machine.shared import View
 
 NOTHING = -1  # what a cell holds before anything is written
 Writers = tuple[int, ...]  # the events that wrote each cell of a view
@@ -133,6 +133,11 @@ class Steps:
         tracks = self.program.segments[-1]
         last = state.segment + 1 == len(self.program.segments)
         return last and all(at == len(track.events) for at, track in zip(state.at, tracks, strict=True))
+
+    def going_on(self, state: State, role: int) -> str:
+        """The next step of a role, in words."""
+        track = self.program.segments[state.segment][role]
+        return f"{track.name} goes on at {track.events[state.at[role]].where}"
 
     def advance(self, state: State, role: int) -> tuple[State, Sequence[Event]]:
         """One step of a role, and what it did."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gate.own.test_config import product
+from tests.gate.user_kernels.test_config import product
 from tpkernels.gate.clock.workload import Product
-from tpkernels.gate.own import workload
-from tpkernels.gate.own.table import own_kernel
-from tpkernels.gate.own.workload import OwnLaunching
+from tpkernels.gate.user_kernels import workload
+from tpkernels.gate.user_kernels.table import own_kernel
+from tpkernels.gate.user_kernels.workload import OwnLaunching
 
 ARGUMENTS = ("a", "c", "M", "N", "K")
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from tpkernels.gate.own.config import read
-from tpkernels.gate.own.expressions import value_of, whole_number
-from tpkernels.gate.own.record import ConfigError, OwnKernel
-from tpkernels.gate.own.table import own_kernel
+from tpkernels.gate.user_kernels.config import read
+from tpkernels.gate.user_kernels.expressions import value_of, whole_number
+from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel
+from tpkernels.gate.user_kernels.table import own_kernel
 
 if sys.version_info < (3, 11):
     pytest.importorskip("tomli")

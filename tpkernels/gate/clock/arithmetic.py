@@ -1,15 +1,20 @@
-"""Integer instructions: what they compute, for plain ints and arrays of lanes alike."""
+"""What arithmetic computes: integers, bits, and the few floats that integers depend on.
+
+For plain ints and arrays of lanes alike. Floats are part of a division by what is not constant: ptxas divides
+integers through a reciprocal in fp32, then mends the quotient. Registers hold a float's bits.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from functools import cache, reduce
 from typing import Any
 
 import numpy as np
 
 from tpkernels.gate.clock.instructions import Instruction
-from tpkernels.gate.clock.lanes import by_lane, by_lane_all, settled
 from tpkernels.gate.clock.operands import (
     NOWHERE,
     Meaning,
@@ -25,9 +30,45 @@ from tpkernels.gate.clock.operands import (
     results,
     source,
 )
-from tpkernels.gate.clock.values import WORD, WarpState
+from tpkernels.gate.clock.values import WORD, Value, WarpState, first
 
 SIGN = 0x80000000
+ZERO = ("RZ", "URZ")
+
+
+def _settled(value: Any) -> Any:
+    """A plain int where all lanes agree: a warp's number is found by shifting its threads'."""
+    if value.__class__ is np.ndarray and (value == value[0]).all():
+        return int(value[0])
+    return value
+
+
+def _by_lane(compute: Callable[..., int]) -> Callable[..., Value]:
+    """A function of plain ints, for what is rare with lanes: one after the other."""
+
+    def run(*values: Any) -> Value:
+        if all(value.__class__ is not np.ndarray for value in values):
+            return compute(*values)
+        lanes = np.broadcast_arrays(*values, np.empty(32))[:-1]
+        return np.array([compute(*map(int, lane)) for lane in zip(*lanes, strict=True)], dtype=np.int64)
+
+    return run
+
+
+def _by_lane_all(compute: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Value, ...]]:
+    def run(*values: Any) -> tuple[Value, ...]:
+        if all(value.__class__ is not np.ndarray for value in values):
+            return compute(*values)
+        lanes = np.broadcast_arrays(*values, np.empty(32))[:-1]
+        found = [compute(*map(int, lane)) for lane in zip(*lanes, strict=True)]
+        return tuple(np.array(column) for column in zip(*found, strict=True))
+
+    return run
+
+
+def _computed(one: Instruction, count: int, compute: Callable[..., Value]) -> Meaning:
+    """d, a, b, ...: d becomes compute(a, b, ...)."""
+    return assign(destination(one.operands[0]), tuple(map(source, one.operands[1 : count + 1])), compute)
 
 
 def add(one: Instruction) -> Meaning:
@@ -39,18 +80,15 @@ def add(one: Instruction) -> Meaning:
     sources = tuple(source(text) for text in rest[:count])
     taken = tuple(source(text) for text in rest[count:] if text not in ("!PT", "!UPT"))
 
-    def total(*values: Any) -> Any:
-        return sum(values)
-
     if not carries:
-        if len(sources) == 3 and sources[2].name in ("RZ", "URZ") and not taken:
+        if len(sources) == 3 and sources[2].name in ZERO and not taken:
             return assign(to, sources[:2], lambda a, b: a + b & WORD)
         if len(sources) == 3 and not taken:
             return assign(to, sources, lambda a, b, c: a + b + c & WORD)
-        return assign(to, sources + taken, lambda *values: total(*values) & WORD)
+        return assign(to, sources + taken, lambda *values: sum(values) & WORD)
 
     def with_carries(*values: Any) -> tuple[Any, ...]:
-        result = total(*values)
+        result = sum(values)
         return (result & WORD, *(result > WORD + number * (WORD + 1) for number in range(len(carries))))
 
     return assign_all((to, *carries), sources + taken, with_carries)
@@ -96,19 +134,18 @@ def multiply_add(one: Instruction) -> Meaning:
 
     sources = (a, b, Source(low), Source(top), *taken)
     if high and carries:
-        return assign_all((to, *carries), sources, by_lane_all(lambda *values: compute(*values)[1:]))
+        return assign_all((to, *carries), sources, _by_lane_all(lambda *values: compute(*values)[1:]))
     if high:
         return assign(to, sources, lambda *values: compute(*values)[1])
     if carries:
-        return assign_all((*following(to), *carries), sources, by_lane_all(compute))
+        return assign_all((*following(to), *carries), sources, _by_lane_all(compute))
     return assign_all(following(to), sources, compute)
 
 
 def _multiply_low(to: str, a: Source, b: Source, c: Source, taken: tuple[Source, ...]) -> Meaning:
-    zero = ("RZ", "URZ")
-    if (a.name in zero or b.name in zero) and not taken:
+    if (a.name in ZERO or b.name in ZERO) and not taken:
         return copy((to,), (c.name,)) if c.change is None else assign(to, (c,), lambda x: x & WORD)
-    if c.name in zero and not taken:
+    if c.name in ZERO and not taken:
         return assign(to, (a, b), lambda x, y: x * y & WORD)
     if taken:
         return assign(to, (a, b, c, *taken), lambda x, y, z, carry: x * y + z + carry & WORD)
@@ -150,9 +187,9 @@ def shift(one: Instruction) -> Meaning:
         if left and not upper and by < 32:
             return assign(to, (low,), lambda a: a << by & WORD)
         if not left and upper and not signs:
-            return assign(to, (high,), lambda a: settled(a >> by))
+            return assign(to, (high,), lambda a: _settled(a >> by))
         if not left and upper:
-            return assign(to, (high,), lambda a: settled(((a ^ SIGN) - SIGN) >> by & WORD))
+            return assign(to, (high,), lambda a: _settled(((a ^ SIGN) - SIGN) >> by & WORD))
 
     def compute(a: int, by: int, c: int) -> int:
         by = by & (most | 31 if most == 63 else 31) if wraps else min(by, most)
@@ -162,7 +199,7 @@ def shift(one: Instruction) -> Meaning:
             return (whole >> 32 if upper else whole) & WORD
         return whole & WORD
 
-    return assign(to, (low, count, high), by_lane(compute))
+    return assign(to, (low, count, high), _by_lane(compute))
 
 
 def logic(one: Instruction) -> Meaning:
@@ -237,7 +274,6 @@ def minimum_maximum(one: Instruction) -> Meaning:
 
     VIMNMX3: of a, b and c; VIADDMNMX: of a + b and c
     """
-    *texts, which = one.operands[1:]
     flip = 0 if "U32" in one.modifiers else SIGN
     adds = one.opcode == "VIADDMNMX"
 
@@ -251,13 +287,11 @@ def minimum_maximum(one: Instruction) -> Meaning:
             return (min(numbers) if least else max(numbers)) ^ flip
         return np.where(least, reduce(np.minimum, numbers), reduce(np.maximum, numbers)) ^ flip
 
-    return assign(destination(one.operands[0]), tuple(map(source, (*texts, which))), compute)
+    return _computed(one, len(one.operands) - 1, compute)
 
 
 def absolute(one: Instruction) -> Meaning:
-    return assign(
-        destination(one.operands[0]), (source(one.operands[1]),), lambda a: abs((a ^ SIGN) - SIGN) & WORD
-    )
+    return _computed(one, 1, lambda a: abs((a ^ SIGN) - SIGN) & WORD)
 
 
 def move(one: Instruction) -> Meaning:
@@ -285,10 +319,148 @@ def first_lane(one: Instruction) -> Meaning:
     to, name = destination(one.operands[-2]), source(one.operands[-1]).name
 
     def run(state: WarpState) -> None:
-        value = state.registers[name]
-        if value.__class__ is np.ndarray:
-            lane = 0 if state.mask is None else int(state.mask.argmax())
-            value = int(value[lane])
-        state.registers[to] = value
+        state.registers[to] = first(state.registers[name], state.mask)
 
     return Meaning(run, (to,), (name,))
+
+
+def permute(one: Instruction) -> Meaning:
+    """PRMT d, a, selector, b: each nibble of the selector chooses a byte of the pair b, a."""
+
+    def compute(a: int, selector: int, b: int) -> int:
+        whole, result = b << 32 | a, 0
+        for place in range(4):
+            nibble = selector >> 4 * place & 15
+            byte = whole >> 8 * (nibble & 7) & 0xFF
+            if nibble & 8:
+                byte = 0xFF * (byte >> 7)
+            result |= byte << 8 * place
+        return result
+
+    if len(one.modifiers):  # F4E, B4E, RC8, ...: nothing compiles to these here
+        raise UnknownOperand(str(one))
+    return _computed(one, 3, _by_lane(compute))
+
+
+def extend(one: Instruction) -> Meaning:
+    """SGXT d, a, width: the low bits, with their sign; .U32: without."""
+    unsigned = "U32" in one.modifiers
+
+    def compute(a: int, width: int) -> int:
+        if width >= 32:
+            return a
+        low = a & (1 << width) - 1
+        return low if unsigned or not width or not low >> width - 1 else low - (1 << width) & WORD
+
+    return _computed(one, 2, _by_lane(compute))
+
+
+def bit_mask(one: Instruction) -> Meaning:
+    """BMSK d, position, width."""
+    return _computed(one, 2, _by_lane(lambda at, width: ((1 << min(width, 32)) - 1 << min(at, 32)) & WORD))
+
+
+def find_leading_one(one: Instruction) -> Meaning:
+    """FLO d, a: its place, all ones for 0; .SH: counted from above."""
+    signs, from_above = "U32" not in one.modifiers, "SH" in one.modifiers
+    to, carries, rest = results(one)
+
+    def compute(a: int) -> int:
+        if signs and a & SIGN:
+            a ^= WORD
+        place = a.bit_length() - 1
+        return WORD if place < 0 else 31 - place if from_above else place
+
+    if carries:
+        found = _by_lane(compute)
+        return assign_all((to, *carries), (source(rest[0]),), lambda a: ((r := found(a)), r != WORD))
+    return assign(to, (source(rest[0]),), _by_lane(compute))
+
+
+def count_ones(one: Instruction) -> Meaning:
+    return _computed(one, 1, _by_lane(int.bit_count))
+
+
+def reverse_bits(one: Instruction) -> Meaning:
+    return _computed(one, 1, _by_lane(lambda a: int(f"{a:032b}"[::-1], 2)))
+
+
+def reciprocal(one: Instruction) -> Meaning | None:
+    """MUFU.RCP; the hardware is off by one in the last place at most, which the callers allow for.
+
+    Here and below: None where it is a float that no integer depends on.
+    """
+    if one.modifiers != ("RCP",) or not one.operands[1].startswith("R"):
+        return None
+    return _computed(one, 1, _by_lane(_reciprocal))
+
+
+def from_integer(one: Instruction) -> Meaning | None:
+    """I2F[.U32|.U64|.S64].RP d, a: rounded up."""
+    if "RP" not in one.modifiers:
+        return None
+    wide = {"U64", "S64"} & set(one.modifiers)
+    bits = 64 if wide else 32
+    unsigned = {"U32", "U64"} & set(one.modifiers)
+
+    def compute(*words: int) -> int:
+        number = sum(word << 32 * place for place, word in enumerate(words))
+        if not unsigned and number >> bits - 1:
+            number -= 1 << bits
+        return _bits(_round_up(number))
+
+    names = pair(one.operands[1]) if wide else (source(one.operands[1]).name,)
+    return assign(destination(one.operands[0]), tuple(map(Source, names)), _by_lane(compute))
+
+
+def to_integer(one: Instruction) -> Meaning | None:
+    """F2I.FTZ.U32.TRUNC.NTZ d, a, and .U64 into a pair."""
+    if "TRUNC" not in one.modifiers or not {"U32", "U64"} & set(one.modifiers):
+        return None
+    wide = "U64" in one.modifiers
+    most = (1 << (64 if wide else 32)) - 1
+
+    def compute(a: int) -> int:
+        number = _float(a)
+        if number != number or number <= 0:
+            return 0
+        return most if number >= most else int(number)
+
+    if not wide:
+        return _computed(one, 1, _by_lane(compute))
+    to, words = following(destination(one.operands[0])), (source(one.operands[1]),)
+    return assign_all(to, words, _by_lane_all(lambda a: ((v := compute(a)) & WORD, v >> 32)))
+
+
+def half_constant(one: Instruction) -> Meaning | None:
+    """HFMA2 d, -RZ, RZ, high, low: how ptxas moves a constant when other units are busy."""
+    if one.operands[1:3] != ("-RZ", "RZ") or len(one.operands) != 5 or "BF16_V2" in one.modifiers:
+        return None
+    try:
+        high, low = (np.float16(float(text)).view(np.uint16) for text in one.operands[3:])
+    except ValueError:  # a register
+        return None
+    value = int(high) << 16 | int(low)
+    return assign(destination(one.operands[0]), (Source("RZ"),), lambda zero: value)
+
+
+def _reciprocal(bits: int) -> int:
+    number = _float(bits)
+    if number == 0:
+        return 0x7F800000 | bits & 0x80000000
+    return _bits(np.float32(1) / np.float32(number))
+
+
+def _round_up(number: int) -> np.float32:
+    near = np.float32(number)
+    if Fraction(float(near)) < number:
+        return np.float32(np.nextafter(near, np.float32(math.inf)))
+    return near
+
+
+def _float(bits: int) -> float:
+    return float(np.uint32(bits).view(np.float32))
+
+
+def _bits(number: np.float32) -> int:
+    return int(np.float32(number).view(np.uint32))

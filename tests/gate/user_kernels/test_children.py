@@ -4,8 +4,8 @@ from tests.warm_python import await_end_of, started
 
 RUNS = """
 from pathlib import Path
-from tpkernels.gate.own.children import answers
-print(*answers("tpkernels.gate.own.registered", Path("."), [{"module": "hangs"}]))
+from tpkernels.gate.user_kernels.children import answers
+print(*answers("tpkernels.gate.user_kernels.registered", Path("."), [{"module": "hangs"}]))
 """
 HANGS = "import os, time; open('pid', 'w').write(f'{os.getpid()} '); time.sleep(600)"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NewType
 
 from tpkernels.gate.ahead_of_time import Constant
-from tpkernels.gate.own.expressions import Expression, Number, value_of, whole_number
-from tpkernels.gate.own.rules import DEFAULT_RULES
+from tpkernels.gate.user_kernels.expressions import Expression, Number, value_of, whole_number
+from tpkernels.gate.user_kernels.rules import DEFAULT_RULES
 from tpkernels.kernels.target import H100
 
 # Triton's names of types -> torch's
@@ -18,6 +18,7 @@ DTYPES: Mapping[str, str] = {
     **{"fp8e4nv": "float8_e4m3fn", "fp8e5": "float8_e5m2"},
     **{"i64": "int64", "i32": "int32", "i16": "int16", "i8": "int8", "u8": "uint8", "i1": "bool"},
 }
+Place = NewType("Place", str)  # "module:function"
 _DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[(\d+(?:, ?\d+)*)\](?:,(.*))?>")
 
 
@@ -63,10 +64,10 @@ class Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnKernel:
-    """The keys of a table in gate.toml; `docs/check-your-kernels.md` explains each."""
+    """The keys of a table in gate.toml and their types; `docs/check-your-kernels.md` explains each."""
 
     name: str  # the table's: in findings and budgets
-    kernel: str  # "module:function"
+    kernel: Place
     signature: Mapping[str, str]  # run-time argument -> Triton's name of its type
     constants: Mapping[str, Constant] = field(default_factory=dict)
     aligned: tuple[str, ...] | None = None  # arguments that are multiples of 16; None: as `sizes` make them
@@ -81,7 +82,7 @@ class OwnKernel:
     grid: tuple[Expression, ...] = ()
     tile: Mapping[str, Expression] = field(default_factory=dict)  # of products: size -> what a block computes
     step: Mapping[str, Expression] = field(default_factory=dict)  # size -> what a turn of the loop takes
-    oracle: str | None = None  # "module:function"
+    oracle: Place | None = None
     oracle_sizes: tuple[Mapping[str, int], ...] = ()  # to compute at; (): `sizes`
     outputs: tuple[str, ...] = ()
     fill: Mapping[str, str | tuple[Expression, ...]] = field(default_factory=dict)

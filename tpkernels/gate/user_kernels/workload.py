@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.gate.clock.launch import Built, Launch, launch_of
 from tpkernels.gate.clock.workload import Product
-from tpkernels.gate.own.record import DTYPES, OwnKernel, TensorType, Values
+from tpkernels.gate.user_kernels.record import DTYPES, OwnKernel, TensorType, Values
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tpkernels.gate.own.children import answers
-from tpkernels.gate.own.table import own_kernel
+from tpkernels.gate.user_kernels.children import answers
+from tpkernels.gate.user_kernels.table import own_kernel
 
 CODE = """
 import os
@@ -154,7 +154,9 @@ def told(tmp_path_factory):
         for name, (table, _, _) in CASES.items()
     ]
     variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    return dict(zip(CASES, answers("tpkernels.gate.own.numerics", folder, items, variables), strict=True))
+    return dict(
+        zip(CASES, answers("tpkernels.gate.user_kernels.numerics", folder, items, variables), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tpkernels.gate.ahead_of_time import Constant, Entry
-from tpkernels.gate.own import children
-from tpkernels.gate.own.record import ConfigError, OwnKernel, Values
+from tpkernels.gate.user_kernels import children
+from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def inspect(kernels: Iterable[OwnKernel], folder: Path) -> Iterable[Told]:
     """Each kernel with what it says of itself, or with what is wrong in its table."""
     own = list(kernels)
     items = [{"kernel": one.kernel, "oracle": one.oracle} for one in own]
-    told = children.answers("tpkernels.gate.own.inspection", folder, items)
+    told = children.answers("tpkernels.gate.user_kernels.inspection", folder, items)
     for one, answer in zip(own, told, strict=True):
         if isinstance(answer, str):
             yield one, ConfigError("kernel", f"importing {one.kernel.split(':')[0]!r} {answer}")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpkernels.gate.ahead_of_time import Constant, undecorated
-from tpkernels.gate.own.expressions import Expression
-from tpkernels.gate.own.table import own_kernel
+from tpkernels.gate.user_kernels.expressions import Expression
+from tpkernels.gate.user_kernels.table import own_kernel
 
 _tables: dict[str, dict[str, Any]] = {}
 
@@ -58,33 +58,14 @@ def register(
     fill: tensor -> "normal", "uniform", "zeros", "ones", or (low, high) for integers
     tolerance: dtype -> norm-wise relative error; else that of our own kernels
     """
+    said = dict(locals())  # parameters are the keys of a table
     function = undecorated(kernel)
     wrapped: Any = getattr(function, "fn", None)
     if not callable(wrapped):
         raise ValueError(f"register: expected a kernel under triton.jit, got {kernel!r}")
-    given = {
-        "kernel": f"{wrapped.__module__}:{wrapped.__name__}",
-        "signature": signature,
-        "constants": constants,
-        "aligned": aligned,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-        "architectures": architectures,
-        "rules": rules,
-        "sizes": sizes,
-        "shapes": shapes,
-        "strides": strides,
-        "values": values,
-        "grid": grid,
-        "tile": tile,
-        "step": step,
-        "oracle": _place(oracle) if callable(oracle) else oracle,
-        "oracle_sizes": oracle_sizes,
-        "outputs": outputs,
-        "fill": fill,
-        "tolerance": tolerance,
-    }
-    table = {key: value for key, value in given.items() if value is not None}
+    said["kernel"] = f"{wrapped.__module__}:{wrapped.__name__}"
+    said["oracle"] = _place(oracle) if callable(oracle) else oracle
+    table = {key: value for key, value in said.items() if value is not None and key != "name"}
     own = own_kernel(name or wrapped.__name__, table)
     if own.name in _tables:
         raise ValueError(f"register: {own.name!r} is registered twice: give one a `name`")

@@ -11,12 +11,12 @@ from tpkernels.gate.ahead_of_time import Entry, Facts
 from tpkernels.gate.catalog import has_parts
 from tpkernels.gate.compile_gate import Suite
 from tpkernels.gate.numerics import Computed
-from tpkernels.gate.own import children, config
-from tpkernels.gate.own.config import Config
-from tpkernels.gate.own.entries import entry_of, inspect
-from tpkernels.gate.own.record import ConfigError
-from tpkernels.gate.own.rules import violations
-from tpkernels.gate.own.workload import OwnLaunching
+from tpkernels.gate.user_kernels import children, config
+from tpkernels.gate.user_kernels.config import Config
+from tpkernels.gate.user_kernels.entries import entry_of, inspect
+from tpkernels.gate.user_kernels.record import ConfigError
+from tpkernels.gate.user_kernels.rules import violations
+from tpkernels.gate.user_kernels.workload import OwnLaunching
 
 
 class Compute(Protocol):
@@ -63,7 +63,7 @@ def _compute(chosen: Config, only: str, report: Callable[[str], None]) -> list[C
     ]
     items = [{"name": own.name, "table": own.as_table(), "sizes": number} for own, number in cases]
     variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    told = children.answers("tpkernels.gate.own.numerics", chosen.folder, items, variables)
+    told = children.answers("tpkernels.gate.user_kernels.numerics", chosen.folder, items, variables)
     computed = []
     for (own, number), answer in zip(cases, told, strict=True):
         if isinstance(answer, str):

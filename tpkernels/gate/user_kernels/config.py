@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels.files import read_text
-from tpkernels.gate.own import children
-from tpkernels.gate.own.record import ConfigError, OwnKernel
-from tpkernels.gate.own.table import own_kernel
+from tpkernels.gate.user_kernels import children
+from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel
+from tpkernels.gate.user_kernels.table import own_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,9 @@ def _registered(path: Path) -> Mapping[str, Any]:
     read_text(path)
     if not path.stem.isidentifier():
         raise ValueError(f"a module of this name cannot be imported: {path.stem!r}")
-    (answer,) = children.answers("tpkernels.gate.own.registered", path.parent, [{"module": path.stem}])
+    (answer,) = children.answers(
+        "tpkernels.gate.user_kernels.registered", path.parent, [{"module": path.stem}]
+    )
     if isinstance(answer, str):
         raise ValueError(f"importing it {answer}")
     if "mistake" in answer:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
-from tpkernels.gate.own.config import read
-from tpkernels.gate.own.entries import Inspected, entry_of, inspect
-from tpkernels.gate.own.record import ConfigError
-from tpkernels.gate.own.table import own_kernel
+from tpkernels.gate import register
+from tpkernels.gate.user_kernels.config import read
+from tpkernels.gate.user_kernels.entries import Inspected, entry_of, inspect
+from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel
+from tpkernels.gate.user_kernels.table import own_kernel
 
 KERNELS = """
 import triton
@@ -114,7 +116,7 @@ def test_table_and_kernel_that_disagree_are_told(changes, kernel, told):
 REGISTERING = """
 from kernels import scale_kernel
 from tpkernels.gate import register
-from tpkernels.gate.own.register import tables
+from tpkernels.gate.user_kernels.register import tables
 
 register(scale_kernel, {"x": "*bf16"}, num_warps=8)
 for wrong in ({"rules": ["speed"]}, {}):
@@ -136,6 +138,7 @@ def test_python_registers_what_a_gate_toml_would_say(tmp_path):
     assert found.budgets == tmp_path / "own_gate-budgets.json"
     table = {"kernel": "kernels:scale_kernel", "signature": {"x": "*bf16"}, "num_warps": 8}
     assert found.kernels == (own_kernel("scale_kernel", table),)
+    assert {*signature(register).parameters} == {one.name for one in fields(OwnKernel)}
     path.write_text(REGISTERING + "raise KeyError('later')\n")
     with pytest.raises(ConfigError, match=r"own_gate\.py: importing it: KeyError: 'later'"):
         read(path)

@@ -1,4 +1,4 @@
-"""Planted faults: edits of a trace that are wrong, each of which the search must find.
+"""Planted faults of Gluon kernels: edits of their source, and of a trace, which the machine must find.
 
 Each mutant of a trace edits all events of one source line, or the first or last of them, as a slip of whoever
 writes the kernel would. Edits that change nothing are left out: a fence that nothing needs, a barrier that
@@ -9,8 +9,13 @@ run ahead of each other by a turn of each ring: else some of the others change n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import getsource
 from itertools import pairwise
+from types import CodeType, ModuleType
+
+import pytest
 
 from tpkernels.gate.machine.events import (
     Arrive,
@@ -27,6 +32,21 @@ from tpkernels.gate.machine.events import (
     Trace,
     Wait,
 )
+
+
+@contextmanager
+def edited(module: ModuleType, old: str, new: str) -> Iterator[None]:
+    """Kernels of the module run with `new` in place of `old`, which its source must hold once."""
+    source = getsource(module)
+    assert source.count(old) == 1, f"{module.__name__} has {source.count(old)} times: {old}"
+    compiled = compile(source.replace(old, new), str(module.__file__), "exec", dont_inherit=True)
+    codes = {code.co_name: code for code in compiled.co_consts if isinstance(code, CodeType)}
+    with pytest.MonkeyPatch.context() as patch:
+        for kernel in vars(module).values():
+            if hasattr(kernel, "fn") and kernel.fn.__module__ == module.__name__:
+                patch.setattr(kernel.fn, "__code__", codes[kernel.fn.__name__])
+        yield
+
 
 Edit = Callable[[Event], Event | None]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from math import prod
-from typing import Any, get_args
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Constant
-from tpkernels.gate.own.record import DTYPES, ConfigError, OwnKernel, TensorType, Values
-from tpkernels.gate.own.rules import RULES
+from tpkernels.gate.user_kernels.expressions import Expression
+from tpkernels.gate.user_kernels.record import DTYPES, ConfigError, OwnKernel, Place, TensorType, Values
+from tpkernels.gate.user_kernels.rules import RULES
 
 SCALARS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp32", "fp64")
 FILLS = ("normal", "uniform", "zeros", "ones")
@@ -22,14 +23,13 @@ def own_kernel(name: str, table: Mapping[str, Any]) -> OwnKernel:
     """What a table of gate.toml says; ConfigError for what it cannot mean."""
     if not _NAME.fullmatch(name):
         raise ConfigError("name", f"expected letters, digits and _ . + = - / only, got {name!r}")
-    known = [one.name for one in fields(OwnKernel) if one.name != "name"]
     for key in table:
-        if key not in known:
-            raise ConfigError(key, f"unknown; known are {', '.join(known)}")
+        if key not in _TYPES:
+            raise ConfigError(key, f"unknown; known are {', '.join(_TYPES)}")
     for key in ("kernel", "signature"):
         if key not in table:
             raise ConfigError(key, "is missing")
-    own = OwnKernel(name=name, **{key: _typed(key, value) for key, value in table.items()})
+    own = OwnKernel(name=name, **{key: _typed(key, value, _TYPES[key]) for key, value in table.items()})
     for check in (_check_arguments, _check_choices, _check_launch, _check_oracle):
         check(own)
     return own
@@ -138,51 +138,40 @@ def _check_oracle(own: OwnKernel) -> None:
             raise ConfigError(f"fill.{name}", f"it holds {kind.dtype}: expected {', '.join(FILLS)}")
 
 
-# key -> what its value is in TOML
-_TYPES: Mapping[str, str] = {
-    **dict.fromkeys(("kernel", "oracle"), "place"),
-    **dict.fromkeys(("num_warps", "num_stages"), "integer"),
-    **dict.fromkeys(("aligned", "architectures", "rules", "outputs"), "list of str"),
-    "grid": "list of expression",
-    "signature": "table of str",
-    "constants": "table of constant",
-    "sizes": "table of integer",
-    "values": "table of expression",
-    "tolerance": "table of float",
-    **dict.fromkeys(("tile", "step"), "table of expression"),
-    **dict.fromkeys(("shapes", "strides"), "table of list of expression"),
-    "fill": "table of fill",
-    "oracle_sizes": "list of table of integer",
-}
-_SIMPLE: Mapping[str, tuple[type, ...]] = {
-    "str": (str,),
-    "integer": (int,),
-    "float": (float, int),
-    "expression": (int, float, str),
-    "constant": (bool, *get_args(Constant)),
-}
+def _unless_absent(hint: Any) -> Any:
+    return get_args(hint)[0] if NoneType in get_args(hint) else hint
 
 
-def _typed(key: str, value: Any, kind: str = "") -> Any:
-    """The value with lists as tuples; ConfigError if it is of another type than the key's."""
-    kind = kind or _TYPES[key]
-    if kind.startswith("table of "):
+_TYPES = {key: _unless_absent(hint) for key, hint in get_type_hints(OwnKernel).items() if key != "name"}
+# what an error calls a type, and what stands for it in TOML
+_SIMPLE: Mapping[Any, tuple[str, tuple[type, ...]]] = {
+    str: ("a text", (str,)),
+    int: ("an integer", (int,)),
+    float: ("a float", (float, int)),
+    Expression: ("an expression", (int, float, str)),
+    Constant: ("a constant", (bool, *get_args(Constant))),
+}
+_FILL = str | tuple[Expression, ...]
+
+
+def _typed(key: str, value: Any, wanted: Any) -> Any:
+    """The value with lists as tuples; ConfigError if it is not of the type that is wanted."""
+    if wanted == _FILL:
+        wanted = str if isinstance(value, str) else tuple[Expression, ...]
+    if get_origin(wanted) is Mapping:
         if not isinstance(value, Mapping):
             raise ConfigError(key, f"expected a table, got {value!r}")
-        inner = kind.removeprefix("table of ")
+        _, inner = get_args(wanted)
         return {str(name): _typed(f"{key}.{name}", one, inner) for name, one in value.items()}
-    if kind.startswith("list of "):
+    if get_origin(wanted) is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(key, f"expected a list, got {value!r}")
-        return tuple(_typed(key, one, kind.removeprefix("list of ")) for one in value)
-    if kind == "fill":
-        return _typed(key, value, "str" if isinstance(value, str) else "list of expression")
-    if kind == "place":
+        return tuple(_typed(key, one, get_args(wanted)[0]) for one in value)
+    if wanted is Place:
         if not isinstance(value, str) or not _PLACE.fullmatch(value):
             raise ConfigError(key, f'expected "module:function", got {value!r}')
         return value
-    wanted = _SIMPLE[kind]
-    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-        article = "an" if kind[0] in "aeiou" else "a"
-        raise ConfigError(key, f"expected {article} {kind.replace('str', 'text')}, got {value!r}")
+    called, types = _SIMPLE[wanted]
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise ConfigError(key, f"expected {called}, got {value!r}")
     return value

@@ -1,13 +1,28 @@
-"""What a kernel itself says of its arguments: `python -m tpkernels.gate.own.inspection`, see `children`."""
+"""What a kernel itself says of its arguments; importing it, and what else a gate.toml names.
+
+`python -m tpkernels.gate.user_kernels.inspection`, only in a process of `children`.
+"""
 
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
 from typing import Any
 
-from tpkernels.gate.own.children import Answer, Item, serve
-from tpkernels.gate.own.found import found
-from tpkernels.gate.own.record import ConfigError
+from tpkernels.gate.user_kernels.children import Answer, Item, said, serve
+from tpkernels.gate.user_kernels.record import ConfigError
+
+
+def found(key: str, place: str) -> Any:
+    """What "module:name" stands for, imported; ConfigError says why there is none."""
+    name, attribute = place.split(":")
+    try:
+        module = import_module(name)
+    except BaseException as error:  # SystemExit, too: it is about this module
+        raise ConfigError(key, f"importing {name!r}: {said(error)}") from error
+    if not hasattr(module, attribute):
+        raise ConfigError(key, f"module {name!r} ({module.__file__}) has no {attribute!r}")
+    return getattr(module, attribute)
 
 
 def inspected(item: Item) -> Answer:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels.child import end_with_parent, ending, started
-from tpkernels.gate.own.record import ConfigError
+from tpkernels.gate.user_kernels.record import ConfigError
 
 LIMIT = 300  # seconds for an item
 

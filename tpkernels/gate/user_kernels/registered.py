@@ -1,12 +1,12 @@
-"""Which kernels a module registers: `python -m tpkernels.gate.own.registered`, see `children`."""
+"""Which kernels a module registers: `python -m tpkernels.gate.user_kernels.registered`, see `children`."""
 
 from __future__ import annotations
 
 from importlib import import_module
 
-from tpkernels.gate.own.children import Answer, Item, said, serve
-from tpkernels.gate.own.record import ConfigError
-from tpkernels.gate.own.register import tables
+from tpkernels.gate.user_kernels.children import Answer, Item, said, serve
+from tpkernels.gate.user_kernels.record import ConfigError
+from tpkernels.gate.user_kernels.register import tables
 
 
 def registered(item: Item) -> Answer:

@@ -1,7 +1,8 @@
-"""A kernel of others, interpreted, against its oracle in float64: `python -m tpkernels.gate.own.numerics`.
+"""A kernel of others, interpreted, against its oracle in float64.
+
+`python -m tpkernels.gate.user_kernels.numerics`, see `children`.
 
 As `gate.numerics` does it for ours: operands lie in NaN, outputs start as NaN, nothing else may be written.
-See `children`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.gate.ahead_of_time import undecorated
-from tpkernels.gate.own.children import Answer, Item, said, serve
-from tpkernels.gate.own.entries import meant
-from tpkernels.gate.own.expressions import Expression, whole_number
-from tpkernels.gate.own.found import found
-from tpkernels.gate.own.framed import Framed, outside
-from tpkernels.gate.own.record import DTYPES, ConfigError, OwnKernel, Values
-from tpkernels.gate.own.table import own_kernel
+from tpkernels.gate.user_kernels.children import Answer, Item, said, serve
+from tpkernels.gate.user_kernels.entries import meant
+from tpkernels.gate.user_kernels.expressions import Expression, whole_number
+from tpkernels.gate.user_kernels.framed import Framed, outside
+from tpkernels.gate.user_kernels.inspection import found
+from tpkernels.gate.user_kernels.record import DTYPES, ConfigError, OwnKernel, Values
+from tpkernels.gate.user_kernels.table import own_kernel
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.target import INTERPRETER
 
