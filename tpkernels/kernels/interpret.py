@@ -16,7 +16,6 @@ which took a fourth of the time of interpreted kernels; `mend()` lets it look on
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -102,17 +101,21 @@ def mend() -> None:
     builder.cast_impl = cast_impl
     builder.create_descriptor_reduce = _create_descriptor_reduce
     builder._mended_by_tpkernels = True
+    for home in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
+        _BUILTINS[home] = _looked_up(home)
     interpreter._patch_builtin = _patch_builtin
 
 
-@cache
-def _names_of_builtins(home: Any) -> tuple[str, ...]:
+_BUILTINS: dict[Any, tuple[str, ...]] = {}  # of before any kernel runs: then some are replaced
+
+
+def _looked_up(home: Any) -> tuple[str, ...]:
     return tuple(name for name, member in inspect.getmembers(home) if tl.core.is_builtin(member))
 
 
 def _patch_builtin(home: Any, builder: Any, scope: Any) -> None:
     """As upstream's: a call inside of another finds them replaced."""
-    for name in _names_of_builtins(home):
+    for name in _BUILTINS.get(home) or _looked_up(home):
         member = getattr(home, name)
         if tl.core.is_builtin(member):
             interpreter._patch_attr(home, name, member, builder, scope)
