@@ -156,7 +156,7 @@ def reached(graph: Graph, changed: str) -> list[Reached]:
     for table, is_dear in ((OF_ALL_SOURCES, False), (OF_THE_WHOLE_PACKAGE, True)):
         for test, (pattern, why) in table.items():
             if test in tests and test != changed and fnmatch(changed, pattern):
-                found[test] = Reached(2, seconds[test], (test, changed), why, is_dear)
+                found[test] = Reached(2 if is_dear else 1, seconds[test], (test, changed), why, is_dear)
     return sorted(found.values())
 
 
