@@ -64,13 +64,25 @@ def misspelt_backend() -> None:
 def before_initialization() -> Iterator[Mistake]:
     yield lambda: initialize_model_parallel(3), "world_size (4) is not divisible by", "choose sizes whose"
     yield lambda: initialize_model_parallel(0), "tensor_model_parallel_size", "a positive integer, got 0"
-    yield parallel_state.get_tensor_model_parallel_rank, "is not initialized", "call initialize_model_par"
-    yield lambda: ColumnParallelLinear(4, 4), "state is not initialized", "call tpkernels.initialize_m"
+    yield (
+        parallel_state.get_tensor_model_parallel_rank,
+        "is not initialized",
+        "call initialize_model_parallel",
+    )
+    yield (
+        lambda: ColumnParallelLinear(4, 4),
+        "state is not initialized",
+        "call tpkernels.initialize_model_par",
+    )
     yield lambda: manual_seed(1), "state is not initialized", "call tpkernels.initialize_model_parallel"
     yield misspelt_backend, "TPKERNELS_BACKEND is 'tritno'", "expected one of auto, torch, triton"
     yield lambda: command("plan --world-size 16 --tp 3"), "is not divisible by", "choose sizes whose product"
     yield lambda: command("plan --world-size 16 --order tp-zz"), "an unknown axis 'zz'", "known are tp, cp"
-    yield lambda: command("plan --world-size 16 --model llama9"), "got 'llama9'", "expected one of gpt2"
+    yield (
+        lambda: command("plan --world-size 16 --model llama9"),
+        "got 'llama9'",
+        "model: expected one of gpt2",
+    )
     yield lambda: command("tune --shapes 1x1x1"), "no GPU here to time on", "--dry-run lists"
 
 
@@ -84,8 +96,16 @@ def one_rank_of_four() -> Iterator[Mistake]:
     yield lambda: initialize_model_parallel(2), "already initialized", "call destroy_model_parallel() first"
     yield lambda: ColumnParallelLinear(4, 5), "output_size (5) is not divisible", "choose a multiple of 2"
     yield lambda: RowParallelLinear(5, 4), "input_size (5) is not divisible", "choose a multiple of 2"
-    yield lambda: ParallelAttention(12, 3), "num_heads", "a multiple of the 2 tensor-parallel ranks, got 3"
-    yield lambda: RowParallelLinear(4, 4, sequence_parallel=True), "with sequence_parallel", "pass input_is"
+    yield (
+        lambda: ParallelAttention(12, 3),
+        "num_heads",
+        "expected a multiple of the 2 tensor-parallel ranks, got 3",
+    )
+    yield (
+        lambda: RowParallelLinear(4, 4, sequence_parallel=True),
+        "with sequence_parallel",
+        "pass input_is_par",
+    )
     yield lambda: ParallelMLP(4, 8, activation="relu6"), "got 'relu6'", "expected an activation of none, gelu"
     yield lambda: ColumnParallelLinear(4, 4, state="tp"), "got 'tp'", "expected a ParallelState, a process gr"
     yield lambda: state.process_group("tensor"), "unknown kind of group 'tensor'", "known are tp, cp"
@@ -103,9 +123,17 @@ def one_rank_of_four() -> Iterator[Mistake]:
     yield lambda: parallelize(model, plan={"0": "head"}), "one has '0.weight'", "call parallelize first, then"
     del optimizer
     yield lambda: DistributedDataParallel(column), "average different shards", 'state.process_group("dp")'
-    yield lambda: GradientBuckets(column, dist.group.WORLD), "average different shards", "pass the data-p"
+    yield (
+        lambda: GradientBuckets(column, dist.group.WORLD),
+        "average different shards",
+        "pass the data-parallel",
+    )
     yield lambda: GradientBuckets(column, None), "got None", "torch.distributed.group.WORLD holds all"
-    yield torch.optim.Adafactor([column.weight]).step, "takes the shard for the full", "such as AdamW"
+    yield (
+        torch.optim.Adafactor([column.weight]).step,
+        "takes the shard for the full parameter",
+        "such as AdamW",
+    )
     yield lambda: clip_grad_norm_([], -1.0), "got -1.0", "expected max_norm of 0 or more"
     destroy_model_parallel()
     yield lambda: column(x), "the tensor-parallel group was destroyed", "build layers again"
@@ -120,12 +148,32 @@ def two_ranks(folder: Path) -> Iterator[Mistake]:
     drifted = nn.Linear(2, 2)
     nn.init.constant_(drifted.weight, rank)
     safetensors.save(folder / "file.safetensors", column)
-    yield lambda: column(torch.ones(2, 4) + rank), "other data on the ranks", "give each the same batch"
-    yield lambda: clip_grad_norm_(norm.parameters(), 1.0), "other gradients of it", "call finalize_gradi"
-    yield lambda: check_replicas(drifted), "'weight' differs between", "a sampler over state.rank"
+    yield (
+        lambda: column(torch.ones(2, 4) + rank),
+        "other data on the ranks",
+        "give each the same batch, by a sam",
+    )
+    yield (
+        lambda: clip_grad_norm_(norm.parameters(), 1.0),
+        "other gradients of it",
+        "call finalize_gradients(model",
+    )
+    yield (
+        lambda: check_replicas(drifted),
+        "'weight' differs between tensor-parallel",
+        "a sampler over state.rank",
+    )
     yield lambda: dcp.load(folder / "none", column), "there is no checkpoint", "none"
-    yield lambda: safetensors.save(folder / "file.safetensors", column), "there is something al", "remove it"
-    yield lambda: load_full_state_dict(column, {"wieght": torch.ones(4, 4)}), "missing are", "expected the"
+    yield (
+        lambda: safetensors.save(folder / "file.safetensors", column),
+        "there is something already",
+        "remove it",
+    )
+    yield (
+        lambda: load_full_state_dict(column, {"wieght": torch.ones(4, 4)}),
+        "missing are",
+        "expected the tensors",
+    )
 
     destroy_model_parallel()
     initialize_model_parallel(1)
@@ -149,7 +197,11 @@ def two_ranks(folder: Path) -> Iterator[Mistake]:
     buckets.finish()
     buckets.zero()
     backward()
-    yield backward, "received gradient 2 of this step, but 1 had been", "run all backwards but the last"
+    yield (
+        backward,
+        "received gradient 2 of this step, but 1 had been expected",
+        "run all backwards but the last",
+    )
     buckets.zero()
     model.late = nn.Linear(4, 4)
     model.late.weight.grad = torch.ones(4, 4)

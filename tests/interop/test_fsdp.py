@@ -35,7 +35,7 @@ from tpkernels.layers.world import tensor_world
 
 IDS = torch.arange(32).view(4, 8) * 5 % 37
 TARGETS = (IDS * 3 + 1) % 37
-STEPS, MAX_NORM = 2, 0.5
+STEPS, MAX_NORM = 3, 0.5
 KINDS = ("toy", "as_dtensor", "gpt2", "llama")
 
 
