@@ -30,6 +30,7 @@ from tpkernels.layers import watch
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.replicas import agree_on_data, differs_between_ranks
 from tpkernels.runtime.checksums import sums_on_device
+from tpkernels.runtime.random import is_capturing
 from tpkernels.runtime.state import current_or_none
 
 _MOST_ELEMENTS = 2**22  # of a tensor that are looked at
@@ -149,7 +150,7 @@ def _is_no_ordinary_call() -> bool:
     """In backward a checkpoint calls what was called before; while a graph is captured no host looks."""
     if torch._C._current_graph_task_id() != -1:
         return True
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return is_capturing()
 
 
 def _takes_shards(root: nn.Module) -> bool:

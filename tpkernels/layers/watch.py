@@ -29,6 +29,7 @@ from tpkernels.layers.replicas import drift, name_of
 from tpkernels.runtime import c10d
 from tpkernels.runtime.agreement import are_set
 from tpkernels.runtime.checksums import sums_of_bits
+from tpkernels.runtime.random import is_capturing
 
 Copies = tuple[Sequence[int], Sequence[Tensor]]  # ranks with replicas, and this rank's replicas
 
@@ -120,7 +121,7 @@ def after_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[Any, Any]) -> 
 
 def _copies_of(optimizer: Optimizer) -> Copies | None:
     """Replicas of a model with layers, whose parameters know the tensor-parallel ranks."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         return None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     groups = {Attributes.of(parameter).tensor_parallel_ranks for parameter in parameters} - {()}

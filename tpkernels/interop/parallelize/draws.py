@@ -19,6 +19,7 @@ from tpkernels.interop.parallelize.cut import Cut
 from tpkernels.layers import watch
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.replicas import from_all_ranks
+from tpkernels.runtime.random import is_capturing
 
 
 class SplitDropout(nn.Dropout):
@@ -57,7 +58,7 @@ class _Draws:
     def before(self, model: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or not model.training or not watch.steps_between:
             return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             return
         self.states = _states(model) if self.calls % watch.steps_between == 0 else None
         self.calls += 1
