@@ -202,6 +202,46 @@ def test_compiled_ops_save_and_compute_what_eager_ones_do(ranks2, name, sequence
     assert ranks2.run(run) == [[], []]
 
 
+INPUTS = ("x", "up", "gate", "down")  # of which a call gets the first three or four, and the needs of these
+SAVED: dict[str, tuple[Callable[..., Tensor], dict[str, str]]] = {  # what needs a gradient: what is saved
+    "columns": (
+        lambda x, up, _, **options: column_linear(x, up, None, dist.group.WORLD, **options),
+        {"x": "up", "up": "x", "x up": "x up"},
+    ),
+    "two columns": (
+        lambda x, up, gate, **options: column_linear(x, [up, gate], None, dist.group.WORLD, **options)[1],
+        {"x": "up gate", "up": "x", "gate x": "x up gate"},
+    ),
+    "gated mlp": (
+        lambda x, up, gate, down, **options: parallel_mlp(
+            x, up, None, down, None, dist.group.WORLD, w_gate_shard=gate, **options
+        ),
+        {"x": "up gate down", "gate": "x down", "down": "down", "x up": "x up gate down"},
+    ),
+}
+
+
+def _noted(addresses: list[int], tensor: Tensor) -> Tensor:
+    addresses.append(tensor.data_ptr())
+    return tensor
+
+
+@on_ranks(2)
+def test_what_no_gradient_needs_is_not_saved():
+    """Of frozen weights, as under LoRA, no x. Beside it only what forward computes is saved, such as z."""
+    for name, (op, cases) in SAVED.items():
+        for needed, expected in cases.items():
+            for options in ({}, {"sequence_parallel": True}):
+                given = [torch.randn(8, 8) for _ in INPUTS[: 4 if "mlp" in name else 3]]
+                for word, tensor in zip(INPUTS, given, strict=False):
+                    tensor.requires_grad_(word in needed.split())
+                saved: list[int] = []
+                with torch.autograd.graph.saved_tensors_hooks(partial(_noted, saved), lambda t: t):
+                    op(*given, **options).sum().backward()
+                found = [w for w, tensor in zip(INPUTS, given, strict=False) if tensor.data_ptr() in saved]
+                assert found == expected.split(), (name, needed, options)
+
+
 @on_ranks(2)
 def test_a_graph_tells_groups_of_another_size_apart():
     """By what each operator is told of its group, of which Inductor's cache makes its keys."""

@@ -133,6 +133,7 @@ def test_inputs_out_of_reach_and_main_grad_are_refused_at_once():
         (column_linear(x, w, computed, group, activation="gelu"), at_once),
         (column_linear(x * 1, w, b, group, sequence_parallel=True, save_gathered=True), at_once),
         (parallel_mlp(x, w, computed, w, b, group), at_once),
+        (parallel_mlp(x * 1, *(t.detach() for t in (w, b, w, b)), group), at_once),
         (column_linear(x, w, b, group, main_grad=into), fused),
         (row_linear(x, w, b, group, main_grad=into), fused),
         (parallel_mlp(x, w, b, w, b, group, main_grads=[into, None]), fused),
@@ -141,6 +142,9 @@ def test_inputs_out_of_reach_and_main_grad_are_refused_at_once():
         with pytest.raises(RuntimeError, match=words):
             torch.autograd.grad(_square(y), x, create_graph=True)
         assert not into.any(), "added to main_grad before it was refused"
+    y = column_linear(x * 1, w.detach(), computed, group)  # dx depends on nothing that forward computed
+    (dx,) = torch.autograd.grad(_square(y), x, create_graph=True)
+    assert WORDS in message_of(lambda: torch.autograd.grad(dx.sum(), x))
 
 
 def _whole(seed: int, *shape: int) -> Tensor:

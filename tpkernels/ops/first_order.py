@@ -20,12 +20,13 @@ R = TypeVar("R")
 
 
 def first_order(
-    op: str | None = None, *, reads_intermediates: bool = False
+    op: str | None = None, *, reads_intermediates: bool | None = False
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """A backward whose own derivative is an error; where nobody asks for it, that costs one look.
 
     op: whose backward, for the error; None: `ctx.op`
-    reads_intermediates: backward reads what forward computed, which depends on all inputs of forward
+    reads_intermediates: backward reads what forward computed, which depends on all inputs of forward;
+        None: `ctx.reads_intermediates`
     """
 
     def decorate(backward: Callable[..., R]) -> Callable[..., R]:
@@ -33,7 +34,8 @@ def first_order(
         def run(ctx: Any, *grads: Tensor | None) -> R:
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # the usual case; traced once
                 return backward(ctx, *grads)
-            return _refusing_more(op or ctx.op, backward, ctx, grads, reads_intermediates)
+            reads = ctx.reads_intermediates if reads_intermediates is None else reads_intermediates
+            return _refusing_more(op or ctx.op, backward, ctx, grads, reads)
 
         return run
 
@@ -68,8 +70,8 @@ def _unsaved_leaves(op: str, ctx: Any, parents: Sequence[Tensor]) -> Iterator[Te
             continue
         if not hasattr(node, "variable"):
             raise RuntimeError(
-                f"{_message(op)}. This is raised already now because an input that is not saved (a bias, or "
-                "x with save_gathered) is no leaf, and later nothing would be raised for it"
+                f"{_message(op)}. This is raised already now because an input that is not saved (a bias, "
+                "x with save_gathered or frozen weights) is no leaf, and later nothing would be raised for it"
             )
         yield node.variable
 

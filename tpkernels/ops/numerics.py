@@ -109,12 +109,6 @@ class Plain:
         """Rows that are multiplied at once, of rows that arrive in chunks."""
         return arriving
 
-    def saved(
-        self, x: Tensor, weights: Sequence[Tensor], needs_dx: bool, needs_dws: bool
-    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """For backward: all, since second derivatives are refused along them."""
-        return x, weights
-
     # products
 
     def product_into(

@@ -88,11 +88,6 @@ class Quantized(Plain):
     def dtype(self, rows: Tensor) -> torch.dtype:
         return self._dtype
 
-    def saved(
-        self, x: Tensor, weights: Sequence[Tensor], needs_dx: bool, needs_dws: bool
-    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        return x if needs_dws else None, weights if needs_dx else [None] * len(weights)
-
     def product_into(
         self,
         out: Sequence[Tensor],

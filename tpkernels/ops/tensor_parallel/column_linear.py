@@ -16,8 +16,8 @@ R ranks, T tokens, K in_features, N out_features:
 Without sequence parallelism nothing is gathered, and dx is all-reduced. Several weights share one gather, and
 the sum of their dx. On one rank without a group it is `ops.linear` in fp8.
 
-Saved for backward: x_shard (with save_gathered: x), the weights, and z_shard where there is an activation.
-How products are computed, and what is saved in fp8: `ops.numerics`.
+Saved for backward: x_shard (with save_gathered: x) and the weights, as far as a gradient needs them;
+z_shard where there is an activation. How products are computed: `ops.numerics`.
 """
 
 from __future__ import annotations
@@ -185,14 +185,16 @@ class _ColumnLinear(torch.autograd.Function):
         kept = layout.kept(save_gathered and needs_dws)
         results = column_forward(x, weights, biases, layout, activation, True, kept)
         rows = x if kept == "none" else results.pop()
-        x_saved, weights_saved = layout.numerics.saved(rows, weights, needs_dx, needs_dws)
-        ctx.save_for_backward(x_saved, *weights_saved, *results[count:])
+        zs = results[count:]
+        weights_saved = weights if needs_dx else [None] * count
+        ctx.save_for_backward(rows if needs_dws else None, *weights_saved, *zs)
         ctx.main_grads, ctx.op = main_grads, layout.numerics.named(op)
+        ctx.reads_intermediates = bool(zs) or (needs_dws and kept != "none")
         ctx.options = x.shape[1], layout, activation, kept
         return tuple(results[:count])
 
     @staticmethod
-    @first_order(reads_intermediates=True)
+    @first_order(reads_intermediates=None)
     def backward(ctx: Context, *dys: Tensor) -> tuple[Tensor | None, ...]:
         count, main_grads = len(dys), ctx.main_grads
         x, *saved = ctx.saved_tensors
