@@ -43,10 +43,10 @@ class Waits(Protocol):
     """Who waits for chunks: the host, or kernels."""
 
     def rows(self, delivery: Delivery, rows: slice) -> Tensor:
-        """Rows of a delivery's memory that are there; no later call writes them."""
+        """Rows of a delivery's memory, which are there until it ends."""
 
     def all_rows(self, delivery: Delivery) -> Tensor:
-        """All of them."""
+        """All of them; no later call writes them."""
 
     def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
         """(rows, cols): the sum of the slots in the order of ranks, plus the bias once."""
@@ -60,7 +60,7 @@ class HostWaits:
 
     def rows(self, delivery: Delivery, rows: slice) -> Tensor:
         delivery.await_rows(rows)
-        return delivery.memory[rows] if delivery.lasts else delivery.memory[rows].clone()
+        return delivery.memory[rows]
 
     def all_rows(self, delivery: Delivery) -> Tensor:
         delivery.await_rows(slice(0, delivery.plan.rows))
@@ -113,36 +113,38 @@ class Gathering:
         assert size == plan.own.stop - first, "the caller divides rows as the plan does"
         self._waits = waits
         self._full: Tensor | None = None
+        self._keep = True
         self.delivery = delivery = exchange.begin(call, plan, cols, shard)
         for round in plan.rounds:
             delivery.move(round.swaps, shard, first)
         delivery.keep(shard)
 
-    def arrivals(self) -> Iterator[tuple[slice, Tensor]]:
-        """Row ranges and their rows, each as soon as it is there: own rows first, then as planned."""
-        delivery = self.delivery
-        full = delivery.memory if delivery.lasts else torch.empty_like(delivery.memory)
+    def arrivals(self, *, keep: bool = True) -> Iterator[tuple[slice, Tensor]]:
+        """Row ranges and their rows, each as soon as it is there: own rows first, then as planned.
+
+        keep: `wait` is called later, and rows stay; else they are there until the next are asked for
+        """
+        delivery, self._keep = self.delivery, keep
+        full = delivery.memory if delivery.lasts or not keep else torch.empty_like(delivery.memory)
         for round in delivery.plan.rounds:
             arrived = self._waits.rows(delivery, round.rows)
-            if not delivery.lasts:
-                full[round.rows] = arrived
+            if full is not delivery.memory:
+                arrived = full[round.rows].copy_(arrived)
             yield round.rows, arrived
-        self._end(full)
+        self._full = full
+        delivery.end()
 
     def wait(self) -> Tensor:
         """All rows."""
+        assert self._keep, "rows that nobody waits for are not kept"
         if (full := self._full) is None:
-            full = self._waits.all_rows(self.delivery)
-            self._end(full)
+            full = self._full = self._waits.all_rows(self.delivery)
+            self.delivery.end()
         return full
 
     def total(self, bias: Tensor | None) -> Tensor:
         """The sum of the shards, in the order of ranks, plus bias, if all ranks have as many rows."""
         return _total(self.delivery, self._waits, bias)
-
-    def _end(self, full: Tensor) -> None:
-        self._full = full
-        self.delivery.end()
 
 
 class Reducing:

@@ -215,10 +215,11 @@ def _column_forward(
 ) -> list[Tensor]:
     """y of each weight; if keep, z of each where there is an activation; the rows of x that are kept."""
     narrowest = min(weight.shape[0] for weight in weights)
-    gathering = layout.gather("column_linear", "x", x, layout.numerics.activations, features=narrowest)
-    keep_z, keep_rows = keep and activation != "none", kept == "all"
-    results = gathering.products(weights, biases, activation, keep_z, keep_rows=keep_rows)
-    return results if kept == "none" else [*results, gathering.wait() if keep_rows else gathering.own()]
+    gathering = layout.gather(
+        "column_linear", "x", x, layout.numerics.activations, features=narrowest, keep=kept == "all"
+    )
+    results = gathering.products(weights, biases, activation, keep and activation != "none")
+    return results if kept == "none" else [*results, gathering.wait() if kept == "all" else gathering.own()]
 
 
 def _column_shapes(

@@ -93,26 +93,34 @@ class Layout(NamedTuple):
             compare_in_backward(op, self.group, needs)
 
     def gather(
-        self, op: str, name: str, matrix: Tensor, prepare: Callable[[Tensor], Operand], *, features: int = 0
+        self,
+        op: str,
+        name: str,
+        matrix: Tensor,
+        prepare: Callable[[Tensor], Operand],
+        *,
+        features: int = 0,
+        keep: bool = True,
     ) -> GatheredRows:
         """All tokens of a matrix, which has all of them already without sequence parallelism.
 
         prepare: makes an operand of it
         features: width of the narrowest product that takes rows as they arrive; 0: they are awaited at once
+        keep: `wait` is called after that
         """
         if self.token_shards == 1:
-            return GatheredRows(self, prepare, matrix, None)
+            return GatheredRows(self, prepare, matrix, None, keep)
         assert self.group is not None, "several ranks have a group"
         own = prepare(matrix)
         what = f"gather of {name}{self.numerics.described(own)}"
         gathering = start_rows(op, what, self.numerics.sent(own), self.group, features, self.overlap)
-        return GatheredRows(self, prepare, own, gathering)
+        return GatheredRows(self, prepare, own, gathering, keep)
 
     def gather_kept(self, op: str, name: str, rows: Tensor, kept: Kept, features: int) -> GatheredRows:
         """All tokens of a matrix of so many features, of which forward kept these rows."""
         prepare = partial(self.numerics.kept_operand, features=features)
         if kept == "all":
-            return GatheredRows(self, prepare, prepare(rows), Done(rows))
+            return GatheredRows(self, prepare, prepare(rows), Done(rows), True)
         return self.gather(op, name, rows, prepare)
 
     def sum_of_products(
@@ -151,10 +159,15 @@ class GatheredRows:
     """Rows of an operand from all ranks, some of which may be under way."""
 
     def __init__(
-        self, layout: Layout, prepare: Callable[[Tensor], Operand], own: Operand, gathering: Rows | None
+        self,
+        layout: Layout,
+        prepare: Callable[[Tensor], Operand],
+        own: Operand,
+        gathering: Rows | None,
+        keep: bool,
     ) -> None:
         """own: the operand of this rank's rows; or without a gathering the matrix that `prepare` takes"""
-        self._layout, self._numerics = layout, layout.numerics
+        self._layout, self._numerics, self._keep = layout, layout.numerics, keep
         self._prepare, self._own, self._gathering = prepare, own, gathering
 
     @property
@@ -194,7 +207,7 @@ class GatheredRows:
         rows = numerics.sent(own)
         tokens, dtype = rows.shape[0] * layout.token_shards, numerics.dtype(rows)
         full = [rows.new_empty(tokens, width, dtype=dtype) for width in widths]
-        for here, chunk in numerics.blocks(arrivals(gathering, layout.overlap), tokens):
+        for here, chunk in numerics.blocks(arrivals(gathering, layout.overlap, self._keep), tokens):
             compute(here, numerics.received(own, chunk), [rows_of(matrix, here) for matrix in full])
         return full
 
@@ -204,12 +217,10 @@ class GatheredRows:
         biases: Sequence[Tensor | None],
         activation: Activation = "none",
         keep_z: bool = False,
-        *,
-        keep_rows: bool = False,
     ) -> list[Tensor]:
-        """y = act(x wᵀ + b) of each weight; if keep_z, z of each. keep_rows: `wait` is called later"""
+        """y = act(x wᵀ + b) of each weight; if keep_z, z of each."""
         if (kernel := self._multiplying) is not None:
-            found = kernel.products(weights, biases, activation, keep_z, keep_rows=keep_rows)
+            found = kernel.products(weights, biases, activation, keep_z, keep_rows=self._keep)
             ys, zs = zip(*found, strict=True)
             return [*ys, *(z for z in zs if z is not None)]
         prepared = [self._numerics.weight(weight, True) for weight in weights]
@@ -223,9 +234,9 @@ class GatheredRows:
         return self.each([weight.shape[0] for weight in weights] * (2 if keep_z else 1), multiply)
 
     def product(self, weight: Tensor, also: Compute | None = None) -> Tensor:
-        """dy w; `wait` is called later. also: is given rows as they arrive"""
+        """dy w. also: is given rows as they arrive"""
         if (kernel := self._multiplying) is not None:
-            return kernel.products([weight.t()], [None], "none", False, keep_rows=True)[0][0]
+            return kernel.products([weight.t()], [None], "none", False, keep_rows=self._keep)[0][0]
         if self._gathering is None and self._numerics is PLAIN:  # tiny products take half the time at once
             return primitives.dgrad(self._own, weight)
         prepared = self._numerics.weight(weight, False)

@@ -217,10 +217,10 @@ def start_rows(
     return gathering(call, shard, rows, gathers, waits, overlap)
 
 
-def arrivals(gathering: Rows, overlap: bool) -> Iterator[tuple[slice, Tensor]]:
+def arrivals(gathering: Rows, overlap: bool, keep: bool = True) -> Iterator[tuple[slice, Tensor]]:
     """Rows as they arrive, or all at once, as for a GPU, where no kernel multiplies them as they arrive."""
     if overlap and not isinstance(gathering, (Done, MultipliedRows)):
-        yield from gathering.arrivals()
+        yield from gathering.arrivals(keep=keep)
     else:
         full = gathering.wait()
         yield slice(0, full.shape[0]), full

@@ -192,7 +192,8 @@ def _mlp_forward(
 ) -> list[Tensor]:
     """y; if keep, z, or u and g, and the rows of x that are kept. weights: up, (gate,) down"""
     (*ups, w_down), numerics = weights, layout.numerics
-    gathering = layout.gather("parallel_mlp", "x", x, numerics.activations, features=ups[0].shape[0])
+    width = ups[0].shape[0]
+    gathering = layout.gather("parallel_mlp", "x", x, numerics.activations, features=width, keep=False)
     h, zs = numerics.unit(gathering, ups, b_up, unit, keep)
     y = layout.sum_of_products("parallel_mlp", [(h, w_down)], transposed=True, bias=b_down).wait()
     return [y, *zs] if kept == "none" else [y, *zs, gathering.own()]

@@ -273,7 +273,7 @@ class _Ways:
         if not self._features:
             return gathering.wait()
         full = shard.new_empty(rows, self._features)
-        for arrived, chunk in gathering.arrivals():
+        for arrived, chunk in gathering.arrivals(keep=False):
             primitives.into(primitives.linear, [full[arrived]], chunk, weight, None, "none", False)
         return full
 
