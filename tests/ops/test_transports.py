@@ -143,20 +143,27 @@ def test_rows_in_fp8_travel_as_words_bit_for_bit(request, place):
 
 
 def words_arrive() -> None:
-    """In chunks or all at once, and of two calls that are awaited in two ways. They have no sum."""
+    """In chunks or all at once, and of two calls that are awaited in two ways. They have no sum.
+
+    Where the host waits, chunks are read where they land; a copy is made if they are kept.
+    """
     prepare(Setting())
     rank, rows, cols, group = dist.get_rank(), 8, 20, dist.group.WORLD  # as of 64 features and scales
     words = torch.arange(-(2**31), 2**31, 2**32 // (dist.get_world_size() * rows * cols))
     words = words[: dist.get_world_size() * rows * cols].to(torch.int32).view(-1, rows, cols)
     words[:, 0, : len(AWKWARD)] = torch.tensor(AWKWARD, dtype=torch.int32)
-    for overlap in (False, True, True):  # slots are used in turn
+    in_slots = backends.backend == "torch" and transports.requested_transport != "c10d"
+    for overlap, keep in ((False, True), (True, True), (True, False), (True, True)):  # slots are used in turn
         start_words = partial(start_rows, "op", "words", words[rank], group, features=64, overlap=overlap)
         gathering = start_words()
         found, chunks = torch.zeros_like(words).flatten(0, 1), 0
-        for where, chunk in arrivals(gathering, overlap):
+        for where, chunk in arrivals(gathering, overlap, keep):
             found[where] = chunk
             chunks += 1
-        for gathered in (found, gathering.wait(), start_words().wait()):
+            if in_slots:
+                landed = gathering.delivery.memory.untyped_storage().data_ptr()
+                assert (chunk.untyped_storage().data_ptr() == landed) is not keep
+        for gathered in (found, start_words().wait(), *([gathering.wait()] if keep else [])):
             assert gathered.equal(words.flatten(0, 1))
         assert (chunks > 1) is overlap
     if backends.backend == "triton" and transports.requested_transport != "c10d":
