@@ -29,6 +29,10 @@ class RatedGpu(Gpu):
         return max(flops / self.flops, traffic / self.bytes)
 
 
+# Blocks of a collective of NCCL, each of which occupies a processor: its own choice on an H100, and the most
+# that we let it take where it runs beside products.
+NCCL_BLOCKS = 16
+
 _GB = 10**9
 GPUS: Mapping[str, Gpu] = {
     # 900 GB/s of NVLink are both directions together; ConnectX-7 moves 400 Gb/s

@@ -27,7 +27,7 @@ from tpkernels.kernels.operands import (
     require_shape,
     require_tensors,
 )
-from tpkernels.kernels.target import fast_math, input_precision, resident_programs, target_of
+from tpkernels.kernels.target import fast_math, input_precision, left_free, resident_programs, target_of
 from tpkernels.kernels.tiles import MatmulTile, waiting_tile
 from tpkernels.kernels.waits import Arrivals, require_arrivals, wait_for
 
@@ -160,7 +160,7 @@ def gather_linear_fwd(
     elif tile.flatten:
         raise ValueError("gather_linear_fwd: expected a tile with flatten=False: it loads before it waits")
     # persistent in either form: a program that waits must not keep out one whose rows are here
-    programs = resident_programs("gather_linear_fwd", target, chosen.per_processor, margin)
+    programs = resident_programs("gather_linear_fwd", target, chosen.per_processor, left_free(target, margin))
     if y.numel():
         part = (chosen.block_rows, chosen.block_cols // chosen.parts)
         y_operand = launch.operand(y, part, form)

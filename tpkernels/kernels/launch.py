@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.kernels.invariance import judged_layouts, judged_size, require_one_form
 from tpkernels.kernels.operands import Form, Layout, Named, choose_form, require_form, require_results
-from tpkernels.kernels.target import Target, emulated_target, recorded_target
+from tpkernels.kernels.target import Target, emulated_target, left_free, recorded_target, resident_programs
 from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile, sum_tile
 
 Out = Tensor | Sequence[Tensor] | None  # of a launcher: what it writes into, one for each result asked for
@@ -163,7 +163,8 @@ def grid(target: Target, form: Form, tile: MatmulTile, rows: int, cols: int) -> 
     """Descriptor kernels are persistent: as many programs as stay resident. Others get a program a tile."""
     tiles = tile.tiles(rows, cols) * tile.splits
     persistent = form == "descriptor" or target.backend == "interpreter"
-    return (min(tiles, target.processors * tile.per_processor) if persistent else tiles,)
+    programs = resident_programs("a product", target, tile.per_processor, left_free(target))
+    return (min(tiles, programs) if persistent else tiles,)
 
 
 def constants(tile: MatmulTile, form: Form) -> dict[str, Any]:

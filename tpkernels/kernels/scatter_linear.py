@@ -19,7 +19,7 @@ from torch import Tensor
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, load_weight, split_columns, store_block, tile_at
 from tpkernels.kernels.operands import Form, lies_depth_first, require_matrices, require_shape
-from tpkernels.kernels.target import input_precision, resident_programs, target_of
+from tpkernels.kernels.target import input_precision, left_free, resident_programs, target_of
 from tpkernels.kernels.tiles import MatmulTile, default_tiles, pushing_tile
 from tpkernels.kernels.waits import Departures, require_departures
 
@@ -170,7 +170,7 @@ def scatter_linear(
     operands = [
         launch.operand(matrix, block, form) for (_, matrix), block in zip(matrices, blocks, strict=True)
     ]
-    programs = resident_programs("scatter_linear", target, chosen.per_processor, margin)
+    programs = resident_programs("scatter_linear", target, chosen.per_processor, left_free(target, margin))
     launch.on(a.device, _scatter_linear_kernel, (min(ranks * splits * chunk_tiles, programs),))(
         *operands[:2],
         *operands[-2:],

@@ -92,6 +92,15 @@ def _gpu(index: int) -> Target:
     return Target("cuda", 10 * properties.major + properties.minor, processors)
 
 
+def left_free(target: Target, margin: int = 0) -> int:
+    """How many processors a product leaves free: `margin`, and as many as torch's setting says.
+
+    `comm.carveout` sets it for collectives. Of what the margin leaves, half at most is free.
+    """
+    setting = torch._C._get_sm_carveout_experimental()
+    return margin + min(setting, (target.processors - margin) // 2) if setting else margin
+
+
 def resident_programs(launcher: str, target: Target, per_processor: int, margin: int) -> int:
     """How many programs a persistent kernel has, if it leaves `margin` processors to other kernels.
 

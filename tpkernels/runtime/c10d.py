@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, distributed_c10d
 
+from tpkernels.gpus import NCCL_BLOCKS
 from tpkernels.topology.groups import Ranks
 
 
@@ -50,10 +51,26 @@ def splits_the_world(backend: str | None) -> bool:
 
     So it is with NCCL when a device is bound to the default group: init_process_group("nccl", device_id=...).
     """
-    if _split_source() is None:
-        return False
+    return _split_source() is not None and _is_nccl(backend)
+
+
+def options_beside_products(backend: str | None) -> Any:
+    """Options of a group of NCCL whose collectives run beside products; None for other backends.
+
+    A stream of high priority, whose blocks come before those of a product that waits for processors as well;
+    and no more blocks than products leave processors free for (`comm.carveout`).
+    """
+    if not _is_nccl(backend):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options.config.max_ctas = NCCL_BLOCKS
+    return options
+
+
+def _is_nccl(backend: str | None) -> bool:
     wanted = distributed_c10d.BackendConfig(dist.Backend(backend or dist.get_backend()))
-    return bool("nccl" in wanted.get_device_backend_map().values())
+    return "nccl" in wanted.get_device_backend_map().values()
 
 
 def stand_aside() -> None:

@@ -143,5 +143,12 @@ def _make(
         description=f"tpkernels {kind}",
         timeout=timeout or c10d.default_timeout(),
         backend=backend,
-        options=deepcopy(options.get(kind)),  # torch writes name, ranks and time-out into it
+        options=_options(kind, backend, options),
     )
+
+
+def _options(kind: Kind, backend: str | None, options: Mapping[Kind, Any]) -> Any:
+    """What the caller says, into copies of which torch writes name, ranks and time-out; else ours."""
+    if kind in options:
+        return deepcopy(options[kind])
+    return c10d.options_beside_products(backend) if kind == "tp" else None

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from tpkernels.comm.calls import Call
+from tpkernels.comm.carveout import CARVEOUT
 from tpkernels.comm.groups import (
     Start,
     refuse_other_devices,
@@ -52,6 +53,7 @@ class Transfers:
         self._call = call
         self._sends: list[tuple[Work, list[int], Tensor]] = []  # buffers live until they are sent
         self._awaited: dict[int, Work] = {}  # by id: one launch may be of several messages
+        self._in_flight: dict[int, Work] = {}  # likewise, of those that occupy processors
 
     def exchange(self, to: int, outgoing: Tensor, source: int, incoming: Tensor) -> Work | None:
         """Send and receive at once, which NCCL needs to get past both; what is empty is left out.
@@ -81,6 +83,7 @@ class Transfers:
         except RuntimeError as error:
             peers = {peer for peer, _ in (*outgoing, *incoming)}
             raise self._unreachable(sorted(peers), device, error) from error
+        self._occupies(works, device)
         if len(works) < len(starts):
             works *= len(starts)  # one launch, hence one to wait for
         received, sent = works[: len(incoming)], works[len(incoming) :]
@@ -96,6 +99,7 @@ class Transfers:
             work = start(self._call.group)
         except RuntimeError as error:
             raise self._unreachable(peers, outgoing.device, error) from error
+        self._occupies([work], outgoing.device)
         self._sends.append((work, peers, outgoing))
         return work
 
@@ -116,7 +120,17 @@ class Transfers:
             self._call.wait_for(work.wait)
         except RuntimeError as error:
             raise self._failure(problem.format(_any(peers)), error) from error
+        finally:
+            if self._in_flight.pop(id(work), None):
+                CARVEOUT.end(self._call.group)
         self._awaited[id(work)] = work
+
+    def _occupies(self, works: Sequence[Work], device: torch.device) -> None:
+        """These are in flight: on a GPU products leave processors to them."""
+        if _processors(device):
+            for work in works:
+                self._in_flight[id(work)] = work
+                CARVEOUT.begin(self._call.group, device)
 
     def _unreachable(self, peers: Sequence[int], device: torch.device, error: RuntimeError) -> RuntimeError:
         refuse_other_devices(self._call.op, self._call.group, device)

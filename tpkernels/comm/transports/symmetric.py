@@ -59,10 +59,11 @@ from tpkernels.comm.transports.rendezvous import (
     require_gpu_each,
     why_not,
 )
+from tpkernels.gpus import NCCL_BLOCKS
 
 # Processors that a waiting kernel leaves free, and really free: it then runs one block on each of the others.
 # What publishes flags takes one; a copy between ranks that share a GPU some; what NCCL sends one a channel.
-_PUBLISHER, _COPIES, _TRANSFERS = 1, 4, 16
+_PUBLISHER, _COPIES, _TRANSFERS = 1, 4, NCCL_BLOCKS
 
 LOOK_CALLS = 64  # until the host asks again for what waits of kernels have left in `status`
 _COUNTED = -(2**31)  # the sign bit, of words that a device has counted

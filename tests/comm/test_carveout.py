@@ -1,0 +1,92 @@
+"""Processors that products leave to collectives in flight, as torch's setting and our launches have them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench.cases.launches import _Backend, group_of, standing_in_for
+from tpkernels.comm.carveout import Carveout, blocks_of
+from tpkernels.gpus import NCCL_BLOCKS
+from tpkernels.kernels.target import H100, INTERPRETER, left_free
+from tpkernels.ops import column_linear, row_linear
+from tpkernels.runtime.c10d import options_beside_products
+from tpkernels.tp_invariance import mode
+
+setting, set_to = torch._C._get_sm_carveout_experimental, torch._C._set_sm_carveout_experimental
+ALL, BESIDE = H100.processors, H100.processors - NCCL_BLOCKS
+
+
+@pytest.fixture(params=[None, 8], ids=["unset", "set by the user"])
+def users(request):
+    set_to(request.param)
+    yield request.param or 0
+    assert setting() == request.param
+    set_to(None)
+
+
+def test_products_beside_a_collective_leave_it_processors_and_others_take_all(users):
+    """A large layer over NCCL: of each launch of a product, how many programs it has."""
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    x, shard = torch.empty(1024, 4096, **meta), torch.empty(8192, 14336 // 8, **meta)
+    up, down = torch.empty(14336 // 8, 4096, **meta), torch.empty(4096, 14336 // 8, **meta)
+    found = {}
+    with group_of(8) as group, standing_in_for(H100, "c10d", Counter()) as launches:
+        for name, op, operands in (("column", column_linear, (x, up)), ("row", row_linear, (shard, down))):
+            leaves = [t.requires_grad_() for t in operands]
+            y = op(*leaves, None, group, sequence_parallel=True)
+            found[f"{name} forward"] = _programs(launches)
+            torch.autograd.grad(y, leaves, torch.empty_like(y))
+            found[f"{name} backward"] = _programs(launches)
+    assert found == {
+        "column forward": [ALL - users],  # all rows are awaited: one round
+        "column backward": [BESIDE - users, BESIDE - users],  # beside the gather of x, then the sums of dx
+        "row forward": [ALL - users, BESIDE - users],  # the second round beside the sums of the first
+        "row backward": [ALL - users, ALL - users],
+    }
+
+
+def _programs(launches):
+    found = [one.grid[0] for one in launches if one.kernel.__name__.endswith(("fwd_kernel", "grad_kernel"))]
+    launches.clear()
+    return found
+
+
+def test_groups_at_once_add_up_and_collectives_of_one_group_do_not(users):
+    one, other = (SimpleNamespace(group_name=n, _get_backend=lambda _: _Backend()) for n in "ab")
+    carveout, device = Carveout(), torch.device("meta")
+    steps = [(one, 1), (one, 1), (other, 2), (one, 2), (one, 1), (other, 0)]
+    for number, (group, expected) in enumerate(steps):
+        carveout.begin(group, device) if number < 3 else carveout.end(group)
+        assert (setting() or 0) == users + expected * NCCL_BLOCKS
+    with patch.object(mode, "segments", 8):  # cuBLAS keeps the kernels that it has on a rank alone
+        carveout.begin(one, device)
+        assert (setting() or 0) == users
+        carveout.end(one)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(-(2**31), NCCL_BLOCKS), (4, 4), (32, NCCL_BLOCKS)])
+def test_blocks_are_those_that_the_options_of_the_group_allow(most, expected):
+    backend = SimpleNamespace(options=SimpleNamespace(config=SimpleNamespace(max_ctas=most)))
+    assert blocks_of(SimpleNamespace(_get_backend=lambda _: backend), torch.device("meta")) == expected
+
+
+def test_a_product_keeps_half_of_the_processors(users):
+    set_to(1000)
+    assert left_free(INTERPRETER) == INTERPRETER.processors // 2
+    assert left_free(H100, margin=16) == 16 + (ALL - 16) // 2
+    set_to(users or None)
+
+
+def test_tensor_groups_of_nccl_have_priority_and_no_more_blocks_than_are_left_free(monkeypatch):
+    options = SimpleNamespace(config=SimpleNamespace())
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options), raising=False)
+    for backend in ("nccl", "cpu:gloo,cuda:nccl"):
+        assert options_beside_products(backend) is options
+        assert (options.is_high_priority_stream, options.config.max_ctas) == (True, NCCL_BLOCKS)
+    assert options_beside_products("gloo") is None

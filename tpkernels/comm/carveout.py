@@ -1,0 +1,70 @@
+"""Processors of a GPU that collectives in flight occupy; products launched meanwhile leave them free.
+
+NCCL runs a kernel of some blocks, each on a processor of its own. A persistent product that counts on these
+processors, too, takes a second full wave if NCCL came first, and keeps NCCL out until it ends if it came
+first itself. torch has a setting of how many processors products leave free, which cuBLAS and our kernels
+read when they are launched (`kernels.target.carveout`). It is set while a collective is in flight, as the
+host sees it: from when it is started until the stream that computes waits for it. What was launched before
+has ended when it begins. Collectives of one group follow each other, those of several run at once.
+
+Not with TP-invariance: where fewer processors are left cuBLAS may take a kernel with other bits, and a rank
+alone has nothing in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+
+import torch
+from torch.distributed import ProcessGroup
+
+from tpkernels.gpus import NCCL_BLOCKS
+from tpkernels.tp_invariance import mode
+
+warnings.filterwarnings("ignore", message="Setting the SM carveout")  # torch calls it experimental
+
+
+class Carveout:
+    """Of this process, which computes on one GPU."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # autograd has threads of its own
+        self._in_flight: Counter[str] = Counter()  # collectives, by the name of their group
+        self._blocks: dict[str, int] = {}  # of the groups among these
+        self._users: int | None = None  # what was set when nothing was in flight
+
+    def begin(self, group: ProcessGroup, device: torch.device) -> None:
+        """A collective of the group has been started."""
+        name = str(group.group_name)
+        with self._lock:
+            self._in_flight[name] += 1
+            if name not in self._blocks:
+                if not self._blocks:
+                    self._users = torch._C._get_sm_carveout_experimental()
+                self._blocks[name] = blocks_of(group, device)
+                self._set()
+
+    def end(self, group: ProcessGroup) -> None:
+        """The stream that computes waits for it."""
+        name = str(group.group_name)
+        with self._lock:
+            self._in_flight[name] -= 1
+            if not self._in_flight[name]:
+                del self._in_flight[name], self._blocks[name]
+                self._set()
+
+    def _set(self) -> None:
+        blocks = 0 if mode.segments else sum(self._blocks.values())
+        torch._C._set_sm_carveout_experimental((self._users or 0) + blocks if blocks else self._users)
+
+
+CARVEOUT = Carveout()
+
+
+def blocks_of(group: ProcessGroup, device: torch.device) -> int:
+    """How many NCCL runs at once: at most `max_ctas` of the group's options, or what it usually takes."""
+    options = group._get_backend(device).options
+    most = getattr(getattr(options, "config", None), "max_ctas", 0)
+    return min(most, NCCL_BLOCKS) if most > 0 else NCCL_BLOCKS
