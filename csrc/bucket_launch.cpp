@@ -42,6 +42,7 @@ void BucketEngine::start(Bucket& bucket) {
   c10::OptionalStreamGuard on_side;
   side_.enter(on_side);
   send_on();
+  if (options_.blocks > 0 && !carveout_) carveout_.emplace(static_cast<int32_t>(options_.blocks));
   bucket.wire = bucket.flat.to(wire_dtype(bucket.flat.scalar_type()));
   bucket.half_way = bucket.marked;
   if (bucket.half_way) {
@@ -91,6 +92,7 @@ void BucketEngine::complete() {
   }
   on_side.reset();
   side_.let_current_wait();
+  carveout_.reset();
 }
 
 void BucketEngine::await(Bucket& bucket, const LiveGroup& group, const char* operation) {
@@ -122,6 +124,7 @@ void BucketEngine::abandon() noexcept {
     bucket.wire.reset();
     bucket.half_way = false;
   }
+  carveout_.reset();
   finished_ = true;
 }
 

@@ -23,17 +23,15 @@ std::optional<at::ScalarType> dtype_of(const std::optional<int64_t>& number) {
   return static_cast<at::ScalarType>(*number);
 }
 
-c10::intrusive_ptr<BucketEngine> make_engine(const std::vector<at::Tensor>& parameters,
-                                             const std::vector<std::string>& names,
-                                             const c10::List<bool>& marked, std::string group,
-                                             std::string tensor_parallel_group, int64_t rank,
-                                             bool reduce_scatter, bool average, bool main_grad,
-                                             bool check_nan, std::optional<int64_t> grad_dtype,
-                                             std::optional<int64_t> wire_dtype, int64_t timeout_ms) {
+c10::intrusive_ptr<BucketEngine> make_engine(
+    const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
+    const c10::List<bool>& marked, std::string group, std::string tensor_parallel_group, int64_t rank,
+    bool reduce_scatter, bool average, bool main_grad, bool check_nan, std::optional<int64_t> grad_dtype,
+    std::optional<int64_t> wire_dtype, int64_t timeout_ms, int64_t blocks) {
   return BucketEngine::make(
       parameters, names, std::vector<bool>(marked.begin(), marked.end()),
       EngineOptions{std::move(group), std::move(tensor_parallel_group), rank, reduce_scatter, average,
-                    main_grad, check_nan, dtype_of(grad_dtype), dtype_of(wire_dtype), timeout_ms});
+                    main_grad, check_nan, dtype_of(grad_dtype), dtype_of(wire_dtype), timeout_ms, blocks});
 }
 
 }  // namespace

@@ -32,6 +32,7 @@ ODD = {
     "marked": [[], [True], [True] * 3, [False] * 9, None, [None] * 3, True],
     "rank": INTS,
     "timeout_ms": INTS,
+    "blocks": INTS,
 }
 GOOD = {
     "parameters": None,  # made anew each time
@@ -47,6 +48,7 @@ GOOD = {
     "grad_dtype": None,
     "wire_dtype": None,
     "timeout_ms": -1,
+    "blocks": 0,
 }
 SIZES = [(4, 3), (5,), ()]
 ACCIDENTS = ("INTERNAL ASSERT", "vector::", "bad optional", "bad_alloc", "SymInt")

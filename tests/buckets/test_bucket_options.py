@@ -3,6 +3,7 @@
 import math
 import time
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from tests.patience import patient
 from tests.products import pairwise
 from tests.segments import tp_invariance
 from tpkernels import GradientBuckets
+from tpkernels.buckets import engine
 from tpkernels.comm.transports import select
 
 on_reductions = pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
@@ -126,6 +128,29 @@ def test_bfloat16_on_the_wire(reduce):
         for shard in buckets.gradient_shards() if reduce == "reduce_scatter" else buckets.buckets:
             assert shard.dtype == torch.float32
             assert {*shard.tolist()} <= {0.0, 1.25}
+
+
+@pytest.mark.way("c10d")
+@on_ranks(2)
+def test_products_leave_processors_to_buckets_in_flight():
+    """From the first that backward sends to `finish`; as on a GPU, by torch's setting."""
+    seen, setting = [], torch._C._get_sm_carveout_experimental
+    with patch.object(engine, "blocks_of", lambda group, device: 16):
+        module, other = chain(), chain()
+        buckets, others = wrap(module, bucket_bytes=1), wrap(other, bucket_bytes=1)
+    for _ in range(2):
+        buckets.zero(), others.zero()
+        x = own_batch().requires_grad_()
+        x.register_hook(lambda _: seen.append(setting()))
+        module(x).sum().backward()
+        other(x).sum().backward()
+        for each in (buckets, others):
+            each.finish()
+            seen.append(setting())
+    assert seen == [None, None, None, None, 16, 32, 16, None]  # the first backward counts gradients
+    module(x).sum().backward()
+    buckets.detach()  # with collectives in flight
+    assert setting() is None
 
 
 class FusedLinear(torch.autograd.Function):

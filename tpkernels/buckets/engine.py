@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tpkernels.comm.carveout import blocks_of
 from tpkernels.comm.groups import LiveGroup
 from tpkernels.comm.supported import FLOATING, Problem
 
@@ -95,6 +96,7 @@ def make_engine(
         options.grad_dtype,
         options.wire_dtype,
         -1 if timeout is None else max(1, round(timeout.total_seconds() * 1000)),
+        blocks_of(options.group.get(), parameters[0].device),
     )
     return engine
 

@@ -33,7 +33,6 @@ class Carveout:
         self._lock = threading.Lock()  # autograd has threads of its own
         self._in_flight: Counter[str] = Counter()  # collectives, by the name of their group
         self._blocks: dict[str, int] = {}  # of the groups among these
-        self._users: int | None = None  # what was set when nothing was in flight
 
     def begin(self, group: ProcessGroup, device: torch.device) -> None:
         """A collective of the group has been started."""
@@ -41,10 +40,8 @@ class Carveout:
         with self._lock:
             self._in_flight[name] += 1
             if name not in self._blocks:
-                if not self._blocks:
-                    self._users = torch._C._get_sm_carveout_experimental()
                 self._blocks[name] = blocks_of(group, device)
-                self._set()
+                _add(self._blocks[name])
 
     def end(self, group: ProcessGroup) -> None:
         """The stream that computes waits for it."""
@@ -52,19 +49,23 @@ class Carveout:
         with self._lock:
             self._in_flight[name] -= 1
             if not self._in_flight[name]:
-                del self._in_flight[name], self._blocks[name]
-                self._set()
-
-    def _set(self) -> None:
-        blocks = 0 if mode.segments else sum(self._blocks.values())
-        torch._C._set_sm_carveout_experimental((self._users or 0) + blocks if blocks else self._users)
+                del self._in_flight[name]
+                _add(-self._blocks.pop(name))
 
 
 CARVEOUT = Carveout()
 
 
+def _add(processors: int) -> None:
+    """To what is set: by the user, or for others, such as gradient buckets (`csrc/carveout.h`)."""
+    total = (torch._C._get_sm_carveout_experimental() or 0) + processors
+    torch._C._set_sm_carveout_experimental(total if total > 0 else None)
+
+
 def blocks_of(group: ProcessGroup, device: torch.device) -> int:
-    """How many NCCL runs at once: at most `max_ctas` of the group's options, or what it usually takes."""
+    """How many NCCL runs at once: `max_ctas` of the group's options at most, or what it usually takes."""
+    if mode.segments or device.type == "cpu":
+        return 0
     options = group._get_backend(device).options
     most = getattr(getattr(options, "config", None), "max_ctas", 0)
     return min(most, NCCL_BLOCKS) if most > 0 else NCCL_BLOCKS
