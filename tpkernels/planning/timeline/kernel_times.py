@@ -16,10 +16,13 @@ from tpkernels.gpus import RatedGpu
 
 
 class KernelTimes(Protocol):
-    """Seconds of kernels that have a GPU for themselves."""
+    """Seconds of kernels that nothing holds up."""
 
-    def product(self, kernel: str, rows: int, cols: int, depth: int) -> float:
-        """kernel: as `kernels.tiles` names it; rows, cols and depth of what it computes"""
+    def product(self, kernel: str, rows: int, cols: int, depth: int, left_free: int = 0) -> float:
+        """kernel: as `kernels.tiles` names it; rows, cols and depth of what it computes
+
+        left_free: processors that it does not use
+        """
 
     def streamed(self, traffic: float) -> float:
         """A kernel that reads and writes so many bytes, and computes next to nothing."""
@@ -83,13 +86,13 @@ class TiledTimes:
     memory_share: float = 0.9  # of the data sheet's bytes a second
     launch: float = 2e-6  # from one kernel to the next in a stream
 
-    def product(self, kernel: str, rows: int, cols: int, depth: int) -> float:
+    def product(self, kernel: str, rows: int, cols: int, depth: int, left_free: int = 0) -> float:
         if not (rows and cols and depth):
             return 0.0
         processors, tile = self.gpu.processors, _tile_for(rows, cols, self.gpu.processors)
         steps, tiles = -(-depth // tile.depth), -(-rows // tile.rows) * -(-cols // tile.cols)
         cycles = self.cycles(kernel, tile, min(1.0, tiles / processors))
-        on_busiest = -(-tiles // processors)
+        on_busiest = -(-tiles // (processors - left_free))
         total = cycles.start + on_busiest * (cycles.edge + steps * cycles.step)
         ideal = 2 * tile.rows * tile.cols * tile.depth / _FLOPS_A_CYCLE
         busy = ideal * steps * tiles / processors / total

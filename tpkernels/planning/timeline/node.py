@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from tpkernels.gpus import RatedGpu
+from tpkernels.gpus import NCCL_BLOCKS, RatedGpu
 from tpkernels.planning.timeline.kernel_times import KernelTimes, TiledTimes
 
 
@@ -36,7 +36,7 @@ class Nccl:
     """
 
     protocols: tuple[tuple[float, float], ...] = ((12.5e-6, 0.527), (30e-6, 0.735))  # s, share of the link
-    channels: int = 16  # blocks that occupy a processor each: NCCL's own choice on an H100
+    channels: int = NCCL_BLOCKS  # blocks that occupy a processor each
     latency_ranks: int = 8  # of those figures: latency grows with the steps of a ring
 
     def seconds(self, sent: float, link: float, ranks: int) -> float:

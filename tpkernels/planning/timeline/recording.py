@@ -21,6 +21,7 @@ class Rank:
         self._tasks, self._count = tasks, 0
         self._awaited: list[Key] = []  # what the compute stream waits for next
         self.last: Key | None = None  # on the compute stream
+        self.in_flight: set[Key] = set()  # collectives that the compute stream does not wait for yet
 
     def key(self, *what: Hashable) -> Key:
         """Of a task that other ranks may wait for."""
@@ -72,6 +73,7 @@ class Rank:
     def wait(self, keys: Sequence[Key]) -> None:
         """The compute stream goes on when these have ended."""
         self._awaited += keys
+        self.in_flight.difference_update(keys)
 
     def so_far(self) -> list[Key]:
         """What another stream waits for that waits for the compute stream."""

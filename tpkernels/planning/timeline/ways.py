@@ -125,9 +125,13 @@ class GpuWay(Way):
         self.rank.compute(f"own rows of {name}", self.node.times.streamed(traffic), launched, kind=KERNEL)
 
     def _multiply(self, name: str, rows: int, product: Product) -> Key:
-        launched = self.rank.host(name, self._kernel_cost)
-        seconds = self.node.times.product(product.kernel, rows, product.cols, product.depth)
-        return self.rank.compute(name, seconds, launched, kind=PRODUCT)
+        """Beside a collective it leaves that its processors, and takes as many more waves."""
+        rank, all_processors = self.rank, self.node.gpu.processors
+        launched = rank.host(name, self._kernel_cost)
+        left_free = self.node.nccl.channels if rank.in_flight else 0
+        seconds = self.node.times.product(product.kernel, rows, product.cols, product.depth, left_free)
+        uses = {rank.processors: 1 - left_free / all_processors}
+        return rank.compute(name, seconds, launched, kind=PRODUCT, uses=uses)
 
     @property
     def _kernel_cost(self) -> float:
@@ -142,7 +146,9 @@ class GpuWay(Way):
         all_ready = [(peer, rank.call, "ready", number) for peer in range(rank.ranks)]
         seconds = nccl.seconds(sent, self.node.gpu.nvlink, rank.ranks)
         occupied = {rank.processors: nccl.channels / self.node.gpu.processors}
-        return rank.add(NCCL, name, seconds, all_ready, kind=TRANSFER, uses={**occupied, **rank.sends()})
+        key = rank.add(NCCL, name, seconds, all_ready, kind=TRANSFER, uses={**occupied, **rank.sends()})
+        rank.in_flight.add(key)
+        return key
 
 
 def bytes_sent(round: Round, cols: int) -> float:
