@@ -17,7 +17,7 @@ from tpkernels.comm.side_stream import StreamOrder
 from tpkernels.comm.transports.host import HostExchange
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
 from tpkernels.comm.transports.memory import Layout
-from tpkernels.comm.transports.symmetric import SymmetricExchange
+from tpkernels.comm.transports.symmetric import GroupStreams, SymmetricExchange
 
 
 def start(
@@ -50,7 +50,8 @@ def open_symmetric_loopback(
     order = StreamOrder(torch.device(device))
     return [
         SymmetricExchange(
-            name, layout, VirtualHandle(memories, rank), memory, timeout, range(layout.ranks), order=order
+            *(name, layout, VirtualHandle(memories, rank), memory, timeout, range(layout.ranks)),
+            streams=GroupStreams.of(torch.device(device))._replace(order=order),
         )
         for rank, memory in enumerate(memories)
     ]

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports import c10d, select, symmetric
 from tpkernels.comm.transports.mailbox import Opening
+from tpkernels.comm.transports.symmetric import GroupStreams
 from tpkernels.dispatch import backends
 from tpkernels.kernels import launch
 from tpkernels.kernels.target import H100, Target
@@ -204,19 +205,18 @@ def standing_in_for(target: Target, transport: str, noted: Counter[str]) -> Iter
             torch.empty(layout.byte_count, dtype=torch.uint8, device="meta"),
             _Handle(group, noted),
         )
-        order = StreamOrder(torch.device("xpu"))  # any device that has streams
-        exchange = CountedExchange(
-            opening.name, layout, handle, memory, opening.timeout, range(group.size()), order=order
+        side = SideStream(torch.device("cpu"))
+        side._stream = cast("torch.Stream", _Stream(noted))
+        streams = GroupStreams(StreamOrder(torch.device("xpu")), side, side)  # any device that has streams
+        return CountedExchange(
+            opening.name, layout, handle, memory, opening.timeout, range(group.size()), streams=streams
         )
-        exchange.side._stream = cast("torch.Stream", _Stream(noted))
-        return exchange
 
     computing = _Stream(noted)
     with (
         patch.object(c10d, "_processors", lambda device: target.processors),
         patch.object(backends, "backend", "triton"),
         patch.object(select, "requested_transport", transport),
-        patch.object(symmetric, "SideStream", lambda device: SideStream(torch.device("cpu"))),
         patch.object(torch.accelerator, "current_stream", lambda device: computing),
         patch.dict(select.openers, symmetric=open_counted),
         launch.recording(target) as launches,

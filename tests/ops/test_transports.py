@@ -197,6 +197,17 @@ def test_all_exchanges_of_an_all_reduce_are_ready_for_a_capture():
     assert all(ready)
 
 
+@on_ranks(2)
+def test_exchanges_of_a_group_push_in_the_same_streams():
+    """torch has 32, which it gives out again: pushes of two exchanges of one group would wait for others'."""
+    prepare(Setting())
+    with using("stand-in", "triton"):
+        with_gradients(block, operands_of(4), sequence_parallel=True)
+        found = [(exchange.side, exchange.inter_node_side) for exchange in open_exchanges()]
+    assert len(found) >= 2
+    assert len({tuple(map(id, streams)) for streams in found}) == 1
+
+
 RECIPES = (None, Recipe.rowwise(), Recipe.blockwise())
 
 

@@ -50,7 +50,10 @@ def open_stand_in(opening: Opening) -> MailboxExchange:
             world_ranks = [dist.get_global_rank(group, rank) for rank in here]
             beside = dist.new_group(world_ranks, use_local_synchronization=True)
         handle, own = ProcessHandle(memories, beside), shared[group.rank()].memory
-        return symmetric.SymmetricExchange(opening.name, opening.layout, handle, own, opening.timeout, here)
+        streams = symmetric.streams_of(group, opening.device)
+        return symmetric.SymmetricExchange(
+            opening.name, opening.layout, handle, own, opening.timeout, here, streams=streams
+        )
 
     exchange = open_mapped(opening, build)
     exchange.barrier(0)

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -70,6 +71,18 @@ _COUNTED = -(2**31)  # the sign bit, of words that a device has counted
 EPOCHS = 2 ** (31 - CODE_BITS)  # that the other bits of a flag tell apart
 
 
+class GroupStreams(NamedTuple):
+    """Of all exchanges of a group: torch has 32 streams of a priority, and then gives them out again."""
+
+    order: StreamOrder  # of its calls
+    side: SideStream
+    inter_node_side: SideStream
+
+    @staticmethod
+    def of(device: torch.device) -> GroupStreams:
+        return GroupStreams(StreamOrder(device), SideStream(device), SideStream(device))
+
+
 class SymmetricExchange(MailboxExchange):
     """One rank's end in memory that all ranks of its machine can write."""
 
@@ -85,14 +98,14 @@ class SymmetricExchange(MailboxExchange):
         here: Sequence[int],
         *,
         shares_gpu: bool = False,
-        order: StreamOrder | None = None,
+        streams: GroupStreams | None = None,
     ) -> None:
         """One rank's end.
 
         handle: of the ranks on this machine
         memory: our own, zeroed bytes
         here: the numbers of the ranks on this machine among all
-        order: of the calls of the group
+        streams: of the group
         """
         mailboxes: list[Mailbox | None] = [None] * layout.ranks
         for number, peer in enumerate(here):
@@ -103,8 +116,7 @@ class SymmetricExchange(MailboxExchange):
         elif shares_gpu:
             self.margin = _COPIES
         self.handle, self._memory = handle, memory
-        self.streams = order or StreamOrder(memory.device)
-        self.side, self.inter_node_side = SideStream(memory.device), SideStream(memory.device)
+        self.streams, self.side, self.inter_node_side = streams or GroupStreams.of(memory.device)
         self.flag_words = [flags.view(torch.uint32) for flags in self.flags]
         self.flag_addresses = [addresses_of(flags) for flags in self.flags]
         self._awaited_words = [awaited.view(torch.uint32) for awaited in self.awaited]
@@ -303,7 +315,14 @@ class SymmetricDelivery(MailboxDelivery):
         exchange.in_flight.discard(self)
 
 
-_order_of: WeakKeyDictionary[ProcessGroup, StreamOrder] = WeakKeyDictionary()
+_streams_of: WeakKeyDictionary[ProcessGroup, GroupStreams] = WeakKeyDictionary()
+
+
+def streams_of(group: ProcessGroup, device: torch.device) -> GroupStreams:
+    """Made once for the group, which computes on one device."""
+    if group not in _streams_of:
+        _streams_of[group] = GroupStreams.of(device)
+    return _streams_of[group]
 
 
 def open_symmetric(opening: Opening) -> SymmetricExchange:
@@ -326,11 +345,9 @@ def open_symmetric(opening: Opening) -> SymmetricExchange:
         handle = rendezvous(memory, group.group_name if all_here else name_of_ranks(group, here))
         own = handle.get_buffer(handle.rank, (memory.numel(),), torch.uint8)
         assert own.data_ptr() == memory.data_ptr(), "the handle's memory begins where ours does"
-        if group not in _order_of:
-            _order_of[group] = StreamOrder(device)
-        order = _order_of[group]
+        streams = streams_of(group, device)
         return SymmetricExchange(
-            name, layout, handle, memory, opening.timeout, here, shares_gpu=shares_gpu, order=order
+            name, layout, handle, memory, opening.timeout, here, shares_gpu=shares_gpu, streams=streams
         )
 
     exchange = opening.built_by_all(call, build)
