@@ -1,66 +1,29 @@
-"""Where this rank stands in its pipeline, and who its neighbours are."""
+"""Whether this rank is a first, last or split stage of its pipeline, virtual stages included."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from tpkernels.parallel_state.dense import (
+from tpkernels.parallel_state.getters import (
     get_pipeline_model_parallel_rank,
     get_pipeline_model_parallel_world_size,
-    rank_or_none,
-    size_or_none,
-    state_for,
+    get_virtual_pipeline_model_parallel_rank,
+    get_virtual_pipeline_model_parallel_world_size,
 )
-from tpkernels.runtime.state import ParallelStateError, current_or_none, on_the_fly, set_on_the_fly
-from tpkernels.topology.groups import Ranks
-
-__all__ = [
-    "set_pipeline_model_parallel_split_rank",
-    "set_virtual_pipeline_model_parallel_rank",
-    "set_virtual_pipeline_model_parallel_world_size",
-    "get_pipeline_model_parallel_split_rank",
-    "get_virtual_pipeline_model_parallel_rank",
-    "get_virtual_pipeline_model_parallel_world_size",
-    "is_pipeline_first_stage",
-    "is_pipeline_last_stage",
-    "is_rank_in_embedding_group",
-    "is_rank_in_position_embedding_group",
-    "is_pipeline_stage_before_split",
-    "is_pipeline_stage_after_split",
-    "is_pipeline_stage_at_split",
-    "get_pipeline_model_parallel_first_rank",
-    "get_pipeline_model_parallel_last_rank",
-    "get_pipeline_model_parallel_next_rank",
-    "get_pipeline_model_parallel_prev_rank",
-]
+from tpkernels.parallel_state.table import public_names, set_number, state_for
+from tpkernels.runtime.state import current_or_none, on_the_fly
 
 
 def set_pipeline_model_parallel_split_rank(rank: int | None) -> None:
-    set_on_the_fly(replace(on_the_fly(), split_rank=rank_or_none(rank)))
-
-
-def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    set_on_the_fly(replace(on_the_fly(), virtual_rank=rank_or_none(rank)))
-
-
-def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """How many virtual stages there are; None: no virtual pipeline."""
-    set_on_the_fly(replace(on_the_fly(), virtual_size=size_or_none(world_size)))
+    """Say which stage is the decoder's first."""
+    set_number("split_rank", rank)
 
 
 def get_pipeline_model_parallel_split_rank() -> int | None:
     """The first stage of the decoder, or None in a model without one."""
     state, changed = current_or_none(), on_the_fly().split_rank
     return changed if changed is not None or state is None else state.plan.split_rank
-
-
-def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    return on_the_fly().virtual_rank
-
-
-def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    return on_the_fly().virtual_size
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
@@ -103,6 +66,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = False, vp_stage: int | Non
 
 
 def is_rank_in_position_embedding_group() -> bool:
+    """Whether this rank holds the position embedding."""
     return state_for("position embedding group").is_member("position_embedding")
 
 
@@ -142,32 +106,5 @@ def is_pipeline_stage_at_split() -> bool:
     return is_pipeline_stage_before_split(stage) and is_pipeline_stage_after_split(stage + 1)
 
 
-def get_pipeline_model_parallel_first_rank() -> int:
-    return _pipeline()[0]
-
-
-def get_pipeline_model_parallel_last_rank() -> int:
-    return _pipeline()[get_pipeline_model_parallel_world_size() - 1]
-
-
-def get_pipeline_model_parallel_next_rank() -> int:
-    """The global rank of the next stage; after the last comes the first."""
-    stage, stages = get_pipeline_model_parallel_rank(), get_pipeline_model_parallel_world_size()
-    return _pipeline()[(stage + 1) % stages]
-
-
-def get_pipeline_model_parallel_prev_rank() -> int:
-    """The global rank of the previous stage; before the first comes the last."""
-    stage, stages = get_pipeline_model_parallel_rank(), get_pipeline_model_parallel_world_size()
-    return _pipeline()[(stage - 1) % stages]
-
-
-def _pipeline() -> Ranks:
-    ranks = state_for("Pipeline parallel group").ranks("pp")
-    if get_pipeline_model_parallel_world_size() > len(ranks):
-        raise ParallelStateError(
-            f"the pipeline size was set to {get_pipeline_model_parallel_world_size()} on the fly, but this "
-            f"rank's pipeline group has {len(ranks)} ranks; take it back by "
-            "set_pipeline_model_parallel_world_size(None)"
-        )
-    return ranks
+if not TYPE_CHECKING:
+    __all__ = public_names(globals())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tpkernels.interop.megatron_core import getters
 from tpkernels.layers.checkpoint import recomputed
-from tpkernels.parallel_state.dense import get_tensor_model_parallel_rank
+from tpkernels.parallel_state.getters import get_tensor_model_parallel_rank
 from tpkernels.runtime import random as streams
 from tpkernels.runtime.random import (
     DATA_PARALLEL_STREAM,
