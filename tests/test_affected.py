@@ -34,7 +34,7 @@ FAULTS = {  # room -> a file of it, one line of that, the line with a fault, and
     "layers": ("init.py", "return master", "return -master", "layers/test_init.py"),
     "models": ("gpt.py", "first + count,", "first + count - 1,", "models/test_gpt.py"),
     "interop": ("safetensors.py", "return full", "return {}", "interop/test_safetensors.py"),
-    "optim": ("newton_schulz.py", "return x.T if", "return x if", "optim/test_muon.py"),
+    "optim": ("muon.py", "return x.T if", "return x if", "optim/test_muon.py"),
     "planning": ("memory.py", "+ max(self.activ", "+ min(self.activ", "planning/test_memory.py"),
     "training": ("measures.py", "return 3 * 2 *", "return 3 *", "training/test_measures.py"),
     "pictures": ("page.py", "return escape(writable(words))", "return words", "pictures/test_page.py"),

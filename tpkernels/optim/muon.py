@@ -26,8 +26,11 @@ from tpkernels.layers.foreign import is_dtensor
 from tpkernels.layers.replicas import gradient_of
 from tpkernels.layers.world import State
 from tpkernels.optim.full_matrices import FullMatrices
-from tpkernels.optim.newton_schulz import EPS, NS_COEFFICIENTS, NS_STEPS, multiplications, orthogonalize
+from tpkernels.topology.shard import VocabularySplit
 
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2
+NS_STEPS = 5
+EPS = 1e-7
 ROUND_BYTES = 2**28  # of matrices that a rank receives at a time, in bfloat16
 MOMENTUM = "momentum_buffer"
 
@@ -281,3 +284,57 @@ def _held(shard: TensorShard, tensor: Tensor) -> Tensor:
     if shard.dim is None:
         return tensor
     return tensor.narrow(shard.dim, 0, sum(len(each) for each in shard.ranges[shard.rank]))
+
+
+def hidden_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices of hidden layers, for Muon, and all other parameters, for AdamW; frozen ones in neither.
+
+    Others are vectors, tensors of more dimensions, what modules called ...Embedding... own, and heads: those
+    with a sharded vocabulary, and what `transformers` calls output embeddings. A plain nn.Linear that is the
+    head of a model without `get_output_embeddings` is not recognised: move it.
+    """
+    tables: set[nn.Parameter] = set()
+    for module in model.modules():
+        is_table = isinstance(getattr(module, "split", None), VocabularySplit)
+        if is_table or "Embedding" in type(module).__name__:
+            tables.update(module.parameters(recurse=False))
+        head = getattr(module, "get_output_embeddings", lambda: None)()
+        if isinstance(head, nn.Module):
+            tables.update(head.parameters(recurse=False))
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():  # tied ones once
+        if parameter.requires_grad:
+            (matrices if parameter.ndim == 2 and parameter not in tables else others).append(parameter)
+    return matrices, others
+
+
+@torch.no_grad()
+def orthogonalize(
+    matrix: Tensor,
+    *,
+    ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+    ns_steps: int = NS_STEPS,
+    eps: float = EPS,
+) -> Tensor:
+    """U Vᵀ, roughly, of a full matrix U S Vᵀ, in bfloat16: to the bit what torch.optim.Muon computes.
+
+    eps: what a smaller Frobenius norm counts as
+    """
+    if matrix.ndim != 2:
+        raise ValueError(f"orthogonalize: expected a matrix, got a tensor {tuple(matrix.shape)}")
+    first, third, fifth = ns_coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16()
+    x = x.T if is_tall else x  # x xᵀ is the smaller product
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), x, beta=first)
+    return x.T if is_tall else x
+
+
+def multiplications(shape: tuple[int, ...]) -> int:
+    """Of one step, for a matrix of this shape."""
+    short, long = sorted(shape)
+    return short * short * (2 * long + short)
