@@ -1,16 +1,15 @@
 """A model of torch's own layers, split over tensor-parallel ranks in place.
 
 choice    which plan: the caller's, the one that a model of `transformers` brings (transformers_plan), or one
-          by names of layers (layer_names); both say how attentions and MLPs are split (attention)
+          by names of layers (layer_names); both are made of entries
 plan      patterns of module names, and what becomes of the modules that match
-swaps     the plan on this rank: modules replaced by layers of hf_modules, or kept with shards (adopted)
+swaps     the plan on this rank: modules of hf_modules, or those that stay; which compute in fp8
 trial     the plan on copies (twins) of the model, with inputs that are made up: which gradients are partial
-          (probe), and whether outputs and gradients are the unsharded model's (verify)
-sequence  which modules share tokens (tokens), and a trial of that (sequence_trial): sequence_parallel
-quantizing  which of the layers compute in fp8
+          (probe), and whether outputs and gradients are the unsharded model's (verify); sequence parallelism
+sequence  which modules share tokens (tokens): sequence_parallel
 as_dtensor  parameters as DTensors of the unsharded ones
 buffers   what a model on the meta device needs when it gets memory
-draws     random numbers in training; asked: what callers may not ask for later
+guards    what callers may not ask for later, and random numbers in training
 """
 
 from __future__ import annotations
@@ -21,19 +20,16 @@ from typing import Literal
 from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_mesh
-from tpkernels.interop.parallelize.asked import refuse_shards_of_heads
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
 from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that_works
-from tpkernels.interop.parallelize.draws import require_equal_draws
-from tpkernels.interop.parallelize.gradient_sums import sum_gradients
+from tpkernels.interop.parallelize.guards import refuse_shards_of_heads, require_equal_draws
 from tpkernels.interop.parallelize.lora import base_model
 from tpkernels.interop.parallelize.plan import Plan
-from tpkernels.interop.parallelize.quantizing import quantizable, quantize_products
 from tpkernels.interop.parallelize.saving import save_full_weights
 from tpkernels.interop.parallelize.sequence import share_tokens
-from tpkernels.interop.parallelize.sequence_trial import sharing_tried
-from tpkernels.interop.parallelize.swaps import carry_out, planned
-from tpkernels.interop.parallelize.trial import Verify, require_verify
+from tpkernels.interop.parallelize.stand_ins import sum_gradients
+from tpkernels.interop.parallelize.swaps import carry_out, planned, quantizable, quantize_products
+from tpkernels.interop.parallelize.trial import Verify, require_verify, sharing_tried
 from tpkernels.layers.foreign import refuse_wrapped
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.ops.quantize import Recipe, require_recipe
@@ -71,7 +67,7 @@ def parallelize(
     sequence_parallel: ranks share the tokens of hidden states from the first layer to the last, too
     as_dtensor: parameters become DTensors over the tensor-parallel dimension of `state`, a DeviceMesh, so
         that torch's own clipping, checkpoints and optimizers see the unsharded model
-    quantize: compute the products of split linear layers in fp8, but for the head: see `.quantizing`;
+    quantize: compute the products of split linear layers in fp8, but for the head: see `.swaps`;
         `print(model)` shows which. The comparison above is made without it
     """
     if mode.fix("parallelize"):

@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import nn
 
-from tpkernels.interop.parallelize.attention import (
+from tpkernels.interop.parallelize.entries import (
     FEATURES,
     HEADS,
     Entries,
@@ -26,10 +26,10 @@ from tpkernels.interop.parallelize.attention import (
     packed_attention,
     split_attention,
     split_evenly,
+    with_vocabulary,
 )
 from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape
 from tpkernels.interop.parallelize.plan import Divided, Parameters, Plan, Split
-from tpkernels.interop.parallelize.vocabulary import with_vocabulary
 
 Depth = Literal["heads", "heads and features", "gathered attention", "gathered", "mlp"]
 

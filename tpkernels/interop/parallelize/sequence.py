@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpkernels.interop.parallelize.asked import refuse_hidden_states
-from tpkernels.interop.parallelize.gradient_sums import sum_gradients
+from tpkernels.interop.parallelize.guards import refuse_hidden_states
 from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
 from tpkernels.interop.parallelize.probe import Names
+from tpkernels.interop.parallelize.stand_ins import sum_gradients
 from tpkernels.interop.parallelize.swaps import Swap, Work
 from tpkernels.interop.parallelize.tokens import After, Before, Columns, Move, Tokens
 from tpkernels.interop.parallelize.twins import Inputs, aside, call

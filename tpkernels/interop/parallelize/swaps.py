@@ -1,4 +1,4 @@
-"""What a plan does to a model on this rank: modules replaced, numbers changed."""
+"""What a plan does to a model on this rank: modules replaced, numbers changed, products computed in fp8."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.adopted import adopt_parameters, adopt_table
 from tpkernels.interop.parallelize.cut import Cut, stacks_of
-from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape, replacement
-from tpkernels.interop.parallelize.lora import split_dropouts
+from tpkernels.interop.parallelize.entries import tables
+from tpkernels.interop.parallelize.hf_modules import (
+    adopt_parameters,
+    adopt_table,
+    is_conv1d,
+    is_linear,
+    oriented_shape,
+    replacement,
+)
+from tpkernels.interop.parallelize.lora import is_factor, split_dropouts
 from tpkernels.interop.parallelize.plan import (
     Divided,
     Kept,
@@ -30,9 +37,11 @@ from tpkernels.interop.parallelize.plan import (
 )
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld
+from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region
 from tpkernels.topology.shard import HeadSplit, split_vocabulary
 
+PRODUCTS = ("column", "row", "row_of_full", "shared_heads", "head")
 # Where torch keeps hooks for what a module returns, such as `enable_input_require_grads` adds to a table
 _AFTER_FORWARD = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
@@ -387,3 +396,44 @@ class _OwnShare:
 
     def __call__(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
         return output / self.world.size
+
+
+def quantizable(model: nn.Module, work: Work, recipe: Recipe) -> list[str]:
+    """Names of the layers whose products are computed in fp8, before they are replaced; or an error.
+
+    nn.Linear that is split as column, row or row_of_full, shared heads    yes
+    the head: an output that is gathered, or as wide as the vocabulary     with `Recipe(..., head=True)`
+    a layer with LoRA                                                      yes, and its factors no
+    experts in one parameter, embeddings, what every rank keeps            no
+    """
+    named = [swap.old for swap in work.swaps if swap.kind in ("embedding", "table")]
+    weights = [getattr(table, "weight", None) for table in [*tables(model), *named]]
+    vocabularies = {weight.shape[0] for weight in weights if isinstance(weight, Tensor)}
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+
+    def is_head(swap: Swap) -> bool:
+        inside = any(swap.name.startswith(f"{name}.") for name in lists)  # of layers, which may be as wide
+        wide = swap.kind == "column" and not inside and oriented_shape(swap.old)[0] in vocabularies
+        return swap.kind == "head" or wide
+
+    names = [
+        swap.name
+        for swap in work.swaps
+        if swap.kind in PRODUCTS
+        and not isinstance(swap.old, nn.Embedding)
+        and not is_factor(model, swap.name)
+        and (recipe.head or not is_head(swap))
+    ]
+    if not names:
+        raise ValueError(
+            "quantize: expected a plan that splits linear layers besides the head, got one that does not; "
+            "leave out quantize"
+        )
+    return names
+
+
+def quantize_products(model: nn.Module, names: list[str], recipe: Recipe) -> None:
+    """Let the layers of these names, which were replaced, compute in fp8."""
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        layer.quantize = recipe

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import nn
 
-from tpkernels.interop.parallelize.attention import (
+from tpkernels.interop.parallelize.entries import (
     Entries,
     Layers,
     Say,
@@ -39,9 +39,9 @@ from tpkernels.interop.parallelize.attention import (
     packed_attention,
     split_attention,
     split_evenly,
+    with_vocabulary,
 )
 from tpkernels.interop.parallelize.plan import Entry, Kept, Parameters, Plan, Shared, Split, Tail
-from tpkernels.interop.parallelize.vocabulary import with_vocabulary
 
 COLUMNS = ("colwise", "local_colwise")
 ROWS = ("rowwise", "local_rowwise")

@@ -1,4 +1,4 @@
-"""A plan is tried on copies of a model before the model is touched; all ranks raise the same error."""
+"""A plan, and sequence parallelism, are tried on copies of a model first; all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tpkernels.interop.parallelize.made_up import made_up_inputs
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.probe import Names, graph_of_rank, partial_parameters
-from tpkernels.interop.parallelize.sequence import Sharing
+from tpkernels.interop.parallelize.sequence import Sharing, sharing_of
 from tpkernels.interop.parallelize.swaps import planned
-from tpkernels.interop.parallelize.twins import Inputs, aside, call, twin_of
+from tpkernels.interop.parallelize.twins import Inputs, aside, call, made_up_inputs, twin_of
 from tpkernels.interop.parallelize.verify import Reference, difference, reference_of
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.replicas import agree_on, unlike_first_rank
@@ -234,3 +233,33 @@ def _said(error: Exception) -> str:
 def _shapes(inputs: Inputs) -> str:
     """Such as {'input_ids': (3, 5)}."""
     return str(tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, inputs))
+
+
+def sharing_tried(
+    model: nn.Module, plan: Plan, partial: Names, verify: Verify, world: TensorWorld, state: State
+) -> Sharing | None:
+    """What shares tokens; None on one rank. Called by all ranks of the tensor group.
+
+    Raises if a module cannot share tokens, or if the model computes something else when they do.
+
+    partial: parameters whose gradients are summed without sequence parallelism, too
+    """
+    if world.size == 1:
+        return None
+    example = example_of(model, verify, world, divided=True)
+    if example.inputs is None:
+        assert example.refusal is not None
+        raise example.refusal
+    sharing: Sharing | None = None
+    problem: ValueError | None = None
+    try:
+        twin = twin_of(model, device=device_of(world) if example.fits else None)
+        sharing = sharing_of(twin, planned(twin, plan, world), example.inputs, partial, world.size)
+    except ValueError as error:
+        problem = error
+    raise_alike(problem, f"{sharing}", world)
+    if example.fits and dist.get_backend(world.group) != "fake":
+        found = reference_alike(model, example, world)
+        if isinstance(found, Reference):
+            compare(found, plan, partial, world, state, sharing)
+    return sharing

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.gradient_sums import sum_gradients
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.probe import Names
 from tpkernels.interop.parallelize.sequence import Sharing, share_tokens
+from tpkernels.interop.parallelize.stand_ins import sum_gradients
 from tpkernels.interop.parallelize.swaps import Swap, carry_out, planned
 from tpkernels.interop.parallelize.twins import Inputs, aside, call, floating_tensors, twin_of
 from tpkernels.layers.world import State, TensorWorld
