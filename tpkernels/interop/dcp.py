@@ -53,8 +53,8 @@ from tpkernels.runtime.random import get_rng_tracker
 from tpkernels.saying import warn
 
 LATEST = "latest"
-STATE = "optimizer.state."
-GROUPS = "optimizer.groups"
+_STATE = "optimizer.state."
+_GROUPS = "optimizer.groups"
 
 
 def save(
@@ -137,9 +137,9 @@ def load(
         _compare(shards, saved)
         header: dict[str, Any] = dict.fromkeys(("extra", "sizes"))
         if optimizer is not None:
-            if GROUPS not in saved.state_dict_metadata:
+            if _GROUPS not in saved.state_dict_metadata:
                 raise ValueError("it holds no optimizer; load without one")
-            header[GROUPS] = None
+            header[_GROUPS] = None
     reader = Reader(path, saved)
     _read(reader, header, weights_only=weights_only)
     same_sizes = header["sizes"] == _sizes(world.size)
@@ -148,7 +148,7 @@ def load(
         resumed = None
         if optimizer is not None:
             resumed = _OptimizerState(optimizer, shards, world.group)
-            resumed.require_groups(header[GROUPS])
+            resumed.require_groups(header[_GROUPS])
             content |= resumed.place_for(saved)
         streams = _places_of_streams(saved) if same_sizes else {}
         content |= _rows_of_ranks(streams)
@@ -156,7 +156,7 @@ def load(
     for shard in shards.values():
         shard.zero_padding()
     if resumed is not None:
-        resumed.take(header[GROUPS], content)
+        resumed.take(header[_GROUPS], content)
     if same_sizes:
         _restore_streams(streams)
     else:
@@ -204,7 +204,7 @@ def _removed_on_failure(path: Path) -> Iterator[None]:
 
 
 def _gathered(own: dict[str, str]) -> dict[str, str]:
-    """The sums of all ranks' files, on all ranks."""
+    """Gather the sums of all ranks' files; returns them on all ranks."""
     everybody: list[dict[str, str]] = [own] * dist.get_world_size()
     if dist.get_world_size() > 1:
         dist.all_gather_object(everybody, own)
@@ -327,10 +327,10 @@ class _OptimizerState:
             {**{key: value for key, value in options.items() if key != "params"}, "params": names}
             for options, names in zip(self.optimizer.param_groups, self.names, strict=True)
         ]
-        found: dict[str, Any] = {GROUPS: groups}
+        found: dict[str, Any] = {_GROUPS: groups}
         for name, (shard, _) in self._owned().items():
             for key, value in self.optimizer.state.get(shard.tensor, {}).items():
-                found[f"{STATE}{name}.{key}"] = self._shared(name, key, value)
+                found[f"{_STATE}{name}.{key}"] = self._shared(name, key, value)
         return found
 
     def require_groups(self, saved: list[dict[str, Any]]) -> None:
@@ -348,7 +348,7 @@ class _OptimizerState:
         owned = self._owned()
         place: dict[str, Any] = {}
         for entry, described in saved.state_dict_metadata.items():
-            if not entry.startswith(STATE):
+            if not entry.startswith(_STATE):
                 continue
             name, key = _name_and_key(entry)
             if name not in owned:
@@ -377,7 +377,7 @@ class _OptimizerState:
         for shard, _ in owned.values():
             self.optimizer.state.pop(shard.tensor, None)
         for entry, value in content.items():
-            if entry.startswith(STATE):
+            if entry.startswith(_STATE):
                 name, key = _name_and_key(entry)
                 self.optimizer.state[owned[name][0].tensor][key] = self._read.get(entry, value)
 
@@ -405,5 +405,5 @@ class _OptimizerState:
 
 
 def _name_and_key(entry: str) -> tuple[str, str]:
-    name, _, key = entry.removeprefix(STATE).rpartition(".")
+    name, _, key = entry.removeprefix(_STATE).rpartition(".")
     return name, key

@@ -35,6 +35,7 @@ def as_dtensors(model: nn.Module, state: State = None) -> dict[str, DTensor]:
 
 
 def as_dtensor(shard: TensorShard, group: ProcessGroup) -> DTensor:
+    """Return `shard` as a DTensor of the full shape over `group`, in the memory of the shard."""
     if shard.dim is None and isinstance(shard.tensor, DTensor):
         return DTensor.from_local(
             shard.local,

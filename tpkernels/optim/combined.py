@@ -50,6 +50,7 @@ class CombinedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step all optimizers; returns what `closure` returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -59,6 +60,7 @@ class CombinedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, for all optimizers."""
         super().load_state_dict(state_dict)
         self._share()
         for optimizer in self.optimizers:
@@ -66,6 +68,7 @@ class CombinedOptimizer(Optimizer):
                 keep_momentum(optimizer, self, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: groups belong to the optimizers."""
         if len(self.param_groups) >= sum(self._counts):
             raise ValueError(
                 "CombinedOptimizer: add the group to one of the optimizers before they are combined"

@@ -36,7 +36,7 @@ MOMENTUM = "momentum_buffer"
 
 
 @dataclass(frozen=True)
-class _Work:
+class _MatrixStep:
     """One matrix in one step."""
 
     name: str
@@ -143,18 +143,19 @@ class Muon(torch.optim.Muon):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, with the momentum in the dtype that it was saved in."""
         super().load_state_dict(state_dict)
         keep_momentum(self, self, state_dict)
 
-    def _work(self) -> Iterator[_Work]:
+    def _work(self) -> Iterator[_MatrixStep]:
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = gradient_of(parameter)
                 if gradient is not None:
                     name, shard = self._shards[parameter]
-                    yield _Work(name, shard, group, gradient)
+                    yield _MatrixStep(name, shard, group, gradient)
 
-    def _agree(self, work: list[_Work]) -> None:
+    def _agree(self, work: list[_MatrixStep]) -> None:
         """Ranks have gradients of the same matrices and the same options, or all raise."""
         problem: Problem | None = None
         sparse = [each.name for each in work if each.gradient.is_sparse]
@@ -173,7 +174,7 @@ class Muon(torch.optim.Muon):
             claim.refuse()
 
     def _planned(self) -> FullMatrices:
-        """The exchange of all matrices."""
+        """Plan the exchange of all matrices."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._positions = {parameter: position for position, parameter in enumerate(parameters)}
         shards = [self._shards[parameter][1] for parameter in parameters]
@@ -181,7 +182,7 @@ class Muon(torch.optim.Muon):
         self._exchange = FullMatrices(shards, costs, self._world.group, self._replicas, self._round_bytes)
         return self._exchange
 
-    def _direction(self, work: _Work) -> Tensor:
+    def _direction(self, work: _MatrixStep) -> Tensor:
         """What is orthogonalized, after the momentum has taken the gradient in."""
         state, options, gradient = self.state[work.shard.tensor], work.options, work.gradient
         if MOMENTUM not in state:
@@ -214,7 +215,7 @@ class Muon(torch.optim.Muon):
 
 
 def keep_momentum(muon: Muon, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Undo that torch, loading states, has rounded the momentum to its parameter's dtype.
+    """Give the momentum back the dtype it was saved in: torch rounds it to its parameter's, loading states.
 
     It is of the gradient's, which may be an fp32 main_grad beside a narrower parameter.
     optimizer: which has loaded, and has muon's parameters among its own
@@ -230,7 +231,7 @@ def keep_momentum(muon: Muon, optimizer: Optimizer, state_dict: Mapping[str, Any
             muon.state[parameter][MOMENTUM] = momentum.to(parameter.device)
 
 
-def _orthogonalized(work: _Work, full: Tensor) -> Tensor:
+def _orthogonalized(work: _MatrixStep, full: Tensor) -> Tensor:
     """A full matrix; with `split_stacked` each of the weights in it by itself."""
     options, dim = work.options, work.shard.dim or 0
     return torch.cat(
@@ -247,7 +248,7 @@ def _orthogonalized(work: _Work, full: Tensor) -> Tensor:
     )
 
 
-def _update(work: _Work, result: Tensor) -> None:
+def _update(work: _MatrixStep, result: Tensor) -> None:
     """Weight decay and one step along this rank's shard of the orthogonal matrix; padding stays as it is."""
     lr, options, dim = work.options["lr"], work.options, work.shard.dim or 0
     lr = lr.item() if isinstance(lr, Tensor) else lr
@@ -261,7 +262,7 @@ def _update(work: _Work, result: Tensor) -> None:
         weight.add_(step, alpha=-lr * _adjustment(shape, options["adjust_lr_fn"]))
 
 
-def _stacked(work: _Work) -> list[tuple[int, int]]:
+def _stacked(work: _MatrixStep) -> list[tuple[int, int]]:
     """Size of each matrix that the parameter is along its split dimension, and what this rank holds of it."""
     shard = work.shard
     if shard.dim is None:
@@ -317,7 +318,7 @@ def orthogonalize(
     ns_steps: int = NS_STEPS,
     eps: float = EPS,
 ) -> Tensor:
-    """U Vᵀ, roughly, of a full matrix U S Vᵀ, in bfloat16: to the bit what torch.optim.Muon computes.
+    """Return U Vᵀ, roughly, of a full matrix U S Vᵀ, by Newton-Schulz in bfloat16: torch's Muon's bits.
 
     eps: what a smaller Frobenius norm counts as
     """
@@ -335,6 +336,6 @@ def orthogonalize(
 
 
 def multiplications(shape: tuple[int, ...]) -> int:
-    """Of one step, for a matrix of this shape."""
+    """The number of multiplications in one step of Newton-Schulz, for a matrix of this shape."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)

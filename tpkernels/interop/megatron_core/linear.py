@@ -53,11 +53,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     """
     require_whole_weight(OP, gtp_remat_size)
     require_dtype(OP, output_dtype, input)
-    fused = gradient_accumulation_fusion and weight.requires_grad and is_grad_enabled()
-    main_grad = None
-    if fused:
-        require_own_main_grad(OP, weight)
-        weight, main_grad = accumulating(weight, OP)
+    weight, main_grad = _fused(OP, weight, gradient_accumulation_fusion)
     if grad_output_buffer is not None:
         if wgrad_deferral_limit:
             raise NotImplementedError(
@@ -65,7 +61,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
             )
         if not gradient_accumulation_fusion:
             raise ValueError(f"{OP}: expected gradient_accumulation_fusion with a grad_output_buffer")
-        if fused:
+        if main_grad is not None:
             constant = weight.detach()
             y = _product(input, constant, bias, None, allreduce_dgrad, sequence_parallel, tp_group)
             kept: Tensor = apply(KeepForLater, y, weight, grad_output_buffer)
@@ -102,6 +98,14 @@ def linear_with_frozen_weight(
     return _product(input, weight.detach(), bias, None, allreduce_dgrad, sequence_parallel, tp_group)
 
 
+def _fused(caller: str, weight: Tensor, fusion: bool) -> tuple[Tensor, Tensor | None]:
+    """The weight, and the `main_grad` that backward adds to; None without the fusion or a gradient."""
+    if not (fusion and weight.requires_grad and is_grad_enabled()):
+        return weight, None
+    require_own_main_grad(caller, weight)
+    return accumulating(weight, caller)
+
+
 def _product(
     x: Tensor,
     weight: Tensor,
@@ -127,7 +131,7 @@ def _product(
 
 
 class ColumnParallelLinear(theirs.ColumnParallelLinear):  # type: ignore[misc] # Megatron is not typed
-    """Megatron's, with its parameters, initial weights, attributes and checkpoints.
+    """Megatron's column-parallel layer with its parameters, initial weights and checkpoints, on our ops.
 
     Transfers overlap with products without CUDA_DEVICE_MAX_CONNECTIONS=1, and `gradient_accumulation_fusion`
     does without apex.
@@ -221,10 +225,7 @@ class RowParallelLinear(theirs.RowParallelLinear):  # type: ignore[misc] # Megat
         """Nothing is left to do: backward computes the weight's gradient, `delay_wgrad_compute` or not."""
 
     def _sum_over_ranks(self, name: str, x: Tensor) -> Tensor:
-        weight, main_grad = self.weight, None
-        if self.gradient_accumulation_fusion and weight.requires_grad and is_grad_enabled():
-            require_own_main_grad(name, weight)
-            weight, main_grad = accumulating(weight, name)
+        weight, main_grad = _fused(name, self.weight, self.gradient_accumulation_fusion)
         return ops.row_linear(
             x, weight, None, self.tp_group, sequence_parallel=self.sequence_parallel, main_grad=main_grad
         )
@@ -252,7 +253,7 @@ class VocabParallelEmbedding(theirs.VocabParallelEmbedding):  # type: ignore[mis
 
 
 def require_supported(layer: Any) -> None:
-    """Called in each forward: what it asks for may change after construction."""
+    """Raise if a layer's config asks for what ours do not do; in each forward, for it may change."""
     name, config = type(layer).__name__, layer.config
     require_no_invariance(name)
     offloading = config._cpu_offloading_context
@@ -265,6 +266,7 @@ def require_supported(layer: Any) -> None:
 
 
 def require_whole_weight(caller: str, gtp_remat_size: int) -> None:
+    """Raise if Megatron asks for weights that are gathered for each use."""
     if gtp_remat_size > 1:
         raise NotImplementedError(
             f"{caller}: expected gtp_weight_remat_size 1, got {gtp_remat_size}: weights are not gathered for "
@@ -273,6 +275,7 @@ def require_whole_weight(caller: str, gtp_remat_size: int) -> None:
 
 
 def require_dtype(caller: str, output_dtype: torch.dtype | None, x: Tensor) -> None:
+    """Raise unless outputs are asked for in the input's dtype."""
     if output_dtype not in (None, x.dtype):
         raise NotImplementedError(
             f"{caller}: expected no output_dtype, or that of the input, {x.dtype}, got {output_dtype}"
@@ -280,6 +283,7 @@ def require_dtype(caller: str, output_dtype: torch.dtype | None, x: Tensor) -> N
 
 
 def require_no_invariance(caller: str) -> None:
+    """Raise if TP-invariance is on."""
     if mode.segments:
         raise NotImplementedError(
             f"{caller}: expected no TP-invariance inside Megatron, got {mode.segments} segments: Megatron's "
@@ -288,7 +292,7 @@ def require_no_invariance(caller: str) -> None:
 
 
 def require_draining(caller: str, config: Any) -> None:
-    """Deferred gradients are computed by Megatron, after the last backward: too late to find out."""
+    """Raise if Megatron could not compute what it defers: it would find out after the last backward."""
     if config.defer_embedding_wgrad_compute and find_spec(DRAINING) is None:
         raise NotImplementedError(
             f"{caller}: expected defer_embedding_wgrad_compute=False where apex is not installed, got True: "
@@ -297,6 +301,7 @@ def require_draining(caller: str, config: Any) -> None:
 
 
 def require_own_main_grad(caller: str, weight: Tensor) -> None:
+    """Raise if Megatron-FSDP owns the `main_grad` that the fusion adds to."""
     if hasattr(weight, "__fsdp_param__"):
         raise NotImplementedError(
             f"{caller}: expected gradient_accumulation_fusion=False under Megatron-FSDP, got True: its "

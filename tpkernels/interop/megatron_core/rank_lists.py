@@ -164,11 +164,13 @@ class MegatronSizes:
 
     @cached_property
     def dense(self) -> RankGenerator:
+        """The grid of the dense layers."""
         data = self.world_size // (self.tensor * self.pipeline * self.context)
         return RankGenerator(self.tensor, 1, data, self.pipeline, self.context, self.order)
 
     @cached_property
     def experts(self) -> RankGenerator:
+        """The grid of the experts."""
         data = self.world_size // (self.expert_tensor * self.expert * self.pipeline)
         return RankGenerator(self.expert_tensor, self.expert, data, self.pipeline, 1, self.order)
 

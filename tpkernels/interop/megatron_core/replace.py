@@ -108,7 +108,7 @@ def build_norm(
     zero_centered_gamma: bool = False,
     normalization: str = "LayerNorm",
 ) -> nn.Module:
-    """What `config.normalization` names: a builder of Megatron's `layer_norm` submodules.
+    """Build the norm that `config.normalization` names, for Megatron's `layer_norm` submodules.
 
     persist_layer_norm, zero_centered_gamma, normalization: have no effect, as in Megatron; config decides
     """
@@ -145,11 +145,11 @@ class _BuiltByMegatron:
 
 
 class LayerNorm(_BuiltByMegatron, norm.LayerNorm):
-    """Ours, with Megatron's constructor."""
+    """Our norm, with Megatron's constructor."""
 
 
 class RMSNorm(_BuiltByMegatron, norm.RMSNorm):
-    """Ours, with Megatron's constructor."""
+    """Our norm, with Megatron's constructor."""
 
 
 def _require_plain(name: str, config: Any) -> None:

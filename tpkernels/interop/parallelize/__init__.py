@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_mesh
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
-from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that_works
+from tpkernels.interop.parallelize.choice import PlanChoice, choices_for, first_that_works
 from tpkernels.interop.parallelize.guards import refuse_shards_of_heads, require_equal_draws
 from tpkernels.interop.parallelize.lora import base_model
 from tpkernels.interop.parallelize.plan import Plan
@@ -97,12 +97,12 @@ def parallelize(
         (_require_equal if weights == "check" else _make_equal)(real, world)
     chosen, partial = first_that_works(model, choices, verify, world, state, as_dtensor=as_dtensor)
     sharing = sharing_tried(model, chosen, partial, verify, world, state) if sequence_parallel else None
-    work = planned(model, chosen, world)
-    in_fp8 = quantizable(model, work, quantize) if quantize else []
-    carry_out(model, work, world, state)
+    changes = planned(model, chosen, world)
+    in_fp8 = quantizable(model, changes, quantize) if quantize else []
+    carry_out(model, changes, world, state)
     sum_gradients(model, partial, world)
     require_equal_draws(model, world)
-    refuse_shards_of_heads(model, work)
+    refuse_shards_of_heads(model, changes)
     if as_dtensor:
         hold_dtensors(model, state, world)
     if sharing:
@@ -126,7 +126,7 @@ class _Request:
     as_dtensor: bool
     quantize: Recipe | None
 
-    def choices(self, model: nn.Module, world: TensorWorld, state: State) -> list[Choice]:
+    def choices(self, model: nn.Module, world: TensorWorld, state: State) -> list[PlanChoice]:
         """The plans that may be taken; an error if the first does not fit."""
         if self.weights not in ("check", "broadcast"):
             raise ValueError(f"weights: expected 'check' or 'broadcast', got {self.weights!r}")
@@ -140,7 +140,7 @@ class _Request:
             raise ValueError("sequence_parallel: expected as_dtensor=False, with which it was never tried")
         require_recipe("parallelize", self.quantize, next((p.device for p in model.parameters()), None))
         refuse_wrapped("parallelize", model)
-        given = None if self.plan is None else [Choice("the plan", self.plan)]
+        given = None if self.plan is None else [PlanChoice("the plan", self.plan)]
         choices = choices_for(model, world.size) if given is None else given
         planned(model, choices[0].plan, world)
         if self.as_dtensor:
@@ -154,10 +154,10 @@ def _agreed(
     named: list[tuple[str, Tensor]],
     world: TensorWorld,
     state: State,
-) -> list[Choice]:
+) -> list[PlanChoice]:
     """All ranks ask for the same, and it can be done; or all ranks raise the same error."""
     problem: Exception | None = None
-    choices: list[Choice] = []
+    choices: list[PlanChoice] = []
     try:
         choices = request.choices(model, world, state)
     except (ValueError, TypeError) as error:

@@ -71,7 +71,7 @@ def hold_dtensors(model: nn.Module, state: State, world: TensorWorld) -> None:
             module.holds_dtensors = True
         if old:
             summed = frozenset(short for short, p in old.items() if id(p) in marked)
-            local = _Local(summed, {short: p.shape for short, p in old.items()}, world)
+            local = _LocalParameters(summed, {short: p.shape for short, p in old.items()}, world)
             StandIns(old, local).put_on(module, first=True)
 
 
@@ -96,7 +96,7 @@ def _refusal(what: str, how: str) -> str:
     )
 
 
-class _Local:
+class _LocalParameters:
     """What stands for a module's DTensors in its forward: the local tensors.
 
     summed: names of those that were marked `sequence_parallel`: their gradients are partial

@@ -27,7 +27,7 @@ class Cut:
 
     @staticmethod
     def along(dim: int, stacks: tuple[int, ...], world: TensorWorld) -> Cut:
-        """This rank's part of each of the concatenated sizes."""
+        """The cut of this rank's shard of each of the concatenated sizes."""
         full = sum(stacks)
         return Cut(dim, stacked_ranges(world.rank, stacks, world.size), full // world.size, full)
 
@@ -50,7 +50,7 @@ def stacks_of(size: int, stacked: int | tuple[int, ...]) -> tuple[int, ...]:
 
 
 class SplitDropout(nn.Dropout):
-    """Of features that ranks split, in the last dimension.
+    """Dropout of features that ranks split, in the last dimension.
 
     features: this rank's
     """

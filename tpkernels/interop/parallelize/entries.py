@@ -29,8 +29,8 @@ HEADS: tuple[str, ...] = ("num_heads", "num_attention_heads", "n_heads", "n_head
 HEADS += ("num_kv_heads", "all_head_size", "inner_dim")
 FEATURES: tuple[str, ...] = ("embed_dim", "hidden_size", "dim", "d_model", "embed_size")
 SHARED = ("num_key_value_heads", "num_kv_heads")
-GROUPS = "num_key_value_groups"
-TOKENS = 2048  # of the sequence for which FLOPs of an attention are counted
+KV_GROUPS = "num_key_value_groups"
+COUNTED_TOKENS = 2048  # of the sequence for which FLOPs of an attention are counted
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Layers:
 
 
 def head_size_of_holder(holder: nn.Module) -> int | None:
+    """The features of a head, by the holder's attributes; None if it has none."""
     for name in HEAD_SIZES:
         if type(size := getattr(holder, name, None)) is int:
             return size
@@ -100,7 +101,7 @@ def _numbers(
     here = min((_heads_computed(count, split) for count in heads.values()), default=split.slots)
     shared = any(isinstance(entry, SharedHeads) for each in entries.values() for entry in each)
     padded = split.heads % split.ranks > 0
-    changed = {GROUPS: split.slots // here} if shared else {}
+    changed = {KV_GROUPS: split.slots // here} if shared else {}
     if shared or padded:
         changed |= {name: here for name in SHARED if name in names}
     others = [name for name in names if name not in changed and _is_number(holder, name)]
@@ -129,7 +130,7 @@ def _padding_pays(
     ]
     sizes = [prod(oriented_shape(layer)) for layer, _ in products]
     features = oriented_shape(next(iter(layers.rows.values())))[1]
-    between = 2 * TOKENS * features  # queries times keys, and weights times values
+    between = 2 * COUNTED_TOKENS * features  # queries times keys, and weights times values
     even = (sum(sizes) + between) / split.ranks
     computed = sum(size * fraction for size, (_, fraction) in zip(sizes, products, strict=True))
     padded, gathered = (computed + slots * between) / even, (sum(sizes) / split.ranks + between) / even
@@ -138,7 +139,7 @@ def _padding_pays(
     how = f"each computes {split.slots}, zeros among them" if pays else "every rank computes all of them"
     say(
         f"'{layers.holder}': {split.ranks} ranks do not divide its number of heads, {split.heads}: {how}: "
-        f"{padded if pays else gathered:.2f} times the FLOPs of an even split, at {TOKENS} tokens"
+        f"{padded if pays else gathered:.2f} times the FLOPs of an even split, at {COUNTED_TOKENS} tokens"
         + f", where all heads on every rank take {gathered:.2f} times"
         * pays
     )
@@ -153,7 +154,7 @@ def _has_numbers_of_heads(holder: nn.Module) -> bool:
 
 
 def split_evenly(layers: Layers, ranks: int, say: Say, *, stacked: int = 1) -> Entries:
-    """Each rank gets an equal part of the features between columns and rows, if the ranks divide them."""
+    """Each rank gets an equal shard of the features between columns and rows, if the ranks divide them."""
     sizes = [oriented_shape(each)[0] // stacked for each in layers.columns.values()]
     sizes += [oriented_shape(each)[1] for each in layers.rows.values()]
     if any(size % ranks for size in sizes):
@@ -252,7 +253,7 @@ def with_vocabulary(model: nn.Module, plan: Said) -> Said:
 
 
 def tables(model: nn.Module) -> list[nn.Module]:
-    """Of a model of `transformers`, those that it names."""
+    """The input embeddings and the head that a model of `transformers` names."""
     found = [_called(model, "get_input_embeddings"), _called(model, "get_output_embeddings")]
     return [table for table in found if table is not None]
 

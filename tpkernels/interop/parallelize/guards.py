@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.swaps import Work
+from tpkernels.interop.parallelize.swaps import Changes
 from tpkernels.layers import watch
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.random import is_capturing
 
 
-def refuse_shards_of_heads(model: nn.Module, work: Work) -> None:
-    """Before each call, if attentions are split by heads."""
-    names = [swap.name.lower() for swap in work.swaps if swap.narrows_output]
+def refuse_shards_of_heads(model: nn.Module, changes: Changes) -> None:
+    """Let a model refuse calls that ask for attention weights, if attentions are split by heads."""
+    names = [swap.name.lower() for swap in changes.swaps if swap.narrows_output]
     if any("attn" in name or "attention" in name for name in names):
         for module in model.modules():
             if hasattr(module, "main_input_name"):  # a model, in which `transformers` collects
@@ -33,7 +33,7 @@ def refuse_shards_of_heads(model: nn.Module, work: Work) -> None:
 
 
 def refuse_hidden_states(module: nn.Module, _: Any, kwargs: Mapping[str, Any]) -> None:
-    """Before a model's forward, if ranks share tokens between its layers."""
+    """Refuse a call that asks for hidden states between layers, whose tokens ranks share: a pre-hook."""
     if _is_asked(module, kwargs, "output_hidden_states"):
         raise ValueError(
             "sequence_parallel: expected output_hidden_states=False, for between layers each rank has its "
@@ -83,6 +83,7 @@ class _Draws:
         self.states: list[Tensor] | None = None
 
     def before(self, model: nn.Module, _: Any) -> None:
+        """Remember the random streams, in every N-th call."""
         if torch.compiler.is_compiling() or not model.training or not watch.steps_between:
             return
         if is_capturing():
@@ -91,6 +92,7 @@ class _Draws:
         self.calls += 1
 
     def after(self, model: nn.Module, *_: Any) -> None:
+        """Raise on all ranks if the forward drew and the streams before it differed."""
         if torch.compiler.is_compiling() or self.states is None:
             return
         states, self.states = self.states, None

@@ -40,7 +40,7 @@ def replacement(
     split: HeadSplit | None,
     state: State,
 ) -> nn.Module:
-    """The layer for `old`.
+    """Return the layer that replaces `old` on this rank.
 
     kind: one of `Split`'s, or shared_heads
     stacks: sizes of the weights that are concatenated in a column's
@@ -142,6 +142,7 @@ class ColumnLinear(ColumnParallelLinear):
         return super().forward(input_)[0] if self.tokens is None else ready(self)
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias, as those of nn.Linear."""
         assert self.weight is not None
         return self.weight, self.bias
 
@@ -186,6 +187,7 @@ class RowLinear(RowParallelLinear):
 
 
 def with_padding(said: str, split: HeadSplit | None) -> str:
+    """A layer's `extra_repr` with the features that it had before padding."""
     return said if split is None else f"{said}, padded from {split.size} features"
 
 
@@ -345,19 +347,19 @@ class HeadLinear(ParallelModule):
 
 def adopt_parameters(
     module: nn.Module,
-    parts: Mapping[str, Cut | None],
+    cuts: Mapping[str, Cut | None],
     *,
     stacks: tuple[int, ...],
     summed: bool,
     state: State,
 ) -> nn.Module:
-    """The same module; the caller sets its parameters.
+    """Make a module one that holds shards of its parameters, which the caller sets; returns it.
 
-    parts: as in `Swap`; those that are None are biases that ranks add once
+    cuts: as in `Swap`; those that are None are biases that ranks add once
     stacks: how many weights are concatenated in each of the others
     """
-    once = tuple(name for name, cut in parts.items() if cut is None)
-    split = {name: cut for name, cut in parts.items() if cut is not None}
+    once = tuple(name for name, cut in cuts.items() if cut is None)
+    split = {name: cut for name, cut in cuts.items() if cut is not None}
     marks = {
         name: Attributes(tensor_model_parallel=True, partition_dim=cut.dim, partition_stride=stride)
         for (name, cut), stride in zip(split.items(), stacks, strict=True)
@@ -373,7 +375,7 @@ def adopt_parameters(
 
 
 def adopt_table(module: nn.Module, *, state: State) -> nn.Module:
-    """The same embedding, of a class derived from nn.Embedding; the caller sets its rows."""
+    """Make an embedding of a derived class one that holds shards of its rows; the caller sets them."""
     assert isinstance(module, nn.Embedding)
     own: Any = type(module)
     module.__class__ = _derived(own.__name__, own, SplitTable)  # its forward calls ours

@@ -99,6 +99,7 @@ def _require_plain_lora(name: str, module: nn.Module) -> None:
 
 
 def is_of_peft(module: nn.Module) -> bool:
+    """Whether the class of a module, or a base of it, is of peft."""
     return any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__)
 
 

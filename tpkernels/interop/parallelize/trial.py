@@ -30,6 +30,7 @@ GIVE_INPUTS = "Pass verify=example inputs (a tensor, a tuple, or a mapping of ar
 
 
 def require_verify(verify: object) -> None:
+    """Raise unless `verify` is example inputs, "auto" or False."""
     named = verify in ("auto", False) if isinstance(verify, str | bool) else False
     if not named and not isinstance(verify, Tensor | tuple | Mapping):
         raise TypeError(
@@ -58,7 +59,7 @@ class Example:
 
 
 def example_of(model: nn.Module, verify: Verify, world: TensorWorld, *, divided: bool = False) -> Example:
-    """Given or made up: the first with which a copy of the model runs. Called by all ranks of the group.
+    """The first inputs, given or made up, with which a copy of the model runs. Called by all ranks.
 
     divided: ranks share the tokens, whose number is a multiple of theirs
     """
@@ -116,7 +117,7 @@ def _not_compared(model: nn.Module, lacking: str, advice: str, details: str) -> 
 def tried(
     model: nn.Module, plan: Plan, example: Example, world: TensorWorld, state: State, *, certain: bool
 ) -> Names:
-    """Names of the parameters whose gradients must be summed. Called by all ranks of the tensor group.
+    """Try a plan on copies; returns names of parameters whose gradients must be summed. Called by all ranks.
 
     Raises if the split model computes something else, or if a parameter cannot be judged.
 
@@ -184,6 +185,7 @@ def compare(
     state: State,
     sharing: Sharing | None = None,
 ) -> None:
+    """Raise on all ranks if a rank's split model does something else than the unsharded one."""
     differences: list[str | None] = [None] * world.size
     own = difference(found, plan, partial, world, state, sharing)
     dist.all_gather_object(differences, own, group=world.group)
@@ -205,7 +207,7 @@ def device_of(world: TensorWorld) -> torch.device:
 
 
 def raise_alike(problem: ValueError | None, found: str, world: TensorWorld) -> None:
-    """The problem of the first rank that has one, on all of them; or all must have found the same."""
+    """Raise the first rank's problem on all ranks; without one, all ranks must have found the same."""
     if dist.get_backend(world.group) == "fake":
         if problem:
             raise problem
@@ -238,7 +240,7 @@ def _shapes(inputs: Inputs) -> str:
 def sharing_tried(
     model: nn.Module, plan: Plan, partial: Names, verify: Verify, world: TensorWorld, state: State
 ) -> Sharing | None:
-    """What shares tokens; None on one rank. Called by all ranks of the tensor group.
+    """Try sequence parallelism on copies; returns what shares tokens, None on one rank. Called by all ranks.
 
     Raises if a module cannot share tokens, or if the model computes something else when they do.
 

@@ -66,7 +66,7 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def floating_tensors(output: Any) -> list[Tensor]:
-    """Those in what a module returned, in order."""
+    """The floating-point tensors in what a module returned, in order."""
     return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
