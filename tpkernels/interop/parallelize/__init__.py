@@ -75,42 +75,30 @@ def parallelize(
             "parallelize: expected TP-invariance to be off, for it does not reach what the model computes "
             "between its layers; use tpkernels.GPT or the parallel layers, or turn it off"
         )
-    if (inner := base_model(model)) is not model:
-        parallelize(
-            inner,
-            state,
-            plan=plan,
-            weights=weights,
-            verify=verify,
-            sequence_parallel=sequence_parallel,
-            as_dtensor=as_dtensor,
-            quantize=quantize,
-        )
-        save_full_weights(model)
-        return model
+    base = base_model(model)  # names of the plan are its
     world = tensor_world(state)
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [*base.named_parameters(), *base.named_buffers()]
     request = _Request(plan, weights, verify, sequence_parallel, as_dtensor, quantize)
-    choices = _agreed(model, request, named, world, state)
+    choices = _agreed(base, request, named, world, state)
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
         (_require_equal if weights == "check" else _make_equal)(real, world)
-    chosen, partial = first_that_works(model, choices, verify, world, state, as_dtensor=as_dtensor)
-    sharing = sharing_tried(model, chosen, partial, verify, world, state) if sequence_parallel else None
-    changes = planned(model, chosen, world)
-    in_fp8 = quantizable(model, changes, quantize) if quantize else []
-    carry_out(model, changes, world, state)
-    sum_gradients(model, partial, world)
-    require_equal_draws(model, world)
-    refuse_shards_of_heads(model, changes)
+    chosen, partial = first_that_works(base, choices, verify, world, state, as_dtensor=as_dtensor)
+    sharing = sharing_tried(base, chosen, partial, verify, world, state) if sequence_parallel else None
+    changes = planned(base, chosen, world)
+    in_fp8 = quantizable(base, changes, quantize) if quantize else []
+    carry_out(base, changes, world, state)
+    sum_gradients(base, partial, world)
+    require_equal_draws(base, world)
+    refuse_shards_of_heads(base, changes)
     if as_dtensor:
-        hold_dtensors(model, state, world)
+        hold_dtensors(base, state, world)
     if sharing:
-        share_tokens(model, sharing, world)
+        share_tokens(base, sharing, world)
     if quantize:
-        quantize_products(model, in_fp8, quantize)
-    remember_buffers(model)
-    keep_ties(model)
+        quantize_products(base, in_fp8, quantize)
+    remember_buffers(base)
+    keep_ties(base)
     save_full_weights(model)
     return model
 

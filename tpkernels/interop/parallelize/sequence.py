@@ -12,8 +12,6 @@ see `tokens`. Others, such as a mixture of experts, compute what they do without
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +91,8 @@ def sharing_of(twin: nn.Module, changes: Changes, inputs: Inputs, by_features: N
     layers = _layers(twin, changes)
     entries = {name: entry for layer in layers for name, entry in _children_of(twin, layer, changes).items()}
     seen = _Seen(ranks, layers, entries)
-    with seen.hooked(twin), aside(twin), torch.no_grad(), _NoDraws(seen):
+    seen.watch(twin)
+    with aside(twin), torch.no_grad(), _NoDraws(seen):
         try:
             call(twin.train(), inputs)
         except _Refused as error:
@@ -226,8 +225,7 @@ class _Seen:
     hidden: Tensor | None = None  # what the current entry was called with
     rows: list[Tensor] = field(default_factory=list)  # what row layers returned in it
 
-    @contextmanager
-    def hooked(self, model: nn.Module) -> Iterator[None]:
+    def watch(self, model: nn.Module) -> None:
         """Watch the calls of all modules of a model, which is not used afterwards."""
         split = {swap.old: swap for entry in self.entries.values() for swap in entry.swaps}
         for name, module in model.named_modules():
@@ -239,7 +237,6 @@ class _Seen:
             module.register_forward_hook(
                 lambda module, _, output, name=name: self.after(name, module, split, output)
             )
-        yield
 
     def before(
         self,
