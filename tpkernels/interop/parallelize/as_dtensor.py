@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from tpkernels.interop.dtensor import is_chunked
+from tpkernels.interop.dtensor import is_chunked, over_mesh
 from tpkernels.interop.parallelize.plan import Parameters, Plan, SharedHeads, Split
 from tpkernels.interop.parallelize.stand_ins import StandIns
 from tpkernels.interop.shards import TensorShard, shard_of
@@ -76,13 +75,7 @@ def hold_dtensors(model: nn.Module, state: State, world: TensorWorld) -> None:
 
 
 def _dtensor(shard: TensorShard, mesh: DeviceMesh) -> nn.Parameter:
-    placement = Replicate() if shard.dim is None else Shard(shard.dim)
-    local = next(shard.chunks()).view  # without padding
-    stride = tuple(prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape)))
-    distributed = DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=torch.Size(shard.shape), stride=stride
-    )
-    parameter = nn.Parameter(distributed, requires_grad=shard.tensor.requires_grad)
+    parameter = nn.Parameter(over_mesh(shard, mesh), requires_grad=shard.tensor.requires_grad)
     # backward sums it: nobody else is to do it again
     replace(Attributes.of(shard.tensor), sequence_parallel=False).put_on(parameter)
     return parameter
