@@ -24,7 +24,7 @@ FAULTS = {  # room -> a file of it, one line of that, the line with a fault, and
     "saying": (".py", "return first", "return True", "test_saying.py"),
     "lazy_names": (".py", "return {name: module for", "return {module: name for", "test_lazy_names.py"),
     "runtime": ("random.py", "if self._cuda_only", "if not self._cuda_only", "runtime/test_random.py"),
-    "parallel_state": ("table.py", "if with_context", "if not with_context", "test_parallel_state_today.py"),
+    "parallel_state": ("todays.py", "_size != size", "_size == size", "test_parallel_state_today.py"),
     "comm": ("schedule.py", "(part < longer)", "(part <= longer)", "comm/test_schedule.py"),
     "buckets": ("layout.py", "-(-value // multiple)", "(value // multiple)", "buckets/test_bucket_layout.py"),
     "kernels": ("tiles.py", "return (_INTERPRETED,)", "return ()", "kernels/test_tiles.py"),
