@@ -83,6 +83,7 @@ def test_every_name_of_megatrons_sources_is_public():
     assert names | {"initialize_model_parallel", "destroy_model_parallel"} <= set(ps.__all__)
     assert len(names) >= 36
     assert all(callable(getattr(ps, name)) for name in ps.__all__)
+    assert len(set(ps.__all__)) == len(ps.__all__)
 
 
 ASKS_FOR_STATE = [

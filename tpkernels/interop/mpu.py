@@ -100,5 +100,5 @@ def _divide(layers: int, stages: int, what: str) -> int:
 
 
 if not TYPE_CHECKING:  # a checker goes by the names themselves
-    __all__ = ["destroy_model_parallel", *public_names(globals())]
-    __all__ += getters.__all__ + todays.__all__ + stages.__all__
+    own = {"destroy_model_parallel", *public_names(globals())}
+    __all__ = sorted(own.union(getters.__all__, todays.__all__, stages.__all__))

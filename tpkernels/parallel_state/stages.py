@@ -6,12 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tpkernels.parallel_state.getters import (
-    get_pipeline_model_parallel_rank,
-    get_pipeline_model_parallel_world_size,
     get_virtual_pipeline_model_parallel_rank,
     get_virtual_pipeline_model_parallel_world_size,
 )
-from tpkernels.parallel_state.table import public_names, set_number, state_for
+from tpkernels.parallel_state.table import PIPELINE, public_names, set_number, state_for
 from tpkernels.runtime.state import current_or_none, on_the_fly
 
 
@@ -33,7 +31,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None =
         `tpkernels.interop.megatron_core`
     vp_stage: the virtual stage asked about; by default the one that was set, at first 0
     """
-    first = get_pipeline_model_parallel_rank() == 0
+    first = PIPELINE.rank() == 0
     return _at(first, lambda stage, stages: stage == 0, ignore_virtual, vp_stage)
 
 
@@ -42,7 +40,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = 
 
     ignore_virtual, vp_stage: as in `is_pipeline_first_stage`
     """
-    last = get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+    last = PIPELINE.rank() == PIPELINE.world_size() - 1
     return _at(last, lambda stage, stages: stage == stages - 1, ignore_virtual, vp_stage)
 
 
@@ -56,10 +54,10 @@ def is_rank_in_embedding_group(ignore_virtual: bool = False, vp_stage: int | Non
 
     def holds(stage: int | None, stages: int) -> bool:
         if state.rank == ranks[0]:
-            return get_pipeline_model_parallel_rank() == 0 and stage == 0
+            return PIPELINE.rank() == 0 and stage == 0
         if state.rank == ranks[-1]:
-            last = get_pipeline_model_parallel_world_size() - 1
-            return get_pipeline_model_parallel_rank() == last and stage == stages - 1
+            last = PIPELINE.world_size() - 1
+            return PIPELINE.rank() == last and stage == stages - 1
         return True
 
     return _at(state.rank in ranks, holds, ignore_virtual, vp_stage)
@@ -84,25 +82,25 @@ def _at(
 
 def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
     """Whether a stage (default: this rank's) belongs to the encoder. True in a model without a split."""
-    if get_pipeline_model_parallel_world_size() == 1:
+    if PIPELINE.world_size() == 1:
         return True
-    stage = get_pipeline_model_parallel_rank() if rank is None else rank
+    stage = PIPELINE.rank() if rank is None else rank
     split = get_pipeline_model_parallel_split_rank()
     return split is None or stage < split
 
 
 def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
     """Whether a stage (default: this rank's) belongs to the decoder. True in a model without a split."""
-    if get_pipeline_model_parallel_world_size() == 1:
+    if PIPELINE.world_size() == 1:
         return True
-    stage = get_pipeline_model_parallel_rank() if rank is None else rank
+    stage = PIPELINE.rank() if rank is None else rank
     split = get_pipeline_model_parallel_split_rank()
     return split is None or stage >= split
 
 
 def is_pipeline_stage_at_split() -> bool:
     """Whether this is the encoder's last stage, and the next one belongs to the decoder."""
-    stage = get_pipeline_model_parallel_rank()
+    stage = PIPELINE.rank()
     return is_pipeline_stage_before_split(stage) and is_pipeline_stage_after_split(stage + 1)
 
 

@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING
 from torch.distributed import ProcessGroup
 
 from tpkernels.parallel_state import table
-from tpkernels.parallel_state.getters import (
-    get_pipeline_model_parallel_rank,
-    get_tensor_model_parallel_rank,
-)
 from tpkernels.parallel_state.table import GroupOrNone, NamedGroup, data_group, public_names, state_for
 from tpkernels.runtime.c10d import takes_cpu_tensors_by_gloo
 from tpkernels.runtime.state import ParallelStateError
@@ -132,11 +128,11 @@ def _not_here(what: str, check_initialized: bool) -> None:
 def get_all_ranks() -> str:
     """This rank's tensor, weight-gathering, data, context, pipeline and expert ranks, joined by "_"."""
     ranks = (
-        get_tensor_model_parallel_rank(),
+        table.TENSOR.rank(),
         0,
         get_data_parallel_rank(),
         get_context_parallel_rank(),
-        get_pipeline_model_parallel_rank(),
+        table.PIPELINE.rank(),
         get_expert_model_parallel_rank(),
     )
     return "_".join(map(str, ranks))

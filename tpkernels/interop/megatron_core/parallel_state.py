@@ -41,8 +41,7 @@ if not TYPE_CHECKING:  # a checker goes by the imports
         "default_position_embedding_ranks",
         "generate_masked_orthogonal_rank_groups",
     ]
-    for each in (getters, initialize, memory_buffer, shared):
-        __all__ += each.__all__
+    __all__ += getters.__all__ + initialize.__all__ + memory_buffer.__all__ + shared.__all__
 
 # Megatron's private variables, which its tests and some programs read; setting them changes nothing.
 _VARIABLES = {
