@@ -145,8 +145,7 @@ def from_megatron(collection: HasTensorGroup | None = None) -> ParallelState:
     if "tp" not in found:
         raise ParallelStateError(f"expected a tensor-parallel group of this rank, got {collection!r}")
     ranks = {kind: dist.get_process_group_ranks(group) for kind, group in found.items()}
-    of_some = {"embd", "pos_embd"}
-    known_not_in = {_GETTERS[name].kind for name in of_some if hasattr(collection, name)}
+    known_not_in = {_GETTERS[name].kind for name in ("embd", "pos_embd") if hasattr(collection, name)}
 
     def lists(kind: Kind) -> list[list[int]]:
         if kind == "alone":
