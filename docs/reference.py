@@ -29,10 +29,10 @@ def write(folder: Path) -> None:
     package = import_module("tpkernels")
     for name in package.__all__:  # imported when first used, and pdoc takes what is there
         setattr(package, name, getattr(package, name))
-    for face in map(import_module, ("tpkernels.ops", "tpkernels.interop.mpu")):  # whose names live elsewhere
-        face.__all__ = [
-            name for name, thing in vars(face).items() if isinstance(thing, FunctionType) and name[0] != "_"
-        ]
+    ops = import_module("tpkernels.ops")  # whose names live elsewhere
+    ops.__all__ = [
+        name for name, thing in vars(ops).items() if isinstance(thing, FunctionType) and name[0] != "_"
+    ]
     pdoc.render.configure(show_source=False, footer_text=f"tpkernels {package.__version__}")
     pdoc.render_helpers.markdown_extensions["breaks"] = {
         "on_newline": True

@@ -78,10 +78,12 @@ def test_groups_hold_the_oracles_ranks(world, tp, pp, split):
 
 def test_every_name_of_megatrons_sources_is_public():
     names = {function for function, *_ in Classic(4, 2, 2, 2, None, 0).answers(0)}
-    names |= {getter.__name__ for getter in GETTERS_OF_GROUPS.values()} | {f"set_{name}" for name in SETTABLE}
+    names |= {name for name in ps.__all__ if getattr(ps, name) in GETTERS_OF_GROUPS.values()}
+    names |= {f"set_{name}" for name in SETTABLE}
     assert names | {"initialize_model_parallel", "destroy_model_parallel"} <= set(ps.__all__)
     assert len(names) >= 36
     assert all(callable(getattr(ps, name)) for name in ps.__all__)
+    assert len(set(ps.__all__)) == len(ps.__all__)
 
 
 ASKS_FOR_STATE = [

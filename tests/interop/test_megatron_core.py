@@ -160,15 +160,15 @@ def test_what_is_not_supported_is_refused_by_name():
 def test_layers_replaces_inside_and_only_there(two):
     ours, theirs = "tpkernels.interop.megatron_core", "megatron.core.tensor_parallel.layers"
     subclass = layer_cases.__name__
-    inside = [f"{ours}.column", subclass, f"{ours}.norm"]
+    inside = [f"{ours}.linear", subclass, f"{ours}.replace"]
     after = [theirs, subclass, "torch.nn.modules.normalization"]
     assert two.run(layer_cases.inside_and_after_layers) == [[*inside, *after]] * 2
 
 
 @needs_megatron
 def test_spec_provider_names_ours(two):
-    column, row = "column.ColumnParallelLinear", "row.RowParallelLinear"
-    named = [column, row, "norm.build_norm", column, row]
+    column, row = "linear.ColumnParallelLinear", "linear.RowParallelLinear"
+    named = [column, row, "replace.build_norm", column, row]
     expected = [f"tpkernels.interop.megatron_core.{name}" for name in named]
     assert two.run(layer_cases.named_by_spec_provider) == [expected] * 2
 

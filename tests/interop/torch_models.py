@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models.small import IDS, TARGETS
 from tpkernels import GradientBuckets, finalize_gradients
-from tpkernels.interop.parallelize import sequence_trial
+from tpkernels.interop.parallelize import trial
 from tpkernels.interop.parallelize.plan import Divided, Split
 from tpkernels.interop.shards import shards_of, unwrapped
 
@@ -232,8 +232,8 @@ def losses_of(model, how="plain", state=None, data=None):
 @contextmanager
 def sharings():
     """What shares tokens, of each model that is split inside."""
-    kept, seen = sequence_trial.sharing_of, []
-    with patch.object(sequence_trial, "sharing_of", lambda *args: seen.append(kept(*args)) or seen[-1]):
+    kept, seen = trial.sharing_of, []
+    with patch.object(trial, "sharing_of", lambda *args: seen.append(kept(*args)) or seen[-1]):
         yield seen
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -200,3 +202,9 @@ def test_a_home_made_optimizer_of_parameters_that_are_replaced_is_told(groups):
     del optimizer.groups
     refuse_wrapped("parallelize", model)
     assert holder.parameters
+
+
+def test_a_model_that_nobody_holds_costs_one_look_at_the_objects_of_the_process():
+    with patch.object(gc, "get_objects", wraps=gc.get_objects) as looks:
+        refuse_wrapped("parallelize", nn.Linear(2, 2))
+    assert looks.call_count == 1

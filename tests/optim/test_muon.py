@@ -20,8 +20,8 @@ from tests.products import once
 from tpkernels import GPT, ColumnParallelLinear, GPTConfig, GradientBuckets, initialize_model_parallel
 from tpkernels.interop.shards import TensorShard, shards_of
 from tpkernels.optim import CombinedOptimizer, Muon, hidden_matrices, orthogonalize
-from tpkernels.optim.newton_schulz import multiplications
-from tpkernels.optim.rounds import plan_rounds
+from tpkernels.optim.full_matrices import plan_rounds
+from tpkernels.optim.muon import multiplications
 
 POOLS = {"tp1": ("ranks1", 1), "tp2": ("ranks2", 2), "tp4": ("ranks4", 4), "tp2_dp2": ("ranks4", 2)}
 OPTIONS = {

@@ -35,6 +35,7 @@ def as_dtensors(model: nn.Module, state: State = None) -> dict[str, DTensor]:
 
 
 def as_dtensor(shard: TensorShard, group: ProcessGroup) -> DTensor:
+    """Return `shard` as a DTensor of the full shape over `group`, in the memory of the shard."""
     if shard.dim is None and isinstance(shard.tensor, DTensor):
         return DTensor.from_local(
             shard.local,
@@ -44,7 +45,12 @@ def as_dtensor(shard: TensorShard, group: ProcessGroup) -> DTensor:
             shape=shard.tensor.shape,
             stride=shard.tensor.stride(),
         )
-    mesh = _mesh(group, shard.local.device.type)
+    device_type = shard.local.device.type
+    return over_mesh(shard, DeviceMesh.from_group(group, device_type, mesh_dim_names=(TENSOR_DIM,)))
+
+
+def over_mesh(shard: TensorShard, mesh: DeviceMesh) -> DTensor:
+    """Return `shard` as a DTensor of the full shape over a mesh of the tensor-parallel ranks."""
     if shard.dim is None:
         return DTensor.from_local(shard.local.detach(), mesh, [Replicate()], run_check=False)
     chunks = list(shard.chunks())
@@ -61,10 +67,6 @@ def as_dtensor(shard: TensorShard, group: ProcessGroup) -> DTensor:
         shape=torch.Size(shard.shape),
         stride=tuple(prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))),
     )
-
-
-def _mesh(group: ProcessGroup, device_type: str) -> DeviceMesh:
-    return DeviceMesh.from_group(group, device_type, mesh_dim_names=(TENSOR_DIM,))
 
 
 def is_chunked(shard: TensorShard) -> bool:

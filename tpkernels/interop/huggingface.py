@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tpkernels.interop.parallelize.plan import gpt2_plan as gpt2_plan
 from tpkernels.interop.parallelize.plan import llama_plan as llama_plan
-from tpkernels.interop.renaming import Rule, to_ours, to_theirs
+from tpkernels.interop.renaming import Renaming, to_ours, to_theirs
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.activations import Activation
 
@@ -27,7 +27,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def _llama() -> list[Rule]:
+def _llama() -> list[Renaming]:
     of_layer = {
         "input_layernorm": "attention_norm",
         "self_attn.q_proj": "attention.qkv.query",
@@ -41,15 +41,15 @@ def _llama() -> list[Rule]:
     }
     named = {f"model.layers.{{i}}.{theirs}": f"blocks.{{i}}.{ours}" for theirs, ours in of_layer.items()}
     named |= {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
-    return [Rule(f"{theirs}.weight", (f"{ours}.weight",)) for theirs, ours in named.items()]
+    return [Renaming(f"{theirs}.weight", (f"{ours}.weight",)) for theirs, ours in named.items()]
 
 
-def _gpt2() -> list[Rule]:
+def _gpt2() -> list[Renaming]:
     layer, block = "transformer.h.{i}", "blocks.{i}"
     rules = [
-        Rule("transformer.wte.weight", ("embedding.weight",)),
-        Rule("transformer.wpe.weight", ("positions.weight",)),
-        Rule(_HEAD, ("head.weight",)),
+        Renaming("transformer.wte.weight", ("embedding.weight",)),
+        Renaming("transformer.wpe.weight", ("positions.weight",)),
+        Renaming(_HEAD, ("head.weight",)),
     ]
     for kind in ("weight", "bias"):
         norms = {f"{layer}.ln_1": f"{block}.attention_norm", f"{layer}.ln_2": f"{block}.mlp_norm"}
@@ -60,12 +60,12 @@ def _gpt2() -> list[Rule]:
             f"{layer}.mlp.c_proj": f"{block}.mlp.down",
         }
         qkv = tuple(f"{block}.attention.qkv.{part}.{kind}" for part in ("query", "key", "value"))
-        rules += [Rule(f"{theirs}.{kind}", (f"{ours}.{kind}",)) for theirs, ours in norms.items()]
+        rules += [Renaming(f"{theirs}.{kind}", (f"{ours}.{kind}",)) for theirs, ours in norms.items()]
         rules += [
-            Rule(f"{theirs}.{kind}", (f"{ours}.{kind}",), lambda weight: (weight.t(),), Tensor.t)
+            Renaming(f"{theirs}.{kind}", (f"{ours}.{kind}",), lambda weight: (weight.t(),), Tensor.t)
             for theirs, ours in linears.items()
         ]
-        rules.append(Rule(f"{layer}.attn.c_attn.{kind}", qkv, _split_conv, _join_conv))
+        rules.append(Renaming(f"{layer}.attn.c_attn.{kind}", qkv, _split_conv, _join_conv))
     return rules
 
 

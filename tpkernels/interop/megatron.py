@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tpkernels.interop.renaming import Rule, to_ours, to_theirs
+from tpkernels.interop.renaming import Renaming, to_ours, to_theirs
 from tpkernels.topology.shard import split_vocabulary
 
 _LAYER, _BLOCK = "decoder.layers.{i}", "blocks.{i}"
@@ -92,16 +92,16 @@ def to_megatron(
     return theirs
 
 
-def _rules(heads: int, groups: int, gated: bool, norms: Mapping[str, str]) -> list[Rule]:
+def _rules(heads: int, groups: int, gated: bool, norms: Mapping[str, str]) -> list[Renaming]:
     rules = [
-        Rule("embedding.word_embeddings.weight", ("embedding.weight",)),
-        Rule("embedding.position_embeddings.weight", ("positions.weight",)),
-        Rule("output_layer.weight", ("head.weight",)),
+        Renaming("embedding.word_embeddings.weight", ("embedding.weight",)),
+        Renaming("embedding.position_embeddings.weight", ("positions.weight",)),
+        Renaming("output_layer.weight", ("head.weight",)),
     ]
     for kind in ("weight", "bias"):
         qkv = tuple(f"{_BLOCK}.attention.qkv.{part}.{kind}" for part in ("query", "key", "value"))
         rules.append(
-            Rule(
+            Renaming(
                 f"{_LAYER}.self_attention.linear_qkv.{kind}",
                 qkv,
                 lambda fused: split_qkv(fused, heads=heads, groups=groups),
@@ -111,15 +111,15 @@ def _rules(heads: int, groups: int, gated: bool, norms: Mapping[str, str]) -> li
         fc1 = f"{_LAYER}.mlp.linear_fc1.{kind}"
         up = f"{_BLOCK}.mlp.up.{kind}"
         rules.append(
-            Rule(fc1, (f"{_BLOCK}.mlp.gate.{kind}", up), lambda fused: fused.chunk(2), _stack)
+            Renaming(fc1, (f"{_BLOCK}.mlp.gate.{kind}", up), lambda fused: fused.chunk(2), _stack)
             if gated
-            else Rule(fc1, (up,))
+            else Renaming(fc1, (up,))
         )
         rules += [
-            Rule(f"{_LAYER}.self_attention.linear_proj.{kind}", (f"{_BLOCK}.attention.output.{kind}",)),
-            Rule(f"{_LAYER}.mlp.linear_fc2.{kind}", (f"{_BLOCK}.mlp.down.{kind}",)),
-            Rule(f"decoder.final_layernorm.{kind}", (f"norm.{kind}",)),
-            *(Rule(f"{theirs}{kind}", (f"{mine}{kind}",)) for theirs, mine in norms.items()),
+            Renaming(f"{_LAYER}.self_attention.linear_proj.{kind}", (f"{_BLOCK}.attention.output.{kind}",)),
+            Renaming(f"{_LAYER}.mlp.linear_fc2.{kind}", (f"{_BLOCK}.mlp.down.{kind}",)),
+            Renaming(f"decoder.final_layernorm.{kind}", (f"norm.{kind}",)),
+            *(Renaming(f"{theirs}{kind}", (f"{mine}{kind}",)) for theirs, mine in norms.items()),
         ]
     return rules
 

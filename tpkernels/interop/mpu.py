@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
-from typing import Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 import torch.distributed as dist
 
 from tpkernels import parallel_state
-from tpkernels.parallel_state.dense import *  # noqa: F403
-from tpkernels.parallel_state.experts import *  # noqa: F403
+from tpkernels.parallel_state import getters, stages, todays
+from tpkernels.parallel_state.getters import *  # noqa: F403
 from tpkernels.parallel_state.stages import *  # noqa: F403
+from tpkernels.parallel_state.table import public_names
+from tpkernels.parallel_state.todays import *  # noqa: F403
 from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
 from tpkernels.runtime.initialize import initialize_model_parallel as initialize_in_runtime
 from tpkernels.runtime.state import ParallelState, ParallelStateError
@@ -95,3 +97,8 @@ def _divide(layers: int, stages: int, what: str) -> int:
     if stages < 1 or layers % stages:
         raise InvalidSizes(f"num_layers ({layers}) must be divisible by {what} ({stages})")
     return layers // stages
+
+
+if not TYPE_CHECKING:  # a checker goes by the names themselves
+    own = {"destroy_model_parallel", *public_names(globals())}
+    __all__ = sorted(own.union(getters.__all__, todays.__all__, stages.__all__))

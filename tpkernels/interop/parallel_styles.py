@@ -47,6 +47,7 @@ class _Style(ParallelStyle):
         self.use_local_output = use_local_output
 
     def refusal(self, what: str, got: object, expected: str) -> ValueError:
+        """An error that says what to do instead."""
         return ValueError(
             f"{type(self).__name__}: {what}: expected {expected}, got {got}; redistribute it outside of the "
             "module, or use torch's own style for this module: a plan may have both"
@@ -166,12 +167,14 @@ class _Styled(nn.Module):
 
     @property
     def weight_shard(self) -> Tensor:
+        """This rank's shard of the weight."""
         weight = self.local("weight")
         assert weight is not None
         return weight
 
     @property
     def mesh(self) -> DeviceMesh:
+        """The mesh that the weight is distributed over."""
         weight: object = self._parameters["weight"]
         assert isinstance(weight, DTensor)
         return weight.device_mesh
@@ -204,12 +207,15 @@ class _Styled(nn.Module):
         return self.returned(op(x, False))
 
     def returned(self, y: Tensor) -> Tensor:
+        """The output as the style asks for it: local, or a DTensor."""
         if self.style.use_local_output:
             return y
         return DTensor.from_local(y, self.mesh, [self.style.output_layouts], run_check=False)
 
 
 class ColwiseLinear(_Styled, nn.Linear):
+    """The nn.Linear that `ColwiseParallel` makes of one."""
+
     def forward(self, input: Tensor) -> Tensor:
         x, layout = self.taken(input)
         output_layout = self.layout_of("output_layouts", self.style.output_layouts, x.ndim)
@@ -232,6 +238,8 @@ class ColwiseLinear(_Styled, nn.Linear):
 
 
 class RowwiseLinear(_Styled, nn.Linear):
+    """The nn.Linear that `RowwiseParallel` makes of one."""
+
     def forward(self, input: Tensor) -> Tensor:
         x, layout = self.taken(input)
         group = self.world.group
@@ -247,6 +255,8 @@ class RowwiseLinear(_Styled, nn.Linear):
 
 
 class RowwiseEmbedding(_Styled, nn.Embedding):
+    """The nn.Embedding that `RowwiseParallel` makes of one."""
+
     def forward(self, input: Tensor) -> Tensor:
         ids, layout = self.taken(input)
         if not isinstance(layout, Replicate):
@@ -268,6 +278,8 @@ class RowwiseEmbedding(_Styled, nn.Embedding):
 
 
 class TokenLayerNorm(_Styled, nn.LayerNorm):
+    """The nn.LayerNorm that `SequenceParallel` makes of one."""
+
     def forward(self, input: Tensor) -> Tensor:
         x, group = _own_tokens(self, input), self.world.group
         y = ops.layer_norm(x, self.weight_shard, self.local("bias"), eps=self.eps, group=group)
@@ -275,6 +287,8 @@ class TokenLayerNorm(_Styled, nn.LayerNorm):
 
 
 class TokenRMSNorm(_Styled, nn.RMSNorm):
+    """The nn.RMSNorm that `SequenceParallel` makes of one."""
+
     def forward(self, x: Tensor) -> Tensor:
         x = _own_tokens(self, x)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps

@@ -23,7 +23,7 @@ _KEPT = (  # other errors become a RuntimeError that names them
 
 @contextmanager
 def raise_on_all_ranks(request: str) -> Iterator[None]:
-    """Around what each rank does by itself. Called by all ranks of the world, which compare their requests.
+    """Raise on all ranks what any raises inside. Called by all ranks of the world, which compare requests.
 
     request: the call in words, the same on all ranks
     """

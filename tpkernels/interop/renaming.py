@@ -18,7 +18,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Renaming:
     """One tensor of theirs is one of ours, or several of ours fused.
 
     theirs, ours: names, with {i} for the number of a layer
@@ -31,7 +31,7 @@ class Rule:
     fuse: Callable[..., Tensor] = _same
 
 
-def to_ours(theirs: Mapping[str, Tensor], rules: Iterable[Rule]) -> dict[str, Tensor]:
+def to_ours(theirs: Mapping[str, Tensor], rules: Iterable[Renaming]) -> dict[str, Tensor]:
     """Tensors under our names. A name without a rule is an error."""
     rules = list(rules)
     ours: dict[str, Tensor] = {}
@@ -49,7 +49,7 @@ def to_ours(theirs: Mapping[str, Tensor], rules: Iterable[Rule]) -> dict[str, Te
     return ours
 
 
-def to_theirs(ours: Mapping[str, Tensor], rules: Iterable[Rule]) -> dict[str, Tensor]:
+def to_theirs(ours: Mapping[str, Tensor], rules: Iterable[Renaming]) -> dict[str, Tensor]:
     """Tensors under their names, by the first rule for each. A name without a rule is an error."""
     theirs: dict[str, Tensor] = {}
     left = dict(ours)

@@ -27,7 +27,7 @@ from tpkernels.topology.shard import HeadSplit, VocabularySplit, ranges_of, stac
 
 @dataclass(frozen=True)
 class TensorShard:
-    """One tensor on this rank.
+    """What this rank holds of one tensor of the unsharded model.
 
     tensor: the model's own, padding included; under `fully_shard` a DTensor
     shape: of the full tensor
@@ -84,6 +84,7 @@ class TensorShard:
             yield Chunk(local.narrow(self.dim, 0, 0), (*block[: self.dim], held, *block[self.dim + 1 :]))
 
     def zero_padding(self) -> None:
+        """Set what pads this rank's shard to zero."""
         if self.dim is not None:
             held = sum(len(each) for each in self.ranges[self.rank])
             size = self.local.shape[self.dim]
@@ -93,7 +94,7 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One range.
+    """One range of a shard.
 
     view: of a shard
     where: index of the full tensor, a slice for each dimension
@@ -104,6 +105,7 @@ class Chunk:
 
     @property
     def offsets(self) -> tuple[int, ...]:
+        """Where the range begins in the full tensor, by dimension."""
         return tuple(index.start for index in self.where)
 
 

@@ -95,35 +95,46 @@ def look_at_wrapper(parent: nn.Module, _: str, module: nn.Module) -> None:
 
 def refuse_wrapped(caller: str, model: nn.Module) -> None:
     """An error if parameters of `model`, which `caller` replaces, are those of a wrapper or an optimizer."""
-    if _first_in(model, _wrapped()) or _first_in(model, _optimized()):
+    wrapped, optimized = _held_in(model)
+    if wrapped or optimized:
         gc.collect()  # what was dropped may still be part of a reference cycle
-    if name := _first_in(model, _wrapped()):
+        wrapped, optimized = _held_in(model)
+    if wrapped:
         raise ValueError(
             f"{caller}: expected a model that DistributedDataParallel has not wrapped, but it has wrapped "
-            f"'{name}', and would go on reducing the parameters that {caller} replaces; call {caller} first, "
-            "then wrap the model over the data-parallel group"
+            f"'{wrapped}', and would go on reducing the parameters that {caller} replaces; call {caller} "
+            "first, then wrap the model over the data-parallel group"
         )
-    if name := _first_in(model, _optimized()):
+    if optimized:
         raise ValueError(
-            f"{caller}: expected a model without optimizer, but one has '{name}', and would go on with the "
-            f"parameters that {caller} replaces; call {caller} first, then build the optimizer"
+            f"{caller}: expected a model without optimizer, but one has '{optimized}', and would go on with "
+            f"the parameters that {caller} replaces; call {caller} first, then build the optimizer"
         )
+
+
+def _held_in(model: nn.Module) -> tuple[str, str]:
+    """The first parameter that a wrapper has, and the first that an optimizer has; "" for none.
+
+    Optimizers are torch's, and objects of other classes that have a `step`. Types are judged before objects:
+    a process has few of these, and hundreds of thousands of those.
+    """
+    objects = gc.get_objects()
+    kinds = set(map(type, objects))
+    wrappers = {kind for kind in kinds if issubclass(kind, DistributedDataParallel)}
+    optimizers = {kind for kind in kinds if _is_optimizer(kind)}
+    wanted = wrappers | optimizers
+    wrapped: set[int] = set()
+    optimized: set[int] = set()
+    for found in (each for each in objects if type(each) in wanted):
+        if type(found) in wrappers:
+            wrapped.update(map(id, found.parameters()))
+        else:
+            optimized.update(map(id, _parameters_in(getattr(found, "__dict__", {}))))
+    return _first_in(model, wrapped), _first_in(model, optimized)
 
 
 def _first_in(model: nn.Module, parameters: set[int]) -> str:
     return next((name for name, parameter in model.named_parameters() if id(parameter) in parameters), "")
-
-
-def _wrapped() -> set[int]:
-    wrappers = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
-    return {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
-
-
-def _optimized() -> set[int]:
-    """The parameters of torch's optimizers, and of objects of other classes that have a `step`."""
-    steps = {kind: _is_optimizer(kind) for kind in set(map(type, gc.get_objects()))}
-    held = [getattr(found, "__dict__", {}) for found in gc.get_objects() if steps.get(type(found))]
-    return {id(parameter) for parameter in _parameters_in(held)}
 
 
 def _is_optimizer(kind: type) -> bool:

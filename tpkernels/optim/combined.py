@@ -1,4 +1,4 @@
-"""Several optimizers as one, for what takes one: schedulers, trainers, checkpoints."""
+"""Several optimizers as one, and whether an optimizer is right on shards."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tpkernels.interop.shards import shards_of, world_of
+from tpkernels.layers.elementwise import problem_on_shards
+from tpkernels.layers.world import State
 from tpkernels.optim.muon import Muon, keep_momentum
 
 
@@ -47,6 +50,7 @@ class CombinedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step all optimizers; returns what `closure` returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -56,6 +60,7 @@ class CombinedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, for all optimizers."""
         super().load_state_dict(state_dict)
         self._share()
         for optimizer in self.optimizers:
@@ -63,8 +68,27 @@ class CombinedOptimizer(Optimizer):
                 keep_momentum(optimizer, self, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: groups belong to the optimizers."""
         if len(self.param_groups) >= sum(self._counts):
             raise ValueError(
                 "CombinedOptimizer: add the group to one of the optimizers before they are combined"
             )
         super().add_param_group(param_group)
+
+
+def require_elementwise(optimizer: Optimizer, model: nn.Module, *, state: State = None) -> None:
+    """Raise if the optimizer would take a shard of a matrix for the full one, or is not known not to.
+
+    Without effect on one tensor-parallel rank, and on optimizers of replicated parameters only. Subclasses of
+    known optimizers under other names are not known: what they add is theirs to say. The first step of an
+    optimizer over layers raises the same error if it is known to be wrong, and warns if it is not known.
+
+    state: as the model was built with; by default found in its layers
+    """
+    if world_of(model, state).size == 1:
+        return
+    split = {shard.tensor: name for name, shard in shards_of(model, state).items() if shard.dim is not None}
+    for each in optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,):
+        owned = [split[p] for group in each.param_groups for p in group["params"] if p in split]
+        if problem := problem_on_shards(each, [f"'{name}'" for name in owned]):
+            raise ValueError(f"require_elementwise: {problem}")

@@ -25,14 +25,13 @@ from torch.distributed import ProcessGroup, Work
 
 from tpkernels.comm.groups import failed, start_all_gather, start_all_to_all
 from tpkernels.interop.shards import TensorShard
-from tpkernels.optim.rounds import Job, plan_rounds
 
 WIRE = torch.bfloat16
-Compute = Callable[[int, Tensor], Tensor]  # of the matrix at a position; may overwrite it
+MatrixFunction = Callable[[int, Tensor], Tensor]  # of the matrix at a position; may overwrite it
 
 
 class FullMatrices:
-    """Where shards of `shards` go, and come back from."""
+    """The exchange that brings each matrix to its owner, and shards of the results back."""
 
     def __init__(
         self,
@@ -51,28 +50,28 @@ class FullMatrices:
         alone = [i for i in range(len(shards)) if i not in set(split)]
         self.rounds = self._dealt(split, costs, group.size(), round_bytes)
         self.computed_here = [
-            job.position for jobs in self._dealt(alone, costs, 1, round_bytes) for job in jobs
+            matrix.position for matrices in self._dealt(alone, costs, 1, round_bytes) for matrix in matrices
         ]
 
     def _dealt(
         self, positions: Sequence[int], costs: Sequence[int], ranks: int, round_bytes: int
-    ) -> list[list[Job]]:
-        """This replica's jobs, by round; their owners are among so many ranks of it."""
+    ) -> list[list[OwnedMatrix]]:
+        """This replica's matrices, by round; their owners are among so many ranks of it."""
         count, here = (1, 0) if self.replicas is None else (self.replicas.size(), self.replicas.rank())
         sizes = [WIRE.itemsize * self.shards[i].shape[0] * self.shards[i].shape[1] for i in positions]
         rounds = []
-        for jobs in plan_rounds([costs[i] for i in positions], sizes, ranks * count, round_bytes):
+        for matrices in plan_rounds([costs[i] for i in positions], sizes, ranks * count, round_bytes):
             mine = []
-            for job in jobs:
-                position, (replica, owner) = positions[job.position], divmod(job.owner, ranks)
+            for matrix in matrices:
+                position, (replica, owner) = positions[matrix.position], divmod(matrix.owner, ranks)
                 self.replica_of[position] = replica
                 if replica == here:
-                    mine.append(Job(position, owner))
+                    mine.append(OwnedMatrix(position, owner))
             rounds.append(mine)
         return rounds
 
     @torch.no_grad()
-    def apply(self, compute: Compute, held: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def apply(self, compute: MatrixFunction, held: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """This rank's shard of each result, with its position.
 
         held: this rank's shards without padding, by position; the same positions on all ranks
@@ -83,7 +82,7 @@ class FullMatrices:
     def _of_all(
         self, own: Mapping[int, Tensor], held: Mapping[int, Tensor], replicas: ProcessGroup
     ) -> Iterator[tuple[int, Tensor]]:
-        """With the results of other replicas."""
+        """The results of all replicas, gathered over `replicas`."""
         positions = [[i for i in held if self.replica_of[i] == replica] for replica in range(replicas.size())]
         longest = max(sum(held[i].numel() for i in some) for some in positions)
         if not longest:
@@ -100,61 +99,72 @@ class FullMatrices:
             for i, result in zip(some, flat[: sum(sizes)].split(sizes), strict=True):
                 yield i, result.view(held[i].shape)
 
-    def _of_this_replica(self, compute: Compute, held: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def _of_this_replica(
+        self, compute: MatrixFunction, held: Mapping[int, Tensor]
+    ) -> Iterator[tuple[int, Tensor]]:
         for i in self.computed_here:
             if i in held:
                 yield i, compute(i, held[i])
-        rounds = [tuple(job for job in jobs if job.position in held) for jobs in self.rounds]
-        rounds = [jobs for jobs in rounds if jobs]
+        rounds = [tuple(matrix for matrix in matrices if matrix.position in held) for matrices in self.rounds]
+        rounds = [matrices for matrices in rounds if matrices]
         gathering = self._gather(rounds[0], held) if rounds else None
-        scattering: _Moving | None = None
-        for number, jobs in enumerate(rounds):
+        scattering: _Exchange | None = None
+        for number, matrices in enumerate(rounds):
             assert gathering is not None
             received = gathering.wait()
             if number + 1 < len(rounds):
                 gathering = self._gather(rounds[number + 1], held)
-            begun = self._compute(compute, jobs, received)
+            begun = self._compute(compute, matrices, received)
             if scattering is not None:
                 yield from self._taken(rounds[number - 1], scattering.wait())
             scattering = begun
         if scattering is not None:
             yield from self._taken(rounds[-1], scattering.wait())
 
-    def _gather(self, jobs: Sequence[Job], held: Mapping[int, Tensor]) -> _Moving:
+    def _gather(self, matrices: Sequence[OwnedMatrix], held: Mapping[int, Tensor]) -> _Exchange:
         me = self.group.rank()
         return self._exchange(
-            [[held[job.position] for job in jobs if job.owner == owner] for owner in self._ranks()],
-            [[self._elements(job, rank) for job in jobs if job.owner == me] for rank in self._ranks()],
+            [
+                [held[matrix.position] for matrix in matrices if matrix.owner == owner]
+                for owner in self._ranks()
+            ],
+            [
+                [self._elements(matrix, rank) for matrix in matrices if matrix.owner == me]
+                for rank in self._ranks()
+            ],
         )
 
     def _compute(
-        self, compute: Compute, jobs: Sequence[Job], received: Sequence[Sequence[Tensor]]
-    ) -> _Moving:
+        self, compute: MatrixFunction, matrices: Sequence[OwnedMatrix], received: Sequence[Sequence[Tensor]]
+    ) -> _Exchange:
         """Compute what this rank owns, from what each rank has sent, and send shards of it."""
         me = self.group.rank()
         results: list[list[Tensor]] = [[] for _ in self._ranks()]
-        for number, job in enumerate(job for job in jobs if job.owner == me):
-            shard = self.shards[job.position]
+        for number, matrix in enumerate(matrix for matrix in matrices if matrix.owner == me):
+            shard = self.shards[matrix.position]
             full = received[0][0].new_empty(shard.shape)
             for rank, flat in enumerate(shards[number] for shards in received):
-                for chunk in shard.chunks(flat.view(self._shape(job, rank)), rank):
+                for chunk in shard.chunks(flat.view(self._shape(matrix, rank)), rank):
                     full[chunk.where] = chunk.view
-            result = compute(job.position, full)
+            result = compute(matrix.position, full)
             for rank, own in enumerate(results):
                 assert shard.dim is not None
                 ranges = [result.narrow(shard.dim, each.start, len(each)) for each in shard.ranges[rank]]
                 own.append(torch.cat(ranges, shard.dim).to(WIRE))
-        sizes = [[self._elements(job, me) for job in jobs if job.owner == owner] for owner in self._ranks()]
+        sizes = [
+            [self._elements(matrix, me) for matrix in matrices if matrix.owner == owner]
+            for owner in self._ranks()
+        ]
         return self._exchange(results, sizes)
 
     def _taken(
-        self, jobs: Sequence[Job], received: Sequence[Sequence[Tensor]]
+        self, matrices: Sequence[OwnedMatrix], received: Sequence[Sequence[Tensor]]
     ) -> Iterator[tuple[int, Tensor]]:
         arrived = [iter(shards) for shards in received]
-        for job in jobs:
-            yield job.position, next(arrived[job.owner]).view(self._shape(job, self.group.rank()))
+        for matrix in matrices:
+            yield matrix.position, next(arrived[matrix.owner]).view(self._shape(matrix, self.group.rank()))
 
-    def _exchange(self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]) -> _Moving:
+    def _exchange(self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]) -> _Exchange:
         """sent: what each rank gets; sizes: the numbers of elements that each rank sends here"""
         flat = [tensor.reshape(-1).to(WIRE) for tensors in sent for tensor in tensors]
         device = self.shards[0].tensor.device
@@ -163,24 +173,24 @@ class FullMatrices:
         counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         into, out = (flat.view(torch.uint8).view(-1, WIRE.itemsize) for flat in (received, data))  # for gloo
         work = start_all_to_all(self.group, into, out, list(map(sum, sizes)), counts)
-        return _Moving(work, data, received, sizes, self.group)
+        return _Exchange(work, data, received, sizes, self.group)
 
     def _ranks(self) -> Iterable[int]:
         return range(self.group.size())
 
-    def _shape(self, job: Job, rank: int) -> tuple[int, ...]:
-        shard = self.shards[job.position]
+    def _shape(self, matrix: OwnedMatrix, rank: int) -> tuple[int, ...]:
+        shard = self.shards[matrix.position]
         assert shard.dim is not None
         length = sum(map(len, shard.ranges[rank]))
         return (*shard.shape[: shard.dim], length, *shard.shape[shard.dim + 1 :])
 
-    def _elements(self, job: Job, rank: int) -> int:
-        rows, columns = self._shape(job, rank)
+    def _elements(self, matrix: OwnedMatrix, rank: int) -> int:
+        rows, columns = self._shape(matrix, rank)
         return rows * columns
 
 
 @dataclass(frozen=True)
-class _Moving:
+class _Exchange:
     """An exchange under way; `sent` is kept until it is over."""
 
     work: Work
@@ -201,3 +211,48 @@ def _wait(work: Work, what: str, group: ProcessGroup) -> None:
         work.wait()
     except RuntimeError as error:
         raise failed(f"optim: an {what}", group.group_name, group.size(), error) from error
+
+
+# Which rank orthogonalizes which matrix, and in which round it is gathered.
+
+
+@dataclass(frozen=True)
+class OwnedMatrix:
+    """A matrix, by its position in the caller's list, and the rank of the group that owns it."""
+
+    position: int
+    owner: int
+
+
+def plan_rounds(
+    costs: Sequence[int], sizes: Sequence[int], ranks: int, round_bytes: int
+) -> list[tuple[OwnedMatrix, ...]]:
+    """Each matrix goes to the rank that has least to do in its round, expensive matrices first.
+
+    costs: of orthogonalizing each
+    sizes: of each full matrix, in bytes; a round has ranks x round_bytes or more, and a multiple of `ranks`
+        matrices
+    """
+    expensive_first = sorted(range(len(costs)), key=lambda position: (-costs[position], position))
+    rounds: list[tuple[OwnedMatrix, ...]] = []
+    work = [0] * ranks  # of all rounds
+    waiting: list[int] = []
+    for number, position in enumerate(expensive_first, 1):
+        waiting.append(position)
+        is_full = sum(sizes[each] for each in waiting) >= ranks * round_bytes and not len(waiting) % ranks
+        if is_full or number == len(costs):
+            rounds.append(_shared_out(waiting, costs, work))
+            waiting = []
+    return rounds
+
+
+def _shared_out(positions: Sequence[int], costs: Sequence[int], work: list[int]) -> tuple[OwnedMatrix, ...]:
+    """Deal matrices of a round to ranks; adds to `work`, which decides between equally busy ones."""
+    here = [0] * len(work)
+    matrices = []
+    for position in positions:
+        owner = min(range(len(work)), key=lambda rank: (here[rank], work[rank], rank))
+        here[owner] += costs[position]
+        work[owner] += costs[position]
+        matrices.append(OwnedMatrix(position, owner))
+    return tuple(matrices)

@@ -26,14 +26,17 @@ from tpkernels.layers.foreign import is_dtensor
 from tpkernels.layers.replicas import gradient_of
 from tpkernels.layers.world import State
 from tpkernels.optim.full_matrices import FullMatrices
-from tpkernels.optim.newton_schulz import EPS, NS_COEFFICIENTS, NS_STEPS, multiplications, orthogonalize
+from tpkernels.topology.shard import VocabularySplit
 
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2
+NS_STEPS = 5
+EPS = 1e-7
 ROUND_BYTES = 2**28  # of matrices that a rank receives at a time, in bfloat16
 MOMENTUM = "momentum_buffer"
 
 
 @dataclass(frozen=True)
-class _Work:
+class _MatrixStep:
     """One matrix in one step."""
 
     name: str
@@ -140,18 +143,19 @@ class Muon(torch.optim.Muon):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, with the momentum in the dtype that it was saved in."""
         super().load_state_dict(state_dict)
         keep_momentum(self, self, state_dict)
 
-    def _work(self) -> Iterator[_Work]:
+    def _work(self) -> Iterator[_MatrixStep]:
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = gradient_of(parameter)
                 if gradient is not None:
                     name, shard = self._shards[parameter]
-                    yield _Work(name, shard, group, gradient)
+                    yield _MatrixStep(name, shard, group, gradient)
 
-    def _agree(self, work: list[_Work]) -> None:
+    def _agree(self, work: list[_MatrixStep]) -> None:
         """Ranks have gradients of the same matrices and the same options, or all raise."""
         problem: Problem | None = None
         sparse = [each.name for each in work if each.gradient.is_sparse]
@@ -170,7 +174,7 @@ class Muon(torch.optim.Muon):
             claim.refuse()
 
     def _planned(self) -> FullMatrices:
-        """The exchange of all matrices."""
+        """Plan the exchange of all matrices."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._positions = {parameter: position for position, parameter in enumerate(parameters)}
         shards = [self._shards[parameter][1] for parameter in parameters]
@@ -178,7 +182,7 @@ class Muon(torch.optim.Muon):
         self._exchange = FullMatrices(shards, costs, self._world.group, self._replicas, self._round_bytes)
         return self._exchange
 
-    def _direction(self, work: _Work) -> Tensor:
+    def _direction(self, work: _MatrixStep) -> Tensor:
         """What is orthogonalized, after the momentum has taken the gradient in."""
         state, options, gradient = self.state[work.shard.tensor], work.options, work.gradient
         if MOMENTUM not in state:
@@ -211,7 +215,7 @@ class Muon(torch.optim.Muon):
 
 
 def keep_momentum(muon: Muon, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Undo that torch, loading states, has rounded the momentum to its parameter's dtype.
+    """Give the momentum back the dtype it was saved in: torch rounds it to its parameter's, loading states.
 
     It is of the gradient's, which may be an fp32 main_grad beside a narrower parameter.
     optimizer: which has loaded, and has muon's parameters among its own
@@ -227,7 +231,7 @@ def keep_momentum(muon: Muon, optimizer: Optimizer, state_dict: Mapping[str, Any
             muon.state[parameter][MOMENTUM] = momentum.to(parameter.device)
 
 
-def _orthogonalized(work: _Work, full: Tensor) -> Tensor:
+def _orthogonalized(work: _MatrixStep, full: Tensor) -> Tensor:
     """A full matrix; with `split_stacked` each of the weights in it by itself."""
     options, dim = work.options, work.shard.dim or 0
     return torch.cat(
@@ -244,7 +248,7 @@ def _orthogonalized(work: _Work, full: Tensor) -> Tensor:
     )
 
 
-def _update(work: _Work, result: Tensor) -> None:
+def _update(work: _MatrixStep, result: Tensor) -> None:
     """Weight decay and one step along this rank's shard of the orthogonal matrix; padding stays as it is."""
     lr, options, dim = work.options["lr"], work.options, work.shard.dim or 0
     lr = lr.item() if isinstance(lr, Tensor) else lr
@@ -258,7 +262,7 @@ def _update(work: _Work, result: Tensor) -> None:
         weight.add_(step, alpha=-lr * _adjustment(shape, options["adjust_lr_fn"]))
 
 
-def _stacked(work: _Work) -> list[tuple[int, int]]:
+def _stacked(work: _MatrixStep) -> list[tuple[int, int]]:
     """Size of each matrix that the parameter is along its split dimension, and what this rank holds of it."""
     shard = work.shard
     if shard.dim is None:
@@ -281,3 +285,57 @@ def _held(shard: TensorShard, tensor: Tensor) -> Tensor:
     if shard.dim is None:
         return tensor
     return tensor.narrow(shard.dim, 0, sum(len(each) for each in shard.ranges[shard.rank]))
+
+
+def hidden_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices of hidden layers, for Muon, and all other parameters, for AdamW; frozen ones in neither.
+
+    Others are vectors, tensors of more dimensions, what modules called ...Embedding... own, and heads: those
+    with a sharded vocabulary, and what `transformers` calls output embeddings. A plain nn.Linear that is the
+    head of a model without `get_output_embeddings` is not recognised: move it.
+    """
+    tables: set[nn.Parameter] = set()
+    for module in model.modules():
+        is_table = isinstance(getattr(module, "split", None), VocabularySplit)
+        if is_table or "Embedding" in type(module).__name__:
+            tables.update(module.parameters(recurse=False))
+        head = getattr(module, "get_output_embeddings", lambda: None)()
+        if isinstance(head, nn.Module):
+            tables.update(head.parameters(recurse=False))
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():  # tied ones once
+        if parameter.requires_grad:
+            (matrices if parameter.ndim == 2 and parameter not in tables else others).append(parameter)
+    return matrices, others
+
+
+@torch.no_grad()
+def orthogonalize(
+    matrix: Tensor,
+    *,
+    ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+    ns_steps: int = NS_STEPS,
+    eps: float = EPS,
+) -> Tensor:
+    """Return U Vᵀ, roughly, of a full matrix U S Vᵀ, by Newton-Schulz in bfloat16: torch's Muon's bits.
+
+    eps: what a smaller Frobenius norm counts as
+    """
+    if matrix.ndim != 2:
+        raise ValueError(f"orthogonalize: expected a matrix, got a tensor {tuple(matrix.shape)}")
+    first, third, fifth = ns_coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16()
+    x = x.T if is_tall else x  # x xᵀ is the smaller product
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), x, beta=first)
+    return x.T if is_tall else x
+
+
+def multiplications(shape: tuple[int, ...]) -> int:
+    """The number of multiplications in one step of Newton-Schulz, for a matrix of this shape."""
+    short, long = sorted(shape)
+    return short * short * (2 * long + short)

@@ -5,14 +5,15 @@ the `AssertionError` that callers may catch. The `set_...` functions change size
 or without an initialized state; None takes a change back (of the virtual pipeline: to None).
 """
 
-from tpkernels.parallel_state import dense, experts, stages
-from tpkernels.parallel_state.dense import *  # noqa: F403
-from tpkernels.parallel_state.experts import *  # noqa: F403
-from tpkernels.parallel_state.stages import *  # noqa: F403
-from tpkernels.parallel_state.start import initialize_model_parallel
-from tpkernels.runtime.initialize import destroy_model_parallel
+from typing import TYPE_CHECKING
 
-__all__ = ["destroy_model_parallel", "initialize_model_parallel"]
-__all__ += dense.__all__
-__all__ += experts.__all__
-__all__ += stages.__all__
+from tpkernels.parallel_state import getters, stages, todays
+from tpkernels.parallel_state.getters import *  # noqa: F403
+from tpkernels.parallel_state.stages import *  # noqa: F403
+from tpkernels.parallel_state.start import initialize_model_parallel as initialize_model_parallel
+from tpkernels.parallel_state.todays import *  # noqa: F403
+from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
+
+if not TYPE_CHECKING:  # a checker goes by the imports
+    __all__ = ["destroy_model_parallel", "initialize_model_parallel"]
+    __all__ += getters.__all__ + todays.__all__ + stages.__all__

@@ -1,66 +1,27 @@
-"""Where this rank stands in its pipeline, and who its neighbours are."""
+"""Whether this rank is a first, last or split stage of its pipeline, virtual stages included."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from tpkernels.parallel_state.dense import (
-    get_pipeline_model_parallel_rank,
-    get_pipeline_model_parallel_world_size,
-    rank_or_none,
-    size_or_none,
-    state_for,
+from tpkernels.parallel_state.getters import (
+    get_virtual_pipeline_model_parallel_rank,
+    get_virtual_pipeline_model_parallel_world_size,
 )
-from tpkernels.runtime.state import ParallelStateError, current_or_none, on_the_fly, set_on_the_fly
-from tpkernels.topology.groups import Ranks
-
-__all__ = [
-    "set_pipeline_model_parallel_split_rank",
-    "set_virtual_pipeline_model_parallel_rank",
-    "set_virtual_pipeline_model_parallel_world_size",
-    "get_pipeline_model_parallel_split_rank",
-    "get_virtual_pipeline_model_parallel_rank",
-    "get_virtual_pipeline_model_parallel_world_size",
-    "is_pipeline_first_stage",
-    "is_pipeline_last_stage",
-    "is_rank_in_embedding_group",
-    "is_rank_in_position_embedding_group",
-    "is_pipeline_stage_before_split",
-    "is_pipeline_stage_after_split",
-    "is_pipeline_stage_at_split",
-    "get_pipeline_model_parallel_first_rank",
-    "get_pipeline_model_parallel_last_rank",
-    "get_pipeline_model_parallel_next_rank",
-    "get_pipeline_model_parallel_prev_rank",
-]
+from tpkernels.parallel_state.table import PIPELINE, public_names, set_number, state_for
+from tpkernels.runtime.state import current_or_none, on_the_fly
 
 
 def set_pipeline_model_parallel_split_rank(rank: int | None) -> None:
-    set_on_the_fly(replace(on_the_fly(), split_rank=rank_or_none(rank)))
-
-
-def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    set_on_the_fly(replace(on_the_fly(), virtual_rank=rank_or_none(rank)))
-
-
-def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """How many virtual stages there are; None: no virtual pipeline."""
-    set_on_the_fly(replace(on_the_fly(), virtual_size=size_or_none(world_size)))
+    """Say which stage is the decoder's first."""
+    set_number("split_rank", rank)
 
 
 def get_pipeline_model_parallel_split_rank() -> int | None:
     """The first stage of the decoder, or None in a model without one."""
     state, changed = current_or_none(), on_the_fly().split_rank
     return changed if changed is not None or state is None else state.plan.split_rank
-
-
-def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    return on_the_fly().virtual_rank
-
-
-def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    return on_the_fly().virtual_size
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
@@ -70,7 +31,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None =
         `tpkernels.interop.megatron_core`
     vp_stage: the virtual stage asked about; by default the one that was set, at first 0
     """
-    first = get_pipeline_model_parallel_rank() == 0
+    first = PIPELINE.rank() == 0
     return _at(first, lambda stage, stages: stage == 0, ignore_virtual, vp_stage)
 
 
@@ -79,7 +40,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = 
 
     ignore_virtual, vp_stage: as in `is_pipeline_first_stage`
     """
-    last = get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+    last = PIPELINE.rank() == PIPELINE.world_size() - 1
     return _at(last, lambda stage, stages: stage == stages - 1, ignore_virtual, vp_stage)
 
 
@@ -93,16 +54,17 @@ def is_rank_in_embedding_group(ignore_virtual: bool = False, vp_stage: int | Non
 
     def holds(stage: int | None, stages: int) -> bool:
         if state.rank == ranks[0]:
-            return get_pipeline_model_parallel_rank() == 0 and stage == 0
+            return PIPELINE.rank() == 0 and stage == 0
         if state.rank == ranks[-1]:
-            last = get_pipeline_model_parallel_world_size() - 1
-            return get_pipeline_model_parallel_rank() == last and stage == stages - 1
+            last = PIPELINE.world_size() - 1
+            return PIPELINE.rank() == last and stage == stages - 1
         return True
 
     return _at(state.rank in ranks, holds, ignore_virtual, vp_stage)
 
 
 def is_rank_in_position_embedding_group() -> bool:
+    """Whether this rank holds the position embedding."""
     return state_for("position embedding group").is_member("position_embedding")
 
 
@@ -120,54 +82,27 @@ def _at(
 
 def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
     """Whether a stage (default: this rank's) belongs to the encoder. True in a model without a split."""
-    if get_pipeline_model_parallel_world_size() == 1:
+    if PIPELINE.world_size() == 1:
         return True
-    stage = get_pipeline_model_parallel_rank() if rank is None else rank
+    stage = PIPELINE.rank() if rank is None else rank
     split = get_pipeline_model_parallel_split_rank()
     return split is None or stage < split
 
 
 def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
     """Whether a stage (default: this rank's) belongs to the decoder. True in a model without a split."""
-    if get_pipeline_model_parallel_world_size() == 1:
+    if PIPELINE.world_size() == 1:
         return True
-    stage = get_pipeline_model_parallel_rank() if rank is None else rank
+    stage = PIPELINE.rank() if rank is None else rank
     split = get_pipeline_model_parallel_split_rank()
     return split is None or stage >= split
 
 
 def is_pipeline_stage_at_split() -> bool:
     """Whether this is the encoder's last stage, and the next one belongs to the decoder."""
-    stage = get_pipeline_model_parallel_rank()
+    stage = PIPELINE.rank()
     return is_pipeline_stage_before_split(stage) and is_pipeline_stage_after_split(stage + 1)
 
 
-def get_pipeline_model_parallel_first_rank() -> int:
-    return _pipeline()[0]
-
-
-def get_pipeline_model_parallel_last_rank() -> int:
-    return _pipeline()[get_pipeline_model_parallel_world_size() - 1]
-
-
-def get_pipeline_model_parallel_next_rank() -> int:
-    """The global rank of the next stage; after the last comes the first."""
-    stage, stages = get_pipeline_model_parallel_rank(), get_pipeline_model_parallel_world_size()
-    return _pipeline()[(stage + 1) % stages]
-
-
-def get_pipeline_model_parallel_prev_rank() -> int:
-    """The global rank of the previous stage; before the first comes the last."""
-    stage, stages = get_pipeline_model_parallel_rank(), get_pipeline_model_parallel_world_size()
-    return _pipeline()[(stage - 1) % stages]
-
-
-def _pipeline() -> Ranks:
-    ranks = state_for("Pipeline parallel group").ranks("pp")
-    if get_pipeline_model_parallel_world_size() > len(ranks):
-        raise ParallelStateError(
-            f"the pipeline size was set to {get_pipeline_model_parallel_world_size()} on the fly, but this "
-            f"rank's pipeline group has {len(ranks)} ranks; take it back by "
-            "set_pipeline_model_parallel_world_size(None)"
-        )
-    return ranks
+if not TYPE_CHECKING:
+    __all__ = public_names(globals())

@@ -13,7 +13,7 @@ from tpkernels.runtime.state import ParallelState
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind, plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER, InvalidSizes
 
-Choice = Callable[..., Any] | None
+EmbeddingRanks = Callable[..., Any] | None
 
 
 def initialize_model_parallel(
@@ -41,8 +41,8 @@ def initialize_model_parallel(
     num_distributed_optimizer_instances: int = 1,
     nccl_communicator_config_path: str | None = None,
     high_priority_stream_groups: Sequence[str] | None = None,
-    get_embedding_ranks: Choice = None,
-    get_position_embedding_ranks: Choice = None,
+    get_embedding_ranks: EmbeddingRanks = None,
+    get_position_embedding_ranks: EmbeddingRanks = None,
     rank_offset: int = 0,
     local_world_size: int | None = None,
 ) -> ParallelState:

@@ -1,10 +1,6 @@
-"""A program of its own, for `install` comes before Megatron is imported: prints what it finds, as JSON.
-
-LAYERS=no: without our layers
-"""
+"""A program of its own, for `install` comes before Megatron is imported: prints what it finds, as JSON."""
 
 import json
-import os
 import sys
 import warnings
 
@@ -48,10 +44,6 @@ def found():
 
 def main():
     warnings.simplefilter("ignore")
-    if os.environ.get("LAYERS") == "no":
-        of_layers = hook.SERVED["megatron.core.tensor_parallel.layers"]
-        for name in [name for name in of_layers if name != "utilities"]:
-            del of_layers[name]
     with hook.installed():
         inside = found()
     left = [name for name in sys.modules if name.startswith("megatron.core")]

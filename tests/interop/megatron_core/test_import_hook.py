@@ -12,18 +12,15 @@ import pytest
 from tpkernels.interop.megatron_core import import_hook as hook
 
 ROOT = Path(__file__).parents[3]
-ROOM = ROOT / "tpkernels" / "interop" / "megatron_core"
-LAYERS = ("column", "row", "embedding", "linear")
 
 
 def test_modules_of_megatron_come_from_here_and_the_rest_from_megatron():
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         pytest.skip("needs megatron-core, whose imports are hooked")
-    ours = all((ROOM / f"{name}.py").exists() for name in LAYERS)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     ran = subprocess.run(
         [sys.executable, "-m", "tests.interop.megatron_core.import_hook_program"],
-        env=environment | {"LAYERS": "yes" if ours else "no"},
+        env=environment,
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -36,10 +33,7 @@ def test_modules_of_megatron_come_from_here_and_the_rest_from_megatron():
         "tensor_parallel": ["rng", "utilities"],
         "regions": ["mappings", "megatron.core.tensor_parallel.mappings", "tpkernels.layers.functional"],
         "streams": ["rng", "rng", True],
-        "layers": [
-            "tpkernels.layers.attributes",
-            "column" if ours else "megatron.core.tensor_parallel.layers",
-        ],
+        "layers": ["tpkernels.layers.attributes", "linear"],
         "groups": {"tp": 2, "pp": 2, "dp": 2, "mp": 4, "tp_ep_pp": 4},
         "twice": "nothing",
         "left": [],
@@ -73,7 +67,7 @@ def test_every_name_that_is_served_exists():
 
     for module, homes in hook.SERVED.items():
         for home, names in homes.items():
-            if home in LAYERS:  # they need Megatron
+            if home == "linear":  # it needs Megatron
                 continue
             ours = import_module(f"tpkernels.interop.megatron_core.{home}")
             for name in names or ours.__all__:

@@ -1,20 +1,20 @@
-from tpkernels.interop.megatron_core.column import ColumnParallelLinear as ColumnParallelLinear
-from tpkernels.interop.megatron_core.embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from tpkernels.interop.megatron_core.grid import HyperCommGrid as HyperCommGrid
 from tpkernels.interop.megatron_core.groups import ProcessGroupCollection as ProcessGroupCollection
 from tpkernels.interop.megatron_core.groups import from_megatron as from_megatron
 from tpkernels.interop.megatron_core.import_hook import install as install
 from tpkernels.interop.megatron_core.import_hook import installed as installed
 from tpkernels.interop.megatron_core.import_hook import uninstall as uninstall
+from tpkernels.interop.megatron_core.linear import ColumnParallelLinear as ColumnParallelLinear
+from tpkernels.interop.megatron_core.linear import RowParallelLinear as RowParallelLinear
+from tpkernels.interop.megatron_core.linear import VocabParallelEmbedding as VocabParallelEmbedding
 from tpkernels.interop.megatron_core.linear import (
     linear_with_frozen_weight as linear_with_frozen_weight,
 )
 from tpkernels.interop.megatron_core.linear import (
     linear_with_grad_accumulation_and_async_allreduce as linear_with_grad_accumulation_and_async_allreduce,
 )
-from tpkernels.interop.megatron_core.norm import LayerNorm as LayerNorm
-from tpkernels.interop.megatron_core.norm import RMSNorm as RMSNorm
-from tpkernels.interop.megatron_core.norm import build_norm as build_norm
+from tpkernels.interop.megatron_core.replace import LayerNorm as LayerNorm
+from tpkernels.interop.megatron_core.replace import RMSNorm as RMSNorm
+from tpkernels.interop.megatron_core.replace import build_norm as build_norm
 from tpkernels.interop.megatron_core.replace import layers as layers
-from tpkernels.interop.megatron_core.row import RowParallelLinear as RowParallelLinear
-from tpkernels.interop.megatron_core.spec import spec_provider as spec_provider
+from tpkernels.interop.megatron_core.replace import spec_provider as spec_provider

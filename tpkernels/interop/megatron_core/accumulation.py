@@ -23,6 +23,8 @@ Passed = tuple[Tensor | None, None, None, None]
 
 
 class AddToMainGrad(torch.autograd.Function):
+    """Passes y on, and adds dyᵀ x to `main_grad` in backward."""
+
     @staticmethod
     def forward(ctx: Context, y: Tensor, weight: Tensor, x: Tensor, main_grad: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -37,6 +39,8 @@ class AddToMainGrad(torch.autograd.Function):
 
 
 class KeepForLater(torch.autograd.Function):
+    """Passes y on, and appends dy to a list in backward."""
+
     @staticmethod
     def forward(ctx: Any, y: Tensor, weight: Tensor, dys: list[Tensor]) -> Tensor:
         ctx.dys = dys

@@ -1,4 +1,4 @@
-"""Getters whose arguments or answers differ from those of `tpkernels.parallel_state`.
+"""Functions whose arguments or answers differ from those of `tpkernels.parallel_state`.
 
 Keyword-only arguments are those of newer Megatrons. with_gtp_remat: no effect: no weights are gathered for
 each use.
@@ -8,54 +8,51 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from tpkernels.interop.megatron_core.rank_lists import hybrid_sizes
-from tpkernels.parallel_state import dense, experts
-from tpkernels.parallel_state.dense import GroupOrNone, data_kind, group_for, state_for
+from tpkernels.parallel_state import getters, table
+from tpkernels.parallel_state.table import GroupOrNone, NamedGroup, data_group, public_names, state_for
 from tpkernels.runtime.c10d import takes_cpu_tensors_by_gloo
 from tpkernels.runtime.state import ParallelStateError, current_or_none, on_the_fly
 from tpkernels.topology.plan import Kind
 
-__all__ = [
-    "get_all_ranks",
-    "get_context_parallel_rank",
-    "get_context_parallel_world_size",
-    "get_data_modulo_expert_parallel_group",
-    "get_data_parallel_group",
-    "get_data_parallel_group_gloo",
-    "get_data_parallel_rank",
-    "get_data_parallel_world_size",
-    "get_expert_data_parallel_group",
-    "get_expert_data_parallel_group_gloo",
-    "get_expert_data_parallel_rank",
-    "get_expert_data_parallel_world_size",
-    "get_expert_model_parallel_rank",
-    "get_expert_model_parallel_world_size",
-    "get_expert_tensor_and_model_parallel_rank",
-    "get_expert_tensor_and_model_parallel_world_size",
-    "get_expert_tensor_parallel_rank",
-    "get_expert_tensor_parallel_world_size",
-    "get_hierarchical_context_parallel_groups",
-    "get_hybrid_data_context_parallel_groups",
-    "get_inter_distributed_optimizer_instance_group",
-    "get_intra_distributed_optimizer_instance_group",
-    "get_tensor_and_context_parallel_rank",
-    "get_tensor_and_context_parallel_world_size",
-    "has_separate_all_gather_group",
-    "is_unitialized",
-]
-
 _TWIN = "dp_cp_all_gather"
 
 
-def further(name: str) -> ProcessGroup | None:
+def _further(name: str) -> ProcessGroup | None:
     """This rank's group of no kind in the plan, if it was made."""
     state = current_or_none()
     return None if state is None else state.further.get(name)
+
+
+def _or_zero(measure: Callable[[], int]) -> Callable[[], int]:
+    """`measure`, which returns zero where torch.distributed is not initialized."""
+
+    @wraps(measure, assigned=("__name__", "__doc__"))
+    def measured() -> int:
+        try:
+            return measure()
+        except ParallelStateError:
+            if dist.is_available() and dist.is_initialized():
+                raise
+            return 0
+
+    return measured
+
+
+get_context_parallel_world_size = _or_zero(table.CONTEXT.world_size)
+get_context_parallel_rank = _or_zero(table.CONTEXT.rank)
+get_tensor_and_context_parallel_world_size = _or_zero(table.TENSOR_AND_CONTEXT.world_size)
+get_tensor_and_context_parallel_rank = _or_zero(table.TENSOR_AND_CONTEXT.rank)
+get_expert_model_parallel_world_size = _or_zero(table.EXPERT.world_size)
+get_expert_model_parallel_rank = _or_zero(table.EXPERT.rank)
+get_expert_tensor_and_model_parallel_world_size = _or_zero(table.EXPERT_TENSOR_AND_MODEL.world_size)
+get_expert_tensor_and_model_parallel_rank = _or_zero(table.EXPERT_TENSOR_AND_MODEL.rank)
 
 
 def is_unitialized() -> bool:
@@ -71,34 +68,39 @@ def get_data_parallel_group(
     *,
     with_gtp_remat: bool = True,
 ) -> ProcessGroup:
-    """partial_data_parallel: of one instance of the distributed optimizer
+    """The ranks that hold the same shards of the model, and of the sequence unless with_context_parallel.
+
+    partial_data_parallel: those of one instance of the distributed optimizer
     independent_all_gather: the second communicator of these ranks, see `create_all_gather_group`
     """
-    kind = data_kind(with_context_parallel, partial_data_parallel)
+    row = data_group(with_context_parallel, partial_data_parallel)
     if partial_data_parallel:
-        return further("intra_dp_cp") or group_for("intra partial data parallel group", kind)
+        return _further("intra_dp_cp") or NamedGroup(row.kind, "intra partial data parallel group").group()
     if independent_all_gather and with_context_parallel:
         return _required(_TWIN, "initialize_model_parallel(create_all_gather_group=True)")
-    return group_for("data parallel group", kind)
+    return row.group()
 
 
 def has_separate_all_gather_group() -> bool:
-    return further(_TWIN) is not None
+    """Whether the data and context ranks have a second communicator."""
+    return _further(_TWIN) is not None
 
 
 def get_data_parallel_world_size(
     with_context_parallel: bool = False, partial_data_parallel: bool = False, *, with_gtp_remat: bool = True
 ) -> int:
-    return _or_zero(lambda: get_data_parallel_group(with_context_parallel, partial_data_parallel).size())
+    """The number of ranks in `get_data_parallel_group`."""
+    return _or_zero(lambda: get_data_parallel_group(with_context_parallel, partial_data_parallel).size())()
 
 
 def get_data_parallel_rank(
     with_context_parallel: bool = False, partial_data_parallel: bool = False, *, with_gtp_remat: bool = True
 ) -> int:
+    """This rank's position in `get_data_parallel_group`, or the one that was set."""
     changed = on_the_fly().data_rank
     if changed is not None:
         return changed
-    return _or_zero(lambda: get_data_parallel_group(with_context_parallel, partial_data_parallel).rank())
+    return _or_zero(lambda: get_data_parallel_group(with_context_parallel, partial_data_parallel).rank())()
 
 
 def get_expert_data_parallel_group(
@@ -107,12 +109,16 @@ def get_expert_data_parallel_group(
     *,
     with_gtp_remat: bool = True,
 ) -> GroupOrNone:
-    """partial_expert_data_parallel: of one instance of the distributed optimizer"""
-    intra = further("intra_expert_dp") if partial_expert_data_parallel else None
-    return intra or group_for("expert data parallel group", "expert_dp", check_initialized)
+    """The ranks that hold the same shards of the same experts.
+
+    partial_expert_data_parallel: those of one instance of the distributed optimizer
+    """
+    intra = _further("intra_expert_dp") if partial_expert_data_parallel else None
+    return intra or table.EXPERT_DATA.group(check_initialized)
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
+    """The older name of `get_expert_data_parallel_group`."""
     warnings.warn(
         "get_data_modulo_expert_parallel_group is deprecated: use get_expert_data_parallel_group",
         DeprecationWarning,
@@ -124,20 +130,22 @@ def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = F
 def get_expert_data_parallel_world_size(
     partial_expert_data_parallel: bool = False, *, with_gtp_remat: bool = True
 ) -> int:
-    return _or_zero(lambda: get_expert_data_parallel_group(True, partial_expert_data_parallel).size())
+    """The number of ranks in `get_expert_data_parallel_group`."""
+    return _or_zero(lambda: get_expert_data_parallel_group(True, partial_expert_data_parallel).size())()
 
 
 def get_expert_data_parallel_rank(
     partial_expert_data_parallel: bool = False, *, with_gtp_remat: bool = True
 ) -> int:
-    return _or_zero(lambda: get_expert_data_parallel_group(True, partial_expert_data_parallel).rank())
+    """This rank's position in `get_expert_data_parallel_group`."""
+    return _or_zero(lambda: get_expert_data_parallel_group(True, partial_expert_data_parallel).rank())()
 
 
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
     """The group itself if gloo moves its CPU tensors, else its twin by gloo."""
-    kind = data_kind(with_context_parallel, partial_data_parallel)
+    kind = data_group(with_context_parallel, partial_data_parallel).kind
     return _by_gloo("intra_dp_cp" if partial_data_parallel else kind, kind)
 
 
@@ -148,14 +156,13 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> GroupOrNone:
     """The ranks of one instance of the distributed optimizer."""
-    found = further("intra_dist_opt")
-    return found or group_for("intra distributed optimizer instance group", "world", check_initialized)
+    return _further("intra_dist_opt") or table.OPTIMIZER_INSTANCE.group(check_initialized)
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> GroupOrNone:
     """The same shard in each instance of the distributed optimizer. With one instance an error, or None."""
     if not check_initialized:
-        return further("inter_dist_opt")
+        return _further("inter_dist_opt")
     return _required("inter_dist_opt", "initialize_model_parallel(num_distributed_optimizer_instances=2)")
 
 
@@ -173,9 +180,9 @@ def get_hybrid_data_context_parallel_groups(
     check_initialized: bool = True, group_size: int | None = None
 ) -> GroupOrNone:
     """This rank's group of `group_size` data and context ranks."""
-    all_of_them = state_for("data parallel group").size("dp_cp")
+    all_of_them = table.DATA_AND_CONTEXT.world_size()
     if group_size == all_of_them:
-        return group_for("data parallel group", "dp_cp")
+        return table.DATA_AND_CONTEXT.group()
     if group_size not in hybrid_sizes(all_of_them):
         raise ValueError(
             f"group_size: expected one of {[*hybrid_sizes(all_of_them), all_of_them]}, got {group_size}"
@@ -183,76 +190,34 @@ def get_hybrid_data_context_parallel_groups(
     return _required(f"hybrid_{group_size}", "initialize_model_parallel(hybrid_context_parallel=True)")
 
 
-def get_context_parallel_world_size() -> int:
-    return _or_zero(dense.get_context_parallel_world_size)
-
-
-def get_context_parallel_rank() -> int:
-    return _or_zero(dense.get_context_parallel_rank)
-
-
-def get_tensor_and_context_parallel_world_size() -> int:
-    return _or_zero(experts.get_tensor_and_context_parallel_world_size)
-
-
-def get_tensor_and_context_parallel_rank() -> int:
-    return _or_zero(experts.get_tensor_and_context_parallel_rank)
-
-
-def get_expert_model_parallel_world_size() -> int:
-    return _or_zero(experts.get_expert_model_parallel_world_size)
-
-
-def get_expert_model_parallel_rank() -> int:
-    return _or_zero(experts.get_expert_model_parallel_rank)
-
-
 def get_expert_tensor_parallel_world_size() -> int | None:
-    """Without groups the tensor-parallel size that was set, or None."""
+    """The number of ranks that split an expert; without groups the tensor-parallel size set, or None."""
     own = on_the_fly().expert_tensor_size
     lacking = current_or_none() is None and own is None
-    return on_the_fly().tensor_size if lacking else experts.get_expert_tensor_parallel_world_size()
+    return on_the_fly().tensor_size if lacking else table.EXPERT_TENSOR.world_size()
 
 
 def get_expert_tensor_parallel_rank() -> int | None:
-    """Without groups the tensor-parallel rank that was set, or None."""
+    """This rank among those that split an expert; without groups the tensor-parallel rank set, or None."""
     own = on_the_fly().expert_tensor_rank
     lacking = current_or_none() is None and own is None
-    return on_the_fly().tensor_rank if lacking else experts.get_expert_tensor_parallel_rank()
-
-
-def get_expert_tensor_and_model_parallel_world_size() -> int:
-    return _or_zero(experts.get_expert_tensor_and_model_parallel_world_size)
-
-
-def get_expert_tensor_and_model_parallel_rank() -> int:
-    return _or_zero(experts.get_expert_tensor_and_model_parallel_rank)
+    return on_the_fly().tensor_rank if lacking else table.EXPERT_TENSOR.rank()
 
 
 def get_all_ranks() -> str:
     """This rank's tensor, data, context, pipeline and expert ranks, joined by "_"."""
     ranks = (
-        dense.get_tensor_model_parallel_rank(),
+        table.TENSOR.rank(),
         get_data_parallel_rank(),
         get_context_parallel_rank(),
-        dense.get_pipeline_model_parallel_rank(),
+        table.PIPELINE.rank(),
         get_expert_model_parallel_rank(),
     )
     return "_".join(map(str, ranks))
 
 
-def _or_zero(measure: Callable[[], Any]) -> int:
-    """Zero where torch.distributed is not initialized."""
-    try:
-        return int(measure())
-    except ParallelStateError:
-        if dist.is_available() and dist.is_initialized():
-            raise
-        return 0
-
-
 def _required(name: str, made_by: str) -> ProcessGroup:
-    found = further(name)
+    found = _further(name)
     if found is None:
         state_for(name)
         raise ParallelStateError(f"the {name} group is not initialized: it is made by {made_by}")
@@ -260,13 +225,64 @@ def _required(name: str, made_by: str) -> ProcessGroup:
 
 
 def _by_gloo(name: str, kind: Kind) -> ProcessGroup:
-    group = further(name) or group_for(f"{kind} group-gloo", kind)
+    group = _further(name) or NamedGroup(kind, f"{kind} group-gloo").group()
     if takes_cpu_tensors_by_gloo(group):
         return group
-    twin = further(f"{name}_gloo") or further(f"{kind}_gloo")
+    twin = _further(f"{name}_gloo") or _further(f"{kind}_gloo")
     if twin is None:
         raise ParallelStateError(
             f"the {name} group has no twin that moves CPU tensors by gloo: call "
             "initialize_model_parallel(create_gloo_process_groups=True)"
         )
     return twin
+
+
+# Stages: asked for by `vp_stage`, virtual ones ignored unless told.
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this is the first stage; unless ignore_virtual, whether `vp_stage` is the first of all."""
+    last = _last_virtual(ignore_virtual, vp_stage)
+    return table.PIPELINE.rank() == 0 and (last is None or vp_stage == 0)
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this is the last stage; unless ignore_virtual, whether `vp_stage` is the last of all."""
+    last = _last_virtual(ignore_virtual, vp_stage)
+    at_stage = table.PIPELINE.rank() == getters.get_pipeline_model_parallel_world_size() - 1
+    return at_stage and (last is None or vp_stage == last)
+
+
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank holds the word embedding; unless ignore_virtual, in the virtual stage `vp_stage`."""
+    state = current_or_none()
+    ranks = () if state is None else state.plan.members_near(state.rank, "embedding")
+    if dist.get_rank() not in ranks or ignore_virtual:
+        return dist.get_rank() in ranks
+    if dist.get_rank() == ranks[0]:
+        return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if dist.get_rank() == ranks[-1]:
+        return is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return True
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Whether this rank holds the position embedding."""
+    state = current_or_none()
+    return state is not None and state.is_member("position_embedding")
+
+
+def _last_virtual(ignore_virtual: bool, vp_stage: int | None) -> int | None:
+    """The last virtual stage, where virtual stages count."""
+    virtual = getters.get_virtual_pipeline_model_parallel_world_size()
+    if ignore_virtual or virtual is None:
+        return None
+    if vp_stage is None:
+        raise ParallelStateError("vp_stage must be passed if virtual pipeline is enabled")
+    if not 0 <= vp_stage < virtual:
+        raise ValueError(f"vp_stage: expected a virtual stage from 0 to {virtual - 1}, got {vp_stage}")
+    return virtual - 1
+
+
+if not TYPE_CHECKING:
+    __all__ = public_names(globals())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
@@ -63,65 +63,60 @@ class ProcessGroupCollection:
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Iterable[str] | None = None) -> ProcessGroupCollection:
-        """The groups of the current parallel state. required_pgs: their names; None: all"""
+        """Return the groups of the current parallel state. required_pgs: their names; None: all"""
         names = [each.name for each in fields(cls)] if required_pgs is None else list(required_pgs)
         unknown = set(names) - _GETTERS.keys()
         if unknown:
             raise ValueError(f"no groups are called {sorted(unknown)}; known are {', '.join(_GETTERS)}")
-        return cls(**{name: _GETTERS[name](parallel_state) for name in names})
+        return cls(**{name: _GETTERS[name].of(parallel_state) for name in names})
 
 
-Getter = Callable[[Any], Any]
+@dataclass(frozen=True)
+class _Getter:
+    """How a module like Megatron's `parallel_state` is asked for a group.
+
+    kind: ours; None: of no kind in a plan
+    """
+
+    name: str
+    arguments: Mapping[str, bool]
+    kind: Kind | None
+
+    def of(self, module: Any) -> Any:
+        return getattr(module, self.name)(**self.arguments)
 
 
-def _get(name: str, **arguments: Any) -> Getter:
-    return lambda module: getattr(module, name)(**arguments)
+def _get(name: str, kind: Kind | None = None, **arguments: bool) -> _Getter:
+    return _Getter(name, arguments, kind)
 
 
 _if_any = partial(_get, check_initialized=False)
-_GETTERS: Mapping[str, Getter] = {  # of a module like Megatron's parallel_state
-    "tp": _if_any("get_tensor_model_parallel_group"),
-    "pp": _if_any("get_pipeline_model_parallel_group"),
-    "mp": _if_any("get_model_parallel_group"),
-    "embd": _if_any("get_embedding_group"),
-    "pos_embd": _if_any("get_position_embedding_group"),
-    "cp": _if_any("get_context_parallel_group"),
-    "tp_cp": _if_any("get_tensor_and_context_parallel_group"),
+_GETTERS: Mapping[str, _Getter] = {
+    "tp": _if_any("get_tensor_model_parallel_group", "tp"),
+    "pp": _if_any("get_pipeline_model_parallel_group", "pp"),
+    "mp": _if_any("get_model_parallel_group", "model"),
+    "embd": _if_any("get_embedding_group", "embedding"),
+    "pos_embd": _if_any("get_position_embedding_group", "position_embedding"),
+    "cp": _if_any("get_context_parallel_group", "cp"),
+    "tp_cp": _if_any("get_tensor_and_context_parallel_group", "tp_cp"),
     "hcp": _if_any("get_hierarchical_context_parallel_groups"),
-    "ep": _if_any("get_expert_model_parallel_group"),
-    "expt_tp": _if_any("get_expert_tensor_parallel_group"),
-    "tp_ep": _if_any("get_expert_tensor_and_model_parallel_group"),
-    "tp_ep_pp": _if_any("get_expert_tensor_model_pipeline_parallel_group"),
-    "tp_dp_cp": _if_any("get_tensor_and_data_parallel_group", with_context_parallel=True),
-    "dp": _get("get_data_parallel_group"),
-    "dp_cp": _get("get_data_parallel_group", with_context_parallel=True),
-    "expt_dp": _if_any("get_expert_data_parallel_group"),
+    "ep": _if_any("get_expert_model_parallel_group", "ep"),
+    "expt_tp": _if_any("get_expert_tensor_parallel_group", "expert_tp"),
+    "tp_ep": _if_any("get_expert_tensor_and_model_parallel_group", "expert_tp_ep"),
+    "tp_ep_pp": _if_any("get_expert_tensor_model_pipeline_parallel_group", "expert_tp_ep_pp"),
+    "tp_dp_cp": _if_any("get_tensor_and_data_parallel_group", "tp_dp_cp", with_context_parallel=True),
+    "dp": _get("get_data_parallel_group", "dp"),
+    "dp_cp": _get("get_data_parallel_group", "dp_cp", with_context_parallel=True),
+    "expt_dp": _if_any("get_expert_data_parallel_group", "expert_dp"),
     "intra_dp_cp": _get("get_data_parallel_group", with_context_parallel=True, partial_data_parallel=True),
     "intra_expt_dp": _if_any("get_expert_data_parallel_group", partial_expert_data_parallel=True),
     "inter_dist_opt": _if_any("get_inter_distributed_optimizer_instance_group"),
     "intra_dist_opt": _if_any("get_intra_distributed_optimizer_instance_group"),
 }
-_NAMES: Mapping[Kind, str] = {
-    "tp": "tp",
-    "cp": "cp",
-    "ep": "ep",
-    "dp": "dp",
-    "pp": "pp",
-    "model": "mp",
-    "dp_cp": "dp_cp",
-    "expert_dp": "expt_dp",
-    "embedding": "embd",
-    "position_embedding": "pos_embd",
-    "tp_cp": "tp_cp",
-    "tp_dp_cp": "tp_dp_cp",
-    "expert_tp": "expt_tp",
-    "expert_tp_ep": "tp_ep",
-    "expert_tp_ep_pp": "tp_ep_pp",
-}
 
 
 class HasTensorGroup(Protocol):
-    """Such as Megatron's ProcessGroupCollection, or ours."""
+    """What has a tensor-parallel group, such as Megatron's ProcessGroupCollection, or ours."""
 
     @property
     def tp(self) -> ProcessGroup: ...
@@ -140,17 +135,17 @@ def from_megatron(collection: HasTensorGroup | None = None) -> ParallelState:
         module = import_module("megatron.core.parallel_state")
         if not module.model_parallel_is_initialized():
             raise ParallelStateError("megatron.core.parallel_state is not initialized: initialize it first")
-        collection = ProcessGroupCollection(**{name: get(module) for name, get in _GETTERS.items()})
+        collection = ProcessGroupCollection(**{name: get.of(module) for name, get in _GETTERS.items()})
         found["tp_dp"] = module.get_tensor_and_data_parallel_group()
         virtual = module.get_virtual_pipeline_model_parallel_world_size()
-    for kind, name in _NAMES.items():
+    for name, getter in _GETTERS.items():
         group = getattr(collection, name, None)
-        if isinstance(group, ProcessGroup):
-            found[kind] = group
+        if getter.kind is not None and isinstance(group, ProcessGroup):
+            found[getter.kind] = group
     if "tp" not in found:
         raise ParallelStateError(f"expected a tensor-parallel group of this rank, got {collection!r}")
     ranks = {kind: dist.get_process_group_ranks(group) for kind, group in found.items()}
-    known_not_in = {kind for kind in ("embedding", "position_embedding") if hasattr(collection, _NAMES[kind])}
+    known_not_in = {_GETTERS[name].kind for name in ("embd", "pos_embd") if hasattr(collection, name)}
 
     def lists(kind: Kind) -> list[list[int]]:
         if kind == "alone":

@@ -48,10 +48,13 @@ SERVED: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     f"{_TENSOR}.layers": {
         "utilities": _ATTRIBUTES,
-        "column": ("ColumnParallelLinear",),
-        "row": ("RowParallelLinear",),
-        "embedding": ("VocabParallelEmbedding",),
-        "linear": ("linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce"),
+        "linear": (
+            "ColumnParallelLinear",
+            "RowParallelLinear",
+            "VocabParallelEmbedding",
+            "linear_with_frozen_weight",
+            "linear_with_grad_accumulation_and_async_allreduce",
+        ),
     },
 }
 

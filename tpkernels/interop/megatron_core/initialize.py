@@ -1,4 +1,4 @@
-"""Megatron's `initialize_model_parallel`, by its positional arguments, over our agreement and groups."""
+"""Megatron's functions that make and destroy groups, by its positional arguments, over our agreement."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from tpkernels.interop.megatron_core import memory_buffer
-from tpkernels.interop.megatron_core.plan import GLOO_TWINS, OPTION_NAMES, EmbeddingRanks, Layout
+from tpkernels.interop.megatron_core.rank_lists import (
+    GLOO_TWINS,
+    OPTION_NAMES,
+    EmbeddingRanks,
+    MegatronSizes,
+    hierarchy,
+    hybrid_sizes,
+)
+from tpkernels.parallel_state.table import public_names
+from tpkernels.runtime import c10d
 from tpkernels.runtime import initialize as runtime
 from tpkernels.runtime import state as slot
-from tpkernels.runtime.c10d import takes_cpu_tensors_by_gloo
 from tpkernels.runtime.initialize import as_text, start
 from tpkernels.runtime.listed_groups import Listed, create_listed_groups
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind
 from tpkernels.topology.sizes import InvalidSizes, positive
 
-__all__ = [
-    "create_all_gather_groups",
-    "destroy_model_parallel",
-    "get_nccl_options",
-    "initialize_model_parallel",
-    "overwrite_nccl_comm_cfgs",
-]
 _ALL_KINDS = (*KINDS, *COMBINED_KINDS)
 
 
@@ -75,12 +76,12 @@ def initialize_model_parallel(
     request = f"megatron_core.{as_text(initialize_model_parallel, given)}"
     expert_tensor = expert_tensor_parallel_size or tensor_model_parallel_size
     settings: dict[str, Any] = {}
-    layouts: list[Layout] = []
+    asked: list[MegatronSizes] = []
     options: dict[Kind, Any] = {}
 
     def plan(world_size: int) -> GroupPlan:
         _refuse(given)
-        layout = Layout(
+        sizes = MegatronSizes(
             world_size=world_size,
             tensor=positive(tensor_model_parallel_size, "tensor_model_parallel_size"),
             pipeline=positive(pipeline_model_parallel_size, "pipeline_model_parallel_size"),
@@ -95,7 +96,7 @@ def initialize_model_parallel(
             hybrid=hybrid_context_parallel,
             all_gather_twin=bool(create_all_gather_group),
         )
-        layouts.append(layout)
+        asked.append(sizes)
         settings.update(_communicators(nccl_communicator_config_path, high_priority_stream_groups))
         for kind in _ALL_KINDS:
             if found := settings.get(OPTION_NAMES.get(kind, kind)):
@@ -105,13 +106,13 @@ def initialize_model_parallel(
             options.setdefault("embedding", None)
         if get_position_embedding_ranks is not None:
             options.setdefault("position_embedding", None)
-        return layout.checked(virtual_pipeline_model_parallel_size)
+        return sizes.checked(virtual_pipeline_model_parallel_size)
 
     limit = _limit(distributed_timeout_minutes)
     state = start(request, plan, limit, None, options, _ALL_KINDS)
     try:
         twins = _twins_needed(state) if create_gloo_process_groups else ()
-        wanted = layouts[0].further_groups(settings, twins)
+        wanted = asked[0].further_groups(settings, twins)
         if wanted:
             further = create_listed_groups(wanted, what="Megatron's groups", timeout=limit)
             slot.install(replace(state, further=further))
@@ -145,6 +146,72 @@ def create_all_gather_groups(
     return made["dp_cp"], made.get("ep_dp")
 
 
+def create_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+) -> ProcessGroup | object:
+    """A group of `ranks`, by default all; on other ranks torch's `GroupMember.NON_GROUP_MEMBER`.
+
+    use_local_synchronization: no effect: members make it, and the others may or may not call
+    """
+    members = range(dist.get_world_size()) if ranks is None else ranks
+    name = group_desc or "group"
+    made = create_listed_groups(
+        {name: Listed([members], backend, pg_options)}, what="create_group", timeout=timeout
+    )
+    return made.get(name, dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def create_hierarchical_groups(
+    rank: int,
+    ranks: Sequence[int],
+    hierarchical_group_sizes: Sequence[int],
+    create_gloo_process_groups: bool = False,
+    pg_options: Any = None,
+    timeout: timedelta | None = None,
+    group_desc: str | None = None,
+) -> tuple[list[ProcessGroup], list[ProcessGroup | None]]:
+    """This rank's groups by level, neighbours first, and their twins by gloo; empty on other ranks.
+
+    rank: not looked at: it is this process's
+    """
+    levels = hierarchy(ranks, hierarchical_group_sizes)
+    options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
+    wanted = {f"{group_desc} {i}": Listed(groups, None, options[i]) for i, groups in enumerate(levels)}
+    if create_gloo_process_groups:
+        wanted |= {f"{group_desc} {i} gloo": Listed(groups, "gloo") for i, groups in enumerate(levels)}
+    made = create_listed_groups(wanted, what="create_hierarchical_groups", timeout=timeout)
+    at = range(len(levels) if made else 0)
+    return [made[f"{group_desc} {i}"] for i in at], [made.get(f"{group_desc} {i} gloo") for i in at]
+
+
+def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, ProcessGroup]:
+    """This rank's group of each power of two of neighbours, by size. rank: not looked at"""
+    wanted = {
+        str(size): Listed([ranks[i : i + size] for i in range(0, len(ranks), size)], None, pg_options)
+        for size in hybrid_sizes(len(ranks))
+    }
+    if not wanted:
+        return {}
+    made = create_listed_groups(wanted, what="create_hybrid_dp_cp_groups")
+    return {int(size): group for size, group in made.items()}
+
+
+def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
+    """Change the time-out of a group, by default of all groups of the parallel state, after a barrier."""
+    state = slot.current_or_none()
+    dist.barrier(pg)
+    groups = [pg] if pg is not None else [c10d.default_group()]
+    if pg is None and state is not None:
+        groups += [*state.process_groups.values(), *state.further.values()]
+    for group in dict.fromkeys(groups):
+        c10d.set_timeout(group, timeout)
+
+
 def _refuse(given: Mapping[str, Any]) -> None:
     defaults = {
         "use_sharp": (False, "NCCL's environment variables decide"),
@@ -171,7 +238,7 @@ def _limit(minutes: float) -> timedelta | None:
 
 
 def _twins_needed(state: slot.ParallelState) -> tuple[str, ...]:
-    return () if takes_cpu_tensors_by_gloo(state.process_group("dp")) else GLOO_TWINS
+    return () if c10d.takes_cpu_tensors_by_gloo(state.process_group("dp")) else GLOO_TWINS
 
 
 def _communicators(path: str | None, high_priority: Sequence[str] | None) -> dict[str, Any]:
@@ -209,3 +276,7 @@ def overwrite_nccl_comm_cfgs(
 ) -> None:
     """Set one setting of a communicator."""
     nccl_comm_cfgs.setdefault(pg_name, {})[key_value_pair[0]] = key_value_pair[1]
+
+
+if not TYPE_CHECKING:
+    __all__ = public_names(globals())

@@ -1,19 +1,29 @@
-"""Megatron's functions of a linear layer on one rank's weight, with its arguments, computed by our ops."""
+"""Megatron's linear layers and vocabulary-parallel embedding on one rank's weights, computed by our ops.
+
+What Megatron may ask of them that they do not do is an error that names it.
+"""
 
 from __future__ import annotations
 
+import copy
+from importlib.util import find_spec
+from typing import Any
+
 import torch
+from megatron.core.tensor_parallel import layers as theirs
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import Tensor, is_grad_enabled
 from torch.distributed import ProcessGroup
 
 from tpkernels import ops
 from tpkernels.interop.megatron_core.accumulation import AddToMainGrad, KeepForLater
-from tpkernels.interop.megatron_core.limits import require_dtype, require_own_main_grad, require_whole_weight
 from tpkernels.ops.inputs import apply
 from tpkernels.ops.main_grad import accumulating
+from tpkernels.ops.tensor_parallel.mappings import scatter_to_region
+from tpkernels.tp_invariance import VARIABLE, mode
 
 OP = "linear_with_grad_accumulation_and_async_allreduce"
+DRAINING = "fused_weight_gradient_mlp_cuda"  # with what Megatron computes gradients that were deferred
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -43,11 +53,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     """
     require_whole_weight(OP, gtp_remat_size)
     require_dtype(OP, output_dtype, input)
-    fused = gradient_accumulation_fusion and weight.requires_grad and is_grad_enabled()
-    main_grad = None
-    if fused:
-        require_own_main_grad(OP, weight)
-        weight, main_grad = accumulating(weight, OP)
+    weight, main_grad = _fused(OP, weight, gradient_accumulation_fusion)
     if grad_output_buffer is not None:
         if wgrad_deferral_limit:
             raise NotImplementedError(
@@ -55,7 +61,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
             )
         if not gradient_accumulation_fusion:
             raise ValueError(f"{OP}: expected gradient_accumulation_fusion with a grad_output_buffer")
-        if fused:
+        if main_grad is not None:
             constant = weight.detach()
             y = _product(input, constant, bias, None, allreduce_dgrad, sequence_parallel, tp_group)
             kept: Tensor = apply(KeepForLater, y, weight, grad_output_buffer)
@@ -92,6 +98,14 @@ def linear_with_frozen_weight(
     return _product(input, weight.detach(), bias, None, allreduce_dgrad, sequence_parallel, tp_group)
 
 
+def _fused(caller: str, weight: Tensor, fusion: bool) -> tuple[Tensor, Tensor | None]:
+    """The weight, and the `main_grad` that backward adds to; None without the fusion or a gradient."""
+    if not (fusion and weight.requires_grad and is_grad_enabled()):
+        return weight, None
+    require_own_main_grad(caller, weight)
+    return accumulating(weight, caller)
+
+
 def _product(
     x: Tensor,
     weight: Tensor,
@@ -114,3 +128,182 @@ def _product(
     y = ops.linear(x, weight.detach(), bias)
     added: Tensor = apply(AddToMainGrad, y, weight, x.detach(), main_grad)
     return added
+
+
+class ColumnParallelLinear(theirs.ColumnParallelLinear):  # type: ignore[misc] # Megatron is not typed
+    """Megatron's column-parallel layer with its parameters, initial weights and checkpoints, on our ops.
+
+    Transfers overlap with products without CUDA_DEVICE_MAX_CONNECTIONS=1, and `gradient_accumulation_fusion`
+    does without apex.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        """options: those of Megatron's constructor, which each version has more of"""
+        require_draining("ColumnParallelLinear", config)
+        unfused = copy.copy(config)  # Megatron refuses the fusion where apex is not installed
+        unfused.gradient_accumulation_fusion = False
+        super().__init__(input_size, output_size, config=unfused, **options)
+        self.config = config
+        self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        grad_output_buffer: list[Tensor] | None,
+        wgrad_deferral_limit: int | None,
+        tp_group: ProcessGroup | None,
+        gtp_remat_size: int = 1,
+        output_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Megatron's `forward` calls it, and gathers the output where that is asked for.
+
+        wgrad_deferral_limit: `forward` has kept as many inputs; outputs' gradients are kept for these
+        """
+        require_supported(self)
+        if not weight.requires_grad:
+            return linear_with_frozen_weight(
+                input,
+                weight,
+                bias,
+                False,
+                allreduce_dgrad,
+                sequence_parallel,
+                tp_group,
+                output_dtype=output_dtype,
+            )
+        inputs = self.embedding_activation_buffer
+        deferred = grad_output_buffer is not None and bool(inputs) and inputs[-1] is input
+        return linear_with_grad_accumulation_and_async_allreduce(
+            input,
+            weight,
+            bias,
+            gradient_accumulation_fusion,
+            allreduce_dgrad,
+            sequence_parallel,
+            grad_output_buffer if deferred else None,
+            tp_group=tp_group,
+            output_dtype=output_dtype,
+        )
+
+
+class RowParallelLinear(theirs.RowParallelLinear):  # type: ignore[misc] # Megatron is not typed
+    """Megatron's, with its constructor, parameters, initial weights, attributes and checkpoints.
+
+    The product and its sum over ranks are one op. The bias is added after it, by each rank to its tokens, so
+    that its gradient is partial under sequence parallelism, as its attribute says.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(output, output_bias)
+
+        input_: (tokens, ..., input_size_per_partition), or input_size unless input_is_parallel
+        """
+        require_supported(self)
+        name = type(self).__name__
+        if self.explicit_expert_comm and not self.skip_bias_add:
+            raise ValueError(
+                f"{name}: expected skip_bias_add=True for an expert whose outputs the token dispatcher sums"
+            )
+        if not self.input_is_parallel and self.tp_group.size() > 1:
+            input_ = scatter_to_region(input_, self.tp_group)
+        if self.explicit_expert_comm or self.tp_group is None or self.tp_group.size() == 1:
+            output = linear_with_grad_accumulation_and_async_allreduce(
+                input_, self.weight, None, self.gradient_accumulation_fusion, False, False
+            )
+        else:
+            output = self._sum_over_ranks(name, input_)
+        if self.skip_bias_add:
+            return output, self.bias
+        return (output if self.bias is None else output + self.bias), None
+
+    def backward_dw(self) -> None:
+        """Nothing is left to do: backward computes the weight's gradient, `delay_wgrad_compute` or not."""
+
+    def _sum_over_ranks(self, name: str, x: Tensor) -> Tensor:
+        weight, main_grad = _fused(name, self.weight, self.gradient_accumulation_fusion)
+        return ops.row_linear(
+            x, weight, None, self.tp_group, sequence_parallel=self.sequence_parallel, main_grad=main_grad
+        )
+
+
+class VocabParallelEmbedding(theirs.VocabParallelEmbedding):  # type: ignore[misc] # Megatron is not typed
+    """Megatron's, with its constructor, parameters, initial weights, attributes and checkpoints.
+
+    An id that does not exist is an error; Megatron's gives a row of zeros.
+    """
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """The row of each id.
+
+        input_: (batch, sequence) ids, the same on all ranks
+        returns: (batch, sequence, features), or this rank's (sequence, batch, features) if
+            reduce_scatter_embeddings
+        """
+        require_no_invariance("VocabParallelEmbedding")
+        require_whole_weight("VocabParallelEmbedding", getattr(self, "gtp_remat_size", 1))
+        scattered = self.reduce_scatter_embeddings
+        ids = input_.transpose(0, 1).contiguous() if scattered else input_
+        split = scattered and self.tp_group.size() > 1
+        return ops.vocab_embedding(ids, self.weight, self.tp_group, sequence_parallel=split)
+
+
+def require_supported(layer: Any) -> None:
+    """Raise if a layer's config asks for what ours do not do; in each forward, for it may change."""
+    name, config = type(layer).__name__, layer.config
+    require_no_invariance(name)
+    offloading = config._cpu_offloading_context
+    if offloading is not None and offloading.inside_context:
+        raise NotImplementedError(
+            f"{name}: expected cpu_offloading=False, got True: Transformer Engine offloads what its own "
+            "layers keep"
+        )
+    require_whole_weight(name, getattr(layer, "gtp_remat_size", 1))
+
+
+def require_whole_weight(caller: str, gtp_remat_size: int) -> None:
+    """Raise if Megatron asks for weights that are gathered for each use."""
+    if gtp_remat_size > 1:
+        raise NotImplementedError(
+            f"{caller}: expected gtp_weight_remat_size 1, got {gtp_remat_size}: weights are not gathered for "
+            "each use"
+        )
+
+
+def require_dtype(caller: str, output_dtype: torch.dtype | None, x: Tensor) -> None:
+    """Raise unless outputs are asked for in the input's dtype."""
+    if output_dtype not in (None, x.dtype):
+        raise NotImplementedError(
+            f"{caller}: expected no output_dtype, or that of the input, {x.dtype}, got {output_dtype}"
+        )
+
+
+def require_no_invariance(caller: str) -> None:
+    """Raise if TP-invariance is on."""
+    if mode.segments:
+        raise NotImplementedError(
+            f"{caller}: expected no TP-invariance inside Megatron, got {mode.segments} segments: Megatron's "
+            f"own attention, losses and optimizer depend on the tensor-parallel size; unset {VARIABLE}"
+        )
+
+
+def require_draining(caller: str, config: Any) -> None:
+    """Raise if Megatron could not compute what it defers: it would find out after the last backward."""
+    if config.defer_embedding_wgrad_compute and find_spec(DRAINING) is None:
+        raise NotImplementedError(
+            f"{caller}: expected defer_embedding_wgrad_compute=False where apex is not installed, got True: "
+            f"Megatron computes what it defers with apex's {DRAINING}"
+        )
+
+
+def require_own_main_grad(caller: str, weight: Tensor) -> None:
+    """Raise if Megatron-FSDP owns the `main_grad` that the fusion adds to."""
+    if hasattr(weight, "__fsdp_param__"):
+        raise NotImplementedError(
+            f"{caller}: expected gradient_accumulation_fusion=False under Megatron-FSDP, got True: its "
+            "main_grad does not exist before backward; turn the fusion off"
+        )

@@ -38,7 +38,7 @@ class GlobalMemoryBuffer:
         name: str,
         mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> Tensor:
-        """The first elements of it in this shape, with whatever is in them.
+        """Return the first elements of a tensor in this shape, with whatever is in them.
 
         mem_alloc_context: in which memory is allocated
         """
@@ -57,11 +57,12 @@ class _Slot:
 
 
 def set_global_memory_buffer() -> None:
-    """A new one, for a new parallel state."""
+    """Make a new buffer, for a new parallel state."""
     _Slot.buffer = GlobalMemoryBuffer()
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
+    """Return the buffer of the current parallel state, or raise."""
     if _Slot.buffer is None:
         raise ParallelStateError(
             "global memory buffer is not initialized: call initialize_model_parallel first"
@@ -70,11 +71,12 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
 
 
 def destroy_global_memory_buffer() -> None:
+    """Drop the buffer of the current parallel state."""
     _Slot.buffer = None
 
 
 def set_global_symmetric_memory_buffer() -> None:
-    """Megatron's own, for its inference."""
+    """Make Megatron's own buffer, for its inference."""
     if _Slot.symmetric is not None:
         raise ParallelStateError("global symmetric memory buffer is already initialized")
     buffer = import_module("megatron.core.utils").GlobalSymmetricMemoryBuffer
@@ -82,10 +84,12 @@ def set_global_symmetric_memory_buffer() -> None:
 
 
 def get_global_symmetric_memory_buffer() -> Any:
+    """Return Megatron's symmetric buffer, or raise."""
     if _Slot.symmetric is None:
         raise ParallelStateError("global symmetric memory buffer is not initialized")
     return _Slot.symmetric
 
 
 def destroy_global_symmetric_memory_buffer() -> None:
+    """Drop Megatron's symmetric buffer."""
     _Slot.symmetric = None

@@ -1,22 +1,30 @@
-"""Our layers where Megatron names its own: in GPTModel, and in its functions that make specs."""
+"""Our layers where Megatron names its own: in GPTModel, in its functions that make specs, in specs of users.
+
+Norms are built here, also under sequence parallelism, which Megatron's local norm refuses.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from megatron.core.extensions import transformer_engine
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
-from tpkernels.interop.megatron_core.column import ColumnParallelLinear
-from tpkernels.interop.megatron_core.embedding import VocabParallelEmbedding
-from tpkernels.interop.megatron_core.limits import require_no_transformer_engine
-from tpkernels.interop.megatron_core.norm import LayerNorm, build_norm
-from tpkernels.interop.megatron_core.row import RowParallelLinear
+from tpkernels.interop.megatron_core.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    require_no_invariance,
+)
+from tpkernels.layers import norm
 
 
 @contextmanager
@@ -31,7 +39,7 @@ def layers() -> Iterator[None]:
             stack.enter_context(_with_attribute(there, "__init__", _building(there, here)))
         stack.enter_context(_with_attribute(WrappedTorchNorm, "__new__", _new_norm))
         for foreign in _of_transformer_engine():
-            stack.enter_context(_with_attribute(foreign, "__init__", require_no_transformer_engine))
+            stack.enter_context(_with_attribute(foreign, "__init__", _require_no_transformer_engine))
         yield
 
 
@@ -82,3 +90,111 @@ def _with_attribute(owner: type, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def _require_no_transformer_engine(layer: object, *_: object, **__: object) -> None:
+    """The `__init__` of Transformer Engine's linear layers where ours are wanted."""
+    raise NotImplementedError(
+        f"{type(layer).__name__}: expected no linear layer of Transformer Engine inside layers(), it would "
+        "not be ours; make the spec by get_gpt_layer_local_spec"
+    )
+
+
+def build_norm(
+    config: Any,
+    hidden_size: int,
+    eps: float = 1e-5,
+    persist_layer_norm: bool = False,
+    zero_centered_gamma: bool = False,
+    normalization: str = "LayerNorm",
+) -> nn.Module:
+    """Build the norm that `config.normalization` names, for Megatron's `layer_norm` submodules.
+
+    persist_layer_norm, zero_centered_gamma, normalization: have no effect, as in Megatron; config decides
+    """
+    kinds: dict[str, type[nn.Module]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+    if config.normalization not in kinds:
+        raise NotImplementedError(
+            f"build_norm: expected config.normalization LayerNorm or RMSNorm, got {config.normalization!r}"
+        )
+    return kinds[config.normalization](config, hidden_size, eps)
+
+
+class _BuiltByMegatron:
+    """Megatron's constructor; parameters are marked `sequence_parallel` where config says so."""
+
+    returns_residual = False  # asked by later sources than 0.16
+
+    def __init__(
+        self,
+        config: Any,
+        hidden_size: int,
+        eps: float = 1e-5,
+        persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False,
+        normalization: str = "",
+    ) -> None:
+        _require_plain(type(self).__name__, config)
+        super().__init__(
+            hidden_size,  # type: ignore[call-arg]  # of the norm that is the other base
+            eps,
+            sequence_parallel=config.sequence_parallel,
+            device=_device(config),
+            dtype=config.params_dtype,
+        )
+
+
+class LayerNorm(_BuiltByMegatron, norm.LayerNorm):
+    """Our norm, with Megatron's constructor."""
+
+
+class RMSNorm(_BuiltByMegatron, norm.RMSNorm):
+    """Our norm, with Megatron's constructor."""
+
+
+def _require_plain(name: str, config: Any) -> None:
+    require_no_invariance(name)
+    for option in ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm"):
+        if getattr(config, option):
+            raise NotImplementedError(f"{name}: expected config.{option}=False, got True")
+
+
+def _device(config: Any) -> torch.device:
+    return torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
+
+
+class _SpecProvider(LocalSpecProvider):  # type: ignore[misc] # Megatron is not typed
+    """Megatron's local modules, with our linear layers and norms."""
+
+    def column_parallel_linear(self) -> type[nn.Module]:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type[nn.Module]:
+        return RowParallelLinear
+
+    def layer_norm(
+        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+    ) -> Callable[..., nn.Module]:
+        return build_norm
+
+    def grouped_mlp_modules(self, *asked: bool) -> Any:
+        """The experts' module and submodules; those of grouped products are Megatron's own."""
+        made = super().grouped_mlp_modules(*asked)
+        if isinstance(made, partial):  # of later sources than 0.16
+            return partial(made, submodules=_ours(made.keywords["submodules"]))
+        module, submodules = made
+        return module, _ours(submodules)
+
+
+def _ours(submodules: Any) -> Any:
+    if submodules is None or submodules.linear_fc1 is not ColumnParallelLinear.__base__:
+        return submodules
+    return dataclasses.replace(submodules, linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+
+def spec_provider() -> BackendSpecProvider:
+    """A `BackendSpecProvider`, for functions such as `get_mlp_module_spec_for_backend`.
+
+    The embedding and the output layer are not in a spec: GPTModel names them. See `layers`.
+    """
+    return _SpecProvider()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tpkernels.interop.megatron_core import getters
 from tpkernels.layers.checkpoint import recomputed
-from tpkernels.parallel_state.dense import get_tensor_model_parallel_rank
+from tpkernels.parallel_state.getters import get_tensor_model_parallel_rank
 from tpkernels.runtime import random as streams
 from tpkernels.runtime.random import (
     DATA_PARALLEL_STREAM,
@@ -81,6 +81,7 @@ class CudaRNGStatesTracker:
 
     @property
     def states_(self) -> dict[str, Tensor]:
+        """As `get_states`."""
         return self.get_states()
 
     def set_states(self, states: States) -> None:
@@ -144,6 +145,7 @@ def get_cuda_rng_tracker(
 
 
 def get_all_rng_states() -> dict[str, Tensor]:
+    """The state of each stream of this process."""
     return get_cuda_rng_tracker().get_states()
 
 
@@ -184,14 +186,17 @@ def model_parallel_cuda_manual_seed(
 
 
 def get_expert_parallel_rng_tracker_name() -> str:
+    """The name of the stream that differs between expert ranks."""
     return EXPERT_PARALLEL_STREAM
 
 
 def get_data_parallel_rng_tracker_name() -> str:
+    """The name of the stream that all ranks share."""
     return DATA_PARALLEL_STREAM
 
 
 def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: object) -> bool:
+    """Whether CUDA graphs can register the streams of a tracker."""
     return bool(getattr(cuda_rng_tracker, "use_cudagraphable_rng", False))
 
 

@@ -16,6 +16,7 @@ from tpkernels.topology.sizes import InvalidSizes
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Raise unless `denominator` divides `numerator`."""
     if numerator % denominator:
         raise InvalidSizes(f"{numerator} is not divisible by {denominator}")
 
@@ -59,12 +60,14 @@ class VocabUtility:
     def vocab_range_from_per_partition_vocab_size(
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
+        """The range of a rank, of each rank's number of ids."""
         return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
 
     @staticmethod
     def vocab_range_from_global_vocab_size(
         global_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
+        """The range of a rank, of the number of all ids."""
         each = divide(global_vocab_size, world_size)
         return VocabUtility.vocab_range_from_per_partition_vocab_size(each, rank, world_size)
 

@@ -1,16 +1,15 @@
 """A model of torch's own layers, split over tensor-parallel ranks in place.
 
 choice    which plan: the caller's, the one that a model of `transformers` brings (transformers_plan), or one
-          by names of layers (layer_names); both say how attentions and MLPs are split (attention)
+          by names of layers (layer_names); both are made of entries
 plan      patterns of module names, and what becomes of the modules that match
-swaps     the plan on this rank: modules replaced by layers of hf_modules, or kept with shards (adopted)
+swaps     the plan on this rank: modules of hf_modules, or those that stay; which compute in fp8
 trial     the plan on copies (twins) of the model, with inputs that are made up: which gradients are partial
-          (probe), and whether outputs and gradients are the unsharded model's (verify)
-sequence  which modules share tokens (tokens), and a trial of that (sequence_trial): sequence_parallel
-quantizing  which of the layers compute in fp8
+          (probe), and whether outputs and gradients are the unsharded model's (verify); sequence parallelism
+sequence  which modules share tokens (tokens): sequence_parallel
 as_dtensor  parameters as DTensors of the unsharded ones
 buffers   what a model on the meta device needs when it gets memory
-draws     random numbers in training; asked: what callers may not ask for later
+guards    what callers may not ask for later, and random numbers in training
 """
 
 from __future__ import annotations
@@ -21,19 +20,16 @@ from typing import Literal
 from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_mesh
-from tpkernels.interop.parallelize.asked import refuse_shards_of_heads
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
-from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that_works
-from tpkernels.interop.parallelize.draws import require_equal_draws
-from tpkernels.interop.parallelize.gradient_sums import sum_gradients
+from tpkernels.interop.parallelize.choice import PlanChoice, choices_for, first_that_works
+from tpkernels.interop.parallelize.guards import refuse_shards_of_heads, require_equal_draws
 from tpkernels.interop.parallelize.lora import base_model
 from tpkernels.interop.parallelize.plan import Plan
-from tpkernels.interop.parallelize.quantizing import quantizable, quantize_products
 from tpkernels.interop.parallelize.saving import save_full_weights
 from tpkernels.interop.parallelize.sequence import share_tokens
-from tpkernels.interop.parallelize.sequence_trial import sharing_tried
-from tpkernels.interop.parallelize.swaps import carry_out, planned
-from tpkernels.interop.parallelize.trial import Verify, require_verify
+from tpkernels.interop.parallelize.stand_ins import sum_gradients
+from tpkernels.interop.parallelize.swaps import carry_out, planned, quantizable, quantize_products
+from tpkernels.interop.parallelize.trial import Verify, require_verify, sharing_tried
 from tpkernels.layers.foreign import refuse_wrapped
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.ops.quantize import Recipe, require_recipe
@@ -71,7 +67,7 @@ def parallelize(
     sequence_parallel: ranks share the tokens of hidden states from the first layer to the last, too
     as_dtensor: parameters become DTensors over the tensor-parallel dimension of `state`, a DeviceMesh, so
         that torch's own clipping, checkpoints and optimizers see the unsharded model
-    quantize: compute the products of split linear layers in fp8, but for the head: see `.quantizing`;
+    quantize: compute the products of split linear layers in fp8, but for the head: see `.swaps`;
         `print(model)` shows which. The comparison above is made without it
     """
     if mode.fix("parallelize"):
@@ -79,42 +75,30 @@ def parallelize(
             "parallelize: expected TP-invariance to be off, for it does not reach what the model computes "
             "between its layers; use tpkernels.GPT or the parallel layers, or turn it off"
         )
-    if (inner := base_model(model)) is not model:
-        parallelize(
-            inner,
-            state,
-            plan=plan,
-            weights=weights,
-            verify=verify,
-            sequence_parallel=sequence_parallel,
-            as_dtensor=as_dtensor,
-            quantize=quantize,
-        )
-        save_full_weights(model)
-        return model
+    base = base_model(model)  # names of the plan are its
     world = tensor_world(state)
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [*base.named_parameters(), *base.named_buffers()]
     request = _Request(plan, weights, verify, sequence_parallel, as_dtensor, quantize)
-    choices = _agreed(model, request, named, world, state)
+    choices = _agreed(base, request, named, world, state)
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
         (_require_equal if weights == "check" else _make_equal)(real, world)
-    chosen, partial = first_that_works(model, choices, verify, world, state, as_dtensor=as_dtensor)
-    sharing = sharing_tried(model, chosen, partial, verify, world, state) if sequence_parallel else None
-    work = planned(model, chosen, world)
-    in_fp8 = quantizable(model, work, quantize) if quantize else []
-    carry_out(model, work, world, state)
-    sum_gradients(model, partial, world)
-    require_equal_draws(model, world)
-    refuse_shards_of_heads(model, work)
+    chosen, partial = first_that_works(base, choices, verify, world, state, as_dtensor=as_dtensor)
+    sharing = sharing_tried(base, chosen, partial, verify, world, state) if sequence_parallel else None
+    changes = planned(base, chosen, world)
+    in_fp8 = quantizable(base, changes, quantize) if quantize else []
+    carry_out(base, changes, world, state)
+    sum_gradients(base, partial, world)
+    require_equal_draws(base, world)
+    refuse_shards_of_heads(base, changes)
     if as_dtensor:
-        hold_dtensors(model, state, world)
+        hold_dtensors(base, state, world)
     if sharing:
-        share_tokens(model, sharing, world)
+        share_tokens(base, sharing, world)
     if quantize:
-        quantize_products(model, in_fp8, quantize)
-    remember_buffers(model)
-    keep_ties(model)
+        quantize_products(base, in_fp8, quantize)
+    remember_buffers(base)
+    keep_ties(base)
     save_full_weights(model)
     return model
 
@@ -130,7 +114,7 @@ class _Request:
     as_dtensor: bool
     quantize: Recipe | None
 
-    def choices(self, model: nn.Module, world: TensorWorld, state: State) -> list[Choice]:
+    def choices(self, model: nn.Module, world: TensorWorld, state: State) -> list[PlanChoice]:
         """The plans that may be taken; an error if the first does not fit."""
         if self.weights not in ("check", "broadcast"):
             raise ValueError(f"weights: expected 'check' or 'broadcast', got {self.weights!r}")
@@ -144,7 +128,7 @@ class _Request:
             raise ValueError("sequence_parallel: expected as_dtensor=False, with which it was never tried")
         require_recipe("parallelize", self.quantize, next((p.device for p in model.parameters()), None))
         refuse_wrapped("parallelize", model)
-        given = None if self.plan is None else [Choice("the plan", self.plan)]
+        given = None if self.plan is None else [PlanChoice("the plan", self.plan)]
         choices = choices_for(model, world.size) if given is None else given
         planned(model, choices[0].plan, world)
         if self.as_dtensor:
@@ -158,10 +142,10 @@ def _agreed(
     named: list[tuple[str, Tensor]],
     world: TensorWorld,
     state: State,
-) -> list[Choice]:
+) -> list[PlanChoice]:
     """All ranks ask for the same, and it can be done; or all ranks raise the same error."""
     problem: Exception | None = None
-    choices: list[Choice] = []
+    choices: list[PlanChoice] = []
     try:
         choices = request.choices(model, world, state)
     except (ValueError, TypeError) as error:

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from tpkernels.interop.dtensor import is_chunked
+from tpkernels.interop.dtensor import is_chunked, over_mesh
 from tpkernels.interop.parallelize.plan import Parameters, Plan, SharedHeads, Split
+from tpkernels.interop.parallelize.stand_ins import StandIns
 from tpkernels.interop.shards import TensorShard, shard_of
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import ParallelModule
@@ -72,18 +71,11 @@ def hold_dtensors(model: nn.Module, state: State, world: TensorWorld) -> None:
         if old:
             summed = frozenset(short for short, p in old.items() if id(p) in marked)
             local = _LocalParameters(summed, {short: p.shape for short, p in old.items()}, world)
-            module.register_forward_pre_hook(local.enter, prepend=True)  # other hooks see local tensors, too
-            module.register_forward_hook(local.leave, always_call=True)
+            StandIns(old, local).put_on(module, first=True)
 
 
 def _dtensor(shard: TensorShard, mesh: DeviceMesh) -> nn.Parameter:
-    placement = Replicate() if shard.dim is None else Shard(shard.dim)
-    local = next(shard.chunks()).view  # without padding
-    stride = tuple(prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape)))
-    distributed = DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=torch.Size(shard.shape), stride=stride
-    )
-    parameter = nn.Parameter(distributed, requires_grad=shard.tensor.requires_grad)
+    parameter = nn.Parameter(over_mesh(shard, mesh), requires_grad=shard.tensor.requires_grad)
     # backward sums it: nobody else is to do it again
     replace(Attributes.of(shard.tensor), sequence_parallel=False).put_on(parameter)
     return parameter
@@ -98,9 +90,7 @@ def _refusal(what: str, how: str) -> str:
 
 
 class _LocalParameters:
-    """During a module's forward, an attribute of each parameter's name hides it: the local tensor.
-
-    Wrappers such as fully_shard replace parameters: `enter` takes what is registered at the time.
+    """What stands for a module's DTensors in its forward: the local tensors.
 
     summed: names of those that were marked `sequence_parallel`: their gradients are partial
     shapes: of the local tensors, padding included
@@ -111,20 +101,14 @@ class _LocalParameters:
         self.shapes = shapes
         self.world = world
 
-    def enter(self, module: nn.Module, _: Any) -> None:
-        for name, shape in self.shapes.items():
-            parameter: Tensor | None = module._parameters[name]
-            if not isinstance(parameter, DTensor):
-                raise TypeError(
-                    f"'{name}': expected a DTensor, as parallelize made it, got {type(parameter)}"
-                )
-            local: Tensor = parameter.to_local()
-            if name in self.summed:
-                local = copy_to_region(local.reshape(-1), self.world.group).view(local.shape)
-            if local.shape[:1] != shape[:1]:
-                local = F.pad(local, (*[0, 0] * (local.ndim - 1), 0, shape[0] - local.shape[0]))
-            object.__setattr__(module, name, local)
-
-    def leave(self, module: nn.Module, *_: Any) -> None:
-        for name in self.shapes:
-            vars(module).pop(name, None)
+    def __call__(self, module: nn.Module, name: str) -> Tensor:
+        parameter: Tensor | None = module._parameters[name]
+        if not isinstance(parameter, DTensor):
+            raise TypeError(f"'{name}': expected a DTensor, as parallelize made it, got {type(parameter)}")
+        local: Tensor = parameter.to_local()
+        if name in self.summed:
+            local = copy_to_region(local.reshape(-1), self.world.group).view(local.shape)
+        shape = self.shapes[name]
+        if local.shape[:1] != shape[:1]:
+            local = F.pad(local, (*[0, 0] * (local.ndim - 1), 0, shape[0] - local.shape[0]))
+        return local

@@ -83,6 +83,7 @@ class _Later:
         self.unset: dict[str, tuple[nn.Module, Tensor, int]] = {}
 
     def is_unset(self, owner: nn.Module, name: str) -> bool:
+        """Whether a buffer still has the arbitrary numbers that it got with its memory."""
         buffer = owner._buffers[name]
         if buffer is None or name not in self.unset:
             return False
@@ -90,6 +91,7 @@ class _Later:
         return buffer is unset and buffer._version == version
 
     def fill(self, owner: nn.Module, name: str) -> None:
+        """Write the value of a buffer that has got memory; without one, note that it is unset."""
         buffer, value = owner._buffers[name], self.values[name]
         assert buffer is not None
         if value is not None:
@@ -110,6 +112,7 @@ class _Later:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def require_set(self, *_: Any) -> None:
+        """Raise if a buffer is unset: a forward pre-hook."""
         names = [name for name, (owner, _, _) in self.unset.items() if self.is_unset(owner, name)]
         if names:
             full = ", ".join(f"'{self.prefix}.{name}'" if self.prefix else f"'{name}'" for name in names)

@@ -38,7 +38,7 @@ KNOWN = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """A plan that may be taken.
 
     certain: it need not be compared with the unsharded model
@@ -51,9 +51,9 @@ class Choice:
     whole: list[str] = field(default_factory=list)
 
 
-def choices_for(model: nn.Module, ranks: int) -> list[Choice]:
-    """In the order in which they are tried; an error if there is none."""
-    found: list[Choice] = []
+def choices_for(model: nn.Module, ranks: int) -> list[PlanChoice]:
+    """The plans that may be taken, in the order in which they are tried; an error if there is none."""
+    found: list[PlanChoice] = []
     config: Any = getattr(model, "config", None)
     known = getattr(config, "model_type", None) in KNOWN
     if styles_of(model):
@@ -62,15 +62,15 @@ def choices_for(model: nn.Module, ranks: int) -> list[Choice]:
         more: list[str] = []
         completed = plan_by_names(model, ranks, "heads", more.append, brought)
         if completed != brought:
-            found.append(Choice(f"{BROUGHT}, and names of layers", completed, known, whole + more))
+            found.append(PlanChoice(f"{BROUGHT}, and names of layers", completed, known, whole + more))
         if brought:
-            found.append(Choice(BROUGHT, brought, True, whole))
+            found.append(PlanChoice(BROUGHT, brought, True, whole))
     for depth in DEPTHS:
         whole = []
         plan = plan_by_names(model, ranks, depth, whole.append)
         if plan and all(plan != other.plan for other in found):
             certain = known and depth == DEPTHS[0]
-            found.append(Choice(f"a plan by names of layers ({depth})", plan, certain, whole))
+            found.append(PlanChoice(f"a plan by names of layers ({depth})", plan, certain, whole))
     if not found:
         raise ValueError(
             "plan: expected one, for the model brings none and none of its layers is known by name; see "
@@ -81,16 +81,16 @@ def choices_for(model: nn.Module, ranks: int) -> list[Choice]:
 
 def first_that_works(
     model: nn.Module,
-    choices: list[Choice],
+    choices: list[PlanChoice],
     verify: Verify,
     world: TensorWorld,
     state: State,
     *,
     as_dtensor: bool,
 ) -> tuple[Plan, Names]:
-    """The plan, and the names of the parameters whose gradients must be summed. Called by all ranks."""
+    """Try the plans in turn; returns the first that passes, and the parameters whose gradients to sum."""
     example = example_of(model, verify, world)
-    failed: list[tuple[Choice, Exception]] = []
+    failed: list[tuple[PlanChoice, Exception]] = []
     for choice in choices:
         try:
             planned(model, choice.plan, world)  # the same error on all ranks
@@ -106,7 +106,7 @@ def first_that_works(
     raise _refusal(model, failed)
 
 
-def _refusal(model: nn.Module, failed: list[tuple[Choice, Exception]]) -> Exception:
+def _refusal(model: nn.Module, failed: list[tuple[PlanChoice, Exception]]) -> Exception:
     """What is wrong first, then what to do, and the details of each plan."""
     for _, error in failed:
         if len(failed) == 1 or isinstance(error, NotCompared):
@@ -118,7 +118,7 @@ def _refusal(model: nn.Module, failed: list[tuple[Choice, Exception]]) -> Except
     )
 
 
-def _tell(choice: Choice, failed: list[tuple[Choice, Exception]]) -> None:
+def _tell(choice: PlanChoice, failed: list[tuple[PlanChoice, Exception]]) -> None:
     for other, error in failed:
         warn(f"parallelize: {other.name} does not work: {error}. {choice.name} does", stacklevel=4)
     if choice.whole:

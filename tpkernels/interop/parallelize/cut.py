@@ -1,4 +1,4 @@
-"""The part of a dimension that one rank holds."""
+"""The shard of a dimension that one rank holds, and dropout of features that are split so."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpkernels.layers.world import TensorWorld
 from tpkernels.topology.shard import stacked_ranges
@@ -27,7 +27,7 @@ class Cut:
 
     @staticmethod
     def along(dim: int, stacks: tuple[int, ...], world: TensorWorld) -> Cut:
-        """This rank's part of each of the concatenated sizes."""
+        """The cut of this rank's shard of each of the concatenated sizes."""
         full = sum(stacks)
         return Cut(dim, stacked_ranges(world.rank, stacks, world.size), full // world.size, full)
 
@@ -47,3 +47,20 @@ def stacks_of(size: int, stacked: int | tuple[int, ...]) -> tuple[int, ...]:
     if isinstance(stacked, tuple):
         return stacked
     return (size // stacked,) * stacked
+
+
+class SplitDropout(nn.Dropout):
+    """Dropout of features that ranks split, in the last dimension.
+
+    features: this rank's
+    """
+
+    def __init__(self, p: float, features: Cut) -> None:
+        super().__init__(p)
+        self.features = features
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return input
+        mask = F.dropout(input.new_ones(*input.shape[:-1], self.features.full), self.p)
+        return input * self.features.of(mask)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import nn
 
-from tpkernels.interop.parallelize.attention import (
+from tpkernels.interop.parallelize.entries import (
     FEATURES,
     HEADS,
     Entries,
@@ -26,10 +26,10 @@ from tpkernels.interop.parallelize.attention import (
     packed_attention,
     split_attention,
     split_evenly,
+    with_vocabulary,
 )
 from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape
 from tpkernels.interop.parallelize.plan import Divided, Parameters, Plan, Split
-from tpkernels.interop.parallelize.vocabulary import with_vocabulary
 
 Depth = Literal["heads", "heads and features", "gathered attention", "gathered", "mlp"]
 
@@ -64,7 +64,7 @@ NARROWS = {
 HEAD_BIASES = ("relative_attention_bias",)
 HEAD_NUMBERS = ("sinks",)
 # What stacked experts say of how their weights lie.
-EXPERTS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def plan_by_names(model: nn.Module, ranks: int, depth: Depth, say: Say, besides: Plan | None = None) -> Plan:
@@ -168,9 +168,7 @@ def _mlp(name: str, module: nn.Module, ranks: int, split: bool, say: Say) -> Ite
 
 def _experts(name: str, module: nn.Module, ranks: int, say: Say) -> Iterator[Entries]:
     """Stacked experts of `transformers`, which say how their weights lie."""
-    said = [
-        getattr(module, each, None) for each in ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-    ]
+    said = [getattr(module, each, None) for each in EXPERT_FLAGS]
     if not all(isinstance(each, bool) for each in said):
         return
     gate, bias, transposed, concatenated = said

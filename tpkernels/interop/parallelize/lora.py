@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from tpkernels.interop.parallelize.cut import Cut
-from tpkernels.interop.parallelize.draws import SplitDropout
+from tpkernels.interop.parallelize.cut import Cut, SplitDropout
 
 
 def split_with(name: str, module: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module]]:
@@ -100,6 +99,7 @@ def _require_plain_lora(name: str, module: nn.Module) -> None:
 
 
 def is_of_peft(module: nn.Module) -> bool:
+    """Whether the class of a module, or a base of it, is of peft."""
     return any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__)
 
 

@@ -24,8 +24,8 @@ from torch import nn
 from tpkernels.interop.parallelize.lora import split_with
 from tpkernels.topology.shard import split_heads
 
-Kind = Literal["column", "row", "row_of_full", "head", "embedding"]
-KINDS = ("column", "row", "row_of_full", "head", "embedding")
+SplitKind = Literal["column", "row", "row_of_full", "head", "embedding"]
+SPLIT_KINDS = ("column", "row", "row_of_full", "head", "embedding")
 KEPT = ("partial", "replicated")
 
 
@@ -40,7 +40,7 @@ class Split:
         their own; 0: ranks divide them; an nn.Linear that is a column or a row only: see `HeadSplit`
     """
 
-    kind: Kind
+    kind: SplitKind
     unit: int = 1
     stacked: int | tuple[int, ...] = 1
     padded: int = 0
@@ -122,11 +122,13 @@ class Kept:
 Entry = Split | SharedHeads | Divided | Number | Parameters | Tail | Shared | Kept
 # One module may have several of these.
 BESIDE = (Divided, Number, Parameters, Tail)
-Plan = Mapping[str, Kind | Literal["partial", "replicated"] | Entry | tuple[Entry, ...]]
+Plan = Mapping[str, SplitKind | Literal["partial", "replicated"] | Entry | tuple[Entry, ...]]
 
 
 @dataclass(frozen=True)
 class Match:
+    """A module that a pattern of the plan fits, and one entry for it."""
+
     name: str
     module: nn.Module
     entry: Entry
@@ -183,7 +185,7 @@ def heads_read(rank: int, *, heads: int, queries: int, ranks: int) -> tuple[int,
 
 
 def llama_plan(config: Any) -> Plan:
-    """For a `LlamaForCausalLM`; without "lm_head", for a `LlamaModel`.
+    """Return the plan for a `LlamaForCausalLM`; without "lm_head", for a `LlamaModel`.
 
     config: its LlamaConfig
     """
@@ -200,7 +202,7 @@ def llama_plan(config: Any) -> Plan:
 
 
 def gpt2_plan(config: Any) -> Plan:
-    """For a `GPT2LMHeadModel`; without "lm_head", for a `GPT2Model`.
+    """Return the plan for a `GPT2LMHeadModel`; without "lm_head", for a `GPT2Model`.
 
     config: its GPT2Config
     """
@@ -221,8 +223,10 @@ def _entry(pattern: str, said: object) -> Entry:
         said = Kept(said == "partial") if said in KEPT else Split(said)  # type: ignore[arg-type]
     if isinstance(said, SharedHeads | Divided | Number | Parameters | Tail | Shared | Kept):
         return said
-    if not isinstance(said, Split) or said.kind not in KINDS:
-        raise ValueError(f"plan: {pattern!r}: expected one of {', '.join((*KINDS, *KEPT))}, got {said!r}")
+    if not isinstance(said, Split) or said.kind not in SPLIT_KINDS:
+        raise ValueError(
+            f"plan: {pattern!r}: expected one of {', '.join((*SPLIT_KINDS, *KEPT))}, got {said!r}"
+        )
     stacks = said.stacked if isinstance(said.stacked, tuple) else (said.stacked,)
     fits = said.stacked == 1 or (said.kind == "column" and not said.padded)
     if said.unit < 1 or not stacks or min(stacks) < 1 or not fits or said.padded < 0:

@@ -18,20 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from tpkernels.interop.parallelize.swaps import Swap, Work
+from tpkernels.interop.parallelize.swaps import Changes, Swap
 from tpkernels.interop.parallelize.twins import Inputs, aside, call, floating_tensors
 
 Names = frozenset[str]
 
 
-def partial_parameters(model: nn.Module, work: Work, seen: dict[str, bool]) -> Names:
+def partial_parameters(model: nn.Module, changes: Changes, seen: dict[str, bool]) -> Names:
     """Names of the parameters whose gradients must be summed; an error names one that cannot be judged.
 
     seen: from `graph_of_rank`: by name, whether a parameter sees this rank's features only
     """
-    replaced = work.handled
-    said = {id(p): partial for module, partial in work.kept.items() for p in module.parameters()}
-    beside = {id(p) for module in _beside_split(model, work.swaps) for p in module._parameters.values()}
+    replaced = changes.handled
+    said = {id(p): partial for module, partial in changes.kept.items() for p in module.parameters()}
+    beside = {id(p) for module in _beside_split(model, changes.swaps) for p in module._parameters.values()}
     names = []
     for name, parameter in model.named_parameters():
         key = id(parameter)
@@ -49,31 +49,31 @@ def partial_parameters(model: nn.Module, work: Work, seen: dict[str, bool]) -> N
     return frozenset(names)
 
 
-def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool]:
+def graph_of_rank(twin: nn.Module, changes: Changes, inputs: Inputs) -> dict[str, bool]:
     """For each parameter that the twin uses: whether it sees this rank's features only.
 
-    work: of the twin, whose numbers this call divides
+    changes: of the twin, whose numbers this call divides
     """
     entering: set[Node] = set()  # walking backward: inputs of row layers, where features become split
     leaving: set[Node] = set()  # and outputs of column layers, where they are full again
     roots: list[Tensor] = []
     running: list[str] = []
     names = {id(p): name for name, p in twin.named_parameters()}
-    replaced = work.handled
-    work.set_numbers()
+    replaced = changes.handled
+    changes.set_numbers()
     for name, module in twin.named_modules():
         module.register_forward_pre_hook(lambda _, __, name=name: running.append(name))
-    for swap in work.swaps:
+    for swap in changes.swaps:
         if swap.narrows_output:
             swap.old.register_forward_hook(_returns_shard(swap, leaving))
         elif swap.kind == "row":
             swap.old.register_forward_pre_hook(_pads_input(swap, entering))
             swap.old.register_forward_hook(lambda _, __, output: roots.append(output))
         elif swap.kind == "parameters" and not swap.summed:
-            for short in swap.parts:
+            for short in swap.cuts:
                 whole = getattr(swap.old, short).detach()
                 setattr(swap.old, short, nn.Parameter(swap.shard_of(short, whole)))
-    for module, _ in work.tails:
+    for module, _ in changes.tails:
         module.register_forward_hook(partial(_leaves, leaving))
     for module in twin.modules():
         module.register_forward_hook(lambda *_: running.__delitem__(-1))
@@ -88,7 +88,7 @@ def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool
             f"in another way. It raises {type(error).__name__}: {error}"
         ) from error
     found = _walk([*output, *roots], entering, leaving)
-    said = {id(p) for module in work.kept for p in module.parameters()}
+    said = {id(p) for module in changes.kept for p in module.parameters()}
     both = [names[p] for p, where in found.items() if len(where) == 2 and p in names and p not in said]
     if both:
         raise ValueError(

@@ -12,8 +12,6 @@ see `tokens`. Others, such as a mixture of experts, compute what they do without
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpkernels.interop.parallelize.asked import refuse_hidden_states
-from tpkernels.interop.parallelize.gradient_sums import sum_gradients
+from tpkernels.interop.parallelize.guards import refuse_hidden_states
 from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
 from tpkernels.interop.parallelize.probe import Names
-from tpkernels.interop.parallelize.swaps import Swap, Work
-from tpkernels.interop.parallelize.tokens import After, Before, Columns, Move, Tokens
+from tpkernels.interop.parallelize.stand_ins import sum_gradients
+from tpkernels.interop.parallelize.swaps import Changes, Swap
+from tpkernels.interop.parallelize.tokens import After, Before, Columns, TokenMove, Tokens
 from tpkernels.interop.parallelize.twins import Inputs, aside, call
 from tpkernels.layers.world import TensorWorld
 from tpkernels.runtime.random import draws
@@ -51,11 +49,11 @@ class Sharing:
 
 
 def share_tokens(model: nn.Module, sharing: Sharing, world: TensorWorld) -> None:
-    """After `carry_out`."""
+    """Let the layers of a split model share tokens, as was found on a copy."""
     tokens = Tokens(world)
     named = dict(model.named_modules(remove_duplicate=False))
     first, last = named[sharing.layers[0]], named[sharing.layers[-1]]
-    moves: list[tuple[str, Move]] = [(sharing.layers[0], tokens.begin)]
+    moves: list[tuple[str, TokenMove]] = [(sharing.layers[0], tokens.begin)]
     moves += [(name, tokens.all) for name in sharing.whole]
     for name, columns in sharing.columns:
         layers = [named[column] for column in columns]
@@ -80,19 +78,21 @@ def share_tokens(model: nn.Module, sharing: Sharing, world: TensorWorld) -> None
 
 
 def first_argument(module: nn.Module) -> str:
+    """The name of a module's first argument."""
     return next(iter(inspect.signature(module.forward).parameters), "")
 
 
-def sharing_of(twin: nn.Module, work: Work, inputs: Inputs, by_features: Names, ranks: int) -> Sharing:
-    """An error names the module that cannot share tokens. No communication.
+def sharing_of(twin: nn.Module, changes: Changes, inputs: Inputs, by_features: Names, ranks: int) -> Sharing:
+    """Find what shares tokens by one call of the twin; an error names a module that cannot. No communication.
 
-    work: of the twin
+    changes: of the twin
     by_features: parameters between columns and rows, which see this rank's features
     """
-    layers = _layers(twin, work)
-    entries = {name: entry for layer in layers for name, entry in _entries(twin, layer, work).items()}
-    watch = _Watch(ranks, layers, entries)
-    with watch.hooked(twin), aside(twin), torch.no_grad(), _Draws(watch):
+    layers = _layers(twin, changes)
+    entries = {name: entry for layer in layers for name, entry in _children_of(twin, layer, changes).items()}
+    seen = _Seen(ranks, layers, entries)
+    seen.watch(twin)
+    with aside(twin), torch.no_grad(), _NoDraws(seen):
         try:
             call(twin.train(), inputs)
         except _Refused as error:
@@ -102,7 +102,7 @@ def sharing_of(twin: nn.Module, work: Work, inputs: Inputs, by_features: Names, 
                 "sequence_parallel: expected a model that runs in train mode with the inputs of verify, got "
                 f"{type(error).__name__}: {error}"
             ) from error
-    watch.require_calls()
+    seen.require_calls()
     names = {id(p): name for name, p in twin.named_parameters()}
     partial: set[str] = set()
     for layer in layers:
@@ -121,7 +121,7 @@ def sharing_of(twin: nn.Module, work: Work, inputs: Inputs, by_features: Names, 
 
 
 @dataclass
-class _Entry:
+class _Child:
     """A child of a layer that gets all tokens.
 
     direct: it is a split layer itself
@@ -134,11 +134,11 @@ class _Entry:
     called: bool = False
 
 
-def _layers(model: nn.Module, work: Work) -> list[str]:
+def _layers(model: nn.Module, changes: Changes) -> list[str]:
     """Names of the layers: the outermost nn.ModuleList that columns and rows lie in has them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, str] = {}
-    for swap in work.swaps:
+    for swap in changes.swaps:
         if swap.kind in ("head", "embedding", "table"):
             continue
         path = swap.name.split(".")
@@ -162,14 +162,14 @@ def _layers(model: nn.Module, work: Work) -> list[str]:
     return [f"{stack}.{number}" for number in range(len(layers))]
 
 
-def _entries(model: nn.Module, layer: str, work: Work) -> dict[str, _Entry]:
-    found: dict[str, _Entry] = {}
-    for swap in work.swaps:
+def _children_of(model: nn.Module, layer: str, changes: Changes) -> dict[str, _Child]:
+    found: dict[str, _Child] = {}
+    for swap in changes.swaps:
         if not swap.name.startswith(f"{layer}."):
             continue
         child = swap.name.removeprefix(f"{layer}.").partition(".")[0]
         name = f"{layer}.{child}"
-        found.setdefault(name, _Entry([], swap.name == name)).swaps.append(swap)
+        found.setdefault(name, _Child([], swap.name == name)).swaps.append(swap)
     for name, entry in found.items():
         kinds = ["table" if isinstance(swap.old, nn.Embedding) else swap.kind for swap in entry.swaps]
         if entry.direct and kinds[0] not in ("column", "row"):
@@ -179,7 +179,7 @@ def _entries(model: nn.Module, layer: str, work: Work) -> dict[str, _Entry]:
 
 
 def _sharded_parameters(
-    model: nn.Module, layer: str, entries: dict[str, _Entry], names: dict[int, str]
+    model: nn.Module, layer: str, entries: dict[str, _Child], names: dict[int, str]
 ) -> set[str]:
     """Of the children that get this rank's tokens; an error names one that may need all of them."""
     found = set()
@@ -202,7 +202,7 @@ def _sharded_parameters(
 
 
 def _has_sums_only(
-    model: nn.Module, name: str, entry: _Entry, names: dict[int, str], by_features: Names
+    model: nn.Module, name: str, entry: _Child, names: dict[int, str], by_features: Names
 ) -> bool:
     split = {id(p) for swap in entry.swaps for p in swap.old.parameters()}
     return all(id(p) in split or names[id(p)] in by_features for p in model.get_submodule(name).parameters())
@@ -213,20 +213,20 @@ class _Refused(Exception):
 
 
 @dataclass
-class _Watch:
+class _Seen:
     """What is seen in one call of the unsharded model."""
 
     ranks: int
     layers: list[str]
-    entries: dict[str, _Entry]
+    entries: dict[str, _Child]
     tokens: int = 0
     order: list[str] = field(default_factory=list)
     running: list[str] = field(default_factory=list)
     hidden: Tensor | None = None  # what the current entry was called with
     rows: list[Tensor] = field(default_factory=list)  # what row layers returned in it
 
-    @contextmanager
-    def hooked(self, model: nn.Module) -> Iterator[None]:
+    def watch(self, model: nn.Module) -> None:
+        """Watch the calls of all modules of a model, which is not used afterwards."""
         split = {swap.old: swap for entry in self.entries.values() for swap in entry.swaps}
         for name, module in model.named_modules():
             module.register_forward_pre_hook(
@@ -237,7 +237,6 @@ class _Watch:
             module.register_forward_hook(
                 lambda module, _, output, name=name: self.after(name, module, split, output)
             )
-        yield
 
     def before(
         self,
@@ -247,6 +246,7 @@ class _Watch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
+        """What a module is called with."""
         self.running.append(name)
         if name in self.layers:
             self.order.append(name)
@@ -270,6 +270,7 @@ class _Watch:
                 self.entries[current].plain = False
 
     def after(self, name: str, module: nn.Module, split: dict[nn.Module, Swap], output: Any) -> None:
+        """What a module returns."""
         self.running.pop()
         if module in split and split[module].kind == "row":
             self.rows.append(output)
@@ -284,9 +285,11 @@ class _Watch:
             raise _Refused(f"sequence_parallel: expected a tensor from '{name}', got {type(output)}")
 
     def current_entry(self) -> str | None:
+        """The child that runs."""
         return next((name for name in self.running if name in self.entries), None)
 
     def first(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The hidden states that a module is called with; refused if there are none."""
         x = args[0] if args else kwargs.get(first_argument(module))
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
             raise _Refused(
@@ -295,6 +298,7 @@ class _Watch:
         return x
 
     def require_all_tokens(self, name: str, x: Tensor) -> None:
+        """Refuse hidden states of another number of tokens."""
         if x.shape[-2] != self.tokens:
             raise _Refused(
                 f"sequence_parallel: expected {self.tokens} tokens in dimension -2 of the hidden states of "
@@ -302,6 +306,7 @@ class _Watch:
             )
 
     def require_calls(self) -> None:
+        """Raise unless each layer was called once, in order, and each child was."""
         if self.order != self.layers:
             raise ValueError(
                 f"sequence_parallel: expected one call of each of the layers '{self.layers[0]}' to "
@@ -312,17 +317,17 @@ class _Watch:
             raise ValueError(f"sequence_parallel: expected calls of '{missing[0]}', got none")
 
 
-class _Draws(TorchDispatchMode):
+class _NoDraws(TorchDispatchMode):
     """Refuses random numbers for tokens that ranks share: ranks would draw the same for other tokens."""
 
-    def __init__(self, watch: _Watch) -> None:
+    def __init__(self, seen: _Seen) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.watch = watch
+        self.seen = seen
 
     def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        running = self.watch.running
-        inside = any(name in self.watch.layers for name in running)
-        if inside and not self.watch.current_entry() and draws(function, args, kwargs or {}):
+        running = self.seen.running
+        inside = any(name in self.seen.layers for name in running)
+        if inside and not self.seen.current_entry() and draws(function, args, kwargs or {}):
             raise _Refused(
                 f"sequence_parallel: '{running[-1]}' draws random numbers for hidden states between columns "
                 "and rows, such as a dropout; set its probability to 0, or parallelize the model without "

@@ -1,4 +1,4 @@
-"""What a plan does to a model on this rank: modules replaced, numbers changed."""
+"""What a plan does to a model on this rank: modules replaced, numbers changed, products computed in fp8."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.adopted import adopt_parameters, adopt_table
 from tpkernels.interop.parallelize.cut import Cut, stacks_of
-from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape, replacement
-from tpkernels.interop.parallelize.lora import split_dropouts
+from tpkernels.interop.parallelize.entries import tables
+from tpkernels.interop.parallelize.hf_modules import (
+    adopt_parameters,
+    adopt_table,
+    is_conv1d,
+    is_linear,
+    oriented_shape,
+    replacement,
+)
+from tpkernels.interop.parallelize.lora import is_factor, split_dropouts
 from tpkernels.interop.parallelize.plan import (
     Divided,
     Kept,
@@ -30,15 +37,17 @@ from tpkernels.interop.parallelize.plan import (
 )
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld
+from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region
 from tpkernels.topology.shard import HeadSplit, split_vocabulary
 
+QUANTIZED_KINDS = ("column", "row", "row_of_full", "shared_heads", "head")
 # Where torch keeps hooks for what a module returns, such as `enable_input_require_grads` adds to a table
 _AFTER_FORWARD = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 @dataclass(frozen=True)
-class Work:
+class Changes:
     """All that a plan does to one model.
 
     numbers: module, attribute, and the number that becomes of it
@@ -54,6 +63,7 @@ class Work:
     shared: list[nn.Module]
 
     def set_numbers(self) -> None:
+        """Put the numbers into the attributes of their modules."""
         for module, path, number in self.numbers:
             *above, attribute = path.split(".")
             holder: Any = module
@@ -65,36 +75,36 @@ class Work:
     @property
     def handled(self) -> set[int]:
         """Parameters, by id, whose gradients swaps care for."""
-        return {id(swap.old._parameters[short]) for swap in self.swaps for short in swap.parts}
+        return {id(swap.old._parameters[short]) for swap in self.swaps for short in swap.cuts}
 
 
-def planned(model: nn.Module, plan: Plan, world: TensorWorld) -> Work:
-    """Changes nothing; a plan that does not fit is an error that names the module."""
-    work = Work([], [], {}, [], [])
+def planned(model: nn.Module, plan: Plan, world: TensorWorld) -> Changes:
+    """What a plan would do to a model on this rank; an error names a module that it does not fit."""
+    changes = Changes([], [], {}, [], [])
     for match in matches(model, plan):
         module, entry = match.module, match.entry
         if isinstance(entry, Split):
-            work.swaps.append(_swap(match.name, module, entry, world))
+            changes.swaps.append(_swap(match.name, module, entry, world))
         elif isinstance(entry, SharedHeads):
-            work.swaps.append(_shared_heads(match.name, module, entry, world))
+            changes.swaps.append(_shared_heads(match.name, module, entry, world))
         elif isinstance(entry, Parameters):
-            work.swaps.append(_parameters(match.name, module, entry, world))
+            changes.swaps.append(_parameters(match.name, module, entry, world))
         elif isinstance(entry, Divided):
-            work.numbers.extend(_divided(match, entry, world.size))
+            changes.numbers.extend(_divided(match, entry, world.size))
         elif isinstance(entry, Number):
             if type(number := _number_of(match, entry.attribute)) is not int:
                 raise ValueError(f"'{match.name}.{entry.attribute}': expected a number, got {number!r}")
-            work.numbers.append((module, entry.attribute, entry.value))
+            changes.numbers.append((module, entry.attribute, entry.value))
         elif isinstance(entry, Tail):
-            work.tails.append((module, entry.features))
+            changes.tails.append((module, entry.features))
         elif isinstance(entry, Shared):
-            work.shared.append(module)
+            changes.shared.append(module)
         else:
             assert isinstance(entry, Kept)
-            work.kept[module] = entry.partial
-    _require_tied_alike(model, work.swaps)
-    _require_called(model, work.swaps)
-    return work
+            changes.kept[module] = entry.partial
+    _require_tied_alike(model, changes.swaps)
+    _require_called(model, changes.swaps)
+    return changes
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ class Swap:
     """A module whose parameters ranks split: replaced, or kept with shards in it (`parameters`, `table`).
 
     kind: one of `Split`'s, shared_heads, parameters or table
-    parts: what this rank holds of each parameter; None: all of it
+    cuts: what this rank holds of each parameter; None: all of it
     features: this rank's of the output, for a column, or of the input, for a row
     reads: the features of the output that this rank computes, for shared heads
     split: how features are padded that ranks do not divide
@@ -111,7 +121,7 @@ class Swap:
     name: str
     old: nn.Module
     kind: str
-    parts: Mapping[str, Cut | None]
+    cuts: Mapping[str, Cut | None]
     features: Cut | None = None
     stacks: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
@@ -120,11 +130,12 @@ class Swap:
 
     def shard_of(self, short: str, tensor: Tensor) -> Tensor:
         """This rank's shard of a parameter, or of its gradient, in memory of its own."""
-        cut = self.parts.get(short)
+        cut = self.cuts.get(short)
         return tensor.clone() if cut is None else cut.of(tensor)
 
     @property
     def narrows_output(self) -> bool:
+        """Whether the module returns this rank's features only."""
         return self.kind in ("column", "shared_heads")
 
     def own_output(self, output: Tensor) -> Tensor:
@@ -146,7 +157,7 @@ def _swap(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> Swap:
         split = split_vocabulary(out_features, ranks=world.size)
         rows = Cut(0, (split.ids_of(world.rank),), split.shard_size, out_features)
         derived = isinstance(old, nn.Embedding) and type(old) is not nn.Embedding
-        return Swap(name, old, "table" if derived else kind, _parts(old, weight=rows, bias=rows))
+        return Swap(name, old, "table" if derived else kind, _cuts(old, weight=rows, bias=rows))
     size = in_features if kind.startswith("row") else out_features
     if entry.padded:
         return _padded(name, old, entry, size, world)
@@ -163,7 +174,7 @@ def _swap(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> Swap:
             f"multiple of {sizes} = {step}"
         )
     features = Cut.along(-1, stacks, world)
-    return Swap(name, old, kind, _parts_along(features, old, kind), features, stacks)
+    return Swap(name, old, kind, _cuts_along(features, old, kind), features, stacks)
 
 
 def _padded(name: str, old: nn.Module, entry: Split, size: int, world: TensorWorld) -> Swap:
@@ -177,15 +188,15 @@ def _padded(name: str, old: nn.Module, entry: Split, size: int, world: TensorWor
         raise ValueError(f"'{name}': expected an nn.Linear that is a column or a row for padded, got {old}")
     split = HeadSplit(heads, world.size, entry.padded, entry.unit)
     features = Cut(-1, (split.features_of(world.rank),), split.shard_size, size)
-    parts = _parts_along(features, old, entry.kind)
-    return Swap(name, old, entry.kind, parts, features, (size,), split=split)
+    cuts = _cuts_along(features, old, entry.kind)
+    return Swap(name, old, entry.kind, cuts, features, (size,), split=split)
 
 
-def _parts_along(features: Cut, old: nn.Module, kind: str) -> dict[str, Cut | None]:
+def _cuts_along(features: Cut, old: nn.Module, kind: str) -> dict[str, Cut | None]:
     """The cuts of weight and bias where features of the input are split, for a row, or of the output."""
     if kind.startswith("row"):
-        return _parts(old, weight=_at(features, old, 1), bias=None)
-    return _parts(old, weight=_at(features, old, 0), bias=replace(features, dim=0))
+        return _cuts(old, weight=_at(features, old, 1), bias=None)
+    return _cuts(old, weight=_at(features, old, 0), bias=replace(features, dim=0))
 
 
 def _at(features: Cut, old: nn.Module, dim: int) -> Cut:
@@ -194,7 +205,7 @@ def _at(features: Cut, old: nn.Module, dim: int) -> Cut:
     return replace(features, dim=1 - dim if turned else dim)
 
 
-def _parts(old: nn.Module, **cuts: Cut | None) -> dict[str, Cut | None]:
+def _cuts(old: nn.Module, **cuts: Cut | None) -> dict[str, Cut | None]:
     return {name: cut for name, cut in cuts.items() if old._parameters.get(name) is not None}
 
 
@@ -208,11 +219,11 @@ def _shared_heads(name: str, old: nn.Module, entry: SharedHeads, world: TensorWo
         )
     read = heads_read(world.rank, heads=heads, queries=entry.queries, ranks=world.size)
     reads = tuple(head * entry.unit + i for head in read for i in range(entry.unit))
-    return Swap(name, old, "shared_heads", _parts(old, weight=None, bias=None), reads=reads)
+    return Swap(name, old, "shared_heads", _cuts(old, weight=None, bias=None), reads=reads)
 
 
 def _parameters(name: str, old: nn.Module, entry: Parameters, world: TensorWorld) -> Swap:
-    parts: dict[str, Cut | None] = {}
+    cuts: dict[str, Cut | None] = {}
     stacks: dict[str, int] = {}
     for short, dim, stacked in entry.split:
         parameter = old._parameters.get(short)
@@ -225,17 +236,17 @@ def _parameters(name: str, old: nn.Module, entry: Parameters, world: TensorWorld
                 f"'{name}.{short}': expected a dimension {dim} that {world.size} ranks x stacked {stacked} = "
                 f"{world.size * stacked} divides, got {tuple(parameter.shape)}"
             )
-        parts[short] = Cut.along(dim, stacks_of(size, stacked), world)
+        cuts[short] = Cut.along(dim, stacks_of(size, stacked), world)
         stacks[short] = stacked
     for short, parameter in old._parameters.items():
-        if entry.summed and parameter is not None and short not in parts:
+        if entry.summed and parameter is not None and short not in cuts:
             if not short.endswith("bias"):
                 raise ValueError(
                     f"'{name}.{short}': expected a bias, or an entry that splits it: ranks add what the "
                     "module computes"
                 )
-            parts[short] = None
-    return Swap(name, old, "parameters", parts, summed=entry.summed, stacks=tuple(stacks.values()))
+            cuts[short] = None
+    return Swap(name, old, "parameters", cuts, summed=entry.summed, stacks=tuple(stacks.values()))
 
 
 def _require_replaceable(name: str, old: nn.Module, kind: str) -> None:
@@ -294,7 +305,7 @@ def _require_tied_alike(model: nn.Module, swaps: list[Swap]) -> None:
     for name, module in model.named_modules():
         for short, parameter in module._parameters.items():
             if parameter is not None:
-                cut = how[module].parts.get(short) if module in how else None
+                cut = how[module].cuts.get(short) if module in how else None
                 owners.setdefault(id(parameter), []).append((name, module, cut))
     for shared in owners.values():
         split = [(name, cut) for name, module, cut in shared if module in how]
@@ -319,17 +330,17 @@ def _require_called(model: nn.Module, swaps: list[Swap]) -> None:
 
 
 @torch.no_grad()
-def carry_out(model: nn.Module, work: Work, world: TensorWorld, state: State) -> None:
+def carry_out(model: nn.Module, changes: Changes, world: TensorWorld, state: State) -> None:
     """Change the numbers and replace the modules, in place."""
-    work.set_numbers()
+    changes.set_numbers()
     made: dict[int, nn.Parameter] = {}
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for short, child in parent._modules.items():
             if child is not None:
                 places.setdefault(child, []).append((parent, short))
-    for swap in work.swaps:
-        held = {short: _shard_once(swap, short, made) for short in swap.parts}
+    for swap in changes.swaps:
+        held = {short: _shard_once(swap, short, made) for short in swap.cuts}
         new = _made(swap, state)
         for short, parameter in held.items():
             setattr(new, short, parameter)
@@ -342,9 +353,9 @@ def carry_out(model: nn.Module, work: Work, world: TensorWorld, state: State) ->
                 if swap.kind == "row" and short == "base_layer":
                     assert swap.features is not None
                     split_dropouts(parent, swap.features)
-    for module, features in work.tails:
+    for module, features in changes.tails:
         module.register_forward_hook(_SummedTail(features, world))
-    for module in work.shared:
+    for module in changes.shared:
         module.register_forward_hook(_OwnShare(world))
 
 
@@ -359,7 +370,7 @@ def _shard_once(swap: Swap, short: str, made: dict[int, nn.Parameter]) -> nn.Par
 
 def _made(swap: Swap, state: State) -> nn.Module:
     if swap.kind == "parameters":
-        return adopt_parameters(swap.old, swap.parts, stacks=swap.stacks, summed=swap.summed, state=state)
+        return adopt_parameters(swap.old, swap.cuts, stacks=swap.stacks, summed=swap.summed, state=state)
     if swap.kind == "table":
         return adopt_table(swap.old, state=state)
     return replacement(
@@ -387,3 +398,44 @@ class _OwnShare:
 
     def __call__(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
         return output / self.world.size
+
+
+def quantizable(model: nn.Module, changes: Changes, recipe: Recipe) -> list[str]:
+    """Names of the layers whose products are computed in fp8, before they are replaced; or an error.
+
+    nn.Linear that is split as column, row or row_of_full, shared heads    yes
+    the head: an output that is gathered, or as wide as the vocabulary     with `Recipe(..., head=True)`
+    a layer with LoRA                                                      yes, and its factors no
+    experts in one parameter, embeddings, what every rank keeps            no
+    """
+    named = [swap.old for swap in changes.swaps if swap.kind in ("embedding", "table")]
+    weights = [getattr(table, "weight", None) for table in [*tables(model), *named]]
+    vocabularies = {weight.shape[0] for weight in weights if isinstance(weight, Tensor)}
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+
+    def is_head(swap: Swap) -> bool:
+        inside = any(swap.name.startswith(f"{name}.") for name in lists)  # of layers, which may be as wide
+        wide = swap.kind == "column" and not inside and oriented_shape(swap.old)[0] in vocabularies
+        return swap.kind == "head" or wide
+
+    names = [
+        swap.name
+        for swap in changes.swaps
+        if swap.kind in QUANTIZED_KINDS
+        and not isinstance(swap.old, nn.Embedding)
+        and not is_factor(model, swap.name)
+        and (recipe.head or not is_head(swap))
+    ]
+    if not names:
+        raise ValueError(
+            "quantize: expected a plan that splits linear layers besides the head, got one that does not; "
+            "leave out quantize"
+        )
+    return names
+
+
+def quantize_products(model: nn.Module, names: list[str], recipe: Recipe) -> None:
+    """Let the layers of these names, which were replaced, compute in fp8."""
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        layer.quantize = recipe

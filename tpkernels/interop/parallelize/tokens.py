@@ -120,13 +120,13 @@ def ready(layer: nn.Module) -> Tensor:
 
 
 READY = "_ready"
-Move = Callable[[Tensor, nn.Module], Tensor]
+TokenMove = Callable[[Tensor, nn.Module], Tensor]
 
 
 class Before:
     """Before a module's forward: moves its first argument, which callers may name."""
 
-    def __init__(self, move: Move, name: str) -> None:
+    def __init__(self, move: TokenMove, name: str) -> None:
         self.move = move
         self.name = name
 
@@ -141,7 +141,7 @@ class Before:
 class After:
     """After a module's forward: moves what it returns, or the first of several."""
 
-    def __init__(self, move: Move) -> None:
+    def __init__(self, move: TokenMove) -> None:
         self.move = move
 
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import nn
 
-from tpkernels.interop.parallelize.attention import (
+from tpkernels.interop.parallelize.entries import (
     Entries,
     Layers,
     Say,
@@ -39,20 +39,33 @@ from tpkernels.interop.parallelize.attention import (
     packed_attention,
     split_attention,
     split_evenly,
+    with_vocabulary,
 )
 from tpkernels.interop.parallelize.plan import Entry, Kept, Parameters, Plan, Shared, Split, Tail
-from tpkernels.interop.parallelize.vocabulary import with_vocabulary
 
-COLUMNS = ("colwise", "local_colwise")
-ROWS = ("rowwise", "local_rowwise")
-GATHERED = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep")
-PACKED = {"packed_colwise": -2, "local_packed_colwise": -2, "packed_rowwise": -1, "local_packed_rowwise": -1}
-TABLES = ("embedding_rowwise", "embedding_colwise")
-KEPT = {"replicate": False, "sequence_parallel": False, "replicated_with_grad_allreduce": True}
-TAIL = "mla_kv_a_proj"
-SUMMED = ("moe_tp_experts", "all_reduce", "gather", "local")
-STYLES = {*COLUMNS, *ROWS, *GATHERED, *PACKED, *TABLES, *KEPT, *SUMMED}
-STYLES |= {"local_params", TAIL, "moe_identity_expert"}
+COLUMN_STYLES = ("colwise", "local_colwise")
+ROW_STYLES = ("rowwise", "local_rowwise")
+GATHERED_STYLES = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep")
+PACKED_STYLES = {
+    "packed_colwise": -2,
+    "local_packed_colwise": -2,
+    "packed_rowwise": -1,
+    "local_packed_rowwise": -1,
+}
+TABLE_STYLES = ("embedding_rowwise", "embedding_colwise")
+KEPT_STYLES = {"replicate": False, "sequence_parallel": False, "replicated_with_grad_allreduce": True}
+TAIL_STYLE = "mla_kv_a_proj"
+SUMMED_STYLES = ("moe_tp_experts", "all_reduce", "gather", "local")
+STYLES = {
+    *COLUMN_STYLES,
+    *ROW_STYLES,
+    *GATHERED_STYLES,
+    *PACKED_STYLES,
+    *TABLE_STYLES,
+    *KEPT_STYLES,
+    *SUMMED_STYLES,
+}
+STYLES |= {"local_params", TAIL_STYLE, "moe_identity_expert"}
 
 
 def styles_of(model: nn.Module) -> dict[str, str]:
@@ -88,7 +101,7 @@ def own_plan(model: nn.Module, ranks: int, say: Say) -> Plan:
     plan = merged(parts)
     for name, style in named.items():  # what was not split has full features, and all heads
         beside = name.rpartition(".")[0]
-        if (KEPT.get(style) or style == TAIL) and not any(
+        if (KEPT_STYLES.get(style) or style == TAIL_STYLE) and not any(
             isinstance(entry, Split) and entry.kind == "row" and each.rpartition(".")[0] == beside
             for each, entry in plan.items()
         ):
@@ -104,7 +117,7 @@ def _linear(
     for name, style in named.items():
         if isinstance(modules[name], nn.Embedding):
             continue
-        if style in (*COLUMNS, *ROWS, *GATHERED, *PACKED):
+        if style in (*COLUMN_STYLES, *ROW_STYLES, *GATHERED_STYLES, *PACKED_STYLES):
             holder = _holder(modules, name)
             layers = holders.setdefault(holder, Layers(holder, {}, {}))
             split = layers.rows if "rowwise" in style else layers.columns
@@ -113,8 +126,8 @@ def _linear(
         if layers.rows and {name.rpartition(".")[2] for name in layers.columns} == {"gate_up_proj"}:
             yield split_evenly(layers, ranks, say, stacked=2)  # two weights in one, which only we split
             continue
-        full = _of(layers, named, lambda style: style in GATHERED)
-        plain = _of(layers, named, lambda style: style not in GATHERED)
+        full = _of(layers, named, lambda style: style in GATHERED_STYLES)
+        plain = _of(layers, named, lambda style: style not in GATHERED_STYLES)
         if not plain.columns and not plain.rows:
             yield packed_attention(full, modules[holder], ranks) or gathered(full, ranks)
             continue
@@ -122,7 +135,7 @@ def _linear(
         if plain.rows and head_size_of_holder(modules[holder]):
             yield split_attention(plain, modules[holder], ranks, say)
         else:
-            packed = any(named[name] in PACKED for name in plain.columns)
+            packed = any(named[name] in PACKED_STYLES for name in plain.columns)
             yield split_evenly(plain, ranks, say, stacked=2 if packed else 1)
 
 
@@ -141,7 +154,7 @@ def _holder(modules: Mapping[str, nn.Module], name: str) -> str:
 
 
 def _tables(modules: Mapping[str, nn.Module], named: Mapping[str, str]) -> Entries:
-    split = (*TABLES, *COLUMNS, *ROWS, *GATHERED)
+    split = (*TABLE_STYLES, *COLUMN_STYLES, *ROW_STYLES, *GATHERED_STYLES)
     return {
         name: [Split("embedding")]
         for name, style in named.items()
@@ -153,11 +166,11 @@ def _kept(model: nn.Module, modules: Mapping[str, nn.Module], named: Mapping[str
     config: Any = getattr(model, "config", None)
     for name, style in named.items():
         entry: Entry
-        if style in KEPT:
-            entry = Kept(partial=KEPT[style])
+        if style in KEPT_STYLES:
+            entry = Kept(partial=KEPT_STYLES[style])
         elif style == "moe_identity_expert":
             entry = Shared()
-        elif style == TAIL:
+        elif style == TAIL_STYLE:
             entry = Tail(config.get_text_config().qk_rope_head_dim)
         else:
             continue
@@ -173,13 +186,13 @@ def _parameters(
     for short, style in styles.items():
         parameter = module._parameters[short]
         assert parameter is not None
-        stacked = 2 if style in PACKED else 1
-        dim = PACKED.get(style, -1 if style in ROWS or parameter.ndim == 1 else -2)
-        if style not in (*COLUMNS, *ROWS, *PACKED):
+        stacked = 2 if style in PACKED_STYLES else 1
+        dim = PACKED_STYLES.get(style, -1 if style in ROW_STYLES or parameter.ndim == 1 else -2)
+        if style not in (*COLUMN_STYLES, *ROW_STYLES, *PACKED_STYLES):
             raise ValueError(f"the model's own plan: '{name}.{short}': {style!r} is no style for a parameter")
         split.append((short, dim % parameter.ndim, stacked))
     if narrow := narrow_experts(module, split, ranks):
         say(f"'{name}': {narrow}: every rank computes all of it")
         return {}
-    summed = of_module in SUMMED or any(style in ROWS for style in styles.values())
+    summed = of_module in SUMMED_STYLES or any(style in ROW_STYLES for style in styles.values())
     return {name: [Parameters(tuple(split), summed=summed)]}

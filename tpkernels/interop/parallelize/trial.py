@@ -1,4 +1,4 @@
-"""A plan is tried on copies of a model before the model is touched; all ranks raise the same error."""
+"""A plan, and sequence parallelism, are tried on copies of a model first; all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tpkernels.interop.parallelize.made_up import made_up_inputs
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.probe import Names, graph_of_rank, partial_parameters
-from tpkernels.interop.parallelize.sequence import Sharing
+from tpkernels.interop.parallelize.sequence import Sharing, sharing_of
 from tpkernels.interop.parallelize.swaps import planned
-from tpkernels.interop.parallelize.twins import Inputs, aside, call, twin_of
+from tpkernels.interop.parallelize.twins import Inputs, aside, call, made_up_inputs, twin_of
 from tpkernels.interop.parallelize.verify import Reference, difference, reference_of
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.replicas import agree_on, unlike_first_rank
@@ -31,6 +30,7 @@ GIVE_INPUTS = "Pass verify=example inputs (a tensor, a tuple, or a mapping of ar
 
 
 def require_verify(verify: object) -> None:
+    """Raise unless `verify` is example inputs, "auto" or False."""
     named = verify in ("auto", False) if isinstance(verify, str | bool) else False
     if not named and not isinstance(verify, Tensor | tuple | Mapping):
         raise TypeError(
@@ -59,7 +59,7 @@ class Example:
 
 
 def example_of(model: nn.Module, verify: Verify, world: TensorWorld, *, divided: bool = False) -> Example:
-    """Given or made up: the first with which a copy of the model runs. Called by all ranks of the group.
+    """The first inputs, given or made up, with which a copy of the model runs. Called by all ranks.
 
     divided: ranks share the tokens, whose number is a multiple of theirs
     """
@@ -117,7 +117,7 @@ def _not_compared(model: nn.Module, lacking: str, advice: str, details: str) -> 
 def tried(
     model: nn.Module, plan: Plan, example: Example, world: TensorWorld, state: State, *, certain: bool
 ) -> Names:
-    """Names of the parameters whose gradients must be summed. Called by all ranks of the tensor group.
+    """Try a plan on copies; returns names of parameters whose gradients must be summed. Called by all ranks.
 
     Raises if the split model computes something else, or if a parameter cannot be judged.
 
@@ -185,6 +185,7 @@ def compare(
     state: State,
     sharing: Sharing | None = None,
 ) -> None:
+    """Raise on all ranks if a rank's split model does something else than the unsharded one."""
     differences: list[str | None] = [None] * world.size
     own = difference(found, plan, partial, world, state, sharing)
     dist.all_gather_object(differences, own, group=world.group)
@@ -206,7 +207,7 @@ def device_of(world: TensorWorld) -> torch.device:
 
 
 def raise_alike(problem: ValueError | None, found: str, world: TensorWorld) -> None:
-    """The problem of the first rank that has one, on all of them; or all must have found the same."""
+    """Raise the first rank's problem on all ranks; without one, all ranks must have found the same."""
     if dist.get_backend(world.group) == "fake":
         if problem:
             raise problem
@@ -234,3 +235,33 @@ def _said(error: Exception) -> str:
 def _shapes(inputs: Inputs) -> str:
     """Such as {'input_ids': (3, 5)}."""
     return str(tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, inputs))
+
+
+def sharing_tried(
+    model: nn.Module, plan: Plan, partial: Names, verify: Verify, world: TensorWorld, state: State
+) -> Sharing | None:
+    """Try sequence parallelism on copies; returns what shares tokens, None on one rank. Called by all ranks.
+
+    Raises if a module cannot share tokens, or if the model computes something else when they do.
+
+    partial: parameters whose gradients are summed without sequence parallelism, too
+    """
+    if world.size == 1:
+        return None
+    example = example_of(model, verify, world, divided=True)
+    if example.inputs is None:
+        assert example.refusal is not None
+        raise example.refusal
+    sharing: Sharing | None = None
+    problem: ValueError | None = None
+    try:
+        twin = twin_of(model, device=device_of(world) if example.fits else None)
+        sharing = sharing_of(twin, planned(twin, plan, world), example.inputs, partial, world.size)
+    except ValueError as error:
+        problem = error
+    raise_alike(problem, f"{sharing}", world)
+    if example.fits and dist.get_backend(world.group) != "fake":
+        found = reference_alike(model, example, world)
+        if isinstance(found, Reference):
+            compare(found, plan, partial, world, state, sharing)
+    return sharing

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.gradient_sums import sum_gradients
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.probe import Names
 from tpkernels.interop.parallelize.sequence import Sharing, share_tokens
+from tpkernels.interop.parallelize.stand_ins import sum_gradients
 from tpkernels.interop.parallelize.swaps import Swap, carry_out, planned
 from tpkernels.interop.parallelize.twins import Inputs, aside, call, floating_tensors, twin_of
 from tpkernels.layers.world import State, TensorWorld
@@ -29,7 +29,7 @@ NOISE = 1e-2
 
 
 @dataclass(frozen=True)
-class Run:
+class ModelOutputs:
     """What a model returned; and each of its modules, by name and number of the call."""
 
     returned: list[Tensor]
@@ -38,13 +38,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Reference:
+    """The unsharded model's twin, its inputs, and what it returned."""
+
     model: nn.Module
     inputs: Inputs
-    run: Run
+    run: ModelOutputs
     dtype: torch.dtype
 
     @property
     def tolerance(self) -> float:
+        """How far the split model may be off, relative to a tensor's largest value."""
         return TOLERANCE[self.dtype]
 
 
@@ -85,10 +88,10 @@ def difference(
 ) -> str | None:
     """What the split model does differently, in words. Called by all ranks; splits the reference's model."""
     model, full, tolerance = reference.model, reference.run, reference.tolerance
-    work, old = planned(model, plan, world), dict(model.named_parameters())
-    swaps = {id(swap.old): swap for swap in work.swaps}
+    changes, old = planned(model, plan, world), dict(model.named_parameters())
+    swaps = {id(swap.old): swap for swap in changes.swaps}
     swap_of = {n: swaps[id(m)] for n, m in model.named_modules(remove_duplicate=False) if id(m) in swaps}
-    carry_out(model, work, world, state)
+    carry_out(model, changes, world, state)
     sum_gradients(model, partial, world)
     if sharing:
         share_tokens(model, sharing, world)
@@ -96,7 +99,7 @@ def difference(
         split = _run(model, reference.inputs)
     except Exception as error:
         return f"it raises {type(error).__name__}: {error}"
-    shares = {name for name, module in model.named_modules() if module in work.shared}
+    shares = {name for name, module in model.named_modules() if module in changes.shared}
     located = _first_output(full, split, swap_of, shares, tolerance)
     if len(full.returned) != len(split.returned) or full.returned[0].shape != split.returned[0].shape:
         return f"it returns {_shapes(split.returned)} instead of {_shapes(full.returned)}{located}"
@@ -111,7 +114,7 @@ def difference(
     return _wrong_gradient(expected_gradients, gradients, swap_of, order, tolerance)
 
 
-def _run(model: nn.Module, inputs: Inputs) -> Run:
+def _run(model: nn.Module, inputs: Inputs) -> ModelOutputs:
     outputs: dict[tuple[str, int], list[Tensor]] = {}
     calls: dict[str, int] = {}
 
@@ -129,11 +132,11 @@ def _run(model: nn.Module, inputs: Inputs) -> Run:
     finally:
         for handle in handles:
             handle.remove()
-    return Run(returned, outputs)
+    return ModelOutputs(returned, outputs)
 
 
 def _first_output(
-    full: Run, split: Run, swap_of: Mapping[str, Swap], shares: Set[str], tolerance: float
+    full: ModelOutputs, split: ModelOutputs, swap_of: Mapping[str, Swap], shares: Set[str], tolerance: float
 ) -> str:
     """The first module, in the order of execution, that returns something else and is not to: a share."""
     before = ""

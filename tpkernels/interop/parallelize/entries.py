@@ -1,4 +1,4 @@
-"""How an attention's layers, and those of an MLP, are split over ranks.
+"""Entries of plans: how an attention's layers are split over ranks, an MLP's, experts, and the vocabulary.
 
 Layers are named from a module that holds them: `self_attn` has q_proj, k_proj, v_proj and o_proj.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from torch import nn
 
-from tpkernels.interop.parallelize.hf_modules import is_conv1d, oriented_shape
+from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape
 from tpkernels.interop.parallelize.plan import Divided, Entry, Number, SharedHeads, Split, heads_read
 from tpkernels.topology.shard import HeadSplit, split_heads
 
@@ -28,8 +29,8 @@ HEADS: tuple[str, ...] = ("num_heads", "num_attention_heads", "n_heads", "n_head
 HEADS += ("num_kv_heads", "all_head_size", "inner_dim")
 FEATURES: tuple[str, ...] = ("embed_dim", "hidden_size", "dim", "d_model", "embed_size")
 SHARED = ("num_key_value_heads", "num_kv_heads")
-GROUPS = "num_key_value_groups"
-TOKENS = 2048  # of the sequence for which FLOPs of an attention are counted
+KV_GROUPS = "num_key_value_groups"
+COUNTED_TOKENS = 2048  # of the sequence for which FLOPs of an attention are counted
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Layers:
 
 
 def head_size_of_holder(holder: nn.Module) -> int | None:
+    """The features of a head, by the holder's attributes; None if it has none."""
     for name in HEAD_SIZES:
         if type(size := getattr(holder, name, None)) is int:
             return size
@@ -99,7 +101,7 @@ def _numbers(
     here = min((_heads_computed(count, split) for count in heads.values()), default=split.slots)
     shared = any(isinstance(entry, SharedHeads) for each in entries.values() for entry in each)
     padded = split.heads % split.ranks > 0
-    changed = {GROUPS: split.slots // here} if shared else {}
+    changed = {KV_GROUPS: split.slots // here} if shared else {}
     if shared or padded:
         changed |= {name: here for name in SHARED if name in names}
     others = [name for name in names if name not in changed and _is_number(holder, name)]
@@ -128,7 +130,7 @@ def _padding_pays(
     ]
     sizes = [prod(oriented_shape(layer)) for layer, _ in products]
     features = oriented_shape(next(iter(layers.rows.values())))[1]
-    between = 2 * TOKENS * features  # queries times keys, and weights times values
+    between = 2 * COUNTED_TOKENS * features  # queries times keys, and weights times values
     even = (sum(sizes) + between) / split.ranks
     computed = sum(size * fraction for size, (_, fraction) in zip(sizes, products, strict=True))
     padded, gathered = (computed + slots * between) / even, (sum(sizes) / split.ranks + between) / even
@@ -137,7 +139,7 @@ def _padding_pays(
     how = f"each computes {split.slots}, zeros among them" if pays else "every rank computes all of them"
     say(
         f"'{layers.holder}': {split.ranks} ranks do not divide its number of heads, {split.heads}: {how}: "
-        f"{padded if pays else gathered:.2f} times the FLOPs of an even split, at {TOKENS} tokens"
+        f"{padded if pays else gathered:.2f} times the FLOPs of an even split, at {COUNTED_TOKENS} tokens"
         + f", where all heads on every rank take {gathered:.2f} times"
         * pays
     )
@@ -152,7 +154,7 @@ def _has_numbers_of_heads(holder: nn.Module) -> bool:
 
 
 def split_evenly(layers: Layers, ranks: int, say: Say, *, stacked: int = 1) -> Entries:
-    """Each rank gets an equal part of the features between columns and rows, if the ranks divide them."""
+    """Each rank gets an equal shard of the features between columns and rows, if the ranks divide them."""
     sizes = [oriented_shape(each)[0] // stacked for each in layers.columns.values()]
     sizes += [oriented_shape(each)[1] for each in layers.rows.values()]
     if any(size % ranks for size in sizes):
@@ -226,3 +228,64 @@ def narrow_experts(module: nn.Module, splits: Iterable[tuple[str, int, int]], ra
         if weight.ndim == 3 and dim % 3 == 2 and row % 16 == 0 and row % (16 * ranks):
             return f"'{short}' has rows of {row} bytes, of which a rank's share is no multiple of 16"
     return None
+
+
+Said = dict[str, Entry | tuple[Entry, ...]]
+
+
+def with_vocabulary(model: nn.Module, plan: Said) -> Said:
+    """The plan with entries for the input embeddings and the head of a model of `transformers`.
+
+    Layers that share a parameter are split alike: all of them, or none where one cannot be, whatever the plan
+    says of them.
+    """
+    said = dict(plan)
+    for table in tables(model):
+        shared = _sharing(model, table)
+        kinds = {name: _kind(module) for name, module in shared.items()}
+        if len(shared) == 1 and not kinds.keys().isdisjoint(said):
+            continue
+        for name, kind in kinds.items():
+            said.pop(name, None)
+            if kind is not None and None not in kinds.values():
+                said[name] = Split(kind)  # type: ignore[arg-type]
+    return said
+
+
+def tables(model: nn.Module) -> list[nn.Module]:
+    """The input embeddings and the head that a model of `transformers` names."""
+    found = [_called(model, "get_input_embeddings"), _called(model, "get_output_embeddings")]
+    return [table for table in found if table is not None]
+
+
+def _sharing(model: nn.Module, table: nn.Module) -> dict[str, nn.Module]:
+    """The modules that share a parameter with a table, or with one that does."""
+    found = {id(parameter) for parameter in table._parameters.values() if parameter is not None}
+    owners: dict[str, nn.Module] = {}
+    grown = True
+    while grown:
+        grown = False
+        for name, module in model.named_modules():
+            own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
+            if name not in owners and own & found:
+                owners[name], grown = module, True
+                found |= own
+    return owners
+
+
+def _kind(module: nn.Module) -> str | None:
+    if isinstance(module, nn.Embedding):
+        plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+        return "embedding" if plain else None
+    return "head" if is_linear(module) else None
+
+
+def _called(model: nn.Module, name: str) -> nn.Module | None:
+    getter: Callable[[], Any] | None = getattr(model, name, None)
+    if getter is None:
+        return None
+    try:
+        found = getter()
+    except (AttributeError, NotImplementedError):  # a model without words, such as one of images
+        return None
+    return found if isinstance(found, nn.Module) else None
