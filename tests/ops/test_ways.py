@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -210,7 +210,9 @@ def test_all_ranks_choose_alike(ranks2, tmp_path, options, verdict, runs, told):
             assert sorted(closed) == sorted({"one", "many", "memory"} - {name})
         if "memory" in options.get("broken", {}):
             assert "memory" in closed
-    assert bool(list(tmp_path.rglob("*.json"))) == (source == "timed" or "cached" in options)
+    assert bool(list(tmp_path.rglob("*.json"))) == (
+        (source == "timed" and "broken" not in options) or "cached" in options
+    )
 
 
 def test_a_choice_is_kept_for_the_next_process(ranks2, tmp_path):
@@ -251,7 +253,8 @@ def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_sec
         group = dist.new_group()
         expected = run()
     group = dist.new_group()
-    opener = no_symmetric_memory if how == "no symmetric memory" else open_stand_in
+    no_memory = how == "no symmetric memory"
+    opener = Mock(wraps=no_symmetric_memory if no_memory else open_stand_in)
     times_of = {"1 collective": 3.0, "2 collectives": 2.0, "symmetric": symmetric}
     with ExitStack() as stack:
         said = stack.enter_context(as_on_gpus(times_of, Cache(None, VERSIONS), opener))
@@ -269,6 +272,26 @@ def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_sec
     assert [line.partition(" 2 ranks")[0] for line in first] == expected_keys
     assert len(said) - len(first) == of_second_run
     assert len(select._of_group[id(group)]._open) == opened
+    assert not no_memory or opener.call_count == 1, "a machine that has none is asked for each shape"
+
+
+@on_ranks(2)
+def test_a_rank_without_memory_for_a_trial_says_so_before_others_wait():
+    """And what another shape may do is left open."""
+    prepare(Setting())
+    group, rank = dist.new_group(), dist.get_rank()
+
+    def reserve(self: Any) -> None:
+        if rank and self._moved.rows == 16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    times_of = {"1 collective": 2.0, "2 collectives": 3.0, "symmetric": 1.0}
+    with as_on_gpus(times_of, Cache(None, VERSIONS)) as said, patch.object(ways._Ways, "_reserve", reserve):
+        for rows in (8, 16):
+            assert start_rows("op", "x", torch.ones(rows, 16), group, 32).wait().sum() == 2 * rows * 16
+    assert not rank or "not timed: rank 1: OutOfMemoryError: CUDA out of memory" in said[0]
+    names = [type(exchange).__name__ for exchange in select._of_group[id(group)].chosen.values()]
+    assert names == ["Collectives", "SymmetricExchange"]
 
 
 def test_a_way_timed_with_tf32_is_kept_apart():

@@ -71,6 +71,7 @@ class Exchanges:
         """
         self.transport, self._against_sharing, self.machines = transport, against_sharing, machines
         self.chosen: dict[tuple[object, ...], Exchange] = {}  # on GPUs, see `ways`
+        self.dropped: dict[str, str] = {}  # ways that failed once, and why: not tried again
         self._group = ref(group)
         self._open: OrderedDict[Key, MailboxExchange] = OrderedDict()
         self._noted: set[Key] = set()

@@ -15,7 +15,8 @@ change from batch to batch. Then collectives move the rows, as many as arithmeti
 
 Ways are collective, so no rank decides by itself (`WayChooser`): each decision is taken from what all have
 told each other, and each rank runs each way equally often. A way that a rank cannot open, or that gives other
-numbers there, is dropped on all ranks.
+numbers there, is dropped on all ranks, and not tried again for the group. What was chosen without it is not kept
+on disk, as the next process may find it well. What a trial takes is allocated before anybody waits.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ MOST_TIMED = 32  # a layer has about ten
 ROUNDS = 7  # a number, and not a time: all ranks must run as often
 TOLERANCE = 1e-2  # of the norm: ways round at different places
 TRIAL_SECONDS = 20.0  # until a rank that does not come is an error, while a way is tried
+_NO_MEMORY = torch.OutOfMemoryError.__name__
 _INTERPRETED = "TPKERNELS_BACKEND=triton, whose kernels would wait in the interpreter"
 
 Run = Callable[[], Tensor]
@@ -166,6 +168,8 @@ def _choose(
     chooser = WayChooser(tell, cuda_clock(moved.device), cache_on(moved.device))
     decision = chooser.choose(key, ways.possible(usual), _name(usual), _why_not_timed())
     log.choices.info("%s", decision)
+    # what one shape has no memory for may do for others
+    exchanges.dropped |= {name: why for name, why in chooser.dropped.items() if _NO_MEMORY not in why}
     chosen = exchanges.chosen[moved] = ways.exchanges[decision.candidate.name]
     if isinstance(chosen, MailboxExchange):
         chosen.timeout = timeout_of(group, moved.device)
@@ -217,12 +221,20 @@ class _Ways:
         sums = self._partial_of is not None
         kernels_wait = backends.backend != "torch" and kernels_take(self._moved.dtype, sums=sums)
         may_open = self._shared is not None or self._of_group.has_room()
+        may_open = may_open and "symmetric" not in self._of_group.dropped
         if kernels_wait and self._of_group.machines == 1 and may_open:
             ways.append(Way("symmetric", self._open_symmetric, self._close_symmetric, recovers=True))
         return ways
 
     def _open_c10d(self, exchange: Exchange) -> Run:
+        self._reserve()
         return partial(self._moving, exchange)
+
+    def _reserve(self) -> None:
+        """As much as a run takes, given back at once: a rank that lacks it says so while none waits for rows."""
+        rows, cols, (like, _) = self._moved.rows, self._moved.cols, self._scratch
+        held = [like.new_empty(rows, width) for width in (cols, cols, self._features)]
+        del held  # all rows, and the slots or terms that they came from; a product
 
     def _open_symmetric(self) -> Run:
         exchange = self._shared or self._of_group.open("symmetric", self._moved.op, self._key, self._group)
@@ -311,6 +323,7 @@ class WayChooser:
 
     def __init__(self, tell: Tell, clock: Clock, cache: Cache) -> None:
         self._tell, self._clock, self._cache = tell, clock, cache
+        self.dropped: dict[str, str] = {}  # by name, and why: on all ranks the same
 
     def choose(self, key: str, ways: Sequence[Way], default: str, why_not: str = "") -> Decision[Way]:
         """All ranks of the group call this at once. The way that wins is open then, and no other.
@@ -356,7 +369,8 @@ class WayChooser:
         name = winner(milliseconds, usual.name)
         for other in runs.keys() - {name}:
             possible[other].close()
-        self._cache.put(key, Choice(name, milliseconds))
+        if not self.dropped:  # else the next process may choose from more
+            self._cache.put(key, Choice(name, milliseconds))
         return Decision(key, possible[name], "timed", milliseconds)
 
     def _opened(self, key: str, way: Way, expected: Tensor | None = None) -> tuple[Run | None, str]:
@@ -376,6 +390,7 @@ class WayChooser:
             problem = self._first_problem(_mismatch(run(), expected))
         if problem:
             way.close()
+            self.dropped[way.name] = problem
             log.warnings.warning("%s dropped for %s: %s", way.name, key, problem)
             return None, problem
         return run, ""
