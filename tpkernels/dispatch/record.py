@@ -151,11 +151,16 @@ def copied_into(compute: Callable[..., Any], out: Sequence[Tensor], *args: Any) 
 
 
 def launcher(
-    module: str, function: str, *keywords: str, always: Mapping[str, object] | None = None
+    module: str,
+    function: str,
+    *keywords: str,
+    always: Mapping[str, object] | None = None,
+    gives: tuple[str, ...] = (),
 ) -> Callable[..., Any]:
     """A launcher of `kernels`, imported when it is first called: a CPU user need not have Triton.
 
     keywords: what it calls the last arguments, which it takes by name; always: more that it is told
+    gives: which of its results the primitive has; by default all
     """
 
     home = cache(partial(import_module, f"tpkernels.kernels.{module}"))
@@ -164,6 +169,7 @@ def launcher(
     def launch(*args: Any, **tile_and_form: Any) -> Any:
         count = len(args) - len(keywords)
         named = dict(zip(keywords, args[count:], strict=True))
-        return getattr(home(), function)(*args[:count], **named, **told, **tile_and_form)
+        results = getattr(home(), function)(*args[:count], **named, **told, **tile_and_form)
+        return tuple(getattr(results, name) for name in gives) if gives else results
 
     return launch

@@ -26,12 +26,7 @@ DTYPE: Mapping[Wide, torch.dtype] = {
 }
 
 
-def _quantize(x: Tensor, format: Format, scaling: Scaling, power_of_two: bool, square: bool) -> Tensor:
-    """The rows of x in fp8, each with its scales, as words. square: a scale for each 128 x 128"""
-    return quantize_ref(x, format, scaling, power_of_two=power_of_two, square=square)
-
-
-def _empty_quantized(x: Tensor, format: Format, scaling: Scaling, power_of_two: bool, square: bool) -> Tensor:
+def _words(x: Tensor, scaling: Scaling) -> Tensor:
     return empty_words(x.shape[0], x.shape[1], scaling, x.device)
 
 
@@ -41,10 +36,10 @@ def _takes(x: Tensor, *_: Any) -> bool:
 
 quantize = Primitive(
     "quantize",
-    _quantize,
+    quantize_ref,
     launcher("quantize", "quantize", "format", "scaling", "power_of_two", "square"),
     lambda layer: (layer.x(), "e4m3", "rows", False, False),
-    fake=_empty_quantized,
+    fake=lambda x, format, scaling, power_of_two, square: _words(x, scaling),
     takes=_takes,
 )
 
@@ -60,18 +55,12 @@ def _wide_act(z: Tensor, activation: Activation) -> Tensor:
     return act_ref(z.to(torch.promote_types(z.dtype, torch.float32)), activation)
 
 
-def _empty_quantized_act(
-    z: Tensor, activation: Activation, format: Format, scaling: Scaling, power_of_two: bool
-) -> Tensor:
-    return empty_words(z.shape[0], z.shape[1], scaling, z.device)
-
-
 quantize_act = Primitive(
     "quantize_act",
     _quantize_act,
     launcher("quantize", "quantize_act", "activation", "format", "scaling", "power_of_two"),
     lambda layer: (layer.x(), layer.activation, "e4m3", "rows", False),
-    fake=_empty_quantized_act,
+    fake=lambda z, activation, format, scaling, power_of_two: _words(z, scaling),
     takes=_takes,
 )
 
@@ -84,18 +73,12 @@ def _quantize_glu(
     return quantize_ref(h, format, scaling, power_of_two=power_of_two)
 
 
-def _empty_quantized_glu(
-    g: Tensor, u: Tensor, kind: Glu, format: Format, scaling: Scaling, power_of_two: bool
-) -> Tensor:
-    return empty_words(g.shape[0], g.shape[1], scaling, g.device)
-
-
 quantize_glu = Primitive(
     "quantize_glu",
     _quantize_glu,
     launcher("quantize", "quantize_glu", "kind", "format", "scaling", "power_of_two"),
     lambda layer: (layer.x(), layer.x(), layer.glu, "e4m3", "rows", False),
-    fake=_empty_quantized_glu,
+    fake=lambda g, u, kind, format, scaling, power_of_two: _words(g, scaling),
     takes=_takes,
 )
 

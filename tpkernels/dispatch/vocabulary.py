@@ -71,53 +71,18 @@ softmax_statistics = Primitive(
 )
 
 
-def _cross_entropy_grad(
-    logits: Tensor,
-    target: Tensor,
-    maximum: Tensor,
-    total: Tensor,
-    dloss: Tensor,
-    columns: int,
-    first_id: int,
-    on_target: float,
-    off_target: float,
-    in_place: bool,
-) -> Tensor:
-    """(T, V): the gradient of the logits; in their memory if `in_place`."""
-    return cross_entropy_grad_ref(
-        logits,
-        target,
-        maximum,
-        total,
-        dloss,
-        columns,
-        first_id,
-        on_target,
-        off_target,
-        into=logits if in_place else None,
-    )
-
-
-_launch_cross_entropy_grad = launcher(
-    "cross_entropy", "cross_entropy_grad", "columns", "first_id", "on_target", "off_target", "into"
-)
-
-
-def _cross_entropy_grad_kernel(logits: Tensor, *others: Any) -> Tensor:
-    into = logits if others[-1] else None
-    dlogits: Tensor = _launch_cross_entropy_grad(logits, *others[:-1], into)
-    return dlogits
-
-
 def _cross_entropy_grad_sample(layer: Layer) -> tuple[Any, ...]:
     row = layer.meta(layer.tokens, dtype=sums_dtype(layer.dtype))
     return layer.dy(), _ids(layer), row, row, row, layer.out_features, 0, 1.0, 0.0, False
 
 
+# (T, V): the gradient of the logits; in their memory if `in_place`
 cross_entropy_grad = Primitive(
     "cross_entropy_grad",
-    _cross_entropy_grad,
-    _cross_entropy_grad_kernel,
+    cross_entropy_grad_ref,
+    launcher(
+        "cross_entropy", "cross_entropy_grad", "columns", "first_id", "on_target", "off_target", "in_place"
+    ),
     _cross_entropy_grad_sample,
     changes_first=True,
     takes=lambda logits, *_: logits.dtype in DTYPES,
