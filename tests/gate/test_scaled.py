@@ -108,7 +108,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_gpus_without_fp8_are_refused_by_name(name):
-    of = MetaOperands(scaled.E4M3 if name == "scaled_linear" else torch.bfloat16, 64, 1024, 128, chunks=1)
+    of = MetaOperands(64, 128, 1024, scaled.E4M3 if name == "scaled_linear" else torch.bfloat16)
     assert recorded(name, CALLS[name], of, H100, ("sm_90",)).function
     with pytest.raises(ValueError, match=r"fp8 expected a GPU of capability 8.9 or later .*, got 8.0"):
         recorded(name, CALLS[name], of, A100, ("sm_80",))
@@ -146,7 +146,7 @@ def test_what_is_sound_keeps_the_rules(told, name):
 
 def test_one_byte_of_what_quantizes_is_seen(monkeypatch):
     sound = scaled.quantize_launcher
-    of = RandomOperands(torch.bfloat16, 9, 301, 17, chunks=1)
+    of = RandomOperands(9, 17, 301, torch.bfloat16)
     case = Case("quantize", partial(scaled.quantize, of))
     assert examine(case, Frames()).failure == ""
 
@@ -162,7 +162,7 @@ def test_one_byte_of_what_quantizes_is_seen(monkeypatch):
 @pytest.mark.parametrize("scales", scaled.SCALES)
 def test_a_scale_of_another_block_is_seen(monkeypatch, scales):
     sound = scaled.scaled_linear_fwd
-    of = RandomOperands(torch.bfloat16, 40, 301, 141, chunks=1)
+    of = RandomOperands(40, 141, 301, torch.bfloat16)
     case = Case("scaled_linear", partial(scaled.scaled_linear, of, **scaled.SCALES[scales]))
     assert examine(case, Frames()).failure == ""
 

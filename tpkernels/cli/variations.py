@@ -169,7 +169,7 @@ def _entry(
     return recorded(
         f"{problem.kernel}/{one.name}/{record.name}" + "/ragged" * ragged,
         lambda of: one.bind(record)(*arguments),
-        MetaOperands(problem.dtype, *problem.product, problem.depth, chunks=1, ragged=ragged),
+        MetaOperands(*problem.product, problem.depth, problem.dtype, ragged=ragged),
         gpu.target,
         (architecture,),
         precision="tf32" if problem.tf32 else "ieee",

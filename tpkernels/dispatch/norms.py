@@ -28,13 +28,13 @@ rms_norm = Primitive(
     "rms_norm",
     rms_norm_ref,
     launcher("norm", "rms_norm_fwd", "eps", gives=("y", "rstd")),
-    lambda layer: (layer.x(), layer.meta(layer.in_features), 1e-5),
+    lambda layer: (layer.x(), layer.tensor(layer.in_features), 1e-5),
     takes=_takes,
 )
 
 
 def _statistic(layer: Layer) -> Tensor:
-    return layer.meta(layer.tokens, dtype=sums_dtype(layer.dtype))
+    return layer.tensor(layer.tokens, dtype=sums_dtype(layer.dtype))
 
 
 def _rms_norm_grad(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ rms_norm_grad = Primitive(
     "rms_norm_grad",
     _rms_norm_grad,
     launcher("norm", "rms_norm_bwd", gives=("dx", "dweight")),
-    lambda layer: (layer.x(), layer.x(), layer.meta(layer.in_features), _statistic(layer)),
+    lambda layer: (layer.x(), layer.x(), layer.tensor(layer.in_features), _statistic(layer)),
     takes=_takes,
 )
 
@@ -66,8 +66,8 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> t
 
 
 def _layer_norm_sample(layer: Layer) -> tuple[Any, ...]:
-    bias = layer.meta(layer.in_features) if layer.bias else None
-    return layer.x(), layer.meta(layer.in_features), bias, 1e-5
+    bias = layer.tensor(layer.in_features) if layer.bias else None
+    return layer.x(), layer.tensor(layer.in_features), bias, 1e-5
 
 
 layer_norm = Primitive(
@@ -104,7 +104,7 @@ def _layer_norm_grad_fake(
 
 
 def _layer_norm_grad_sample(layer: Layer) -> tuple[Any, ...]:
-    return layer.x(), layer.x(), layer.meta(layer.in_features), _statistic(layer), _statistic(layer)
+    return layer.x(), layer.x(), layer.tensor(layer.in_features), _statistic(layer), _statistic(layer)
 
 
 layer_norm_grad = Primitive(

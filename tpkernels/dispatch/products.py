@@ -85,7 +85,7 @@ def _addmm_activation_fits(problem: Problem, target: Target) -> bool:
 
 
 def _linear_sample(layer: Layer) -> tuple[Any, ...]:
-    bias = layer.meta(layer.out_features) if layer.bias else None
+    bias = layer.tensor(layer.out_features) if layer.bias else None
     keep_z = layer.training and layer.activation != "none"
     return layer.x(), layer.weight(), bias, layer.activation, keep_z
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tpkernels.dispatch.problem import Problem
 from tpkernels.kernels.activation_names import Activation, Glu
-from tpkernels.kernels.scaled import Scaled, empty_words
+from tpkernels.kernels.recipe import Format, Scaling
+from tpkernels.kernels.scaled import Scaled, words_of
 from tpkernels.kernels.target import Target
 from tpkernels.kernels.tiles import Kernel
 
@@ -40,22 +41,33 @@ class Layer:
     training: bool = True  # pre-activations are kept for backward
 
     def x(self) -> Tensor:
-        return self.meta(self.tokens, self.in_features)
+        return self.tensor(self.tokens, self.in_features)
 
     def dy(self) -> Tensor:
-        return self.meta(self.tokens, self.out_features)
+        return self.tensor(self.tokens, self.out_features)
 
     def weight(self) -> Tensor:
-        return self.meta(self.out_features, self.in_features)
+        return self.tensor(self.out_features, self.in_features)
 
-    def scaled(self, rows: int, features: int) -> Scaled:
-        """In e4m3 with a scale a row."""
-        words = empty_words(rows, features, "rows", torch.device("meta"))
-        return Scaled(words, features, "e4m3", "rows")
-
-    def meta(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Sizes and layout without memory."""
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Sizes and layout without memory; of the gate's layers, numbers."""
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+
+    def integers(self, count: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """From low to high - 1."""
+        return self.tensor(count, dtype=dtype)
+
+    def scaled(
+        self,
+        rows: int,
+        features: int,
+        format: Format = "e4m3",
+        scaling: Scaling = "rows",
+        square: bool = False,
+    ) -> Scaled:
+        """In fp8. square: a weight, whose scales, where they are of blocks, are of 128 x 128"""
+        words = self.tensor(rows, words_of(features, scaling), dtype=torch.int32)
+        return Scaled(words, features, format, scaling)
 
 
 class Library(NamedTuple):

@@ -229,7 +229,7 @@ def _scaled_mm_fits(problem: Problem, target: Target) -> bool:
 def _scaled_linear_sample(layer: Layer) -> tuple[Any, ...]:
     x = layer.scaled(layer.tokens, layer.in_features)
     weight = layer.scaled(layer.out_features, layer.in_features)
-    bias = layer.meta(layer.out_features) if layer.bias else None
+    bias = layer.tensor(layer.out_features) if layer.bias else None
     keep_z = layer.training and layer.activation != "none"
     return x.data, weight.data, x.scale, weight.scale, bias, layer.activation, keep_z, "bfloat16"
 

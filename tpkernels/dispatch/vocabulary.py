@@ -26,8 +26,19 @@ def _lookup_fake(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
     return weight.new_empty(ids.shape[0], weight.shape[1])
 
 
+def _rows(layer: Layer) -> tuple[int, int]:
+    """How many rows of a table a rank has, and the id of the first; other ranks have ids on both sides."""
+    rows = max(1, layer.out_features // 4)
+    return rows, max(0, rows - 3)
+
+
 def _ids(layer: Layer) -> Tensor:
-    return layer.meta(layer.tokens, dtype=torch.int64)
+    return layer.integers(layer.tokens, 0, 3 * _rows(layer)[0])
+
+
+def _lookup_sample(layer: Layer) -> tuple[Any, ...]:
+    rows, first_id = _rows(layer)
+    return _ids(layer), layer.weight()[:rows], first_id
 
 
 # (T, H): rows of the table, zeros for ids of other ranks
@@ -35,7 +46,7 @@ lookup = Primitive(
     "lookup",
     embedding_ref,
     launcher("embedding", "embedding_fwd", "first_id"),
-    lambda layer: (_ids(layer), layer.weight(), 0),
+    _lookup_sample,
     fake=_lookup_fake,
     takes=lambda ids, weight, first_id: weight.dtype in DTYPES,
 )
@@ -50,7 +61,7 @@ lookup_grad = Primitive(
     "lookup_grad",
     embedding_bwd_ref,
     launcher("embedding", "embedding_bwd", "rows", "first_id", "dtype"),
-    lambda layer: (layer.x(), _ids(layer), layer.out_features, 0, layer.dtype),
+    lambda layer: (layer.x(), _ids(layer), *_rows(layer), layer.dtype),
     fake=_lookup_grad_fake,
     takes=lambda dy, *_: dy.dtype in DTYPES,
 )
@@ -72,7 +83,7 @@ softmax_statistics = Primitive(
 
 
 def _cross_entropy_grad_sample(layer: Layer) -> tuple[Any, ...]:
-    row = layer.meta(layer.tokens, dtype=sums_dtype(layer.dtype))
+    row = layer.tensor(layer.tokens, dtype=sums_dtype(layer.dtype))
     return layer.dy(), _ids(layer), row, row, row, layer.out_features, 0, 1.0, 0.0, False
 
 

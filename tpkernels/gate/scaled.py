@@ -77,7 +77,7 @@ def scaled_linear(
     tokens, in_features, out_features = of.sizes
     x = of.scaled(tokens, in_features, format, scaling)
     weight = of.scaled(out_features, in_features, "e4m3", scaling, square=True)
-    bias = of.vector(out_features, DTYPE[dtype]) if optional else None
+    bias = of.tensor(out_features, dtype=DTYPE[dtype]) if optional else None
     w_scale = weight.scale[::BLOCK] if square else weight.scale
     ours = scaled_linear_fwd(
         *(x.data, weight.data, x.scale, w_scale, bias),
@@ -105,7 +105,7 @@ def quantize(
     by_columns: of a matrix whose columns are contiguous, as those of a weight for dgrad
     """
     tokens, in_features, _ = of.sizes
-    x = of.matrix(in_features, tokens).t() if by_columns else of.matrix(tokens, in_features)
+    x = of.tensor(in_features, tokens).t() if by_columns else of.tensor(tokens, in_features)
     x[0], x[1, -1], x[2, 0] = 0, float("inf"), float("nan")
     x[3] *= 1e-36
     x[4] *= 1e36
@@ -118,7 +118,7 @@ def quantize(
 def quantize_activation(of: Operands, scaling: Scaling = "rows", gated: bool = True) -> Results:
     """Of silu(z) or silu(g) * u: what is rounded to fp8 may differ where fp32 does."""
     tokens, in_features, _ = of.sizes
-    g, u = of.matrix(tokens, in_features), of.matrix(tokens, in_features)
+    g, u = of.tensor(tokens, in_features), of.tensor(tokens, in_features)
     if gated:
         words = quantize_glu(g, u, kind="swiglu", format="e4m3", scaling=scaling)
     else:
@@ -203,7 +203,7 @@ def _row_recipe(
     features: int = K,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Recipe:
-    of = MetaOperands(dtype, T, features, N, chunks=1)
+    of = MetaOperands(T, N, features, dtype)
     return Recipe(f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}", call, of, H100, tuple(FP8_PRODUCTS))
 
 
@@ -216,7 +216,7 @@ def _recipe(
     ragged: bool = False,
 ) -> Recipe:
     odd = int(ragged)
-    of = MetaOperands(dtype, T + odd, K + odd, N + odd, 1, way.form, tile, ragged=ragged)
+    of = MetaOperands(T + odd, N + odd, K + odd, dtype, form=way.form, tile=tile, ragged=ragged)
     prefix = f"{way.architectures[0]}/" if way.target in (B200, L40S) else ""
     name = f"{prefix}{stem_of('scaled_linear', way.form, dtype, tile)}/{epilogue}{'/ragged' * ragged}"
     return Recipe(name, call, of, way.target, way.architectures)
