@@ -39,6 +39,9 @@ class Layer:
     glu: Glu = "swiglu"  # likewise in `glu` and `dglu`
     bias: bool = True
     training: bool = True  # pre-activations are kept for backward
+    format: Format = "e4m3"  # of x in fp8; weights are in e4m3
+    scaling: Scaling = "rows"
+    square: bool = False  # a scale for each 128 x 128 of what a product takes as weight
 
     def x(self) -> Tensor:
         return self.tensor(self.tokens, self.in_features)
@@ -57,17 +60,10 @@ class Layer:
         """From low to high - 1."""
         return self.tensor(count, dtype=dtype)
 
-    def scaled(
-        self,
-        rows: int,
-        features: int,
-        format: Format = "e4m3",
-        scaling: Scaling = "rows",
-        square: bool = False,
-    ) -> Scaled:
-        """In fp8. square: a weight, whose scales, where they are of blocks, are of 128 x 128"""
-        words = self.tensor(rows, words_of(features, scaling), dtype=torch.int32)
-        return Scaled(words, features, format, scaling)
+    def scaled(self, rows: int, features: int, format: Format, square: bool = False) -> Scaled:
+        """In fp8, by the layer's scaling. square: a weight, whose blocks that share a scale are squares"""
+        words = self.tensor(rows, words_of(features, self.scaling), dtype=torch.int32)
+        return Scaled(words, features, format, self.scaling)
 
 
 class Library(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.products import PRODUCTS
-from tpkernels.dispatch.record import Layer
+from tpkernels.dispatch.record import Layer, Primitive
 from tpkernels.kernels import launch, reference
 from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.bias_grad import bias_grad
@@ -58,8 +59,8 @@ class Operands(Layer):
         return Arrivals(self.integers(chunks, 7, 8, torch.int32), self.word(7), self.word(0), spin_limit=1001)
 
 
-def _double(value: Any) -> Any:
-    """An argument of the oracle: numbers, and what they are rounded to, in float64; ids as they are."""
+def in_float64(value: Any) -> Any:
+    """What an oracle is given: numbers, and what they are rounded to, in float64; ids as they are."""
     if isinstance(value, torch.dtype):
         return torch.float64
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -84,19 +85,23 @@ def primitive(of: Operands, name: str, into: torch.dtype | None = None, **option
     """A primitive by its record: its sample, its kernel, and as oracle its torch form.
 
     into: the dtype of the result, if it is another
-    options: fields of `Layer` that are others than those of the operands
+    options: fields of `Layer`, or else arguments of the primitive, in place of its sample's
     """
-    record, of = RECORDS[name], replace(of, **options)
-    operands = list(record.sample(of))
-    if record.changes_first and into:
-        operands[0] = of.tensor(*operands[0].shape, dtype=into)
-    exact = [_double(value) for value in operands]
+    record = RECORDS[name]
+    call = arguments(of, record, options)
     how: dict[str, Any] = {"tile": of.tile, "form": of.form} if record.kernel else {}
-    if record.kernel == "wgrad" and not record.changes_first:
+    if into and record.changes_first:
+        first, old = next(iter(call.items()))
+        call[first] = of.tensor(*old.shape, dtype=into)
+    elif into and "dtype" in call:
+        call["dtype"] = str(into).removeprefix("torch.")
+    elif record.kernel == "wgrad" and not record.changes_first:
         how["dtype"] = into
-    elif into and not record.changes_first:  # to be added to others before it is rounded
+    elif into:  # to be added to others before it is rounded
         cols = of.out_features if record.kernel == "linear" else of.in_features
-        how["out"] = launch.empty((of.tokens, cols), into, operands[0].device)
+        how["out"] = launch.empty((of.tokens, cols), into, next(iter(call.values())).device)
+    operands = list(call.values())
+    exact = list(map(in_float64, operands))
     ours = record.by_kernel(*operands, **how)
     truth = (record.oracle or record.by_torch)(*exact)
     if record.changes_first:
@@ -106,6 +111,15 @@ def primitive(of: Operands, name: str, into: torch.dtype | None = None, **option
     names = getattr(ours, "_fields", [f"result {number}" for number in range(len(ours))])
     found = zip(names, ours, truth, strict=True)
     return {word: (computed, one) for word, computed, one in found if one is not None}
+
+
+def arguments(of: Operands, record: Primitive[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample of a primitive's arguments by name, with these options."""
+    fields = {name: value for name, value in options.items() if name in Layer.__slots__}
+    call = signature(record.by_torch).bind(*record.sample(replace(of, **fields))).arguments
+    given = options.keys() - fields.keys()
+    assert given <= call.keys(), f"{record.name} has no options {given - call.keys()}"
+    return {name: options[name] if name in given else value for name, value in call.items()}
 
 
 def segments(of: Operands, transposed: bool, pairs: int) -> Results:

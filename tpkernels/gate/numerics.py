@@ -151,19 +151,12 @@ class RandomOperands(Operands):
     def weight(self) -> Tensor:
         return Layer.weight(self).mul_(self.in_features**-0.5)
 
-    def scaled(
-        self,
-        rows: int,
-        features: int,
-        format: Format = "e4m3",
-        scaling: Scaling = "rows",
-        square: bool = False,
-    ) -> Scaled:
-        words = quantize_ref(torch.randn(rows, features), format, scaling, square=square)
+    def scaled(self, rows: int, features: int, format: Format, square: bool = False) -> Scaled:
+        words = quantize_ref(torch.randn(rows, features), format, self.scaling, square=square)
         pitch = -(-words.shape[1] // 4) * 4 + 4  # rows stay 16-byte aligned
         wide = torch.full((rows + 2, pitch), NAN_OF_FP8, dtype=torch.int32)
         wide[1 : rows + 1, : words.shape[1]] = words
-        return Scaled(wide[1 : rows + 1, : words.shape[1]], features, format, scaling)
+        return Scaled(wide[1 : rows + 1, : words.shape[1]], features, format, self.scaling)
 
     def integers(self, count: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.randint(low, high, (count,), dtype=dtype)
@@ -246,20 +239,21 @@ def _in_fp8() -> Iterator[Case]:
         of = RandomOperands(*sizes, BF16, form=form)
         for scales, options in scaled.SCALES.items():
             way = f"{form}/fp8/{scales.strip('+') or 'rows'}"
-            call = partial(scaled.scaled_linear, of, **options)
+            call = partial(calls.primitive, of, "scaled_linear", **options)
             for activation in ACTIVATIONS:
                 yield Case(f"scaled_linear_fwd/{way}/{activation}", partial(call, activation=activation))
-            plain = partial(call, optional=False)
-            yield Case(f"scaled_linear_fwd/{way}/=fp32", partial(plain, dtype="float32"))
+            plain = partial(call, **calls.BARE)
+            yield Case(f"scaled_linear_fwd/{way}/=fp32", partial(plain, into=FP32))
             yield Case(f"scaled_linear_fwd/{way}/e5m2", partial(plain, format="e5m2"))
     for dtype in (BF16, FP32):
         of = RandomOperands(*IN_FP8["pointer"], dtype)
         way = SHORT_NAMES[dtype]
         for how, quantized in scaled.QUANTIZED.items():
-            launcher = {"silu": "quantize_act", "swiglu": "quantize_glu"}.get(how.split("+")[-1], "quantize")
+            launcher = quantized.keywords.get("name", "quantize")
             yield Case(f"{launcher}/{way}/{how}", partial(quantized, of))
         for scaling in get_args(Scaling):
-            yield Case(f"dequantize/{way}/{scaling}", partial(scaled.dequantize, of, scaling))
+            call = partial(calls.primitive, of, "dequantize", into=dtype, scaling=scaling)
+            yield Case(f"dequantize/{way}/{scaling}", call)
 
 
 def _rows(of: Operands) -> Iterator[Case]:
