@@ -17,9 +17,8 @@ from time import perf_counter
 from typing import Any
 
 from tpkernels.dispatch import log
-from tpkernels.dispatch.candidates import TORCH, Candidate, obstacle, of_tile
+from tpkernels.dispatch.candidates import TORCH, Candidate, Gpu, obstacle, of_tile
 from tpkernels.dispatch.chooser import Chooser, Decision
-from tpkernels.dispatch.gpus import Gpu
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive
 from tpkernels.kernels.footprints import Footprint

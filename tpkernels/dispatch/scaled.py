@@ -255,7 +255,7 @@ def _scaled_linear_sample(layer: Layer) -> tuple[Any, ...]:
     x = layer.scaled(layer.tokens, layer.in_features, layer.format)
     weight = layer.scaled(layer.out_features, layer.in_features, "e4m3", square=True)
     w_scale = weight.scale_of_squares if layer.square else weight.scale
-    bias = layer.tensor(layer.out_features) if layer.bias else None
+    bias = layer.tensor(layer.out_features, dtype=torch.bfloat16) if layer.bias else None
     keep_z = layer.training and layer.activation != "none"
     return x.data, weight.data, x.scale, w_scale, bias, layer.activation, keep_z, "bfloat16"
 

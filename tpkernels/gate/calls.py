@@ -151,6 +151,7 @@ def gather_linear(of: Operands, activation: Activation) -> Results:
         form=of.form,
     )
     y, z = reference.linear_ref(x.double(), w.double(), b.double(), activation, True)
+    assert z is not None
     return {"y": (ours.y, y), "z": (ours.z, z)}
 
 

@@ -157,7 +157,7 @@ def _recipe(
     ragged: bool = False,
 ) -> Recipe:
     odd = int(ragged)
-    of = MetaOperands(T + odd, N + odd, K + odd, form=way.form, tile=tile, ragged=ragged)
+    of = MetaOperands(T + odd, N + odd, K + odd, dtype, form=way.form, tile=tile, ragged=ragged)
     prefix = f"{way.architectures[0]}/" if way.target in (B200, L40S) else ""
     name = f"{prefix}{stem_of('scaled_linear', way.form, dtype, tile)}/{epilogue}{'/ragged' * ragged}"
     return Recipe(name, call, of, way.target, way.architectures)

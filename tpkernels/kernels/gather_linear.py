@@ -11,8 +11,6 @@ for every chunk that it has rows of. Values, bits too, are those of `linear_fwd`
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -157,7 +155,7 @@ def gather_linear_fwd(
     matrices = (("x", x), ("weight", stored), ("the result", y))
     product = launch.product("gather_linear_fwd", "linear", matrices, (T, N), tile, form)
     if tile is None:
-        product = replace(product, tile=waiting_tile(product.tile, T // chunks))
+        product = product._replace(tile=waiting_tile(product.tile, T // chunks))
     elif tile.flatten:
         raise ValueError("gather_linear_fwd: expected a tile with flatten=False: it loads before it waits")
     target, chosen = product.target, product.tile

@@ -11,8 +11,6 @@ only, and the program that stores the last tile of a chunk raises the chunk's fl
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -158,7 +156,7 @@ def scatter_linear(
     chunk_rows = T // (ranks * splits)
     if tile is None:
         others = default_tiles("linear", product.form, a.dtype, product.target)
-        product = replace(product, tile=pushing_tile(product.tile, others, chunk_rows))
+        product = product._replace(tile=pushing_tile(product.tile, others, chunk_rows))
     elif tile.flatten:
         raise ValueError(
             "scatter_linear: expected a tile with flatten=False: its barrier ends that loop's loads"

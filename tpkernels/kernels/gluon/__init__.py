@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tpkernels.kernels.gluon.plan import Epilogue
-from tpkernels.kernels.launch import Product
+from tpkernels.kernels.gluon.constants import Epilogue
+from tpkernels.kernels.launch import ProductLaunch
 from tpkernels.kernels.matmul_tile import compiles
 
 
 def multiply(
     epilogue: Epilogue,
-    product: Product,
+    product: ProductLaunch,
     operands: Sequence[Tensor],
     outputs: Sequence[Tensor],
     *,

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import tile_at
 from tpkernels.kernels.gluon import epilogues
-from tpkernels.kernels.gluon.plan import Epilogue, plan_of
+from tpkernels.kernels.gluon.constants import Epilogue, plan_of
 from tpkernels.kernels.gluon.roles import (
     await_turn,
     barriers,
@@ -37,7 +37,7 @@ from tpkernels.kernels.gluon.roles import (
     multiply,
     operand_ring,
 )
-from tpkernels.kernels.operands import Layout
+from tpkernels.kernels.operands import MatrixLayout
 
 
 # one binary for all sizes: the one that was tried on a GPU is the one that runs
@@ -167,7 +167,7 @@ def _consume(
 
 def launch_matmul(
     epilogue: Epilogue,
-    product: launch.Product,
+    product: launch.ProductLaunch,
     operands: Sequence[Tensor],
     outputs: Sequence[Tensor],
     *,
@@ -220,7 +220,7 @@ def launch_matmul(
 
 def _described(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """A matrix as this kernel takes it; `block` is what is moved at a time."""
-    strides = [Layout.of("", tensor).row_pitch, 1]
+    strides = [MatrixLayout.of("", tensor).row_pitch, 1]
     return TensorDescriptor(tensor, list(tensor.shape), strides, list(block), _layout(block, tensor.dtype))
 
 
