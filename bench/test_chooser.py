@@ -12,8 +12,8 @@ from bench.case import Case, Work
 from bench.measure import Seconds
 from tests.dispatch.conftest import CPU, VERSIONS, FakeTimer
 from tpkernels.dispatch.cache import Cache
+from tpkernels.dispatch.candidates import Gpu
 from tpkernels.dispatch.chooser import Chooser
-from tpkernels.dispatch.gpus import Gpu
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.kernels.target import H100
 

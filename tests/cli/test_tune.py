@@ -12,8 +12,8 @@ from tpkernels import cli
 from tpkernels.cli import main, tune, tuning
 from tpkernels.dispatch import candidates
 from tpkernels.dispatch.cache import Cache, parse
+from tpkernels.dispatch.candidates import Gpu
 from tpkernels.dispatch.chooser import Chooser
-from tpkernels.dispatch.gpus import Gpu
 from tpkernels.kernels.target import INTERPRETER
 
 DRY = ["tune", "--dry-run", "--shapes", "8192x4096x4096"]

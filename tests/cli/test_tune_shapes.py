@@ -7,8 +7,7 @@ from tests.cli.posed_problems import GPTS, problems_of_a_step
 from tpkernels.cli import tune_shapes
 from tpkernels.cli.tune_shapes import SplitModel, parsed_shapes
 from tpkernels.cli.tuning import calls_of_model
-from tpkernels.dispatch.candidates import candidates
-from tpkernels.dispatch.gpus import GPUS
+from tpkernels.dispatch.candidates import GPUS, candidates
 
 
 def test_shapes_and_models_are_mixed():

@@ -11,9 +11,8 @@ from tpkernels.cli import variations
 from tpkernels.cli.variations import Compiled, Variations, fastest_of_each_kind, neighbours
 from tpkernels.dispatch import products
 from tpkernels.dispatch.cache import Cache
-from tpkernels.dispatch.candidates import TORCH, of_tile
+from tpkernels.dispatch.candidates import GPUS, TORCH, Gpu, of_tile
 from tpkernels.dispatch.chooser import Chooser
-from tpkernels.dispatch.gpus import GPUS, Gpu
 from tpkernels.dispatch.record import Layer
 from tpkernels.gate import ahead_of_time
 from tpkernels.kernels.matmul_tile import MatmulTile

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tpkernels.dispatch.cache import Cache, Choice, Versions
+from tpkernels.dispatch.candidates import Gpu
 from tpkernels.dispatch.chooser import Chooser
-from tpkernels.dispatch.gpus import Gpu
-from tpkernels.dispatch.trial import Report, Verdict
+from tpkernels.dispatch.trial import TrialReport, Verdict
 from tpkernels.dispatch.variant import Variant
 from tpkernels.dispatch.verdicts import Verdicts
 from tpkernels.kernels.target import INTERPRETER
@@ -39,9 +39,9 @@ MakeChooser = Callable[..., Chooser]
 TRITON_WINS = {"triton/descriptor": 1.0, "triton/pointer": 2.0, "torch": 3.0, "addmm": 3.0}
 
 
-def all_pass(variants: Sequence[Variant]) -> Report:
+def all_pass(variants: Sequence[Variant]) -> TrialReport:
     """A trial without a child process."""
-    return Report(dict.fromkeys(variants, Verdict("passed")))
+    return TrialReport(dict.fromkeys(variants, Verdict("passed")))
 
 
 def need_interpreter() -> None:
@@ -66,7 +66,7 @@ def make_chooser(tmp_path: Path) -> MakeChooser:
         shipped: Mapping[str, Choice] | None = None,
         obstacle: str | None = None,
         clock: Callable[[], float] = perf_counter,
-        trial: Callable[[Sequence[Variant]], Report] = all_pass,
+        trial: Callable[[Sequence[Variant]], TrialReport] = all_pass,
     ) -> Chooser:
         cache = Cache(tmp_path, VERSIONS)
         return Chooser(

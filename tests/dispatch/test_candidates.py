@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tpkernels.dispatch import candidates as module
-from tpkernels.dispatch.candidates import candidates, named
-from tpkernels.dispatch.gpus import GPUS
+from tpkernels.dispatch.candidates import GPUS, candidates, named
 from tpkernels.dispatch.problem import layout_class, token_class
 from tpkernels.dispatch.products import PRODUCTS, dgrad, linear
 from tpkernels.dispatch.record import Layer

@@ -15,10 +15,10 @@ from tpkernels.dispatch import candidates as candidates_module
 from tpkernels.dispatch import chooser as chooser_module
 from tpkernels.dispatch import log, products
 from tpkernels.dispatch.cache import Cache, Choice
+from tpkernels.dispatch.candidates import Gpu
 from tpkernels.dispatch.chooser import CHECKING_SECONDS, Chooser, obstacle, winner
-from tpkernels.dispatch.gpus import Gpu
 from tpkernels.dispatch.products import linear
-from tpkernels.dispatch.scratch import spoil_freed
+from tpkernels.dispatch.soundness import spoil_freed
 from tpkernels.kernels import linear as linear_kernel
 from tpkernels.kernels.target import INTERPRETER
 from tpkernels.kernels.tiles import MatmulTile

@@ -9,9 +9,8 @@ import torch
 from tpkernels.dispatch.chooser import chooser_on
 from tpkernels.dispatch.products import PRODUCTS, dgrad
 from tpkernels.dispatch.record import Layer
-from tpkernels.dispatch.scratch import results_of, scratch_like
-from tpkernels.dispatch.soundness import mismatch
-from tpkernels.dispatch.trial import LIMITS, Report, Verdict, trial
+from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like
+from tpkernels.dispatch.trial import LIMITS, TrialReport, Verdict, trial
 from tpkernels.dispatch.variant import Variant
 from tpkernels.kernels.target import target_of
 from tpkernels.kernels.tiles import MatmulTile
@@ -61,7 +60,7 @@ def test_a_child_that_hangs_on_the_gpu_is_killed_and_the_gpu_still_serves():
     form = "descriptor" if target_of(device).has_tma else "pointer"
     tiles = [MatmulTile(64, 64, 32, num_warps=4, num_stages=stages) for stages in (2, 3, 4)]
     variants = [Variant("dgrad", "bfloat16", (), form, tile.name) for tile in tiles]
-    assert trial(variants, device) == Report(dict.fromkeys(variants, Verdict("passed")))
+    assert trial(variants, device) == TrialReport(dict.fromkeys(variants, Verdict("passed")))
     report = trial(variants, device, replace(LIMITS, running=5.0), (sys.executable, "-c", HANGING))
     assert [report.verdicts[variant].outcome for variant in variants] == ["passed", "hung", "passed"]
     ones = torch.ones(64, 64, device=device)

@@ -11,7 +11,7 @@ from tests.products import pairwise
 from tpkernels import tp_invariance
 from tpkernels.dispatch import backends, norms, primitives, products, scaled, vocabulary
 from tpkernels.dispatch.record import Layer
-from tpkernels.dispatch.scratch import results_of, scratch_like
+from tpkernels.dispatch.soundness import results_of, scratch_like
 from tpkernels.kernels import invariance
 from tpkernels.kernels.activations import ACTIVATIONS
 
@@ -245,6 +245,7 @@ def test_backend_of_a_device(backend, device, expected, monkeypatch):
 def test_what_kernels_do_not_take_is_torchs_on_a_gpu(record, dtype, width, ours, resolved, monkeypatch):
     monkeypatch.setattr(backends, "backend", "elsewhere")
     monkeypatch.setattr(backends, "resolve_backend", lambda device: resolved)
+    monkeypatch.setitem(primitives.RECORDS, record.name, record)  # which `_eager` replaces
     told = replace(record, by_kernel=lambda *_: "kernel", by_torch=lambda *_: "torch")
     computed = primitives._eager(told)(torch.ones(2, width, dtype=dtype), None, width, 0)
     assert computed == ("kernel" if ours else "torch")

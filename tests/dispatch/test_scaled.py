@@ -7,12 +7,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.dispatch.conftest import CPU, FakeTimer
 from tests.kernels.checks import assert_written, rows_for
 from tests.products import once, pairwise
-from tpkernels.dispatch.candidates import candidates
+from tpkernels.dispatch.candidates import GPUS, candidates
 from tpkernels.dispatch.chooser import chooser_on
-from tpkernels.dispatch.gpus import GPUS
 from tpkernels.dispatch.scaled import scaled_linear
-from tpkernels.dispatch.scratch import scratch_like
-from tpkernels.dispatch.soundness import FP8_BOUND, ROUNDING, bound_of, mismatch
+from tpkernels.dispatch.soundness import FP8_BOUND, ROUNDING, bound_of, mismatch, scratch_like
 from tpkernels.gate.accuracy import relative_error
 from tpkernels.kernels.activations import ACTIVATIONS
 from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words

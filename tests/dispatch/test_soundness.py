@@ -9,8 +9,15 @@ from tests.dispatch.conftest import CPU
 from tests.products import pairwise
 from tpkernels.dispatch.products import PRODUCTS, linear
 from tpkernels.dispatch.record import Layer
-from tpkernels.dispatch.scratch import results_of, scratch_like
-from tpkernels.dispatch.soundness import BLOCK, ROUNDING, TF32_BOUND, bound_of, mismatch
+from tpkernels.dispatch.soundness import (
+    BLOCK,
+    ROUNDING,
+    TF32_BOUND,
+    bound_of,
+    mismatch,
+    results_of,
+    scratch_like,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 T, N, K = 384, 768, 256  # nine rows of tiles of 128 x 256 on a small scale

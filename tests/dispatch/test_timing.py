@@ -6,7 +6,7 @@ import torch
 from tests.dispatch.simulated_stream import FLUSH, NeverHeld, SimulatedStream
 from tpkernels.dispatch import timing
 from tpkernels.dispatch.chooser import winner
-from tpkernels.dispatch.scratch import scratch_like
+from tpkernels.dispatch.soundness import scratch_like
 from tpkernels.dispatch.timing import CudaTimer, StreamTimer, rounds
 
 CPU = torch.device("cpu")

@@ -15,8 +15,7 @@ import torch
 from tests import forks
 from tests.dispatch.conftest import CPU, need_interpreter
 from tpkernels.dispatch import trial_child as module
-from tpkernels.dispatch.candidates import candidates
-from tpkernels.dispatch.gpus import GPUS
+from tpkernels.dispatch.candidates import GPUS, candidates
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer
 from tpkernels.dispatch.trial import trial

@@ -13,11 +13,10 @@ from tpkernels.dispatch import candidates as candidates_module
 from tpkernels.dispatch import products
 from tpkernels.dispatch import trial as trial_module
 from tpkernels.dispatch import verdicts as module
-from tpkernels.dispatch.agreed import Published
-from tpkernels.dispatch.cache import Cache, Choice
+from tpkernels.dispatch.cache import Cache, Choice, Published
 from tpkernels.dispatch.candidates import Candidate
 from tpkernels.dispatch.chooser import Chooser
-from tpkernels.dispatch.trial import Report, Verdict
+from tpkernels.dispatch.trial import TrialReport, Verdict
 from tpkernels.dispatch.verdicts import lack, recorded
 from tpkernels.kernels import matmul_tile
 from tpkernels.kernels.tiles import MatmulTile
@@ -43,7 +42,7 @@ class FakeTrial:
     def __call__(self, variants):
         self.asked.append([variant.candidate.tile.consumers for variant in variants])
         told = {variant: self.verdicts.get(variant.candidate.tile.consumers) for variant in variants}
-        return Report({variant: verdict for variant, verdict in told.items() if verdict}, self.obstacle)
+        return TrialReport({variant: verdict for variant, verdict in told.items() if verdict}, self.obstacle)
 
 
 @pytest.fixture(autouse=True)
@@ -242,7 +241,7 @@ def test_a_chooser_tries_by_real_children_unless_told_otherwise(
 
     def trial(variants, device):
         asked.append((variants, device))
-        return Report(dict.fromkeys(variants, PASSED))
+        return TrialReport(dict.fromkeys(variants, PASSED))
 
     assert module.trial is trial_module.trial
     monkeypatch.setattr(module, "trial", trial)

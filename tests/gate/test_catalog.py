@@ -3,6 +3,7 @@
 import importlib
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -61,7 +62,7 @@ TILE = MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=2, flatten=True
 
 
 def operands(dtype: torch.dtype = torch.bfloat16, ragged: bool = False) -> MetaOperands:
-    return MetaOperands(dtype, 64, 32, 48, chunks=2, ragged=ragged)
+    return MetaOperands(64, 48, 32, dtype, chunks=2, ragged=ragged)
 
 
 def entry_of(call, of: MetaOperands, **options) -> Entry:
@@ -69,8 +70,8 @@ def entry_of(call, of: MetaOperands, **options) -> Entry:
 
 
 def linear_entry(of: MetaOperands, *, x: torch.Tensor | None = None, **options) -> Entry:
-    x = of.matrix(64, 32) if x is None else x
-    return entry_of(lambda of: linear_fwd(x, of.matrix(48, 32), of.vector(48), tile=TILE, **options), of)
+    x = of.tensor(64, 32) if x is None else x
+    return entry_of(lambda of: linear_fwd(x, of.tensor(48, 32), of.tensor(48), tile=TILE, **options), of)
 
 
 def test_entry_is_what_the_launcher_passes(monkeypatch):
@@ -101,7 +102,7 @@ def test_alignment_is_that_of_each_operand():
     of = operands()
     entry = linear_entry(of, form="pointer")
     assert entry.aligned == set(entry.arguments)
-    wide, long = of.matrix(64, 40), of.vector(65 * 32)
+    wide, long = of.tensor(64, 40), of.tensor(65 * 32)
     assert linear_entry(of, form="pointer", x=wide[:, :32]).aligned == entry.aligned - {"stride_xt"}
     shifted = long[1 : 64 * 32 + 1].view(64, 32)
     assert linear_entry(of, form="pointer", x=shifted).aligned == entry.aligned - {"x"}
@@ -112,11 +113,11 @@ def test_alignment_is_that_of_each_operand():
 
 def test_one_of_several_kernels_is_the_entry_and_stages_may_be_tritons():
     of = operands(torch.float32)
-    first = entry_of(lambda of: bias_grad(of.matrix(4096, 64)), of)  # in two steps
+    first = entry_of(lambda of: bias_grad(of.tensor(4096, 64)), of)  # in two steps
     assert (first.function, first.options, first.num_stages) == ("_sum_rows_kernel", {"num_warps": 4}, None)
-    last = entry_of(calls.rms_norm, of, function="_sum_rows_kernel")
+    last = entry_of(partial(calls.norm, kind="rms"), of, function="_sum_rows_kernel")
     assert last.function == "_sum_rows_kernel"
-    assert entry_of(calls.rms_norm, of).function == "_norm_fwd_kernel"
+    assert entry_of(partial(calls.norm, kind="rms"), of).function == "_norm_fwd_kernel"
 
 
 def swizzled(cols: int) -> NVMMASharedLayout:
@@ -139,7 +140,7 @@ def test_types_and_alignment_are_tritons_own():
 def test_tf32_is_recorded_where_it_is_asked_for_and_torch_is_left_as_it_was():
     before, of = torch.backends.cuda.matmul.fp32_precision, operands(torch.float32)
     for precision in ("tf32", "ieee"):
-        entry = entry_of(lambda of: calls.product(of, "linear"), of, precision=precision)
+        entry = entry_of(lambda of: calls.primitive(of, "linear"), of, precision=precision)
         assert entry.constants["PRECISION"] == precision
     assert torch.backends.cuda.matmul.fp32_precision == before
 

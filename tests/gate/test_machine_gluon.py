@@ -10,7 +10,7 @@ import torch
 from tests.gate.planted import edited, mutants
 from tpkernels.gate import machine, numerics
 from tpkernels.gate.accuracy import Frames
-from tpkernels.gate.calls import product
+from tpkernels.gate.calls import primitive
 from tpkernels.gate.machine import orders, program
 from tpkernels.gate.machine.steps import Steps
 from tpkernels.gate.numerics import Case, RandomOperands, examine
@@ -36,12 +36,10 @@ def launched(name, roles, stages, steps, tiles):
     )
     depth_first = name.startswith("d")
     depth, cols = 64 * steps, 64
-    sizes = (cols, depth) if depth_first else (depth, cols)
-    of = RandomOperands(
-        torch.bfloat16, tiles * tile.block_rows, *sizes, chunks=1, form="descriptor", tile=tile
-    )
+    sizes = (depth, cols) if depth_first else (cols, depth)
+    of = RandomOperands(tiles * tile.block_rows, *sizes, torch.bfloat16, form="descriptor", tile=tile)
     with machine.emulating(None, processors=1) as launches:
-        product(of, name, activation="gelu")
+        primitive(of, name, activation="gelu")
     (one,) = launches
     return one
 
@@ -131,13 +129,13 @@ SLIPS = {  # what stands there, what does not belong there
 
 @pytest.mark.parametrize(("module", "old", "new"), SLIPS.values(), ids=SLIPS)
 def test_emulator_catches_what_its_schedule_meets(module, old, new):
-    of = RandomOperands(torch.bfloat16, 128, 320, 128, chunks=1, form="descriptor", tile=TILES["cooperative"])
+    of = RandomOperands(128, 128, 320, torch.bfloat16, form="descriptor", tile=TILES["cooperative"])
     with (
         edited(import_module(f"tpkernels.kernels.gluon.{module}"), old, new),
         machine.emulating(machine.SCHEDULES["late loads"], processors=1),
         pytest.raises(machine.Race, match=r"after\n  .*goes on at"),
     ):
-        product(of, "linear")
+        primitive(of, "linear")
 
 
 def test_staging_that_is_no_part_of_the_stores_of_a_tile_is_caught(monkeypatch):

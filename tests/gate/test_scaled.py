@@ -9,9 +9,11 @@ import torch
 
 from tests.gate.samples import FACTS as budgeted
 from tests.gate.samples import entry_of
+from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.gate import scaled
 from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.ahead_of_time import Facts, facts_of
+from tpkernels.gate.calls import primitive
 from tpkernels.gate.catalog import recipes
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.machine_code import FP8_PRODUCTS
@@ -99,16 +101,16 @@ def test_blackwell_adds_in_fp32_and_is_asked_for_its_tensor_memory_instruction()
 
 
 CALLS = {
-    "scaled_linear": scaled.scaled_linear,
-    "quantize": scaled.quantize,
-    "quantize_glu": scaled.quantize_activation,
-    "dequantize": lambda of: scaled.dequantize(of, "rows"),
+    "scaled_linear": partial(primitive, name="scaled_linear"),
+    "quantize": scaled.quantized,
+    "quantize_glu": partial(scaled.quantized, name="quantize_glu"),
+    "dequantize": partial(primitive, name="dequantize"),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_gpus_without_fp8_are_refused_by_name(name):
-    of = MetaOperands(scaled.E4M3 if name == "scaled_linear" else torch.bfloat16, 64, 1024, 128, chunks=1)
+    of = MetaOperands(64, 128, 1024)
     assert recorded(name, CALLS[name], of, H100, ("sm_90",)).function
     with pytest.raises(ValueError, match=r"fp8 expected a GPU of capability 8.9 or later .*, got 8.0"):
         recorded(name, CALLS[name], of, A100, ("sm_80",))
@@ -145,29 +147,29 @@ def test_what_is_sound_keeps_the_rules(told, name):
 
 
 def test_one_byte_of_what_quantizes_is_seen(monkeypatch):
-    sound = scaled.quantize_launcher
-    of = RandomOperands(torch.bfloat16, 9, 301, 17, chunks=1)
-    case = Case("quantize", partial(scaled.quantize, of))
+    sound = RECORDS["quantize"]
+    of = RandomOperands(9, 17, 301, torch.bfloat16)
+    case = Case("quantize", partial(scaled.quantized, of))
     assert examine(case, Frames()).failure == ""
 
-    def off_by_one_bit(x, **ways):
-        words = sound(x, **ways)
+    def off_by_one_bit(*call):
+        words = sound.by_kernel(*call)
         words.view(torch.uint8)[5, 7] ^= 1
         return words
 
-    monkeypatch.setattr(scaled, "quantize_launcher", off_by_one_bit)
+    monkeypatch.setitem(RECORDS, "quantize", replace(sound, by_kernel=off_by_one_bit))
     assert examine(case, Frames()).failure.startswith("words is off by")
 
 
 @pytest.mark.parametrize("scales", scaled.SCALES)
 def test_a_scale_of_another_block_is_seen(monkeypatch, scales):
-    sound = scaled.scaled_linear_fwd
-    of = RandomOperands(torch.bfloat16, 40, 301, 141, chunks=1)
-    case = Case("scaled_linear", partial(scaled.scaled_linear, of, **scaled.SCALES[scales]))
+    sound = RECORDS["scaled_linear"]
+    of = RandomOperands(40, 141, 301, torch.bfloat16)
+    case = Case("scaled_linear", partial(primitive, of, "scaled_linear", **scaled.SCALES[scales]))
     assert examine(case, Frames()).failure == ""
 
     def with_the_scales_of_others(x, weight, x_scale, *rest, **ways):
-        return sound(x, weight, x_scale.roll(1, 0), *rest, **ways)
+        return sound.by_kernel(x, weight, x_scale.roll(1, 0), *rest, **ways)
 
-    monkeypatch.setattr(scaled, "scaled_linear_fwd", with_the_scales_of_others)
+    monkeypatch.setitem(RECORDS, "scaled_linear", replace(sound, by_kernel=with_the_scales_of_others))
     assert "y is off by" in examine(case, Frames()).failure

@@ -53,7 +53,7 @@ def test_padding_is_loaded_and_counts_for_nothing(columns, padding, device):
     dlogits = cross_entropy_grad(padded, target, maximum, total, dloss, columns=columns)
     assert torch.equal(dlogits[:, :columns], cross_entropy_grad(ending, target, maximum, total, dloss))
     assert not dlogits[:, columns:].any()
-    over = cross_entropy_grad(padded, target, maximum, total, dloss, columns=columns, into=padded)
+    over = cross_entropy_grad(padded, target, maximum, total, dloss, columns=columns, in_place=True)
     assert torch.equal(over, dlogits)
 
 
@@ -179,5 +179,5 @@ def test_oracles_read_a_few_rows_after_the_other_and_write_over_logits(dtype, mo
     before, fresh = logits.clone(), cross_entropy_grad_ref(logits, *given)
     assert torch.equal(logits, before)
     assert not fresh[:, columns:].any()
-    assert cross_entropy_grad_ref(logits, *given, into=logits) is logits
+    assert cross_entropy_grad_ref(logits, *given, True) is logits
     assert torch.equal(logits, fresh)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tpkernels.kernels.operands import Layout, choose_form
+from tpkernels.kernels.operands import MatrixLayout, choose_form
 from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, MI300, input_precision
 
-GOOD = Layout("x", rows=64, cols=128, row_stride=128, col_stride=1, itemsize=2, address=4096)
+GOOD = MatrixLayout("x", rows=64, cols=128, row_stride=128, col_stride=1, itemsize=2, address=4096)
 
 
 @pytest.mark.parametrize(

@@ -88,12 +88,8 @@ BAD_SHAPES = {
         lambda o: cross_entropy_grad(o(T, N), o(T, dtype=LONG), o(T), o(T), o(N)),
         r"dloss of \(6,\).*got \(16,\)",
     ),
-    "into": (
-        lambda o: cross_entropy_grad(o(T, N), o(T, dtype=LONG), o(T), o(T), o(T), into=o(T, K)),
-        r"expected into \(6, 16\) in torch.float32 like the logits, got \(6, 8\)",
-    ),
-    "into shared": (
-        lambda o: cross_entropy_grad(o(T, N), o(T, dtype=LONG), o(T), o(T), o(T), into=o(1, N).expand(T, N)),
+    "in place, shared": (
+        lambda o: cross_entropy_grad(o(1, N).expand(T, N), o(T, dtype=LONG), o(T), o(T), o(T), in_place=True),
         r"memory of its own for each element",
     ),
 }

@@ -8,7 +8,7 @@ import pytest
 from tests.planning.shapes import GPT2, LLAMA
 from tests.products import pairwise
 from tpkernels.comm.schedule import MOST_CHUNKS
-from tpkernels.dispatch.gpus import GPUS
+from tpkernels.dispatch.candidates import GPUS
 from tpkernels.gpus import RATED_GPUS, RatedGpu, gpu_named
 from tpkernels.models.config import model_config
 from tpkernels.planning.job import Job, Layout

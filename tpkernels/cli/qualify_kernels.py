@@ -86,9 +86,9 @@ def _launcher(case: Case) -> str:
 
 
 def _sizes(draw: random.Random, on_gpu: bool) -> dict[Form, tuple[int, int, int]]:
-    tokens, in_units, out_units = (draw.randint(*(GPU_UNITS if on_gpu else CPU_UNITS)) for _ in range(3))
+    tokens, out_units, in_units = (draw.randint(*(GPU_UNITS if on_gpu else CPU_UNITS)) for _ in range(3))
     return {
-        "descriptor": (8 * tokens - draw.randrange(8), 8 * in_units, 8 * out_units),
+        "descriptor": (8 * tokens - draw.randrange(8), 8 * out_units, 8 * in_units),
         "pointer": (draw.randint(*POINTER), draw.randint(*POINTER), draw.randint(*POINTER)),
     }
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from tpkernels.cli import Progress, variations
 from tpkernels.cli.tune_shapes import BIASED_QKV, TUNED, SplitModel, parsed_shapes
 from tpkernels.dispatch.cache import Choice, render, versions_for
-from tpkernels.dispatch.candidates import candidates
+from tpkernels.dispatch.candidates import GPUS, Gpu, candidates
 from tpkernels.dispatch.chooser import chooser_on
-from tpkernels.dispatch.gpus import GPUS, Gpu
 from tpkernels.dispatch.problem import layout_class
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer, Primitive

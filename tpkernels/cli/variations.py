@@ -17,9 +17,8 @@ from time import perf_counter
 from typing import Any
 
 from tpkernels.dispatch import log
-from tpkernels.dispatch.candidates import TORCH, Candidate, obstacle, of_tile
+from tpkernels.dispatch.candidates import TORCH, Candidate, Gpu, obstacle, of_tile
 from tpkernels.dispatch.chooser import Chooser, Decision
-from tpkernels.dispatch.gpus import Gpu
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive
 from tpkernels.kernels.footprints import Footprint
@@ -169,7 +168,7 @@ def _entry(
     return recorded(
         f"{problem.kernel}/{one.name}/{record.name}" + "/ragged" * ragged,
         lambda of: one.bind(record)(*arguments),
-        MetaOperands(problem.dtype, *problem.product, problem.depth, chunks=1, ragged=ragged),
+        MetaOperands(*problem.product, problem.depth, problem.dtype, ragged=ragged),
         gpu.target,
         (architecture,),
         precision="tf32" if problem.tf32 else "ieee",

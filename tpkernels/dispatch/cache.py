@@ -7,6 +7,10 @@ never see half of one, and writers lose nothing of each other's. Where there is 
 network file systems) two writers at one moment may lose a choice, which is then timed again one day.
 
 A cache is a help, not a need: whatever is wrong with it costs one warning and the choices that it held.
+
+Ranks that compute the same thing must choose the same kernel, or differ in bits. They come to a problem at
+different moments, or never, so no collective can settle it: the first rank to decide publishes its choice in
+a key-value store, where the first value under a key stays, and all others take it (`Published`).
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Protocol
 from uuid import uuid4
 
 import torch
@@ -224,3 +229,41 @@ def shipped_choices(gpu: str, folder: Path = SHIPPED) -> Mapping[str, Choice]:
     except (OSError, ValueError) as error:
         warnings.warning("ignoring %s: %s", path, error)
         return {}
+
+
+_NOBODYS = "?"  # a value that nothing has: expecting it reads a key and never sets it
+
+
+class KeyValueStore(Protocol):
+    """A key-value store that ranks share, as far as choices need one of torch's."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a key that holds what is expected, or is absent where nothing is; returns what it holds now."""
+
+
+class Published:
+    """The choices that ranks of the same versions publish; a store that fails is warned of once, and left."""
+
+    def __init__(self, store: KeyValueStore, versions: str) -> None:
+        self.store = store
+        self._versions = versions
+        self._lost = False
+
+    def get(self, key: str) -> Choice | None:
+        """What somebody has published."""
+        return self._compare_set(key, _NOBODYS, _NOBODYS)
+
+    def put(self, key: str, choice: Choice) -> Choice:
+        """What all ranks take: this, unless somebody was first."""
+        return self._compare_set(key, "", json.dumps(asdict(choice))) or choice
+
+    def _compare_set(self, key: str, expected: str, desired: str) -> Choice | None:
+        if self._lost:
+            return None
+        try:
+            held = self.store.compare_set(f"tpkernels/choices/{self._versions}/{key}", expected, desired)
+            return None if held.decode() == _NOBODYS else choice_of(parsed(held.decode()))
+        except Exception as error:  # whatever a store raises, or holds: a choice needs none
+            self._lost = True
+            warnings.warning("ranks choose kernels for themselves from now on: the store says %s", error)
+            return None

@@ -1,8 +1,8 @@
-"""Who could compute a primitive: torch, its fused operators, our kernels with each shipped tile."""
+"""Who could compute a primitive on a GPU: torch, its fused operators, our kernels with each shipped tile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.dispatch.gpus import Gpu
+from tpkernels import gpus
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Library, P, Primitive, R, copied_into
 from tpkernels.kernels.footprints import (
@@ -21,9 +21,36 @@ from tpkernels.kernels.footprints import (
 )
 from tpkernels.kernels.matmul_tile import MatmulTile, available, triton_version
 from tpkernels.kernels.operands import DTYPES, FP8, Form, choose_form
-from tpkernels.kernels.target import fp8_obstacle
+from tpkernels.kernels.target import A100, B200, H100, L40S, MI300, Target, fp8_obstacle, target_of
 from tpkernels.kernels.tiles import candidates as shipped_tiles
 from tpkernels.kernels.tiles import serves
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A model of GPU that choices are made for: a value, so that they can be looked at without having one."""
+
+    name: str  # as torch spells it
+    target: Target
+
+
+_TARGETS = {
+    "a100": A100,
+    "l40s": L40S,
+    "h100": H100,
+    "h200": H100,
+    "b200": B200,
+    "mi300x": MI300,
+}
+GPUS: Mapping[str, Gpu] = {key: Gpu(gpus.GPUS[key].name, target) for key, target in _TARGETS.items()}
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU of a device; in a process that interprets kernels the CPU stands in for one."""
+    target = target_of(device)
+    if target.backend == "interpreter":
+        return Gpu("interpreter", target)
+    return Gpu(torch.cuda.get_device_name(device), target)
 
 
 @dataclass(frozen=True, slots=True)

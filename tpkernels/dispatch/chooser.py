@@ -17,7 +17,7 @@ with torch's on this machine, now or when this machine's cache was written.
 
 No choice made here changes what is communicated, when, or in which shape, only who computes a product on this
 rank. What does change communication is decided elsewhere, from global shapes. Ranks choose for themselves
-until they are given a store to agree through (see `agreed`): then a choice is the first rank's.
+until they are given a store to agree through (see `cache`): then a choice is the first rank's.
 """
 
 from __future__ import annotations
@@ -34,14 +34,11 @@ import torch
 from torch import Tensor
 
 from tpkernels.dispatch import log
-from tpkernels.dispatch.agreed import Published, Store
-from tpkernels.dispatch.cache import Cache, Choice, shipped_choices, versions_for
-from tpkernels.dispatch.candidates import TORCH, Candidate, candidates, named
-from tpkernels.dispatch.gpus import Gpu, gpu_of
+from tpkernels.dispatch.cache import Cache, Choice, KeyValueStore, Published, shipped_choices, versions_for
+from tpkernels.dispatch.candidates import TORCH, Candidate, Gpu, candidates, gpu_of, named
 from tpkernels.dispatch.problem import Problem, fp32_precision
 from tpkernels.dispatch.record import Primitive, R
-from tpkernels.dispatch.scratch import results_of, scratch_like, spoil_freed
-from tpkernels.dispatch.soundness import mismatch
+from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like, spoil_freed
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer
 from tpkernels.dispatch.verdicts import Verdicts, verdicts_on
 from tpkernels.env_flag import env_flag
@@ -106,7 +103,7 @@ def obstacle(device: torch.device) -> str | None:
 
 
 class Chooser:
-    """The choices for one device."""
+    """Chooses who computes each problem on one device, and computes by them."""
 
     def __init__(
         self,
@@ -141,7 +138,7 @@ class Chooser:
         result: R = function(*arguments)
         return result
 
-    def agree_through(self, store: Store) -> None:
+    def agree_through(self, store: KeyValueStore) -> None:
         """Choose as all ranks do that were given this store.
 
         What was chosen before is chosen again: others may have chosen otherwise.

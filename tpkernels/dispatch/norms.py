@@ -24,27 +24,17 @@ def _takes(x: Tensor, *_: Any) -> bool:
     return x.dtype in DTYPES and 0 < x.shape[1] <= MAX_FEATURES
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y = x * rstd * weight -> (y, rstd)."""
-    y, _, rstd = rms_norm_ref(x, weight, eps)
-    return y, rstd
-
-
-_launch_rms_norm = launcher("norm", "rms_norm_fwd", "eps")
-
-
-def _rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    y, _, _, rstd = _launch_rms_norm(x, weight, eps)
-    return y, rstd
-
-
 rms_norm = Primitive(
     "rms_norm",
-    _rms_norm,
-    _rms_norm_kernel,
-    lambda layer: (layer.x(), layer.meta(layer.in_features), 1e-5),
+    rms_norm_ref,
+    launcher("norm", "rms_norm_fwd", "eps", gives=("y", "rstd")),
+    lambda layer: (layer.x(), layer.tensor(layer.in_features), 1e-5),
     takes=_takes,
 )
+
+
+def _statistic(layer: Layer) -> Tensor:
+    return layer.tensor(layer.tokens, dtype=sums_dtype(layer.dtype))
 
 
 def _rms_norm_grad(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,23 +42,11 @@ def _rms_norm_grad(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple
     return rms_norm_bwd_ref(dy, x, weight, rstd)
 
 
-_launch_rms_norm_grad = launcher("norm", "rms_norm_bwd")
-
-
-def _rms_norm_grad_kernel(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    dx, dw, _ = _launch_rms_norm_grad(dy, x, weight, rstd)
-    return dx, dw
-
-
-def _statistic(layer: Layer) -> Tensor:
-    return layer.meta(layer.tokens, dtype=sums_dtype(layer.dtype))
-
-
 rms_norm_grad = Primitive(
     "rms_norm_grad",
     _rms_norm_grad,
-    _rms_norm_grad_kernel,
-    lambda layer: (layer.x(), layer.x(), layer.meta(layer.in_features), _statistic(layer)),
+    launcher("norm", "rms_norm_bwd", gives=("dx", "dweight")),
+    lambda layer: (layer.x(), layer.x(), layer.tensor(layer.in_features), _statistic(layer)),
     takes=_takes,
 )
 
@@ -87,22 +65,18 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> t
     return y if dtype is wide else y.to(dtype), mean.view(-1), rstd.view(-1)
 
 
-_launch_layer_norm = launcher("norm", "layer_norm_fwd", "eps")
-
-
-def _layer_norm_kernel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    y, _, mean, rstd = _launch_layer_norm(x, weight, bias, eps)
-    return y, mean, rstd
-
-
 def _layer_norm_sample(layer: Layer) -> tuple[Any, ...]:
-    bias = layer.meta(layer.in_features) if layer.bias else None
-    return layer.x(), layer.meta(layer.in_features), bias, 1e-5
+    bias = layer.tensor(layer.in_features) if layer.bias else None
+    return layer.x(), layer.tensor(layer.in_features), bias, 1e-5
 
 
-layer_norm = Primitive("layer_norm", _layer_norm, _layer_norm_kernel, _layer_norm_sample, takes=_takes)
+layer_norm = Primitive(
+    "layer_norm",
+    _layer_norm,
+    launcher("norm", "layer_norm_fwd", "eps", gives=("y", "mean", "rstd")),
+    _layer_norm_sample,
+    takes=_takes,
+)
 
 
 def _layer_norm_grad(
@@ -130,7 +104,7 @@ def _layer_norm_grad_fake(
 
 
 def _layer_norm_grad_sample(layer: Layer) -> tuple[Any, ...]:
-    return layer.x(), layer.x(), layer.meta(layer.in_features), _statistic(layer), _statistic(layer)
+    return layer.x(), layer.x(), layer.tensor(layer.in_features), _statistic(layer), _statistic(layer)
 
 
 layer_norm_grad = Primitive(

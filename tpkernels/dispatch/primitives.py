@@ -101,7 +101,7 @@ cross_entropy_grad = _eager(vocabulary.cross_entropy_grad)
 def into(primitive: Callable[P, object], out: Sequence[Tensor], *args: P.args, **kwargs: P.kwargs) -> None:
     """A primitive's results, computed into given tensors, such as rows of larger matrices.
 
-    out: one for each result that is asked for; z of `linear` without activation is y, and counts no more
+    out: one for each result that is asked for. Without activation z of `linear` aliases y; pass it once
 
     Autograd cannot record it, and compiled code never sees it. A primitive without `Primitive.into` is
     computed beside and copied.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tpkernels.kernels.operands import Layout
+from tpkernels.kernels.operands import MatrixLayout
 from tpkernels.kernels.tiles import Kernel
 
 
@@ -33,7 +33,7 @@ class Problem:
     out_features: int
     in_features: int
     options: tuple[str, ...]
-    layouts: tuple[Layout, ...]  # of every matrix read or written
+    layouts: tuple[MatrixLayout, ...]  # of every matrix read or written
 
     @staticmethod
     def of(
@@ -57,8 +57,8 @@ class Problem:
         out_features = first.shape[1] if kernel == "wgrad" else sum(weight.shape[0] for weight in weights)
         result_dtype = dtype or first.dtype
         tf32 = multiplied_in_tf32(first.dtype)
-        layouts = tuple(Layout.of("", matrix) for matrix in matrices)
-        results = tuple(Layout.of("", matrix) for matrix in written or ())
+        layouts = tuple(MatrixLayout.of("", matrix) for matrix in matrices)
+        results = tuple(MatrixLayout.of("", matrix) for matrix in written or ())
         # one stands for all of them, as it does where they are allocated: the one that is hardest to write
         layouts += tuple(sorted(results, key=lambda layout: layout.tma_obstacle() is None)[:1])
         problem = Problem(
@@ -75,7 +75,7 @@ class Problem:
         )
         if written is None:
             rows, cols = problem.product
-            result = Layout("", rows, cols, cols, 1, result_dtype.itemsize, address=0)
+            result = MatrixLayout("", rows, cols, cols, 1, result_dtype.itemsize, address=0)
             problem = replace(problem, layouts=(*layouts, result))
         return replace(problem, tokens=token_class(first.shape[0]))
 
@@ -144,7 +144,7 @@ def token_class(tokens: int) -> int:
     return -(-tokens // unit) * unit
 
 
-def layout_class(layout: Layout) -> str:
+def layout_class(layout: MatrixLayout) -> str:
     """What matters of a layout for speed: which way it is contiguous, and whether on 16-byte boundaries."""
     if not layout.tma_obstacle():
         return "rows"
@@ -152,7 +152,7 @@ def layout_class(layout: Layout) -> str:
         return "ragged"
     if layout.row_stride != 1:
         return "strided"
-    turned = Layout(
+    turned = MatrixLayout(
         layout.name,
         layout.cols,
         layout.rows,

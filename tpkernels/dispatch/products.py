@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
@@ -16,17 +15,18 @@ from tpkernels.kernels.activations import (
     Activation,
     Glu,
     act_grad_into,
-    act_grad_ref,
     act_into,
-    act_ref,
 )
 from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.reference import (
     bias_grad_ref,
     dglu_ref,
+    dgrad_act_ref,
     dgrad_pairs_ref,
     dgrad_ref,
     glu_ref,
+    linear_ref,
+    wgrad_accumulate_ref_,
     wgrad_ref,
 )
 from tpkernels.kernels.target import Target
@@ -36,14 +36,6 @@ from tpkernels.tp_invariance import mode
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, keep_z: bool
-) -> tuple[Tensor, Tensor | None]:
-    """y = act(z), z = x weightᵀ + bias -> (y, z)."""
-    z = functional.linear(x, weight, bias)
-    return act_ref(z, activation), z if keep_z else None
 
 
 def _linear_into(
@@ -93,14 +85,14 @@ def _addmm_activation_fits(problem: Problem, target: Target) -> bool:
 
 
 def _linear_sample(layer: Layer) -> tuple[Any, ...]:
-    bias = layer.meta(layer.out_features) if layer.bias else None
+    bias = layer.tensor(layer.out_features) if layer.bias else None
     keep_z = layer.training and layer.activation != "none"
     return layer.x(), layer.weight(), bias, layer.activation, keep_z
 
 
 linear = Primitive(
     "linear",
-    _linear,
+    linear_ref,
     launcher("linear", "linear_fwd", "activation", "keep_z"),
     _linear_sample,
     given=lambda x, weight, bias, activation, keep_z: (True, keep_z),
@@ -110,14 +102,6 @@ linear = Primitive(
         Library("addmm_activation", _addmm_activation, _addmm_activation_fits, into=_addmm_activation_into),
     ),
 )
-
-
-def _glu(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu, keep_gu: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """h = f(g) * u, g = x w_gateᵀ, u = x w_upᵀ -> (h, g, u)."""
-    h, g, u = glu_ref(x, w_gate, w_up, kind)
-    return (h, g, u) if keep_gu else (h, None, None)
 
 
 def _glu_into(
@@ -133,7 +117,7 @@ def _glu_into(
 
 glu = Primitive(
     "glu",
-    _glu,
+    glu_ref,
     launcher("glu", "glu_fwd", "kind", "keep_gu"),
     lambda layer: (layer.x(), layer.weight(), layer.weight(), layer.glu, layer.training),
     given=lambda x, w_gate, w_up, kind, keep_gu: (True, keep_gu, keep_gu),
@@ -146,7 +130,6 @@ def _dgrad_into(out: Sequence[Tensor], dy: Tensor, weight: Tensor) -> None:
     torch.mm(dy, weight, out=out[0])
 
 
-# dy weight: the gradient of x in x weightᵀ
 dgrad = Primitive(
     "dgrad",
     dgrad_ref,
@@ -163,7 +146,6 @@ def _dgrad_pairs_into(
     torch.mm(dy, weight, out=out[0]).addmm_(dy2, weight2)
 
 
-# dy weight + dy2 weight2: the gradient of an x that two layers share
 dgrad_pairs = Primitive(
     "dgrad_pairs",
     dgrad_pairs_ref,
@@ -173,14 +155,6 @@ dgrad_pairs = Primitive(
     pairs=2,
     kernel="dgrad",
 )
-
-
-def _dgrad_act(
-    dy: Tensor, weight: Tensor, z: Tensor, activation: Activation, bias_grad: bool
-) -> tuple[Tensor, Tensor | None]:
-    """dz = (dy weight) * act'(z) and its sum over tokens in fp32 -> (dz, db)."""
-    dz = act_grad_ref(dy @ weight, z, activation)
-    return dz, bias_grad_ref(dz) if bias_grad else None
 
 
 def _dgrad_act_into(
@@ -195,7 +169,7 @@ def _dgrad_act_into(
 
 dgrad_act = Primitive(
     "dgrad_act",
-    _dgrad_act,
+    dgrad_act_ref,
     launcher("dgrad", "dgrad_act", "bias_grad"),
     lambda layer: (layer.dy(), layer.weight(), layer.x(), layer.activation, layer.bias),
     given=lambda dy, weight, z, activation, bias_grad: (True, bias_grad),
@@ -215,7 +189,6 @@ def _dglu_into(out: Sequence[Tensor], dy: Tensor, weight: Tensor, g: Tensor, u: 
     gate.mul_(u)
 
 
-# the gradients of g and u in (f(g) * u) weightᵀ, and f(g) * u again -> (dg, du, h)
 dglu = Primitive(
     "dglu",
     dglu_ref,
@@ -226,7 +199,6 @@ dglu = Primitive(
 )
 
 
-# dyᵀ x: the gradient of weight in x weightᵀ
 wgrad = Primitive(
     "wgrad",
     wgrad_ref,
@@ -234,14 +206,6 @@ wgrad = Primitive(
     lambda layer: (layer.dy(), layer.x()),
     kernel="wgrad",
 )
-
-
-def _wgrad_accumulate_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """main_grad += dyᵀ x, in place; main_grad may be wider than dy and x."""
-    if main_grad.dtype == dy.dtype:
-        main_grad.addmm_(dy.T, x)  # the product is never written
-    else:
-        main_grad.add_(dy.T @ x)
 
 
 def _addmm_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -274,7 +238,7 @@ def _wgrad_accumulate_sample(layer: Layer) -> tuple[Any, ...]:
 
 wgrad_accumulate_ = Primitive(
     "wgrad_accumulate_",
-    _wgrad_accumulate_,
+    wgrad_accumulate_ref_,
     launcher("wgrad", "wgrad_accumulate_"),
     _wgrad_accumulate_sample,
     changes_first=True,

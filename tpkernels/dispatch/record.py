@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tpkernels.dispatch.problem import Problem
 from tpkernels.kernels.activation_names import Activation, Glu
-from tpkernels.kernels.scaled import Scaled, empty_words
+from tpkernels.kernels.recipe import Format, Scaling
+from tpkernels.kernels.scaled import Scaled, words_of
 from tpkernels.kernels.target import Target
 from tpkernels.kernels.tiles import Kernel
 
@@ -38,24 +39,31 @@ class Layer:
     glu: Glu = "swiglu"  # likewise in `glu` and `dglu`
     bias: bool = True
     training: bool = True  # pre-activations are kept for backward
+    format: Format = "e4m3"  # of x in fp8; weights are in e4m3
+    scaling: Scaling = "rows"
+    square: bool = False  # a scale for each 128 x 128 of what a product takes as weight
 
     def x(self) -> Tensor:
-        return self.meta(self.tokens, self.in_features)
+        return self.tensor(self.tokens, self.in_features)
 
     def dy(self) -> Tensor:
-        return self.meta(self.tokens, self.out_features)
+        return self.tensor(self.tokens, self.out_features)
 
     def weight(self) -> Tensor:
-        return self.meta(self.out_features, self.in_features)
+        return self.tensor(self.out_features, self.in_features)
 
-    def scaled(self, rows: int, features: int) -> Scaled:
-        """In e4m3 with a scale a row."""
-        words = empty_words(rows, features, "rows", torch.device("meta"))
-        return Scaled(words, features, "e4m3", "rows")
-
-    def meta(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Sizes and layout without memory."""
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Sizes and layout without memory; of the gate's layers, numbers."""
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+
+    def integers(self, count: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """From low to high - 1."""
+        return self.tensor(count, dtype=dtype)
+
+    def scaled(self, rows: int, features: int, format: Format, square: bool = False) -> Scaled:
+        """In fp8, by the layer's scaling. square: a weight, whose blocks that share a scale are squares"""
+        words = self.tensor(rows, words_of(features, self.scaling), dtype=torch.int32)
+        return Scaled(words, features, format, self.scaling)
 
 
 class Library(NamedTuple):
@@ -151,11 +159,16 @@ def copied_into(compute: Callable[..., Any], out: Sequence[Tensor], *args: Any) 
 
 
 def launcher(
-    module: str, function: str, *keywords: str, always: Mapping[str, object] | None = None
+    module: str,
+    function: str,
+    *keywords: str,
+    always: Mapping[str, object] | None = None,
+    gives: tuple[str, ...] = (),
 ) -> Callable[..., Any]:
     """A launcher of `kernels`, imported when it is first called: a CPU user need not have Triton.
 
     keywords: what it calls the last arguments, which it takes by name; always: more that it is told
+    gives: which of its results the primitive has; by default all
     """
 
     home = cache(partial(import_module, f"tpkernels.kernels.{module}"))
@@ -164,6 +177,7 @@ def launcher(
     def launch(*args: Any, **tile_and_form: Any) -> Any:
         count = len(args) - len(keywords)
         named = dict(zip(keywords, args[count:], strict=True))
-        return getattr(home(), function)(*args[:count], **named, **told, **tile_and_form)
+        results = getattr(home(), function)(*args[:count], **named, **told, **tile_and_form)
+        return tuple(getattr(results, name) for name in gives) if gives else results
 
     return launch

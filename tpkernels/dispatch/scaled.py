@@ -14,6 +14,7 @@ from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_into, act_ref
 from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
+from tpkernels.kernels.reference import linear_ref
 from tpkernels.kernels.scaled import dequantize_ref, empty_words, halves_of, quantize_ref
 from tpkernels.kernels.target import Target
 
@@ -26,12 +27,7 @@ DTYPE: Mapping[Wide, torch.dtype] = {
 }
 
 
-def _quantize(x: Tensor, format: Format, scaling: Scaling, power_of_two: bool, square: bool) -> Tensor:
-    """The rows of x in fp8, each with its scales, as words. square: a scale for each 128 x 128"""
-    return quantize_ref(x, format, scaling, power_of_two=power_of_two, square=square)
-
-
-def _empty_quantized(x: Tensor, format: Format, scaling: Scaling, power_of_two: bool, square: bool) -> Tensor:
+def _words(x: Tensor, scaling: Scaling) -> Tensor:
     return empty_words(x.shape[0], x.shape[1], scaling, x.device)
 
 
@@ -41,10 +37,10 @@ def _takes(x: Tensor, *_: Any) -> bool:
 
 quantize = Primitive(
     "quantize",
-    _quantize,
+    quantize_ref,
     launcher("quantize", "quantize", "format", "scaling", "power_of_two", "square"),
-    lambda layer: (layer.x(), "e4m3", "rows", False, False),
-    fake=_empty_quantized,
+    lambda layer: (layer.x(), layer.format, layer.scaling, False, layer.square),
+    fake=lambda x, format, scaling, power_of_two, square: _words(x, scaling),
     takes=_takes,
 )
 
@@ -60,18 +56,12 @@ def _wide_act(z: Tensor, activation: Activation) -> Tensor:
     return act_ref(z.to(torch.promote_types(z.dtype, torch.float32)), activation)
 
 
-def _empty_quantized_act(
-    z: Tensor, activation: Activation, format: Format, scaling: Scaling, power_of_two: bool
-) -> Tensor:
-    return empty_words(z.shape[0], z.shape[1], scaling, z.device)
-
-
 quantize_act = Primitive(
     "quantize_act",
     _quantize_act,
     launcher("quantize", "quantize_act", "activation", "format", "scaling", "power_of_two"),
-    lambda layer: (layer.x(), layer.activation, "e4m3", "rows", False),
-    fake=_empty_quantized_act,
+    lambda layer: (layer.x(), layer.activation, layer.format, layer.scaling, False),
+    fake=lambda z, activation, format, scaling, power_of_two: _words(z, scaling),
     takes=_takes,
 )
 
@@ -84,18 +74,12 @@ def _quantize_glu(
     return quantize_ref(h, format, scaling, power_of_two=power_of_two)
 
 
-def _empty_quantized_glu(
-    g: Tensor, u: Tensor, kind: Glu, format: Format, scaling: Scaling, power_of_two: bool
-) -> Tensor:
-    return empty_words(g.shape[0], g.shape[1], scaling, g.device)
-
-
 quantize_glu = Primitive(
     "quantize_glu",
     _quantize_glu,
     launcher("quantize", "quantize_glu", "kind", "format", "scaling", "power_of_two"),
-    lambda layer: (layer.x(), layer.x(), layer.glu, "e4m3", "rows", False),
-    fake=_empty_quantized_glu,
+    lambda layer: (layer.x(), layer.x(), layer.glu, layer.format, layer.scaling, False),
+    fake=lambda g, u, kind, format, scaling, power_of_two: _words(g, scaling),
     takes=_takes,
 )
 
@@ -106,7 +90,7 @@ def _dequantize(data: Tensor, scale: Tensor, dtype: Wide) -> Tensor:
 
 
 def _dequantize_sample(layer: Layer) -> tuple[Any, ...]:
-    scaled = layer.scaled(layer.tokens, layer.in_features)
+    scaled = layer.scaled(layer.tokens, layer.in_features, layer.format)
     return scaled.data, scaled.scale, "bfloat16"
 
 
@@ -116,6 +100,7 @@ dequantize = Primitive(
     launcher("dequantize", "dequantize", "dtype"),
     _dequantize_sample,
     takes=lambda data, scale, dtype: dtype != "float64",
+    oracle=lambda data, scale, dtype: dequantize_ref(data, scale, torch.float64),
 )
 
 
@@ -141,13 +126,36 @@ def _scaled_linear(
     return y, (y if activation == "none" else z.to(into)) if keep_z else None
 
 
+def _exact_linear(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    keep_z: bool,
+    dtype: Wide,
+) -> tuple[Tensor, Tensor | None]:
+    """What float64 makes of the dequantized operands."""
+    w_scale = _each_row(w_scale, weight)
+    x, weight = (
+        dequantize_ref(data, scale, torch.float64) for data, scale in ((x, x_scale), (weight, w_scale))
+    )
+    return linear_ref(x, weight, bias, activation, keep_z)
+
+
+def _each_row(w_scale: Tensor, weight: Tensor) -> Tensor:
+    """The scales of each row of weight, of which 128 may share them."""
+    rows = weight.shape[0]
+    return w_scale if w_scale.shape[0] == rows else w_scale.repeat_interleave(BLOCK, 0)[:rows]
+
+
 def _wide_z(
     x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """x̂ ŵᵀ + bias in fp32, or in dtype if that is wider."""
     wide = torch.promote_types(dtype, torch.float32)
-    if w_scale.shape[0] != weight.shape[0]:
-        w_scale = w_scale.repeat_interleave(BLOCK, 0)[: weight.shape[0]]
+    w_scale = _each_row(w_scale, weight)
     if x_scale.shape[1] != 1:
         z = _wide_linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide), wide)
     else:
@@ -244,11 +252,12 @@ def _scaled_mm_fits(problem: Problem, target: Target) -> bool:
 
 
 def _scaled_linear_sample(layer: Layer) -> tuple[Any, ...]:
-    x = layer.scaled(layer.tokens, layer.in_features)
-    weight = layer.scaled(layer.out_features, layer.in_features)
-    bias = layer.meta(layer.out_features) if layer.bias else None
+    x = layer.scaled(layer.tokens, layer.in_features, layer.format)
+    weight = layer.scaled(layer.out_features, layer.in_features, "e4m3", square=True)
+    w_scale = weight.scale_of_squares if layer.square else weight.scale
+    bias = layer.tensor(layer.out_features, dtype=torch.bfloat16) if layer.bias else None
     keep_z = layer.training and layer.activation != "none"
-    return x.data, weight.data, x.scale, weight.scale, bias, layer.activation, keep_z, "bfloat16"
+    return x.data, weight.data, x.scale, w_scale, bias, layer.activation, keep_z, "bfloat16"
 
 
 scaled_linear = Primitive(
@@ -259,5 +268,6 @@ scaled_linear = Primitive(
     given=lambda *call: (True, call[6]),
     into=_scaled_linear_into,
     kernel="linear",
+    oracle=_exact_linear,
     library=(Library("scaled_mm", _scaled_mm, _scaled_mm_fits, into=_scaled_mm_into),),
 )

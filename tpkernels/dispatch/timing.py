@@ -25,10 +25,10 @@ from typing import Protocol, cast
 
 import torch
 
-Run = Callable[[], object]
-Runs = Mapping[str, Run]
+Timeable = Callable[[], object]
+Runs = Mapping[str, Timeable]
 Timer = Callable[[Runs], dict[str, float]]  # milliseconds by name
-Clock = Callable[[str, Run], float]  # milliseconds of one run of a name; runs it once
+Clock = Callable[[str, Timeable], float]  # milliseconds of one run of a name; runs it once
 
 WARM_UPS = 3
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 25
@@ -101,7 +101,7 @@ class StreamTimer:
                 self._launching[name] = self._since(began)  # of the last: the first may compile
         return rounds(list(runs), lambda name: self._once(name, runs[name]), self._clock)
 
-    def _once(self, name: str, run: Run) -> float:
+    def _once(self, name: str, run: Timeable) -> float:
         for _ in range(TRIES):
             launching = self._launching[name]
             on_gpu, on_host, held = self.measured(run, launching)
@@ -111,7 +111,7 @@ class StreamTimer:
         self._launching[name] = None
         return self._once(name, run)
 
-    def measured(self, run: Run, launching: float | None) -> tuple[float, float, bool]:
+    def measured(self, run: Timeable, launching: float | None) -> tuple[float, float, bool]:
         """Milliseconds on the GPU and on the host, and whether the host was done before the GPU began."""
         start, end = self._stream.mark(), self._stream.mark()
         if launching is not None:
@@ -146,7 +146,7 @@ class StreamClock:
         self._launching: dict[str, float] = {}  # of the last run of each way
         self._missed: dict[str, int] = {}  # so many runs of it in turn were not held for long enough
 
-    def __call__(self, name: str, run: Run) -> float:
+    def __call__(self, name: str, run: Timeable) -> float:
         launching = max(self.LEAST_LAUNCHING, self._launching.get(name, 0.0))
         on_gpu, on_host, held = self._timer.measured(run, launching)
         self._missed[name] = 0 if held else self._missed.get(name, 0) + 1
@@ -196,7 +196,7 @@ def cuda_clock(device: torch.device) -> Clock:
     with torch.cuda.device(device):
         clock = StreamClock(StreamTimer(CudaStream(device)))
 
-    def once(name: str, run: Run) -> float:
+    def once(name: str, run: Timeable) -> float:
         with torch.cuda.device(device):
             return clock(name, run)
 

@@ -30,7 +30,7 @@ Stage = Literal["compiling", "running"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds."""
+    """How many seconds a trial, and each of its stages, may take."""
 
     compiling: float = 60.0
     running: float = 20.0  # for microseconds of work: the GPU may be shared, and the machine busy
@@ -54,7 +54,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class Report:
+class TrialReport:
     """What a trial found, and what ended it before all had a verdict, if something did."""
 
     verdicts: dict[Variant, Verdict] = field(default_factory=dict)
@@ -74,12 +74,12 @@ def trial(
     limits: Limits = LIMITS,
     command: Sequence[str] = (),
     clock: Callable[[], float] = time.monotonic,
-) -> Report:
+) -> TrialReport:
     """Try variants on a device of this process.
 
     command: of a child; by default the real one
     """
-    report, left = Report(), list(variants)
+    report, left = TrialReport(), list(variants)
     deadline = clock() + limits.all
     command = command or (sys.executable or "python", "-c", _PROGRAM, json.dumps(list(map(str, sys.path))))
     while left and not report.obstacle:

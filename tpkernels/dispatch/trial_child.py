@@ -26,8 +26,7 @@ from torch import Tensor
 
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Primitive
-from tpkernels.dispatch.scratch import Results, results_of, scratch_like
-from tpkernels.dispatch.soundness import mismatch
+from tpkernels.dispatch.soundness import Results, mismatch, results_of, scratch_like
 from tpkernels.dispatch.variant import Variant
 from tpkernels.kernels.target import target_of
 

@@ -92,7 +92,7 @@ class Variant:
                 call.arguments[name] = None
         if record.pairs == 2 and depth > step:
             dy, weight, _, weight2 = call.args
-            return dy, weight, layer.meta(rows, depth - step), weight2[: depth - step]
+            return dy, weight, layer.tensor(rows, depth - step), weight2[: depth - step]
         return call.args
 
 

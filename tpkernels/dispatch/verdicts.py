@@ -21,7 +21,7 @@ from tpkernels.dispatch import log
 from tpkernels.dispatch.cache import Cache, Choice
 from tpkernels.dispatch.candidates import Candidate
 from tpkernels.dispatch.problem import Problem
-from tpkernels.dispatch.trial import OVER, Report, trial
+from tpkernels.dispatch.trial import OVER, TrialReport, trial
 from tpkernels.dispatch.variant import Variant
 from tpkernels.env_flag import env_flag
 
@@ -31,12 +31,12 @@ FREE_BYTES = 2 * 2**30
 
 
 class Verdicts:
-    """On kernels for one device."""
+    """Says which kernels may run on one device, and has those tried that nobody knows."""
 
     def __init__(
         self,
         cache: Cache,
-        trial: Callable[[Sequence[Variant]], Report],
+        trial: Callable[[Sequence[Variant]], TrialReport],
         obstacle: Callable[[], str | None],
     ) -> None:
         """obstacle: why nothing can be tried at this moment; None if it can"""

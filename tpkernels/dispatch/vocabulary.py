@@ -26,8 +26,19 @@ def _lookup_fake(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
     return weight.new_empty(ids.shape[0], weight.shape[1])
 
 
+def _rows(layer: Layer) -> tuple[int, int]:
+    """How many rows of a table a rank has, and the id of the first; other ranks have ids on both sides."""
+    rows = max(1, layer.out_features // 4)
+    return rows, max(0, rows - 3)
+
+
 def _ids(layer: Layer) -> Tensor:
-    return layer.meta(layer.tokens, dtype=torch.int64)
+    return layer.integers(layer.tokens, 0, 3 * _rows(layer)[0])
+
+
+def _lookup_sample(layer: Layer) -> tuple[Any, ...]:
+    rows, first_id = _rows(layer)
+    return _ids(layer), layer.weight()[:rows], first_id
 
 
 # (T, H): rows of the table, zeros for ids of other ranks
@@ -35,7 +46,7 @@ lookup = Primitive(
     "lookup",
     embedding_ref,
     launcher("embedding", "embedding_fwd", "first_id"),
-    lambda layer: (_ids(layer), layer.weight(), 0),
+    _lookup_sample,
     fake=_lookup_fake,
     takes=lambda ids, weight, first_id: weight.dtype in DTYPES,
 )
@@ -50,7 +61,7 @@ lookup_grad = Primitive(
     "lookup_grad",
     embedding_bwd_ref,
     launcher("embedding", "embedding_bwd", "rows", "first_id", "dtype"),
-    lambda layer: (layer.x(), _ids(layer), layer.out_features, 0, layer.dtype),
+    lambda layer: (layer.x(), _ids(layer), *_rows(layer), layer.dtype),
     fake=_lookup_grad_fake,
     takes=lambda dy, *_: dy.dtype in DTYPES,
 )
@@ -71,53 +82,18 @@ softmax_statistics = Primitive(
 )
 
 
-def _cross_entropy_grad(
-    logits: Tensor,
-    target: Tensor,
-    maximum: Tensor,
-    total: Tensor,
-    dloss: Tensor,
-    columns: int,
-    first_id: int,
-    on_target: float,
-    off_target: float,
-    in_place: bool,
-) -> Tensor:
-    """(T, V): the gradient of the logits; in their memory if `in_place`."""
-    return cross_entropy_grad_ref(
-        logits,
-        target,
-        maximum,
-        total,
-        dloss,
-        columns,
-        first_id,
-        on_target,
-        off_target,
-        into=logits if in_place else None,
-    )
-
-
-_launch_cross_entropy_grad = launcher(
-    "cross_entropy", "cross_entropy_grad", "columns", "first_id", "on_target", "off_target", "into"
-)
-
-
-def _cross_entropy_grad_kernel(logits: Tensor, *others: Any) -> Tensor:
-    into = logits if others[-1] else None
-    dlogits: Tensor = _launch_cross_entropy_grad(logits, *others[:-1], into)
-    return dlogits
-
-
 def _cross_entropy_grad_sample(layer: Layer) -> tuple[Any, ...]:
-    row = layer.meta(layer.tokens, dtype=sums_dtype(layer.dtype))
+    row = layer.tensor(layer.tokens, dtype=sums_dtype(layer.dtype))
     return layer.dy(), _ids(layer), row, row, row, layer.out_features, 0, 1.0, 0.0, False
 
 
+# (T, V): the gradient of the logits; in their memory if `in_place`
 cross_entropy_grad = Primitive(
     "cross_entropy_grad",
-    _cross_entropy_grad,
-    _cross_entropy_grad_kernel,
+    cross_entropy_grad_ref,
+    launcher(
+        "cross_entropy", "cross_entropy_grad", "columns", "first_id", "on_target", "off_target", "in_place"
+    ),
     _cross_entropy_grad_sample,
     changes_first=True,
     takes=lambda logits, *_: logits.dtype in DTYPES,

@@ -112,9 +112,8 @@ def _matmul_recipes() -> Iterator[Recipe]:
 def _recipes(case: _Case, tf32: bool = False) -> Iterator[Recipe]:
     """What is launched with a tile: the costliest epilogues, and where the speed is the others too."""
     odd = int(case.ragged)  # T / 2 and (T + 1) / 3 are multiples of nothing, and hold a group of tiles
-    of = MetaOperands(
-        case.dtype, T + odd, K + odd, N + odd, 2 + odd, case.form, case.tile, ragged=case.ragged
-    )
+    sizes = T + odd, N + odd, K + odd
+    of = MetaOperands(*sizes, case.dtype, chunks=2 + odd, form=case.form, tile=case.tile, ragged=case.ragged)
     stem = stem_of(case.kernel, case.form, case.dtype, case.tile)
     prefix = f"{case.architectures[0]}/" if case.target in (B200, MI300) else ""
     suffix = "/ragged" * case.ragged + "/tf32" * tf32
@@ -150,8 +149,8 @@ def _sum_recipes() -> Iterator[Recipe]:
         for form, target, architectures in ways:
             tile = sum_tile(form, BF16, target)
             prefix = f"{architectures[0]}/" if target in (B200, MI300) else ""
-            of = MetaOperands(BF16, T, K, N, 2, form, tile)
-            call = partial(calls.product_in_fp32, name=name)
+            of = MetaOperands(T, N, K, BF16, chunks=2, form=form, tile=tile)
+            call = partial(calls.primitive, name=name, into=FP32, **calls.BARE)
             entry = f"{prefix}{stem_of(name, form, BF16, tile)}/=fp32"
             yield Recipe(entry, call, of, target, architectures)
 
@@ -159,56 +158,57 @@ def _sum_recipes() -> Iterator[Recipe]:
 UNTIMED = ("gather_linear", "scatter_linear")  # no tile is chosen for them by timing: they take defaults
 COSTLIEST: Mapping[Kernel, Mapping[str, Call]] = {
     "linear": {
-        "linear/gelu_tanh+bias+z": partial(calls.product, name="linear", activation="gelu_tanh"),
+        "linear/gelu_tanh+bias+z": partial(calls.primitive, name="linear", activation="gelu_tanh"),
         "gather_linear/gelu_tanh+bias+z": partial(calls.gather_linear, activation="gelu_tanh"),
         "gather_linear/depth_first": calls.gather_dgrad,
         "scatter_linear/two+depth_first": partial(calls.scatter_linear, pairs=2, depth_first=True),
     },
-    "glu": {"glu/swiglu+gu": partial(calls.product, name="glu", glu="swiglu")},
+    "glu": {"glu/swiglu+gu": partial(calls.primitive, name="glu", glu="swiglu")},
     "dgrad": {
-        "dgrad/gelu_tanh+db": partial(calls.product, name="dgrad_act", activation="gelu_tanh"),
-        "dgrad_pairs/none": partial(calls.product, name="dgrad_pairs"),
+        "dgrad/gelu_tanh+db": partial(calls.primitive, name="dgrad_act", activation="gelu_tanh"),
+        "dgrad_pairs/none": partial(calls.primitive, name="dgrad_pairs"),
     },
-    "dglu": {"dglu/swiglu+h": partial(calls.product, name="dglu", glu="swiglu")},
-    "wgrad": {"wgrad/+=fp32": partial(calls.product, name="wgrad_accumulate_", into=FP32)},
+    "dglu": {"dglu/swiglu+h": partial(calls.primitive, name="dglu", glu="swiglu")},
+    "wgrad": {"wgrad/+=fp32": partial(calls.primitive, name="wgrad_accumulate_", into=FP32)},
 }
 OTHERS: Mapping[Kernel, Mapping[str, Call]] = {
     "linear": {
-        "linear/none": partial(calls.product, name="linear", optional=False),  # z is y then
-        "linear/gelu+bias+z": partial(calls.product, name="linear", activation="gelu"),
-        "linear/silu+bias+z": partial(calls.product, name="linear", activation="silu"),
-        "linear/relu2+bias+z": partial(calls.product, name="linear", activation="relu2"),
+        "linear/none": partial(calls.primitive, name="linear", **calls.BARE),  # z is y then
+        "linear/gelu+bias+z": partial(calls.primitive, name="linear", activation="gelu"),
+        "linear/silu+bias+z": partial(calls.primitive, name="linear", activation="silu"),
+        "linear/relu2+bias+z": partial(calls.primitive, name="linear", activation="relu2"),
         "scatter_linear/one": calls.scatter_linear,
         "scatter_linear/one+depth_first": partial(calls.scatter_linear, depth_first=True),
         "scatter_linear/two": partial(calls.scatter_linear, pairs=2),
     },
     "glu": {
-        "glu/swiglu": partial(calls.product, name="glu", optional=False),
-        "glu/geglu+gu": partial(calls.product, name="glu", glu="geglu"),
-        "glu/geglu_tanh+gu": partial(calls.product, name="glu", glu="geglu_tanh"),
+        "glu/swiglu": partial(calls.primitive, name="glu", **calls.BARE),
+        "glu/geglu+gu": partial(calls.primitive, name="glu", glu="geglu"),
+        "glu/geglu_tanh+gu": partial(calls.primitive, name="glu", glu="geglu_tanh"),
     },
     "dgrad": {
-        "dgrad/none": partial(calls.product, name="dgrad"),
-        "dgrad/gelu_tanh": partial(calls.product, name="dgrad_act", activation="gelu_tanh", optional=False),
-        "dgrad/gelu+db": partial(calls.product, name="dgrad_act", activation="gelu"),
-        "dgrad/silu+db": partial(calls.product, name="dgrad_act", activation="silu"),
-        "dgrad/relu2+db": partial(calls.product, name="dgrad_act", activation="relu2"),
+        "dgrad/none": partial(calls.primitive, name="dgrad"),
+        "dgrad/gelu_tanh": partial(calls.primitive, name="dgrad_act", activation="gelu_tanh", **calls.BARE),
+        "dgrad/gelu+db": partial(calls.primitive, name="dgrad_act", activation="gelu"),
+        "dgrad/silu+db": partial(calls.primitive, name="dgrad_act", activation="silu"),
+        "dgrad/relu2+db": partial(calls.primitive, name="dgrad_act", activation="relu2"),
     },
     "dglu": {
-        "dglu/geglu+h": partial(calls.product, name="dglu", glu="geglu"),
-        "dglu/geglu_tanh+h": partial(calls.product, name="dglu", glu="geglu_tanh"),
+        "dglu/geglu+h": partial(calls.primitive, name="dglu", glu="geglu"),
+        "dglu/geglu_tanh+h": partial(calls.primitive, name="dglu", glu="geglu_tanh"),
     },
     "wgrad": {
-        "wgrad/=bf16": partial(calls.product, name="wgrad", into=BF16),
-        "wgrad/=fp32": partial(calls.product, name="wgrad", into=FP32),
-        "wgrad/+=bf16": partial(calls.product, name="wgrad_accumulate_", into=BF16),
+        "wgrad/=bf16": partial(calls.primitive, name="wgrad", into=BF16),
+        "wgrad/=fp32": partial(calls.primitive, name="wgrad", into=FP32),
+        "wgrad/+=bf16": partial(calls.primitive, name="wgrad_accumulate_", into=BF16),
     },
 }
 
 
 def _row_recipes() -> Iterator[Recipe]:
     """Norms with every option on, at three widths; the others in the dtypes that they meet."""
-    for kind, norm in (("rms", calls.rms_norm), ("layer", calls.layer_norm)):
+    for kind in ("rms", "layer"):
+        norm = partial(calls.norm, kind=kind)
         for features in FEATURES:
             yield _row_recipe("norm_fwd", f"{features}/{kind}+residual", BF16, norm, features)
             yield _row_recipe("norm_bwd", f"{features}/{kind}+dsummed", BF16, norm, features)
@@ -231,17 +231,21 @@ def _row_recipes() -> Iterator[Recipe]:
         yield _row_recipe("add_slots", f"{block}/{epilogue}", FP32, call)
     for kernel in ("publish", "advance"):
         yield _row_recipe(kernel, "one", BF16, getattr(calls, kernel))
-    for kernel, tile in (("embedding_fwd", EMBEDDING), ("embedding_bwd", EMBEDDING_GRAD)):
-        yield _row_recipe(kernel, f"{tile.block_rows}x{tile.block_cols}", BF16, calls.embedding)
+    for kernel, tile, name in (
+        ("embedding_fwd", EMBEDDING, "lookup"),
+        ("embedding_bwd", EMBEDDING_GRAD, "lookup_grad"),
+    ):
+        call = partial(calls.primitive, name=name)
+        yield _row_recipe(kernel, f"{tile.block_rows}x{tile.block_cols}", BF16, call)
     for dtype in (BF16, FP32):
         for kernel in ("softmax_statistics", "cross_entropy_grad"):
             yield _row_recipe(kernel, f"{LOGITS.block_cols}", dtype, calls.cross_entropy)
     for name in calls.other_primitives():
-        of = MetaOperands(BF16, T, K, N, chunks=2)
+        of = MetaOperands(T, N, K, BF16, chunks=2)
         call = partial(calls.primitive, name=name)
         yield Recipe(f"{name}/pointer/{SHORT_NAMES[BF16]}/sample", call, of, A100, ARCHITECTURES)
 
 
 def _row_recipe(kernel: str, way: str, dtype: torch.dtype, call: Call, features: int = K) -> Recipe:
-    name, of = f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}", MetaOperands(dtype, T, features, N, chunks=2)
+    name, of = f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}", MetaOperands(T, N, features, dtype, chunks=2)
     return Recipe(name, call, of, A100, ARCHITECTURES, function=f"_{kernel}_kernel")

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from tpkernels.child import ending
 from tpkernels.dispatch.products import PRODUCTS
+from tpkernels.dispatch.record import Layer
 from tpkernels.gate import calls, scaled
 from tpkernels.gate.accuracy import BOUND, Frames, relative_error
 from tpkernels.gate.calls import Operands, Results
@@ -54,11 +55,11 @@ from tpkernels.kernels.tiles import ORDERED_SUM, candidates
 PACKAGE = Path(__file__).parents[1]
 SOURCES = ("kernels/*.py", "kernels/gluon/*.py", "dispatch/*.py", "gate/*.py", "gate/machine/*.py")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# tokens, in_features, out_features: descriptors want rows of whole 16-byte units, pointers take anything
-SIZES: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 88, 104), "pointer": (71, 45, 83)}
-IN_FP8: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 272, 144), "pointer": (71, 301, 141)}
+# tokens, out_features, in_features: descriptors want rows of whole 16-byte units, pointers take anything
+SIZES: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 104, 88), "pointer": (71, 83, 45)}
+IN_FP8: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 144, 272), "pointer": (71, 141, 301)}
 NAN_OF_FP8 = 0x7F7F_7F7F  # in either format; a scale, it is near the largest number of fp32
-WITH_CONSUMERS = 264, 200, 328  # two or three tiles for each of two programs, four steps of depth
+WITH_CONSUMERS = 264, 328, 200  # two or three tiles for each of two programs, four steps of depth
 LAUNCHERS = {"linear": "linear_fwd", "glu": "glu_fwd"}  # of other names than their primitives
 PROCESSES = 2
 WORTH_A_PROCESS = 10  # cases: to start one takes as long
@@ -138,20 +139,24 @@ class Case:
 class RandomOperands(Operands):
     """Views into wider matrices; all around them is NaN."""
 
-    def matrix(self, rows: int, cols: int, dtype: torch.dtype | None = None) -> Tensor:
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if len(shape) == 1:
+            return self.tensor(1, *shape, dtype=dtype)[0]
+        rows, cols = shape
         pitch = -(-cols // 8) * 8 + 8  # rows stay 16-byte aligned
         wide = torch.full((rows + 2, pitch), float("nan"), dtype=dtype or self.dtype)
         wide[1 : rows + 1, :cols] = torch.randn(rows, cols)
         return wide[1 : rows + 1, :cols]
 
-    def scaled(
-        self, rows: int, features: int, format: Format, scaling: Scaling, square: bool = False
-    ) -> Scaled:
-        words = quantize_ref(torch.randn(rows, features), format, scaling, square=square)
+    def weight(self) -> Tensor:
+        return Layer.weight(self).mul_(self.in_features**-0.5)
+
+    def scaled(self, rows: int, features: int, format: Format, square: bool = False) -> Scaled:
+        words = quantize_ref(torch.randn(rows, features), format, self.scaling, square=square)
         pitch = -(-words.shape[1] // 4) * 4 + 4  # rows stay 16-byte aligned
         wide = torch.full((rows + 2, pitch), NAN_OF_FP8, dtype=torch.int32)
         wide[1 : rows + 1, : words.shape[1]] = words
-        return Scaled(wide[1 : rows + 1, : words.shape[1]], features, format, scaling)
+        return Scaled(wide[1 : rows + 1, : words.shape[1]], features, format, self.scaling)
 
     def integers(self, count: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.randint(low, high, (count,), dtype=dtype)
@@ -159,11 +164,11 @@ class RandomOperands(Operands):
 
 def cases(sizes: Mapping[Form, tuple[int, int, int]] = SIZES) -> Iterator[Case]:
     for form, dtype in WAYS:
-        yield from _matmuls(RandomOperands(dtype, *sizes[form], chunks=3, form=form))
+        yield from _matmuls(RandomOperands(*sizes[form], dtype, chunks=3, form=form))
     yield from _with_consumers()
     yield from _in_fp8()
-    yield from _rows(RandomOperands(FP32, *sizes["pointer"], chunks=3))
-    yield from _rows(RandomOperands(BF16, *sizes["pointer"], chunks=3))
+    yield from _rows(RandomOperands(*sizes["pointer"], FP32, chunks=3))
+    yield from _rows(RandomOperands(*sizes["pointer"], BF16, chunks=3))
 
 
 def _with_consumers() -> Iterator[Case]:
@@ -172,7 +177,7 @@ def _with_consumers() -> Iterator[Case]:
         tiles = candidates(record.kernel, "descriptor", BF16, H100) if record.kernel else ()
         for tile in tiles:
             if tile.consumers and compiles(tile):
-                of = RandomOperands(BF16, *WITH_CONSUMERS, chunks=1, form="descriptor", tile=tile)
+                of = RandomOperands(*WITH_CONSUMERS, BF16, form="descriptor", tile=tile)
                 cases = list(_product(of, name, f"{tile.name}/bf16"))
                 for case, schedule in zip(cases, schedules, strict=False):
                     yield Case(case.name, partial(_emulated, case.run, schedule, explores=case is cases[-1]))
@@ -191,7 +196,7 @@ def _emulated(run: Callable[[], Results], schedule: Schedule, explores: bool) ->
 
 def _product(of: Operands, name: str, way: str) -> Iterator[Case]:
     record = PRODUCTS[name]
-    launcher, call = LAUNCHERS.get(name, name), partial(calls.product, of, name)
+    launcher, call = LAUNCHERS.get(name, name), partial(calls.primitive, of, name)
     options = signature(record.by_torch).parameters
     if "activation" in options:
         for activation in ACTIVATIONS:
@@ -219,7 +224,8 @@ def _matmuls(of: Operands) -> Iterator[Case]:
     yield Case(f"gather_linear_fwd/{way}/depth_first", partial(calls.gather_dgrad, of))
     for name in ("linear", "dgrad", "dgrad_pairs"):
         launcher = LAUNCHERS.get(name, name)
-        yield Case(f"{launcher}/{way}/=fp32", partial(calls.product_in_fp32, of, name))
+        call = partial(calls.primitive, of, name, into=FP32, **calls.BARE)
+        yield Case(f"{launcher}/{way}/=fp32", call)
     for transposed, pairs in ((True, 1), (False, 1), (False, 2)):
         case = f"segment_sum/{way}/{'transposed' if transposed else 'none'}/{('one', 'two')[pairs - 1]}"
         yield Case(case, partial(calls.segments, of, transposed, pairs))
@@ -230,23 +236,24 @@ def _matmuls(of: Operands) -> Iterator[Case]:
 
 def _in_fp8() -> Iterator[Case]:
     for form, sizes in IN_FP8.items():
-        of = RandomOperands(BF16, *sizes, chunks=1, form=form)
+        of = RandomOperands(*sizes, BF16, form=form)
         for scales, options in scaled.SCALES.items():
             way = f"{form}/fp8/{scales.strip('+') or 'rows'}"
-            call = partial(scaled.scaled_linear, of, **options)
+            call = partial(calls.primitive, of, "scaled_linear", **options)
             for activation in ACTIVATIONS:
                 yield Case(f"scaled_linear_fwd/{way}/{activation}", partial(call, activation=activation))
-            plain = partial(call, optional=False)
-            yield Case(f"scaled_linear_fwd/{way}/=fp32", partial(plain, dtype="float32"))
+            plain = partial(call, **calls.BARE)
+            yield Case(f"scaled_linear_fwd/{way}/=fp32", partial(plain, into=FP32))
             yield Case(f"scaled_linear_fwd/{way}/e5m2", partial(plain, format="e5m2"))
     for dtype in (BF16, FP32):
-        of = RandomOperands(dtype, *IN_FP8["pointer"], chunks=1)
+        of = RandomOperands(*IN_FP8["pointer"], dtype)
         way = SHORT_NAMES[dtype]
         for how, quantized in scaled.QUANTIZED.items():
-            launcher = {"silu": "quantize_act", "swiglu": "quantize_glu"}.get(how.split("+")[-1], "quantize")
+            launcher = quantized.keywords.get("name", "quantize")
             yield Case(f"{launcher}/{way}/{how}", partial(quantized, of))
         for scaling in get_args(Scaling):
-            yield Case(f"dequantize/{way}/{scaling}", partial(scaled.dequantize, of, scaling))
+            call = partial(calls.primitive, of, "dequantize", into=dtype, scaling=scaling)
+            yield Case(f"dequantize/{way}/{scaling}", call)
 
 
 def _rows(of: Operands) -> Iterator[Case]:
@@ -266,13 +273,15 @@ def _rows(of: Operands) -> Iterator[Case]:
     yield Case(f"reduce_slots/{way}/tree", partial(calls.slot_sums, of, slots=4, tree=True))
     yield Case(f"publish/{way}", partial(calls.publish, of))
     yield Case(f"advance/{way}", partial(calls.advance, of))
-    yield Case(f"embedding_fwd/embedding_bwd/{way}", partial(calls.embedding, of))
+    yield Case(f"embedding_fwd/{way}", partial(calls.primitive, of, "lookup"))
+    yield Case(f"embedding_bwd/{way}", partial(calls.primitive, of, "lookup_grad"))
     yield Case(f"softmax_statistics/cross_entropy_grad/{way}", partial(calls.cross_entropy, of))
     for name in calls.other_primitives():
         yield Case(f"{name}/{way}", partial(calls.primitive, of, name))
     for suffix, residual in (("", False), ("/residual", True)):
-        yield Case(f"rms_norm_fwd/rms_norm_bwd/{way}{suffix}", partial(calls.rms_norm, of, residual))
-        yield Case(f"layer_norm_fwd/layer_norm_bwd/{way}{suffix}", partial(calls.layer_norm, of, residual))
+        for kind in ("rms", "layer"):
+            case = f"{kind}_norm_fwd/{kind}_norm_bwd/{way}{suffix}"
+            yield Case(case, partial(calls.norm, of, kind, residual))
 
 
 def part_of_bound(actual: Tensor | None, exact: Tensor) -> float:

@@ -22,8 +22,6 @@ from tpkernels.gate.calls import Operands
 from tpkernels.kernels import launch
 from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.matmul_tile import GLUON_SINCE, triton_version
-from tpkernels.kernels.recipe import Format, Scaling
-from tpkernels.kernels.scaled import Scaled, words_of
 from tpkernels.kernels.target import Target
 
 HAS_GLUON = triton_version() >= GLUON_SINCE  # before it: of another form
@@ -37,17 +35,8 @@ class MetaOperands(Operands):
 
     ragged: bool = False
 
-    def matrix(self, rows: int, cols: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self.empty((rows, cols), dtype or self.dtype, torch.device("meta"))
-
-    def integers(self, count: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return self.empty((count,), dtype, torch.device("meta"))
-
-    def scaled(
-        self, rows: int, features: int, format: Format, scaling: Scaling, square: bool = False
-    ) -> Scaled:
-        words = self.empty((rows, words_of(features, scaling)), torch.int32, torch.device("meta"))
-        return Scaled(words, features, format, scaling)
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.empty(shape, dtype or self.dtype, torch.device("meta"))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Takes the place of `launch.empty`."""

@@ -170,7 +170,7 @@ def cross_entropy_grad(
     first_id: int = 0,
     on_target: float = 1.0,
     off_target: float = 0.0,
-    into: Tensor | None = None,
+    in_place: bool = False,
     tile: LogitsTile | None = None,
 ) -> Tensor:
     """The gradient of the logits, in their dtype.
@@ -180,7 +180,7 @@ def cross_entropy_grad(
     maximum, total: (tokens,) over the full vocabulary
     dloss: (tokens,) in fp32
     columns, first_id: as in `softmax_statistics`
-    into: where it is written, which may be `logits`; by default new
+    in_place: it is written into the memory of the logits
     """
     launcher = "cross_entropy_grad"
     require_matrices(launcher, ("logits", logits))
@@ -188,17 +188,12 @@ def cross_entropy_grad(
     columns = require_columns(launcher, columns, logits)
     for name, vector in (("maximum", maximum), ("total", total), ("dloss", dloss)):
         require_statistic(launcher, name, vector, logits)
-    if into is not None:
-        require_writable(launcher, "into", into, logits.device)
-        if into.shape != logits.shape or into.dtype != logits.dtype:
-            raise ValueError(
-                f"{launcher}: expected into {tuple(logits.shape)} in {logits.dtype} like the logits, got "
-                f"{tuple(into.shape)} in {into.dtype}"
-            )
+    if in_place:
+        require_writable(launcher, "logits", logits, logits.device)
     backend = target_of(logits.device).backend
     tile = tile or (INTERPRETED_LOGITS if backend == "interpreter" else LOGITS)
     T, V = logits.shape
-    dlogits = launch.empty((T, V), logits.dtype, logits.device) if into is None else into
+    dlogits = logits if in_place else launch.empty((T, V), logits.dtype, logits.device)
     if dlogits.numel():
         launch.on(logits.device, _cross_entropy_grad_kernel, (T, launch.ceil_div(V, tile.block_cols)))(
             logits,

@@ -22,7 +22,6 @@ from tpkernels.kernels.activations import GATE_OF, Glu, require_glu
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act_and_grad
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
-from tpkernels.kernels.target import fast_math, input_precision, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 
@@ -117,27 +116,23 @@ def dglu(
     require_shape("dglu", "weight", weight, (N, K), f"(out_features, in_features) for dy {tuple(dy.shape)}")
     for name, tensor in (("g", g), ("u", u)):
         require_shape("dglu", name, tensor, (T, K), "(tokens, in_features) of dy and weight")
-    target = target_of(dy.device)
     inputs = (("dy", dy), ("weight", weight), ("g", g), ("u", u))
     wanted = dict.fromkeys(("dg", "du", "h") if emit_h else ("dg", "du"), (T, K))
     written = launch.results("dglu", out, wanted, inputs)
     dg, du, h = written if emit_h else (*written, written[0])
     matrices = (*inputs, ("dg", dg), ("du", du), ("h", h))
-    form, tile = launch.choose("dglu", "dglu", target, matrices, (T, K), tile, form)
-    if dg.numel() and tile.consumers:
-        gluon.multiply(
-            "dglu", target, form, tile, (dy, weight), written, inputs=(g, u), activation=GATE_OF[kind]
-        )
+    product = launch.product("dglu", "dglu", matrices, (T, K), tile, form)
+    if dg.numel() and product.tile.consumers:
+        gluon.multiply("dglu", product, (dy, weight), written, inputs=(g, u), activation=GATE_OF[kind])
     elif dg.numel():
-        part = (tile.block_rows, tile.block_cols // tile.parts)
-        launch.on(dy.device, _dglu_kernel, launch.grid(target, form, tile, T, K))(
-            launch.operand(dy, (tile.block_rows, tile.block_depth), form),
-            launch.operand(weight, (tile.block_depth, tile.block_cols), form),
-            launch.operand(g, part, form),
-            launch.operand(u, part, form),
-            launch.operand(dg, part, form),
-            launch.operand(du, part, form),
-            launch.operand(h, part, form),
+        product.start(_dglu_kernel)(
+            product.block(dy, "rows", "depth"),
+            product.block(weight, "depth", "cols"),
+            product.block(g, "rows", "part"),
+            product.block(u, "rows", "part"),
+            product.block(dg, "rows", "part"),
+            product.block(du, "rows", "part"),
+            product.block(h, "rows", "part"),
             T,
             N,
             K,
@@ -147,8 +142,7 @@ def dglu(
             *u.stride(),
             GATE=GATE_OF[kind],
             EMIT_H=emit_h,
-            FAST=fast_math(dy.dtype, target),
-            PRECISION=input_precision(dy.dtype, target),
-            **launch.constants(tile, form),
+            FAST=product.fast,
+            PRECISION=product.precision,
         )
     return DgluGrads(dg, du, h if emit_h else None)

@@ -25,7 +25,6 @@ from tpkernels.kernels.bias_grad import sum_partials
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act_and_grad
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
-from tpkernels.kernels.target import fast_math, input_precision, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 
@@ -149,30 +148,21 @@ def _dgrad(
     (T, N), K = dy.shape, weight.shape[1]
     require_shape(launcher, "weight", weight, (N, K), f"(out_features, in_features) for dy {tuple(dy.shape)}")
     require_shape(launcher, "z", z, (T, K), "(tokens, in_features) of dy and weight")
-    target = target_of(dy.device)
     wanted: dict[str, tuple[int, ...]] = {"dx" if z is None else "dz": (T, K)}
     wanted |= {"db": (K,)} if bias_grad else {}
     inputs = (("dy", dy), ("weight", weight), ("z", z))
     dx, *db = launch.results(launcher, out, wanted, inputs, sums=z is None)
     z = dx if z is None else z  # unread: there is no activation then
-    form, tile = launch.choose(
-        launcher,
-        "dgrad",
-        target,
-        (("dy", dy), ("weight", weight), ("z", z), ("the result", dx)),
-        (T, K),
-        tile,
-        form,
-    )
+    matrices = (("dy", dy), ("weight", weight), ("z", z), ("the result", dx))
+    product = launch.product(launcher, "dgrad", matrices, (T, K), tile, form)
     partials = dx
     if bias_grad:
-        partials = launch.empty((launch.ceil_div(T, tile.block_rows), K), torch.float32, dy.device)
-    if dx.numel() and tile.consumers:
+        row_tiles = launch.ceil_div(T, product.tile.block_rows)
+        partials = launch.empty((row_tiles, K), torch.float32, dy.device)
+    if dx.numel() and product.tile.consumers:
         gluon.multiply(
             "dgrad",
-            target,
-            form,
-            tile,
+            product,
             (dy, weight),
             (dx,),
             inputs=() if activation == "none" else (z,),
@@ -180,12 +170,11 @@ def _dgrad(
             activation=activation,
         )
     elif dx.numel():
-        part = (tile.block_rows, tile.block_cols // tile.parts)
-        launch.on(dy.device, _dgrad_kernel, launch.grid(target, form, tile, T, K))(
-            launch.operand(dy, (tile.block_rows, tile.block_depth), form),
-            launch.operand(weight, (tile.block_depth, tile.block_cols), form),
-            launch.operand(z, part, form),
-            launch.operand(dx, part, form),
+        product.start(_dgrad_kernel)(
+            product.block(dy, "rows", "depth"),
+            product.block(weight, "depth", "cols"),
+            product.block(z, "rows", "part"),
+            product.block(dx, "rows", "part"),
             partials,
             T,
             N,
@@ -195,8 +184,7 @@ def _dgrad(
             *z.stride(),
             ACTIVATION=activation,
             BIAS_GRAD=bias_grad,
-            FAST=fast_math(dy.dtype, target),
-            PRECISION=input_precision(dy.dtype, target),
-            **launch.constants(tile, form),
+            FAST=product.fast,
+            PRECISION=product.precision,
         )
     return DgradAct(dx, sum_partials(partials, out=db[0]) if bias_grad else None)

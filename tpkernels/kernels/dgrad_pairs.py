@@ -14,7 +14,6 @@ from torch import Tensor
 from tpkernels.kernels import gluon, launch
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
-from tpkernels.kernels.target import input_precision, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 
@@ -90,20 +89,18 @@ def dgrad_pairs(
     (T, N), (M, K) = dy.shape, weight2.shape
     require_shape(name, "weight", weight, (N, K), "(out_features of dy, in_features of weight2)")
     require_shape(name, "dy2", dy2, (T, M), "(tokens of dy, out_features of weight2)")
-    target = target_of(dy.device)
     operands = (("dy", dy), ("weight", weight), ("dy2", dy2), ("weight2", weight2))
     (dx,) = launch.results(name, out, {"dx": (T, K)}, operands, sums=True)
-    form, tile = launch.choose(name, "dgrad", target, (*operands, ("the result", dx)), (T, K), tile, form)
-    if dx.numel() and tile.consumers:
-        gluon.multiply("dgrad", target, form, tile, (dy, weight, dy2, weight2), (dx,))
+    product = launch.product(name, "dgrad", (*operands, ("the result", dx)), (T, K), tile, form)
+    if dx.numel() and product.tile.consumers:
+        gluon.multiply("dgrad", product, (dy, weight, dy2, weight2), (dx,))
     elif dx.numel():
-        dy_block, weight_block = (tile.block_rows, tile.block_depth), (tile.block_depth, tile.block_cols)
-        launch.on(dy.device, _dgrad_pairs_kernel, launch.grid(target, form, tile, T, K))(
-            launch.operand(dy, dy_block, form),
-            launch.operand(weight, weight_block, form),
-            launch.operand(dy2, dy_block, form),
-            launch.operand(weight2, weight_block, form),
-            launch.operand(dx, (tile.block_rows, tile.block_cols // tile.parts), form),
+        product.start(_dgrad_pairs_kernel)(
+            product.block(dy, "rows", "depth"),
+            product.block(weight, "depth", "cols"),
+            product.block(dy2, "rows", "depth"),
+            product.block(weight2, "depth", "cols"),
+            product.block(dx, "rows", "part"),
             T,
             N,
             M,
@@ -112,7 +109,6 @@ def dgrad_pairs(
             *weight.stride(),
             *dy2.stride(),
             *weight2.stride(),
-            PRECISION=input_precision(dy.dtype, target),
-            **launch.constants(tile, form),
+            PRECISION=product.precision,
         )
     return dx

@@ -18,7 +18,7 @@ from tpkernels.files import parsed, read_text
 
 
 class DiskCache:
-    """In `folder`; None keeps nothing."""
+    """Keeps JSON values in `folder`; None keeps nothing."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder

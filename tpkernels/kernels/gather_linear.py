@@ -27,7 +27,7 @@ from tpkernels.kernels.operands import (
     require_shape,
     require_tensors,
 )
-from tpkernels.kernels.target import fast_math, input_precision, left_free, resident_programs, target_of
+from tpkernels.kernels.target import left_free, resident_programs
 from tpkernels.kernels.tiles import MatmulTile, waiting_tile
 from tpkernels.kernels.waits import Arrivals, require_arrivals, wait_for
 
@@ -147,44 +147,36 @@ def gather_linear_fwd(
     )
     require_shape("gather_linear_fwd", "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
     _require_chunks(T, chunks, first_row)
-    target = target_of(x.device)
     y = launch.empty((T, N), x.dtype, x.device)
     separate_z = keep_z and activation != "none"
     z = launch.empty((T, N), x.dtype, x.device) if separate_z else y
     depth_first = lies_depth_first(weight)
     stored = weight.t() if depth_first else weight
     matrices = (("x", x), ("weight", stored), ("the result", y))
-    form, chosen = launch.choose("gather_linear_fwd", "linear", target, matrices, (T, N), tile, form)
+    product = launch.product("gather_linear_fwd", "linear", matrices, (T, N), tile, form)
     if tile is None:
-        chosen = waiting_tile(chosen, T // chunks)
+        product = product._replace(tile=waiting_tile(product.tile, T // chunks))
     elif tile.flatten:
         raise ValueError("gather_linear_fwd: expected a tile with flatten=False: it loads before it waits")
+    target, chosen = product.target, product.tile
     # persistent in either form: a program that waits must not keep out one whose rows are here
     programs = resident_programs("gather_linear_fwd", target, chosen.per_processor, left_free(target, margin))
     if y.numel():
-        part = (chosen.block_rows, chosen.block_cols // chosen.parts)
-        y_operand = launch.operand(y, part, form)
-        w_block = (
-            (chosen.block_depth, chosen.block_cols)
-            if depth_first
-            else (chosen.block_cols, chosen.block_depth)
-        )
-        launch.on(x.device, _gather_linear_kernel, (min(chosen.tiles(T, N), programs),))(
-            launch.operand(x, (chosen.block_rows, chosen.block_depth), form),
-            launch.operand(stored, w_block, form),
+        y_block = product.block(y, "rows", "part")
+        product.start(_gather_linear_kernel, min(chosen.tiles(T, N), programs))(
+            product.block(x, "rows", "depth"),
+            product.block(stored, "depth", "cols") if depth_first else product.block(stored, "cols", "depth"),
             y if bias is None else bias,
-            launch.operand(z, part, form) if separate_z else y_operand,
-            y_operand,
+            product.block(z, "rows", "part") if separate_z else y_block,
+            y_block,
             arrivals.flags,
             arrivals.awaited,
             arrivals.status,
             T,
             N,
             K,
-            x.stride(0),
-            x.stride(1),
-            weight.stride(0),
-            weight.stride(1),
+            *x.stride(),
+            *weight.stride(),
             0 if bias is None else bias.stride(0),
             launch.ceil_div(first_row, chosen.block_rows) % launch.ceil_div(T, chosen.block_rows),
             T // chunks,
@@ -192,11 +184,10 @@ def gather_linear_fwd(
             ACTIVATION=activation,
             HAS_BIAS=bias is not None,
             KEEP_Z=separate_z,
-            FAST=fast_math(x.dtype, target),
-            PRECISION=input_precision(x.dtype, target),
+            FAST=product.fast,
+            PRECISION=product.precision,
             DEPTH_FIRST=depth_first,
-            ASYNC_PROXY=form == "descriptor" and target.backend == "cuda",
-            **launch.constants(chosen, form),
+            ASYNC_PROXY=product.form == "descriptor" and target.backend == "cuda",
         )
     return LinearForward(y, z if keep_z else None)
 

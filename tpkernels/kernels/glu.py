@@ -20,7 +20,6 @@ from tpkernels.kernels.activations import GATE_OF, Glu, require_glu
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
-from tpkernels.kernels.target import fast_math, input_precision, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 
@@ -109,26 +108,22 @@ def glu_fwd(
     (T, K), N = x.shape, w_gate.shape[0]
     require_shape("glu_fwd", "w_gate", w_gate, (N, K), f"(out_features, in_features) for x {tuple(x.shape)}")
     require_shape("glu_fwd", "w_up", w_up, (N, K), "that of w_gate")
-    target = target_of(x.device)
     inputs = (("x", x), ("w_gate", w_gate), ("w_up", w_up))
     wanted = dict.fromkeys(("h", "g", "u") if keep_gu else ("h",), (T, N))
     written = launch.results("glu_fwd", out, wanted, inputs)
     h, g, u = written if keep_gu else written * 3
     matrices = (*inputs, ("h", h), ("g", g), ("u", u))
-    form, tile = launch.choose("glu_fwd", "glu", target, matrices, (T, N), tile, form)
-    if h.numel() and tile.consumers:
-        weights = (x, w_gate, w_up)
-        gluon.multiply("glu", target, form, tile, weights, written, activation=GATE_OF[kind])
+    product = launch.product("glu_fwd", "glu", matrices, (T, N), tile, form)
+    if h.numel() and product.tile.consumers:
+        gluon.multiply("glu", product, (x, w_gate, w_up), written, activation=GATE_OF[kind])
     elif h.numel():
-        weight_block = (tile.block_cols, tile.block_depth)
-        part = (tile.block_rows, tile.block_cols // tile.parts)
-        launch.on(x.device, _glu_fwd_kernel, launch.grid(target, form, tile, T, N))(
-            launch.operand(x, (tile.block_rows, tile.block_depth), form),
-            launch.operand(w_gate, weight_block, form),
-            launch.operand(w_up, weight_block, form),
-            launch.operand(g, part, form),
-            launch.operand(u, part, form),
-            launch.operand(h, part, form),
+        product.start(_glu_fwd_kernel)(
+            product.block(x, "rows", "depth"),
+            product.block(w_gate, "cols", "depth"),
+            product.block(w_up, "cols", "depth"),
+            product.block(g, "rows", "part"),
+            product.block(u, "rows", "part"),
+            product.block(h, "rows", "part"),
             T,
             N,
             K,
@@ -137,8 +132,7 @@ def glu_fwd(
             *w_up.stride(),
             GATE=GATE_OF[kind],
             KEEP=keep_gu,
-            FAST=fast_math(x.dtype, target),
-            PRECISION=input_precision(x.dtype, target),
-            **launch.constants(tile, form),
+            FAST=product.fast,
+            PRECISION=product.precision,
         )
     return GluForward(h, g if keep_gu else None, u if keep_gu else None)

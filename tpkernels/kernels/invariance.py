@@ -21,7 +21,7 @@ import torch
 
 from tpkernels import tp_invariance
 from tpkernels.env_flag import env_flag
-from tpkernels.kernels.operands import Layout
+from tpkernels.kernels.operands import MatrixLayout
 from tpkernels.kernels.target import Target
 from tpkernels.kernels.tiles import ORDERED_SUM, SUM, Kernel, SumTile
 
@@ -51,14 +51,16 @@ def judged_size(kernel: Kernel, rows: int, cols: int) -> tuple[int, int]:
     return (USUAL_ROWS, cols) if batch_invariant and kernel != "wgrad" else (rows, cols)
 
 
-def judged_layouts(kernel: Kernel, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+def judged_layouts(kernel: Kernel, layouts: tuple[MatrixLayout, ...]) -> tuple[MatrixLayout, ...]:
     """The layouts that the choice of a form may know of."""
     if tp_invariance.mode.segments or (batch_invariant and kernel != "wgrad"):
         return tuple(_among_others(layout) for layout in layouts)
     return layouts
 
 
-def require_one_form(launcher: str, target: Target, dtype: torch.dtype, layouts: tuple[Layout, ...]) -> None:
+def require_one_form(
+    launcher: str, target: Target, dtype: torch.dtype, layouts: tuple[MatrixLayout, ...]
+) -> None:
     """TP-invariance: 16-bit matrices must be such that the form is the same at every tensor-parallel size.
 
     fp32 has one form and one list of tiles. So has the interpreter, and empty matrices are empty at any size.
@@ -75,7 +77,7 @@ def require_one_form(launcher: str, target: Target, dtype: torch.dtype, layouts:
         )
 
 
-def _among_others(layout: Layout) -> Layout:
+def _among_others(layout: MatrixLayout) -> MatrixLayout:
     """A single row says nothing of the distance to the next one, but a descriptor of many needs it even."""
     if layout.rows != 1:
         return layout

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -15,8 +15,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.kernels.invariance import judged_layouts, judged_size, require_one_form
-from tpkernels.kernels.operands import Form, Layout, Named, choose_form, require_form, require_results
-from tpkernels.kernels.target import Target, emulated_target, left_free, recorded_target, resident_programs
+from tpkernels.kernels.operands import Form, MatrixLayout, Named, choose_form, require_form, require_results
+from tpkernels.kernels.target import (
+    Target,
+    emulated_target,
+    fast_math,
+    input_precision,
+    left_free,
+    recorded_target,
+    resident_programs,
+    target_of,
+)
 from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile, sum_tile
 
 Out = Tensor | Sequence[Tensor] | None  # of a launcher: what it writes into, one for each result asked for
@@ -135,7 +144,7 @@ def choose(
     dtype = matrices[0][1].dtype
     if 0 in result:
         return "pointer", tile or default_tile(kernel, "pointer", dtype, target, *result)  # unused
-    layouts = judged_layouts(kernel, tuple(Layout.of(name, tensor) for name, tensor in matrices))
+    layouts = judged_layouts(kernel, tuple(MatrixLayout.of(name, tensor) for name, tensor in matrices))
     require_one_form(launcher, target, dtype, layouts)
     if form is None:
         form = choose_form(target, dtype, layouts)
@@ -151,12 +160,66 @@ def choose(
     return form, tile or default_tile(kernel, form, dtype, target, *judged_size(kernel, *result), ragged)
 
 
-def operand(tensor: Tensor, block: tuple[int, int], form: Form) -> Tensor | TensorDescriptor:
-    """A matrix as the kernel of this form takes it; `block` is what is moved at a time."""
-    if form == "pointer":
-        return tensor
-    strides = [Layout.of("", tensor).row_pitch, 1]
-    return TensorDescriptor(tensor, list(tensor.shape), strides, list(block))
+Extent = Literal["rows", "cols", "depth", "part"]  # of a tile; its epilogue works on a part at a time
+
+
+class ProductLaunch(NamedTuple):
+    """A matrix product that is about to be launched: what it multiplies, where, and how it is cut."""
+
+    device: torch.device
+    dtype: torch.dtype  # of what is multiplied
+    target: Target
+    form: Form
+    tile: MatmulTile
+    rows: int  # of the result
+    cols: int
+
+    @property
+    def fast(self) -> bool:
+        """What kernels take as FAST, if their results have the dtype of what they multiply."""
+        return fast_math(self.dtype, self.target)
+
+    @property
+    def precision(self) -> str:
+        """What kernels take as PRECISION."""
+        return input_precision(self.dtype, self.target)
+
+    def block(self, matrix: Tensor, rows: Extent, cols: Extent) -> Tensor | TensorDescriptor:
+        """A matrix as the kernel of this form takes it, which moves a block of rows x cols at a time."""
+        if self.form == "pointer":
+            return matrix
+        tile, strides = self.tile, [MatrixLayout.of("", matrix).row_pitch, 1]
+        sizes = {"rows": tile.block_rows, "cols": tile.block_cols, "depth": tile.block_depth}
+        sizes["part"] = tile.block_cols // tile.parts
+        return TensorDescriptor(matrix, list(matrix.shape), strides, [sizes[rows], sizes[cols]])
+
+    def start(self, kernel: Any, programs: int | None = None) -> Callable[..., None]:
+        """The kernel, to be called with its arguments and with the constants that are not the tile's.
+
+        programs: how many are launched; by default what `grid` says
+        """
+        size = grid(self.target, self.form, self.tile, self.rows, self.cols)
+        started = on(self.device, kernel, size if programs is None else (programs,))
+
+        def launch(*arguments: Any, **others: Any) -> None:
+            started(*arguments, **others, **constants(self.tile, self.form))
+
+        return launch
+
+
+def product(
+    launcher: str,
+    kernel: Kernel,
+    matrices: tuple[tuple[str, Tensor], ...],
+    result: tuple[int, int],
+    tile: MatmulTile | None,
+    form: Form | None,
+) -> ProductLaunch:
+    """The product that a launcher is called for, with the form and tile of `choose`; arguments as there."""
+    first = matrices[0][1]
+    target = target_of(first.device)
+    form, tile = choose(launcher, kernel, target, matrices, result, tile, form)
+    return ProductLaunch(first.device, first.dtype, target, form, tile, *result)
 
 
 def grid(target: Target, form: Form, tile: MatmulTile, rows: int, cols: int) -> tuple[int]:

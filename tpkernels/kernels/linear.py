@@ -19,7 +19,6 @@ from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.operands import Form, require_matrices, require_shape, require_tensors
-from tpkernels.kernels.target import fast_math, input_precision, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 
@@ -111,7 +110,6 @@ def linear_fwd(
         "linear_fwd", "weight", weight, (N, K), f"(out_features, in_features) for x {tuple(x.shape)}"
     )
     require_shape("linear_fwd", "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
-    target = target_of(x.device)
     separate_z = keep_z and activation != "none"
     wanted = {"y": (T, N), "z": (T, N)} if separate_z else {"y": (T, N)}
     inputs = (("x", x), ("weight", weight))
@@ -119,32 +117,27 @@ def linear_fwd(
     written = launch.results("linear_fwd", out, wanted, (*inputs, ("bias", bias)), sums=plain)
     y, z = written[0], written[-1]
     matrices = (*inputs, ("y", y), ("z", z))
-    form, tile = launch.choose("linear_fwd", "linear", target, matrices, (T, N), tile, form)
-    if y.numel() and tile.consumers:
-        outputs = (y, z) if separate_z else (y,)
-        gluon.multiply("linear", target, form, tile, (x, weight), outputs, vector=bias, activation=activation)
+    product = launch.product("linear_fwd", "linear", matrices, (T, N), tile, form)
+    if y.numel() and product.tile.consumers:
+        gluon.multiply("linear", product, (x, weight), written, vector=bias, activation=activation)
     elif y.numel():
-        part = (tile.block_rows, tile.block_cols // tile.parts)
-        y_operand = launch.operand(y, part, form)
-        launch.on(x.device, _linear_fwd_kernel, launch.grid(target, form, tile, T, N))(
-            launch.operand(x, (tile.block_rows, tile.block_depth), form),
-            launch.operand(weight, (tile.block_cols, tile.block_depth), form),
+        y_block = product.block(y, "rows", "part")
+        product.start(_linear_fwd_kernel)(
+            product.block(x, "rows", "depth"),
+            product.block(weight, "cols", "depth"),
             y if bias is None else bias,
-            launch.operand(z, part, form) if separate_z else y_operand,
-            y_operand,
+            product.block(z, "rows", "part") if separate_z else y_block,
+            y_block,
             T,
             N,
             K,
-            x.stride(0),
-            x.stride(1),
-            weight.stride(0),
-            weight.stride(1),
+            *x.stride(),
+            *weight.stride(),
             0 if bias is None else bias.stride(0),
             ACTIVATION=activation,
             HAS_BIAS=bias is not None,
             KEEP_Z=separate_z,
-            FAST=fast_math(x.dtype, target),
-            PRECISION=input_precision(x.dtype, target),
-            **launch.constants(tile, form),
+            FAST=product.fast,
+            PRECISION=product.precision,
         )
     return LinearForward(y, z if keep_z else None)

@@ -23,7 +23,7 @@ MAX_TMA_SIZE = 2**31 - 1  # elements a dimension: coordinates are int32
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MatrixLayout:
     """How a matrix lies in memory; all that the choice of a form looks at."""
 
     name: str
@@ -35,9 +35,11 @@ class Layout:
     address: int
 
     @staticmethod
-    def of(name: str, tensor: Tensor) -> Layout:
+    def of(name: str, tensor: Tensor) -> MatrixLayout:
         (rows, cols), (row_stride, col_stride) = tensor.shape, tensor.stride()
-        return Layout(name, rows, cols, row_stride, col_stride, tensor.element_size(), tensor.data_ptr())
+        return MatrixLayout(
+            name, rows, cols, row_stride, col_stride, tensor.element_size(), tensor.data_ptr()
+        )
 
     def tma_obstacle(self) -> str | None:
         """Why no tensor descriptor can describe this matrix; None if one can."""
@@ -69,7 +71,7 @@ def lies_depth_first(weight: Tensor) -> bool:
     return weight.stride(0) == 1 != weight.stride(1)
 
 
-def choose_form(target: Target, dtype: torch.dtype, layouts: tuple[Layout, ...]) -> Form:
+def choose_form(target: Target, dtype: torch.dtype, layouts: tuple[MatrixLayout, ...]) -> Form:
     """The form that fits: descriptors where the hardware has TMA and every matrix can be described.
 
     `dtype` is that of the first multiplied operand. fp32 takes pointers: true fp32 has no tensor-core
@@ -79,7 +81,7 @@ def choose_form(target: Target, dtype: torch.dtype, layouts: tuple[Layout, ...])
 
 
 def require_form(
-    launcher: str, form: Form, target: Target, dtype: torch.dtype, layouts: tuple[Layout, ...]
+    launcher: str, form: Form, target: Target, dtype: torch.dtype, layouts: tuple[MatrixLayout, ...]
 ) -> None:
     """An explicit form never falls back silently."""
     if form not in get_args(Form):
@@ -91,7 +93,7 @@ def require_form(
         )
 
 
-def _descriptor_obstacle(target: Target, dtype: torch.dtype, layouts: tuple[Layout, ...]) -> str | None:
+def _descriptor_obstacle(target: Target, dtype: torch.dtype, layouts: tuple[MatrixLayout, ...]) -> str | None:
     if not target.has_tma:
         return f"{target.backend} (capability {target.capability}) has no tensor memory accelerator"
     if dtype.itemsize > 2:

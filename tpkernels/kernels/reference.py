@@ -1,7 +1,7 @@
-"""A torch oracle for each launcher: the same tensors in, the same tensors out, plain torch in between.
+"""What torch computes in the place of each launcher: the same tensors in, the same tensors out.
 
-They are what a launcher must equal in the dtype it is given (in float64: the truth that tests compare with),
-and what runs where there is no GPU. They need no Triton.
+It runs where there is no GPU, needs no Triton, and in float64 is the truth that kernels are compared with.
+Records of primitives take their functions from here. A result that is not asked for is None.
 """
 
 from __future__ import annotations
@@ -20,18 +20,11 @@ CACHED = 2**17  # numbers that a CPU's cache holds, beside as many others
 
 
 def linear_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none"
-) -> tuple[Tensor, Tensor]:
-    """(y, z) of `linear_fwd`."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, keep_z: bool
+) -> tuple[Tensor, Tensor | None]:
+    """y = act(z), z = x weightᵀ + bias -> (y, z)."""
     z = functional.linear(x, weight, bias)
-    return act_ref(z, activation), z
-
-
-def gather_linear_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none"
-) -> tuple[Tensor, Tensor]:
-    """(y, z) of `gather_linear_fwd`, once all of x is here."""
-    return linear_ref(x, weight, bias, activation)
+    return act_ref(z, activation), z if keep_z else None
 
 
 def reduce_slots_ref(
@@ -45,82 +38,86 @@ def reduce_slots_ref(
     return (total if bias is None else total + bias).to(dtype or slots.dtype)
 
 
-def glu_ref(x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu = "swiglu") -> tuple[Tensor, Tensor, Tensor]:
-    """(h, g, u) of `glu_fwd`."""
+def glu_ref(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu, keep_gu: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """h = f(g) * u, g = x w_gateᵀ, u = x w_upᵀ -> (h, g, u)."""
     g, u = functional.linear(x, w_gate), functional.linear(x, w_up)
-    return act_ref(g, GATE_OF[kind]) * u, g, u
+    h = act_ref(g, GATE_OF[kind]) * u
+    return (h, g, u) if keep_gu else (h, None, None)
 
 
 def dgrad_ref(dy: Tensor, weight: Tensor) -> Tensor:
-    """dx of `dgrad`."""
+    """dy weight: the gradient of x in x weightᵀ."""
     return dy @ weight
 
 
 def dgrad_pairs_ref(dy: Tensor, weight: Tensor, dy2: Tensor, weight2: Tensor) -> Tensor:
-    """dx of `dgrad_pairs`; the first product is rounded before the second is added to it."""
+    """dy weight + dy2 weight2; the first product is rounded before the second is added to it."""
     dx = dy @ weight
     return dx.addmm_(dy2.to(dx.dtype), weight2.to(dx.dtype))  # autocast casts the first product only
 
 
-def dgrad_act_ref(dy: Tensor, weight: Tensor, z: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """(dz, db) of `dgrad_act`; the bias gradient is summed in the dtype given, at least fp32."""
+def dgrad_act_ref(
+    dy: Tensor, weight: Tensor, z: Tensor, activation: Activation, bias_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """dz = (dy weight) * act'(z) and its sum over tokens in fp32 or wider -> (dz, db)."""
     dz = act_grad_ref(dy @ weight, z, activation)
-    return dz, bias_grad_ref(dz)
+    return dz, bias_grad_ref(dz) if bias_grad else None
 
 
-def dglu_ref(
-    dy: Tensor, weight: Tensor, g: Tensor, u: Tensor, kind: Glu = "swiglu"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dg, du, h) of `dglu`."""
+def dglu_ref(dy: Tensor, weight: Tensor, g: Tensor, u: Tensor, kind: Glu) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of g and u in (f(g) * u) weightᵀ, and f(g) * u again -> (dg, du, h)."""
     dh, gate = dy @ weight, act_ref(g, GATE_OF[kind])
     return act_grad_ref(dh * u, g, GATE_OF[kind]), dh * gate, gate * u
 
 
 def wgrad_ref(dy: Tensor, x: Tensor) -> Tensor:
-    """dw of `wgrad`."""
+    """dyᵀ x: the gradient of weight in x weightᵀ."""
     return dy.T @ x
 
 
 def wgrad_accumulate_ref_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """What `wgrad_accumulate_` does to main_grad."""
-    wider = torch.promote_types(main_grad.dtype, torch.float32)
-    main_grad += dy.T.to(wider) @ x.to(wider)
+    """main_grad += dyᵀ x, in place; main_grad may be wider than dy and x."""
+    if main_grad.dtype == dy.dtype:
+        main_grad.addmm_(dy.T, x)  # the product is never written
+    else:
+        main_grad.add_(dy.T @ x)
 
 
 def bias_grad_ref(dy: Tensor) -> Tensor:
-    """db of `bias_grad`: the sum over tokens, in fp32 or wider."""
+    """The sum over tokens, in fp32 or wider."""
     dtype = dy.dtype
     # the usual case is not promoted: that takes a tenth of the time of a tiny sum
     return dy.sum(0, dtype=dtype if dtype is torch.float32 else torch.promote_types(dtype, torch.float32))
 
 
-def rms_norm_ref(
-    x: Tensor, weight: Tensor, eps: float = 1e-5, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, summed, rstd) of `rms_norm_fwd`: computed in fp32 or wider, rounded once."""
-    summed = x if residual is None else x + residual
-    s = _at_least_fp32(summed)
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """y = x * rstd * weight, computed in fp32 or wider and rounded once -> (y, rstd)."""
+    s = _at_least_fp32(x)
     rstd = torch.rsqrt(s.square().mean(1) + eps)
-    return (s * rstd[:, None] * weight).to(x.dtype), summed, rstd
+    return (s * rstd[:, None] * weight).to(x.dtype), rstd
 
 
 def layer_norm_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, summed, mean, rstd) of `layer_norm_fwd`: computed in fp32 or wider, rounded once."""
-    summed = x if residual is None else x + residual
-    s = _at_least_fp32(summed)
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y = (x - mean) * rstd * weight + bias, as `rms_norm_ref` computes -> (y, mean, rstd).
+
+    Its gradient below has derivatives of any order; torch's fused form, which the record takes, has not.
+    """
+    s = _at_least_fp32(x)
     mean = s.mean(1)
     centred = s - mean[:, None]
     rstd = torch.rsqrt(centred.square().mean(1) + eps)
     y = centred * rstd[:, None] * weight
-    return (y if bias is None else y + bias).to(x.dtype), summed, mean, rstd
+    return (y if bias is None else y + bias).to(x.dtype), mean, rstd
 
 
 def rms_norm_bwd_ref(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dsummed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dweight) of `rms_norm_bwd`."""
+    """The gradients of x, and in fp32 or wider of weight -> (dx, dweight). dsummed: is added to dx"""
     n, wide_dy = _at_least_fp32(x) * rstd[:, None], _at_least_fp32(dy)
     dn = wide_dy * weight
     ds = rstd[:, None] * (dn - n * (dn * n).mean(1, keepdim=True))
@@ -130,7 +127,7 @@ def rms_norm_bwd_ref(
 def layer_norm_bwd_ref(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, dsummed: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias) of `layer_norm_bwd`."""
+    """The gradients of x, and in fp32 or wider of weight and bias -> (dx, dweight, dbias)."""
     n, wide_dy = (_at_least_fp32(x) - mean[:, None]) * rstd[:, None], _at_least_fp32(dy)
     dn = wide_dy * weight
     ds = rstd[:, None] * (dn - n * (dn * n).mean(1, keepdim=True) - dn.mean(1, keepdim=True))
@@ -139,7 +136,7 @@ def layer_norm_bwd_ref(
 
 
 def embedding_ref(ids: Tensor, weight: Tensor, first_id: int = 0) -> Tensor:
-    """rows of `embedding_fwd`."""
+    """Rows of this rank's shard of a table, zeros for ids of other ranks."""
     if first_id == 0 and ids.is_cpu and weight.shape[1]:
         with suppress(IndexError):  # torch looks at them anyway
             return torch.embedding(weight, ids)
@@ -151,7 +148,7 @@ def embedding_ref(ids: Tensor, weight: Tensor, first_id: int = 0) -> Tensor:
 def embedding_bwd_ref(
     dy: Tensor, ids: Tensor, rows: int, first_id: int = 0, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """dweight of `embedding_bwd`: summed in fp32 or wider in the order of tokens, rounded once."""
+    """The gradient of this rank's shard: summed in fp32 or wider in the order of tokens, rounded once."""
     dtype, dy = dtype or dy.dtype, _at_least_fp32(dy)
     row = ids - first_id if first_id else ids
     if surely_within(row, rows):
@@ -177,7 +174,7 @@ def surely_within(ids: Tensor, size: int) -> bool:
 def softmax_statistics_ref(
     logits: Tensor, target: Tensor, columns: int | None = None, first_id: int = 0
 ) -> Tensor:
-    """(4, tokens) of `softmax_statistics`, in fp32 or wider."""
+    """(4, tokens) in fp32 or wider: maximum, total, picked and summed of each row, of its first `columns`."""
     x = logits[:, :columns]
     wide = torch.promote_types(x.dtype, torch.float32)
     nothing = torch.tensor([torch.finfo(wide).min, 0, 0, 0], dtype=wide, device=x.device)[:, None]
@@ -217,11 +214,11 @@ def cross_entropy_grad_ref(
     first_id: int = 0,
     on_target: float = 1.0,
     off_target: float = 0.0,
-    into: Tensor | None = None,
+    in_place: bool = False,
 ) -> Tensor:
-    """dlogits of `cross_entropy_grad`, in the dtype of logits; written `into` that, which may be logits."""
+    """The gradient of the logits, in their dtype; in their memory if `in_place`."""
     x = logits[:, :columns]
-    dlogits = logits.new_empty(logits.shape) if into is None else into
+    dlogits = logits if in_place else logits.new_empty(logits.shape)
     dlogits[:, x.shape[1] :] = 0
     if not x.shape[1]:
         return dlogits

@@ -82,9 +82,9 @@ def empty_words(rows: int, features: int, scaling: Scaling, device: torch.device
 
 
 def quantize_ref(
-    x: Tensor, format: Format, scaling: Scaling, *, power_of_two: bool = False, square: bool = False
+    x: Tensor, format: Format, scaling: Scaling, power_of_two: bool = False, square: bool = False
 ) -> Tensor:
-    """The words of x (T, K).
+    """The rows of x (T, K) in fp8, each with its scales, as words.
 
     square: one scale for each 128 x 128, not for each 128 of a row
     """

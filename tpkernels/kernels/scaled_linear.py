@@ -155,47 +155,42 @@ def scaled_linear_fwd(
     if bias is not None:
         require_tensors(name, ("bias", bias))
     require_shape(name, "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
-    target = target_of(x.device)
-    require_fp8(name, target)
+    require_fp8(name, target_of(x.device))
     separate_z = keep_z and activation != "none"
     wanted = {"y": (T, N), "z": (T, N)} if separate_z else {"y": (T, N)}
     inputs = (("x", x), ("weight", weight), ("x_scale", x_scale), ("w_scale", w_scale), ("bias", bias))
     written = launch.results(name, out, wanted, inputs, dtype=into)
     y, z = written[0], written[-1]
     matrices = (("x", x), ("weight", weight), ("y", y), ("z", z))
-    form, tile = launch.choose(name, "linear", target, matrices, (T, N), tile, form)
-    shared = 1 if w_scale.shape[0] == N else BLOCK
-    by_block = x_scale.shape[1] != 1
-    if tile.consumers or tile.block_depth > BLOCK:
-        raise ValueError(f"{name}: expected a tile of at most {BLOCK} depth, without consumers, got {tile}")
+    product = launch.product(name, "linear", matrices, (T, N), tile, form)
+    if product.tile.consumers or product.tile.block_depth > BLOCK:
+        raise ValueError(
+            f"{name}: expected a tile of at most {BLOCK} depth, without consumers, got {product.tile}"
+        )
     if y.numel():
-        part = (tile.block_rows, tile.block_cols // tile.parts)
-        y_operand = launch.operand(y, part, form)
-        launch.on(x.device, _scaled_linear_kernel, launch.grid(target, form, tile, T, N))(
-            launch.operand(x, (tile.block_rows, tile.block_depth), form),
-            launch.operand(weight, (tile.block_cols, tile.block_depth), form),
+        y_block = product.block(y, "rows", "part")
+        product.start(_scaled_linear_kernel)(
+            product.block(x, "rows", "depth"),
+            product.block(weight, "cols", "depth"),
             x_scale,
             w_scale,
             y if bias is None else bias,
-            launch.operand(z, part, form) if separate_z else y_operand,
-            y_operand,
+            product.block(z, "rows", "part") if separate_z else y_block,
+            y_block,
             T,
             N,
             K,
             x.stride(0),
             weight.stride(0),
-            x_scale.stride(0),
-            x_scale.stride(1),
-            w_scale.stride(0),
-            w_scale.stride(1),
+            *x_scale.stride(),
+            *w_scale.stride(),
             0 if bias is None else bias.stride(0),
             ACTIVATION=activation,
             HAS_BIAS=bias is not None,
             KEEP_Z=separate_z,
-            FAST=fast_math(into, target),
-            BY_BLOCK=by_block,
-            SHARED=shared,
-            IN_PLACE=target.has_tma,
-            **launch.constants(tile, form),
+            FAST=fast_math(into, product.target),
+            BY_BLOCK=x_scale.shape[1] != 1,
+            SHARED=1 if w_scale.shape[0] == N else BLOCK,
+            IN_PLACE=product.target.has_tma,
         )
     return LinearForward(y, z if keep_z else None)

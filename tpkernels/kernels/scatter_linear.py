@@ -19,7 +19,7 @@ from torch import Tensor
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, load_weight, split_columns, store_block, tile_at
 from tpkernels.kernels.operands import Form, lies_depth_first, require_matrices, require_shape
-from tpkernels.kernels.target import input_precision, left_free, resident_programs, target_of
+from tpkernels.kernels.target import left_free, resident_programs
 from tpkernels.kernels.tiles import MatmulTile, default_tiles, pushing_tile
 from tpkernels.kernels.waits import Departures, require_departures
 
@@ -144,36 +144,37 @@ def scatter_linear(
         raise ValueError(
             f"scatter_linear: expected tokens that {ranks} ranks times {splits} chunks divide, got {T}"
         )
-    target = target_of(a.device)
     depth_first = all(lies_depth_first(weight) for _, weight in pairs)
     matrices = tuple(
         named
         for left, weight in pairs
         for named in (("a", left), ("weight", weight.t() if depth_first else weight))
     )
-    form, chosen = launch.choose("scatter_linear", "linear", target, matrices, (T, N), tile, form)
+    product = launch.product("scatter_linear", "linear", matrices, (T, N), tile, form)
     if not T * N:
         return  # and nobody waits for it
     chunk_rows = T // (ranks * splits)
     if tile is None:
-        chosen = pushing_tile(chosen, default_tiles("linear", form, a.dtype, target), chunk_rows)
+        others = default_tiles("linear", product.form, a.dtype, product.target)
+        product = product._replace(tile=pushing_tile(product.tile, others, chunk_rows))
     elif tile.flatten:
         raise ValueError(
             "scatter_linear: expected a tile with flatten=False: its barrier ends that loop's loads"
         )
-    chunk_tiles = chosen.tiles(chunk_rows, N)
-    a_block = (chosen.block_rows, chosen.block_depth)
-    w_block = (chosen.block_cols, chosen.block_depth)
-    if depth_first:
-        w_block = w_block[::-1]
-    blocks = (a_block, w_block) * len(pairs)
-    operands = [
-        launch.operand(matrix, block, form) for (_, matrix), block in zip(matrices, blocks, strict=True)
+    chunk_tiles = product.tile.tiles(chunk_rows, N)
+    a_operands = [product.block(left, "rows", "depth") for left, _ in pairs]
+    w_operands = [
+        product.block(weight.t(), "depth", "cols") if depth_first else product.block(weight, "cols", "depth")
+        for _, weight in pairs
     ]
-    programs = resident_programs("scatter_linear", target, chosen.per_processor, left_free(target, margin))
-    launch.on(a.device, _scatter_linear_kernel, (min(ranks * splits * chunk_tiles, programs),))(
-        *operands[:2],
-        *operands[-2:],
+    programs = resident_programs(
+        "scatter_linear", product.target, product.tile.per_processor, left_free(product.target, margin)
+    )
+    product.start(_scatter_linear_kernel, min(ranks * splits * chunk_tiles, programs))(
+        a_operands[0],
+        w_operands[0],
+        a_operands[-1],
+        w_operands[-1],
         departures.slots,
         departures.flags,
         departures.counters,
@@ -195,8 +196,7 @@ def scatter_linear(
         ALIGNED=N * a.element_size() % 16 == 0,
         TWO_PAIRS=len(pairs) == 2,
         DEPTH_FIRST=depth_first,
-        PRECISION=input_precision(a.dtype, target),
-        **launch.constants(chosen, form),
+        PRECISION=product.precision,
     )
 
 

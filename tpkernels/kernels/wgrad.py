@@ -24,7 +24,6 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.operands import DTYPES, Form, require_matrices, require_shape, require_writable
 from tpkernels.kernels.reduce import add_slots
-from tpkernels.kernels.target import input_precision, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 
@@ -153,17 +152,17 @@ def _launch(
     form: Form | None,
 ) -> None:
     (T, N), K = dy.shape, x.shape[1]
-    target = target_of(x.device)
     matrices = (("dy", dy), ("x", x), ("main_grad" if accumulate else "the result", dw))
-    form, tile = launch.choose(launcher, "wgrad", target, matrices, (N, K), tile, form)
+    product = launch.product(launcher, "wgrad", matrices, (N, K), tile, form)
     if dw.numel() == 0:
         return
-    sums = dw if tile.splits == 1 else _slots(tile, dw)
+    splits = product.tile.splits
+    sums = dw if splits == 1 else _slots(product.tile, dw)
     accumulate_here = accumulate and sums is dw
-    launch.on(x.device, _wgrad_kernel, launch.grid(target, form, tile, N, K))(
-        launch.operand(dy, (tile.block_depth, tile.block_rows), form),
-        launch.operand(x, (tile.block_depth, tile.block_cols), form),
-        launch.operand(sums, (tile.block_rows, tile.block_cols // tile.parts), form),
+    product.start(_wgrad_kernel)(
+        product.block(dy, "depth", "rows"),
+        product.block(x, "depth", "cols"),
+        product.block(sums, "rows", "part"),
         T,
         N,
         K,
@@ -171,13 +170,12 @@ def _launch(
         *x.stride(),
         *sums.stride(),
         ACCUMULATE=accumulate_here,
-        REDUCE=accumulate_here and form == "descriptor" and dw.dtype == torch.float32,
-        PRECISION=input_precision(x.dtype, target),
-        SPLITS=tile.splits,
-        **launch.constants(tile, form),
+        REDUCE=accumulate_here and product.form == "descriptor" and dw.dtype == torch.float32,
+        PRECISION=product.precision,
+        SPLITS=splits,
     )
     if sums is not dw:
-        add_slots(dw, sums.unflatten(0, (tile.splits, -1))[:, :N], accumulate=accumulate)
+        add_slots(dw, sums.unflatten(0, (splits, -1))[:, :N], accumulate=accumulate)
 
 
 def _slots(tile: MatmulTile, dw: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         needs_dx, needs_dw, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():  # what was saved of it is constant
-            _, _, rstd = rms_norm_ref(x, weight, ctx.eps)
+            _, rstd = rms_norm_ref(x, weight, ctx.eps)
         dx, dw = primitives.rms_norm_grad(dy, x, weight, rstd)
         return dx if needs_dx else None, as_dtype(dw, weight.dtype) if needs_dw else None, None
 
@@ -134,7 +134,7 @@ class _LayerNorm(torch.autograd.Function):
         x, weight, mean, rstd = ctx.saved_tensors
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():  # torch's own fused gradient has no derivative in all it depends on
-            _, _, mean, rstd = layer_norm_ref(x, weight, None, ctx.eps)
+            _, mean, rstd = layer_norm_ref(x, weight, None, ctx.eps)
             dx, dw, db = layer_norm_bwd_ref(dy, x, weight, mean, rstd)
         else:
             dx, dw, db = primitives.layer_norm_grad(dy, x, weight, mean, rstd)

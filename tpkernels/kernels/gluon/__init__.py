@@ -6,18 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tpkernels.kernels.gluon.plan import Epilogue
+from tpkernels.kernels.gluon.constants import Epilogue
+from tpkernels.kernels.launch import ProductLaunch
 from tpkernels.kernels.matmul_tile import compiles
-from tpkernels.kernels.operands import Form
-from tpkernels.kernels.target import Target
-from tpkernels.kernels.tiles import MatmulTile
 
 
 def multiply(
     epilogue: Epilogue,
-    target: Target,
-    form: Form,
-    tile: MatmulTile,
+    product: ProductLaunch,
     operands: Sequence[Tensor],
     outputs: Sequence[Tensor],
     *,
@@ -26,17 +22,15 @@ def multiply(
     activation: str = "none",
 ) -> None:
     """Launch the product that a tile with consumers stands for; see `matmul` for what goes where."""
-    obstacle = None
+    target, obstacle = product.target, None
     if target.backend != "cuda" or target.capability != 90:
         obstacle = f"a GPU of compute capability 9.0, got {target.backend} {target.capability}"
-    elif form != "descriptor":
+    elif product.form != "descriptor":
         obstacle = "matrices that the copy engine can move (bfloat16 or float16, aligned to 16 bytes)"
-    elif not compiles(tile):
+    elif not compiles(product.tile):
         obstacle = "Triton 3.7 or later"
     if obstacle:
-        raise ValueError(f"{epilogue}: tile {tile.name} expected {obstacle}")
+        raise ValueError(f"{epilogue}: tile {product.tile.name} expected {obstacle}")
     from tpkernels.kernels.gluon.matmul import launch_matmul  # Triton before 3.7 lacks what it imports
 
-    launch_matmul(
-        epilogue, target, tile, operands, outputs, inputs=inputs, vector=vector, activation=activation
-    )
+    launch_matmul(epilogue, product, operands, outputs, inputs=inputs, vector=vector, activation=activation)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import tile_at
 from tpkernels.kernels.gluon import epilogues
-from tpkernels.kernels.gluon.plan import Epilogue, plan_of
+from tpkernels.kernels.gluon.constants import Epilogue, plan_of
 from tpkernels.kernels.gluon.roles import (
     await_turn,
     barriers,
@@ -37,9 +37,7 @@ from tpkernels.kernels.gluon.roles import (
     multiply,
     operand_ring,
 )
-from tpkernels.kernels.operands import Layout
-from tpkernels.kernels.target import Target, fast_math
-from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.kernels.operands import MatrixLayout
 
 
 # one binary for all sizes: the one that was tried on a GPU is the one that runs
@@ -169,8 +167,7 @@ def _consume(
 
 def launch_matmul(
     epilogue: Epilogue,
-    target: Target,
-    tile: MatmulTile,
+    product: launch.ProductLaunch,
     operands: Sequence[Tensor],
     outputs: Sequence[Tensor],
     *,
@@ -187,23 +184,23 @@ def launch_matmul(
     """
     a, b = operands[:2]
     plan = plan_of(
-        tile,
-        target.shared_memory,
+        product.tile,
+        product.target.shared_memory,
         epilogue,
         activation=activation,
         vector=vector is not None,
         pairs=max(1, len(operands) // 2),
         inputs=len(inputs),
         outputs=len(outputs),
-        fast=fast_math(a.dtype, target),
+        fast=product.fast,
     )
-    (rows, depth), cols = a.shape, outputs[0].shape[1]
     a_block, part = (plan.block_rows, plan.block_depth), (plan.block_rows, plan.part)
     b_block = (plan.block_depth, plan.block_cols) if plan.depth_first else (plan.block_cols, plan.block_depth)
     described_a, described_b = _described(a, a_block), _described(b, b_block)
     read = [_described(tensor, part) for tensor in inputs]
     written = [_described(tensor, part) for tensor in outputs]
-    launch.on(a.device, _matmul_kernel, launch.grid(target, "descriptor", tile, rows, cols))(
+    rows, cols, tile = product.rows, product.cols, product.tile
+    launch.on(a.device, _matmul_kernel, launch.grid(product.target, "descriptor", tile, rows, cols))(
         described_a,
         described_b,
         _described(operands[2], a_block) if plan.pairs == 2 else described_a,
@@ -213,7 +210,7 @@ def launch_matmul(
         a if vector is None else vector,
         rows,
         cols,
-        depth,
+        a.shape[1],
         operands[2].shape[1] if plan.pairs == 2 else 0,
         0 if vector is None else vector.stride(-1),
         P=plan,
@@ -223,7 +220,7 @@ def launch_matmul(
 
 def _described(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """A matrix as this kernel takes it; `block` is what is moved at a time."""
-    strides = [Layout.of("", tensor).row_pitch, 1]
+    strides = [MatrixLayout.of("", tensor).row_pitch, 1]
     return TensorDescriptor(tensor, list(tensor.shape), strides, list(block), _layout(block, tensor.dtype))
 
 
