@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -26,6 +27,8 @@ from tpkernels.comm.transports import c10d, select
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.dispatch.timing import SLACK, StreamClock, StreamTimer
+from tpkernels.kernels import gather_linear, reduce
+from tpkernels.kernels.waits import Arrivals
 from tpkernels.ops.tensor_parallel import ways
 from tpkernels.ops.tensor_parallel.parallel import start_rows
 from tpkernels.ops.tensor_parallel.ways import ROUNDS, Run, Way, WayChooser, _mismatch
@@ -273,6 +276,37 @@ def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_sec
     assert len(said) - len(first) == of_second_run
     assert len(select._of_group[id(group)]._open) == opened
     assert not no_memory or opener.call_count == 1, "a machine that has none is asked for each shape"
+
+
+@on_ranks(2)
+def test_kernels_are_compiled_before_the_time_of_a_trial_begins_to_run():
+    """The first launch of each waits as long as the group does, and is of rows that are there."""
+    prepare(Setting())
+    group, limits = dist.new_group(), dict[str, list[int]]()
+
+    def noting(
+        kernel: Callable[..., Any], *args: Any, arrivals: Arrivals | None = None, **options: Any
+    ) -> Any:
+        if arrivals is None:  # sums of what c10d has brought
+            return kernel(*args, **options)
+        if not limits.setdefault(kernel.__name__, []):
+            assert arrivals.flags.eq(arrivals.awaited).all()
+        limits[kernel.__name__].append(arrivals.spin_limit)
+        return kernel(*args, arrivals=arrivals, **options)
+
+    times_of = {"1 collective": 3.0, "2 collectives": 2.0, "symmetric": 1.0}
+    with (
+        as_on_gpus(times_of, Cache(None, VERSIONS)),
+        patch.object(ways, "TRIAL_SECONDS", 1.0),
+        patch.object(gather_linear, "gather_linear_fwd", partial(noting, gather_linear.gather_linear_fwd)),
+        patch.object(reduce, "reduce_slots", partial(noting, reduce.reduce_slots)),
+    ):
+        with_gradients(lambda *t: block(*t, sequence_parallel=True, group=group), operands_of(0))
+    exchanges = select._of_group[id(group)]
+    assert not exchanges.dropped
+    assert len(limits) == 2
+    assert all(first > then for first, then, *_ in limits.values()), limits
+    assert {type(exchange).__name__ for exchange in exchanges.chosen.values()} == {"SymmetricExchange"}
 
 
 @on_ranks(2)

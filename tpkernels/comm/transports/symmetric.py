@@ -38,7 +38,8 @@ Not run on a GPU yet.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -126,10 +127,26 @@ class SymmetricExchange(MailboxExchange):
             self._seen = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=memory.is_cuda)
         self._seen_word = self._seen.numpy()  # quick to look at
         self.in_flight: set[SymmetricDelivery] = set()
+        self._rehearses = False
 
     def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
         """All is pushed behind one event."""
         return pushing_gather_plan(rows, ranks, rank, self.splits if overlap else 1)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Before the first call: what is begun moves nothing; its kernels are compiled, and do not wait."""
+        assert not self.order.begun, "flags have told of a call"
+        self._rehearses = True
+        try:
+            yield
+        finally:
+            self._rehearses = False
+
+    def begin(self, call: Call | None, plan: Plan, cols: int, like: Tensor) -> MailboxDelivery:
+        if self._rehearses:
+            return _Rehearsal(self, 0, False, plan, 0, call)
+        return super().begin(call, plan, cols, like)
 
     def count_by(self, kernels: FlagKernels) -> None:
         """And load them once: in a capture it would be too late."""
@@ -313,6 +330,18 @@ class SymmetricDelivery(MailboxDelivery):
             exchange.inter_node_side.let(current)
         self._held.clear()
         exchange.in_flight.discard(self)
+
+
+class _Rehearsal(SymmetricDelivery):
+    """Call 0: of which all flags tell, as they are zero. What its kernels store where the first calls will,
+    these write after it, in its streams.
+    """
+
+    def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None: ...
+
+    def keep(self, rows: Tensor) -> None: ...
+
+    def end(self) -> None: ...
 
 
 _streams_of: WeakKeyDictionary[ProcessGroup, GroupStreams] = WeakKeyDictionary()

@@ -15,8 +15,9 @@ change from batch to batch. Then collectives move the rows, as many as arithmeti
 
 Ways are collective, so no rank decides by itself (`WayChooser`): each decision is taken from what all have
 told each other, and each rank runs each way equally often. A way that a rank cannot open, or that gives other
-numbers there, is dropped on all ranks, and not tried again for the group. What was chosen without it is not kept
-on disk, as the next process may find it well. What a trial takes is allocated before anybody waits.
+numbers there, is dropped on all ranks, and not tried again for the group. What was chosen without it stays
+out of the file, as the next process may find it well. Before anybody waits for rows, all ranks have allocated
+what a trial takes, and compiled its kernels.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import Collectives, c10d_for, collectives_of
 from tpkernels.comm.transports.mailbox import MailboxExchange
 from tpkernels.comm.transports.rows import Gathering, PartialOf, Reducing
+from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.dispatch import backends, log, primitives
 from tpkernels.dispatch.cache import Cache, Choice
 from tpkernels.dispatch.chooser import Decision, chooser_on, obstacle, winner
@@ -231,14 +233,17 @@ class _Ways:
         return partial(self._moving, exchange)
 
     def _reserve(self) -> None:
-        """As much as a run takes, given back at once: a rank that lacks it says so while none waits for rows."""
+        """As much as a run takes, given back at once: a rank that lacks it says so before others wait."""
         rows, cols, (like, _) = self._moved.rows, self._moved.cols, self._scratch
         held = [like.new_empty(rows, width) for width in (cols, cols, self._features)]
         del held  # all rows, and the slots or terms that they came from; a product
 
     def _open_symmetric(self) -> Run:
         exchange = self._shared or self._of_group.open("symmetric", self._moved.op, self._key, self._group)
+        assert isinstance(exchange, SymmetricExchange), "no other memory is of GPUs"
         if self._shared is None:  # else a wait that runs out would be one of calls in earnest
+            with exchange.rehearsing():
+                self._moving(exchange)
             exchange.timeout = min(exchange.timeout, TRIAL_SECONDS)
         self.exchanges["symmetric"] = exchange
         return partial(self._moving, exchange)
@@ -381,13 +386,17 @@ class WayChooser:
         run, problem = None, ""
         try:
             run = way.open()
-            if expected is not None and way.recovers:
-                problem = _mismatch(run(), expected)
         except Exception as error:  # whatever it is, the others wait to be told
             problem = f"{type(error).__name__}: {error}"
-        problem = self._first_problem(problem)
-        if not problem and run and expected is not None and not way.recovers:
-            problem = self._first_problem(_mismatch(run(), expected))
+        problem = self._first_problem(problem)  # from here on all ranks are ready
+        if not problem and run and expected is not None:
+            try:
+                problem = _mismatch(run(), expected)
+            except Exception as error:
+                if not way.recovers:
+                    raise
+                problem = f"{type(error).__name__}: {error}"
+            problem = self._first_problem(problem)
         if problem:
             way.close()
             self.dropped[way.name] = problem
