@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from bench.bits.schedule import drawn, imposed
+from tests.bench.planted_bits import order_of_arrival
 from tests.checks import error_of
-from tests.cli.planted_bits import order_of_arrival
 from tests.layers.test_watch import every
 from tests.layers.worlds import posing
 from tests.on_ranks import on_ranks
@@ -23,7 +24,6 @@ from tests.products import once
 from tests.training.small import TINY, config_for, losses_of, trainer_for
 from tpkernels import GPT, manual_seed
 from tpkernels.buckets import gradients as buckets_module
-from tpkernels.cli.bits_schedule import drawn, imposed
 from tpkernels.comm import schedule
 from tpkernels.comm.transports import select
 from tpkernels.interop import dcp

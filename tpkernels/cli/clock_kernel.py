@@ -14,6 +14,7 @@ from tpkernels.gate.clock.semantics import translate
 from tpkernels.gate.clock.timeline import Run
 from tpkernels.gate.clock.workload import of_entry
 from tpkernels.gate.clocking import FromCatalog, built, clocked
+from tpkernels.pictures.figure import Picture
 
 DIED: Clocked | str = "the compiler died"
 PEAK = 989.4  # TFLOP/s of an H100 SXM with 16-bit operands, by its data sheet
@@ -140,3 +141,14 @@ def as_json(shape: tuple[int, int, int], found: Sequence[Clocked], failures: Seq
             for one in found
         ],
     }
+
+
+def picture_of(one: Clocked) -> Picture:
+    """Return a picture of what one SM does, of a kernel that was clocked for drawing."""
+    from tpkernels.cli.clock_picture import time_line
+
+    assert one.drawn is not None, "asked for with --picture"
+    timed, tiles, steps = one.drawn
+    of_steps = f" of {steps} of {one.steps} steps" if one.steps else ""
+    what = f"{tiles} {'tile' if one.steps else 'block'}{'s' * (tiles > 1)}{of_steps} on one SM, by a model"
+    return time_line(one.name, timed, note=what)

@@ -10,12 +10,12 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from io import TextIOWrapper
 
 from tpkernels import __version__
 from tpkernels.child import ending, started
-from tpkernels.cli import OneLineParser
 from tpkernels.cli.probe import PREFIX, Finding, note, ok, problem
 from tpkernels.cli.variables import mistakes
 
@@ -25,10 +25,11 @@ OUR_VARIABLES = ("TPKERNELS_", "TRITON_", "TORCH_", "NCCL_", "GLOO_", "CUDA_", "
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = OneLineParser(prog="python -m tpkernels doctor", description="Look at this installation.")
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    options = parser.parse_args(argv)
+
+
+def main(options: Namespace) -> int:
     findings = [_python(), *_probes(), _compiler(), *_environment()]
     if isinstance(sys.stdout, TextIOWrapper):  # a terminal that cannot show a character is no reason to stop
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -12,17 +12,16 @@ import json
 import os
 import random
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGINT, SIGTERM
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from tpkernels.cli import OneLineParser, written_to
+from tpkernels.cli import BadUse, require_packages, written_to
 
 if TYPE_CHECKING:
     from tpkernels.cli.qualified import Report
@@ -33,29 +32,25 @@ CPU_RANKS = 2
 PROGRESS = "TPKERNELS_QUALIFY_PROGRESS"  # a file, from those who start ranks to the first of them
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = OneLineParser(
-        prog="python -m tpkernels qualify",
-        description="Try kernels, transports and graphs on this machine's GPUs, or on its CPU. Exit code 0: "
-        "all is right. 1: something is not. 2: bad use.",
-    )
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("--json", type=written_to, metavar="FILE", help="also write the report into FILE")
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, metavar="S", help=f"about how long ({SECONDS:g})"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="of shapes and numbers, to see a run again")
     parser.add_argument("--quick", action="store_true", help="a little of each: shows that the command works")
-    options = parser.parse_args(argv)
+
+
+def main(options: Namespace) -> int:
     if not 0 < options.seconds < 86400:
-        parser.error(f"expected --seconds between 0 and a day, got {options.seconds:g}")
+        raise BadUse(f"expected --seconds between 0 and a day, got {options.seconds:g}")
     if options.seed is None:
         options.seed = random.SystemRandom().randrange(2**31)
     import torch
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported; ranks inherit it
-    if find_spec("triton") is None:
-        parser.error("triton is not installed, and there is nothing to qualify without it")
+    require_packages("triton")
     return _as_rank(options) if "RANK" in os.environ else _alone(options)
 
 

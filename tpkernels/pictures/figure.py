@@ -100,6 +100,14 @@ class Picture:
     def png(self) -> bytes:
         return self._saved("png")
 
+    def write(self, path: Path) -> None:
+        """Write it as SVG or, to a path of any other suffix, as PNG."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".svg":
+            path.write_text(self.svg, encoding="utf-8")
+        else:
+            path.write_bytes(self.png)
+
     def figure(self) -> Figure:
         """Drawn, to be looked at or saved."""
         from matplotlib.figure import Figure
@@ -167,8 +175,7 @@ def save(pictures: Mapping[Path, Picture]) -> str:
     if not can_draw():
         return NO_MATPLOTLIB
     for path, picture in pictures.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(picture.png)
+        picture.write(path)
     if len(pictures) <= FEW:
         return ", ".join(str(path) for path in pictures) or "none"
     return f"{len(pictures)} in {', '.join(dict.fromkeys(str(path.parent) for path in pictures))}"

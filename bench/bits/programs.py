@@ -1,4 +1,4 @@
-"""What `check --bits` computes on each rank: ops over a group and gradient buckets, forward and backward.
+"""What `bench bits` computes on each rank: ops over a group and gradient buckets, forward and backward.
 
 The numbers depend on the program, the tensor and the rank alone. Their magnitudes lie far apart, so that a
 sum in another order rounds otherwise. Shards are cut into chunks however small they are.

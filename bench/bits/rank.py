@@ -1,6 +1,6 @@
-"""One rank of `check --bits`: a process that computes what it is told by a pipe, and answers with hashes.
+"""One rank of `bench bits`: a process that computes what it is told by a pipe, and answers with hashes.
 
-python -m tpkernels.cli.bits_rank DESCRIPTOR [MODULE:FAULT ...]      in the environment of a rank
+python -m bench.bits.rank DESCRIPTOR [MODULE:FAULT ...]      in the environment of a rank
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from bench.bits.programs import Place, run_program
+from bench.bits.ranks import Digests, Task
+from bench.bits.schedule import drawn, imposed
 from tpkernels.child import end_with_parent
-from tpkernels.cli.bits_programs import Place, run_program
-from tpkernels.cli.bits_ranks import Digests, Task
-from tpkernels.cli.bits_schedule import drawn, imposed
 from tpkernels.cli.qualify_world import World
 from tpkernels.dispatch import backends
 from tpkernels.runtime.initialize import create_parallel_state
