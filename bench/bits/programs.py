@@ -6,10 +6,12 @@ sum in another order rounds otherwise. Shards are cut into chunks however small 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from itertools import product
+from typing import Literal, NamedTuple
 from zlib import crc32
 
 import torch
@@ -18,30 +20,36 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from tpkernels.buckets.gradients import GradientBuckets
+from tpkernels.cli.op_programs import IDS, OP_PROGRAMS, OpProgram, shards
 from tpkernels.comm import schedule
-from tpkernels.ops import (
-    column_linear,
-    linear_cross_entropy,
-    parallel_mlp,
-    row_linear,
-    vocab_cross_entropy,
-    vocab_embedding,
-)
 from tpkernels.runtime.state import ParallelState
 
-TOKENS = 8  # of a rank, where tokens are split
+TOKENS = 8  # of a rank
 FEATURES = 24
 SPLIT = 8  # of a rank, of what is split: features between two layers, rows of a vocabulary
 CHUNK_BYTES, USUAL_CHUNK_BYTES = 64, schedule.LEAST_BYTES  # four chunks a shard, instead of one
 BUCKET_BYTES = 1024
 POWERS = 5  # magnitudes from 2**-5 to 2**5 times a normal number
 
-REDUCTIONS: tuple[Literal["mean", "none"], ...] = ("mean", "none")
-FORMS: dict[str, tuple[torch.dtype, bool]] = {  # the dtype, and whether tokens are split
-    "fp32": (torch.float32, False),
-    "fp32 sequence-parallel": (torch.float32, True),
-    "bf16 sequence-parallel": (torch.bfloat16, True),
-}
+
+class Form(NamedTuple):
+    """How an op is called; least_bytes: of a chunk."""
+
+    name: str
+    dtype: torch.dtype
+    sequence_parallel: bool
+    tokens: int = TOKENS  # of a rank
+    least_bytes: int = CHUNK_BYTES
+
+
+FORMS = (
+    Form("fp32", torch.float32, False),
+    Form("fp32 sequence-parallel", torch.float32, True),
+    Form("bf16 sequence-parallel", torch.bfloat16, True),
+)
+# so little that all ranks swap their full partial sums
+SWAPPED = Form("fp32 swapped", torch.float32, False, tokens=1, least_bytes=USUAL_CHUNK_BYTES)
+OF_ALL_TOKENS = (Form("fp32", torch.float32, False), Form("bf16", torch.bfloat16, False))
 
 Results = Iterator[tuple[str, Tensor]]
 
@@ -65,120 +73,41 @@ class Place:
         return torch.randn(shape, generator=make) * 2.0**powers
 
     def own(self, name: str, *shape: int) -> Tensor:
-        """This rank's shard."""
+        """Of this rank alone."""
         return self.same(f"{name} of rank {self.group.rank()}", *shape)
-
-    def ids(self, name: str, count: int, below: int) -> Tensor:
-        make = torch.Generator().manual_seed(crc32(name.encode()))
-        return torch.randint(below, (count,), generator=make)
-
-    def tokens(self, name: str, split: bool) -> Tensor:
-        """(tokens of a rank, features) or (tokens, features)"""
-        if split:
-            return self.own(name, TOKENS, FEATURES)
-        return self.same(name, TOKENS * self.ranks, FEATURES)
 
 
 Program = Callable[[Place], Results]
 
 
-def column(place: Place) -> Results:
-    for form, (dtype, split) in FORMS.items():
-        operands = {
-            "x": place.tokens("x", split),
-            "w": place.own("w", SPLIT, FEATURES) / 1024,
-            "b": place.own("b", SPLIT) / 32,
-        }
+def of_ops(names: Sequence[str], forms: Sequence[Form], scales: Mapping[str, float], place: Place) -> Results:
+    """Yield results and gradients of these op programs in each form.
 
-        def run(x: Tensor, w: Tensor, b: Tensor, split: bool = split) -> Tensor:
-            return column_linear(x, w, b, place.group, activation="gelu_tanh", sequence_parallel=split)
-
-        yield from _with_gradients(form, run, operands, dtype)
-
-
-def row(place: Place) -> Results:
-    def results(form: str, dtype: torch.dtype, split: bool, tokens: int) -> Results:
-        operands = {
-            "x": place.own("x", tokens, SPLIT),
-            "w": place.own("w", FEATURES, SPLIT),
-            "b": place.same("b", FEATURES),
-        }
-
-        def run(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-            return row_linear(x, w, b, place.group, sequence_parallel=split)
-
-        return _with_gradients(form, run, operands, dtype)
-
-    for form, (dtype, split) in FORMS.items():
-        yield from results(form, dtype, split, TOKENS * place.ranks)
-    with _chunks_of(USUAL_CHUNK_BYTES):  # so little that all ranks swap their full partial sums
-        yield from results("fp32 swapped", torch.float32, False, place.ranks)
+    scales: of operands that lie before an activation or a softmax, which large numbers saturate
+    """
+    for name, form in product(names, forms):
+        op = OP_PROGRAMS[name]
+        with _chunks_of(form.least_bytes):
+            full = _operands(op, form, scales, place)
+            *leaves, dy = shards(full, op.dims(form.sequence_parallel), place.group)
+            found = op.results(leaves, dy, place.group, form.sequence_parallel)
+        gradients = [f"d{operand}" for operand in op.operands if operand != IDS]
+        for what, tensor in zip(("y", *gradients), found, strict=True):
+            yield f"{name}, {form.name}: {what}", tensor
 
 
-def mlp(place: Place) -> Results:
-    for form, (dtype, split) in FORMS.items():
-        operands = {
-            "x": place.tokens("x", split),
-            "up": place.own("up", SPLIT, FEATURES) / 64,
-            "gate": place.own("gate", SPLIT, FEATURES) / 64,
-            "down": place.own("down", FEATURES, SPLIT),
-        }
-
-        def run(x: Tensor, up: Tensor, gate: Tensor, down: Tensor, split: bool = split) -> Tensor:
-            return parallel_mlp(
-                x, up, None, down, None, place.group, w_gate_shard=gate, sequence_parallel=split
-            )
-
-        yield from _with_gradients(form, run, operands, dtype)
-
-
-def embedding(place: Place) -> Results:
-    ids = place.ids("ids", TOKENS * place.ranks, SPLIT * place.ranks)
-    for form, (dtype, split) in FORMS.items():
-
-        def run(w: Tensor, split: bool = split) -> Tensor:
-            return vocab_embedding(ids, w, place.group, sequence_parallel=split)
-
-        yield from _with_gradients(form, run, {"w": place.own("w", SPLIT, FEATURES)}, dtype)
-
-
-def cross_entropy(place: Place) -> Results:
-    tokens = TOKENS * place.ranks
-    target = place.ids("target", tokens, SPLIT * place.ranks)
-    for form, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
-
-        def run(logits: Tensor) -> Tensor:
-            return vocab_cross_entropy(logits, target, place.group, label_smoothing=0.1)
-
-        yield from _with_gradients(form, run, {"logits": place.own("logits", tokens, SPLIT)}, dtype)
-
-
-def linear_cross_entropy_(place: Place) -> Results:
-    target = place.ids("target", TOKENS * place.ranks, SPLIT * place.ranks)
-    for form, (dtype, split) in FORMS.items():
-        operands = {
-            "hidden": place.tokens("hidden", split) / 32,
-            "w": place.own("w", SPLIT, FEATURES) / 32,
-        }
-        for reduction in REDUCTIONS:
-
-            def run(
-                hidden: Tensor,
-                w: Tensor,
-                split: bool = split,
-                reduction: Literal["mean", "none"] = reduction,
-            ) -> Tensor:
-                return linear_cross_entropy(
-                    hidden,
-                    w,
-                    target,
-                    place.group,
-                    reduction=reduction,
-                    sequence_parallel=split,
-                    chunk_tokens=5,
-                )
-
-            yield from _with_gradients(f"{form} {reduction}", run, operands, dtype)
+def _operands(op: OpProgram, form: Form, scales: Mapping[str, float], place: Place) -> list[Tensor]:
+    """Return full ones; the last is the gradient of the result."""
+    split = place.ranks * SPLIT
+    sizes = {"T": form.tokens * place.ranks, "F": FEATURES, "B": split, "O": FEATURES, "V": split}
+    full = []
+    for name, shape in op.shapes(sizes).items():
+        numbers = place.same(name, *shape)
+        if name == IDS:
+            full.append((numbers * 2**POWERS).abs().long() % split)
+        else:
+            full.append((numbers * scales.get(name, 1.0)).to(form.dtype))
+    return full
 
 
 def buckets(place: Place) -> Results:
@@ -190,12 +119,17 @@ def sharded_buckets(place: Place) -> Results:
 
 
 PROGRAMS: dict[str, Program] = {
-    "column": column,
-    "row": row,
-    "mlp": mlp,
-    "embedding": embedding,
-    "cross_entropy": cross_entropy,
-    "linear_cross_entropy": linear_cross_entropy_,
+    "column": partial(of_ops, ["column_linear"], FORMS, {"w": 2**-10, "b": 2**-5}),
+    "row": partial(of_ops, ["row_linear"], (*FORMS, SWAPPED), {}),
+    "mlp": partial(of_ops, ["parallel_mlp", "gated_mlp"], FORMS, {"up": 2**-6, "gate": 2**-6, "b": 2**-5}),
+    "embedding": partial(of_ops, ["embedding"], FORMS, {}),
+    "cross_entropy": partial(of_ops, ["cross_entropy"], OF_ALL_TOKENS, {}),
+    "linear_cross_entropy": partial(
+        of_ops,
+        ["linear_cross_entropy mean", "linear_cross_entropy none"],
+        FORMS,
+        {"hidden": 2**-5, "w": 2**-5},
+    ),
     "buckets": buckets,
     "sharded_buckets": sharded_buckets,
 }
@@ -215,19 +149,6 @@ def run_program(name: str, place: Place) -> dict[str, Tensor]:
     """All results and gradients of this rank, by name."""
     with _chunks_of(CHUNK_BYTES):
         return dict(PROGRAMS[name](place))
-
-
-def _with_gradients(
-    form: str, run: Callable[..., Tensor], operands: dict[str, Tensor], dtype: torch.dtype
-) -> Results:
-    leaves = {name: operand.to(dtype).requires_grad_() for name, operand in operands.items()}
-    y = run(**leaves)
-    yield f"{form}: y", y.detach()
-    make = torch.Generator().manual_seed(1)
-    y.backward(torch.randn(y.shape, generator=make).to(y.dtype))
-    for name, leaf in leaves.items():
-        assert leaf.grad is not None, "each operand has a gradient"
-        yield f"{form}: d{name}", leaf.grad
 
 
 def _gradient_buckets(place: Place, reduce: Literal["all_reduce", "reduce_scatter"]) -> Results:

@@ -185,7 +185,7 @@ def test_shards_of_its_calls_are_one_chunk_and_four(ranks, dtype):
         for size, chunks in (("small", 1), ("large", MOST_CHUNKS)):
             for seed in range(5):
                 full = qualify_calls.operands_of(name, size, ranks, random.Random(seed), dtype)
-                shapes = dict(zip((*op.operands, op.out[0]), (x.shape for x in full), strict=True))
+                shapes = dict(zip((*op.program.operands, "y"), (x.shape for x in full), strict=True))
                 for rows, cols in (shapes[what] for what in moved.get(name, ["x", "y"])):
                     wanted = parts_of_shard(rows // ranks * cols * dtype.itemsize)
                     assert even_chunks(rows // ranks, wanted) == chunks
