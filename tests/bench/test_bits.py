@@ -51,8 +51,8 @@ def test_a_sum_in_the_order_of_arrival_is_caught():
         assert found.schedules == MUTANT_SCHEDULES
         (failure,) = found.failures
         assert re.fullmatch(
-            rf"{program} over {transport} on 3 ranks, under the schedule of seed (\d+): \w+, fp32[\w -]*: \w+ "
-            r"of rank \d and \d+ other tensors differ from the undisturbed run; "
+            rf"{program} over {transport} on 3 ranks, under the schedule of seed (\d+): \w+, fp32[\w -]*: "
+            r"\w+ of rank \d and \d+ other tensors differ from the undisturbed run; "
             rf"again: python -m bench bits --seed \1 --schedules 1 --world-size 3 --only {name}",
             failure,
         )

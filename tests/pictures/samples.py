@@ -8,7 +8,7 @@ import sys
 
 from tpkernels.pictures.charts import Bar, Work, bars, curve, roofline
 from tpkernels.pictures.figure import Picture, sheet
-from tpkernels.pictures.kernel import Doing, Lane, Mark, processor
+from tpkernels.pictures.kernel import Doing, Lane, processor
 from tpkernels.pictures.lanes import Span, lanes
 from tpkernels.topology.plan import plan_groups
 
@@ -103,7 +103,7 @@ SAMPLES = {
     ),
     "bars_of_no_numbers": bars("Ratios", [Bar("a", NAN), Bar("b", INF), Bar("c", 0.0), Bar("d", -2.0)]),
     "bars_strange": bars(STRANGE, [Bar(STRANGE, 1.1, 1.0, 1.2)], note=STRANGE, across=STRANGE),
-    "processor": processor("A tile", ENGINES, marks=[Mark(1000.0, "16 steps")], note="model"),
+    "processor": processor("A tile", ENGINES, note="model"),
     "processor_of_nothing": processor("A tile", []),
     "processor_strange": processor(
         STRANGE,
@@ -114,7 +114,6 @@ SAMPLES = {
                 STRANGE,
             )
         ],
-        marks=[Mark(5e13, STRANGE), Mark(NAN, "x")],
         note=STRANGE,
     ),
     "plan": sheet(plan_groups(world_size=16, tensor=2, pipeline=4).to_svg()),

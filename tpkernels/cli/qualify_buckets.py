@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -42,17 +41,10 @@ def check_buckets(world: World) -> Iterator[Check]:
 
 def _gradients(world: World) -> Check:
     """Interleaved steps with buckets of each way."""
-    began = time.monotonic()
     with ExitStack() as opened:
         groups = {way: opened.enter_context(world.group_over(way)) for way in WAYS}
-        faults, times = world.all_do(partial(_steps, world, groups))
-    seconds = round(time.monotonic() - began, 2)
-    if faults:
-        return Check("buckets", "gradients", "wrong", "; ".join(faults), seconds)
-    # a step takes as long as its slowest rank
-    slowest = {way: median(map(max, zip(*(rank[way] for rank in times), strict=True))) for way in WAYS}
-    said = ", ".join(f"{way} {ms:.3g} ms" for way, ms in slowest.items())
-    return Check("buckets", "gradients", "right", f"exact sums; backward: {said}", seconds, slowest)
+        steps = partial(_steps, world, groups)
+        return world.timed("buckets", "gradients", steps, "exact sums; backward")
 
 
 def _steps(world: World, groups: dict[str, ProcessGroup]) -> dict[str, list[float]]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -40,15 +39,8 @@ def check_times(world: World) -> Iterator[Check]:
             ways["alone"] = partial(
                 _ours, world, "c10d", operands, opened.enter_context(world.group_over("c10d"))
             )
-        faults, times = world.all_do(partial(_interleaved, world, ways))
-    name = f"MLP {'x'.join(map(str, sizes))}"
-    if faults:
-        yield Check("times", name, "wrong", "; ".join(faults))
-        return
-    # a round takes as long as its slowest rank
-    slowest = {way: median(map(max, zip(*(rank[way] for rank in times), strict=True))) for way in ways}
-    said = ", ".join(f"{way} {ms:.3g} ms" for way, ms in slowest.items())
-    yield Check("times", name, "right", f"forward: {said}", numbers=slowest)
+        name = f"MLP {'x'.join(map(str, sizes))}"
+        yield world.timed("times", name, partial(_interleaved, world, ways), "forward")
 
 
 def _operands(world: World, tokens: int, features: int, between: int) -> list[Tensor]:

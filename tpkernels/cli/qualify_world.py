@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from tpkernels.comm.transports import select
 from tpkernels.dispatch import backends
 from tpkernels.runtime.c10d import new_group
 from tpkernels.training.launch import join_world
+
+T = TypeVar("T")
 
 # of one call: a rank that is later has failed. On GPUs the first call compiles kernels.
 CALL_SECONDS, GPU_CALL_SECONDS = 30.0, 300.0
@@ -62,11 +65,38 @@ class World:
         return [fault for fault, _ in answers if fault], [value for _, value in answers]
 
     def check(self, part: str, name: str, step: Callable[[], str]) -> Check:
-        """A line of the table from a step that returns what is to be said of it, or raises."""
+        """Return a line of the table from a step that returns what is to be said of it, or raises."""
+        return self._check(part, name, step, lambda texts: (texts[0], {}))
+
+    def timed(self, part: str, name: str, step: Callable[[], Mapping[str, list[float]]], said: str) -> Check:
+        """Return a line of the table from a step that returns each way's milliseconds by round, or raises.
+
+        A round takes as long as its slowest rank, and a way the median of its rounds.
+        """
+
+        def told(times: list[Mapping[str, list[float]]]) -> tuple[str, dict[str, float]]:
+            slowest = {
+                way: median(map(max, zip(*(rank[way] for rank in times), strict=True))) for way in times[0]
+            }
+            return f"{said}: {', '.join(f'{way} {ms:.3g} ms' for way, ms in slowest.items())}", slowest
+
+        return self._check(part, name, step, told)
+
+    def _check(
+        self,
+        part: str,
+        name: str,
+        step: Callable[[], T],
+        told: Callable[[list[T]], tuple[str, dict[str, float]]],
+    ) -> Check:
+        """told: what to say of what all ranks bring, and the numbers in it"""
         began = time.monotonic()
-        faults, texts = self.all_do(step)
+        faults, found = self.all_do(step)
         seconds = round(time.monotonic() - began, 2)
-        return Check(part, name, "wrong" if faults else "right", "; ".join(faults) or texts[0], seconds)
+        if faults:
+            return Check(part, name, "wrong", "; ".join(faults), seconds)
+        text, numbers = told(found)
+        return Check(part, name, "right", text, seconds, numbers)
 
     def late(self, share: float) -> bool:
         """Whether that share of all the time is over, by the clock of this rank."""
