@@ -18,7 +18,7 @@ from bench.recorded import Case, Overlaps, Run, TimeLine, Unreadable, as_object,
 from bench.results import duration
 from tpkernels.cli import BadUse, bad_use_if
 from tpkernels.gpus import RATED_GPUS
-from tpkernels.pictures.charts import FILLS, Bar, Work, bars, roofline
+from tpkernels.pictures.charts import FILLS, Bar, TimedWork, bars, roofline
 from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, save
 from tpkernels.pictures.lanes import lanes
 from tpkernels.pictures.page import figure, page, paragraph, table, verbatim
@@ -175,7 +175,7 @@ def _in_parts(title: str, rows: Sequence[Bar], naive: str) -> Iterator[tuple[str
 def _rooflines(cases: Sequence[Case]) -> Iterator[tuple[str, Picture]]:
     for name, gpu in RATED_GPUS.items():
         works = [
-            Work(case.label, series, case.number("flops"), case.number("bytes"), 1e-3 * case.number(key))
+            TimedWork(case.label, series, case.number("flops"), case.number("bytes"), 1e-3 * case.number(key))
             for case in cases
             if case.word("device") == gpu.name
             and case.word("dtype") in SIXTEEN_BITS

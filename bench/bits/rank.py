@@ -23,7 +23,7 @@ from bench.bits.programs import Place, run_program
 from bench.bits.ranks import Digests, Task
 from bench.bits.schedule import drawn, imposed
 from tpkernels.child import end_with_parent
-from tpkernels.cli.qualify_world import World
+from tpkernels.cli.qualify_world import QualifyWorld
 from tpkernels.dispatch import backends
 from tpkernels.runtime.initialize import create_parallel_state
 from tpkernels.topology.plan import plan_groups
@@ -61,7 +61,7 @@ class _Rank:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._world = World.join(torch.device("cpu"), seed=0, seconds=0.0, quick=False)
+        self._world = QualifyWorld.join(torch.device("cpu"), seed=0, seconds=0.0, quick=False)
         ranks = self._world.ranks
         self._grid = create_parallel_state(plan_groups(world_size=ranks, tensor=ranks if ranks % 2 else 2))
         self._places: dict[tuple[str, str], Place] = {}  # each with a group of its own

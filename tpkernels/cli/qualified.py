@@ -30,7 +30,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Report:
+class Qualification:
     """A run of `qualify`."""
 
     versions: Versions
@@ -70,7 +70,7 @@ def path_for(versions: Versions) -> Path | None:
     return None if folder is None else folder / f"qualified_{versions.slug}.json"
 
 
-def keep(report: Report) -> None:
+def keep(report: Qualification) -> None:
     """Replace what is known of these versions. OSError where it cannot be written."""
     path = path_for(report.versions)
     if path is not None:

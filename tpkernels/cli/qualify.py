@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from tpkernels.cli import BadUse, require_packages, written_to
 
 if TYPE_CHECKING:
-    from tpkernels.cli.qualified import Report
-    from tpkernels.cli.qualify_world import World
+    from tpkernels.cli.qualified import Qualification
+    from tpkernels.cli.qualify_world import QualifyWorld
 
 SECONDS = 120.0
 CPU_RANKS = 2
@@ -79,9 +79,11 @@ def _alone(options: Namespace) -> int:
     return _finish(_report(options, ranks, lines, code, told.getvalue()), options)
 
 
-def _report(options: Namespace, ranks: int, lines: list[dict[str, Any]], code: int, told: str) -> Report:
+def _report(
+    options: Namespace, ranks: int, lines: list[dict[str, Any]], code: int, told: str
+) -> Qualification:
     """From what rank 0 wrote, and how the ranks ended."""
-    from tpkernels.cli.qualified import Check, Report, versions_here
+    from tpkernels.cli.qualified import Check, Qualification, versions_here
 
     checks = [Check(**line["check"]) for line in lines if "check" in line]
     auto = next((line["auto"] for line in lines if "auto" in line), "auto: not known, ranks ended before")
@@ -89,7 +91,7 @@ def _report(options: Namespace, ranks: int, lines: list[dict[str, Any]], code: i
         during = [line["begins"] for line in lines if "begins" in line][-1:] or ["the start"]
         how = told.strip() or f"the ranks ended with exit code {code}"
         checks.append(Check("ranks", f"{ranks} ranks", "wrong", f"{how}, during {during[0]}"))
-    return Report(versions_here(), ranks, options.seed, checks, auto)
+    return Qualification(versions_here(), ranks, options.seed, checks, auto)
 
 
 def _as_rank(options: Namespace) -> int:
@@ -97,7 +99,7 @@ def _as_rank(options: Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from tpkernels.cli.qualify_world import World
+    from tpkernels.cli.qualify_world import QualifyWorld
     from tpkernels.training.launch import device_of_rank, hold_lifeline
 
     hold_lifeline()
@@ -106,7 +108,7 @@ def _as_rank(options: Namespace) -> int:
     faulthandler.dump_traceback_later(longest, exit=True, file=sys.__stderr__)
     try:
         torch.set_num_threads(1)
-        world = World.join(device_of_rank(), options.seed, options.seconds, options.quick)
+        world = QualifyWorld.join(device_of_rank(), options.seed, options.seconds, options.quick)
         options.seed = world.seed
         lines = []
         for line in _lines(world):
@@ -122,7 +124,7 @@ def _as_rank(options: Namespace) -> int:
     return _finish(report, options) if world.rank == 0 else 0 if report.right else 1
 
 
-def _lines(world: World) -> Iterator[dict[str, Any]]:
+def _lines(world: QualifyWorld) -> Iterator[dict[str, Any]]:
     """What is about to be tried, what came of it, and at last what `auto` will do."""
     from tpkernels.cli.qualify_buckets import check_buckets
     from tpkernels.cli.qualify_calls import check_graphs, check_transports
@@ -154,7 +156,7 @@ def _write(line: dict[str, Any]) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def _finish(report: Report, options: Namespace) -> int:
+def _finish(report: Qualification, options: Namespace) -> int:
     """Print the report, and keep it."""
     from tpkernels.cli.qualified import keep
 

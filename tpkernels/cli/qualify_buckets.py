@@ -16,7 +16,7 @@ from tpkernels.buckets import reduction_times, registered
 from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.buckets.reduction_times import Reduction
 from tpkernels.cli.qualified import Check
-from tpkernels.cli.qualify_world import World
+from tpkernels.cli.qualify_world import QualifyWorld
 from tpkernels.comm._ext import ExtensionState, extension
 from tpkernels.comm.agreement import CannotTakePart
 
@@ -27,7 +27,7 @@ PARAMETERS = 12
 GPU_ELEMENTS, CPU_ELEMENTS = 2**20, 2**16  # of each
 
 
-def check_buckets(world: World) -> Iterator[Check]:
+def check_buckets(world: QualifyWorld) -> Iterator[Check]:
     if world.ranks == 1:
         yield Check("buckets", "gradients", "left out", "a rank alone sends nothing")
         return
@@ -39,7 +39,7 @@ def check_buckets(world: World) -> Iterator[Check]:
         yield _registered(world)
 
 
-def _gradients(world: World) -> Check:
+def _gradients(world: QualifyWorld) -> Check:
     """Interleaved steps with buckets of each way."""
     with ExitStack() as opened:
         groups = {way: opened.enter_context(world.group_over(way)) for way in WAYS}
@@ -47,7 +47,7 @@ def _gradients(world: World) -> Check:
         return world.timed("buckets", "gradients", steps, "exact sums; backward")
 
 
-def _steps(world: World, groups: dict[str, ProcessGroup]) -> dict[str, list[float]]:
+def _steps(world: QualifyWorld, groups: dict[str, ProcessGroup]) -> dict[str, list[float]]:
     """Milliseconds of each step of each way; ArithmeticError after a wrong sum, once nobody waits for us."""
     elements = GPU_ELEMENTS if world.on_gpu else CPU_ELEMENTS
     found: dict[str, list[float]] = {way: [] for way in groups}
@@ -82,12 +82,12 @@ def _steps(world: World, groups: dict[str, ProcessGroup]) -> dict[str, list[floa
     return found
 
 
-def numbers(world: World, elements: int, step: int, factor: int) -> Tensor:
+def numbers(world: QualifyWorld, elements: int, step: int, factor: int) -> Tensor:
     """Whole numbers, of which no sum is rounded."""
     return torch.arange(step, step + elements, device=world.device).remainder_(251).mul_(factor).float()
 
 
-def _registered(world: World) -> Check:
+def _registered(world: QualifyWorld) -> Check:
     """Memory that NCCL has registered, whatever a choice by time would say."""
     began = time.monotonic()
     with world.group_over("auto") as group:
@@ -99,7 +99,7 @@ def _registered(world: World) -> Check:
     return Check("buckets", "registered", "left out" if obstacle else "right", text, seconds)
 
 
-def _in_registered_memory(world: World, group: ProcessGroup) -> tuple[bool, str]:
+def _in_registered_memory(world: QualifyWorld, group: ProcessGroup) -> tuple[bool, str]:
     """Whether there is none, and why; or how long it takes."""
     elements, said, wrong = PARAMETERS * GPU_ELEMENTS // world.ranks * world.ranks, [], ""
     try:

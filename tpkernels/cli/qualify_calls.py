@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tpkernels.cli.op_programs import OP_PROGRAMS, OpProgram, shards
 from tpkernels.cli.qualified import Check
-from tpkernels.cli.qualify_world import World
+from tpkernels.cli.qualify_world import QualifyWorld
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.symmetric import EPOCHS, LOOK_CALLS
 from tpkernels.gate.accuracy import BOUND, relative_error
@@ -77,14 +77,14 @@ def operands_of(name: str, size: str, ranks: int, draw: random.Random, dtype: to
     return [random_tensor(*shape) for shape in OPS[name].program.shapes(sizes).values()]
 
 
-def results_of(world: World, name: str, full: list[Tensor], group: ProcessGroup) -> list[Tensor]:
+def results_of(world: QualifyWorld, name: str, full: list[Tensor], group: ProcessGroup) -> list[Tensor]:
     """This rank's: the result, then the gradient of each operand."""
     op = OPS[name]
     *leaves, dy = _shards(world, full, op.dims, group)
     return op.program.results(leaves, dy, group, op.sequence_parallel)
 
 
-def exact_of(world: World, name: str, full: list[Tensor], group: ProcessGroup) -> list[Tensor]:
+def exact_of(world: QualifyWorld, name: str, full: list[Tensor], group: ProcessGroup) -> list[Tensor]:
     op = OPS[name]
     leaves = [operand.double().requires_grad_() for operand in full[:-1]]
     y = op.exact(*leaves)
@@ -93,12 +93,12 @@ def exact_of(world: World, name: str, full: list[Tensor], group: ProcessGroup) -
 
 
 def _shards(
-    world: World, full: Sequence[Tensor], dims: Sequence[int | None], group: ProcessGroup
+    world: QualifyWorld, full: Sequence[Tensor], dims: Sequence[int | None], group: ProcessGroup
 ) -> list[Tensor]:
     return [shard.to(world.device) for shard in shards(full, dims, group)]
 
 
-def check_transports(world: World) -> Iterator[Check]:
+def check_transports(world: QualifyWorld) -> Iterator[Check]:
     transports = world.transports()
     possible = [name for name, obstacle in transports.items() if not obstacle]
     for transport, obstacle in transports.items():
@@ -113,7 +113,7 @@ def check_transports(world: World) -> Iterator[Check]:
                 yield _delayed_calls(world, transport, group, end)
 
 
-def _against_float64(world: World, group: ProcessGroup) -> str:
+def _against_float64(world: QualifyWorld, group: ProcessGroup) -> str:
     draw, worst = random.Random(world.seed), 0.0
     for name, size, dtype in product(OPS, SIZES, DTYPES):
         full = operands_of(name, size, world.ranks, draw, dtype)
@@ -146,7 +146,7 @@ def _order(problems: int, quick: bool) -> list[int]:
     return in_turn * IN_TURN + in_rows + [problems - 1] * (LAST_ROW - IN_A_ROW)
 
 
-def _delayed_calls(world: World, transport: str, group: ProcessGroup, end: float) -> Check:
+def _delayed_calls(world: QualifyWorld, transport: str, group: ProcessGroup, end: float) -> Check:
     """The bits of each call are those of the first with its operands, whoever comes late."""
     draw, delay = random.Random(world.seed + 1), random.Random(f"{world.seed} {world.rank}")
     problems = [
@@ -198,13 +198,13 @@ def _apart(ours: Tensor, once: Tensor) -> str:
     return f"in {int((ours != once).sum())} of {ours.numel()} values, by up to {most:.2e}"
 
 
-def _delay(world: World, draw: random.Random) -> None:
+def _delay(world: QualifyWorld, draw: random.Random) -> None:
     time.sleep(draw.choice(DELAYS))
     if world.on_gpu:
         torch.cuda._sleep(draw.randrange(2_000_000))  # about a millisecond at most
 
 
-def check_graphs(world: World) -> Iterator[Check]:
+def check_graphs(world: QualifyWorld) -> Iterator[Check]:
     """A captured graph, replayed on other numbers, has the bits of eager calls."""
     for transport, obstacle in world.transports().items():
         if obstacle or not world.on_gpu:
@@ -214,7 +214,7 @@ def check_graphs(world: World) -> Iterator[Check]:
             yield world.check("graphs", transport, partial(_replayed, world, group))
 
 
-def _replayed(world: World, group: ProcessGroup) -> str:
+def _replayed(world: QualifyWorld, group: ProcessGroup) -> str:
     draw = random.Random(world.seed + 2)
     for (name, op), size in product(OPS.items(), SIZES):
         full = operands_of(name, size, world.ranks, draw, torch.bfloat16)[:-1]

@@ -28,7 +28,7 @@ STEP_SECONDS = 600.0  # in which all ranks end a step, failed or not
 
 
 @dataclass
-class World:
+class QualifyWorld:
     """This rank among the others."""
 
     rank: int
@@ -41,10 +41,10 @@ class World:
     groups: int = 0  # made so far
 
     @staticmethod
-    def join(device: torch.device, seed: int, seconds: float, quick: bool) -> World:
+    def join(device: torch.device, seed: int, seconds: float, quick: bool) -> QualifyWorld:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         join_world(backend, timedelta(seconds=STEP_SECONDS))
-        world = World(dist.get_rank(), dist.get_world_size(), device, seed, seconds, quick)
+        world = QualifyWorld(dist.get_rank(), dist.get_world_size(), device, seed, seconds, quick)
         world.seed = world.all_do(lambda: seed)[1][0]
         return world
 

@@ -123,7 +123,7 @@ def fastest_of_each_kind(timed: Sequence[Candidate], milliseconds: Mapping[str, 
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledTiles:
     """Leaves out what the check would not let pass, compiled in processes of their own."""
 
     gpu: Gpu

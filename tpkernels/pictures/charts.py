@@ -134,7 +134,7 @@ def _written(row: Bar) -> str:
 
 
 @dataclass(frozen=True)
-class Work:
+class TimedWork:
     """One timed piece of work."""
 
     name: str
@@ -158,7 +158,7 @@ class Work:
         return all(LEAST <= number <= MOST for number in (self.density, self.speed))
 
 
-def roofline(heading: str, works: Sequence[Work], *, flops: float, bytes: float) -> Picture:
+def roofline(heading: str, works: Sequence[TimedWork], *, flops: float, bytes: float) -> Picture:
     """Operations per second against operations per byte, under the roof of a GPU's data sheet.
 
     flops, bytes: what the device does in a second at best

@@ -43,7 +43,7 @@ class TokenFile:
         return self.ids[places].long()
 
 
-class Batches:
+class Excerpts:
     """Random excerpts of a file, step by step.
 
     The excerpts of a step depend on the seed and the step alone, and each data-parallel rank takes its share:

@@ -83,7 +83,7 @@ def median_step(reports: Sequence[StepReport]) -> StepReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class RankMemory:
     """Bytes of one rank."""
 
     rank: int
@@ -103,16 +103,16 @@ class Memory:
         )
 
 
-def largest_memory(trainer: Trainer) -> Memory:
+def largest_memory(trainer: Trainer) -> RankMemory:
     """Of the rank with the highest peak; called by all ranks."""
-    everybody: list[Memory] = [_memory(trainer)] * dist.get_world_size()
+    everybody: list[RankMemory] = [_memory(trainer)] * dist.get_world_size()
     dist.all_gather_object(everybody, _memory(trainer))
     return max(everybody, key=lambda memory: (memory.peak, -memory.rank))
 
 
-def _memory(trainer: Trainer) -> Memory:
+def _memory(trainer: Trainer) -> RankMemory:
     on_gpu = trainer.device.type == "cuda"
-    return Memory(
+    return RankMemory(
         rank=dist.get_rank(),
         weights=_bytes([*trainer.model.parameters(), *trainer.model.buffers()]),
         gradients=_bytes(trainer.optimizer.buckets.buckets),

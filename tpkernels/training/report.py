@@ -21,7 +21,7 @@ _ROWS = 10  # of the table that stands where there is no curve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunRecord:
     """What a page is about.
 
     spans: of the last step, if it was recorded
@@ -43,7 +43,7 @@ class Run:
         return "GPU" if self.on_gpu else "rank"
 
 
-def pictures_of(run: Run) -> dict[str, Picture]:
+def pictures_of(run: RunRecord) -> dict[str, Picture]:
     """The loss, the last step where it was recorded, the groups: by name."""
     reports, spans, plan = run.reports, run.spans, run.plan
     first, last = reports[0], reports[-1]
@@ -67,7 +67,7 @@ def at_once(spans: Sequence[Span]) -> str:
     return f"ranks computed during {share:.0%} of the time that they had something in flight"
 
 
-def write(path: Path, run: Run) -> str:
+def write(path: Path, run: RunRecord) -> str:
     """The page, and the pictures as PNG in its folder; returns what to say of the latter."""
     pictures = pictures_of(run)
     sections = [("", facts([*run.known, *facts_of(run.reports)]))]

@@ -29,7 +29,7 @@ from tpkernels.training.folder import opened_after, set_aside_after
 from tpkernels.training.launch import device_of_rank, join_world
 from tpkernels.training.profile import StepProfile
 from tpkernels.training.proof import Proof, allowed_by
-from tpkernels.training.report import Run, write
+from tpkernels.training.report import RunRecord, write
 from tpkernels.training.step_trace import traced
 from tpkernels.training.trainer import StepReport, Trainer
 
@@ -160,7 +160,7 @@ class Session:
 
     def write_page(self, path: Path, reports: Sequence[StepReport], proof: Proof | None, sample: str) -> str:
         """A page about the run and its pictures beside it; returns what to say of these."""
-        run = Run(
+        run = RunRecord(
             title=f"Training from {self.config.data}",
             reports=reports,
             spans=self._recorded,

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ProfiledEvent:
     """What the profiler noted, in seconds since 1970."""
 
     name: str
@@ -58,7 +58,7 @@ def _recorded(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
     assert kineto is not None, "it was started"
     assert kineto.kineto_results is not None, "and stopped"
     events = [
-        Event(
+        ProfiledEvent(
             event.name(),
             1e-9 * event.start_ns(),
             1e-9 * event.end_ns(),
@@ -73,7 +73,7 @@ def _recorded(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
     return result, spans_of(dist.get_rank(), events, on_gpu=on_gpu)
 
 
-def spans_of(rank: int, events: Sequence[Event], *, on_gpu: bool) -> list[Span]:
+def spans_of(rank: int, events: Sequence[ProfiledEvent], *, on_gpu: bool) -> list[Span]:
     """What a rank computed, by phase, and what it had in flight.
 
     On a GPU kernels count, on a CPU operators of torch: what Python does between them does not.
@@ -109,14 +109,14 @@ def spans_of(rank: int, events: Sequence[Event], *, on_gpu: bool) -> list[Span]:
 class _Nodes:
     """The nodes of backward passes that autograd ran."""
 
-    def __init__(self, nodes: Sequence[Event]) -> None:
+    def __init__(self, nodes: Sequence[ProfiledEvent]) -> None:
         self.threads = {node.thread for node in nodes}
         self._ends = max((node.stop for node in nodes), default=float("inf"))
         self._intervals = {
             thread: union((node for node in nodes if node.thread == thread), 0.0) for thread in self.threads
         }
 
-    def phase_of(self, event: Event) -> str:
+    def phase_of(self, event: ProfiledEvent) -> str:
         intervals = self._intervals.get(event.thread, [])
         before = bisect_right(intervals, (event.start, float("inf")))
         if before and event.start < intervals[before - 1][1]:
@@ -124,7 +124,7 @@ class _Nodes:
         return "optimizer" if event.start >= self._ends else "forward"
 
 
-def union(events: Iterable[Event], gap: float) -> list[tuple[float, float]]:
+def union(events: Iterable[ProfiledEvent], gap: float) -> list[tuple[float, float]]:
     """When one of them at least went on, in order; pauses up to `gap` are passed over."""
     found: list[tuple[float, float]] = []
     for event in sorted(events, key=lambda event: event.start):

@@ -22,7 +22,7 @@ from tpkernels.runtime.state import ParallelState, use
 from tpkernels.saying import warn
 from tpkernels.tp_invariance import mode
 from tpkernels.training.config import TrainConfig, learning_rate
-from tpkernels.training.data import Batches, TokenFile
+from tpkernels.training.data import Excerpts, TokenFile
 from tpkernels.training.folder import checkpoint_of
 from tpkernels.training.optimizer import ShardedAdamW
 from tpkernels.training.profile import phase
@@ -52,7 +52,7 @@ class Trainer:
         self.config, self.state, self.device = config, state, device
         file = TokenFile(config.data)
         ranks = state.size("dp")
-        self.batches = Batches(
+        self.batches = Excerpts(
             file,
             batch=config.batch,
             tokens=config.tokens,
