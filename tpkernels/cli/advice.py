@@ -28,7 +28,7 @@ _STAGES = "not for `train`: stages"
 
 
 def advise_on(options: Namespace) -> int:
-    """The command; 1 if nothing fits."""
+    """Print which layouts suit a model; return 1 if none fits."""
     job, machine = _job(options), _machine(options)
     most = machine.gpus_per_node if options.max_tp is None else options.max_tp
     advice = advise(job, machine, options.world_size, most)
@@ -153,7 +153,7 @@ def _table(predictions: Sequence[Prediction]) -> str:
 
 
 def _best(advice: Advice) -> list[str]:
-    """The best layout that `train` can run; where it is not the first of the table, the table says why."""
+    """Return in a line the best layout that `train` can run; the table says what beats it."""
     runnable = [found for found in advice.fitting if found.layout.pipeline == 1]
     if runnable:
         return [f"best for `train`: {runnable[0].layout}, {runnable[0].time.total:.3f} s"]

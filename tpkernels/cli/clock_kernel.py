@@ -48,7 +48,7 @@ class Clocked:
 
 
 def clock_kernel(request: Request) -> Clocked | str:
-    """Work for a process; a text says why there is nothing."""
+    """Compile and clock a kernel in this process; return a text where that fails."""
     facts = facts_or_error(Job(request.entry, CLOCKED[0]))
     if isinstance(facts, str):
         return f"does not compile: {facts}"
@@ -113,7 +113,7 @@ def _time(predicted: Prediction) -> str:
 
 
 def awaited(stretch: Stretch) -> str:
-    """What warps wait for longest; nothing, where they mostly issue."""
+    """Return what warps wait for longest; "nothing" where they mostly issue."""
     cause = next(iter(stretch.waits), "instructions")
     return "nothing" if cause == "instructions" else cause.removeprefix("scoreboard: ")
 
@@ -168,7 +168,7 @@ def _engines(run: Run) -> Iterator[Lane]:
 
 
 def _groups(run: Run) -> Iterator[Lane]:
-    """The first warp of each four: warps that multiply together wait together."""
+    """Yield a lane for the first warp of each four: warps that multiply together wait together."""
     for block, (start, stop) in enumerate(run.blocks):
         for first in range(0, len(run.stalls), GROUP):
             its = [span for span in run.spans if (span.block, span.warp) == (block, first)]
@@ -184,7 +184,7 @@ def _groups(run: Run) -> Iterator[Lane]:
 
 
 def _most(spans: Iterable[Span]) -> str:
-    """What the warps waited for longest."""
+    """Return in words what the warps waited for longest."""
     causes: dict[str, float] = {}
     for span in spans:
         if span.lane == "waits":
@@ -194,7 +194,7 @@ def _most(spans: Iterable[Span]) -> str:
 
 
 def _merged(kind: str, spans: Iterable[Span]) -> Iterator[Doing]:
-    """Without overlaps, so that what is drawn can be added up."""
+    """Yield the spans joined where they overlap, so that what is drawn can be added up."""
     start = stop = None
     for begin, end in sorted((span.start, span.end) for span in spans):
         if stop is None or start is None:

@@ -118,7 +118,7 @@ def _said(way: str) -> str:
 
 
 def _hiding(each: Predicted) -> Iterator[str]:
-    """What each transfer has beside it."""
+    """Yield what each transfer has beside it."""
     yield f"\n{each.way}, {each.direction}:"
     for name, beside in each.hidden.items():
         behind = ", ".join(f"{1e6 * seconds:.0f} behind {other}" for other, seconds in beside.items())
@@ -126,7 +126,7 @@ def _hiding(each: Predicted) -> Iterator[str]:
 
 
 def _time_line(each: Predicted) -> Iterator[str]:
-    """Rank 0, a line a queue: # computes, = moves, | launches."""
+    """Yield the time line of rank 0, a line for each queue: # computes, = moves."""
     ours = [ran for ran in each.ran if ran.task.queue[0] == 0 and ran.stop > ran.start]
     start = min((ran.start for ran in ours if ran.task.queue[1] != HOST), default=0.0)
     stop = max((ran.stop for ran in ours), default=0.0)

@@ -55,7 +55,7 @@ def _python() -> Finding:
 
 
 def _probes() -> list[Finding]:
-    """The findings of `tpkernels.cli.probe`, and of how it ended."""
+    """Return the findings of `tpkernels.cli.probe`, and one of how it ended if it failed."""
     lines, failure = _run("tpkernels.cli.probe", PROBE_SECONDS)
     findings: list[Finding] = []
     probing = "probe"
@@ -113,7 +113,7 @@ def _self_test() -> Finding:
 
 
 def _run(module: str, seconds: float, *, words: int = 1) -> tuple[list[str], str]:
-    """The lines that `python -m module` printed, and in words how it failed: "" if it did not.
+    """Run `python -m module`; return its lines, and in words how it failed, "" if it did not.
 
     words: how many of its last lines about errors to cite
     """

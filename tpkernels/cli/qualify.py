@@ -55,7 +55,7 @@ def main(options: Namespace) -> int:
 
 
 def _alone(options: Namespace) -> int:
-    """Start ranks, and say what became of them."""
+    """Start ranks, print what they found, and return the exit code."""
     import torch
 
     from tpkernels.training.launch import run_ranks
@@ -82,7 +82,7 @@ def _alone(options: Namespace) -> int:
 def _report(
     options: Namespace, ranks: int, lines: list[dict[str, Any]], code: int, told: str
 ) -> Qualification:
-    """From what rank 0 wrote, and how the ranks ended."""
+    """Return the report from what rank 0 wrote, and how the ranks ended."""
     from tpkernels.cli.qualified import Check, Qualification, versions_here
 
     checks = [Check(**line["check"]) for line in lines if "check" in line]
@@ -95,7 +95,7 @@ def _report(
 
 
 def _as_rank(options: Namespace) -> int:
-    """One rank of a world that somebody has started."""
+    """Try this machine as one rank of a world that somebody has started; return the exit code."""
     import torch
     import torch.distributed as dist
 
@@ -125,7 +125,7 @@ def _as_rank(options: Namespace) -> int:
 
 
 def _lines(world: QualifyWorld) -> Iterator[dict[str, Any]]:
-    """What is about to be tried, what came of it, and at last what `auto` will do."""
+    """Yield what is about to be tried, what came of it, and at last what `auto` will do."""
     from tpkernels.cli.qualify_buckets import check_buckets
     from tpkernels.cli.qualify_calls import check_graphs, check_transports
     from tpkernels.cli.qualify_kernels import check_kernels, check_trials
@@ -157,7 +157,7 @@ def _write(line: dict[str, Any]) -> None:
 
 
 def _finish(report: Qualification, options: Namespace) -> int:
-    """Print the report, and keep it."""
+    """Print the report and keep it; return the exit code."""
     from tpkernels.cli.qualified import keep
 
     versions = report.versions

@@ -40,7 +40,7 @@ def check_buckets(world: QualifyWorld) -> Iterator[Check]:
 
 
 def _gradients(world: QualifyWorld) -> Check:
-    """Interleaved steps with buckets of each way."""
+    """Return the line of interleaved steps with buckets of each way."""
     with ExitStack() as opened:
         groups = {way: opened.enter_context(world.group_over(way)) for way in WAYS}
         steps = partial(_steps, world, groups)
@@ -48,7 +48,7 @@ def _gradients(world: QualifyWorld) -> Check:
 
 
 def _steps(world: QualifyWorld, groups: dict[str, ProcessGroup]) -> dict[str, list[float]]:
-    """Milliseconds of each step of each way; ArithmeticError after a wrong sum, once nobody waits for us."""
+    """Return milliseconds of each step of each way; a wrong sum raises once no rank waits for this one."""
     elements = GPU_ELEMENTS if world.on_gpu else CPU_ELEMENTS
     found: dict[str, list[float]] = {way: [] for way in groups}
     models, buckets = {}, {}
@@ -83,12 +83,12 @@ def _steps(world: QualifyWorld, groups: dict[str, ProcessGroup]) -> dict[str, li
 
 
 def numbers(world: QualifyWorld, elements: int, step: int, factor: int) -> Tensor:
-    """Whole numbers, of which no sum is rounded."""
+    """Return whole numbers, of which no sum is rounded."""
     return torch.arange(step, step + elements, device=world.device).remainder_(251).mul_(factor).float()
 
 
 def _registered(world: QualifyWorld) -> Check:
-    """Memory that NCCL has registered, whatever a choice by time would say."""
+    """Return the line of memory that NCCL has registered, whatever a choice by time would say."""
     began = time.monotonic()
     with world.group_over("auto") as group:
         faults, said = world.all_do(partial(_in_registered_memory, world, group))
@@ -100,7 +100,7 @@ def _registered(world: QualifyWorld) -> Check:
 
 
 def _in_registered_memory(world: QualifyWorld, group: ProcessGroup) -> tuple[bool, str]:
-    """Whether there is none, and why; or how long it takes."""
+    """Return whether there is none, with the reason, or how long sums in it take."""
     elements, said, wrong = PARAMETERS * GPU_ELEMENTS // world.ranks * world.ranks, [], ""
     try:
         registered.connected_by_all(group, world.device)

@@ -62,7 +62,7 @@ SIZES = ("small", "large")  # a shard that moves is one chunk, or four
 
 
 def operands_of(name: str, size: str, ranks: int, draw: random.Random, dtype: torch.dtype) -> list[Tensor]:
-    """Full ones, the same on all ranks; the last is the gradient of the result."""
+    """Return full operands, the same on all ranks; the last is the gradient of the result."""
     if size == "small":
         rows, width, out = draw.randint(9, 40), 8 * draw.randint(4, 12), 8 * draw.randint(4, 12)
     else:  # at least 512 KiB in bf16; rows that four chunks divide
@@ -78,7 +78,7 @@ def operands_of(name: str, size: str, ranks: int, draw: random.Random, dtype: to
 
 
 def results_of(world: QualifyWorld, name: str, full: list[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """This rank's: the result, then the gradient of each operand."""
+    """Return this rank's result, then the gradients of its operands."""
     op = OPS[name]
     *leaves, dy = _shards(world, full, op.dims, group)
     return op.program.results(leaves, dy, group, op.sequence_parallel)
@@ -134,7 +134,7 @@ def _word(what: int) -> str:
 
 
 def _order(problems: int, quick: bool) -> list[int]:
-    """Which problem each call poses.
+    """Return which problem each call poses.
 
     In turn they need more exchanges than stay open, so that these close and open. In a row an exchange goes
     through its slots again and again, and at last through all numbers that its flags can hold.

@@ -44,7 +44,7 @@ def check_times(world: QualifyWorld) -> Iterator[Check]:
 
 
 def _operands(world: QualifyWorld, tokens: int, features: int, between: int) -> list[Tensor]:
-    """This rank's x, w_up, w_down."""
+    """Return this rank's x, w_up and w_down."""
     make = torch.Generator(world.device).manual_seed(world.seed)
     dtype = torch.bfloat16 if world.on_gpu else torch.float32
     ranks = world.ranks
@@ -69,7 +69,7 @@ def _naive(operands: list[Tensor], group: ProcessGroup) -> Tensor:
 
 
 def _interleaved(world: QualifyWorld, ways: dict[str, Callable[[], Tensor]]) -> dict[str, list[float]]:
-    """Milliseconds of each way in each round; another one goes first each time."""
+    """Return milliseconds of each way in each round; another way goes first each time."""
     times: dict[str, list[float]] = {way: [] for way in ways}
     order = list(ways)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def _interleaved(world: QualifyWorld, ways: dict[str, Callable[[], Tensor]]) -> 
 
 
 def auto_line(world: QualifyWorld, times: dict[str, float]) -> str:
-    """What TPKERNELS_TRANSPORT=auto takes here for an MLP as large as the one timed, and why, in one line."""
+    """Return in a line what TPKERNELS_TRANSPORT=auto takes here for an MLP of the timed size, and why."""
     if world.ranks == 1:
         return "auto: nothing to send, a rank is alone"
     operands, heard = _operands(world, *(GPU_SIZES if world.on_gpu else CPU_SIZES)), _Heard()

@@ -29,7 +29,7 @@ STEP_SECONDS = 600.0  # in which all ranks end a step, failed or not
 
 @dataclass
 class QualifyWorld:
-    """This rank among the others."""
+    """This rank of a world that does each step together, whatever fails in it."""
 
     rank: int
     ranks: int
@@ -53,7 +53,7 @@ class QualifyWorld:
         return self.device.type == "cuda"
 
     def all_do(self, step: Callable[[], Any]) -> tuple[list[str], list[Any]]:
-        """Every rank does the step, failed or not: what went wrong where, and what each rank brings."""
+        """Do a step on all ranks, whatever fails; return what went wrong where, and each rank's result."""
         fault, value = "", None
         try:
             value = step()
@@ -99,7 +99,7 @@ class QualifyWorld:
         return Check(part, name, "right", text, seconds, numbers)
 
     def late(self, share: float) -> bool:
-        """Whether that share of all the time is over, by the clock of this rank."""
+        """Return whether that share of all the time is over, by the clock of this rank."""
         return time.monotonic() - self.began > share * self.seconds
 
     def synchronize(self) -> None:
@@ -132,7 +132,7 @@ class QualifyWorld:
 
     @contextmanager
     def asking_for(self, transport: str) -> Iterator[None]:
-        """As if TPKERNELS_TRANSPORT said so."""
+        """Choose the transport as if TPKERNELS_TRANSPORT said so."""
         before, select.requested_transport = select.requested_transport, transport
         try:
             yield
@@ -140,7 +140,7 @@ class QualifyWorld:
             select.requested_transport = before
 
     def transports(self) -> dict[str, str]:
-        """Those that serve this device, each with why it is left out here, if it is."""
+        """Return the transports of this device, each with why it is left out here, or ""."""
         if self.ranks == 1:
             return dict.fromkeys(
                 ("c10d", "symmetric" if self.on_gpu else "shared"), "a rank alone sends nothing"

@@ -128,12 +128,12 @@ def main(options: Namespace) -> int:
 
 
 def _fields() -> list[Field[Any]]:
-    """Of a run, what is typed as it is; a model has options of its own."""
+    """Return the fields of a run that are options; a model has options of its own."""
     return [option for option in fields(TrainConfig) if option.name != "model"]
 
 
 def _add(parser: ArgumentParser, option: Field[Any]) -> None:
-    """The option of a field: its name, type, default and help."""
+    """Add the option of a field, with its name, type, default and help."""
     kind, default, told = get_type_hints(TrainConfig)[option.name], option.default, option.metadata["help"]
     name = f"--{option.name.replace('_', '-')}"
     usual = f"{told} (default {default})"
@@ -197,7 +197,7 @@ def _options_in(path: Path) -> dict[str, Any]:
 
 
 def _as_typed(parser: ArgumentParser, given: dict[str, Any]) -> list[str]:
-    """Options of a file as somebody would have typed them, so that they are looked at alike."""
+    """Return options of a file as words of a command line, so that they are checked alike."""
     known = {name: action for action in parser._actions for name in action.option_strings}
     typed = []
     for name, value in given.items():
@@ -215,7 +215,7 @@ def _as_typed(parser: ArgumentParser, given: dict[str, Any]) -> list[str]:
 
 
 def _is_value_of(action: Action, value: Any) -> bool:
-    """A flag is true or false; only an option that may be typed several times takes a list."""
+    """Return whether an option takes the value: a flag a truth, one that repeats a list as well."""
     if action.nargs == 0 or (action.nargs == "?" and isinstance(value, bool)):
         return isinstance(value, bool)
     values = value if isinstance(value, list) and isinstance(action.default, list) else [value]
@@ -223,7 +223,7 @@ def _is_value_of(action: Action, value: Any) -> bool:
 
 
 def _page_at(text: str) -> Path:
-    """A file to write, whose folder may have to be made: refused before the run, not after it."""
+    """Return the path of a file whose folder may have to be made; refused before the run."""
     path = Path(text).absolute()
     there = next(place for place in (path, *path.parents) if place.exists())
     if there.is_dir() == (there == path) or not os.access(there, os.W_OK):
@@ -266,7 +266,7 @@ def _config(options: Namespace) -> TrainConfig:
 
 
 def _prepare(session: Session, options: Namespace) -> TextIO | None:
-    """All that can be refused before the first step; where the first rank writes lines."""
+    """Refuse what can be refused before the first step; return where the first rank writes lines."""
     if options.prove:
         session.require_proof()
     if options.sample:

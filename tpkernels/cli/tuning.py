@@ -35,7 +35,7 @@ KERNEL_SECONDS, PROBLEM_SECONDS = 2.0, 2.0
 
 
 def calls_of(options: Namespace) -> list[PrimitiveCall]:
-    """Every step of every layer, each once."""
+    """Return the primitive calls of every step of every layer that is asked for, each once."""
     steps = options.steps.split(",")
     for step in steps:
         if step not in PRODUCTS:
@@ -68,7 +68,7 @@ def _calls_of(
 
 
 def calls_of_model(wanted: SplitModel, dtype: torch.dtype, training: bool) -> Iterator[PrimitiveCall]:
-    """The products of each layer and of the head, over all tokens, as a step of training makes them.
+    """Yield the products of each layer and of the head, over all tokens, as a step of training makes them.
 
     training: else forward alone. Weight gradients are listed as new tensors and as added to fp32.
 
@@ -124,7 +124,7 @@ def calls_of_model(wanted: SplitModel, dtype: torch.dtype, training: bool) -> It
 
 
 def in_fp8(call: PrimitiveCall) -> Iterator[PrimitiveCall]:
-    """The products in fp8 that a step makes in place of this one; gradients of weights stay in 16 bits."""
+    """Yield the products in fp8 that replace this call; gradients of weights stay in 16 bits."""
     record, (first, *others) = call
     if record.changes_first or record.kernel == "wgrad":
         return
@@ -146,7 +146,7 @@ def _pair(first: Layer, second: Layer) -> PrimitiveCall:
 
 
 def _announce(calls: Sequence[PrimitiveCall], gpu: Gpu, thorough: bool) -> None:
-    """What is to be timed, and how long that will take, as far as arithmetic knows."""
+    """Print what is to be timed, and about how long that will take."""
     offered, kernels = 0, set[tuple[object, ...]]()
     for record, arguments in calls:
         problem = record.problem(*arguments)

@@ -54,7 +54,7 @@ VARIABLES = {
 
 
 def mistakes(environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
-    """Variables that nobody reads, or whose value is refused, and what to do about each."""
+    """Yield variables that nobody reads, or whose value is refused, and what to do about each."""
     for name, value in sorted(environment.items()):
         if name in VARIABLES:
             if not VARIABLES[name].has(value):
@@ -68,7 +68,7 @@ def mistakes(environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str,
 
 
 def _nearest(name: str) -> tuple[float, str]:
-    """The variable that is most like it, and how like it is: 1 for the same."""
+    """Return how like the most similar variable is, 1 for the same, and its name."""
     return max((_likeness(name.upper(), known), known) for known in VARIABLES)
 
 

@@ -40,7 +40,7 @@ FILLS = {  # in the order of drawing: waits lie over the epilogue that they are 
 
 @dataclass(frozen=True)
 class Doing:
-    """From one cycle to another; `what` is a name of FILLS."""
+    """A bar in a lane, from one cycle to another; `what` is a name of FILLS."""
 
     what: str
     start: float
@@ -60,7 +60,7 @@ class Lane:
 
 
 def processor(heading: str, lanes: Sequence[Lane], *, note: str = "") -> Picture:
-    """A lane below the other on one scale of cycles, from the first doing to the last."""
+    """Return a picture of lanes, one below the other, on one scale of cycles."""
     shown = [Lane(lane.name, [*filter(_drawable, lane.doings)], lane.said) for lane in lanes]
     ends = [end for lane in shown for doing in lane.doings for end in (doing.start, doing.stop)]
     seen = {doing.what for lane in shown for doing in lane.doings}

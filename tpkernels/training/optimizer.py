@@ -60,7 +60,7 @@ class ShardedAdamW:
         self.buckets.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """For all backwards of a step but the last."""
+        """Return a context for all backwards of a step but the last."""
         return self.buckets.no_sync()
 
     @phase("optimizer step")
@@ -87,12 +87,12 @@ class ShardedAdamW:
         return norm
 
     def tensors(self) -> list[Tensor]:
-        """What this rank keeps: its shard of the fp32 copies, and Adam's states of it."""
+        """Return what this rank keeps: its shard of the fp32 copies, and Adam's states of it."""
         states = [tensor for state in self._adam.state.values() for tensor in state.values()]
         return [*self._shards, *states]
 
     def unsharded(self) -> torch.optim.AdamW:
-        """What torch's own AdamW would hold now, with the fp32 parameters besides: what a checkpoint keeps.
+        """Return the full AdamW that a checkpoint keeps: its states, and the fp32 parameters beside them.
 
         Called by all ranks, for each has a part. It takes 12 bytes an element on each of them.
         """
@@ -108,7 +108,7 @@ class ShardedAdamW:
         return whole
 
     def blank(self) -> torch.optim.AdamW:
-        """The same without states, for a checkpoint to be read into."""
+        """Return a full AdamW without states, for a checkpoint to be read into."""
         return torch.optim.AdamW([parameter for _, parameter in self._named], lr=0.0, weight_decay=0.0)
 
     @torch.no_grad()
@@ -136,7 +136,7 @@ class ShardedAdamW:
         self.buckets.gather_parameters(self._shards)
 
     def _runs(self, holds: Callable[[nn.Parameter], bool]) -> list[list[slice]]:
-        """Of each shard the elements of those parameters. A mark for each element would be as large."""
+        """Return, for each shard, the slices of its elements that belong to such parameters."""
         marks = self.buckets.shard(
             [torch.tensor(holds(p), device=p.device).expand(p.shape) for _, p in self._named]
         )
@@ -144,7 +144,7 @@ class ShardedAdamW:
 
     @phase("clipping: norm of the gradients")
     def _norm(self, gradients: Sequence[Tensor]) -> float:
-        """Over the whole model: shards of all data and tensor ranks, replicated parameters once."""
+        """Return the norm over the full model: shards of all ranks, replicated parameters once."""
         groups = [self._state.process_group(kind) for kind in ("dp", "tp")]
         if self._is_invariant:
             own = [g[run] for g, counted in zip(gradients, self._counted, strict=True) for run in counted]
@@ -159,7 +159,7 @@ class ShardedAdamW:
 
 
 def _runs_of(mark: Tensor) -> list[slice]:
-    """Where it is true."""
+    """Return the slices in which the mark is true."""
     values, lengths = mark.unique_consecutive(return_counts=True)
     stops = lengths.cumsum(0).tolist()
     runs = zip(values.tolist(), lengths.tolist(), stops, strict=True)
