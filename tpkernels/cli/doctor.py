@@ -16,7 +16,7 @@ from io import TextIOWrapper
 
 from tpkernels import __version__
 from tpkernels.child import ending, started
-from tpkernels.cli.probe import PREFIX, Finding, note, ok, problem
+from tpkernels.cli.probe import PREFIX, SELF_TEST, Finding, note, ok, problem
 from tpkernels.cli.variables import mistakes
 
 PROBE_SECONDS = 120
@@ -106,19 +106,21 @@ def _environment() -> list[Finding]:
 
 
 def _self_test() -> Finding:
-    lines, failure = _run("tpkernels.cli.selftest", SELF_TEST_SECONDS, words=2)  # a rank's, its launcher's
+    lines, failure = _run(
+        "tpkernels.cli.probe", SELF_TEST_SECONDS, SELF_TEST, words=2
+    )  # a rank's, its launcher's
     if failure:
         return problem("self-test", f"two gloo processes on this machine: {failure}")
     return ok("self-test", lines[-1] if lines else "two gloo processes agree")
 
 
-def _run(module: str, seconds: float, *, words: int = 1) -> tuple[list[str], str]:
-    """Run `python -m module`; return its lines, and in words how it failed, "" if it did not.
+def _run(module: str, seconds: float, *arguments: str, words: int = 1) -> tuple[list[str], str]:
+    """Run `python -m module arguments`; return its lines, and in words how it failed, "" if it did not.
 
     words: how many of its last lines about errors to cite
     """
     lines: list[str] = []
-    with started([sys.executable, "-m", module]) as child:
+    with started([sys.executable, "-m", module, *arguments]) as child:
         try:
             for line in child.lines_until_end(seconds):
                 lines.append(line)
