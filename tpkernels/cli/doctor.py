@@ -106,9 +106,8 @@ def _environment() -> list[Finding]:
 
 
 def _self_test() -> Finding:
-    lines, failure = _run(
-        "tpkernels.cli.probe", SELF_TEST_SECONDS, SELF_TEST, words=2
-    )  # a rank's, its launcher's
+    # words: a rank's, and its launcher's
+    lines, failure = _run("tpkernels.cli.probe", SELF_TEST_SECONDS, SELF_TEST, words=2)
     if failure:
         return problem("self-test", f"two gloo processes on this machine: {failure}")
     return ok("self-test", lines[-1] if lines else "two gloo processes agree")
