@@ -1,6 +1,9 @@
 """`python -m bench COMMAND`: one module a command, each imported only when it is called."""
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Sequence
 
 from tpkernels.cli import run_command
 
@@ -8,6 +11,7 @@ COMMANDS = {
     "run": "run the benchmarks of a selection and leave one JSON of what they said",
     "gate": "compare with a baseline: exit code 1 on a regression",
     "report": "one page with pictures of what results say, or of what changed between two",
+    "bits": "ops and gradient buckets under schedules that delay and reorder: exit code 1 if a bit differs",
     "invariance": "runs at several tensor-parallel sizes, compared to the bit: exit code 1 if they differ",
     "invariance_cost": "what that costs products on this CPU, and bytes that ranks send",
     "fp8_numbers": "how far products in fp8 are off unquantized ones, by distribution and recipe",
@@ -18,5 +22,11 @@ COMMANDS = {
     "gpu": "all that is to be done on a machine with a GPU, in stages",
 }
 
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    return run_command("bench", "Benchmarks against the naive way.", COMMANDS, "bench", argv)
+
+
 if __name__ == "__main__":
-    sys.exit(run_command("bench", "Benchmarks against the naive way.", COMMANDS, "bench", None))
+    sys.exit(main())

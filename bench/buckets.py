@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -66,16 +66,17 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = ArgumentParser(prog="python -m bench buckets", description=__doc__)
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts of the table")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2], metavar="N", help="default: 2")
     parser.add_argument("--rounds", type=int, default=21, metavar="N", help="of each way, default: 21")
-    asked = parser.parse_args(argv)
+
+
+def main(options: Namespace) -> int:
     print("Milliseconds: the lowest tenth of rounds ends there (in parentheses: half of them).\n")
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
-    for ranks in asked.ranks:
-        for row in _rows(asked.only, ranks, asked.rounds):
+    for ranks in options.ranks:
+        for row in _rows(options.only, ranks, options.rounds):
             print(row, flush=True)
     return 0
 

@@ -52,17 +52,14 @@ WAYS = {
 Losses = Mapping[str, Sequence[float]]  # of each way, step by step
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = ArgumentParser(
-        prog="python -m bench fp8_loss",
-        description="Train in fp8, bf16 and fp32. With any of these options the table is printed only.",
-    )
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=300, metavar="N")
     parser.add_argument("--batch", type=int, default=BATCH, metavar="N")
     parser.add_argument("--seed", type=int, default=1234, metavar="N")
     parser.add_argument("--tp", type=int, default=2, metavar="RANKS")
-    usual = parser.parse_args([])
-    options = parser.parse_args(argv)
+
+
+def main(options: Namespace) -> int:
     with RankPool(options.tp) as pool:
         found = {
             name: pool.run(losses_of, config_of(way, options), timeout=3600.0)[0]
@@ -70,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         }
     found = {name: [round(loss, 5) for loss in losses] for name, losses in found.items()}
     print(table(found))
-    if options == usual:
+    if not options.words:
         LOSSES.write_text(json.dumps(found) + "\n", encoding="utf-8")
         if can_draw():
             PICTURE.write_text(picture(found).svg, encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from itertools import product
 
@@ -91,8 +91,11 @@ def row_of(name: str) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
 
-def main(argv: Sequence[str]) -> int:
-    ArgumentParser(prog="python -m bench fp8_numbers").parse_args(argv)
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
+    """It takes no options."""
+
+
+def main(options: Namespace) -> int:
     print(f"| x and dy | {' | '.join(RECIPES)} |\n|{'---|' * (1 + len(RECIPES))}")
     for name in DISTRIBUTIONS:
         print(row_of(name), flush=True)

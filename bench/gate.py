@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -30,18 +30,13 @@ from bench.former import Measure, Unavailable, changes, checked_out
 from bench.results import BadFile, Results, pooled, read
 from bench.run import ROOT, NothingRan, run
 from bench.verdict import REPEATED, Finding, findings, tolerated
-from tpkernels.cli import OneLineParser, Progress
+from tpkernels.cli import SAID_EVERY, BadUse, Progress, bad_use_if
 
 GREEN, REGRESSION = 0, 1
 NOISY = 0.2  # a tolerance above this is told
-SAID_EVERY = 15.0  # seconds, of how far it is, in a log
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = OneLineParser(
-        prog="python -m bench gate",
-        description="Exit code 0: nothing fell. 1: a regression, with a table of what fell. 2: bad use.",
-    )
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument(
         "results", nargs="*", type=Path, metavar="RESULTS", help="of `bench run`; else run it"
     )
@@ -59,19 +54,19 @@ def main(argv: Sequence[str]) -> int:
     update.add_argument("--update", action="store_true", help="make these results the baseline")
     update.add_argument("--floor", type=float, default=FLOOR, help=f"a fall by less is none ({FLOOR})")
     update.add_argument("--note", default="", help="what else one should know of them")
-    options = parser.parse_args(argv)
+
+
+def main(options: Namespace) -> int:
     if options.repeat < 0:
-        parser.error(f"expected --repeat of 0 or more, got {options.repeat}")
+        raise BadUse(f"expected --repeat of 0 or more, got {options.repeat}")
     if not 0 < options.floor < 1:
-        parser.error(f"expected --floor between 0 and 1, got {options.floor}")
+        raise BadUse(f"expected --floor between 0 and 1, got {options.floor}")
     if options.skip == "timings" and (options.update or options.results):
-        parser.error("RESULTS and --update are about timings: leave --skip timings out")
+        raise BadUse("RESULTS and --update are about timings: leave --skip timings out")
     if options.update:
         options.skip = "kernels"  # whose numbers have `python -m tpkernels check --update`
-    try:
+    with bad_use_if(BadFile, NothingRan, OSError):
         timed = GREEN if options.skip == "timings" else _timings(options)
-    except (BadFile, NothingRan, OSError) as error:
-        parser.error(str(error))
     return timed or (GREEN if options.skip == "kernels" else _kernels())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from bench.baseline import path_for
 from bench.results import BadFile, read, slug
 from bench.shapes import GPU_SET, sizes_of
 from bench.stages import CannotRun, Command, Stage, run_stages
-from tpkernels.cli import OneLineParser
+from tpkernels.cli import BadUse
 
 ROOT = Path(__file__).parents[1]
 JOBS = 8  # test files at once: compiling kernels is most of their work, and takes one core each
@@ -28,11 +29,7 @@ SANITIZED_CASES = "ragged and bf16"  # each access is checked, which takes long
 SANITIZED = ("tests/kernels/test_product_launchers.py", "tests/kernels/test_wgrad.py")
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = OneLineParser(
-        prog="python -m bench gpu",
-        description="Exit code 0: every stage passed or was skipped. 1: one did not. 2: bad use.",
-    )
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("--stages", metavar="LIST", help="these only, such as kernels,tune; else all")
     parser.add_argument("--resume", action="store_true", help="leave out what passed before")
     parser.add_argument("--dry-run", action="store_true", help="print commands and limits, and run nothing")
@@ -40,21 +37,23 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("out/gpu"), metavar="FOLDER", help="for what is found"
     )
-    options = parser.parse_args(argv)
+
+
+def main(options: Namespace) -> int:
     stages = stages_of(options.out, options.jobs)
     if options.stages is not None:
         known = {stage.name: stage for stage in stages}
         names = options.stages.split(",")
         if unknown := [name for name in names if name not in known]:
-            parser.error(f"expected --stages of {', '.join(known)}; got {', '.join(map(repr, unknown))}")
+            raise BadUse(f"expected --stages of {', '.join(known)}; got {', '.join(map(repr, unknown))}")
         stages = [stage for stage in stages if stage.name in names]
     if options.dry_run:
         print("\n".join(plan(stages)))
         return 0
     if why := no_gpu():
-        parser.error(f"{why}; --dry-run shows what would be done")
+        raise BadUse(f"{why}; --dry-run shows what would be done")
     if Path.cwd() != ROOT:
-        parser.error(f"expected to be called in {ROOT}, where `python setup.py` and the tests are")
+        raise BadUse(f"expected to be called in {ROOT}, where `python setup.py` and the tests are")
     outcomes = run_stages(stages, options.out, resume=options.resume)
     return 0 if all(outcome.status in ("passed", "skipped") for outcome in outcomes.values()) else 1
 

@@ -6,7 +6,7 @@ With the first steps with TP-invariance those of a plain run are interleaved: wh
 from __future__ import annotations
 
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,13 +55,14 @@ class Row:
     plain_seconds: float
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = ArgumentParser(prog="python -m bench invariance")
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=50, metavar="N")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8], metavar="RANKS")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
-    options = parser.parse_args(argv)
+
+
+def main(options: Namespace) -> int:
     print("| model | dtype | TP | sequence parallel | bits | loss | CPU s a step | to plain |")
     print("|---|---|---|---|---|---|---|---|")
     differing = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,10 +31,12 @@ SHAPES = ((256, 512, 1024), (1024, 768, 3072))  # tokens, in_features, out_featu
 SEGMENTS_OF = {"ours": SEGMENTS, "plain": 0}
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = ArgumentParser(prog="python -m bench invariance_cost")
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=15, metavar="N")
-    rounds = parser.parse_args(argv).rounds
+
+
+def main(options: Namespace) -> int:
+    rounds = options.rounds
     with RankPool(1) as ranks1, RankPool(2) as ranks2:
         print(
             "| op | tokens x in x out | dtype | TP | forward, ms | to plain | with backward, ms | to plain |"

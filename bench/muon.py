@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,10 +25,12 @@ MODELS = {
 }
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = ArgumentParser(prog="python -m bench muon")
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=15, metavar="N")
-    rounds = parser.parse_args(argv).rounds
+
+
+def main(options: Namespace) -> int:
+    rounds = options.rounds
     print(
         "| model | ranks | ours, ms | naive, ms | naive / ours | quartiles | processor time, naive / ours |"
     )

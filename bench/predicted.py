@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ from bench.cases.linear_overlap import IN, OUT_SHARD, TOKENS
 from bench.cases.predicted_link import CASES, Constants, measure, paused
 from bench.published_overlap import PUBLISHED, Published
 from bench.slow_link import SlowLink, why_not
-from tpkernels.cli import OneLineParser
+from tpkernels.cli import BadUse
 from tpkernels.gpus import gpu_named
 from tpkernels.planning.timeline.node import GRAPH, Node
 from tpkernels.planning.timeline.operators import OPERATORS, Sizes
@@ -60,8 +60,7 @@ def efficiency(seconds: Mapping[str, float]) -> float:
     return (naive - ours) / (naive - floor)
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = OneLineParser(prog="python -m bench predicted", description="Predicted against measured times.")
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("what", choices=("published", "wins", "link"))
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of it into FILE")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="of the link (default 9)")
@@ -70,16 +69,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--pauses", action="store_true", help="products wait instead of multiplying: for a busy machine"
     )
-    options = parser.parse_args(argv)
+
+
+def main(options: Namespace) -> int:
     if options.what == "published":
         found, text = _published()
     elif options.what == "wins":
         found, text = _wins()
     else:
         if reason := why_not():
-            parser.error(reason)
+            raise BadUse(reason)
         if options.rounds < 2:
-            parser.error(f"--rounds: expected at least 2, got {options.rounds}")
+            raise BadUse(f"--rounds: expected at least 2, got {options.rounds}")
         found, text = _link(options)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ python -m bench report RESULTS out/gpu/overlap.json --png FOLDER
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,9 +16,9 @@ from pathlib import Path
 from bench import comparison
 from bench.recorded import Case, Overlaps, Run, TimeLine, Unreadable, as_object, read
 from bench.results import duration
-from tpkernels.cli import OneLineParser
+from tpkernels.cli import BadUse, bad_use_if
 from tpkernels.gpus import RATED_GPUS
-from tpkernels.pictures.charts import FILLS, Bar, Work, bars, roofline
+from tpkernels.pictures.charts import FILLS, Bar, TimedWork, bars, roofline
 from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, save
 from tpkernels.pictures.lanes import lanes
 from tpkernels.pictures.page import figure, page, paragraph, table, verbatim
@@ -32,21 +33,20 @@ Section = tuple[str, str]
 Pictures = dict[str, Picture]  # by what their PNG is called
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = OneLineParser(prog="python -m bench report", description="A page about results of benchmarks.")
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument(
         "results", nargs="+", type=Path, metavar="RESULTS", help="JSON; of two runs the first is the older"
     )
     parser.add_argument("-o", type=Path, default=Path("out/report.html"), metavar="FILE", help="the page")
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="write each picture into FOLDER, too")
-    options = parser.parse_args(argv)
-    try:
+
+
+def main(options: Namespace) -> int:
+    with bad_use_if(Unreadable):
         found = [read(path) for path in options.results]
-    except Unreadable as error:
-        parser.error(str(error))
     runs = [one for one in found if isinstance(one, Run)]
     if len(runs) > 2:
-        parser.error(f"expected the results of one run, or of two to compare, got {len(runs)}")
+        raise BadUse(f"expected the results of one run, or of two to compare, got {len(runs)}")
     pictures: Pictures = {}
     sections = list(_sections(found, runs, pictures))
     try:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
             files = {options.png / f"{name}.png": picture for name, picture in pictures.items()}
             print(f"pictures  {save(files)}")
     except OSError as error:
-        parser.error(f"cannot write {error.filename}: {error.strerror}")
+        raise BadUse(f"cannot write {error.filename}: {error.strerror}") from error
     return 0
 
 
@@ -175,7 +175,7 @@ def _in_parts(title: str, rows: Sequence[Bar], naive: str) -> Iterator[tuple[str
 def _rooflines(cases: Sequence[Case]) -> Iterator[tuple[str, Picture]]:
     for name, gpu in RATED_GPUS.items():
         works = [
-            Work(case.label, series, case.number("flops"), case.number("bytes"), 1e-3 * case.number(key))
+            TimedWork(case.label, series, case.number("flops"), case.number("bytes"), 1e-3 * case.number(key))
             for case in cases
             if case.word("device") == gpu.name
             and case.word("dtype") in SIXTEEN_BITS
@@ -264,9 +264,3 @@ def _written(number: float, form: str) -> str:
 
 def _file_name(words: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in words)
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.exit(main(sys.argv[1:]))

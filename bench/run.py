@@ -8,11 +8,12 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench.results import Results, cause, read
-from tpkernels.cli import OneLineParser
+from tpkernels.cli import bad_use_if
 
 ROOT = Path(__file__).parents[1]
 NOTHING_RAN = (2, 3, 4, 5)  # pytest's exit codes for interruption, its own errors, bad use, no tests
@@ -22,11 +23,7 @@ class NothingRan(RuntimeError):
     """pytest ended without running what was asked for."""
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = OneLineParser(
-        prog="python -m bench run",
-        description="Run benchmarks and write one JSON. Exit code 1: a case failed. 2: nothing could be run.",
-    )
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--smoke", action="store_true", help="the small set, for a CPU")
     chosen.add_argument("--gpu-set", action="store_true", help="what `make gpu` runs")
@@ -34,7 +31,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("-k", metavar="EXPRESSION", help="only these of it, as for pytest")
     default = Path("out/bench.json")
     parser.add_argument("-o", type=Path, default=default, metavar="FILE", help=f"where to write ({default})")
-    options = parser.parse_args(argv)
+
+
+def main(options: Namespace) -> int:
     chosen_by, selection = [], ["bench"]
     if options.smoke or options.gpu_set:
         chosen_by = ["--smoke" if options.smoke else "--gpu-set"]
@@ -44,12 +43,10 @@ def main(argv: Sequence[str]) -> int:
         selection += ["-k", options.k]
     if options.seconds is not None:
         selection += ["--seconds", str(options.seconds)]
-    try:
+    with bad_use_if(NothingRan, OSError):
         options.o.parent.mkdir(parents=True, exist_ok=True)
         command = shlex.join(["python", "-m", "bench", "run", *chosen_by])
         results = run(selection, options.o, command=command)
-    except (NothingRan, OSError) as error:
-        parser.error(str(error))
     for name, why in results.failures.items():
         print(f"failed: {name}: {cause(why)}")
     print(f"{len(results.infos)} results are in {options.o}")

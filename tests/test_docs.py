@@ -31,17 +31,17 @@ COMMANDS = [
 
 # What `make test` adds to a long command, to have less of it; `make sweep` runs all as they are printed.
 LESS = {
-    "check --bits": ["--schedules", "1", "--only", "c10d/2/row"],
-    "qualify": None,  # tests/cli/test_qualify.py runs this very command
-    "check --config": None,  # tests/cli/test_check_config.py does
-    "clock": None,  # tests/cli/test_clock.py
-    "train": [*SIZES, "--tokens", "16", "--steps", "2", "--sample", "5"],
+    "bench bits": ["--schedules", "1", "--only", "c10d/2/row"],
+    "tpkernels qualify": None,  # tests/cli/test_qualify.py runs this very command
+    "tpkernels check --config": None,  # tests/cli/test_check_config.py does
+    "tpkernels clock": None,  # tests/cli/test_clock.py
+    "tpkernels train": [*SIZES, "--tokens", "16", "--steps", "2", "--sample", "5"],
 }
 RUN = sorted({command for command in COMMANDS if command.startswith("python")})
 
 
 def in_test_and_sweep(command: str) -> list[ParameterSet]:
-    less = next((less for start, less in LESS.items() if f"tpkernels {start}" in command), [])
+    less = next((less for start, less in LESS.items() if f"-m {start}" in command), [])
     marks = pytest.mark.sweep if less != [] else ()
     as_printed = pytest.param(command, [], id=command, marks=marks)
     return [as_printed] if not less else [pytest.param(command, less, id=f"less of {command}"), as_printed]

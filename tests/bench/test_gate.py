@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import gate, report
+from bench.__main__ import main as bench
 from bench.baseline import Baseline, made_of, read_baseline, write_baseline
 from bench.gate import judge
 from bench.record import KEYS
@@ -166,7 +166,7 @@ def file_of(path: Path, now: Results) -> str:
 
 def main(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     try:
-        code = gate.main([*arguments, "--skip", "kernels"])
+        code = bench(["gate", *arguments, "--skip", "kernels"])
     except SystemExit as ended:
         code = int(ended.code or 0)
     said = capsys.readouterr()
@@ -216,7 +216,7 @@ def test_a_small_selection_is_run_compared_and_shown(tmp_path, capsys):
         True,
     )
     page = tmp_path / "report.html"
-    assert report.main([str(file), "-o", str(page)]) == 0
+    assert bench(["report", str(file), "-o", str(page)]) == 0
     assert re.match(r"1 case: ", capsys.readouterr().out)
     assert f": {said['ratio']:.4g}, spread" in page.read_text() or not can_draw()
     now = read(file)

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bench.__main__ import main
 from bench.recorded import Unreadable, read
-from bench.report import main
 from tests.pictures.reading import hinted, words
 
 pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
@@ -21,7 +21,7 @@ def told(tmp_path, capsys):
 
     def run(*arguments):
         target = tmp_path / "page" / "report.html"
-        assert main([*map(str, arguments), "-o", str(target)]) == 0
+        assert main(["report", *map(str, arguments), "-o", str(target)]) == 0
         return capsys.readouterr().out, target.read_text(encoding="utf-8")
 
     return run
@@ -116,7 +116,7 @@ def test_other_files_are_refused(content, message, tmp_path, capsys):
     with pytest.raises(Unreadable, match=message):
         read(path)
     with pytest.raises(SystemExit) as ended:
-        main([str(path), "-o", str(tmp_path / "report.html")])
+        main(["report", str(path), "-o", str(tmp_path / "report.html")])
     assert ended.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "report.html").exists()

@@ -6,6 +6,7 @@ import shlex
 import pytest
 import torch
 
+from bench.__main__ import main as bench
 from tpkernels.cli import main
 
 PLAN_OF_A_MODEL = "plan --model llama3-70b --world-size 64 --gpu h100"
@@ -35,7 +36,7 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--size hidden_size=wide": "hidden_size: expected a whole number of at least 1",
         "--recompute some": "argument --recompute: invalid choice: 'some'",
         "--tp 8": "unrecognized arguments: --tp 8",
-        "--json /nowhere/a.json": "No such file or directory",
+        "--json /nowhere/a.json": "cannot write to '/nowhere/a.json'",
     },
     "tune": {
         "": "--shapes",
@@ -129,9 +130,8 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--json /nowhere/at/all": "cannot write to '/nowhere/at/all'",
     },
     "check": {
-        "--schedules 3": "--schedules needs --bits",
-        "--seed 0": "--seed needs --bits",
-        "--world-size 2": "--world-size needs --bits",
+        "--bits": "in a checkout of the repository run `python -m bench bits`",
+        "--bits --schedules 3 --only row": "in a checkout of the repository run `python -m bench bits`",
         "--arch sm_90,sm_42": "sm_42",
         "--arch sm_90 --skip compile": "",
         "--update --skip compile": "",
@@ -143,17 +143,14 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--json /tmp": "cannot write to '/tmp'",
         "--config absent.toml": "absent.toml: No such file or directory",
     },
-    "check --bits": {
+    "bench bits": {
         "--schedules 0": "argument --schedules: expected at least 1, got '0'",
         "--schedules many": "argument --schedules: expected at least 1, got 'many'",
         "--seed -1": "argument --seed: expected a whole number of 0 or more, got '-1'",
         "--world-size 1,2": "argument --world-size: expected numbers from 2 to 16 with commas between",
         "--world-size ''": "argument --world-size: expected numbers from 2 to 16",
         "--only rwo": "nothing has 'rwo' in its name, such as shared/2/row",
-        "--arch sm_90": "--arch is about kernels: leave it out beside --bits",
-        "--skip compile": "--skip is about kernels: leave it out beside --bits",
-        "--update": "--update is about kernels: leave it out beside --bits",
-        "--config gate.toml": "--config is about kernels: leave it out beside --bits",
+        "--json /nowhere/bits.json": "cannot write to '/nowhere/bits.json'",
     },
 }
 
@@ -170,10 +167,12 @@ def test_bad_use_is_refused_in_one_line(command, wrong, said, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    program, _, bench_command = command.partition("bench ")
+    run = bench if bench_command else main
     with pytest.raises(SystemExit) as ended:
-        main(shlex.split(f"{command} {wrong}"))
+        run(shlex.split(f"{bench_command or program} {wrong}"))
     printed, refusal = capsys.readouterr()
     assert (ended.value.code, printed, refusal.count("\n")) == (2, "", 1), refusal[:300]
-    assert refusal.startswith("python -m tpkernels")
+    assert refusal.startswith("python -m bench" if bench_command else "python -m tpkernels")
     assert re.search(said, refusal), refusal[:300]
     assert not list(tmp_path.iterdir())

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.gate.samples import COST
-from tpkernels.cli import clock, clock_kernel, main
+from tpkernels import cli
+from tpkernels.cli import clock_kernel, main
 from tpkernels.cli.clock_kernel import Clocked
 from tpkernels.cli.clock_ops import OPS
 from tpkernels.gate import workers
@@ -95,11 +96,6 @@ def test_picture_shows_engines_and_groups_of_warps(answer, tmp_path, capsys):
         assert words in svg, words
 
 
-def test_name_of_an_op_is_handed_on(monkeypatch):
-    monkeypatch.setattr(clock, "_ops", lambda: {"column_linear": lambda argv: len(argv)})
-    assert main(["clock", "column_linear", "--tokens", "8192"]) == 3
-
-
 @pytest.mark.parametrize("tool", ["ptxas", "cuobjdump"])
 def test_a_missing_tool_is_named(tool, monkeypatch, capsys):
     import triton
@@ -118,7 +114,7 @@ def test_a_missing_tool_is_named(tool, monkeypatch, capsys):
 
 
 def test_a_missing_matplotlib_is_told_before_the_work(monkeypatch, capsys):
-    monkeypatch.setattr(clock, "can_draw", lambda: False)
+    monkeypatch.setattr(cli, "can_draw", lambda: False)
     with pytest.raises(SystemExit):
         main(["clock", NAME, "--picture", "x.png"])
     assert "expected matplotlib" in capsys.readouterr().err

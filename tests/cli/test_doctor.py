@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.warm_python import ran
-from tpkernels.cli import doctor
+from tpkernels.cli import doctor, main
 
 REPORT = ["-m", "tpkernels", "doctor", "--json"]
 
@@ -47,7 +47,7 @@ def look(monkeypatch, capsys):
             variables["PYTHONPATH"] = os.pathsep.join([str(path), os.getcwd()])
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        code = doctor.main(["--json"])
+        code = main(["doctor", "--json"])
         told = json.loads(capsys.readouterr().out)
         return code, {finding["name"]: finding for finding in told["findings"]}
 
@@ -121,11 +121,11 @@ def test_doctor_refuses_variables_that_mean_nothing(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_probes", list)
     monkeypatch.setattr(doctor, "_self_test", lambda: doctor.ok("self-test", "left out"))
     monkeypatch.setenv("TPKERNELS_LOG", "choices")
-    assert doctor.main([]) == 0
+    assert main(["doctor"]) == 0
     capsys.readouterr()
     monkeypatch.setenv("TPKERNELS_TUEN", "0")
     monkeypatch.setenv("TPKERNELS_TRANSPORT", "share")
-    assert doctor.main([]) == 1
+    assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "problem  variable   TPKERNELS_TUEN=0: nothing reads it; did you mean TPKERNELS_TUNE?" in printed
     told = "TPKERNELS_TRANSPORT=share: expected one of auto, c10d, shared, symmetric; did you mean shared?"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tpkernels.cli import probe, qualified
-from tpkernels.cli.qualified import Check, Report, keep, versions_for
+from tpkernels.cli.qualified import Check, Qualification, keep, versions_for
 from tpkernels.comm.transports import select
 
 GPU = "Test GPU 1"
@@ -23,7 +23,7 @@ def one_gpu(monkeypatch, tmp_path):
 
 def report(status, **versions):
     checks = [Check("kernels", "glu_fwd", status, "text"), Check("calls", "c10d", "right", "text")]
-    return Report(versions_for(GPU), 8, 1, checks, "auto: symmetric (fastest)")
+    return Qualification(versions_for(GPU), 8, 1, checks, "auto: symmetric (fastest)")
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from tests.ranks import RankPool
 from tests.warm_python import children_of, is_running, ran, started
 from tpkernels.cli import main, qualified, qualify_calls, qualify_kernels, qualify_times
 from tpkernels.cli import qualify as qualify_command
-from tpkernels.cli.qualified import Check, Report, keep, known
-from tpkernels.cli.qualify_world import World
+from tpkernels.cli.qualified import Check, Qualification, keep, known
+from tpkernels.cli.qualify_world import QualifyWorld
 from tpkernels.comm.schedule import MOST_CHUNKS, even_chunks, parts_of_shard
 from tpkernels.comm.transports.host import HostExchange
 from tpkernels.dispatch.cache import Cache, Choice, Versions
@@ -129,7 +129,7 @@ def test_every_kernel_is_tried_however_little_time_there_is(monkeypatch):
     monkeypatch.setattr(qualify_kernels, "examine", lambda case, frames: Computed(case.name, 0.1, ""))
     tried = set()
     for rank in range(2):
-        world = World(rank, 2, torch.device("cpu"), 7, 1e-9, quick=False)
+        world = QualifyWorld(rank, 2, torch.device("cpu"), 7, 1e-9, quick=False)
         launchers, computed = qualify_kernels._computed(world)
         tried |= {name.partition("/")[0] for name, _, _ in computed}
         assert len(computed) <= len(launchers) / 2 + 1
@@ -140,7 +140,7 @@ def test_every_kernel_is_tried_however_little_time_there_is(monkeypatch):
 @on_ranks(2)
 def test_an_exchange_is_used_until_its_flags_begin_again(in_a_row, status):
     """Not if each problem has one call in turn: other exchanges close it before."""
-    world = World(dist.get_rank(), 2, torch.device("cpu"), seed=1, seconds=patient(60), quick=False)
+    world = QualifyWorld(dist.get_rank(), 2, torch.device("cpu"), seed=1, seconds=patient(60), quick=False)
     sizes = {"IN_TURN": 2, "IN_A_ROW": in_a_row, "LAST_ROW": in_a_row, "EPOCHS": 5, "SIZES": ("small",)}
     with patch.multiple(qualify_calls, **sizes), world.group_over("shared") as group:
         check = qualify_calls._delayed_calls(world, "shared", group, end=1.0)
@@ -185,7 +185,7 @@ def test_shards_of_its_calls_are_one_chunk_and_four(ranks, dtype):
         for size, chunks in (("small", 1), ("large", MOST_CHUNKS)):
             for seed in range(5):
                 full = qualify_calls.operands_of(name, size, ranks, random.Random(seed), dtype)
-                shapes = dict(zip((*op.operands, op.out[0]), (x.shape for x in full), strict=True))
+                shapes = dict(zip((*op.program.operands, "y"), (x.shape for x in full), strict=True))
                 for rows, cols in (shapes[what] for what in moved.get(name, ["x", "y"])):
                     wanted = parts_of_shard(rows // ranks * cols * dtype.itemsize)
                     assert even_chunks(rows // ranks, wanted) == chunks
@@ -244,11 +244,11 @@ def test_a_rank_that_dies_is_named_and_leaves_no_process(tmp_path):
 
 
 def test_a_report_is_kept_by_gpu_and_versions(cache):
-    right = Report(VERSIONS, 2, 1, [Check("times", "a", "right", "fast")], "auto: c10d")
+    right = Qualification(VERSIONS, 2, 1, [Check("times", "a", "right", "fast")], "auto: c10d")
     keep(right)
     assert known(VERSIONS)["right"] is True
     assert known(Versions("Test GPU 1", "2.14.0", "3.7.1", "0123456789ab")) is None
-    keep(Report(VERSIONS, 2, 1, [Check("times", "a", "wrong", "slow")], "auto: c10d"))
+    keep(Qualification(VERSIONS, 2, 1, [Check("times", "a", "wrong", "slow")], "auto: c10d"))
     assert known(VERSIONS)["right"] is False
     (path,) = cache.iterdir()
     for damaged in ("{", "[]", '{"format": 2}', path.read_text().replace("2.13.0", "2.12.0")):
@@ -304,12 +304,12 @@ class Gpus:
 def test_gpus_are_tried_over_what_they_can(ranks, gpus, symmetric, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", gpus.device_count)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", gpus.can_device_access_peer)
-    world = World(0, ranks, torch.device("cuda"), 1, 1.0, quick=True)
+    world = QualifyWorld(0, ranks, torch.device("cuda"), 1, 1.0, quick=True)
     assert world.transports() == {"c10d": symmetric if ranks == 1 else "", "symmetric": symmetric}
 
 
 def test_kernels_that_child_processes_have_tried_are_listed(cache):
-    world = World(0, 1, torch.device("cpu"), 7, 1.0, quick=False)
+    world = QualifyWorld(0, 1, torch.device("cpu"), 7, 1.0, quick=False)
     assert list(qualify_kernels.check_trials(world)) == []
     kept = Cache(cache, qualified.versions_here())
     kept.put("passed: linear bfloat16 none triton/descriptor/64x64x64-w4-s3-p1-c1", Choice("passed", {}))

@@ -11,7 +11,7 @@ from tests.buckets.nccl_stand_in import left_held, standing_in
 from tpkernels.buckets import reduction_times
 from tpkernels.buckets.first_use import problem_with_extension
 from tpkernels.cli import qualify_buckets
-from tpkernels.cli.qualify_world import World
+from tpkernels.cli.qualify_world import QualifyWorld
 from tpkernels.comm.groups import LiveGroup
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def small(monkeypatch):
 
 
 def this_rank():
-    return World(dist.get_rank(), dist.get_world_size(), CPU, 1, 60.0, True)
+    return QualifyWorld(dist.get_rank(), dist.get_world_size(), CPU, 1, 60.0, True)
 
 
 def checked(planted):

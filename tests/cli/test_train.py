@@ -13,7 +13,7 @@ from tests.checks import without_progress
 from tests.cli.living_ranks import TORCHRUN, train_on, training
 from tests.conftest import HAS_GPU
 from tests.interop.test_damaged_checkpoint import cut, flip
-from tpkernels.cli import main
+from tpkernels.cli import OneLineParser, main
 from tpkernels.cli import train as train_command
 from tpkernels.models.config import SMALL
 from tpkernels.ops.quantize import Recipe
@@ -70,8 +70,14 @@ def test_a_mistake_is_one_message_of_all_ranks(arguments, message, ranks1, ranks
     assert run.stderr.count(message) == run.stderr.count("python -m tpkernels train: rank ") == 1
 
 
+def parser_for(words):
+    parser = OneLineParser()
+    train_command.add_options(parser, words)
+    return parser
+
+
 def test_each_field_of_a_run_is_an_option_with_its_default_and_help():
-    parser = train_command._parser()
+    parser = parser_for([])
     usual = TrainConfig(model=SMALL, data="x", dtype=torch.bfloat16 if HAS_GPU else torch.float32)
     assert train_command._config(parser.parse_args(["--data", "x"])) == usual
     told = " ".join(parser.format_help().split())
@@ -268,8 +274,8 @@ def test_ranks_of_torchrun_refuse_huge_sizes_alike(ranks2):
 
 
 def parsed(*arguments):
-    parser = train_command._parser()
-    return train_command._config(train_command._with_config(parser, ["--data", "x", *arguments]))
+    words = ["--data", "x", *arguments]
+    return train_command._config(parser_for(words).parse_args(words))
 
 
 def test_its_words_are_those_of_recipes(tmp_path):

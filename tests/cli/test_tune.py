@@ -73,7 +73,7 @@ def test_steps_are_the_products_and_gpus_those_with_a_target():
 
 
 def test_without_triton_its_candidates_are_missed_aloud(capsys, monkeypatch):
-    for module in (tune, candidates):
+    for module in (cli, tune, candidates):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     assert main([*DRY, "--steps", "wgrad"]) == 0
     said = capsys.readouterr()
@@ -81,7 +81,7 @@ def test_without_triton_its_candidates_are_missed_aloud(capsys, monkeypatch):
     assert "triton/" not in said.out
     with pytest.raises(SystemExit):
         main(["tune", "--shapes", "64x64x64"])
-    assert "triton is not installed" in capsys.readouterr().err
+    assert "tune needs triton, which is not installed" in capsys.readouterr().err
 
 
 def test_missing_package_is_named_in_one_line(capsys, monkeypatch):

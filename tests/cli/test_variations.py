@@ -8,7 +8,7 @@ import torch
 from tests.dispatch.conftest import CPU, VERSIONS, need_interpreter
 from tests.gate.samples import FACTS
 from tpkernels.cli import variations
-from tpkernels.cli.variations import Compiled, Variations, fastest_of_each_kind, neighbours
+from tpkernels.cli.variations import CompiledTiles, Variations, fastest_of_each_kind, neighbours
 from tpkernels.dispatch import products
 from tpkernels.dispatch.cache import Cache
 from tpkernels.dispatch.candidates import GPUS, TORCH, Gpu, of_tile
@@ -174,7 +174,7 @@ def test_variations_are_compiled_as_they_would_be_launched(monkeypatch):
     monkeypatch.setattr(ahead_of_time, "compile_all", compile_all)
     record = products.dgrad_act
     arguments = record.sample(Layer(4096, 2048, 1024, activation="gelu"))
-    kept = Compiled(GPUS["h100"])(record, arguments, [good, spilling, broken, large, serial])
+    kept = CompiledTiles(GPUS["h100"])(record, arguments, [good, spilling, broken, large, serial])
     assert kept == [good]
     entry = compiled[0]
     assert (entry.module, entry.form, entry.num_warps, entry.num_stages) == (
@@ -189,9 +189,9 @@ def test_variations_are_compiled_as_they_would_be_launched(monkeypatch):
     def refusing(*arguments, tile, form):
         raise ValueError("dgrad: no such tile")
 
-    assert Compiled(GPUS["h100"])(replace(record, by_kernel=refusing), arguments, [good]) == []
+    assert CompiledTiles(GPUS["h100"])(replace(record, by_kernel=refusing), arguments, [good]) == []
     monkeypatch.setattr(ahead_of_time, "ARCHITECTURES", ())
-    assert Compiled(GPUS["h100"])(record, arguments, [broken]) == [broken], "its rules are not known"
+    assert CompiledTiles(GPUS["h100"])(record, arguments, [broken]) == [broken], "its rules are not known"
 
 
 def test_what_cannot_be_launched_is_not_compiled(monkeypatch):

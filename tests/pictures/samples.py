@@ -6,9 +6,9 @@ import math
 import random
 import sys
 
-from tpkernels.pictures.charts import Bar, Work, bars, curve, roofline
+from tpkernels.pictures.charts import Bar, TimedWork, bars, curve, roofline
 from tpkernels.pictures.figure import Picture, sheet
-from tpkernels.pictures.kernel import Doing, Lane, Mark, processor
+from tpkernels.pictures.kernel import Doing, Lane, processor
 from tpkernels.pictures.lanes import Span, lanes
 from tpkernels.topology.plan import plan_groups
 
@@ -47,11 +47,11 @@ def ratios(count: int) -> list[Bar]:
     return [Bar(name, ratio, ratio * 0.95, ratio * 1.05) for name, ratio in zip(names, found, strict=True)]
 
 
-def works(count: int) -> list[Work]:
+def works(count: int) -> list[TimedWork]:
     draw = random.Random(0)
     densities = [10 ** draw.uniform(0, 4) for _ in range(count)]
     return [
-        Work(f"shape {number}", series, density * 1e9, 1e9, max(density / 989e3, 1 / 3.35e3) * slower)
+        TimedWork(f"shape {number}", series, density * 1e9, 1e9, max(density / 989e3, 1 / 3.35e3) * slower)
         for number, density in enumerate(densities)
         for series, slower in (("ours", 1.2), ("naive", 1.5))
     ]
@@ -65,7 +65,7 @@ def losses(heading: str, points: list[tuple[float, float]], across: str = "step"
     return curve(heading, points, across=across, along="loss, nats per token")
 
 
-def hopper(heading: str, shown: list[Work]) -> Picture:
+def hopper(heading: str, shown: list[TimedWork]) -> Picture:
     return roofline(heading, shown, flops=989e12, bytes=3.35e12)
 
 
@@ -103,7 +103,7 @@ SAMPLES = {
     ),
     "bars_of_no_numbers": bars("Ratios", [Bar("a", NAN), Bar("b", INF), Bar("c", 0.0), Bar("d", -2.0)]),
     "bars_strange": bars(STRANGE, [Bar(STRANGE, 1.1, 1.0, 1.2)], note=STRANGE, across=STRANGE),
-    "processor": processor("A tile", ENGINES, marks=[Mark(1000.0, "16 steps")], note="model"),
+    "processor": processor("A tile", ENGINES, note="model"),
     "processor_of_nothing": processor("A tile", []),
     "processor_strange": processor(
         STRANGE,
@@ -114,7 +114,6 @@ SAMPLES = {
                 STRANGE,
             )
         ],
-        marks=[Mark(5e13, STRANGE), Mark(NAN, "x")],
         note=STRANGE,
     ),
     "plan": sheet(plan_groups(world_size=16, tensor=2, pipeline=4).to_svg()),
@@ -123,10 +122,10 @@ SAMPLES = {
     "roofline_odd": hopper(
         STRANGE,
         [
-            Work("c", "ours", 1e308, 1e-308, 1e-308),
-            Work("d", "x", 1, 1, 1e300),
-            Work("a", "ours", 1e9, 1e12, 5.0),
-            Work("b", "ours", 1e9, 0.0, 1.0),
+            TimedWork("c", "ours", 1e308, 1e-308, 1e-308),
+            TimedWork("d", "x", 1, 1, 1e300),
+            TimedWork("a", "ours", 1e9, 1e12, 5.0),
+            TimedWork("b", "ours", 1e9, 0.0, 1.0),
         ],
     ),
 }

@@ -19,7 +19,7 @@ from tests.pictures.samples import (
     losses,
 )
 from tests.ranks import RankPool
-from tpkernels.pictures.charts import FILLS, Bar, Work, bars
+from tpkernels.pictures.charts import FILLS, Bar, TimedWork, bars
 from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, hint, save, sheet, shortened
 
 pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
@@ -115,8 +115,8 @@ def test_wins_and_losses_go_either_way_from_one_and_twice_is_as_long_as_half():
 
 
 def test_work_lies_below_the_roof_and_its_ridge_where_both_meet():
-    at_ridge = Work("best", "ours", 989e12, 3.35e12, 1.0)
-    half = Work("half", "ours", 989e12, 3.35e12, 2.0)
+    at_ridge = TimedWork("best", "ours", 989e12, 3.35e12, 1.0)
+    half = TimedWork("half", "ours", 989e12, 3.35e12, 2.0)
     svg = hopper("H100", [at_ridge, half]).svg
     dots = {name.partition(",")[0]: box for name, box in hinted(svg).items()}
     roof = max(re.findall(r'd="(M[^"z]*)"[^>]*stroke: #1c2530', svg), key=len)

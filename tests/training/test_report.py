@@ -9,7 +9,7 @@ from tpkernels import plan_groups
 from tpkernels.pictures.figure import NO_MATPLOTLIB
 from tpkernels.pictures.lanes import Span
 from tpkernels.training.proof import Proof
-from tpkernels.training.report import Run, at_once, write
+from tpkernels.training.report import RunRecord, at_once, write
 from tpkernels.training.trainer import StepReport
 
 PLAN = plan_groups(world_size=4, tensor=2)
@@ -30,7 +30,7 @@ def page_of(run, folder):
 
 def run_of(*losses, title="run", spans=SPANS, on_gpu=False, **more):
     reports = [StepReport(step, loss, 1.0, 1e-3, 0.5, 64) for step, loss in enumerate(losses, start=1)]
-    return Run(title=title, reports=reports, spans=spans, plan=PLAN, on_gpu=on_gpu, **more)
+    return RunRecord(title=title, reports=reports, spans=spans, plan=PLAN, on_gpu=on_gpu, **more)
 
 
 def test_page_stands_by_itself_and_escapes(tmp_path):

@@ -13,13 +13,13 @@ from torch.profiler import profile
 from tests.on_ranks import on_ranks
 from tests.training.small import config_for, losses_of, trainer_for
 from tpkernels.training.profile import StepProfile, phase
-from tpkernels.training.step_trace import Event, seconds_at_once, spans_of, traced, union
+from tpkernels.training.step_trace import ProfiledEvent, seconds_at_once, spans_of, traced, union
 
 NODE = "autograd::engine::evaluate_function: MmBackward"
 
 
 def event(name, start, stop, *, thread=1, on_device=False, number=0, launched_by=0):
-    return Event(name, start, stop, thread, on_device, number, launched_by)
+    return ProfiledEvent(name, start, stop, thread, on_device, number, launched_by)
 
 
 def summary(spans):

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from bench.bits.schedule import drawn, imposed
+from tests.bench.planted_bits import order_of_arrival
 from tests.checks import error_of
-from tests.cli.planted_bits import order_of_arrival
 from tests.layers.test_watch import every
 from tests.layers.worlds import posing
 from tests.on_ranks import on_ranks
@@ -23,12 +24,11 @@ from tests.products import once
 from tests.training.small import TINY, config_for, losses_of, trainer_for
 from tpkernels import GPT, manual_seed
 from tpkernels.buckets import gradients as buckets_module
-from tpkernels.cli.bits_schedule import drawn, imposed
 from tpkernels.comm import schedule
 from tpkernels.comm.transports import select
 from tpkernels.interop import dcp
 from tpkernels.training.config import learning_rate
-from tpkernels.training.data import Batches, TokenFile
+from tpkernels.training.data import Excerpts, TokenFile
 
 
 def test_bytes_of_a_text_are_its_ids(text):
@@ -59,7 +59,9 @@ def test_batches_are_the_same_for_every_number_of_ranks(text):
     file = TokenFile(text)
 
     def whole(ranks, step):
-        parts = [Batches(file, batch=8, tokens=5, seed=3, rank=r, ranks=ranks).at(step) for r in range(ranks)]
+        parts = [
+            Excerpts(file, batch=8, tokens=5, seed=3, rank=r, ranks=ranks).at(step) for r in range(ranks)
+        ]
         return [torch.cat(part) for part in zip(*parts, strict=True)]
 
     ids, targets = whole(1, 4)
@@ -72,9 +74,9 @@ def test_batches_are_the_same_for_every_number_of_ranks(text):
 def test_batches_that_cannot_be_are_told(text):
     file = TokenFile(text)
     with pytest.raises(ValueError, match="batch: expected a multiple of the 4 data-parallel ranks, got 6"):
-        Batches(file, batch=6, tokens=5, seed=3, rank=0, ranks=4)
+        Excerpts(file, batch=6, tokens=5, seed=3, rank=0, ranks=4)
     with pytest.raises(ValueError, match=r"tokens: expected 1 to 1759, for .* has 1760 ids, got 1760"):
-        Batches(file, batch=4, tokens=1760, seed=3, rank=0, ranks=4)
+        Excerpts(file, batch=4, tokens=1760, seed=3, rank=0, ranks=4)
 
 
 def test_rate_goes_up_in_a_line_and_down_half_a_cosine():
@@ -100,7 +102,7 @@ def by_hand(config):
         manual_seed(config.seed)
         model = GPT(config.model, dtype=config.dtype)
         file, sizes = TokenFile(config.data), {"batch": config.batch, "tokens": config.tokens}
-        batches = Batches(file, **sizes, seed=config.seed, rank=0, ranks=1)
+        batches = Excerpts(file, **sizes, seed=config.seed, rank=0, ranks=1)
         decays = {
             "params": [p for p in model.parameters() if p.ndim > 1],
             "weight_decay": config.weight_decay,

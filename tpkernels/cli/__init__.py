@@ -1,14 +1,21 @@
-"""`python -m tpkernels COMMAND`: one module a command, each imported only when it is called."""
+"""`python -m tpkernels COMMAND`: one module a command, each imported only when it is called.
+
+The module of a command has `add_options(parser, words)`, words being all that follows the name, and
+`main(options)`, which returns the exit code. Bad use is a `BadUse`, told in one line with exit code 2.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGINT
 from types import TracebackType
@@ -16,6 +23,7 @@ from typing import Any, NoReturn
 
 from tpkernels import __version__
 from tpkernels.files import parsed
+from tpkernels.pictures.figure import NO_MATPLOTLIB, can_draw
 
 COMMANDS = {
     "plan": "print and draw the groups of a world, or choose them for a model; needs no GPU and no torch",
@@ -27,7 +35,7 @@ COMMANDS = {
     "tune": "time who computes each step of a layer fastest on this GPU, and remember it",
 }
 SAID_EVERY = 15.0  # seconds, of how far a command is, in a log
-MOST_RANKS = 10_000_000  # more than any machine has, and described in seconds
+EXIT_CODES = "Exit codes: 0 all is well, 1 something is not, 2 bad use."
 
 
 class OneLineParser(ArgumentParser):
@@ -35,6 +43,10 @@ class OneLineParser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class BadUse(ValueError):
+    """What a command was given cannot be; its text is the line that is told."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(
     program: str, description: str, commands: Mapping[str, str], package: str, argv: Sequence[str] | None
 ) -> int:
-    """`python -m PROGRAM COMMAND`, each command the `main` of a module of `package`; alone it lists them."""
+    """Run `python -m PROGRAM COMMAND ...` and return its exit code; without a command list them.
+
+    commands: name -> what it does, the name being that of a module of `package`
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(prog=f"python -m {program}", description=description)
     parser.add_argument("--version", action="version", version=f"tpkernels {__version__}")
@@ -53,12 +68,20 @@ def run_command(
     for name, purpose in commands.items():
         # everything after the name is the command's own business
         choices.add_parser(name, help=purpose, add_help=False)
-    command = parser.parse_known_args(arguments[:1])[0].command
+    command, words = parser.parse_known_args(arguments[:1])[0].command, arguments[1:]
     if command is None:
         parser.print_help()
         return 0
+    purpose = commands[command]
+    described = f"{purpose[0].upper()}{purpose[1:]}."
+    own = OneLineParser(prog=f"{parser.prog} {command}", description=described, epilog=EXIT_CODES)
     try:
-        code: int = import_module(f"{package}.{command}").main(arguments[1:])
+        module = import_module(f"{package}.{command}")
+        own.set_defaults(words=words)
+        module.add_options(own, words)
+        code: int = module.main(own.parse_args(words))
+    except BadUse as error:
+        own.error(str(error))
     except ModuleNotFoundError as error:  # some import what they need once they have read their arguments
         if (error.name or "").startswith(package.split(".")[0]):  # our own mistake
             raise
@@ -69,21 +92,45 @@ def run_command(
     return code
 
 
+@contextmanager
+def bad_use_if(*errors: type[Exception]) -> Iterator[None]:
+    """Turn errors of these types into bad use, in their own words."""
+    try:
+        yield
+    except errors as error:
+        raise BadUse(str(error)) from error
+
+
+def require_packages(*names: str) -> None:
+    """Raise ModuleNotFoundError for the first package that is not installed, without importing any."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(name=name)
+
+
 def written_to(text: str) -> Path:
-    """An argument that names a file to write: refused before the work, not after it."""
+    """Return the path of a file to write, which an argument names; refused before the work, not after it."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ArgumentTypeError(f"cannot write to {text!r}")
     return path
 
 
-def require_ranks(option: str, count: int) -> None:
-    if count > MOST_RANKS:
-        raise ValueError(f"{option}: expected at most {MOST_RANKS}, got {count}")
+def drawn_into(text: str) -> Path:
+    """Return the path of a picture to write, likewise; refused where nothing can draw it."""
+    if not can_draw():
+        raise ArgumentTypeError(NO_MATPLOTLIB)
+    return written_to(text)
+
+
+def write_json(path: Path | None, content: object) -> None:
+    """Write what a command found as JSON, if it was given a path for it."""
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def size_of(text: str) -> tuple[str, Any]:
-    """`--size NAME=VALUE`"""
+    """Return name and value of `--size NAME=VALUE`."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"--size: expected NAME=VALUE, got {text!r}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
+from typing import Any
 
-from tpkernels.cli import size_of
+from tpkernels.cli import size_of, write_json, written_to
 from tpkernels.gpus import gpu_named
 from tpkernels.models.config import model_config
 from tpkernels.planning.advice import Advice, Prediction, advise
@@ -29,7 +28,7 @@ _STAGES = "not for `train`: stages"
 
 
 def advise_on(options: Namespace) -> int:
-    """The command; 1 if nothing fits."""
+    """Print which layouts suit a model; return 1 if none fits."""
     job, machine = _job(options), _machine(options)
     most = machine.gpus_per_node if options.max_tp is None else options.max_tp
     advice = advise(job, machine, options.world_size, most)
@@ -41,8 +40,7 @@ def advise_on(options: Namespace) -> int:
             _assumptions(machine),
         ]
     )
-    if options.json is not None:
-        options.json.write_text(_as_json(options, job, machine, advice), encoding="utf-8")
+    write_json(options.json, _as_json(options, job, machine, advice))
     print(text)
     return 0 if advice.fitting else 1
 
@@ -91,7 +89,7 @@ def add_options(parser: ArgumentParser) -> None:
         )
     group.add_argument("--top", type=int, default=10, metavar="N", help="how many to list (default 10)")
     group.add_argument("--all", action="store_true", help="list all, those that do not fit as well")
-    group.add_argument("--json", type=Path, metavar="FILE", help="also write all of them into FILE")
+    group.add_argument("--json", type=written_to, metavar="FILE", help="also write all of them into FILE")
 
 
 def _job(options: Namespace) -> Job:
@@ -155,7 +153,7 @@ def _table(predictions: Sequence[Prediction]) -> str:
 
 
 def _best(advice: Advice) -> list[str]:
-    """The best layout that `train` can run; where it is not the first of the table, the table says why."""
+    """Return in a line the best layout that `train` can run; the table says what beats it."""
     runnable = [found for found in advice.fitting if found.layout.pipeline == 1]
     if runnable:
         return [f"best for `train`: {runnable[0].layout}, {runnable[0].time.total:.3f} s"]
@@ -196,8 +194,8 @@ def _assumptions(machine: Machine) -> str:
     )
 
 
-def _as_json(options: Namespace, job: Job, machine: Machine, advice: Advice) -> str:
-    report = {
+def _as_json(options: Namespace, job: Job, machine: Machine, advice: Advice) -> dict[str, Any]:
+    return {
         "model": options.model,
         "world_size": options.world_size,
         "job": asdict(job),
@@ -208,4 +206,3 @@ def _as_json(options: Namespace, job: Job, machine: Machine, advice: Advice) -> 
         ],
         "impossible": [{"layout": asdict(layout), "reason": reason} for layout, reason in advice.impossible],
     }
-    return json.dumps(report, indent=1) + "\n"

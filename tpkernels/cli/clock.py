@@ -6,20 +6,14 @@ Nothing is measured, and no GPU is needed. The name of an op is handed on to `cl
 
 from __future__ import annotations
 
-import json
 import re
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tpkernels.cli import OneLineParser, Progress, written_to
-from tpkernels.pictures.figure import NO_MATPLOTLIB, can_draw
+from tpkernels.cli import BadUse, Progress, clock_ops, drawn_into, require_packages, write_json, written_to
 
 if TYPE_CHECKING:
-    from tpkernels.cli.clock_kernel import Clocked
     from tpkernels.gate.ahead_of_time import Entry
 
 PROCESSES = 2
@@ -28,40 +22,10 @@ USUAL = (8192, 4096, 4096)
 MOST = 2**24  # of tokens, or of features: more than any layer has
 
 
-def main(argv: Sequence[str]) -> int:
-    ops = _ops()
-    if argv and argv[0] in ops:
-        return int(ops[argv[0]](argv))
-    parser = _parser()
-    options = parser.parse_args(argv)
-    for package in PACKAGES:
-        if find_spec(package) is None:
-            parser.error(f"{package} is not installed, and the clock needs it")
-    if missing := _missing_tool():
-        parser.error(missing)
-    if options.picture and not can_draw():
-        parser.error(NO_MATPLOTLIB)
-
-    from tpkernels.cli.clock_kernel import DIED, Request, clock_kernel
-    from tpkernels.gate.workers import results_of
-
-    entries = _entries(parser, options.kernel)
-    if options.picture and len(entries) > 1:
-        parser.error(
-            f"--picture is of one kernel, and {len(entries)} have {options.kernel!r} in their names, such as "
-            f"{entries[0].name}"
-        )
-    requests = [Request(entry, options.shape, bool(options.picture)) for entry in entries]
-    with Progress("clocking", len(requests)) as step:
-        results = results_of(clock_kernel, requests, min(PROCESSES, len(requests)), step, DIED)
-    return _tell(parser, options, entries, results)
-
-
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
-        prog="python -m tpkernels clock",
-        description="Predict by a model what kernels, or an op with its communication, take. Needs no GPU.",
-    )
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
+    if words and words[0] in clock_ops.OPS:
+        clock_ops.add_options(parser)
+        return
     parser.add_argument(
         "kernel",
         metavar="KERNEL",
@@ -77,11 +41,44 @@ def _parser() -> OneLineParser:
     parser.add_argument("--json", type=written_to, metavar="FILE", help="write all numbers into FILE")
     parser.add_argument(
         "--picture",
-        type=written_to,
+        type=drawn_into,
         metavar="FILE",
         help="draw what one SM does during a tile, as PNG or SVG",
     )
-    return parser
+
+
+def main(options: Namespace) -> int:
+    return clock_ops.main(options) if "op" in options else _clock_kernels(options)
+
+
+def _clock_kernels(options: Namespace) -> int:
+    require_packages(*PACKAGES)
+    _require_tools()
+
+    from tpkernels.cli.clock_kernel import DIED, Request, as_json, clock_kernel, picture_of, table
+    from tpkernels.gate.workers import results_of
+
+    entries = _entries(options.kernel)
+    if options.picture and len(entries) > 1:
+        raise BadUse(
+            f"--picture is of one kernel, and {len(entries)} have {options.kernel!r} in their names, such as "
+            f"{entries[0].name}"
+        )
+    requests = [Request(entry, options.shape, bool(options.picture)) for entry in entries]
+    with Progress("clocking", len(requests)) as step:
+        results = results_of(clock_kernel, requests, min(PROCESSES, len(requests)), step, DIED)
+    found = [one for one in results if not isinstance(one, str)]
+    pairs = zip(entries, results, strict=True)
+    failures = [f"{entry.name}: {one}" for entry, one in pairs if isinstance(one, str)]
+    if found:
+        print(table(options.shape, found))
+    write_json(options.json, as_json(options.shape, found, failures))
+    if options.picture and found:
+        picture_of(found[0]).write(options.picture)
+        print(options.picture)
+    for failure in failures:
+        print(failure)
+    return 1 if failures else 0
 
 
 def _shape(text: str) -> tuple[int, int, int]:
@@ -95,72 +92,28 @@ def _shape(text: str) -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
-def _ops() -> dict[str, Any]:
-    """Names of ops that can be clocked -> what clocks them."""
-    if find_spec("tpkernels.cli.clock_ops") is None:
-        return {}
-    ops = import_module("tpkernels.cli.clock_ops")
-    return dict.fromkeys(ops.OPS, ops.main)
-
-
-def _missing_tool() -> str:
-    """What Triton lacks of what it should have brought along."""
+def _require_tools() -> None:
+    """Refuse a Triton that lacks what it should have brought along."""
     import triton
 
     for tool in ("ptxas", "cuobjdump"):
         try:
             _ = getattr(triton.knobs.nvidia, tool).path
         except Exception as error:  # each version of Triton has its own
-            return f"{tool}, which Triton brings along, is missing: {error}"
-    return ""
+            raise BadUse(f"{tool}, which Triton brings along, is missing: {error}") from error
 
 
-def _entries(parser: OneLineParser, wanted: str) -> list[Entry]:
+def _entries(wanted: str) -> list[Entry]:
+    """Return the entries of the catalog with this in their names that the clock knows."""
     from tpkernels.gate.ahead_of_time import CLOCKED
     from tpkernels.gate.catalog import catalog, has_parts
 
     named = [entry for entry in catalog() if has_parts(entry.name, wanted)]
     if not named:
-        known = f"one is {catalog()[0].name}; ops are {', '.join(_ops())}"
-        parser.error(f"no kernel has {wanted!r} between slashes in its name; {known}")
+        known = f"one is {catalog()[0].name}; ops are {', '.join(clock_ops.OPS)}"
+        raise BadUse(f"no kernel has {wanted!r} between slashes in its name; {known}")
     clocked = [entry for entry in named if set(entry.architectures) & set(CLOCKED)]
     if not clocked:
         known = ", ".join(sorted({name for entry in named for name in entry.architectures}))
-        parser.error(f"expected a kernel for {', '.join(CLOCKED)}: {wanted!r} is compiled for {known}")
+        raise BadUse(f"expected a kernel for {', '.join(CLOCKED)}: {wanted!r} is compiled for {known}")
     return clocked
-
-
-def _tell(
-    parser: OneLineParser, options: Namespace, entries: Sequence[Entry], results: Sequence[Clocked | str]
-) -> int:
-    from tpkernels.cli.clock_kernel import as_json, table
-
-    found = [one for one in results if not isinstance(one, str)]
-    pairs = zip(entries, results, strict=True)
-    failures = [f"{entry.name}: {one}" for entry, one in pairs if isinstance(one, str)]
-    if found:
-        print(table(options.shape, found))
-    if options.json:
-        report = as_json(options.shape, found, failures)
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if options.picture and found:
-        print(_draw(options.picture, found[0]))
-    for failure in failures:
-        print(failure)
-    return 1 if failures else 0
-
-
-def _draw(path: Path, one: Clocked) -> str:
-    """The path of what was drawn."""
-    from tpkernels.cli.clock_picture import time_line
-
-    assert one.drawn is not None, "asked for with --picture"
-    run, tiles, steps = one.drawn
-    of_steps = f" of {steps} of {one.steps} steps" if one.steps else ""
-    what = f"{tiles} {'tile' if one.steps else 'block'}{'s' * (tiles > 1)}{of_steps} on one SM, by a model"
-    picture = time_line(one.name, run, note=what)
-    if path.suffix == ".svg":
-        path.write_text(picture.svg, encoding="utf-8")
-    else:
-        path.write_bytes(picture.png)
-    return str(path)

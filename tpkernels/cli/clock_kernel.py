@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,14 +11,19 @@ from tpkernels.gate.clock.cost import SHORT, Cost, Stretch
 from tpkernels.gate.clock.model import Board, Prediction, predict, steps_of
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.semantics import translate
-from tpkernels.gate.clock.timeline import Run
+from tpkernels.gate.clock.timeline import Run, Span
 from tpkernels.gate.clock.workload import of_entry
 from tpkernels.gate.clocking import FromCatalog, built, clocked
+from tpkernels.pictures.figure import Picture
+from tpkernels.pictures.kernel import Doing, Lane, processor
 
 DIED: Clocked | str = "the compiler died"
 PEAK = 989.4  # TFLOP/s of an H100 SXM with 16-bit operands, by its data sheet
 DRAWN = 12  # steps of a tile that are drawn at most: more of the same
 NOTE = "by a model of an H100 SXM; nothing here was measured, see docs/clock.md"
+GROUP = 4  # warps that multiply together, and mostly do the same
+MOST_GROUPS = 12  # that are drawn
+ENGINES = {"products": "tensor cores", "copies": "copies in flight", "stores": "stores in flight"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class Clocked:
 
 
 def clock_kernel(request: Request) -> Clocked | str:
-    """Work for a process; a text says why there is nothing."""
+    """Compile and clock a kernel in this process; return a text where that fails."""
     facts = facts_or_error(Job(request.entry, CLOCKED[0]))
     if isinstance(facts, str):
         return f"does not compile: {facts}"
@@ -108,7 +113,7 @@ def _time(predicted: Prediction) -> str:
 
 
 def awaited(stretch: Stretch) -> str:
-    """What warps wait for longest; nothing, where they mostly issue."""
+    """Return what warps wait for longest; "nothing" where they mostly issue."""
     cause = next(iter(stretch.waits), "instructions")
     return "nothing" if cause == "instructions" else cause.removeprefix("scoreboard: ")
 
@@ -140,3 +145,64 @@ def as_json(shape: tuple[int, int, int], found: Sequence[Clocked], failures: Seq
             for one in found
         ],
     }
+
+
+def picture_of(one: Clocked) -> Picture:
+    """Return a picture of what one SM does: its engines, then a lane for each group of warps."""
+    assert one.drawn is not None, "asked for with --picture"
+    timed, tiles, steps = one.drawn
+    groups = [*_groups(timed)]
+    of_steps = f" of {steps} of {one.steps} steps" if one.steps else ""
+    note = f"{tiles} {'tile' if one.steps else 'block'}{'s' * (tiles > 1)}{of_steps} on one SM, by a model"
+    if (more := len(groups) - MOST_GROUPS) > 0:
+        note += f"; {more} more groups of warps are not shown"
+    return processor(one.name, [*_engines(timed), *groups[:MOST_GROUPS]], note=note)
+
+
+def _engines(run: Run) -> Iterator[Lane]:
+    for kind, name in ENGINES.items():
+        doings = [*_merged(kind, (span for span in run.spans if span.lane == kind))]
+        if doings:
+            share = sum(doing.stop - doing.start for doing in doings) / max(run.cycles, 1.0)
+            yield Lane(name, doings, f"{share:.0%} of the time")
+
+
+def _groups(run: Run) -> Iterator[Lane]:
+    """Yield a lane for the first warp of each four: warps that multiply together wait together."""
+    for block, (start, stop) in enumerate(run.blocks):
+        for first in range(0, len(run.stalls), GROUP):
+            its = [span for span in run.spans if (span.block, span.warp) == (block, first)]
+            doings = [Doing("instructions", start, stop)]
+            doings += [
+                Doing(span.lane, span.start, span.end) for span in its if span.lane in ("epilogue", "waits")
+            ]
+            waiting = sum(span.end - span.start for span in its if span.lane == "waits")
+            last = min(first + GROUP, len(run.stalls)) - 1
+            name = f"warps {first}-{last}" if last > first else f"warp {first}"
+            of_block = f", block {block}" * (len(run.blocks) > 1)
+            yield Lane(name + of_block, doings, f"waits {waiting / max(stop - start, 1.0):.0%}{_most(its)}")
+
+
+def _most(spans: Iterable[Span]) -> str:
+    """Return in words what the warps waited for longest."""
+    causes: dict[str, float] = {}
+    for span in spans:
+        if span.lane == "waits":
+            causes[span.what] = causes.get(span.what, 0.0) + span.end - span.start
+    most = max(causes, key=causes.__getitem__, default="")
+    return f": {most.removeprefix('scoreboard: ')}" if most else ""
+
+
+def _merged(kind: str, spans: Iterable[Span]) -> Iterator[Doing]:
+    """Yield the spans joined where they overlap, so that what is drawn can be added up."""
+    start = stop = None
+    for begin, end in sorted((span.start, span.end) for span in spans):
+        if stop is None or start is None:
+            start, stop = begin, end
+        elif begin <= stop:
+            stop = max(stop, end)
+        else:
+            yield Doing(kind, start, stop)
+            start, stop = begin, end
+    if start is not None and stop is not None:
+        yield Doing(kind, start, stop)

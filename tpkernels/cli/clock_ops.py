@@ -7,14 +7,12 @@ what others do. Needs no GPU and no torch.
 
 from __future__ import annotations
 
-import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from tpkernels.cli import OneLineParser, written_to
+from tpkernels.cli import bad_use_if, drawn_into, write_json, written_to
 from tpkernels.gpus import gpu_named
-from tpkernels.pictures.figure import NO_MATPLOTLIB, can_draw
+from tpkernels.pictures.figure import Picture
 from tpkernels.pictures.lanes import Span, lanes
 from tpkernels.planning.timeline.node import GRAPH, Node
 from tpkernels.planning.timeline.operators import OPERATORS, Sizes
@@ -31,35 +29,7 @@ _LANES = {
 _COLUMNS = 72  # of a time line in text
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = _parser()
-    options = parser.parse_args(argv)
-    try:
-        node, sizes = _node(options), _sizes(options)
-        found = [
-            predict(options.op, direction, way, sizes, node)
-            for direction in options.directions
-            for way in options.ways
-        ]
-    except ValueError as error:
-        parser.error(str(error))
-    if options.picture is not None and not can_draw():
-        parser.error(NO_MATPLOTLIB)
-    print("\n".join(_text(options, sizes, found)))
-    if options.json is not None:
-        predictions = [each.as_json() for each in found]
-        said = {"model": True, "op": options.op, "gpu": node.gpu.name, "ways": predictions}
-        options.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    if options.picture is not None:
-        _draw(options, sizes, found)
-    return 0
-
-
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
-        prog="python -m tpkernels clock",
-        description="Predict by a model what a tensor-parallel call takes, what hides what. Needs no GPU.",
-    )
+def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("op", choices=OPS, metavar="OP", help=", ".join(OPS))
     parser.add_argument("--tokens", type=int, required=True, metavar="N", help="of all ranks")
     parser.add_argument("--in", dest="features_in", type=int, required=True, metavar="N", help="in_features")
@@ -81,8 +51,23 @@ def _parser() -> OneLineParser:
     parser.add_argument("--no-sequence-parallel", dest="sequence_parallel", action="store_false")
     parser.add_argument("--graph", action="store_true", help="launched by a CUDA graph, not by the host")
     parser.add_argument("--json", type=written_to, metavar="FILE", help="write all numbers into FILE")
-    parser.add_argument("--picture", type=written_to, metavar="FILE", help="draw time lines, as SVG or PNG")
-    return parser
+    parser.add_argument("--picture", type=drawn_into, metavar="FILE", help="draw time lines, as SVG or PNG")
+
+
+def main(options: Namespace) -> int:
+    with bad_use_if(ValueError):
+        node, sizes = _node(options), _sizes(options)
+        found = [
+            predict(options.op, direction, way, sizes, node)
+            for direction in options.directions
+            for way in options.ways
+        ]
+    print("\n".join(_text(options, sizes, found)))
+    predictions = [each.as_json() for each in found]
+    write_json(options.json, {"model": True, "op": options.op, "gpu": node.gpu.name, "ways": predictions})
+    if options.picture is not None:
+        _picture(options, sizes, found).write(options.picture)
+    return 0
 
 
 def _node(options: Namespace) -> Node:
@@ -133,7 +118,7 @@ def _said(way: str) -> str:
 
 
 def _hiding(each: Predicted) -> Iterator[str]:
-    """What each transfer has beside it."""
+    """Yield what each transfer has beside it."""
     yield f"\n{each.way}, {each.direction}:"
     for name, beside in each.hidden.items():
         behind = ", ".join(f"{1e6 * seconds:.0f} behind {other}" for other, seconds in beside.items())
@@ -141,7 +126,7 @@ def _hiding(each: Predicted) -> Iterator[str]:
 
 
 def _time_line(each: Predicted) -> Iterator[str]:
-    """Rank 0, a line a queue: # computes, = moves, | launches."""
+    """Yield the time line of rank 0, a line for each queue: # computes, = moves."""
     ours = [ran for ran in each.ran if ran.task.queue[0] == 0 and ran.stop > ran.start]
     start = min((ran.start for ran in ours if ran.task.queue[1] != HOST), default=0.0)
     stop = max((ran.stop for ran in ours), default=0.0)
@@ -156,7 +141,7 @@ def _time_line(each: Predicted) -> Iterator[str]:
             yield f"  {queue:8}|{''.join(line[:_COLUMNS])}|"
 
 
-def _draw(options: Namespace, sizes: Sizes, found: Sequence[Predicted]) -> None:
+def _picture(options: Namespace, sizes: Sizes, found: Sequence[Predicted]) -> Picture:
     panels = {}
     for each in found:
         ours = [ran for ran in each.ran if ran.task.queue[0] == 0 and ran.stop > ran.start]
@@ -167,9 +152,4 @@ def _draw(options: Namespace, sizes: Sizes, found: Sequence[Predicted]) -> None:
             if ran.stop > first and (ran.task.kind == TRANSFER or ran.task.queue[1] in (COMPUTE, HOST))
         ]
     heading = f"{options.op}, {sizes.tokens} tokens on {sizes.ranks} GPUs: model"
-    picture = lanes(heading, panels, note="rank 0; nothing here was measured")
-    path: Path = options.picture
-    if path.suffix == ".svg":
-        path.write_text(picture.svg, encoding="utf-8")
-    else:
-        path.write_bytes(picture.png)
+    return lanes(heading, panels, note="rank 0; nothing here was measured")

@@ -10,13 +10,13 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from io import TextIOWrapper
 
 from tpkernels import __version__
 from tpkernels.child import ending, started
-from tpkernels.cli import OneLineParser
-from tpkernels.cli.probe import PREFIX, Finding, note, ok, problem
+from tpkernels.cli.probe import PREFIX, SELF_TEST, Finding, note, ok, problem
 from tpkernels.cli.variables import mistakes
 
 PROBE_SECONDS = 120
@@ -25,10 +25,11 @@ OUR_VARIABLES = ("TPKERNELS_", "TRITON_", "TORCH_", "NCCL_", "GLOO_", "CUDA_", "
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = OneLineParser(prog="python -m tpkernels doctor", description="Look at this installation.")
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    options = parser.parse_args(argv)
+
+
+def main(options: Namespace) -> int:
     findings = [_python(), *_probes(), _compiler(), *_environment()]
     if isinstance(sys.stdout, TextIOWrapper):  # a terminal that cannot show a character is no reason to stop
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -54,7 +55,7 @@ def _python() -> Finding:
 
 
 def _probes() -> list[Finding]:
-    """The findings of `tpkernels.cli.probe`, and of how it ended."""
+    """Return the findings of `tpkernels.cli.probe`, and one of how it ended if it failed."""
     lines, failure = _run("tpkernels.cli.probe", PROBE_SECONDS)
     findings: list[Finding] = []
     probing = "probe"
@@ -105,19 +106,20 @@ def _environment() -> list[Finding]:
 
 
 def _self_test() -> Finding:
-    lines, failure = _run("tpkernels.cli.selftest", SELF_TEST_SECONDS, words=2)  # a rank's, its launcher's
+    # words: a rank's, and its launcher's
+    lines, failure = _run("tpkernels.cli.probe", SELF_TEST_SECONDS, SELF_TEST, words=2)
     if failure:
         return problem("self-test", f"two gloo processes on this machine: {failure}")
     return ok("self-test", lines[-1] if lines else "two gloo processes agree")
 
 
-def _run(module: str, seconds: float, *, words: int = 1) -> tuple[list[str], str]:
-    """The lines that `python -m module` printed, and in words how it failed: "" if it did not.
+def _run(module: str, seconds: float, *arguments: str, words: int = 1) -> tuple[list[str], str]:
+    """Run `python -m module arguments`; return its lines, and in words how it failed, "" if it did not.
 
     words: how many of its last lines about errors to cite
     """
     lines: list[str] = []
-    with started([sys.executable, "-m", module]) as child:
+    with started([sys.executable, "-m", module, *arguments]) as child:
         try:
             for line in child.lines_until_end(seconds):
                 lines.append(line)

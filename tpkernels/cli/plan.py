@@ -7,40 +7,39 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
-from tpkernels.cli import OneLineParser, advice, require_ranks
+from tpkernels.cli import BadUse, advice, bad_use_if, written_to
 from tpkernels.topology.draw import describe_rank
 from tpkernels.topology.plan import plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER
 
+MOST_RANKS = 10_000_000  # more than any machine has, and described in seconds
 
-def main(argv: Sequence[str]) -> int:
-    parser = OneLineParser(
-        prog="python -m tpkernels plan",
-        usage="%(prog)s --world-size N [options of groups]\n"
-        "       %(prog)s --world-size N --model NAME [options of layouts]",
-        description="Print and draw the groups of a world; with --model predict memory and time of each "
-        "layout of ranks for a model. Needs no GPU and no process group.",
+
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
+    parser.usage = (
+        "%(prog)s --world-size N [options of groups]\n"
+        "       %(prog)s --world-size N --model NAME [options of layouts]"
     )
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="how many ranks (GPUs)")
     parser.add_argument(
         "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (default 8)"
     )
-    is_for_model = any(word.partition("=")[0] == "--model" for word in argv)
+    is_for_model = any(word.partition("=")[0] == "--model" for word in words)
     if not is_for_model:
-        _add_options(parser)
-    if is_for_model or {"-h", "--help"} & {*argv}:
+        _add_options_of_groups(parser)
+    if is_for_model or {"-h", "--help"} & {*words}:
         advice.add_options(parser)
-    options = parser.parse_args(argv)
-    try:
-        require_ranks("--world-size", options.world_size)
-        return advice.advise_on(options) if is_for_model else _plan(options)
-    except (ValueError, TypeError, ArithmeticError, OSError) as error:
-        parser.error(str(error))
 
 
-def _add_options(parser: ArgumentParser) -> None:
+def main(options: Namespace) -> int:
+    if options.world_size > MOST_RANKS:
+        raise BadUse(f"--world-size: expected at most {MOST_RANKS}, got {options.world_size}")
+    with bad_use_if(ValueError, TypeError, ArithmeticError):
+        return advice.advise_on(options) if "model" in options else _plan(options)
+
+
+def _add_options_of_groups(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("options of groups")
     for axis, name in {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}.items():
         group.add_argument(
@@ -52,7 +51,7 @@ def _add_options(parser: ArgumentParser) -> None:
         "--order", default=DEFAULT_ORDER, help=f"axes, fastest first (default {DEFAULT_ORDER})"
     )
     group.add_argument("--rank", type=int, metavar="R", help="show one rank's place only")
-    group.add_argument("--svg", type=Path, metavar="FILE", help="also draw the groups into FILE")
+    group.add_argument("--svg", type=written_to, metavar="FILE", help="also draw the groups into FILE")
 
 
 def _plan(options: Namespace) -> int:

@@ -1,18 +1,24 @@
 """The part of `doctor` that imports what may be broken. Prints one JSON line a finding.
 
-Before each probe it prints the probe's name, so that the parent knows what a crash was about.
+Before each probe it prints the probe's name, so that the parent knows what a crash was about. Called with
+`self-test` it starts two ranks instead, as `train` starts its ranks, and lets them talk.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 PREFIX = "tpkernels-finding: "  # before each line, to tell it from what libraries print
+RANKS = 2  # of the self-test
+SELF_TEST, RANK_OF_SELF_TEST = "self-test", "self-test-rank"
 # What pyproject.toml allows: the oldest and the newest that were tried, see docs/ci.md.
 TESTED_TORCH = ("2.11", "2.13")
 TESTED_TRITON = ("3.6", "3.7")
@@ -229,5 +235,42 @@ def main() -> None:
             return  # the rest stands on it
 
 
+def self_test() -> int:
+    """Start ranks that form a group, print how long they took, and return the exit code."""
+    from tpkernels.training.launch import run_ranks
+
+    start = time.perf_counter()
+    code = run_ranks([sys.executable, "-m", "tpkernels.cli.probe", RANK_OF_SELF_TEST], RANKS)
+    if not code:
+        print(f"{RANKS} gloo processes formed a group and agreed in {time.perf_counter() - start:.1f} s")
+    return code
+
+
+def rank_of_self_test() -> None:
+    """Add up a number of each rank; raise if the sum is wrong."""
+    import torch
+    import torch.distributed as dist
+
+    from tpkernels.runtime.initialize import destroy_model_parallel, initialize_model_parallel
+    from tpkernels.training.launch import hold_lifeline, join_world
+
+    hold_lifeline()
+    torch.set_num_threads(1)
+    join_world("gloo", timedelta(seconds=30))
+    state = initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    rank = dist.get_rank()
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total, group=state.process_group("tp"))
+    if total.item() != 3:
+        raise RuntimeError(f"all-reduce of 1 and 2 gave {total.item()} on rank {rank}")
+    destroy_model_parallel()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    main()
+    if RANK_OF_SELF_TEST in sys.argv:
+        rank_of_self_test()
+    elif SELF_TEST in sys.argv:
+        sys.exit(self_test())
+    else:
+        main()

@@ -19,7 +19,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table."""
+    """One line of the table of `qualify`: what was tried, and what came of it."""
 
     part: str  # kernels, transports, calls, graphs, times, buckets, trials, ranks
     name: str
@@ -30,7 +30,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Report:
+class Qualification:
     """A run of `qualify`."""
 
     versions: Versions
@@ -60,18 +60,18 @@ class Report:
 
 
 def versions_here() -> Versions:
-    """Of the GPU of this process, or of the CPU."""
+    """Return the versions of the GPU of this process, or of the CPU."""
     return versions_for(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
 
 
 def path_for(versions: Versions) -> Path | None:
-    """Where a report is kept; None where there is no folder for caches."""
+    """Return where a report is kept; None where there is no folder for caches."""
     folder = cache_folder()
     return None if folder is None else folder / f"qualified_{versions.slug}.json"
 
 
-def keep(report: Report) -> None:
-    """Replace what is known of these versions. OSError where it cannot be written."""
+def keep(report: Qualification) -> None:
+    """Keep a report instead of the one of these versions; OSError where it cannot be written."""
     path = path_for(report.versions)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def keep(report: Report) -> None:
 
 
 def known(versions: Versions) -> dict[str, Any] | None:
-    """What was kept of these versions; None if nothing was, or if it cannot be read."""
+    """Return the report kept of these versions; None if there is none that can be read."""
     path = path_for(versions)
     try:
         content = None if path is None else parsed(read_text(path))

@@ -12,55 +12,50 @@ import json
 import os
 import random
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGINT, SIGTERM
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from tpkernels.cli import OneLineParser, written_to
+from tpkernels.cli import BadUse, require_packages, written_to
 
 if TYPE_CHECKING:
-    from tpkernels.cli.qualified import Report
-    from tpkernels.cli.qualify_world import World
+    from tpkernels.cli.qualified import Qualification
+    from tpkernels.cli.qualify_world import QualifyWorld
 
 SECONDS = 120.0
 CPU_RANKS = 2
 PROGRESS = "TPKERNELS_QUALIFY_PROGRESS"  # a file, from those who start ranks to the first of them
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = OneLineParser(
-        prog="python -m tpkernels qualify",
-        description="Try kernels, transports and graphs on this machine's GPUs, or on its CPU. Exit code 0: "
-        "all is right. 1: something is not. 2: bad use.",
-    )
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("--json", type=written_to, metavar="FILE", help="also write the report into FILE")
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, metavar="S", help=f"about how long ({SECONDS:g})"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="of shapes and numbers, to see a run again")
     parser.add_argument("--quick", action="store_true", help="a little of each: shows that the command works")
-    options = parser.parse_args(argv)
+
+
+def main(options: Namespace) -> int:
     if not 0 < options.seconds < 86400:
-        parser.error(f"expected --seconds between 0 and a day, got {options.seconds:g}")
+        raise BadUse(f"expected --seconds between 0 and a day, got {options.seconds:g}")
     if options.seed is None:
         options.seed = random.SystemRandom().randrange(2**31)
     import torch
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported; ranks inherit it
-    if find_spec("triton") is None:
-        parser.error("triton is not installed, and there is nothing to qualify without it")
+    require_packages("triton")
     return _as_rank(options) if "RANK" in os.environ else _alone(options)
 
 
 def _alone(options: Namespace) -> int:
-    """Start ranks, and say what became of them."""
+    """Start ranks, print what they found, and return the exit code."""
     import torch
 
     from tpkernels.training.launch import run_ranks
@@ -84,9 +79,11 @@ def _alone(options: Namespace) -> int:
     return _finish(_report(options, ranks, lines, code, told.getvalue()), options)
 
 
-def _report(options: Namespace, ranks: int, lines: list[dict[str, Any]], code: int, told: str) -> Report:
-    """From what rank 0 wrote, and how the ranks ended."""
-    from tpkernels.cli.qualified import Check, Report, versions_here
+def _report(
+    options: Namespace, ranks: int, lines: list[dict[str, Any]], code: int, told: str
+) -> Qualification:
+    """Return the report from what rank 0 wrote, and how the ranks ended."""
+    from tpkernels.cli.qualified import Check, Qualification, versions_here
 
     checks = [Check(**line["check"]) for line in lines if "check" in line]
     auto = next((line["auto"] for line in lines if "auto" in line), "auto: not known, ranks ended before")
@@ -94,15 +91,15 @@ def _report(options: Namespace, ranks: int, lines: list[dict[str, Any]], code: i
         during = [line["begins"] for line in lines if "begins" in line][-1:] or ["the start"]
         how = told.strip() or f"the ranks ended with exit code {code}"
         checks.append(Check("ranks", f"{ranks} ranks", "wrong", f"{how}, during {during[0]}"))
-    return Report(versions_here(), ranks, options.seed, checks, auto)
+    return Qualification(versions_here(), ranks, options.seed, checks, auto)
 
 
 def _as_rank(options: Namespace) -> int:
-    """One rank of a world that somebody has started."""
+    """Try this machine as one rank of a world that somebody has started; return the exit code."""
     import torch
     import torch.distributed as dist
 
-    from tpkernels.cli.qualify_world import World
+    from tpkernels.cli.qualify_world import QualifyWorld
     from tpkernels.training.launch import device_of_rank, hold_lifeline
 
     hold_lifeline()
@@ -111,7 +108,7 @@ def _as_rank(options: Namespace) -> int:
     faulthandler.dump_traceback_later(longest, exit=True, file=sys.__stderr__)
     try:
         torch.set_num_threads(1)
-        world = World.join(device_of_rank(), options.seed, options.seconds, options.quick)
+        world = QualifyWorld.join(device_of_rank(), options.seed, options.seconds, options.quick)
         options.seed = world.seed
         lines = []
         for line in _lines(world):
@@ -127,8 +124,8 @@ def _as_rank(options: Namespace) -> int:
     return _finish(report, options) if world.rank == 0 else 0 if report.right else 1
 
 
-def _lines(world: World) -> Iterator[dict[str, Any]]:
-    """What is about to be tried, what came of it, and at last what `auto` will do."""
+def _lines(world: QualifyWorld) -> Iterator[dict[str, Any]]:
+    """Yield what is about to be tried, what came of it, and at last what `auto` will do."""
     from tpkernels.cli.qualify_buckets import check_buckets
     from tpkernels.cli.qualify_calls import check_graphs, check_transports
     from tpkernels.cli.qualify_kernels import check_kernels, check_trials
@@ -159,8 +156,8 @@ def _write(line: dict[str, Any]) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def _finish(report: Report, options: Namespace) -> int:
-    """Print the report, and keep it."""
+def _finish(report: Qualification, options: Namespace) -> int:
+    """Print the report and keep it; return the exit code."""
     from tpkernels.cli.qualified import keep
 
     versions = report.versions

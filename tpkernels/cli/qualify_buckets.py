@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from tpkernels.buckets import reduction_times, registered
 from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.buckets.reduction_times import Reduction
 from tpkernels.cli.qualified import Check
-from tpkernels.cli.qualify_world import World
+from tpkernels.cli.qualify_world import QualifyWorld
 from tpkernels.comm._ext import ExtensionState, extension
 from tpkernels.comm.agreement import CannotTakePart
 
@@ -28,7 +27,7 @@ PARAMETERS = 12
 GPU_ELEMENTS, CPU_ELEMENTS = 2**20, 2**16  # of each
 
 
-def check_buckets(world: World) -> Iterator[Check]:
+def check_buckets(world: QualifyWorld) -> Iterator[Check]:
     if world.ranks == 1:
         yield Check("buckets", "gradients", "left out", "a rank alone sends nothing")
         return
@@ -40,23 +39,16 @@ def check_buckets(world: World) -> Iterator[Check]:
         yield _registered(world)
 
 
-def _gradients(world: World) -> Check:
-    """Interleaved steps with buckets of each way."""
-    began = time.monotonic()
+def _gradients(world: QualifyWorld) -> Check:
+    """Return the line of interleaved steps with buckets of each way."""
     with ExitStack() as opened:
         groups = {way: opened.enter_context(world.group_over(way)) for way in WAYS}
-        faults, times = world.all_do(partial(_steps, world, groups))
-    seconds = round(time.monotonic() - began, 2)
-    if faults:
-        return Check("buckets", "gradients", "wrong", "; ".join(faults), seconds)
-    # a step takes as long as its slowest rank
-    slowest = {way: median(map(max, zip(*(rank[way] for rank in times), strict=True))) for way in WAYS}
-    said = ", ".join(f"{way} {ms:.3g} ms" for way, ms in slowest.items())
-    return Check("buckets", "gradients", "right", f"exact sums; backward: {said}", seconds, slowest)
+        steps = partial(_steps, world, groups)
+        return world.timed("buckets", "gradients", steps, "exact sums; backward")
 
 
-def _steps(world: World, groups: dict[str, ProcessGroup]) -> dict[str, list[float]]:
-    """Milliseconds of each step of each way; ArithmeticError after a wrong sum, once nobody waits for us."""
+def _steps(world: QualifyWorld, groups: dict[str, ProcessGroup]) -> dict[str, list[float]]:
+    """Return milliseconds of each step of each way; a wrong sum raises once no rank waits for this one."""
     elements = GPU_ELEMENTS if world.on_gpu else CPU_ELEMENTS
     found: dict[str, list[float]] = {way: [] for way in groups}
     models, buckets = {}, {}
@@ -90,13 +82,13 @@ def _steps(world: World, groups: dict[str, ProcessGroup]) -> dict[str, list[floa
     return found
 
 
-def numbers(world: World, elements: int, step: int, factor: int) -> Tensor:
-    """Whole numbers, of which no sum is rounded."""
+def numbers(world: QualifyWorld, elements: int, step: int, factor: int) -> Tensor:
+    """Return whole numbers, of which no sum is rounded."""
     return torch.arange(step, step + elements, device=world.device).remainder_(251).mul_(factor).float()
 
 
-def _registered(world: World) -> Check:
-    """Memory that NCCL has registered, whatever a choice by time would say."""
+def _registered(world: QualifyWorld) -> Check:
+    """Return the line of memory that NCCL has registered, whatever a choice by time would say."""
     began = time.monotonic()
     with world.group_over("auto") as group:
         faults, said = world.all_do(partial(_in_registered_memory, world, group))
@@ -107,8 +99,8 @@ def _registered(world: World) -> Check:
     return Check("buckets", "registered", "left out" if obstacle else "right", text, seconds)
 
 
-def _in_registered_memory(world: World, group: ProcessGroup) -> tuple[bool, str]:
-    """Whether there is none, and why; or how long it takes."""
+def _in_registered_memory(world: QualifyWorld, group: ProcessGroup) -> tuple[bool, str]:
+    """Return whether there is none, with the reason, or how long sums in it take."""
     elements, said, wrong = PARAMETERS * GPU_ELEMENTS // world.ranks * world.ranks, [], ""
     try:
         registered.connected_by_all(group, world.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from tpkernels.cli.op_programs import OP_PROGRAMS, OpProgram, shards
 from tpkernels.cli.qualified import Check
-from tpkernels.cli.qualify_world import World
+from tpkernels.cli.qualify_world import QualifyWorld
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.symmetric import EPOCHS, LOOK_CALLS
 from tpkernels.gate.accuracy import BOUND, relative_error
-from tpkernels.ops import column_linear, parallel_mlp, row_linear
 
 DTYPES = (torch.float32, torch.bfloat16)
 TIMES_BOUND = 4.0  # two products in a row, an activation, a sum over ranks: each rounds
@@ -31,56 +31,38 @@ DELAYS = (0.0, 0.0, 0.0, 5e-4, 2e-3)  # seconds of a rank before a call
 REPLAYS = 20
 
 
-@dataclass(frozen=True)
-class Op:
-    """An op over ranks, and what it shall compute of full operands."""
-
-    run: Callable[..., Tensor]
-    exact: Callable[..., Tensor]
-    operands: Mapping[str, int | None]  # along which dimension ranks split each; None: each has all of it
-    out: tuple[str, int | None]  # what has the shape of its result, likewise
-
-    @property
-    def dims(self) -> tuple[int | None, ...]:
-        return tuple(self.operands.values())
-
-
-def _column(x: Tensor, w: Tensor, b: Tensor, group: ProcessGroup) -> Tensor:
-    return column_linear(x, w, b, group, activation="gelu_tanh", sequence_parallel=True)
-
-
-def _row(h: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
-    return row_linear(h, w, None, group, sequence_parallel=True)
-
-
-def _mlp(
-    x: Tensor, w: Tensor, b: Tensor, w2: Tensor, group: ProcessGroup, sequence_parallel: bool = True
-) -> Tensor:
-    return parallel_mlp(x, w, b, w2, None, group, sequence_parallel=sequence_parallel)
-
-
 def _exact_up(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return functional.gelu(functional.linear(x, w, b), approximate="tanh")
 
 
-def _exact_mlp(x: Tensor, w: Tensor, b: Tensor, w2: Tensor) -> Tensor:
-    return functional.linear(_exact_up(x, w, b), w2)
+def _exact_mlp(x: Tensor, up: Tensor, b: Tensor, down: Tensor) -> Tensor:
+    return functional.linear(_exact_up(x, up, b), down)
 
 
-_MLP_WEIGHTS = {"w": 0, "b": 0, "w2": 1}
+@dataclass(frozen=True)
+class TriedOp:
+    """An op program, and what it shall compute of full operands."""
+
+    program: OpProgram
+    exact: Callable[..., Tensor]
+    sequence_parallel: bool = True
+
+    @property
+    def dims(self) -> list[int | None]:
+        return self.program.dims(self.sequence_parallel)
+
+
 OPS = {
-    "column_linear": Op(_column, _exact_up, {"x": 0, "w": 0, "b": 0}, ("h", 1)),
-    "row_linear": Op(_row, functional.linear, {"h": 1, "w2": 1}, ("y", 0)),
-    "parallel_mlp": Op(_mlp, _exact_mlp, {"x": 0, **_MLP_WEIGHTS}, ("y", 0)),
-    "parallel_mlp of all tokens": Op(
-        partial(_mlp, sequence_parallel=False), _exact_mlp, {"x": None, **_MLP_WEIGHTS}, ("y", None)
-    ),
+    "column_linear": TriedOp(OP_PROGRAMS["column_linear"], _exact_up),
+    "row_linear": TriedOp(OP_PROGRAMS["row_linear"], functional.linear),
+    "parallel_mlp": TriedOp(OP_PROGRAMS["parallel_mlp"], _exact_mlp),
+    "parallel_mlp of all tokens": TriedOp(OP_PROGRAMS["parallel_mlp"], _exact_mlp, sequence_parallel=False),
 }
 SIZES = ("small", "large")  # a shard that moves is one chunk, or four
 
 
 def operands_of(name: str, size: str, ranks: int, draw: random.Random, dtype: torch.dtype) -> list[Tensor]:
-    """Full ones, the same on all ranks; the last is the gradient of the result."""
+    """Return full operands, the same on all ranks; the last is the gradient of the result."""
     if size == "small":
         rows, width, out = draw.randint(9, 40), 8 * draw.randint(4, 12), 8 * draw.randint(4, 12)
     else:  # at least 512 KiB in bf16; rows that four chunks divide
@@ -91,38 +73,32 @@ def operands_of(name: str, size: str, ranks: int, draw: random.Random, dtype: to
     def random_tensor(*shape: int) -> Tensor:
         return torch.randn(shape, generator=make).mul_(shape[-1] ** -0.25).to(dtype)
 
-    shapes = {
-        "x": (rows, width), "w": (between, width), "b": (between,), "h": (rows, between),
-        "w2": (out, between), "y": (rows, out),
-    }  # fmt: skip
+    sizes = {"T": rows, "F": width, "B": between, "O": out}
+    return [random_tensor(*shape) for shape in OPS[name].program.shapes(sizes).values()]
+
+
+def results_of(world: QualifyWorld, name: str, full: list[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """Return this rank's result, then the gradients of its operands."""
     op = OPS[name]
-    return [random_tensor(*shapes[operand]) for operand in (*op.operands, op.out[0])]
+    *leaves, dy = _shards(world, full, op.dims, group)
+    return op.program.results(leaves, dy, group, op.sequence_parallel)
 
 
-def results_of(world: World, name: str, full: list[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """This rank's: the result, then the gradient of each operand."""
-    op = OPS[name]
-    *operands, dy = (_shard(t, dim, world) for t, dim in zip(full, (*op.dims, op.out[1]), strict=True))
-    leaves = [operand.requires_grad_() for operand in operands]
-    y = op.run(*leaves, group)
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-
-def exact_of(world: World, name: str, full: list[Tensor]) -> list[Tensor]:
+def exact_of(world: QualifyWorld, name: str, full: list[Tensor], group: ProcessGroup) -> list[Tensor]:
     op = OPS[name]
     leaves = [operand.double().requires_grad_() for operand in full[:-1]]
     y = op.exact(*leaves)
     results: list[Tensor] = [y.detach(), *torch.autograd.grad(y, leaves, full[-1].double())]
-    return [_shard(t, dim, world) for t, dim in zip(results, (op.out[1], *op.dims), strict=True)]
+    return _shards(world, results, [op.dims[-1], *op.dims[:-1]], group)
 
 
-def _shard(full: Tensor, dim: int | None, world: World) -> Tensor:
-    full = full.detach()
-    own: Tensor = full if dim is None else full.chunk(world.ranks, dim)[world.rank].contiguous()
-    return own.to(world.device)
+def _shards(
+    world: QualifyWorld, full: Sequence[Tensor], dims: Sequence[int | None], group: ProcessGroup
+) -> list[Tensor]:
+    return [shard.to(world.device) for shard in shards(full, dims, group)]
 
 
-def check_transports(world: World) -> Iterator[Check]:
+def check_transports(world: QualifyWorld) -> Iterator[Check]:
     transports = world.transports()
     possible = [name for name, obstacle in transports.items() if not obstacle]
     for transport, obstacle in transports.items():
@@ -137,11 +113,11 @@ def check_transports(world: World) -> Iterator[Check]:
                 yield _delayed_calls(world, transport, group, end)
 
 
-def _against_float64(world: World, group: ProcessGroup) -> str:
+def _against_float64(world: QualifyWorld, group: ProcessGroup) -> str:
     draw, worst = random.Random(world.seed), 0.0
     for name, size, dtype in product(OPS, SIZES, DTYPES):
         full = operands_of(name, size, world.ranks, draw, dtype)
-        pairs = zip(results_of(world, name, full, group), exact_of(world, name, full), strict=True)
+        pairs = zip(results_of(world, name, full, group), exact_of(world, name, full, group), strict=True)
         for what, (actual, exact) in enumerate(pairs):
             part = relative_error(actual, exact) / (TIMES_BOUND * BOUND[dtype])
             if not part < 1:
@@ -158,7 +134,7 @@ def _word(what: int) -> str:
 
 
 def _order(problems: int, quick: bool) -> list[int]:
-    """Which problem each call poses.
+    """Return which problem each call poses.
 
     In turn they need more exchanges than stay open, so that these close and open. In a row an exchange goes
     through its slots again and again, and at last through all numbers that its flags can hold.
@@ -170,7 +146,7 @@ def _order(problems: int, quick: bool) -> list[int]:
     return in_turn * IN_TURN + in_rows + [problems - 1] * (LAST_ROW - IN_A_ROW)
 
 
-def _delayed_calls(world: World, transport: str, group: ProcessGroup, end: float) -> Check:
+def _delayed_calls(world: QualifyWorld, transport: str, group: ProcessGroup, end: float) -> Check:
     """The bits of each call are those of the first with its operands, whoever comes late."""
     draw, delay = random.Random(world.seed + 1), random.Random(f"{world.seed} {world.rank}")
     problems = [
@@ -222,13 +198,13 @@ def _apart(ours: Tensor, once: Tensor) -> str:
     return f"in {int((ours != once).sum())} of {ours.numel()} values, by up to {most:.2e}"
 
 
-def _delay(world: World, draw: random.Random) -> None:
+def _delay(world: QualifyWorld, draw: random.Random) -> None:
     time.sleep(draw.choice(DELAYS))
     if world.on_gpu:
         torch.cuda._sleep(draw.randrange(2_000_000))  # about a millisecond at most
 
 
-def check_graphs(world: World) -> Iterator[Check]:
+def check_graphs(world: QualifyWorld) -> Iterator[Check]:
     """A captured graph, replayed on other numbers, has the bits of eager calls."""
     for transport, obstacle in world.transports().items():
         if obstacle or not world.on_gpu:
@@ -238,27 +214,27 @@ def check_graphs(world: World) -> Iterator[Check]:
             yield world.check("graphs", transport, partial(_replayed, world, group))
 
 
-def _replayed(world: World, group: ProcessGroup) -> str:
+def _replayed(world: QualifyWorld, group: ProcessGroup) -> str:
     draw = random.Random(world.seed + 2)
     for (name, op), size in product(OPS.items(), SIZES):
         full = operands_of(name, size, world.ranks, draw, torch.bfloat16)[:-1]
-        inputs = [_shard(t, dim, world) for t, dim in zip(full, op.dims, strict=True)]
+        inputs = _shards(world, full, op.dims[:-1], group)
         with torch.no_grad():
             stream = torch.cuda.Stream(world.device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(3):  # kernels are chosen, memory is opened
-                    op.run(*inputs, group)
+                    op.program.run(*inputs, group, op.sequence_parallel)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                captured = op.run(*inputs, group)
+                captured = op.program.run(*inputs, group, op.sequence_parallel)
             for replay in range(REPLAYS):
                 inputs[0].mul_(-0.75).add_(0.01)
                 _delay(world, draw)
                 graph.replay()
                 replayed = captured.clone()
-                eager = op.run(*inputs, group)
+                eager = op.program.run(*inputs, group, op.sequence_parallel)
                 if not torch.equal(replayed, eager):
                     raise ArithmeticError(
                         f"replay {replay} of {name} differs from an eager call {_apart(replayed, eager)}"

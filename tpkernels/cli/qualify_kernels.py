@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from tpkernels.cli.qualified import Check, versions_here
-from tpkernels.cli.qualify_world import World
+from tpkernels.cli.qualify_world import QualifyWorld
 from tpkernels.dispatch.cache import Cache
 from tpkernels.dispatch.verdicts import recorded
 from tpkernels.files import cache_folder
@@ -28,8 +28,8 @@ POINTER = (65, 97)
 IN_FP8 = ("scaled_linear_fwd", "quantize", "quantize_act", "quantize_glu", "dequantize")
 
 
-def check_kernels(world: World) -> Iterator[Check]:
-    """A line for each launcher, with the worst of its cases on all ranks."""
+def check_kernels(world: QualifyWorld) -> Iterator[Check]:
+    """Yield a line for each launcher, with the worst of its cases on all ranks."""
     faults, found = world.all_do(lambda: _computed(world))
     if faults:
         yield Check("kernels", "all", "wrong", "; ".join(faults))
@@ -51,15 +51,15 @@ def check_kernels(world: World) -> Iterator[Check]:
         yield Check("kernels", "others", "left out", ", ".join(others))
 
 
-def check_trials(world: World) -> Iterator[Check]:
-    """A line for each kernel that child processes have tried on this model of GPU, here or before."""
+def check_trials(world: QualifyWorld) -> Iterator[Check]:
+    """Yield a line for each kernel that child processes have tried on this model of GPU."""
     for variant, found in recorded(Cache(cache_folder(), versions_here())):
         step, _, candidate = variant.rpartition(" ")
         yield Check("trials", step, "right" if found == "passed" else "left out", f"{candidate} {found}")
 
 
-def _computed(world: World) -> tuple[set[str], list[tuple[str, float, str]]]:
-    """All launchers, and (name, error as a part of what is allowed, failure) of the cases of this rank."""
+def _computed(world: QualifyWorld) -> tuple[set[str], list[tuple[str, float, str]]]:
+    """Return all launchers, and (name, error as a fraction of the bound, failure) of this rank's cases."""
     draw = random.Random(world.seed)
     all_cases = [case for _ in range(2) for case in cases(_sizes(draw, world.on_gpu))]
     if world.on_gpu and not target_of(world.device).has_tma:
@@ -94,7 +94,7 @@ def _sizes(draw: random.Random, on_gpu: bool) -> dict[Form, tuple[int, int, int]
 
 
 def _one_of_each_first(all_cases: list[Case], draw: random.Random) -> list[Case]:
-    """In random order, but with one of each launcher before a second of any."""
+    """Return the cases in random order, but one of each launcher before a second of any."""
     draw.shuffle(all_cases)
     seen: dict[str, int] = {}
     turns = []

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from tpkernels.cli.qualified import Check
-from tpkernels.cli.qualify_world import World
+from tpkernels.cli.qualify_world import QualifyWorld
 from tpkernels.comm.groups import start_all_gather, start_reduce_scatter
 from tpkernels.ops import parallel_mlp
 
@@ -25,7 +24,7 @@ NAIVE = "naive"  # all-gather, products, reduce-scatter, one after the other, by
 GPU_SIZES, CPU_SIZES = (8192, 4096, 14336), (1024, 512, 1024)  # tokens, features, features between
 
 
-def check_times(world: World) -> Iterator[Check]:
+def check_times(world: QualifyWorld) -> Iterator[Check]:
     sizes = GPU_SIZES if world.on_gpu else CPU_SIZES
     operands = _operands(world, *sizes)
     possible = [name for name, obstacle in world.transports().items() if not obstacle]
@@ -40,19 +39,12 @@ def check_times(world: World) -> Iterator[Check]:
             ways["alone"] = partial(
                 _ours, world, "c10d", operands, opened.enter_context(world.group_over("c10d"))
             )
-        faults, times = world.all_do(partial(_interleaved, world, ways))
-    name = f"MLP {'x'.join(map(str, sizes))}"
-    if faults:
-        yield Check("times", name, "wrong", "; ".join(faults))
-        return
-    # a round takes as long as its slowest rank
-    slowest = {way: median(map(max, zip(*(rank[way] for rank in times), strict=True))) for way in ways}
-    said = ", ".join(f"{way} {ms:.3g} ms" for way, ms in slowest.items())
-    yield Check("times", name, "right", f"forward: {said}", numbers=slowest)
+        name = f"MLP {'x'.join(map(str, sizes))}"
+        yield world.timed("times", name, partial(_interleaved, world, ways), "forward")
 
 
-def _operands(world: World, tokens: int, features: int, between: int) -> list[Tensor]:
-    """This rank's x, w_up, w_down."""
+def _operands(world: QualifyWorld, tokens: int, features: int, between: int) -> list[Tensor]:
+    """Return this rank's x, w_up and w_down."""
     make = torch.Generator(world.device).manual_seed(world.seed)
     dtype = torch.bfloat16 if world.on_gpu else torch.float32
     ranks = world.ranks
@@ -60,7 +52,7 @@ def _operands(world: World, tokens: int, features: int, between: int) -> list[Te
     return [torch.randn(s, generator=make, device=world.device).mul_(s[1] ** -0.5).to(dtype) for s in shapes]
 
 
-def _ours(world: World, transport: str, operands: list[Tensor], group: ProcessGroup) -> Tensor:
+def _ours(world: QualifyWorld, transport: str, operands: list[Tensor], group: ProcessGroup) -> Tensor:
     x, w, w2 = operands
     with world.asking_for(transport):
         return parallel_mlp(x, w, None, w2, None, group, sequence_parallel=True)
@@ -76,8 +68,8 @@ def _naive(operands: list[Tensor], group: ProcessGroup) -> Tensor:
     return y
 
 
-def _interleaved(world: World, ways: dict[str, Callable[[], Tensor]]) -> dict[str, list[float]]:
-    """Milliseconds of each way in each round; another one goes first each time."""
+def _interleaved(world: QualifyWorld, ways: dict[str, Callable[[], Tensor]]) -> dict[str, list[float]]:
+    """Return milliseconds of each way in each round; another way goes first each time."""
     times: dict[str, list[float]] = {way: [] for way in ways}
     order = list(ways)
     with torch.no_grad():
@@ -93,8 +85,8 @@ def _interleaved(world: World, ways: dict[str, Callable[[], Tensor]]) -> dict[st
     return times
 
 
-def auto_line(world: World, times: dict[str, float]) -> str:
-    """What TPKERNELS_TRANSPORT=auto takes here for an MLP as large as the one timed, and why, in one line."""
+def auto_line(world: QualifyWorld, times: dict[str, float]) -> str:
+    """Return in a line what TPKERNELS_TRANSPORT=auto takes here for an MLP of the timed size, and why."""
     if world.ranks == 1:
         return "auto: nothing to send, a rank is alone"
     operands, heard = _operands(world, *(GPU_SIZES if world.on_gpu else CPU_SIZES)), _Heard()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,16 @@ from tpkernels.dispatch import backends
 from tpkernels.runtime.c10d import new_group
 from tpkernels.training.launch import join_world
 
+T = TypeVar("T")
+
 # of one call: a rank that is later has failed. On GPUs the first call compiles kernels.
 CALL_SECONDS, GPU_CALL_SECONDS = 30.0, 300.0
 STEP_SECONDS = 600.0  # in which all ranks end a step, failed or not
 
 
 @dataclass
-class World:
-    """This rank among the others."""
+class QualifyWorld:
+    """This rank of a world that does each step together, whatever fails in it."""
 
     rank: int
     ranks: int
@@ -38,10 +41,10 @@ class World:
     groups: int = 0  # made so far
 
     @staticmethod
-    def join(device: torch.device, seed: int, seconds: float, quick: bool) -> World:
+    def join(device: torch.device, seed: int, seconds: float, quick: bool) -> QualifyWorld:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         join_world(backend, timedelta(seconds=STEP_SECONDS))
-        world = World(dist.get_rank(), dist.get_world_size(), device, seed, seconds, quick)
+        world = QualifyWorld(dist.get_rank(), dist.get_world_size(), device, seed, seconds, quick)
         world.seed = world.all_do(lambda: seed)[1][0]
         return world
 
@@ -50,7 +53,7 @@ class World:
         return self.device.type == "cuda"
 
     def all_do(self, step: Callable[[], Any]) -> tuple[list[str], list[Any]]:
-        """Every rank does the step, failed or not: what went wrong where, and what each rank brings."""
+        """Do a step on all ranks, whatever fails; return what went wrong where, and each rank's result."""
         fault, value = "", None
         try:
             value = step()
@@ -62,14 +65,41 @@ class World:
         return [fault for fault, _ in answers if fault], [value for _, value in answers]
 
     def check(self, part: str, name: str, step: Callable[[], str]) -> Check:
-        """A line of the table from a step that returns what is to be said of it, or raises."""
+        """Return a line of the table from a step that returns what is to be said of it, or raises."""
+        return self._check(part, name, step, lambda texts: (texts[0], {}))
+
+    def timed(self, part: str, name: str, step: Callable[[], Mapping[str, list[float]]], said: str) -> Check:
+        """Return a line of the table from a step that returns each way's milliseconds by round, or raises.
+
+        A round takes as long as its slowest rank, and a way the median of its rounds.
+        """
+
+        def told(times: list[Mapping[str, list[float]]]) -> tuple[str, dict[str, float]]:
+            slowest = {
+                way: median(map(max, zip(*(rank[way] for rank in times), strict=True))) for way in times[0]
+            }
+            return f"{said}: {', '.join(f'{way} {ms:.3g} ms' for way, ms in slowest.items())}", slowest
+
+        return self._check(part, name, step, told)
+
+    def _check(
+        self,
+        part: str,
+        name: str,
+        step: Callable[[], T],
+        told: Callable[[list[T]], tuple[str, dict[str, float]]],
+    ) -> Check:
+        """told: what to say of what all ranks bring, and the numbers in it"""
         began = time.monotonic()
-        faults, texts = self.all_do(step)
+        faults, found = self.all_do(step)
         seconds = round(time.monotonic() - began, 2)
-        return Check(part, name, "wrong" if faults else "right", "; ".join(faults) or texts[0], seconds)
+        if faults:
+            return Check(part, name, "wrong", "; ".join(faults), seconds)
+        text, numbers = told(found)
+        return Check(part, name, "right", text, seconds, numbers)
 
     def late(self, share: float) -> bool:
-        """Whether that share of all the time is over, by the clock of this rank."""
+        """Return whether that share of all the time is over, by the clock of this rank."""
         return time.monotonic() - self.began > share * self.seconds
 
     def synchronize(self) -> None:
@@ -102,7 +132,7 @@ class World:
 
     @contextmanager
     def asking_for(self, transport: str) -> Iterator[None]:
-        """As if TPKERNELS_TRANSPORT said so."""
+        """Choose the transport as if TPKERNELS_TRANSPORT said so."""
         before, select.requested_transport = select.requested_transport, transport
         try:
             yield
@@ -110,7 +140,7 @@ class World:
             select.requested_transport = before
 
     def transports(self) -> dict[str, str]:
-        """Those that serve this device, each with why it is left out here, if it is."""
+        """Return the transports of this device, each with why it is left out here, or ""."""
         if self.ranks == 1:
             return dict.fromkeys(
                 ("c10d", "symmetric" if self.on_gpu else "shared"), "a rank alone sends nothing"

@@ -14,7 +14,7 @@ from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
 import torch
 import torch.distributed as dist
 
-from tpkernels.cli import SAID_EVERY, OneLineParser, Progress, size_of
+from tpkernels.cli import SAID_EVERY, BadUse, Progress, bad_use_if, size_of
 from tpkernels.files import parsed
 from tpkernels.messages import cause_of
 from tpkernels.models.config import SMALL, model_config
@@ -30,29 +30,7 @@ from tpkernels.training.session import Session, require_sizes, shown
 _DTYPES = ("float32", "bfloat16", "float64")
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = _parser()
-    options = _with_config(parser, argv)
-    if options.tp < 1 or options.dp < 1:
-        parser.error(f"--tp and --dp: expected at least one rank each, got {options.tp} and {options.dp}")
-    if "RANK" in os.environ:  # under torchrun, or as one of our own ranks
-        return _as_rank(parser, options)
-    try:
-        config = _config(options)
-        require_sizes(config, options.tp)
-        if not torch.cuda.is_available():  # ranks look at GPUs, which this process leaves alone
-            local = options.tp * options.dp
-            require_room(config, options.tp, options.dp, local=local, device=torch.device("cpu"))
-    except (ValueError, TypeError, ArithmeticError) as error:  # a rank may be ended before it has said so
-        parser.error(str(error))
-    return run_ranks([sys.executable, "-m", "tpkernels", "train", *argv], options.tp * options.dp)
-
-
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
-        prog="python -m tpkernels train",
-        description="Train a GPT on a world of tp x dp ranks, which it starts unless it runs under torchrun.",
-    )
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="JSON of these options, by name (default: none)"
     )
@@ -130,16 +108,32 @@ def _parser() -> OneLineParser:
         metavar="N",
         help="run the first N steps with overlap switched and unsharded, too, and compare losses (default 0)",
     )
-    return parser
+    only = type(parser)(prog=parser.prog, add_help=False)
+    only.add_argument("--config", type=Path)
+    if (path := only.parse_known_args(words)[0].config) is not None:
+        parser.set_defaults(**vars(parser.parse_args(_as_typed(parser, _options_in(path)))))
+
+
+def main(options: Namespace) -> int:
+    _require_options(options)
+    if "RANK" in os.environ:  # under torchrun, or as one of our own ranks
+        return _as_rank(options)
+    with bad_use_if(ValueError, TypeError, ArithmeticError):  # a rank may be ended before it has said so
+        config = _config(options)
+        require_sizes(config, options.tp)
+        if not torch.cuda.is_available():  # ranks look at GPUs, which this process leaves alone
+            local = options.tp * options.dp
+            require_room(config, options.tp, options.dp, local=local, device=torch.device("cpu"))
+    return run_ranks([sys.executable, "-m", "tpkernels", "train", *options.words], options.tp * options.dp)
 
 
 def _fields() -> list[Field[Any]]:
-    """Of a run, what is typed as it is; a model has options of its own."""
+    """Return the fields of a run that are options; a model has options of its own."""
     return [option for option in fields(TrainConfig) if option.name != "model"]
 
 
 def _add(parser: ArgumentParser, option: Field[Any]) -> None:
-    """The option of a field: its name, type, default and help."""
+    """Add the option of a field, with its name, type, default and help."""
     kind, default, told = get_type_hints(TrainConfig)[option.name], option.default, option.metadata["help"]
     name = f"--{option.name.replace('_', '-')}"
     usual = f"{told} (default {default})"
@@ -170,46 +164,49 @@ def _add(parser: ArgumentParser, option: Field[Any]) -> None:
         parser.add_argument(name, type=kind, default=default, metavar=metavar, help=usual)
 
 
-def _with_config(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
-    """Options; those on the command line go before those in the file."""
-    options = parser.parse_args(argv)
-    if options.config is not None:
-        try:
-            given = parsed(options.config.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            parser.error(f"--config: {error}")
-        if not isinstance(given, dict):
-            parser.error(f"--config: expected an object of options, got {type(given).__name__}")
-        options = parser.parse_args([*_as_typed(parser, given), *argv])
+def _require_options(options: Namespace) -> None:
+    """Refuse what can be seen without a model."""
+    if options.tp < 1 or options.dp < 1:
+        raise BadUse(f"--tp and --dp: expected at least one rank each, got {options.tp} and {options.dp}")
     if options.data is None:
-        parser.error("--data: expected a file to learn from")
+        raise BadUse("--data: expected a file to learn from")
     if options.prove and (options.dropout or options.resume):
-        parser.error("--prove: expected a run from the start without dropout, which ranks draw apart")
+        raise BadUse("--prove: expected a run from the start without dropout, which ranks draw apart")
     for name in ("save_every", "sample", "prove"):
         if getattr(options, name) < 0:
-            parser.error(f"--{name.replace('_', '-')}: expected 0 or more, got {getattr(options, name)}")
+            raise BadUse(f"--{name.replace('_', '-')}: expected 0 or more, got {getattr(options, name)}")
     for name in ("timeout", "peak_tflops"):
         value = getattr(options, name)
         if value is not None and not 0 < value < 1e9:
-            parser.error(f"--{name.replace('_', '-')}: expected more than 0 and less than 1e9, got {value}")
+            raise BadUse(f"--{name.replace('_', '-')}: expected more than 0 and less than 1e9, got {value}")
     if options.profile is None and options.profile_step is not None:
-        parser.error("--profile-step: expected a folder, --profile FOLDER")
+        raise BadUse("--profile-step: expected a folder, --profile FOLDER")
     if options.save is None and (options.resume or options.save_every):
-        parser.error("--resume and --save-every: expected a folder, --save FOLDER")
-    return options
+        raise BadUse("--resume and --save-every: expected a folder, --save FOLDER")
+
+
+def _options_in(path: Path) -> dict[str, Any]:
+    """Return what a file of options holds, by name."""
+    try:
+        given = parsed(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadUse(f"--config: {error}") from error
+    if not isinstance(given, dict):
+        raise BadUse(f"--config: expected an object of options, got {type(given).__name__}")
+    return given
 
 
 def _as_typed(parser: ArgumentParser, given: dict[str, Any]) -> list[str]:
-    """Options of a file as somebody would have typed them, so that they are looked at alike."""
+    """Return options of a file as words of a command line, so that they are checked alike."""
     known = {name: action for action in parser._actions for name in action.option_strings}
     typed = []
     for name, value in given.items():
         option = f"--{name.replace('_', '-')}"
         if option not in known or option in ("--config", "--help"):
-            parser.error(f"--config: {name}: there is no such option")
+            raise BadUse(f"--config: {name}: there is no such option")
         if not _is_value_of(known[option], value):
             wanted = "true or false" if known[option].nargs == 0 else "a value"
-            parser.error(f"--config: {name}: expected {wanted}, got {json.dumps(value)}")
+            raise BadUse(f"--config: {name}: expected {wanted}, got {json.dumps(value)}")
         if isinstance(value, bool):
             typed += [option] * value
         else:
@@ -218,7 +215,7 @@ def _as_typed(parser: ArgumentParser, given: dict[str, Any]) -> list[str]:
 
 
 def _is_value_of(action: Action, value: Any) -> bool:
-    """A flag is true or false; only an option that may be typed several times takes a list."""
+    """Return whether an option takes the value: a flag a truth, one that repeats a list as well."""
     if action.nargs == 0 or (action.nargs == "?" and isinstance(value, bool)):
         return isinstance(value, bool)
     values = value if isinstance(value, list) and isinstance(action.default, list) else [value]
@@ -226,7 +223,7 @@ def _is_value_of(action: Action, value: Any) -> bool:
 
 
 def _page_at(text: str) -> Path:
-    """A file to write, whose folder may have to be made: refused before the run, not after it."""
+    """Return the path of a file whose folder may have to be made; refused before the run."""
     path = Path(text).absolute()
     there = next(place for place in (path, *path.parents) if place.exists())
     if there.is_dir() == (there == path) or not os.access(there, os.W_OK):
@@ -234,7 +231,7 @@ def _page_at(text: str) -> Path:
     return Path(text)
 
 
-def _as_rank(parser: OneLineParser, options: Namespace) -> int:
+def _as_rank(options: Namespace) -> int:
     hold_lifeline()
     exit_in_time()
     session = None
@@ -249,7 +246,7 @@ def _as_rank(parser: OneLineParser, options: Namespace) -> int:
     except (ValueError, TypeError, ArithmeticError, OSError, RuntimeError, MemoryError) as error:
         text = shown(f"{type(error).__name__}: {cause_of(error)}")
         if is_first_to_say(text):  # often all ranks find the same
-            sys.stderr.write(f"{parser.prog}: rank {os.environ['RANK']}: {text}\n")
+            sys.stderr.write(f"python -m tpkernels train: rank {os.environ['RANK']}: {text}\n")
         ours = isinstance(error, RuntimeError | MemoryError) and not isinstance(error, InvalidSizes)
         return 1 if is_prepared or ours else 2
     finally:
@@ -269,7 +266,7 @@ def _config(options: Namespace) -> TrainConfig:
 
 
 def _prepare(session: Session, options: Namespace) -> TextIO | None:
-    """All that can be refused before the first step; where the first rank writes lines."""
+    """Refuse what can be refused before the first step; return where the first rank writes lines."""
     if options.prove:
         session.require_proof()
     if options.sample:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib.util import find_spec
 from math import inf
 
-from tpkernels.cli import OneLineParser, written_to
+from tpkernels.cli import BadUse, bad_use_if, require_packages, written_to
 from tpkernels.cli.tune_shapes import TOKENS
 from tpkernels.gpus import GPUS
 from tpkernels.kernels.activation_names import ACTIVATIONS, GATE_OF
@@ -16,40 +17,7 @@ DTYPES = ("bf16", "fp16", "fp32")
 STEPS = ("linear", "glu", "dgrad", "dgrad_pairs", "dgrad_act", "dglu", "wgrad", "wgrad_accumulate_")
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = _parser()
-    options = parser.parse_args(argv)
-    from tpkernels.cli import tuning  # not before the arguments are read: loading torch takes seconds
-
-    try:
-        calls = tuning.calls_of(options)
-    except (ValueError, ArithmeticError) as error:
-        parser.error(str(error))
-    if options.gpu is not None and not options.dry_run:
-        parser.error(f"--gpu {options.gpu} needs --dry-run: only the GPU that is here can be timed")
-    if find_spec("triton") is None:
-        if not options.dry_run:
-            parser.error("triton is not installed, and there is nothing to choose without it")
-        print("note: triton is not installed, so its kernels are no candidates here", file=sys.stderr)
-    if not options.dry_run and not tuning.has_gpu():
-        parser.error("there is no GPU here to time on; --dry-run lists what would be timed")
-    try:
-        if options.dry_run:
-            report = tuning.listed(calls, options.gpu or "h100", options.thorough)
-        else:
-            report = tuning.tuned(calls, options.again, options.thorough, options.seconds)
-        if options.json is not None:
-            options.json.write_text(report, encoding="utf-8")
-    except OSError as error:
-        parser.error(str(error))
-    return 0
-
-
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
-        prog="python -m tpkernels tune",
-        description="Time who computes each step of a layer fastest on this GPU, and remember it.",
-    )
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument(
         "--shapes",
         required=True,
@@ -80,7 +48,29 @@ def _parser() -> OneLineParser:
     parser.add_argument("--dry-run", action="store_true", help="list the candidates; needs no GPU")
     parser.add_argument("--gpu", choices=GPUS, help="of a dry run (default h100)")
     parser.add_argument("--json", type=written_to, metavar="FILE", help="also write the result into FILE")
-    return parser
+
+
+def main(options: Namespace) -> int:
+    from tpkernels.cli import tuning  # not before the arguments are read: loading torch takes seconds
+
+    with bad_use_if(ValueError, ArithmeticError):
+        calls = tuning.calls_of(options)
+    if options.gpu is not None and not options.dry_run:
+        raise BadUse(f"--gpu {options.gpu} needs --dry-run: only the GPU that is here can be timed")
+    if not options.dry_run:
+        require_packages("triton")
+        if not tuning.has_gpu():
+            raise BadUse("there is no GPU here to time on; --dry-run lists what would be timed")
+    elif find_spec("triton") is None:
+        print("note: triton is not installed, so its kernels are no candidates here", file=sys.stderr)
+    with bad_use_if(OSError):
+        if options.dry_run:
+            report = tuning.listed(calls, options.gpu or "h100", options.thorough)
+        else:
+            report = tuning.tuned(calls, options.again, options.thorough, options.seconds)
+        if options.json is not None:
+            options.json.write_text(report, encoding="utf-8")
+    return 0
 
 
 def positive(text: str) -> float:

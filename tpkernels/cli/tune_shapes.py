@@ -16,7 +16,7 @@ TOKENS = 8192  # of all sequences that a rank computes at once
 
 
 def _qwen(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> GPTConfig:
-    """Of its sizes. Its biases, of queries, keys and values alone, are BIASED_QKV's."""
+    """Return a Qwen of these sizes; that queries, keys and values have biases is BIASED_QKV's matter."""
     sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "num_kv_heads": kv_heads}
     return MODELS["llama3-8b"].with_sizes(vocab_size=152064, ffn_hidden_size=ffn, norm_eps=1e-6, **sizes)
 
@@ -27,7 +27,7 @@ TUNED = {**MODELS, **BIASED_QKV}
 
 @dataclass(frozen=True, slots=True)
 class SplitModel:
-    """A model on ranks."""
+    """A model whose layers are split over tensor-parallel ranks."""
 
     name: str
     tensor: int = 1
@@ -38,7 +38,7 @@ class SplitModel:
 
 
 def parsed_shapes(text: str) -> list[tuple[int, int, int] | SplitModel]:
-    """What is named, in order; ValueError in one line."""
+    """Return the layers and models that `--shapes` names, in order."""
     found: list[tuple[int, int, int] | SplitModel] = []
     given: set[str] = set()
     for item in text.split(","):

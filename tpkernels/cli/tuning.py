@@ -27,19 +27,19 @@ from tpkernels.kernels.activations import GATE_OF, Activation, Glu
 from tpkernels.ops.vocab.chunked_head import LEAST_TOKENS
 from tpkernels.planning.job import Job, Layout
 
-Call = tuple[Primitive[..., Any], tuple[Any, ...]]  # a primitive and its arguments
+PrimitiveCall = tuple[Primitive[..., Any], tuple[Any, ...]]  # a primitive and its arguments
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # estimates: compiling took 0.6 to 1.7 s on average where it was measured, and each result is compared
 KERNEL_SECONDS, PROBLEM_SECONDS = 2.0, 2.0
 
 
-def calls_of(options: Namespace) -> list[Call]:
-    """Every step of every layer, each once."""
+def calls_of(options: Namespace) -> list[PrimitiveCall]:
+    """Return the primitive calls of every step of every layer that is asked for, each once."""
     steps = options.steps.split(",")
     for step in steps:
         if step not in PRODUCTS:
             raise ValueError(f"expected --steps of {', '.join(PRODUCTS)}; got {step!r}")
-    calls: dict[str, Call] = {}
+    calls: dict[str, PrimitiveCall] = {}
     for named in parsed_shapes(options.shapes):
         try:
             for call in _calls_of(named, steps, options):
@@ -54,7 +54,7 @@ def calls_of(options: Namespace) -> list[Call]:
 
 def _calls_of(
     named: tuple[int, int, int] | SplitModel, steps: Sequence[str], options: Namespace
-) -> Iterator[Call]:
+) -> Iterator[PrimitiveCall]:
     dtype, training = DTYPES[options.dtype], not options.inference
     if isinstance(named, SplitModel):
         yield from (call for call in calls_of_model(named, dtype, training) if call[0].name in steps)
@@ -66,8 +66,8 @@ def _calls_of(
             yield PRODUCTS[step], PRODUCTS[step].sample(layer)
 
 
-def calls_of_model(wanted: SplitModel, dtype: torch.dtype, training: bool) -> Iterator[Call]:
-    """The products of each layer and of the head, over all tokens, as a step of training makes them.
+def calls_of_model(wanted: SplitModel, dtype: torch.dtype, training: bool) -> Iterator[PrimitiveCall]:
+    """Yield the products of each layer and of the head, over all tokens, as a step of training makes them.
 
     training: else forward alone. Weight gradients are listed as new tensors and as added to fp32.
 
@@ -122,8 +122,8 @@ def calls_of_model(wanted: SplitModel, dtype: torch.dtype, training: bool) -> It
         yield _call("wgrad_accumulate_", replace(of, tokens=part, out_features=rows))
 
 
-def in_fp8(call: Call) -> Iterator[Call]:
-    """The products in fp8 that a step makes in place of this one; gradients of weights stay in 16 bits."""
+def in_fp8(call: PrimitiveCall) -> Iterator[PrimitiveCall]:
+    """Yield the products in fp8 that replace this call; gradients of weights stay in 16 bits."""
     record, (first, *others) = call
     if record.changes_first or record.kernel == "wgrad":
         return
@@ -136,16 +136,16 @@ def in_fp8(call: Call) -> Iterator[Call]:
         yield scaled_linear, (*operands, "float32" if record.pairs > 1 else dtype)  # summed, then rounded
 
 
-def _call(step: str, layer: Layer) -> Call:
+def _call(step: str, layer: Layer) -> PrimitiveCall:
     return PRODUCTS[step], PRODUCTS[step].sample(layer)
 
 
-def _pair(first: Layer, second: Layer) -> Call:
+def _pair(first: Layer, second: Layer) -> PrimitiveCall:
     return PRODUCTS["dgrad_pairs"], (first.dy(), first.weight(), second.dy(), second.weight())
 
 
-def _announce(calls: Sequence[Call], gpu: Gpu, thorough: bool) -> None:
-    """What is to be timed, and how long that will take, as far as arithmetic knows."""
+def _announce(calls: Sequence[PrimitiveCall], gpu: Gpu, thorough: bool) -> None:
+    """Print what is to be timed, and about how long that will take."""
     offered, kernels = 0, set[tuple[object, ...]]()
     for record, arguments in calls:
         problem = record.problem(*arguments)
@@ -171,7 +171,7 @@ def minutes(seconds: float) -> str:
     return f"{math.ceil(seconds)} s" if seconds < 60 else f"{math.ceil(seconds / 60)} min"
 
 
-def listed(calls: Sequence[Call], name: str, thorough: bool) -> str:
+def listed(calls: Sequence[PrimitiveCall], name: str, thorough: bool) -> str:
     """Print the candidates of each call on the GPU of this name, and return them as JSON."""
     gpu = GPUS[name]
     _announce(calls, gpu, thorough)
@@ -188,7 +188,7 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def tuned(calls: Sequence[Call], again: bool, thorough: bool, seconds: float) -> str:
+def tuned(calls: Sequence[PrimitiveCall], again: bool, thorough: bool, seconds: float) -> str:
     """Print the choice for each call, and return all of them as the text of a cache file.
 
     seconds: after which no more is timed
@@ -199,7 +199,7 @@ def tuned(calls: Sequence[Call], again: bool, thorough: bool, seconds: float) ->
     unknown = [call for call, decision in zip(calls, known, strict=True) if decision is None]
     if unknown:
         _announce(unknown, chooser.gpu, thorough)
-    search = variations.Variations(chooser, variations.Compiled(chooser.gpu))
+    search = variations.Variations(chooser, variations.CompiledTiles(chooser.gpu))
     decisions, left = [], []
     with Progress("timing", len(calls)) as step_begins:
         for (record, arguments), decision in zip(calls, known, strict=True):

@@ -13,7 +13,7 @@ ALIKE = 0.85  # of a name without the prefix, that is probably one of ours with 
 
 
 @dataclass(frozen=True)
-class Values:
+class AllowedValues:
     """What a variable may be, as a pattern and in words."""
 
     pattern: str
@@ -24,20 +24,20 @@ class Values:
         return re.fullmatch(self.pattern, value) is not None
 
 
-def _one_of(*words: str, or_empty: bool = True) -> Values:
+def _one_of(*words: str, or_empty: bool = True) -> AllowedValues:
     pattern = "|".join(map(re.escape, words)) + "|" * or_empty
-    return Values(pattern, f"{'one of ' * bool(words[1:])}{', '.join(words)}", words)
+    return AllowedValues(pattern, f"{'one of ' * bool(words[1:])}{', '.join(words)}", words)
 
 
-_SWITCH = Values("[01]?", "0 or 1", ("0", "1"))
-_ANYTHING = Values("(?s:.*)", "anything")
+_SWITCH = AllowedValues("[01]?", "0 or 1", ("0", "1"))
+_ANYTHING = AllowedValues("(?s:.*)", "anything")
 POWERS_OF_TWO = tuple(str(2**power) for power in range(11))  # up to tp_invariance.MOST_SEGMENTS
 VARIABLES = {
     "TPKERNELS_BACKEND": _one_of("auto", "torch", "triton", or_empty=False),
     "TPKERNELS_BACKEND_SUMS": _SWITCH,
     "TPKERNELS_BATCH_INVARIANT": _SWITCH,
     "TPKERNELS_CACHE_DIR": _ANYTHING,
-    "TPKERNELS_CHECK_REPLICAS": Values("[0-9]*", "a number of optimizer steps, or 0 for never"),
+    "TPKERNELS_CHECK_REPLICAS": AllowedValues("[0-9]*", "a number of optimizer steps, or 0 for never"),
     "TPKERNELS_CXXFLAGS": _ANYTHING,  # of setup.py
     "TPKERNELS_DEBUG": _SWITCH,
     "TPKERNELS_GLUON": _SWITCH,
@@ -45,7 +45,7 @@ VARIABLES = {
     "TPKERNELS_LOG": _one_of("choices"),
     "TPKERNELS_QUALIFY_PROGRESS": _ANYTHING,  # from `qualify` to its ranks
     "TPKERNELS_REQUIRE_EXT": _SWITCH,  # of setup.py
-    "TPKERNELS_TP_INVARIANT": Values(
+    "TPKERNELS_TP_INVARIANT": AllowedValues(
         f"0*({'|'.join(('0', *POWERS_OF_TWO))})?", "0 (off) or a power of two", ("0", *POWERS_OF_TWO)
     ),
     "TPKERNELS_TRANSPORT": _one_of("auto", "c10d", "shared", "symmetric", or_empty=False),
@@ -54,7 +54,7 @@ VARIABLES = {
 
 
 def mistakes(environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
-    """Variables that nobody reads, or whose value is refused, and what to do about each."""
+    """Yield variables that nobody reads, or whose value is refused, and what to do about each."""
     for name, value in sorted(environment.items()):
         if name in VARIABLES:
             if not VARIABLES[name].has(value):
@@ -68,7 +68,7 @@ def mistakes(environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str,
 
 
 def _nearest(name: str) -> tuple[float, str]:
-    """The variable that is most like it, and how like it is: 1 for the same."""
+    """Return how like the most similar variable is, 1 for the same, and its name."""
     return max((_likeness(name.upper(), known), known) for known in VARIABLES)
 
 

@@ -35,7 +35,7 @@ Prune = Callable[[Primitive[..., Any], tuple[Any, ...], Sequence[Candidate]], li
 
 
 def neighbours(tile: MatmulTile, form: Form) -> Iterator[MatmulTile]:
-    """All tiles that differ in one number, or in being flattened."""
+    """Yield all tiles that differ from this one in one number, or in being flattened."""
     changes: list[dict[str, Any]] = [{"group": group} for group in GROUPS if group != tile.group]
     changes += [{"num_stages": tile.num_stages + step} for step in (-1, 1)]
     changes += [{"parts": tile.parts * 2}, {"parts": tile.parts // 2}]
@@ -59,7 +59,7 @@ class Variations:
     clock: Callable[[], float] = perf_counter
 
     def timed(self, record: Primitive[..., Any], arguments: tuple[Any, ...]) -> Decision[Candidate]:
-        """The fastest, kept on disk."""
+        """Return the fastest candidate, which is kept on disk."""
         shipped = self.chooser.timed(record, arguments, seconds=float("inf"))
         if shipped.source != "timed":
             return shipped
@@ -86,7 +86,7 @@ class Variations:
         problem: Problem,
         arguments: tuple[Any, ...],
     ) -> Candidate:
-        """The last of steps that each gain something."""
+        """Return the last of a chain of candidates, each of which gains on the one before."""
         seen = {best.name}
         while self.clock() < ends:
             fresh = [one for one in self._around(best, problem) if one.name not in seen]
@@ -102,7 +102,7 @@ class Variations:
         return best
 
     def _around(self, one: Candidate, problem: Problem) -> list[Candidate]:
-        """What differs from it in one number, as far as it can be launched."""
+        """Return the candidates that differ from it in one number and can be launched."""
         form, tile = one.form, one.tile
         assert form is not None, "torch is not varied"
         assert tile is not None
@@ -112,7 +112,7 @@ class Variations:
 
 
 def fastest_of_each_kind(timed: Sequence[Candidate], milliseconds: Mapping[str, float]) -> list[Candidate]:
-    """Of our kernels, by form and consumers, but for kinds that are far behind; the fastest first."""
+    """Return the fastest of our kernels of each form and consumers, without kinds that are far behind."""
     ours = sorted((one for one in timed if one.tile is not None), key=lambda one: milliseconds[one.name])
     near = [one for one in ours if milliseconds[one.name] <= NEAR * min(milliseconds.values())]
     kinds: dict[tuple[object, object], Candidate] = {}
@@ -122,8 +122,8 @@ def fastest_of_each_kind(timed: Sequence[Candidate], milliseconds: Mapping[str, 
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """Leaves out what the check would not let pass, compiled in processes of their own."""
+class CompiledTiles:
+    """Prunes candidates that the check would not let pass, compiled in other processes."""
 
     gpu: Gpu
     processes: int = max(1, min(8, (os.cpu_count() or 1) - 1))
@@ -160,7 +160,7 @@ class Compiled:
 def _entry(
     record: Primitive[..., Any], arguments: tuple[Any, ...], one: Candidate, gpu: Gpu, architecture: str
 ) -> Any:
-    """What this candidate would launch."""
+    """Return the catalog entry of what this candidate would launch."""
     from tpkernels.gate.recording import MetaOperands, recorded
 
     problem = record.problem(*arguments)

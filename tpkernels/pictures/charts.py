@@ -91,7 +91,7 @@ class Bar:
 
 
 def bars(heading: str, rows: Sequence[Bar], *, note: str = "", across: str = "times as fast") -> Picture:
-    """A bar from 1.0 for each ratio, from the first down, on a logarithmic axis: twice is as long as half."""
+    """Return a picture of ratios as bars from 1.0, on a logarithmic axis: twice is as long as half."""
     drawable = {place: row for place, row in enumerate(rows) if row.is_drawable}
     verdicts = [row.verdict for row in drawable.values()]
 
@@ -134,7 +134,7 @@ def _written(row: Bar) -> str:
 
 
 @dataclass(frozen=True)
-class Work:
+class TimedWork:
     """One timed piece of work."""
 
     name: str
@@ -158,8 +158,8 @@ class Work:
         return all(LEAST <= number <= MOST for number in (self.density, self.speed))
 
 
-def roofline(heading: str, works: Sequence[Work], *, flops: float, bytes: float) -> Picture:
-    """Operations per second against operations per byte, under the roof of a GPU's data sheet.
+def roofline(heading: str, works: Sequence[TimedWork], *, flops: float, bytes: float) -> Picture:
+    """Return a roofline: operations per second against operations per byte, under a data sheet's roof.
 
     flops, bytes: what the device does in a second at best
     """
@@ -196,7 +196,7 @@ def roofline(heading: str, works: Sequence[Work], *, flops: float, bytes: float)
 
 
 def _round_ticks(axis: Axis) -> None:
-    """On a logarithmic axis: as plain numbers, and the finer the fewer decades it has."""
+    """Label a logarithmic axis in plain numbers, the finer the fewer decades it has."""
     from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
     low, high = sorted(axis.get_view_interval())

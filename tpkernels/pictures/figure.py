@@ -77,7 +77,7 @@ class Picture:
 
     @cached_property
     def svg(self) -> str:
-        """An element for a page; empty without matplotlib."""
+        """The picture as an SVG element for a page; empty without matplotlib."""
         if not can_draw():
             return ""
         root = ET.fromstring(self._saved("svg"))
@@ -100,8 +100,16 @@ class Picture:
     def png(self) -> bytes:
         return self._saved("png")
 
+    def write(self, path: Path) -> None:
+        """Write it as SVG or, to a path of any other suffix, as PNG."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".svg":
+            path.write_text(self.svg, encoding="utf-8")
+        else:
+            path.write_bytes(self.png)
+
     def figure(self) -> Figure:
-        """Drawn, to be looked at or saved."""
+        """Return the drawn figure of matplotlib."""
         from matplotlib.figure import Figure
 
         with _styled():
@@ -120,7 +128,7 @@ class Picture:
         return file.getvalue()
 
     def _head(self, figure: Figure) -> None:
-        """Heading, note and legend, from the top down."""
+        """Draw heading, note and legend, from the top down."""
         from matplotlib.patches import Patch
 
         left, y, inch = 0.1 / self.width, 1 - 0.06 / figure.get_figheight(), 1 / figure.get_figheight()
@@ -138,7 +146,7 @@ class Picture:
 
 @contextmanager
 def _styled() -> Iterator[None]:
-    """Our style, whatever the user's own matplotlibrc says."""
+    """Set our style, whatever the user's own matplotlibrc says."""
     matplotlib: Any = import_module("matplotlib")
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -167,15 +175,14 @@ def save(pictures: Mapping[Path, Picture]) -> str:
     if not can_draw():
         return NO_MATPLOTLIB
     for path, picture in pictures.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(picture.png)
+        picture.write(path)
     if len(pictures) <= FEW:
         return ", ".join(str(path) for path in pictures) or "none"
     return f"{len(pictures)} in {', '.join(dict.fromkeys(str(path.parent) for path in pictures))}"
 
 
 def nothing(axes: Axes, text: str) -> None:
-    """Say in empty axes why they are empty."""
+    """Write into empty axes why they are empty."""
     axes.set_axis_off()
     axes.text(0.5, 0.5, text, ha="center", va="center", color=QUIET, transform=axes.transAxes)
 
@@ -223,7 +230,7 @@ def _place(axes: Axes, parent: ET.Element, left: float, top: float) -> None:
 
 
 def shortened(text: str, size: float, inches: float) -> str:
-    """One line of letters of `size` points: what does not fit is left out of its middle.
+    """Return one line that fits into so many inches at `size` points, its middle left out if need be.
 
     Names often differ in their last word.
     """
@@ -236,5 +243,5 @@ def shortened(text: str, size: float, inches: float) -> str:
 
 
 def writable(text: str) -> str:
-    """`text` without the control characters that no XML may hold."""
+    """Return `text` without the control characters that no XML may hold."""
     return _UNWRITABLE.sub("\ufffd", text)

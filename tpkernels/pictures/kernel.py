@@ -11,11 +11,9 @@ from tpkernels.pictures.figure import (
     BLUE,
     GREEN,
     GREY,
-    INK,
     ORANGE,
     QUIET,
     VIOLET,
-    WIDTH,
     Picture,
     hint,
     nothing,
@@ -42,7 +40,7 @@ FILLS = {  # in the order of drawing: waits lie over the epilogue that they are 
 
 @dataclass(frozen=True)
 class Doing:
-    """From one cycle to another; `what` is a name of FILLS."""
+    """A bar in a lane, from one cycle to another; `what` is a name of FILLS."""
 
     what: str
     start: float
@@ -61,16 +59,8 @@ class Lane:
     said: str = ""
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A moment that all lanes share, such as the end of a tile's steps."""
-
-    cycle: float
-    name: str
-
-
-def processor(heading: str, lanes: Sequence[Lane], *, marks: Sequence[Mark] = (), note: str = "") -> Picture:
-    """A lane below the other on one scale of cycles, from the first doing to the last."""
+def processor(heading: str, lanes: Sequence[Lane], *, note: str = "") -> Picture:
+    """Return a picture of lanes, one below the other, on one scale of cycles."""
     shown = [Lane(lane.name, [*filter(_drawable, lane.doings)], lane.said) for lane in lanes]
     ends = [end for lane in shown for doing in lane.doings for end in (doing.start, doing.stop)]
     seen = {doing.what for lane in shown for doing in lane.doings}
@@ -88,11 +78,6 @@ def processor(heading: str, lanes: Sequence[Lane], *, marks: Sequence[Mark] = ()
         axes.set_xlim(first, max(last, first + 1))
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("cycles")
-        for mark in marks:
-            if first <= mark.cycle <= last:
-                axes.axvline(mark.cycle, color=INK, linewidth=1)
-                words = axes.text(mark.cycle, 1.01, shortened(mark.name, 8, WIDTH / 4), ha="right", size=8)
-                words.set(transform=axes.get_xaxis_transform(), color=QUIET)
 
     legend = [(fill, what) for what, fill in FILLS.items() if what in seen]
     return Picture(heading, 0.7 + 0.3 * len(shown), draw, note, legend)

@@ -39,7 +39,7 @@ FILLS = {  # in the order of a legend
 
 @dataclass(frozen=True)
 class Span:
-    """Something that lasted, in seconds of a clock that all ranks share."""
+    """An interval of one rank, in seconds of a clock that all ranks share."""
 
     rank: int
     doing: str  # what its lane is for
@@ -54,7 +54,7 @@ class Span:
 
 
 def lanes(heading: str, panels: Mapping[str, Sequence[Span]], *, note: str = "") -> Picture:
-    """Panels one below the other, each from its own first moment on.
+    """Return a picture of panels, one below the other, each from its own first moment on.
 
     note: a line below the heading
     """
@@ -117,7 +117,7 @@ def _length(spans: Sequence[Span]) -> float:
 
 
 def unit_of(seconds: float) -> tuple[str, float]:
-    """The unit to write about so many seconds in, and how many there are to a second."""
+    """Return the unit to write so many seconds in, and how many of it make a second."""
     for name, size in (("s", 1.0), ("ms", 1e3)):
         if seconds * size >= 1:
             return name, size

@@ -43,7 +43,7 @@ def page(title: str, sections: Sequence[tuple[str, str]]) -> str:
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and values."""
+    """Return a table of names and values."""
     lines = "\n".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in rows)
     return f"<table>{lines}</table>"
 
@@ -63,7 +63,7 @@ def table(
 
 
 def figure(svg: str, caption: str) -> str:
-    """A picture, and below it what it shows."""
+    """Return a picture with its caption below."""
     return f"<figure>{svg}<figcaption>{text(caption)}</figcaption></figure>"
 
 

@@ -23,7 +23,7 @@ PROCESS = 100 * 2**20  # of memory that it shares with no other, once torch is i
 
 
 def least_bytes(config: TrainConfig, tensor: int, data: int) -> int:
-    """What each rank needs at least."""
+    """Return the bytes that each rank needs at least."""
     at_once = max(1, config.batch // data // config.accumulate)
     job = Job(
         model=config.model,
@@ -40,7 +40,7 @@ def least_bytes(config: TrainConfig, tensor: int, data: int) -> int:
 
 
 def require_room(config: TrainConfig, tensor: int, data: int, *, local: int, device: torch.device) -> None:
-    """An error where the ranks of this machine cannot fit.
+    """Raise if the ranks of this machine cannot fit into its memory.
 
     local: how many ranks run here, which share its memory; GPUs they have to themselves
     """
@@ -59,7 +59,7 @@ def require_room(config: TrainConfig, tensor: int, data: int, *, local: int, dev
 
 
 def memory_of_machine() -> int:
-    """Bytes of memory and swap that processes can have here at most."""
+    """Return the bytes of memory and swap that processes of this machine, or container, can have."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # another system than Linux
         if swap := re.search(r"^SwapTotal: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE):

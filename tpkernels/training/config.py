@@ -71,12 +71,12 @@ class TrainConfig:
 
     @property
     def recipe(self) -> Recipe | None:
-        """Of the products."""
+        """The fp8 recipe of the products; None without fp8."""
         return Recipe.named(self.fp8) if self.fp8 else None
 
 
 def learning_rate(step: int, *, steps: int, warmup: int, peak: float, floor: float) -> float:
-    """Of step number `step`, from 0: up in a line, then down half a cosine.
+    """Return the rate of step `step`, from 0: up in a line, then down half a cosine.
 
     `peak` is reached after `warmup` steps, `floor` at the last.
     """

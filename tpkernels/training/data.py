@@ -38,12 +38,12 @@ class TokenFile:
         return len(self.ids)
 
     def slices(self, starts: Tensor, tokens: int) -> Tensor:
-        """(starts, tokens): the ids from each start on."""
+        """Return the ids from each start on: (starts, tokens)."""
         places = starts[:, None] + torch.arange(tokens)
         return self.ids[places].long()
 
 
-class Batches:
+class Excerpts:
     """Random excerpts of a file, step by step.
 
     The excerpts of a step depend on the seed and the step alone, and each data-parallel rank takes its share:
@@ -62,7 +62,7 @@ class Batches:
         self._batch, self._own = batch, slice(rank * batch // ranks, (rank + 1) * batch // ranks)
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Ids and the ids that come after them, (excerpts of this rank, tokens) each."""
+        """Return ids and the ids that follow them, (excerpts of this rank, tokens) each."""
         # one generator a step: nothing has to be drawn again to reach it
         generator = torch.Generator().manual_seed((self._seed * 0x9E3779B1 + step) % 2**63)
         starts = torch.randint(len(self.file) - self._tokens, (self._batch,), generator=generator)

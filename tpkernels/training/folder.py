@@ -21,7 +21,7 @@ def checkpoint_of(folder: Path, done: int) -> Path:
 
 
 def prepare(folder: Path, *, resume: bool) -> None:
-    """That checkpoints can be written into `folder`, or an error on all ranks; called by all of them."""
+    """Prepare `folder` for checkpoints, or raise on all ranks; called by all of them."""
     with raise_on_all_ranks(f"--save {folder}"):
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def _steps(folder: Path) -> dict[int, Path]:
 
 
 def opened_after(path: Path, done: int) -> tuple[TextIO, str]:
-    """Where lines after so many steps are written, and what there is to say of the lines before.
+    """Open a file for the lines of later steps; return it, and what to say of the lines before.
 
     What a run wrote beyond its last checkpoint is dropped, for those steps are made again. Lines that hold no
     step, as a run leaves one that is killed while it writes, stay in a copy of the file.

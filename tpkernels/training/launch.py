@@ -32,7 +32,7 @@ POLL_SECONDS = 0.05
 
 
 def run_ranks(command: Sequence[str], ranks: int) -> int:
-    """Run `command` once for each rank; the exit code, 0 if all of them ended well.
+    """Run `command` once for each rank; return the exit code, 0 if all of them ended well.
 
     The first that fails is named, and ends the others. So does Ctrl-C. SIGTERM is passed on. Ranks that
     `hold_lifeline` end with us even if we are killed.
@@ -63,7 +63,7 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
 
 
 def environment_of_ranks(store: TCPStore, ranks: int) -> dict[str, str]:
-    """What all of them find; each has its RANK and LOCAL_RANK beside.
+    """Return the variables that all ranks share; each has its RANK and LOCAL_RANK beside.
 
     store: found by the ranks as they find torchrun's
     """
@@ -81,7 +81,7 @@ def environment_of_ranks(store: TCPStore, ranks: int) -> dict[str, str]:
 
 
 def loopback_store() -> TCPStore:
-    """A store for the ranks of this machine, which no other machine can reach."""
+    """Return a store for the ranks of this machine, which no other machine can reach."""
     # given a name and a port, TCPStore listens on every interface
     listening = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
     port = listening.getsockname()[1]
@@ -101,7 +101,7 @@ def _loopback_interface() -> str:
 
 
 def device_of_rank() -> torch.device:
-    """This process's GPU, made current, of all or of the one that it sees; else the CPU."""
+    """Return this process's GPU, made current, by its local rank; the CPU without GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -150,7 +150,7 @@ def _exit_without(parent: int) -> None:
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """The rank that fails first, or None once all have ended well."""
+    """Return the rank that fails first, or None once all have ended well."""
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):

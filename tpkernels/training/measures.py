@@ -24,7 +24,7 @@ from tpkernels.training.trainer import StepReport, Trainer
 
 
 def flops_per_token(model: GPTConfig, tokens: int) -> int:
-    """Of a training step, forward and backward; tokens: in an excerpt"""
+    """Return the FLOPs of a training step for each token, forward and backward; tokens: in an excerpt"""
     width = model.hidden_size
     key_features = (model.num_kv_heads or model.num_heads) * (width // model.num_heads)
     ups = 2 if model.activation in GATE_OF else 1
@@ -36,7 +36,7 @@ def flops_per_token(model: GPTConfig, tokens: int) -> int:
 
 
 def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of the device at its best, where a data sheet says so of this dtype."""
+    """Return the peak FLOP/s of the device in this dtype, where a data sheet says it."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
@@ -61,7 +61,7 @@ class Speed:
         return Speed(flops_per_token(config.model, config.tokens), dist.get_world_size(), peak)
 
     def of(self, report: StepReport) -> dict[str, float]:
-        """Of a step: TFLOP/s of each rank, and MFU if the peak is known."""
+        """Return TFLOP/s of each rank in a step, and MFU if the peak is known."""
         flops = self.flops_per_token * report.tokens / report.seconds / self.ranks
         found = {"tflops_per_rank": flops / 1e12}
         return found if self.peak is None else {**found, "mfu": flops / self.peak}
@@ -78,13 +78,13 @@ class Speed:
 
 
 def median_step(reports: Sequence[StepReport]) -> StepReport:
-    """By time, which the first steps and whoever else uses the machine disturb."""
+    """Return the step of median time: the first steps, and other users of the machine, disturb a mean."""
     return sorted(reports, key=lambda report: report.seconds)[len(reports) // 2]
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of one rank."""
+class RankMemory:
+    """Bytes that one rank holds, by what they are for."""
 
     rank: int
     weights: int
@@ -103,16 +103,16 @@ class Memory:
         )
 
 
-def largest_memory(trainer: Trainer) -> Memory:
-    """Of the rank with the highest peak; called by all ranks."""
-    everybody: list[Memory] = [_memory(trainer)] * dist.get_world_size()
+def largest_memory(trainer: Trainer) -> RankMemory:
+    """Return the memory of the rank with the highest peak; called by all ranks."""
+    everybody: list[RankMemory] = [_memory(trainer)] * dist.get_world_size()
     dist.all_gather_object(everybody, _memory(trainer))
     return max(everybody, key=lambda memory: (memory.peak, -memory.rank))
 
 
-def _memory(trainer: Trainer) -> Memory:
+def _memory(trainer: Trainer) -> RankMemory:
     on_gpu = trainer.device.type == "cuda"
-    return Memory(
+    return RankMemory(
         rank=dist.get_rank(),
         weights=_bytes([*trainer.model.parameters(), *trainer.model.buffers()]),
         gradients=_bytes(trainer.optimizer.buckets.buckets),

@@ -19,7 +19,6 @@ from tpkernels.layers.exact_norm import exact_norm
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.state import ParallelState
 from tpkernels.tp_invariance import mode
-from tpkernels.training.exact_adamw import exact_step
 from tpkernels.training.profile import phase
 
 STATES = ("exp_avg", "exp_avg_sq")
@@ -61,7 +60,7 @@ class ShardedAdamW:
         self.buckets.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """For all backwards of a step but the last."""
+        """Return a context for all backwards of a step but the last."""
         return self.buckets.no_sync()
 
     @phase("optimizer step")
@@ -88,12 +87,12 @@ class ShardedAdamW:
         return norm
 
     def tensors(self) -> list[Tensor]:
-        """What this rank keeps: its shard of the fp32 copies, and Adam's states of it."""
+        """Return what this rank keeps: its shard of the fp32 copies, and Adam's states of it."""
         states = [tensor for state in self._adam.state.values() for tensor in state.values()]
         return [*self._shards, *states]
 
     def unsharded(self) -> torch.optim.AdamW:
-        """What torch's own AdamW would hold now, with the fp32 parameters besides: what a checkpoint keeps.
+        """Return the full AdamW that a checkpoint keeps: its states, and the fp32 parameters beside them.
 
         Called by all ranks, for each has a part. It takes 12 bytes an element on each of them.
         """
@@ -109,7 +108,7 @@ class ShardedAdamW:
         return whole
 
     def blank(self) -> torch.optim.AdamW:
-        """The same without states, for a checkpoint to be read into."""
+        """Return a full AdamW without states, for a checkpoint to be read into."""
         return torch.optim.AdamW([parameter for _, parameter in self._named], lr=0.0, weight_decay=0.0)
 
     @torch.no_grad()
@@ -137,7 +136,7 @@ class ShardedAdamW:
         self.buckets.gather_parameters(self._shards)
 
     def _runs(self, holds: Callable[[nn.Parameter], bool]) -> list[list[slice]]:
-        """Of each shard the elements of those parameters. A mark for each element would be as large."""
+        """Return, for each shard, the slices of its elements that belong to such parameters."""
         marks = self.buckets.shard(
             [torch.tensor(holds(p), device=p.device).expand(p.shape) for _, p in self._named]
         )
@@ -145,7 +144,7 @@ class ShardedAdamW:
 
     @phase("clipping: norm of the gradients")
     def _norm(self, gradients: Sequence[Tensor]) -> float:
-        """Over the whole model: shards of all data and tensor ranks, replicated parameters once."""
+        """Return the norm over the full model: shards of all ranks, replicated parameters once."""
         groups = [self._state.process_group(kind) for kind in ("dp", "tp")]
         if self._is_invariant:
             own = [g[run] for g, counted in zip(gradients, self._counted, strict=True) for run in counted]
@@ -160,8 +159,34 @@ class ShardedAdamW:
 
 
 def _runs_of(mark: Tensor) -> list[slice]:
-    """Where it is true."""
+    """Return the slices in which the mark is true."""
     values, lengths = mark.unique_consecutive(return_counts=True)
     stops = lengths.cumsum(0).tolist()
     runs = zip(values.tolist(), lengths.tolist(), stops, strict=True)
     return [slice(stop - length, stop) for value, length, stop in runs if value]
+
+
+@torch.no_grad()
+def exact_step(adam: torch.optim.AdamW) -> None:
+    """Do what `adam.step()` does, by operations that are rounded once each, as IEEE 754 says.
+
+    torch's own step multiplies and adds in one kernel, where a compiler may round once (fma) or twice. A
+    kernel's vectors and the elements left over at its end are compiled apart, so that what an element becomes
+    may depend on where it lies: in a shard whose length depends on the tensor-parallel size. Here it cannot.
+
+    adam: without weight decay, amsgrad and maximize
+    """
+    for group in adam.param_groups:
+        (beta1, beta2), eps, rate = group["betas"], group["eps"], group["lr"]
+        for parameter in group["params"]:
+            gradient, state = parameter.grad, adam.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state["step"] += 1
+            steps = state["step"].item()
+            state["exp_avg"].mul_(beta1).add_(gradient * (1 - beta1))
+            state["exp_avg_sq"].mul_(beta2).add_((gradient * gradient).mul_(1 - beta2))
+            spread = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2**steps)).add_(eps)
+            parameter.sub_((state["exp_avg"] / spread).mul_(rate / (1 - beta1**steps)))

@@ -14,7 +14,7 @@ WARM_UP = 3  # the first steps learn the buckets' order and touch memory that la
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """`with phase("forward"):`, or a decorator; on GPUs also a range of NVTX."""
+    """Name what runs within, in traces and on GPUs as a range of NVTX; also a decorator."""
     named = f"tpkernels: {name}"
     with record_function(named):
         if not torch.cuda.is_available():
@@ -25,7 +25,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 class StepProfile:
-    """Around every step of a run, of which it records one. What cannot be written does not end the run."""
+    """A context of every step of a run, which records one; a trace that cannot be written ends no run."""
 
     def __init__(self, folder: Path, rank: int, *, done: int, steps: int, step: int | None = None) -> None:
         """done, steps: where the run begins and ends; step: by default one after warming up"""
@@ -37,11 +37,11 @@ class StepProfile:
 
     @property
     def comes(self) -> bool:
-        """Whether the step is one of this run."""
+        """Whether the step to record is one of this run."""
         return self._done < self.step <= self._steps
 
     def outcome(self) -> str:
-        """In a line."""
+        """Return in a line what became of the profile."""
         if not self.came:
             began = f"this run began after {self._done} of {self._steps}"
             return f"no profile: step {self.step} did not come; {began}"

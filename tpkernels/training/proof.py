@@ -16,14 +16,14 @@ FP8_TOLERANCE = 1e-2  # a row-parallel operand's scales are of this rank's featu
 
 
 def allowed_by(config: TrainConfig) -> float:
-    """How far the losses of two layouts may be apart."""
+    """Return how far the losses of two layouts may be apart, as a fraction."""
     allowed = TOLERANCES[config.dtype]
     return allowed if config.recipe is None else max(allowed, FP8_TOLERANCE)
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What each layout learnt: the run itself first, unsharded last.
+    """Losses of each layout: the run itself first, unsharded last.
 
     losses: of each layout, step by step
     """
@@ -37,7 +37,7 @@ class Proof:
         return len(self.losses[0])
 
     def difference(self, step: int) -> float:
-        """The largest from the run's own loss in this step, from 0, as a part of it."""
+        """Return the largest difference from the run's own loss in this step, from 0, as a fraction of it."""
         own, *others = (losses[step] for losses in self.losses)
         apart = [abs(loss - own) / abs(own) for loss in others]
         return math.nan if any(map(math.isnan, apart)) else max(apart)
@@ -65,7 +65,7 @@ class Proof:
         ]
 
     def table(self) -> str:
-        """For a terminal."""
+        """Return the losses as aligned columns, for a terminal."""
         lines = [self.head(), *self.rows()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         aligned = [

@@ -21,8 +21,8 @@ _ROWS = 10  # of the table that stands where there is no curve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a page is about.
+class RunRecord:
+    """What a page about a run shows.
 
     spans: of the last step, if it was recorded
     known: name and value of what else is worth knowing
@@ -43,8 +43,8 @@ class Run:
         return "GPU" if self.on_gpu else "rank"
 
 
-def pictures_of(run: Run) -> dict[str, Picture]:
-    """The loss, the last step where it was recorded, the groups: by name."""
+def pictures_of(run: RunRecord) -> dict[str, Picture]:
+    """Return pictures by name: the loss, the last step where it was recorded, the groups."""
     reports, spans, plan = run.reports, run.spans, run.plan
     first, last = reports[0], reports[-1]
     losses = f"Loss: {first.loss:.3f} at step {first.step}, {last.loss:.3f} at step {last.step}"
@@ -59,7 +59,7 @@ def pictures_of(run: Run) -> dict[str, Picture]:
 
 
 def at_once(spans: Sequence[Span]) -> str:
-    """How much of what was in flight a rank computed beside."""
+    """Return in words what share of the time in flight ranks computed."""
     in_flight, hidden = seconds_at_once(spans)
     if not in_flight:
         return "nothing was in flight between ranks"
@@ -67,8 +67,8 @@ def at_once(spans: Sequence[Span]) -> str:
     return f"ranks computed during {share:.0%} of the time that they had something in flight"
 
 
-def write(path: Path, run: Run) -> str:
-    """The page, and the pictures as PNG in its folder; returns what to say of the latter."""
+def write(path: Path, run: RunRecord) -> str:
+    """Write the page, and the pictures as PNG into its folder; return what to say of these."""
     pictures = pictures_of(run)
     sections = [("", facts([*run.known, *facts_of(run.reports)]))]
     if run.proof is not None:
@@ -102,7 +102,7 @@ def _proof(proof: Proof) -> str:
 
 
 def _losses(reports: Sequence[StepReport]) -> str:
-    """Of some steps, the last among them."""
+    """Return a table of the losses of some steps, the last among them."""
     stride = -(-len(reports) // _ROWS)
     rows = [[str(report.step), f"{report.loss:.4f}"] for report in reversed(reports[::-stride])]
     return table(["step", "loss, nats per token"], rows)
@@ -120,7 +120,7 @@ def _how_to_read(on_gpu: bool) -> str:
 
 
 def facts_of(reports: Sequence[StepReport]) -> list[tuple[str, str]]:
-    """Of a run's steps."""
+    """Return name and value of what is known of a run's steps."""
     first, last = reports[0], reports[-1]
     seconds = sum(report.seconds for report in reports)
     speed = statistics.median(report.tokens / report.seconds for report in reports)

@@ -29,13 +29,13 @@ from tpkernels.training.folder import opened_after, set_aside_after
 from tpkernels.training.launch import device_of_rank, join_world
 from tpkernels.training.profile import StepProfile
 from tpkernels.training.proof import Proof, allowed_by
-from tpkernels.training.report import Run, write
+from tpkernels.training.report import RunRecord, write
 from tpkernels.training.step_trace import traced
 from tpkernels.training.trainer import StepReport, Trainer
 
 
 def shown(text: str) -> str:
-    """For a terminal: characters that would steer it, or hide others, are written as escapes.
+    """Return the text for a terminal: characters that would steer it, or hide others, as escapes.
 
     >>> shown("red \\x1b[31m and \\u202e back")
     'red \\\\x1b[31m and \\\\u202e back'
@@ -44,7 +44,7 @@ def shown(text: str) -> str:
 
 
 def require_sizes(config: TrainConfig, tensor: int) -> None:
-    """Turn TP-invariance on where the run asks for it; an error if these tensor-parallel ranks cannot be."""
+    """Turn TP-invariance on where the run asks for it; raise if so many ranks cannot share its segments."""
     if config.tp_invariant:
         tp_invariant(config.tp_invariant)
     if mode.segments:
@@ -112,7 +112,7 @@ class Session:
     def steps(
         self, folder: Path | None = None, every: int = 0, *, record_last: bool = False
     ) -> Iterator[StepReport]:
-        """The run, step by step; with a folder it is saved there at the end, and when asked to stop.
+        """Run and yield step by step; with a folder save there at the end, and when asked to stop.
 
         record_last: what ran when in the last step goes to the page
         """
@@ -131,7 +131,7 @@ class Session:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what comes now need not be saved
 
     def lines(self, path: Path) -> TextIO | None:
-        """Where the first rank writes a line for each step to come; called by all ranks."""
+        """Open where the first rank writes a line for each step to come; called by all ranks."""
         opened, said = None, ""
         with raise_on_all_ranks(f"--json {path}"):
             if self.rank == 0:
@@ -141,7 +141,7 @@ class Session:
         return opened
 
     def _any_was_asked(self) -> bool:
-        """Whether SIGTERM has reached some rank: all stop after the same step."""
+        """Return whether SIGTERM has reached any rank, so that all stop after the same step."""
         asked = torch.tensor([float(self._got_signal)], device=self.device)
         for kind in ("tp", "dp"):
             asked = from_all_ranks(asked, self._state.process_group(kind)).amax(0)
@@ -159,8 +159,8 @@ class Session:
         )
 
     def write_page(self, path: Path, reports: Sequence[StepReport], proof: Proof | None, sample: str) -> str:
-        """A page about the run and its pictures beside it; returns what to say of these."""
-        run = Run(
+        """Write a page about the run and its pictures beside it; return what to say of these."""
+        run = RunRecord(
             title=f"Training from {self.config.data}",
             reports=reports,
             spans=self._recorded,
@@ -173,7 +173,7 @@ class Session:
         return write(path, run)
 
     def require_proof(self) -> None:
-        """That the unsharded run, whose ranks are all data-parallel, can have the same batches."""
+        """Raise if the unsharded run, whose ranks are all data-parallel, cannot have the same batches."""
         ranks, config = dist.get_world_size(), self.config
         if mode.segments and ranks > 2:
             raise ValueError(
@@ -187,7 +187,7 @@ class Session:
             )
 
     def require_sample(self, prompt: str, count: int) -> None:
-        """That the model can write `count` bytes after `prompt`."""
+        """Raise if the model cannot write `count` bytes after `prompt`."""
         model, length = self.config.model, len(prompt.encode()) + count
         if not self.trainer.batches.file.is_text or model.vocab_size > 256:
             raise ValueError(
@@ -202,7 +202,7 @@ class Session:
             )
 
     def profile(self, folder: Path, step: int | None) -> StepProfile:
-        """Of one of the steps that are to come, or a word that it is none of these."""
+        """Profile one of the steps to come; say so at once if it is none of these."""
         trainer = self.trainer
         profile = StepProfile(folder, self.rank, done=trainer.done, steps=self.config.steps, step=step)
         trainer.step_context = profile
@@ -229,7 +229,7 @@ class Session:
         return proof
 
     def losses(self, steps: int, config: TrainConfig, tensor: int) -> list[float]:
-        """Of the first steps of another run on the same ranks, with other sizes."""
+        """Return the losses of the first steps of another run on the same ranks, with other sizes."""
         state = create_parallel_state(plan_groups(world_size=dist.get_world_size(), tensor=tensor))
         try:
             trainer = Trainer(config, state, self.device)
@@ -238,7 +238,7 @@ class Session:
             destroy_parallel_state(state)
 
     def sample(self, prompt: str, count: int) -> str:
-        """What the model writes after `prompt`, byte by byte."""
+        """Return what the model writes after `prompt`, byte by byte."""
         model = self.trainer.model.eval()
         ids = torch.tensor([list(prompt.encode())], device=self.device)
         generator = torch.Generator(self.device).manual_seed(self.config.seed)

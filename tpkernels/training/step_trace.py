@@ -25,8 +25,8 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """What the profiler noted, in seconds since 1970."""
+class ProfiledEvent:
+    """An event of the profiler, in seconds since 1970."""
 
     name: str
     start: float
@@ -38,7 +38,7 @@ class Event:
 
 
 def traced(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
-    """What `step` returns, and on the first rank what the first ranks did in it; called by all ranks."""
+    """Run `step`; return its result and, on rank 0, the spans of the first ranks; called by all ranks."""
     if dist.get_rank() < SHOWN_RANKS:
         result, spans = _recorded(step)
     else:
@@ -58,7 +58,7 @@ def _recorded(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
     assert kineto is not None, "it was started"
     assert kineto.kineto_results is not None, "and stopped"
     events = [
-        Event(
+        ProfiledEvent(
             event.name(),
             1e-9 * event.start_ns(),
             1e-9 * event.end_ns(),
@@ -73,8 +73,8 @@ def _recorded(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
     return result, spans_of(dist.get_rank(), events, on_gpu=on_gpu)
 
 
-def spans_of(rank: int, events: Sequence[Event], *, on_gpu: bool) -> list[Span]:
-    """What a rank computed, by phase, and what it had in flight.
+def spans_of(rank: int, events: Sequence[ProfiledEvent], *, on_gpu: bool) -> list[Span]:
+    """Return the spans in which a rank computed, by phase, and in which it had transfers in flight.
 
     On a GPU kernels count, on a CPU operators of torch: what Python does between them does not.
     """
@@ -109,14 +109,14 @@ def spans_of(rank: int, events: Sequence[Event], *, on_gpu: bool) -> list[Span]:
 class _Nodes:
     """The nodes of backward passes that autograd ran."""
 
-    def __init__(self, nodes: Sequence[Event]) -> None:
+    def __init__(self, nodes: Sequence[ProfiledEvent]) -> None:
         self.threads = {node.thread for node in nodes}
         self._ends = max((node.stop for node in nodes), default=float("inf"))
         self._intervals = {
             thread: union((node for node in nodes if node.thread == thread), 0.0) for thread in self.threads
         }
 
-    def phase_of(self, event: Event) -> str:
+    def phase_of(self, event: ProfiledEvent) -> str:
         intervals = self._intervals.get(event.thread, [])
         before = bisect_right(intervals, (event.start, float("inf")))
         if before and event.start < intervals[before - 1][1]:
@@ -124,8 +124,8 @@ class _Nodes:
         return "optimizer" if event.start >= self._ends else "forward"
 
 
-def union(events: Iterable[Event], gap: float) -> list[tuple[float, float]]:
-    """When one of them at least went on, in order; pauses up to `gap` are passed over."""
+def union(events: Iterable[ProfiledEvent], gap: float) -> list[tuple[float, float]]:
+    """Return the intervals in which some event went on, in order, joined over pauses up to `gap`."""
     found: list[tuple[float, float]] = []
     for event in sorted(events, key=lambda event: event.start):
         if found and event.start <= found[-1][1] + gap:
@@ -136,7 +136,7 @@ def union(events: Iterable[Event], gap: float) -> list[tuple[float, float]]:
 
 
 def seconds_at_once(spans: Sequence[Span]) -> tuple[float, float]:
-    """How long ranks had something in flight, and how long of that they computed, too; over all ranks."""
+    """Return the seconds with transfers in flight, and those of them with computation, over all ranks."""
     in_flight = hidden = 0.0
     for rank in {span.rank for span in spans}:
         own = sorted((span.start, span.stop, span.doing) for span in spans if span.rank == rank)
@@ -148,7 +148,7 @@ def seconds_at_once(spans: Sequence[Span]) -> tuple[float, float]:
 
 
 def _common(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
-    """How long an interval of both goes on; those of each follow one another."""
+    """Return the seconds that lie in intervals of both, each list in order."""
     total, i, j = 0.0, 0, 0
     while i < len(one) and j < len(other):
         total += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))

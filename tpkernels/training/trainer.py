@@ -22,7 +22,7 @@ from tpkernels.runtime.state import ParallelState, use
 from tpkernels.saying import warn
 from tpkernels.tp_invariance import mode
 from tpkernels.training.config import TrainConfig, learning_rate
-from tpkernels.training.data import Batches, TokenFile
+from tpkernels.training.data import Excerpts, TokenFile
 from tpkernels.training.folder import checkpoint_of
 from tpkernels.training.optimizer import ShardedAdamW
 from tpkernels.training.profile import phase
@@ -30,7 +30,7 @@ from tpkernels.training.profile import phase
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step was like; the same on all ranks but for the time."""
+    """The figures of one step, equal on all ranks but for the time."""
 
     step: int  # from 1
     loss: float
@@ -41,7 +41,7 @@ class StepReport:
 
 
 class Trainer:
-    """What one rank does of a run."""
+    """One rank of a run: model, batches and optimizer, which take a step together."""
 
     def __init__(self, config: TrainConfig, state: ParallelState, device: torch.device) -> None:
         if config.tp_invariant not in (0, mode.segments):
@@ -52,7 +52,7 @@ class Trainer:
         self.config, self.state, self.device = config, state, device
         file = TokenFile(config.data)
         ranks = state.size("dp")
-        self.batches = Batches(
+        self.batches = Excerpts(
             file,
             batch=config.batch,
             tokens=config.tokens,
@@ -94,7 +94,7 @@ class Trainer:
         self.step_context: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
 
     def step(self) -> StepReport:
-        """The next step, within `step_context` of its number, from 1."""
+        """Take the next step, within `step_context` of its number, from 1; return its figures."""
         with self.step_context(self.done + 1):
             return self._step()
 
@@ -182,12 +182,12 @@ class Trainer:
                 manual_seed((self.config.seed + 0x9E3779B1 * self.done) % 2**62)
 
     def _copies(self) -> Copies:
-        """What is replicated over tensor-parallel ranks."""
+        """Return the tensor-parallel ranks, and the parameters that are replicated over them."""
         parameters = [p for p in self.model.parameters() if not Attributes.of(p).tensor_model_parallel]
         return self.state.ranks("tp"), parameters
 
     def _batches(self) -> dict[str, int]:
-        """What decides which excerpts a step sees."""
+        """Return what decides which excerpts a step sees."""
         config = self.config
         return {
             "seed": config.seed,
@@ -198,7 +198,7 @@ class Trainer:
 
     @property
     def _fp8(self) -> str:
-        """Recipes that mean the same have the same words."""
+        """The recipe in words, equal for recipes that mean the same."""
         return str(self.config.recipe or "")
 
     def _ranks(self) -> list[int]:

@@ -1,6 +1,6 @@
-"""One rank of `check --bits`: a process that computes what it is told by a pipe, and answers with hashes.
+"""One rank of `bench bits`: a process that computes what it is told by a pipe, and answers with hashes.
 
-python -m tpkernels.cli.bits_rank DESCRIPTOR [MODULE:FAULT ...]      in the environment of a rank
+python -m bench.bits.rank DESCRIPTOR [MODULE:FAULT ...]      in the environment of a rank
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from bench.bits.programs import Place, run_program
+from bench.bits.ranks import Digests, Task
+from bench.bits.schedule import drawn, imposed
 from tpkernels.child import end_with_parent
-from tpkernels.cli.bits_programs import Place, run_program
-from tpkernels.cli.bits_ranks import Digests, Task
-from tpkernels.cli.bits_schedule import drawn, imposed
-from tpkernels.cli.qualify_world import World
+from tpkernels.cli.qualify_world import QualifyWorld
 from tpkernels.dispatch import backends
 from tpkernels.runtime.initialize import create_parallel_state
 from tpkernels.topology.plan import plan_groups
@@ -61,7 +61,7 @@ class _Rank:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._world = World.join(torch.device("cpu"), seed=0, seconds=0.0, quick=False)
+        self._world = QualifyWorld.join(torch.device("cpu"), seed=0, seconds=0.0, quick=False)
         ranks = self._world.ranks
         self._grid = create_parallel_state(plan_groups(world_size=ranks, tensor=ranks if ranks % 2 else 2))
         self._places: dict[tuple[str, str], Place] = {}  # each with a group of its own

@@ -1,16 +1,17 @@
-"""`python -m tpkernels check --bits`: one hash whatever the timing, and faults that it must see."""
+"""`python -m bench bits`: one hash whatever the timing, and faults that it must see."""
 
 import json
 import re
 
 import pytest
 
+from bench import bits
+from bench.__main__ import main
+from bench.bits.programs import OF_TRANSPORTS, PROGRAMS
+from bench.bits.ranks import _events
+from bench.bits.schedule import ORDERS, Stop, drawn
 from tests.patience import patient
 from tests.warm_python import await_end_of, called, children_of, ran, started
-from tpkernels.cli import check_bits, main
-from tpkernels.cli.bits_programs import OF_TRANSPORTS, PROGRAMS
-from tpkernels.cli.bits_ranks import _events
-from tpkernels.cli.bits_schedule import ORDERS, Stop, drawn
 
 MUTANT_SCHEDULES = 20  # within which it must show
 
@@ -21,9 +22,9 @@ def certified(names, schedules, planted="", ranks=3, patience=60.0):
 
 
 def _certified(names, schedules, planted, ranks, patience):
-    plan = [chosen for name in names for chosen in check_bits.planned(schedules, (ranks,), name)]
-    faults = [f"tests.cli.planted_bits:{planted}"] if planted else []
-    return check_bits.certify(plan, 1, lambda what: None, faults, patience)
+    plan = [chosen for name in names for chosen in bits.planned(schedules, (ranks,), name)]
+    faults = [f"tests.bench.planted_bits:{planted}"] if planted else []
+    return bits.certify(plan, 1, lambda what: None, faults, patience)
 
 
 def failures(certificates):
@@ -50,9 +51,9 @@ def test_a_sum_in_the_order_of_arrival_is_caught():
         assert found.schedules == MUTANT_SCHEDULES
         (failure,) = found.failures
         assert re.fullmatch(
-            rf"{program} over {transport} on 3 ranks, under the schedule of seed (\d+): fp32[\w -]*: \w+ "
-            r"of rank \d and \d+ other tensors differ from the undisturbed run; "
-            rf"again: python -m tpkernels check --bits --seed \1 --schedules 1 --world-size 3 --only {name}",
+            rf"{program} over {transport} on 3 ranks, under the schedule of seed (\d+): \w+, fp32[\w -]*: "
+            r"\w+ of rank \d and \d+ other tensors differ from the undisturbed run; "
+            rf"again: python -m bench bits --seed \1 --schedules 1 --world-size 3 --only {name}",
             failure,
         )
 
@@ -77,14 +78,14 @@ def test_a_rank_that_does_not_answer_is_told_with_the_schedule(fault, said):
     what, again = failure.split("; again: ")
     place = "row over c10d on 2 ranks, under the schedule of seed 1: "
     assert re.fullmatch(f"{re.escape(place)}({said})", what)
-    assert again == "python -m tpkernels check --bits --seed 1 --schedules 1 --world-size 2 --only c10d/2/row"
+    assert again == "python -m bench bits --seed 1 --schedules 1 --world-size 2 --only c10d/2/row"
     assert [certificate.schedules for certificate in found] == [0, 1]  # the others go on with new ranks
 
 
 def test_the_command_prints_a_table_and_keeps_a_report(tmp_path):
     report = tmp_path / "bits.json"
-    arguments = ["--bits", "--schedules", "3", "--seed", "7", "--world-size", "2", "--only", "embedding"]
-    run = ran("-m", "tpkernels", "check", *arguments, "--json", report)
+    arguments = ["--schedules", "3", "--seed", "7", "--world-size", "2", "--only", "embedding"]
+    run = ran("-m", "bench", "bits", *arguments, "--json", report)
     assert run.returncode == 0, run.stderr
     out = run.stdout
     assert [line.split()[:5] for line in out.splitlines()[:-1]] == [
@@ -105,15 +106,15 @@ def test_a_difference_is_exit_code_1(monkeypatch, capsys):
         plan[0][0].failures.append("row over c10d differs")
         return [certificate for certificate, _ in plan]
 
-    monkeypatch.setattr(check_bits, "certify", differs)
-    assert main(["check", "--bits", "--world-size", "2"]) == 1
+    monkeypatch.setattr(bits, "certify", differs)
+    assert main(["bits", "--world-size", "2"]) == 1
     assert capsys.readouterr().out.endswith("row over c10d differs\n")
 
 
 def test_kernels_are_left_out_without_triton(monkeypatch, capsys):
-    monkeypatch.setattr(check_bits, "find_spec", lambda name: None)
-    monkeypatch.setattr(check_bits, "certify", lambda plan, *_: [certificate for certificate, _ in plan])
-    assert main(["check", "--bits", "--world-size", "2"]) == 0
+    monkeypatch.setattr(bits, "find_spec", lambda name: None)
+    monkeypatch.setattr(bits, "certify", lambda plan, *_: [certificate for certificate, _ in plan])
+    assert main(["bits", "--world-size", "2"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("waiting kernels are left out: triton is not installed\n")
     assert [line.split()[0] for line in out.splitlines()[2:-1]] == ["c10d", "shared"]
@@ -121,7 +122,7 @@ def test_kernels_are_left_out_without_triton(monkeypatch, capsys):
 
 STOPPED = """
 import signal, time
-from tpkernels.cli.bits_ranks import Ranks, Task
+from bench.bits.ranks import Ranks, Task
 ranks = Ranks(2)
 ranks.run(Task("c10d", "embedding", None))
 ranks._processes[1].send_signal(signal.SIGSTOP)
@@ -141,7 +142,7 @@ def test_ranks_end_with_who_started_them_even_while_they_are_stopped():
 
 @pytest.mark.parametrize(("schedules", "ranks"), [(1000, (2, 4)), (1000, (2, 3, 4)), (1, (2,)), (37, (5,))])
 def test_at_least_so_many_schedules_are_planned(schedules, ranks):
-    plan = check_bits.planned(schedules, ranks, "")
+    plan = bits.planned(schedules, ranks, "")
     assert len(plan) == 3 * len(ranks)
     assert schedules <= sum(count for _, count in plan) <= schedules + 3 * len(ranks)
     assert {count > 0 for _, count in plan} == {True}

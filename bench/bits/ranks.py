@@ -1,4 +1,4 @@
-"""The ranks that `check --bits` runs on, as the process sees them that starts, stops and compares them."""
+"""The ranks that `bench bits` runs on, as the process sees them that starts, stops and compares them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import NamedTuple, NoReturn
 
+from bench.bits.schedule import Stop, drawn
 from tpkernels.child import ending
-from tpkernels.cli.bits_schedule import Stop, drawn
 from tpkernels.training.launch import environment_of_ranks, loopback_store
 
 PATIENCE = 120.0  # seconds for one program under one schedule
 START_SECONDS = 120.0  # to import torch, and to meet
-PROGRAM = "tpkernels.cli.bits_rank"
+PROGRAM = "bench.bits.rank"
 
 Digests = dict[str, str]  # of each tensor of a rank, by name
 

@@ -1,4 +1,4 @@
-"""Faults for ranks of `check --bits`, by name: above all a sum in the order of arrival."""
+"""Faults for ranks of `bench bits`, by name: above all a sum in the order of arrival."""
 
 import os
 import threading
@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from tpkernels.cli.bits_programs import PROGRAMS, Place, Results
+from bench.bits.programs import PROGRAMS, Place, Results
 from tpkernels.comm.transports import host
 from tpkernels.comm.transports.base import Delivery
 from tpkernels.comm.transports.host import HostDelivery, HostExchange

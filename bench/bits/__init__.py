@@ -1,4 +1,4 @@
-"""`python -m tpkernels check --bits`: are sums the same bits whatever the timing, with overlap on?
+"""`python -m bench bits`: are sums the same bits whatever the timing, with overlap on?
 
 Each program first runs undisturbed. Then it runs under schedules that delay, reorder and stop what they can,
 and every result and gradient of every rank must have the bits of the first run. Exit code 1: one has not, or
@@ -10,41 +10,84 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpkernels.cli import Progress
+from tpkernels.cli import SAID_EVERY, BadUse, Progress, write_json, written_to
 
 if TYPE_CHECKING:
-    from tpkernels.cli.bits_ranks import Digests, Ranks
+    from bench.bits.ranks import Digests, Ranks
 
 SCHEDULES, SEED, RANKS = 1000, 1, (2, 4)
 MOST_RANKS = 16
 INTERPRETED_SHARE = 100  # one schedule in so many: interpreted kernels are slow
 
 
-def add_options(parser: ArgumentParser) -> None:
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument(
-        "--bits",
-        action="store_true",
-        help="instead: ops and gradient buckets give the same bits under any timing, on ranks of this CPU",
+        "--schedules",
+        type=_count,
+        default=SCHEDULES,
+        metavar="N",
+        help=f"adversarial ones, in all ({SCHEDULES})",
     )
     parser.add_argument(
-        "--schedules", type=_count, metavar="N", help=f"with --bits: adversarial ones, in all ({SCHEDULES})"
+        "--seed", type=_seed, default=SEED, metavar="S", help=f"of the first schedule ({SEED})"
     )
-    parser.add_argument("--seed", type=_seed, metavar="S", help=f"with --bits: of the first one ({SEED})")
     parser.add_argument(
         "--world-size",
         type=_ranks,
+        default=RANKS,
         metavar="LIST",
-        help=f"with --bits: numbers of ranks ({','.join(map(str, RANKS))})",
+        help=f"numbers of ranks ({','.join(map(str, RANKS))})",
     )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="NAME",
+        help="what has NAME between slashes: shared/4/row, or row",
+    )
+    parser.add_argument(
+        "--json", type=written_to, metavar="FILE", help="write all hashes and failures into FILE"
+    )
+
+
+def main(options: Namespace) -> int:
+    """Print a table of certificates; return 1 if a bit differed or ranks hung."""
+    began = time.perf_counter()
+    plan = planned(options.schedules, options.world_size, options.only)
+    total = sum(count for _, count in plan)
+    if find_spec("triton") is None:
+        print("waiting kernels are left out: triton is not installed")
+    with Progress("checking bits:", total, seconds=SAID_EVERY) as step:
+        found = certify(plan, options.seed, step)
+    seconds = time.perf_counter() - began
+    failures = [failure for certificate in found for failure in certificate.failures]
+    told = {
+        "versions": {name: import_module(name).__version__ for name in ("tpkernels", "torch")},
+        "seed": options.seed,
+        "failures": failures,
+        "certificates": [asdict(each) for each in found],
+    }
+    write_json(options.json, told)
+    print(f"{'transport':<10}{'ranks':>6}{'programs':>10}{'schedules':>11}{'hashes':>8}{'seconds':>9}")
+    for each in found:
+        hashes = sum(map(len, each.hashes.values()))
+        print(
+            f"{each.transport:<10}{each.ranks:>6}{len(each.programs):>10}{each.schedules:>11}{hashes:>8}"
+            f"{each.seconds:>9.0f}"
+        )
+    for failure in failures:
+        print(failure)
+    done = sum(each.schedules for each in found)
+    if not failures:
+        print(f"the same bits under {done} schedules in {seconds:.0f} s, from seed {options.seed} on")
+    return 1 if failures else 0
 
 
 def _count(text: str) -> int:
@@ -79,63 +122,12 @@ class Certificate:
     failures: list[str] = field(default_factory=list)
 
 
-class NothingChosenError(ValueError):
-    """No program has the name that was asked for."""
-
-
-def run(
-    schedules: int,
-    seed: int,
-    ranks: Sequence[int],
-    only: str,
-    path: Path | None,
-    planted: Sequence[str] = (),
-    *,
-    said_every: float | None = None,
-) -> int:
-    """The command; prints a table, and returns the exit code.
-
-    planted: see `bits_ranks.Ranks`
-    said_every: seconds between lines of progress, see `Progress`
-    """
-    began = time.perf_counter()
-    plan = planned(schedules, ranks, only)
-    total = sum(count for _, count in plan)
-    if find_spec("triton") is None:
-        print("waiting kernels are left out: triton is not installed")
-    with Progress("checking bits:", total, seconds=said_every) as step:
-        found = certify(plan, seed, step, planted)
-    seconds = time.perf_counter() - began
-    failures = [failure for certificate in found for failure in certificate.failures]
-    if path is not None:
-        told = {
-            "versions": {name: import_module(name).__version__ for name in ("tpkernels", "torch")},
-            "seed": seed,
-            "failures": failures,
-            "certificates": [asdict(each) for each in found],
-        }
-        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    print(f"{'transport':<10}{'ranks':>6}{'programs':>10}{'schedules':>11}{'hashes':>8}{'seconds':>9}")
-    for each in found:
-        hashes = sum(map(len, each.hashes.values()))
-        print(
-            f"{each.transport:<10}{each.ranks:>6}{len(each.programs):>10}{each.schedules:>11}{hashes:>8}"
-            f"{each.seconds:>9.0f}"
-        )
-    for failure in failures:
-        print(failure)
-    done = sum(each.schedules for each in found)
-    if not failures:
-        print(f"the same bits under {done} schedules in {seconds:.0f} s, from seed {seed} on")
-    return 1 if failures else 0
-
-
 def planned(schedules: int, ranks: Sequence[int], only: str) -> list[tuple[Certificate, int]]:
     """What runs, and under how many schedules; at least so many in all.
 
     only: what has this between slashes in its name, such as shared/4/row or row
     """
-    from tpkernels.cli.bits_programs import OF_TRANSPORTS, PROGRAMS
+    from bench.bits.programs import OF_TRANSPORTS, PROGRAMS
 
     programs = {"c10d": list(PROGRAMS), "shared": OF_TRANSPORTS, "kernels": OF_TRANSPORTS}
     if find_spec("triton") is None:
@@ -148,7 +140,7 @@ def planned(schedules: int, ranks: Sequence[int], only: str) -> list[tuple[Certi
             if own:
                 chosen.append(Certificate(transport, count, own))
     if not chosen:
-        raise NothingChosenError(f"nothing has {only!r} in its name, such as shared/{ranks[0]}/row")
+        raise BadUse(f"nothing has {only!r} in its name, such as shared/{ranks[0]}/row")
     quick = sum(each.transport != "kernels" for each in chosen)
     slow = len(chosen) - quick
     interpreted = max(1, schedules // (INTERPRETED_SHARE if quick else max(1, slow)))
@@ -165,7 +157,7 @@ def certify(
     patience: float | None = None,
 ) -> list[Certificate]:
     """Run all that is planned. A transport whose ranks fail is left; the others go on with new ranks."""
-    from tpkernels.cli.bits_ranks import PATIENCE, RankFailure, Ranks
+    from bench.bits.ranks import PATIENCE, RankFailure, Ranks
 
     for count in dict.fromkeys(each.ranks for each, _ in plan):
         with Ranks(count, planted, patience or PATIENCE) as ranks:
@@ -184,7 +176,7 @@ def certify(
 def _certify_one(
     certificate: Certificate, seeds: Sequence[int], ranks: Ranks, step: Callable[[object], None]
 ) -> None:
-    from tpkernels.cli.bits_ranks import RankFailure, Task
+    from bench.bits.ranks import RankFailure, Task
 
     def results(program: str, seed: int | None) -> list[Digests]:
         try:
@@ -229,6 +221,6 @@ def _said(certificate: Certificate, program: str, seed: int | None, what: str) -
     under, option = "undisturbed", ""
     if seed is not None:
         under, option = f"under the schedule of seed {seed}", f" --seed {seed}"
-    again = f"--bits{option} --schedules 1 --world-size {ranks} --only {transport}/{ranks}/{program}"
+    again = f"{option} --schedules 1 --world-size {ranks} --only {transport}/{ranks}/{program}"
     where = f"{program} over {transport} on {ranks} ranks, {under}"
-    return f"{where}: {what}; again: python -m tpkernels check {again}"
+    return f"{where}: {what}; again: python -m bench bits{again}"

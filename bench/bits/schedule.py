@@ -1,4 +1,4 @@
-"""The adversary of `check --bits`: what a seed draws, and how a rank is made to keep to it.
+"""The adversary of `bench bits`: what a seed draws, and how a rank is made to keep to it.
 
 It decides when things happen, and in which order where the transports leave that open. Memory that rows are
 to arrive in it fills with NaN: what lies there are the same numbers, of the run before. All ranks and the
