@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.ranks import RankFailure
 from tpkernels.comm.calls import GroupCalls, begin
+from tpkernels.comm.groups import exchange_device
 from tpkernels.comm.transports import c10d
 from tpkernels.comm.transports.rows import gather_small
 
@@ -49,6 +50,19 @@ def test_parts_come_in_the_order_of_ranks(request, world, tags):
         assert torch.equal(turned, torch.arange(6).view(2, 3).t() + 10 * numbers[:, None, None])
         assert empty.shape == (pool.world_size, 4, 0)
         assert torch.equal(scalar, numbers)
+
+
+def test_messages_travel_from_the_gpu_that_a_group_is_bound_to():
+    """Whichever is current: a collective on another device of NCCL's would wait for ever."""
+    bound, cpu, gpu = torch.device("cuda", 3), torch.device("cpu"), torch.device("cuda")
+    with patch.object(torch.accelerator, "current_device_index", lambda: 1):
+        for kinds, device_id, expected in (
+            ([gpu], bound, bound),
+            ([gpu], None, torch.device("cuda", 1)),
+            ([cpu, gpu], bound, cpu),
+        ):
+            group: Any = SimpleNamespace(_device_types=kinds, bound_device_id=device_id)
+            assert exchange_device(group) == expected
 
 
 @pytest.mark.parametrize(("tags", "words"), [(True, "rows of rank 1 did not arrive"), (False, "rank 0 of 2")])

@@ -11,14 +11,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.loopback import CountingKernels, VirtualHandle, open_symmetric_loopback, start
+from tests.on_ranks import on_ranks
 from tpkernels.comm.schedule import flag_of, gather_plan, reduce_plan
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports import rendezvous, symmetric
-from tpkernels.comm.transports.mailbox import machine, same_machine
+from tpkernels.comm.transports.mailbox import Meeting, machine, same_machine
 from tpkernels.comm.transports.memory import Landing, Layout
-from tpkernels.comm.transports.rendezvous import require_gpu_each, why_not
+from tpkernels.comm.transports.rendezvous import require_gpu_each, sockets_folder, sockets_place, why_not
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 
 LAYOUT = Layout(2, (4, 3), torch.float32, 2)
@@ -33,6 +35,38 @@ def test_what_is_lacking_and_which_ranks_are_beside_is_said():
     assert same_machine([machine(), machine()], 1) == [0, 1]
     assert same_machine(["a boot", "b boot", "a boot"], 2) == [0, 2]
     assert same_machine(["a boot", "b boot", "a boot"], 1) == [1]
+
+
+def test_sockets_with_too_long_a_name_are_refused_and_folders_of_their_own_are_other_places(
+    monkeypatch, tmp_path
+):
+    """torch writes beyond the address in the one case, and waits for ever in the other."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    long, gpu, other = tmp_path / ("x" * 100), torch.device("cuda", 0), tmp_path / "other"
+    other.mkdir()
+    places = set()
+    for name, folder in (
+        ("TEMP", tmp_path),
+        ("TMP", other),
+        ("TMPDIR", long),
+    ):  # from the last that torch reads
+        monkeypatch.setenv(name, str(folder))
+        assert sockets_folder() == str(folder)
+        assert ("has too long a name: set TMPDIR" in why_not(gpu)) == (folder is long)
+        places.add(sockets_place())
+    assert len(places) == 3
+    (tmp_path / "link").symlink_to(other)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "link"))
+    assert sockets_place() in places
+
+
+@on_ranks(2)
+def test_ranks_at_another_place_of_a_machine_are_reached_as_on_another_machine():
+    meeting, rank = Meeting("it", dist.group.WORLD), dist.get_rank()
+    for apart in (False, True):
+        place = f" {rank}" if apart else ""
+        here, offers = meeting.offers(meeting.begin(), "", "", f"of {rank}", place)
+        assert (here, offers) == ([rank] if apart else [0, 1], ["of 0", "of 1"])
 
 
 def test_ranks_that_share_a_gpu_are_refused_unless_torch_was_told(monkeypatch):

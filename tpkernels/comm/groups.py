@@ -160,13 +160,15 @@ def start_broadcast(group: ProcessGroup, data: Tensor, group_source: int) -> Wor
 
 
 def exchange_device(group: ProcessGroup) -> torch.device:
-    """Where small messages between hosts travel: the CPU if the group's backend can, so that no GPU waits."""
+    """Where small messages between hosts travel: the CPU if the group's backend can, so that no GPU waits.
+
+    Else the GPU that the group is bound to (`device_id` of `init_process_group`), or the current one.
+    """
     kinds = [device.type for device in group._device_types]
-    return (
-        torch.device("cpu")
-        if "cpu" in kinds
-        else torch.device(kinds[0], torch.accelerator.current_device_index())
-    )
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    bound: torch.device | None = group.bound_device_id
+    return bound or torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
 def _world_rank() -> int | str:

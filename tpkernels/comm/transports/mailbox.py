@@ -71,12 +71,15 @@ class Meeting:
     def begin(self) -> Call:
         return handshake(self.op, f"opening {self.name}", self.group)
 
-    def offers(self, call: Call, problem: str, wanted: str, offer: str) -> tuple[list[int], list[str]]:
+    def offers(
+        self, call: Call, problem: str, wanted: str, offer: str, place: str = ""
+    ) -> tuple[list[int], list[str]]:
         """(the ranks on this machine, this one among them; what each rank of the group offers)
 
         All raise if a rank wants something else (another shape, say), or has a problem.
+        place: on the machine; ranks at others count as on another machine
         """
-        found = offers_of_all(self.title, call, problem, wanted, (machine(), offer))
+        found = offers_of_all(self.title, call, problem, wanted, (machine() + place, offer))
         here = same_machine([place for place, _ in found], call.calls.rank)
         return here, [offer for _, offer in found]
 

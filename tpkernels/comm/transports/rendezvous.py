@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_LONGEST_SOCKET = 107  # bytes of an address; torch writes beyond them
 
 
 class Handle(Protocol):
@@ -53,10 +54,27 @@ def why_not(device: torch.device) -> str:
         memory = import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
         return f"this torch ({torch.__version__}) has no symmetric memory ({error}); use c10d"
+    if len(os.fsencode(socket := f"{sockets_folder()}/symm_mem-{os.getpid()}")) > _LONGEST_SOCKET:
+        return f"torch's socket {socket} has too long a name: set TMPDIR to a shorter folder"
     backend = memory.get_backend(device)
     if backend in ("NVSHMEM", "NCCL"):  # whose memory of other ranks is not always a tensor of ours
         return f"torch's symmetric memory is set to {backend}; call its set_backend('CUDA') before it is used"
     return ""
+
+
+def sockets_folder() -> str:
+    """Where torch's processes of one machine hand each other memory, by sockets that bear their numbers."""
+    named = (os.environ.get(name) for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))
+    return next((folder for folder in named if folder is not None), "/tmp")
+
+
+def sockets_place() -> str:
+    """Equal for processes of a machine that find each other's sockets; else torch would wait for ever."""
+    try:
+        folder = os.stat(sockets_folder())
+    except OSError as error:
+        return f" {error}"
+    return f" {folder.st_dev}:{folder.st_ino}"
 
 
 def require_gpu_each(name: str, gpus: list[str], rank: int) -> bool:

@@ -59,6 +59,7 @@ from tpkernels.comm.transports.rendezvous import (
     new_memory,
     rendezvous,
     require_gpu_each,
+    sockets_place,
     why_not,
 )
 from tpkernels.gpus import NCCL_BLOCKS
@@ -366,7 +367,7 @@ def open_symmetric(opening: Opening) -> SymmetricExchange:
     except Exception as error:  # whatever it is, the others wait to be told
         problem = problem or f"{type(error).__name__}: {error}"
     call = opening.begin()
-    here, gpus = opening.offers(call, problem, str(layout), gpu)
+    here, gpus = opening.offers(call, problem, str(layout), gpu, sockets_place())
     shares_gpu = require_gpu_each(opening.title, gpus, group.rank())
 
     def build() -> SymmetricExchange:
