@@ -4,7 +4,6 @@
 
 #include <ATen/Context.h>
 
-#include <algorithm>
 #include <optional>
 
 namespace tpkernels {

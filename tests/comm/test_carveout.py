@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -11,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from bench.cases.launches import _Backend, group_of, standing_in_for
-from tpkernels.comm.carveout import Carveout, blocks_of
+from tpkernels.comm.carveout import CollectivesInFlight, blocks_of
+from tpkernels.dispatch import primitives
+from tpkernels.dispatch.timing import rounds
 from tpkernels.gpus import NCCL_BLOCKS
 from tpkernels.kernels.target import H100, INTERPRETER, left_free
 from tpkernels.ops import column_linear, row_linear
@@ -59,7 +63,7 @@ def _programs(launches):
 
 def test_groups_at_once_add_up_and_collectives_of_one_group_do_not(users):
     one, other = (SimpleNamespace(group_name=n, _get_backend=lambda _: _Backend()) for n in "ab")
-    carveout, device = Carveout(), torch.device("meta")
+    carveout, device = CollectivesInFlight(), torch.device("meta")
     steps = [(one, 1), (one, 1), (other, 2), (one, 2), (one, 1), (other, 0)]
     for number, (group, expected) in enumerate(steps):
         carveout.begin(group, device) if number < 3 else carveout.end(group)
@@ -68,6 +72,26 @@ def test_groups_at_once_add_up_and_collectives_of_one_group_do_not(users):
         carveout.begin(one, device)
         assert (setting() or 0) == users
         carveout.end(one)
+
+
+def test_after_an_error_no_processors_stay_left(users):
+    """Of a backward that ends while x is gathered: the group is given up, and its transfers with it."""
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    x, up = torch.empty(1024, 4096, **meta).requires_grad_(), torch.empty(1792, 4096, **meta).requires_grad_()
+    with group_of(8) as group, standing_in_for(H100, "c10d", Counter()):
+        y = column_linear(x, up, None, group, sequence_parallel=True)
+        with patch.object(primitives, "dgrad", side_effect=MemoryError), pytest.raises(MemoryError):
+            torch.autograd.grad(y, [x, up], torch.empty_like(y))
+    gc.collect()
+    assert (setting() or 0) == users
+
+
+def test_kernels_are_timed_with_all_processors(users):
+    seen = []
+    set_to(16)
+    rounds(["one"], lambda _: seen.append(setting()) or 1.0, exactly=1)
+    assert (seen, setting()) == ([None], 16)
+    set_to(users or None)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(-(2**31), NCCL_BLOCKS), (4, 4), (32, NCCL_BLOCKS)])
@@ -87,6 +111,7 @@ def test_tensor_groups_of_nccl_have_priority_and_no_more_blocks_than_are_left_fr
     options = SimpleNamespace(config=SimpleNamespace())
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options), raising=False)
     for backend in ("nccl", "cpu:gloo,cuda:nccl"):
-        assert options_beside_products(backend) is options
+        assert options_beside_products(backend, timedelta(seconds=3)) is options
         assert (options.is_high_priority_stream, options.config.max_ctas) == (True, NCCL_BLOCKS)
-    assert options_beside_products("gloo") is None
+        assert options._timeout == timedelta(seconds=3)
+    assert options_beside_products("gloo", timedelta(seconds=3)) is None

@@ -216,7 +216,7 @@ SAVED: dict[str, tuple[Callable[..., Tensor], dict[str, str]]] = {  # what needs
         lambda x, up, gate, down, **options: parallel_mlp(
             x, up, None, down, None, dist.group.WORLD, w_gate_shard=gate, **options
         ),
-        {"x": "up gate down", "gate": "x down", "down": "down", "x up": "x up gate down"},
+        {"x": "up gate down", "gate": "x up gate down", "down": "up gate down"},
     ),
 }
 

@@ -218,6 +218,21 @@ def test_all_ranks_choose_alike(ranks2, tmp_path, options, verdict, runs, told):
     )
 
 
+@on_ranks(2)
+def test_what_is_chosen_after_a_way_has_failed_stays_out_of_the_file():
+    """Of all shapes of the group: the next process may find the way well."""
+    prepare(Setting())
+    group, kept = dist.new_group(), Cache(None, VERSIONS)
+    times_of = {"1 collective": 2.0, "2 collectives": 3.0, "symmetric": 1.0}
+    with as_on_gpus(times_of, kept, no_symmetric_memory):
+        for rows in (8, 16):
+            assert start_rows("op", "x", torch.ones(rows, 16), group, 32).wait().sum() == 2 * rows * 16
+    assert not kept.choices
+    with as_on_gpus(times_of, kept):
+        start_rows("op", "x", torch.ones(8, 16), dist.new_group(), 32).wait()
+    assert [choice.name for choice in kept.choices.values()] == ["symmetric"]
+
+
 def test_a_choice_is_kept_for_the_next_process(ranks2, tmp_path):
     ranks2.run(chosen, tmp_path, {})
     for name, source, counts, _, _ in ranks2.run(chosen, tmp_path, {}):

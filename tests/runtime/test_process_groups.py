@@ -180,7 +180,7 @@ def test_all_ranks_take_part_when_groups_are_split_off_the_world(monkeypatch):
     monkeypatch.setattr(c10d, "splits_the_world", lambda backend: True)
     monkeypatch.setattr(c10d, "stand_aside", lambda: took_part.append("aside"))
     monkeypatch.setattr(c10d, "default_timeout", lambda: timedelta(seconds=1))
-    monkeypatch.setattr(c10d, "options_beside_products", lambda backend: None)
+    monkeypatch.setattr(c10d, "options_beside_products", lambda backend, timeout: None)
     monkeypatch.setattr(c10d, "new_group", lambda ranks, *, name, **_: took_part.append(name.split("/")[2]))
     splits_by_rank = []
     for rank in range(16):

@@ -12,6 +12,11 @@ After an exception in the middle of a call nobody can say which messages are on 
 failed then: the cause is put into its store, its connections are closed, so that nobody waits in vain, and
 every later call on it is an error on all ranks that names the first cause.
 
+With NCCL the host never waits: a kernel does, for as long as the group's time-out. So a rank that has begun
+no call between two looks of the thread that watches asks how the others are: what they say by `fail`, which
+calls they have made last, and whether their processes still run, those of its own machine. If the group fails
+by that, its communicator is aborted: kernels end, and with them what the host waits for.
+
 A destroyed group that is still held must end its threads before the interpreter ends: gloo's take Python's
 lock to free a finished collective's tensors, and a thread that asks for the lock while the interpreter ends
 aborts the process.
@@ -31,7 +36,7 @@ from datetime import timedelta
 from functools import wraps
 from inspect import signature
 from itertools import count
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from weakref import finalize, ref
 
 import torch
@@ -40,6 +45,7 @@ from torch.distributed import ProcessGroup, Store, distributed_c10d
 from torch.utils.checkpoint import _StopRecomputationError
 
 from tpkernels.comm._ext import ExtensionState, extension
+from tpkernels.comm.transports.processes import Process, machine, process_of
 from tpkernels.comm.watch import Watcher, parting, shown
 from tpkernels.messages import cause_of
 
@@ -54,7 +60,7 @@ R = TypeVar("R")
 REMEMBERED = 64  # calls, which ranks compare
 MOST_DESCRIBED = 1024  # kinds of calls
 LONGEST_CAUSE = 2000  # characters
-_FAILURE, _RECENT = "tpkernels failure", "tpkernels calls of rank "
+_FAILURE, _RECENT, _PROCESS = "tpkernels failure", "tpkernels calls of rank ", "tpkernels process of rank "
 _NEVER_SENT = 2**31 - 1  # a tag
 _SHOWN_WITHIN = 3.0  # seconds, by a rank that waits
 _LONGEST_WAIT = 5.0  # seconds at exit, for a collective that other ranks keep in flight
@@ -103,6 +109,8 @@ class GroupCalls:
         self._group = ref(group)  # its threads end with it
         self.inherited = False  # by a fork, which has none of its threads
         self._matches_tags: dict[str, bool] = {}
+        self._peers: dict[int, Process] | None = None  # those of this machine, once looked at
+        self._seen = 0  # the last number at the last look of the thread that watches
         self._kinds: dict[Key, Kind] = {}
         self._times: dict[str, int] = {}
 
@@ -168,6 +176,9 @@ class GroupCalls:
             if (store := self._store()) is not None:
                 self.failure = store.compare_set(_FAILURE, "", cause).decode()
         self._close_connections()
+        for backend in self._of_nccl():
+            with suppress(RuntimeError, AttributeError):  # ended already, or not torch's own
+                backend.abort()
 
     def first_failure(self) -> str:
         """What another rank has said by `fail`, if any has."""
@@ -188,8 +199,51 @@ class GroupCalls:
             key = f"{_RECENT}{rank}"
             if rank != self.rank and store.check([key]):
                 others[rank] = store.get(key)
-        if cause := self.first_failure() or parting(self.rank, recent, others):
+        if cause := self.first_failure() or parting(self.rank, recent, others) or self._ended():
             self.fail(cause)
+
+    def look(self) -> None:
+        """By the thread that watches: compare, if this rank has been in one call since the last look."""
+        blocked = self.waiting and self.waiting == self.waited
+        still = self._number and self._number == self._seen and self._of_nccl()
+        self.waited, self._seen = self.waiting, self._number
+        if blocked or still:
+            with suppress(RuntimeError):  # a store may have died with its rank
+                self.compare()
+
+    def introduce(self) -> None:
+        """Let ranks of this machine know our process, where only a look at it tells that it has ended."""
+        if self.ranks > 1 and self._of_nccl() and (store := self._store()) is not None:
+            store.set(f"{_PROCESS}{self.rank}", f"{os.getpid()} {machine()}")
+
+    def _ended(self) -> str:
+        """Which process of another rank of this machine has ended, if one has."""
+        if (store := self._store()) is None or not self._of_nccl():
+            return ""
+        if self._peers is None:
+            keys = {rank: f"{_PROCESS}{rank}" for rank in range(self.ranks) if rank != self.rank}
+            if not store.check(list(keys.values())):
+                return ""
+            told = {rank: store.get(key).decode().split(" ", 1) for rank, key in keys.items()}
+            self._peers = {
+                rank: process_of(int(number)) for rank, (number, place) in told.items() if place == machine()
+            }
+        for rank, process in self._peers.items():
+            if process.has_ended():
+                number, described = self._recent[-1]
+                return f"the process of rank {rank} has ended, before call {number} '{described}' has"
+        return ""
+
+    def _of_nccl(self) -> list[Any]:
+        """The group's backends for which the host does not wait."""
+        group, found = self._group(), []
+        if group is not None and self._is_alive():
+            for device in group._device_types:
+                with suppress(RuntimeError):
+                    backend = group._get_backend(device)
+                    if backend.name() == "nccl":
+                        found.append(backend)
+        return found
 
     def parted(self) -> str:
         """Which calls differ, where it is known that some do: once another rank shows its own, or nothing."""
@@ -247,6 +301,7 @@ def calls_of(group: ProcessGroup) -> GroupCalls:
     if found is None:
         found = _added(group)
         if found.ranks > 1:
+            found.introduce()
             _watcher.start()
     return found
 
@@ -259,10 +314,7 @@ def _added(group: ProcessGroup) -> GroupCalls:
 
 def _look_at_those_that_wait() -> None:
     for calls in list(_of_group.values()):
-        if calls.waiting and calls.waiting == calls.waited:
-            with suppress(RuntimeError):  # a store may have died with its rank
-                calls.compare()
-        calls.waited = calls.waiting
+        calls.look()
 
 
 @atexit.register

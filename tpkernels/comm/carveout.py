@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -26,8 +27,8 @@ from tpkernels.tp_invariance import mode
 warnings.filterwarnings("ignore", message="Setting the SM carveout")  # torch calls it experimental
 
 
-class Carveout:
-    """Of this process, which computes on one GPU."""
+class CollectivesInFlight:
+    """Counts collectives that are in flight in this process, and has products leave processors to them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # autograd has threads of its own
@@ -53,19 +54,28 @@ class Carveout:
                 _add(-self._blocks.pop(name))
 
 
-CARVEOUT = Carveout()
+IN_FLIGHT = CollectivesInFlight()
 
 
 def _add(processors: int) -> None:
-    """To what is set: by the user, or for others, such as gradient buckets (`csrc/carveout.h`)."""
+    """Raise torch's setting: what the user has set, or gradient buckets have (`csrc/carveout.h`), stays."""
     total = (torch._C._get_sm_carveout_experimental() or 0) + processors
     torch._C._set_sm_carveout_experimental(total if total > 0 else None)
 
 
 def blocks_of(group: ProcessGroup, device: torch.device) -> int:
-    """How many NCCL runs at once: `max_ctas` of the group's options at most, or what it usually takes."""
+    """Return how many processors products leave to a collective of the group: as many as NCCL has blocks.
+
+    None on a CPU, and with TP-invariance. Of a small GPU an eighth at most.
+    """
     if mode.segments or device.type == "cpu":
         return 0
-    options = group._get_backend(device).options
-    most = getattr(getattr(options, "config", None), "max_ctas", 0)
-    return min(most, NCCL_BLOCKS) if most > 0 else NCCL_BLOCKS
+    try:
+        options: Any = group._get_backend(device).options
+        most = int(options.config.max_ctas)
+    except (AttributeError, RuntimeError):  # a wrapped, plugged-in or fake backend
+        most = 0
+    blocks = min(most, NCCL_BLOCKS) if most > 0 else NCCL_BLOCKS
+    if device.type != "cuda":
+        return blocks
+    return min(blocks, torch.cuda.get_device_properties(device).multi_processor_count // 8)

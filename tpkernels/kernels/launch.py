@@ -198,8 +198,9 @@ class ProductLaunch(NamedTuple):
 
         programs: how many are launched; by default what `grid` says
         """
-        size = grid(self.target, self.form, self.tile, self.rows, self.cols)
-        started = on(self.device, kernel, size if programs is None else (programs,))
+        if programs is None:
+            (programs,) = grid(self.target, self.form, self.tile, self.rows, self.cols)
+        started = on(self.device, kernel, (programs,))
 
         def launch(*arguments: Any, **others: Any) -> None:
             started(*arguments, **others, **constants(self.tile, self.form))

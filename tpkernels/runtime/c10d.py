@@ -54,7 +54,7 @@ def splits_the_world(backend: str | None) -> bool:
     return _split_source() is not None and _is_nccl(backend)
 
 
-def options_beside_products(backend: str | None) -> Any:
+def options_beside_products(backend: str | None, timeout: timedelta) -> Any:
     """Options of a group of NCCL whose collectives run beside products; None for other backends.
 
     A stream of high priority, whose blocks come before those of a product that waits for processors as well;
@@ -65,6 +65,7 @@ def options_beside_products(backend: str | None) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     options.config.max_ctas = NCCL_BLOCKS
+    options._timeout = timeout  # else torch warns that it is not the group's
     return options
 
 

@@ -137,18 +137,19 @@ def _make(
     backend: str | None,
     options: Mapping[Kind, Any],
 ) -> ProcessGroup:
+    timeout = timeout or c10d.default_timeout()
     return c10d.new_group(
         ranks,
         name=f"tpkernels/{call}/{kind}/{ranks[0]}",
         description=f"tpkernels {kind}",
-        timeout=timeout or c10d.default_timeout(),
+        timeout=timeout,
         backend=backend,
-        options=_options(kind, backend, options),
+        options=_options(kind, backend, timeout, options),
     )
 
 
-def _options(kind: Kind, backend: str | None, options: Mapping[Kind, Any]) -> Any:
+def _options(kind: Kind, backend: str | None, timeout: timedelta, options: Mapping[Kind, Any]) -> Any:
     """What the caller says, into copies of which torch writes name, ranks and time-out; else ours."""
     if kind in options:
         return deepcopy(options[kind])
-    return c10d.options_beside_products(backend) if kind == "tp" else None
+    return c10d.options_beside_products(backend, timeout) if kind == "tp" else None

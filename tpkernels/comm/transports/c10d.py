@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from tpkernels.comm.calls import Call
-from tpkernels.comm.carveout import CARVEOUT
+from tpkernels.comm.carveout import IN_FLIGHT
 from tpkernels.comm.groups import (
     Start,
     refuse_other_devices,
@@ -49,8 +49,9 @@ Message = tuple[int, Tensor]  # the other rank, and what it gets or sends
 class Transfers:
     """What one call sends and receives, with errors that say whose fault it is."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    def __init__(self, call: Call, *, beside_products: bool = True) -> None:
+        """beside_products: on GPUs these leave processors to it"""
+        self._call, self._beside_products = call, beside_products
         self._sends: list[tuple[Work, list[int], Tensor]] = []  # buffers live until they are sent
         self._awaited: dict[int, Work] = {}  # by id: one launch may be of several messages
         self._in_flight: dict[int, Work] = {}  # likewise, of those that occupy processors
@@ -122,15 +123,20 @@ class Transfers:
             raise self._failure(problem.format(_any(peers)), error) from error
         finally:
             if self._in_flight.pop(id(work), None):
-                CARVEOUT.end(self._call.group)
+                IN_FLIGHT.end(self._call.group)
         self._awaited[id(work)] = work
 
     def _occupies(self, works: Sequence[Work], device: torch.device) -> None:
         """These are in flight: on a GPU products leave processors to them."""
-        if _processors(device):
+        if self._beside_products and _processors(device):
             for work in works:
                 self._in_flight[id(work)] = work
-                CARVEOUT.begin(self._call.group, device)
+                IN_FLIGHT.begin(self._call.group, device)
+
+    def __del__(self) -> None:
+        """After an error nobody waits for what is left."""
+        for _ in self._in_flight:
+            IN_FLIGHT.end(self._call.group)
 
     def _unreachable(self, peers: Sequence[int], device: torch.device, error: RuntimeError) -> RuntimeError:
         refuse_other_devices(self._call.op, self._call.group, device)

@@ -22,13 +22,10 @@ raises their flags. A slot is free by then: its owner has begun the call, hence 
 
 from __future__ import annotations
 
-import os
-import socket
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -43,6 +40,7 @@ from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.comm.transports.memory import ALIGNED_WORDS, Departing, Landing, Mailbox
 from tpkernels.comm.transports.memory import Layout as Layout
 from tpkernels.comm.transports.order import CallOrder
+from tpkernels.comm.transports.processes import machine as machine
 
 B = TypeVar("B", bound="Closable")
 
@@ -263,7 +261,7 @@ class MailboxDelivery(Delivery):
         self.inter_node = None
         if not exchange.kernels_can_push:
             assert call is not None, "ranks on other machines are reached through their group"
-            self.inter_node = Transfers(call)
+            self.inter_node = Transfers(call, beside_products=False)  # `margin` is for them
 
     def departures(self) -> Departing:
         """Where a kernel stores this rank's rows itself, once `before_kernels_push` has returned."""
@@ -349,15 +347,6 @@ def naming(call: Call | None) -> Iterator[None]:
 def code_of(call: Call | None) -> int:
     """What flags hold besides the epoch."""
     return 0 if call is None else call.tag
-
-
-def machine() -> str:
-    """Equal for two processes that see the same processes of the same machine."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
 
 
 def same_machine(machines: Sequence[str], rank: int) -> list[int]:

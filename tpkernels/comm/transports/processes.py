@@ -1,9 +1,10 @@
-"""Whether the process of another rank of this machine still runs."""
+"""Which machine this is, and whether the process of another rank on it still runs."""
 
 from __future__ import annotations
 
 import os
 import select
+import socket
 from contextlib import suppress
 from pathlib import Path
 from weakref import WeakValueDictionary, finalize
@@ -27,6 +28,15 @@ class Process:
         if self._ends is not None:
             return bool(self._ends.poll(0))
         return not self._started or _start_of(self._number) != self._started
+
+
+def machine() -> str:
+    """Equal for two processes that see the same processes of the same machine."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
 
 
 _known: WeakValueDictionary[int, Process] = WeakValueDictionary()  # exchanges share a descriptor a process

@@ -334,8 +334,10 @@ class SymmetricDelivery(MailboxDelivery):
 
 
 class _Rehearsal(SymmetricDelivery):
-    """Call 0: of which all flags tell, as they are zero. What its kernels store where the first calls will,
-    these write after it, in its streams.
+    """Call 0. No kernel waits: all flags are zero, and so is the word that they are compared with.
+
+    A kernel that pushes stores meaningless rows in a slot of its peers. This rank's first call of that slot
+    comes later in its stream, and overwrites them.
     """
 
     def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None: ...

@@ -16,8 +16,8 @@ R ranks, T tokens, K in_features, N out_features:
 Without sequence parallelism nothing is gathered, and dx is all-reduced. Several weights share one gather, and
 the sum of their dx. On one rank without a group it is `ops.linear` in fp8.
 
-Saved for backward: x_shard (with save_gathered: x) and the weights, as far as a gradient needs them;
-z_shard where there is an activation. How products are computed: `ops.numerics`.
+Saved for backward: x_shard (with save_gathered: x) and the weights, if a gradient needs them; z_shard where
+there is an activation. How products are computed: `ops.numerics`.
 """
 
 from __future__ import annotations
@@ -186,10 +186,12 @@ class _ColumnLinear(torch.autograd.Function):
         results = column_forward(x, weights, biases, layout, activation, True, kept)
         rows = x if kept == "none" else results.pop()
         zs = results[count:]
-        weights_saved = weights if needs_dx else [None] * count
+        ctx.reads_intermediates = reads = bool(zs) or (needs_dws and kept != "none")
+        weights_saved = (
+            weights if needs_dx or reads else [None] * count
+        )  # to refuse second derivatives by them
         ctx.save_for_backward(rows if needs_dws else None, *weights_saved, *zs)
         ctx.main_grads, ctx.op = main_grads, layout.numerics.named(op)
-        ctx.reads_intermediates = bool(zs) or (needs_dws and kept != "none")
         ctx.options = x.shape[1], layout, activation, kept
         return tuple(results[:count])
 

@@ -106,7 +106,7 @@ class Layout(NamedTuple):
 
         prepare: makes an operand of it
         features: width of the narrowest product that takes rows as they arrive; 0: they are awaited at once
-        keep: `wait` is called after that
+        keep: `wait` is called later, and rows stay
         """
         if self.token_shards == 1:
             return GatheredRows(self, prepare, matrix, None, keep)

@@ -17,8 +17,8 @@ R ranks, T tokens, K features in, F features between, N features out:
 With w_gate_shard z is the pair (g, u), h = f(g) * u, and dx sums both. Without sequence parallelism y and dx
 are all-reduced and nothing is gathered.
 
-Saved for backward: z (or g and u) and w_down; x_shard if w_up or w_gate needs a gradient, these if x
-needs one. h is computed again. How products, and what lies between them, are computed: `ops.numerics`.
+Saved for backward: z (or g and u), the weights, and x_shard if w_up or w_gate needs a gradient; h is computed
+again. How products, and what lies between them, are computed: `ops.numerics`.
 """
 
 from __future__ import annotations
@@ -157,12 +157,11 @@ class _ParallelMlp(torch.autograd.Function):
         b_down: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        (op, layout, unit), (*ups, w_down) = options, weights
-        kept, (needs_dx, _, _, *needs_ups, _) = layout.kept(), ctx.needs_input_grad[2:]
+        op, layout, unit = options
+        kept, needs_x = layout.kept(), any(ctx.needs_input_grad[5:-1])
         y, *zs = mlp_forward(x, b_up, b_down, weights, layout, unit, True, kept)
         rows = x if kept == "none" else zs.pop()
-        ups_saved = ups if needs_dx else [None] * len(ups)
-        ctx.save_for_backward(rows if any(needs_ups) else None, *ups_saved, w_down, *zs)
+        ctx.save_for_backward(rows if needs_x else None, *weights, *zs)
         ctx.main_grads, ctx.op = main_grads, layout.numerics.named(op)
         ctx.options = x.shape[1], layout, unit, kept
         return y
@@ -224,7 +223,7 @@ def _mlp_gradients(
     needs: Sequence[bool],
     dy_shard: Tensor,
     x: Tensor | None,
-    weights: Sequence[Tensor | None],
+    weights: Sequence[Tensor],
     zs: Sequence[Tensor],
     main_grads: MainGrads,
     features: int,
@@ -232,10 +231,9 @@ def _mlp_gradients(
     unit: Activation | Glu,
     kept: Kept,
 ) -> list[Tensor | None]:
-    """dx, db_up, db_down, dw of each weight. needs: likewise; x, ups, features: as of `column_linear`"""
+    """dx, db_up, db_down, dw of each weight. needs: likewise; x, features: as of `column_linear`"""
     op, numerics = "parallel_mlp backward", layout.numerics
     *ups, w_down = weights
-    assert w_down is not None, "is always saved"
     *into_ups, into_down = main_grads
     needs_dx, needs_db_up, needs_db_down, *needs_ups, needs_down = needs
     layout.compare_in_backward(op, needs)
@@ -256,7 +254,7 @@ def _mlp_gradients(
         db_down = numerics.bias_gradient(dy, split=False) if needs_db_down else None
     full_x = None if gathering_x is None else gathering_x.numbers()
     if needs_dx:
-        pairs = [(numerics.gradients(dz), up) for dz, up in zip(dzs, ups, strict=True) if up is not None]
+        pairs = [(numerics.gradients(dz), up) for dz, up in zip(dzs, ups, strict=True)]
         summing = layout.sum_of_products(op, pairs, transposed=False, hidden=any(needs_ups))
     dws: list[Tensor | None] = [None] * len(ups)
     if full_x is not None:
@@ -271,7 +269,7 @@ def _mlp_gradient_shapes(
     needs: Sequence[bool],
     dy_shard: Tensor,
     x: Tensor | None,
-    weights: Sequence[Tensor | None],
+    weights: Sequence[Tensor],
     zs: Sequence[Tensor],
     main_grads: MainGrads,
     features: int,

@@ -56,7 +56,7 @@ MOST_TIMED = 32  # a layer has about ten
 ROUNDS = 7  # a number, and not a time: all ranks must run as often
 TOLERANCE = 1e-2  # of the norm: ways round at different places
 TRIAL_SECONDS = 20.0  # until a rank that does not come is an error, while a way is tried
-_NO_MEMORY = torch.OutOfMemoryError.__name__
+_NO_MEMORY = "out of memory", "memoryerror"  # in what an error says
 _INTERPRETED = "TPKERNELS_BACKEND=triton, whose kernels would wait in the interpreter"
 
 Run = Callable[[], Tensor]
@@ -167,11 +167,9 @@ def _choose(
         return offers_of_all(key, call, "", "", texts)
 
     ways = _Ways(moved, features, group, exchanges, partial_of)
-    chooser = WayChooser(tell, cuda_clock(moved.device), cache_on(moved.device))
+    chooser = WayChooser(tell, cuda_clock(moved.device), cache_on(moved.device), exchanges.dropped)
     decision = chooser.choose(key, ways.possible(usual), _name(usual), _why_not_timed())
     log.choices.info("%s", decision)
-    # what one shape has no memory for may do for others
-    exchanges.dropped |= {name: why for name, why in chooser.dropped.items() if _NO_MEMORY not in why}
     chosen = exchanges.chosen[moved] = ways.exchanges[decision.candidate.name]
     if isinstance(chosen, MailboxExchange):
         chosen.timeout = timeout_of(group, moved.device)
@@ -219,17 +217,18 @@ class _Ways:
         rounds = [n for n in range(1, most + 1) if self._group.size() % n == 0]
         by_c10d = [usual, *map(collectives_of, rounds)]
         self.exchanges = {_name(exchange): exchange for exchange in by_c10d}
-        ways = [Way(name, partial(self._open_c10d, exchange)) for name, exchange in self.exchanges.items()]
+        ways = [
+            Way(name, partial(self._open_c10d, exchange), reserve=self._reserve)
+            for name, exchange in self.exchanges.items()
+        ]
         sums = self._partial_of is not None
         kernels_wait = backends.backend != "torch" and kernels_take(self._moved.dtype, sums=sums)
         may_open = self._shared is not None or self._of_group.has_room()
-        may_open = may_open and "symmetric" not in self._of_group.dropped
         if kernels_wait and self._of_group.machines == 1 and may_open:
             ways.append(Way("symmetric", self._open_symmetric, self._close_symmetric, recovers=True))
         return ways
 
     def _open_c10d(self, exchange: Exchange) -> Run:
-        self._reserve()
         return partial(self._moving, exchange)
 
     def _reserve(self) -> None:
@@ -310,12 +309,14 @@ class Way:
 
     open: what it needs; an error here drops the way on all ranks. Ranks that open together tell each other
     recovers: whether an error in a run leaves nothing under way that another rank would take for its own
+    reserve: allocates what runs take, and gives it back; an error here is one of `open`
     """
 
     name: str
     open: Callable[[], Run]
     close: Callable[[], None] = lambda: None
     recovers: bool = False
+    reserve: Callable[[], None] = lambda: None
 
 
 class WayChooser:
@@ -326,9 +327,11 @@ class WayChooser:
     3. the default, where a rank may not time
     """
 
-    def __init__(self, tell: Tell, clock: Clock, cache: Cache) -> None:
+    def __init__(self, tell: Tell, clock: Clock, cache: Cache, dropped: dict[str, str] | None = None) -> None:
+        """dropped: by name and why, ways that failed in earlier choices of the group; more are added"""
         self._tell, self._clock, self._cache = tell, clock, cache
-        self.dropped: dict[str, str] = {}  # by name, and why: on all ranks the same
+        self._dropped = {} if dropped is None else dropped
+        self._complete = True  # whether no way was dropped
 
     def choose(self, key: str, ways: Sequence[Way], default: str, why_not: str = "") -> Decision[Way]:
         """All ranks of the group call this at once. The way that wins is open then, and no other.
@@ -339,7 +342,10 @@ class WayChooser:
         cached = self._cache.get(key)
         told = self._tell([default, cached.name if cached else "", why_not, ",".join(w.name for w in ways)])
         offered = [set(names.split(",")) for *_, names in told]
-        in_order = sorted(ways, key=lambda way: way.name)  # on all ranks the same
+        in_order = sorted(ways, key=lambda way: way.name)  # on all ranks the same, and so is what was dropped
+        defaults = {name for name, *_ in told}
+        in_order = [way for way in in_order if way.name in defaults or way.name not in self._dropped]
+        self._complete = not self._dropped
         possible = {way.name: way for way in in_order if all(way.name in names for names in offered)}
         # defaults may differ, as sizes of weight shards may: the first that is possible everywhere
         usual = possible[next((name for name, *_ in told if name in possible), min(possible))]
@@ -361,12 +367,12 @@ class WayChooser:
     def _timed(self, key: str, possible: Mapping[str, Way], usual: Way) -> Decision[Way]:
         if len(possible) == 1:
             return Decision(key, usual, "only one")
-        run, why = self._opened(key, usual)
+        run, why = self._opened(key, usual, to_run=True)
         if run is None:
             return Decision(key, usual, "not timed", detail=why)
         runs, expected = {usual.name: run}, run()
         for way in possible.values():
-            if way is not usual and (run := self._opened(key, way, expected)[0]):
+            if way is not usual and (run := self._opened(key, way, expected, to_run=True)[0]):
                 runs[way.name] = run
         if len(runs) == 1:
             return Decision(key, usual, "only one", detail="no other works")
@@ -374,17 +380,22 @@ class WayChooser:
         name = winner(milliseconds, usual.name)
         for other in runs.keys() - {name}:
             possible[other].close()
-        if not self.dropped:  # else the next process may choose from more
+        if self._complete:  # else the next process may choose from more
             self._cache.put(key, Choice(name, milliseconds))
         return Decision(key, possible[name], "timed", milliseconds)
 
-    def _opened(self, key: str, way: Way, expected: Tensor | None = None) -> tuple[Run | None, str]:
+    def _opened(
+        self, key: str, way: Way, expected: Tensor | None = None, *, to_run: bool = False
+    ) -> tuple[Run | None, str]:
         """What to run, or why not: the same on all ranks, which then drop the way.
 
         expected: what a run gives; None leaves it untried
+        to_run: it will be run for a trial
         """
         run, problem = None, ""
         try:
+            if to_run:
+                way.reserve()
             run = way.open()
         except Exception as error:  # whatever it is, the others wait to be told
             problem = f"{type(error).__name__}: {error}"
@@ -399,7 +410,9 @@ class WayChooser:
             problem = self._first_problem(problem)
         if problem:
             way.close()
-            self.dropped[way.name] = problem
+            self._complete = False
+            if not any(words in problem.lower() for words in _NO_MEMORY):  # another shape may have enough
+                self._dropped[way.name] = problem
             log.warnings.warning("%s dropped for %s: %s", way.name, key, problem)
             return None, problem
         return run, ""

@@ -1,0 +1,75 @@
+"""A peer that is dead or elsewhere, over a backend for which the host does not wait: a stand-in for NCCL."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from tests.ops.parallel_behaviour import message_of
+from tests.patience import patient
+from tests.ranks import RankFailure, RankPool
+from tpkernels.comm import calls
+from tpkernels.comm.calls import GroupCalls, all_or_fail, begin
+
+SOON = 5.0  # seconds until all ranks know
+
+
+class StandIn:
+    """A backend whose kernels wait until it is aborted, and with them what the host waits for."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def after(fault: str) -> str:
+    """What the next call says on each rank, once the GPU has come to an end."""
+    backend, rank = StandIn(), dist.get_rank()
+    with patch.object(GroupCalls, "_of_nccl", lambda self: [backend]):
+        group = dist.new_group()
+
+        @all_or_fail
+        def op(what: str) -> None:
+            begin("row_linear", what, group)
+            if rank and fault == "raises":
+                raise RuntimeError("planted")
+
+        limit, began = patient(SOON + 3 * (fault == "dies")), time.monotonic()
+        if rank and fault == "raises":
+            message_of(lambda: op("sum"))
+        else:
+            op("another sum" if rank and fault == "parted" else "sum")
+        if rank and fault == "dies":
+            time.sleep(2.5)  # the others have looked at it
+            os._exit(3)
+        assert backend.aborted.wait(limit - (time.monotonic() - began)), "the host waits for ever"
+        said = message_of(lambda: calls.calls_of(group).require_usable("the next op"))
+        if fault == "dies":
+            print(said, flush=True)
+            raise AssertionError(said)  # for the pool tells of nothing but its dead rank
+    return said
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("raises", "has failed and cannot be used any more: rank 1: RuntimeError: planted"),
+        ("parted", "call 1 is 'row_linear: sum' on rank 0, 'row_linear: another sum' on rank 1"),
+    ],
+)
+def test_all_ranks_hear_of_a_failure_though_no_host_waits(ranks2, fault, told):
+    for said in ranks2.run(after, fault):
+        assert told in said
+
+
+def test_a_process_that_has_ended_is_named_with_the_call_that_waits_for_it():
+    with RankPool(2) as own, pytest.raises(RankFailure) as failure:
+        own.run(after, "dies")
+    assert "the process of rank 1 has ended, before call 1 'row_linear: sum' has" in str(failure.value)
