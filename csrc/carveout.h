@@ -1,5 +1,6 @@
-// Processors of a GPU that collectives in flight occupy. Products launched meanwhile leave them free: cuBLAS
-// and our own kernels read torch's setting when they are launched (tpkernels/comm/carveout.py says why).
+// Processors of a GPU that collectives in flight occupy. Products launched meanwhile leave them free:
+// cuBLASLt and our own kernels read torch's setting when they are launched (tpkernels/comm/carveout.py says
+// why).
 #pragma once
 
 #include <ATen/Context.h>

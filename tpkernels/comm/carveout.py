@@ -2,8 +2,8 @@
 
 NCCL runs a kernel of some blocks, each on a processor of its own. A persistent product that counts on these
 processors, too, takes a second full wave if NCCL came first, and keeps NCCL out until it ends if it came
-first itself. torch has a setting of how many processors products leave free, which cuBLAS and our kernels
-read when they are launched (`kernels.target.carveout`). It is set while a collective is in flight, as the
+first itself. torch has a setting of how many processors products leave free, which cuBLASLt and our kernels
+read when they are launched (`kernels.target.left_free`). It is raised while a collective is in flight, as the
 host sees it: from when it is started until the stream that computes waits for it. What was launched before
 has ended when it begins. Collectives of one group follow each other, those of several run at once.
 
@@ -45,7 +45,7 @@ class CollectivesInFlight:
                 _add(self._blocks[name])
 
     def end(self, group: ProcessGroup) -> None:
-        """The stream that computes waits for it."""
+        """The stream that computes waits for the collective, or nobody will."""
         name = str(group.group_name)
         with self._lock:
             self._in_flight[name] -= 1

@@ -64,7 +64,7 @@ def rounds(
 
 @contextmanager
 def _all_processors() -> Iterator[None]:
-    """None is left to a collective that happens to be in flight: a choice is kept, and serves other calls."""
+    """Leave none to a collective that happens to be in flight: a choice is kept for other calls, too."""
     left_free = torch._C._get_sm_carveout_experimental()
     torch._C._set_sm_carveout_experimental(None)
     try:
