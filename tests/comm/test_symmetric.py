@@ -11,14 +11,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.loopback import CountingKernels, VirtualHandle, open_symmetric_loopback, start
-from tests.on_ranks import on_ranks
 from tpkernels.comm.schedule import flag_of, gather_plan, reduce_plan
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports import rendezvous, symmetric
-from tpkernels.comm.transports.mailbox import Meeting, machine, same_machine
+from tpkernels.comm.transports.mailbox import machine, same_machine
 from tpkernels.comm.transports.memory import Landing, Layout
 from tpkernels.comm.transports.rendezvous import require_gpu_each, sockets_folder, sockets_place, why_not
 from tpkernels.comm.transports.symmetric import SymmetricExchange
@@ -58,15 +56,6 @@ def test_sockets_with_too_long_a_name_are_refused_and_folders_of_their_own_are_o
     (tmp_path / "link").symlink_to(other)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "link"))
     assert sockets_place() in places
-
-
-@on_ranks(2)
-def test_ranks_at_another_place_of_a_machine_are_reached_as_on_another_machine():
-    meeting, rank = Meeting("it", dist.group.WORLD), dist.get_rank()
-    for apart in (False, True):
-        place = f" {rank}" if apart else ""
-        here, offers = meeting.offers(meeting.begin(), "", "", f"of {rank}", place)
-        assert (here, offers) == ([rank] if apart else [0, 1], ["of 0", "of 1"])
 
 
 def test_ranks_that_share_a_gpu_are_refused_unless_torch_was_told(monkeypatch):
@@ -372,7 +361,7 @@ def end(device, monkeypatch) -> SymmetricExchange:
         return log
 
     (end, _) = open_symmetric_loopback("it", Layout(3, (4, 3), torch.float32))[:2]
-    end.side, end.streams = device.streams(), StreamOrder(torch.device("cuda"))
+    end.side, end.stream_order = device.streams(), StreamOrder(torch.device("cuda"))
     monkeypatch.setattr(VirtualHandle, "barrier", logged("barrier"))
     monkeypatch.setattr(
         VirtualHandle, "stream_write_value32", logged("word", VirtualHandle.stream_write_value32)
@@ -455,7 +444,7 @@ def test_a_captured_call_waits_for_no_stream_outside_of_the_graph(device, end):
     device.log.clear()
     device.current = device.side
     device.side.captures = True
-    end.streams.current()
+    end.stream_order.current()
     assert device.log == [("side", "waits for", "other")]  # of one graph
 
 

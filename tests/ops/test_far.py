@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -58,12 +59,17 @@ def as_on_gpus() -> Iterator[list[str]]:
         yield asked
 
 
-@pytest.mark.parametrize("places", ["", " apart"])
+@pytest.mark.parametrize("places", ["", " apart", "folders"])
 @on_ranks(4)
 def test_symmetric_memory_is_asked_for_among_neighbours(places):
-    """By the name that torch is asked for, and this rank's number there."""
+    """By the name that torch is asked for, and this rank's number there.
+
+    folders: every second rank has another one for torch's sockets, as in a container of its own
+    """
     rank, group = dist.get_rank(), dist.group.WORLD
-    with using(f"symmetric{places}"), as_on_gpus() as asked:
+    folder = {"TMPDIR": "/" if places == "folders" and rank % 2 else "/tmp"}
+    how = "" if places == "folders" else places
+    with using(f"symmetric{how}"), patch.dict(os.environ, folder), as_on_gpus() as asked:
         first, second = (
             symmetric.open_symmetric(Opening(name, group, Layout(group.size(), (4, 2), torch.float32)))
             for name in ("a", "b")

@@ -328,11 +328,14 @@ def test_kernels_are_compiled_before_the_time_of_a_trial_begins_to_run():
 def test_a_rank_without_memory_for_a_trial_says_so_before_others_wait():
     """And what another shape may do is left open."""
     prepare(Setting())
-    group, rank = dist.new_group(), dist.get_rank()
+    group, rank, reserved = dist.new_group(), dist.get_rank(), []
+    really, new_empty = ways._Ways._reserve, Tensor.new_empty
 
     def reserve(self: Any) -> None:
         if rank and self._moved.rows == 16:
             raise torch.OutOfMemoryError("CUDA out of memory")
+        with patch.object(Tensor, "new_empty", lambda t, *s: reserved.append(s) or new_empty(t, *s)):
+            really(self)
 
     times_of = {"1 collective": 2.0, "2 collectives": 3.0, "symmetric": 1.0}
     with as_on_gpus(times_of, Cache(None, VERSIONS)) as said, patch.object(ways._Ways, "_reserve", reserve):
@@ -341,6 +344,7 @@ def test_a_rank_without_memory_for_a_trial_says_so_before_others_wait():
     assert not rank or "not timed: rank 1: OutOfMemoryError: CUDA out of memory" in said[0]
     names = [type(exchange).__name__ for exchange in select._of_group[id(group)].chosen.values()]
     assert names == ["Collectives", "SymmetricExchange"]
+    assert reserved[-3:] == [(32, 16), (32, 16), (32, 32)], "all rows, what they came in, and their product"
 
 
 def test_a_way_timed_with_tf32_is_kept_apart():

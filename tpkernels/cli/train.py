@@ -106,7 +106,7 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="run the first N steps with overlap switched and unsharded, too, and compare losses (default 0)",
+        help="run the first N steps overlapped, sequential and unsharded, and compare losses (default 0)",
     )
     only = type(parser)(prog=parser.prog, add_help=False)
     only.add_argument("--config", type=Path)

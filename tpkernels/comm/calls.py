@@ -109,7 +109,7 @@ class GroupCalls:
         self._group = ref(group)  # its threads end with it
         self.inherited = False  # by a fork, which has none of its threads
         self._matches_tags: dict[str, bool] = {}
-        self._peers: dict[int, Process] | None = None  # those of this machine, once looked at
+        self._peers: dict[int, Process] | None = None  # those of this machine, once known
         self._seen = 0  # the last number at the last look of the thread that watches
         self._kinds: dict[Key, Kind] = {}
         self._times: dict[str, int] = {}
@@ -199,7 +199,7 @@ class GroupCalls:
             key = f"{_RECENT}{rank}"
             if rank != self.rank and store.check([key]):
                 others[rank] = store.get(key)
-        if cause := self.first_failure() or parting(self.rank, recent, others) or self._ended():
+        if cause := self.first_failure() or parting(self.rank, recent, others):
             self.fail(cause)
 
     def look(self) -> None:
@@ -207,8 +207,12 @@ class GroupCalls:
         blocked = self.waiting and self.waiting == self.waited
         still = self._number and self._number == self._seen and self._of_nccl()
         self.waited, self._seen = self.waiting, self._number
-        if blocked or still:
-            with suppress(RuntimeError):  # a store may have died with its rank
+        with suppress(RuntimeError):  # a store may have died with its rank
+            if self._peers is None and self._of_nccl():
+                self._meet()
+            if still and (cause := self._ended()):
+                self.fail(cause)
+            elif blocked or still:
                 self.compare()
 
     def introduce(self) -> None:
@@ -216,19 +220,18 @@ class GroupCalls:
         if self.ranks > 1 and self._of_nccl() and (store := self._store()) is not None:
             store.set(f"{_PROCESS}{self.rank}", f"{os.getpid()} {machine()}")
 
-    def _ended(self) -> str:
-        """Which process of another rank of this machine has ended, if one has."""
-        if (store := self._store()) is None or not self._of_nccl():
-            return ""
-        if self._peers is None:
-            keys = {rank: f"{_PROCESS}{rank}" for rank in range(self.ranks) if rank != self.rank}
-            if not store.check(list(keys.values())):
-                return ""
+    def _meet(self) -> None:
+        """Know the processes of other ranks of this machine, once all ranks have introduced themselves."""
+        keys = {rank: f"{_PROCESS}{rank}" for rank in range(self.ranks) if rank != self.rank}
+        if (store := self._store()) is not None and store.check(list(keys.values())):
             told = {rank: store.get(key).decode().split(" ", 1) for rank, key in keys.items()}
             self._peers = {
                 rank: process_of(int(number)) for rank, (number, place) in told.items() if place == machine()
             }
-        for rank, process in self._peers.items():
+
+    def _ended(self) -> str:
+        """Which process of another rank of this machine has ended, if one has."""
+        for rank, process in (self._peers or {}).items():
             if process.has_ended():
                 number, described = self._recent[-1]
                 return f"the process of rank {rank} has ended, before call {number} '{described}' has"

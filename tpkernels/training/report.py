@@ -92,9 +92,9 @@ def write(path: Path, run: RunRecord) -> str:
 def _proof(proof: Proof) -> str:
     return (
         paragraph(
-            f"Losses of the first {proof.steps} steps, in nats per token: of this run; of the same with "
-            "overlap switched; of an unsharded one, in which each rank holds all weights. All begin with the "
-            "same weights, and learn from the same excerpts."
+            f"Losses of the first {proof.steps} steps, in nats per token: of this run; of the same in "
+            "the other schedule, overlapped or sequential; of an unsharded one, in which each rank holds all "
+            "weights. All begin with the same weights, and learn from the same excerpts."
         )
         + table(proof.head(), proof.rows())
         + paragraph(f"{proof.bound()[0].upper()}{proof.bound()[1:]}.")

@@ -118,7 +118,7 @@ class SymmetricExchange(MailboxExchange):
         elif shares_gpu:
             self.margin = _COPIES
         self.handle, self._memory = handle, memory
-        self.streams, self.side, self.inter_node_side = streams or GroupStreams.of(memory.device)
+        self.stream_order, self.side, self.inter_node_side = streams or GroupStreams.of(memory.device)
         self.flag_words = [flags.view(torch.uint32) for flags in self.flags]
         self.flag_addresses = [addresses_of(flags) for flags in self.flags]
         self._awaited_words = [awaited.view(torch.uint32) for awaited in self.awaited]
@@ -188,9 +188,9 @@ class SymmetricExchange(MailboxExchange):
         self.handle.barrier(channel, int(1000 * self.timeout))
 
     def _delivery(self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None) -> SymmetricDelivery:
-        self.streams.current()  # now comes after the calls before
+        self.stream_order.current()  # now comes after the calls before
         slot, code = slot_of(epoch), code_of(call)
-        capturing = self.streams.capturing()
+        capturing = self.stream_order.capturing()
         if self.captured or capturing:
             kernels = self._counting_kernels()
             kernels.advance(
@@ -252,7 +252,7 @@ class SymmetricDelivery(MailboxDelivery):
     def _push(self, pushes: Iterable[tuple[Swap, Tensor]], held: Tensor) -> None:
         """Behind what the current stream has so far."""
         exchange = self.exchange
-        current, near = exchange.streams.current(), exchange.same_machine
+        current, near = exchange.stream_order.current(), exchange.same_machine
         exchange.side.wait_for(current)
         if self.inter_node is not None:
             pushes = list(pushes)
@@ -300,14 +300,14 @@ class SymmetricDelivery(MailboxDelivery):
         self.inter_node.await_sends()  # likewise
 
     def before_kernels_push(self) -> None:
-        self.exchange.streams.current()
+        self.exchange.stream_order.current()
         if self._needs_barrier:
             self._needs_barrier = False
             self.exchange.barrier(1)
 
     def before_kernels_wait(self) -> None:
         """A barrier still to come would find no processor."""
-        current = self.exchange.streams.current()
+        current = self.exchange.stream_order.current()
         if self._barrier is not None and current is not None:
             current.wait_event(self._barrier)
 
@@ -317,7 +317,7 @@ class SymmetricDelivery(MailboxDelivery):
         self.wait()
 
     def release(self) -> None:
-        self.exchange.streams.current()  # the next call comes after it
+        self.exchange.stream_order.current()  # the next call comes after it
         self.exchange.released(self.number)
 
     def wait(self) -> None:
@@ -325,7 +325,7 @@ class SymmetricDelivery(MailboxDelivery):
         exchange = self.exchange
         if not self._held:
             return
-        current = exchange.streams.current()
+        current = exchange.stream_order.current()
         exchange.side.let(current)
         if self.inter_node is not None:
             exchange.inter_node_side.let(current)
