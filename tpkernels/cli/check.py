@@ -41,11 +41,21 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
         "--json", type=written_to, metavar="FILE", help="write all facts and findings into FILE"
     )
     parser.add_argument("--update", action="store_true", help="make today's numbers the budgets")
+    parser.add_argument(
+        "--streams",
+        action="store_true",
+        help="search the orders of streams and ranks instead, docs/streams.md",
+    )
+    parser.add_argument("--orders", type=int, metavar="N", help="with --streams: of each program")
 
 
 def main(options: Namespace) -> int:
     if options.skip == "compile" and (options.update or options.arch is not None):
         raise BadUse("--update and --arch are about compiling: leave --skip compile out")
+    if options.orders is not None and (not options.streams or options.orders < 1):
+        raise BadUse("--orders expects a number of at least 1, beside --streams")
+    if options.streams and (options.skip or options.update or options.arch):
+        raise BadUse("--streams compiles and computes no kernels: leave --skip, --update and --arch out")
     require_packages(*PACKAGES)
 
     from tpkernels.gate import compile_gate, numerics, report
@@ -53,6 +63,11 @@ def main(options: Namespace) -> int:
     from tpkernels.gate.user_kernels import suite as own
     from tpkernels.gate.user_kernels.record import ConfigError
 
+    if options.streams:
+        from tpkernels.cli import check_streams
+
+        with bad_use_if(ConfigError, OSError):
+            return check_streams.main(options.only, options.config, options.orders, options.json)
     start = time.perf_counter()
     architectures = ARCHITECTURES if options.arch is None else options.arch.split(",")
     compute: own.Compute

@@ -24,7 +24,8 @@ The hazards of writing after reading, and what excludes each:
 A kernel that waits may take all processors, so nothing that it waits for may need one behind it. Copies and
 stream writes need none. A barrier does: a kernel that waits for rows behind a barrier is itself enqueued
 behind the barrier of its own rank. A kernel that publishes does: in captured mode `margin` leaves a
-processor free, as it does for NCCL. Calls of one group in several streams take effect one after the other,
+processor free. Between machines it leaves NCCL's free, and one more: a barrier or a publisher would else take
+one of those that NCCL needs at once. Calls of one group in several streams take effect one after the other,
 see `StreamOrder`.
 
 A wait that has run out proves nothing: its rank raises, and what ranks compute from then on is not valid.
@@ -65,8 +66,9 @@ from tpkernels.comm.transports.rendezvous import (
 from tpkernels.gpus import NCCL_BLOCKS
 
 # Processors that a waiting kernel leaves free, and really free: it then runs one block on each of the others.
-# What publishes flags takes one; a copy between ranks that share a GPU some; what NCCL sends one a channel.
-_PUBLISHER, _COPIES, _TRANSFERS = 1, 4, NCCL_BLOCKS
+# The stream that pushes takes one, for a barrier or to publish flags; a copy between ranks that share a GPU
+# some; what NCCL sends one a channel.
+_PUSHES, _COPIES, _TRANSFERS = 1, 4, NCCL_BLOCKS
 
 LOOK_CALLS = 64  # until the host asks again for what waits of kernels have left in `status`
 _COUNTED = -(2**31)  # the sign bit, of words that a device has counted
@@ -114,7 +116,7 @@ class SymmetricExchange(MailboxExchange):
             mailboxes[peer] = layout.mailbox(handle.get_buffer(number, (memory.numel(),), torch.uint8))
         super().__init__(name, here[handle.rank], layout, mailboxes, timeout)
         if memory.is_cuda and not self.kernels_can_push:
-            self.margin = _TRANSFERS
+            self.margin = _TRANSFERS + _PUSHES  # a barrier of the call after this one must not take NCCL's
         elif shares_gpu:
             self.margin = _COPIES
         self.handle, self._memory = handle, memory
@@ -212,7 +214,7 @@ class SymmetricExchange(MailboxExchange):
                 "TPKERNELS_BACKEND at auto, or set TPKERNELS_TRANSPORT=c10d"
             )
         if not self.captured:
-            self.captured, self.margin = True, max(self.margin, _PUBLISHER)
+            self.captured, self.margin = True, max(self.margin, _PUSHES)
         return self.flag_kernels
 
 

@@ -34,13 +34,13 @@ def read(path: Path) -> Config:
     """ConfigError names file and key of what is wrong."""
     path = path.absolute()
     try:
-        tables = _registered(path) if path.suffix == ".py" else _parsed(path)
+        tables = _registered(path) if path.suffix == ".py" else parsed(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(str(path), reason) from error
     for key in tables:
-        if key not in ("budgets", "kernels"):
-            raise ConfigError(f"{path}: {key}", "unknown; known are budgets, kernels")
+        if key not in ("budgets", "kernels", "streams"):  # the last of `check --streams`
+            raise ConfigError(f"{path}: {key}", "unknown; known are budgets, kernels, streams")
     budgets, kernels = tables.get("budgets", f"{path.stem}-budgets.json"), tables.get("kernels")
     if not isinstance(budgets, str):
         raise ConfigError(f"{path}: budgets", f"expected the path of a file, got {budgets!r}")
@@ -58,7 +58,8 @@ def _kernel(path: Path, name: str, table: Any) -> OwnKernel:
         raise ConfigError(f"{path}: kernels.{name}", error) from error
 
 
-def _parsed(path: Path) -> Mapping[str, Any]:
+def parsed(path: Path) -> Mapping[str, Any]:
+    """The tables of a TOML file."""
     reader = next((name for name in ("tomllib", "tomli") if find_spec(name)), None)
     if reader is None:
         raise ValueError("reading TOML takes Python 3.11, or `pip install tomli`")

@@ -1,0 +1,36 @@
+"""Our operators on the machine of streams: in every order the numbers of a matrix that is not split."""
+
+import pytest
+
+from tests.products import SWEEP
+from tpkernels.streams.cases import all_programs
+from tpkernels.streams.search import search
+
+PROGRAMS = all_programs()
+SHORT = 10  # orders
+IN_SHORT = {  # what `make test` runs; each transport, mode and number of machines is there
+    "column, sequence-parallel/c10d, 2 rounds/captured/2 ranks",
+    "column, sequence-parallel/symmetric/eager/2 ranks on 1",
+    "column, gathered rows saved/symmetric/eager/2 ranks on 2",
+    "column/c10d, 1 rounds/eager/2 ranks",
+    "row, sequence-parallel/symmetric/captured/2 ranks on 1",
+    "row/symmetric/eager/2 ranks on 1",
+    "row/c10d, 2 rounds/eager/4 ranks",
+    "mlp, sequence-parallel/symmetric/eager/4 ranks on 2",
+    "mlp/symmetric/captured/2 ranks on 1",
+    "gather of tokens/c10d, 1 rounds/eager/2 ranks",
+    "gather of features/c10d, 1 rounds/captured/2 ranks",
+    "gathers in flight/symmetric/eager/2 ranks on 1",
+    "two streams/symmetric/eager/2 ranks on 1",
+    "two streams/c10d/eager/2 ranks on 1",
+}
+
+
+def test_what_is_run_exists():
+    assert PROGRAMS.keys() >= IN_SHORT
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if (name in IN_SHORT) != SWEEP])
+def test_every_order_gives_the_same_numbers(name):
+    program, expected = PROGRAMS[name]()
+    assert search(program, SHORT, expected).orders == SHORT

@@ -1,0 +1,320 @@
+"""One rank's GPU as its host sees it: memory that is handed out again, streams, events, graphs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from tpkernels.streams.program import End, Program, Step, Task
+
+MEMORY = 1 << 21  # bytes of a rank
+ROUNDED = 512  # bytes, as torch's allocator does
+POISON = 0xFF  # a NaN in every dtype of numbers
+
+
+class MachineError(RuntimeError):
+    """What a GPU would not do, or would do wrong."""
+
+
+class Block:
+    """A piece of memory that torch's allocator has handed out; freed with the last tensor in it."""
+
+    __slots__ = ("__weakref__", "capture", "device", "size", "start", "stream", "used_elsewhere")
+
+    def __init__(self, device: Device, start: int, size: int, stream: Stream) -> None:
+        self.device, self.start, self.size, self.stream = device, start, size, stream
+        self.capture = device.capture  # a graph has memory of its own
+        self.used_elsewhere = False  # `record_stream`
+
+    def __del__(self) -> None:
+        self.device.freed(self)
+
+
+class Stream:
+    """Stands for `torch.Stream` and `torch.cuda.Stream`."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, device: object = None, priority: int = 0, **_: object) -> None:
+        self.virtual = current_device()
+        self.number = next(self.virtual.stream_numbers)
+        self.before: frozenset[int] = frozenset()  # what the next task comes after
+        self.capture: Graph | None = None
+        self._entered: list[Stream] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self.virtual.device
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        event.require_recorded()
+        if event.capture is not None and self.capture is None:
+            event.capture.join(self)
+        elif event.capture is not self.capture:
+            raise MachineError(
+                "a captured stream waits for what no graph captures, or the reverse: the capture fails"
+            )
+        self.before |= event.tasks
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.virtual.host_waits(self.before)
+
+    def __enter__(self) -> Stream:
+        self._entered.append(self.virtual.stream)
+        self.virtual.stream = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.virtual.stream = self._entered.pop()
+
+
+class Event:
+    """Stands for `torch.Event` and `torch.cuda.Event`."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.tasks: frozenset[int] = frozenset()
+        self.capture: Graph | None = None
+        self._recorded = False
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or current_device().stream
+        self.tasks, self.capture, self._recorded = stream.before, stream.capture, True
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_device().stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        current_device().host_waits(self.tasks)
+
+    def query(self) -> bool:
+        raise MachineError("whether an event has come is not known here: the machine records before it runs")
+
+    def require_recorded(self) -> None:
+        if not self._recorded:
+            raise MachineError("a stream waits for an event that was never recorded: it does not wait")
+
+
+class Graph:
+    """Stands for `torch.cuda.CUDAGraph`."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._tasks: list[Task] = []
+        self._streams: list[Stream] = []
+
+    def capture_begin(self, *_: object, **__: object) -> None:
+        device = current_device()
+        if device.capture is not None:
+            raise MachineError("a capture begins within another")
+        device.capture = self
+        self.join(device.stream)
+
+    def join(self, stream: Stream) -> None:
+        stream.capture, stream.before = self, frozenset()
+        self._streams.append(stream)
+
+    def add(self, task: Task) -> None:
+        self._tasks.append(task)
+
+    def capture_end(self) -> None:
+        device = current_device()
+        origin = self._streams[0]
+        device.capture = None
+        enqueued = {task.number for task in self._tasks}
+        joined = set(origin.before)
+        for task in reversed(self._tasks):
+            if task.number in joined:
+                joined |= task.after
+        for stream in self._streams:
+            stream.capture, stream.before = None, frozenset()
+        if left := enqueued - joined:
+            first = next(task for task in self._tasks if task.number in left)
+            raise MachineError(f"a capture ends while a stream has not been joined: {first}")
+
+    def replay(self) -> None:
+        """All tasks once more, behind what the current stream has so far, which goes on behind them."""
+        device = current_device()
+        current, renamed, streams = device.stream, dict[int, int](), dict[int, int]()
+        for task in self._tasks:
+            after = frozenset(renamed[number] for number in task.after) or current.before
+            stream = streams.setdefault(task.stream, next(device.stream_numbers))
+            renamed[task.number] = device.repeat(task, stream, after)
+        inner = {number for task in self._tasks for number in task.after}
+        ends = frozenset(renamed[task.number] for task in self._tasks if task.number not in inner)
+        current.before = ends or current.before
+
+
+class Device:
+    """One rank's GPU, which records what it is to do."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program, self.rank = program, rank
+        self.memory = torch.full((MEMORY,), POISON, dtype=torch.uint8)
+        self.first = self.memory.data_ptr()
+        self.used = 0
+        self.stream_numbers = itertools.count()
+        self.capture: Graph | None = None
+        self._free: defaultdict[tuple[int, int, object], list[int]] = defaultdict(list)
+        self._host: frozenset[int] = frozenset()  # what the host has waited for
+        self._loaded: set[str] = set()
+        self._last: dict[int, int] = {}  # task of each stream
+        self._captured = itertools.count(-1, -1)  # numbers of tasks that run when their graph is replayed
+        self._zeroed: list[Tensor] = []
+        self._open = True
+        with self:
+            self.stream = Stream()  # the default one
+        self.everlasting = Block(self, 0, 0, self.stream)  # of memory that nobody frees
+        self.everlasting.used_elsewhere = True
+
+    def __enter__(self) -> Device:
+        _devices.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _devices.pop()
+
+    def allocate(self, size: int) -> Block:
+        """From what was freed in the same stream, the latest first, as torch's allocator does."""
+        rounded = max(ROUNDED, -(-size // ROUNDED) * ROUNDED)
+        free = self._free[self.stream.number, rounded, self.capture]
+        if free:
+            start = free.pop()
+        else:
+            start, self.used = self.used, self.used + rounded
+            if self.used > MEMORY:
+                raise MachineError(f"out of memory: a rank has {MEMORY} bytes")
+        return Block(self, start, rounded, self.stream)
+
+    def freed(self, block: Block) -> None:
+        """Whoever still uses it reads what is written here: all that came before in its stream is done."""
+        if not self._open or block.used_elsewhere or block.capture is not self.capture:
+            return
+        start, end = block.start, block.start + block.size
+        part = self.memory[start:end]
+        span = self.first + start, self.first + end
+        step = Step(partial(_poison, part), writes=(span,))
+        self.enqueue("memory is freed", [[step]], on_processors=False, stream=block.stream)
+        self._free[block.stream.number, block.size, self.capture].append(start)
+
+    def tensor(self, block: Block, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.memory[block.start : block.start + block.size].view(dtype).as_strided(shape, stride)
+
+    def shared(self, size: int) -> Tensor:
+        """Zeroed bytes that are never freed."""
+        block = self.allocate(size)
+        block.used_elsewhere = True
+        zeroed = self.memory[block.start : block.start + size].zero_()
+        self._zeroed.append(zeroed)
+        return zeroed
+
+    def reset(self) -> None:
+        """Memory as it is before anything runs."""
+        self.memory[: self.used].fill_(POISON)
+        for memory in self._zeroed:
+            memory.zero_()
+
+    def has_shared(self, address: int) -> bool:
+        offsets = (address - zeroed.data_ptr() for zeroed in self._zeroed)
+        return any(0 <= offset < zeroed.numel() for offset, zeroed in zip(offsets, self._zeroed, strict=True))
+
+    def holds(self, address: int) -> bool:
+        """Whether it is of this rank's memory."""
+        return self.first <= address < self.first + MEMORY
+
+    def tensor_at(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        start = address - self.first
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return self.memory[start : start + count].view(dtype).view(*shape)
+
+    def enqueue(
+        self,
+        name: str,
+        programs: Sequence[Sequence[Step]],
+        *,
+        on_processors: bool = True,
+        stream: Stream | None = None,
+        ends: Sequence[End] = (),
+        needs_at_once: int = 1,
+        sums: bool = False,
+    ) -> None:
+        """In a stream, by default the current one."""
+        stream = stream or self.stream
+        number = len(self.program.tasks) if stream.capture is None else next(self._captured)
+        after = stream.before if stream.capture is not None else stream.before | self._host
+        steps = tuple(tuple(steps) for steps in programs)
+        task = Task(
+            *(number, self.rank, stream.number, name, after, steps, on_processors),
+            ends=tuple(ends),
+            needs_at_once=needs_at_once,
+            sums=sums,
+        )
+        if stream.capture is None:
+            self._add(task)
+        else:
+            stream.capture.add(task)
+        stream.before = frozenset({number})
+
+    def repeat(self, task: Task, stream: int, after: frozenset[int]) -> int:
+        """A task of a graph, once more; returns its number."""
+        number = len(self.program.tasks)
+        times = self.program.number(("replays", task.number), self.rank)
+        ends = tuple(end._replace(message=(end.message, times)) for end in task.ends)
+        self._add(replace(task, number=number, stream=stream, after=after | self._host, ends=ends))
+        return number
+
+    def _add(self, task: Task) -> None:
+        self.program.tasks.append(task)
+        self._last[task.stream] = task.number
+
+    def load(self, kernel: str) -> None:
+        """A kernel's first launch loads it, and may wait for all that the device does."""
+        if kernel not in self._loaded:
+            self._loaded.add(kernel)
+            if self.capture is not None:
+                raise MachineError(f"a capture loads {kernel}, which has not been launched before")
+            self.host_waits(frozenset(self._last.values()))
+
+    def host_waits(self, tasks: frozenset[int]) -> None:
+        """What the host enqueues from now on comes after these."""
+        if self.capture is not None:
+            raise MachineError("the host waits for the device in a capture")
+        self._host = tasks if tasks >= self._host else tasks | self._host
+
+    def synchronize(self) -> None:
+        self.host_waits(frozenset(self._last.values()))
+
+    def close(self) -> None:
+        """The host ends: what is freed from now on is nobody's."""
+        self._open = False
+
+
+def _poison(memory: Tensor) -> None:
+    memory.fill_(POISON)
+
+
+_devices: list[Device] = []
+
+
+def current_device() -> Device:
+    """That of the rank whose host code runs."""
+    if not _devices:
+        raise MachineError("no rank's host code runs: see tpkernels.streams.record")
+    return _devices[-1]

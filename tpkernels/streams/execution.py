@@ -1,0 +1,225 @@
+"""A program executed in one order, which a seed chooses: streams, processors and peers hold each other up."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Hashable
+from random import Random
+
+from torch import Tensor
+
+from tpkernels.streams.device import MachineError
+from tpkernels.streams.program import End, Program, Step, Task
+from tpkernels.streams.races import Races
+
+
+class _Running:
+    """A task whose turn has come: its programs that have a processor, and how far each is."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.next = [0] * len(task.programs)  # step of each program
+        self.resident: list[int] = []  # programs with a processor, not at their end
+        self.placed = 0  # programs that have got one
+        self.left = len(task.programs)  # programs not at their end
+        self.arrived = False  # at a collective
+        self.moved = 0  # ends of its messages
+        self.sources: list[Task] = []  # where messages came from
+        self.terms: dict[int, Tensor] = {}  # of a sum, by rank
+
+
+class Execution:
+    """One order of a program's tasks."""
+
+    def __init__(self, program: Program, seed: int, *, races: bool = True) -> None:
+        self.program, self.seed = program, seed
+        self._random = Random(seed)
+        self._eager = self._random.random() < 0.5  # whether streams differ in how fast they are
+        self._speed: dict[tuple[int, int], float] = {}
+        self._free = [program.processors] * program.ranks
+        self._waits_for = [len(task.after) for task in program.tasks]
+        self._ends: dict[tuple[Hashable, bool], tuple[_Running, End]] = {}  # those that wait for the other
+        self._races = Races(program.cells) if races else None
+        self.steps = 0
+
+    def run(self) -> None:
+        """All of it, or an error that says what has come of this order."""
+        for memory in self.program.memories:
+            memory.reset()
+        running = [_Running(task) for task in self.program.tasks if not task.after]
+        stuck: list[_Running] = []
+        while running or stuck:
+            if not running:
+                raise MachineError(self._deadlock(stuck))
+            index = self._choose(running)
+            one = running[index]
+            ended = self._advance(one)
+            if ended is None:  # it cannot go on as things are
+                running[index] = running[-1]
+                running.pop()
+                stuck.append(one)
+                continue
+            running += stuck
+            stuck.clear()
+            for done in ended:
+                running.remove(done)
+                for number in self.program.then[done.task.number]:
+                    self._waits_for[number] -= 1
+                    if not self._waits_for[number]:
+                        running.append(_Running(self.program.tasks[number]))
+
+    def _choose(self, running: list[_Running]) -> int:
+        if self._eager or len(running) == 1:
+            return int(self._random.random() * len(running))
+        if self._random.random() < 0.02:
+            self._speed.clear()
+        speeds = self._speed
+        best, found = -1.0, 0
+        for index, one in enumerate(running):
+            key = one.task.rank, one.task.stream
+            speed = speeds.get(key)
+            if speed is None:
+                speed = speeds[key] = self._random.random()
+            if speed > best:
+                best, found = speed, index
+        return found
+
+    def _advance(self, one: _Running) -> list[_Running] | None:
+        """A step of it. The tasks that have ended by it, or None if it cannot take one."""
+        task = one.task
+        placed = self._place(one)
+        if task.ends:
+            return self._meet(one) or ([] if placed else None)
+        if not one.resident:
+            return [] if placed else None
+        start = int(self._random.random() * len(one.resident))
+        for turn in range(len(one.resident)):
+            program = one.resident[(start + turn) % len(one.resident)]
+            steps = task.programs[program]
+            step = steps[one.next[program]]
+            if all(_word(flag) == _word(word) for flag, word in step.awaits):
+                self._take(task, program, step)
+                one.next[program] += 1
+                if one.next[program] == len(steps):
+                    one.resident.remove(program)
+                    one.left -= 1
+                    self._free[task.rank] += task.on_processors
+                if not one.left:
+                    return self._ended([one])
+                return []
+        return [] if placed else None
+
+    def _place(self, one: _Running) -> bool:
+        """Give its programs processors, as many as there are."""
+        task = one.task
+        before = one.placed
+        while one.placed < len(task.programs) and (not task.on_processors or self._free[task.rank]):
+            self._free[task.rank] -= task.on_processors
+            one.resident.append(one.placed)
+            one.placed += 1
+        if before == 0 and one.placed and self._races:
+            self._races.begin(task)
+        return one.placed > before
+
+    def _take(self, task: Task, program: int, step: Step) -> None:
+        self.steps += 1
+        if self._races:
+            self._races.step(task, program, step)
+        step.run()
+        if self._races:
+            self._races.raised(task, program, step.raises())
+
+    def _meet(self, one: _Running) -> list[_Running]:
+        """A message moves once both ends are there; who has all of its messages goes on."""
+        task = one.task
+        if one.arrived or len(one.resident) < task.needs_at_once:
+            return []
+        one.arrived, met = True, {task.number: one}
+        if self._races:
+            self._races.arrive(task)
+        for end in task.ends:
+            other = self._ends.pop((end.message, not end.sends), None)
+            if other is None:
+                self._ends[end.message, end.sends] = one, end
+                continue
+            sender, receiver = ((one, end), other) if end.sends else (other, (one, end))
+            _move(*sender, *receiver)
+            met[other[0].task.number] = other[0]
+        found = [each for each in met.values() if each.moved == len(each.task.ends)]
+        for each in found:
+            self._finish(each)
+        return self._ended(found)
+
+    def _finish(self, one: _Running) -> None:
+        """A collective ends on its rank."""
+        task = one.task
+        if task.sums:
+            _add_up(one)
+        if self._races:
+            self._races.meet(task, one.sources)
+            for program, steps in enumerate(task.programs):
+                for step in steps:
+                    self._races.step(task, program, step)
+        self._free[task.rank] += len(one.resident)
+        one.left = 0
+
+    def _ended(self, tasks: list[_Running]) -> list[_Running]:
+        if self._races:
+            for each in tasks:
+                self._races.end(each.task)
+        return tasks
+
+    def _deadlock(self, stuck: list[_Running]) -> str:
+        lines = [f"no rank can go on (seed {self.seed}):"]
+        for one in sorted(stuck, key=lambda one: one.task.number)[:12]:
+            task = one.task
+            if not one.placed:
+                why = "no processor is free"
+            elif task.ends and not one.arrived:
+                why = f"it has {len(one.resident)} of {task.needs_at_once} processors that it needs at once"
+            elif task.ends:
+                waiting = {end.peer for running, end in self._ends.values() if running is one}
+                why = f"it waits for ranks {sorted(waiting)}"
+            else:
+                steps = [task.programs[program][one.next[program]] for program in one.resident]
+                flags = [flag for step in steps for flag, word in step.awaits if _word(flag) != _word(word)]
+                first = f", the first {self.program.place(flags[0])}" if flags else ""
+                why = f"it waits for {len(flags)} flags{first}"
+            lines.append(f"  {task}: {why}")
+        return "\n".join(lines)
+
+
+def _word(address: int) -> int:
+    return ctypes.c_int32.from_address(address).value
+
+
+def _move(source: _Running, sent: End, to: _Running, expected: End) -> None:
+    if sent.what != expected.what:
+        raise MachineError(
+            f"ranks part: '{sent.what}' of rank {source.task.rank} meets '{expected.what}' of "
+            f"rank {to.task.rank}"
+        )
+    source.moved += 1
+    to.moved += 1
+    to.sources.append(source.task)
+    if sent.rows is None or expected.rows is None:
+        return
+    if sent.rows.numel() != expected.rows.numel():
+        raise MachineError(
+            f"ranks part: rank {source.task.rank} sends {sent.rows.numel()} numbers by '{sent.what}', and "
+            f"rank {to.task.rank} expects {expected.rows.numel()}"
+        )
+    if to.task.sums:
+        to.terms[source.task.rank] = sent.rows.clone()
+    else:
+        expected.rows.copy_(sent.rows.reshape(expected.rows.shape))
+
+
+def _add_up(one: _Running) -> None:
+    """What came from all ranks, in their order."""
+    into = next(end.rows for end in one.task.ends if not end.sends)
+    assert into is not None, "sums carry rows"
+    first, *others = (one.terms[rank].view(into.shape) for rank in sorted(one.terms))
+    into.copy_(first)
+    for term in others:
+        into.add_(term)

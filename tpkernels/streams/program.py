@@ -1,0 +1,138 @@
+"""What ranks have enqueued: tasks, and what each must come after."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Span = tuple[int, int]  # addresses: of the first byte, and of the one past the last
+
+
+class Awaited(NamedTuple):
+    """A flag that must hold what another word holds. Both are addresses of int32."""
+
+    flag: int
+    word: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a program of a kernel does at once, when its flags are up."""
+
+    run: Callable[[], None] = lambda: None
+    reads: tuple[Span, ...] = ()
+    writes: tuple[Span, ...] = ()
+    awaits: tuple[Awaited, ...] = ()
+    raises: Callable[[], Sequence[int]] = lambda: ()  # addresses of the flags that it has written in `run`
+
+
+class End(NamedTuple):
+    """One end of a message between two ranks, or from a rank to itself."""
+
+    message: Hashable  # the other end has it, too
+    peer: int
+    sends: bool
+    rows: Tensor | None  # None of what carries nothing, as a barrier
+    what: str  # it is part of
+
+    def __hash__(self) -> int:
+        return hash((self.message, self.sends))
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A kernel, a copy or a word that a stream writes."""
+
+    number: int
+    rank: int
+    stream: int  # or a stream of a graph's replay: tasks of one are ordered
+    name: str
+    after: frozenset[int]  # numbers of tasks of this rank
+    programs: tuple[tuple[Step, ...], ...]  # of a kernel, each on a processor; of a copy one
+    on_processors: bool
+    ends: tuple[End, ...] = ()  # of a collective, which goes on once the other ends are there
+    sums: bool = False  # what is received is added up, in the order of ranks
+    needs_at_once: int = 1  # processors before it goes on
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, stream {self.stream}: {self.name} (task {self.number})"
+
+
+class Memory(Protocol):
+    """A rank's."""
+
+    rank: int
+    first: int  # address
+
+    def reset(self) -> None:
+        """Let it hold what it does before anything runs."""
+
+    def holds(self, address: int) -> bool:
+        """Whether it is of this memory."""
+
+    def has_shared(self, address: int) -> bool:
+        """Whether ranks have opened it together."""
+
+    def tensor_at(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What lies there, contiguous."""
+
+
+@dataclass
+class Program:
+    """Tasks of all ranks, in the order in which each host enqueues its own."""
+
+    ranks: int
+    processors: int  # of each rank's GPU
+    tasks: list[Task] = field(default_factory=list)
+    results: list[list[Tensor]] = field(default_factory=list)  # of each rank, as `body` has returned them
+    memories: list[Memory] = field(default_factory=list)
+    _sent: Counter[Hashable] = field(default_factory=Counter)
+
+    def number(self, kind: Hashable, rank: int) -> int:
+        """How many of a kind this rank has had: ranks number alike what they do together."""
+        self._sent[kind, rank] += 1
+        return self._sent[kind, rank]
+
+    @cached_property
+    def then(self) -> list[list[int]]:
+        """The tasks that come after each, by number."""
+        found: list[list[int]] = [[] for _ in self.tasks]
+        for task in self.tasks:
+            for number in task.after:
+                found[number].append(task.number)
+        return found
+
+    @cached_property
+    def cells(self) -> dict[Span, range]:
+        """Each span as a range of pieces of memory, which no span cuts."""
+        spans = {
+            span
+            for task in self.tasks
+            for steps in task.programs
+            for step in steps
+            for span in (*step.reads, *step.writes)
+        }
+        edges = sorted({edge for span in spans for edge in span})
+        number = {edge: index for index, edge in enumerate(edges)}
+        return {span: range(number[span[0]], number[span[1]]) for span in spans}
+
+    def tensor_at(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Contiguous memory of any rank."""
+        return self._memory_at(address).tensor_at(address, shape, dtype)
+
+    def is_shared(self, address: int) -> bool:
+        """Whether it is in memory that ranks have opened together."""
+        return self._memory_at(address).has_shared(address)
+
+    def place(self, address: int) -> str:
+        memory = self._memory_at(address)
+        return f"at byte {address - memory.first} of rank {memory.rank}"
+
+    def _memory_at(self, address: int) -> Memory:
+        return next(memory for memory in self.memories if memory.holds(address))

@@ -1,0 +1,107 @@
+"""Whether accesses to memory are ordered, by torch's own account of what streams have waited for.
+
+Each program of a kernel is a stream of its own there, which begins behind the kernel's stream and which that
+goes on behind. A flag is an event: whoever writes it records, whoever has seen it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+from torch.cuda._sanitizer import StreamSynchronizations
+
+from tpkernels.streams.device import MachineError
+from tpkernels.streams.program import Span, Step, Task
+
+_Access = tuple[Task, int, int]  # with stream and number, as torch counts them
+
+
+class Races:
+    """Of one execution."""
+
+    def __init__(self, cells: Mapping[Span, range]) -> None:
+        """cells: which bytes, cut where some task cuts them, each span holds"""
+        self._cells, self._syncs, self._number = cells, StreamSynchronizations(), 0
+        self._streams: dict[Hashable, int] = {}
+        self._events: dict[Hashable, int] = {}
+        self._writes: dict[int, _Access] = {}  # the last one of each cell
+        self._reads: dict[int, list[_Access]] = {}  # since then
+
+    def begin(self, task: Task) -> None:
+        stream = self._stream(task)
+        for before in task.after:
+            self._acquire(stream, before)
+        if _waits(task):
+            self._release(stream, ("begun", task.number))
+            for program in range(len(task.programs)):
+                self._acquire(self._stream(task, program), ("begun", task.number))
+
+    def arrive(self, task: Task) -> None:
+        """Others may go on behind what a rank has done before a collective."""
+        self._release(self._stream(task), ("arrived", task.number))
+
+    def meet(self, task: Task, sources: Iterable[Task]) -> None:
+        """A rank goes on behind those that it gets something from."""
+        for source in sources:
+            self._acquire(self._stream(task), ("arrived", source.number))
+
+    def step(self, task: Task, program: int, step: Step) -> None:
+        """An error if what it reads or writes is not ordered after what was written, or read, before."""
+        stream = self._stream(task, program if _waits(task) else None)
+        for flag, _ in step.awaits:
+            self._acquire(stream, ("flag", flag))
+        self._number += 1
+        self._syncs.update_seq_num(stream, self._number)
+        access = task, stream, self._number
+        for span in step.reads:
+            for cell in self._cells[span]:
+                self._require_ordered(access, self._writes.get(cell), span, "reads what")
+                self._reads.setdefault(cell, []).append(access)
+        for span in step.writes:
+            for cell in self._cells[span]:
+                reads = self._reads.pop(cell, ())
+                for read in reads:
+                    self._require_ordered(access, read, span, "writes what", "reads")
+                if not reads:
+                    self._require_ordered(access, self._writes.get(cell), span, "writes what")
+                self._writes[cell] = access
+
+    def raised(self, task: Task, program: int, flags: Sequence[int]) -> None:
+        stream = self._stream(task, program if _waits(task) else None)
+        for flag in flags:
+            self._release(stream, ("flag", flag))
+
+    def end(self, task: Task) -> None:
+        stream = self._stream(task)
+        if _waits(task):
+            for program in range(len(task.programs)):
+                self._release(self._stream(task, program), "program")
+                self._acquire(stream, "program")
+        self._release(stream, task.number)
+
+    def _require_ordered(
+        self, access: _Access, before: _Access | None, span: Span, does: str, did: str = "writes"
+    ) -> None:
+        task, stream, _ = access
+        if before is not None and not self._syncs.is_ordered_after(stream, before[2], before[1]):
+            raise MachineError(
+                f"{task} {does} {before[0]} {did}, in no order: {span[1] - span[0]} bytes at {span[0]:#x}"
+            )
+
+    def _stream(self, task: Task, program: int | None = None) -> int:
+        key = task.rank, task.stream, program
+        if key not in self._streams:
+            self._streams[key] = len(self._streams) + 1
+        return self._streams[key]
+
+    def _release(self, stream: int, event: Hashable) -> None:
+        self._syncs.record_state(self._events.setdefault(event, len(self._events)), stream)
+
+    def _acquire(self, stream: int, event: Hashable) -> None:
+        if (number := self._events.get(event)) is not None:
+            self._syncs.stream_wait_for_event(stream, number)
+
+
+def _waits(task: Task) -> bool:
+    """Whether programs of a kernel see flags, which then order what they do themselves alone."""
+    return len(task.programs) > 1 and bool(task.programs[0][0].awaits)

@@ -1,0 +1,163 @@
+"""Record what the host code of each rank enqueues, with torch's API of streams standing on the machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
+
+from tpkernels.comm.transports import select, symmetric
+from tpkernels.comm.transports.mailbox import Opening
+from tpkernels.comm.transports.symmetric import SymmetricExchange
+from tpkernels.dispatch import backends
+from tpkernels.kernels import interpret, launch, reduce, target, tiles
+from tpkernels.kernels.matmul_tile import MatmulTile
+from tpkernels.kernels.target import Target
+from tpkernels.streams import models
+from tpkernels.streams.device import Device, Event, Graph, Stream, current_device
+from tpkernels.streams.peers import NCCL_BLOCKS, Handle, NcclGroup, SharedMemory
+from tpkernels.streams.program import Program
+from tpkernels.streams.tensors import OnDevice, VirtualTensor, made_of_numbers, moved, wrapped
+
+PROCESSORS = 8
+_TILE = MatmulTile(16, 16, 16, num_warps=4, num_stages=1, parts=1, group=1)  # waiting kernels fill a GPU
+Body = Callable[[ProcessGroup], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What ranks run on."""
+
+    ranks: int
+    machines: int = 1  # of as many ranks each
+    processors: int = PROCESSORS  # of each GPU
+    models: Mapping[str, models.Model] = field(default_factory=dict)  # of kernels that are not ours
+
+
+def record(machine: Machine, body: Body, transport: str = "symmetric") -> Program:
+    """The program of all ranks.
+
+    body: a rank's host code; given its group, it returns tensors of its results
+    transport: as TPKERNELS_TRANSPORT
+    """
+    program = Program(machine.ranks, machine.processors)
+    devices = [Device(program, rank) for rank in range(machine.ranks)]
+    program.memories += devices
+    memory = SharedMemory(devices)
+    for device in devices:
+        with device, _group(device.rank, machine.ranks) as group, _standing_in(machine, memory, transport):
+            results = [each for each in tree_leaves(body(group)) if isinstance(each, VirtualTensor)]
+            program.results.append([each.elem for each in results])
+    return program
+
+
+@contextmanager
+def _group(rank: int, ranks: int) -> Iterator[ProcessGroup]:
+    if not hasattr(dist.Backend, "VIRTUAL"):
+        dist.Backend.register_backend("virtual", _make_group, devices=["cpu", "cuda"])
+    dist.init_process_group("virtual", store=dist.HashStore(), rank=rank, world_size=ranks)
+    try:
+        group = dist.group.WORLD
+        assert group is not None, "it has just been made"
+        yield group
+    finally:
+        dist.destroy_process_group()
+
+
+def _make_group(store: object, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+    return NcclGroup(rank, size)
+
+
+@contextmanager
+def _standing_in(machine: Machine, memory: SharedMemory, transport: str) -> Iterator[None]:
+    device, numbers = current_device(), itertools.count()
+    a_machine = machine.ranks // machine.machines
+    first = device.rank // a_machine * a_machine
+    here = range(first, first + a_machine)
+    known = {**models.OURS, **machine.models}
+
+    def open_virtual(opening: Opening) -> SymmetricExchange:
+        """Without the rendezvous, which is torch's."""
+        number, layout = next(numbers), opening.layout
+        memories = memory.open(number, layout.byte_count)
+        handle = Handle(number, memories, here, here.index(device.rank))
+        own = wrapped(device, memories[device.rank])
+        streams = symmetric.streams_of(opening.group, device.device)
+        return SymmetricExchange(
+            opening.name, layout, handle, own, opening.timeout, list(here), streams=streams
+        )
+
+    def on(_: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+        return partial(models.launched, device, known, kernel, grid)
+
+    properties = type("Properties", (), {"multi_processor_count": machine.processors})
+    changes = [
+        patch.dict(select.openers, symmetric=open_virtual),
+        patch.object(symmetric, "_TRANSFERS", NCCL_BLOCKS),
+        patch.object(select, "requested_transport", transport),
+        patch.object(backends, "backend", "auto"),
+        patch.object(backends, "_resolved", lambda *_: "torch"),  # products that wait for nothing
+        patch.object(launch, "on", on),
+        patch.object(interpret, "INTERPRETING", False),
+        patch.object(target, "_gpu", lambda _: Target("interpreter", processors=machine.processors)),
+        patch.object(tiles, "_INTERPRETED", _TILE),
+        patch.object(reduce, "INTERPRETED_SLOT_SUM", tiles.SlotSumTile(2, 32, num_warps=4, per_processor=1)),
+        *_torchs_api(device, properties),
+    ]
+    with ExitStack() as entered:
+        for change in changes:
+            entered.enter_context(change)
+        entered.enter_context(OnDevice())  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            device.close()
+            for exchanges in select._of_group.values():
+                exchanges._open.clear()  # unclosed: closing asks the device
+
+
+def _torchs_api(device: Device, properties: object) -> list[Any]:
+    """What host code calls of torch's streams, events and graphs."""
+    cuda = torch.cuda
+    return [
+        patch.object(torch, "tensor", made_of_numbers),
+        patch.object(Tensor, "to", moved),
+        patch.object(Tensor, "cuda", lambda tensor, *_, **__: moved(tensor, "cuda")),
+        patch.object(torch, "Stream", Stream),
+        patch.object(torch, "Event", Event),
+        patch.object(torch.accelerator, "current_stream", lambda *_: device.stream),
+        patch.object(torch.accelerator, "synchronize", lambda *_: device.synchronize()),
+        patch.object(cuda, "Stream", Stream),
+        patch.object(cuda, "Event", Event),
+        patch.object(cuda, "stream", lambda stream: stream),
+        patch.object(cuda, "current_stream", lambda *_: device.stream),
+        patch.object(cuda, "synchronize", lambda *_: device.synchronize()),
+        patch.object(cuda, "_lazy_init", lambda: None),
+        patch.object(cuda, "current_device", lambda: 0),
+        patch.object(cuda, "is_current_stream_capturing", lambda: device.stream.capture is not None),
+        patch.object(cuda, "get_device_properties", lambda *_: properties),
+        patch.object(cuda, "CUDAGraph", Graph),
+        patch.object(cuda, "graph", _capturing),
+    ]
+
+
+@contextmanager
+def _capturing(graph: Graph, *, stream: Stream | None = None, **_: object) -> Iterator[None]:
+    """Stands for `torch.cuda.graph`: in a stream of its own, after all that the device does."""
+    device = current_device()
+    device.synchronize()
+    with stream or Stream():
+        graph.capture_begin()
+        yield
+        graph.capture_end()

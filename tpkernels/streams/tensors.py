@@ -1,0 +1,228 @@
+"""Tensors that Python takes for those of a GPU, in memory of the CPU; what they compute is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tpkernels.streams.device import Block, Device, MachineError, current_device
+from tpkernels.streams.program import Span, Step
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "linear")
+
+
+class VirtualTensor(Tensor):
+    """A tensor of a virtual GPU."""
+
+    elem: Tensor  # in the memory of its device
+    block: Block  # which is freed with the last tensor in it
+
+    @staticmethod
+    def __new__(cls, elem: Tensor, block: Block) -> VirtualTensor:
+        made: VirtualTensor = Tensor._make_wrapper_subclass(
+            cls, elem.shape, strides=elem.stride(), storage_offset=elem.storage_offset(), dtype=elem.dtype
+        )
+        made.elem, made.block = elem, block
+        return made
+
+    # properties are our own
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    device = property(lambda self: self.block.device.device)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+    def get_device(self) -> int:
+        return 0
+
+    def data_ptr(self) -> int:
+        return self.elem.data_ptr()
+
+    def record_stream(self, stream: object) -> None:
+        self.block.used_elsewhere = True
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        return _dispatched(func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"VirtualTensor({tuple(self.shape)}, {self.dtype})"
+
+
+class OnDevice(TorchDispatchMode):
+    """What is made on, or moved to, a CUDA device is made on the virtual one."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch wraps each call, which costs more than the call."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        options = dict(kwargs) if kwargs else {}
+        options.pop("pin_memory", None)
+        if VirtualTensor in types or any(map(_is_virtual, args)):
+            return _dispatched(func, args, options)
+        if not _is_cuda(options.get("device")):
+            return func(*args, **options)
+        return uploaded(func(*args, **(options | {"device": torch.device("cpu")})))
+
+
+_tensor, _to = torch.tensor, Tensor.to
+
+
+def made_of_numbers(data: object, *, device: Any = None, **options: Any) -> Tensor:
+    """Stands for `torch.tensor`."""
+    made = _tensor(data, **options)
+    return uploaded(made) if _is_cuda(device) else made
+
+
+def moved(tensor: Tensor, *given: Any, **options: Any) -> Tensor:
+    """Stands for `Tensor.to`."""
+    wanted = options.get("device", given[0] if given else None)
+    if not _is_cuda(wanted):
+        return _to(tensor, *given, **options)
+    options.pop("device", None)
+    others = [each for each in given if not _is_cuda(each)]
+    there = tensor if isinstance(tensor, VirtualTensor) else uploaded(tensor)
+    return _to(there, *others, **options) if others or options else there
+
+
+def _is_virtual(argument: object) -> bool:
+    if isinstance(argument, (list, tuple)):
+        return any(map(_is_virtual, argument))
+    return isinstance(argument, VirtualTensor)
+
+
+def _is_cuda(device: object) -> bool:
+    return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"
+
+
+def uploaded(values: Tensor) -> VirtualTensor:
+    """A copy on the device, made in the current stream."""
+    device = current_device()
+    requires_grad, values = values.requires_grad, values.detach().clone()
+    found, step = _new(device, values)
+    device.enqueue("made or copied to the device", [[step]], on_processors=False)
+    if requires_grad:
+        found.requires_grad_()
+    return found
+
+
+def _new(device: Device, values: Tensor) -> tuple[VirtualTensor, Step]:
+    block = device.allocate(values.nbytes or 1)
+    elem = device.tensor(block, values.shape, values.stride(), values.dtype)
+    elem.copy_(values)
+
+    def fill() -> None:
+        elem.copy_(values)
+
+    return VirtualTensor(elem, block), Step(fill, writes=spans_of(elem))
+
+
+def wrapped(device: Device, elem: Tensor) -> VirtualTensor:
+    """Memory that ranks have opened together as a tensor of this rank's; nobody frees it."""
+    return VirtualTensor(elem, device.everlasting)
+
+
+def spans_of(elem: Tensor) -> tuple[Span, ...]:
+    """Addresses of a tensor's elements; more than one where its rows do not touch."""
+    if not elem.numel():
+        return ()
+    dense = elem.is_contiguous() or elem.ndim < 2
+    extent = sum((size - 1) * stride for size, stride in zip(elem.shape, elem.stride(), strict=True)) + 1
+    if dense or extent == elem.numel():
+        start = elem.data_ptr()
+        return ((start, start + extent * elem.element_size()),)
+    return tuple(span for part in elem.unbind() for span in spans_of(part))
+
+
+def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    """Run on what memory holds now, for the shapes of the results; and recorded, for when its turn comes."""
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor)]
+    device, name = current_device(), func.overloadpacket.__name__
+    if name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero"):
+        raise MachineError(f"the host reads device memory ({name}): the machine records before it runs")
+    if name == "_to_copy" and kwargs.get("device", torch.device("cuda")).type == "cpu":
+        raise MachineError("the host copies device memory and waits: the machine records before it runs")
+    plain_args, plain_kwargs = tree_map(_elem, (tuple(args), dict(kwargs)))
+    result = func(*plain_args, **plain_kwargs)
+    changed = list(_changed(func, args, kwargs))
+    of_plain = {id(_elem(tensor)): tensor for tensor in changed}
+    fresh: list[tuple[int, Tensor]] = []
+    writes = [tensor.elem for tensor in changed if isinstance(tensor, VirtualTensor)]
+
+    def back(found: object) -> object:
+        if not isinstance(found, Tensor):
+            return found
+        if id(found) in of_plain:
+            return of_plain[id(found)]
+        for tensor in inputs:
+            if found.untyped_storage().data_ptr() == tensor.elem.untyped_storage().data_ptr():
+                return VirtualTensor(found, tensor.block)
+        made, _ = _new(device, found)
+        fresh.append((len(fresh), made.elem))
+        writes.append(made.elem)
+        return made
+
+    results = tree_map(back, result)
+    if not writes and not changed:
+        return results
+    elems = [elem for _, elem in fresh]
+    if name in ("empty_like", "new_empty", "new_empty_strided"):
+        return results
+
+    def run() -> None:
+        again = func(*plain_args, **plain_kwargs)
+        if elems:
+            owned = [
+                leaf for leaf in tree_leaves(again) if isinstance(leaf, Tensor) and id(leaf) not in of_plain
+            ]
+            for elem, computed in zip(elems, owned, strict=True):
+                elem.copy_(computed)
+
+    written = {id(elem) for elem in writes}
+    reads = [tensor.elem for tensor in inputs if id(tensor.elem) not in written and "like" not in name]
+    step = Step(run, _all_spans(reads), _all_spans(writes))
+    device.enqueue(name, [[step]], on_processors=not _by_copy_engine(device, name, [*writes, *reads]))
+    return results
+
+
+def _by_copy_engine(device: Device, name: str, elems: Sequence[Tensor]) -> bool:
+    """Whole rows that go to another rank, or to the host; within a device a kernel copies."""
+    dense = all(elem.is_contiguous() for elem in elems)
+    return (
+        name == "copy_"
+        and dense
+        and (len(elems) < 2 or not all(device.holds(elem.data_ptr()) for elem in elems))
+    )
+
+
+def _elem(leaf: object) -> object:
+    if isinstance(leaf, VirtualTensor):
+        return leaf.elem
+    if isinstance(leaf, torch.device) and leaf.type == "cuda":
+        return torch.device("cpu")
+    return leaf
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes in place."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = (
+                kwargs.get(argument.name) if argument.kwarg_only else (args[number : number + 1] or [None])[0]
+            )
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    yield leaf
+
+
+def _all_spans(elems: Sequence[Tensor]) -> tuple[Span, ...]:
+    return tuple(span for elem in elems for span in spans_of(elem))
