@@ -12,6 +12,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from tpkernels.comm import schedule
+from tpkernels.comm.carveout import CollectivesInFlight
 from tpkernels.comm.side_stream import StreamOrder
 from tpkernels.comm.transports.c10d import Transfers, _C10dDelivery
 from tpkernels.comm.transports.order import CallOrder
@@ -186,6 +187,16 @@ FAULTS = {
     ),
     "own rows are not kept": _lost(
         _C10dDelivery, "keep", "self.memory[self.plan.kept].copy_(rows)", _column(transport="c10d", rounds=2)
+    ),
+    "products leave no processors to a collective in flight": _lost(
+        CollectivesInFlight, "begin", "_add(self._blocks[name])", _column(transport="c10d", rounds=2)
+    ),
+    "processors are not left for long enough": _lost(
+        Transfers,
+        "_occupies",
+        "IN_FLIGHT.begin(self._call.group, device)",
+        _program("mlp, sequence-parallel", transport="c10d"),
+        "IN_FLIGHT.begin(self._call.group, device); IN_FLIGHT.end(self._call.group); self._in_flight.clear()",
     ),
     # captures
     "kernels are loaded in a capture": Fault(

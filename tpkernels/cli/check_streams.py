@@ -1,7 +1,7 @@
 """`python -m tpkernels check --streams`: what ranks enqueue, executed in many orders without a GPU.
 
 Our operators over every transport, eager and captured; with --config the programs of others that a gate.toml
-names. An order that shows a race, a deadlock or other numbers is a failure, with the seed that shows it again.
+names. An order that shows a race, a deadlock or other numbers is a failure, and its seed shows it again.
 """
 
 from __future__ import annotations

@@ -113,7 +113,9 @@ CASES = {
         _mapping(partial(mappings.gather_from_sequence_region, tensor_parallel_output_grad=False)),
         *(_itself, ("rows",), "whole", _rows, False),
     ),
-    "gather of features": Case(_mapping(mappings.gather_from_region), _itself, ("cols",), "whole", _rows),
+    "gather of features": Case(
+        _mapping(mappings.gather_from_region), _itself, ("cols",), "whole", _rows, False
+    ),
 }
 
 

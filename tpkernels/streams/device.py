@@ -254,6 +254,7 @@ class Device:
         ends: Sequence[End] = (),
         needs_at_once: int = 1,
         sums: bool = False,
+        leaves: int | None = None,
     ) -> None:
         """In a stream, by default the current one."""
         stream = stream or self.stream
@@ -265,6 +266,7 @@ class Device:
             ends=tuple(ends),
             needs_at_once=needs_at_once,
             sums=sums,
+            leaves=leaves,
         )
         if stream.capture is None:
             self._add(task)

@@ -58,6 +58,7 @@ class Task:
     on_processors: bool
     ends: tuple[End, ...] = ()  # of a collective, which goes on once the other ends are there
     sums: bool = False  # what is received is added up, in the order of ranks
+    leaves: int | None = None  # processors, by a product that takes all others; None: it is none
     needs_at_once: int = 1  # processors before it goes on
 
     def __str__(self) -> str:

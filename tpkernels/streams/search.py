@@ -11,6 +11,7 @@ from torch import Tensor
 from tpkernels.streams.device import MachineError
 from tpkernels.streams.execution import Execution
 from tpkernels.streams.program import Program
+from tpkernels.streams.waves import require_waves_beside
 
 RACES_EVERY = (
     4  # orders: whether accesses are ordered takes half of the time, and hardly depends on the order
@@ -31,6 +32,7 @@ def search(
 
     expected: of each rank; by default what the first order gives
     """
+    require_waves_beside(program)
     wanted = None if expected is None else [list(results) for results in expected]
     steps = 0
     for seed in range(first_seed, first_seed + orders):

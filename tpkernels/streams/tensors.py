@@ -190,7 +190,10 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
     written = {id(elem) for elem in writes}
     reads = [tensor.elem for tensor in inputs if id(tensor.elem) not in written and "like" not in name]
     step = Step(run, _all_spans(reads), _all_spans(writes))
-    device.enqueue(name, [[step]], on_processors=not _by_copy_engine(device, name, [*writes, *reads]))
+    on_processors = not _by_copy_engine(device, name, [*writes, *reads])
+    # torch's libraries take all processors but those that its setting says
+    leaves = torch._C._get_sm_carveout_experimental() or 0 if name in _PRODUCTS else None
+    device.enqueue(name, [[step]], on_processors=on_processors, leaves=leaves)
     return results
 
 

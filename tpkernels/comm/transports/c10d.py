@@ -49,9 +49,9 @@ Message = tuple[int, Tensor]  # the other rank, and what it gets or sends
 class Transfers:
     """What one call sends and receives, with errors that say whose fault it is."""
 
-    def __init__(self, call: Call, *, beside_products: bool = True) -> None:
-        """beside_products: on GPUs these leave processors to it"""
-        self._call, self._beside_products = call, beside_products
+    def __init__(self, call: Call, *, awaited_by_products: bool = True) -> None:
+        """awaited_by_products: the stream that computes waits; else `occupy_no_more` says when it does"""
+        self._call, self._awaited_by_products = call, awaited_by_products
         self._sends: list[tuple[Work, list[int], Tensor]] = []  # buffers live until they are sent
         self._awaited: dict[int, Work] = {}  # by id: one launch may be of several messages
         self._in_flight: dict[int, Work] = {}  # likewise, of those that occupy processors
@@ -122,21 +122,27 @@ class Transfers:
         except RuntimeError as error:
             raise self._failure(problem.format(_any(peers)), error) from error
         finally:
-            if self._in_flight.pop(id(work), None):
+            if self._awaited_by_products and id(work) in self._in_flight:
+                del self._in_flight[id(work)]
                 IN_FLIGHT.end(self._call.group)
         self._awaited[id(work)] = work
 
+    def occupy_no_more(self) -> None:
+        """Products that are launched from now on come after all that was started."""
+        for _ in self._in_flight:
+            IN_FLIGHT.end(self._call.group)
+        self._in_flight.clear()
+
     def _occupies(self, works: Sequence[Work], device: torch.device) -> None:
         """These are in flight: on a GPU products leave processors to them."""
-        if self._beside_products and _processors(device):
+        if _processors(device):
             for work in works:
                 self._in_flight[id(work)] = work
                 IN_FLIGHT.begin(self._call.group, device)
 
     def __del__(self) -> None:
         """After an error nobody waits for what is left."""
-        for _ in self._in_flight:
-            IN_FLIGHT.end(self._call.group)
+        self.occupy_no_more()
 
     def _unreachable(self, peers: Sequence[int], device: torch.device, error: RuntimeError) -> RuntimeError:
         refuse_other_devices(self._call.op, self._call.group, device)

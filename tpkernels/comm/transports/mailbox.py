@@ -261,7 +261,7 @@ class MailboxDelivery(Delivery):
         self.inter_node = None
         if not exchange.kernels_can_push:
             assert call is not None, "ranks on other machines are reached through their group"
-            self.inter_node = Transfers(call, beside_products=False)  # `margin` is for them
+            self.inter_node = Transfers(call, awaited_by_products=False)
 
     def departures(self) -> Departing:
         """Where a kernel stores this rank's rows itself, once `before_kernels_push` has returned."""

@@ -331,6 +331,7 @@ class SymmetricDelivery(MailboxDelivery):
         exchange.side.let(current)
         if self.inter_node is not None:
             exchange.inter_node_side.let(current)
+            self.inter_node.occupy_no_more()
         self._held.clear()
         exchange.in_flight.discard(self)
 
