@@ -66,7 +66,7 @@ def main(options: Namespace) -> int:
     if options.streams:
         from tpkernels.cli import check_streams
 
-        with bad_use_if(ConfigError, OSError):
+        with bad_use_if(ConfigError):
             return check_streams.main(options.only, options.config, options.orders, options.json)
     start = time.perf_counter()
     architectures = ARCHITECTURES if options.arch is None else options.arch.split(",")

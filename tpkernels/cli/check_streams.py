@@ -55,9 +55,12 @@ class UserProgram:
 def programs_of(path: Path) -> list[UserProgram]:
     """Those that a gate.toml names; ConfigError says what is wrong."""
     path = path.absolute()
-    tables = {} if path.suffix == ".py" else parsed(path).get("streams", {})
-    if not isinstance(tables, Mapping):
-        raise ConfigError(f"{path}: streams", "expected tables such as [streams.ring]")
+    try:
+        tables = parsed(path).get("streams")
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), error.strerror if isinstance(error, OSError) else error) from error
+    if not isinstance(tables, Mapping) or not tables:
+        raise ConfigError(f"{path}: streams", "expected tables such as [streams.ring], got none")
     return [_user_program(path, name, table) for name, table in tables.items()]
 
 

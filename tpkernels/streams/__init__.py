@@ -1,8 +1,22 @@
 """Streams, processors and flags of the GPUs of several ranks, as a machine that runs on a CPU.
 
 The host code of every rank runs once, on tensors that stand for those of a GPU; what it enqueues is a
-`Program`. That is then executed in many orders, each from a seed: see `search`.
+`Program`. That is then executed in many orders, each from a seed:
 
-    program = record(4, body)          body(group) of each rank returns its results
-    report = search(program, 200)      raises what an order shows: a race, a deadlock, other numbers
+    program = record(Machine(ranks=4), host)       host(group) of each rank returns its results
+    report = search(program, orders=200)           MachineError: a race, a deadlock, other numbers
+
+Kernels are models in Python: which flags they wait for, what they read and write (`Step`).
 """
+
+from tpkernels.streams.device import MachineError as MachineError
+from tpkernels.streams.models import dealt as dealt
+from tpkernels.streams.models import elem_of as elem_of
+from tpkernels.streams.program import Awaited as Awaited
+from tpkernels.streams.program import Program as Program
+from tpkernels.streams.program import Step as Step
+from tpkernels.streams.record import Machine as Machine
+from tpkernels.streams.record import record as record
+from tpkernels.streams.search import Report as Report
+from tpkernels.streams.search import search as search
+from tpkernels.streams.tensors import spans_of as spans_of

@@ -187,15 +187,15 @@ OURS: dict[str, Model] = {
 
 
 def launched(
-    device: Device, models: Mapping[str, Model], kernel: Any, grid: Sequence[int], *given: Any, **named: Any
+    device: Device, models: Mapping[str, Model], kernel: Any, grid: Any, *given: Any, **named: Any
 ) -> None:
     """A launch of a Triton kernel, by its model."""
     name = kernel.__name__
     if name not in models:
-        raise MachineError(f"no model says what {name} does")
+        raise MachineError(f"no model says what the kernel {name} does: give one by its name")
     device.load(name)
     arguments = dict(zip(kernel.arg_names, given, strict=False)) | named
     programs = 1
-    for extent in grid:
+    for extent in grid(arguments) if callable(grid) else grid:
         programs *= extent
     device.enqueue(name.strip("_"), models[name](device, programs, arguments))

@@ -39,7 +39,8 @@ class Handle:
         self.rank, self.world_size = rank, len(here)
 
     def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return wrapped(current_device(), self._memories[self._here[rank]].view(dtype).view(sizes))
+        count = torch.Size(sizes).numel() * dtype.itemsize
+        return wrapped(current_device(), self._memories[self._here[rank]][:count].view(dtype).view(sizes))
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
         """A kernel of one block, which waits for those of the other ranks."""
@@ -203,3 +204,15 @@ class NcclGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
         return self._start("sends and receives", [], [(source, tensors[0])], alone=True)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        (tensor,), root = tensors, opts.rootRank
+        sends = [(peer, tensor) for peer in range(self.size()) if peer != root]
+        if self.rank() == root:
+            return self._start("broadcast", sends, [])
+        return self._start("broadcast", [], [(root, tensor)])
+
+    # under torch's names of today
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+    all_to_all_single = alltoall_base  # type: ignore[assignment]

@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import KernelInterface
 
 from tpkernels.comm.transports import select, symmetric
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.dispatch import backends
-from tpkernels.kernels import interpret, launch, reduce, target, tiles
+from tpkernels.kernels import interpret, reduce, target, tiles
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.target import Target
 from tpkernels.streams import models
@@ -56,7 +58,11 @@ def record(machine: Machine, body: Body, transport: str = "symmetric") -> Progra
     program.memories += devices
     memory = SharedMemory(devices)
     for device in devices:
-        with device, _group(device.rank, machine.ranks) as group, _standing_in(machine, memory, transport):
+        with (
+            device,
+            _group(device.rank, machine.ranks) as group,
+            _standing_in(group, machine, memory, transport),
+        ):
             results = [each for each in tree_leaves(body(group)) if isinstance(each, VirtualTensor)]
             program.results.append([each.elem for each in results])
     return program
@@ -80,10 +86,12 @@ def _make_group(store: object, rank: int, size: int, timeout: timedelta) -> Proc
 
 
 @contextmanager
-def _standing_in(machine: Machine, memory: SharedMemory, transport: str) -> Iterator[None]:
-    device, numbers = current_device(), itertools.count()
+def _standing_in(
+    group: ProcessGroup, machine: Machine, memory: SharedMemory, transport: str
+) -> Iterator[None]:
+    gpu, numbers = current_device(), itertools.count()
     a_machine = machine.ranks // machine.machines
-    first = device.rank // a_machine * a_machine
+    first = gpu.rank // a_machine * a_machine
     here = range(first, first + a_machine)
     known = {**models.OURS, **machine.models}
 
@@ -91,15 +99,30 @@ def _standing_in(machine: Machine, memory: SharedMemory, transport: str) -> Iter
         """Without the rendezvous, which is torch's."""
         number, layout = next(numbers), opening.layout
         memories = memory.open(number, layout.byte_count)
-        handle = Handle(number, memories, here, here.index(device.rank))
-        own = wrapped(device, memories[device.rank])
-        streams = symmetric.streams_of(opening.group, device.device)
+        handle = Handle(number, memories, here, here.index(gpu.rank))
+        own = wrapped(gpu, memories[gpu.rank])
+        streams = symmetric.streams_of(opening.group, gpu.device)
         return SymmetricExchange(
             opening.name, layout, handle, own, opening.timeout, list(here), streams=streams
         )
 
-    def on(_: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
-        return partial(models.launched, device, known, kernel, grid)
+    opened: dict[int, tuple[int, list[Tensor]]] = {}  # by the address of our own
+
+    def empty(*size: int, dtype: torch.dtype = torch.float32, device: object = None) -> Tensor:
+        """Stands for that of torch's symmetric memory; zeroed, as all ranks open it before anything runs."""
+        shape = torch.Size(size)
+        number = next(numbers)
+        memories = memory.open(number, shape.numel() * dtype.itemsize)
+        own = memories[gpu.rank].view(dtype).view(shape)
+        opened[own.data_ptr()] = number, memories
+        return wrapped(gpu, own)
+
+    def rendezvous(tensor: Tensor, group: object) -> Handle:
+        number, memories = opened[tensor.data_ptr()]
+        return Handle(number, memories, here, here.index(gpu.rank))
+
+    def on_grid(kernel: Any, grid: Any) -> Callable[..., object]:
+        return partial(models.launched, gpu, known, kernel, grid)
 
     properties = type("Properties", (), {"multi_processor_count": machine.processors})
     changes = [
@@ -108,12 +131,14 @@ def _standing_in(machine: Machine, memory: SharedMemory, transport: str) -> Iter
         patch.object(select, "requested_transport", transport),
         patch.object(backends, "backend", "auto"),
         patch.object(backends, "_resolved", lambda *_: "torch"),  # products that wait for nothing
-        patch.object(launch, "on", on),
+        patch.object(KernelInterface, "__getitem__", on_grid),
+        patch.object(symmetric_memory, "empty", empty),
+        patch.object(symmetric_memory, "rendezvous", rendezvous),
         patch.object(interpret, "INTERPRETING", False),
         patch.object(target, "_gpu", lambda _: Target("interpreter", processors=machine.processors)),
         patch.object(tiles, "_INTERPRETED", _TILE),
         patch.object(reduce, "INTERPRETED_SLOT_SUM", tiles.SlotSumTile(2, 32, num_warps=4, per_processor=1)),
-        *_torchs_api(device, properties),
+        *_torchs_api(gpu, properties),
     ]
     with ExitStack() as entered:
         for change in changes:
@@ -122,8 +147,8 @@ def _standing_in(machine: Machine, memory: SharedMemory, transport: str) -> Iter
         try:
             yield
         finally:
-            device.close()
-            for exchanges in select._of_group.values():
+            gpu.close()
+            if exchanges := select._of_group.get(id(group)):
                 exchanges._open.clear()  # unclosed: closing asks the device
 
 

@@ -43,6 +43,11 @@ class VirtualTensor(Tensor):
     def data_ptr(self) -> int:
         return self.elem.data_ptr()
 
+    def cpu(self, *_: Any, **__: Any) -> Tensor:
+        raise MachineError("the host copies device memory and waits: the machine records before it runs")
+
+    numpy = tolist = item = cpu  # type: ignore[assignment]
+
     def record_stream(self, stream: object) -> None:
         self.block.used_elsewhere = True
 
@@ -87,7 +92,8 @@ def moved(tensor: Tensor, *given: Any, **options: Any) -> Tensor:
     """Stands for `Tensor.to`."""
     wanted = options.get("device", given[0] if given else None)
     if not _is_cuda(wanted):
-        return _to(tensor, *given, **options)
+        to_host = isinstance(wanted, (str, torch.device)) and torch.device(wanted).type == "cpu"
+        return tensor.cpu() if to_host else _to(tensor, *given, **options)
     options.pop("device", None)
     others = [each for each in given if not _is_cuda(each)]
     there = tensor if isinstance(tensor, VirtualTensor) else uploaded(tensor)
@@ -149,8 +155,6 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
     device, name = current_device(), func.overloadpacket.__name__
     if name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero"):
         raise MachineError(f"the host reads device memory ({name}): the machine records before it runs")
-    if name == "_to_copy" and kwargs.get("device", torch.device("cuda")).type == "cpu":
-        raise MachineError("the host copies device memory and waits: the machine records before it runs")
     plain_args, plain_kwargs = tree_map(_elem, (tuple(args), dict(kwargs)))
     result = func(*plain_args, **plain_kwargs)
     changed = list(_changed(func, args, kwargs))
