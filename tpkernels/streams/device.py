@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from tpkernels.streams.program import End, Program, Step, Task
+from tpkernels.streams.program import NO_WORK, End, Program, Step, Task, Work
 
 MEMORY = 1 << 21  # bytes of a rank
 ROUNDED = 512  # bytes, as torch's allocator does
@@ -255,6 +255,7 @@ class Device:
         needs_at_once: int = 1,
         sums: bool = False,
         leaves: int | None = None,
+        work: Work = NO_WORK,
     ) -> None:
         """In a stream, by default the current one."""
         stream = stream or self.stream
@@ -267,6 +268,7 @@ class Device:
             needs_at_once=needs_at_once,
             sums=sums,
             leaves=leaves,
+            work=work,
         )
         if stream.capture is None:
             self._add(task)

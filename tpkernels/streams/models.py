@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tpkernels.streams.device import Device, MachineError
-from tpkernels.streams.program import Awaited, Span, Step
+from tpkernels.streams.program import Awaited, Span, Step, Work
 from tpkernels.streams.tensors import VirtualTensor, spans_of
 
 Model = Callable[[Device, int, Mapping[str, Any]], Sequence[Sequence[Step]]]
@@ -198,4 +198,12 @@ def launched(
     programs = 1
     for extent in grid(arguments) if callable(grid) else grid:
         programs *= extent
-    device.enqueue(name.strip("_"), models[name](device, programs, arguments))
+    steps = models[name](device, programs, arguments)
+    device.enqueue(name.strip("_"), steps, work=_work(name, arguments, steps))
+
+
+def _work(name: str, arguments: Mapping[str, Any], programs: Sequence[Sequence[Step]]) -> Work:
+    if name in ("_gather_linear_kernel", "_scatter_linear_kernel"):
+        return Work("product", (arguments["T"], arguments["N"], arguments["K"]))
+    spans = [span for steps in programs for step in steps for span in (*step.reads, *step.writes)]
+    return Work("kernel", (sum(last - first for first, last in spans),))

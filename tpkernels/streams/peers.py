@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpkernels.streams.device import Device, MachineError, Stream, current_device
-from tpkernels.streams.program import End, Span, Step
+from tpkernels.streams.program import NO_WORK, End, Span, Step, Work
 from tpkernels.streams.tensors import VirtualTensor, spans_of, wrapped
 
 NCCL_BLOCKS = 1  # processors of a collective
@@ -64,7 +64,9 @@ class Handle:
 
         plain = () if device.program.is_shared(address) else spans_of(word)  # a flag is what orders others
         step = Step(write, writes=plain, raises=lambda: [address])
-        device.enqueue("a word is written", [[step]], on_processors=False)
+        there = device.program.rank_at(address)
+        work = Work("flag", (), there) if there != device.rank else NO_WORK
+        device.enqueue("a word is written", [[step]], on_processors=False, work=work)
 
 
 class _Work:

@@ -45,6 +45,17 @@ class End(NamedTuple):
         return hash((self.message, self.sends))
 
 
+class Work(NamedTuple):
+    """What a task computes or moves, for who asks how long it takes."""
+
+    kind: str  # "product", "kernel", "copy" to another rank, "flag" or "none"
+    size: tuple[int, ...] = ()  # of a product its rows, columns and depth; else bytes
+    to: int | None = None  # the rank that gets it
+
+
+NO_WORK = Work("none")
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """A kernel, a copy or a word that a stream writes."""
@@ -58,6 +69,7 @@ class Task:
     on_processors: bool
     ends: tuple[End, ...] = ()  # of a collective, which goes on once the other ends are there
     sums: bool = False  # what is received is added up, in the order of ranks
+    work: Work = NO_WORK
     leaves: int | None = None  # processors, by a product that takes all others; None: it is none
     needs_at_once: int = 1  # processors before it goes on
 
@@ -130,6 +142,10 @@ class Program:
     def is_shared(self, address: int) -> bool:
         """Whether it is in memory that ranks have opened together."""
         return self._memory_at(address).has_shared(address)
+
+    def rank_at(self, address: int) -> int:
+        """Whose memory it is."""
+        return self._memory_at(address).rank
 
     def place(self, address: int) -> str:
         memory = self._memory_at(address)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tpkernels.streams.device import Block, Device, MachineError, current_device
-from tpkernels.streams.program import Span, Step
+from tpkernels.streams.program import Span, Step, Work
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "linear")
 
@@ -197,8 +197,20 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
     on_processors = not _by_copy_engine(device, name, [*writes, *reads])
     # torch's libraries take all processors but those that its setting says
     leaves = torch._C._get_sm_carveout_experimental() or 0 if name in _PRODUCTS else None
-    device.enqueue(name, [[step]], on_processors=on_processors, leaves=leaves)
+    work = _work(device, name, plain_args, step)
+    device.enqueue(name, [[step]], on_processors=on_processors, leaves=leaves, work=work)
     return results
+
+
+def _work(device: Device, name: str, args: Sequence[Any], step: Step) -> Work:
+    if name in _PRODUCTS:
+        left, right = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim == 2][-2:]
+        return Work("product", (left.shape[0], right.shape[1], left.shape[1]))
+    moved = sum(last - first for first, last in (*step.reads, *step.writes))
+    there = device.program.rank_at(step.writes[0][0]) if step.writes else device.rank
+    if name == "copy_" and there != device.rank:
+        return Work("copy", (moved // 2,), there)
+    return Work("kernel", (moved,))
 
 
 def _by_copy_engine(device: Device, name: str, elems: Sequence[Tensor]) -> bool:
