@@ -5,7 +5,6 @@ One thread may serve them all: it starts a call on every end before it computes 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -87,10 +86,6 @@ def write_word(tensor: Tensor, offset: int, val: int) -> None:
 
 class CountingKernels:
     """What `kernels.flags` does, on the CPU."""
-
-    def publish(self, flags: Tensor, word: Tensor) -> None:
-        for address in flags.tolist():
-            ctypes.c_int32.from_address(address).value = int(word)
 
     def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
         assert -(2**31) <= code < 2**31

@@ -1,21 +1,13 @@
-"""Flags that a stream raises, and the count of calls on the device."""
+"""The count of calls on the device."""
 
 import pytest
 import torch
 
-from tpkernels.kernels.flags import advance, publish
+from tpkernels.kernels.flags import advance
 
 
 def words(device: torch.device, *values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def test_publish_writes_the_word_into_flags_anywhere_and_nowhere_else(device):
-    here, there, word = words(device, 1, 2, 3), words(device, 4, 5, 6), words(device, -7)
-    addresses = [here[1:].data_ptr(), there[2:].data_ptr(), there.data_ptr()]
-    publish(torch.tensor(addresses, device=device), word)
-    assert (here.tolist(), there.tolist(), word.tolist()) == ([1, -7, 3], [-7, 5, -7], [-7])
-    publish(torch.tensor([], dtype=torch.int64, device=device), word)
 
 
 def test_advance_counts_calls_past_2_to_the_31(device):
@@ -27,12 +19,6 @@ def test_advance_counts_calls_past_2_to_the_31(device):
 
 def test_flags_refuse_what_cannot_work(device):
     word, table = words(device, 1), torch.zeros(2, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match=r"publish: expected flags of \(2,\).* got \(2,\) in torch.int32"):
-        publish(table.int(), word)
-    with pytest.raises(ValueError, match=r"publish: expected word of \(1,\).* got \(2,\)"):
-        publish(table, table.int())
-    with pytest.raises(ValueError, match=r"publish: expected word on .* got meta"):
-        publish(table, word.to("meta"))
     with pytest.raises(ValueError, match=r"advance: expected word of \(1,\).* in torch.int64"):
         advance(table[:1], word, 1, 1)
     with pytest.raises(ValueError, match=r"advance: expected awaited on .* got meta"):

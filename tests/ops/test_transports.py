@@ -273,7 +273,7 @@ def replayed_calls(with_barrier: bool) -> list[bool]:
     group = dist.group.WORLD
     layout = Layout(ranks, (rows, exchanges.K), torch.float32, 2)
     exchange = open_stand_in(Opening("replay", group, layout, timeout=20.0))
-    exchange.flag_kernels = KERNEL_WAITS  # which count and publish in the interpreter here
+    exchange.flag_kernels = KERNEL_WAITS  # which count in the interpreter here
     exchange.captured = True
     results = []
     for call in range(4):

@@ -76,7 +76,7 @@ def _lost(owner: Any, name: str, old: str, recorded: Callable[[], Recorded], new
 
 
 _ROWS = "landing.rows_of(chunks).copy_(rows, non_blocking=True)"
-_FLAGS = "self._raise(landing.words, landing.addresses, chunks)"
+_FLAGS = "self._raise(landing.words, chunks)"
 
 _LEFT = "_TRANSFERS + _PUSHES"  # processors, to what goes to other machines
 
@@ -101,7 +101,9 @@ FAULTS = {
         _column(),
         f"{_FLAGS}\n    {_ROWS}",
     ),
-    "only the first flag of a push is raised": _lost(_D, "_raise", "in chunks:", _column(), "in chunks[:1]:"),
+    "only the first flag of a push is raised": _lost(
+        _D, "_raise", "write(words, chunk, word)", _column(), "chunk or write(words, chunk, word)"
+    ),
     # symmetric: slots that are used again
     "no barrier while two calls are in flight": _lost(
         CallOrder, "begin", "self.begun > SLOTS and not (followed and self._follows)", _in_flight, "False"
@@ -129,10 +131,10 @@ FAULTS = {
     "the awaited word is written in the stream that pushes": _lost(
         _X,
         "_delivery",
-        "self.handle.stream_write_value32(self._awaited_words[slot], 0, word)",
+        "self.handle.stream_write_value32(self.awaited_words[slot], 0, word)",
         _column(),
         "self.side.entered().__enter__(); "
-        "self.handle.stream_write_value32(self._awaited_words[slot], 0, word); "
+        "self.handle.stream_write_value32(self.awaited_words[slot], 0, word); "
         "self.side.entered().__exit__(None, None, None)",
     ),
     "rows stay in a slot that is written again": _lost(
@@ -146,10 +148,7 @@ FAULTS = {
     "a kernel waits for rows behind a barrier without a processor": _lost(
         _D, "before_kernels_wait", "current.wait_event(self._barrier)", _in_flight
     ),
-    "nothing is left to what publishes flags": _lost(
-        _X, "_counting_kernels", "max(self.margin, _PUSHES)", _column(captured=True), "self.margin"
-    ),
-    "what publishes flags takes NCCL's processor": _lost(
+    "the copy of a flag takes NCCL's processor": _lost(
         _X, "__init__", _LEFT, _apart("column, sequence-parallel", captured=True), "_TRANSFERS"
     ),
     "a barrier takes NCCL's processor": _lost(

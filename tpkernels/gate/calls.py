@@ -22,7 +22,6 @@ from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statistics
 from tpkernels.kernels.flags import advance as count_call
-from tpkernels.kernels.flags import publish as raise_flags
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.operands import Form
@@ -191,12 +190,6 @@ def scatter_linear(of: Operands, pairs: int = 1, depth_first: bool = False) -> R
         "flags": _words(*flags, *[7] * (2 * of.chunks)),
         "counters": _words(counters, *[0] * (2 * of.chunks)),
     }
-
-
-def publish(of: Operands) -> Results:
-    flags = of.integers(4, 7, 8, torch.int32)
-    raise_flags(of.addresses(flags[1:], flags[3:]), of.word(9))
-    return {"flags": _words(flags, 7, 9, 7, 9)}
 
 
 def advance(of: Operands) -> Results:

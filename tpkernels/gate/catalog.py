@@ -229,8 +229,7 @@ def _row_recipes() -> Iterator[Recipe]:
     for epilogue, into in (("=bf16", BF16), ("+=bf16", BF16), ("+=fp32", FP32)):
         call = partial(calls.added_slots, into=into, accumulate=epilogue.startswith("+"))
         yield _row_recipe("add_slots", f"{block}/{epilogue}", FP32, call)
-    for kernel in ("publish", "advance"):
-        yield _row_recipe(kernel, "one", BF16, getattr(calls, kernel))
+    yield _row_recipe("advance", "one", BF16, calls.advance)
     for kernel, tile, name in (
         ("embedding_fwd", EMBEDDING, "lookup"),
         ("embedding_bwd", EMBEDDING_GRAD, "lookup_grad"),

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, SHARED_LIMIT, Entry, Facts
 from tpkernels.gate.machine_code import FP8_PRODUCTS
 from tpkernels.gate.occupancy import blocks_by_limit, too_few
-from tpkernels.gate.ptx import NO_FLAG
 
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")  # products on sm_90, on sm_100, on any
 MATMULS = (
@@ -116,8 +115,6 @@ def _order(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
         yield from facts.unordered_reads
     if kernel_of(entry) == "scatter_linear":
         yield from facts.unordered_flags
-    if entry.function == "_publish_kernel" and NO_FLAG in facts.unordered_flags:
-        yield NO_FLAG
 
 
 def _nvidia_products(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:

@@ -271,7 +271,6 @@ def _rows(of: Operands) -> Iterator[Case]:
     yield Case(f"bias_grad/{way}/ordered", partial(calls.row_sums, of, ordered))
     yield Case(f"reduce_slots/{way}", partial(calls.slot_sums, of))
     yield Case(f"reduce_slots/{way}/tree", partial(calls.slot_sums, of, slots=4, tree=True))
-    yield Case(f"publish/{way}", partial(calls.publish, of))
     yield Case(f"advance/{way}", partial(calls.advance, of))
     yield Case(f"embedding_fwd/{way}", partial(calls.primitive, of, "lookup"))
     yield Case(f"embedding_bwd/{way}", partial(calls.primitive, of, "lookup_grad"))

@@ -156,16 +156,6 @@ def reduce_slots(device: Device, programs: int, arguments: Mapping[str, Any]) ->
     return dealt([block(t) for t in range(0, T, rows)], programs)
 
 
-def publish(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
-    flags, word = elem_of(arguments["flags_ptr"]), elem_of(arguments["word_ptr"])
-
-    def run() -> None:
-        for there in words_at(flags.tolist()):
-            there.value = int(word)
-
-    return [[Step(run, (*spans_of(flags), *spans_of(word)), raises=flags.tolist)]]
-
-
 def advance(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
     word, awaited = elem_of(arguments["word_ptr"]), elem_of(arguments["awaited_ptr"])
     step, code = arguments["step"], arguments["code"]
@@ -181,7 +171,6 @@ OURS: dict[str, Model] = {
     "_gather_linear_kernel": gather_linear,
     "_scatter_linear_kernel": scatter_linear,
     "_reduce_slots_kernel": reduce_slots,
-    "_publish_kernel": publish,
     "_advance_kernel": advance,
 }
 

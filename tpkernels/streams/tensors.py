@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tpkernels.streams.device import Block, Device, MachineError, current_device
-from tpkernels.streams.program import Span, Step, Work
+from tpkernels.streams.program import NO_WORK, Span, Step, Work
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "linear")
 
@@ -193,7 +193,12 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
 
     written = {id(elem) for elem in writes}
     reads = [tensor.elem for tensor in inputs if id(tensor.elem) not in written and "like" not in name]
-    step = Step(run, _all_spans(reads), _all_spans(writes))
+    # a word in memory that ranks share is a flag: it orders others
+    flags = [
+        elem.data_ptr() for elem in writes if elem.nbytes == 4 and device.program.is_shared(elem.data_ptr())
+    ]
+    plain = [elem for elem in writes if elem.data_ptr() not in flags]
+    step = Step(run, _all_spans(reads), _all_spans(plain), raises=lambda: flags)
     on_processors = not _by_copy_engine(device, name, [*writes, *reads])
     # torch's libraries take all processors but those that its setting says
     leaves = torch._C._get_sm_carveout_experimental() or 0 if name in _PRODUCTS else None
@@ -206,8 +211,12 @@ def _work(device: Device, name: str, args: Sequence[Any], step: Step) -> Work:
     if name in _PRODUCTS:
         left, right = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim == 2][-2:]
         return Work("product", (left.shape[0], right.shape[1], left.shape[1]))
+    if not step.writes:
+        flags = step.raises()
+        there = device.program.rank_at(flags[0]) if flags else device.rank
+        return Work("flag", (), there) if there != device.rank else NO_WORK
     moved = sum(last - first for first, last in (*step.reads, *step.writes))
-    there = device.program.rank_at(step.writes[0][0]) if step.writes else device.rank
+    there = device.program.rank_at(step.writes[0][0])
     if name == "copy_" and there != device.rank:
         return Work("copy", (moved // 2,), there)
     return Work("kernel", (moved,))

@@ -14,7 +14,7 @@ TWO_BLOCKS = "linear/descriptor/bf16/64x128x64-w4-s4-p2-x2/gelu_tanh+bias+z"
 ROLES = "linear/descriptor/bf16/128x128x64-w4-s5-p4-c2/none"
 BLOCKS = "scaled_linear/descriptor/fp8e4nv/64x128x128-w4-s3-p2-x2/none+blocks"
 SHARED = "reduce_slots/pointer/bf16/16x128/bias"  # a grid of blocks that share all tiles
-ALONE = "publish/pointer/bf16/one"  # a grid of one block
+ALONE = "advance/pointer/bf16/one"  # a grid of one block
 
 
 @pytest.fixture(scope="module")
@@ -95,5 +95,5 @@ def test_rows_are_costed_by_the_block_whoever_computes_it(compiler):
     three_slots_and_the_sum, bias = 4 * 16 * 128 * 2, 128 * 2
     assert (shared.step, shared.resident, shared.bytes) == (None, 8, three_slots_and_the_sum + bias)
     assert next(iter(shared.edge.waits)) == "scoreboard: LDG"
-    assert alone.edge.cycles > 1000  # two loads, one after the other
+    assert alone.edge.cycles > 500  # a load
     assert alone.start == 0

@@ -147,7 +147,7 @@ class MailboxExchange(Exchange):
         ]
 
     def count_by(self, kernels: FlagKernels) -> None:
-        """Kernels compute: in a captured graph, `kernels` count and publish. Called before each call."""
+        """Kernels compute: in a captured graph, `kernels` count calls. Called before each call."""
         self.flag_kernels = kernels
 
     def chunks(self, shard_bytes: int) -> int:
@@ -210,7 +210,7 @@ class MailboxExchange(Exchange):
         rows = [landing.rows.data_ptr() for landing in landings]
         return Departing(
             torch.tensor(rows, device=flags.device),
-            torch.stack([landing.addresses[0] for landing in landings]),
+            torch.tensor([landing.flags.data_ptr() for landing in landings], device=flags.device),
             torch.zeros_like(flags),
             self.awaited[slot],
         )
@@ -239,10 +239,7 @@ class MailboxExchange(Exchange):
 
 
 class FlagKernels(Protocol):
-    """Kernels that flags of a captured graph need, see `kernels.flags`; the transports import none."""
-
-    def publish(self, flags: Tensor, word: Tensor) -> None:
-        """Write word, (1,) int32, to addresses (n,) int64, after all that came before in the stream."""
+    """A kernel that flags of a captured graph need, see `kernels.flags`; the transports import none."""
 
     def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
         """word += step; awaited = word | code."""

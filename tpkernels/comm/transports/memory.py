@@ -85,7 +85,7 @@ class Landing:
         self.rows = mailbox.buffers[slot, rank * rows : (rank + 1) * rows]
         self.chunks: tuple[Tensor, ...] = self.rows.split(layout.chunk_rows)
         self.flags = mailbox.flags[slot, rank * splits : (rank + 1) * splits]
-        self.words, self.addresses = self.flags.view(torch.uint32), addresses_of(self.flags)
+        self.words = self.flags.view(torch.uint32)
 
     def rows_of(self, chunks: range) -> Tensor:
         """Views are made once: cutting one out takes as long as a tiny copy."""
@@ -95,12 +95,6 @@ class Landing:
             return self.chunks[chunks.start]
         size = self.chunks[0].shape[0]
         return self.rows[chunks.start * size : chunks.stop * size]
-
-
-def addresses_of(words: Tensor) -> Tensor:
-    """(n,) int64, for kernels: where each of the words lies."""
-    first, size = words.data_ptr(), words.element_size()
-    return torch.tensor([first + size * index for index in range(len(words))], device=words.device)
 
 
 class Departing(NamedTuple):

@@ -5,9 +5,8 @@ Copy engines push rows on a stream beside the one that computes, and behind each
 - Eager, the default: the host knows the number of the call, and the stream writes it into the flags, behind a
   fence for the whole system (`cuStreamWriteValue32`). No kernel runs for it.
 - Captured: once a CUDA graph has captured a call of an exchange, a kernel counts the calls of each slot on
-  the device, and a kernel of one thread publishes that count, so that a replay tells of another call. The
-  exchange stays in this mode, outside of graphs, too. What it publishes has the sign bit, which eager words
-  have not.
+  the device, and copies of that word raise the flags, so that a replay tells of another call. The exchange
+  stays in this mode, outside of graphs, too. Its words have the sign bit, which eager ones have not.
 
 The hazards of writing after reading, and what excludes each:
 
@@ -16,17 +15,17 @@ The hazards of writing after reading, and what excludes each:
   flags of all ranks. Any other call makes a barrier of all ranks first, and so does each call of a captured
   exchange, as a replay uses one slot again and again. It is made in the stream that pushes: the one that
   computes goes on. Only where a kernel stores into the slots itself it is made in that kernel's stream.
-- A flag is seen before its rows: it is written behind them in one stream, after a fence or with `release`.
+- A flag is seen before its rows: it is written behind them in one stream, after a fence, or copied behind
+  their copy.
 - The awaited word of a slot changes while a kernel waits for it: kernels of the slot's last call come before.
 - Rows are changed while they are being pushed: `wait()` lets the current stream wait for the pushes.
 - A graph writes memory that was freed: an exchange that a graph has captured is kept as long as its group.
 
-A kernel that waits may take all processors, so nothing that it waits for may need one behind it. Copies and
-stream writes need none. A barrier does: a kernel that waits for rows behind a barrier is itself enqueued
-behind the barrier of its own rank. A kernel that publishes does: in captured mode `margin` leaves a
-processor free. Between machines it leaves NCCL's free, and one more: a barrier or a publisher would else take
-one of those that NCCL needs at once. Calls of one group in several streams take effect one after the other,
-see `StreamOrder`.
+A kernel that waits may take all processors, so nothing that it waits for may need one behind it. Copies to
+other ranks and stream writes need none. A barrier does: a kernel that waits for rows behind a barrier is
+itself enqueued behind the barrier of its own rank. Between machines `margin` leaves NCCL's processors free,
+and one more: a barrier, or the copy of a flag within a GPU, would else take one of those that NCCL needs at
+once. Calls of one group in several streams take effect one after the other, see `StreamOrder`.
 
 A wait that has run out proves nothing: its rank raises, and what ranks compute from then on is not valid.
 
@@ -53,7 +52,7 @@ from tpkernels.comm.schedule import CODE_BITS, SLOTS, Plan, Swap, flag_of, pushi
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports.base import rows_sent
 from tpkernels.comm.transports.mailbox import FlagKernels, MailboxDelivery, MailboxExchange, Opening, code_of
-from tpkernels.comm.transports.memory import Layout, Mailbox, addresses_of
+from tpkernels.comm.transports.memory import Layout, Mailbox
 from tpkernels.comm.transports.rendezvous import (
     Handle,
     name_of_ranks,
@@ -66,8 +65,8 @@ from tpkernels.comm.transports.rendezvous import (
 from tpkernels.gpus import NCCL_BLOCKS
 
 # Processors that a waiting kernel leaves free, and really free: it then runs one block on each of the others.
-# The stream that pushes takes one, for a barrier or to publish flags; a copy between ranks that share a GPU
-# some; what NCCL sends one a channel.
+# A barrier takes one, or a copy within a GPU; copies between ranks that share a GPU some; what NCCL sends one
+# a channel.
 _PUSHES, _COPIES, _TRANSFERS = 1, 4, NCCL_BLOCKS
 
 LOOK_CALLS = 64  # until the host asks again for what waits of kernels have left in `status`
@@ -122,8 +121,7 @@ class SymmetricExchange(MailboxExchange):
         self.handle, self._memory = handle, memory
         self.stream_order, self.side, self.inter_node_side = streams or GroupStreams.of(memory.device)
         self.flag_words = [flags.view(torch.uint32) for flags in self.flags]
-        self.flag_addresses = [addresses_of(flags) for flags in self.flags]
-        self._awaited_words = [awaited.view(torch.uint32) for awaited in self.awaited]
+        self.awaited_words = [awaited.view(torch.uint32) for awaited in self.awaited]
         self._counts = torch.zeros(SLOTS, 1, dtype=torch.int32, device=memory.device).unbind()
         self._seen = self.status  # which the host sees on a CPU
         if not memory.is_cpu:
@@ -154,9 +152,8 @@ class SymmetricExchange(MailboxExchange):
     def count_by(self, kernels: FlagKernels) -> None:
         """And load them once: in a capture it would be too late."""
         if self.flag_kernels is None and self._memory.is_cuda:
-            words = torch.zeros(3, 1, dtype=torch.int32, device=self._memory.device)
+            words = torch.zeros(2, 1, dtype=torch.int32, device=self._memory.device)
             kernels.advance(words[0], words[1], 1, 0)
-            kernels.publish(addresses_of(words[2]), words[1])
         self.flag_kernels = kernels
 
     def late(self) -> int:
@@ -180,7 +177,7 @@ class SymmetricExchange(MailboxExchange):
                 stacklevel=2,
             )
         self.in_flight.clear()
-        for views in (self.flag_words, self.flag_addresses, self._awaited_words):
+        for views in (self.flag_words, self.awaited_words):
             views.clear()
         self.let_go()
         del self.handle, self._memory
@@ -201,7 +198,7 @@ class SymmetricExchange(MailboxExchange):
             word = None
         else:
             word = flag_of(epoch, code) & ~_COUNTED
-            self.handle.stream_write_value32(self._awaited_words[slot], 0, word)
+            self.handle.stream_write_value32(self.awaited_words[slot], 0, word)
         if epoch % LOOK_CALLS == 0 and not capturing:
             self.look()
         return SymmetricDelivery(self, epoch, needs_barrier or word is None, plan, word, call)
@@ -213,8 +210,7 @@ class SymmetricExchange(MailboxExchange):
                 f"{self.name}: a CUDA graph can capture calls only where our kernels compute: leave "
                 "TPKERNELS_BACKEND at auto, or set TPKERNELS_TRANSPORT=c10d"
             )
-        if not self.captured:
-            self.captured, self.margin = True, max(self.margin, _PUSHES)
+        self.captured = True
         return self.flag_kernels
 
 
@@ -279,18 +275,18 @@ class SymmetricDelivery(MailboxDelivery):
         exchange = self.exchange
         landing, chunks = exchange.landing(self.slot, peer), exchange.chunks_of_ours(there)
         landing.rows_of(chunks).copy_(rows, non_blocking=True)
-        self._raise(landing.words, landing.addresses, chunks)
+        self._raise(landing.words, chunks)
 
-    def _raise(self, words: Tensor, addresses: Tensor, chunks: range) -> None:
-        """Flags, by the one way or the other."""
+    def _raise(self, words: Tensor, chunks: range) -> None:
+        """Flags, by the one way or the other: neither takes a kernel."""
         if (word := self._word) is not None:
             write = self.exchange.handle.stream_write_value32
             for chunk in chunks:
                 write(words, chunk, word)
         else:
-            kernels = self.exchange.flag_kernels
-            assert kernels is not None, "the call began with them"
-            kernels.publish(addresses[chunks.start : chunks.stop], self.awaited)
+            counted = self.exchange.awaited_words[self.slot]
+            for chunk in chunks:
+                words[chunk : chunk + 1].copy_(counted, non_blocking=True)
 
     def _swap_inter_node(self, swap: Swap, outgoing: Tensor) -> None:
         assert self.inter_node is not None
@@ -298,7 +294,7 @@ class SymmetricDelivery(MailboxDelivery):
             received.wait()  # holds up this stream, not the host
             exchange = self.exchange
             chunks = exchange.chunk_numbers(swap.received)
-            self._raise(exchange.flag_words[self.slot], exchange.flag_addresses[self.slot], chunks)
+            self._raise(exchange.flag_words[self.slot], chunks)
         self.inter_node.await_sends()  # likewise
 
     def before_kernels_push(self) -> None:

@@ -84,11 +84,6 @@ class KernelWaits:
         _raise_if_late(delivery)
         return y, z
 
-    def publish(self, flags: Tensor, word: Tensor) -> None:
-        from tpkernels.kernels.flags import publish
-
-        publish(flags, word)
-
     def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
         from tpkernels.kernels.flags import advance
 
