@@ -33,4 +33,5 @@ def test_what_is_run_exists():
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if (name in IN_SHORT) != SWEEP])
 def test_every_order_gives_the_same_numbers(name):
     program, expected = PROGRAMS[name]()
-    assert search(program, SHORT, expected).orders == SHORT
+    orders = 2 if "8 ranks" in name else SHORT
+    assert search(program, orders, expected).orders == orders
