@@ -155,7 +155,7 @@ def test_groups_are_created_in_five_files():
     creating = ("_new_process_group_helper(", "new_group(")
     creators = [path for path in ROOM_FILES if any(name in text_of(path) for name in creating)]
     assert [path.name for path in creators] == [
-        "machines.py",
+        "neighbours.py",
         "qualify_world.py",
         "c10d.py",
         "listed_groups.py",

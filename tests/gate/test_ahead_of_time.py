@@ -20,7 +20,7 @@ from tpkernels.gate.ahead_of_time import (
     compile_key,
     facts_or_error,
 )
-from tpkernels.gate.catalog import recipes
+from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.expectations import violations
 from tpkernels.kernels.tiles import KERNELS
 
@@ -31,7 +31,7 @@ SCATTER_LINEAR = entry_of("scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-fl
 
 
 def largest(stem: str) -> Entry:
-    return next(recipe.entry() for name, recipe in recipes().items() if name.startswith(f"{stem}/bf16"))
+    return next(spec.entry() for name, spec in entry_specs().items() if name.startswith(f"{stem}/bf16"))
 
 
 SOUND = {
@@ -136,4 +136,4 @@ def test_unknown_architecture_is_refused():
 
 
 def test_every_architecture_compiles_something():
-    assert {gpu for recipe in recipes().values() for gpu in recipe.architectures} == set(ARCHITECTURES)
+    assert {gpu for spec in entry_specs().values() for gpu in spec.architectures} == set(ARCHITECTURES)

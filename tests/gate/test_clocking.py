@@ -8,11 +8,11 @@ from tests.gate.samples import COST, FACTS
 from tpkernels.gate import ahead_of_time, budgets, clocking, cycles
 from tpkernels.gate.ahead_of_time import DIED, CompileError, Job, facts_of, machine_code_of
 from tpkernels.gate.budgets import Budget
-from tpkernels.gate.catalog import recipes
+from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.clocking import Examined, FromCatalog, Task, examine, examine_all
 
-ENTRY = next(recipe.entry() for name, recipe in recipes().items() if name.startswith("linear/descriptor"))
+ENTRY = next(spec.entry() for name, spec in entry_specs().items() if name.startswith("linear/descriptor"))
 TASK = Task(Job(ENTRY, "sm_90"), FromCatalog(ENTRY))
 
 
@@ -187,7 +187,7 @@ def test_shipped_costs_are_those_of_the_budgets():
 
 def clocked_anew(name: str) -> Cost:
     """To be run where kernels are compiled."""
-    entry = recipes()[name].entry()
+    entry = entry_specs()[name].entry()
     compiled = clocking.built(entry, "sm_90", facts_of(entry, "sm_90"))
     return clocking.cost_of(compiled, FromCatalog(entry).workload())
 

@@ -13,9 +13,9 @@ from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.gate import scaled
 from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.ahead_of_time import Facts, facts_of
-from tpkernels.gate.calls import primitive
-from tpkernels.gate.catalog import recipes
+from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.expectations import violations
+from tpkernels.gate.launchers import primitive
 from tpkernels.gate.machine_code import FP8_PRODUCTS
 from tpkernels.gate.numerics import Case, RandomOperands, examine
 from tpkernels.gate.recording import MetaOperands, recorded
@@ -120,7 +120,7 @@ def test_gpus_without_fp8_are_refused_by_name(name):
 
 def test_no_entry_of_fp8_is_compiled_where_it_is_refused():
     fp8 = {"scaled_linear", "quantize", "dequantize"}
-    entries = [entry_of(name) for name in recipes() if fp8 & {*name.split("/")}]
+    entries = [entry_of(name) for name in entry_specs() if fp8 & {*name.split("/")}]
     assert {gpu for entry in entries for gpu in entry.architectures} == set(FP8_PRODUCTS)
     assert {entry.function for entry in entries} == {
         *("_scaled_linear_kernel", "_dequantize_kernel"),

@@ -8,7 +8,7 @@ import pytest
 from tests.planning.shapes import GPT2, LLAMA
 from tests.products import pairwise
 from tpkernels.comm.schedule import MOST_CHUNKS
-from tpkernels.dispatch.candidates import GPUS
+from tpkernels.dispatch.candidates import TARGET_GPUS
 from tpkernels.gpus import RATED_GPUS, RatedGpu, gpu_named
 from tpkernels.models.config import model_config
 from tpkernels.planning.job import Job, Layout
@@ -161,7 +161,7 @@ def test_data_sheets():
     for gpu in RATED_GPUS.values():
         assert gpu.network < gpu.nvlink < gpu.bytes < gpu.flops
     assert {name: gpu.processors for name, gpu in RATED_GPUS.items()} == {
-        name: GPUS[name].target.processors for name in RATED_GPUS
+        name: TARGET_GPUS[name].target.processors for name in RATED_GPUS
     }
     assert MOST_CHUNKS > 1
     with pytest.raises(ValueError, match="gpu: expected one of h200, h100, a100, got 'h1000'"):

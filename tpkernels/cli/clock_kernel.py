@@ -11,7 +11,7 @@ from tpkernels.gate.clock.cost import SHORT, Cost, Stretch
 from tpkernels.gate.clock.model import Board, Prediction, predict, steps_of
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.semantics import translate
-from tpkernels.gate.clock.timeline import Run, Span
+from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.gate.clock.workload import of_entry
 from tpkernels.gate.clocking import FromCatalog, built, clocked
 from tpkernels.pictures.figure import Picture
@@ -183,7 +183,7 @@ def _groups(run: Run) -> Iterator[Lane]:
             yield Lane(name + of_block, doings, f"waits {waiting / max(stop - start, 1.0):.0%}{_most(its)}")
 
 
-def _most(spans: Iterable[Span]) -> str:
+def _most(spans: Iterable[WarpSpan]) -> str:
     """Return in words what the warps waited for longest."""
     causes: dict[str, float] = {}
     for span in spans:
@@ -193,7 +193,7 @@ def _most(spans: Iterable[Span]) -> str:
     return f": {most.removeprefix('scoreboard: ')}" if most else ""
 
 
-def _merged(kind: str, spans: Iterable[Span]) -> Iterator[Doing]:
+def _merged(kind: str, spans: Iterable[WarpSpan]) -> Iterator[Doing]:
     """Yield the spans joined where they overlap, so that what is drawn can be added up."""
     start = stop = None
     for begin, end in sorted((span.start, span.end) for span in spans):

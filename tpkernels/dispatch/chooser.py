@@ -35,7 +35,7 @@ from torch import Tensor
 
 from tpkernels.dispatch import log
 from tpkernels.dispatch.cache import Cache, Choice, KeyValueStore, Published, shipped_choices, versions_for
-from tpkernels.dispatch.candidates import TORCH, Candidate, Gpu, candidates, gpu_of, named
+from tpkernels.dispatch.candidates import TORCH, Candidate, TargetGpu, candidates, gpu_of, named
 from tpkernels.dispatch.problem import Problem, fp32_precision
 from tpkernels.dispatch.record import Primitive, R
 from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like, spoil_freed
@@ -108,7 +108,7 @@ class Chooser:
     def __init__(
         self,
         device: torch.device,
-        gpu: Gpu,
+        gpu: TargetGpu,
         timer: Timer,
         cache: Cache,
         shipped: Mapping[str, Choice],

@@ -24,7 +24,7 @@ from typing import Protocol
 from tpkernels.files import parsed, read_text
 from tpkernels.gate import clock
 from tpkernels.gate.ahead_of_time import DIED, Entry, Facts, Job, facts_kept, facts_together, machine_code_of
-from tpkernels.gate.catalog import recipes
+from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.cubin import read
 from tpkernels.gate.clock.launch import Built
@@ -54,9 +54,9 @@ class FromCatalog:
     entry: Entry
 
     def text(self) -> str:
-        recipe = recipes()[self.entry.name]
-        alone = replace(recipe, target=replace(recipe.target, processors=1))
-        return f"{recipe.launch()!r} {alone.launch()!r}"
+        spec = entry_specs()[self.entry.name]
+        alone = replace(spec, target=replace(spec.target, processors=1))
+        return f"{spec.launch()!r} {alone.launch()!r}"
 
     def workload(self) -> Workload:
         return of_entry(self.entry)

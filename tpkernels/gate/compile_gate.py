@@ -12,7 +12,7 @@ import triton
 from tpkernels.gate import budgets, cycles
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, Entry, Facts, Job
 from tpkernels.gate.budgets import Budget, Budgets
-from tpkernels.gate.catalog import has_parts, recipes
+from tpkernels.gate.catalog import entry_specs, has_parts
 from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.clocking import Examined, FromCatalog, Launching, Task, examine_all, ship, shipped
 from tpkernels.gate.expectations import violations
@@ -50,8 +50,8 @@ class Suite:
 
 def ours() -> Suite:
     """The kernels of this package."""
-    named = recipes()
-    architectures = {name: recipe.architectures for name, recipe in named.items()}
+    named = entry_specs()
+    architectures = {name: spec.architectures for name, spec in named.items()}
     return Suite(
         "the catalog", architectures, lambda name: named[name].entry(), TABLE, violations, FromCatalog
     )

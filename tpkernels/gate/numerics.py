@@ -35,10 +35,10 @@ from torch import Tensor
 from tpkernels.child import ending
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer
-from tpkernels.gate import calls, scaled
+from tpkernels.gate import launchers, scaled
 from tpkernels.gate.accuracy import BOUND, Frames, relative_error
-from tpkernels.gate.calls import Operands, Results
 from tpkernels.gate.catalog import has_parts
+from tpkernels.gate.launchers import Operands, Results
 from tpkernels.gate.machine import SCHEDULES, Schedule, emulating
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
@@ -196,7 +196,7 @@ def _emulated(run: Callable[[], Results], schedule: Schedule, explores: bool) ->
 
 def _product(of: Operands, name: str, way: str) -> Iterator[Case]:
     record = PRODUCTS[name]
-    launcher, call = LAUNCHERS.get(name, name), partial(calls.primitive, of, name)
+    launcher, call = LAUNCHERS.get(name, name), partial(launchers.primitive, of, name)
     options = signature(record.by_torch).parameters
     if "activation" in options:
         for activation in ACTIVATIONS:
@@ -220,18 +220,18 @@ def _matmuls(of: Operands) -> Iterator[Case]:
         for one in _product(replace(of, tile=split), name, way):
             yield replace(one, name=f"{one.name}/split")
     for activation in ACTIVATIONS:
-        yield Case(f"gather_linear_fwd/{way}/{activation}", partial(calls.gather_linear, of, activation))
-    yield Case(f"gather_linear_fwd/{way}/depth_first", partial(calls.gather_dgrad, of))
+        yield Case(f"gather_linear_fwd/{way}/{activation}", partial(launchers.gather_linear, of, activation))
+    yield Case(f"gather_linear_fwd/{way}/depth_first", partial(launchers.gather_dgrad, of))
     for name in ("linear", "dgrad", "dgrad_pairs"):
         launcher = LAUNCHERS.get(name, name)
-        call = partial(calls.primitive, of, name, into=FP32, **calls.BARE)
+        call = partial(launchers.primitive, of, name, into=FP32, **launchers.BARE)
         yield Case(f"{launcher}/{way}/=fp32", call)
     for transposed, pairs in ((True, 1), (False, 1), (False, 2)):
         case = f"segment_sum/{way}/{'transposed' if transposed else 'none'}/{('one', 'two')[pairs - 1]}"
-        yield Case(case, partial(calls.segments, of, transposed, pairs))
+        yield Case(case, partial(launchers.segments, of, transposed, pairs))
     for pairs, depth_first in ((1, False), (2, False), (2, True)):
         case = f"scatter_linear/{way}/{('one', 'two')[pairs - 1]}{'+depth_first' * depth_first}"
-        yield Case(case, partial(calls.scatter_linear, of, pairs, depth_first))
+        yield Case(case, partial(launchers.scatter_linear, of, pairs, depth_first))
 
 
 def _in_fp8() -> Iterator[Case]:
@@ -239,10 +239,10 @@ def _in_fp8() -> Iterator[Case]:
         of = RandomOperands(*sizes, BF16, form=form)
         for scales, options in scaled.SCALES.items():
             way = f"{form}/fp8/{scales.strip('+') or 'rows'}"
-            call = partial(calls.primitive, of, "scaled_linear", **options)
+            call = partial(launchers.primitive, of, "scaled_linear", **options)
             for activation in ACTIVATIONS:
                 yield Case(f"scaled_linear_fwd/{way}/{activation}", partial(call, activation=activation))
-            plain = partial(call, **calls.BARE)
+            plain = partial(call, **launchers.BARE)
             yield Case(f"scaled_linear_fwd/{way}/=fp32", partial(plain, into=FP32))
             yield Case(f"scaled_linear_fwd/{way}/e5m2", partial(plain, format="e5m2"))
     for dtype in (BF16, FP32):
@@ -252,36 +252,36 @@ def _in_fp8() -> Iterator[Case]:
             launcher = quantized.keywords.get("name", "quantize")
             yield Case(f"{launcher}/{way}/{how}", partial(quantized, of))
         for scaling in get_args(Scaling):
-            call = partial(calls.primitive, of, "dequantize", into=dtype, scaling=scaling)
+            call = partial(launchers.primitive, of, "dequantize", into=dtype, scaling=scaling)
             yield Case(f"dequantize/{way}/{scaling}", call)
 
 
 def _rows(of: Operands) -> Iterator[Case]:
     way = SHORT_NAMES[of.dtype]
     if of.dtype == FP32:  # which partial sums are in
-        yield Case(f"sum_partials/{way}", partial(calls.row_sums, of, sum_partials))
+        yield Case(f"sum_partials/{way}", partial(launchers.row_sums, of, sum_partials))
         for word, into, accumulate in (
             ("=bf16", BF16, False),
             ("+=bf16", BF16, True),
             ("+=fp32", FP32, True),
         ):
-            yield Case(f"add_slots/{way}/{word}", partial(calls.added_slots, of, into, accumulate))
-    yield Case(f"bias_grad/{way}", partial(calls.row_sums, of))
+            yield Case(f"add_slots/{way}/{word}", partial(launchers.added_slots, of, into, accumulate))
+    yield Case(f"bias_grad/{way}", partial(launchers.row_sums, of))
     ordered = partial(bias_grad, tile=ORDERED_SUM)
-    yield Case(f"bias_grad/{way}/ordered", partial(calls.row_sums, of, ordered))
-    yield Case(f"reduce_slots/{way}", partial(calls.slot_sums, of))
-    yield Case(f"reduce_slots/{way}/tree", partial(calls.slot_sums, of, slots=4, tree=True))
-    yield Case(f"publish/{way}", partial(calls.publish, of))
-    yield Case(f"advance/{way}", partial(calls.advance, of))
-    yield Case(f"embedding_fwd/{way}", partial(calls.primitive, of, "lookup"))
-    yield Case(f"embedding_bwd/{way}", partial(calls.primitive, of, "lookup_grad"))
-    yield Case(f"softmax_statistics/cross_entropy_grad/{way}", partial(calls.cross_entropy, of))
-    for name in calls.other_primitives():
-        yield Case(f"{name}/{way}", partial(calls.primitive, of, name))
+    yield Case(f"bias_grad/{way}/ordered", partial(launchers.row_sums, of, ordered))
+    yield Case(f"reduce_slots/{way}", partial(launchers.slot_sums, of))
+    yield Case(f"reduce_slots/{way}/tree", partial(launchers.slot_sums, of, slots=4, tree=True))
+    yield Case(f"publish/{way}", partial(launchers.publish, of))
+    yield Case(f"advance/{way}", partial(launchers.advance, of))
+    yield Case(f"embedding_fwd/{way}", partial(launchers.primitive, of, "lookup"))
+    yield Case(f"embedding_bwd/{way}", partial(launchers.primitive, of, "lookup_grad"))
+    yield Case(f"softmax_statistics/cross_entropy_grad/{way}", partial(launchers.cross_entropy, of))
+    for name in launchers.other_primitives():
+        yield Case(f"{name}/{way}", partial(launchers.primitive, of, name))
     for suffix, residual in (("", False), ("/residual", True)):
         for kind in ("rms", "layer"):
             case = f"{kind}_norm_fwd/{kind}_norm_bwd/{way}{suffix}"
-            yield Case(case, partial(calls.norm, of, kind, residual))
+            yield Case(case, partial(launchers.norm, of, kind, residual))
 
 
 def part_of_bound(actual: Tensor | None, exact: Tensor) -> float:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.compiled import assembly_of
 from tpkernels.gate import disassembly
-from tpkernels.gate.catalog import recipes
+from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cubin import Cubin, Parameter, WrongArchitecture, read
 from tpkernels.gate.clock.instructions import parse
 from tpkernels.gate.clock.values import Constants
@@ -23,7 +23,7 @@ ROLES = "linear/descriptor/bf16/128x256x64-w8-s3-p2-c1/gelu_tanh+bias+z"
 
 @pytest.fixture(scope="module")
 def flat(compiler):
-    return read(compiler.run(assembly_of, recipes()[FLAT].entry()).cubin)
+    return read(compiler.run(assembly_of, entry_specs()[FLAT].entry()).cubin)
 
 
 def elf(machine: int, flags: int) -> bytes:
@@ -62,7 +62,9 @@ def test_what_the_disassembler_says_of_nonsense_is_passed_on():
 
 def test_kernels_disassembled_at_once_read_as_each_alone(compiler):
     """Jumps, calls, returns, roles and loops among them."""
-    cubins = [compiler.run(assembly_of, recipes()[name].entry()).cubin for name in (NORM, FLAT, ROLES, NORM)]
+    cubins = [
+        compiler.run(assembly_of, entry_specs()[name].entry()).cubin for name in (NORM, FLAT, ROLES, NORM)
+    ]
     alone = [disassemble(cubin) for cubin in cubins]
     disassemble_ahead(cubins)
     assert set(disassembly._listings) == set(cubins)
@@ -80,7 +82,7 @@ def test_parameters_have_their_places_and_as_many_arguments_are_expected(flat):
 
 
 def test_jumps_of_roles_are_in_a_constant_bank(compiler):
-    code = read(compiler.run(assembly_of, recipes()[ROLES].entry()).cubin)
+    code = read(compiler.run(assembly_of, entry_specs()[ROLES].entry()).cubin)
     targets = struct.unpack("<4I", code.banks[2])
     assert {code.instructions[target // 16].opcode for target in targets} <= {"NOP", "EXIT", "BAR"}
 

@@ -21,7 +21,7 @@ from tpkernels.gate.clock.machine import Machine
 from tpkernels.gate.clock.operations import Operation
 from tpkernels.gate.clock.resources import GROUP, Bandwidth, TensorCores, WarpGroup
 from tpkernels.gate.clock.table import Kind
-from tpkernels.gate.clock.timeline import Mark, Span, Wait
+from tpkernels.gate.clock.timeline import Mark, Wait, WarpSpan
 
 NOBODY_KNOWS = math.inf
 SECTOR = 32  # bytes
@@ -43,7 +43,7 @@ class Sm:
         self.machine, self.boxes, self.drawing = machine, boxes, drawing
         self.marks: list[Mark] = []
         self.waits: list[Wait] = []
-        self.spans: list[Span] = []
+        self.spans: list[WarpSpan] = []
         self.bandwidth = Bandwidth(machine)
         self.tensor_cores = TensorCores(machine, self.bandwidth)
         self.heap: list[tuple[float, int, Warp | Landing]] = []  # what comes next
@@ -98,7 +98,7 @@ class Sm:
 
     def span(self, warp: Warp, lane: str, start: float, end: float, what: str) -> None:
         if self.drawing:
-            self.spans.append(Span(warp.block.number, warp.number, lane, start, end, what))
+            self.spans.append(WarpSpan(warp.block.number, warp.number, lane, start, end, what))
 
     def loaded(self, warp: Warp, start: float, end: float, what: str, index: int, issued: float) -> None:
         """The warp has waited for a load or a copy that was issued then."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Span(NamedTuple):
-    """A stretch of a time line."""
+class WarpSpan(NamedTuple):
+    """An interval of cycles in which a warp did one kind of work."""
 
     block: int
     warp: int
@@ -54,4 +54,4 @@ class Run:
     stored: int  # bytes, to it
     marks: tuple[Mark, ...]
     waits: tuple[Wait, ...]
-    spans: tuple[Span, ...]  # empty if they were switched off
+    spans: tuple[WarpSpan, ...]  # empty if they were switched off

@@ -122,7 +122,7 @@ class Kept:
 Entry = Split | SharedHeads | Divided | Number | Parameters | Tail | Shared | Kept
 # One module may have several of these.
 BESIDE = (Divided, Number, Parameters, Tail)
-Plan = Mapping[str, SplitKind | Literal["partial", "replicated"] | Entry | tuple[Entry, ...]]
+ParallelizePlan = Mapping[str, SplitKind | Literal["partial", "replicated"] | Entry | tuple[Entry, ...]]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Match:
     entry: Entry
 
 
-def matches(model: nn.Module, plan: Plan) -> list[Match]:
+def matches(model: nn.Module, plan: ParallelizePlan) -> list[Match]:
     """The plan's entries for each module; an error names a pattern without module, or a module with two."""
     if not plan:
         raise ValueError("plan: expected at least one pattern, got none")
@@ -184,7 +184,7 @@ def heads_read(rank: int, *, heads: int, queries: int, ranks: int) -> tuple[int,
     return tuple(read[::step])
 
 
-def llama_plan(config: Any) -> Plan:
+def llama_plan(config: Any) -> ParallelizePlan:
     """Return the plan for a `LlamaForCausalLM`; without "lm_head", for a `LlamaModel`.
 
     config: its LlamaConfig
@@ -201,7 +201,7 @@ def llama_plan(config: Any) -> Plan:
     }
 
 
-def gpt2_plan(config: Any) -> Plan:
+def gpt2_plan(config: Any) -> ParallelizePlan:
     """Return the plan for a `GPT2LMHeadModel`; without "lm_head", for a `GPT2Model`.
 
     config: its GPT2Config

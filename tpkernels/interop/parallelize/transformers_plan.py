@@ -41,7 +41,7 @@ from tpkernels.interop.parallelize.entries import (
     split_evenly,
     with_vocabulary,
 )
-from tpkernels.interop.parallelize.plan import Entry, Kept, Parameters, Plan, Shared, Split, Tail
+from tpkernels.interop.parallelize.plan import Entry, Kept, ParallelizePlan, Parameters, Shared, Split, Tail
 
 COLUMN_STYLES = ("colwise", "local_colwise")
 ROW_STYLES = ("rowwise", "local_rowwise")
@@ -73,7 +73,7 @@ def styles_of(model: nn.Module) -> dict[str, str]:
     return dict(getattr(model, "_tp_plan", None) or {})
 
 
-def own_plan(model: nn.Module, ranks: int, say: Say) -> Plan:
+def own_plan(model: nn.Module, ranks: int, say: Say) -> ParallelizePlan:
     """The model's own plan for a number of ranks.
 
     say: is told what is not split

@@ -44,7 +44,7 @@ def require_segments(op: str, segments: int, sizes: Sequence[tuple[str, int]]) -
             )
 
 
-def calls_of(segments: int, device: torch.device) -> int:
+def segment_calls(segments: int, device: torch.device) -> int:
     """How many calls of one segment each make a result; 0: one call for all of them."""
     return segments if segments and torch_computes(device) else 0
 
@@ -52,7 +52,7 @@ def calls_of(segments: int, device: torch.device) -> int:
 def map_segments(
     segments: int, function: Callable[..., Tensor], *tensors: Tensor, dim: int = 1, cut: int = 1
 ) -> Tensor:
-    """function(*tensors), in as many calls as `calls_of` says.
+    """function(*tensors), in as many calls as `segment_calls` says.
 
     cut: the dimension of tensors that is cut; dim: that of the result
     """
@@ -66,7 +66,7 @@ def map_segments(
 
 
 def segmented_weight_gradient(dy: Tensor, x: Tensor, into: Into, segments: int, *, dim: int) -> Tensor | None:
-    """`weight_gradient`, in as many calls as `calls_of` says.
+    """`weight_gradient`, in as many calls as `segment_calls` says.
 
     dim: 0: dy is split over ranks, and with it the rows of the result; 1: x, and its columns
     """
@@ -137,7 +137,7 @@ class Segmented(Plain):
     def compute(
         self, primitive: Callable[..., Any], out: Sequence[Along], x: Tensor, *args: Along | object
     ) -> None:
-        segments = calls_of(self.segments, x.device)
+        segments = segment_calls(self.segments, x.device)
         if not segments:
             super().compute(primitive, out, x, *args)
             return
@@ -156,15 +156,15 @@ class Segmented(Plain):
     def weight_gradient(
         self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"]
     ) -> Tensor | None:
-        calls = calls_of(self.segments, x.device)
+        calls = segment_calls(self.segments, x.device)
         return segmented_weight_gradient(canonical(dy), canonical(x), into, calls, dim=int(split == "x"))
 
     def bias_gradient(self, dz: Tensor, *, split: bool) -> Tensor:
-        calls = calls_of(self.segments, dz.device) if split else 0
+        calls = segment_calls(self.segments, dz.device) if split else 0
         return as_dtype(map_segments(calls, primitives.bias_grad, canonical(dz), dim=0), dz.dtype)
 
     def act_into(self, h: Tensor, z: Tensor, activation: Activation) -> None:
-        calls = calls_of(self.segments, z.device)
+        calls = segment_calls(self.segments, z.device)
         if calls:
             h.copy_(map_segments(calls, partial(act_ref, activation=activation), z))
         else:
@@ -172,7 +172,7 @@ class Segmented(Plain):
 
     def act_gradient(self, dy: Tensor, z: Tensor, activation: Activation) -> Tensor:
         slope = partial(super().act_gradient, activation=activation)
-        return map_segments(calls_of(self.segments, dy.device), slope, canonical(dy), z)
+        return map_segments(segment_calls(self.segments, dy.device), slope, canonical(dy), z)
 
 
 def _cut(arg: object, segment: int, segments: int) -> object:

@@ -18,9 +18,9 @@ from tpkernels.dispatch.segments import segment_sum
 from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.tensor_parallel.parallel import start_rows, start_sum
 from tpkernels.ops.tensor_parallel.segments import (
-    calls_of,
     canonical,
     map_segments,
+    segment_calls,
     segmented_weight_gradient,
     segments_of,
 )
@@ -52,7 +52,7 @@ class PartialGradients:
         elif self.dhidden is not None:
             self.dhidden[rows] = primitives.dgrad(dlogits, self._weight)
         if self.dweight is not None:
-            calls = calls_of(segments, hidden.device)
+            calls = segment_calls(segments, hidden.device)
             segmented_weight_gradient(dlogits, hidden, self.dweight, calls, dim=0)
 
 
@@ -94,7 +94,7 @@ def _logits_of_chunks(hidden: Tensor, weight: Tensor, options: LossOptions) -> I
 
     By default a chunk of logits has as many elements as all of hidden; with TP-invariance those of all ranks.
     """
-    calls = calls_of(segments_of(OP, options.group), hidden.device)
+    calls = segment_calls(segments_of(OP, options.group), hidden.device)
     width = weight.shape[0] * (options.group.size() if mode.segments else 1)
     size = options.chunk_tokens or max(LEAST_TOKENS, -(-hidden.numel() // width))
     for start in range(0, len(hidden), size):
