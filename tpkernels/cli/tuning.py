@@ -24,7 +24,7 @@ from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer, Primitive
 from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu
-from tpkernels.ops.vocab.chunked_head import LEAST_TOKENS
+from tpkernels.ops.vocab.linear_cross_entropy import LEAST_TOKENS
 from tpkernels.planning.job import Job, Layout
 
 PrimitiveCall = tuple[Primitive[..., Any], tuple[Any, ...]]  # a primitive and its arguments

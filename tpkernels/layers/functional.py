@@ -12,7 +12,7 @@ from tpkernels import ops
 from tpkernels.layers.world import State, group_of
 from tpkernels.ops.main_grad import accumulating
 from tpkernels.ops.tensor_parallel import mappings
-from tpkernels.ops.vocab.chunked_head import Reduction
+from tpkernels.ops.vocab.linear_cross_entropy import Reduction
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: State = None) -> Tensor:

@@ -13,13 +13,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from tpkernels.topology import draw, svg
 from tpkernels.topology import sizes as check
 from tpkernels.topology.groups import COMBINED_KINDS as COMBINED_KINDS
 from tpkernels.topology.groups import KINDS as KINDS
-from tpkernels.topology.groups import Groups
+from tpkernels.topology.groups import Groups, Ranks
 from tpkernels.topology.groups import Kind as Kind
 
 
@@ -78,3 +79,38 @@ def plan_groups(
                 f"{check.DEFAULT_ORDER!r}"
             )
     return plan
+
+
+@dataclass(frozen=True)
+class ListedPlan(GroupPlan):
+    """A plan of groups that are listed: by Megatron, or by a caller with grids of its own.
+
+    lists: the groups of a kind, which may hold some ranks of the world only
+    """
+
+    lists: Callable[[Kind], Sequence[Sequence[int]]] = field(compare=False)
+
+    @property
+    def data(self) -> int:
+        return len(self.groups["dp"][0])
+
+    def stage_of(self, rank: int) -> int:
+        return self._group_at(rank, "pp").index(rank)
+
+    def count_groups(self, kind: Kind) -> int:
+        return len(self.groups[kind])
+
+    def _each_group(self, kind: Kind) -> Iterator[Ranks]:
+        return (tuple(sorted(ranks)) for ranks in self.lists(kind))  # as torch sorts them
+
+    def _group_at(self, rank: int, kind: Kind) -> Ranks:
+        listed = self.groups[kind]
+        for ranks in listed:
+            if rank in ranks:
+                return ranks
+        if "embedding" in kind and not listed:
+            return ()
+        if "embedding" in kind:  # that of the rank's own pipeline
+            pipeline = set(self._group_at(rank, "pp"))
+            return next((ranks for ranks in listed if not pipeline.isdisjoint(ranks)), ())
+        raise ValueError(f"rank {rank} is in none of the {kind} groups that were listed")

@@ -94,7 +94,7 @@ def column_linear(
     save_gathered: bool = False,
     quantize: Recipe | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """act(x weightᵀ + bias), of which this rank computes its features.
+    """Compute act(x weightᵀ + bias), of which each rank computes its features.
 
     x: (tokens, ..., in_features), or this rank's tokens of dimension 0 if sequence_parallel
     weight_shard: (out_features / R, in_features), or several such that share x
@@ -140,7 +140,7 @@ def column_linear(
 def _listed(
     op: str, name: str, values: Tensor | Sequence[Tensor | None] | None, count: int
 ) -> list[Tensor | None]:
-    """One of these for every weight."""
+    """`values` as a list, one for each weight; an error if there are more or fewer."""
     if values is None:
         return [None] * count
     listed: list[Tensor | None] = [values] if isinstance(values, Tensor) else list(values)
@@ -162,7 +162,7 @@ def column(
     activation: Activation,
     save_gathered: bool = False,
 ) -> Sequence[Tensor]:
-    """y of each weight: (tokens, features). x: (tokens, features), checked and cast"""
+    """Compute y of each weight, (tokens, features). x: (tokens, features), checked and cast"""
     if not recorded(x, *weights, *biases):
         return column_forward(x, weights, biases, layout, activation, False, "none")
     options, tensors = (op, layout, activation, save_gathered), [x, *weights, *biases]
@@ -215,7 +215,7 @@ def _column_forward(
     keep: bool,
     kept: Kept,
 ) -> list[Tensor]:
-    """y of each weight; if keep, z of each where there is an activation; the rows of x that are kept."""
+    """Compute y of each weight; if keep, return z of each, if there is an activation; and kept rows of x."""
     narrowest = min(weight.shape[0] for weight in weights)
     gathering = layout.gather(
         "column_linear", "x", x, layout.numerics.activations, features=narrowest, keep=kept == "all"
@@ -254,9 +254,9 @@ def _column_gradients(
     activation: Activation,
     kept: Kept,
 ) -> list[Tensor | None]:
-    """dx, dw of each weight, db of each. needs: of x, the weights, the biases
+    """Compute dx, dw of each weight, db of each. needs: of x, the weights, the biases
 
-    x: or the rows of it that were kept; it may be None where no dw is needed, a weight where dx is not
+    x: or its rows that were kept; None if no dw is needed, as weights are if dx is not
     features: of x
     """
     op, count, numerics = "column_linear backward", len(weights), layout.numerics

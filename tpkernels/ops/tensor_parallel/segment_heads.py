@@ -23,8 +23,7 @@ from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply
-from tpkernels.ops.tensor_parallel.layout import Group
-from tpkernels.ops.tensor_parallel.parallel import checked_group, start_rows, start_sum
+from tpkernels.ops.tensor_parallel.parallel import Group, checked_group, start_rows, start_sum
 from tpkernels.ops.tensor_parallel.segments import segments_of
 from tpkernels.tp_invariance import tree_sum
 
@@ -33,7 +32,7 @@ OP = "segment_heads"
 
 @from_entry
 def segment_heads(x_shard: Tensor, group: ProcessGroup, heads: int) -> Tensor:
-    """The head of each of this rank's segments.
+    """Return the head of keys or values of each of this rank's segments.
 
     x_shard: (tokens, batch, features of this rank)
     heads: of keys or values, over all ranks

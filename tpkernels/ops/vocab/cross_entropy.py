@@ -60,7 +60,7 @@ def vocab_cross_entropy(
     vocab_size: int | None = None,
     overwrite_logits: bool = False,
 ) -> Tensor:
-    """The loss of each token, as `F.cross_entropy(..., reduction="none")` of the full logits.
+    """Compute the loss of each token, as `F.cross_entropy(..., reduction="none")` of the full logits.
 
     logits_shard: (..., columns of this rank), as many on every rank
     target: (...) ids, the same on all ranks
@@ -99,7 +99,7 @@ def vocab_cross_entropy(
 
 
 def _require_disposable(logits: Tensor) -> None:
-    """No parameter, and no element twice."""
+    """Raise if logits are a leaf, or have elements that share memory."""
     if logits.is_leaf and logits.requires_grad:
         raise ValueError(
             f"{OP}: expected no leaf with overwrite_logits: its gradient would lie in its own memory; pass "
@@ -137,7 +137,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
 
 class LossOptions(NamedTuple):
-    """What a call is besides its tensors."""
+    """All arguments of a loss but its tensors."""
 
     group: Group
     vocab_size: int | None
@@ -158,17 +158,17 @@ class ShardedLoss:
 
     @property
     def smoothing(self) -> float:
-        """Megatron's: what the smoothed target gives away goes to the other K - 1 ids alike."""
+        """Label smoothing as in Megatron, where the K - 1 other ids alone share it."""
         ids = self.shard.size
         return self.label_smoothing * ids / (ids - 1) if self.label_smoothing else 0.0
 
     def counted(self, target: Tensor) -> Tensor:
-        """The targets, ignored ones as IGNORED; an error if one is no id."""
+        """Replace ignored targets by IGNORED; raise if a target is no id."""
         require_in_vocabulary(self.op, "target", target, self.shard, self.ignore_index)
         return torch.where(target == self.ignore_index, IGNORED, target)
 
     def of_rows(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, maximum, total) of each row."""
+        """Compute (loss, maximum, total) of each row."""
         shard, s = self.shard, self.smoothing
         count = 4 if s else 3  # an unsmoothed loss needs no Σ x
         found = [
@@ -191,7 +191,7 @@ class ShardedLoss:
     def gradient(
         self, logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor, *, in_place: bool
     ) -> Tensor:
-        """Of the logits; in their memory if `in_place`."""
+        """Compute the gradient of the logits; in their memory if `in_place`."""
         size, s, dloss = self.shard.size, self.smoothing, dloss.to(total.dtype).contiguous()
         known, weights = (target, maximum, total, dloss), (1 - s, s / size)
 
@@ -208,7 +208,7 @@ class ShardedLoss:
 
 
 def sharded_loss(op: str, options: LossOptions, width: int) -> ShardedLoss:
-    """width: columns of each rank"""
+    """The loss of these options, checked. width: columns of each rank"""
     shard = vocab_shard(op, options.group, width, options.vocab_size)
     if not 0 <= options.label_smoothing < 1:
         raise ValueError(
@@ -221,7 +221,7 @@ def sharded_loss(op: str, options: LossOptions, width: int) -> ShardedLoss:
 
 @all_or_fail
 def _losses(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, target, maximum, total) of each row, ignored targets as IGNORED."""
+    """Compute (loss, target, maximum, total) of each row, with ignored targets as IGNORED."""
     losses = sharded_loss(OP, options, logits.shape[1])
     target = losses.counted(target)
     loss, maximum, total = losses.of_rows(logits, target)

@@ -1,4 +1,4 @@
-"""Embedding of ids whose table is sharded over ranks.
+"""Embedding lookup in a table that is sharded over ranks.
 
 R ranks, T tokens, H features, V rows a rank:
 
@@ -55,7 +55,7 @@ def vocab_embedding(
     padding_idx: int | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """The rows of the full table that ids name, as `F.embedding`.
+    """Look up the rows of ids in the full table, as `F.embedding`.
 
     ids: (tokens, ...), the same on all ranks
     weight_shard: (rows of this rank, features), as many on every rank
