@@ -32,7 +32,7 @@ _TOLERANCE = 0.01
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, state: State = None) -> Tensor:
-    """Scale gradients so that their norm over the full model is at most max_norm; returns the norm before.
+    """Scale gradients so that their norm over the full model is at most max_norm; return the norm before.
 
     parameters: all of this rank's; called by all ranks of the model. `main_grad` is used before `grad`
     state: with a process group or a mesh there are no pipeline stages

@@ -44,7 +44,7 @@ def autocast(x: Tensor, *others: Tensor | None) -> Any:
 def check_linear(
     op: str, x: Tensor, in_features: int, weight: Tensor, bias: Tensor | None, names: tuple[str, str]
 ) -> None:
-    """Raise unless weight (out_features, in_features) and bias (out_features,) fit x, its dtype and device."""
+    """Raise unless weight (out_features, in_features) and bias (out_features,) fit x and its device."""
     # the usual case first: each look at a tensor costs, and tiny products are quick
     dtype, shape = x.dtype, weight.shape
     if (

@@ -59,7 +59,7 @@ class ParallelState:
 
 @dataclass(frozen=True, slots=True)
 class OnTheFly:
-    """What callers have set while the program runs. None: as in the plan, except for the virtual pipeline."""
+    """Sizes and ranks that callers have set while the program runs; None: as in the plan."""
 
     tensor_size: int | None = None
     pipeline_size: int | None = None

@@ -1,4 +1,4 @@
-"""Which rank belongs to which group: arithmetic only, no torch, no process groups.
+"""Plans which rank belongs to which group: arithmetic, without torch and process groups.
 
 >>> plan = plan_groups(world_size=16, tensor=2, pipeline=4)
 >>> plan.groups["tp"][:3]
@@ -26,14 +26,14 @@ from tpkernels.topology.groups import Kind as Kind
 
 @dataclass(frozen=True)
 class GroupPlan(Groups):
-    """The groups of a world, and what they look like. Immutable."""
+    """The groups of a world, which can be described and drawn. Immutable."""
 
     def describe(self, *, max_groups: int = 32, unit: draw.Unit = "GPU") -> str:
-        """The groups in words, as a lesson on Megatron prints them."""
+        """Describe the groups in words, in the form of Megatron's documentation."""
         return draw.describe(self, max_groups=max_groups, unit=unit)
 
     def to_svg(self, *, gpus_per_node: int = 8, max_nodes: int = 16, unit: draw.Unit = "GPU") -> str:
-        """The groups as a picture: nodes of GPUs, a panel for each kind, a colour for each group."""
+        """Draw the groups as SVG: a panel for each kind, nodes of GPUs, a colour for each group."""
         return svg.to_svg(self, gpus_per_node=gpus_per_node, max_nodes=max_nodes, unit=unit)
 
 
@@ -48,7 +48,7 @@ def plan_groups(
     split_rank: int | None = None,
     order: str = check.DEFAULT_ORDER,
 ) -> GroupPlan:
-    """Lay `world_size` ranks on a grid; the first axis of `order` varies fastest.
+    """Plan the groups of `world_size` ranks on a grid, whose first axis in `order` varies fastest.
 
     Data parallelism takes what the other sizes leave. Experts are spread over data and context ranks, as
     in Megatron-Core, so `expert` must divide world_size / (tensor x pipeline).

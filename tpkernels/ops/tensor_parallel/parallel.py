@@ -87,7 +87,7 @@ def begin_call(op: str, what: str, shape: tuple[int, ...], like: Tensor, group: 
     if kind is None:
         kind = kind_of(key)
         _compare_new_kind(op, kind, like, calls, group)
-        _agree_choices(like.device)
+        agree_choices(like.device)
         calls.add_kind(key, kind)
     return calls.begin(op, kind, group)
 
@@ -102,7 +102,7 @@ def _compare_new_kind(op: str, kind: Kind, like: Tensor, calls: GroupCalls, grou
         agree(Claim(kind.described, ()), group)
 
 
-def _agree_choices(device: torch.device) -> None:
+def agree_choices(device: torch.device) -> None:
     """Make this GPU's chooser agree with those of other ranks on kernels, so that all compute alike.
 
     Through the store of the world: a rank may be in several tensor-parallel groups, and has one chooser.
