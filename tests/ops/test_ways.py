@@ -31,7 +31,7 @@ from tpkernels.kernels import gather_linear, reduce
 from tpkernels.kernels.waits import Arrivals
 from tpkernels.ops.tensor_parallel import ways
 from tpkernels.ops.tensor_parallel.parallel import start_rows
-from tpkernels.ops.tensor_parallel.ways import ROUNDS, WayRun, Way, WayChooser, _mismatch
+from tpkernels.ops.tensor_parallel.ways import ROUNDS, Way, WayChooser, WayRun, _mismatch
 
 MATMUL = torch.backends.cuda.matmul
 KEY = "gathers of this test"
