@@ -25,7 +25,7 @@ from tpkernels.cli import BadUse
 from tpkernels.gpus import gpu_named
 from tpkernels.planning.timeline.node import GRAPH, Node
 from tpkernels.planning.timeline.operators import OPERATORS, Sizes
-from tpkernels.planning.timeline.point_to_point import Machine, PointToPoint, sockets
+from tpkernels.planning.timeline.point_to_point import MeasuredRanks, PointToPoint, sockets
 from tpkernels.planning.timeline.prediction import predict
 from tpkernels.planning.timeline.recording import Rank
 from tpkernels.planning.timeline.simulation import Task, run
@@ -184,9 +184,9 @@ def predict_link(case: str, constants: Constants) -> dict[str, float]:
     }
 
 
-def machine_of(constants: Constants) -> Machine:
+def machine_of(constants: Constants) -> MeasuredRanks:
     shard_bytes = TOKENS // 2 * IN * 4
-    return Machine(
+    return MeasuredRanks(
         product=lambda kernel, rows: _between(constants.products[kernel], rows),
         sum=constants.sum,
         zeros=constants.zeros,

@@ -11,13 +11,13 @@ from tpkernels.cli import clock_kernel, main
 from tpkernels.cli.clock_kernel import Clocked
 from tpkernels.cli.clock_ops import OPS
 from tpkernels.gate import workers
-from tpkernels.gate.clock.model import Prediction
+from tpkernels.gate.clock.model import KernelPrediction
 from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.pictures.figure import can_draw
 from tpkernels.planning.timeline.prediction import WAYS
 
 NAME = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
-PREDICTED = Prediction(418e-6, 576.0, 0.75, 1.43e9, 0.03, 0.4, "main loop", 0.08)
+PREDICTED = KernelPrediction(418e-6, 576.0, 0.75, 1.43e9, 0.03, 0.4, "main loop", 0.08)
 SPANS = (
     WarpSpan(0, 0, "products", 100.0, 300.0, "64x256x16"),
     WarpSpan(0, 4, "products", 200.0, 400.0, "64x256x16"),

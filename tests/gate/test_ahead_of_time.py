@@ -13,9 +13,9 @@ from tests.gate.samples import entry_of
 from tpkernels.gate.ahead_of_time import (
     ARCHITECTURES,
     SHARED_LIMIT,
+    CompileJob,
     Entry,
     Facts,
-    Job,
     compile_entry,
     compile_key,
     facts_or_error,
@@ -51,7 +51,7 @@ FAULTS = {  # name -> (entry with a fault planted, architecture)
     "serialised_wgmma": (replace(LINEAR, num_stages=1), "sm_90"),
     "unknown_constant": (replace(LINEAR, constants=LINEAR.constants | {"ACTIVATION": "elu"}), "sm_90"),
 }
-JOBS = {name: Job(*job) for name, job in (SOUND | FAULTS).items()}
+JOBS = {name: CompileJob(*job) for name, job in (SOUND | FAULTS).items()}
 KEYS = """
 from tests.gate.test_ahead_of_time import keys
 print(*keys())

@@ -11,7 +11,7 @@ from tpkernels.comm.schedule import MOST_CHUNKS
 from tpkernels.dispatch.candidates import TARGET_GPUS
 from tpkernels.gpus import RATED_GPUS, RatedGpu, gpu_named
 from tpkernels.models.config import model_config
-from tpkernels.planning.job import Job, Layout
+from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.machine import Machine
 from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.planning.step_time import exposed, step_time
@@ -98,15 +98,15 @@ def test_a_message_to_the_next_stage_takes_the_slowest_link():
 
 def test_bubble_is_a_share_of_stages_and_micro_batches():
     for stages in (1, 2, 4):
-        time = step_time(JOB, Layout(1, stages, 1), MACHINE)
-        count = JOB.micro_batches(Layout(1, stages, 1))
+        time = step_time(JOB, RankLayout(1, stages, 1), MACHINE)
+        count = JOB.micro_batches(RankLayout(1, stages, 1))
         turn = time.bubble / max(1, stages - 1)
         share = (stages - 1) / (count + stages - 1)
         assert time.bubble == pytest.approx(share * (count * turn + time.bubble))
         assert (time.bubble == 0) == (stages == 1)
         assert time.total == time.compute + time.exposed + time.bubble
     few = replace(JOB, batch=4)
-    one, four = (step_time(few, Layout(1, stages, 1), MACHINE) for stages in (1, 4))
+    one, four = (step_time(few, RankLayout(1, stages, 1), MACHINE) for stages in (1, 4))
     assert four.bubble > 0.7 * four.compute  # 3 turns of 4 + 3
     assert four.compute < one.compute
 
@@ -114,7 +114,7 @@ def test_bubble_is_a_share_of_stages_and_micro_batches():
 def test_a_rank_alone_exposes_nothing_and_computes_six_flops_a_parameter_and_token():
     model = model_config("llama3-8b")
     job = Job(model=model, tokens=8192, batch=4)
-    time = step_time(job, Layout(1, 1, 1), MACHINE)
+    time = step_time(job, RankLayout(1, 1, 1), MACHINE)
     assert (time.exposed, time.bubble) == (0, 0)
     matrices = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 128256 * 4096
     attention = 32 * 3.5 * 2 * 8192 * 4096
@@ -123,35 +123,35 @@ def test_a_rank_alone_exposes_nothing_and_computes_six_flops_a_parameter_and_tok
 
 def test_messages_between_stages_are_exposed_there_and_back():
     message = 64 * 64 * 2
-    assert step_time(JOB, Layout(1, 2, 1), MACHINE).exposed == pytest.approx(16 * 2 * message / 100e9)
+    assert step_time(JOB, RankLayout(1, 2, 1), MACHINE).exposed == pytest.approx(16 * 2 * message / 100e9)
     assert message_between_stages(JOB, 2) == message / 2
     assert message_between_stages(replace(JOB, sequence_parallel=False), 2) == message
 
 
 def test_gradients_and_weights_travel_once_a_step():
     """Of a model that fits into one bucket, which no backward hides."""
-    count = parameters_of_stage(JOB, Layout(1, 1, 2), 0).total
+    count = parameters_of_stage(JOB, RankLayout(1, 1, 2), 0).total
     for batch in (2, 16):
-        time = step_time(replace(JOB, batch=batch), Layout(1, 1, 2), MACHINE)
+        time = step_time(replace(JOB, batch=batch), RankLayout(1, 1, 2), MACHINE)
         assert time.exposed == pytest.approx((4 + 2) * count / 2 / 100e9)
     large = Job(model=model_config("llama3-8b"), tokens=8192, batch=2)
-    count = parameters_of_stage(large, Layout(1, 1, 2), 0).total
-    hidden = step_time(large, Layout(1, 1, 2), MACHINE).exposed * 100e9 - 2 * count / 2
+    count = parameters_of_stage(large, RankLayout(1, 1, 2), 0).total
+    hidden = step_time(large, RankLayout(1, 1, 2), MACHINE).exposed * 100e9 - 2 * count / 2
     assert hidden == pytest.approx(4 * 128256 * 4096 / 2)  # the table, in the last bucket
 
 
 def test_gradients_of_copies_travel_once_a_step_by_the_fullest_stage():
     models = (GPT2.with_sizes(max_positions=positions) for positions in (64, 1064))
     jobs = (Job(model=model, tokens=64, batch=16) for model in models)
-    few, many = (step_time(job, Layout(2, 1, 1), MACHINE) for job in jobs)
+    few, many = (step_time(job, RankLayout(2, 1, 1), MACHINE) for job in jobs)
     assert many.exposed - few.exposed == pytest.approx(2 * 4 * 1000 * 64 / 2 / 100e9)
     # Positions are the first stage's.
     models = (GPT2.with_sizes(max_positions=positions) for positions in (1064, 2064))
     jobs = (Job(model=model, tokens=64, batch=16) for model in models)
-    few, many = (step_time(job, Layout(1, 2, 2), MACHINE) for job in jobs)
+    few, many = (step_time(job, RankLayout(1, 2, 2), MACHINE) for job in jobs)
     assert many.exposed - few.exposed == pytest.approx((4 + 2) * 1000 * 64 / 2 / 100e9)
     jobs = (Job(model=GPT2.with_sizes(tied=tied), tokens=64, batch=16) for tied in (True, False))
-    tied, untied = (step_time(job, Layout(1, 2, 1), MACHINE) for job in jobs)
+    tied, untied = (step_time(job, RankLayout(1, 2, 1), MACHINE) for job in jobs)
     assert tied.exposed - untied.exposed == pytest.approx(4 * 250 * 64 / 100e9)
     assert tied.compute == untied.compute
 

@@ -11,7 +11,7 @@ from tpkernels.cli import size_of, write_json, written_to
 from tpkernels.gpus import gpu_named
 from tpkernels.models.config import model_config
 from tpkernels.planning.advice import Advice, Prediction, advise
-from tpkernels.planning.job import Job, Layout
+from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.machine import Machine
 from tpkernels.planning.parameters import parameters_of_stage
 
@@ -113,7 +113,7 @@ def _machine(options: Namespace) -> Machine:
 
 
 def _heading(options: Namespace, job: Job, machine: Machine) -> str:
-    parameters = parameters_of_stage(job, Layout(1, 1, 1), 0).total
+    parameters = parameters_of_stage(job, RankLayout(1, 1, 1), 0).total
     split = "with" if job.sequence_parallel else "without"
     return (
         f"{options.model}: {parameters / 1e9:.2f} billion parameters in bfloat16 on {options.world_size} x "

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tpkernels.gate.ahead_of_time import CLOCKED, Entry, Facts, Job, facts_or_error
+from tpkernels.gate.ahead_of_time import CLOCKED, CompileJob, Entry, Facts, facts_or_error
 from tpkernels.gate.clock.cost import SHORT, Cost, Stretch
-from tpkernels.gate.clock.model import Board, Prediction, predict, steps_of
+from tpkernels.gate.clock.model import Board, KernelPrediction, predict, steps_of
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.semantics import translate
 from tpkernels.gate.clock.timeline import Run, WarpSpan
@@ -42,14 +42,14 @@ class Clocked:
     cost: Cost
     steps: int  # of a tile
     waves: float
-    predicted: Prediction
+    predicted: KernelPrediction
     drawn: tuple[Run, int, int] | None = None  # of tiles and steps on one SM
     peak: float = PEAK  # TFLOP/s of what it multiplies
 
 
 def clock_kernel(request: Request) -> Clocked | str:
     """Compile and clock a kernel in this process; return a text where that fails."""
-    facts = facts_or_error(Job(request.entry, CLOCKED[0]))
+    facts = facts_or_error(CompileJob(request.entry, CLOCKED[0]))
     if isinstance(facts, str):
         return f"does not compile: {facts}"
     try:
@@ -63,7 +63,7 @@ def _clocked(request: Request, facts: Facts) -> Clocked:
     workload = of_entry(entry, request.shape)
     compiled = built(entry, CLOCKED[0], facts)
     workload.on_one(compiled, workload.unit, SHORT)  # refuses a shape that this is not compiled for
-    cost = clocked(Job(entry, CLOCKED[0]), facts, FromCatalog(entry))
+    cost = clocked(CompileJob(entry, CLOCKED[0]), facts, FromCatalog(entry))
     steps, drawn = steps_of(workload), None
     if request.drawing:
         tiles, deep = workload.unit * cost.resident, min(steps, DRAWN)
@@ -107,7 +107,7 @@ def _row(one: Clocked) -> str:
     )
 
 
-def _time(predicted: Prediction) -> str:
+def _time(predicted: KernelPrediction) -> str:
     unit, size = ("ms", 1e3) if predicted.seconds >= 1e-3 else ("us", 1e6)
     return f"{predicted.seconds * size:.3g} {unit} +-{predicted.error:.0%}"
 

@@ -25,7 +25,7 @@ from tpkernels.dispatch.record import Layer, Primitive
 from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu
 from tpkernels.ops.vocab.linear_cross_entropy import LEAST_TOKENS
-from tpkernels.planning.job import Job, Layout
+from tpkernels.planning.job import Job, RankLayout
 
 PrimitiveCall = tuple[Primitive[..., Any], tuple[Any, ...]]  # a primitive and its arguments
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -75,7 +75,7 @@ def model_calls(wanted: SplitModel, dtype: torch.dtype, training: bool) -> Itera
     """
     model, ranks, tokens = TUNED[wanted.name], wanted.tensor, wanted.tokens
     job = Job(model=replace(model, max_positions=None), tokens=1, batch=1, sequence_parallel=False)
-    job.require_split(Layout(ranks, 1, 1), batch=False)
+    job.require_split(RankLayout(ranks, 1, 1), batch=False)
     hidden, ffn = model.hidden_size, job.ffn // ranks
     heads, kv = (count * job.head_size // ranks for count in (model.num_heads, job.kv_heads))
     of = Layer(tokens, hidden, hidden, dtype, bias=model.bias, training=training)

@@ -143,7 +143,7 @@ class CompiledTiles:
         for one in wanted:
             with suppress(ValueError):  # the launcher refuses the tile
                 entry = _entry(record, arguments, one, self.gpu, architecture)
-                jobs.append(ahead_of_time.Job(entry, architecture))
+                jobs.append(ahead_of_time.CompileJob(entry, architecture))
                 launched.append(one)
         sound = []
         results = ahead_of_time.compile_all(jobs, self.processes, lambda job: None) if jobs else []

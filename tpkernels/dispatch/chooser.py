@@ -63,12 +63,12 @@ Source = Literal[
 ]
 
 
-class Named(Protocol):
+class HasName(Protocol):
     @property
     def name(self) -> str: ...
 
 
-Chosen = TypeVar("Chosen", bound=Named, covariant=True)  # a candidate, or a way to move rows
+Chosen = TypeVar("Chosen", bound=HasName, covariant=True)  # a candidate, or a way to move rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ WIDE = (8192, MAX_FEATURES, 2 * MAX_FEATURES)  # features of rows; no program ho
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Fp8Form:
     """A form on GPUs for which it is one kernel."""
 
     form: Form
@@ -48,10 +48,10 @@ class _Way:
 _LINEAR = partial(primitive, name="scaled_linear")
 
 WAYS = (
-    _Way("descriptor", H100, ("sm_90",)),
-    _Way("descriptor", B200, ("sm_100",)),
-    _Way("pointer", H100, ("sm_90", "sm_100")),
-    _Way("pointer", L40S, ("sm_89", "sm_120")),
+    _Fp8Form("descriptor", H100, ("sm_90",)),
+    _Fp8Form("descriptor", B200, ("sm_100",)),
+    _Fp8Form("pointer", H100, ("sm_90", "sm_100")),
+    _Fp8Form("pointer", L40S, ("sm_89", "sm_120")),
 )
 
 
@@ -126,7 +126,7 @@ def _products() -> Iterator[EntrySpec]:
         yield _spec(way, largest, "none+float8_e4m3fn", gradient, E5M2)
 
 
-def _of_tile(way: _Way, tile: MatmulTile, ragged: bool = False) -> Iterator[EntrySpec]:
+def _of_tile(way: _Fp8Form, tile: MatmulTile, ragged: bool = False) -> Iterator[EntrySpec]:
     for scales, options in SCALES.items():
         if not serves("linear", tile, scales.split("+")):
             continue
@@ -149,7 +149,7 @@ def _row_spec(
 
 
 def _spec(
-    way: _Way,
+    way: _Fp8Form,
     tile: MatmulTile,
     epilogue: str,
     call: Callable[[MetaOperands], object],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tpkernels.planning.job import Job, Layout, layouts
+from tpkernels.planning.job import Job, RankLayout, layouts
 from tpkernels.planning.machine import Machine
 from tpkernels.planning.memory import Memory, memory_of
 from tpkernels.planning.step_time import StepTime, step_time
@@ -15,7 +15,7 @@ from tpkernels.planning.step_time import StepTime, step_time
 class Prediction:
     """What a layout takes."""
 
-    layout: Layout
+    layout: RankLayout
     memory: Memory  # on a GPU of the stage that needs most
     time: StepTime
     excess: int  # bytes more than there are; below zero what is left
@@ -40,7 +40,7 @@ class Advice:
 
     fitting: list[Prediction]  # the fastest first
     too_large: list[Prediction]  # the least excess first
-    impossible: list[tuple[Layout, str]]  # and what it does not divide
+    impossible: list[tuple[RankLayout, str]]  # and what it does not divide
 
 
 def advise(job: Job, machine: Machine, world_size: int, most_tensor: int) -> Advice:
@@ -64,6 +64,6 @@ def advise(job: Job, machine: Machine, world_size: int, most_tensor: int) -> Adv
     )
 
 
-def predict(job: Job, machine: Machine, layout: Layout) -> Prediction:
+def predict(job: Job, machine: Machine, layout: RankLayout) -> Prediction:
     memory = memory_of(job, layout)
     return Prediction(layout, memory, step_time(job, layout, machine), memory.peak - machine.usable_memory)

@@ -16,7 +16,7 @@ from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.cubin import read
-from tpkernels.gate.clock.launch import Built, Launch, box_bytes, launch_of
+from tpkernels.gate.clock.launch import Built, SmLaunch, box_bytes, launch_of
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.semantics import translate
 from tpkernels.gate.clock.workload import EntryWorkload, Product, of_entry
@@ -136,7 +136,7 @@ def _mistaken(built: Built, entry: Entry, lie: Callable[[Product], Product]) -> 
     return _error(lambda: cost_of(built, Mistaken(entry, lie=lie)))
 
 
-def _one_more(built: Built, launch: Launch) -> None:
+def _one_more(built: Built, launch: SmLaunch) -> None:
     launch_of(built, [1] * (len(built.code.parameters) + 1), launch.grid)
 
 

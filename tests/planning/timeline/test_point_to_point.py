@@ -6,13 +6,13 @@ import pytest
 
 from tpkernels.comm.schedule import gather_plan, parts_of_shard
 from tpkernels.planning.timeline.operators import OPERATORS, Sizes
-from tpkernels.planning.timeline.point_to_point import Machine, PointToPoint, sockets
+from tpkernels.planning.timeline.point_to_point import MeasuredRanks, PointToPoint, sockets
 from tpkernels.planning.timeline.recording import HOST, PRODUCT, TRANSFER, Rank
 from tpkernels.planning.timeline.simulation import Task, run
 
 ROWS, COLS = 2048, 1024
 SHARD = ROWS // 2 * COLS * 4
-MACHINE = Machine(
+MACHINE = MeasuredRanks(
     product=lambda kernel, rows: rows / ROWS,
     sum=0.0,
     zeros=0.0,

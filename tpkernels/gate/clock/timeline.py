@@ -18,7 +18,7 @@ class WarpSpan(NamedTuple):
     what: str
 
 
-class Mark(NamedTuple):
+class Issue(NamedTuple):
     """The issue of an instruction that tells tiles and steps apart: a product, wait, copy, put, EXIT."""
 
     block: int
@@ -52,6 +52,6 @@ class Run:
     fetched: int  # bytes, from global memory
     copied: int  # of these, by the copy engine
     stored: int  # bytes, to it
-    marks: tuple[Mark, ...]
+    marks: tuple[Issue, ...]
     waits: tuple[Wait, ...]
     spans: tuple[WarpSpan, ...]  # empty if they were switched off

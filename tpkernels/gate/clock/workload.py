@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.catalog import entry_specs
-from tpkernels.gate.clock.launch import Built, Launch, WrongLaunch, launch_of
+from tpkernels.gate.clock.launch import Built, SmLaunch, WrongLaunch, launch_of
 from tpkernels.gate.recording import EntrySpec
 from tpkernels.kernels import launch
 from tpkernels.kernels.scaled import SECTOR
@@ -69,7 +69,7 @@ class Workload(Protocol):
     @property
     def group(self) -> int: ...  # tiles of a column that are computed in a row
 
-    def on_one(self, built: Built, tiles: int, steps: int) -> Launch:
+    def on_one(self, built: Built, tiles: int, steps: int) -> SmLaunch:
         """So many tiles of so many steps on one SM."""
 
 
@@ -143,7 +143,7 @@ class EntryWorkload:
         tile = self._spec.of.tile
         return tile.group if tile else 1
 
-    def on_one(self, built: Built, tiles: int, steps: int) -> Launch:
+    def on_one(self, built: Built, tiles: int, steps: int) -> SmLaunch:
         spec, blocks = _on_one(self._spec), None
         if self._shared:
             rows, cols = self._shared

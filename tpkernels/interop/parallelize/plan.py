@@ -119,10 +119,12 @@ class Kept:
     partial: bool
 
 
-Entry = Split | SharedHeads | Divided | Number | Parameters | Tail | Shared | Kept
+PlanEntry = Split | SharedHeads | Divided | Number | Parameters | Tail | Shared | Kept
 # One module may have several of these.
 BESIDE = (Divided, Number, Parameters, Tail)
-ParallelizePlan = Mapping[str, SplitKind | Literal["partial", "replicated"] | Entry | tuple[Entry, ...]]
+ParallelizePlan = Mapping[
+    str, SplitKind | Literal["partial", "replicated"] | PlanEntry | tuple[PlanEntry, ...]
+]
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Match:
 
     name: str
     module: nn.Module
-    entry: Entry
+    entry: PlanEntry
 
 
 def matches(model: nn.Module, plan: ParallelizePlan) -> list[Match]:
@@ -218,7 +220,7 @@ def gpt2_plan(config: Any) -> ParallelizePlan:
     }
 
 
-def _entry(pattern: str, said: object) -> Entry:
+def _entry(pattern: str, said: object) -> PlanEntry:
     if isinstance(said, str):
         said = Kept(said == "partial") if said in KEPT else Split(said)  # type: ignore[arg-type]
     if isinstance(said, SharedHeads | Divided | Number | Parameters | Tail | Shared | Kept):
