@@ -15,7 +15,7 @@ from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.machine import Machine
 from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.planning.step_time import exposed, step_time
-from tpkernels.planning.work import Work, _Transfers, message_between_stages
+from tpkernels.planning.work import Work, _TransferTimes, message_between_stages
 
 ROUND = RatedGpu("round numbers", 132, flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
 MACHINE = Machine(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)
@@ -67,7 +67,7 @@ RANKS = 8
 def test_the_formula_is_what_rounds_do(kind, rounds, seconds):
     products, transfers = seconds
     width = 256 * 2 * 132 * rounds * 128 // 8192  # two tiles for each of 132 processors in each round
-    work = _Transfers(replace(JOB, tokens=8192), RANKS, 132).gathers(1.0, features=width)
+    work = _TransferTimes(replace(JOB, tokens=8192), RANKS, 132).gathers(1.0, features=width)
     assert work.products_alone == 1 / rounds
     expected = products + exposed(work, products, transfers)
     assert simulated(products, transfers, rounds, kind) == pytest.approx(expected)

@@ -27,7 +27,7 @@ ENGINES = {"products": "tensor cores", "copies": "copies in flight", "stores": "
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ClockRequest:
     entry: Entry
     shape: tuple[int, int, int]  # tokens, out_features, in_features
     drawing: bool
@@ -47,7 +47,7 @@ class Clocked:
     peak: float = PEAK  # TFLOP/s of what it multiplies
 
 
-def clock_kernel(request: Request) -> Clocked | str:
+def clock_kernel(request: ClockRequest) -> Clocked | str:
     """Compile and clock a kernel in this process; return a text where that fails."""
     facts = facts_or_error(CompileJob(request.entry, CLOCKED[0]))
     if isinstance(facts, str):
@@ -58,7 +58,7 @@ def clock_kernel(request: Request) -> Clocked | str:
         return f"{type(error).__name__}: {error}"
 
 
-def _clocked(request: Request, facts: Facts) -> Clocked:
+def _clocked(request: ClockRequest, facts: Facts) -> Clocked:
     entry, board = request.entry, Board()
     workload = of_entry(entry, request.shape)
     compiled = built(entry, CLOCKED[0], facts)

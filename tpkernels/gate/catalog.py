@@ -74,7 +74,7 @@ def has_parts(name: str, wanted: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _TileCase:
     """A kernel with one tile for one kind of GPU; the epilogues multiply it."""
 
     kernel: Kernel
@@ -86,30 +86,30 @@ class _Case:
     ragged: bool = False  # addresses and sizes that are multiples of nothing
 
 
-def _cases() -> Iterator[_Case]:
+def _cases() -> Iterator[_TileCase]:
     for kernel in KERNELS:
         for target, architecture in ((H100, "sm_90"), (B200, "sm_100")):
             for tile in candidates(kernel, "descriptor", BF16, target):
-                yield _Case(kernel, "descriptor", BF16, tile, target, (architecture,))
+                yield _TileCase(kernel, "descriptor", BF16, tile, target, (architecture,))
         largest = candidates(kernel, "descriptor", FP16, H100)[0]
-        yield _Case(kernel, "descriptor", FP16, largest, H100, ("sm_90",))
+        yield _TileCase(kernel, "descriptor", FP16, largest, H100, ("sm_90",))
         for target, architectures in ((A100, NVIDIA), (MI300, ("gfx942",))):
             for dtype, ragged in ((BF16, False), (BF16, True), (FP32, False)):
                 for tile in candidates(kernel, "pointer", dtype, target, ragged):
-                    yield _Case(kernel, "pointer", dtype, tile, target, architectures, ragged)
+                    yield _TileCase(kernel, "pointer", dtype, tile, target, architectures, ragged)
             largest = candidates(kernel, "pointer", FP16, target)[0]
-            yield _Case(kernel, "pointer", FP16, largest, target, architectures)
+            yield _TileCase(kernel, "pointer", FP16, largest, target, architectures)
 
 
 def _matmul_specs() -> Iterator[EntrySpec]:
     for case in _cases():
         yield from _specs(case)
     largest = candidates("linear", "pointer", FP32, A100)[0]
-    yield from _specs(_Case("linear", "pointer", FP32, largest, A100, NVIDIA), tf32=True)
+    yield from _specs(_TileCase("linear", "pointer", FP32, largest, A100, NVIDIA), tf32=True)
     yield from _sum_specs()
 
 
-def _specs(case: _Case, tf32: bool = False) -> Iterator[EntrySpec]:
+def _specs(case: _TileCase, tf32: bool = False) -> Iterator[EntrySpec]:
     """What is launched with a tile: the costliest epilogues, and where the speed is the others too."""
     odd = int(case.ragged)  # T / 2 and (T + 1) / 3 are multiples of nothing, and hold a group of tiles
     sizes = T + odd, N + odd, K + odd

@@ -25,7 +25,7 @@ from tpkernels.ops.main_grad import Into, weight_gradient
 from tpkernels.ops.tensor_parallel.product_sum import ProductSum, Terms, rows_of
 
 Operand = Any  # a tensor, or what else a strategy makes of it
-Kept = Literal["none", "own", "all"]
+KeptRows = Literal["none", "own", "all"]
 ComputeRows = Callable[[slice, Operand, list[Tensor]], object]  # the range of rows, these rows, and outputs
 
 
@@ -57,7 +57,7 @@ class Plain:
 
     segments = 0  # of TP-invariance, that this rank has
     sums_any_order = True  # of tokens: gradients may be summed as rows arrive
-    kept: Kept = "none"  # the rows that forward keeps of an x that it gathered; none: x itself is kept
+    kept: KeptRows = "none"  # the rows that forward keeps of an x that it gathered; none: x itself is kept
 
     def __str__(self) -> str:
         return ""

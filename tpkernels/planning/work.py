@@ -44,7 +44,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfers:
+class _TransferTimes:
     """Of all tokens between the ranks of a tensor group, over c10d on GPUs."""
 
     job: Job
@@ -90,7 +90,7 @@ class _Transfers:
 
 def block_forward(job: Job, tensor: int, processors: int) -> list[Work]:
     """processors: of a GPU"""
-    moving, flops = _Transfers(job, tensor, processors), FlopsOfBlock.of(job, tensor)
+    moving, flops = _TransferTimes(job, tensor, processors), FlopsOfBlock.of(job, tensor)
     keys, hidden = job.kv_heads * job.head_size // tensor, job.model.hidden_size
     return [
         moving.gathers(flops.qkv, features=keys),  # the narrowest of three products
@@ -104,7 +104,7 @@ def block_forward(job: Job, tensor: int, processors: int) -> list[Work]:
 
 def block_backward(job: Job, tensor: int, processors: int) -> list[Work]:
     """What is computed again comes first. dgrad and wgrad are as large as the product in forward."""
-    moving, flops = _Transfers(job, tensor, processors), FlopsOfBlock.of(job, tensor)
+    moving, flops = _TransferTimes(job, tensor, processors), FlopsOfBlock.of(job, tensor)
     recomputed = {
         "none": [],
         "selective": [Work(flops.attention)],
@@ -127,13 +127,13 @@ def block_backward(job: Job, tensor: int, processors: int) -> list[Work]:
 
 def embedding_work(job: Job, tensor: int) -> list[Work]:
     """Forward and backward."""
-    moving = _Transfers(job, tensor)
+    moving = _TransferTimes(job, tensor)
     return [moving.sums(0.0), moving.gathers(0.0)]
 
 
 def head_work(job: Job, tensor: int) -> list[Work]:
     """Forward and backward. The transfers wait for the products, or these for them."""
-    moving = _Transfers(job, tensor)
+    moving = _TransferTimes(job, tensor)
     product = 2.0 * job.tokens_at_once() * job.model.hidden_size * job.vocabulary_rows(tensor)
     losses = Work(sent=12.0 * job.tokens_at_once() * (tensor - 1))
     return [moving.gathers(0.0), Work(3 * product), losses, moving.sums(0.0)]

@@ -10,7 +10,7 @@ import pytest
 from tests.compiled import assembly_of
 from tpkernels.gate import disassembly
 from tpkernels.gate.catalog import entry_specs
-from tpkernels.gate.clock.cubin import Cubin, Parameter, WrongArchitecture, read
+from tpkernels.gate.clock.cubin import Cubin, KernelParameter, WrongArchitecture, read
 from tpkernels.gate.clock.instructions import parse
 from tpkernels.gate.clock.values import Constants
 from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
@@ -75,7 +75,11 @@ def test_kernels_disassembled_at_once_read_as_each_alone(compiler):
 
 
 def test_parameters_have_their_places_and_as_many_arguments_are_expected(flat):
-    assert flat.parameters[:3] == (Parameter(0x240, 128), Parameter(0x2C0, 4), Parameter(0x2C4, 4))
+    assert flat.parameters[:3] == (
+        KernelParameter(0x240, 128),
+        KernelParameter(0x2C0, 4),
+        KernelParameter(0x2C4, 4),
+    )
     assert (flat.parameters_at, len(flat.parameters), flat.registers) == (0x210, 28, 200)
     with pytest.raises(ValueError, match="takes 28 parameters, got 1 arguments"):
         Constants.of(flat, [0], (1, 1, 1), 256)
@@ -88,6 +92,6 @@ def test_jumps_of_roles_are_in_a_constant_bank(compiler):
 
 
 def test_words_of_an_unknown_argument_are_unknown():
-    code = Cubin("kernel", (), 32, (Parameter(0x210, 8), Parameter(0x218, 4)), 0x210, {})
+    code = Cubin("kernel", (), 32, (KernelParameter(0x210, 8), KernelParameter(0x218, 4)), 0x210, {})
     constants = Constants.of(code, [None, 7], (1, 1, 1), 32)
     assert [constants.word(0, offset) for offset in (0x210, 0x214, 0x218)] == [None, None, 7]

@@ -41,7 +41,7 @@ def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[Step]:
         Step(
             one,
             _execute(
-                _Place(one, index, one.address in meeting, _over_rare_code(cubin.instructions, index)),
+                _Site(one, index, one.address in meeting, _over_rare_code(cubin.instructions, index)),
                 what,
                 needed,
             ),
@@ -51,7 +51,7 @@ def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[Step]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Site:
     instruction: Instruction
     index: int
     meeting: bool  # branches lead here
@@ -87,7 +87,7 @@ def _needed(code: Sequence[Instruction], meanings: Sequence[Meaning], needed: se
         rest = later
 
 
-def _execute(place: _Place, what: Meaning, needed: set[str]) -> Execute | None:
+def _execute(place: _Site, what: Meaning, needed: set[str]) -> Execute | None:
     one = place.instruction
     run = what.run if what.acts or not needed.isdisjoint(what.writes) else None
     run = _forgetting(run, tuple(name for name in what.forgets if name in needed))
@@ -117,7 +117,7 @@ def _on_active_lanes(run: Execute, writes: tuple[str, ...]) -> Execute:
     return execute
 
 
-def _guarded(run: Execute, place: _Place, writes: tuple[str, ...]) -> Execute:
+def _guarded(run: Execute, place: _Site, writes: tuple[str, ...]) -> Execute:
     one, over_rare = place.instruction, place.over_rare
     name, negated = one.guard.lstrip("!"), one.guard[0] == "!"
     branches = one.opcode in _BRANCHES

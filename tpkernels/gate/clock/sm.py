@@ -21,7 +21,7 @@ from tpkernels.gate.clock.operations import Operation
 from tpkernels.gate.clock.rates import SmRates
 from tpkernels.gate.clock.resources import GROUP, Bandwidth, TensorCores, WarpGroup
 from tpkernels.gate.clock.table import OpcodeKind
-from tpkernels.gate.clock.timeline import Issue, Wait, WarpSpan
+from tpkernels.gate.clock.timeline import Issue, WarpSpan, WarpWait
 
 NOBODY_KNOWS = math.inf
 SECTOR = 32  # bytes
@@ -42,7 +42,7 @@ class Sm:
     def __init__(self, machine: SmRates, boxes: Mapping[int, int], drawing: bool) -> None:
         self.machine, self.boxes, self.drawing = machine, boxes, drawing
         self.marks: list[Issue] = []
-        self.waits: list[Wait] = []
+        self.waits: list[WarpWait] = []
         self.spans: list[WarpSpan] = []
         self.bandwidth = Bandwidth(machine)
         self.tensor_cores = TensorCores(machine, self.bandwidth)
@@ -103,7 +103,7 @@ class Sm:
     def loaded(self, warp: Warp, start: float, end: float, what: str, index: int, issued: float) -> None:
         """The warp has waited for a load or a copy that was issued then."""
         serial = 0.0 <= warp.last_wait <= issued
-        self.waits.append(Wait(warp.block.number, warp.number, start, end, what, index, issued, serial))
+        self.waits.append(WarpWait(warp.block.number, warp.number, start, end, what, index, issued, serial))
         warp.last_wait = end
 
     def mark(self, warp: Warp, opcode: str, now: float, index: int) -> None:

@@ -28,7 +28,7 @@ class Issue(NamedTuple):
     step: int  # its index in the program
 
 
-class Wait(NamedTuple):
+class WarpWait(NamedTuple):
     """A warp waited for a load or a copy."""
 
     block: int
@@ -53,5 +53,5 @@ class Run:
     copied: int  # of these, by the copy engine
     stored: int  # bytes, to it
     marks: tuple[Issue, ...]
-    waits: tuple[Wait, ...]
+    waits: tuple[WarpWait, ...]
     spans: tuple[WarpSpan, ...]  # empty if they were switched off

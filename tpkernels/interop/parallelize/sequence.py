@@ -121,7 +121,7 @@ def sharing_of(twin: nn.Module, changes: Changes, inputs: Inputs, by_features: N
 
 
 @dataclass
-class _Child:
+class _LayerChild:
     """A child of a layer that gets all tokens.
 
     direct: it is a split layer itself
@@ -162,14 +162,14 @@ def _layers(model: nn.Module, changes: Changes) -> list[str]:
     return [f"{stack}.{number}" for number in range(len(layers))]
 
 
-def _children_of(model: nn.Module, layer: str, changes: Changes) -> dict[str, _Child]:
-    found: dict[str, _Child] = {}
+def _children_of(model: nn.Module, layer: str, changes: Changes) -> dict[str, _LayerChild]:
+    found: dict[str, _LayerChild] = {}
     for change in changes.modules:
         if not change.name.startswith(f"{layer}."):
             continue
         child = change.name.removeprefix(f"{layer}.").partition(".")[0]
         name = f"{layer}.{child}"
-        found.setdefault(name, _Child([], change.name == name)).changes.append(change)
+        found.setdefault(name, _LayerChild([], change.name == name)).changes.append(change)
     for name, entry in found.items():
         kinds = ["table" if isinstance(change.old, nn.Embedding) else change.kind for change in entry.changes]
         if entry.direct and kinds[0] not in ("column", "row"):
@@ -179,7 +179,7 @@ def _children_of(model: nn.Module, layer: str, changes: Changes) -> dict[str, _C
 
 
 def _sharded_parameters(
-    model: nn.Module, layer: str, entries: dict[str, _Child], names: dict[int, str]
+    model: nn.Module, layer: str, entries: dict[str, _LayerChild], names: dict[int, str]
 ) -> set[str]:
     """Of the children that get this rank's tokens; an error names one that may need all of them."""
     found = set()
@@ -202,7 +202,7 @@ def _sharded_parameters(
 
 
 def _has_sums_only(
-    model: nn.Module, name: str, entry: _Child, names: dict[int, str], by_features: Names
+    model: nn.Module, name: str, entry: _LayerChild, names: dict[int, str], by_features: Names
 ) -> bool:
     split = {id(p) for change in entry.changes for p in change.old.parameters()}
     return all(id(p) in split or names[id(p)] in by_features for p in model.get_submodule(name).parameters())
@@ -218,7 +218,7 @@ class _Seen:
 
     ranks: int
     layers: list[str]
-    entries: dict[str, _Child]
+    entries: dict[str, _LayerChild]
     tokens: int = 0
     order: list[str] = field(default_factory=list)
     running: list[str] = field(default_factory=list)

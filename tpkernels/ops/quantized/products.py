@@ -31,7 +31,7 @@ from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_grad_ref
 from tpkernels.kernels.recipe import Format, Recipe
 from tpkernels.kernels.scaled import Scaled, words_of
 from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
-from tpkernels.ops.numerics import Gathered, Kept, Plain
+from tpkernels.ops.numerics import Gathered, KeptRows, Plain
 from tpkernels.ops.quantized.weights import columns_of_weight, rows_of_weight
 
 Pair = tuple[Scaled, Scaled]
@@ -41,7 +41,7 @@ class Quantized(Plain):
     """Quantizes operands by a recipe, and computes products of them in fp8; results are in one dtype."""
 
     sums_any_order = False
-    kept: Kept = "own"
+    kept: KeptRows = "own"
 
     def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
         self.recipe, self._dtype = recipe, dtype

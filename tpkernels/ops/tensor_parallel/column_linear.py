@@ -36,7 +36,7 @@ from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
 from tpkernels.ops.main_grad import MainGrads, add_if_traced, check_main_grad, empty_weight_gradient
-from tpkernels.ops.numerics import Kept
+from tpkernels.ops.numerics import KeptRows
 from tpkernels.ops.tensor_parallel.layout import (
     Layout,
     apply_distinct,
@@ -213,7 +213,7 @@ def _column_forward(
     layout: Layout,
     activation: Activation,
     keep: bool,
-    kept: Kept,
+    kept: KeptRows,
 ) -> list[Tensor]:
     """Compute y of each weight; if keep, return z of each, if there is an activation; and kept rows of x."""
     narrowest = min(weight.shape[0] for weight in weights)
@@ -231,7 +231,7 @@ def _column_shapes(
     layout: Layout,
     activation: Activation,
     keep: bool,
-    kept: Kept,
+    kept: KeptRows,
 ) -> list[Tensor]:
     widths = [weight.shape[0] for weight in weights] * (2 if keep and activation != "none" else 1)
     shapes = [x.new_empty(x.shape[0] * layout.token_shards, width) for width in widths]
@@ -252,7 +252,7 @@ def _column_gradients(
     features: int,
     layout: Layout,
     activation: Activation,
-    kept: Kept,
+    kept: KeptRows,
 ) -> list[Tensor | None]:
     """Compute dx, dw of each weight, db of each. needs: of x, the weights, the biases
 

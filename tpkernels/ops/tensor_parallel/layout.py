@@ -16,7 +16,7 @@ from tpkernels.dispatch.operators import Packed
 from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import any_requires_grad, apply, as_dtype, in_forward_mode
-from tpkernels.ops.numerics import PLAIN, ComputeRows, Kept, Operand, Plain
+from tpkernels.ops.numerics import PLAIN, ComputeRows, KeptRows, Operand, Plain
 from tpkernels.ops.quantize import require_quantizable
 from tpkernels.ops.quantized.products import Quantized, quantized_named
 from tpkernels.ops.tensor_parallel.flag_waits import MultipliedRows
@@ -75,13 +75,13 @@ class Layout(NamedTuple):
         """How many ranks tokens are split over; 1 without sequence parallelism."""
         return self.group.size() if self.group is not None and self.sequence_parallel else 1
 
-    def kept(self, save_gathered: bool = False) -> Kept:
+    def kept(self, save_gathered: bool = False) -> KeptRows:
         """Which rows of x, as they were sent, forward saves in place of x."""
         if self.token_shards == 1:
             return "none"
         return "all" if save_gathered else self.numerics.kept
 
-    def empty_kept(self, x: Tensor, kept: Kept) -> Tensor:
+    def empty_kept(self, x: Tensor, kept: KeptRows) -> Tensor:
         """An empty tensor like the rows that are kept of x."""
         tokens = x.shape[0] * (self.token_shards if kept == "all" else 1)
         width, dtype = self.numerics.sent_as(x)
@@ -116,7 +116,7 @@ class Layout(NamedTuple):
         gathering = start_rows(op, what, self.numerics.sent(own), self.group, features, self.overlap)
         return GatheredRows(self, prepare, own, gathering, keep)
 
-    def gather_kept(self, op: str, name: str, rows: Tensor, kept: Kept, features: int) -> GatheredRows:
+    def gather_kept(self, op: str, name: str, rows: Tensor, kept: KeptRows, features: int) -> GatheredRows:
         """Gather all tokens of a matrix of `features`, of which forward kept these rows."""
         prepare = partial(self.numerics.kept_operand, features=features)
         if kept == "all":

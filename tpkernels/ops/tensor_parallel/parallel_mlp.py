@@ -49,7 +49,7 @@ from tpkernels.ops.main_grad import (
     check_main_grad,
     empty_weight_gradient,
 )
-from tpkernels.ops.numerics import Kept
+from tpkernels.ops.numerics import KeptRows
 from tpkernels.ops.tensor_parallel.layout import Layout, apply_distinct, checked_layout, recorded
 from tpkernels.ops.tensor_parallel.segments import require_segments
 
@@ -187,7 +187,7 @@ def _mlp_forward(
     layout: Layout,
     unit: Activation | Glu,
     keep: bool,
-    kept: Kept,
+    kept: KeptRows,
 ) -> list[Tensor]:
     """Compute y; if keep, return z, or u and g, and kept rows of x. weights: up, (gate,) down"""
     (*ups, w_down), numerics = weights, layout.numerics
@@ -206,7 +206,7 @@ def _mlp_shapes(
     layout: Layout,
     unit: Activation | Glu,
     keep: bool,
-    kept: Kept,
+    kept: KeptRows,
 ) -> list[Tensor]:
     *ups, w_down = weights
     tokens = x.shape[0] * layout.token_shards
@@ -229,7 +229,7 @@ def _mlp_gradients(
     features: int,
     layout: Layout,
     unit: Activation | Glu,
-    kept: Kept,
+    kept: KeptRows,
 ) -> list[Tensor | None]:
     """Compute dx, db_up, db_down, dw of each weight. needs: of these; x, features: as in `column_linear`"""
     op, numerics = "parallel_mlp backward", layout.numerics

@@ -49,10 +49,10 @@ def run(tasks: Sequence[Task], lines: Collection[Queue] = ()) -> dict[TaskKey, R
 
     lines: queues whose tasks start in the order in which they become ready
     """
-    return _Run(tasks, lines).all()
+    return _Scheduler(tasks, lines).all()
 
 
-class _Run:
+class _Scheduler:
     def __init__(self, tasks: Sequence[Task], lines: Collection[Queue]) -> None:
         self._tasks = {task.key: task for task in tasks}
         if len(self._tasks) < len(tasks):
