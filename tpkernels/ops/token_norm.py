@@ -49,8 +49,7 @@ def token_norm(
 ) -> Tensor:
     """Normalize the rows of x. x: (tokens, ..., features); rows: x as a matrix; the result is like rows"""
     if group is not None:
-        moved = x.shape[:-1]
-        group = checked_group(group, kind, dtype=x.dtype, rows=moved, width=x.shape[-1], tensors=[weight])
+        group = checked_group(group, kind, x, parameters=[weight])
     segments = _segments(kind, x, group)
     y: Tensor = apply(_TokenNorm, kind, rows, weight, bias, eps, segments, group)
     return y

@@ -120,7 +120,6 @@ def column_linear(
         sequence_parallel,
         overlap,
         (activation, save_gathered, quantize),
-        width=x.shape[-1] if x.ndim else 0,
     )
     if is_casting(x):
         x, *others = autocast(x, *weights, *biases)

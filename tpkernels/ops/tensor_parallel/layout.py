@@ -258,7 +258,7 @@ def checked_layout(
     overlap: bool,
     options: Sequence[object],
     *,
-    width: int,
+    width: int | None = None,
     name: str = "x",
 ) -> Layout:
     """Check that this rank is in the group and that x has tokens to split; return the op's layout.
@@ -268,10 +268,9 @@ def checked_layout(
     group = checked_group(
         group,
         op,
-        dtype=x.dtype,
-        rows=x.shape[:-1],
+        x,
         width=width,
-        tensors=[x, *parameters],
+        parameters=parameters,
         options=(*options, sequence_parallel, overlap),
     )
     if sequence_parallel and x.ndim < 2:

@@ -96,10 +96,7 @@ def reduce_scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
 def _region(op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
     if x.ndim < 1:
         raise ValueError(f"{op}: expected at least one dimension, got a tensor without")
-    options = forward, backward
-    group = checked_group(
-        group, op, dtype=x.dtype, rows=x.shape[:-1], width=x.shape[-1], tensors=[x], options=options
-    )
+    group = checked_group(group, op, x, options=(forward, backward))
     recorded = torch.is_grad_enabled() and x.requires_grad
     if mode.segments and (forward.startswith("sum") or (recorded and backward.startswith("sum"))):
         raise ValueError(

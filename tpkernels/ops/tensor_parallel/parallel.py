@@ -43,26 +43,29 @@ debug = env_flag("TPKERNELS_DEBUG", default=False)
 def checked_group(
     group: object,
     op: str,
+    x: Tensor,
     *,
-    dtype: torch.dtype,
-    rows: tuple[int, ...],
-    width: int,
-    tensors: Sequence[Tensor | None] = (),
+    rows: Sequence[int] | None = None,
+    width: int | None = None,
+    parameters: Sequence[Tensor | None] = (),
     options: Sequence[object] = (),
 ) -> ProcessGroup:
     """Return `group` if this rank is a member; with TPKERNELS_DEBUG=1 compare the request over ranks first.
 
-    rows: leading dimensions of the rows that are moved; width: their features; dtype: before autocast
-    tensors: those that may need gradients
+    x: an input of the op, before autocast
+    rows, width: leading dimensions and features of the rows that are moved, if not those of x
+    parameters: other inputs that may need gradients
     options: all else that ranks must have alike
     """
     group = required_group(group, op=op)
     if debug and group.size() > 1 and not torch.compiler.is_compiling():
-        device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu")).type
+        device, dtype = x.device.type, x.dtype
         if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
         grad = torch.is_grad_enabled()
-        needs = [grad and tensor is not None and tensor.requires_grad for tensor in tensors]
+        needs = [grad and each is not None and each.requires_grad for each in (x, *parameters)]
+        rows = x.shape[:-1] if rows is None else rows
+        width = (x.shape[-1] if x.ndim else 0) if width is None else width
         moved = f"what is moved: {(*rows, width)} {dtype}"
         agree(Claim(op, (moved, f"requires_grad: {needs}", f"options: {tuple(options)}")), group)
     return group

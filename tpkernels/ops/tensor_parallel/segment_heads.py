@@ -38,15 +38,7 @@ def segment_heads(x_shard: Tensor, group: ProcessGroup, heads: int) -> Tensor:
     heads: of keys or values, over all ranks
     returns: (tokens, batch, segments of this rank, features of a head)
     """
-    group = checked_group(
-        group,
-        OP,
-        dtype=x_shard.dtype,
-        rows=x_shard.shape[:-1],
-        width=x_shard.shape[-1],
-        tensors=[x_shard],
-        options=(heads,),
-    )
+    group = checked_group(group, OP, x_shard, options=(heads,))
     y: Tensor = apply(_SegmentHeads, x_shard, group, heads)
     return y
 

@@ -78,22 +78,15 @@ def vocab_cross_entropy(
             f"{OP}: expected a target for each row of logits_shard {tuple(logits_shard.shape)}, got "
             f"{tuple(target.shape)}"
         )
-    group = checked_group(
-        group,
-        OP,
-        dtype=logits_shard.dtype,
-        rows=tuple(leading),
-        width=width,
-        tensors=[logits_shard],
-        options=(label_smoothing, ignore_index, vocab_size),
-    )
-    options = LossOptions(group, vocab_size, label_smoothing, ignore_index)
-    sharded_loss(OP, options, width)  # raises if the options are wrong
+    options = label_smoothing, ignore_index, vocab_size
+    group = checked_group(group, OP, logits_shard, options=options)
+    loss_options = LossOptions(group, vocab_size, label_smoothing, ignore_index)
+    sharded_loss(OP, loss_options, width)  # raises if the options are wrong
     require_ids(OP, "target", target, logits_shard)
     if overwrite_logits and not torch.compiler.is_compiling():  # compiled code overwrites nothing
         _require_disposable(logits_shard)
     loss: Tensor = _VocabCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        tokens_of(logits_shard), target.reshape(-1), options, overwrite_logits
+        tokens_of(logits_shard), target.reshape(-1), loss_options, overwrite_logits
     )
     return loss if target.ndim == 1 else loss.view(target.shape)
 
@@ -228,9 +221,7 @@ def _losses(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tenso
     return loss, target, maximum, total
 
 
-def _losses_shape(
-    logits: Tensor, target: Tensor, options: LossOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _losses_shape(logits: Tensor, target: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
     return loss, torch.empty_like(target), torch.empty_like(loss), torch.empty_like(loss)
 
@@ -242,9 +233,7 @@ def _gradient(
     return losses.gradient(logits, target, maximum, total, dloss, in_place=False)
 
 
-def _gradient_shape(
-    logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor, options: LossOptions
-) -> Tensor:
+def _gradient_shape(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape)
 
 

@@ -69,15 +69,8 @@ def vocab_embedding(
             f"{tuple(weight_shard.shape)} in {weight_shard.dtype}"
         )
     leading, (width, features) = ids.shape, weight_shard.shape
-    group = checked_group(
-        group,
-        OP,
-        dtype=weight_shard.dtype,
-        rows=(*leading, width),
-        width=features,
-        tensors=[weight_shard],
-        options=(sequence_parallel, padding_idx, vocab_size),
-    )
+    options = sequence_parallel, padding_idx, vocab_size
+    group = checked_group(group, OP, weight_shard, rows=(*leading, width), options=options)
     size = vocab_shard(OP, group, width, vocab_size).size
     if padding_idx is not None:
         if not -size <= padding_idx < size:
@@ -170,15 +163,7 @@ def _gradient(
     return dweight
 
 
-def _gradient_shape(
-    dy: Tensor,
-    ids: Tensor,
-    rows: int,
-    dtype: torch.dtype,
-    group: Group,
-    sequence_parallel: bool,
-    padding_idx: int | None,
-) -> Tensor:
+def _gradient_shape(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype, *_: object) -> Tensor:
     return dy.new_empty(rows, dy.shape[1], dtype=dtype)
 
 

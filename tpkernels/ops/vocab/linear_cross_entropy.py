@@ -99,10 +99,8 @@ def linear_cross_entropy(
     group = checked_group(
         group,
         OP,
-        dtype=hidden.dtype,
-        rows=hidden.shape[:-1],
-        width=features,
-        tensors=[hidden, weight_shard],
+        hidden,
+        parameters=[weight_shard],
         options=(ignore_index, label_smoothing, reduction, vocab_size, sequence_parallel, chunk_tokens),
     )
     if is_casting(hidden):
@@ -388,10 +386,7 @@ def _token_losses(
 
 
 def _token_losses_shape(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    options: LossOptions,
+    hidden: Tensor, weight: Tensor, target: Tensor, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = hidden.new_empty(target.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
     return loss, torch.empty_like(target), torch.empty_like(loss), torch.empty_like(loss)

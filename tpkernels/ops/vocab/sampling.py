@@ -144,17 +144,8 @@ def _checked(
     op: str, logits: Tensor, group: ProcessGroup, vocab_size: int | None, options: Sequence[object] = ()
 ) -> tuple[ProcessGroup, VocabShard]:
     require_logits(op, logits)
-    rows, width = logits.shape[:-1], logits.shape[-1]
-    group = checked_group(
-        group,
-        op,
-        dtype=logits.dtype,
-        rows=rows,
-        width=width,
-        tensors=[logits],
-        options=[vocab_size, *options],
-    )
-    return group, vocab_shard(op, group, width, vocab_size)
+    group = checked_group(group, op, logits, options=[vocab_size, *options])
+    return group, vocab_shard(op, group, logits.shape[-1], vocab_size)
 
 
 def _require_options(temperature: float, top_k: int | None, top_p: float | None) -> None:
