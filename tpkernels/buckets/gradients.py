@@ -206,7 +206,7 @@ class GradientBuckets:
         return self._engine.launched_in_backward() if self._engine is not None else 0
 
     def unfinished(self) -> list[nn.Parameter]:
-        """All parameters, if gradients have come that are not reduced; else none."""
+        """Return all parameters if gradients have come that are not reduced; else none."""
         return self._parameters if self._engine is not None and self._engine.is_midway() else []
 
     def gradient_shards(self) -> list[Tensor]:

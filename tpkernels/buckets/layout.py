@@ -28,7 +28,7 @@ class LayoutRules:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """`bucket_of` and `offset_of` by tensor, `elements` by bucket. Offsets are in elements."""
+    """Where tensors lie: `bucket_of` and `offset_of` by tensor, in elements; `elements` by bucket."""
 
     bucket_of: list[int]
     offset_of: list[int]

@@ -109,7 +109,7 @@ class BucketMemory:
         return self._neighbours is not None and self._neighbours.zero()
 
     def leave(self, patience: float | None = None) -> None:
-        """patience: seconds, if not the timeout of other waits"""
+        """Wait for what is on its way. patience: seconds, if not the timeout of other waits"""
         if self._neighbours is not None:
             self._neighbours.leave(patience)
 
@@ -279,7 +279,7 @@ class MemoryMap:
         self._place(marked=False)
 
     def visible(self, memory: mmap.mmap, *, marked: bool) -> VisibleMemory:
-        """What tensor-parallel ranks (`marked`) or data-parallel ranks see of a rank's memory."""
+        """The tensors in a rank's memory that tensor-parallel (`marked`) or data-parallel ranks see."""
         numbers = self._marked if marked else range(len(self._buckets))
         words, bucket_words = self._marked_words if marked else self._words, BUCKET_WORDS * len(numbers)
         wanted = [(*self._buckets[number][:2], self._offsets[number]) for number in numbers]

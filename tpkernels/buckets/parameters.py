@@ -1,4 +1,4 @@
-"""What `GradientBuckets` requires of parameters and of their training loop, and what it sets on them.
+"""Requirements of `GradientBuckets` on parameters and their training loop, and attributes that it sets.
 
 Three mistakes would give wrong numbers without an error, and are refused here: a parameter that joined the
 module later has a gradient that nobody reduces; an optimizer that steps before `finish` uses this rank's
@@ -213,7 +213,7 @@ class Watched(Protocol):
     """Buckets whose parameters no optimizer may step yet."""
 
     def unfinished(self) -> Sequence[Tensor]:
-        """All parameters while gradients have come that are not reduced; else none."""
+        """Return all parameters if gradients have come that are not reduced; else none."""
 
 
 _watched: WeakSet[Watched] = WeakSet()

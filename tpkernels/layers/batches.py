@@ -77,7 +77,7 @@ def _find_root(layer: nn.Module, _: object) -> None:
 
 
 def _outermost_call() -> Mapping[str, Any]:
-    """`self`, `args` and `kwargs` of the outermost module call on the stack."""
+    """Find `self`, `args` and `kwargs` of the outermost module call on the stack."""
     frame: FrameType | None = inspect.currentframe()
     found = frame
     while frame is not None:

@@ -53,7 +53,7 @@ class RMSNorm(MarkedModule):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., hidden_size)"""
+        """Normalize x, (..., hidden_size)."""
         return ops.rms_norm(x, self.weight, eps=self.eps, group=_group(self.world))
 
     def extra_repr(self) -> str:
@@ -96,7 +96,7 @@ class LayerNorm(MarkedModule):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., hidden_size)"""
+        """Normalize x, (..., hidden_size)."""
         return ops.layer_norm(x, self.weight, self.bias, eps=self.eps, group=_group(self.world))
 
     def extra_repr(self) -> str:

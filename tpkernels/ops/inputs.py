@@ -1,4 +1,4 @@
-"""What ops do to their inputs first: autocast, checks, flattening of leading dimensions into tokens."""
+"""Preparation of an op's inputs: autocast, checks, flattening of leading dimensions into tokens."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def like_tokens(y: Tensor, x: Tensor) -> Tensor:
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor.to(dtype)`, without the dispatch where the dtype is right already."""
+    """Return `tensor.to(dtype)`, without a dispatch if the dtype is right already."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 

@@ -99,7 +99,7 @@ class Plain:
         return numbers
 
     def described(self, operand: Operand) -> str:
-        """What of an operand, besides its shape, must be the same on all ranks."""
+        """Describe what of an operand, besides its shape, must be the same on all ranks."""
         return ""
 
     def dtype(self, rows: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""What `quantize=` of ops and layers takes: a recipe of fp8, and where it is refused.
+"""The argument `quantize=` of ops and layers: a recipe of fp8, and the checks that refuse it.
 
 For callers of ops, which do not see kernels.
 """

@@ -91,7 +91,7 @@ class _Glu(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """f(g) * u, of products that were computed before."""
+    """The gate f(g) * u of two products that were computed apart."""
 
     @staticmethod
     def forward(ctx: Context, u: Tensor, g: Tensor, kind: Glu) -> Tensor:

@@ -52,7 +52,8 @@ def headline(plan: Groups) -> str:
 
 
 def name_of(rank: int, unit: Unit) -> str:
-    """
+    """The short name of a rank.
+
     >>> name_of(3, "GPU"), name_of(3, "rank")
     ('g3', 'r3')
     """

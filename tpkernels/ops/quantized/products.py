@@ -119,7 +119,7 @@ class Quantized(Plain):
     def unit(
         self, rows: Gathered, ups: Sequence[Tensor], b_up: Tensor | None, unit: Activation | Glu, keep: bool
     ) -> tuple[Scaled, list[Tensor]]:
-        """h is quantized from fp32, and never written in 16 bits."""
+        """As in `Plain`; h is quantized from fp32, and never written in 16 bits."""
         zs = rows.products(ups, [b_up, *[None] * (len(ups) - 1)])
         scaling, power_of_two = self.recipe.scaling, self.recipe.power_of_two
         if unit in GATE_OF:

@@ -139,7 +139,7 @@ def column_linear(
 def _listed(
     op: str, name: str, values: Tensor | Sequence[Tensor | None] | None, count: int
 ) -> list[Tensor | None]:
-    """`values` as a list, one for each weight; an error if there are more or fewer."""
+    """Return `values` as a list, one for each weight; an error if there are more or fewer."""
     if values is None:
         return [None] * count
     listed: list[Tensor | None] = [values] if isinstance(values, Tensor) else list(values)

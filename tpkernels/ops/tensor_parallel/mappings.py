@@ -202,12 +202,12 @@ def _summed(op: str, x: Tensor, rows: Tensor, group: ProcessGroup, *, scatter: b
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as a matrix, one row a token."""
+    """Return x as a matrix, one row a token."""
     return x.reshape(x.shape[0], x[0].numel() if len(x) else 0)
 
 
 def _shaped(moved: Tensor, *shape: int) -> Tensor:
-    """`moved` in the caller's shape, but no view for autograd, into which callers could not write."""
+    """Return `moved` in the caller's shape, as no view for autograd, into which callers could not write."""
     shaped: Tensor = torch.ops.aten._unsafe_view(moved, shape)
     return shaped
 

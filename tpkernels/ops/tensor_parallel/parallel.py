@@ -1,4 +1,4 @@
-"""What ops over a group share: they check the group, begin calls, gather rows and reduce sums."""
+"""The steps that ops over a group share: check the group, begin a call, gather rows, reduce sums."""
 
 from __future__ import annotations
 

@@ -91,5 +91,5 @@ def product_sum(pairs: Sequence[Pair], *, transposed: bool) -> Tensor:
 
 
 def rows_of(tensor: Tensor, rows: slice) -> Tensor:
-    """tensor[rows], without indexing where that is all of it."""
+    """Return tensor[rows], without indexing if that is all of it."""
     return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]

@@ -130,7 +130,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
 
 class LossOptions(NamedTuple):
-    """All arguments of a loss but its tensors."""
+    """The arguments of a loss, without its tensors."""
 
     group: Group
     vocab_size: int | None

@@ -44,7 +44,7 @@ class VocabShard:
 
     @property
     def segments(self) -> list[VocabSegment]:
-        """What one call takes: the full shard, or with TP-invariance each of its segments."""
+        """The segments that one call each computes: with TP-invariance several, else the full shard."""
         total = max(1, segments_of("vocabulary", self.group))
         width = self.width // total
         firsts = [self.first_id + number * width for number in range(total)]
