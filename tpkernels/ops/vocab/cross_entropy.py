@@ -18,7 +18,7 @@ Saved for backward: logits_shard, and three numbers a token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import tokens_of
+from tpkernels.ops.inputs import Context, apply, tokens_of
 from tpkernels.ops.tensor_parallel.parallel import (
     checked_group,
     gather_numbers,
@@ -85,9 +85,8 @@ def vocab_cross_entropy(
     require_ids(OP, "target", target, logits_shard)
     if overwrite_logits and not torch.compiler.is_compiling():  # compiled code overwrites nothing
         _require_disposable(logits_shard)
-    loss: Tensor = _VocabCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        tokens_of(logits_shard), target.reshape(-1), loss_options, overwrite_logits
-    )
+    tokens, targets = tokens_of(logits_shard), target.reshape(-1)
+    loss: Tensor = apply(_VocabCrossEntropy, tokens, targets, loss_options, overwrite_logits)
     return loss if target.ndim == 1 else loss.view(target.shape)
 
 
@@ -108,7 +107,7 @@ def _require_disposable(logits: Tensor) -> None:
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, options: LossOptions, overwrite_logits: bool
+        ctx: Context, logits: Tensor, target: Tensor, options: LossOptions, overwrite_logits: bool
     ) -> Tensor:
         ctx.options, ctx.overwrite = options, overwrite_logits
         loss, *saved = _token_losses(logits, target, options)
@@ -118,7 +117,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @first_order(OP)
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, maximum, total = ctx.saved_tensors
         if ctx.overwrite and not torch.compiler.is_compiling():
             losses = sharded_loss(OP, ctx.options, logits.shape[1])

@@ -17,8 +17,6 @@ Saved for backward: ids.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -27,6 +25,7 @@ from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.first_order import first_order
+from tpkernels.ops.inputs import Context, apply
 from tpkernels.ops.tensor_parallel.parallel import (
     checked_group,
     require_divisible,
@@ -83,9 +82,8 @@ def vocab_embedding(
         require_divisible(OP, ids, group)
     if len(leading) != 1:
         ids = ids.reshape(-1)
-    y: Tensor = _VocabEmbedding.apply(  # type: ignore[no-untyped-call]
-        ids.contiguous(), weight_shard, group, size, sequence_parallel, padding_idx
-    )
+    arguments = ids.contiguous(), weight_shard, group, size, sequence_parallel, padding_idx
+    y: Tensor = apply(_VocabEmbedding, *arguments)
     if len(leading) == 1:
         return y
     if sequence_parallel:
@@ -96,7 +94,7 @@ def vocab_embedding(
 class _VocabEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         ids: Tensor,
         weight: Tensor,
         group: ProcessGroup,
@@ -110,7 +108,7 @@ class _VocabEmbedding(torch.autograd.Function):
 
     @staticmethod
     @first_order(OP)
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         return None, _table_gradient(dy, ids, *ctx.table), None, None, None, None
 

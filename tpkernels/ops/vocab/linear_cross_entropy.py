@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -39,7 +39,9 @@ from tpkernels.dispatch.products import sums_dtype
 from tpkernels.dispatch.segments import segment_sum
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
+    Context,
     any_requires_grad,
+    apply,
     as_dtype,
     autocast,
     check_linear,
@@ -123,10 +125,10 @@ def linear_cross_entropy(
     arguments = (tokens_of(hidden), weight_shard, target.reshape(-1), options, main_grad)
     loss: Tensor
     if reduction == "none":
-        loss = _TokenLosses.apply(*arguments)  # type: ignore[no-untyped-call]
+        loss = apply(_TokenLosses, *arguments)
         return loss.view(target.shape)
     needs = any_requires_grad(hidden), any_requires_grad(weight_shard)
-    loss, _ = _ReducedLoss.apply(*arguments, reduction, *needs)  # type: ignore[no-untyped-call]
+    loss, _ = apply(_ReducedLoss, *arguments, reduction, *needs)
     return loss
 
 
@@ -135,7 +137,7 @@ class _ReducedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
@@ -154,7 +156,7 @@ class _ReducedLoss(torch.autograd.Function):
 
     @staticmethod
     @first_order(OP, reads_intermediates=True)
-    def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         share, dhidden, dweight = ctx.saved_tensors
         dtype = ctx.dtype if ctx.main_grad is None else torch.promote_types(ctx.dtype, torch.float32)
         dhidden, dweight = reduced_gradients(dloss * share, dhidden, dweight, ctx.dtype, dtype, ctx.options)
@@ -166,7 +168,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
@@ -180,7 +182,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     @first_order(OP)
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dloss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, target, maximum, total = ctx.saved_tensors
         dtype = weight.dtype if ctx.main_grad is None else torch.promote_types(weight.dtype, torch.float32)
         needs_dhidden, needs_dweight, *_ = ctx.needs_input_grad
