@@ -35,7 +35,6 @@ from tpkernels.comm.agreement import CannotTakePart, offers_of_all
 from tpkernels.comm.calls import handshake, is_alive
 from tpkernels.comm.groups import start_all_reduce, start_reduce_scatter
 from tpkernels.comm.transports import select
-from tpkernels.comm.transports.select import choices
 from tpkernels.tp_invariance import mode
 
 Collective = Literal["all_reduce", "reduce_scatter"]
@@ -179,7 +178,7 @@ def _name(group: ProcessGroup) -> str:
 
 
 def _say(group: ProcessGroup, key: SizeClass, what: str) -> None:
-    choices.info(
+    select.choices.info(
         "gradient buckets of up to %.3g MiB %s, %s, process group '%s' of %d ranks: %s",
         key.size / 2**20, str(key.dtype).removeprefix("torch."), key.collective, group.group_name,
         group.size(), what,
