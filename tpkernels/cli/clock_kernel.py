@@ -28,6 +28,8 @@ ENGINES = {"products": "tensor cores", "copies": "copies in flight", "stores": "
 
 @dataclass(frozen=True, slots=True)
 class ClockRequest:
+    """The entry to clock, and the sizes of its product."""
+
     entry: Entry
     shape: tuple[int, int, int]  # tokens, out_features, in_features
     drawing: bool

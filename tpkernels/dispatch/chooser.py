@@ -64,6 +64,8 @@ Source = Literal[
 
 
 class HasName(Protocol):
+    """What a chooser chooses from: it needs a name."""
+
     @property
     def name(self) -> str: ...
 

@@ -77,6 +77,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class CompileJob:
+    """An entry to compile for one architecture."""
+
     entry: Entry
     architecture: str
 

@@ -72,6 +72,8 @@ class FromCatalog:
 
 @dataclass(frozen=True, slots=True)
 class ClockedJob:
+    """A job, and how its kernel is launched to be clocked."""
+
     job: CompileJob
     launching: Launching | None  # None: it is not clocked
 

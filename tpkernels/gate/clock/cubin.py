@@ -20,6 +20,8 @@ class WrongArchitecture(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KernelParameter:
+    """Where a parameter of a kernel lies."""
+
     offset: int  # in constant bank 0
     size: int
 

@@ -43,6 +43,8 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True)
 class SourceOperand:
+    """A register that an instruction reads, and how its value is changed on the way."""
+
     name: str
     change: Change | None = None
 
