@@ -14,7 +14,7 @@ WARP_REGISTERS = 256  # in which a warp is given registers
 
 @dataclass(frozen=True, slots=True)
 class SmLimits:
-    """What an SM has."""
+    """The resources of one SM, which limit how many blocks it runs at once."""
 
     shared: int  # bytes
     threads: int

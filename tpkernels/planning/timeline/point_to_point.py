@@ -21,7 +21,7 @@ CORES: Resource = ("machine", "cores")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRanks:
-    """What its ranks were measured to take."""
+    """Times that ranks of one machine were measured to take."""
 
     product: Callable[[str, int], float]  # seconds of a kernel with so many rows, or so many deep for wgrad
     sum: float  # seconds of the sum of all slots
