@@ -41,6 +41,7 @@ SHARED_NAMES = {  # public classes of one name in several files, and why
     "layers, and what Megatron is given under its own names": "ColumnParallelLinear RowParallelLinear "
     "VocabParallelEmbedding LayerNorm RMSNorm",
     "of an op in ops, of memory that ranks share in comm": "Layout",
+    "what is used of torch's `_SymmetricMemory`, and what stands for it": "Handle",
 }
 MAX_LINES = 600  # ask whether a longer file holds two ideas
 FILES = sorted(

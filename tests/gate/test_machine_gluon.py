@@ -13,7 +13,7 @@ from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.launchers import primitive
 from tpkernels.gate.machine import orders, program
 from tpkernels.gate.machine.steps import Steps
-from tpkernels.gate.numerics import Case, RandomOperands, examine
+from tpkernels.gate.numerics import NumericCase, RandomOperands, examine
 from tpkernels.kernels.matmul_tile import MatmulTile, compiles
 
 # the same rows a warp as what is shipped, fewer columns
@@ -165,5 +165,5 @@ def test_gate_computes_every_shipped_tile_and_reports_what_is_wrong():
     assert examine(case, Frames()).failure == ""
     with edited(epilogues, "act(gate, ACTIVATION, FAST) * up", "act(gate, ACTIVATION, FAST) + up"):
         assert "h is off by" in examine(case, Frames()).failure
-    idle = Case("idle", partial(numerics._emulated, dict, machine.EAGER, explores=False))
+    idle = NumericCase("idle", partial(numerics._emulated, dict, machine.EAGER, explores=False))
     assert examine(idle, Frames()).failure == "RuntimeError: launched no Gluon kernel"

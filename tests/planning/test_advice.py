@@ -12,9 +12,9 @@ from tpkernels import GPT, model_config
 from tpkernels.gpus import RATED_GPUS
 from tpkernels.planning.advice import advise
 from tpkernels.planning.job import Job, RankLayout, layouts
-from tpkernels.planning.machine import Machine
+from tpkernels.planning.machine import Hardware
 
-H100 = Machine(RATED_GPUS["h100"])
+H100 = Hardware(RATED_GPUS["h100"])
 LLAMA_70B = Job(model=model_config("llama3-70b"), tokens=8192, batch=512)
 
 
@@ -31,7 +31,7 @@ def test_layouts_are_all_that_use_every_gpu():
 
 @once(gpu=[*RATED_GPUS], recompute=["none", "full"])
 def test_each_layout_is_in_one_place(gpu, recompute):
-    machine = Machine(RATED_GPUS[gpu])
+    machine = Hardware(RATED_GPUS[gpu])
     advice = advise(replace(LLAMA_70B, recompute=recompute), machine, 64, 8)
     fitting = [found.layout for found in advice.fitting]
     large = [found.layout for found in advice.too_large]

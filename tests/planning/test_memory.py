@@ -15,7 +15,7 @@ from tpkernels import GPT, create_parallel_state, initialize_model_parallel, pla
 from tpkernels.buckets.layout import ALIGNMENT
 from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.memory import (
-    Memory,
+    MemoryUse,
     activations_of_stage,
     kept_by_block,
     kept_by_head,
@@ -145,5 +145,5 @@ def test_states_are_split_over_data_ranks_and_the_fullest_stage_counts():
     assert (four.optimizer, four.update) == (one.optimizer // 4, one.update // 4)
     stages = [memory_of_stage(job, RankLayout(1, 4, 1), stage) for stage in range(4)]
     assert memory_of(job, RankLayout(1, 4, 1)).peak == max(stage.peak for stage in stages)
-    assert Memory(1, 2, 4, 8, 16).peak == 23
-    assert Memory(1, 2, 4, 16, 8).peak == 23
+    assert MemoryUse(1, 2, 4, 8, 16).peak == 23
+    assert MemoryUse(1, 2, 4, 16, 8).peak == 23

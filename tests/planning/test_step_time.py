@@ -12,13 +12,13 @@ from tpkernels.dispatch.candidates import TARGET_GPUS
 from tpkernels.gpus import RATED_GPUS, RatedGpu, gpu_named
 from tpkernels.models.config import model_config
 from tpkernels.planning.job import Job, RankLayout
-from tpkernels.planning.machine import Machine
+from tpkernels.planning.machine import Hardware
 from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.planning.step_time import exposed, step_time
 from tpkernels.planning.work import Work, _TransferTimes, message_between_stages
 
 ROUND = RatedGpu("round numbers", 132, flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
-MACHINE = Machine(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)
+MACHINE = Hardware(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)
 JOB = Job(model=LLAMA.with_sizes(num_layers=8), tokens=64, batch=16)
 
 

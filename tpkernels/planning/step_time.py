@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from tpkernels.buckets.layout import SMALLEST_BUCKET_BYTES
 from tpkernels.planning.exposed import block_exposed
 from tpkernels.planning.job import Job, RankLayout
-from tpkernels.planning.machine import Machine
+from tpkernels.planning.machine import Hardware
 from tpkernels.planning.memory import GRADIENT
 from tpkernels.planning.parameters import ParameterCount, parameters_of_stage, table_elements
 from tpkernels.planning.work import (
@@ -55,7 +55,7 @@ def exposed(work: Work, products: float, transfers: float) -> float:
     return max(work.transfers_alone * transfers, transfers - products * (1 - work.products_alone))
 
 
-def step_time(job: Job, layout: RankLayout, machine: Machine) -> StepTime:
+def step_time(job: Job, layout: RankLayout, machine: Hardware) -> StepTime:
     stages = layout.pipeline
     turns = [_turn(job, layout, machine, stage) for stage in range(stages)]
     compute, waiting = max(turns, key=sum)
@@ -68,7 +68,7 @@ def step_time(job: Job, layout: RankLayout, machine: Machine) -> StepTime:
     )
 
 
-def _turn(job: Job, layout: RankLayout, machine: Machine, stage: int) -> tuple[float, float]:
+def _turn(job: Job, layout: RankLayout, machine: Hardware, stage: int) -> tuple[float, float]:
     """Of one microbatch on a stage, forward and backward: seconds of products, and of waiting for rows."""
     tensor, stages = layout.tensor, layout.pipeline
     processors = machine.gpu.processors
@@ -89,7 +89,7 @@ def _turn(job: Job, layout: RankLayout, machine: Machine, stage: int) -> tuple[f
     return blocks * compute + compute_at_end, blocks * waiting + waiting_at_end
 
 
-def _seconds(works: Iterable[Work], machine: Machine, tensor: int) -> tuple[float, float]:
+def _seconds(works: Iterable[Work], machine: Hardware, tensor: int) -> tuple[float, float]:
     compute = waiting = 0.0
     for work in works:
         products = machine.computing(work.flops)
@@ -115,7 +115,7 @@ def marked_bytes(job: Job, layout: RankLayout, parameters: ParameterCount) -> fl
     return 2 * GRADIENT * parameters.marked * (layout.tensor - 1) / layout.tensor
 
 
-def _once_a_step(job: Job, layout: RankLayout, machine: Machine, stage: int) -> float:
+def _once_a_step(job: Job, layout: RankLayout, machine: Hardware, stage: int) -> float:
     """Seconds of transfers that follow the last backward of a stage, or outlast it."""
     tensor, data = layout.tensor, layout.data
     parameters = parameters_of_stage(job, layout, stage)
@@ -132,7 +132,7 @@ def _once_a_step(job: Job, layout: RankLayout, machine: Machine, stage: int) -> 
     return exposed(ends, backward, reducing) + gathering + summing
 
 
-def _tied_table(job: Job, layout: RankLayout, machine: Machine) -> float:
+def _tied_table(job: Job, layout: RankLayout, machine: Hardware) -> float:
     """Seconds in which first and last stage sum the gradients of the table that both hold."""
     if not job.model.tied or layout.pipeline == 1:
         return 0.0

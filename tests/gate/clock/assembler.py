@@ -10,7 +10,7 @@ from tpkernels.gate.clock.effects import Effect
 from tpkernels.gate.clock.instructions import Instruction
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.rates import SmRates
-from tpkernels.gate.clock.semantics import Step
+from tpkernels.gate.clock.semantics import DecodedStep
 from tpkernels.gate.clock.timeline import Run
 from tpkernels.gate.clock.values import BlockValues, Constants, WarpState
 
@@ -21,7 +21,7 @@ Does = Callable[[WarpState], Effect | None] | Effect | None
 class Assembly:
     """Each call appends an instruction; `loop` goes back so many times."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[DecodedStep] = field(default_factory=list)
 
     def __call__(
         self,
@@ -41,7 +41,7 @@ class Assembly:
         one = Instruction(
             16 * len(self.steps), guard, opcode, tuple(modifiers), parts, stall, False, writes, reads, waits
         )
-        self.steps.append(Step(one, _execute(does, warps)))
+        self.steps.append(DecodedStep(one, _execute(does, warps)))
 
     def loop(self, to: int, count: int) -> None:
         """What is from step `to` to here runs `count` times."""

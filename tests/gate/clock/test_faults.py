@@ -4,7 +4,7 @@ import pytest
 
 from tests.gate.clock.assembler import Assembly, SmLaunch, ring, timed
 from tpkernels.gate.clock import effects, faults
-from tpkernels.gate.clock.semantics import Step
+from tpkernels.gate.clock.semantics import DecodedStep
 
 
 def program(*instructions):
@@ -32,7 +32,7 @@ def test_a_path_without_an_end():
 def test_a_slot_that_is_never_freed():
     stuck, launch = ring(2, 6)
     stuck.steps = [
-        Step(step.instruction, None) if step.instruction.modifiers == ("ARRIVE", "A1T0") else step
+        DecodedStep(step.instruction, None) if step.instruction.modifiers == ("ARRIVE", "A1T0") else step
         for step in stuck.steps
     ]
     with pytest.raises(faults.Deadlock, match=r"warp 4, SYNCS at .* waits for mbarrier 0x100, whose phase 0"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tpkernels.gate.clock.rates import SmRates
-from tpkernels.gate.clock.semantics import Step
+from tpkernels.gate.clock.semantics import DecodedStep
 from tpkernels.gate.clock.table import PIPES, TABLE, OpcodeKind
 from tpkernels.gate.clock.values import Value
 
@@ -15,7 +15,7 @@ from tpkernels.gate.clock.values import Value
 class Operation:
     """Plain attributes, for the processor's loop reads them at each issue."""
 
-    def __init__(self, step: Step, machine: SmRates) -> None:
+    def __init__(self, step: DecodedStep, machine: SmRates) -> None:
         instruction = step.instruction
         opcode, modifiers, operands = instruction.opcode, instruction.modifiers, instruction.operands
         row = TABLE[opcode]
@@ -43,7 +43,7 @@ class Operation:
                 self.kind = OpcodeKind.PLAIN
 
 
-def operations(program: Sequence[Step], machine: SmRates) -> list[Operation]:
+def operations(program: Sequence[DecodedStep], machine: SmRates) -> list[Operation]:
     return [Operation(step, machine) for step in program]
 
 

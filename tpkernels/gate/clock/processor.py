@@ -10,12 +10,12 @@ import heapq
 from collections.abc import Sequence
 
 from tpkernels.gate.clock import effects
-from tpkernels.gate.clock.blocks import Block, Warp
+from tpkernels.gate.clock.blocks import ThreadBlock, Warp
 from tpkernels.gate.clock.faults import ClockFault, Deadlock, NeverEnds, ScoreboardNeverSet
 from tpkernels.gate.clock.launch import SmLaunch
 from tpkernels.gate.clock.operations import Operation, active, operations
 from tpkernels.gate.clock.rates import SmRates
-from tpkernels.gate.clock.semantics import Step
+from tpkernels.gate.clock.semantics import DecodedStep
 from tpkernels.gate.clock.sm import NOBODY_KNOWS, CopyInFlight, Sm
 from tpkernels.gate.clock.table import PIPES, OpcodeKind
 from tpkernels.gate.clock.timeline import Run
@@ -28,7 +28,7 @@ INACTIVE = 12.0  # latency of an instruction without an active lane
 
 
 def run(
-    program: Sequence[Step],
+    program: Sequence[DecodedStep],
     launch: SmLaunch,
     machine: SmRates | None = None,
     *,
@@ -41,7 +41,7 @@ def run(
 
 class _Processor:
     def __init__(
-        self, program: Sequence[Step], launch: SmLaunch, machine: SmRates, drawing: bool, budget: int
+        self, program: Sequence[DecodedStep], launch: SmLaunch, machine: SmRates, drawing: bool, budget: int
     ) -> None:
         self.launch, self.machine, self.budget = launch, machine, budget
         self.operations = operations(program, machine)
@@ -51,7 +51,7 @@ class _Processor:
         self.issue_free = [0.0] * SCHEDULERS
         self.pipe_free = [[0.0] * len(PIPES) for _ in range(SCHEDULERS)]
         self.programs = iter(launch.programs)
-        self.blocks: list[Block] = []
+        self.blocks: list[ThreadBlock] = []
         self.lives: dict[int, tuple[float, float]] = {}  # of blocks that have ended
         self.stalls: list[dict[str, float]] = [{} for _ in range(launch.warps)]
         self.issued = self.guessed = 0
@@ -82,7 +82,7 @@ class _Processor:
         if program is None:
             return
         warps = self.launch.warps
-        block = Block(len(self.blocks), slot, warps, self.launch.registers, when)
+        block = ThreadBlock(len(self.blocks), slot, warps, self.launch.registers, when)
         self.blocks.append(block)
         for number, state in enumerate(self.launch.states(program)):
             warp = Warp(block, number, (slot * warps + number) % SCHEDULERS, state, when)

@@ -23,12 +23,12 @@ _BRANCHES = ("BRA", "BRX", "BRXU", "EXIT", "RET", "CALL")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DecodedStep:
     instruction: Instruction
     execute: Callable[[WarpState], Effect | None] | None  # None: nothing that anybody needs to know
 
 
-def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[Step]:
+def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[DecodedStep]:
     """UnknownInstruction for what is not known here.
 
     wanted: registers whose values are asked for, beside those that decide something
@@ -38,7 +38,7 @@ def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[Step]:
     needed = _needed(cubin.instructions, meanings, set(wanted))
     meeting = {target for one in cubin.instructions if (target := control.target_of(one)) is not None}
     return [
-        Step(
+        DecodedStep(
             one,
             _execute(
                 _Site(one, index, one.address in meeting, _over_rare_code(cubin.instructions, index)),

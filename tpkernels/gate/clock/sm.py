@@ -15,7 +15,7 @@ from itertools import count, islice
 from typing import Any
 
 from tpkernels.gate.clock import effects
-from tpkernels.gate.clock.blocks import Barrier, Block, Mbarrier, Warp
+from tpkernels.gate.clock.blocks import Barrier, Mbarrier, ThreadBlock, Warp
 from tpkernels.gate.clock.faults import UnknownBox, UnknownPlace
 from tpkernels.gate.clock.operations import Operation
 from tpkernels.gate.clock.rates import SmRates
@@ -199,7 +199,7 @@ class Sm:
                 self.wake(waiting, now)
         return now + operation.latency
 
-    def release(self, block: Block, barrier: Barrier, now: float) -> None:
+    def release(self, block: ThreadBlock, barrier: Barrier, now: float) -> None:
         """Lets those go on who wait at a barrier, if all have arrived."""
         for warp in barrier.take(block.running):
             when = now + self.machine.barrier

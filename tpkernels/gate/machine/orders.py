@@ -12,7 +12,6 @@ from typing import Literal
 from tpkernels.gate.machine.events import (
     CopyIn,
     CopyOut,
-    Event,
     Global,
     Load,
     Multiply,
@@ -20,10 +19,11 @@ from tpkernels.gate.machine.events import (
     Store,
     StoreWait,
     Trace,
+    TraceEvent,
 )
 from tpkernels.gate.machine.faults import Fault
 from tpkernels.gate.machine.memory import Written
-from tpkernels.gate.machine.program import Program
+from tpkernels.gate.machine.program import TraceProgram
 from tpkernels.gate.machine.steps import OrderState, Steps, Writers
 
 MAX_STATES = 2_000_000  # that a search goes through
@@ -55,7 +55,7 @@ class Emulator:
     """One program under one schedule."""
 
     def __init__(self, trace: Trace, schedule: Schedule, written: Written) -> None:
-        self.program = Program(trace)
+        self.program = TraceProgram(trace)
         self.expected: dict[int, Writers] = {}  # what each read finds in this order
         self._steps = Steps(self.program, self.expected, learning=True)
         self._schedule, self._written = schedule, written
@@ -100,7 +100,7 @@ class Emulator:
             copy.land()
         return after
 
-    def _carry_out(self, event: Event, who: tuple[int, int]) -> None:
+    def _carry_out(self, event: TraceEvent, who: tuple[int, int]) -> None:
         if isinstance(event, CopyIn):
             event.view.put(float("nan"))  # until it lands
         elif isinstance(event, (Load, Store)):
@@ -140,7 +140,7 @@ class Emulator:
 def expectations(trace: Trace) -> dict[int, Writers]:
     """What each read finds when copies land at once and the roles go on in turn."""
     expected: dict[int, Writers] = {}
-    steps = Steps(Program(trace), expected, learning=True)
+    steps = Steps(TraceProgram(trace), expected, learning=True)
     state, path, turn = steps.settle(steps.start()), [], 0
     try:
         while True:
@@ -164,7 +164,7 @@ def search(trace: Trace, expected: dict[int, Writers] | None = None) -> int:
 
     expected: what each read is to find; by default what it finds in the simplest order
     """
-    steps = Steps(Program(trace), expectations(trace) if expected is None else expected, learning=False)
+    steps = Steps(TraceProgram(trace), expectations(trace) if expected is None else expected, learning=False)
     first = steps.settle(steps.start())
     came_from: dict[OrderState, tuple[OrderState, str] | None] = {first: None}
     open_states = [first]

@@ -17,18 +17,18 @@ from tpkernels.gate.machine.events import (
     Arrive,
     CopyIn,
     CopyOut,
-    Event,
     Expect,
     Init,
     Invalidate,
     Load,
     Multiply,
     Store,
+    TraceEvent,
     Wait,
 )
 from tpkernels.gate.machine.faults import Deadlock, Misuse, Race, Undrained
 from tpkernels.gate.machine.memory import View
-from tpkernels.gate.machine.program import Program, Track
+from tpkernels.gate.machine.program import TraceProgram, Track
 
 NOTHING = -1  # what a cell holds before anything is written
 Writers = tuple[int, ...]  # the events that wrote each cell of a view
@@ -68,7 +68,7 @@ class _Now:
 class Steps:
     """Steps of a program; `expected`: what each read is to find, or an empty dictionary that learns it."""
 
-    def __init__(self, program: Program, expected: dict[int, Writers], *, learning: bool) -> None:
+    def __init__(self, program: TraceProgram, expected: dict[int, Writers], *, learning: bool) -> None:
         self.program, self.expected, self.learning = program, expected, learning
 
     def start(self) -> OrderState:
@@ -139,7 +139,7 @@ class Steps:
         track = self.program.segments[state.segment][role]
         return f"{track.name} goes on at {track.events[state.at[role]].where}"
 
-    def advance(self, state: OrderState, role: int) -> tuple[OrderState, Sequence[Event]]:
+    def advance(self, state: OrderState, role: int) -> tuple[OrderState, Sequence[TraceEvent]]:
         """One step of a role, and what it did."""
         tracks = self.program.segments[state.segment]
         begin = state.at[role]
@@ -168,7 +168,7 @@ class Steps:
         flying = (*state.flying[:barrier], copies[landed:], *state.flying[barrier + 1 :])
         return state._replace(barriers=barriers, flying=flying), copies[:landed]
 
-    def _do(self, now: _Now, event: Event) -> None:
+    def _do(self, now: _Now, event: TraceEvent) -> None:
         if isinstance(event, Init):
             if now.barriers[event.barrier] is not None:
                 raise Misuse(f"{event.where}: {self._name(event.barrier)} is initialised again")
@@ -194,7 +194,7 @@ class Steps:
         elif isinstance(event, Multiply):
             self._read(now, event, tuple(cell for view in event.views for cell in view.cells))
 
-    def _arrive(self, now: _Now, event: Event, number: int, count: int, nbytes: int) -> None:
+    def _arrive(self, now: _Now, event: TraceEvent, number: int, count: int, nbytes: int) -> None:
         before = self._barrier(now.barriers, number, event)
         if count > before.missing:
             raise Misuse(
@@ -204,7 +204,7 @@ class Steps:
         after = before._replace(missing=before.missing - count, nbytes=before.nbytes + nbytes)
         now.barriers[number] = _completed(after)
 
-    def _read(self, now: _Now, event: Event, cells: Sequence[int]) -> None:
+    def _read(self, now: _Now, event: TraceEvent, cells: Sequence[int]) -> None:
         found = tuple(now.contents[cell] for cell in cells)
         in_flight = {number for copies in now.flying for number in copies}
         if not isinstance(event, Load):
@@ -221,7 +221,7 @@ class Steps:
                 raise Race(f"{who} before the copy of {self._source(writer)} has landed")
             raise Race(f"{who} and finds what {self._source(writer)} wrote, not {self._source(wanted)}")
 
-    def _write(self, now: _Now, event: Event, view: View) -> None:
+    def _write(self, now: _Now, event: TraceEvent, view: View) -> None:
         for track, at in zip(now.tracks, now.at, strict=True):
             if not track.held[at].read.isdisjoint(view.cells):
                 use = f"a product or copy of {track.name} may still read it"
@@ -235,7 +235,7 @@ class Steps:
         for cell in view.cells:
             now.contents[cell] = event.number
 
-    def _require_fenced(self, now: _Now, event: Event, cells: Sequence[int]) -> None:
+    def _require_fenced(self, now: _Now, event: TraceEvent, cells: Sequence[int]) -> None:
         for track, at in zip(now.tracks, now.at, strict=True):
             if not track.held[at].unfenced.isdisjoint(cells):
                 raise Race(f"{event.where}: no fence after the stores of {track.name} to what is used here")
@@ -280,7 +280,7 @@ class Steps:
                 )
         return told
 
-    def _barrier(self, barriers: Sequence[Barrier | None], number: int, event: Event) -> Barrier:
+    def _barrier(self, barriers: Sequence[Barrier | None], number: int, event: TraceEvent) -> Barrier:
         barrier = barriers[number]
         if barrier is None:
             raise Misuse(f"{event.where}: {self._name(number)} is used without being initialised")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from tpkernels.planning.timeline.simulation import Resource, Task, TaskKey
+from tpkernels.planning.timeline.simulation import Resource, TaskKey, TimelineTask
 
 COMPUTE, NCCL, COPIES, HOST = "compute", "NCCL", "copies", "host"  # queues of a rank
 PRODUCT, KERNEL, TRANSFER, LAUNCH, READY = "product", "kernel", "transfer", "launch", "ready"  # kinds
@@ -14,7 +14,7 @@ US = 1e-6
 class Rank:
     """Records tasks of one rank into a list that all ranks share."""
 
-    def __init__(self, number: int, ranks: int, tasks: list[Task]) -> None:
+    def __init__(self, number: int, ranks: int, tasks: list[TimelineTask]) -> None:
         self.number, self.ranks = number, ranks
         self.call = 0  # the one being recorded
         self._transfers = 0  # so far: as many on all ranks, so that keys meet
@@ -46,7 +46,9 @@ class Rank:
         if key is None:
             self._count += 1
             key = self.key(queue, self._count)
-        self._tasks.append(Task(key, (self.number, queue), seconds, tuple(after), uses or {}, name, kind))
+        self._tasks.append(
+            TimelineTask(key, (self.number, queue), seconds, tuple(after), uses or {}, name, kind)
+        )
         return key
 
     def host(self, name: str, microseconds: float) -> TaskKey:

@@ -23,7 +23,7 @@ _DONE = 1e-12  # seconds: what is left of a task by rounding
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class TimelineTask:
     """Something that takes time on a queue."""
 
     key: TaskKey
@@ -39,12 +39,12 @@ class Task:
 class Ran:
     """A task, and when it ran."""
 
-    task: Task
+    task: TimelineTask
     start: float
     stop: float
 
 
-def run(tasks: Sequence[Task], lines: Collection[Queue] = ()) -> dict[TaskKey, Ran]:
+def run(tasks: Sequence[TimelineTask], lines: Collection[Queue] = ()) -> dict[TaskKey, Ran]:
     """When each task ran, in seconds from the start of the first.
 
     lines: queues whose tasks start in the order in which they become ready
@@ -53,7 +53,7 @@ def run(tasks: Sequence[Task], lines: Collection[Queue] = ()) -> dict[TaskKey, R
 
 
 class _Scheduler:
-    def __init__(self, tasks: Sequence[Task], lines: Collection[Queue]) -> None:
+    def __init__(self, tasks: Sequence[TimelineTask], lines: Collection[Queue]) -> None:
         self._tasks = {task.key: task for task in tasks}
         if len(self._tasks) < len(tasks):
             raise ValueError("two tasks have the same key")
@@ -125,8 +125,8 @@ class _Scheduler:
                 self._left[key], self._began[key] = max(0.0, self._tasks[key].seconds), self._now
 
 
-def _speeds(running: Sequence[Task]) -> dict[TaskKey, float]:
-    wanting: dict[Resource, list[Task]] = defaultdict(list)
+def _speeds(running: Sequence[TimelineTask]) -> dict[TaskKey, float]:
+    wanting: dict[Resource, list[TimelineTask]] = defaultdict(list)
     for task in running:
         for resource in task.uses:
             wanting[resource].append(task)
