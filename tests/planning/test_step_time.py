@@ -15,7 +15,7 @@ from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.machine import Hardware
 from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.planning.step_time import exposed, step_time
-from tpkernels.planning.work import Work, _TransferTimes, message_between_stages
+from tpkernels.planning.work import OverlappedWork, _TransferTimes, message_between_stages
 
 ROUND = RatedGpu("round numbers", 132, flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
 MACHINE = Hardware(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)
@@ -25,15 +25,25 @@ JOB = Job(model=LLAMA.with_sizes(num_layers=8), tokens=64, batch=16)
 @pytest.mark.parametrize(
     ("work", "products", "transfers", "seconds"),
     [
-        (Work(products_alone=0.25, transfers_alone=0.0), 8.0, 6.0, 0.0),  # all but the last quarter hide it
-        (Work(products_alone=0.25, transfers_alone=0.0), 8.0, 7.0, 1.0),
-        (Work(products_alone=0.25, transfers_alone=0.2), 8.0, 6.0, 1.2),  # before the first product
-        (Work(), 8.0, 7.0, 7.0),  # one after the other
-        (Work(products_alone=0.25, transfers_alone=0.0), 0.0, 7.0, 7.0),  # nothing to hide behind
-        (Work(products_alone=0.0, transfers_alone=0.0), 8.0, 7.0, 0.0),  # another product hides it
-        (Work(products_alone=0.0, transfers_alone=0.0), 8.0, 9.0, 1.0),
-        (Work(products_alone=0.25, transfers_alone=0.25), 80.0, 8.0, 2.0),  # the last, whatever the products
-        (Work(products_alone=0.25, transfers_alone=0.25), 8.0, 0.0, 0.0),
+        (
+            OverlappedWork(products_alone=0.25, transfers_alone=0.0),
+            8.0,
+            6.0,
+            0.0,
+        ),  # all but the last quarter hide it
+        (OverlappedWork(products_alone=0.25, transfers_alone=0.0), 8.0, 7.0, 1.0),
+        (OverlappedWork(products_alone=0.25, transfers_alone=0.2), 8.0, 6.0, 1.2),  # before the first product
+        (OverlappedWork(), 8.0, 7.0, 7.0),  # one after the other
+        (OverlappedWork(products_alone=0.25, transfers_alone=0.0), 0.0, 7.0, 7.0),  # nothing to hide behind
+        (OverlappedWork(products_alone=0.0, transfers_alone=0.0), 8.0, 7.0, 0.0),  # another product hides it
+        (OverlappedWork(products_alone=0.0, transfers_alone=0.0), 8.0, 9.0, 1.0),
+        (
+            OverlappedWork(products_alone=0.25, transfers_alone=0.25),
+            80.0,
+            8.0,
+            2.0,
+        ),  # the last, whatever the products
+        (OverlappedWork(products_alone=0.25, transfers_alone=0.25), 8.0, 0.0, 0.0),
     ],
 )
 def test_products_hide_transfers_but_for_what_is_alone(work, products, transfers, seconds):

@@ -27,7 +27,7 @@ from tpkernels.planning.machine import Hardware
 from tpkernels.planning.memory import GRADIENT
 from tpkernels.planning.parameters import ParameterCount, parameters_of_stage, table_elements
 from tpkernels.planning.work import (
-    Work,
+    OverlappedWork,
     block_backward,
     block_forward,
     embedding_work,
@@ -50,7 +50,7 @@ class StepTime:
         return self.compute + self.exposed + self.bubble
 
 
-def exposed(work: Work, products: float, transfers: float) -> float:
+def exposed(work: OverlappedWork, products: float, transfers: float) -> float:
     """Seconds of transfers that products do not hide."""
     return max(work.transfers_alone * transfers, transfers - products * (1 - work.products_alone))
 
@@ -89,7 +89,7 @@ def _turn(job: Job, layout: RankLayout, machine: Hardware, stage: int) -> tuple[
     return blocks * compute + compute_at_end, blocks * waiting + waiting_at_end
 
 
-def _seconds(works: Iterable[Work], machine: Hardware, tensor: int) -> tuple[float, float]:
+def _seconds(works: Iterable[OverlappedWork], machine: Hardware, tensor: int) -> tuple[float, float]:
     compute = waiting = 0.0
     for work in works:
         products = machine.computing(work.flops)
@@ -128,7 +128,9 @@ def _once_a_step(job: Job, layout: RankLayout, machine: Hardware, stage: int) ->
     reducing = machine.circling(gradient_bytes(layout, parameters), data, tensor)
     gathering = machine.circling(update_bytes(job, layout, parameters), data, tensor)
     summing = machine.circling(marked_bytes(job, layout, parameters), tensor, 1)
-    ends = Work(products_alone=first_bucket / gradients, transfers_alone=min(1.0, last_bucket / gradients))
+    ends = OverlappedWork(
+        products_alone=first_bucket / gradients, transfers_alone=min(1.0, last_bucket / gradients)
+    )
     return exposed(ends, backward, reducing) + gathering + summing
 
 
