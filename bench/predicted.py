@@ -25,10 +25,10 @@ from tpkernels.cli import BadUse
 from tpkernels.gpus import gpu_named
 from tpkernels.planning.timeline.node import GRAPH, Node
 from tpkernels.planning.timeline.operators import OPERATORS, Sizes
-from tpkernels.planning.timeline.point_to_point import Machine, PointToPoint, sockets
+from tpkernels.planning.timeline.point_to_point import MeasuredRanks, PointToPoint, sockets
 from tpkernels.planning.timeline.prediction import predict
 from tpkernels.planning.timeline.recording import Rank
-from tpkernels.planning.timeline.simulation import Task, run
+from tpkernels.planning.timeline.simulation import TimelineTask, run
 
 TARGET = 0.08  # of overlap efficiency
 WINS = (
@@ -184,9 +184,9 @@ def predict_link(case: str, constants: Constants) -> dict[str, float]:
     }
 
 
-def machine_of(constants: Constants) -> Machine:
+def machine_of(constants: Constants) -> MeasuredRanks:
     shard_bytes = TOKENS // 2 * IN * 4
-    return Machine(
+    return MeasuredRanks(
         product=lambda kernel, rows: _between(constants.products[kernel], rows),
         sum=constants.sum,
         zeros=constants.zeros,
@@ -200,7 +200,7 @@ def machine_of(constants: Constants) -> Machine:
 def _call(case: str, constants: Constants, *, overlap: bool) -> float:
     kind, direction = case.split()
     sizes = Sizes(TOKENS, IN, 2 * OUT_SHARD, 2) if kind == "column" else Sizes(TOKENS, 2 * OUT_SHARD, IN, 2)
-    machine, tasks = machine_of(constants), list[Task]()
+    machine, tasks = machine_of(constants), list[TimelineTask]()
     for number in range(2):
         way = PointToPoint(Rank(number, 2, tasks), machine, overlap=overlap)
         OPERATORS[f"{kind}_linear"][direction](way, sizes)

@@ -12,7 +12,7 @@ from bench.case import Case, Work
 from bench.measure import Seconds
 from tests.dispatch.conftest import CPU, VERSIONS, FakeTimer
 from tpkernels.dispatch.cache import Cache
-from tpkernels.dispatch.candidates import Gpu
+from tpkernels.dispatch.candidates import TargetGpu
 from tpkernels.dispatch.chooser import Chooser
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.kernels.target import H100
@@ -24,7 +24,7 @@ def test_warm_choice(
     record: Callable[[Work, Seconds], None], step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TPKERNELS_TUNE", "0")
-    gpu = Gpu(VERSIONS.gpu, H100)
+    gpu = TargetGpu(VERSIONS.gpu, H100)
     chooser = Chooser(CPU, gpu, FakeTimer({}), Cache(None, VERSIONS), {})
     x, w, b = torch.randn(16, 32), torch.randn(48, 32), torch.randn(48)
     arguments: tuple[Any, ...] = {

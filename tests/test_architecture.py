@@ -36,6 +36,13 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "parallel_state": "runtime topology",
     "cli": None,  # on top: anything
 }
+SHARED_NAMES = {  # public classes of one name in several files, and why
+    "mechanisms of one GPU, in the emulator and on the clock": "Arrive Barrier Deadlock Global Role",
+    "layers, and what Megatron is given under its own names": "ColumnParallelLinear RowParallelLinear "
+    "VocabParallelEmbedding LayerNorm RMSNorm",
+    "of an op in ops, of memory that ranks share in comm": "Layout",
+    "what is used of torch's `_SymmetricMemory`, and what stands for it": "Handle",
+}
 MAX_LINES = 600  # ask whether a longer file holds two ideas
 FILES = sorted(
     path.relative_to(ROOT)
@@ -110,6 +117,19 @@ def circles(sources: dict[str, str]) -> list[list[str]]:
     ]
 
 
+def classes_defined_twice(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Public classes of one name, with the files that define them.
+
+    sources: text by name of the file
+    """
+    files: dict[str, list[str]] = {}
+    for name, text in sources.items():
+        for node in parsed(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files.setdefault(node.name, []).append(name)
+    return {name: its for name, its in files.items() if len(its) > 1}
+
+
 def broken(rule):
     """What each file does that a rule forbids, by file."""
     found = {str(path): rule(path) for path in FILES}
@@ -127,6 +147,13 @@ def test_files_of_a_room_import_each_other_in_no_circle():
     for room in sorted({room_of(path) for path in ROOM_FILES}):
         paths = [path for path in ROOM_FILES if room_of(path) == room]
         assert circles({".".join(path.with_suffix("").parts): text_of(path) for path in paths}) == [], room
+
+
+def test_a_class_name_means_one_thing():
+    named = {name for names in SHARED_NAMES.values() for name in names.split()}
+    found = classes_defined_twice({str(path): text_of(path) for path in ROOM_FILES})
+    assert {name: files for name, files in found.items() if name not in named} == {}, "rename one of them"
+    assert named <= found.keys(), "no longer shared: strike it out"
 
 
 def test_files_are_not_longer_than_one_idea():
@@ -155,7 +182,7 @@ def test_groups_are_created_in_five_files():
     creating = ("_new_process_group_helper(", "new_group(")
     creators = [path for path in ROOM_FILES if any(name in text_of(path) for name in creating)]
     assert [path.name for path in creators] == [
-        "machines.py",
+        "neighbours.py",
         "qualify_world.py",
         "c10d.py",
         "listed_groups.py",
@@ -170,6 +197,11 @@ def test_rules_see_planted_faults():
     assert trespasses("layers", "from tpkernels.kernels import linear") == {"kernels"}
     assert not trespasses("ops", "from tpkernels.comm import a\nfrom tpkernels.kernels import b")
     assert not trespasses("cli", "from tpkernels.ops import anything")
+    shared = {
+        "a": "class Plan: ...\nclass _Own: ...",
+        "b": "class _Own: ...\nclass Plan: ...",
+    }
+    assert classes_defined_twice(shared | {"c": "class Other: ..."}) == {"Plan": ["a", "b"]}
     assert has_global("def f():\n    global x\n    x = 1")
     there, back = "def f():\n    from r import b", "if TYPE_CHECKING:\n    from r.a import x"
     assert circles({"r.a": there, "r.b": back, "r.c": "import r.a"}) == [["r.a", "r.b"]]

@@ -21,7 +21,7 @@ SHARDS = ((1, 16), (4, 64), (16, 256), (32, 256), (64, 256), (64, 512), (128, 51
 WAYS = ("c10d", "shared")
 
 
-def calls_of(shard: Tensor, ranks: int) -> dict[str, Callable[[dist.ProcessGroup], Tensor]]:
+def transfers_of(shard: Tensor, ranks: int) -> dict[str, Callable[[dist.ProcessGroup], Tensor]]:
     rows, cols = ranks * shard.shape[0], shard.shape[1]
     partial = torch.randn(rows, cols)
 
@@ -61,7 +61,7 @@ def main() -> None:
         with patch.object(select, "requested_transport", way):
             start_rows("opening", "x", torch.zeros(1, 1), groups[way]).wait()
     for rows, cols in SHARDS:
-        for name, call in calls_of(torch.randn(rows, cols), ranks).items():
+        for name, call in transfers_of(torch.randn(rows, cols), ranks).items():
             c10d, shared = low_times(call, groups).tolist()
             if dist.get_rank() == 0:
                 print(

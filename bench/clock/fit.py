@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 
 from bench.clock.published import Measured, measured
 from bench.clock.validation import Costs, judged
-from tpkernels.gate.clock.machine import Machine
 from tpkernels.gate.clock.model import Board
+from tpkernels.gate.clock.rates import SmRates
 
 TRIED = {
     "fetch": (34.0, 37.0, 40.0, 44.0, 48.0, 54.0),
@@ -23,7 +23,7 @@ TRIED = {
 CLOCKS = [1e9 * (1.20 + 0.02 * step) for step in range(21)]  # of Board.full
 
 
-def fitted(machine: Machine, costs: Costs) -> tuple[float, Board]:
+def fitted(machine: SmRates, costs: Costs) -> tuple[float, Board]:
     """The least root mean square of the errors over `Board.full`, and the board it is at."""
     figures = [one for one in measured() if one.fitted]
     boards = (replace(Board(), full=full) for full in CLOCKS)
@@ -32,16 +32,16 @@ def fitted(machine: Machine, costs: Costs) -> tuple[float, Board]:
     )
 
 
-def _rms(figures: list[Measured], machine: Machine, board: Board, costs: Costs) -> float:
+def _rms(figures: list[Measured], machine: SmRates, board: Board, costs: Costs) -> float:
     errors = [one.error for one in judged(figures, machine, board, costs)]
     return math.sqrt(sum(error * error for error in errors) / len(errors))
 
 
 def main() -> None:
-    costs, machine = Costs(), Machine()
+    costs, machine = Costs(), SmRates()
     best, board = fitted(machine, costs)
     print(f"now: {100 * best:.2f} % at {board.full / 1e9:.2f} GHz", flush=True)
-    assert set(TRIED) <= {field.name for field in fields(Machine)}
+    assert set(TRIED) <= {field.name for field in fields(SmRates)}
     for name in (*TRIED, "fetch"):
         for value in TRIED[name]:
             tried = replace(machine, **{name: value})  # type: ignore[arg-type]  # products_queued has whole ones

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tpkernels.gate.ahead_of_time import Entry, ast_source, compile_key, gpu_target
-from tpkernels.gate.catalog import has_parts, recipes
+from tpkernels.gate.catalog import entry_specs, has_parts
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.launch import Built
 from tpkernels.gate.clock.model import ERROR, predict
@@ -70,7 +70,7 @@ def built_of(entry: Entry) -> Built:
 def chosen(parts: Sequence[str]) -> list[str]:
     if not parts:
         return list(NAMED)
-    names = recipes().items()
+    names = entry_specs().items()
     return [
         n for n, one in names if "sm_90" in one.architectures and any(has_parts(n, part) for part in parts)
     ]
@@ -85,7 +85,7 @@ def table(parts: Sequence[str]) -> Iterator[str]:
     )
     yield "|---" * (4 + len(LAYERS)) + "|"
     for name in chosen(parts):
-        yield _row(recipes()[name].entry())
+        yield _row(entry_specs()[name].entry())
 
 
 def _row(entry: Entry) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tpkernels.gate.ahead_of_time import gpu_target
-from tpkernels.gate.clock.launch import Built, Launch, launch_of
+from tpkernels.gate.clock.launch import Built, SmLaunch, launch_of
 from tpkernels.gate.clock.workload import Product
 from tpkernels.kernels.disk_cache import DiskCache
 
@@ -95,7 +95,7 @@ class Measured:
     def persistent(self) -> bool:
         return self.kernel == "rotated_kernel" or bool(self.options.get("PERSISTENT"))
 
-    def on_one(self, built: Built, tiles: int, steps: int) -> Launch:
+    def on_one(self, built: Built, tiles: int, steps: int) -> SmLaunch:
         values = self._descriptors((tiles * self.rows, self.cols, steps * self.depth))
         return launch_of(built, values, (1 if self.persistent else tiles, 1))
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from bench.clock.published import Measured, measured
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.launch import Built
-from tpkernels.gate.clock.machine import Machine
-from tpkernels.gate.clock.model import Board, Prediction, predict
+from tpkernels.gate.clock.model import Board, KernelPrediction, predict
+from tpkernels.gate.clock.rates import SmRates
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
     of: Measured
     cost: Cost
-    prediction: Prediction
+    prediction: KernelPrediction
 
     @property
     def error(self) -> float:
@@ -30,9 +30,9 @@ class Costs:
 
     def __init__(self) -> None:
         self._built: dict[str, Built] = {}
-        self._costs: dict[tuple[str, Machine], Cost] = {}
+        self._costs: dict[tuple[str, SmRates], Cost] = {}
 
-    def __call__(self, one: Measured, machine: Machine) -> Cost:
+    def __call__(self, one: Measured, machine: SmRates) -> Cost:
         key = one.key()
         if key not in self._built:
             self._built[key] = one.built()
@@ -43,13 +43,13 @@ class Costs:
 
 def judged(
     figures: Iterable[Measured],
-    machine: Machine | None = None,
+    machine: SmRates | None = None,
     board: Board | None = None,
     costs: Costs | None = None,
 ) -> Iterator[Judged]:
     costs = costs or Costs()
     for one in figures:
-        cost = costs(one, machine or Machine())
+        cost = costs(one, machine or SmRates())
         yield Judged(one, cost, predict(cost, one, board))
 
 

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpkernels.buckets import nccl_memory, reduction_times, registered
+from tpkernels.buckets import registered
 
 
 class Pool:
@@ -131,9 +131,9 @@ def standing_in(group, **planted) -> Iterator[World]:
             (torch.cuda, "use_mem_pool", lambda pool, device: _Noting(pool, world)),
             (torch.cuda, "device", lambda device: nullcontext()),
             (torch.cuda, "synchronize", lambda device=None: world.said.append("synchronize")),
-            (nccl_memory, "may_serve", lambda device: True),
-            (nccl_memory, "backend_of", lambda group, device: world),
-            (reduction_times, "milliseconds", world.milliseconds),
+            (registered, "may_serve", lambda device: True),
+            (registered, "backend_of", lambda group, device: world),
+            (registered, "milliseconds", world.milliseconds),
             (registered, "start_all_reduce", world.reduced),
         ):
             patches.enter_context(patch.object(where, name, new))

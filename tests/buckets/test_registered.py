@@ -16,10 +16,9 @@ from tests.buckets.nccl_stand_in import left_held, standing_in
 from tests.buckets.ways import on_ranks
 from tests.ops.transport_cases import heard
 from tpkernels import GradientBuckets, bucketed_all_reduce_
-from tpkernels.buckets import nccl_memory, reduction_times, registered
+from tpkernels.buckets import registered
 from tpkernels.buckets.memory import BucketMemory
-from tpkernels.buckets.reduction_times import ROUNDS, WARM_UPS, milliseconds
-from tpkernels.buckets.registered import give_back_unused, registered_zeros
+from tpkernels.buckets.registered import ROUNDS, WARM_UPS, give_back_unused, milliseconds, registered_zeros
 from tpkernels.comm.calls import calls_of
 from tpkernels.comm.groups import start_all_reduce
 from tpkernels.comm.transports import select
@@ -157,7 +156,7 @@ def test_other_sizes_on_a_rank_are_an_error_of_all():
 
 MEANWHILE = {
     "forked": (os, "getpid", lambda: -1),
-    "capturing": (nccl_memory, "is_capturing", lambda device: True),
+    "capturing": (registered, "is_capturing", lambda device: True),
 }
 
 
@@ -251,11 +250,11 @@ def test_who_wants_it_and_who_can_have_it(backend, environment, deterministic, w
     monkeypatch.delenv("NCCL_LOCAL_REGISTER", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(nccl_memory, "backend_of", lambda group, device: backend())
+    monkeypatch.setattr(registered, "backend_of", lambda group, device: backend())
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
-    assert nccl_memory.why_not(None, CPU) == why
-    monkeypatch.setattr(nccl_memory.mode, "segments", 8)
-    assert nccl_memory.why_not(None, CPU).startswith("a choice by time")
+    assert registered.why_not(None, CPU) == why
+    monkeypatch.setattr(registered.mode, "segments", 8)
+    assert registered.why_not(None, CPU).startswith("a choice by time")
 
 
 HAD = ["pool", "register"]
@@ -346,7 +345,7 @@ class _Event:
         return end.at - self.at
 
 
-_reduce = reduction_times.reduce
+_reduce = registered.reduce
 
 
 @pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
@@ -363,7 +362,7 @@ def test_the_lower_quartile_of_rounds_without_the_first(reduction):
         patch.object(torch.cuda, "Event", clock.event),
         patch.object(torch.cuda, "device", lambda device: nullcontext()),
         patch.object(torch.cuda, "synchronize", lambda: None),
-        patch.object(reduction_times, "reduce", clock.reduce),
+        patch.object(registered, "reduce", clock.reduce),
     ):
         assert milliseconds(dist.group.WORLD, flats, reduction) == [3.0, 5.0]
     assert clock.reduced == [torch.float32, torch.float64] * (WARM_UPS + ROUNDS)  # in turn
@@ -409,7 +408,7 @@ REGISTERS = """
 import torch
 import torch.distributed as dist
 from tpkernels.buckets import registered
-from tpkernels.buckets.reduction_times import milliseconds, reduce
+from tpkernels.buckets.registered import milliseconds, reduce
 
 device = torch.device("cuda", 0)
 torch.cuda.set_device(device)
@@ -433,7 +432,7 @@ def left():
     return len(registered._held)
 
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-assert registered.nccl_memory.why_not(dist.group.WORLD, device) == ""
+assert registered.why_not(dist.group.WORLD, device) == ""
 for _ in range(3):  # an address that comes again is registered anew
     group, flats, plain = allocated()
     before = torch.cuda.memory_reserved()

@@ -11,21 +11,21 @@ from tpkernels.cli import clock_kernel, main
 from tpkernels.cli.clock_kernel import Clocked
 from tpkernels.cli.clock_ops import OPS
 from tpkernels.gate import workers
-from tpkernels.gate.clock.model import Prediction
-from tpkernels.gate.clock.timeline import Run, Span
+from tpkernels.gate.clock.model import KernelPrediction
+from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.pictures.figure import can_draw
 from tpkernels.planning.timeline.prediction import WAYS
 
 NAME = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
-PREDICTED = Prediction(418e-6, 576.0, 0.75, 1.43e9, 0.03, 0.4, "main loop", 0.08)
+PREDICTED = KernelPrediction(418e-6, 576.0, 0.75, 1.43e9, 0.03, 0.4, "main loop", 0.08)
 SPANS = (
-    Span(0, 0, "products", 100.0, 300.0, "64x256x16"),
-    Span(0, 4, "products", 200.0, 400.0, "64x256x16"),
-    Span(0, 0, "copies", 0.0, 250.0, "16384 bytes"),
-    Span(0, 0, "waits", 0.0, 100.0, "copies"),
-    Span(0, 0, "waits", 500.0, 540.0, "scoreboard: LDG"),
-    Span(0, 0, "epilogue", 400.0, 800.0, ""),
-    Span(0, 8, "waits", 0.0, 900.0, "mbarrier"),
+    WarpSpan(0, 0, "products", 100.0, 300.0, "64x256x16"),
+    WarpSpan(0, 4, "products", 200.0, 400.0, "64x256x16"),
+    WarpSpan(0, 0, "copies", 0.0, 250.0, "16384 bytes"),
+    WarpSpan(0, 0, "waits", 0.0, 100.0, "copies"),
+    WarpSpan(0, 0, "waits", 500.0, 540.0, "scoreboard: LDG"),
+    WarpSpan(0, 0, "epilogue", 400.0, 800.0, ""),
+    WarpSpan(0, 8, "waits", 0.0, 900.0, "mbarrier"),
 )
 RUN = Run(
     1000.0, 300.0, ({"copies": 100.0},) * 9, ((0.0, 1000.0),), 5000, 0, 16384, 16384, 8192, (), (), SPANS

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.buckets.nccl_stand_in import left_held, standing_in
-from tpkernels.buckets import reduction_times
+from tpkernels.buckets import registered
 from tpkernels.buckets.first_use import problem_with_extension
 from tpkernels.cli import qualify_buckets
 from tpkernels.cli.qualify_world import QualifyWorld
@@ -87,11 +87,11 @@ def in_registered_memory(planted):
         if planted == "sums" and rank == 0 and reduction == "reduce_scatter":
             flat[3] += 1
 
-    plain = reduction_times.reduce
+    plain = registered.reduce
     fails_at = planted if rank == 1 and planted == "register" else ""
     with (
         patch.object(qualify_buckets, "GPU_ELEMENTS", 100),
-        patch.object(reduction_times, "reduce", reduce),
+        patch.object(registered, "reduce", reduce),
         standing_in(group, fails_at=fails_at, times=(1.0 + rank, 3.0)) as world,
     ):
         try:

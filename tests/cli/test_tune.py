@@ -12,7 +12,7 @@ from tpkernels import cli
 from tpkernels.cli import main, tune, tuning
 from tpkernels.dispatch import candidates
 from tpkernels.dispatch.cache import Cache, parse
-from tpkernels.dispatch.candidates import Gpu
+from tpkernels.dispatch.candidates import TargetGpu
 from tpkernels.dispatch.chooser import Chooser
 from tpkernels.kernels.target import INTERPRETER
 
@@ -69,7 +69,7 @@ def test_a_model_is_listed_with_what_it_will_take(capsys, tmp_path):
 def test_steps_are_the_products_and_gpus_those_with_a_target():
     assert tuple(tuning.PRODUCTS) == tune.STEPS
     assert tuple(tuning.DTYPES) == tune.DTYPES
-    assert tuning.GPUS.keys() == tune.GPUS.keys()
+    assert tuning.TARGET_GPUS.keys() == tune.GPUS.keys()
 
 
 def test_without_triton_its_candidates_are_missed_aloud(capsys, monkeypatch):
@@ -101,7 +101,7 @@ def timer(monkeypatch, tmp_path) -> FakeTimer:
     timer = FakeTimer(TRITON_WINS)
 
     def chooser_on(device):
-        gpu = Gpu(VERSIONS.gpu, INTERPRETER)
+        gpu = TargetGpu(VERSIONS.gpu, INTERPRETER)
         return Chooser(torch.device("cpu"), gpu, timer, Cache(tmp_path, VERSIONS), {})
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -6,8 +6,8 @@ import torch
 from tests.cli.posed_problems import GPTS, problems_of_a_step
 from tpkernels.cli import tune_shapes
 from tpkernels.cli.tune_shapes import SplitModel, parsed_shapes
-from tpkernels.cli.tuning import calls_of_model
-from tpkernels.dispatch.candidates import GPUS, candidates
+from tpkernels.cli.tuning import model_calls
+from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
 
 
 def test_shapes_and_models_are_mixed():
@@ -27,18 +27,18 @@ def test_every_model_is_split_over_a_node_or_says_why_not(name):
     ranks = 8
     if name in ("gpt2-small", "gpt2-large", "gpt2-xl", "qwen2.5-7b"):
         with pytest.raises(ValueError, match="num_heads: expected a multiple of the 8 tensor-parallel ranks"):
-            list(calls_of_model(SplitModel(name, ranks), torch.bfloat16, training=True))
+            list(model_calls(SplitModel(name, ranks), torch.bfloat16, training=True))
         return
-    calls = list(calls_of_model(SplitModel(name, ranks), torch.bfloat16, training=True))
+    calls = list(model_calls(SplitModel(name, ranks), torch.bfloat16, training=True))
     steps = {record.name for record, _ in calls}
     mlp = {"dgrad_act"} if name.startswith("gpt") else {"glu", "dglu"}
     assert steps == {"linear", "dgrad", "dgrad_pairs", "wgrad", "wgrad_accumulate_"} | mlp
-    forward = list(calls_of_model(SplitModel(name, ranks), torch.bfloat16, training=False))
+    forward = list(model_calls(SplitModel(name, ranks), torch.bfloat16, training=False))
     assert {record.name for record, _ in forward} <= {"linear", "glu"}
 
 
 def test_llama_asks_for_these():
-    calls = calls_of_model(SplitModel("llama3-8b", 8), torch.bfloat16, training=False)
+    calls = model_calls(SplitModel("llama3-8b", 8), torch.bfloat16, training=False)
     found = [record.problem(*arguments) for record, arguments in calls]
     assert [(p.step, p.tokens, p.out_features, p.in_features) for p in found] == [
         ("linear", 8192, 512, 4096),
@@ -55,14 +55,14 @@ def test_llama_asks_for_these():
 def test_choosing_for_a_model_fits_into_half_a_minute_a_shape(ranks):
     """By the average time that compiling took, 1.7 s; where it takes longer some stay untried."""
     for tokens in (512, 8192):
-        for record, arguments in calls_of_model(SplitModel("llama3-8b", ranks, tokens), torch.bfloat16, True):
-            found = candidates(record, record.problem(*arguments), GPUS["h100"])
+        for record, arguments in model_calls(SplitModel("llama3-8b", ranks, tokens), torch.bfloat16, True):
+            found = candidates(record, record.problem(*arguments), TARGET_GPUS["h100"])
             assert 1.7 * sum(one.tile is not None for one in found) < 25, record.name
 
 
 def test_biases_are_those_of_the_model():
     def biased(name, ranks):
-        calls = calls_of_model(SplitModel(name, ranks), torch.bfloat16, training=False)
+        calls = model_calls(SplitModel(name, ranks), torch.bfloat16, training=False)
         problems = [record.problem(*arguments) for record, arguments in calls]
         return ["bias" in problem.options for problem in problems if problem.step == "linear"]
 
@@ -82,6 +82,6 @@ def test_products_are_those_that_a_step_computes(ranks, tokens, kind, request, m
     posed = [pool.run(problems_of_a_step, kind, tokens, fused) for fused in (False, True)]
     assert [other for one in posed for other in one if other != one[0]] == [], "all ranks alike"
     monkeypatch.setitem(tune_shapes.TUNED, kind, GPTS[kind])
-    calls = calls_of_model(SplitModel(kind, ranks, tokens), torch.bfloat16, training=True)
+    calls = model_calls(SplitModel(kind, ranks, tokens), torch.bfloat16, training=True)
     listed = {record.problem(*arguments).key for record, arguments in calls}
     assert sorted(listed) == sorted({*posed[0][0], *posed[1][0]})

@@ -11,7 +11,7 @@ from tpkernels.cli import variations
 from tpkernels.cli.variations import CompiledTiles, Variations, fastest_of_each_kind, neighbours
 from tpkernels.dispatch import products
 from tpkernels.dispatch.cache import Cache
-from tpkernels.dispatch.candidates import GPUS, TORCH, Gpu, of_tile
+from tpkernels.dispatch.candidates import TARGET_GPUS, TORCH, TargetGpu, of_tile
 from tpkernels.dispatch.chooser import Chooser
 from tpkernels.dispatch.record import Layer
 from tpkernels.gate import ahead_of_time
@@ -80,7 +80,7 @@ def vary(tmp_path):
             clock.now += 50
             return {name: next(ms for part, ms in times.items() if part in name) for name in runs}
 
-        chooser = Chooser(CPU, Gpu(VERSIONS.gpu, INTERPRETER), timer, Cache(tmp_path, VERSIONS), {})
+        chooser = Chooser(CPU, TargetGpu(VERSIONS.gpu, INTERPRETER), timer, Cache(tmp_path, VERSIONS), {})
         return Variations(chooser, prune, seconds, clock).timed(products.linear, ARGUMENTS), asked
 
     return run
@@ -105,7 +105,7 @@ def test_steps_are_taken_while_they_gain(vary, tmp_path):
     assert asked[-1] == ["torch", SHIPPED, winner], "in the end, side by side"
     assert (decision.candidate.name, decision.source) == (winner, "timed")
 
-    chooser = Chooser(CPU, Gpu(VERSIONS.gpu, INTERPRETER), None, Cache(tmp_path, VERSIONS), {})
+    chooser = Chooser(CPU, TargetGpu(VERSIONS.gpu, INTERPRETER), None, Cache(tmp_path, VERSIONS), {})
     known = chooser.known(products.linear, ARGUMENTS)
     assert (known.candidate.name, known.source) == (winner, "cached")
     y, _ = chooser.call(products.linear, *ARGUMENTS)
@@ -174,7 +174,7 @@ def test_variations_are_compiled_as_they_would_be_launched(monkeypatch):
     monkeypatch.setattr(ahead_of_time, "compile_all", compile_all)
     record = products.dgrad_act
     arguments = record.sample(Layer(4096, 2048, 1024, activation="gelu"))
-    kept = CompiledTiles(GPUS["h100"])(record, arguments, [good, spilling, broken, large, serial])
+    kept = CompiledTiles(TARGET_GPUS["h100"])(record, arguments, [good, spilling, broken, large, serial])
     assert kept == [good]
     entry = compiled[0]
     assert (entry.module, entry.form, entry.num_warps, entry.num_stages) == (
@@ -189,16 +189,18 @@ def test_variations_are_compiled_as_they_would_be_launched(monkeypatch):
     def refusing(*arguments, tile, form):
         raise ValueError("dgrad: no such tile")
 
-    assert CompiledTiles(GPUS["h100"])(replace(record, by_kernel=refusing), arguments, [good]) == []
+    assert CompiledTiles(TARGET_GPUS["h100"])(replace(record, by_kernel=refusing), arguments, [good]) == []
     monkeypatch.setattr(ahead_of_time, "ARCHITECTURES", ())
-    assert CompiledTiles(GPUS["h100"])(record, arguments, [broken]) == [broken], "its rules are not known"
+    assert CompiledTiles(TARGET_GPUS["h100"])(record, arguments, [broken]) == [broken], (
+        "its rules are not known"
+    )
 
 
 def test_what_cannot_be_launched_is_not_compiled(monkeypatch):
     record = products.dgrad
     arguments = record.sample(Layer(8192, 4096, 4096))
     asked = []
-    chooser = Chooser(CPU, GPUS["h100"], lambda runs: {}, Cache(None, VERSIONS), {})
+    chooser = Chooser(CPU, TARGET_GPUS["h100"], lambda runs: {}, Cache(None, VERSIONS), {})
     search = Variations(chooser, lambda record, arguments, wanted: asked.extend(wanted) or [])
     start = of_tile("descriptor", MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True))
     ends = variations.perf_counter() + 1e9

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tpkernels.dispatch.cache import Cache, Choice, Versions
-from tpkernels.dispatch.candidates import Gpu
+from tpkernels.dispatch.candidates import TargetGpu
 from tpkernels.dispatch.chooser import Chooser
 from tpkernels.dispatch.trial import TrialReport, Verdict
 from tpkernels.dispatch.variant import Variant
@@ -71,7 +71,7 @@ def make_chooser(tmp_path: Path) -> MakeChooser:
         cache = Cache(tmp_path, VERSIONS)
         return Chooser(
             CPU,
-            Gpu(VERSIONS.gpu, INTERPRETER),
+            TargetGpu(VERSIONS.gpu, INTERPRETER),
             timer or FakeTimer(TRITON_WINS),
             cache,
             shipped or {},

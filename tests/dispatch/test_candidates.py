@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tpkernels.dispatch import candidates as module
-from tpkernels.dispatch.candidates import GPUS, candidates, named
+from tpkernels.dispatch.candidates import TARGET_GPUS, candidates, named
 from tpkernels.dispatch.problem import layout_class, token_class
 from tpkernels.dispatch.products import PRODUCTS, dgrad, linear
 from tpkernels.dispatch.record import Layer
@@ -22,14 +22,14 @@ def posed(step, layer):
 
 
 def names(step, layer, gpu="h100"):
-    return [candidate.name for candidate in candidates(*posed(step, layer), GPUS[gpu])]
+    return [candidate.name for candidate in candidates(*posed(step, layer), TARGET_GPUS[gpu])]
 
 
 def forms(found):
     return {name.split("/")[1] for name in found if name.startswith("triton/")}
 
 
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("gpu", TARGET_GPUS)
 @pytest.mark.parametrize("step", PRODUCTS)
 def test_torch_comes_first_and_names_are_unique(step, gpu):
     found = names(step, BIG, gpu)
@@ -86,7 +86,7 @@ def test_tiles_that_do_not_fit_the_gpu_are_left_out(monkeypatch):
     large = names("linear", BIG)
     monkeypatch.setattr(Target, "has_tma", True)  # as in a larger one
     monkeypatch.setattr(Target, "shared_memory", 120_000)
-    ours = [c for c in candidates(record, problem, GPUS["h100"]) if c.tile]
+    ours = [c for c in candidates(record, problem, TARGET_GPUS["h100"]) if c.tile]
     assert ours
     for candidate in ours:
         assert least_shared_memory(problem.kernel, candidate.form, problem.dtype, candidate.tile) <= 120_000
@@ -116,7 +116,7 @@ def test_what_was_compiled_for_this_gpu_leaves_tiles_out(monkeypatch):
 
 def test_names_find_what_is_shipped_and_what_can_be_launched():
     record, problem = posed("linear", BIG)
-    h100 = GPUS["h100"]
+    h100 = TARGET_GPUS["h100"]
 
     def found(name):
         candidate = named(name, record, problem, h100)
@@ -136,7 +136,7 @@ def test_names_find_what_is_shipped_and_what_can_be_launched():
         "",
     ):
         assert found(other) is None, other
-    a100 = GPUS["a100"]
+    a100 = TARGET_GPUS["a100"]
     assert named("triton/descriptor/128x128x64-w8-s2-p4", record, problem, a100) is None
     assert named("torch", *posed("linear", Layer(0, 64, 64)), h100).name == "torch"
 

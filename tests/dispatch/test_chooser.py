@@ -15,7 +15,7 @@ from tpkernels.dispatch import candidates as candidates_module
 from tpkernels.dispatch import chooser as chooser_module
 from tpkernels.dispatch import log, products
 from tpkernels.dispatch.cache import Cache, Choice
-from tpkernels.dispatch.candidates import Gpu
+from tpkernels.dispatch.candidates import TargetGpu
 from tpkernels.dispatch.chooser import CHECKING_SECONDS, Chooser, obstacle, winner
 from tpkernels.dispatch.products import linear
 from tpkernels.dispatch.soundness import spoil_freed
@@ -314,7 +314,7 @@ def rank(tmp_path):
     def make(timer=TRITON_WINS, versions=VERSIONS, obstacle=lambda device: None):
         timer = timer if callable(timer) else FakeTimer(timer)
         made.append(tmp_path / f"rank {len(made)}")
-        gpu = Gpu(versions.gpu, INTERPRETER)
+        gpu = TargetGpu(versions.gpu, INTERPRETER)
         chooser = Chooser(CPU, gpu, timer, Cache(made[-1], versions), {}, obstacle)
         return chooser, timer
 

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.dispatch.conftest import CPU, FakeTimer
 from tests.kernels.checks import assert_written, rows_for
 from tests.products import once, pairwise
-from tpkernels.dispatch.candidates import GPUS, candidates
+from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
 from tpkernels.dispatch.chooser import chooser_on
 from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.dispatch.soundness import FP8_BOUND, ROUNDING, bound_of, mismatch, scratch_like
@@ -44,7 +44,7 @@ def call(
 
 def names(gpu="h100", **options):
     problem = scaled_linear.problem(*call(**options))
-    return [candidate.name for candidate in candidates(scaled_linear, problem, GPUS[gpu])]
+    return [candidate.name for candidate in candidates(scaled_linear, problem, TARGET_GPUS[gpu])]
 
 
 KEYS = [

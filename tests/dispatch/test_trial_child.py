@@ -15,7 +15,7 @@ import torch
 from tests import forks
 from tests.dispatch.conftest import CPU, need_interpreter
 from tpkernels.dispatch import trial_child as module
-from tpkernels.dispatch.candidates import GPUS, candidates
+from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer
 from tpkernels.dispatch.trial import trial
@@ -70,7 +70,7 @@ def test_samples_pose_the_problem_that_a_variant_is_of(step):
     tile = MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=4, consumers=1)
     for layer in LAYERS:
         problem = record.problem(*record.sample(layer))
-        ours = next(c for c in candidates(record, problem, GPUS["h100"]) if c.form == "descriptor")
+        ours = next(c for c in candidates(record, problem, TARGET_GPUS["h100"]) if c.form == "descriptor")
         variant = Variant.of(problem, replace(ours, tile=tile))
         assert Variant.from_json(json.loads(json.dumps(variant.as_json()))) == variant
         assert variant.candidate.tile == tile

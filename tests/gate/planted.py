@@ -20,7 +20,6 @@ import pytest
 from tpkernels.gate.machine.events import (
     Arrive,
     CopyIn,
-    Event,
     Expect,
     Fence,
     Init,
@@ -30,6 +29,7 @@ from tpkernels.gate.machine.events import (
     Store,
     StoreWait,
     Trace,
+    TraceEvent,
     Wait,
 )
 
@@ -48,7 +48,7 @@ def edited(module: ModuleType, old: str, new: str) -> Iterator[None]:
         yield
 
 
-Edit = Callable[[Event], Event | None]
+Edit = Callable[[TraceEvent], TraceEvent | None]
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ def _roles(trace: Trace) -> Iterator[Role]:
     return (role for segment in trace.segments for role in segment)
 
 
-def _all(trace: Trace) -> Iterator[Event]:
+def _all(trace: Trace) -> Iterator[TraceEvent]:
     return (event for role in _roles(trace) for event in role.events)
 
 
-def _lines(trace: Trace, kind: type[Event]) -> list[tuple[str, list[Event]]]:
+def _lines(trace: Trace, kind: type[TraceEvent]) -> list[tuple[str, list[TraceEvent]]]:
     """The events of a kind, by source line."""
-    lines: dict[str, list[Event]] = {}
+    lines: dict[str, list[TraceEvent]] = {}
     for event in _all(trace):
         if isinstance(event, kind):
             lines.setdefault(event.where, []).append(event)
@@ -108,7 +108,7 @@ def _releases(trace: Trace) -> set[int]:
     return found
 
 
-def _needed_fences(role: Role) -> Iterator[Event]:
+def _needed_fences(role: Role) -> Iterator[TraceEvent]:
     """The fences that follow a store."""
     stored = False
     for event in role.events:
@@ -117,30 +117,30 @@ def _needed_fences(role: Role) -> Iterator[Event]:
             yield event
 
 
-def _rewritten(trace: Trace, edit: Callable[[Role], Sequence[Event]]) -> Trace:
+def _rewritten(trace: Trace, edit: Callable[[Role], Sequence[TraceEvent]]) -> Trace:
     segments = tuple(
         tuple(Role(role.name, tuple(edit(role))) for role in segment) for segment in trace.segments
     )
     return replace(trace, segments=segments)
 
 
-def _edited(trace: Trace, events: Sequence[Event], edit: Edit) -> Trace:
+def _edited(trace: Trace, events: Sequence[TraceEvent], edit: Edit) -> Trace:
     """The trace with these events edited; those of which nothing is left are dropped."""
     chosen = set(events)
 
-    def of(role: Role) -> list[Event]:
+    def of(role: Role) -> list[TraceEvent]:
         edited = (edit(event) if event in chosen else event for event in role.events)
         return [event for event in edited if event is not None]
 
     return _rewritten(trace, of)
 
 
-def _moved_up(trace: Trace, events: Sequence[Event]) -> Trace:
+def _moved_up(trace: Trace, events: Sequence[TraceEvent]) -> Trace:
     """The trace with these events before the read, or the wait for a read, that each follows."""
     chosen = set(events)
 
-    def of(role: Role) -> list[Event]:
-        moved: list[Event] = []
+    def of(role: Role) -> list[TraceEvent]:
+        moved: list[TraceEvent] = []
         for event in role.events:
             at = len(moved)
             if event in chosen:
@@ -152,24 +152,24 @@ def _moved_up(trace: Trace, events: Sequence[Event]) -> Trace:
     return _rewritten(trace, of)
 
 
-def _dropped(event: Event) -> None:
+def _dropped(event: TraceEvent) -> None:
     return None
 
 
-def _other_parity(event: Event) -> Event:
+def _other_parity(event: TraceEvent) -> TraceEvent:
     assert isinstance(event, Wait)
     return replace(event, parity=1 - event.parity)
 
 
 def _expects(more: int) -> Edit:
-    def edit(event: Event) -> Event:
+    def edit(event: TraceEvent) -> TraceEvent:
         assert isinstance(event, Expect)
         return replace(event, nbytes=event.nbytes + more)
 
     return edit
 
 
-def _one_more(event: Event) -> Event:
+def _one_more(event: TraceEvent) -> TraceEvent:
     assert isinstance(event, Init)
     return replace(event, count=event.count + 1)
 
@@ -179,9 +179,9 @@ class _Slip:
     """An edit of the events of a kind on one line."""
 
     kind: str
-    of: type[Event]
+    of: type[TraceEvent]
     edit: Edit
-    choose: Callable[[list[Event]], list[Event]] = list
+    choose: Callable[[list[TraceEvent]], list[TraceEvent]] = list
 
 
 _SLIPS = (

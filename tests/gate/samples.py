@@ -1,12 +1,12 @@
 """An entry by its name, and what might be found of one."""
 
 from tpkernels.gate.ahead_of_time import Entry, Facts
-from tpkernels.gate.catalog import recipes
+from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, Stretch
 
 
 def entry_of(name: str) -> Entry:
-    return recipes()[name].entry()
+    return entry_specs()[name].entry()
 
 
 FACTS = Facts(

@@ -13,14 +13,14 @@ from tests.gate.samples import entry_of
 from tpkernels.gate.ahead_of_time import (
     ARCHITECTURES,
     SHARED_LIMIT,
+    CompileJob,
     Entry,
     Facts,
-    Job,
     compile_entry,
     compile_key,
     facts_or_error,
 )
-from tpkernels.gate.catalog import recipes
+from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.expectations import violations
 from tpkernels.kernels.tiles import KERNELS
 
@@ -31,7 +31,7 @@ SCATTER_LINEAR = entry_of("scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-fl
 
 
 def largest(stem: str) -> Entry:
-    return next(recipe.entry() for name, recipe in recipes().items() if name.startswith(f"{stem}/bf16"))
+    return next(spec.entry() for name, spec in entry_specs().items() if name.startswith(f"{stem}/bf16"))
 
 
 SOUND = {
@@ -51,7 +51,7 @@ FAULTS = {  # name -> (entry with a fault planted, architecture)
     "serialised_wgmma": (replace(LINEAR, num_stages=1), "sm_90"),
     "unknown_constant": (replace(LINEAR, constants=LINEAR.constants | {"ACTIVATION": "elu"}), "sm_90"),
 }
-JOBS = {name: Job(*job) for name, job in (SOUND | FAULTS).items()}
+JOBS = {name: CompileJob(*job) for name, job in (SOUND | FAULTS).items()}
 KEYS = """
 from tests.gate.test_ahead_of_time import keys
 print(*keys())
@@ -136,4 +136,4 @@ def test_unknown_architecture_is_refused():
 
 
 def test_every_architecture_compiles_something():
-    assert {gpu for recipe in recipes().values() for gpu in recipe.architectures} == set(ARCHITECTURES)
+    assert {gpu for spec in entry_specs().values() for gpu in spec.architectures} == set(ARCHITECTURES)

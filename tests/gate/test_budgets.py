@@ -10,7 +10,7 @@ from tpkernels.gate import budgets, compile_gate
 from tpkernels.gate.budgets import Budget
 from tpkernels.gate.catalog import catalog
 from tpkernels.gate.clocking import Examined
-from tpkernels.gate.compile_gate import Job, judge
+from tpkernels.gate.compile_gate import CompileJob, judge
 
 
 def test_budget_is_exact_but_for_the_unit_of_registers():
@@ -64,7 +64,7 @@ def test_rows_are_read_as_they_were_written():
 
 def test_instructions_are_those_of_one_version_and_are_told_after_what_is_worse(monkeypatch):
     monkeypatch.setattr(compile_gate, "violations", lambda *_: [])
-    job = Job(catalog()[0], "sm_80")
+    job = CompileJob(catalog()[0], "sm_80")
     measured = {("sm_80", job.entry.name): Budget.of(FACTS)}
     table = budgets.updated(None, measured, measured, {"triton": "3.7.1"})
     other = replace(FACTS, instructions={"HGMMA": 8})

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels.test_target import GPUS
 from tpkernels.dispatch import primitives, products
-from tpkernels.gate import calls, numerics
+from tpkernels.gate import launchers, numerics
 from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.catalog import catalog, has_parts
@@ -115,9 +115,9 @@ def test_one_of_several_kernels_is_the_entry_and_stages_may_be_tritons():
     of = operands(torch.float32)
     first = entry_of(lambda of: bias_grad(of.tensor(4096, 64)), of)  # in two steps
     assert (first.function, first.options, first.num_stages) == ("_sum_rows_kernel", {"num_warps": 4}, None)
-    last = entry_of(partial(calls.norm, kind="rms"), of, function="_sum_rows_kernel")
+    last = entry_of(partial(launchers.norm, kind="rms"), of, function="_sum_rows_kernel")
     assert last.function == "_sum_rows_kernel"
-    assert entry_of(partial(calls.norm, kind="rms"), of).function == "_norm_fwd_kernel"
+    assert entry_of(partial(launchers.norm, kind="rms"), of).function == "_norm_fwd_kernel"
 
 
 def swizzled(cols: int) -> NVMMASharedLayout:
@@ -140,7 +140,7 @@ def test_types_and_alignment_are_tritons_own():
 def test_tf32_is_recorded_where_it_is_asked_for_and_torch_is_left_as_it_was():
     before, of = torch.backends.cuda.matmul.fp32_precision, operands(torch.float32)
     for precision in ("tf32", "ieee"):
-        entry = entry_of(lambda of: calls.primitive(of, "linear"), of, precision=precision)
+        entry = entry_of(lambda of: launchers.primitive(of, "linear"), of, precision=precision)
         assert entry.constants["PRECISION"] == precision
     assert torch.backends.cuda.matmul.fp32_precision == before
 

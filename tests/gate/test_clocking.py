@@ -6,14 +6,14 @@ import pytest
 
 from tests.gate.samples import COST, FACTS
 from tpkernels.gate import ahead_of_time, budgets, clocking, cycles
-from tpkernels.gate.ahead_of_time import DIED, CompileError, Job, facts_of, machine_code_of
+from tpkernels.gate.ahead_of_time import DIED, CompileError, CompileJob, facts_of, machine_code_of
 from tpkernels.gate.budgets import Budget
-from tpkernels.gate.catalog import recipes
+from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost
-from tpkernels.gate.clocking import Examined, FromCatalog, Task, examine, examine_all
+from tpkernels.gate.clocking import ClockedJob, Examined, FromCatalog, examine, examine_all
 
-ENTRY = next(recipe.entry() for name, recipe in recipes().items() if name.startswith("linear/descriptor"))
-TASK = Task(Job(ENTRY, "sm_90"), FromCatalog(ENTRY))
+ENTRY = next(spec.entry() for name, spec in entry_specs().items() if name.startswith("linear/descriptor"))
+TASK = ClockedJob(CompileJob(ENTRY, "sm_90"), FromCatalog(ENTRY))
 
 
 @pytest.fixture
@@ -102,14 +102,14 @@ def test_no_process_starts_where_all_is_known_and_else_tasks_of_one_gpu_go_toget
     started.clear()
     told.clear()
     monkeypatch.setattr(ahead_of_time, "compile_key", lambda entry, architecture: architecture)
-    others = [Task(Job(ENTRY, gpu), None) for gpu in ("sm_80", "sm_100") for _ in range(20)]
+    others = [ClockedJob(CompileJob(ENTRY, gpu), None) for gpu in ("sm_80", "sm_100") for _ in range(20)]
     found = examine_all([*others, TASK], 2, told.append)
     assert [len(some) for some in started] == [1, 8, 8, 4, 8, 8, 4]
     assert {len({task.job.architecture for task in some}) for some in started} == {1}
     assert [one.cost for one in found] == [None] * 40 + [examine(TASK).cost]
     assert sorted(map(str, told)) == sorted(map(str, [*others, TASK]))
     started.clear()
-    examine_all([Task(Job(ENTRY, "sm_89"), None)] * 12, 2, told.append)
+    examine_all([ClockedJob(CompileJob(ENTRY, "sm_89"), None)] * 12, 2, told.append)
     assert [len(some) for some in started] == [3] * 4, "two rounds for each process, where there are few"
 
 
@@ -119,12 +119,12 @@ def test_tasks_beside_one_whose_process_died_are_done_alone(counted, monkeypatch
         return [of_the_dead if number == dies else work(item) for number, item in enumerate(items)]
 
     monkeypatch.setattr(clocking, "results_of", here)
-    found = examine_all([Task(Job(ENTRY, "sm_80"), None)] * 32, 2, lambda task: None)
+    found = examine_all([ClockedJob(CompileJob(ENTRY, "sm_80"), None)] * 32, 2, lambda task: None)
     assert [number for number, one in enumerate(found) if one == Examined(DIED)] == [3]
 
 
 def test_what_is_not_clocked_keeps_no_machine_code(counted, tmp_path):
-    assert examine(Task(Job(ENTRY, "sm_100"), None)).cost is None
+    assert examine(ClockedJob(CompileJob(ENTRY, "sm_100"), None)).cost is None
     assert not (tmp_path / "cache" / "cubins").exists()
 
 
@@ -187,7 +187,7 @@ def test_shipped_costs_are_those_of_the_budgets():
 
 def clocked_anew(name: str) -> Cost:
     """To be run where kernels are compiled."""
-    entry = recipes()[name].entry()
+    entry = entry_specs()[name].entry()
     compiled = clocking.built(entry, "sm_90", facts_of(entry, "sm_90"))
     return clocking.cost_of(compiled, FromCatalog(entry).workload())
 

@@ -10,10 +10,10 @@ import torch
 from tests.gate.planted import edited, mutants
 from tpkernels.gate import machine, numerics
 from tpkernels.gate.accuracy import Frames
-from tpkernels.gate.calls import primitive
+from tpkernels.gate.launchers import primitive
 from tpkernels.gate.machine import orders, program
 from tpkernels.gate.machine.steps import Steps
-from tpkernels.gate.numerics import Case, RandomOperands, examine
+from tpkernels.gate.numerics import NumericCase, RandomOperands, examine
 from tpkernels.kernels.matmul_tile import MatmulTile, compiles
 
 # the same rows a warp as what is shipped, fewer columns
@@ -141,8 +141,8 @@ def test_emulator_catches_what_its_schedule_meets(module, old, new):
 def test_staging_that_is_no_part_of_the_stores_of_a_tile_is_caught(monkeypatch):
     from tpkernels.kernels.gluon import matmul
 
-    plan_of = matmul.plan_of
-    monkeypatch.setattr(matmul, "plan_of", lambda *of, **more: replace(plan_of(*of, **more), staging=4))
+    shipped = matmul.constants_of
+    monkeypatch.setattr(matmul, "constants_of", lambda *of, **more: replace(shipped(*of, **more), staging=4))
     with pytest.raises(machine.Race, match="staging"):  # a tile has six stores
         launched("glu", "cooperative", stages=2, steps=1, tiles=2).explore()
 
@@ -165,5 +165,5 @@ def test_gate_computes_every_shipped_tile_and_reports_what_is_wrong():
     assert examine(case, Frames()).failure == ""
     with edited(epilogues, "act(gate, ACTIVATION, FAST) * up", "act(gate, ACTIVATION, FAST) + up"):
         assert "h is off by" in examine(case, Frames()).failure
-    idle = Case("idle", partial(numerics._emulated, dict, machine.EAGER, explores=False))
+    idle = NumericCase("idle", partial(numerics._emulated, dict, machine.EAGER, explores=False))
     assert examine(idle, Frames()).failure == "RuntimeError: launched no Gluon kernel"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tpkernels.gate.accuracy import Frames
-from tpkernels.gate.numerics import Case, cases, examine
+from tpkernels.gate.numerics import NumericCase, cases, examine
 
 EXACT = torch.linspace(1, 2, 12, dtype=torch.float64).view(3, 4)
 RESULTS = {
@@ -20,7 +20,7 @@ RESULTS = {
 
 @pytest.mark.parametrize(("actual", "failure"), RESULTS.values(), ids=RESULTS.keys())
 def test_flaw_of_a_result_is_told(actual, failure):
-    told = examine(Case("case", lambda: {"x": (EXACT.float(), EXACT), "y": (actual, EXACT)}), Frames())
+    told = examine(NumericCase("case", lambda: {"x": (EXACT.float(), EXACT), "y": (actual, EXACT)}), Frames())
     assert told.failure == failure
     assert (told.error < 1) == (failure == "")
 
@@ -29,7 +29,7 @@ def test_kernel_that_does_not_run_is_a_finding():
     def broken():
         raise RuntimeError("no such block")
 
-    assert examine(Case("case", broken), Frames()).failure == "RuntimeError: no such block"
+    assert examine(NumericCase("case", broken), Frames()).failure == "RuntimeError: no such block"
 
 
 def test_store_outside_an_output_is_a_finding_of_its_case_alone():
@@ -41,8 +41,8 @@ def test_store_outside_an_output_is_a_finding_of_its_case_alone():
         y.as_strided((13,), (1,))[12] = 0.0
         return {"y": (y, EXACT)}
 
-    assert examine(Case("case", careless), frames).failure == "written outside an output"
-    sound = Case("case", lambda: {"y": (EXACT.float(), EXACT)})
+    assert examine(NumericCase("case", careless), frames).failure == "written outside an output"
+    sound = NumericCase("case", lambda: {"y": (EXACT.float(), EXACT)})
     assert examine(sound, frames).failure == ""
 
 

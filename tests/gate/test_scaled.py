@@ -13,11 +13,11 @@ from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.gate import scaled
 from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.ahead_of_time import Facts, facts_of
-from tpkernels.gate.calls import primitive
-from tpkernels.gate.catalog import recipes
+from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.expectations import violations
+from tpkernels.gate.launchers import primitive
 from tpkernels.gate.machine_code import FP8_PRODUCTS
-from tpkernels.gate.numerics import Case, RandomOperands, examine
+from tpkernels.gate.numerics import NumericCase, RandomOperands, examine
 from tpkernels.gate.recording import MetaOperands, recorded
 from tpkernels.kernels.target import A100, H100, MI300
 
@@ -120,7 +120,7 @@ def test_gpus_without_fp8_are_refused_by_name(name):
 
 def test_no_entry_of_fp8_is_compiled_where_it_is_refused():
     fp8 = {"scaled_linear", "quantize", "dequantize"}
-    entries = [entry_of(name) for name in recipes() if fp8 & {*name.split("/")}]
+    entries = [entry_of(name) for name in entry_specs() if fp8 & {*name.split("/")}]
     assert {gpu for entry in entries for gpu in entry.architectures} == set(FP8_PRODUCTS)
     assert {entry.function for entry in entries} == {
         *("_scaled_linear_kernel", "_dequantize_kernel"),
@@ -149,7 +149,7 @@ def test_what_is_sound_keeps_the_rules(told, name):
 def test_one_byte_of_what_quantizes_is_seen(monkeypatch):
     sound = RECORDS["quantize"]
     of = RandomOperands(9, 17, 301, torch.bfloat16)
-    case = Case("quantize", partial(scaled.quantized, of))
+    case = NumericCase("quantize", partial(scaled.quantized, of))
     assert examine(case, Frames()).failure == ""
 
     def off_by_one_bit(*call):
@@ -165,7 +165,7 @@ def test_one_byte_of_what_quantizes_is_seen(monkeypatch):
 def test_a_scale_of_another_block_is_seen(monkeypatch, scales):
     sound = RECORDS["scaled_linear"]
     of = RandomOperands(40, 141, 301, torch.bfloat16)
-    case = Case("scaled_linear", partial(primitive, of, "scaled_linear", **scaled.SCALES[scales]))
+    case = NumericCase("scaled_linear", partial(primitive, of, "scaled_linear", **scaled.SCALES[scales]))
     assert examine(case, Frames()).failure == ""
 
     def with_the_scales_of_others(x, weight, x_scale, *rest, **ways):

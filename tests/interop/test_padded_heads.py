@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import clip_grad_norm_, initialize_model_parallel, parallelize
-from tpkernels.interop.parallelize.choice import choices_for
+from tpkernels.interop.parallelize.default_plan import possible_plans
 from tpkernels.interop.parallelize.plan import Tail
 from tpkernels.interop.shards import shards_of
 
@@ -124,7 +124,7 @@ ALL = "every rank computes all of them"
 )
 def test_what_takes_fewer_flops_is_chosen_and_said(kind, heads, ranks, row, padded, said):
     with torch.device("meta"):
-        choice = choices_for(built(kind, heads, heads), ranks)[0]
+        choice = possible_plans(built(kind, heads, heads), ranks)[0]
     entry = choice.plan[row]
     assert (entry.kind, entry.padded) == (("row", 1) if padded else ("row_of_full", 0))
     assert said in choice.whole[0]

@@ -15,7 +15,7 @@ from tests.interop.torch_models import PLAN, STACK_PLAN, Toy, loss_of, stack, to
 from tests.models.small import IDS
 from tpkernels import Recipe, initialize_model_parallel, ops, parallelize
 from tpkernels.interop.full_state_dict import full_state_dict
-from tpkernels.interop.parallelize.swaps import planned, quantizable
+from tpkernels.interop.parallelize.changes import planned, quantizable
 from tpkernels.layers.world import tensor_world
 
 UNSTACKED = {name: said for name, said in PLAN.items() if name[-4:] not in (".qkv", ".out", "ks.?")}

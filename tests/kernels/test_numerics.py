@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from tpkernels.gate.accuracy import Frames
-from tpkernels.gate.numerics import Case, cases, examine
+from tpkernels.gate.numerics import NumericCase, cases, examine
 from tpkernels.kernels import launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU `qualify` computes these cases")
 
 
-def chosen() -> list[Case]:
+def chosen() -> list[NumericCase]:
     """Of all that `make gate` computes; tiles with consumers are in `test_gluon`."""
     seen: set[tuple[str, int, str]] = set()
     found = []

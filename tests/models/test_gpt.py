@@ -13,7 +13,7 @@ from tests.models.small import CONFIGS, IDS, TARGETS
 from tests.on_ranks import on_ranks
 from tests.products import once
 from tpkernels import GPT, initialize_model_parallel, model_config
-from tpkernels.planning.job import Job, Layout
+from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.parameters import parameters_of_stage
 
 
@@ -231,7 +231,7 @@ PUBLISHED = {
 def test_published_models_have_their_published_numbers(name):
     """Of a model that is built, and of its arithmetic."""
     config = model_config(name)
-    planned = parameters_of_stage(Job(model=config, tokens=1, batch=1), Layout(1, 1, 1), 0).total
+    planned = parameters_of_stage(Job(model=config, tokens=1, batch=1), RankLayout(1, 1, 1), 0).total
     with posing(0, 1):
         built = sum(parameter.numel() for parameter in GPT(config, device="meta").parameters())
     assert (config.rotary_base, config.vocab_size, round(built / 1e6)) == PUBLISHED[name]

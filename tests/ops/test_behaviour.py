@@ -301,20 +301,20 @@ GPUS = {  # as torch describes them
 
 @pytest.mark.parametrize("name", GPUS)
 def test_gpus_without_our_fp8_are_refused(name, monkeypatch):
-    from tpkernels.ops.quantized import limits
+    from tpkernels.ops import quantize
 
     capability, hip, words = GPUS[name]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.version, "hip", hip)
     with pytest.raises(ValueError, match=words):
-        limits.require_recipe("linear", Recipe.rowwise(), "cuda:0")
-    limits.require_recipe("linear", None, "cuda:0")
-    limits.require_recipe("linear", Recipe.rowwise(), "cpu")
+        quantize.require_recipe("linear", Recipe.rowwise(), "cuda:0")
+    quantize.require_recipe("linear", None, "cuda:0")
+    quantize.require_recipe("linear", Recipe.rowwise(), "cpu")
     monkeypatch.setattr(torch.version, "hip", None)
     for sound in ((8, 9), (9, 0), (10, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, sound=sound: sound)
-        limits.require_recipe("linear", Recipe.rowwise(), "cuda:0")
+        quantize.require_recipe("linear", Recipe.rowwise(), "cuda:0")
 
 
 def test_options_of_a_recipe_are_words_it_knows():

@@ -28,7 +28,7 @@ from tpkernels.dispatch import backends
 from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel import name_of
-from tpkernels.ops.vocab import chunked_head
+from tpkernels.ops.vocab.linear_cross_entropy import PartialGradients
 
 VOCAB, FEATURES = 14, 6
 BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
@@ -146,7 +146,7 @@ def test_only_gradients_that_are_asked_for_are_computed():
     table, weight, ids, target = operands()
     expected, *_ = with_gradients(lambda *t: model(*t, ids, target), [table, weight])
     forbidden = AssertionError("nobody asks for gradients")
-    with torch.no_grad(), patch.object(chunked_head.PartialGradients, "add", side_effect=forbidden):
+    with torch.no_grad(), patch.object(PartialGradients, "add", side_effect=forbidden):
         assert model(table.requires_grad_(), weight.requires_grad_(), ids, target).equal(expected)
     weight.requires_grad_(False)
     hidden = torch.randn(*target.shape, FEATURES)

@@ -31,7 +31,7 @@ from tpkernels.kernels import gather_linear, reduce
 from tpkernels.kernels.waits import Arrivals
 from tpkernels.ops.tensor_parallel import ways
 from tpkernels.ops.tensor_parallel.parallel import start_rows
-from tpkernels.ops.tensor_parallel.ways import ROUNDS, Run, Way, WayChooser, _mismatch
+from tpkernels.ops.tensor_parallel.ways import ROUNDS, Way, WayChooser, WayRun, _mismatch
 
 MATMUL = torch.backends.cuda.matmul
 KEY = "gathers of this test"
@@ -62,7 +62,7 @@ class Table:
             for name in self.times
         ]
 
-    def _open(self, name: str) -> Run:
+    def _open(self, name: str) -> WayRun:
         if self.broken.get(name) == "cannot open":
             raise MemoryError("planted")
         return lambda: self._run(name)
@@ -73,7 +73,7 @@ class Table:
             raise RuntimeError("planted in a run")
         return torch.full((3,), 2.0 if self.broken.get(name) == "wrong numbers" else 1.0)
 
-    def clock(self, name: str, run: Run) -> float:
+    def clock(self, name: str, run: WayRun) -> float:
         run()
         return self.times[name][dist.get_rank()]
 
@@ -108,7 +108,7 @@ def test_a_way_that_fails_with_messages_under_way_is_an_error():
 def times(of: Mapping[str, float]) -> Callable[[torch.device], Any]:
     """A clock that says so, whatever the device."""
 
-    def clock(name: str, run: Run) -> float:
+    def clock(name: str, run: WayRun) -> float:
         run()
         return of[name]
 

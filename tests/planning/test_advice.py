@@ -11,10 +11,10 @@ from tests.products import once
 from tpkernels import GPT, model_config
 from tpkernels.gpus import RATED_GPUS
 from tpkernels.planning.advice import advise
-from tpkernels.planning.job import Job, Layout, layouts
-from tpkernels.planning.machine import Machine
+from tpkernels.planning.job import Job, RankLayout, layouts
+from tpkernels.planning.machine import Hardware
 
-H100 = Machine(RATED_GPUS["h100"])
+H100 = Hardware(RATED_GPUS["h100"])
 LLAMA_70B = Job(model=model_config("llama3-70b"), tokens=8192, batch=512)
 
 
@@ -22,7 +22,7 @@ def test_layouts_are_all_that_use_every_gpu():
     found = list(layouts(12, most_tensor=4))
     assert len(set(found)) == len(found)
     assert set(found) == {
-        Layout(tensor, pipeline, 12 // tensor // pipeline)
+        RankLayout(tensor, pipeline, 12 // tensor // pipeline)
         for tensor in (1, 2, 3, 4)
         for pipeline in range(1, 13)
         if 12 % (tensor * pipeline) == 0
@@ -31,7 +31,7 @@ def test_layouts_are_all_that_use_every_gpu():
 
 @once(gpu=[*RATED_GPUS], recompute=["none", "full"])
 def test_each_layout_is_in_one_place(gpu, recompute):
-    machine = Machine(RATED_GPUS[gpu])
+    machine = Hardware(RATED_GPUS[gpu])
     advice = advise(replace(LLAMA_70B, recompute=recompute), machine, 64, 8)
     fitting = [found.layout for found in advice.fitting]
     large = [found.layout for found in advice.too_large]
@@ -54,15 +54,18 @@ def test_advice_for_70_billion_parameters_is_what_one_would_choose():
     assert fitting[1].time.total < 1.02 * fitting[0].time.total
     assert advise(LLAMA_70B, H100, 64, 64).fitting[0].layout.tensor <= 8  # not across nodes
     small = advise(Job(model=model_config("gpt2-small"), tokens=1024, batch=512), H100, 64, 8)
-    assert small.fitting[0].layout == Layout(1, 1, 64)  # nothing need be split
+    assert small.fitting[0].layout == RankLayout(1, 1, 64)  # nothing need be split
 
 
 @pytest.mark.parametrize(
     ("layout", "reason"),
     [
-        (Layout(3, 1, 1), "num_heads: expected a multiple of the 3 tensor-parallel ranks, got 8"),
-        (Layout(1, 3, 1), "num_layers: expected a multiple of the 3 stages, got 2"),
-        (Layout(1, 1, 3), "batch: expected a multiple of 3 data-parallel ranks x 2 sequences at once, got 8"),
+        (RankLayout(3, 1, 1), "num_heads: expected a multiple of the 3 tensor-parallel ranks, got 8"),
+        (RankLayout(1, 3, 1), "num_layers: expected a multiple of the 3 stages, got 2"),
+        (
+            RankLayout(1, 1, 3),
+            "batch: expected a multiple of 3 data-parallel ranks x 2 sequences at once, got 8",
+        ),
     ],
 )
 def test_what_does_not_divide_is_told(layout, reason):
@@ -89,7 +92,7 @@ def test_a_model_is_refused_where_its_layers_refuse_it(model, ranks):
     with posing(0, ranks):
         theirs, _ = error_of(GPT, model, device="meta")
     job = Job(model=LLAMA, tokens=8 * ranks, batch=1)
-    ours, _ = error_of(lambda: replace(job, model=model).require_split(Layout(ranks, 1, 1)))
+    ours, _ = error_of(lambda: replace(job, model=model).require_split(RankLayout(ranks, 1, 1)))
     assert (ours == "nothing") == (theirs == "nothing")
 
 
@@ -110,6 +113,6 @@ def test_jobs_that_cannot_be_are_told(change, message):
 
 def test_tokens_that_ranks_do_not_divide_matter_under_sequence_parallelism_only():
     job = Job(model=LLAMA, tokens=33, batch=8)
-    assert Layout(2, 1, 1) in [layout for layout, _ in advise(job, H100, 2, 2).impossible]
+    assert RankLayout(2, 1, 1) in [layout for layout, _ in advise(job, H100, 2, 2).impossible]
     whole = advise(replace(job, sequence_parallel=False), H100, 2, 2)
-    assert Layout(2, 1, 1) in [found.layout for found in whole.fitting]
+    assert RankLayout(2, 1, 1) in [found.layout for found in whole.fitting]

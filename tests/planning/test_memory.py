@@ -13,9 +13,9 @@ from tests.planning.shapes import LLAMA, MODELS
 from tests.products import once, pairwise
 from tpkernels import GPT, create_parallel_state, initialize_model_parallel, plan_groups
 from tpkernels.buckets.layout import ALIGNMENT
-from tpkernels.planning.job import Job, Layout
+from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.memory import (
-    Memory,
+    MemoryUse,
     activations_of_stage,
     kept_by_block,
     kept_by_head,
@@ -57,7 +57,7 @@ def kept_and_predicted(name, dtype, options):
     initialize_model_parallel(ranks)
     ids = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)
     job = job_of(MODELS[name], element=dtype.itemsize, **options)
-    expected = activations_of_stage(job, Layout(ranks, 1, 1), 0)
+    expected = activations_of_stage(job, RankLayout(ranks, 1, 1), 0)
     if options["recompute"] == "full":  # what is computed again is there in backward only
         expected -= kept_by_block(replace(job, recompute="none"), ranks) - kept_by_block(job, ranks)
         expected -= kept_by_rotation(job)  # held as an argument, which hooks do not see
@@ -115,7 +115,7 @@ def held_by_trainer(model, tensor, text, dtype):
 def test_a_trainer_holds_what_is_predicted(tensor, name, dtype, ranks2, tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(32, 120)) * 20)
     model = MODELS[name].with_sizes(vocab_size=256)
-    layout = Layout(tensor, 1, 2 // tensor)
+    layout = RankLayout(tensor, 1, 2 // tensor)
     predicted = memory_of(job_of(model, element=dtype.itemsize), layout)
     for found in ranks2.run(
         under, "c10d", "torch", held_by_trainer, model, tensor, str(tmp_path / "text"), dtype
@@ -130,7 +130,7 @@ def test_a_trainer_holds_what_is_predicted(tensor, name, dtype, ranks2, tmp_path
 
 def test_stages_keep_micro_batches_until_their_backward():
     job = job_of(LLAMA.with_sizes(num_layers=4), batch=8, micro_batch=1)
-    layout = Layout(1, 4, 1)
+    layout = RankLayout(1, 4, 1)
     block = kept_by_block(job, 1) + kept_by_rotation(job)
     found = [activations_of_stage(job, layout, stage) for stage in range(4)]
     assert found == [4 * (block + 8 * TOKENS), 3 * block, 2 * block, block + kept_by_head(job, 1)]
@@ -140,10 +140,10 @@ def test_stages_keep_micro_batches_until_their_backward():
 
 def test_states_are_split_over_data_ranks_and_the_fullest_stage_counts():
     job = job_of(LLAMA.with_sizes(num_layers=4), batch=8)
-    one, four = (memory_of_stage(job, Layout(1, 1, data), 0) for data in (1, 4))
+    one, four = (memory_of_stage(job, RankLayout(1, 1, data), 0) for data in (1, 4))
     assert (four.weights, four.gradients, four.activations) == (one.weights, one.gradients, one.activations)
     assert (four.optimizer, four.update) == (one.optimizer // 4, one.update // 4)
-    stages = [memory_of_stage(job, Layout(1, 4, 1), stage) for stage in range(4)]
-    assert memory_of(job, Layout(1, 4, 1)).peak == max(stage.peak for stage in stages)
-    assert Memory(1, 2, 4, 8, 16).peak == 23
-    assert Memory(1, 2, 4, 16, 8).peak == 23
+    stages = [memory_of_stage(job, RankLayout(1, 4, 1), stage) for stage in range(4)]
+    assert memory_of(job, RankLayout(1, 4, 1)).peak == max(stage.peak for stage in stages)
+    assert MemoryUse(1, 2, 4, 8, 16).peak == 23
+    assert MemoryUse(1, 2, 4, 16, 8).peak == 23

@@ -8,32 +8,42 @@ import pytest
 from tests.planning.shapes import GPT2, LLAMA
 from tests.products import pairwise
 from tpkernels.comm.schedule import MOST_CHUNKS
-from tpkernels.dispatch.candidates import GPUS
+from tpkernels.dispatch.candidates import TARGET_GPUS
 from tpkernels.gpus import RATED_GPUS, RatedGpu, gpu_named
 from tpkernels.models.config import model_config
-from tpkernels.planning.job import Job, Layout
-from tpkernels.planning.machine import Machine
+from tpkernels.planning.job import Job, RankLayout
+from tpkernels.planning.machine import Hardware
 from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.planning.step_time import exposed, step_time
-from tpkernels.planning.work import Work, _Transfers, message_between_stages
+from tpkernels.planning.work import OverlappedWork, _TransferTimes, message_between_stages
 
 ROUND = RatedGpu("round numbers", 132, flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
-MACHINE = Machine(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)
+MACHINE = Hardware(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)
 JOB = Job(model=LLAMA.with_sizes(num_layers=8), tokens=64, batch=16)
 
 
 @pytest.mark.parametrize(
     ("work", "products", "transfers", "seconds"),
     [
-        (Work(products_alone=0.25, transfers_alone=0.0), 8.0, 6.0, 0.0),  # all but the last quarter hide it
-        (Work(products_alone=0.25, transfers_alone=0.0), 8.0, 7.0, 1.0),
-        (Work(products_alone=0.25, transfers_alone=0.2), 8.0, 6.0, 1.2),  # before the first product
-        (Work(), 8.0, 7.0, 7.0),  # one after the other
-        (Work(products_alone=0.25, transfers_alone=0.0), 0.0, 7.0, 7.0),  # nothing to hide behind
-        (Work(products_alone=0.0, transfers_alone=0.0), 8.0, 7.0, 0.0),  # another product hides it
-        (Work(products_alone=0.0, transfers_alone=0.0), 8.0, 9.0, 1.0),
-        (Work(products_alone=0.25, transfers_alone=0.25), 80.0, 8.0, 2.0),  # the last, whatever the products
-        (Work(products_alone=0.25, transfers_alone=0.25), 8.0, 0.0, 0.0),
+        (
+            OverlappedWork(products_alone=0.25, transfers_alone=0.0),
+            8.0,
+            6.0,
+            0.0,
+        ),  # all but the last quarter hide it
+        (OverlappedWork(products_alone=0.25, transfers_alone=0.0), 8.0, 7.0, 1.0),
+        (OverlappedWork(products_alone=0.25, transfers_alone=0.2), 8.0, 6.0, 1.2),  # before the first product
+        (OverlappedWork(), 8.0, 7.0, 7.0),  # one after the other
+        (OverlappedWork(products_alone=0.25, transfers_alone=0.0), 0.0, 7.0, 7.0),  # nothing to hide behind
+        (OverlappedWork(products_alone=0.0, transfers_alone=0.0), 8.0, 7.0, 0.0),  # another product hides it
+        (OverlappedWork(products_alone=0.0, transfers_alone=0.0), 8.0, 9.0, 1.0),
+        (
+            OverlappedWork(products_alone=0.25, transfers_alone=0.25),
+            80.0,
+            8.0,
+            2.0,
+        ),  # the last, whatever the products
+        (OverlappedWork(products_alone=0.25, transfers_alone=0.25), 8.0, 0.0, 0.0),
     ],
 )
 def test_products_hide_transfers_but_for_what_is_alone(work, products, transfers, seconds):
@@ -67,7 +77,7 @@ RANKS = 8
 def test_the_formula_is_what_rounds_do(kind, rounds, seconds):
     products, transfers = seconds
     width = 256 * 2 * 132 * rounds * 128 // 8192  # two tiles for each of 132 processors in each round
-    work = _Transfers(replace(JOB, tokens=8192), RANKS, 132).gathers(1.0, features=width)
+    work = _TransferTimes(replace(JOB, tokens=8192), RANKS, 132).gathers(1.0, features=width)
     assert work.products_alone == 1 / rounds
     expected = products + exposed(work, products, transfers)
     assert simulated(products, transfers, rounds, kind) == pytest.approx(expected)
@@ -98,15 +108,15 @@ def test_a_message_to_the_next_stage_takes_the_slowest_link():
 
 def test_bubble_is_a_share_of_stages_and_micro_batches():
     for stages in (1, 2, 4):
-        time = step_time(JOB, Layout(1, stages, 1), MACHINE)
-        count = JOB.micro_batches(Layout(1, stages, 1))
+        time = step_time(JOB, RankLayout(1, stages, 1), MACHINE)
+        count = JOB.micro_batches(RankLayout(1, stages, 1))
         turn = time.bubble / max(1, stages - 1)
         share = (stages - 1) / (count + stages - 1)
         assert time.bubble == pytest.approx(share * (count * turn + time.bubble))
         assert (time.bubble == 0) == (stages == 1)
         assert time.total == time.compute + time.exposed + time.bubble
     few = replace(JOB, batch=4)
-    one, four = (step_time(few, Layout(1, stages, 1), MACHINE) for stages in (1, 4))
+    one, four = (step_time(few, RankLayout(1, stages, 1), MACHINE) for stages in (1, 4))
     assert four.bubble > 0.7 * four.compute  # 3 turns of 4 + 3
     assert four.compute < one.compute
 
@@ -114,7 +124,7 @@ def test_bubble_is_a_share_of_stages_and_micro_batches():
 def test_a_rank_alone_exposes_nothing_and_computes_six_flops_a_parameter_and_token():
     model = model_config("llama3-8b")
     job = Job(model=model, tokens=8192, batch=4)
-    time = step_time(job, Layout(1, 1, 1), MACHINE)
+    time = step_time(job, RankLayout(1, 1, 1), MACHINE)
     assert (time.exposed, time.bubble) == (0, 0)
     matrices = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 128256 * 4096
     attention = 32 * 3.5 * 2 * 8192 * 4096
@@ -123,35 +133,35 @@ def test_a_rank_alone_exposes_nothing_and_computes_six_flops_a_parameter_and_tok
 
 def test_messages_between_stages_are_exposed_there_and_back():
     message = 64 * 64 * 2
-    assert step_time(JOB, Layout(1, 2, 1), MACHINE).exposed == pytest.approx(16 * 2 * message / 100e9)
+    assert step_time(JOB, RankLayout(1, 2, 1), MACHINE).exposed == pytest.approx(16 * 2 * message / 100e9)
     assert message_between_stages(JOB, 2) == message / 2
     assert message_between_stages(replace(JOB, sequence_parallel=False), 2) == message
 
 
 def test_gradients_and_weights_travel_once_a_step():
     """Of a model that fits into one bucket, which no backward hides."""
-    count = parameters_of_stage(JOB, Layout(1, 1, 2), 0).total
+    count = parameters_of_stage(JOB, RankLayout(1, 1, 2), 0).total
     for batch in (2, 16):
-        time = step_time(replace(JOB, batch=batch), Layout(1, 1, 2), MACHINE)
+        time = step_time(replace(JOB, batch=batch), RankLayout(1, 1, 2), MACHINE)
         assert time.exposed == pytest.approx((4 + 2) * count / 2 / 100e9)
     large = Job(model=model_config("llama3-8b"), tokens=8192, batch=2)
-    count = parameters_of_stage(large, Layout(1, 1, 2), 0).total
-    hidden = step_time(large, Layout(1, 1, 2), MACHINE).exposed * 100e9 - 2 * count / 2
+    count = parameters_of_stage(large, RankLayout(1, 1, 2), 0).total
+    hidden = step_time(large, RankLayout(1, 1, 2), MACHINE).exposed * 100e9 - 2 * count / 2
     assert hidden == pytest.approx(4 * 128256 * 4096 / 2)  # the table, in the last bucket
 
 
 def test_gradients_of_copies_travel_once_a_step_by_the_fullest_stage():
     models = (GPT2.with_sizes(max_positions=positions) for positions in (64, 1064))
     jobs = (Job(model=model, tokens=64, batch=16) for model in models)
-    few, many = (step_time(job, Layout(2, 1, 1), MACHINE) for job in jobs)
+    few, many = (step_time(job, RankLayout(2, 1, 1), MACHINE) for job in jobs)
     assert many.exposed - few.exposed == pytest.approx(2 * 4 * 1000 * 64 / 2 / 100e9)
     # Positions are the first stage's.
     models = (GPT2.with_sizes(max_positions=positions) for positions in (1064, 2064))
     jobs = (Job(model=model, tokens=64, batch=16) for model in models)
-    few, many = (step_time(job, Layout(1, 2, 2), MACHINE) for job in jobs)
+    few, many = (step_time(job, RankLayout(1, 2, 2), MACHINE) for job in jobs)
     assert many.exposed - few.exposed == pytest.approx((4 + 2) * 1000 * 64 / 2 / 100e9)
     jobs = (Job(model=GPT2.with_sizes(tied=tied), tokens=64, batch=16) for tied in (True, False))
-    tied, untied = (step_time(job, Layout(1, 2, 1), MACHINE) for job in jobs)
+    tied, untied = (step_time(job, RankLayout(1, 2, 1), MACHINE) for job in jobs)
     assert tied.exposed - untied.exposed == pytest.approx(4 * 250 * 64 / 100e9)
     assert tied.compute == untied.compute
 
@@ -161,7 +171,7 @@ def test_data_sheets():
     for gpu in RATED_GPUS.values():
         assert gpu.network < gpu.nvlink < gpu.bytes < gpu.flops
     assert {name: gpu.processors for name, gpu in RATED_GPUS.items()} == {
-        name: GPUS[name].target.processors for name in RATED_GPUS
+        name: TARGET_GPUS[name].target.processors for name in RATED_GPUS
     }
     assert MOST_CHUNKS > 1
     with pytest.raises(ValueError, match="gpu: expected one of h200, h100, a100, got 'h1000'"):

@@ -14,7 +14,7 @@ from tests.ops.transport_cases import under
 from tests.planning.shapes import LLAMA, MODELS
 from tests.products import once, pairwise
 from tpkernels import GPT, create_parallel_state, initialize_model_parallel, model_config, plan_groups
-from tpkernels.planning.job import Job, Layout
+from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.planning.step_time import gradient_bytes, marked_bytes, update_bytes
 from tpkernels.planning.work import FlopsOfBlock, block_backward, block_forward, embedding_work, head_work
@@ -109,7 +109,7 @@ def sent_by_a_step(sizes, options, text):
 )
 def test_a_step_sends_what_is_predicted(sizes, sequence_parallel, ranks2, tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(32, 120)) * 20)
-    layout = Layout(sizes["tensor"], 1, 2 // sizes["tensor"])
+    layout = RankLayout(sizes["tensor"], 1, 2 // sizes["tensor"])
     job = job_of(
         LLAMA.with_sizes(vocab_size=256),
         sequence_parallel=sequence_parallel,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tpkernels.topology.listed import ListedPlan
-from tpkernels.topology.plan import plan_groups
+from tpkernels.topology.plan import ListedPlan, plan_groups
 
 
 def listed(**lists: list[list[int]]) -> ListedPlan:

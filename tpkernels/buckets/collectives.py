@@ -47,7 +47,7 @@ def bucketed_all_reduce_(
 
     check: compare names, shapes and dtypes over ranks first: one small exchange
     """
-    call = _Call("bucketed_all_reduce_", f"op={op!r}", tensors, group, bucket_bytes)
+    call = _BucketedCall("bucketed_all_reduce_", f"op={op!r}", tensors, group, bucket_bytes)
     call.validate(check, FLOATING if op == "avg" else REDUCIBLE, _op_problem(op), written=True)
 
     def begin(bucket: list[Tensor]) -> _Begun:
@@ -67,7 +67,7 @@ def bucketed_broadcast_(
     check: bool = True,
 ) -> None:
     """Overwrite each tensor with that of rank `src` of the world."""
-    call = _Call("bucketed_broadcast_", f"src={src}", tensors, group, bucket_bytes)
+    call = _BucketedCall("bucketed_broadcast_", f"src={src}", tensors, group, bucket_bytes)
     members = dist.get_process_group_ranks(call.group)
     problem = None
     if src not in members:
@@ -90,7 +90,7 @@ def bucketed_all_gather(
     check: bool = True,
 ) -> list[Tensor]:
     """For each shard, the shards of all ranks joined along dimension 0."""
-    call = _Call("bucketed_all_gather", "", shards, group, bucket_bytes)
+    call = _BucketedCall("bucketed_all_gather", "", shards, group, bucket_bytes)
     call.validate(check, REDUCIBLE, None, written=False)
     ranks = call.group.size()
 
@@ -119,7 +119,7 @@ def bucketed_reduce_scatter(
     check: bool = True,
 ) -> list[Tensor]:
     """For each tensor, this rank's shard along dimension 0 of the reduced tensor."""
-    call = _Call("bucketed_reduce_scatter", f"op={op!r}", tensors, group, bucket_bytes)
+    call = _BucketedCall("bucketed_reduce_scatter", f"op={op!r}", tensors, group, bucket_bytes)
     ranks = call.group.size()
     call.validate(check, FLOATING if op == "avg" else REDUCIBLE, _op_problem(op), written=False, shards=ranks)
 
@@ -135,8 +135,8 @@ def bucketed_reduce_scatter(
     return call.run("reduce_scatter", begin)
 
 
-class _Call:
-    """One call of one of the functions above."""
+class _BucketedCall:
+    """One call of a bucketed collective: its arguments, their validation, and the buckets."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class _Call:
         written: bool,
         shards: int | None = None,
     ) -> None:
-        """All ranks go on, or all raise the same error. Without `check`, each judges what it sees.
+        """Raise the same error on all ranks if arguments of one are wrong; without `check`, on that one.
 
         shards: into how many each tensor is to be divided along dimension 0
         """
@@ -179,7 +179,7 @@ class _Call:
 
     @torch.no_grad()
     def run(self, operation: str, begin: Callable[[list[Tensor]], _Begun]) -> list[Tensor]:
-        """Pack the tensors by dtype, start all buckets in order, wait for all; the result for each tensor."""
+        """Pack the tensors by dtype, start all buckets in order, wait; return a result for each tensor."""
         layout = lay_out_buckets(
             [tensor.numel() for tensor in self.tensors],
             [tensor.dtype for tensor in self.tensors],
@@ -206,7 +206,7 @@ class _Call:
 
 
 def _pack(bucket: list[Tensor]) -> Tensor:
-    """One flat tensor; a lone contiguous one is not copied."""
+    """Concatenate to one flat tensor; a single contiguous tensor is not copied."""
     if len(bucket) == 1:
         return bucket[0].contiguous().view(-1)
     return torch.cat([tensor.reshape(-1) for tensor in bucket])

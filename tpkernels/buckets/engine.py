@@ -1,4 +1,4 @@
-"""The engine of gradient buckets, csrc/bucket_engine.cpp, as Python sees it."""
+"""The Python interface of the C++ engine of gradient buckets (csrc/bucket_engine.cpp)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST_TIMEOUT = timedelta(days=365)  # clocks count nanoseconds, and overflow 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is told at construction."""
+    """Options of an engine, fixed at construction."""
 
     group: LiveGroup
     tensor_parallel_group: LiveGroup | None  # where gradients of marked parameters are summed first
@@ -38,7 +38,7 @@ class EngineOptions:
 
 
 class Engine(Protocol):
-    """Takes gradients into flat buckets and reduces them while backward goes on.
+    """Accumulates gradients in flat buckets and reduces them while backward goes on.
 
     csrc/bucket_engine.h says what each method does. Parameters are known by their position.
     """
@@ -77,7 +77,7 @@ class Engine(Protocol):
 def make_engine(
     parameters: Sequence[Tensor], names: Sequence[str], marked: Sequence[bool], options: EngineOptions
 ) -> Engine:
-    """An engine with hooks on `parameters`.
+    """Make an engine, whose hooks are registered on `parameters`.
 
     marked: whether the gradient is summed over the tensor-parallel group as well
     """
@@ -104,7 +104,7 @@ def make_engine(
 def problem_of_options(
     bucket_bytes: object, reduce: str, grad_dtype: object, wire_dtype: object, timeout: object
 ) -> Problem | None:
-    """Why options cannot be served, if so."""
+    """Why options of `GradientBuckets` are refused; None if they are valid."""
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         return "ValueError", f"bucket_bytes: expected a whole number of at least 1, got {bucket_bytes!r}"
     if timeout is not None and not isinstance(timeout, timedelta):

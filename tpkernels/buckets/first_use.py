@@ -1,4 +1,4 @@
-"""The C++ extension, built by its first use where the install could not: once for all ranks of a machine.
+"""Builds the C++ extension at its first use if the install did not: once for all ranks of a machine.
 
 The rank that takes the lock first builds in a temporary folder and moves the finished library to its place;
 the others wait for the lock and find the library. The operating system holds the lock: it is free when a
@@ -38,11 +38,11 @@ load("tpkernels_C", [source], flags.split(), build_directory=folder, is_python_m
 
 
 class CannotBuild(Exception):
-    """Why there is no extension, and what to do."""
+    """The extension cannot be built here; the message says why, and what to do."""
 
 
 def problem_with_extension() -> Problem | None:
-    """Load the extension, and build it before where no install has; why it cannot be used here, if so."""
+    """Load the extension, after building it if the install did not; why it cannot be used, or None."""
     if extension().state is ExtensionState.ABSENT:
         try:
             build(library_of_first_use())
@@ -59,7 +59,7 @@ def problem_with_extension() -> Problem | None:
 
 
 def build(library: Path | None) -> None:
-    """Make `library`, unless another process does: then wait for that."""
+    """Build `library`, or wait for the process that is building it."""
     if library is None:
         raise CannotBuild("there is no folder for it; set TPKERNELS_CACHE_DIR to one that can be written")
     environment = _with_tools()
@@ -97,7 +97,7 @@ def _build_alone(library: Path, environment: dict[str, str]) -> None:
 
 
 def _with_tools() -> dict[str, str]:
-    """The environment to build in: ninja may lie beside a Python whose folder is not on the PATH."""
+    """The environment to build in, with ninja found also beside a Python that is not on the PATH."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
     compiler = os.environ.get("CXX", "c++")  # as torch chooses
     if not shutil.which((shlex.split(compiler) or [""])[0], path=path):
@@ -111,7 +111,7 @@ def _with_tools() -> dict[str, str]:
 
 
 def _compile(folder: Path, environment: dict[str, str]) -> None:
-    """tpkernels_C.so into `folder`; what the compiler says into its log.txt."""
+    """Compile tpkernels_C.so into `folder`, and write the compiler's output to its log.txt."""
     flags = (sources() / "cxx_flags").read_text()
     command = [sys.executable, "-c", _BUILD, str(sources() / "all.cpp"), flags, str(folder)]
     with (folder / "log.txt").open("w") as log:
@@ -133,14 +133,14 @@ def _compile(folder: Path, environment: dict[str, str]) -> None:
 
 
 def _reason(failure: Path) -> str:
-    """The first error of the compiler, or what was said last."""
+    """The compiler's first error, or the last line of its output."""
     lines = failure.read_text(errors="replace").strip().splitlines() or ["no reason was given"]
     first = next((line for line in lines if "error:" in line), lines[-1])
     return f"{first.strip()} (all that was said is in {failure})"
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
-    """Another one each time that the file is replaced. Not a time: clocks of machines differ."""
+    """A value that changes whenever the file is replaced. Not an age: clocks of machines differ."""
     try:
         found = file.stat()
     except FileNotFoundError:
@@ -150,7 +150,7 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[TextIO]:
-    """The only process in here."""
+    """Hold an exclusive lock on `path` over processes, or raise after `WAIT_SECONDS`."""
     deadline = time.monotonic() + WAIT_SECONDS
     with path.open("a") as lock:
         while True:

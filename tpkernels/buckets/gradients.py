@@ -36,14 +36,16 @@ from tpkernels.buckets.layout import (
     lay_out_buckets,
     runs_within,
 )
-from tpkernels.buckets.members import Members
-from tpkernels.buckets.memory import BucketMemory
-from tpkernels.buckets.memory_map import Bucket
+from tpkernels.buckets.memory import Bucket, BucketMemory
 from tpkernels.buckets.neighbours import FAREWELL_SECONDS
-from tpkernels.buckets.order import problem_of_order
-from tpkernels.buckets.parameters import given_parameters
+from tpkernels.buckets.parameters import (
+    Members,
+    given_parameters,
+    problem_of_order,
+    refuse_early_steps,
+    require_equal_weights,
+)
 from tpkernels.buckets.registered import give_back_unused
-from tpkernels.buckets.safeguards import refuse_early_steps, require_equal_weights
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.groups import (
     LiveGroup,
@@ -145,7 +147,7 @@ class GradientBuckets:
             self._attach()
 
     def zero(self) -> None:
-        """Forget all gradients: the next backward starts anew. Also after an exception in backward."""
+        """Clear all gradients, also those of a backward that raised."""
         if self._engine is None:
             return
         give_back_unused()  # of an arrangement before: work in flight may have held it then
@@ -155,7 +157,7 @@ class GradientBuckets:
             self._learn(self._engine, gave_up=True)
 
     def finish(self) -> tuple[str, ...]:
-        """Wait until all gradients are reduced; the names of parameters that received none on this rank.
+        """Wait until all gradients are reduced; return names of parameters that received none on this rank.
 
         Called by every rank after each backward (or the last of several), and by a rank that had none; a
         second call changes nothing, unless gradients were cleared.
@@ -171,7 +173,7 @@ class GradientBuckets:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here only add to the gradients: for all but the last of several."""
+        """Accumulate gradients without reducing them: for all but the last of several backwards."""
         if self._engine is None:
             yield
             return
@@ -185,7 +187,7 @@ class GradientBuckets:
                 self._engine.set_synchronizing(self._no_sync_depth == 0)
 
     def detach(self) -> None:
-        """Leave the parameters alone from now on. Their gradients stay."""
+        """Remove the hooks from the parameters; their gradients stay."""
         if self._engine is not None:
             self._engine = None
             try:
@@ -200,11 +202,11 @@ class GradientBuckets:
 
     @property
     def launched_in_backward(self) -> int:
-        """How many buckets of the last step did not have to wait for `finish`."""
+        """How many buckets of the last step were sent before `finish`."""
         return self._engine.launched_in_backward() if self._engine is not None else 0
 
     def unfinished(self) -> list[nn.Parameter]:
-        """All parameters, between a gradient that counts and `finish`."""
+        """Return all parameters if gradients have come that are not reduced; else none."""
         return self._parameters if self._engine is not None and self._engine.is_midway() else []
 
     def gradient_shards(self) -> list[Tensor]:
@@ -218,14 +220,14 @@ class GradientBuckets:
         return self.shard(self._parameters)
 
     def gather_parameters(self, shards: Sequence[Tensor]) -> None:
-        """Bring all ranks' `parameter_shards` back into the parameters."""
+        """Copy all ranks' `parameter_shards` into the parameters."""
         kinds = [self._parameters[self._members(bucket)[0]].dtype for bucket in range(len(self.buckets))]
         with torch.no_grad():
             for index, value in self._gathered(shards, kinds):  # cast first: less to send
                 self._parameters[index].copy_(value)
 
     def shard(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's shard of each bucket, if buckets held these: one of the shape of each parameter."""
+        """Pack tensors, one of the shape of each parameter; return this rank's shard of each bucket."""
         if [tensor.shape for tensor in tensors] != [parameter.shape for parameter in self._parameters]:
             raise ValueError(
                 f"tensors: expected one for each of {len(self._parameters)} parameters, of its shape"
@@ -234,7 +236,7 @@ class GradientBuckets:
             return [self._own_shard(flat).clone() for flat in self._packed(tensors)]
 
     def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Full tensors from all ranks' `shard`: one of the shape of each parameter."""
+        """Gather all ranks' `shard` and unpack: a full tensor of the shape of each parameter."""
         with torch.no_grad():
             full = dict(self._gathered(shards, [shard.dtype for shard in shards]))
         return [full[index] for index in range(len(self._parameters))]
@@ -259,7 +261,7 @@ class GradientBuckets:
         self._release.atexit = False
 
     def _arrange(self, engine: Engine, order: list[int]) -> None:
-        """Make buckets of the parameters in this order."""
+        """Lay out buckets with the parameters in this order, and give them to the engine."""
         ordered = [self._parameters[index] for index in order]
         layout = lay_out_buckets(
             [parameter.numel() for parameter in ordered],
@@ -284,7 +286,7 @@ class GradientBuckets:
             protocol.publish_main_grads(self._parameters, engine.views())
 
     def _learn(self, engine: Engine, *, gave_up: bool = False) -> None:
-        """Order buckets as gradients arrived in this step, on all ranks as on the first."""
+        """Reorder buckets as gradients arrived on the first rank in this step."""
         times = engine.last_arrivals()
         guess = list(range(len(times)))[::-1]
         # those that never came go last, for they hold back what comes after them
@@ -309,7 +311,7 @@ class GradientBuckets:
     def _gathered(
         self, shards: Sequence[Tensor], dtypes: Sequence[torch.dtype]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Each parameter's index and value by all ranks' shards, cast first; of a few buckets at once."""
+        """Cast and gather shards, a few buckets at once; yield each parameter's index and value."""
         if [shard.numel() for shard in shards] != [self._own_shard(own).numel() for own in self.buckets]:
             raise ValueError("shards: expected one for each bucket, of the sizes of parameter_shards()")
         if self._engine is None:
@@ -331,7 +333,7 @@ class GradientBuckets:
         return [index for index, place in enumerate(self._bucket_of) if place == bucket]
 
     def _packed(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Tensors like the buckets, each of the widest dtype of what it holds."""
+        """Yield tensors laid out like the buckets, each of the widest dtype of those it holds."""
         if self._engine is None:
             return
         views = self._engine.views()
@@ -344,7 +346,7 @@ class GradientBuckets:
             yield flat
 
     def _agree(self, request: str, problem: Problem | None) -> None:
-        """All ranks of both groups make the same buckets, or all raise the same error."""
+        """Raise the same error on all ranks of both groups unless all make the same buckets."""
         pairs = list(zip(self._names, self._parameters, self._marked, strict=True))
         if problem is not None:
             # what cannot be used may be impossible to describe, and options are not the matter
@@ -386,5 +388,5 @@ def _let_go(
 
 
 def _at(view: Tensor, flat: Tensor) -> Tensor:
-    """What lies in `flat` as `view` lies in its bucket."""
+    """A view of `flat` with the shape, strides and offset of `view`, a view of a bucket."""
     return flat.as_strided(view.shape, view.stride(), flat.storage_offset() + view.storage_offset())

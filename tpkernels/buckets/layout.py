@@ -1,4 +1,4 @@
-"""How large buckets are, and where each tensor lies: tensors to buckets and offsets. Loads no torch.
+"""Assigns tensors to buckets and offsets. Loads no torch.
 
 >>> lay_out_buckets([1] * 8, ["float32"] * 8, [4] * 8, LayoutRules(100, 4, alignment=1, padding=1)).elements
 [1, 1, 2, 2, 1, 1]
@@ -28,7 +28,7 @@ class LayoutRules:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """`bucket_of` and `offset_of` by tensor, `elements` by bucket. Offsets are in elements."""
+    """Where tensors lie: `bucket_of` and `offset_of` by tensor, in elements; `elements` by bucket."""
 
     bucket_of: list[int]
     offset_of: list[int]
@@ -37,7 +37,7 @@ class BucketLayout:
 
 @dataclass
 class _OpenBucket:
-    """Bytes count tensors of the bucket's own kind: ranks may differ in others."""
+    """A bucket that still takes tensors. Bytes count its own kind alone: ranks may differ in others."""
 
     number: int
     before: int  # bytes in the buckets before
@@ -94,7 +94,7 @@ def lay_out_buckets(
 
 
 def runs_within(sizes: Sequence[int], most: int) -> Iterator[range]:
-    """Neighbours that are at most so large together, or one that is larger by itself.
+    """Split into runs of neighbours whose sizes sum to at most `most`; a larger one is a run of its own.
 
     >>> list(runs_within([3, 4, 9, 1], most=7))
     [range(0, 2), range(2, 3), range(3, 4)]

@@ -16,13 +16,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.buckets.engine import LONGEST_TIMEOUT, Engine, EngineOptions
-from tpkernels.buckets.machines import Machines, group_across, machines_of
-from tpkernels.buckets.memory_map import Bucket, MemoryMap
-from tpkernels.buckets.neighbours import OP, Neighbours
-from tpkernels.buckets.order import refuse_backend
+from tpkernels.buckets.neighbours import OP, Machines, Neighbours, group_across, machines_of
 from tpkernels.buckets.registered import give_back_unused, registered_zeros
 from tpkernels.comm.agreement import CannotTakePart, offers_of_all
 from tpkernels.comm.calls import handshake
@@ -33,15 +31,28 @@ from tpkernels.comm.transports.mailbox import Meeting
 from tpkernels.comm.transports.processes import Process, process_of
 from tpkernels.comm.transports.shared import Mapped, mapped_by_all, new_memory
 from tpkernels.runtime import c10d
+from tpkernels.tp_invariance import mode
 
 CPU = torch.device("cpu")
+LINE_BYTES = 64  # of a cache
+WORD_BYTES = 8
+DOORBELL_WORDS = 2  # as in csrc/doorbell.h
+BUCKET_WORDS = 2  # as in csrc/shared_sums.h
+
+
+class Bucket(NamedTuple):
+    """Size, dtype and kind of one bucket, for which memory is allocated."""
+
+    elements: int
+    dtype: torch.dtype
+    marked: bool  # summed over the tensor-parallel group first
 
 
 class BucketMemory:
-    """Memory for one `GradientBuckets`; all ranks do the same with theirs at once."""
+    """Allocates the buckets of one `GradientBuckets`; all ranks call its methods at once."""
 
     def __init__(self, options: EngineOptions, device: torch.device, *, marked: bool) -> None:
-        """marked: whether the tensor-parallel group adds up some buckets"""
+        """All ranks decide whether to share memory. marked: the tensor-parallel group adds up some buckets"""
         self._options, self._device, self._opener = options, device, os.getpid()
         self._groups = [options.group]
         if marked and options.tensor_parallel_group is not None:
@@ -55,7 +66,7 @@ class BucketMemory:
     def arrange(
         self, engine: Engine, bucket_of: list[int], offset_of: list[int], buckets: Sequence[Bucket]
     ) -> None:
-        """Give the engine buckets."""
+        """Allocate `buckets` and give them to the engine, with those of the ranks that share memory."""
         shared = None if self._against else self._shared(buckets)
         self._note(buckets)
         if shared is None:
@@ -70,46 +81,46 @@ class BucketMemory:
             return
         layout, buffers, processes = shared
         across, seconds = self._group_across(), self._seconds()
-        own = layout.part(buffers[-1][self._options.group.rank], marked=False)
+        own = layout.visible(buffers[-1][self._options.group.rank], marked=False)
         engine.arrange(bucket_of, offset_of, own.flats)
         for group, of_ranks in zip(self._groups, buffers, strict=True):
             marked, (members, owners) = group is not self._options.group, self._machines[group]
-            parts = [layout.part(of_ranks[rank], marked=marked) for rank in members]
+            visible = [layout.visible(of_ranks[rank], marked=marked) for rank in members]
             engine.meet(
                 marked,
                 members,
-                [part.doorbell for part in parts],
-                [part.words for part in parts],
-                [flat for part in parts for flat in part.flats],
+                [seen.doorbell for seen in visible],
+                [seen.words for seen in visible],
+                [flat for seen in visible for flat in seen.flats],
                 across if owners else "",
                 owners,
                 max(1, round(seconds * 1000)),
             )
         self._neighbours = Neighbours(engine, self._groups, processes, self._options, seconds)
 
-    # Waits for those who add up with us, if any, before the engine does its part.
+    # The waits for ranks that add up with this one come before the engine's own.
 
     def finish(self) -> None:
         if self._neighbours is not None:
             self._neighbours.finish()
 
     def zero(self) -> bool:
-        """Whether it ends a round."""
+        """Whether a round was interrupted."""
         return self._neighbours is not None and self._neighbours.zero()
 
     def leave(self, patience: float | None = None) -> None:
-        """patience: seconds, if not as long as elsewhere"""
+        """Wait for what is on its way. patience: seconds, if not the timeout of other waits"""
         if self._neighbours is not None:
             self._neighbours.leave(patience)
 
     def close(self) -> None:
-        """Nobody adds up any more."""
+        """Destroy the group across machines; the memory goes with its last tensor."""
         if self._across is not None and self._opener == os.getpid():
             c10d.destroy_group(self._across)
         self._across = self._neighbours = None
 
     def _group_across(self) -> str:
-        """The name of the group of owners on all machines, if there are several."""
+        """The name of the group of owners across machines, made at the first call; empty on one machine."""
         group = self._options.group.get()
         owners = self._machines[self._options.group].owners
         if not owners:
@@ -120,13 +131,13 @@ class BucketMemory:
         return str(self._across.group_name)
 
     def _seconds(self) -> float:
-        """How long ranks wait for each other."""
+        """How long ranks wait for each other, by `timeout` or the group's own."""
         timeout = self._options.timeout
         seconds = timeout.total_seconds() if timeout else timeout_of(self._options.group.get(), CPU)
         return min(seconds, LONGEST_TIMEOUT.total_seconds() - 1)
 
-    def _registered(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
-        """On GPUs, where that is at least as fast. What is sent in another dtype is a copy: plain."""
+    def _registered(self, buckets: Sequence[Bucket]) -> list[Tensor] | None:
+        """Registered memory, where it is at least as fast; else, or if a cast copy is sent, None."""
         options = self._options
         if any(own.dtype != (options.wire_dtype or own.dtype) for own in buckets):
             return None
@@ -139,7 +150,7 @@ class BucketMemory:
         )
 
     def _why_apart(self) -> str:
-        """Why ranks share no memory; nothing if they do. The same on all ranks of both groups."""
+        """Why ranks share no memory, the same on all ranks of both groups; empty if they do."""
         if select.requested_transport not in ("auto", "shared"):
             return f"TPKERNELS_TRANSPORT={select.requested_transport}"
         if self._device.type != "cpu":
@@ -160,11 +171,11 @@ class BucketMemory:
         return why
 
     def _those_who_hear(self) -> list[LiveGroup]:
-        """Groups that one after the other hear of a reason: then all ranks of both have."""
+        """Relay order, so that a refusal reaches the ranks of both groups."""
         return [self._options.group, *self._groups[:-1], *self._groups[1:]]
 
-    def _shared(self, buckets: Sequence[Bucket]) -> _Shared | None:
-        """Memory of all ranks; None, and why, if some could not map it."""
+    def _shared(self, buckets: Sequence[Bucket]) -> _SharedMemory | None:
+        """Map the memory of all ranks; if one cannot, None on all, and `_against` says why."""
         layout, descriptor, problem = MemoryMap(buckets), -1, ""
         try:
             descriptor = new_memory("gradient buckets", layout.byte_count)
@@ -172,12 +183,12 @@ class BucketMemory:
             copy_in_forks(own, descriptor)
         except Exception as error:  # whatever it is, the others wait to be told
             problem = f"{type(error).__name__}: {error}"
-        found: dict[LiveGroup, _Ranks] = {}
+        found: dict[LiveGroup, _MappedRanks] = {}
         try:
             for group in self._those_who_hear():
                 count = layout.byte_count if group is self._options.group else layout.marked_byte_count
                 meeting = Meeting("memory of gradient buckets", group.get(), op=OP)
-                build = partial(_Ranks, group.rank, self._machines[group].members)
+                build = partial(_MappedRanks, group.rank, self._machines[group].members)
                 try:
                     if group in found:  # a second time, to hear of the others
                         offers_of_all(meeting.title, meeting.begin(), problem)
@@ -194,10 +205,10 @@ class BucketMemory:
             self._against = problem
             return None
         buffers = [{**found[group].buffers, group.rank: own} for group in self._groups]
-        return _Shared(layout, buffers, [found[group].processes for group in self._groups])
+        return _SharedMemory(layout, buffers, [found[group].processes for group in self._groups])
 
     def _note(self, buckets: Sequence[Bucket]) -> None:
-        """Once for each choice; on GPUs `registered` tells."""
+        """Log the choice of memory when it changes; on GPUs `registered` logs."""
         where = "apart" if self._against else "shared"
         if where != self._noted and self._device.type != "cuda" and select.choices.isEnabledFor(logging.INFO):
             self._noted = where
@@ -212,20 +223,85 @@ class BucketMemory:
             )  # fmt: skip
 
 
-class _Shared(NamedTuple):
-    """Memory of all ranks: of each group, the data-parallel one last, by rank."""
+class _SharedMemory(NamedTuple):
+    """Memory and processes of the ranks of each group, the data-parallel one last, by rank."""
 
     layout: MemoryMap
     buffers: list[dict[int, mmap.mmap]]
     processes: list[dict[int, Process]]
 
 
-class _Ranks:
-    """What is known of the ranks of a group on this machine."""
+class _MappedRanks:
+    """Memory and processes of a group's ranks on this machine."""
 
     def __init__(self, rank: int, members: Sequence[int], mapped: Mapping[int, Mapped]) -> None:
         self.buffers = {peer: mapped[peer].buffer for peer in members}
         self.processes = {peer: process_of(mapped[peer].process) for peer in members if peer != rank}
 
     def close(self) -> None:
-        """Memory goes with the last that holds it."""
+        """Nothing to do: memory goes with the last object that holds it."""
+
+
+def refuse_backend(ranks: int, why: str) -> None:
+    """Raise if TP-invariance does not allow a backend to add up `ranks` ranks. why: the backend does it"""
+    if ranks > 2 and mode.fix("GradientBuckets"):
+        raise ValueError(
+            f"GradientBuckets: expected 1 or 2 data-parallel ranks with TP-invariance, got {ranks} ({why}): "
+            "with more, backends add a gradient in an order that depends on where in its bucket it lies; "
+            "ranks of one machine, which share memory, add in their own order"
+        )
+
+
+class VisibleMemory(NamedTuple):
+    """The tensors in a rank's memory that ranks of one group see."""
+
+    doorbell: Tensor
+    words: Tensor
+    flats: list[Tensor]  # the marked, or all
+
+
+class MemoryMap:
+    """Byte offsets of doorbell, words and buckets in the memory that a rank shares.
+
+    What tensor-parallel ranks see comes first: sizes of their other buckets differ.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        self._offsets = [0] * len(buckets)
+        self._marked = [number for number, bucket in enumerate(buckets) if bucket.marked]
+        self.byte_count = 0
+        self._take(DOORBELL_WORDS * WORD_BYTES)
+        self._marked_words = self._take(len(self._marked) * BUCKET_WORDS * WORD_BYTES)
+        self._place(marked=True)
+        self.marked_byte_count = self.byte_count
+        self._words = self._take(len(buckets) * BUCKET_WORDS * WORD_BYTES)
+        self._place(marked=False)
+
+    def visible(self, memory: mmap.mmap, *, marked: bool) -> VisibleMemory:
+        """The tensors in a rank's memory that tensor-parallel (`marked`) or data-parallel ranks see."""
+        numbers = self._marked if marked else range(len(self._buckets))
+        words, bucket_words = self._marked_words if marked else self._words, BUCKET_WORDS * len(numbers)
+        wanted = [(*self._buckets[number][:2], self._offsets[number]) for number in numbers]
+        return VisibleMemory(
+            _view(memory, DOORBELL_WORDS, torch.int64, 0),
+            _view(memory, bucket_words, torch.int64, words),
+            [_view(memory, elements, dtype, offset) for elements, dtype, offset in wanted],
+        )
+
+    def _place(self, *, marked: bool) -> None:
+        for number, bucket in enumerate(self._buckets):
+            if bucket.marked == marked:
+                self._offsets[number] = self._take(bucket.elements * bucket.dtype.itemsize)
+
+    def _take(self, count: int) -> int:
+        offset = self.byte_count
+        self.byte_count += -(-count // LINE_BYTES) * LINE_BYTES
+        return offset
+
+
+def _view(memory: mmap.mmap, count: int, dtype: torch.dtype, offset: int) -> Tensor:
+    """A flat tensor on `memory`, which its storage keeps alive."""
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)

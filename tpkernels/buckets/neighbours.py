@@ -1,7 +1,11 @@
-"""Ranks of this machine that add up buckets with us in shared memory, and how we wait for them.
+"""Which ranks of this machine add up buckets in shared memory with this one, and how it waits for them.
 
-As in an exchange of rows (`comm.transports.host`): who waits can be interrupted, looks now and then whether
-those it waits for still run, and lets the group fail if not, so that all ranks learn of the first cause.
+As in an exchange of rows (`comm.transports.host`), a wait can be interrupted, checks now and then whether
+the processes waited for still run, and fails the group if not, so that all ranks learn the first cause.
+
+machine    one              other
+ranks      0  1  2          3  4  5
+owners     0 and 3, 1 and 4, 2 and 5: each adds up one shard, first over its machine, then with the other
 """
 
 from __future__ import annotations
@@ -9,19 +13,70 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from tpkernels.buckets.engine import Engine, EngineOptions
 from tpkernels.comm.calls import Call, calls_of, handshake
 from tpkernels.comm.groups import LiveGroup, failed
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
 from tpkernels.messages import cause_of
+from tpkernels.runtime import c10d
 
 OP = "GradientBuckets"
 FAREWELL_SECONDS = 2.0  # as at the end of a process, see csrc/bucket_memory.cpp
 
 
+class Machines(NamedTuple):
+    """The machines of a group as one rank sees them; ranks are numbered within the group."""
+
+    members: list[int]  # on this machine, this rank among them
+    owners: list[int]  # who add up the same shard, one on each machine; none if there is one machine
+
+
+def machines_of(places: Sequence[str], rank: int) -> tuple[str, Machines]:
+    """Why ranks at these places share no memory (empty if they do), and this rank's `Machines`.
+
+    places: by rank, the machine that it runs on
+
+    >>> machines_of(["a", "a", "b", "b"], rank=1)[1]
+    Machines(members=[0, 1], owners=[1, 3])
+    >>> machines_of(["a", "a", "b"], rank=0)[0]
+    'ranks are on 2 machines, not as many on each'
+    """
+    ranks_at = {place: [peer for peer, other in enumerate(places) if other == place] for place in places}
+    members, counts = ranks_at[places[rank]], {len(ranks) for ranks in ranks_at.values()}
+    if len(ranks_at) == 1:
+        return "", Machines(members, [])
+    if counts == {1}:
+        return f"ranks are on {len(ranks_at)} machines, one on each", Machines(members, [])
+    if len(counts) > 1:
+        return f"ranks are on {len(ranks_at)} machines, not as many on each", Machines(members, [])
+    number = members.index(rank)
+    return "", Machines(members, sorted(ranks[number] for ranks in ranks_at.values()))
+
+
+def group_across(group: ProcessGroup, owners: Sequence[int], timeout: float, number: int) -> ProcessGroup:
+    """Make the process group of the owners of one shard; all ranks of `group` call this at once.
+
+    For one engine: collectives pair by their order, and between engines that depends on who comes first.
+    number: of the call, which tells its name from others
+    """
+    return c10d.new_group(
+        tuple(dist.get_global_rank(group, owner) for owner in owners),
+        name=f"{group.group_name}, owners {', '.join(map(str, owners))}, call {number}",
+        description="tpkernels owners of a shard of gradient buckets",
+        timeout=timedelta(seconds=timeout),
+        backend="gloo",
+        options=None,
+    )
+
+
 class Neighbours:
-    """The other ranks of one engine's groups."""
+    """The other ranks of one engine's groups, and the waits for them."""
 
     def __init__(
         self,
@@ -44,7 +99,7 @@ class Neighbours:
         self._opener = os.getpid()
 
     def finish(self) -> None:
-        """All that `engine.finish` would wait for."""
+        """Launch what is left and wait until it is added up, so that `engine.finish` does not wait."""
         self._require_usable()
         began = False
         try:
@@ -53,7 +108,7 @@ class Neighbours:
             self._settle(numbered=began)
 
     def zero(self) -> bool:
-        """All that `engine.zero` would wait for; whether it ends a round."""
+        """Interrupt a round and wait for what is on its way; return whether there was one."""
         self._require_usable()
         interrupted = False
         try:
@@ -63,9 +118,9 @@ class Neighbours:
         return interrupted
 
     def leave(self, patience: float | None = None) -> None:
-        """All that `engine.detach` would wait for; nobody is told if it does not come.
+        """Wait for what is on its way, so that `engine.detach` does not; a timeout is no error.
 
-        patience: seconds, if not as long as elsewhere
+        patience: seconds, if not the timeout of other waits
         """
         if os.getpid() != self._opener:
             return
@@ -78,7 +133,7 @@ class Neighbours:
             raise
 
     def _require_usable(self) -> None:
-        """A group that has failed takes the others with it: their ranks would wait for us."""
+        """Raise if a group has failed, and fail the others with it: their ranks would wait for this one."""
         try:
             for group in self._groups:
                 group.get()
@@ -87,9 +142,9 @@ class Neighbours:
             raise
 
     def _settle(self, *, numbered: bool) -> None:
-        """Wait until all that is on its way has been added up.
+        """Wait until all buckets on their way have been added up.
 
-        numbered: all of a round is, on all ranks: a call of its groups
+        numbered: a round is complete on all ranks, and counts as a call of its groups
         """
         wait: Callable[[], None] = self._await
         try:
@@ -128,7 +183,7 @@ class Neighbours:
         seconds: float,
         patience: float,
     ) -> str:
-        """Why not to wait any longer; nothing if there is no reason."""
+        """Why a wait ends in an error: a failure, a process that has ended, a timeout; empty if none."""
         for calls in self._calls:
             if first := calls.first_failure():
                 return first

@@ -1,22 +1,38 @@
-"""What `GradientBuckets` asks of parameters, and leaves on them while it lives."""
+"""Requirements of `GradientBuckets` on parameters and their training loop, and attributes that it sets.
+
+Three mistakes would give wrong numbers without an error, and are refused here: a parameter that joined the
+module later has a gradient that nobody reduces; an optimizer that steps before `finish` uses this rank's
+gradients alone; and ranks that begin with different weights stay apart, since averaged gradients keep the
+distance.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Iterable, Sequence, ValuesView
+from functools import cache
+from itertools import chain
+from operator import is_
+from typing import Any, NoReturn, Protocol
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.supported import Problem
+from tpkernels.runtime.checksums import sums_of_bits
+from tpkernels.tp_invariance import mode
 
-Named = list[tuple[str, nn.Parameter]]
+NamedParameters = list[tuple[str, nn.Parameter]]
+_END = (object(),)
 
 
-def given_parameters(module_or_named_parameters: object) -> tuple[Named, Problem | None]:
-    """Names and parameters, tied ones once, frozen ones too, and why they cannot be used, if so."""
+def given_parameters(module_or_named_parameters: object) -> tuple[NamedParameters, Problem | None]:
+    """Names and parameters, tied ones once, frozen ones too; or nothing, and why they are refused."""
     if isinstance(module_or_named_parameters, nn.Module):
         pairs: Iterable[object] = module_or_named_parameters.named_parameters()
     elif isinstance(module_or_named_parameters, Iterable):
@@ -24,7 +40,7 @@ def given_parameters(module_or_named_parameters: object) -> tuple[Named, Problem
     else:
         kind = type(module_or_named_parameters).__name__
         return [], ("TypeError", f"expected a module or pairs of name and parameter, got {kind}")
-    named: Named = []
+    named: NamedParameters = []
     known: set[int] = set()
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
@@ -51,6 +67,22 @@ def given_parameters(module_or_named_parameters: object) -> tuple[Named, Problem
     return named, None
 
 
+def problem_of_order(named: Sequence[tuple[str, Tensor]], marked: Sequence[bool]) -> Problem | None:
+    """Why TP-invariance cannot reduce buckets of these parameters; None if it can.
+
+    marked: by parameter, whether its gradient is summed over the tensor-parallel group as well
+    """
+    if not mode.fix("GradientBuckets"):
+        return None
+    for (name, _), is_marked in zip(named, marked, strict=True):
+        if is_marked:
+            return "ValueError", (
+                f"'{name}' is marked sequence_parallel: its gradient would be added over tensor-parallel "
+                "ranks in an order that TP-invariance does not know; give ops the group, as norms do"
+            )
+    return None
+
+
 def is_under_buckets(parameter: Tensor) -> bool:
     return isinstance(vars(parameter).get("__deepcopy__"), _RefuseCopy)
 
@@ -75,7 +107,7 @@ def refuse_copies(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def release(parameters: Sequence[nn.Parameter], handles: Sequence[RemovableHandle]) -> None:
-    """Take back all that was left on the parameters, but for their gradients."""
+    """Remove the attributes and hooks that were set on the parameters; gradients stay."""
     for parameter in parameters:
         vars(parameter).pop("__deepcopy__", None)
         vars(parameter).pop("main_grad", None)
@@ -85,14 +117,14 @@ def release(parameters: Sequence[nn.Parameter], handles: Sequence[RemovableHandl
 
 
 def publish_main_grads(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
-    """Megatron's protocol: fused kernels add to `main_grad`, and say so in `grad_added_to_main_grad`."""
+    """Set `main_grad` and `grad_added_to_main_grad`, by which fused kernels of Megatron accumulate."""
     for parameter, view in zip(parameters, views, strict=True):
         parameter.main_grad = view  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 
 def drop_dummies(parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
-    """Drop the gradient that a fused kernel returns for form's sake. Runs before the engine's hook."""
+    """Register hooks that drop the dummy gradients of fused kernels, to run before the engine's hooks."""
     return [parameter.register_post_accumulate_grad_hook(_drop_dummy) for parameter in parameters]
 
 
@@ -108,3 +140,126 @@ def set_grad_dtype(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> No
     for parameter in parameters:
         parameter.grad = None
         parameter.grad_dtype = dtype
+
+
+class _Walk:
+    """Finds parameters of a module that are not under the buckets; walks again only if a module changed.
+
+    own: ids of the parameters under the buckets
+    """
+
+    def __init__(self, own: set[int]) -> None:
+        self._own = own
+        self._dicts: list[ValuesView[Any]] = []  # of each module its parameters, and its modules
+        self._held: list[Any] = []  # all that they held
+        self._others: list[Tensor] = []
+
+    def others_in(self, module: nn.Module) -> list[Tensor]:
+        # at the speed of C; the end belongs to the comparison, for one may be longer
+        held = chain(chain.from_iterable(self._dicts), _END)
+        if not self._dicts or not all(map(is_, held, chain(self._held, _END))):
+            self._dicts = [d.values() for each in module.modules() for d in (each._parameters, each._modules)]
+            self._held = [*chain.from_iterable(self._dicts)]
+            self._others = [p for p in module.parameters() if id(p) not in self._own]
+        return self._others
+
+    def forget(self, _: object) -> None:
+        """Drop all references, when the module ends."""
+        self._dicts, self._held, self._others = [], [], []
+
+
+class Members:
+    """Which parameters of a module are under one `GradientBuckets`, and which are not."""
+
+    def __init__(self, module_or_named_parameters: object, given: NamedParameters) -> None:
+        """given: names and parameters of the module, or the pairs; frozen ones are not under the buckets"""
+        source = module_or_named_parameters
+        self._named = [(name, parameter) for name, parameter in given if parameter.requires_grad]
+        self._frozen = [(name, parameter) for name, parameter in given if not parameter.requires_grad]
+        self._own = {id(parameter) for _, parameter in self._named}
+        self._walk = _Walk(self._own)
+        self._module = ref(source, self._walk.forget) if isinstance(source, nn.Module) else None
+
+    def weights(self) -> list[tuple[str, Tensor]]:
+        """Names and weights to compare over ranks: those under buckets, and the readable frozen ones."""
+        frozen = [(name, p) for name, p in self._of_module() if not (p.requires_grad or p.is_meta)]
+        return [*self._named, *(pair for pair in frozen if type(pair[1].data) is torch.Tensor)]
+
+    def refuse_others(self) -> None:
+        """Raise if a parameter that is not under the buckets has a gradient."""
+        module = None if self._module is None else self._module()
+        others = [p for _, p in self._frozen] if module is None else self._walk.others_in(module)
+        if any(map(_is_unreduced, others)):
+            name = next(name for name, p in [*self._of_module(), *self._frozen] if self._is_other(p))
+            raise RuntimeError(
+                f"GradientBuckets: the gradient of '{name}' is not reduced; detach() these buckets and make "
+                "new ones: it was added to the module, unfrozen, or replaced (load_state_dict(assign=True), "
+                "say) after they were made"
+            )
+
+    def _is_other(self, parameter: Tensor) -> bool:
+        return id(parameter) not in self._own and _is_unreduced(parameter)
+
+    def _of_module(self) -> NamedParameters:
+        module = None if self._module is None else self._module()
+        return [] if module is None else [*module.named_parameters()]
+
+
+def _is_unreduced(parameter: Tensor) -> bool:
+    return parameter.requires_grad and parameter.grad is not None and not is_under_buckets(parameter)
+
+
+class Watched(Protocol):
+    """Buckets whose parameters no optimizer may step yet."""
+
+    def unfinished(self) -> Sequence[Tensor]:
+        """Return all parameters if gradients have come that are not reduced; else none."""
+
+
+_watched: WeakSet[Watched] = WeakSet()
+
+
+def refuse_early_steps(buckets: Watched) -> None:
+    """Make optimizers raise if they step parameters of `buckets` between a backward and `finish`."""
+    _watched.add(buckets)
+    _look_before_steps()
+
+
+@cache
+def _look_before_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
+    """Torch's hook before each step of each optimizer; raises if its gradients are not reduced."""
+    if torch.compiler.is_compiling():
+        return
+    unfinished = {id(parameter) for buckets in list(_watched) for parameter in buckets.unfinished()}
+    if unfinished and any(id(p) in unfinished for group in optimizer.param_groups for p in group["params"]):
+        raise RuntimeError(
+            "GradientBuckets: an optimizer steps between a backward and finish(), by gradients that are not "
+            "reduced; call finish() after the last backward of a step, then clip, then step"
+        )
+
+
+def require_equal_weights(named: Iterable[tuple[str, Tensor]], groups: Sequence[ProcessGroup]) -> None:
+    """Raise on all ranks of all groups if ranks of the first group have weights of different bits."""
+    names, tensors = zip(*named, strict=True) if groups[0].size() > 1 else ((), ())
+    sums = zip(names, sums_of_bits(tensors), strict=True)
+    claims = tuple(f"'{name}' with checksum {checksum}" for name, checksum in sums)
+    problem: Problem | None = None
+    try:
+        agree(Claim("GradientBuckets begin with other weights on other ranks", claims), groups[0])
+    except ValueError as error:
+        problem = (
+            "ValueError",
+            (
+                f"{error}. Averaged gradients would not bring them together, and weights are not sent, as "
+                "DistributedDataParallel does: draw them by one seed, load one checkpoint, or "
+                "bucketed_broadcast_(list(model.parameters()), src, group) before the first step"
+            ),
+        )
+    for group in groups[1:]:
+        agree(Claim("GradientBuckets", (), problem), group)
+    if problem:
+        raise ValueError(problem[1])

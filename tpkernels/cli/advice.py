@@ -11,8 +11,8 @@ from tpkernels.cli import size_of, write_json, written_to
 from tpkernels.gpus import gpu_named
 from tpkernels.models.config import model_config
 from tpkernels.planning.advice import Advice, Prediction, advise
-from tpkernels.planning.job import Job, Layout
-from tpkernels.planning.machine import Machine
+from tpkernels.planning.job import Job, RankLayout
+from tpkernels.planning.machine import Hardware
 from tpkernels.planning.parameters import parameters_of_stage
 
 _USUAL_TOKENS = 8192  # where the model has no fewer positions
@@ -22,7 +22,7 @@ _ASSUMED = {
     "link_efficiency": "of links, that transfers reach",
     "reserve": "of memory, that is left for what is not counted",
 }
-_USUAL = {field.name: field.default for field in fields(Machine)}
+_USUAL = {field.name: field.default for field in fields(Hardware)}
 _GB = 1e9
 _STAGES = "not for `train`: stages"
 
@@ -107,13 +107,13 @@ def _job(options: Namespace) -> Job:
     )
 
 
-def _machine(options: Namespace) -> Machine:
+def _machine(options: Namespace) -> Hardware:
     names = ["gpus_per_node", *_ASSUMED]
-    return Machine(gpu_named(options.gpu), **{name: getattr(options, name) for name in names})
+    return Hardware(gpu_named(options.gpu), **{name: getattr(options, name) for name in names})
 
 
-def _heading(options: Namespace, job: Job, machine: Machine) -> str:
-    parameters = parameters_of_stage(job, Layout(1, 1, 1), 0).total
+def _heading(options: Namespace, job: Job, machine: Hardware) -> str:
+    parameters = parameters_of_stage(job, RankLayout(1, 1, 1), 0).total
     split = "with" if job.sequence_parallel else "without"
     return (
         f"{options.model}: {parameters / 1e9:.2f} billion parameters in bfloat16 on {options.world_size} x "
@@ -181,7 +181,7 @@ def _others(options: Namespace, advice: Advice) -> str:
     return "\n".join(said) or ("all layouts fit" if len(advice.fitting) > 1 else "the only layout fits")
 
 
-def _assumptions(machine: Machine) -> str:
+def _assumptions(machine: Hardware) -> str:
     gpu = machine.gpu
     return (
         "Predicted from sizes; nothing was measured. Assumed:\n"
@@ -194,7 +194,7 @@ def _assumptions(machine: Machine) -> str:
     )
 
 
-def _as_json(options: Namespace, job: Job, machine: Machine, advice: Advice) -> dict[str, Any]:
+def _as_json(options: Namespace, job: Job, machine: Hardware, advice: Advice) -> dict[str, Any]:
     return {
         "model": options.model,
         "world_size": options.world_size,

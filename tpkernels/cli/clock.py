@@ -55,7 +55,7 @@ def _clock_kernels(options: Namespace) -> int:
     require_packages(*PACKAGES)
     _require_tools()
 
-    from tpkernels.cli.clock_kernel import DIED, Request, as_json, clock_kernel, picture_of, table
+    from tpkernels.cli.clock_kernel import DIED, ClockRequest, as_json, clock_kernel, picture_of, table
     from tpkernels.gate.workers import results_of
 
     entries = _entries(options.kernel)
@@ -64,7 +64,7 @@ def _clock_kernels(options: Namespace) -> int:
             f"--picture is of one kernel, and {len(entries)} have {options.kernel!r} in their names, such as "
             f"{entries[0].name}"
         )
-    requests = [Request(entry, options.shape, bool(options.picture)) for entry in entries]
+    requests = [ClockRequest(entry, options.shape, bool(options.picture)) for entry in entries]
     with Progress("clocking", len(requests)) as step:
         results = results_of(clock_kernel, requests, min(PROCESSES, len(requests)), step, DIED)
     found = [one for one in results if not isinstance(one, str)]

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tpkernels.gate.ahead_of_time import CLOCKED, Entry, Facts, Job, facts_or_error
+from tpkernels.gate.ahead_of_time import CLOCKED, CompileJob, Entry, Facts, facts_or_error
 from tpkernels.gate.clock.cost import SHORT, Cost, Stretch
-from tpkernels.gate.clock.model import Board, Prediction, predict, steps_of
+from tpkernels.gate.clock.model import Board, KernelPrediction, predict, steps_of
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.semantics import translate
-from tpkernels.gate.clock.timeline import Run, Span
+from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.gate.clock.workload import of_entry
 from tpkernels.gate.clocking import FromCatalog, built, clocked
 from tpkernels.pictures.figure import Picture
@@ -27,7 +27,9 @@ ENGINES = {"products": "tensor cores", "copies": "copies in flight", "stores": "
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ClockRequest:
+    """The entry to clock, and the sizes of its product."""
+
     entry: Entry
     shape: tuple[int, int, int]  # tokens, out_features, in_features
     drawing: bool
@@ -42,14 +44,14 @@ class Clocked:
     cost: Cost
     steps: int  # of a tile
     waves: float
-    predicted: Prediction
+    predicted: KernelPrediction
     drawn: tuple[Run, int, int] | None = None  # of tiles and steps on one SM
     peak: float = PEAK  # TFLOP/s of what it multiplies
 
 
-def clock_kernel(request: Request) -> Clocked | str:
+def clock_kernel(request: ClockRequest) -> Clocked | str:
     """Compile and clock a kernel in this process; return a text where that fails."""
-    facts = facts_or_error(Job(request.entry, CLOCKED[0]))
+    facts = facts_or_error(CompileJob(request.entry, CLOCKED[0]))
     if isinstance(facts, str):
         return f"does not compile: {facts}"
     try:
@@ -58,12 +60,12 @@ def clock_kernel(request: Request) -> Clocked | str:
         return f"{type(error).__name__}: {error}"
 
 
-def _clocked(request: Request, facts: Facts) -> Clocked:
+def _clocked(request: ClockRequest, facts: Facts) -> Clocked:
     entry, board = request.entry, Board()
     workload = of_entry(entry, request.shape)
     compiled = built(entry, CLOCKED[0], facts)
     workload.on_one(compiled, workload.unit, SHORT)  # refuses a shape that this is not compiled for
-    cost = clocked(Job(entry, CLOCKED[0]), facts, FromCatalog(entry))
+    cost = clocked(CompileJob(entry, CLOCKED[0]), facts, FromCatalog(entry))
     steps, drawn = steps_of(workload), None
     if request.drawing:
         tiles, deep = workload.unit * cost.resident, min(steps, DRAWN)
@@ -107,7 +109,7 @@ def _row(one: Clocked) -> str:
     )
 
 
-def _time(predicted: Prediction) -> str:
+def _time(predicted: KernelPrediction) -> str:
     unit, size = ("ms", 1e3) if predicted.seconds >= 1e-3 else ("us", 1e6)
     return f"{predicted.seconds * size:.3g} {unit} +-{predicted.error:.0%}"
 
@@ -183,7 +185,7 @@ def _groups(run: Run) -> Iterator[Lane]:
             yield Lane(name + of_block, doings, f"waits {waiting / max(stop - start, 1.0):.0%}{_most(its)}")
 
 
-def _most(spans: Iterable[Span]) -> str:
+def _most(spans: Iterable[WarpSpan]) -> str:
     """Return in words what the warps waited for longest."""
     causes: dict[str, float] = {}
     for span in spans:
@@ -193,7 +195,7 @@ def _most(spans: Iterable[Span]) -> str:
     return f": {most.removeprefix('scoreboard: ')}" if most else ""
 
 
-def _merged(kind: str, spans: Iterable[Span]) -> Iterator[Doing]:
+def _merged(kind: str, spans: Iterable[WarpSpan]) -> Iterator[Doing]:
     """Yield the spans joined where they overlap, so that what is drawn can be added up."""
     start = stop = None
     for begin, end in sorted((span.start, span.end) for span in spans):

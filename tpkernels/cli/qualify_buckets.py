@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tpkernels.buckets import reduction_times, registered
+from tpkernels.buckets import registered
 from tpkernels.buckets.gradients import GradientBuckets
-from tpkernels.buckets.reduction_times import Reduction
+from tpkernels.buckets.registered import Collective
 from tpkernels.cli.qualified import Check
 from tpkernels.cli.qualify_world import QualifyWorld
 from tpkernels.comm._ext import ExtensionState, extension
 from tpkernels.comm.agreement import CannotTakePart
 
 WAYS = "c10d", "auto"
-REDUCTIONS: tuple[Reduction, ...] = "all_reduce", "reduce_scatter"
+REDUCTIONS: tuple[Collective, ...] = "all_reduce", "reduce_scatter"
 STEPS, STEPS_QUICK, LEARNING = 12, 3, 2  # in the first step the order of buckets is learnt
 PARAMETERS = 12
 GPU_ELEMENTS, CPU_ELEMENTS = 2**20, 2**16  # of each
@@ -114,7 +114,7 @@ def _in_registered_memory(world: QualifyWorld, group: ProcessGroup) -> tuple[boo
         said.append(f"{reduction}: registered {ours:.3g} ms, plain {theirs:.3g} ms")
         for flat in (*flats, *plain):
             flat.copy_(numbers(world, elements, 0, world.rank + 1))
-            reduction_times.reduce(group, flat, reduction)
+            registered.reduce(group, flat, reduction)
             expected = numbers(world, elements, 0, world.ranks * (world.ranks + 1) // 2)
             if reduction == "reduce_scatter":
                 flat, expected = (t.tensor_split(world.ranks)[world.rank] for t in (flat, expected))

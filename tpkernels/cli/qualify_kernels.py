@@ -14,7 +14,7 @@ from tpkernels.dispatch.cache import Cache
 from tpkernels.dispatch.verdicts import recorded
 from tpkernels.files import cache_folder
 from tpkernels.gate.accuracy import Frames
-from tpkernels.gate.numerics import Case, cases, examine
+from tpkernels.gate.numerics import NumericCase, cases, examine
 from tpkernels.kernels import launch
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import fp8_obstacle, target_of
@@ -81,7 +81,7 @@ def _computed(world: QualifyWorld) -> tuple[set[str], list[tuple[str, float, str
     return launchers, computed
 
 
-def _launcher(case: Case) -> str:
+def _launcher(case: NumericCase) -> str:
     return case.name.partition("/")[0]
 
 
@@ -93,7 +93,7 @@ def _sizes(draw: random.Random, on_gpu: bool) -> dict[Form, tuple[int, int, int]
     }
 
 
-def _one_of_each_first(all_cases: list[Case], draw: random.Random) -> list[Case]:
+def _one_of_each_first(all_cases: list[NumericCase], draw: random.Random) -> list[NumericCase]:
     """Return the cases in random order, but one of each launcher before a second of any."""
     draw.shuffle(all_cases)
     seen: dict[str, int] = {}

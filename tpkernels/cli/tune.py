@@ -54,7 +54,7 @@ def main(options: Namespace) -> int:
     from tpkernels.cli import tuning  # not before the arguments are read: loading torch takes seconds
 
     with bad_use_if(ValueError, ArithmeticError):
-        calls = tuning.calls_of(options)
+        calls = tuning.primitive_calls(options)
     if options.gpu is not None and not options.dry_run:
         raise BadUse(f"--gpu {options.gpu} needs --dry-run: only the GPU that is here can be timed")
     if not options.dry_run:

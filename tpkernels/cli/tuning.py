@@ -17,15 +17,15 @@ from torch import Tensor
 from tpkernels.cli import Progress, variations
 from tpkernels.cli.tune_shapes import BIASED_QKV, TUNED, SplitModel, parsed_shapes
 from tpkernels.dispatch.cache import Choice, render, versions_for
-from tpkernels.dispatch.candidates import GPUS, Gpu, candidates
+from tpkernels.dispatch.candidates import TARGET_GPUS, TargetGpu, candidates
 from tpkernels.dispatch.chooser import chooser_on
 from tpkernels.dispatch.problem import layout_class
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer, Primitive
 from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu
-from tpkernels.ops.vocab.chunked_head import LEAST_TOKENS
-from tpkernels.planning.job import Job, Layout
+from tpkernels.ops.vocab.linear_cross_entropy import LEAST_TOKENS
+from tpkernels.planning.job import Job, RankLayout
 
 PrimitiveCall = tuple[Primitive[..., Any], tuple[Any, ...]]  # a primitive and its arguments
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -33,7 +33,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNEL_SECONDS, PROBLEM_SECONDS = 2.0, 2.0
 
 
-def calls_of(options: Namespace) -> list[PrimitiveCall]:
+def primitive_calls(options: Namespace) -> list[PrimitiveCall]:
     """Return the primitive calls of every step of every layer that is asked for, each once."""
     steps = options.steps.split(",")
     for step in steps:
@@ -42,7 +42,7 @@ def calls_of(options: Namespace) -> list[PrimitiveCall]:
     calls: dict[str, PrimitiveCall] = {}
     for named in parsed_shapes(options.shapes):
         try:
-            for call in _calls_of(named, steps, options):
+            for call in _primitive_calls(named, steps, options):
                 for record, arguments in (call, *(in_fp8(call) if options.fp8 else ())):
                     calls[record.problem(*arguments).key] = record, arguments
         except (RuntimeError, TypeError) as error:  # a matrix larger than any address
@@ -52,12 +52,12 @@ def calls_of(options: Namespace) -> list[PrimitiveCall]:
     return list(calls.values())
 
 
-def _calls_of(
+def _primitive_calls(
     named: tuple[int, int, int] | SplitModel, steps: Sequence[str], options: Namespace
 ) -> Iterator[PrimitiveCall]:
     dtype, training = DTYPES[options.dtype], not options.inference
     if isinstance(named, SplitModel):
-        yield from (call for call in calls_of_model(named, dtype, training) if call[0].name in steps)
+        yield from (call for call in model_calls(named, dtype, training) if call[0].name in steps)
         return
     for step in steps:
         # an MLP has linear layers with and without an activation behind them
@@ -66,7 +66,7 @@ def _calls_of(
             yield PRODUCTS[step], PRODUCTS[step].sample(layer)
 
 
-def calls_of_model(wanted: SplitModel, dtype: torch.dtype, training: bool) -> Iterator[PrimitiveCall]:
+def model_calls(wanted: SplitModel, dtype: torch.dtype, training: bool) -> Iterator[PrimitiveCall]:
     """Yield the products of each layer and of the head, over all tokens, as a step of training makes them.
 
     training: else forward alone. Weight gradients are listed as new tensors and as added to fp32.
@@ -75,7 +75,7 @@ def calls_of_model(wanted: SplitModel, dtype: torch.dtype, training: bool) -> It
     """
     model, ranks, tokens = TUNED[wanted.name], wanted.tensor, wanted.tokens
     job = Job(model=replace(model, max_positions=None), tokens=1, batch=1, sequence_parallel=False)
-    job.require_split(Layout(ranks, 1, 1), batch=False)
+    job.require_split(RankLayout(ranks, 1, 1), batch=False)
     hidden, ffn = model.hidden_size, job.ffn // ranks
     heads, kv = (count * job.head_size // ranks for count in (model.num_heads, job.kv_heads))
     of = Layer(tokens, hidden, hidden, dtype, bias=model.bias, training=training)
@@ -144,7 +144,7 @@ def _pair(first: Layer, second: Layer) -> PrimitiveCall:
     return PRODUCTS["dgrad_pairs"], (first.dy(), first.weight(), second.dy(), second.weight())
 
 
-def _announce(calls: Sequence[PrimitiveCall], gpu: Gpu, thorough: bool) -> None:
+def _announce(calls: Sequence[PrimitiveCall], gpu: TargetGpu, thorough: bool) -> None:
     """Print what is to be timed, and about how long that will take."""
     offered, kernels = 0, set[tuple[object, ...]]()
     for record, arguments in calls:
@@ -173,7 +173,7 @@ def minutes(seconds: float) -> str:
 
 def listed(calls: Sequence[PrimitiveCall], name: str, thorough: bool) -> str:
     """Print the candidates of each call on the GPU of this name, and return them as JSON."""
-    gpu = GPUS[name]
+    gpu = TARGET_GPUS[name]
     _announce(calls, gpu, thorough)
     print(f"candidates on {gpu.name}, not timed:")
     names = {}

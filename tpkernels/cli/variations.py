@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any
 
 from tpkernels.dispatch import log
-from tpkernels.dispatch.candidates import TORCH, Candidate, Gpu, obstacle, of_tile
+from tpkernels.dispatch.candidates import TORCH, Candidate, TargetGpu, obstacle, of_tile
 from tpkernels.dispatch.chooser import Chooser, Decision
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive
@@ -125,7 +125,7 @@ def fastest_of_each_kind(timed: Sequence[Candidate], milliseconds: Mapping[str, 
 class CompiledTiles:
     """Prunes candidates that the check would not let pass, compiled in other processes."""
 
-    gpu: Gpu
+    gpu: TargetGpu
     processes: int = max(1, min(8, (os.cpu_count() or 1) - 1))
 
     def __call__(
@@ -143,7 +143,7 @@ class CompiledTiles:
         for one in wanted:
             with suppress(ValueError):  # the launcher refuses the tile
                 entry = _entry(record, arguments, one, self.gpu, architecture)
-                jobs.append(ahead_of_time.Job(entry, architecture))
+                jobs.append(ahead_of_time.CompileJob(entry, architecture))
                 launched.append(one)
         sound = []
         results = ahead_of_time.compile_all(jobs, self.processes, lambda job: None) if jobs else []
@@ -158,7 +158,7 @@ class CompiledTiles:
 
 
 def _entry(
-    record: Primitive[..., Any], arguments: tuple[Any, ...], one: Candidate, gpu: Gpu, architecture: str
+    record: Primitive[..., Any], arguments: tuple[Any, ...], one: Candidate, gpu: TargetGpu, architecture: str
 ) -> Any:
     """Return the catalog entry of what this candidate would launch."""
     from tpkernels.gate.recording import MetaOperands, recorded

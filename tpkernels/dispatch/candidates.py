@@ -27,10 +27,9 @@ from tpkernels.kernels.tiles import serves
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    """A model of GPU that choices are made for: a value, so that they can be looked at without having one."""
+class TargetGpu(gpus.Gpu):
+    """A model of GPU and its compile target: a value, so that choices can be made without having one."""
 
-    name: str  # as torch spells it
     target: Target
 
 
@@ -42,15 +41,17 @@ _TARGETS = {
     "b200": B200,
     "mi300x": MI300,
 }
-GPUS: Mapping[str, Gpu] = {key: Gpu(gpus.GPUS[key].name, target) for key, target in _TARGETS.items()}
+TARGET_GPUS: Mapping[str, TargetGpu] = {
+    key: TargetGpu(gpus.GPUS[key].name, target) for key, target in _TARGETS.items()
+}
 
 
-def gpu_of(device: torch.device) -> Gpu:
+def gpu_of(device: torch.device) -> TargetGpu:
     """The GPU of a device; in a process that interprets kernels the CPU stands in for one."""
     target = target_of(device)
     if target.backend == "interpreter":
-        return Gpu("interpreter", target)
-    return Gpu(torch.cuda.get_device_name(device), target)
+        return TargetGpu("interpreter", target)
+    return TargetGpu(torch.cuda.get_device_name(device), target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ LEAST_STEPS = 8  # of each part of a depth, so that filling and emptying the pip
 BUSY_TURNS = 4  # of all processors: a smaller tile could save a part of the last of them, and loses more
 
 
-def candidates(record: Primitive[..., Any], problem: Problem, gpu: Gpu) -> tuple[Candidate, ...]:
+def candidates(record: Primitive[..., Any], problem: Problem, gpu: TargetGpu) -> tuple[Candidate, ...]:
     """All that may be worth timing, plain torch first. Names are unique and do not change between runs."""
     if problem.empty:  # nothing to win
         return (TORCH,)
@@ -94,7 +95,7 @@ def candidates(record: Primitive[..., Any], problem: Problem, gpu: Gpu) -> tuple
     return TORCH, *fused, *_ours(problem, gpu)
 
 
-def named(name: str, record: Primitive[..., Any], problem: Problem, gpu: Gpu) -> Candidate | None:
+def named(name: str, record: Primitive[..., Any], problem: Problem, gpu: TargetGpu) -> Candidate | None:
     """The candidate of that name, or our kernel with a tile that is not shipped, but can be launched."""
     for candidate in candidates(record, problem, gpu):
         if candidate.name == name:
@@ -114,7 +115,7 @@ def of_tile(form: Form, tile: MatmulTile) -> Candidate:
     return Candidate(f"triton/{form}/{tile.name}", tile, form)
 
 
-def forms_of(problem: Problem, gpu: Gpu) -> tuple[Form, ...]:
+def forms_of(problem: Problem, gpu: TargetGpu) -> tuple[Form, ...]:
     """The forms of our kernels that may serve; none where they cannot."""
     dtypes = DTYPES if problem.step != "scaled_linear" else FP8
     if problem.empty or problem.dtype not in dtypes or find_spec("triton") is None:
@@ -126,7 +127,7 @@ def forms_of(problem: Problem, gpu: Gpu) -> tuple[Form, ...]:
     return ("pointer",)  # serves everything, and is lighter to launch
 
 
-def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: Gpu) -> str | None:
+def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> str | None:
     """Why a tile is no candidate, as far as that is known without compiling it; None if it is one."""
     if not available(tile):
         return "its kernel needs Triton 3.7, and TPKERNELS_GLUON not to be 0"
@@ -139,7 +140,7 @@ def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: Gpu) -> str | 
     return _footprint(problem, form, tile, gpu).obstacle(tile, gpu.target)
 
 
-def _footprint(problem: Problem, form: Form, tile: MatmulTile, gpu: Gpu) -> Footprint:
+def _footprint(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> Footprint:
     """Compiled for this GPU by this Triton, else for any; of a tile that was not compiled, by arithmetic."""
     kernel = problem.step if problem.step in ("dgrad_pairs", "scaled_linear") else problem.kernel
     found = compiled_footprint(
@@ -181,7 +182,7 @@ def _epilogue(problem: Problem) -> str:
     return "+".join(problem.options) or "none"
 
 
-def _ours(problem: Problem, gpu: Gpu) -> Iterator[Candidate]:
+def _ours(problem: Problem, gpu: TargetGpu) -> Iterator[Candidate]:
     ragged = any(layout.tma_obstacle() for layout in problem.layouts)
     for form in forms_of(problem, gpu):
         shipped = shipped_tiles(problem.kernel, form, problem.dtype, gpu.target, ragged)
@@ -202,7 +203,7 @@ def _oversized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem) 
     return lower and problem.product[0] * 2 <= tile.block_rows
 
 
-def _undersized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem, gpu: Gpu) -> bool:
+def _undersized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem, gpu: TargetGpu) -> bool:
     """Whether a tile of four times the area keeps every processor busy for BUSY_TURNS already."""
     return any(
         other.block_rows * other.block_cols >= 4 * tile.block_rows * tile.block_cols
@@ -211,7 +212,7 @@ def _undersized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem,
     )
 
 
-def _needless_split(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem, gpu: Gpu) -> bool:
+def _needless_split(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem, gpu: TargetGpu) -> bool:
     """Whether cutting the depth saves no turn of the processors, or makes parts of few steps."""
     programs = gpu.target.processors * tile.per_processor
     count = tile.tiles(*problem.product)

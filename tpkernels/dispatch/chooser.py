@@ -35,7 +35,7 @@ from torch import Tensor
 
 from tpkernels.dispatch import log
 from tpkernels.dispatch.cache import Cache, Choice, KeyValueStore, Published, shipped_choices, versions_for
-from tpkernels.dispatch.candidates import TORCH, Candidate, Gpu, candidates, gpu_of, named
+from tpkernels.dispatch.candidates import TORCH, Candidate, TargetGpu, candidates, gpu_of, named
 from tpkernels.dispatch.problem import Problem, fp32_precision
 from tpkernels.dispatch.record import Primitive, R
 from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like, spoil_freed
@@ -63,12 +63,14 @@ Source = Literal[
 ]
 
 
-class Named(Protocol):
+class HasName(Protocol):
+    """What a chooser chooses from: it needs a name."""
+
     @property
     def name(self) -> str: ...
 
 
-Chosen = TypeVar("Chosen", bound=Named, covariant=True)  # a candidate, or a way to move rows
+Chosen = TypeVar("Chosen", bound=HasName, covariant=True)  # a candidate, or a way to move rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class Chooser:
     def __init__(
         self,
         device: torch.device,
-        gpu: Gpu,
+        gpu: TargetGpu,
         timer: Timer,
         cache: Cache,
         shipped: Mapping[str, Choice],

@@ -59,10 +59,10 @@ def _scratch(like: Tensor, scale: float, scaled: bool, generator: torch.Generato
     return memory.as_strided(like.shape, like.stride(), offset)
 
 
-Results = tuple[Tensor | None, ...]
+Outputs = tuple[Tensor | None, ...]
 
 
-def results_of(record: Primitive[..., Any], run: Callable[..., Any], arguments: tuple[Any, ...]) -> Results:
+def results_of(record: Primitive[..., Any], run: Callable[..., Any], arguments: tuple[Any, ...]) -> Outputs:
     """What a candidate gives for these arguments, none of which stays changed."""
     if record.changes_first:
         changed, *others = arguments
@@ -73,7 +73,7 @@ def results_of(record: Primitive[..., Any], run: Callable[..., Any], arguments: 
     return tuple(results) if isinstance(results, tuple) else (results,)
 
 
-def spoil_freed(results: Results) -> None:
+def spoil_freed(results: Outputs) -> None:
     """Leave NaN in freed memory of these sizes, which the next results of such sizes are given.
 
     It may hold right results of somebody else: what a candidate does not write would not show.
@@ -129,7 +129,7 @@ def allowed(bound: float, count: int) -> float:
     return bound * (1 + FEW / sqrt(count))
 
 
-def mismatch(actual: Results, expected: Results, problem: Problem) -> str | None:
+def mismatch(actual: Outputs, expected: Outputs, problem: Problem) -> str | None:
     """In words, where and how far a result is off; None if it is sound."""
     bound = bound_of(problem)
     for i, (ours, torchs) in enumerate(zip(actual, expected, strict=True)):

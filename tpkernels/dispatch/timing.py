@@ -73,7 +73,7 @@ def _all_processors() -> Iterator[None]:
         torch._C._set_sm_carveout_experimental(left_free)
 
 
-class Stream(Protocol):
+class TimedStream(Protocol):
     """What timing asks of a GPU: all of it is enqueued, while the host goes on."""
 
     def hold(self, milliseconds: float) -> None:
@@ -102,7 +102,7 @@ class Mark(Protocol):
 class StreamTimer:
     """Times runs on a stream."""
 
-    def __init__(self, stream: Stream, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(self, stream: TimedStream, clock: Callable[[], float] = perf_counter) -> None:
         self._stream, self._clock = stream, clock
         self._launching: dict[str, float | None] = {}  # milliseconds; None: the run itself waits for the GPU
 

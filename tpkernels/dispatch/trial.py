@@ -83,7 +83,7 @@ def trial(
     deadline = clock() + limits.all
     command = command or (sys.executable or "python", "-c", _PROGRAM, json.dumps(list(map(str, sys.path))))
     while left and not report.obstacle:
-        watch = _Watch(left, limits, clock, deadline)
+        watch = _ChildReport(left, limits, clock, deadline)
         try:
             with started(command, _asked(left, device, limits), _environment()) as child:
                 # whether it has ended is asked before its lines are read, of which none is missed so
@@ -115,7 +115,7 @@ def _environment() -> dict[str, str]:
     return {**ours, "CUDA_MPS_PIPE_DIRECTORY": os.devnull}
 
 
-class _Watch:
+class _ChildReport:
     """What the lines of a child mean, and its silence."""
 
     def __init__(

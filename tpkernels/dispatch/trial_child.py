@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Primitive
-from tpkernels.dispatch.soundness import Results, mismatch, results_of, scratch_like
+from tpkernels.dispatch.soundness import Outputs, mismatch, results_of, scratch_like
 from tpkernels.dispatch.variant import Variant
 from tpkernels.kernels.target import target_of
 
@@ -121,8 +121,8 @@ def fault(variant: Variant, device: torch.device, begins: Callable[[str], None])
 
 
 def _computed(
-    record: Primitive[..., Any], variant: Variant, scratch: tuple[Any, ...], expected: Results
-) -> Results:
+    record: Primitive[..., Any], variant: Variant, scratch: tuple[Any, ...], expected: Outputs
+) -> Outputs:
     """What a variant computes, into memory full of NaN: in that of earlier results a lack would not show."""
     if record.changes_first:
         return results_of(record, variant.candidate.bind(record), scratch)

@@ -76,7 +76,9 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CompileJob:
+    """An entry to compile for one architecture."""
+
     entry: Entry
     architecture: str
 
@@ -131,17 +133,19 @@ class CompileError(RuntimeError):
     """Triton refused an entry, or the compiler behind it did."""
 
 
-def compile_all(jobs: Sequence[Job], processes: int, report: Callable[[Job], None]) -> list[Facts | str]:
+def compile_all(
+    jobs: Sequence[CompileJob], processes: int, report: Callable[[CompileJob], None]
+) -> list[Facts | str]:
     """The facts of each job, or in words why there are none; `report` hears of each as it is done."""
     return results_of(facts_or_error, jobs, processes, report, DIED)
 
 
-def facts_or_error(job: Job) -> Facts | str:
+def facts_or_error(job: CompileJob) -> Facts | str:
     """Work for one of the processes."""
     return facts_together([job])[0]
 
 
-def facts_together(jobs: Sequence[Job]) -> list[Facts | str]:
+def facts_together(jobs: Sequence[CompileJob]) -> list[Facts | str]:
     """Of jobs on one architecture: compiled one by one, and disassembled at once."""
     begun = [_or_error(partial(_begun, job)) for job in jobs]
     with suppress(NoDisassembler):  # of which each hears below
@@ -151,7 +155,7 @@ def facts_together(jobs: Sequence[Job]) -> list[Facts | str]:
 
 def facts_of(entry: Entry, architecture: str) -> Facts:
     """The facts of one entry on one architecture: from the user's cache, or compiled and put there."""
-    begun = _begun(Job(entry, architecture))
+    begun = _begun(CompileJob(entry, architecture))
     return begun.kept() if isinstance(begun, _Made) else begun
 
 
@@ -165,7 +169,7 @@ def facts_kept(entry: Entry, architecture: str) -> Facts | None:
 
 def machine_code_of(entry: Entry, architecture: str) -> bytes:
     """The cubin of one entry that is clocked: from the user's cache, or compiled and put there."""
-    job = Job(entry, architecture)
+    job = CompileJob(entry, architecture)
     kept = DiskCache.of_user(CUBINS).get(compile_key(entry, architecture))
     if isinstance(kept, str):
         return zlib.decompress(b64decode(kept))
@@ -176,14 +180,14 @@ def machine_code_of(entry: Entry, architecture: str) -> bytes:
 
 def compile_entry(entry: Entry, architecture: str) -> Facts:
     """The facts of one entry on one architecture, compiled afresh: Triton's own cache is left out."""
-    return _made(Job(entry, architecture)).facts()
+    return _made(CompileJob(entry, architecture)).facts()
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
     """What Triton compiled."""
 
-    job: Job
+    job: CompileJob
     compiled: Any
     seconds: float
 
@@ -210,12 +214,12 @@ class _Made:
         return facts
 
 
-def _begun(job: Job) -> Facts | _Made:
+def _begun(job: CompileJob) -> Facts | _Made:
     """The facts from the user's cache, or what was compiled."""
     return facts_kept(job.entry, job.architecture) or _made(job)
 
 
-def _made(job: Job) -> _Made:
+def _made(job: CompileJob) -> _Made:
     import triton
 
     entry, target = job.entry, gpu_target(job.architecture)

@@ -13,9 +13,9 @@ from functools import cache, partial
 
 import torch
 
-from tpkernels.gate import calls, scaled
+from tpkernels.gate import launchers, scaled
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Entry
-from tpkernels.gate.recording import MetaOperands, Recipe
+from tpkernels.gate.recording import EntrySpec, MetaOperands
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.footprints import SHORT_NAMES, stem_of
 from tpkernels.kernels.operands import Form
@@ -44,19 +44,19 @@ NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 T, N, K = 2096, 512, 1024  # multiples of 16
 FEATURES = (1024, 8192, MAX_FEATURES)  # of a norm
 
-Call = Callable[[MetaOperands], object]
+LauncherCall = Callable[[MetaOperands], object]
 
 
 @cache
 def catalog() -> tuple[Entry, ...]:
     """All entries, in a fixed order; names are unique."""
-    return tuple(recipe.entry() for recipe in recipes().values())
+    return tuple(spec.entry() for spec in entry_specs().values())
 
 
-def recipes() -> Mapping[str, Recipe]:
+def entry_specs() -> Mapping[str, EntrySpec]:
     """Name of an entry -> how its launch is recorded, at these sizes or at others."""
-    listed = (*_matmul_recipes(), *scaled.recipes(), *_row_recipes())
-    named = {recipe.name: recipe for recipe in listed}
+    listed = (*_matmul_specs(), *scaled.entry_specs(), *_row_specs())
+    named = {spec.name: spec for spec in listed}
     assert len(named) == len(listed), "two entries have one name"
     return named
 
@@ -74,7 +74,7 @@ def has_parts(name: str, wanted: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _TileCase:
     """A kernel with one tile for one kind of GPU; the epilogues multiply it."""
 
     kernel: Kernel
@@ -86,30 +86,30 @@ class _Case:
     ragged: bool = False  # addresses and sizes that are multiples of nothing
 
 
-def _cases() -> Iterator[_Case]:
+def _cases() -> Iterator[_TileCase]:
     for kernel in KERNELS:
         for target, architecture in ((H100, "sm_90"), (B200, "sm_100")):
             for tile in candidates(kernel, "descriptor", BF16, target):
-                yield _Case(kernel, "descriptor", BF16, tile, target, (architecture,))
+                yield _TileCase(kernel, "descriptor", BF16, tile, target, (architecture,))
         largest = candidates(kernel, "descriptor", FP16, H100)[0]
-        yield _Case(kernel, "descriptor", FP16, largest, H100, ("sm_90",))
+        yield _TileCase(kernel, "descriptor", FP16, largest, H100, ("sm_90",))
         for target, architectures in ((A100, NVIDIA), (MI300, ("gfx942",))):
             for dtype, ragged in ((BF16, False), (BF16, True), (FP32, False)):
                 for tile in candidates(kernel, "pointer", dtype, target, ragged):
-                    yield _Case(kernel, "pointer", dtype, tile, target, architectures, ragged)
+                    yield _TileCase(kernel, "pointer", dtype, tile, target, architectures, ragged)
             largest = candidates(kernel, "pointer", FP16, target)[0]
-            yield _Case(kernel, "pointer", FP16, largest, target, architectures)
+            yield _TileCase(kernel, "pointer", FP16, largest, target, architectures)
 
 
-def _matmul_recipes() -> Iterator[Recipe]:
+def _matmul_specs() -> Iterator[EntrySpec]:
     for case in _cases():
-        yield from _recipes(case)
+        yield from _specs(case)
     largest = candidates("linear", "pointer", FP32, A100)[0]
-    yield from _recipes(_Case("linear", "pointer", FP32, largest, A100, NVIDIA), tf32=True)
-    yield from _sum_recipes()
+    yield from _specs(_TileCase("linear", "pointer", FP32, largest, A100, NVIDIA), tf32=True)
+    yield from _sum_specs()
 
 
-def _recipes(case: _Case, tf32: bool = False) -> Iterator[Recipe]:
+def _specs(case: _TileCase, tf32: bool = False) -> Iterator[EntrySpec]:
     """What is launched with a tile: the costliest epilogues, and where the speed is the others too."""
     odd = int(case.ragged)  # T / 2 and (T + 1) / 3 are multiples of nothing, and hold a group of tiles
     sizes = T + odd, N + odd, K + odd
@@ -127,7 +127,7 @@ def _recipes(case: _Case, tf32: bool = False) -> Iterator[Recipe]:
                 continue
             if not serves(case.kernel, case.tile, epilogue.split("+")):
                 continue
-            yield Recipe(
+            yield EntrySpec(
                 f"{prefix}{stem.replace(case.kernel, kernel, 1)}/{epilogue}{suffix}",
                 start,
                 of,
@@ -137,7 +137,7 @@ def _recipes(case: _Case, tf32: bool = False) -> Iterator[Recipe]:
             )
 
 
-def _sum_recipes() -> Iterator[Recipe]:
+def _sum_specs() -> Iterator[EntrySpec]:
     """Products of 16-bit operands that are written in fp32: what each segment of a split depth adds."""
     ways: tuple[tuple[Form, Target, tuple[str, ...]], ...] = (
         ("descriptor", H100, ("sm_90",)),
@@ -150,101 +150,103 @@ def _sum_recipes() -> Iterator[Recipe]:
             tile = sum_tile(form, BF16, target)
             prefix = f"{architectures[0]}/" if target in (B200, MI300) else ""
             of = MetaOperands(T, N, K, BF16, chunks=2, form=form, tile=tile)
-            call = partial(calls.primitive, name=name, into=FP32, **calls.BARE)
+            call = partial(launchers.primitive, name=name, into=FP32, **launchers.BARE)
             entry = f"{prefix}{stem_of(name, form, BF16, tile)}/=fp32"
-            yield Recipe(entry, call, of, target, architectures)
+            yield EntrySpec(entry, call, of, target, architectures)
 
 
 UNTIMED = ("gather_linear", "scatter_linear")  # no tile is chosen for them by timing: they take defaults
-COSTLIEST: Mapping[Kernel, Mapping[str, Call]] = {
+COSTLIEST: Mapping[Kernel, Mapping[str, LauncherCall]] = {
     "linear": {
-        "linear/gelu_tanh+bias+z": partial(calls.primitive, name="linear", activation="gelu_tanh"),
-        "gather_linear/gelu_tanh+bias+z": partial(calls.gather_linear, activation="gelu_tanh"),
-        "gather_linear/depth_first": calls.gather_dgrad,
-        "scatter_linear/two+depth_first": partial(calls.scatter_linear, pairs=2, depth_first=True),
+        "linear/gelu_tanh+bias+z": partial(launchers.primitive, name="linear", activation="gelu_tanh"),
+        "gather_linear/gelu_tanh+bias+z": partial(launchers.gather_linear, activation="gelu_tanh"),
+        "gather_linear/depth_first": launchers.gather_dgrad,
+        "scatter_linear/two+depth_first": partial(launchers.scatter_linear, pairs=2, depth_first=True),
     },
-    "glu": {"glu/swiglu+gu": partial(calls.primitive, name="glu", glu="swiglu")},
+    "glu": {"glu/swiglu+gu": partial(launchers.primitive, name="glu", glu="swiglu")},
     "dgrad": {
-        "dgrad/gelu_tanh+db": partial(calls.primitive, name="dgrad_act", activation="gelu_tanh"),
-        "dgrad_pairs/none": partial(calls.primitive, name="dgrad_pairs"),
+        "dgrad/gelu_tanh+db": partial(launchers.primitive, name="dgrad_act", activation="gelu_tanh"),
+        "dgrad_pairs/none": partial(launchers.primitive, name="dgrad_pairs"),
     },
-    "dglu": {"dglu/swiglu+h": partial(calls.primitive, name="dglu", glu="swiglu")},
-    "wgrad": {"wgrad/+=fp32": partial(calls.primitive, name="wgrad_accumulate_", into=FP32)},
+    "dglu": {"dglu/swiglu+h": partial(launchers.primitive, name="dglu", glu="swiglu")},
+    "wgrad": {"wgrad/+=fp32": partial(launchers.primitive, name="wgrad_accumulate_", into=FP32)},
 }
-OTHERS: Mapping[Kernel, Mapping[str, Call]] = {
+OTHERS: Mapping[Kernel, Mapping[str, LauncherCall]] = {
     "linear": {
-        "linear/none": partial(calls.primitive, name="linear", **calls.BARE),  # z is y then
-        "linear/gelu+bias+z": partial(calls.primitive, name="linear", activation="gelu"),
-        "linear/silu+bias+z": partial(calls.primitive, name="linear", activation="silu"),
-        "linear/relu2+bias+z": partial(calls.primitive, name="linear", activation="relu2"),
-        "scatter_linear/one": calls.scatter_linear,
-        "scatter_linear/one+depth_first": partial(calls.scatter_linear, depth_first=True),
-        "scatter_linear/two": partial(calls.scatter_linear, pairs=2),
+        "linear/none": partial(launchers.primitive, name="linear", **launchers.BARE),  # z is y then
+        "linear/gelu+bias+z": partial(launchers.primitive, name="linear", activation="gelu"),
+        "linear/silu+bias+z": partial(launchers.primitive, name="linear", activation="silu"),
+        "linear/relu2+bias+z": partial(launchers.primitive, name="linear", activation="relu2"),
+        "scatter_linear/one": launchers.scatter_linear,
+        "scatter_linear/one+depth_first": partial(launchers.scatter_linear, depth_first=True),
+        "scatter_linear/two": partial(launchers.scatter_linear, pairs=2),
     },
     "glu": {
-        "glu/swiglu": partial(calls.primitive, name="glu", **calls.BARE),
-        "glu/geglu+gu": partial(calls.primitive, name="glu", glu="geglu"),
-        "glu/geglu_tanh+gu": partial(calls.primitive, name="glu", glu="geglu_tanh"),
+        "glu/swiglu": partial(launchers.primitive, name="glu", **launchers.BARE),
+        "glu/geglu+gu": partial(launchers.primitive, name="glu", glu="geglu"),
+        "glu/geglu_tanh+gu": partial(launchers.primitive, name="glu", glu="geglu_tanh"),
     },
     "dgrad": {
-        "dgrad/none": partial(calls.primitive, name="dgrad"),
-        "dgrad/gelu_tanh": partial(calls.primitive, name="dgrad_act", activation="gelu_tanh", **calls.BARE),
-        "dgrad/gelu+db": partial(calls.primitive, name="dgrad_act", activation="gelu"),
-        "dgrad/silu+db": partial(calls.primitive, name="dgrad_act", activation="silu"),
-        "dgrad/relu2+db": partial(calls.primitive, name="dgrad_act", activation="relu2"),
+        "dgrad/none": partial(launchers.primitive, name="dgrad"),
+        "dgrad/gelu_tanh": partial(
+            launchers.primitive, name="dgrad_act", activation="gelu_tanh", **launchers.BARE
+        ),
+        "dgrad/gelu+db": partial(launchers.primitive, name="dgrad_act", activation="gelu"),
+        "dgrad/silu+db": partial(launchers.primitive, name="dgrad_act", activation="silu"),
+        "dgrad/relu2+db": partial(launchers.primitive, name="dgrad_act", activation="relu2"),
     },
     "dglu": {
-        "dglu/geglu+h": partial(calls.primitive, name="dglu", glu="geglu"),
-        "dglu/geglu_tanh+h": partial(calls.primitive, name="dglu", glu="geglu_tanh"),
+        "dglu/geglu+h": partial(launchers.primitive, name="dglu", glu="geglu"),
+        "dglu/geglu_tanh+h": partial(launchers.primitive, name="dglu", glu="geglu_tanh"),
     },
     "wgrad": {
-        "wgrad/=bf16": partial(calls.primitive, name="wgrad", into=BF16),
-        "wgrad/=fp32": partial(calls.primitive, name="wgrad", into=FP32),
-        "wgrad/+=bf16": partial(calls.primitive, name="wgrad_accumulate_", into=BF16),
+        "wgrad/=bf16": partial(launchers.primitive, name="wgrad", into=BF16),
+        "wgrad/=fp32": partial(launchers.primitive, name="wgrad", into=FP32),
+        "wgrad/+=bf16": partial(launchers.primitive, name="wgrad_accumulate_", into=BF16),
     },
 }
 
 
-def _row_recipes() -> Iterator[Recipe]:
+def _row_specs() -> Iterator[EntrySpec]:
     """Norms with every option on, at three widths; the others in the dtypes that they meet."""
     for kind in ("rms", "layer"):
-        norm = partial(calls.norm, kind=kind)
+        norm = partial(launchers.norm, kind=kind)
         for features in FEATURES:
-            yield _row_recipe("norm_fwd", f"{features}/{kind}+residual", BF16, norm, features)
-            yield _row_recipe("norm_bwd", f"{features}/{kind}+dsummed", BF16, norm, features)
+            yield _row_spec("norm_fwd", f"{features}/{kind}+residual", BF16, norm, features)
+            yield _row_spec("norm_bwd", f"{features}/{kind}+dsummed", BF16, norm, features)
     for dtype in (BF16, FP32):
-        yield _row_recipe("sum_rows", f"{SUM.chunk}x{SUM.block_cols}", dtype, calls.row_sums)
-        ordered = partial(calls.row_sums, launcher=partial(bias_grad, tile=ORDERED_SUM))
+        yield _row_spec("sum_rows", f"{SUM.chunk}x{SUM.block_cols}", dtype, launchers.row_sums)
+        ordered = partial(launchers.row_sums, launcher=partial(bias_grad, tile=ORDERED_SUM))
         way = f"{ORDERED_SUM.chunk}x{ORDERED_SUM.block_cols}/ordered"
-        yield _row_recipe("sum_rows", way, dtype, ordered)
+        yield _row_spec("sum_rows", way, dtype, ordered)
     block = f"{SLOT_SUM.block_rows}x{SLOT_SUM.block_cols}"
     for epilogue, wait in (("bias", False), ("bias+wait", True)):
         for dtype in (BF16, FP32):
-            yield _row_recipe(
-                "reduce_slots", f"{block}/{epilogue}", dtype, partial(calls.slot_sums, wait=wait)
+            yield _row_spec(
+                "reduce_slots", f"{block}/{epilogue}", dtype, partial(launchers.slot_sums, wait=wait)
             )
     for epilogue, wait in (("bias+tree8", False), ("bias+tree8+wait", True)):
-        call = partial(calls.slot_sums, wait=wait, slots=8, tree=True)
-        yield _row_recipe("reduce_slots", f"{block}/{epilogue}", FP32, call)
+        call = partial(launchers.slot_sums, wait=wait, slots=8, tree=True)
+        yield _row_spec("reduce_slots", f"{block}/{epilogue}", FP32, call)
     for epilogue, into in (("=bf16", BF16), ("+=bf16", BF16), ("+=fp32", FP32)):
-        call = partial(calls.added_slots, into=into, accumulate=epilogue.startswith("+"))
-        yield _row_recipe("add_slots", f"{block}/{epilogue}", FP32, call)
-    yield _row_recipe("advance", "one", BF16, calls.advance)
+        call = partial(launchers.added_slots, into=into, accumulate=epilogue.startswith("+"))
+        yield _row_spec("add_slots", f"{block}/{epilogue}", FP32, call)
+    yield _row_spec("advance", "one", BF16, launchers.advance)
     for kernel, tile, name in (
         ("embedding_fwd", EMBEDDING, "lookup"),
         ("embedding_bwd", EMBEDDING_GRAD, "lookup_grad"),
     ):
-        call = partial(calls.primitive, name=name)
-        yield _row_recipe(kernel, f"{tile.block_rows}x{tile.block_cols}", BF16, call)
+        call = partial(launchers.primitive, name=name)
+        yield _row_spec(kernel, f"{tile.block_rows}x{tile.block_cols}", BF16, call)
     for dtype in (BF16, FP32):
         for kernel in ("softmax_statistics", "cross_entropy_grad"):
-            yield _row_recipe(kernel, f"{LOGITS.block_cols}", dtype, calls.cross_entropy)
-    for name in calls.other_primitives():
+            yield _row_spec(kernel, f"{LOGITS.block_cols}", dtype, launchers.cross_entropy)
+    for name in launchers.other_primitives():
         of = MetaOperands(T, N, K, BF16, chunks=2)
-        call = partial(calls.primitive, name=name)
-        yield Recipe(f"{name}/pointer/{SHORT_NAMES[BF16]}/sample", call, of, A100, ARCHITECTURES)
+        call = partial(launchers.primitive, name=name)
+        yield EntrySpec(f"{name}/pointer/{SHORT_NAMES[BF16]}/sample", call, of, A100, ARCHITECTURES)
 
 
-def _row_recipe(kernel: str, way: str, dtype: torch.dtype, call: Call, features: int = K) -> Recipe:
+def _row_spec(kernel: str, way: str, dtype: torch.dtype, call: LauncherCall, features: int = K) -> EntrySpec:
     name, of = f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}", MetaOperands(T, N, features, dtype, chunks=2)
-    return Recipe(name, call, of, A100, ARCHITECTURES, function=f"_{kernel}_kernel")
+    return EntrySpec(name, call, of, A100, ARCHITECTURES, function=f"_{kernel}_kernel")

@@ -23,8 +23,16 @@ from typing import Protocol
 
 from tpkernels.files import parsed, read_text
 from tpkernels.gate import clock
-from tpkernels.gate.ahead_of_time import DIED, Entry, Facts, Job, facts_kept, facts_together, machine_code_of
-from tpkernels.gate.catalog import recipes
+from tpkernels.gate.ahead_of_time import (
+    DIED,
+    CompileJob,
+    Entry,
+    Facts,
+    facts_kept,
+    facts_together,
+    machine_code_of,
+)
+from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.cubin import read
 from tpkernels.gate.clock.launch import Built
@@ -54,17 +62,19 @@ class FromCatalog:
     entry: Entry
 
     def text(self) -> str:
-        recipe = recipes()[self.entry.name]
-        alone = replace(recipe, target=replace(recipe.target, processors=1))
-        return f"{recipe.launch()!r} {alone.launch()!r}"
+        spec = entry_specs()[self.entry.name]
+        alone = replace(spec, target=replace(spec.target, processors=1))
+        return f"{spec.launch()!r} {alone.launch()!r}"
 
     def workload(self) -> Workload:
         return of_entry(self.entry)
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    job: Job
+class ClockedJob:
+    """A job, and how its kernel is launched to be clocked."""
+
+    job: CompileJob
     launching: Launching | None  # None: it is not clocked
 
     def __str__(self) -> str:
@@ -79,7 +89,9 @@ class Examined:
     cost: Cost | str | None = None  # None: not clocked
 
 
-def examine_all(tasks: Sequence[Task], processes: int, report: Callable[[Task], None]) -> list[Examined]:
+def examine_all(
+    tasks: Sequence[ClockedJob], processes: int, report: Callable[[ClockedJob], None]
+) -> list[Examined]:
     """What came of each task; `report` hears of each as it is done. Without any to do, no process starts."""
     known = [remembered(task) for task in tasks]
     for task, found in zip(tasks, known, strict=True):
@@ -92,13 +104,15 @@ def examine_all(tasks: Sequence[Task], processes: int, report: Callable[[Task], 
     return [found for found in results.values() if found is not None]
 
 
-def _examined(tasks: Sequence[Task], processes: int, report: Callable[[Task], None]) -> list[Examined]:
+def _examined(
+    tasks: Sequence[ClockedJob], processes: int, report: Callable[[ClockedJob], None]
+) -> list[Examined]:
     """Some at a time, where there are many; those of a process that died one by one."""
     size = max(1, min(TOGETHER, len(tasks) // (2 * processes)))
     runs = [[*run] for _, run in groupby(tasks, lambda task: task.job.architecture)]
     together = [run[at : at + size] for run in runs for at in range(0, len(run), size)]
 
-    def done(some: Sequence[Task]) -> None:
+    def done(some: Sequence[ClockedJob]) -> None:
         for task in some:
             report(task)
 
@@ -112,7 +126,7 @@ def _examined(tasks: Sequence[Task], processes: int, report: Callable[[Task], No
     ]
 
 
-def remembered(task: Task) -> Examined | None:
+def remembered(task: ClockedJob) -> Examined | None:
     """What the user's caches have of a task."""
     entry, launching = task.job.entry, task.launching
     if entry.folder or entry.module not in sys.modules:  # one that is not ours may do anything on import
@@ -125,17 +139,17 @@ def remembered(task: Task) -> Examined | None:
     return Examined(facts, cost) if facts and (cost or not launching) else None
 
 
-def examine_together(tasks: Sequence[Task]) -> list[Examined]:
+def examine_together(tasks: Sequence[ClockedJob]) -> list[Examined]:
     """Work for one of the processes: tasks of one architecture."""
     facts = facts_together([task.job for task in tasks])
     return [_with_cost(*pair) for pair in zip(tasks, facts, strict=True)]
 
 
-def examine(task: Task) -> Examined:
+def examine(task: ClockedJob) -> Examined:
     return examine_together([task])[0]
 
 
-def _with_cost(task: Task, facts: Facts | str) -> Examined:
+def _with_cost(task: ClockedJob, facts: Facts | str) -> Examined:
     if isinstance(facts, str) or task.launching is None:
         return Examined(facts)
     try:
@@ -144,7 +158,7 @@ def _with_cost(task: Task, facts: Facts | str) -> Examined:
         return Examined(facts, f"{type(error).__name__}: {error}")
 
 
-def clocked(job: Job, facts: Facts, launching: Launching) -> Cost:
+def clocked(job: CompileJob, facts: Facts, launching: Launching) -> Cost:
     """The cost of an entry: from the user's cache, or by the clock and put there."""
     key = _cost_key(facts, launching)
     cost = _cost_kept(key)

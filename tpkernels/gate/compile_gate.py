@@ -10,11 +10,11 @@ from pathlib import Path
 import triton
 
 from tpkernels.gate import budgets, cycles
-from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, Entry, Facts, Job
+from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, CompileJob, Entry, Facts
 from tpkernels.gate.budgets import Budget, Budgets
-from tpkernels.gate.catalog import has_parts, recipes
+from tpkernels.gate.catalog import entry_specs, has_parts
 from tpkernels.gate.clock.cost import Cost
-from tpkernels.gate.clocking import Examined, FromCatalog, Launching, Task, examine_all, ship, shipped
+from tpkernels.gate.clocking import ClockedJob, Examined, FromCatalog, Launching, examine_all, ship, shipped
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.kernels.footprints import TABLE
@@ -26,7 +26,7 @@ Rules = Callable[[Entry, str, Facts], Iterable[str]]  # what is broken on an arc
 class Compiled:
     """A job with what came of it."""
 
-    job: Job
+    job: CompileJob
     facts: Facts | None  # None if it does not compile
     failures: tuple[str, ...]
     cost: Cost | None = None  # None if it is not clocked
@@ -50,14 +50,14 @@ class Suite:
 
 def ours() -> Suite:
     """The kernels of this package."""
-    named = recipes()
-    architectures = {name: recipe.architectures for name, recipe in named.items()}
+    named = entry_specs()
+    architectures = {name: spec.architectures for name, spec in named.items()}
     return Suite(
         "the catalog", architectures, lambda name: named[name].entry(), TABLE, violations, FromCatalog
     )
 
 
-def jobs_of(suite: Suite, architectures: Sequence[str], only: str) -> list[Job]:
+def jobs_of(suite: Suite, architectures: Sequence[str], only: str) -> list[CompileJob]:
     """Architecture by architecture; `only` as in `has_parts`."""
     unknown = [name for name in architectures if name not in ARCHITECTURES]
     if unknown:
@@ -70,7 +70,7 @@ def jobs_of(suite: Suite, architectures: Sequence[str], only: str) -> list[Job]:
         if has_parts(name, only) and not set(architectures).isdisjoint(compiled_for)
     ]
     return [
-        Job(entry, architecture)
+        CompileJob(entry, architecture)
         for architecture in dict.fromkeys(architectures)
         for entry in chosen
         if architecture in entry.architectures
@@ -78,7 +78,11 @@ def jobs_of(suite: Suite, architectures: Sequence[str], only: str) -> list[Job]:
 
 
 def check(
-    suite: Suite, jobs: Sequence[Job], processes: int, report: Callable[[Task], None], update: bool
+    suite: Suite,
+    jobs: Sequence[CompileJob],
+    processes: int,
+    report: Callable[[ClockedJob], None],
+    update: bool,
 ) -> tuple[list[Compiled], list[str]]:
     """What came of the jobs, and notes on the table of budgets.
 
@@ -89,7 +93,9 @@ def check(
         table = budgets.read(suite.budgets)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    tasks = [Task(job, suite.launching(job.entry) if job.architecture in CLOCKED else None) for job in jobs]
+    tasks = [
+        ClockedJob(job, suite.launching(job.entry) if job.architecture in CLOCKED else None) for job in jobs
+    ]
     results = examine_all(tasks, processes, report)
     costs = [(job, cost) for job, result in zip(jobs, results, strict=True) if (cost := _known(result))]
     minor, notes = budgets.minor_version(triton.__version__), []
@@ -126,7 +132,7 @@ def check(
 
 
 def judge(
-    job: Job,
+    job: CompileJob,
     result: Examined,
     budgets: Budgets | None,
     triton_version: str,

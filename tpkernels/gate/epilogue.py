@@ -18,8 +18,8 @@ from tpkernels.gate.ptx_flow import (
     TENSOR_STORE,
     WAIT,
     Flow,
+    FlowState,
     Role,
-    State,
 )
 
 _PRODUCTS_DONE = re.compile(r"\bwgmma\.wait_group\S*\s+0;")
@@ -63,7 +63,7 @@ def role_registers(flow: Flow) -> tuple[int, ...]:
 def _exposed(role: Role) -> set[int]:
     lines = role.flow.lines
 
-    def step(at: int, state: State) -> State:
+    def step(at: int, state: FlowState) -> FlowState:
         if load := TENSOR_LOAD.search(lines[at]):
             return state | {("load", role.flow.value(load[1]))}
         if wait := WAIT.search(lines[at]):
@@ -81,7 +81,7 @@ def _exposed(role: Role) -> set[int]:
 def _stores_beside_products(role: Role) -> bool:
     lines = role.flow.lines
 
-    def step(at: int, state: State) -> State:
+    def step(at: int, state: FlowState) -> FlowState:
         if PRODUCTS_COMMITTED.search(lines[at]):
             return frozenset({("in flight", 0)})
         return frozenset() if _PRODUCTS_DONE.search(lines[at]) else state
@@ -94,7 +94,7 @@ def _serial(role: Role) -> set[int]:
     """The places of their commits."""
     lines, several = role.flow.lines, len(role.flow.roles) > 1
 
-    def step(at: int, state: State) -> State:
+    def step(at: int, state: FlowState) -> FlowState:
         if COMMIT.search(lines[at]):
             return frozenset({("committed", at)})
         if PRODUCT.search(lines[at]) or (several and BARRIER_OF_ALL.search(lines[at])):
@@ -112,7 +112,7 @@ def _registers(role: Role) -> set[int]:
     """What `setmaxnreg` has set when the role begins to work."""
     lines = role.flow.lines
 
-    def step(at: int, state: State) -> State:
+    def step(at: int, state: FlowState) -> FlowState:
         found = re.match(r"setmaxnreg\.\S+\s+(\d+);", lines[at])
         return frozenset({("registers", int(found[1]))}) if found else state
 

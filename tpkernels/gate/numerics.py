@@ -35,10 +35,10 @@ from torch import Tensor
 from tpkernels.child import ending
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer
-from tpkernels.gate import calls, scaled
+from tpkernels.gate import launchers, scaled
 from tpkernels.gate.accuracy import BOUND, Frames, relative_error
-from tpkernels.gate.calls import Operands, Results
 from tpkernels.gate.catalog import has_parts
+from tpkernels.gate.launchers import Operands, Results
 from tpkernels.gate.machine import SCHEDULES, Schedule, emulating
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
@@ -131,7 +131,7 @@ def _key(only: str) -> str:
 
 
 @dataclass(frozen=True)
-class Case:
+class NumericCase:
     name: str  # "dgrad_act/descriptor/bf16/silu", starting with the launcher's name
     run: Callable[[], Results]
 
@@ -162,7 +162,7 @@ class RandomOperands(Operands):
         return torch.randint(low, high, (count,), dtype=dtype)
 
 
-def cases(sizes: Mapping[Form, tuple[int, int, int]] = SIZES) -> Iterator[Case]:
+def cases(sizes: Mapping[Form, tuple[int, int, int]] = SIZES) -> Iterator[NumericCase]:
     for form, dtype in WAYS:
         yield from _matmuls(RandomOperands(*sizes[form], dtype, chunks=3, form=form))
     yield from _with_consumers()
@@ -171,7 +171,7 @@ def cases(sizes: Mapping[Form, tuple[int, int, int]] = SIZES) -> Iterator[Case]:
     yield from _rows(RandomOperands(*sizes["pointer"], BF16, chunks=3))
 
 
-def _with_consumers() -> Iterator[Case]:
+def _with_consumers() -> Iterator[NumericCase]:
     schedules = cycle(SCHEDULES.values())
     for name, record in PRODUCTS.items():
         tiles = candidates(record.kernel, "descriptor", BF16, H100) if record.kernel else ()
@@ -180,7 +180,9 @@ def _with_consumers() -> Iterator[Case]:
                 of = RandomOperands(*WITH_CONSUMERS, BF16, form="descriptor", tile=tile)
                 cases = list(_product(of, name, f"{tile.name}/bf16"))
                 for case, schedule in zip(cases, schedules, strict=False):
-                    yield Case(case.name, partial(_emulated, case.run, schedule, explores=case is cases[-1]))
+                    yield NumericCase(
+                        case.name, partial(_emulated, case.run, schedule, explores=case is cases[-1])
+                    )
 
 
 def _emulated(run: Callable[[], Results], schedule: Schedule, explores: bool) -> Results:
@@ -194,24 +196,24 @@ def _emulated(run: Callable[[], Results], schedule: Schedule, explores: bool) ->
     return results
 
 
-def _product(of: Operands, name: str, way: str) -> Iterator[Case]:
+def _product(of: Operands, name: str, way: str) -> Iterator[NumericCase]:
     record = PRODUCTS[name]
-    launcher, call = LAUNCHERS.get(name, name), partial(calls.primitive, of, name)
+    launcher, call = LAUNCHERS.get(name, name), partial(launchers.primitive, of, name)
     options = signature(record.by_torch).parameters
     if "activation" in options:
         for activation in ACTIVATIONS:
-            yield Case(f"{launcher}/{way}/{activation}", partial(call, activation=activation))
+            yield NumericCase(f"{launcher}/{way}/{activation}", partial(call, activation=activation))
     elif "kind" in options:
         for kind in GATE_OF:
-            yield Case(f"{launcher}/{way}/{kind}", partial(call, glu=kind))
+            yield NumericCase(f"{launcher}/{way}/{kind}", partial(call, glu=kind))
     elif record.changes_first:
         for into in (FP32, BF16):
-            yield Case(f"{launcher}/{way}/{SHORT_NAMES[into]}", partial(call, into=into))
+            yield NumericCase(f"{launcher}/{way}/{SHORT_NAMES[into]}", partial(call, into=into))
     else:
-        yield Case(f"{launcher}/{way}", call)
+        yield NumericCase(f"{launcher}/{way}", call)
 
 
-def _matmuls(of: Operands) -> Iterator[Case]:
+def _matmuls(of: Operands) -> Iterator[NumericCase]:
     way = f"{of.form}/{SHORT_NAMES[of.dtype]}"
     for name in PRODUCTS:
         yield from _product(of, name, way)
@@ -220,67 +222,71 @@ def _matmuls(of: Operands) -> Iterator[Case]:
         for one in _product(replace(of, tile=split), name, way):
             yield replace(one, name=f"{one.name}/split")
     for activation in ACTIVATIONS:
-        yield Case(f"gather_linear_fwd/{way}/{activation}", partial(calls.gather_linear, of, activation))
-    yield Case(f"gather_linear_fwd/{way}/depth_first", partial(calls.gather_dgrad, of))
+        yield NumericCase(
+            f"gather_linear_fwd/{way}/{activation}", partial(launchers.gather_linear, of, activation)
+        )
+    yield NumericCase(f"gather_linear_fwd/{way}/depth_first", partial(launchers.gather_dgrad, of))
     for name in ("linear", "dgrad", "dgrad_pairs"):
         launcher = LAUNCHERS.get(name, name)
-        call = partial(calls.primitive, of, name, into=FP32, **calls.BARE)
-        yield Case(f"{launcher}/{way}/=fp32", call)
+        call = partial(launchers.primitive, of, name, into=FP32, **launchers.BARE)
+        yield NumericCase(f"{launcher}/{way}/=fp32", call)
     for transposed, pairs in ((True, 1), (False, 1), (False, 2)):
         case = f"segment_sum/{way}/{'transposed' if transposed else 'none'}/{('one', 'two')[pairs - 1]}"
-        yield Case(case, partial(calls.segments, of, transposed, pairs))
+        yield NumericCase(case, partial(launchers.segments, of, transposed, pairs))
     for pairs, depth_first in ((1, False), (2, False), (2, True)):
         case = f"scatter_linear/{way}/{('one', 'two')[pairs - 1]}{'+depth_first' * depth_first}"
-        yield Case(case, partial(calls.scatter_linear, of, pairs, depth_first))
+        yield NumericCase(case, partial(launchers.scatter_linear, of, pairs, depth_first))
 
 
-def _in_fp8() -> Iterator[Case]:
+def _in_fp8() -> Iterator[NumericCase]:
     for form, sizes in IN_FP8.items():
         of = RandomOperands(*sizes, BF16, form=form)
         for scales, options in scaled.SCALES.items():
             way = f"{form}/fp8/{scales.strip('+') or 'rows'}"
-            call = partial(calls.primitive, of, "scaled_linear", **options)
+            call = partial(launchers.primitive, of, "scaled_linear", **options)
             for activation in ACTIVATIONS:
-                yield Case(f"scaled_linear_fwd/{way}/{activation}", partial(call, activation=activation))
-            plain = partial(call, **calls.BARE)
-            yield Case(f"scaled_linear_fwd/{way}/=fp32", partial(plain, into=FP32))
-            yield Case(f"scaled_linear_fwd/{way}/e5m2", partial(plain, format="e5m2"))
+                yield NumericCase(
+                    f"scaled_linear_fwd/{way}/{activation}", partial(call, activation=activation)
+                )
+            plain = partial(call, **launchers.BARE)
+            yield NumericCase(f"scaled_linear_fwd/{way}/=fp32", partial(plain, into=FP32))
+            yield NumericCase(f"scaled_linear_fwd/{way}/e5m2", partial(plain, format="e5m2"))
     for dtype in (BF16, FP32):
         of = RandomOperands(*IN_FP8["pointer"], dtype)
         way = SHORT_NAMES[dtype]
         for how, quantized in scaled.QUANTIZED.items():
             launcher = quantized.keywords.get("name", "quantize")
-            yield Case(f"{launcher}/{way}/{how}", partial(quantized, of))
+            yield NumericCase(f"{launcher}/{way}/{how}", partial(quantized, of))
         for scaling in get_args(Scaling):
-            call = partial(calls.primitive, of, "dequantize", into=dtype, scaling=scaling)
-            yield Case(f"dequantize/{way}/{scaling}", call)
+            call = partial(launchers.primitive, of, "dequantize", into=dtype, scaling=scaling)
+            yield NumericCase(f"dequantize/{way}/{scaling}", call)
 
 
-def _rows(of: Operands) -> Iterator[Case]:
+def _rows(of: Operands) -> Iterator[NumericCase]:
     way = SHORT_NAMES[of.dtype]
     if of.dtype == FP32:  # which partial sums are in
-        yield Case(f"sum_partials/{way}", partial(calls.row_sums, of, sum_partials))
+        yield NumericCase(f"sum_partials/{way}", partial(launchers.row_sums, of, sum_partials))
         for word, into, accumulate in (
             ("=bf16", BF16, False),
             ("+=bf16", BF16, True),
             ("+=fp32", FP32, True),
         ):
-            yield Case(f"add_slots/{way}/{word}", partial(calls.added_slots, of, into, accumulate))
-    yield Case(f"bias_grad/{way}", partial(calls.row_sums, of))
+            yield NumericCase(f"add_slots/{way}/{word}", partial(launchers.added_slots, of, into, accumulate))
+    yield NumericCase(f"bias_grad/{way}", partial(launchers.row_sums, of))
     ordered = partial(bias_grad, tile=ORDERED_SUM)
-    yield Case(f"bias_grad/{way}/ordered", partial(calls.row_sums, of, ordered))
-    yield Case(f"reduce_slots/{way}", partial(calls.slot_sums, of))
-    yield Case(f"reduce_slots/{way}/tree", partial(calls.slot_sums, of, slots=4, tree=True))
-    yield Case(f"advance/{way}", partial(calls.advance, of))
-    yield Case(f"embedding_fwd/{way}", partial(calls.primitive, of, "lookup"))
-    yield Case(f"embedding_bwd/{way}", partial(calls.primitive, of, "lookup_grad"))
-    yield Case(f"softmax_statistics/cross_entropy_grad/{way}", partial(calls.cross_entropy, of))
-    for name in calls.other_primitives():
-        yield Case(f"{name}/{way}", partial(calls.primitive, of, name))
+    yield NumericCase(f"bias_grad/{way}/ordered", partial(launchers.row_sums, of, ordered))
+    yield NumericCase(f"reduce_slots/{way}", partial(launchers.slot_sums, of))
+    yield NumericCase(f"reduce_slots/{way}/tree", partial(launchers.slot_sums, of, slots=4, tree=True))
+    yield NumericCase(f"advance/{way}", partial(launchers.advance, of))
+    yield NumericCase(f"embedding_fwd/{way}", partial(launchers.primitive, of, "lookup"))
+    yield NumericCase(f"embedding_bwd/{way}", partial(launchers.primitive, of, "lookup_grad"))
+    yield NumericCase(f"softmax_statistics/cross_entropy_grad/{way}", partial(launchers.cross_entropy, of))
+    for name in launchers.other_primitives():
+        yield NumericCase(f"{name}/{way}", partial(launchers.primitive, of, name))
     for suffix, residual in (("", False), ("/residual", True)):
         for kind in ("rms", "layer"):
             case = f"{kind}_norm_fwd/{kind}_norm_bwd/{way}{suffix}"
-            yield Case(case, partial(calls.norm, of, kind, residual))
+            yield NumericCase(case, partial(launchers.norm, of, kind, residual))
 
 
 def part_of_bound(actual: Tensor | None, exact: Tensor) -> float:
@@ -298,7 +304,7 @@ def _mismatch(actual: Tensor | None, exact: Tensor, error: float) -> str:
     return f"is off by {error:.3g} times the bound" if error == error else "holds NaN"
 
 
-def examine(case: Case, frames: Frames) -> Computed:
+def examine(case: NumericCase, frames: Frames) -> Computed:
     try:
         results: Results = case.run()
     except Exception as error:  # a kernel that does not run is a finding

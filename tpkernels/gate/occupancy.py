@@ -13,8 +13,8 @@ WARP_REGISTERS = 256  # in which a warp is given registers
 
 
 @dataclass(frozen=True, slots=True)
-class Processor:
-    """What an SM has."""
+class SmLimits:
+    """The resources of one SM, which limit how many blocks it runs at once."""
 
     shared: int  # bytes
     threads: int
@@ -22,12 +22,12 @@ class Processor:
     registers: int = REGISTERS
 
 
-PROCESSORS: Mapping[str, Processor] = {
-    "sm_80": Processor(164 * 1024, 2048, 32),
-    "sm_89": Processor(100 * 1024, 1536, 24),
-    "sm_90": Processor(228 * 1024, 2048, 32),
-    "sm_100": Processor(228 * 1024, 2048, 32),
-    "sm_120": Processor(100 * 1024, 1536, 24),
+PROCESSORS: Mapping[str, SmLimits] = {
+    "sm_80": SmLimits(164 * 1024, 2048, 32),
+    "sm_89": SmLimits(100 * 1024, 1536, 24),
+    "sm_90": SmLimits(228 * 1024, 2048, 32),
+    "sm_100": SmLimits(228 * 1024, 2048, 32),
+    "sm_120": SmLimits(100 * 1024, 1536, 24),
 }
 
 

@@ -31,7 +31,7 @@ _LOADS = (
     re.compile(r"\bcp\.async\.c[ag]\.shared\.global\b"),
     re.compile(r"\bld\.global\.\S*v[24]\b"),
 )
-_Steps = Sequence[tuple[re.Pattern[str], str]]  # with what is missing where one is
+_Order = Sequence[tuple[re.Pattern[str], str]]  # with what is missing where one is
 
 
 def unordered_reads(ptx: str) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ def _weak(lines: Sequence[str]) -> Iterator[str]:
         yield "an access that orders others does so for this GPU alone"
 
 
-def _missing(flow: Flow, steps: _Steps, undoes: re.Pattern[str], needs: re.Pattern[str]) -> list[str]:
+def _missing(flow: Flow, steps: _Order, undoes: re.Pattern[str], needs: re.Pattern[str]) -> list[str]:
     """What is missing where `needs` is reached without all steps, since the start or what undoes them."""
     missing, seen, todo = set[int](), set[tuple[int, int]](), [(0, 0)]
     while todo:

@@ -38,7 +38,7 @@ _COMPUTED = re.compile(
 )  # from operands alone, and always
 _WRITTEN = re.compile(r"^(?:@\S+\s+)?\S+\s+(\{[^}]*\}|%[a-z]+\d+(?:\|%[a-z]+\d+)?)")
 
-State = frozenset[tuple[str, int | str]]  # what may hold, and of what
+FlowState = frozenset[tuple[str, int | str]]  # what may hold, and of what
 _Graph = Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
 
 
@@ -196,13 +196,13 @@ class Role:
         return frozenset(found)
 
     def before_each(
-        self, step: Callable[[int, State], State], without: frozenset[tuple[int, int]] = frozenset()
-    ) -> dict[int, State]:
+        self, step: Callable[[int, FlowState], FlowState], without: frozenset[tuple[int, int]] = frozenset()
+    ) -> dict[int, FlowState]:
         """What may hold before each line, on one way or another; `step` says what a line makes of it.
 
         without: jumps that are not followed
         """
-        states: dict[int, State] = {self.start: frozenset()}
+        states: dict[int, FlowState] = {self.start: frozenset()}
         todo = [self.start]
         while todo:
             at = todo.pop()

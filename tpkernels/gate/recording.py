@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.gate.ahead_of_time import Entry
-from tpkernels.gate.calls import Operands
+from tpkernels.gate.launchers import Operands
 from tpkernels.kernels import launch
 from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.matmul_tile import GLUON_SINCE, triton_version
@@ -65,7 +65,7 @@ class _Wanted(list[launch.Launch]):
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class EntrySpec:
     """How an entry's launch is recorded."""
 
     name: str  # of the entry
@@ -127,7 +127,7 @@ def recorded(
     precision: Literal["ieee", "tf32"] = "ieee",
 ) -> Entry:
     """The entry of the first kernel that `call` launches on `target`, or of the first that is `function`."""
-    return Recipe(name, call, of, target, architectures, function, precision).entry()
+    return EntrySpec(name, call, of, target, architectures, function, precision).entry()
 
 
 def _type_of(value: Tensor | TensorDescriptor | GluonDescriptor | int | float) -> str:

@@ -26,8 +26,8 @@ from tpkernels.gate.ptx_flow import (
     WAIT,
     WARP,
     Flow,
+    FlowState,
     Role,
-    State,
 )
 
 NOT_READ = "a buffer is released before all warps of the role have read it"
@@ -58,7 +58,7 @@ def _released(role: Role) -> list[str]:
     """Read and awaited before it is released; awaited before the results are staged."""
     lines = role.flow.lines
 
-    def step(at: int, state: State) -> State:
+    def step(at: int, state: FlowState) -> FlowState:
         line = lines[at]
         flying = {int(n) for what, n in state if what == "in flight"}
         if PRODUCTS_COMMITTED.search(line):
@@ -78,7 +78,7 @@ def _released(role: Role) -> list[str]:
     return words + [IN_FLIGHT] * (("in flight", 2) in held) + [NOT_DONE] * not_done
 
 
-def _with(state: State, flying: set[int]) -> State:
+def _with(state: FlowState, flying: set[int]) -> FlowState:
     """The state with these numbers of products in flight."""
     kept = {mark for mark in state if mark[0] != "in flight"}
     return frozenset(kept | {("in flight", n) for n in flying})
@@ -87,7 +87,7 @@ def _with(state: State, flying: set[int]) -> State:
 def _copied_out(role: Role) -> list[str]:
     lines = role.flow.lines
 
-    def step(at: int, state: State) -> State:
+    def step(at: int, state: FlowState) -> FlowState:
         line = lines[at]
         if SHARED_STORE.search(line):
             return state | {("staged", 0)}
@@ -106,7 +106,7 @@ def _staged(role: Role) -> list[str]:
     """A buffer is known by the address that a copy reads; where it may change, any wait counts for it."""
     lines, value = role.flow.lines, role.flow.value
 
-    def step(at: int, state: State) -> State:
+    def step(at: int, state: FlowState) -> FlowState:
         line = lines[at]
         if copy := _source(line):
             return state | {("0", value(copy))}
@@ -151,7 +151,7 @@ def _stages(role: Role, copy: int) -> list[int]:
 def _made(role: Role) -> list[str]:
     lines, several = role.flow.lines, len(role.flow.roles) > 1
 
-    def step(at: int, state: State) -> State:
+    def step(at: int, state: FlowState) -> FlowState:
         line = lines[at]
         if _MADE.search(line):
             return state | {("made", 0)}

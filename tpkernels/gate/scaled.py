@@ -1,4 +1,4 @@
-"""How what computes in fp8 is called, and which launches of it are compiled; see `calls` and `catalog`.
+"""How what computes in fp8 is called, and which launches of it are compiled; see `launchers` and `catalog`.
 
 Sums are promoted by the compiler on Hopper and in the kernel's own words on Ada and the smaller Blackwell, so
 that the pointer form is recorded for both.
@@ -14,9 +14,9 @@ from typing import Any, get_args
 import torch
 
 from tpkernels.dispatch.primitives import RECORDS
-from tpkernels.gate.calls import BARE, Operands, Results, arguments, in_float64, primitive
+from tpkernels.gate.launchers import BARE, Operands, Results, arguments, in_float64, primitive
 from tpkernels.gate.machine_code import FP8_PRODUCTS
-from tpkernels.gate.recording import MetaOperands, Recipe
+from tpkernels.gate.recording import EntrySpec, MetaOperands
 from tpkernels.kernels.footprints import SHORT_NAMES, stem_of
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.recipe import Scaling
@@ -37,7 +37,7 @@ WIDE = (8192, MAX_FEATURES, 2 * MAX_FEATURES)  # features of rows; no program ho
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Fp8Form:
     """A form on GPUs for which it is one kernel."""
 
     form: Form
@@ -48,10 +48,10 @@ class _Way:
 _LINEAR = partial(primitive, name="scaled_linear")
 
 WAYS = (
-    _Way("descriptor", H100, ("sm_90",)),
-    _Way("descriptor", B200, ("sm_100",)),
-    _Way("pointer", H100, ("sm_90", "sm_100")),
-    _Way("pointer", L40S, ("sm_89", "sm_120")),
+    _Fp8Form("descriptor", H100, ("sm_90",)),
+    _Fp8Form("descriptor", B200, ("sm_100",)),
+    _Fp8Form("pointer", H100, ("sm_90", "sm_100")),
+    _Fp8Form("pointer", L40S, ("sm_89", "sm_120")),
 )
 
 
@@ -93,21 +93,21 @@ QUANTIZED: Mapping[str, partial[Results]] = {
 }
 
 
-def recipes() -> Iterator[Recipe]:
+def entry_specs() -> Iterator[EntrySpec]:
     """Of what multiplies, and of what quantizes."""
     yield from _products()
     for way, quantize in QUANTIZED.items():
-        yield _row_recipe("quantize", f"{K}/{way}", quantize)
+        yield _row_spec("quantize", f"{K}/{way}", quantize)
     for features in WIDE:
-        yield _row_recipe("quantize", f"{features}/rows", quantized, features)
-    yield _row_recipe("quantize", f"{K}/rows", quantized, dtype=torch.float32)
+        yield _row_spec("quantize", f"{features}/rows", quantized, features)
+    yield _row_spec("quantize", f"{K}/rows", quantized, dtype=torch.float32)
     for scaling in get_args(Scaling):
-        yield _row_recipe(
+        yield _row_spec(
             "dequantize", f"{K}/{scaling}", partial(primitive, name="dequantize", scaling=scaling)
         )
 
 
-def _products() -> Iterator[Recipe]:
+def _products() -> Iterator[EntrySpec]:
     """The costliest epilogue of each tile, and with descriptors the plain one; fp32 results of the largest.
 
     e5m2 is the format of gradients, which meet weights in e4m3: the largest tile of each form.
@@ -120,44 +120,44 @@ def _products() -> Iterator[Recipe]:
                 yield from _of_tile(way, tile, ragged=True)
         for scales, options in SCALES.items():
             summed = partial(_LINEAR, **options, **BARE, into=torch.float32)
-            yield _recipe(way, sum_tile(way.form, E4M3, way.target), f"none+=fp32{scales}", summed)
+            yield _spec(way, sum_tile(way.form, E4M3, way.target), f"none+=fp32{scales}", summed)
         gradient = partial(_LINEAR, **BARE, format="e5m2")
         largest = candidates("linear", way.form, E5M2, way.target)[0]
-        yield _recipe(way, largest, "none+float8_e4m3fn", gradient, E5M2)
+        yield _spec(way, largest, "none+float8_e4m3fn", gradient, E5M2)
 
 
-def _of_tile(way: _Way, tile: MatmulTile, ragged: bool = False) -> Iterator[Recipe]:
+def _of_tile(way: _Fp8Form, tile: MatmulTile, ragged: bool = False) -> Iterator[EntrySpec]:
     for scales, options in SCALES.items():
         if not serves("linear", tile, scales.split("+")):
             continue
         costly = partial(_LINEAR, **options, activation="gelu_tanh")
-        yield _recipe(way, tile, f"gelu_tanh+bias+z{scales}", costly, ragged=ragged)
+        yield _spec(way, tile, f"gelu_tanh+bias+z{scales}", costly, ragged=ragged)
         if way.form == "descriptor":
             plain = partial(_LINEAR, **options, **BARE)
-            yield _recipe(way, tile, f"none{scales}", plain)
+            yield _spec(way, tile, f"none{scales}", plain)
 
 
-def _row_recipe(
+def _row_spec(
     kernel: str,
     way: str,
     call: Callable[[MetaOperands], object],
     features: int = K,
     dtype: torch.dtype = torch.bfloat16,
-) -> Recipe:
+) -> EntrySpec:
     of = MetaOperands(T, N, features, dtype)
-    return Recipe(f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}", call, of, H100, tuple(FP8_PRODUCTS))
+    return EntrySpec(f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}", call, of, H100, tuple(FP8_PRODUCTS))
 
 
-def _recipe(
-    way: _Way,
+def _spec(
+    way: _Fp8Form,
     tile: MatmulTile,
     epilogue: str,
     call: Callable[[MetaOperands], object],
     dtype: torch.dtype = E4M3,
     ragged: bool = False,
-) -> Recipe:
+) -> EntrySpec:
     odd = int(ragged)
     of = MetaOperands(T + odd, N + odd, K + odd, dtype, form=way.form, tile=tile, ragged=ragged)
     prefix = f"{way.architectures[0]}/" if way.target in (B200, L40S) else ""
     name = f"{prefix}{stem_of('scaled_linear', way.form, dtype, tile)}/{epilogue}{'/ragged' * ragged}"
-    return Recipe(name, call, of, way.target, way.architectures)
+    return EntrySpec(name, call, of, way.target, way.architectures)

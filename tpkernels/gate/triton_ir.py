@@ -20,7 +20,7 @@ _CARRIED = re.compile(r"[(,] ?%(\w+) = %(\w+)")
 _ROLE = re.compile(r"partition(\d+)\(")  # of warps, with arguments and names of its own
 
 
-class _Region(NamedTuple):
+class _Body(NamedTuple):
     """The body of a loop or of a branch."""
 
     result: str  # of the whole; "" if it has none
@@ -45,7 +45,7 @@ def narrow_offsets(ttir: str) -> tuple[str, ...]:
     operations: dict[str, str] = {}
     handed: dict[str, set[str]] = defaultdict(set)  # what a loop or a branch hands on, by who gets it
     offsets: list[str] = []
-    regions: list[_Region] = []
+    regions: list[_Body] = []
     condition: list[str] = []  # what a while loop hands to its body
     to_roles: list[str] = []  # what every role of warps is handed
     for line in _lines(ttir):
@@ -57,7 +57,7 @@ def narrow_offsets(ttir: str) -> tuple[str, ...]:
             regions.pop()
         elif opens and not closes:
             pairs = _CARRIED.findall(line) if "iter_args(" in line or "scf.while" in line else []
-            regions.append(_Region(found[1] if found else "", [name for name, _ in pairs]))
+            regions.append(_Body(found[1] if found else "", [name for name, _ in pairs]))
             for name, first in pairs:
                 handed[name].add(first)
         elif line.startswith("scf.yield"):

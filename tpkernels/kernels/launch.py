@@ -41,9 +41,11 @@ class Launch:
     constants: dict[str, Any]  # with options such as num_warps
 
 
-Start = Callable[[Any, tuple[int, ...]], Callable[..., object]]  # kernel and grid -> what takes the arguments
+EmulatedStart = Callable[
+    [Any, tuple[int, ...]], Callable[..., object]
+]  # kernel and grid -> what takes the arguments
 _recorded: ContextVar[list[Launch]] = ContextVar("recorded")
-_emulated: ContextVar[Start | None] = ContextVar("emulated", default=None)
+_emulated: ContextVar[EmulatedStart | None] = ContextVar("emulated", default=None)
 
 
 @contextmanager
@@ -59,7 +61,7 @@ def recording(target: Target, launches: list[Launch] | None = None) -> Iterator[
 
 
 @contextmanager
-def emulation(target: Target, start: Start) -> Iterator[None]:
+def emulation(target: Target, start: EmulatedStart) -> Iterator[None]:
     """Launchers on the CPU launch what they would on `target`, by `start` instead of the kernel."""
     tokens = _emulated.set(start), emulated_target.set(target)
     try:

@@ -23,7 +23,7 @@ from tpkernels.tp_invariance import mode
 
 
 class ParallelAttention(nn.Module):
-    """The output projection of softmax(Q Kᵀ / √d) V of each head.
+    """Self-attention, of which each rank has some of the heads: softmax(Q Kᵀ / √d) V and its projections.
 
     num_kv_heads: heads of keys and values, each shared by num_heads / num_kv_heads query heads; may be fewer
         than there are ranks
@@ -102,7 +102,7 @@ class ParallelAttention(nn.Module):
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None = None, *, rotary: Rotation | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """(output, output_bias)
+        """Return (output, output_bias), as `RowParallelLinear` does.
 
         hidden: (tokens, batch, hidden_size), or this rank's tokens if sequence_parallel
         attention_mask: broadcastable to (batch, heads, tokens, tokens): boolean, True where a token may
@@ -126,12 +126,12 @@ class ParallelAttention(nn.Module):
         return output, output_bias
 
     def _of_all_heads(self, given: Tensor) -> Tensor:
-        """What all ranks are given alike; its gradient, where it is learnt, is summed over their heads."""
+        """A tensor that all ranks are given alike; if it is learnt, its gradient is all-reduced."""
         is_learnt = given.requires_grad and torch.is_grad_enabled()
         return copy_to_region(given, self.qkv.world.group) if is_learnt else given
 
     def _own_heads(self, mask: Tensor) -> Tensor:
-        """The mask of this rank's heads, where each head has its own."""
+        """This rank's heads of a mask that has one for each head; else the mask."""
         heads = mask.shape[-3] if mask.ndim > 2 else 1
         if heads not in (1, self.num_heads):
             raise ValueError(
@@ -142,13 +142,13 @@ class ParallelAttention(nn.Module):
         return mask if heads == 1 else mask.chunk(world.size, -3)[world.rank]
 
     def rotation(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Rotation:
-        """For positions 0 to `tokens` - 1; all layers of a model may share it."""
+        """The rotation of positions 0 to `tokens` - 1, which all layers of a model may share."""
         assert self.rotary_base is not None, "attention without rotary positions"
         wide = torch.promote_types(dtype, torch.float32)
         return rotation(tokens, self.head_size, self.rotary_base, dtype=wide, device=device)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """(tokens, batch, features of this rank's heads)"""
+        """Compute attention of this rank's heads: (tokens, batch, features of these)."""
         tokens = query.shape[0]
         if mask is not None and self.causal:
             mask = _and_before(mask, tokens)
@@ -163,7 +163,7 @@ class ParallelAttention(nn.Module):
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Each (batch, heads, tokens, features of a head)"""
+        """Compute attention of some heads; all tensors are (batch, heads, tokens, features of a head)."""
         with own_stream(self._drops and self.qkv.world.size > 1):
             return F.scaled_dot_product_attention(
                 query,
@@ -181,13 +181,13 @@ class ParallelAttention(nn.Module):
 
 
 def _and_before(mask: Tensor, tokens: int) -> Tensor:
-    """`mask`, and causal."""
+    """Combine `mask` with the causal mask."""
     before = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
     return mask & before if mask.dtype == torch.bool else mask.masked_fill(~before, -torch.inf)
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of each angle: (positions, head_size / 2)."""
+    """Cosine and sine of the angles of rotary positions: (positions, head_size / 2)."""
 
     cos: Tensor
     sin: Tensor
@@ -201,7 +201,9 @@ def rotation(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Rotation:
-    """Angles t / base^(2i / head_size) of positions t and pairs i. A number of positions: 0, 1, ...
+    """Cosine and sine of angles t / base^(2i / head_size), for positions t and pairs i of features.
+
+    positions: or their number, for 0, 1, ...
 
     Computed in float64: in float32, angles of late positions are off in the fourth digit.
     """
@@ -213,7 +215,7 @@ def rotation(
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate feature i with feature i + head_size / 2, as in Llama; computed in the dtype of the rotation.
+    """Rotate features i and i + head_size / 2 of each head, as in Llama, in the dtype of the rotation.
 
     x, result: (positions, batch, heads, head_size)
     """
@@ -229,12 +231,12 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def own_stream(is_split: bool) -> AbstractContextManager[None]:
-    """Draw from this rank's own random stream if its input is a shard, else from the one that ranks share."""
+    """Draw from this rank's own random stream if is_split, else from the one that ranks share."""
     return get_rng_tracker().fork() if is_split else nullcontext()
 
 
 class ParallelDropout(nn.Module):
-    """In training, zero each element with probability `p`, and scale the others by 1 / (1 - p).
+    """Dropout: in training, zeroes each element with probability `p`, and scales the others by 1 / (1 - p).
 
     is_split: the input is a shard, for which each rank draws its own numbers; False: ranks draw the same
     """
@@ -257,7 +259,7 @@ class ParallelDropout(nn.Module):
 
 
 def refuse_dropout(p: float) -> None:
-    """With TP-invariance."""
+    """Raise if p is not 0, where TP-invariance is on."""
     if p:
         raise ValueError(
             f"dropout: expected 0 with TP-invariance, got {p}: ranks draw for what they hold, so that what "

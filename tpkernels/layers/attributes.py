@@ -26,7 +26,7 @@ from tpkernels.runtime.state import current_or_none
 
 @dataclass(frozen=True)
 class Attributes:
-    """By default those of a replicated parameter with a full gradient."""
+    """Megatron's attributes of one parameter; by default replicated, with a full gradient."""
 
     tensor_model_parallel: bool = False
     partition_dim: int = -1
@@ -40,12 +40,12 @@ class Attributes:
 
     @staticmethod
     def of(tensor: Tensor) -> Attributes:
-        """Those that `tensor` has; defaults for the others."""
+        """Read the attributes of `tensor`; those that it lacks have defaults."""
         found = vars(tensor)  # a plain tensor has none of them
         return Attributes(**{name: found[name] for name in asdict(Attributes()) if name in found})
 
     def put_on(self, tensor: Tensor) -> None:
-        """Set those that `tensor` does not have yet."""
+        """Set the attributes that `tensor` does not have yet."""
         for name, value in asdict(self).items():
             vars(tensor).setdefault(name, value)
 

@@ -1,4 +1,4 @@
-"""What a model is called with is the same on all ranks of a tensor group, or an error says what is not.
+"""Checks that tensor-parallel ranks call a model with the same inputs; an error names those that differ.
 
 A rank that reads a batch of its own trains on numbers that mean nothing, and no replica need drift: masks and
 pixel values act between layers, where nobody compares. So before its first call a layer looks for the
@@ -39,12 +39,15 @@ _CALL = nn.Module._wrapped_call_impl.__code__  # what runs when a module is call
 
 
 def find_root_before(layer: nn.Module) -> None:
-    """Let the first call of `layer`, which has a `world`, or has layers that do, find the root."""
+    """Register a hook by which the first call of `layer` finds the root.
+
+    layer: has a `world`, or layers that have one
+    """
     layer.register_forward_pre_hook(_find_root)
 
 
 def look_at_compiled(parent: nn.Module, name: str, module: nn.Module) -> None:
-    """torch calls this whenever a module becomes an attribute of another, such as what torch.compile makes.
+    """Torch's hook when a module becomes an attribute of another: find the root before compiled modules.
 
     Hooks of layers that are compiled do not run.
     """
@@ -74,7 +77,7 @@ def _find_root(layer: nn.Module, _: object) -> None:
 
 
 def _outermost_call() -> Mapping[str, Any]:
-    """Of the calls of modules that we are in: its `self`, `args` and `kwargs`."""
+    """Find `self`, `args` and `kwargs` of the outermost module call on the stack."""
     frame: FrameType | None = inspect.currentframe()
     found = frame
     while frame is not None:
@@ -84,7 +87,7 @@ def _outermost_call() -> Mapping[str, Any]:
 
 
 class Batches:
-    """Before each call of a root: compares what it is called with, when it is time to."""
+    """A forward pre-hook of a root, which compares its inputs over ranks in some of its calls."""
 
     def __init__(self, world: TensorWorld) -> None:
         self._world = world
@@ -113,9 +116,9 @@ class Batches:
 
 
 class _Comparing:
-    """A comparison by checksums.
+    """A comparison of checksums over ranks.
 
-    arrival: the event after which the host knows; None: it knows
+    arrival: the event after which the host has the result; None: it has it
     """
 
     @torch.no_grad()
@@ -129,7 +132,7 @@ class _Comparing:
         self._differ, self.arrival = _on_host(differ)
 
     def wait(self) -> None:
-        """All ranks raise the same error if they differ."""
+        """Wait for the result; all ranks raise the same error if inputs differ."""
         if self.arrival is not None:
             self.arrival.synchronize()
         if self._differ:
@@ -139,7 +142,7 @@ class _Comparing:
 
 
 def _on_host(flag: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """The flag on its way to the host, and the event after which it is there; None: it is there."""
+    """Copy a flag to the host; return it, and the event after which it is there, or None."""
     if flag.is_cpu:
         return flag, None
     there = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
@@ -147,14 +150,14 @@ def _on_host(flag: Tensor) -> tuple[Tensor, torch.Event | None]:
 
 
 def _is_no_ordinary_call() -> bool:
-    """In backward a checkpoint calls what was called before; while a graph is captured no host looks."""
+    """Whether a call is a recomputation in backward, or is captured into a CUDA graph."""
     if torch._C._current_graph_task_id() != -1:
         return True
     return is_capturing()
 
 
 def _takes_shards(root: nn.Module) -> bool:
-    """Whether shards that layers of the root take must come from outside, for none of them makes any."""
+    """Whether inputs of the root are shards: its layers take shards, and none of them makes any."""
     layers = [vars(module) for module in root.modules()]
     shared = [layer for layer in layers if layer.get("sequence_parallel") is True]
     makes_tokens = any("vocab_start_index" in layer for layer in shared)
@@ -164,7 +167,7 @@ def _takes_shards(root: nn.Module) -> bool:
 
 
 def _data_of(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a root is called with and that are the same on all ranks, by name."""
+    """Yield names and tensors of the inputs that are to be the same on all ranks."""
     names = _names_of(_unwrapped(root))[: len(args)]
     names += [f"argument {number}" for number in range(len(names), len(args))]
     for name, value in chain(zip(names, args, strict=True), kwargs.items()):
@@ -172,14 +175,14 @@ def _data_of(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _names_of(root: nn.Module) -> list[str]:
-    """Of what its forward takes by position."""
+    """The names of positional parameters of `forward`."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(root.forward).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
 def _unwrapped(root: nn.Module) -> nn.Module:
-    """What a wrapper calls, such as torch.compile's or DistributedDataParallel: its one child."""
+    """The module inside wrappers, such as torch.compile's or DistributedDataParallel."""
     while not _names_of(root) and len(root._modules) == 1 and (inner := next(root.children(), None)):
         root = inner
     return root
@@ -213,7 +216,7 @@ def _is_data(tensor: Tensor) -> bool:
 
 
 def _some_of(tensor: Tensor) -> Tensor:
-    """Of a huge tensor evenly spread elements."""
+    """The tensor, or if it is huge, evenly spread elements of it."""
     tensor = tensor.as_subclass(Tensor).detach().resolve_conj().resolve_neg()
     while (excess := -(-tensor.numel() // _MOST_ELEMENTS)) > 1:
         longest = max(range(tensor.ndim), key=tensor.size)

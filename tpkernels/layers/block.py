@@ -24,12 +24,12 @@ _NORMS: dict[Norm, type[LayerNorm] | type[RMSNorm]] = {"layer_norm": LayerNorm, 
 
 
 class TransformerBlock(nn.Module):
-    """h = x + attention(norm(x)), y = h + mlp(norm(h)).
+    """A transformer layer with norms before its branches: h = x + attention(norm(x)), y = h + mlp(norm(h)).
 
     ffn_hidden_size: by default four times hidden_size
     norm: layer_norm or rms_norm, with `norm_eps`
-    dropout: of both branches, in training; attention_dropout: of attention weights
-    recompute: in backward: "none"; "selective", softmax(Q Kᵀ) V but not its projections; "full", the layer
+    dropout: probability for both branches, in training; attention_dropout: for attention weights
+    recompute: what backward computes again: "none"; "selective": softmax(Q Kᵀ) V; "full": the layer
     Others as in ParallelAttention and ParallelMLP. GPT-2's layer has rotary=False; Llama's has rotary=True,
     "swiglu", "rms_norm" and bias=False.
     """
@@ -111,7 +111,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None = None, *, rotary: Rotation | None = None
     ) -> Tensor:
-        """hidden, attention_mask, rotary: as of `ParallelAttention`; the result is like hidden"""
+        """Compute the layer. hidden, attention_mask, rotary: as in `ParallelAttention`"""
         if self.recompute == "full" and self.training:
             recomputed: Tensor = checkpoint(self._compute, hidden, attention_mask, rotary)
             return recomputed

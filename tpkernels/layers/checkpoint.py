@@ -1,7 +1,7 @@
 """Activation checkpointing: intermediate results are not saved for backward, but computed again in it.
 
 Random numbers are drawn again with the same bits, and then all streams continue where they were. While a CUDA
-graph is captured nobody can set random states: what draws then is refused.
+graph is captured random states cannot be set, and operators that draw are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """function(*args, **kwargs), for which only the arguments are saved for backward.
+    """Compute function(*args, **kwargs), of which only the arguments are saved for backward.
 
     A bool as the first argument is Megatron's `distribute_saved_activations`, and is not passed to
     `function`. If it is True, each tensor-parallel rank saves its shard of the next argument, a tensor that
@@ -43,7 +43,7 @@ def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 def recomputed(
     function: Callable[..., T], distribute: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> T:
-    """`checkpoint`, for callers that have no bool to guess about. distribute: save shards of args[0]"""
+    """As `checkpoint`, with the bool as an argument of its own. distribute: save shards of args[0]"""
     ways: dict[str, Any] = {"use_reentrant": False}
     if is_capturing():
         ways["preserve_rng_state"] = False
@@ -96,7 +96,7 @@ def _refuse_own_bool(function: Callable[..., object], args: tuple[Any, ...], kwa
 
 @contextmanager
 def _distributed(first: object) -> Iterator[None]:
-    """Inside the block autograd saves this rank's shard of `first` instead of all of it."""
+    """Let autograd save this rank's shard of `first`, instead of all of it, inside the block."""
     world = tensor_world()
     if not isinstance(first, Tensor):
         raise TypeError(
@@ -148,7 +148,7 @@ class _Shard:
 
 
 def _hashes(full: Tensor) -> Tensor:
-    """Of each row and of each column: the order of elements does not change a hash of all of them."""
+    """Hash each row and each column: a hash of all elements does not depend on their order."""
     if not full.numel():
         return full.flatten()
     rows = full.flatten(0, -2) if full.ndim > 1 else full[None]

@@ -32,7 +32,7 @@ _TOLERANCE = 0.01
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, state: State = None) -> Tensor:
-    """Scale gradients so that their norm over the full model is at most max_norm; returns the norm before.
+    """Scale gradients so that their norm over the full model is at most max_norm; return the norm before.
 
     parameters: all of this rank's; called by all ranks of the model. `main_grad` is used before `grad`
     state: with a process group or a mesh there are no pipeline stages
@@ -94,12 +94,12 @@ def _square_over_tensor_ranks(
 
 
 def _claimed(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """What ranks have alike: of a DTensor's gradient each may hold a block of another shape."""
+    """The tensor whose shape ranks compare: a gradient, or a DTensor itself, whose blocks may differ."""
     return parameter if gradient is not None and is_dtensor(parameter) else gradient
 
 
 def _square_and_sum(gradient: Tensor | None, device: torch.device) -> Tensor:
-    """(2,) of what this rank holds of a gradient"""
+    """Sum the squares and the elements of this rank's gradient: (2,)."""
     if gradient is None:
         return torch.zeros(2, dtype=torch.float64, device=device)
     norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
@@ -107,7 +107,7 @@ def _square_and_sum(gradient: Tensor | None, device: torch.device) -> Tensor:
 
 
 def _add_blocks_(table: Tensor, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Columns of a gradient of which ranks hold blocks become those of the tensor-parallel shard.
+    """Add up, in place, columns of gradients of which ranks hold blocks of the tensor-parallel shard.
 
     table: (2, parameters)
     """
@@ -120,7 +120,7 @@ def _add_blocks_(table: Tensor, parameters: Sequence[Tensor], group: ProcessGrou
 
 
 def _block_groups(parameter: Tensor, group: ProcessGroup) -> list[ProcessGroup]:
-    """Groups whose ranks hold blocks of the tensor-parallel shard, or of what is no shard.
+    """The groups whose ranks hold blocks of a parameter's tensor-parallel shard, or of a replica.
 
     group: the tensor-parallel one; in a DTensor of the full shape it has shards
     """
@@ -162,7 +162,10 @@ def _counts_here(parameter: Tensor, group: ProcessGroup, added: Sequence[Process
 
 
 def _difference(copies: Sequence[Tensor], numbers: Tensor, group: ProcessGroup) -> Exception | None:
-    """numbers: (ranks, 2, gradients): norm and sum of each, which identify a gradient well enough"""
+    """Make the error if gradients of replicas differ between ranks; None if they do not.
+
+    numbers: (ranks, 2, gradients): norm and sum of each, which identify a gradient well enough
+    """
     first = numbers[0]
     alike = (numbers - first).abs() <= _TOLERANCE * first[0]
     alike |= (numbers == first) | (numbers.isnan() & first.isnan())

@@ -1,4 +1,4 @@
-"""Which optimizers are right on shards: those that update each element by its own gradients alone.
+"""Refuses optimizers that are wrong on shards: those that do not update each element by its gradients alone.
 
 torch calls `before_step` before each step of each optimizer, wherever layers are used.
 """
@@ -35,7 +35,7 @@ _looked_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with how 
 
 
 def before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
-    """An error if the optimizer is known to be wrong on its shards, a warning if it is not known."""
+    """Raise if the optimizer is known to be wrong on its shards, and warn if it is not known."""
     if torch.compiler.is_compiling():
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -51,7 +51,7 @@ def before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) ->
 
 
 def problem_on_shards(optimizer: Optimizer, shards: Sequence[str]) -> str:
-    """What is wrong with an optimizer that has these shards; "" if nothing is."""
+    """Why an optimizer is wrong, or not known to be right, on these shards; "" if it is right."""
     if not shards or is_elementwise(optimizer):
         return ""
     more = f" and {len(shards) - 1} more" * (len(shards) > 1)
@@ -65,7 +65,10 @@ def problem_on_shards(optimizer: Optimizer, shards: Sequence[str]) -> str:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """By its name, or because it is ours; bitsandbytes' AdamW may have states of 8 bits."""
+    """Whether an optimizer is elementwise, by its name, or one of tpkernels.
+
+    bitsandbytes' are not: states of its AdamW may have 8 bits.
+    """
     kind, module = type(optimizer).__name__, type(optimizer).__module__
     ours = module.startswith("tpkernels.")
     return ours or (kind in ELEMENTWISE and not module.startswith("bitsandbytes"))

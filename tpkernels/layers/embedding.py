@@ -1,4 +1,4 @@
-"""An embedding whose table is split over ranks; its rows need not be a multiple of the ranks."""
+"""An embedding whose table is split over ranks, padded to a multiple of them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tpkernels.topology.shard import split_vocabulary
 
 
 class VocabParallelEmbedding(ParallelModule):
-    """A (num_embeddings, embedding_dim) table, padded so that each rank holds the same number of rows.
+    """An embedding table (num_embeddings, embedding_dim), of which each rank holds equally many rows.
 
-    init_method: fills the full table, without padding; padding rows are zero and stay so
+    init_method: fills the full table, without padding; rows of padding are zero and stay so
     padding_idx: an id whose row starts at zero and gets no gradient
     divisible_by: each rank's rows are padded to a multiple of it, Megatron's `make_vocab_size_divisible_by`
     sequence_parallel: the output is this rank's tokens (dimension 0); no effect on one rank
@@ -79,7 +79,7 @@ class VocabParallelEmbedding(ParallelModule):
                 self.weight[ids.index(self.padding_idx)].zero_()
 
     def forward(self, input_: Tensor) -> Tensor:
-        """The row of each id.
+        """Look up the row of each id.
 
         input_: (tokens, ...) ids, the same on all ranks
         returns: (tokens, ..., embedding_dim), or this rank's tokens of dimension 0 if sequence_parallel

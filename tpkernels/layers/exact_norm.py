@@ -1,4 +1,4 @@
-"""A norm whose bits depend neither on the order of elements nor on which rank holds which of them.
+"""An exactly added norm: its bits do not depend on the order of elements, nor on how ranks share them.
 
 Elements are scaled by a power of two, so that the largest lies in [1/2, 1). Their squares in float64, exact
 for fp32 and narrower, are cut into limbs of 22 bits. Limbs are whole numbers, whose sums are exact in any
@@ -25,9 +25,9 @@ LEAST_EXPONENT = -1023  # below, 2.0**-exponent is no float64; only subnormals o
 
 @torch.no_grad()
 def exact_norm(tensors: Sequence[Tensor], device: torch.device, groups: Sequence[ProcessGroup]) -> float:
-    """Of all elements that ranks hold: of the first group, then of these sums over the second, and so on.
+    """The norm of all elements that ranks hold: summed over the first group, then over the second, ...
 
-    Called by all ranks of the groups, with other elements on each. Infinity or NaN among them is the result.
+    Called by all ranks of the groups, with different elements. If there is infinity or NaN, it is returned.
     """
     largest = _largest(tensors, device)
     for group in groups:
@@ -49,13 +49,13 @@ def exact_norm(tensors: Sequence[Tensor], device: torch.device, groups: Sequence
 
 
 def _largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """(1,) in float64: the largest magnitude, or NaN"""
+    """The largest magnitude, or NaN: (1,) in float64."""
     found = [tensor.abs().amax().double() for tensor in tensors if tensor.numel()]
     return torch.stack(found).amax()[None] if found else torch.zeros(1, dtype=torch.float64, device=device)
 
 
 def _limbs(tensors: Sequence[Tensor], device: torch.device, scale: float) -> Tensor:
-    """(LIMBS,) in int64, the highest first"""
+    """Sums of the limbs of squares: (LIMBS,) in int64, the highest first."""
     sums = torch.zeros(LIMBS, dtype=torch.int64, device=device)
     for chunk in _chunks(tensors):
         rest = chunk.double().mul(scale).square_()  # below 1; `double` of a float64 is no copy

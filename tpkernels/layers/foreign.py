@@ -1,4 +1,4 @@
-"""torch's data-parallel wrappers around our layers: refused if their ranks hold different shards of a weight.
+"""Refuses torch's data-parallel wrappers around layers if their ranks hold different shards of a weight.
 
 Such a wrapper would average different rows, and no loss would show it. torch asks no module whether it may be
 wrapped, so this is checked at three moments, all of them before the first step:
@@ -31,7 +31,7 @@ Shards = Iterator[tuple[str, tuple[int, ...]]]  # names, and which ranks hold sh
 
 
 def refuse_mesh(module: nn.Module, world: TensorWorld, *, holds_dtensors: bool) -> None:
-    """An error if fully_shard averages a parameter of `module` over ranks that hold other shards of it.
+    """Raise if fully_shard averages a parameter of `module` over ranks that hold other shards of it.
 
     holds_dtensors: parameters were DTensors over the tensor-parallel ranks before
     """
@@ -45,26 +45,27 @@ def refuse_mesh(module: nn.Module, world: TensorWorld, *, holds_dtensors: bool) 
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether `tensor` is a DTensor; loads nothing."""
     module = sys.modules.get("torch.distributed.tensor")  # not imported: then there are none
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of it, without autograd: of a DTensor its local tensor."""
+    """The local tensor of a DTensor, or the tensor itself; detached."""
     if is_dtensor(tensor):
         tensor = tensor.to_local()
     return tensor.detach()
 
 
 def is_split_over(ranks: Sequence[int], parameter: Tensor) -> bool:
-    """Whether each of these tensor-parallel ranks holds another shard of it, rather than a copy."""
+    """Whether these tensor-parallel ranks hold shards of `parameter`, rather than replicas."""
     if Attributes.of(parameter).tensor_model_parallel:
         return True
     return any(_ranks_of(group) == list(ranks) for group in groups_with_blocks(parameter))
 
 
 def groups_with_blocks(tensor: Tensor) -> list[ProcessGroup]:
-    """Of a DTensor, the groups over whose ranks it is sharded."""
+    """The groups over which a DTensor is sharded; none for other tensors."""
     if not is_dtensor(tensor):
         return []
     held = zip(tensor.device_mesh.get_all_groups(), tensor.placements, strict=True)
@@ -72,7 +73,7 @@ def groups_with_blocks(tensor: Tensor) -> list[ProcessGroup]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let a model under fully_shard have its sharded parameters, which a forward may have replaced."""
+    """Reshard a model under fully_shard, whose forward may have left parameters gathered."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: then there is none
     for module in model.modules():
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
@@ -80,7 +81,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def look_at_wrapper(parent: nn.Module, _: str, module: nn.Module) -> None:
-    """torch calls this whenever a module becomes an attribute of another, such as a wrapper's."""
+    """Torch's hook when a module becomes an attribute of another: raise if that is a wrong wrapper."""
     if isinstance(parent, DistributedDataParallel):
         ignored = parent.parameters_to_ignore
         shards = ((name, ranks) for name, ranks in _marked(module) if name not in ignored)
@@ -94,7 +95,7 @@ def look_at_wrapper(parent: nn.Module, _: str, module: nn.Module) -> None:
 
 
 def refuse_wrapped(caller: str, model: nn.Module) -> None:
-    """An error if parameters of `model`, which `caller` replaces, are those of a wrapper or an optimizer."""
+    """Raise if a wrapper or an optimizer has parameters of `model`, which `caller` is about to replace."""
     wrapped, optimized = _held_in(model)
     if wrapped or optimized:
         gc.collect()  # what was dropped may still be part of a reference cycle
@@ -142,7 +143,7 @@ def _is_optimizer(kind: type) -> bool:
 
 
 def _parameters_in(holder: object, depth: int = 6) -> Iterator[nn.Parameter]:
-    """Those in lists and dicts of lists and dicts ...: depth of them."""
+    """Yield parameters in nested lists and dicts, `depth` levels deep."""
     if isinstance(holder, nn.Parameter):
         yield holder
     if isinstance(holder, dict):
@@ -164,6 +165,7 @@ def _refuse(shards: Iterable[tuple[str, tuple[int, ...]]], ranks: list[int], wra
 
 
 def _marked(module: nn.Module) -> Shards:
+    """Yield names and ranks of shards, by the attributes of parameters."""
     for name, parameter in module.named_parameters():
         attributes = Attributes.of(parameter)
         if attributes.tensor_model_parallel:
@@ -171,7 +173,10 @@ def _marked(module: nn.Module) -> Shards:
 
 
 def _of_layers(module: nn.Module, ignored: set[Tensor]) -> Shards:
-    """By layers, because parameters may have become views of a flat one, which has no attributes."""
+    """Yield names and ranks of shards, layer by layer.
+
+    Not by parameters, which may be views of a flat one by now, without attributes.
+    """
     for prefix, layer in module.named_modules():
         world = getattr(layer, "world", None)
         if not isinstance(world, TensorWorld):

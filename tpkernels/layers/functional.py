@@ -12,38 +12,38 @@ from tpkernels import ops
 from tpkernels.layers.world import State, group_of
 from tpkernels.ops.main_grad import accumulating
 from tpkernels.ops.tensor_parallel import mappings
-from tpkernels.ops.vocab.chunked_head import Reduction
+from tpkernels.ops.vocab.linear_cross_entropy import Reduction
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: State = None) -> Tensor:
-    """The input itself; gradients are summed over the ranks."""
+    """Return the input; all-reduce its gradient."""
     return mappings.copy_to_region(input_, group_of(group))
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: State = None) -> Tensor:
-    """The sum of the ranks' inputs, in a new tensor."""
+    """All-reduce the input into a new tensor."""
     return mappings.reduce_from_region(input_, group_of(group))
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: State = None) -> Tensor:
-    """This rank's shard of the last dimension."""
+    """Return this rank's shard of the last dimension."""
     return mappings.scatter_to_region(input_, group_of(group))
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: State = None) -> Tensor:
-    """The ranks' inputs, concatenated along the last dimension."""
+    """All-gather the ranks' inputs along the last dimension."""
     return mappings.gather_from_region(input_, group_of(group))
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: State = None) -> Tensor:
-    """This rank's shard of dimension 0."""
+    """Return this rank's shard of dimension 0."""
     return mappings.scatter_to_sequence_region(input_, group_of(group))
 
 
 def gather_from_sequence_parallel_region(
     input_: Tensor, tensor_parallel_output_grad: bool = True, group: State = None
 ) -> Tensor:
-    """The ranks' inputs, concatenated along dimension 0.
+    """All-gather the ranks' inputs along dimension 0.
 
     tensor_parallel_output_grad: the next op is split over the ranks, so that each rank's gradient is partial
         and they are summed; False: all ranks have the full gradient
@@ -54,7 +54,7 @@ def gather_from_sequence_parallel_region(
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: State = None) -> Tensor:
-    """This rank's shard of dimension 0 of the sum of the ranks' inputs."""
+    """Reduce-scatter the ranks' inputs along dimension 0."""
     return mappings.reduce_scatter_to_sequence_region(input_, group_of(group))
 
 
@@ -68,7 +68,7 @@ def vocab_parallel_cross_entropy(
     overwrite_logits: bool = False,
     group: State = None,
 ) -> Tensor:
-    """The loss of each token, in fp32 or wider.
+    """Compute the cross-entropy of each token, in fp32 or wider, of logits that are split over ranks.
 
     vocab_parallel_logits: (..., this rank's columns), the same number on every rank
     target: (...) ids, the same on all ranks
@@ -102,7 +102,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
 ) -> Tensor:
-    """The loss of logits hidden weightᵀ, computed for one chunk of tokens at a time.
+    """Compute the cross-entropy of logits hidden weightᵀ, for one chunk of tokens at a time.
 
     hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     weight_shard: (this rank's columns, features), the same number on every rank

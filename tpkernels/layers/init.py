@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on the number of ranks.
+"""Initialization of weights that does not depend on the number of ranks.
 
 Every rank draws the full weight in fp32 from the default random stream, which is the same on all ranks,
 casts it and keeps its shard. So one seed gives one model, whatever the tensor-parallel size and dtype. The
@@ -57,7 +57,7 @@ def leave_unset(shard: Tensor, rows: int | None = None) -> None:
 
 
 def _full_weight(init_method: InitMethod, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """What `init_method` makes of an fp32 tensor, the same on all ranks that share the default stream."""
+    """Draw the full weight in fp32, the same on all ranks that share the default stream."""
     master = torch.zeros(shape, dtype=torch.float32, device=device)
     with get_rng_tracker().fork(DEFAULT_STREAM):
         made = init_method(master)

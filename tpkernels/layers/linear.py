@@ -27,7 +27,7 @@ from tpkernels.topology.sizes import InvalidSizes, positive
 
 
 class _ParallelLinear(ParallelModule):
-    """The weight of a linear layer, split along one dimension, and its bias."""
+    """Base class: the weight of a linear layer, split along dimension `dim`, and its bias."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -109,7 +109,7 @@ class _ParallelLinear(ParallelModule):
         return with_recipe(said, self.quantize)
 
     def weight_and_main_grad(self, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The given weight or the layer's own, as an op takes it; and its `main_grad`, if fused."""
+        """The weight to pass to an op, by default the layer's own, and its `main_grad` if that is fused."""
         weight = self.weight if weight is None else weight
         if weight is None:
             raise ValueError(
@@ -121,12 +121,12 @@ class _ParallelLinear(ParallelModule):
 
 
 def with_recipe(said: str, quantize: Recipe | None) -> str:
-    """What a layer's `extra_repr` says, and by which recipe it computes."""
+    """Append the recipe, if there is one, to what a layer's `extra_repr` says."""
     return said if quantize is None else f"{said}, quantize={quantize}"
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """Y = act(X Aᵀ + b), of which each rank computes its columns: A is split along its out_features.
+    """A linear layer Y = act(X Aᵀ + b), of which each rank computes columns: A is split along out_features.
 
     gather_output: all ranks get the full Y, of all tokens; otherwise each gets its columns
     init_method: fills the full (output_size, input_size) weight; the bias starts at zero
@@ -198,7 +198,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.initialize(perform_initialization)
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(output, output_bias)
+        """Return (output, output_bias).
 
         input_: (tokens, ..., input_size), or this rank's tokens of dimension 0 if sequence_parallel
         weight: (output_size_per_partition, input_size), to be used in place of the layer's own
@@ -235,7 +235,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """Y = X Aᵀ + b, a sum over ranks: A is split along its in_features, X along its features.
+    """A linear layer Y = X Aᵀ + b, summed over ranks: A is split along in_features, X along its features.
 
     input_is_parallel: X is this rank's features; False: X is full, and is split here
     sequence_parallel: Y is this rank's tokens (dimension 0); no effect on one rank
@@ -301,7 +301,7 @@ class RowParallelLinear(_ParallelLinear):
         self.initialize(perform_initialization)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(output, output_bias)
+        """Return (output, output_bias).
 
         input_: (tokens, ..., input_size_per_partition), or input_size unless input_is_parallel
         output: (tokens, ..., output_size), or this rank's tokens of dimension 0 if sequence_parallel

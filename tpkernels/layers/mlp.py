@@ -19,7 +19,7 @@ from tpkernels.ops.quantize import Recipe
 
 
 class ParallelMLP(ParallelModule):
-    """act(X Uᵀ + b) Dᵀ + c, or the gated f(X Gᵀ) * (X Uᵀ) in place of the activation.
+    """The MLP act(X Uᵀ + b) Dᵀ + c, or with the gated unit f(X Gᵀ) * (X Uᵀ) in place of the activation.
 
     activation: gelu_tanh, gelu, silu, relu or relu2; gated: swiglu, geglu or geglu_tanh
     bias: of both projections; with a gated unit of the down-projection only
@@ -93,7 +93,7 @@ class ParallelMLP(ParallelModule):
         )
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(output, output_bias), as of `RowParallelLinear`
+        """Return (output, output_bias), as `RowParallelLinear` does.
 
         input_: (tokens, ..., hidden_size), or this rank's tokens of dimension 0 if sequence_parallel
         output: like the input

@@ -1,4 +1,4 @@
-"""Norms whose parameters are replicated on every rank.
+"""RMSNorm and LayerNorm as layers, with parameters that are replicated on every rank.
 
 Under sequence parallelism each rank normalises its own tokens, so that its gradients are partial: the
 parameters' attribute `sequence_parallel` says so, and `finalize_gradients` sums them. With TP-invariance the
@@ -22,7 +22,7 @@ from tpkernels.tp_invariance import mode
 
 
 class RMSNorm(MarkedModule):
-    """x / rms(x) * weight, over the last dimension.
+    """Normalizes x by its root mean square over the last dimension: x / rms(x) * weight.
 
     sequence_parallel: x is this rank's tokens
     state: whose tensor group has the others, looked up with TP-invariance only; None: the current state
@@ -53,7 +53,7 @@ class RMSNorm(MarkedModule):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., hidden_size)"""
+        """Normalize x, (..., hidden_size)."""
         return ops.rms_norm(x, self.weight, eps=self.eps, group=_group(self.world))
 
     def extra_repr(self) -> str:
@@ -61,7 +61,7 @@ class RMSNorm(MarkedModule):
 
 
 class LayerNorm(MarkedModule):
-    """x, centred and scaled to unit variance, times weight plus bias, over the last dimension.
+    """Normalizes x to zero mean and unit variance over the last dimension; returns it times weight plus bias.
 
     sequence_parallel, state: as in `RMSNorm`
     """
@@ -96,7 +96,7 @@ class LayerNorm(MarkedModule):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., hidden_size)"""
+        """Normalize x, (..., hidden_size)."""
         return ops.layer_norm(x, self.weight, self.bias, eps=self.eps, group=_group(self.world))
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Base classes of layers: parameters that know how they are sharded; a tensor-parallel group."""
+"""Base classes of layers: parameters with Megatron's attributes, and a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MarkedModule(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """A parameter that `reset_parameters` fills; shape None: the name without a parameter."""
+        """Register a parameter that `reset_parameters` fills; shape None: no parameter, by this name."""
         if shape is None:
             self.register_parameter(name, None)
             return
@@ -82,7 +82,7 @@ class MarkedModule(nn.Module):
 
     @_is_fsdp_managed_module.setter
     def _is_fsdp_managed_module(self, managed: bool) -> None:
-        """torch's `fully_shard` sets it on each module whose parameters it has replaced by DTensors."""
+        """Set by torch's `fully_shard` on each module whose parameters it has replaced by DTensors."""
         self._under_fsdp = managed
         self._after_fully_shard()
 
@@ -90,11 +90,12 @@ class MarkedModule(nn.Module):
         self._mark()
 
     def _note(self) -> None:
-        """The parameters' attributes, which callers may have changed."""
+        """Remember the parameters' attributes, which callers may have changed."""
         for name, parameter in self._named():
             self._attributes[name] = Attributes.of(parameter)
 
     def _mark(self) -> None:
+        """Set the remembered attributes on the parameters."""
         for name, parameter in self._named():
             self._attributes[name].put_on(parameter)
 
@@ -104,7 +105,7 @@ class MarkedModule(nn.Module):
 
 
 class ParallelModule(MarkedModule):
-    """A module over a tensor-parallel group.
+    """Base class of modules over a tensor-parallel group, `world`.
 
     holds_dtensors: whether parameters are DTensors over the tensor-parallel ranks, of the full shape
     """
@@ -117,9 +118,9 @@ class ParallelModule(MarkedModule):
         batches.find_root_before(self)
 
     def adopt(self, state: State, attributes: dict[str, Attributes]) -> None:
-        """Become a parallel module that was built as another one.
+        """Initialize a module that was built as one of another class.
 
-        attributes: of parameters that the caller sets next, instead of those that are there
+        attributes: of the parameters that the caller sets next, in place of those that are there
         """
         self.world = tensor_world(state)
         for name in attributes:
@@ -137,6 +138,7 @@ class ParallelModule(MarkedModule):
         super()._after_fully_shard()
 
     def require_features(self, x: Tensor, features: int, advice: str) -> None:
+        """Raise unless x is (..., features). advice: what to do, for the error"""
         if x.ndim < 1 or x.shape[-1] != features:
             raise ValueError(
                 f"{type(self).__name__}: expected input (..., {features}), got {tuple(x.shape)}; {advice}"

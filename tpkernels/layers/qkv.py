@@ -1,4 +1,4 @@
-"""Queries, keys and values of this rank's heads, from one gather of the tokens.
+"""The projections to queries, keys and values of this rank's heads, with one gather of tokens for all.
 
 R ranks, H query heads, G heads of keys and values (G divides H; each serves H / G query heads):
 
@@ -25,7 +25,7 @@ from tpkernels.ops.tensor_parallel.segment_heads import segment_heads
 
 
 class ParallelQKV(nn.Module):
-    """Three column layers over one input."""
+    """The layers `query`, `key` and `value`, and this rank's heads of their outputs."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class ParallelQKV(nn.Module):
         self.num_kv_heads = num_kv_heads
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens, batch, heads of this rank, head_size) of each
+        """Return query, key and value, each (tokens, batch, heads of this rank, head_size).
 
-        With TP-invariance, where segments share heads of keys and values: that of each segment.
+        With TP-invariance, if segments share heads of keys and values: the head of each segment.
         """
         query, key, value = columns_of(hidden, self.query, self.key, self.value)
         if self.num_kv_heads < self.world.segments * self.world.size:
@@ -62,7 +62,7 @@ class ParallelQKV(nn.Module):
         return query, key, value
 
     def _own_head(self, shard: Tensor) -> Tensor:
-        """This rank's head, from each rank's shard of the features of all heads."""
+        """Gather the features of all heads, of which each rank has a shard; return this rank's head."""
         features_first = shard.movedim(-1, 0).contiguous()
         heads = gather_from_sequence_region(features_first, self.world.group)
         own = self.world.rank * self.num_kv_heads // self.world.size
@@ -71,7 +71,7 @@ class ParallelQKV(nn.Module):
 
 
 def columns_of(input_: Tensor, *layers: ColumnParallelLinear) -> Any:
-    """The outputs of column layers that differ in their weights only, from one gather of the input."""
+    """Compute column layers that differ in their weights alone, with one gather of the input."""
     first = layers[0]
     first.require_features(input_, first.input_size, "every rank needs all of them")
     pairs = [layer.weight_and_main_grad() for layer in layers]

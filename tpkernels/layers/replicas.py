@@ -1,4 +1,4 @@
-"""Replicated parameters: equal gradients keep them equal on all tensor-parallel ranks, and checks say if not.
+"""Sums of partial gradients of replicated parameters, and checks that replicas are equal on all ranks.
 
 Under sequence parallelism the gradient of a norm is of this rank's tokens only. Such a parameter is marked
 `sequence_parallel`, and `finalize_gradients` sums its gradients, once after the (last) backward of a step.
@@ -24,7 +24,10 @@ _WRAPPERS = re.compile(r"^((_forward_module|_orig_mod|module)\.)+")  # Fabric, t
 
 
 def require_marks(caller: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """fully_shard makes new parameters: ours are marked again, those of other modules lose their marks."""
+    """Raise if a DTensor has lost its attribute `sequence_parallel`.
+
+    fully_shard makes new parameters: those of our layers are marked again, those of other modules are not.
+    """
     for name, parameter in parameters:
         if is_dtensor(parameter) and "sequence_parallel" not in vars(parameter):
             raise TypeError(
@@ -35,7 +38,7 @@ def require_marks(caller: str, parameters: Iterable[tuple[str, Tensor]]) -> None
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """What this rank holds of `main_grad` if there is one, else of `grad`."""
+    """This rank's local `main_grad` if there is one, else its local `grad`; None without either."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     gradient = parameter.grad if main_grad is None else main_grad
     if is_dtensor(gradient) and any(placement.is_partial() for placement in gradient.placements):
@@ -96,7 +99,7 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
 def drift(
     copy: Tensor, name: str, others: Sequence[int], first: int, wrong: int, total: int, when: str = ""
 ) -> RuntimeError:
-    """The error that replicas of a parameter on ranks `others` differ from rank `first`'s."""
+    """Make the error that replicas of a parameter on ranks `others` differ from rank `first`'s."""
     more = f"; so do {wrong - 1} more of {total} parameters" if wrong > 1 else ""
     return RuntimeError(
         f"check_replicas: '{name}' differs between tensor-parallel ranks that hold copies of it. "
@@ -123,7 +126,10 @@ def likely_causes(copy: Tensor) -> str:
 
 
 def name_of(parameter: Tensor) -> str:
-    """Its name in an outermost module, without wrappers. For errors only: it searches all objects."""
+    """Find the name of a parameter in an outermost module, without wrappers.
+
+    For errors only: it searches all objects of the process.
+    """
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     for module in modules:

@@ -46,20 +46,20 @@ steps_between = _read(os.environ.get(VARIABLE))  # read once: a step must be che
 
 
 class Watch:
-    """Counts the steps of one optimizer, and compares replicas after every `steps_between`."""
+    """Counts the steps of one optimizer, and compares replicas every `steps_between` steps."""
 
     def __init__(self) -> None:
         self._steps = self._looks = self._number = 0
         self._store: Store | None = None
 
     def after_step(self, copies: Callable[[], Copies | None]) -> None:
-        """Called by all ranks with replicas, after each step."""
+        """Count a step, and compare if it is time to. Called by all ranks with replicas."""
         self._steps += 1
         if steps_between and self._steps % steps_between == 0:
             self.look(copies())
 
     def look(self, found: Copies | None) -> None:
-        """Raise the same error on all ranks if replicas differ in a bit. Called by all of them."""
+        """Compare replicas; all ranks raise the same error if they differ in a bit. Called by all of them."""
         if not steps_between or found is None or len(found[0]) < 2 or dist.get_rank() not in found[0]:
             return
         ranks, copies = found
@@ -84,7 +84,7 @@ class Watch:
             raise drift(copy, name, others, ranks[0], len(wrong), len(copies), when)
 
     def _sums_of_all(self, ranks: Sequence[int], copies: Sequence[Tensor]) -> list[list[bytes]]:
-        """Each rank's checksums, through the store."""
+        """Exchange checksums of replicas through the store; return those of each rank."""
         rank, store = dist.get_rank(), c10d.default_store()
         members = "-".join(map(str, ranks))
         if store is not self._store:  # the first look in this world
@@ -114,13 +114,13 @@ _watches: WeakKeyDictionary[Optimizer, Watch] = WeakKeyDictionary()
 
 
 def after_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[Any, Any]) -> None:
-    """torch calls it after each step of each optimizer."""
+    """Torch's hook after each step of each optimizer: count it, and compare replicas if it is time to."""
     if not torch.compiler.is_compiling() and dist.is_initialized():
         _watches.setdefault(optimizer, Watch()).after_step(lambda: _copies_of(optimizer))
 
 
 def _copies_of(optimizer: Optimizer) -> Copies | None:
-    """Replicas of a model with layers, whose parameters know the tensor-parallel ranks."""
+    """The replicas among an optimizer's parameters, and their ranks; None if these are not known."""
     if is_capturing():
         return None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -132,5 +132,5 @@ def _copies_of(optimizer: Optimizer) -> Copies | None:
 
 
 def _is_copy(parameter: Tensor, ranks: Sequence[int]) -> bool:
-    """Whether it is no shard, and not of Megatron's experts, which differ between ranks."""
+    """Whether a parameter is a replica: no shard, and not of Megatron's experts, which differ by rank."""
     return not is_split_over(ranks, parameter) and getattr(parameter, "allreduce", True)

@@ -1,4 +1,4 @@
-"""Rank, size and group of a layer's tensor-parallel ranks: found once, when the layer is built."""
+"""The tensor-parallel rank, size and group of a layer, looked up once, when it is built."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tpkernels.tp_invariance import mode
 
 
 class TensorGroupHolder(Protocol):
-    """Such as Megatron's ProcessGroupCollection."""
+    """An object with a tensor-parallel group `tp`, such as Megatron's ProcessGroupCollection."""
 
     @property
     def tp(self) -> object: ...
 
 
 class RankAndSize(Protocol):
-    """What stands for a group without being one: enough for one rank, and to hold the weights of more."""
+    """A rank and a size without a group: enough to compute on one rank, and to hold weights of more."""
 
     def rank(self) -> int: ...
 
@@ -47,7 +47,7 @@ class TensorWorld:
     """
 
     def __init__(self, rank: int, size: int, group: ProcessGroup | None, why: str = "set on the fly") -> None:
-        """why: there is no group, if there is none"""
+        """why: how rank and size came about, for the error if there is no group"""
         self._why = why
         self.rank = rank
         self.size = size
@@ -56,7 +56,7 @@ class TensorWorld:
 
     @property
     def group(self) -> ProcessGroup:
-        """The group; an error if it cannot be used."""
+        """The process group; an error if there is none, it was destroyed, or a parent process made it."""
         group = None if self._group is None else self._group()
         if torch.compiler.is_compiling() and group is not None:
             return group  # the checks below would run once, while tracing
@@ -87,7 +87,7 @@ class TensorWorld:
 
     @property
     def segments(self) -> int:
-        """How many of TP-invariance each rank has; 0 without; an error if ranks do not divide them."""
+        """Segments of TP-invariance of each rank; 0 without it; an error if ranks do not divide them."""
         return mode.own_segments("tensor-parallel layers", self.size)
 
     @property
@@ -186,7 +186,7 @@ def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroup:
 
 
 def _found_again(rank: int, size: int) -> TensorWorld:
-    """The current world, for a layer that is unpickled; it must have the same rank and size."""
+    """The current world for a layer that is unpickled; an error unless rank and size are the same."""
     world = tensor_world()
     if (world.rank, world.size) != (rank, size):
         raise ParallelStateError(

@@ -1,4 +1,4 @@
-"""What a decoder-only transformer is, in numbers; and those of models that people know by name."""
+"""Sizes and options of a decoder-only transformer, and those of well-known models by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # sizes alone need no torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTConfig:
-    """Shapes of GPT-2 and of Llama, and what lies between.
+    """Sizes and options of a decoder-only transformer: GPT-2, Llama, and combinations of the two.
 
     num_kv_heads: heads of keys and values; num_heads if None
     ffn_hidden_size: 4 * hidden_size if None
@@ -52,7 +52,7 @@ class GPTConfig:
             raise ValueError(f"rotary_base: expected a number above 0, got {self.rotary_base!r}")
 
     def with_sizes(self, **sizes: Any) -> GPTConfig:
-        """The same but for some fields; an unknown one is an error that lists the known."""
+        """Return a copy with other values of some fields; an error lists the fields if one is unknown."""
         known = [field.name for field in fields(self)]
         for name in sizes:
             if name not in known:
@@ -119,7 +119,7 @@ SMALL = GPTConfig(  # learns English in a minute on two cores
 
 
 def model_config(name: str, **sizes: Any) -> GPTConfig:
-    """The model of that name, with other sizes where given."""
+    """The configuration of a known model, with other values of some fields."""
     if name not in MODELS:
         raise ValueError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
     return MODELS[name].with_sizes(**sizes)

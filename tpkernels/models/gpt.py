@@ -63,7 +63,7 @@ class PositionEmbedding(ParallelModule):
         fill_shard(self.weight, drawn, full=whole, dim=0, ranges=[range(whole[0])])
 
     def forward(self, tokens: int) -> Tensor:
-        """(tokens, 1, hidden_size), of all tokens or of this rank's shard of them"""
+        """Return the embeddings of all positions, or of this rank's tokens: (tokens, 1, hidden_size)."""
         if tokens > self.weight.shape[0]:
             raise ValueError(
                 f"expected at most {self.weight.shape[0]} tokens, as many as positions, got {tokens}"
@@ -78,7 +78,7 @@ class PositionEmbedding(ParallelModule):
 
 
 class GPT(nn.Module):
-    """Embedding, blocks, a norm, and a head whose logits are split over the ranks.
+    """A decoder-only transformer: embedding, blocks, a norm, and a head with logits split over ranks.
 
     recompute: as in `TransformerBlock`
     quantize: compute the blocks' products in fp8, and with `Recipe(..., head=True)` the head's: then this
@@ -172,7 +172,7 @@ class GPT(nn.Module):
         )  # a table too: padded, split and drawn like the embedding
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, *, ignore_index: int = -100) -> Tensor:
-        """The mean loss of the targets, or without them all logits, (batch, tokens, vocab_size).
+        """Compute the mean loss of the targets, or without them all logits, (batch, tokens, vocab_size).
 
         ids: (batch, tokens)
         targets: (batch, tokens), the id that should come after each; those equal to ignore_index do not count
@@ -198,7 +198,7 @@ class GPT(nn.Module):
         )
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """What the head is applied to: (tokens, batch, hidden_size), or this rank's tokens."""
+        """Compute the input of the head: (tokens, batch, hidden_size), or this rank's tokens."""
         if ids.ndim != 2:
             raise ValueError(f"ids: expected (batch, tokens), got {tuple(ids.shape)}")
         tokens = ids.shape[1]
@@ -222,7 +222,7 @@ class GPT(nn.Module):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(tokens, batch, columns of this rank), of all tokens"""
+        """Compute the logits of all tokens: (tokens, batch, columns of this rank)."""
         logits: Tensor = ops.column_linear(
             hidden,
             self._head_weight,
@@ -234,7 +234,7 @@ class GPT(nn.Module):
         return logits
 
     def _loss_of_logits(self, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-        """The mean over targets that are not ignored, 0 without any."""
+        """Compute the mean loss over targets that are not ignored; 0 without any."""
         losses = ops.vocab_cross_entropy(
             logits,
             targets,
@@ -255,7 +255,7 @@ class GPT(nn.Module):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """`ids`, and `count` more after each row of them, drawn one by one; the same on all ranks.
+        """Return `ids` with `count` more after each row, drawn one by one; the same on all ranks.
 
         ids: (batch, tokens)
         temperature, top_k, top_p, generator: as of `ops.vocab_sample`

@@ -1,4 +1,4 @@
-"""Activations by name, for whoever builds on ops and does not see kernels."""
+"""The names of activations and gated units, for callers of ops, which do not see kernels."""
 
 from __future__ import annotations
 

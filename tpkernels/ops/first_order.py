@@ -1,7 +1,7 @@
-"""Second derivatives: torch computes the gradients of local ops anew; of other ops they are an error.
+"""Second derivatives: local ops have them, through torch's own operators; of other ops they are an error.
 
-An error must reach whoever asks for them, and torch's `once_differentiable` does not: it cuts the graph, so
-`torch.autograd.functional.hessian` and all else that allows unused inputs gets zeros.
+The error must reach the caller that asks for them, which torch's `once_differentiable` does not ensure: it
+cuts the graph, so that `torch.autograd.functional.hessian`, which allows unused inputs, gets zeros.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ R = TypeVar("R")
 def first_order(
     op: str | None = None, *, reads_intermediates: bool | None = False
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """A backward whose own derivative is an error; where nobody asks for it, that costs one look.
+    """Decorate a backward so that its own derivative is an error; without one that costs a single check.
 
     op: whose backward, for the error; None: `ctx.op`
     reads_intermediates: backward reads what forward computed, which depends on all inputs of forward;
@@ -45,7 +45,7 @@ def first_order(
 def _refusing_more(
     op: str, backward: Callable[..., R], ctx: Any, grads: Sequence[Tensor | None], reads_intermediates: bool
 ) -> R:
-    """The gradients, connected with all that they depend on by a node that raises."""
+    """Compute the gradients and connect them to all that they depend on by a node that raises."""
     if any(into is not None for into in (getattr(ctx, "main_grad", None), *getattr(ctx, "main_grads", ()))):
         raise RuntimeError(
             f"{op}: expected no create_graph=True with main_grad, got both: what is added there cannot be "
@@ -63,7 +63,7 @@ def _refusing_more(
 
 
 def _unsaved_leaves(op: str, ctx: Any, parents: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Inputs that intermediates depend on and that are not saved: of those autograd names the leaves."""
+    """Yield the leaves among inputs that intermediates depend on and that are not saved."""
     edges = {(parent.grad_fn, parent.output_nr) for parent in parents}
     for node, number in ctx.next_functions:
         if node is None or (node, number) in edges:
@@ -84,7 +84,7 @@ def _message(op: str) -> str:
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Gradients as they are; their own gradient is an error."""
+    """The identity on gradients, whose own backward raises."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What every op does to its inputs first: autocast, checks, leading dimensions flattened into tokens."""
+"""Preparation of an op's inputs: autocast, checks, flattening of leading dimensions into tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tpkernels.dispatch.operators import in_forward_mode as in_forward_mode
 
 
 class Context(Protocol):
-    """What autograd gives to forward and backward; ops keep more on it, by name."""
+    """The ctx of an autograd function, typed; ops set more attributes on it."""
 
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Any, ...]
@@ -24,19 +24,19 @@ class Context(Protocol):
 
 
 def apply(function: type[torch.autograd.Function], *args: object) -> Any:
-    """`function.apply`, which torch leaves untyped."""
+    """Call `function.apply`, which torch leaves untyped."""
     return function.apply(*args)
 
 
 def is_casting(x: Tensor) -> bool:
-    """Whether an autocast region is active where x lies."""
+    """Whether autocast is enabled for the device of x."""
     # asking what a device is not takes a fifth of the time of spelling its name
     kind = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type
     return kind != "meta" and is_autocast_enabled(kind)
 
 
 def autocast(x: Tensor, *others: Tensor | None) -> Any:
-    """(x, *others) in the dtype of the active autocast region, as `F.linear` takes them there."""
+    """Cast (x, *others) to the autocast dtype, as `F.linear` does; float64 stays."""
     dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *others))
 
@@ -44,7 +44,7 @@ def autocast(x: Tensor, *others: Tensor | None) -> Any:
 def check_linear(
     op: str, x: Tensor, in_features: int, weight: Tensor, bias: Tensor | None, names: tuple[str, str]
 ) -> None:
-    """weight: (out_features, in_features), bias: (out_features,), both of the dtype and device of x."""
+    """Raise unless weight (out_features, in_features) and bias (out_features,) fit x and its device."""
     # the usual case first: each look at a tensor costs, and tiny products are quick
     dtype, shape = x.dtype, weight.shape
     if (
@@ -85,6 +85,7 @@ def check_linear(
 
 
 def features_of(op: str, x: Tensor) -> int:
+    """The size of the last dimension of x; an error if it has none."""
     shape = x.shape
     if not shape:
         raise ValueError(f"{op}: expected x (..., in_features), got a tensor without dimensions")
@@ -92,27 +93,30 @@ def features_of(op: str, x: Tensor) -> int:
 
 
 def tokens_of(x: Tensor) -> Tensor:
-    """(..., features) -> (tokens, features), without a copy where x is a matrix already."""
+    """Flatten (..., features) to (tokens, features); a matrix is returned as it is."""
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def like_tokens(y: Tensor, x: Tensor) -> Tensor:
-    """(tokens, features) -> the leading dimensions of x, features."""
+    """Give (tokens, features) the leading dimensions of x."""
     return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)  # even a cast to what it is takes its time
+    """Return `tensor.to(dtype)`, without a dispatch if the dtype is right already."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def connected(z: Tensor | None) -> Tensor | None:
-    """What is saved, as an output that second derivatives may follow. Compiled code has none, and would add
-    the zeros that stand for its gradient.
+    """The saved z as an output of forward, so that second derivatives reach it.
+
+    None when compiling, which has no second derivatives and would add the zeros that stand for its gradient.
     """
     return None if torch.compiler.is_compiling() else z
 
 
 def any_requires_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd records an op on these tensors, forward mode aside."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:

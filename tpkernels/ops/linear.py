@@ -1,4 +1,4 @@
-"""act(x Wᵀ + b) as one differentiable operator.
+"""A linear layer with an activation, act(x Wᵀ + b), as one differentiable operator.
 
 T tokens, K in_features, N out_features:
 
@@ -47,7 +47,7 @@ def linear(
     *,
     quantize: Recipe | None = None,
 ) -> Tensor:
-    """act(x weightᵀ + bias), as `F.linear` and an activation after it.
+    """Compute act(x weightᵀ + bias), as `F.linear` and an activation after it.
 
     x: (..., in_features)
     weight: (out_features, in_features)
@@ -95,7 +95,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor | None, dz_too: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """dz_too: what a second derivative adds"""
+        """dz_too: the gradient of z, which only a second derivative has"""
         x, weight, z = ctx.saved_tensors
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         if dy is None:

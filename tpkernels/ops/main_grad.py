@@ -1,8 +1,8 @@
 """Gradient accumulation into `main_grad`: the weight's gradient is added there, and autograd gets none.
 
-Megatron's protocol asks for more where a weight has `grad_added_to_main_grad`: that is set to True, and
-autograd gets a gradient for form's sake, so that hooks run. It holds zeros if the weight has
-`zero_out_wgrad`, else whatever lay in memory; whoever gave the weight that attribute drops it. Under
+In Megatron's protocol a weight may have `grad_added_to_main_grad`: it is set to True, and autograd gets a
+dummy gradient, so that hooks run. It holds zeros if the weight has `zero_out_wgrad`, else uninitialized
+memory, which the owner of the attribute drops. Under
 torch.compile it always holds zeros.
 """
 
@@ -32,7 +32,7 @@ MainGrads = Annotated[
 
 
 def check_main_grad(op: str, main_grad: Tensor | None, weight: Tensor) -> None:
-    """main_grad: of the weight's shape, on its device"""
+    """Raise unless main_grad has the weight's shape and device, and requires no gradient."""
     if main_grad is None:
         return
     if main_grad.shape != weight.shape or main_grad.device != weight.device:
@@ -45,9 +45,9 @@ def check_main_grad(op: str, main_grad: Tensor | None, weight: Tensor) -> None:
 
 
 def accumulating(weight: Tensor, owner: str) -> tuple[Tensor, Tensor]:
-    """The weight as an op is to take it, and its `main_grad`.
+    """The weight to pass to an op, which marks it in backward, and its `main_grad`.
 
-    owner: whose weight it is, for the error where there is no `main_grad`
+    owner: the layer, for the error if there is no `main_grad`
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
@@ -62,6 +62,8 @@ def accumulating(weight: Tensor, owner: str) -> tuple[Tensor, Tensor]:
 
 
 class _SayItWasAdded(torch.autograd.Function):
+    """The identity on a weight; backward marks it as added to `main_grad`, and returns a dummy gradient."""
+
     @staticmethod
     def forward(ctx: Context, weight: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -89,7 +91,7 @@ def _mark_as_added(weight: Tensor) -> None:
 
 
 def _zeros_once_marked(weight: Tensor) -> Tensor:
-    """Runs in the compiled backward, which hands over the parameter itself."""
+    """Mark the weight and return zeros; runs in the compiled backward, with the parameter itself."""
     _mark_as_added(weight)
     return torch.zeros_like(weight)  # not garbage: a CUDA graph that is replayed does not run the line above
 
@@ -98,22 +100,22 @@ _zeros_for_marked = Operator("say_it_was_added", _zeros_once_marked, torch.empty
 
 
 def empty_weight_gradient(dy: Tensor, x: Tensor, into: Into) -> Tensor:
-    """The shape and dtype of dyᵀ x as an operator returns it."""
+    """An empty tensor like dyᵀ x, with the dtype in which an operator returns it."""
     return x.new_empty(dy.shape[1], x.shape[1], dtype=dtype_of_gradient(x, into))
 
 
 def dtype_of_gradient(x: Tensor, into: Into) -> torch.dtype:
-    """Of what autograd gets, or of what is added to a main_grad."""
+    """The dtype of a weight gradient: that of x for autograd, fp32 or wider for a main_grad."""
     return x.dtype if into is None else _dtype_of_sums(x)
 
 
 def _dtype_of_sums(x: Tensor) -> torch.dtype:
-    """fp32 or wider."""
+    """The dtype of x, but at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, into: Into) -> Tensor | None:
-    """dyᵀ x, or None if it was added to a main_grad."""
+    """Compute dyᵀ x and return it, or add it to a main_grad and return None."""
     if into is None or (into is True and x.dtype == _dtype_of_sums(x)):
         return primitives.wgrad(dy, x)
     if into is not True:
@@ -125,7 +127,7 @@ def weight_gradient(dy: Tensor, x: Tensor, into: Into) -> Tensor | None:
 
 
 class WeightGradient:
-    """dyᵀ x, of some tokens after the others: summed in fp32 or wider, and rounded once."""
+    """Accumulates dyᵀ x over chunks of tokens, in fp32 or wider, and rounds the sum once."""
 
     def __init__(self, into: Into) -> None:
         self._into = into
@@ -142,7 +144,7 @@ class WeightGradient:
         primitives.wgrad_accumulate_(self._sum, dy, x)
 
     def get(self) -> Tensor | None:
-        """None if it was added to a main_grad."""
+        """The sum; None if it was added to a main_grad."""
         assert self._sum is not None, "this rank's own tokens always come, if there are none"
         if self._into is None:
             return self._sum.to(self._dtype)
@@ -156,9 +158,9 @@ class WeightGradient:
 def add_if_traced(
     main_grads: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
 ) -> Sequence[Tensor | None]:
-    """What autograd gets of the gradients that an op has for its weights.
+    """Return the weight gradients for autograd; under torch.compile add those of main_grads first.
 
-    Eagerly the op has added them to main_grads. Under torch.compile that is done here, for no operator may
+    Eagerly the op has added them already. Under torch.compile it is done here, since no operator may
     change a main_grad: to one that changes two parts of a bucket, Inductor hands a copy, which it takes from
     the wrong place. A main_grad is kept in the autograd function's ctx beside what is saved for backward, for
     another backward may add to it meanwhile.

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of each token as differentiable operators.
+"""RMSNorm and LayerNorm over the features of each token, as differentiable operators.
 
 T tokens, K features; sums over the features of a token, in fp32 or wider:
 
@@ -34,16 +34,16 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
-from tpkernels.ops.token_norm import Kind, token_norm
+from tpkernels.ops.token_norm import Norm, token_norm
 from tpkernels.tp_invariance import mode
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5, group: ProcessGroup | None = None) -> Tensor:
-    """x / rms(x) * weight.
+    """Normalize x by its root mean square: x / rms(x) * weight.
 
     x: (..., features)
     weight: (features,), in the dtype of x or fp32
-    group: whose ranks have the other tokens (dimension 0): the gradient of weight is summed over them
+    group: its ranks have the other tokens (dimension 0); the gradient of weight is summed over them
     """
     return _norm("rms_norm", x, weight, None, eps, group)
 
@@ -56,17 +56,17 @@ def layer_norm(
     eps: float = 1e-5,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """x, centred and scaled to unit variance, times weight plus bias.
+    """Normalize x to zero mean and unit variance; return it times weight plus bias.
 
     x: (..., features)
     weight, bias: (features,), in the dtype of x or fp32
-    group: whose ranks have the other tokens (dimension 0): gradients of weight and bias are summed over them
+    group: its ranks have the other tokens (dimension 0); gradients of weight and bias are summed over them
     """
     return _norm("layer_norm", x, weight, bias, eps, group)
 
 
 def _norm(
-    kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, group: ProcessGroup | None
+    kind: Norm, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, group: ProcessGroup | None
 ) -> Tensor:
     features = features_of(kind, x)
     if not x.is_floating_point():

@@ -1,12 +1,12 @@
-"""How an op computes: one of three strategies, over which each op is written once.
+"""How an op computes: one of three strategies, for which each op is written once.
 
     Plain       operands as they are; an activation is computed with the product before it
     Segmented   the same in calls of fixed sizes, for TP-invariance: see `tensor_parallel.segments`
     Quantized   products of operands in fp8: see `quantized.products`
 
-An operand is a matrix as products take it; what ranks send each other of it are rows of one tensor. A product
-is x wᵀ, or dy w where `transposed` is False. Ranks share its width where rows are gathered before it, and its
-depth where sums over ranks follow.
+An operand is a matrix as products take it; ranks send each other rows of one tensor of it. A product is x wᵀ,
+or dy w if `transposed` is False. Its width is split over ranks if rows are gathered before it, its depth if a
+sum over ranks follows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tpkernels.ops.main_grad import Into, weight_gradient
 from tpkernels.ops.tensor_parallel.product_sum import ProductSum, Terms, rows_of
 
 Operand = Any  # a tensor, or what else a strategy makes of it
-Kept = Literal["none", "own", "all"]
-Compute = Callable[[slice, Operand, list[Tensor]], object]  # of which rows, these, and where results belong
+KeptRows = Literal["none", "own", "all"]
+ComputeRows = Callable[[slice, Operand, list[Tensor]], object]  # the range of rows, these rows, and outputs
 
 
 class Along(NamedTuple):
@@ -37,9 +37,9 @@ class Along(NamedTuple):
 
 
 class Gathered(Protocol):
-    """Rows of an operand from all ranks, some of which may be under way: `layout.GatheredRows`."""
+    """Rows of an operand from all ranks, some of which may be in flight: `layout.GatheredRows`."""
 
-    def each(self, widths: Sequence[int], compute: Compute) -> list[Tensor]: ...
+    def each(self, widths: Sequence[int], compute: ComputeRows) -> list[Tensor]: ...
 
     def products(
         self,
@@ -53,11 +53,11 @@ class Gathered(Protocol):
 
 
 class Plain:
-    """In the dtype of the operands."""
+    """Computes in the dtype of the operands."""
 
     segments = 0  # of TP-invariance, that this rank has
     sums_any_order = True  # of tokens: gradients may be summed as rows arrive
-    kept: Kept = "none"  # the rows that forward keeps of an x that it gathered; none: x itself is kept
+    kept: KeptRows = "none"  # the rows that forward keeps of an x that it gathered; none: x itself is kept
 
     def __str__(self) -> str:
         return ""
@@ -77,36 +77,37 @@ class Plain:
         return weight
 
     def sent(self, operand: Operand) -> Tensor:
-        """What travels of it, row by row."""
+        """The tensor that is sent of an operand, row by row."""
         rows: Tensor = operand
         return rows
 
     def sent_as(self, x: Tensor) -> tuple[int, torch.dtype]:
-        """Width and dtype of what travels of such a matrix."""
+        """Width and dtype of the tensor that is sent of such a matrix."""
         return x.shape[1], x.dtype
 
     def received(self, like: Operand, rows: Tensor) -> Operand:
-        """Other rows that travelled, as an operand of the kind of `like`."""
+        """An operand like `like`, of rows that were received."""
         return rows
 
     def kept_operand(self, rows: Tensor, features: int) -> Operand:
-        """Of rows that `sent` gave and forward kept."""
+        """The operand of rows that `sent` returned in forward and that were kept."""
         return rows
 
     def numbers(self, operand: Operand) -> Tensor:
+        """Dequantize an operand: its numbers as a matrix."""
         numbers: Tensor = operand
         return numbers
 
     def described(self, operand: Operand) -> str:
-        """What ranks are to have alike of it, beside its shape."""
+        """Describe what of an operand, besides its shape, must be the same on all ranks."""
         return ""
 
     def dtype(self, rows: Tensor) -> torch.dtype:
-        """Of products of rows that travelled."""
+        """The dtype of products of rows that were received."""
         return rows.dtype
 
     def blocks(self, arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterable[tuple[slice, Tensor]]:
-        """Rows that are multiplied at once, of rows that arrive in chunks."""
+        """Regroup rows that arrive in chunks into those that are multiplied at once."""
         return arriving
 
     # products
@@ -121,7 +122,7 @@ class Plain:
         activation: Activation,
         keep_z: bool,
     ) -> None:
-        """out: act(x wᵀ + bias), and what it is applied to if that is kept and another"""
+        """Write act(x wᵀ + bias) into out[0], and if keep_z, its argument into out[1] where it differs."""
         if transposed:
             split = Along(weight, 0), Along(bias, 0)
             self.compute(primitives.linear, _columns(out), x, *split, activation, keep_z)
@@ -131,22 +132,22 @@ class Plain:
     def compute(
         self, primitive: Callable[..., Any], out: Sequence[Along], x: Tensor, *args: Along | object
     ) -> None:
-        """`primitives.into(primitive, out, x, *args)`"""
+        """Call `primitives.into(primitive, out, x, *args)`, with the tensors of `Along`."""
         whole = [arg.tensor if isinstance(arg, Along) else arg for arg in args]
         primitives.into(primitive, [each.tensor for each in out if each.tensor is not None], x, *whole)
 
     def terms(self, pairs: Sequence[tuple[Operand, Tensor]], transposed: bool) -> Terms:
-        """This rank's terms of a sum over ranks, of the sum of these products."""
+        """This rank's terms of a sum over ranks: the sum of the products of these pairs."""
         return ProductSum(pairs, transposed)
 
     def weight_gradient(
         self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"]
     ) -> Tensor | None:
-        """dyᵀ x, or None if it was added to a main_grad. split: which of them ranks have shards of"""
+        """Compute dyᵀ x; None if it was added to a main_grad. split: the operand that ranks have shards of"""
         return weight_gradient(dy, x, into)
 
     def bias_gradient(self, dz: Tensor, *, split: bool) -> Tensor:
-        """The sum over tokens, in the dtype of dz, which the bias has, too. split: ranks have shards of it"""
+        """Sum dz over tokens, in its dtype, which is that of the bias. split: ranks have shards of dz"""
         return as_dtype(primitives.bias_grad(dz), dz.dtype)
 
     # between two products; `unit` is an activation, or a gated unit of two weights: of up and gate
@@ -154,7 +155,7 @@ class Plain:
     def unit(
         self, rows: Gathered, ups: Sequence[Tensor], b_up: Tensor | None, unit: Activation | Glu, keep: bool
     ) -> tuple[Operand, list[Tensor]]:
-        """h = act(x w_upᵀ + b_up), or f(g) * u; and if keep, z or u and g."""
+        """Compute h = act(x w_upᵀ + b_up), or f(g) * u; and if keep, z, or u and g."""
         if len(ups) == 1:
             apart = keep and unit != "none"  # else z is h
             h, *zs = rows.products(ups, [b_up], unit, apart)  # type: ignore[arg-type]
@@ -176,7 +177,10 @@ class Plain:
         unit: Activation | Glu,
         needs: tuple[bool, bool, bool],
     ) -> tuple[Tensor | None, Sequence[Tensor], Tensor | None]:
-        """h again, dz of each z, and the sum over tokens of the first. rows: of dy; needs: which of these"""
+        """Recompute h, and compute dz of each z and the sum over tokens of the first.
+
+        rows: of dy; needs: which of these three
+        """
         down, width = Along(w_down, 1), w_down.shape[1]
         dbs: list[Tensor] = []
         sums = needs[2] and self.sums_any_order
@@ -201,14 +205,16 @@ class Plain:
         return h, dzs, db
 
     def act_into(self, h: Tensor, z: Tensor, activation: Activation) -> None:
+        """Write act(z) into h."""
         act_into(h, z, activation)
 
     def act_gradient(self, dy: Tensor, z: Tensor, activation: Activation) -> Tensor:
+        """Compute dz = dy * act'(z)."""
         return act_grad_ref(dy, z, activation)
 
 
 def _columns(tensors: Sequence[Tensor]) -> list[Along]:
-    """Of which ranks have columns."""
+    """Tensors whose columns are split over ranks."""
     return [Along(tensor, 1) for tensor in tensors]
 
 

@@ -1,4 +1,4 @@
-"""What ranks have copies of: compared in words before anything moves, then summed or compared in bits."""
+"""Sums and comparisons of tensors that ranks hold replicas of, after their descriptions were compared."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _CHUNK_BYTES = 2**25
 
 
 def agree_on(request: str, named: Sequence[tuple[str, Tensor | None]], group: ProcessGroup) -> None:
-    """All ranks bring tensors of these names, shapes and dtypes, or all get the same error.
+    """Raise the same error on all ranks unless all pass tensors of these names, shapes and dtypes.
 
-    Strides may differ: what is done with them goes by their elements in order.
+    Strides may differ: elements are taken in order.
     """
     claims = [
         f"'{name}' without one" if tensor is None else describe(name, tensor, strides=False)
@@ -29,20 +29,20 @@ def agree_on(request: str, named: Sequence[tuple[str, Tensor | None]], group: Pr
 
 
 def agree_on_data(request: str, described: Sequence[str], group: ProcessGroup) -> None:
-    """All ranks have read what is described alike, or all get the same error."""
+    """Raise the same error on all ranks unless all have read the same data, by their descriptions."""
     agree(Claim(request, tuple(described), is_data=True), group)
 
 
 @torch.no_grad()
 def differs_between_ranks(number: Tensor, group: ProcessGroup) -> Tensor:
-    """Whether any rank has another one, on the device that its messages travel from."""
+    """Whether `number` differs between ranks: a scalar on the device from which the group sends."""
     numbers = from_all_ranks((number.to(exchange_device(group)) if number.is_cpu else number)[None], group)
     return (numbers != numbers[0]).any()
 
 
 @torch.no_grad()
 def sum_over_ranks_(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Each tensor becomes its sum over the ranks, with the same bits on all of them."""
+    """All-reduce tensors in place, with the same bits on all ranks."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         total = reduce_from_region(torch.cat([tensor.reshape(-1) for tensor in alike]), group)
@@ -52,7 +52,7 @@ def sum_over_ranks_(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
 
 @torch.no_grad()
 def from_all_ranks(numbers: Tensor, group: ProcessGroup) -> Tensor:
-    """(n,) -> (ranks, n)"""
+    """Gather (n,) of each rank to (ranks, n)."""
     return gather_from_sequence_region(numbers[None], group)
 
 
@@ -66,14 +66,14 @@ def unlike_first_rank(tensors: Sequence[Tensor], group: ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def copy_first_rank_(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Each tensor becomes the first rank's."""
+    """Overwrite tensors with those of the first rank."""
     for tensor, first in zip(tensors, _first_rank_bits(tensors, group), strict=True):
         # cloned, for in the chunk it may start where no element of a wider dtype may
         tensor.copy_(first.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _first_rank_bits(tensors: Sequence[Tensor], group: ProcessGroup) -> Iterator[Tensor]:
-    """The first rank's bytes of each tensor in turn, sent in chunks of several tensors."""
+    """Yield the first rank's bytes of each tensor in turn, broadcast in chunks of several tensors."""
     waiting: list[Tensor] = []
     for position, tensor in enumerate(tensors, 1):
         waiting.append(_bits(tensor))
@@ -89,5 +89,5 @@ def _first_rank_bits(tensors: Sequence[Tensor], group: ProcessGroup) -> Iterator
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Bytes: a NaN equals itself, and zero is not minus zero."""
+    """The tensor as bytes, in which a NaN equals itself and zero differs from minus zero."""
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The gated unit f(x Wgᵀ) * (x Wuᵀ) as one differentiable operator.
+"""A gated unit, f(x Wgᵀ) * (x Wuᵀ), as one differentiable operator.
 
 T tokens, K in_features, N out_features:
 
@@ -43,7 +43,7 @@ from tpkernels.ops.tensor_parallel.layout import Layout
 def swiglu(
     x: Tensor, w_gate: Tensor, w_up: Tensor, *, kind: Glu = "swiglu", quantize: Recipe | None = None
 ) -> Tensor:
-    """silu(x w_gateᵀ) * (x w_upᵀ), or with gelu for silu.
+    """Compute silu(x w_gateᵀ) * (x w_upᵀ), or with gelu for silu.
 
     x: (..., in_features)
     w_gate, w_up: (out_features, in_features)
@@ -64,6 +64,7 @@ def swiglu(
 
 
 def check_gated(op: str, x: Tensor, w_gate: Tensor, w_up: Tensor) -> None:
+    """Raise unless both weights fit x and have one shape."""
     check_linear(op, x, features_of(op, x), w_gate, None, ("w_gate", ""))
     check_linear(op, x, features_of(op, x), w_up, None, ("w_up", ""))
     if w_gate.shape != w_up.shape:
@@ -90,7 +91,7 @@ class _Glu(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """f(g) * u of products that are computed apart."""
+    """The gate f(g) * u of two products that were computed apart."""
 
     @staticmethod
     def forward(ctx: Context, u: Tensor, g: Tensor, kind: Glu) -> Tensor:
@@ -104,14 +105,14 @@ class _Gate(torch.autograd.Function):
 
 
 def gate_and_up(x: Tensor, w_gate: Tensor, w_up: Tensor) -> tuple[Tensor, Tensor]:
-    """g and u again, for gradients that are to be differentiated: what was saved of them is constant."""
+    """Recompute g and u for second derivatives, which the saved ones, being constant, do not have."""
     return functional.linear(x, w_gate), functional.linear(x, w_up)
 
 
 def input_and_weight_gradients(
     needs: Sequence[bool], x: Tensor, w_gate: Tensor, w_up: Tensor, dg: Tensor, du: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dw_gate, dw_up) of the two products that share x, as far as `needs` asks for them."""
+    """Compute (dx, dw_gate, dw_up) of the two products of x; None for those that `needs` leaves out."""
     return (
         primitives.dgrad_pairs(dg, w_gate, du, w_up) if needs[0] else None,
         primitives.wgrad(dg, x) if needs[1] else None,

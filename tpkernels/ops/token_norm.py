@@ -1,4 +1,4 @@
-"""Norms whose tokens may be on several ranks, and whose parameters get whole gradients.
+"""RMSNorm and LayerNorm over tokens of several ranks; parameters get the full gradient on every rank.
 
 R ranks, T tokens, K features:
 
@@ -34,12 +34,12 @@ from tpkernels.ops.tensor_parallel.parallel import (
 from tpkernels.ops.tensor_parallel.segments import canonical, segments_of
 from tpkernels.tp_invariance import mode, tree_sum
 
-Kind = Literal["rms_norm", "layer_norm"]
+Norm = Literal["rms_norm", "layer_norm"]
 
 
 @from_entry
 def token_norm(
-    kind: Kind,
+    kind: Norm,
     x: Tensor,
     rows: Tensor,
     weight: Tensor,
@@ -47,27 +47,29 @@ def token_norm(
     eps: float,
     group: ProcessGroup | None,
 ) -> Tensor:
-    """x: (tokens, ..., features); rows: the same as a matrix; the result is like this"""
+    """Normalize the rows of x. x: (tokens, ..., features); rows: x as a matrix; the result is like rows"""
     if group is not None:
-        moved = x.shape[:-1]
-        group = checked_group(group, kind, dtype=x.dtype, rows=moved, width=x.shape[-1], tensors=[weight])
-    parts = _parts(kind, x, group)
-    y: Tensor = apply(_TokenNorm, kind, rows, weight, bias, eps, parts, group)
+        group = checked_group(group, kind, x, parameters=[weight])
+    segments = _segments(kind, x, group)
+    y: Tensor = apply(_TokenNorm, kind, rows, weight, bias, eps, segments, group)
     return y
 
 
-def _parts(kind: Kind, x: Tensor, group: ProcessGroup | None) -> int:
-    """Into how many parts the tokens are cut. Without a group any number of tokens will do."""
+def _segments(kind: Norm, x: Tensor, group: ProcessGroup | None) -> int:
+    """How many segments of tokens are summed apart: 1 without TP-invariance.
+
+    Without a group any number of tokens will do.
+    """
     if not mode.segments:
         return 1
-    parts = mode.fix(kind) if group is None else segments_of(kind, group)
+    segments = mode.fix(kind) if group is None else segments_of(kind, group)
     tokens = x.shape[0] if x.ndim > 1 else 1
-    if tokens % parts == 0:
-        return parts
+    if tokens % segments == 0:
+        return segments
     if group is not None:
         raise ValueError(
-            f"{kind}: expected tokens (dimension 0) that this rank's {parts} of the {mode.segments} segments "
-            f"of TP-invariance divide, got {tuple(x.shape)}; pad the sequence"
+            f"{kind}: expected tokens (dimension 0) that this rank's {segments} of the {mode.segments} "
+            f"segments of TP-invariance divide, got {tuple(x.shape)}; pad the sequence"
         )
     return 1
 
@@ -76,12 +78,12 @@ class _TokenNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
-        kind: Kind,
+        kind: Norm,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
-        parts: int,
+        segments: int,
         group: ProcessGroup | None,
     ) -> Tensor:
         if kind == "rms_norm":
@@ -89,7 +91,7 @@ class _TokenNorm(torch.autograd.Function):
         else:
             y, *statistics = primitives.layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, *statistics)
-        ctx.options = kind, parts, group
+        ctx.options = kind, segments, group
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -97,10 +99,10 @@ class _TokenNorm(torch.autograd.Function):
     @first_order("a norm with TP-invariance, or over a group", reads_intermediates=True)
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *statistics = ctx.saved_tensors
-        kind, parts, group = ctx.options
+        kind, segments, group = ctx.options
         _, needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
         summed_over = "" if group is None or not (needs_dweight or needs_dbias) else name_of(group)
-        dx, sums = _gradients(dy, x, weight, statistics, kind, parts, summed_over)
+        dx, sums = _gradients(dy, x, weight, statistics, kind, segments, summed_over)
         return (
             None,
             dx if needs_dx else None,
@@ -113,26 +115,26 @@ class _TokenNorm(torch.autograd.Function):
 
 
 @all_or_fail
-def _of_parts(
+def _of_segments(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
     statistics: Sequence[Tensor],
-    kind: Kind,
-    parts: int,
+    kind: Norm,
+    segments: int,
     summed_over: str,
 ) -> tuple[Tensor, Tensor]:
-    """dx, and the sums over all tokens: (1 or 2, features), for dweight and dbias.
+    """Compute dx, and the sums over all tokens, (1 or 2, features): dweight and dbias.
 
-    summed_over: the group whose ranks have the other tokens, by `name_of`; empty: x has all of them
+    summed_over: the group whose ranks have the other tokens, as of `name_of`; empty: x has all of them
     """
     norm_grad: Callable[..., tuple[Tensor, ...]] = (
         primitives.rms_norm_grad if kind == "rms_norm" else primitives.layer_norm_grad
     )
-    size = x.shape[0] // parts
+    size = x.shape[0] // segments
     dxs, terms = [], []
-    for part in range(parts):
-        tensors = [canonical(t[part * size : (part + 1) * size]) for t in (dy, x, *statistics)]
+    for segment in range(segments):
+        tensors = [canonical(t[segment * size : (segment + 1) * size]) for t in (dy, x, *statistics)]
         dx, *of_parameters = norm_grad(*tensors[:2], weight, *tensors[2:])
         dxs.append(dx)
         terms.append(torch.stack(of_parameters))
@@ -140,14 +142,14 @@ def _of_parts(
     if summed_over:
         everybody = gather_numbers(kind, "gather of sums over tokens", sums, group_named(summed_over))
         sums = tree_sum(everybody.unbind()) if mode.segments else reduce(add, everybody.unbind())
-    return dxs[0] if parts == 1 else torch.cat(dxs), sums
+    return dxs[0] if segments == 1 else torch.cat(dxs), sums
 
 
-def _of_parts_shape(
+def _of_segments_shape(
     dy: Tensor, x: Tensor, weight: Tensor, statistics: Sequence[Tensor], *_: object
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty(x.shape), x.new_empty(len(statistics), x.shape[1], dtype=wide)
 
 
-_gradients = Operator("token_norm_backward", _of_parts, _of_parts_shape)
+_gradients = Operator("token_norm_backward", _of_segments, _of_segments_shape)

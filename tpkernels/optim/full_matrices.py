@@ -108,7 +108,7 @@ class FullMatrices:
         rounds = [tuple(matrix for matrix in matrices if matrix.position in held) for matrices in self.rounds]
         rounds = [matrices for matrices in rounds if matrices]
         gathering = self._gather(rounds[0], held) if rounds else None
-        scattering: _Exchange | None = None
+        scattering: _TransferUnderWay | None = None
         for number, matrices in enumerate(rounds):
             assert gathering is not None
             received = gathering.wait()
@@ -121,7 +121,7 @@ class FullMatrices:
         if scattering is not None:
             yield from self._taken(rounds[-1], scattering.wait())
 
-    def _gather(self, matrices: Sequence[OwnedMatrix], held: Mapping[int, Tensor]) -> _Exchange:
+    def _gather(self, matrices: Sequence[OwnedMatrix], held: Mapping[int, Tensor]) -> _TransferUnderWay:
         me = self.group.rank()
         return self._exchange(
             [
@@ -136,7 +136,7 @@ class FullMatrices:
 
     def _compute(
         self, compute: MatrixFunction, matrices: Sequence[OwnedMatrix], received: Sequence[Sequence[Tensor]]
-    ) -> _Exchange:
+    ) -> _TransferUnderWay:
         """Compute what this rank owns, from what each rank has sent, and send shards of it."""
         me = self.group.rank()
         results: list[list[Tensor]] = [[] for _ in self._ranks()]
@@ -164,7 +164,9 @@ class FullMatrices:
         for matrix in matrices:
             yield matrix.position, next(arrived[matrix.owner]).view(self._shape(matrix, self.group.rank()))
 
-    def _exchange(self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]) -> _Exchange:
+    def _exchange(
+        self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
+    ) -> _TransferUnderWay:
         """sent: what each rank gets; sizes: the numbers of elements that each rank sends here"""
         flat = [tensor.reshape(-1).to(WIRE) for tensors in sent for tensor in tensors]
         device = self.shards[0].tensor.device
@@ -173,7 +175,7 @@ class FullMatrices:
         counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         into, out = (flat.view(torch.uint8).view(-1, WIRE.itemsize) for flat in (received, data))  # for gloo
         work = start_all_to_all(self.group, into, out, list(map(sum, sizes)), counts)
-        return _Exchange(work, data, received, sizes, self.group)
+        return _TransferUnderWay(work, data, received, sizes, self.group)
 
     def _ranks(self) -> Iterable[int]:
         return range(self.group.size())
@@ -190,7 +192,7 @@ class FullMatrices:
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class _TransferUnderWay:
     """An exchange under way; `sent` is kept until it is over."""
 
     work: Work

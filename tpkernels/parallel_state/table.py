@@ -5,7 +5,7 @@ Three faces have them: `tpkernels.parallel_state`, `interop.mpu` and `interop.me
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -128,6 +128,21 @@ def data_group(with_context_parallel: bool, partial_data_parallel: bool = False)
             "distributed optimizer counts context ranks too"
         )
     return DATA_AND_CONTEXT if with_context_parallel else DATA
+
+
+def all_ranks(
+    data: Callable[[], int],
+    context: Callable[[], int],
+    expert: Callable[[], int],
+    *,
+    remat: Sequence[Callable[[], int]] = (),
+) -> str:
+    """This rank's tensor, weight-gathering, data, context, pipeline and expert ranks, joined by "_".
+
+    The tensor and pipeline getters are those of the table; the others are the face's own.
+    remat: today's Megatron counts weight-gathering ranks, Megatron-Core 0.16 does not
+    """
+    return "_".join(str(rank()) for rank in (TENSOR.rank, *remat, data, context, PIPELINE.rank, expert))
 
 
 def public_names(module: Mapping[str, Any]) -> list[str]:

@@ -127,15 +127,8 @@ def _not_here(what: str, check_initialized: bool) -> None:
 
 def get_all_ranks() -> str:
     """This rank's tensor, weight-gathering, data, context, pipeline and expert ranks, joined by "_"."""
-    ranks = (
-        table.TENSOR.rank(),
-        0,
-        get_data_parallel_rank(),
-        get_context_parallel_rank(),
-        table.PIPELINE.rank(),
-        get_expert_model_parallel_rank(),
-    )
-    return "_".join(map(str, ranks))
+    others = get_data_parallel_rank, get_context_parallel_rank, get_expert_model_parallel_rank
+    return table.all_ranks(*others, remat=[lambda: 0])
 
 
 if not TYPE_CHECKING:

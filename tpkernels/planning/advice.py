@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tpkernels.planning.job import Job, Layout, layouts
-from tpkernels.planning.machine import Machine
-from tpkernels.planning.memory import Memory, memory_of
+from tpkernels.planning.job import Job, RankLayout, layouts
+from tpkernels.planning.machine import Hardware
+from tpkernels.planning.memory import MemoryUse, memory_of
 from tpkernels.planning.step_time import StepTime, step_time
 
 
@@ -15,8 +15,8 @@ from tpkernels.planning.step_time import StepTime, step_time
 class Prediction:
     """What a layout takes."""
 
-    layout: Layout
-    memory: Memory  # on a GPU of the stage that needs most
+    layout: RankLayout
+    memory: MemoryUse  # on a GPU of the stage that needs most
     time: StepTime
     excess: int  # bytes more than there are; below zero what is left
 
@@ -40,10 +40,10 @@ class Advice:
 
     fitting: list[Prediction]  # the fastest first
     too_large: list[Prediction]  # the least excess first
-    impossible: list[tuple[Layout, str]]  # and what it does not divide
+    impossible: list[tuple[RankLayout, str]]  # and what it does not divide
 
 
-def advise(job: Job, machine: Machine, world_size: int, most_tensor: int) -> Advice:
+def advise(job: Job, machine: Hardware, world_size: int, most_tensor: int) -> Advice:
     for name, count in {"world_size": world_size, "max_tp": most_tensor}.items():
         if count < 1:
             raise ValueError(f"{name}: expected at least 1, got {count}")
@@ -64,6 +64,6 @@ def advise(job: Job, machine: Machine, world_size: int, most_tensor: int) -> Adv
     )
 
 
-def predict(job: Job, machine: Machine, layout: Layout) -> Prediction:
+def predict(job: Job, machine: Hardware, layout: RankLayout) -> Prediction:
     memory = memory_of(job, layout)
     return Prediction(layout, memory, step_time(job, layout, machine), memory.peak - machine.usable_memory)

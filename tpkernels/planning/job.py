@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RankLayout:
     """Ranks by axis: neighbours are tensor-parallel, then data-parallel, pipeline stages are outermost."""
 
     tensor: int
@@ -27,12 +27,12 @@ class Layout:
         return f"tp={self.tensor} pp={self.pipeline} dp={self.data}"
 
 
-def layouts(gpus: int, most_tensor: int) -> Iterator[Layout]:
+def layouts(gpus: int, most_tensor: int) -> Iterator[RankLayout]:
     """All of so many GPUs, whether or not a model can be split so."""
     for tensor in _divisors(gpus):
         if tensor <= most_tensor:
             for pipeline in _divisors(gpus // tensor):
-                yield Layout(tensor, pipeline, gpus // tensor // pipeline)
+                yield RankLayout(tensor, pipeline, gpus // tensor // pipeline)
 
 
 def _divisors(number: int) -> list[int]:
@@ -66,7 +66,7 @@ class Job:
         for name, known in expected.items():
             if getattr(model, name) not in known:
                 raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(model, name)!r}")
-        self.require_split(Layout(1, 1, 1), batch=False)
+        self.require_split(RankLayout(1, 1, 1), batch=False)
 
     @property
     def head_size(self) -> int:
@@ -97,7 +97,7 @@ class Job:
     def tokens_at_once(self) -> int:
         return self.tokens * self.micro_batch
 
-    def micro_batches(self, layout: Layout) -> int:
+    def micro_batches(self, layout: RankLayout) -> int:
         """How many a rank computes in a step."""
         return self.batch // layout.data // self.micro_batch
 
@@ -105,7 +105,7 @@ class Job:
         """Whether a rank has its own tokens between the products."""
         return self.sequence_parallel and tensor > 1
 
-    def require_split(self, layout: Layout, *, batch: bool = True) -> None:
+    def require_split(self, layout: RankLayout, *, batch: bool = True) -> None:
         """An error where the model, or the batch, cannot be split so: in the layers' own words."""
         model, ranks = self.model, layout.tensor
         require_heads(model.num_heads, self.kv_heads, self.head_size, ranks)

@@ -11,7 +11,7 @@ from tpkernels.gpus import RatedGpu
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Hardware:
     """A GPU, how many make a node, and what of the data sheet is expected to be reached."""
 
     gpu: RatedGpu

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tpkernels.planning.job import Job, Layout
+from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.parameters import parameters_of_stage, table_elements
 
 GRADIENT = 4  # bytes of a sum of gradients
@@ -25,7 +25,7 @@ ROOT = 4  # of exp_avg_sq's root, which torch takes of many tensors at once
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryUse:
     """Bytes on a rank of one stage."""
 
     weights: int
@@ -39,16 +39,16 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + max(self.activations, self.update)
 
 
-def memory_of(job: Job, layout: Layout) -> Memory:
+def memory_of(job: Job, layout: RankLayout) -> MemoryUse:
     """Of the stage that needs most."""
     return max(
         (memory_of_stage(job, layout, stage) for stage in range(layout.pipeline)), key=lambda m: m.peak
     )
 
 
-def memory_of_stage(job: Job, layout: Layout, stage: int) -> Memory:
+def memory_of_stage(job: Job, layout: RankLayout, stage: int) -> MemoryUse:
     count, data = parameters_of_stage(job, layout, stage).total, layout.data
-    return Memory(
+    return MemoryUse(
         weights=job.element * count,
         gradients=GRADIENT * count,
         optimizer=OPTIMIZER * count // data,
@@ -57,7 +57,7 @@ def memory_of_stage(job: Job, layout: Layout, stage: int) -> Memory:
     )
 
 
-def activations_of_stage(job: Job, layout: Layout, stage: int) -> int:
+def activations_of_stage(job: Job, layout: RankLayout, stage: int) -> int:
     """With as many microbatches in flight as the schedule "one forward, one backward" has on this stage."""
     in_flight = min(layout.pipeline - stage, job.micro_batches(layout))
     blocks = job.model.num_layers // layout.pipeline

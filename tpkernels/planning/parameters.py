@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tpkernels.planning.job import Job, Layout
+from tpkernels.planning.job import Job, RankLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class ParameterCount:
     """Elements on one rank."""
 
     sharded: int = 0
@@ -31,18 +31,18 @@ class Parameters:
     def total(self) -> int:
         return self.sharded + self.replicated
 
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(
+    def __add__(self, other: ParameterCount) -> ParameterCount:
+        return ParameterCount(
             self.sharded + other.sharded, self.replicated + other.replicated, self.marked + other.marked
         )
 
-    def times(self, count: int) -> Parameters:
-        return Parameters(self.sharded * count, self.replicated * count, self.marked * count)
+    def times(self, count: int) -> ParameterCount:
+        return ParameterCount(self.sharded * count, self.replicated * count, self.marked * count)
 
 
-def parameters_of_stage(job: Job, layout: Layout, stage: int) -> Parameters:
+def parameters_of_stage(job: Job, layout: RankLayout, stage: int) -> ParameterCount:
     found = parameters_of_block(job, layout.tensor).times(job.model.num_layers // layout.pipeline)
-    table = Parameters(sharded=table_elements(job, layout.tensor))
+    table = ParameterCount(sharded=table_elements(job, layout.tensor))
     first, last = stage == 0, stage == layout.pipeline - 1
     if first:
         found += table + _replicated((job.model.max_positions or 0) * job.model.hidden_size)
@@ -53,7 +53,7 @@ def parameters_of_stage(job: Job, layout: Layout, stage: int) -> Parameters:
     return found
 
 
-def parameters_of_block(job: Job, tensor: int) -> Parameters:
+def parameters_of_block(job: Job, tensor: int) -> ParameterCount:
     model, hidden = job.model, job.model.hidden_size
     of_heads = (model.num_heads + 2 * job.kv_heads) * job.head_size  # queries, keys and values
     split = (of_heads + hidden) * hidden + (job.ups + 1) * job.ffn * hidden
@@ -61,16 +61,16 @@ def parameters_of_block(job: Job, tensor: int) -> Parameters:
     if model.bias:
         split += of_heads + (job.ffn if job.ups == 1 else 0)  # a gated unit has no biases inside
         replicated += 2 * hidden
-    return Parameters(sharded=split // tensor, replicated=replicated) + _norm(job).times(2)
+    return ParameterCount(sharded=split // tensor, replicated=replicated) + _norm(job).times(2)
 
 
 def table_elements(job: Job, tensor: int) -> int:
     return job.vocabulary_rows(tensor) * job.model.hidden_size
 
 
-def _norm(job: Job) -> Parameters:
+def _norm(job: Job) -> ParameterCount:
     return _replicated(job.model.hidden_size * (2 if job.model.norm == "layer_norm" else 1))
 
 
-def _replicated(elements: int) -> Parameters:
-    return Parameters(replicated=elements, marked=elements)
+def _replicated(elements: int) -> ParameterCount:
+    return ParameterCount(replicated=elements, marked=elements)

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 from tpkernels.buckets.layout import SMALLEST_BUCKET_BYTES
 from tpkernels.planning.exposed import block_exposed
-from tpkernels.planning.job import Job, Layout
-from tpkernels.planning.machine import Machine
+from tpkernels.planning.job import Job, RankLayout
+from tpkernels.planning.machine import Hardware
 from tpkernels.planning.memory import GRADIENT
-from tpkernels.planning.parameters import Parameters, parameters_of_stage, table_elements
+from tpkernels.planning.parameters import ParameterCount, parameters_of_stage, table_elements
 from tpkernels.planning.work import (
-    Work,
+    OverlappedWork,
     block_backward,
     block_forward,
     embedding_work,
@@ -50,12 +50,12 @@ class StepTime:
         return self.compute + self.exposed + self.bubble
 
 
-def exposed(work: Work, products: float, transfers: float) -> float:
+def exposed(work: OverlappedWork, products: float, transfers: float) -> float:
     """Seconds of transfers that products do not hide."""
     return max(work.transfers_alone * transfers, transfers - products * (1 - work.products_alone))
 
 
-def step_time(job: Job, layout: Layout, machine: Machine) -> StepTime:
+def step_time(job: Job, layout: RankLayout, machine: Hardware) -> StepTime:
     stages = layout.pipeline
     turns = [_turn(job, layout, machine, stage) for stage in range(stages)]
     compute, waiting = max(turns, key=sum)
@@ -68,7 +68,7 @@ def step_time(job: Job, layout: Layout, machine: Machine) -> StepTime:
     )
 
 
-def _turn(job: Job, layout: Layout, machine: Machine, stage: int) -> tuple[float, float]:
+def _turn(job: Job, layout: RankLayout, machine: Hardware, stage: int) -> tuple[float, float]:
     """Of one microbatch on a stage, forward and backward: seconds of products, and of waiting for rows."""
     tensor, stages = layout.tensor, layout.pipeline
     processors = machine.gpu.processors
@@ -89,7 +89,7 @@ def _turn(job: Job, layout: Layout, machine: Machine, stage: int) -> tuple[float
     return blocks * compute + compute_at_end, blocks * waiting + waiting_at_end
 
 
-def _seconds(works: Iterable[Work], machine: Machine, tensor: int) -> tuple[float, float]:
+def _seconds(works: Iterable[OverlappedWork], machine: Hardware, tensor: int) -> tuple[float, float]:
     compute = waiting = 0.0
     for work in works:
         products = machine.computing(work.flops)
@@ -98,24 +98,24 @@ def _seconds(works: Iterable[Work], machine: Machine, tensor: int) -> tuple[floa
     return compute, waiting
 
 
-def gradient_bytes(layout: Layout, parameters: Parameters) -> float:
+def gradient_bytes(layout: RankLayout, parameters: ParameterCount) -> float:
     """What a rank sends to reduce gradients over data-parallel ranks."""
     return GRADIENT * parameters.total * (layout.data - 1) / layout.data
 
 
-def update_bytes(job: Job, layout: Layout, parameters: Parameters) -> float:
+def update_bytes(job: Job, layout: RankLayout, parameters: ParameterCount) -> float:
     """What it sends to give its new weights to the others."""
     return job.element * parameters.total * (layout.data - 1) / layout.data
 
 
-def marked_bytes(job: Job, layout: Layout, parameters: Parameters) -> float:
+def marked_bytes(job: Job, layout: RankLayout, parameters: ParameterCount) -> float:
     """What it sends to sum partial gradients of replicated parameters over tensor-parallel ranks."""
     if not job.is_split(layout.tensor):
         return 0.0
     return 2 * GRADIENT * parameters.marked * (layout.tensor - 1) / layout.tensor
 
 
-def _once_a_step(job: Job, layout: Layout, machine: Machine, stage: int) -> float:
+def _once_a_step(job: Job, layout: RankLayout, machine: Hardware, stage: int) -> float:
     """Seconds of transfers that follow the last backward of a stage, or outlast it."""
     tensor, data = layout.tensor, layout.data
     parameters = parameters_of_stage(job, layout, stage)
@@ -128,11 +128,13 @@ def _once_a_step(job: Job, layout: Layout, machine: Machine, stage: int) -> floa
     reducing = machine.circling(gradient_bytes(layout, parameters), data, tensor)
     gathering = machine.circling(update_bytes(job, layout, parameters), data, tensor)
     summing = machine.circling(marked_bytes(job, layout, parameters), tensor, 1)
-    ends = Work(products_alone=first_bucket / gradients, transfers_alone=min(1.0, last_bucket / gradients))
+    ends = OverlappedWork(
+        products_alone=first_bucket / gradients, transfers_alone=min(1.0, last_bucket / gradients)
+    )
     return exposed(ends, backward, reducing) + gathering + summing
 
 
-def _tied_table(job: Job, layout: Layout, machine: Machine) -> float:
+def _tied_table(job: Job, layout: RankLayout, machine: Hardware) -> float:
     """Seconds in which first and last stage sum the gradients of the table that both hold."""
     if not job.model.tied or layout.pipeline == 1:
         return 0.0

@@ -34,7 +34,7 @@ from tpkernels.planning.job import Job
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OverlappedWork:
     """Products, and the transfers that they hide."""
 
     flops: float = 0.0
@@ -44,33 +44,35 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfers:
+class _TransferTimes:
     """Of all tokens between the ranks of a tensor group, over c10d on GPUs."""
 
     job: Job
     tensor: int
     processors: int = 1  # of a GPU, for products
 
-    def gathers(self, flops: float, features: int = 0, *, beside: bool = False) -> Work:
+    def gathers(self, flops: float, features: int = 0, *, beside: bool = False) -> OverlappedWork:
         """Under sequence parallelism a gather or a reduce-scatter, else no transfer.
 
         features: width of the product that takes or gives rows in rounds; 0: there is none
         beside: the flops are of a product that does not need these rows, and hides them as a whole
         """
         if not self.job.is_split(self.tensor):
-            return Work(flops)
+            return OverlappedWork(flops)
         rounds = self._rounds(features)
-        return Work(flops, self._once, *((0.0, 0.0) if beside else self._alone(rounds)))
+        return OverlappedWork(flops, self._once, *((0.0, 0.0) if beside else self._alone(rounds)))
 
-    def sums(self, flops: float, features: int = 0, *, beside: bool = False) -> Work:
+    def sums(self, flops: float, features: int = 0, *, beside: bool = False) -> OverlappedWork:
         """An all-reduce, or under sequence parallelism the half that reduces; arguments as of `gathers`."""
         if self.job.sequence_parallel or self.tensor == 1:
             return self.gathers(flops, features, beside=beside)
         rounds = self._rounds(features)
         products, transfers = (0.0, 0.0) if beside else self._alone(rounds)
         if rounds == 1 and swaps_full_sums(self._bytes, self.tensor):
-            return Work(flops, (self.tensor - 1) * self._bytes, products, transfers)
-        return Work(flops, 2 * self._once, products, (1 + transfers) / 2)  # sums are gathered at the end
+            return OverlappedWork(flops, (self.tensor - 1) * self._bytes, products, transfers)
+        return OverlappedWork(
+            flops, 2 * self._once, products, (1 + transfers) / 2
+        )  # sums are gathered at the end
 
     def _rounds(self, features: int) -> int:
         return collective_rounds(self.job.tokens_at_once(), features, self.tensor, self.processors)
@@ -88,55 +90,55 @@ class _Transfers:
         return self.job.tokens_at_once() * self.job.model.hidden_size * self.job.element
 
 
-def block_forward(job: Job, tensor: int, processors: int) -> list[Work]:
+def block_forward(job: Job, tensor: int, processors: int) -> list[OverlappedWork]:
     """processors: of a GPU"""
-    moving, flops = _Transfers(job, tensor, processors), FlopsOfBlock.of(job, tensor)
+    moving, flops = _TransferTimes(job, tensor, processors), FlopsOfBlock.of(job, tensor)
     keys, hidden = job.kv_heads * job.head_size // tensor, job.model.hidden_size
     return [
         moving.gathers(flops.qkv, features=keys),  # the narrowest of three products
         *shared_heads(job, tensor),
-        Work(flops.attention),
+        OverlappedWork(flops.attention),
         moving.sums(flops.output, features=hidden),
         moving.gathers(flops.up, features=job.ffn // tensor),
         moving.sums(flops.down, features=hidden),
     ]
 
 
-def block_backward(job: Job, tensor: int, processors: int) -> list[Work]:
+def block_backward(job: Job, tensor: int, processors: int) -> list[OverlappedWork]:
     """What is computed again comes first. dgrad and wgrad are as large as the product in forward."""
-    moving, flops = _Transfers(job, tensor, processors), FlopsOfBlock.of(job, tensor)
+    moving, flops = _TransferTimes(job, tensor, processors), FlopsOfBlock.of(job, tensor)
     recomputed = {
         "none": [],
-        "selective": [Work(flops.attention)],
+        "selective": [OverlappedWork(flops.attention)],
         "full": block_forward(job, tensor, processors),
     }
     return [
         *recomputed[job.recompute],
         moving.gathers(flops.down, features=job.ffn // tensor),  # dy, for dgrad
         moving.gathers(flops.down, beside=True),  # x, beside wgrad
-        Work(flops.up),
+        OverlappedWork(flops.up),
         moving.sums(flops.up, beside=True),  # dx, beside wgrad
         moving.gathers(flops.output, features=job.model.num_heads * job.head_size // tensor),
-        Work(flops.output),
-        Work(2.5 * flops.attention),
+        OverlappedWork(flops.output),
+        OverlappedWork(2.5 * flops.attention),
         *shared_heads(job, tensor),
         moving.gathers(flops.qkv, beside=True),  # x, beside dgrad
         moving.sums(flops.qkv, beside=True),  # dx, beside wgrad
     ]
 
 
-def embedding_work(job: Job, tensor: int) -> list[Work]:
+def embedding_work(job: Job, tensor: int) -> list[OverlappedWork]:
     """Forward and backward."""
-    moving = _Transfers(job, tensor)
+    moving = _TransferTimes(job, tensor)
     return [moving.sums(0.0), moving.gathers(0.0)]
 
 
-def head_work(job: Job, tensor: int) -> list[Work]:
+def head_work(job: Job, tensor: int) -> list[OverlappedWork]:
     """Forward and backward. The transfers wait for the products, or these for them."""
-    moving = _Transfers(job, tensor)
+    moving = _TransferTimes(job, tensor)
     product = 2.0 * job.tokens_at_once() * job.model.hidden_size * job.vocabulary_rows(tensor)
-    losses = Work(sent=12.0 * job.tokens_at_once() * (tensor - 1))
-    return [moving.gathers(0.0), Work(3 * product), losses, moving.sums(0.0)]
+    losses = OverlappedWork(sent=12.0 * job.tokens_at_once() * (tensor - 1))
+    return [moving.gathers(0.0), OverlappedWork(3 * product), losses, moving.sums(0.0)]
 
 
 def message_between_stages(job: Job, tensor: int) -> float:
@@ -167,9 +169,9 @@ class FlopsOfBlock:
         )
 
 
-def shared_heads(job: Job, tensor: int) -> list[Work]:
+def shared_heads(job: Job, tensor: int) -> list[OverlappedWork]:
     """Keys and values, where a rank has computed a shard of a head only. Nothing hides it."""
     if job.kv_heads >= tensor:
         return []
     features = 2 * job.kv_heads * job.head_size
-    return [Work(sent=job.tokens_at_once() * features * job.element * (tensor - 1) / tensor)]
+    return [OverlappedWork(sent=job.tokens_at_once() * features * job.element * (tensor - 1) / tensor)]

@@ -1,6 +1,7 @@
-"""All ranks ask for the same thing, or all ranks get the same error. A handful of store operations each.
+"""Agreement through the key-value store: all ranks make the same request, or all raise the same error.
 
-A collective would need a device, and would hang where a rank stays away.
+Each takes a handful of store operations. A collective would need a device, and would hang if a rank does not
+come.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ AGREED = "agreed"
 
 @dataclass(frozen=True)
 class World:
-    """Through which store ranks agree, and how long they wait for each other."""
+    """The store through which ranks agree, and how long they wait for each other."""
 
     store: Store
     rank: int
@@ -41,7 +42,7 @@ class World:
         with _lost_store_told(request):
             # Each rank counts its own calls, in the store so that the count lives and dies with the world.
             call = PrefixStore("tpkernels/calls", self.store).add(str(self.rank), 1)
-            _Board(self, request, PrefixStore(f"tpkernels/agreement/{call}", self.store)).compare()
+            _Ballot(self, request, PrefixStore(f"tpkernels/agreement/{call}", self.store)).compare()
         return call
 
     def meet(self, request: str, call: int, problem: str) -> None:
@@ -52,7 +53,7 @@ class World:
         """
         request = f"the end of {request}"
         with _lost_store_told(request):
-            _Board(self, request, PrefixStore(f"tpkernels/end/{call}", self.store)).meet(problem)
+            _Ballot(self, request, PrefixStore(f"tpkernels/end/{call}", self.store)).meet(problem)
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def _lost_store_told(request: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Board:
+class _Ballot:
     """The store's keys for one call. The first verdict that a rank writes holds for all ranks."""
 
     world: World
@@ -93,7 +94,7 @@ class _Board:
         self._raise_unless_agreed()
 
     def _say(self, problem: str) -> None:
-        """Tell the others, and wait for the verdict."""
+        """Report this rank's problem or its consent, and wait for the verdict."""
         if problem:
             self._write(problem)
         elif self.store.add("alike", 1) == self.world.size:
@@ -107,7 +108,7 @@ class _Board:
             raise ParallelStateError(verdict)
 
     def _give_up(self) -> None:
-        """Time has run out: write who is missing, unless there is a verdict by now."""
+        """Write which ranks are missing, after a time-out, unless there is a verdict by now."""
         rank, seconds = self.world.rank, f"{self.world.timeout.total_seconds():g} s"
         # One rank looks for the others, so that a large world does not ask the store world x world questions.
         if self.store.add("overdue", 1) == 1:
@@ -119,7 +120,7 @@ class _Board:
             self._write(f"rank {rank} waited twice {seconds} in {self.request}")
 
     def _write(self, verdict: str) -> None:
-        """Atomically, and only if there is no verdict yet: a late rank cannot change it."""
+        """Write the verdict, atomically and only if there is none yet: a late rank cannot change it."""
         self.store.compare_set("verdict", "", verdict)
 
     def _wait(self, key: str) -> bool:
@@ -139,7 +140,7 @@ def _disagreement(first: int, asked: str, rank: int, request: str) -> str:
 
 
 def are_set(store: Store, keys: list[str], timeout: timedelta) -> bool:
-    """Whether all keys are set in time."""
+    """Wait until all keys are set; return whether they were in time."""
     try:
         store.wait(keys, timeout)
     except DistNetworkError:

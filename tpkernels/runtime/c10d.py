@@ -1,4 +1,4 @@
-"""All our uses of torch.distributed's private functions.
+"""The only file that uses private functions of torch.distributed.
 
 `torch.distributed.new_group(ranks, use_local_synchronization=True)` lets only members take part, but derives
 the group's name from the ranks and the number of groups that this process has. Members that have made
@@ -20,10 +20,12 @@ from tpkernels.topology.groups import Ranks
 
 
 def default_group() -> ProcessGroup:
+    """The default process group; an error if there is none."""
     return distributed_c10d._get_default_group()
 
 
 def is_default(group: ProcessGroup) -> bool:
+    """Whether `group` is the default process group."""
     return dist.is_initialized() and group is default_group()
 
 
@@ -55,10 +57,10 @@ def splits_the_world(backend: str | None) -> bool:
 
 
 def options_beside_products(backend: str | None, timeout: timedelta) -> Any:
-    """Options of a group of NCCL whose collectives run beside products; None for other backends.
+    """NCCL options of a group whose collectives run beside products; None for other backends.
 
-    A stream of high priority, whose blocks come before those of a product that waits for processors as well;
-    and no more blocks than products leave processors free for (`comm.carveout`).
+    A high-priority stream, whose blocks are scheduled before those of products, and no more blocks than
+    products leave processors free for (`comm.carveout`).
     """
     if not _is_nccl(backend):
         return None
@@ -87,7 +89,7 @@ def _split_source() -> Any:
 def new_group(
     ranks: Ranks, *, name: str, description: str, timeout: timedelta, backend: str | None, options: Any
 ) -> ProcessGroup:
-    """A group of `ranks`, which include this one; `name` is the same on all of them."""
+    """Make a process group of `ranks`, which include this one; `name` is the same on all of them."""
     default = default_group()
     default_backend, store = distributed_c10d._world.pg_map[default]
     group: ProcessGroup
@@ -108,7 +110,7 @@ def new_group(
 
 
 def group_of_this_rank() -> ProcessGroup:
-    """A group of this rank alone, for what stands for such a group; torch keeps it until it is shut down."""
+    """The process group of this rank alone, made at the first call; torch keeps it until shutdown."""
     if dist.get_world_size() == 1:
         return default_group()
     name, known = f"tpkernels/this rank/{dist.get_rank()}", distributed_c10d._world.pg_names
@@ -132,11 +134,11 @@ def takes_cpu_tensors_by_gloo(group: ProcessGroup) -> bool:
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Change the time-out of what follows in `group`."""
+    """Set the time-out of later collectives of `group`."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def destroy_group(group: ProcessGroup) -> None:
-    """Destroy `group`, unless it is destroyed, perhaps with the default group."""
+    """Destroy `group`, unless it is destroyed already, perhaps with the default group."""
     if dist.is_initialized() and group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)

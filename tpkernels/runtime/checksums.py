@@ -1,4 +1,4 @@
-"""Checksums of tensors, by which ranks tell whether they hold the same."""
+"""Checksums of tensors, by which ranks find out whether their tensors are equal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _COLUMNS = 1024  # words are summed in columns with weights, so that a sum depen
 
 
 def sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
-    """Of each tensor a checksum that depends on each bit, and almost always on its position."""
+    """A checksum of each tensor that depends on each bit, and almost always on its position."""
     return sums_on_device(tensors).tolist()
 
 
 @torch.no_grad()
 def sums_on_device(tensors: Sequence[Tensor]) -> Tensor:
-    """(tensors,), where the first lies that is not on the CPU: nobody waits for a GPU."""
+    """Checksums (tensors,) without a synchronization, on the device of the first tensor that has one."""
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
     device = next((tensor.device for tensor in tensors if not tensor.is_cpu), tensors[0].device)

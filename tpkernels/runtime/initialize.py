@@ -1,4 +1,4 @@
-"""From sizes to process groups: agree, then check, then create."""
+"""Initializes model parallelism: ranks agree on sizes, check them, and create process groups."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def destroy_parallel_state(state: ParallelState) -> None:
 
 
 def agree(request: str, timeout: timedelta | None, ranks: Ranks | None = None) -> int:
-    """Compare `request` among `ranks`, by default all; return a number that no earlier call of theirs had."""
+    """Raise unless `ranks`, by default all, make the same request; return a number, new to each call."""
     if not dist.is_available() or not dist.is_initialized():
         raise ParallelStateError(
             "torch.distributed is not initialized: call torch.distributed.init_process_group(...) first"
@@ -170,7 +170,7 @@ def _world(timeout: timedelta | None, ranks: Ranks | None = None) -> World:
 
 
 def digest(ranks: object) -> str:
-    """A short name of ranks, the same in every process."""
+    """A short hash of ranks, the same in every process."""
     return sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
 
 
@@ -221,7 +221,7 @@ def _create(
 
 
 def as_text(function: Callable[..., object], given: Mapping[str, object]) -> str:
-    """A call in words, the same on all ranks; arguments with their default values are left out."""
+    """Write a call as text, the same on all ranks; arguments with default values are left out."""
     said = [
         f"{name}={plain(given[name])!r}"
         for name, parameter in inspect.signature(function).parameters.items()
@@ -231,7 +231,10 @@ def as_text(function: Callable[..., object], given: Mapping[str, object]) -> str
 
 
 def plain(value: object) -> object:
-    """Integers of other libraries as Python's; names of functions, and of kinds that have options."""
+    """Convert a value so that its text is the same on all ranks.
+
+    Integers of other libraries become Python's, functions and mappings their names.
+    """
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         return operator.index(value)
     if isinstance(value, Mapping):

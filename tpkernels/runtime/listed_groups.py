@@ -1,4 +1,4 @@
-"""Process groups of ranks that the caller lists, made by their members; others need not call.
+"""Process groups of listed ranks, created by their members alone.
 
 `create_process_groups` makes the groups of a plan over the whole world. These are of any ranks: Megatron's
 instances of an optimizer, a grid over half of the world, a second communicator.
@@ -25,7 +25,7 @@ from tpkernels.topology.sizes import InvalidSizes
 
 @dataclass(frozen=True)
 class Listed:
-    """Groups that have no rank in common."""
+    """Groups without a common rank, their backend and its options."""
 
     groups: Sequence[Sequence[int]]
     backend: str | None = None
@@ -38,7 +38,7 @@ def create_listed_groups(
     what: str = "groups of listed ranks",
     timeout: timedelta | None = None,
 ) -> dict[str, ProcessGroup]:
-    """By name, the groups that this rank is in; each has a communicator of its own.
+    """Create process groups; return by name those that this rank is in, each with its own communicator.
 
     Every rank of `wanted` calls it with the same lists and names, in the same order as its other calls for
     these ranks; of other ranks only those that share a split communicator (`init_process_group(device_id=)`).
@@ -80,13 +80,13 @@ def create_listed_groups(
 
 
 def destroy_listed_groups(made: Mapping[str, ProcessGroup]) -> None:
-    """Destroy them, the last made first."""
+    """Destroy groups of `create_listed_groups`, the last made first."""
     for group in reversed(list(made.values())):
         c10d.destroy_group(group)
 
 
 def _members(lists: Iterable[tuple[Ranks, ...]], world_size: int) -> Ranks:
-    """Those that exist; all are checked once they agree."""
+    """Ranks within the world; `_check` validates all after agreement."""
     named = {rank for groups in lists for ranks in groups for rank in ranks}
     return tuple(sorted(rank for rank in named if 0 <= rank < world_size))
 

@@ -1,4 +1,4 @@
-"""The process groups of a plan: each rank makes only those that it belongs to, each once."""
+"""Creates the process groups of a plan: each rank those that it belongs to, each group once."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tpkernels.topology.plan import KINDS, GroupPlan, Kind
 
 
 class ProcessGroups(Mapping[Kind, ProcessGroup]):
-    """The groups of one rank by kind; kinds with equal ranks share one.
+    """The process groups of one rank by kind; kinds with equal ranks share one.
 
-    A group of this rank alone is seldom used: it is made when it is first asked for.
+    A group of this rank alone is seldom used, and is created when it is first looked up.
     """
 
     def __init__(self, first_alike: Mapping[Kind, Kind]) -> None:
@@ -70,7 +70,7 @@ def create_process_groups(
     options: Mapping[Kind, Any],
     kinds: Sequence[Kind] = KINDS,
 ) -> ProcessGroups:
-    """The process groups of `rank`, made in the same order of kinds on every rank.
+    """Create the process groups of `rank`, in the same order of kinds on every rank.
 
     call: a number that no earlier call in this world had; part of the groups' names
 
@@ -104,7 +104,7 @@ def create_process_groups(
 def kinds_alike(
     plan: GroupPlan, options: Mapping[Kind, Any], kinds: Sequence[Kind] = KINDS
 ) -> dict[Kind, Kind]:
-    """For each kind the first kind with the same groups. A kind with options of its own shares with none.
+    """Map each kind to the first kind with the same groups; a kind with its own options to itself.
 
     Rank 0, which is in a group of every kind, decides for all ranks, members or not: they take part in the
     same creations. Embedding kinds come last: some ranks are in no such group, so no other kind can share
@@ -118,7 +118,7 @@ def kinds_alike(
 
 
 def destroy_process_groups(groups: ProcessGroups) -> None:
-    """Destroy each group once, the last made first; not the default group, which the caller has made."""
+    """Destroy each group once, the last made first; not the default group, which belongs to the caller."""
     for group in reversed(list(groups.made.values())):
         if not c10d.is_default(group):
             c10d.destroy_group(group)
@@ -149,7 +149,7 @@ def _make(
 
 
 def _options(kind: Kind, backend: str | None, timeout: timedelta, options: Mapping[Kind, Any]) -> Any:
-    """What the caller says, into copies of which torch writes name, ranks and time-out; else ours."""
+    """The caller's options, copied since torch writes into them; else those of this kind by default."""
     if kind in options:
         return deepcopy(options[kind])
     return c10d.options_beside_products(backend, timeout) if kind == "tp" else None

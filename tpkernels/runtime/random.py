@@ -45,7 +45,7 @@ GivenState = Mapping[str, Tensor] | Tensor | torch.Generator
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All streams at one moment."""
+    """The states of all streams at one moment."""
 
     live: str
     states: Mapping[str, Generators]
@@ -91,7 +91,7 @@ class RngTracker:
         self._seeds.clear()
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream that starts from `seed`. The live stream does not change."""
+        """Add a stream that starts from `seed`. The live stream does not change."""
         if name == DEFAULT_STREAM or name in self._waiting:
             raise ValueError(f"random stream {name!r} exists already")
         seed = checked_seed(seed)
@@ -128,7 +128,7 @@ class RngTracker:
             self._switch(outside)
 
     def get_states(self) -> dict[str, Generators]:
-        """Every stream's state, the default stream's included, for checkpoints."""
+        """Return every stream's state, the default stream's included, for checkpoints."""
         return {**self._waiting, self._live: _read(self._devices)}
 
     def set_states(self, states: Mapping[str, GivenState]) -> None:
@@ -159,7 +159,7 @@ class RngTracker:
         _write(given[self._live], self._devices)
 
     def _sorted(self, state: object) -> Generators:
-        """A stream's state by device type."""
+        """Sort a given state of a stream by device type."""
         if isinstance(state, Mapping):
             return dict(state)
         if isinstance(state, torch.Generator):
@@ -170,7 +170,7 @@ class RngTracker:
         return {"cpu" if is_cpus else "cuda": state}
 
     def snapshot(self) -> Snapshot:
-        """All streams, and which one is live, for `replay`."""
+        """Take a snapshot of all streams, and of which one is live, for `replay`."""
         return Snapshot(self._live, self.get_states(), torch.get_rng_state())
 
     @contextmanager
@@ -186,7 +186,7 @@ class RngTracker:
             self._restored_in = restored_in
 
     def return_to(self, moment: Snapshot) -> None:
-        """All streams as they were, and the same one live."""
+        """Set all streams, and which one is live, to a snapshot."""
         self._live = moment.live
         self._waiting = dict(moment.states)
         torch.set_rng_state(moment.cpu)
@@ -217,7 +217,7 @@ _TRACKER = RngTracker()
 
 
 def get_rng_tracker() -> RngTracker:
-    """The streams of this process."""
+    """Return the tracker of this process's streams."""
     return _TRACKER
 
 
@@ -247,7 +247,7 @@ def seed_streams(
     *,
     cuda_only: bool,
 ) -> None:
-    """New named streams, as Megatron seeds them. The live stream does not change."""
+    """Replace the named streams by new ones, seeded as in Megatron. The live stream does not change."""
     seed = checked_seed(seed)
     seeds = {
         DATA_PARALLEL_STREAM: seed,
@@ -264,7 +264,7 @@ def seed_streams(
 
 
 def checked_seed(seed: int) -> int:
-    """`seed` as an int that torch accepts."""
+    """Return `seed` as an int that torch accepts; raise if it is none."""
     if isinstance(seed, bool) or not isinstance(seed, SupportsIndex):
         raise TypeError(f"a seed must be an integer, got {seed!r}")
     number = operator.index(seed)
@@ -274,7 +274,7 @@ def checked_seed(seed: int) -> int:
 
 
 def draws(function: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator, called so, draws random numbers; attention does for its own dropout only."""
+    """Whether an operator draws random numbers with these arguments; attention does for its dropout only."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return False
     names = [argument.name for argument in function._schema.arguments]
@@ -288,7 +288,7 @@ def is_capturing() -> bool:
 
 
 def _this_backward() -> int:
-    """A number of the backward that runs in this thread."""
+    """The id of the backward that runs in this thread."""
     return torch._C._current_graph_task_id()
 
 
@@ -306,7 +306,10 @@ def _is_megatrons(states: Mapping[str, object]) -> bool:
 
 
 def _check_devices(name: str, given: Generators, devices: list[str]) -> None:
-    """For Megatron's states, whose devices are guessed from their types and sizes."""
+    """Raise unless states fit generators of `devices`.
+
+    For Megatron's states, whose devices are guessed from their types and sizes.
+    """
     for device, state in given.items():
         if device not in devices:
             raise ValueError(
@@ -317,7 +320,10 @@ def _check_devices(name: str, given: Generators, devices: list[str]) -> None:
 
 
 def _check_state(name: str, generators: Generators, device: str) -> None:
-    """Called before anything is replaced: after an error the streams are as they were."""
+    """Raise unless a stream's states have one of `device`'s generator.
+
+    Called before anything is replaced, so that an error leaves the streams unchanged.
+    """
     if device not in generators:
         raise ValueError(
             f"the state of random stream {name!r} holds no state of the {device.upper()}'s generator, and "

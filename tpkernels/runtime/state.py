@@ -59,7 +59,7 @@ class ParallelState:
 
 @dataclass(frozen=True, slots=True)
 class OnTheFly:
-    """What callers have set while the program runs. None: as in the plan, except for the virtual pipeline."""
+    """Sizes and ranks that callers have set while the program runs; None: as in the plan."""
 
     tensor_size: int | None = None
     pipeline_size: int | None = None
@@ -75,41 +75,41 @@ class OnTheFly:
     virtual_rank: int | None = None  # the virtual pipeline stage being worked on
 
 
-class _Slot:
-    """Process-wide, not a ContextVar: autograd and recomputation run on threads that inherit no context."""
+class _PerProcess:
+    """The current state. No ContextVar: autograd and recomputation run on threads that inherit no context."""
 
     state: ParallelState | None = None
     on_the_fly: OnTheFly = OnTheFly()
 
 
 def current_or_none() -> ParallelState | None:
-    return _Slot.state
+    return _PerProcess.state
 
 
 def current() -> ParallelState:
     """The state of the model-parallel groups that are initialized; without one a `ParallelStateError`."""
-    if _Slot.state is None:
+    if _PerProcess.state is None:
         raise ParallelStateError(
             "model parallel state is not initialized: call tpkernels.initialize_model_parallel(...) "
             "after torch.distributed.init_process_group(...)"
         )
-    return _Slot.state
+    return _PerProcess.state
 
 
 def on_the_fly() -> OnTheFly:
-    return _Slot.on_the_fly
+    return _PerProcess.on_the_fly
 
 
 def set_on_the_fly(changed: OnTheFly) -> None:
-    _Slot.on_the_fly = changed
+    _PerProcess.on_the_fly = changed
 
 
 def install(state: ParallelState) -> None:
     """Make `state` current. A virtual pipeline starts at its first stage."""
-    _Slot.state = state
+    _PerProcess.state = state
     if state.plan.virtual_pipeline is not None:
-        _Slot.on_the_fly = replace(
-            _Slot.on_the_fly,
+        _PerProcess.on_the_fly = replace(
+            _PerProcess.on_the_fly,
             virtual_size=state.plan.virtual_pipeline,
             virtual_rank=0,
         )
@@ -117,8 +117,8 @@ def install(state: ParallelState) -> None:
 
 def uninstall() -> None:
     """Forget the current state, and all that was set on the fly."""
-    _Slot.state = None
-    _Slot.on_the_fly = OnTheFly()
+    _PerProcess.state = None
+    _PerProcess.on_the_fly = OnTheFly()
 
 
 @contextmanager
@@ -126,10 +126,10 @@ def use(state: ParallelState) -> Iterator[ParallelState]:
     """Make `state` current inside the block (tests; two models in one process)."""
     if not isinstance(state, ParallelState):
         raise TypeError(f"state: expected a ParallelState, got {state!r}")
-    outside = _Slot.state, _Slot.on_the_fly
+    outside = _PerProcess.state, _PerProcess.on_the_fly
     uninstall()
     install(state)
     try:
         yield state
     finally:
-        _Slot.state, _Slot.on_the_fly = outside
+        _PerProcess.state, _PerProcess.on_the_fly = outside

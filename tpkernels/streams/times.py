@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpkernels.planning.timeline.node import Node
-from tpkernels.planning.timeline.simulation import Key, Resource, run
-from tpkernels.planning.timeline.simulation import Task as Timed
+from tpkernels.planning.timeline.simulation import Resource, run
+from tpkernels.planning.timeline.simulation import TaskKey as Key
+from tpkernels.planning.timeline.simulation import TimelineTask as Timed
 from tpkernels.streams.execution import Execution, Place
 from tpkernels.streams.program import Program, Task
 

@@ -1,4 +1,4 @@
-"""A plan in words, laid out as a lesson on Megatron's groups prints it."""
+"""Describes a plan in words, in the form of Megatron's documentation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shown_kinds(plan: Groups) -> list[Kind]:
 
 
 def headline(plan: Groups) -> str:
-    """World and sizes in one line."""
+    """Write the world's size and parallel sizes in one line."""
     sizes = [f"tensor {plan.tensor}", f"data {plan.data}", f"pipeline {plan.pipeline}"]
     if plan.context > 1:
         sizes.insert(1, f"context {plan.context}")
@@ -52,7 +52,8 @@ def headline(plan: Groups) -> str:
 
 
 def name_of(rank: int, unit: Unit) -> str:
-    """
+    """The short name of a rank.
+
     >>> name_of(3, "GPU"), name_of(3, "rank")
     ('g3', 'r3')
     """
@@ -60,12 +61,12 @@ def name_of(rank: int, unit: Unit) -> str:
 
 
 def group_text(ranks: Ranks, unit: Unit = "GPU") -> str:
-    """ "[g0, g2]", shortened in the middle when it is long."""
+    """Write a group's ranks as "[g0, g2]", shortened in the middle if there are many."""
     return "[" + ", ".join(_shortened(ranks, name_of(0, unit)[:-1])) + "]"
 
 
 def describe(plan: Groups, *, max_groups: int, unit: Unit) -> str:
-    """Every group of every kind worth showing, and which ranks hold each copy of the model."""
+    """Describe the groups of every kind worth showing, and which ranks hold each copy of the model."""
     lines = [headline(plan), ""]
     for kind in shown_kinds(plan):
         count = plan.count_groups(kind)
@@ -89,7 +90,7 @@ def describe(plan: Groups, *, max_groups: int, unit: Unit) -> str:
 
 
 def describe_rank(plan: Groups, rank: int) -> str:
-    """One rank's place: its position in each kind of group."""
+    """Describe the position of one rank in each kind of group."""
     width = max(len(NAMES[kind]) for kind in shown_kinds(plan))
     lines = [f"rank {rank} of {plan.world_size}"]
     for kind in shown_kinds(plan):
@@ -109,7 +110,7 @@ def _shortened(ranks: Ranks, prefix: str = "") -> list[str]:
 
 
 def _wrap(parts: list[str]) -> list[str]:
-    """Joined by commas into indented lines, broken only between parts."""
+    """Join texts by commas into indented lines."""
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + len(part) > LINE_WIDTH:

@@ -1,4 +1,4 @@
-"""Which rank belongs to which group, by the strides of named axes: the standard library alone.
+"""Computes which rank belongs to which group, by strides of named axes. Loads the standard library only.
 
 >>> grid = Grid({"tp": 2, "dp": 2, "pp": 2})
 >>> grid.coordinate(5, "tp"), grid.coordinate(5, "dp"), grid.coordinate(5, "pp")
@@ -66,7 +66,7 @@ _EXPERT_AXES_OF: Mapping[Kind, tuple[str, ...]] = {
 
 
 class Grid:
-    """Rank = sum of coordinate x stride; the first axis varies fastest."""
+    """A grid of ranks with named axes: rank = sum of coordinate x stride; the first axis varies fastest."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes = dict(sizes)
@@ -80,7 +80,7 @@ class Grid:
         return rank // self.strides[axis] % self.sizes[axis]
 
     def group_of(self, rank: int, axes: Collection[str]) -> Ranks:
-        """`rank` and the ranks that differ from it on `axes` only, ascending."""
+        """The ranks that differ from `rank` on `axes` only, with itself, ascending."""
         origin = rank - sum(self.coordinate(rank, axis) * self.strides[axis] for axis in axes)
         return tuple(origin + offset for offset in self._offsets(axes))
 
@@ -101,7 +101,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a world: a few integers until groups are asked for."""
+    """The groups of a world, computed from its sizes when they are asked for."""
 
     world_size: int
     tensor: int
@@ -186,7 +186,7 @@ class Groups:
         return grid.group_of(rank, axes)
 
     def first_groups(self, kind: Kind, count: int) -> list[Ranks]:
-        """As many of a kind's groups, without listing the others."""
+        """The first `count` groups of a kind; the others are not computed."""
         return list(islice(self._each_group(kind), count))
 
     def count_groups(self, kind: Kind) -> int:
@@ -208,6 +208,8 @@ class Groups:
 
 
 class _ByKind(Mapping[Kind, tuple[Ranks, ...]]):
+    """All groups by kind, computed at the first look-up of a kind."""
+
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._known: dict[Kind, tuple[Ranks, ...]] = {}

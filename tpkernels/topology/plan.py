@@ -1,4 +1,4 @@
-"""Which rank belongs to which group: arithmetic only, no torch, no process groups.
+"""Plans which rank belongs to which group: arithmetic, without torch and process groups.
 
 >>> plan = plan_groups(world_size=16, tensor=2, pipeline=4)
 >>> plan.groups["tp"][:3]
@@ -13,26 +13,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from tpkernels.topology import draw, svg
 from tpkernels.topology import sizes as check
 from tpkernels.topology.groups import COMBINED_KINDS as COMBINED_KINDS
 from tpkernels.topology.groups import KINDS as KINDS
-from tpkernels.topology.groups import Groups
+from tpkernels.topology.groups import Groups, Ranks
 from tpkernels.topology.groups import Kind as Kind
 
 
 @dataclass(frozen=True)
 class GroupPlan(Groups):
-    """The groups of a world, and what they look like. Immutable."""
+    """The groups of a world, which can be described and drawn. Immutable."""
 
     def describe(self, *, max_groups: int = 32, unit: draw.Unit = "GPU") -> str:
-        """The groups in words, as a lesson on Megatron prints them."""
+        """Describe the groups in words, in the form of Megatron's documentation."""
         return draw.describe(self, max_groups=max_groups, unit=unit)
 
     def to_svg(self, *, gpus_per_node: int = 8, max_nodes: int = 16, unit: draw.Unit = "GPU") -> str:
-        """The groups as a picture: nodes of GPUs, a panel for each kind, a colour for each group."""
+        """Draw the groups as SVG: a panel for each kind, nodes of GPUs, a colour for each group."""
         return svg.to_svg(self, gpus_per_node=gpus_per_node, max_nodes=max_nodes, unit=unit)
 
 
@@ -47,7 +48,7 @@ def plan_groups(
     split_rank: int | None = None,
     order: str = check.DEFAULT_ORDER,
 ) -> GroupPlan:
-    """Lay `world_size` ranks on a grid; the first axis of `order` varies fastest.
+    """Plan the groups of `world_size` ranks on a grid, whose first axis in `order` varies fastest.
 
     Data parallelism takes what the other sizes leave. Experts are spread over data and context ranks, as
     in Megatron-Core, so `expert` must divide world_size / (tensor x pipeline).
@@ -78,3 +79,38 @@ def plan_groups(
                 f"{check.DEFAULT_ORDER!r}"
             )
     return plan
+
+
+@dataclass(frozen=True)
+class ListedPlan(GroupPlan):
+    """A plan of groups that are listed: by Megatron, or by a caller with grids of its own.
+
+    lists: the groups of a kind, which may hold some ranks of the world only
+    """
+
+    lists: Callable[[Kind], Sequence[Sequence[int]]] = field(compare=False)
+
+    @property
+    def data(self) -> int:
+        return len(self.groups["dp"][0])
+
+    def stage_of(self, rank: int) -> int:
+        return self._group_at(rank, "pp").index(rank)
+
+    def count_groups(self, kind: Kind) -> int:
+        return len(self.groups[kind])
+
+    def _each_group(self, kind: Kind) -> Iterator[Ranks]:
+        return (tuple(sorted(ranks)) for ranks in self.lists(kind))  # as torch sorts them
+
+    def _group_at(self, rank: int, kind: Kind) -> Ranks:
+        listed = self.groups[kind]
+        for ranks in listed:
+            if rank in ranks:
+                return ranks
+        if "embedding" in kind and not listed:
+            return ()
+        if "embedding" in kind:  # that of the rank's own pipeline
+            pipeline = set(self._group_at(rank, "pp"))
+            return next((ranks for ranks in listed if not pipeline.isdisjoint(ranks)), ())
+        raise ValueError(f"rank {rank} is in none of the {kind} groups that were listed")

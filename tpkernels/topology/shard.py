@@ -86,7 +86,7 @@ def stacked_ranges(rank: int, stacks: tuple[int, ...], ranks: int) -> tuple[rang
 
 @dataclass(frozen=True, slots=True)
 class VocabularySplit:
-    """`size` ids over `ranks` ranks, each with `shard_size` rows."""
+    """A vocabulary of `size` ids over `ranks` ranks, each with `shard_size` rows."""
 
     size: int
     ranks: int

@@ -17,12 +17,12 @@ class InvalidSizes(ValueError, RuntimeError, AssertionError):
 
 
 def positive(value: int, name: str) -> int:
-    """`value` as an int, or an error that names it."""
+    """Return `value` as an int of at least 1; an error names it."""
     return _at_least(1, "a positive integer", value, name)
 
 
 def not_negative(value: int, name: str) -> int:
-    """`value` as an int, such as a rank, or an error that names it."""
+    """Return `value` as an int of at least 0, such as a rank; an error names it."""
     return _at_least(0, "an integer of 0 or more", value, name)
 
 
@@ -39,7 +39,7 @@ def _at_least(least: int, wanted: str, value: int, name: str) -> int:
 
 
 def data_parallel_size(world_size: int, *, tensor: int, pipeline: int, context: int) -> int:
-    """What is left of the world for data parallelism."""
+    """The data-parallel size: what the other sizes leave of the world."""
     parts = f"tensor_model_parallel_size ({tensor}) x pipeline_model_parallel_size ({pipeline})"
     if context > 1:
         parts += f" x context_parallel_size ({context})"
@@ -94,7 +94,7 @@ def check_split(split_rank: int | None, pipeline: int) -> int | None:
 
 
 def parse_order(order: str, sizes: dict[str, int]) -> tuple[str, ...]:
-    """ "tp-cp-ep-dp-pp" as axes, fastest first. An axis of size 1 may be left out."""
+    """Parse "tp-cp-ep-dp-pp" to axes, the fastest first. An axis of size 1 may be left out."""
     if not isinstance(order, str):
         raise TypeError(f"order must be a string such as {DEFAULT_ORDER!r}, got {order!r}")
     axes = order.lower().split("-")

@@ -1,4 +1,4 @@
-"""A plan as a picture: one map of nodes and GPUs for each kind of group, one colour for each group."""
+"""Draws a plan as SVG: one map of nodes and GPUs for each kind of group, one colour for each group."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MAX_WIDTH = 1800  # a row takes fewer panels rather than grow wider
 
 @dataclass(frozen=True)
 class _Lattice:
-    """Equal cells in rows, and the gap between them."""
+    """A grid of equal cells, with gaps between them."""
 
     count: int
     columns: int
@@ -66,7 +66,7 @@ class _Lattice:
 
 
 @dataclass(frozen=True)
-class _Machine:
+class _DrawnNodes:
     """The nodes that are drawn, and the GPUs in each."""
 
     ranks: range
@@ -77,7 +77,7 @@ class _Machine:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _DrawnGroup:
     ranks: Ranks
     text: str
     fill: str
@@ -92,13 +92,13 @@ class _Panel:
     purpose: str
     total: int
     unit: Unit
-    groups: list[_Group]
+    groups: list[_DrawnGroup]
     group_at: dict[int, int]
 
 
 def to_svg(plan: Groups, *, gpus_per_node: int, max_nodes: int, unit: Unit) -> str:
-    """The groups of the first `max_nodes` nodes as an SVG document that needs nothing else."""
-    machine = _machine(
+    """Draw the groups of the first `max_nodes` nodes as a self-contained SVG document."""
+    machine = _drawn_nodes(
         plan.world_size,
         gpus_per_node=check.positive(gpus_per_node, "gpus_per_node"),
         max_nodes=check.positive(max_nodes, "max_nodes"),
@@ -127,7 +127,7 @@ def to_svg(plan: Groups, *, gpus_per_node: int, max_nodes: int, unit: Unit) -> s
     return ET.tostring(svg, encoding="unicode") + "\n"
 
 
-def _machine(world_size: int, *, gpus_per_node: int, max_nodes: int, unit: Unit) -> _Machine:
+def _drawn_nodes(world_size: int, *, gpus_per_node: int, max_nodes: int, unit: Unit) -> _DrawnNodes:
     nodes = -(-world_size // gpus_per_node)
     drawn = min(nodes, max_nodes)
     ranks = range(min(world_size, drawn * gpus_per_node))
@@ -138,10 +138,10 @@ def _machine(world_size: int, *, gpus_per_node: int, max_nodes: int, unit: Unit)
     height = tiles.size[1] + 2 * NODE_PADDING + NODE_TITLE
     note = f"{nodes:,} node{'s' * (nodes != 1)}" if nodes == drawn else f"first {drawn:,} of {nodes:,} nodes"
     note += f", {_counted(slots, unit)} per node; the small number on a {unit} is its group"
-    return _Machine(ranks, tiles, _Lattice(drawn, _columns(drawn), width, height, NODE_GAP), note, unit)
+    return _DrawnNodes(ranks, tiles, _Lattice(drawn, _columns(drawn), width, height, NODE_GAP), note, unit)
 
 
-def _panel(plan: Groups, kind: Kind, machine: _Machine) -> _Panel:
+def _panel(plan: Groups, kind: Kind, machine: _DrawnNodes) -> _Panel:
     # the first rank is in a group of every kind, and the other groups of a kind are as large as its own
     ranks, unit = machine.ranks, machine.unit
     size = len(plan.group_of(0, kind))
@@ -159,15 +159,15 @@ def _panel(plan: Groups, kind: Kind, machine: _Machine) -> _Panel:
     if any(rank not in group_at for rank in ranks):
         purpose += "; others outlined"
     painted = [
-        _Group(members, group_text(members, unit), fill, _ink_on(fill))
+        _DrawnGroup(members, group_text(members, unit), fill, _ink_on(fill))
         for members, fill in zip(groups, _fills(len(groups)), strict=True)
     ]
     title = f"{total:,} {name}{'s' * (total != 1)} of {_counted(size, unit)}"
     return _Panel(title, purpose, total, unit, painted, group_at)
 
 
-def _cards(panels: list[_Panel], machine: _Machine) -> _Lattice:
-    """Room for every panel: as wide as the widest, as high as the highest."""
+def _cards(panels: list[_Panel], machine: _DrawnNodes) -> _Lattice:
+    """The grid of panels, with cells as wide and high as the largest of them."""
     titles = [_width_of(panel.title, 15, bold=True) for panel in panels]
     purposes = [_width_of(panel.purpose, 12) for panel in panels]
     inner = max(machine.nodes.size[0], *titles, *purposes)
@@ -179,7 +179,7 @@ def _cards(panels: list[_Panel], machine: _Machine) -> _Lattice:
 
 
 def _legend(panel: _Panel, width: int) -> tuple[_Lattice, list[str]]:
-    """The cells of a legend and the texts of the groups it lists; a last row is for how many it does not."""
+    """The cells of a legend and the texts of its groups; the last row counts the groups left out."""
     texts = [_shortened(group, width - SWATCH - 6, panel.unit) for group in panel.groups]
     cell = SWATCH + 6 + max(_width_of(text, 12) for text in texts)
     columns = max(1, (width + LEGEND_GAP) // (cell + LEGEND_GAP))
@@ -191,7 +191,7 @@ def _legend(panel: _Panel, width: int) -> tuple[_Lattice, list[str]]:
     return _Lattice(rows * columns, columns, cell, SWATCH_HEIGHT, LEGEND_GAP), texts
 
 
-def _draw_panel(parent: ET.Element, panel: _Panel, machine: _Machine, size: Size) -> None:
+def _draw_panel(parent: ET.Element, panel: _Panel, machine: _DrawnNodes, size: Size) -> None:
     _rect(parent, size, fill=CARD, stroke=LINE, radius=10)
     inner = _at(parent, PADDING, PADDING)
     _text(inner, 0, 13, panel.title, size=15, bold=True)
@@ -203,7 +203,7 @@ def _draw_panel(parent: ET.Element, panel: _Panel, machine: _Machine, size: Size
     _draw_legend(legend, panel, size[0] - 2 * PADDING)
 
 
-def _draw_node(parent: ET.Element, node: int, panel: _Panel, machine: _Machine) -> None:
+def _draw_node(parent: ET.Element, node: int, panel: _Panel, machine: _DrawnNodes) -> None:
     _rect(parent, (machine.nodes.width, machine.nodes.height), fill=NODE, stroke=LINE, radius=8)
     _text(parent, NODE_PADDING, 18, f"node {node}", size=11, fill=QUIET)
     size = (machine.tiles.width, machine.tiles.height)
@@ -249,7 +249,7 @@ def _draw_legend(parent: ET.Element, panel: _Panel, width: int) -> None:
 
 
 def _columns(count: int) -> int:
-    """How many columns give `count` cells a full shape up to thrice as wide as high, or else a square."""
+    """The number of columns that fills a rectangle, at most three times as wide as high, or else a square."""
     narrowest = math.ceil(math.sqrt(count))
     full = [n for n in range(narrowest, math.isqrt(3 * count) + 1) if count % n == 0]
     return full[0] if full else narrowest
@@ -262,7 +262,7 @@ def _fills(count: int) -> list[str]:
 
 
 def _oklch(lightness: float, chroma: float, *, hue: float) -> str:
-    """An sRGB fill; in this colour space equal lightness looks equally light, whatever the hue."""
+    """Convert OKLCH to an sRGB fill; equal lightness looks equally light, whatever the hue."""
     a, b = chroma * math.cos(hue), chroma * math.sin(hue)
     long = (lightness + 0.3963 * a + 0.2158 * b) ** 3
     medium = (lightness - 0.1056 * a - 0.0639 * b) ** 3
@@ -276,13 +276,13 @@ def _oklch(lightness: float, chroma: float, *, hue: float) -> str:
 
 
 def _ink_on(fill: str) -> str:
-    """White on dark fills, by the luminance that WCAG measures contrast with."""
+    """The colour of text on a fill: white on dark fills, by WCAG's luminance."""
     red, green, blue = ((int(fill[i : i + 2], 16) / 255) ** 2.2 for i in (1, 3, 5))
     return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.2 else INK
 
 
-def _shortened(group: _Group, width: int, unit: Unit) -> str:
-    """The group's ranks as text, with as many of the first as fit into `width`."""
+def _shortened(group: _DrawnGroup, width: int, unit: Unit) -> str:
+    """Write a group's ranks, as many as fit into `width`."""
     text = group.text
     kept = min(len(group.ranks), 16) - 2
     while _width_of(text, 12) > width and kept > 1:
@@ -292,7 +292,7 @@ def _shortened(group: _Group, width: int, unit: Unit) -> str:
 
 
 def _width_of(text: str, size: int, *, bold: bool = False) -> int:
-    """A guess on the safe side, as wide fonts such as DejaVu Sans take it."""
+    """Estimate the width of text from above, as of a wide font such as DejaVu Sans."""
     return math.ceil(len(text) * size * (0.64 if bold else 0.58))
 
 

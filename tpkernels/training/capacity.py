@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tpkernels.files import read_text
-from tpkernels.planning.job import Job, Layout
+from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.memory import GRADIENT, OPTIMIZER
 from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.training.config import TrainConfig
@@ -32,7 +32,7 @@ def least_bytes(config: TrainConfig, tensor: int, data: int) -> int:
         micro_batch=at_once,
         element=config.dtype.itemsize,
     )
-    parameters = parameters_of_stage(job, Layout(tensor, 1, data), 0).total
+    parameters = parameters_of_stage(job, RankLayout(tensor, 1, data), 0).total
     held = parameters * (job.element + GRADIENT) + parameters * OPTIMIZER // data
     ids = 16 * config.batch // data * config.tokens  # and targets
     blocks = config.model.num_layers * job.tokens_at_once() * config.model.hidden_size * job.element

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from tpkernels.gate.clock import effects
 from tpkernels.gate.clock.effects import Effect
 from tpkernels.gate.clock.instructions import Instruction
-from tpkernels.gate.clock.machine import Machine
 from tpkernels.gate.clock.processor import run
-from tpkernels.gate.clock.semantics import Step
+from tpkernels.gate.clock.rates import SmRates
+from tpkernels.gate.clock.semantics import DecodedStep
 from tpkernels.gate.clock.timeline import Run
-from tpkernels.gate.clock.values import Block, Constants, WarpState
+from tpkernels.gate.clock.values import BlockValues, Constants, WarpState
 
 Does = Callable[[WarpState], Effect | None] | Effect | None
 
@@ -21,7 +21,7 @@ Does = Callable[[WarpState], Effect | None] | Effect | None
 class Assembly:
     """Each call appends an instruction; `loop` goes back so many times."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[DecodedStep] = field(default_factory=list)
 
     def __call__(
         self,
@@ -41,7 +41,7 @@ class Assembly:
         one = Instruction(
             16 * len(self.steps), guard, opcode, tuple(modifiers), parts, stall, False, writes, reads, waits
         )
-        self.steps.append(Step(one, _execute(does, warps)))
+        self.steps.append(DecodedStep(one, _execute(does, warps)))
 
     def loop(self, to: int, count: int) -> None:
         """What is from step `to` to here runs `count` times."""
@@ -72,7 +72,7 @@ def _execute(does: Does, warps: Sequence[int] | None) -> Callable[[WarpState], E
 
 
 @dataclass
-class Launch:
+class SmLaunch:
     warps: int = 1
     resident: int = 1
     registers: int = 128
@@ -81,18 +81,20 @@ class Launch:
     predicates: Mapping[str, bool | None] = field(default_factory=dict)
 
     def states(self, program: tuple[int, int, int]) -> list[WarpState]:
-        block = Block(program, Constants({}, frozenset()), dict(self.predicates))
+        block = BlockValues(program, Constants({}, frozenset()), dict(self.predicates))
         return [WarpState(warp, block) for warp in range(self.warps)]
 
 
-MACHINE = Machine()
+MACHINE = SmRates()
 
 
-def timed(program: Assembly, launch: Launch | None = None, machine: Machine = MACHINE, **options: int) -> Run:
-    return run(program.steps, launch or Launch(), machine, **options)  # type: ignore[arg-type]
+def timed(
+    program: Assembly, launch: SmLaunch | None = None, machine: SmRates = MACHINE, **options: int
+) -> Run:
+    return run(program.steps, launch or SmLaunch(), machine, **options)  # type: ignore[arg-type]
 
 
-def ring(slots: int, steps: int, size: int = 20_000, products: int = 4) -> tuple[Assembly, Launch]:
+def ring(slots: int, steps: int, size: int = 20_000, products: int = 4) -> tuple[Assembly, SmLaunch]:
     """Warp 4 copies into a ring of slots, warps 0 to 3 multiply what is there and free the slot.
 
     A step's products take 128 cycles each; its copy `size / 40`, and 550 until it lands.
@@ -122,4 +124,4 @@ def ring(slots: int, steps: int, size: int = 20_000, products: int = 4) -> tuple
         program("WARPGROUP.DEPBAR.LE gsb0, 0x0")
         program("SYNCS.ARRIVE.A1T0", effects.Arrive(empty(slot), 1, 0))
     program.end()
-    return program, Launch(warps=5, boxes={576: size})
+    return program, SmLaunch(warps=5, boxes={576: size})

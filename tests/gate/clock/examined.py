@@ -13,10 +13,10 @@ from typing import Any
 from tests.compiled import assembly_of
 from tpkernels import kernels
 from tpkernels.gate.ahead_of_time import Entry
-from tpkernels.gate.catalog import recipes
+from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.cubin import read
-from tpkernels.gate.clock.launch import Built, Launch, box_bytes, launch_of
+from tpkernels.gate.clock.launch import Built, SmLaunch, box_bytes, launch_of
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.semantics import translate
 from tpkernels.gate.clock.workload import EntryWorkload, Product, of_entry
@@ -57,7 +57,7 @@ def deeper(found: Product) -> Product:
 
 def in_fp8(name: str) -> tuple[Cost, dict[str, str]]:
     """The cost of an entry whose scales are loaded step by step; what was planted -> the error."""
-    entry = recipes()[name].entry()
+    entry = entry_specs()[name].entry()
     built = _built(entry)
     return cost_of(built, of_entry(entry)), {
         "scales that nobody knows of": _mistaken(built, entry, lambda found: replace(found, beside=0)),
@@ -66,12 +66,12 @@ def in_fp8(name: str) -> tuple[Cost, dict[str, str]]:
 
 
 def examined(name: str) -> Examined:
-    recipe = recipes()[name]
-    entry = recipe.entry()
+    spec = entry_specs()[name]
+    entry = spec.entry()
     built, work = _built(entry), of_entry(entry)
     launch = work.on_one(built, 4, 6)
     ran = run(translate(built.code), launch)
-    described = [value for value in recipe.launch().arguments if hasattr(value, "block_shape")]
+    described = [value for value in spec.launch().arguments if hasattr(value, "block_shape")]
     return Examined(
         cost_of(built, work),
         launch.grid,
@@ -93,7 +93,7 @@ def examined(name: str) -> Examined:
 
 def clocked(name: str, edits: Sequence[Edit] = (), changes: Mapping[str, Any] | None = None) -> Cost:
     """The cost of an entry after edits of its sources, with other options or constants."""
-    original = recipes()[name].entry()
+    original = entry_specs()[name].entry()
     with TemporaryDirectory(prefix="tpkernels-") as folder:
         return cost_of(_built(_edited(original, Path(folder), edits, changes or {})), of_entry(original))
 
@@ -136,7 +136,7 @@ def _mistaken(built: Built, entry: Entry, lie: Callable[[Product], Product]) -> 
     return _error(lambda: cost_of(built, Mistaken(entry, lie=lie)))
 
 
-def _one_more(built: Built, launch: Launch) -> None:
+def _one_more(built: Built, launch: SmLaunch) -> None:
     launch_of(built, [1] * (len(built.code.parameters) + 1), launch.grid)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.compiled import assembly_of
 from tpkernels.gate import disassembly
-from tpkernels.gate.catalog import recipes
-from tpkernels.gate.clock.cubin import Cubin, Parameter, WrongArchitecture, read
+from tpkernels.gate.catalog import entry_specs
+from tpkernels.gate.clock.cubin import Cubin, KernelParameter, WrongArchitecture, read
 from tpkernels.gate.clock.instructions import parse
 from tpkernels.gate.clock.values import Constants
 from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
@@ -23,7 +23,7 @@ ROLES = "linear/descriptor/bf16/128x256x64-w8-s3-p2-c1/gelu_tanh+bias+z"
 
 @pytest.fixture(scope="module")
 def flat(compiler):
-    return read(compiler.run(assembly_of, recipes()[FLAT].entry()).cubin)
+    return read(compiler.run(assembly_of, entry_specs()[FLAT].entry()).cubin)
 
 
 def elf(machine: int, flags: int) -> bytes:
@@ -62,7 +62,9 @@ def test_what_the_disassembler_says_of_nonsense_is_passed_on():
 
 def test_kernels_disassembled_at_once_read_as_each_alone(compiler):
     """Jumps, calls, returns, roles and loops among them."""
-    cubins = [compiler.run(assembly_of, recipes()[name].entry()).cubin for name in (NORM, FLAT, ROLES, NORM)]
+    cubins = [
+        compiler.run(assembly_of, entry_specs()[name].entry()).cubin for name in (NORM, FLAT, ROLES, NORM)
+    ]
     alone = [disassemble(cubin) for cubin in cubins]
     disassemble_ahead(cubins)
     assert set(disassembly._listings) == set(cubins)
@@ -73,19 +75,23 @@ def test_kernels_disassembled_at_once_read_as_each_alone(compiler):
 
 
 def test_parameters_have_their_places_and_as_many_arguments_are_expected(flat):
-    assert flat.parameters[:3] == (Parameter(0x240, 128), Parameter(0x2C0, 4), Parameter(0x2C4, 4))
+    assert flat.parameters[:3] == (
+        KernelParameter(0x240, 128),
+        KernelParameter(0x2C0, 4),
+        KernelParameter(0x2C4, 4),
+    )
     assert (flat.parameters_at, len(flat.parameters), flat.registers) == (0x210, 28, 200)
     with pytest.raises(ValueError, match="takes 28 parameters, got 1 arguments"):
         Constants.of(flat, [0], (1, 1, 1), 256)
 
 
 def test_jumps_of_roles_are_in_a_constant_bank(compiler):
-    code = read(compiler.run(assembly_of, recipes()[ROLES].entry()).cubin)
+    code = read(compiler.run(assembly_of, entry_specs()[ROLES].entry()).cubin)
     targets = struct.unpack("<4I", code.banks[2])
     assert {code.instructions[target // 16].opcode for target in targets} <= {"NOP", "EXIT", "BAR"}
 
 
 def test_words_of_an_unknown_argument_are_unknown():
-    code = Cubin("kernel", (), 32, (Parameter(0x210, 8), Parameter(0x218, 4)), 0x210, {})
+    code = Cubin("kernel", (), 32, (KernelParameter(0x210, 8), KernelParameter(0x218, 4)), 0x210, {})
     constants = Constants.of(code, [None, 7], (1, 1, 1), 32)
     assert [constants.word(0, offset) for offset in (0x210, 0x214, 0x218)] == [None, None, 7]

@@ -13,7 +13,7 @@ import triton.language as tl
 from tpkernels.gate.clock.cubin import read
 from tpkernels.gate.clock.effects import Exit, Jump
 from tpkernels.gate.clock.semantics import translate
-from tpkernels.gate.clock.values import Block, Constants, WarpState, initial_values
+from tpkernels.gate.clock.values import BlockValues, Constants, WarpState, initial_values
 
 
 @triton.jit
@@ -49,7 +49,7 @@ class Division:
     def stored(self, x: int, y: int) -> list[object]:
         """The words that the first store writes."""
         constants = Constants.of(self.cubin, [x, y, 1 << 40, 0, 0], (1, 1, 1), 32)
-        state = WarpState(0, Block((0, 0, 0), constants, initial_values(self.cubin, constants)))
+        state = WarpState(0, BlockValues((0, 0, 0), constants, initial_values(self.cubin, constants)))
         for _ in range(2000):
             step = self.program[state.at]
             if step.instruction is self.store:

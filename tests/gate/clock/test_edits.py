@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from tests.gate.clock.examined import Edit, clocked
-from tpkernels.gate.catalog import recipes
+from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.model import predict
 from tpkernels.gate.clock.workload import of_entry
 
@@ -77,7 +77,7 @@ def sound(compiler):
 )
 def test_an_edit_costs_what_it_should(compiler, sound, name, edits, changes, least, most):
     before, after = sound(name), compiler.run(clocked, name, edits, changes)
-    work = of_entry(recipes()[name].entry(), LAYER)
+    work = of_entry(entry_specs()[name].entry(), LAYER)
     percent = 100 * (predict(after, work).seconds / predict(before, work).seconds - 1)
     steps, edges = (
         [f"{part.cycles:,.0f}" for part in parts]

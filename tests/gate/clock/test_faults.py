@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.gate.clock.assembler import Assembly, Launch, ring, timed
+from tests.gate.clock.assembler import Assembly, SmLaunch, ring, timed
 from tpkernels.gate.clock import effects, faults
-from tpkernels.gate.clock.semantics import Step
+from tpkernels.gate.clock.semantics import DecodedStep
 
 
 def program(*instructions):
@@ -32,7 +32,7 @@ def test_a_path_without_an_end():
 def test_a_slot_that_is_never_freed():
     stuck, launch = ring(2, 6)
     stuck.steps = [
-        Step(step.instruction, None) if step.instruction.modifiers == ("ARRIVE", "A1T0") else step
+        DecodedStep(step.instruction, None) if step.instruction.modifiers == ("ARRIVE", "A1T0") else step
         for step in stuck.steps
     ]
     with pytest.raises(faults.Deadlock, match=r"warp 4, SYNCS at .* waits for mbarrier 0x100, whose phase 0"):
@@ -44,7 +44,7 @@ def test_a_barrier_that_one_warp_never_reaches():
     lonely("BAR.SYNC", effects.BarrierSync(1, 64), warps=[0])
     lonely.end()
     with pytest.raises(faults.Deadlock, match=r"warp 0, BAR at 0x0: waits for barrier 1 \(1 of 2 warps"):
-        timed(lonely, Launch(warps=2))
+        timed(lonely, SmLaunch(warps=2))
 
 
 def test_a_product_that_one_warp_of_the_group_does_not_issue():
@@ -54,7 +54,7 @@ def test_a_product_that_one_warp_of_the_group_does_not_issue():
     lonely("WARPGROUP.DEPBAR.LE gsb0, 0x0")
     lonely.end()
     with pytest.raises(faults.Deadlock, match="not all 4 warps"):
-        timed(lonely, Launch(warps=4))
+        timed(lonely, SmLaunch(warps=4))
 
 
 def test_registers_that_nobody_gives_back_and_more_than_a_warp_has():
@@ -85,7 +85,7 @@ def test_a_warp_may_jump_over_what_sets_a_scoreboard():
 )
 def test_an_mbarrier_that_was_not_made(effect):
     with pytest.raises(faults.MbarrierNotMade, match="no mbarrier at 0x48; there are: 0x40"):
-        timed(program(MAKE, ("SYNCS", effect)), Launch(boxes={576: 4096}))
+        timed(program(MAKE, ("SYNCS", effect)), SmLaunch(boxes={576: 4096}))
 
 
 def test_bytes_and_arrivals_that_no_mbarrier_expects():
@@ -93,10 +93,10 @@ def test_bytes_and_arrivals_that_no_mbarrier_expects():
         timed(program(MAKE, ("SYNCS", effects.Arrive(None, 1, 0))))
     few = program(MAKE, ("SYNCS", effects.Arrive(64, 1, 2048)), ("UTMALDG", effects.Copy(576, 0, 64, (0, 0))))
     with pytest.raises(faults.UnexpectedBytes, match="a copy brings 4096 bytes to mbarrier 0x40"):
-        timed(few, Launch(boxes={576: 4096}))
+        timed(few, SmLaunch(boxes={576: 4096}))
     twice = program(MAKE, ("SYNCS", effects.Arrive(64, 1, 64)), ("SYNCS", effects.Arrive(64, 1, 64)))
     with pytest.raises(faults.TooManyArrivals, match="1 more arrivals at mbarrier 0x40"):
         timed(twice)
     copy = program(MAKE, ("UTMALDG", effects.Copy(None, 0, 64, (0, 0))))
     with pytest.raises(faults.UnknownBox, match="descriptor is unknown; boxes are known of: 0x240"):
-        timed(copy, Launch(boxes={576: 4096}))
+        timed(copy, SmLaunch(boxes={576: 4096}))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tpkernels.gate.catalog import recipes
+from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.gate.clock.model import ERROR, Board, predict
 from tpkernels.gate.clock.workload import Product, of_entry
@@ -89,7 +89,7 @@ def test_products_read_rows_and_columns(down, rows_and_cols):
     ],
 )
 def test_layers_are_products_as_each_kernel_computes_them(name, shape, tiles):
-    work = of_entry(recipes()[name].entry(), (8192, 4096, 3584))
+    work = of_entry(entry_specs()[name].entry(), (8192, 4096, 3584))
     assert (work.shape, work.tiles, work.persistent) == (shape, tiles, True)
 
 

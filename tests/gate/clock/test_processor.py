@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.gate.clock.assembler import MACHINE, Assembly, Launch, ring, timed
+from tests.gate.clock.assembler import MACHINE, Assembly, SmLaunch, ring, timed
 from tpkernels.gate.clock import effects
 
 PRODUCT = "HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24, gsb0"
@@ -14,7 +14,7 @@ def test_two_warps_take_turns_on_one_pipe():
         program("MUFU.TANH R0, R1")
     program.end()
     alone = timed(program)
-    together = timed(program, Launch(warps=5))  # warps 0 and 4 share a scheduler
+    together = timed(program, SmLaunch(warps=5))  # warps 0 and 4 share a scheduler
     assert alone.cycles == pytest.approx(100 * 8, abs=10)
     assert together.cycles == pytest.approx(200 * 8, abs=10)
     assert together.stalls[0]["xu"] == pytest.approx(100 * 15, rel=0.02)
@@ -25,8 +25,8 @@ def test_a_scheduler_issues_one_instruction_a_cycle():
     for _ in range(100):
         program("FFMA R0, R1, R2, R3")
     program.end()
-    assert timed(program, Launch(warps=4)).cycles == pytest.approx(100, abs=3)
-    assert timed(program, Launch(warps=16)).cycles == pytest.approx(400, abs=6)
+    assert timed(program, SmLaunch(warps=4)).cycles == pytest.approx(100, abs=3)
+    assert timed(program, SmLaunch(warps=16)).cycles == pytest.approx(400, abs=6)
 
 
 def test_products_run_at_the_peak_when_their_operands_are_there():
@@ -35,10 +35,10 @@ def test_products_run_at_the_peak_when_their_operands_are_there():
         program(PRODUCT)
     program("WARPGROUP.DEPBAR.LE gsb0, 0x0")
     program.end()
-    one = timed(program, Launch(warps=4))
+    one = timed(program, SmLaunch(warps=4))
     assert one.cycles == pytest.approx(32 * 128 + MACHINE.drain, abs=20)
     assert one.tensor == 32 * 128
-    two = timed(program, Launch(warps=8))
+    two = timed(program, SmLaunch(warps=8))
     assert two.cycles == pytest.approx(64 * 128 + MACHINE.drain, abs=20)
 
 
@@ -48,7 +48,7 @@ def test_a_product_of_fp8_is_twice_as_deep_in_the_same_cycles():
         program("QGMMA.64x128x32.F32.E4M3.E5M2 R24, gdesc[UR8], R24, gsb0")
     program("WARPGROUP.DEPBAR.LE gsb0, 0x0")
     program.end()
-    found = timed(program, Launch(warps=4))
+    found = timed(program, SmLaunch(warps=4))
     assert found.tensor == 32 * 64  # 8,192 operations a cycle
     # shared memory: a product's operands, and beside it copies that may land
     assert found.cycles == pytest.approx(32 * 64 + MACHINE.drain, abs=20)
@@ -60,7 +60,7 @@ def test_a_product_starts_when_all_four_warps_of_its_group_have_issued_it():
     program(PRODUCT, waits=(0,))
     program("WARPGROUP.DEPBAR.LE gsb0, 0x0")
     program.end()
-    found = timed(program, Launch(warps=4))
+    found = timed(program, SmLaunch(warps=4))
     assert found.cycles == pytest.approx(550 + 128 + MACHINE.drain, abs=20)
     assert found.stalls[0]["products"] == pytest.approx(550 + 128 + MACHINE.drain, abs=30)
 
@@ -111,7 +111,7 @@ def test_two_waits_a_step_each_wait_for_their_own_copy():
         for address in (64, 72):
             program("SYNCS.PHASECHK", effects.AwaitPhase(address, step & 1), stall=2)
     program.end()
-    found = timed(program, Launch(warps=4, boxes={576: 4000, 768: 8000}))
+    found = timed(program, SmLaunch(warps=4, boxes={576: 4000, 768: 8000}))
     ends = [wait.end for wait in found.waits if wait.warp == 1]
     assert [round(b - a) for a, b in zip(ends[::2], ends[1::2], strict=True)] == [200] * 4
     assert found.fetched == 4 * 12_000
@@ -127,7 +127,7 @@ def test_copies_whose_predicate_is_off_move_nothing():
     program("SYNCS.PHASECHK", effects.AwaitPhase(64, 0))
     program("@P0 STG [R2], R4", lambda state: None)
     program.end()
-    found = timed(program, Launch(boxes={576: 4000}, predicates={"UP0": False, "P0": False}))
+    found = timed(program, SmLaunch(boxes={576: 4000}, predicates={"UP0": False, "P0": False}))
     assert (found.fetched, found.stored) == (4000, 0)
     assert found.cycles == pytest.approx(100 + 550 + MACHINE.poll, abs=40)
 
@@ -137,7 +137,7 @@ def test_an_exit_whose_guard_is_off_does_not_end_the_warp():
     program("@P0 EXIT", lambda state: None)
     program("FFMA R0, R1, R2, R3", stall=15)
     program.end()
-    found = timed(program, Launch(predicates={"P0": False}))
+    found = timed(program, SmLaunch(predicates={"P0": False}))
     assert found.instructions == 3
     assert [mark.step for mark in found.marks if mark.opcode == "EXIT"] == [2]
 
@@ -172,7 +172,7 @@ def test_a_named_barrier_waits_for_its_own_threads():
     program("FADD R1, R1, R1", waits=(0,))
     program("BAR.SYNC", effects.BarrierSync(0, None))
     program.end()
-    found = timed(program, Launch(warps=4))
+    found = timed(program, SmLaunch(warps=4))
     assert found.stalls[0]["barrier"] == pytest.approx(550 + 2 * MACHINE.barrier, abs=30)
 
 
@@ -182,7 +182,7 @@ def test_registers_are_taken_once_others_have_given_them_back():
     program("USETMAXREG.DEALLOC", effects.SetRegisters(24, acquire=False), waits=(0,), warps=[1])
     program("USETMAXREG.TRY_ALLOC", effects.SetRegisters(232, acquire=True), warps=[0])
     program.end()
-    found = timed(program, Launch(warps=2, registers=128))
+    found = timed(program, SmLaunch(warps=2, registers=128))
     assert found.stalls[0]["registers"] == pytest.approx(MACHINE.load_latency, abs=20)
 
 

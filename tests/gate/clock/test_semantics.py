@@ -12,7 +12,7 @@ from tpkernels.gate.clock.cubin import Cubin
 from tpkernels.gate.clock.instructions import Instruction
 from tpkernels.gate.clock.semantics import translate
 from tpkernels.gate.clock.table import UnknownInstruction, meaning
-from tpkernels.gate.clock.values import Block, Constants, WarpState, initial_values
+from tpkernels.gate.clock.values import BlockValues, Constants, WarpState, initial_values
 
 M = 2**32 - 1
 
@@ -30,7 +30,7 @@ def warp(*texts: str, **registers: object) -> tuple[list, WarpState]:
     code = tuple(instruction(text, 16 * number) for number, text in enumerate((*texts, "EXIT")))
     cubin = Cubin("kernel", code, 255, (), 0x210, {})
     constants = Constants({0: bytes(0x210)}, frozenset())
-    state = WarpState(0, Block((0, 0, 0), constants, initial_values(cubin, constants)))
+    state = WarpState(0, BlockValues((0, 0, 0), constants, initial_values(cubin, constants)))
     state.registers.update(registers)
     return translate(cubin, wanted=state.registers), state
 

@@ -6,13 +6,13 @@ import pytest
 
 from tpkernels.comm.schedule import gather_plan, parts_of_shard
 from tpkernels.planning.timeline.operators import OPERATORS, Sizes
-from tpkernels.planning.timeline.point_to_point import Machine, PointToPoint, sockets
+from tpkernels.planning.timeline.point_to_point import MeasuredRanks, PointToPoint, sockets
 from tpkernels.planning.timeline.recording import HOST, PRODUCT, TRANSFER, Rank
-from tpkernels.planning.timeline.simulation import Task, run
+from tpkernels.planning.timeline.simulation import TimelineTask, run
 
 ROWS, COLS = 2048, 1024
 SHARD = ROWS // 2 * COLS * 4
-MACHINE = Machine(
+MACHINE = MeasuredRanks(
     product=lambda kernel, rows: rows / ROWS,
     sum=0.0,
     zeros=0.0,
@@ -26,7 +26,7 @@ MACHINE = Machine(
 def ran(case, machine=MACHINE, *, overlap):
     kind, direction = case.split()
     sizes = Sizes(ROWS, COLS, 4096, 2) if kind == "column" else Sizes(ROWS, 4096, COLS, 2)
-    tasks = list[Task]()
+    tasks = list[TimelineTask]()
     for number in range(2):
         OPERATORS[f"{kind}_linear"][direction](
             PointToPoint(Rank(number, 2, tasks), machine, overlap=overlap), sizes

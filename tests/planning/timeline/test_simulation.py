@@ -2,12 +2,12 @@
 
 import pytest
 
-from tpkernels.planning.timeline.simulation import Task, run
+from tpkernels.planning.timeline.simulation import TimelineTask, run
 
 
 def task(name, queue, seconds, after=(), **uses):
     shares = {(resource,): share for resource, share in uses.items()}
-    return Task((name,), (0, queue), seconds, tuple((other,) for other in after), shares, name)
+    return TimelineTask((name,), (0, queue), seconds, tuple((other,) for other in after), shares, name)
 
 
 def times(*tasks, lines=()):

@@ -18,7 +18,7 @@ from tpkernels.gate.clock.instructions import Instruction
 from tpkernels.gate.clock.operands import (
     NOWHERE,
     Meaning,
-    Source,
+    SourceOperand,
     UnknownOperand,
     assign,
     assign_all,
@@ -100,7 +100,7 @@ def _add_pairs(one: Instruction) -> Meaning:
     texts = (
         text.lstrip("-") if sign < 0 else text for sign, text in zip(signs, one.operands[1:], strict=True)
     )
-    words = tuple(Source(name) for text in texts for name in pair(text))
+    words = tuple(SourceOperand(name) for text in texts for name in pair(text))
 
     def compute(*values: Any) -> tuple[Any, ...]:
         total = sum(s * (a + (b << 32)) for s, a, b in zip(signs, values[::2], values[1::2], strict=True))
@@ -132,7 +132,7 @@ def multiply_add(one: Instruction) -> Meaning:
             return result & WORD, result >> 32 & WORD, result >> 64 & 1 == 1
         return result & WORD, result >> 32 & WORD
 
-    sources = (a, b, Source(low), Source(top), *taken)
+    sources = (a, b, SourceOperand(low), SourceOperand(top), *taken)
     if high and carries:
         return assign_all((to, *carries), sources, _by_lane_all(lambda *values: compute(*values)[1:]))
     if high:
@@ -142,7 +142,9 @@ def multiply_add(one: Instruction) -> Meaning:
     return assign_all(following(to), sources, compute)
 
 
-def _multiply_low(to: str, a: Source, b: Source, c: Source, taken: tuple[Source, ...]) -> Meaning:
+def _multiply_low(
+    to: str, a: SourceOperand, b: SourceOperand, c: SourceOperand, taken: tuple[SourceOperand, ...]
+) -> Meaning:
     if (a.name in ZERO or b.name in ZERO) and not taken:
         return copy((to,), (c.name,)) if c.change is None else assign(to, (c,), lambda x: x & WORD)
     if c.name in ZERO and not taken:
@@ -218,9 +220,9 @@ def logic(one: Instruction) -> Meaning:
         return (
             assign(to, sources, function)
             if used
-            else assign(to, (Source("RZ"),), lambda a: WORD * (table & 1))
+            else assign(to, (SourceOperand("RZ"),), lambda a: WORD * (table & 1))
         )
-    either = source(operands[5]) if len(operands) > 5 else Source("PT", lambda a: False)
+    either = source(operands[5]) if len(operands) > 5 else SourceOperand("PT", lambda a: False)
 
     def compute(*values: Any) -> tuple[Any, Any]:
         result = function(*values[:-1])
@@ -410,7 +412,7 @@ def from_integer(one: Instruction) -> Meaning | None:
         return _bits(_round_up(number))
 
     names = pair(one.operands[1]) if wide else (source(one.operands[1]).name,)
-    return assign(destination(one.operands[0]), tuple(map(Source, names)), _by_lane(compute))
+    return assign(destination(one.operands[0]), tuple(map(SourceOperand, names)), _by_lane(compute))
 
 
 def to_integer(one: Instruction) -> Meaning | None:
@@ -441,7 +443,7 @@ def half_constant(one: Instruction) -> Meaning | None:
     except ValueError:  # a register
         return None
     value = int(high) << 16 | int(low)
-    return assign(destination(one.operands[0]), (Source("RZ"),), lambda zero: value)
+    return assign(destination(one.operands[0]), (SourceOperand("RZ"),), lambda zero: value)
 
 
 def _reciprocal(bits: int) -> int:

@@ -23,7 +23,9 @@ LANES = 32
 
 
 class Warp:
-    def __init__(self, block: Block, number: int, scheduler: int, state: WarpState, start: float) -> None:
+    def __init__(
+        self, block: ThreadBlock, number: int, scheduler: int, state: WarpState, start: float
+    ) -> None:
         self.block, self.number, self.scheduler, self.state = block, number, scheduler, state
         self.at = 0  # index of the next step
         self.ready = start
@@ -56,7 +58,7 @@ class Warp:
         return f"block {self.block.number} warp {self.number}"
 
 
-class Block:
+class ThreadBlock:
     def __init__(self, number: int, slot: int, warps: int, registers: int, start: float) -> None:
         self.number, self.slot, self.start, self.running = number, slot, start, warps
         self.registers = registers  # a thread, at the start

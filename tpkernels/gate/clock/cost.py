@@ -13,8 +13,8 @@ from typing import Any
 
 from tpkernels.gate.clock.faults import ClockFault
 from tpkernels.gate.clock.launch import Built
-from tpkernels.gate.clock.machine import Machine
 from tpkernels.gate.clock.processor import run
+from tpkernels.gate.clock.rates import SmRates
 from tpkernels.gate.clock.semantics import translate
 from tpkernels.gate.clock.timeline import Run
 from tpkernels.gate.clock.workload import FLOPS_A_CYCLE, Product, Workload
@@ -60,9 +60,9 @@ class Cost:
         return Cost(**value | {"step": step, "edge": Stretch(**value["edge"])})
 
 
-def cost_of(built: Built, workload: Workload, machine: Machine | None = None) -> Cost:
+def cost_of(built: Built, workload: Workload, machine: SmRates | None = None) -> Cost:
     """ClockFault where the machine code does not do what the workload says, or never ends."""
-    program, machine = translate(built.code), machine or Machine()
+    program, machine = translate(built.code), machine or SmRates()
 
     def ran(tiles: int, steps: int) -> Run:
         return run(program, workload.on_one(built, tiles, steps), machine, drawing=False)

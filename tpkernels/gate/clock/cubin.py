@@ -19,7 +19,9 @@ class WrongArchitecture(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class KernelParameter:
+    """Where a parameter of a kernel lies."""
+
     offset: int  # in constant bank 0
     size: int
 
@@ -29,7 +31,7 @@ class Cubin:
     kernel: str
     instructions: tuple[Instruction, ...]
     registers: int  # a thread
-    parameters: tuple[Parameter, ...]  # in the order of the launch
+    parameters: tuple[KernelParameter, ...]  # in the order of the launch
     parameters_at: int  # where they begin in constant bank 0
     banks: Mapping[int, bytes]  # constants that were compiled in; bank 0 is the launch's
 
@@ -74,18 +76,18 @@ def _check_architecture(cubin: bytes) -> None:
         raise WrongArchitecture(f"expected the cubin of an sm_90 kernel, got one of sm_{capability}")
 
 
-def _parameters(info: bytes) -> tuple[int, tuple[Parameter, ...]]:
+def _parameters(info: bytes) -> tuple[int, tuple[KernelParameter, ...]]:
     """Where bank 0 has the parameters, and each of them."""
     begin = 0x210  # of sm_90, for a kernel without parameters
-    found: dict[int, Parameter] = {}
+    found: dict[int, KernelParameter] = {}
     for attribute, value in _attributes(info):
         if attribute == _PARAM_CBANK:
             _symbol, begin, _size = struct.unpack("<IHH", value)
         elif attribute == _KPARAM_INFO:
             _index, ordinal, offset, flags = struct.unpack("<IHHI", value)
-            found[ordinal] = Parameter(offset, flags >> 18)
+            found[ordinal] = KernelParameter(offset, flags >> 18)
     ordered = (found[ordinal] for ordinal in range(len(found)))
-    return begin, tuple(Parameter(begin + one.offset, one.size) for one in ordered)
+    return begin, tuple(KernelParameter(begin + one.offset, one.size) for one in ordered)
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.gate.clock.cubin import Cubin, read
-from tpkernels.gate.clock.values import Argument, Block, Constants, Value, WarpState, initial_values
+from tpkernels.gate.clock.values import Argument, BlockValues, Constants, Value, WarpState, initial_values
 from tpkernels.gate.occupancy import blocks_by_limit
 from tpkernels.gate.ptx_flow import WARP
 
@@ -52,7 +52,7 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class SmLaunch:
     """Blocks for one SM, which takes `resident` of them at a time, the next one as one of them ends."""
 
     built: Built
@@ -81,11 +81,13 @@ class Launch:
 
     def states(self, program: tuple[int, int, int]) -> Sequence[WarpState]:
         """The warps of a block that starts."""
-        block = Block(program, self.constants, self.initial)
+        block = BlockValues(program, self.constants, self.initial)
         return [WarpState(number, block) for number in range(self.warps)]
 
 
-def launch_of(built: Built, values: Sequence[Any], grid: Sequence[int], blocks: int | None = None) -> Launch:
+def launch_of(
+    built: Built, values: Sequence[Any], grid: Sequence[int], blocks: int | None = None
+) -> SmLaunch:
     """A launch of any kernel.
 
     values: of the arguments that are not compiled in, in order: tensors (on the meta device, say), tensor
@@ -113,7 +115,7 @@ def launch_of(built: Built, values: Sequence[Any], grid: Sequence[int], blocks: 
     constants = Constants.of(built.code, arguments, (x, y, z), WARP * built.warps)
     count = x * y * z if blocks is None else min(blocks, x * y * z)
     initial = initial_values(built.code, constants)
-    return Launch(built, constants, boxes, (x, y, z), count, min(built.fitting(), count), initial)
+    return SmLaunch(built, constants, boxes, (x, y, z), count, min(built.fitting(), count), initial)
 
 
 def box_bytes(descriptor: Any) -> int:

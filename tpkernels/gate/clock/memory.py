@@ -15,7 +15,7 @@ from tpkernels.gate.clock import arithmetic, effects
 from tpkernels.gate.clock.instructions import Instruction
 from tpkernels.gate.clock.operands import (
     Meaning,
-    Source,
+    SourceOperand,
     UnknownOperand,
     address,
     destination,
@@ -59,7 +59,7 @@ def global_store(one: Instruction) -> Meaning:
 
 def global_to_shared(one: Instruction) -> Meaning:
     """LDGSTS [R4], desc[UR4][R2.64], P0: copies where P0, else writes zeros."""
-    wanted = source(one.operands[2]) if len(one.operands) > 2 else Source("PT")
+    wanted = source(one.operands[2]) if len(one.operands) > 2 else SourceOperand("PT")
     return _global(one, one.operands[1], store=False, shared=True, wanted=wanted)
 
 
@@ -70,7 +70,7 @@ def _global(
     store: bool,
     forgets: tuple[str, ...] = (),
     shared: bool = False,
-    wanted: Source | None = None,
+    wanted: SourceOperand | None = None,
 ) -> Meaning:
     where, size = address(place), size_of(one)
     full = effects.Global(32 * size, size, store, shared, exact=False)

@@ -31,7 +31,7 @@ class Board:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class KernelPrediction:
     """Of a model; seconds and TFLOP/s are off by `error` as a rule."""
 
     seconds: float
@@ -44,7 +44,7 @@ class Prediction:
     error: float = ERROR
 
 
-def predict(cost: Cost, workload: Workload, board: Board | None = None) -> Prediction:
+def predict(cost: Cost, workload: Workload, board: Board | None = None) -> KernelPrediction:
     """What a launch takes."""
     board = board or Board()
     share = workload.tiles / board.processors
@@ -61,7 +61,7 @@ def predict(cost: Cost, workload: Workload, board: Board | None = None) -> Predi
     memory = bytes_ / board.memory
     seconds = max(total / clock, memory) + board.overhead
     flops = product.flops * steps * workload.tiles if product else 0
-    return Prediction(
+    return KernelPrediction(
         seconds,
         flops / seconds / 1e12,
         busy,

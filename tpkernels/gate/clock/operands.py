@@ -14,7 +14,7 @@ from tpkernels.gate.clock.effects import Effect
 from tpkernels.gate.clock.instructions import Instruction
 from tpkernels.gate.clock.values import WORD, Value, WarpState
 
-Run = Callable[[WarpState], Effect | None]
+Execute = Callable[[WarpState], Effect | None]
 Registers = dict[str, Value]
 Change = Callable[[Value], Value]
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ class UnknownOperand(ValueError):
 class Meaning:
     """What an instruction does to the values of its warp."""
 
-    run: Run | None
+    run: Execute | None
     writes: tuple[str, ...] = ()  # registers that `run` gives values
     reads: tuple[str, ...] = ()  # registers that it needs
     forgets: tuple[str, ...] = ()  # registers whose new values are unknown
@@ -42,7 +42,9 @@ class Meaning:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceOperand:
+    """A register that an instruction reads, and how its value is changed on the way."""
+
     name: str
     change: Change | None = None
 
@@ -56,20 +58,20 @@ def is_predicate(text: str) -> bool:
     return bool(_PREDICATE.match(text))
 
 
-def source(text: str) -> Source:
+def source(text: str) -> SourceOperand:
     """An operand that is read: "-R4", "~UR5", "|R6|", "!P0", "0x10", "c[0x0][0x210]"."""
     if text.startswith("|") and text.endswith("|"):
-        return Source(source(text[1:-1]).name, _absolute)
+        return SourceOperand(source(text[1:-1]).name, _absolute)
     if text[0] in "-~!" and not text.startswith("-0x"):
-        return Source(source(text[1:]).name, {"-": _negated, "~": _inverted, "!": _not}[text[0]])
+        return SourceOperand(source(text[1:]).name, {"-": _negated, "~": _inverted, "!": _not}[text[0]])
     if re.match(r"^-?0x[0-9a-f]+$", text):
-        return Source(f"#{int(text, 16) & WORD}")
+        return SourceOperand(f"#{int(text, 16) & WORD}")
     if constant := _CONSTANT.match(text):
-        return Source(f"c[{int(constant[1], 16):#x}][{int(constant[2], 16):#x}]")
+        return SourceOperand(f"c[{int(constant[1], 16):#x}][{int(constant[2], 16):#x}]")
     if register := _REGISTER.match(text):
-        return Source(register[1] + register[2])
+        return SourceOperand(register[1] + register[2])
     if text == "SRZ":
-        return Source("SRZ")
+        return SourceOperand("SRZ")
     raise UnknownOperand(text)
 
 
@@ -113,11 +115,11 @@ def results(one: Instruction) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     return destination(one.operands[0]), carries, operands[count:]
 
 
-def assign(to: str, sources: tuple[Source, ...], compute: Callable[..., Value]) -> Meaning:
+def assign(to: str, sources: tuple[SourceOperand, ...], compute: Callable[..., Value]) -> Meaning:
     """`to` becomes compute(*sources), or unknown where a source is."""
     names = tuple(one.name for one in sources)
     compute = _changed(compute, sources)
-    run: Run
+    run: Execute
     if len(names) == 1:
         (first,) = names
 
@@ -157,7 +159,7 @@ def assign(to: str, sources: tuple[Source, ...], compute: Callable[..., Value]) 
 
 
 def assign_all(
-    to: tuple[str, ...], sources: tuple[Source, ...], compute: Callable[..., tuple[Value, ...]]
+    to: tuple[str, ...], sources: tuple[SourceOperand, ...], compute: Callable[..., tuple[Value, ...]]
 ) -> Meaning:
     """As `assign`, for several results."""
     names = tuple(one.name for one in sources)
@@ -255,7 +257,7 @@ def _sum(terms: list[tuple[str, str | None, int]], offset: int) -> Callable[[Reg
     return several
 
 
-def _changed(compute: Callable[..., Result], sources: tuple[Source, ...]) -> Callable[..., Result]:
+def _changed(compute: Callable[..., Result], sources: tuple[SourceOperand, ...]) -> Callable[..., Result]:
     changes = tuple(one.change for one in sources)
     if not any(changes):
         return compute

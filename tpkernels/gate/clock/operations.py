@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tpkernels.gate.clock.machine import Machine
-from tpkernels.gate.clock.semantics import Step
-from tpkernels.gate.clock.table import PIPES, TABLE, Kind
+from tpkernels.gate.clock.rates import SmRates
+from tpkernels.gate.clock.semantics import DecodedStep
+from tpkernels.gate.clock.table import PIPES, TABLE, OpcodeKind
 from tpkernels.gate.clock.values import Value
 
 
 class Operation:
     """Plain attributes, for the processor's loop reads them at each issue."""
 
-    def __init__(self, step: Step, machine: Machine) -> None:
+    def __init__(self, step: DecodedStep, machine: SmRates) -> None:
         instruction = step.instruction
         opcode, modifiers, operands = instruction.opcode, instruction.modifiers, instruction.operands
         row = TABLE[opcode]
@@ -31,19 +31,19 @@ class Operation:
         self.pipe, self.busy = list(PIPES).index(row.pipe), PIPES[row.pipe]
         self.shared = self.ideal = self.read = 0.0
         self.pending, self.closes = 0, False
-        if self.kind == Kind.ACCESS:
+        if self.kind == OpcodeKind.ACCESS:
             self.shared = _shared_bytes(opcode, modifiers) / machine.shared
-        elif self.kind == Kind.PRODUCT:
+        elif self.kind == OpcodeKind.PRODUCT:
             self.closes = "gsb0" in operands
             self.ideal, self.read = _product(modifiers, operands)
-        elif self.kind in (Kind.AWAIT_PRODUCTS, Kind.AWAIT_GROUPS):
+        elif self.kind in (OpcodeKind.AWAIT_PRODUCTS, OpcodeKind.AWAIT_GROUPS):
             if "DEPBAR" in modifiers or (operands[:1] == ("SB0",) and len(operands) > 1):
                 self.pending = int(operands[1], 0)
             else:
-                self.kind = Kind.PLAIN
+                self.kind = OpcodeKind.PLAIN
 
 
-def operations(program: Sequence[Step], machine: Machine) -> list[Operation]:
+def operations(program: Sequence[DecodedStep], machine: SmRates) -> list[Operation]:
     return [Operation(step, machine) for step in program]
 
 

@@ -16,7 +16,7 @@ from tpkernels.gate.clock.instructions import Instruction
 from tpkernels.gate.clock.operands import (
     NOWHERE,
     Meaning,
-    Source,
+    SourceOperand,
     UnknownOperand,
     assign,
     destination,
@@ -46,7 +46,7 @@ def compare(one: Instruction) -> Meaning:
     flip = 0x80000000 if strict and "U32" not in one.modifiers else 0
     p, q = (destination(text) for text in one.operands[:2])
     a, b, c = (source(text) for text in one.operands[2:5])
-    low = source(one.operands[5]) if extended else Source("PT")
+    low = source(one.operands[5]) if extended else SourceOperand("PT")
     if a.change or b.change:
         raise UnknownOperand(str(one))
     a_name, b_name = a.name, b.name
@@ -210,7 +210,7 @@ def to_register(one: Instruction) -> Meaning:
 
     if set(one.modifiers) - {"B0"}:
         raise UnknownOperand(str(one))
-    return assign(to, (base, *(Source(name) for _, name in names)), compute)
+    return assign(to, (base, *(SourceOperand(name) for _, name in names)), compute)
 
 
 def from_register(one: Instruction) -> Meaning:

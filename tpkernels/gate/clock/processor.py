@@ -10,38 +10,38 @@ import heapq
 from collections.abc import Sequence
 
 from tpkernels.gate.clock import effects
-from tpkernels.gate.clock.blocks import Block, Warp
+from tpkernels.gate.clock.blocks import ThreadBlock, Warp
 from tpkernels.gate.clock.faults import ClockFault, Deadlock, NeverEnds, ScoreboardNeverSet
-from tpkernels.gate.clock.launch import Launch
-from tpkernels.gate.clock.machine import Machine
+from tpkernels.gate.clock.launch import SmLaunch
 from tpkernels.gate.clock.operations import Operation, active, operations
-from tpkernels.gate.clock.semantics import Step
-from tpkernels.gate.clock.sm import NOBODY_KNOWS, Landing, Sm
-from tpkernels.gate.clock.table import PIPES, Kind
+from tpkernels.gate.clock.rates import SmRates
+from tpkernels.gate.clock.semantics import DecodedStep
+from tpkernels.gate.clock.sm import NOBODY_KNOWS, CopyInFlight, Sm
+from tpkernels.gate.clock.table import PIPES, OpcodeKind
 from tpkernels.gate.clock.timeline import Run
 
 SCHEDULERS = 4
 BUDGET = 4_000_000  # instructions of a run, many times what the longest launch that we look at takes
 LOADS = {"LDG", "LD", "ATOM", "ATOMG"}
-GLOBAL = int(Kind.GLOBAL)
+GLOBAL = int(OpcodeKind.GLOBAL)
 INACTIVE = 12.0  # latency of an instruction without an active lane
 
 
 def run(
-    program: Sequence[Step],
-    launch: Launch,
-    machine: Machine | None = None,
+    program: Sequence[DecodedStep],
+    launch: SmLaunch,
+    machine: SmRates | None = None,
     *,
     drawing: bool = True,
     budget: int = BUDGET,
 ) -> Run:
     """drawing: whether spans of a time line are kept."""
-    return _Processor(program, launch, machine or Machine(), drawing, budget).run()
+    return _Processor(program, launch, machine or SmRates(), drawing, budget).run()
 
 
 class _Processor:
     def __init__(
-        self, program: Sequence[Step], launch: Launch, machine: Machine, drawing: bool, budget: int
+        self, program: Sequence[DecodedStep], launch: SmLaunch, machine: SmRates, drawing: bool, budget: int
     ) -> None:
         self.launch, self.machine, self.budget = launch, machine, budget
         self.operations = operations(program, machine)
@@ -51,7 +51,7 @@ class _Processor:
         self.issue_free = [0.0] * SCHEDULERS
         self.pipe_free = [[0.0] * len(PIPES) for _ in range(SCHEDULERS)]
         self.programs = iter(launch.programs)
-        self.blocks: list[Block] = []
+        self.blocks: list[ThreadBlock] = []
         self.lives: dict[int, tuple[float, float]] = {}  # of blocks that have ended
         self.stalls: list[dict[str, float]] = [{} for _ in range(launch.warps)]
         self.issued = self.guessed = 0
@@ -82,7 +82,7 @@ class _Processor:
         if program is None:
             return
         warps = self.launch.warps
-        block = Block(len(self.blocks), slot, warps, self.launch.registers, when)
+        block = ThreadBlock(len(self.blocks), slot, warps, self.launch.registers, when)
         self.blocks.append(block)
         for number, state in enumerate(self.launch.states(program)):
             warp = Warp(block, number, (slot * warps + number) % SCHEDULERS, state, when)
@@ -125,7 +125,7 @@ class _Processor:
         nothing = (0.0, 0, None)
         now, _, event = heapq.heappop(heap) if heap else nothing
         while event is not None:
-            if isinstance(event, Landing):
+            if isinstance(event, CopyInFlight):
                 sm.land(event, now)
                 now, _, event = heapq.heappop(heap) if heap else nothing
                 continue

@@ -6,7 +6,7 @@ time, each by all four tensor cores.
 
 from __future__ import annotations
 
-from tpkernels.gate.clock.machine import Machine
+from tpkernels.gate.clock.rates import SmRates
 
 GROUP = 4  # warps
 
@@ -14,7 +14,7 @@ GROUP = 4  # warps
 class Bandwidth:
     """Each way is known by the time until which it has work."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: SmRates) -> None:
         self.machine = machine
         self.copies = self.loads = self.stores = self.shared = 0.0
         self.landed = 0.0  # bytes of copies whose way into shared memory products have not made room for yet
@@ -61,7 +61,7 @@ class WarpGroup:
 
 
 class TensorCores:
-    def __init__(self, machine: Machine, bandwidth: Bandwidth) -> None:
+    def __init__(self, machine: SmRates, bandwidth: Bandwidth) -> None:
         self.machine, self.bandwidth = machine, bandwidth
         self.free = [0.0] * 4  # of each scheduler
         self.busy = 0.0  # cycles of products at their full speed

@@ -15,7 +15,7 @@ from tpkernels.gate.clock import control
 from tpkernels.gate.clock.cubin import Cubin
 from tpkernels.gate.clock.effects import Effect
 from tpkernels.gate.clock.instructions import BYTES, Instruction
-from tpkernels.gate.clock.operands import NOWHERE, Meaning, Run
+from tpkernels.gate.clock.operands import NOWHERE, Execute, Meaning
 from tpkernels.gate.clock.table import meaning
 from tpkernels.gate.clock.values import ALL_LANES, Mask, Value, WarpState
 
@@ -23,12 +23,12 @@ _BRANCHES = ("BRA", "BRX", "BRXU", "EXIT", "RET", "CALL")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DecodedStep:
     instruction: Instruction
     execute: Callable[[WarpState], Effect | None] | None  # None: nothing that anybody needs to know
 
 
-def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[Step]:
+def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[DecodedStep]:
     """UnknownInstruction for what is not known here.
 
     wanted: registers whose values are asked for, beside those that decide something
@@ -38,10 +38,10 @@ def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[Step]:
     needed = _needed(cubin.instructions, meanings, set(wanted))
     meeting = {target for one in cubin.instructions if (target := control.target_of(one)) is not None}
     return [
-        Step(
+        DecodedStep(
             one,
             _execute(
-                _Place(one, index, one.address in meeting, _over_rare_code(cubin.instructions, index)),
+                _Site(one, index, one.address in meeting, _over_rare_code(cubin.instructions, index)),
                 what,
                 needed,
             ),
@@ -51,7 +51,7 @@ def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[Step]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Site:
     instruction: Instruction
     index: int
     meeting: bool  # branches lead here
@@ -87,7 +87,7 @@ def _needed(code: Sequence[Instruction], meanings: Sequence[Meaning], needed: se
         rest = later
 
 
-def _execute(place: _Place, what: Meaning, needed: set[str]) -> Run | None:
+def _execute(place: _Site, what: Meaning, needed: set[str]) -> Execute | None:
     one = place.instruction
     run = what.run if what.acts or not needed.isdisjoint(what.writes) else None
     run = _forgetting(run, tuple(name for name in what.forgets if name in needed))
@@ -97,7 +97,7 @@ def _execute(place: _Place, what: Meaning, needed: set[str]) -> Run | None:
     return _meeting(run, place.index) if place.meeting else run
 
 
-def _forgetting(run: Run | None, names: tuple[str, ...]) -> Run | None:
+def _forgetting(run: Execute | None, names: tuple[str, ...]) -> Execute | None:
     if not names:
         return run
     unknown: dict[str, Value] = dict.fromkeys(names)
@@ -110,14 +110,14 @@ def _forgetting(run: Run | None, names: tuple[str, ...]) -> Run | None:
     return forget
 
 
-def _on_active_lanes(run: Run, writes: tuple[str, ...]) -> Run:
+def _on_active_lanes(run: Execute, writes: tuple[str, ...]) -> Execute:
     def execute(state: WarpState) -> Effect | None:
         return run(state) if state.active is None else _masked(run, state, writes, state.active)
 
     return execute
 
 
-def _guarded(run: Run, place: _Place, writes: tuple[str, ...]) -> Run:
+def _guarded(run: Execute, place: _Site, writes: tuple[str, ...]) -> Execute:
     one, over_rare = place.instruction, place.over_rare
     name, negated = one.guard.lstrip("!"), one.guard[0] == "!"
     branches = one.opcode in _BRANCHES
@@ -137,7 +137,7 @@ def _guarded(run: Run, place: _Place, writes: tuple[str, ...]) -> Run:
     return execute
 
 
-def _masked(run: Run, state: WarpState, writes: tuple[str, ...], mask: Mask) -> Effect | None:
+def _masked(run: Execute, state: WarpState, writes: tuple[str, ...], mask: Mask) -> Effect | None:
     """Executed by some lanes: the registers of the others stay.
 
     Where these were unknown they count as what the new ones are: code does not read what it has not written.
@@ -158,7 +158,7 @@ def _masked(run: Run, state: WarpState, writes: tuple[str, ...], mask: Mask) -> 
     return effect
 
 
-def _meeting(run: Run | None, index: int) -> Run:
+def _meeting(run: Execute | None, index: int) -> Execute:
     """At the target of a branch: lanes that went there wait for the others, which may come now."""
 
     def execute(state: WarpState) -> Effect | None:

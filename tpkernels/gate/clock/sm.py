@@ -15,13 +15,13 @@ from itertools import count, islice
 from typing import Any
 
 from tpkernels.gate.clock import effects
-from tpkernels.gate.clock.blocks import Barrier, Block, Mbarrier, Warp
+from tpkernels.gate.clock.blocks import Barrier, Mbarrier, ThreadBlock, Warp
 from tpkernels.gate.clock.faults import UnknownBox, UnknownPlace
-from tpkernels.gate.clock.machine import Machine
 from tpkernels.gate.clock.operations import Operation
+from tpkernels.gate.clock.rates import SmRates
 from tpkernels.gate.clock.resources import GROUP, Bandwidth, TensorCores, WarpGroup
-from tpkernels.gate.clock.table import Kind
-from tpkernels.gate.clock.timeline import Mark, Span, Wait
+from tpkernels.gate.clock.table import OpcodeKind
+from tpkernels.gate.clock.timeline import Issue, WarpSpan, WarpWait
 
 NOBODY_KNOWS = math.inf
 SECTOR = 32  # bytes
@@ -29,7 +29,7 @@ SHORTEST = 16.0  # cycles of a wait that a time line shows
 _STORES = {"STG", "ST", "RED", "REDG"}
 
 
-class Landing:
+class CopyInFlight:
     """Bytes of a copy on their way to an mbarrier."""
 
     def __init__(self, mbarrier: Mbarrier, size: int, issued: float) -> None:
@@ -39,31 +39,31 @@ class Landing:
 class Sm:
     """boxes: bytes that a copy moves, by its descriptor; drawing: whether spans are kept"""
 
-    def __init__(self, machine: Machine, boxes: Mapping[int, int], drawing: bool) -> None:
+    def __init__(self, machine: SmRates, boxes: Mapping[int, int], drawing: bool) -> None:
         self.machine, self.boxes, self.drawing = machine, boxes, drawing
-        self.marks: list[Mark] = []
-        self.waits: list[Wait] = []
-        self.spans: list[Span] = []
+        self.marks: list[Issue] = []
+        self.waits: list[WarpWait] = []
+        self.spans: list[WarpSpan] = []
         self.bandwidth = Bandwidth(machine)
         self.tensor_cores = TensorCores(machine, self.bandwidth)
-        self.heap: list[tuple[float, int, Warp | Landing]] = []  # what comes next
+        self.heap: list[tuple[float, int, Warp | CopyInFlight]] = []  # what comes next
         self.order = count().__next__  # of what happens at the same time
         # warps that wait until a product of their group starts, and so is known to end
         self.awaiting_product: defaultdict[WarpGroup, list[Warp]] = defaultdict(list)
         self.awaiting_phase: defaultdict[Mbarrier, list[Warp]] = defaultdict(list)
         does = {
-            Kind.PLAIN: (self._no_limit, self._issue),
-            Kind.ACCESS: (self._shared, self._access),
-            Kind.PRODUCT: (self._room, self._product),
-            Kind.PRODUCT_ALONE: (self._no_limit, self._product_alone),
-            Kind.AWAIT_PRODUCTS: (self._products, self._have_products),
-            Kind.COMMIT: (self._no_limit, self._commit),
-            Kind.AWAIT_GROUPS: (self._groups, self._have_groups),
-            Kind.GLOBAL: (self._memory, self._issue),
+            OpcodeKind.PLAIN: (self._no_limit, self._issue),
+            OpcodeKind.ACCESS: (self._shared, self._access),
+            OpcodeKind.PRODUCT: (self._room, self._product),
+            OpcodeKind.PRODUCT_ALONE: (self._no_limit, self._product_alone),
+            OpcodeKind.AWAIT_PRODUCTS: (self._products, self._have_products),
+            OpcodeKind.COMMIT: (self._no_limit, self._commit),
+            OpcodeKind.AWAIT_GROUPS: (self._groups, self._have_groups),
+            OpcodeKind.GLOBAL: (self._memory, self._issue),
         }
         # by kind, in rows, for they are looked up at each instruction: when one that is not issued yet may
         # issue, and what it waits for; then what issues it, and says when its scoreboard is released
-        self.limits, self.issues = zip(*(does[kind] for kind in Kind), strict=True)
+        self.limits, self.issues = zip(*(does[kind] for kind in OpcodeKind), strict=True)
         self.reactions: dict[type, Callable[[Warp, Operation, Any, float], float]] = {
             effects.Jump: self._jump,
             effects.BarrierSync: self._sync,
@@ -78,7 +78,7 @@ class Sm:
             effects.SetRegisters: self._set_registers,
         }
 
-    def push(self, when: float, event: Warp | Landing) -> None:
+    def push(self, when: float, event: Warp | CopyInFlight) -> None:
         heapq.heappush(self.heap, (when, self.order(), event))
 
     def park(self, warp: Warp, operation: Operation, now: float, cause: str, awaits: object) -> float:
@@ -98,16 +98,16 @@ class Sm:
 
     def span(self, warp: Warp, lane: str, start: float, end: float, what: str) -> None:
         if self.drawing:
-            self.spans.append(Span(warp.block.number, warp.number, lane, start, end, what))
+            self.spans.append(WarpSpan(warp.block.number, warp.number, lane, start, end, what))
 
     def loaded(self, warp: Warp, start: float, end: float, what: str, index: int, issued: float) -> None:
         """The warp has waited for a load or a copy that was issued then."""
         serial = 0.0 <= warp.last_wait <= issued
-        self.waits.append(Wait(warp.block.number, warp.number, start, end, what, index, issued, serial))
+        self.waits.append(WarpWait(warp.block.number, warp.number, start, end, what, index, issued, serial))
         warp.last_wait = end
 
     def mark(self, warp: Warp, opcode: str, now: float, index: int) -> None:
-        self.marks.append(Mark(warp.block.number, warp.number, now, opcode, index))
+        self.marks.append(Issue(warp.block.number, warp.number, now, opcode, index))
 
     def close_epilogue(self, warp: Warp, now: float) -> None:
         """From having all its products to its next one a warp is in the epilogue, if it stores anything."""
@@ -199,13 +199,13 @@ class Sm:
                 self.wake(waiting, now)
         return now + operation.latency
 
-    def release(self, block: Block, barrier: Barrier, now: float) -> None:
+    def release(self, block: ThreadBlock, barrier: Barrier, now: float) -> None:
         """Lets those go on who wait at a barrier, if all have arrived."""
         for warp in barrier.take(block.running):
             when = now + self.machine.barrier
             self._resume(warp, when, max(warp.ready, when))
 
-    def land(self, landing: Landing, now: float) -> None:
+    def land(self, landing: CopyInFlight, now: float) -> None:
         mbarrier = landing.mbarrier
         self.bandwidth.landed += landing.bytes
         if mbarrier.complete(landing.bytes, landing.issued):
@@ -272,7 +272,7 @@ class Sm:
         size = self._size(effect)
         mbarrier = warp.block.mbarriers[effect.mbarrier]
         done = self.bandwidth.copy(now, size)
-        self.push(done, Landing(mbarrier, size, now))
+        self.push(done, CopyInFlight(mbarrier, size, now))
         self.mark(warp, operation.opcode, now, warp.at - 1)
         self.span(warp, "copies", now, done, f"{size} bytes")
         return now + operation.latency

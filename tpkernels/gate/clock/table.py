@@ -14,7 +14,7 @@ from tpkernels.gate.clock.instructions import Instruction
 from tpkernels.gate.clock.operands import Meaning, UnknownOperand, destination, following, is_predicate
 
 
-class Kind(IntEnum):
+class OpcodeKind(IntEnum):
     """What is done beyond issue, pipe and scoreboard. PLAIN is by far the most frequent."""
 
     PLAIN = 0
@@ -31,7 +31,7 @@ class Row(NamedTuple):
     pipe: str  # of `PIPES`
     means: Callable[..., Meaning | None]  # of an instruction; None: its results are unknown
     latency: float = 12.0  # from issue to the release of the instruction's scoreboard
-    kind: Kind = Kind.PLAIN
+    kind: OpcodeKind = OpcodeKind.PLAIN
 
 
 class UnknownInstruction(ValueError):
@@ -129,15 +129,15 @@ _ROWS: Mapping[str, Row] = {
     "FLO": Row("xu", arithmetic.find_leading_one, 22.0),
     "POPC": Row("xu", arithmetic.count_ones, 22.0),
     "BREV": Row("xu", arithmetic.reverse_bits, 22.0),
-    "LDS": Row("mio", memory.shared_load, 29.0, Kind.ACCESS),
-    "LDSM": Row("mio", _unknown, 33.0, Kind.ACCESS),
-    "STS": Row("mio", memory.shared_store, 18.0, Kind.ACCESS),
-    "STSM": Row("mio", _nothing, 18.0, Kind.ACCESS),
-    "ATOMS": Row("mio", _unknown, 60.0, Kind.ACCESS),
-    "LDG LD": Row("mio", memory.global_load, kind=Kind.GLOBAL),
-    "LDGSTS": Row("mio", memory.global_to_shared, kind=Kind.GLOBAL),
-    "STG ST ATOM ATOMG": Row("mio", memory.global_store, kind=Kind.GLOBAL),
-    "RED REDG": Row("mio", memory.global_store, 20.0, Kind.GLOBAL),
+    "LDS": Row("mio", memory.shared_load, 29.0, OpcodeKind.ACCESS),
+    "LDSM": Row("mio", _unknown, 33.0, OpcodeKind.ACCESS),
+    "STS": Row("mio", memory.shared_store, 18.0, OpcodeKind.ACCESS),
+    "STSM": Row("mio", _nothing, 18.0, OpcodeKind.ACCESS),
+    "ATOMS": Row("mio", _unknown, 60.0, OpcodeKind.ACCESS),
+    "LDG LD": Row("mio", memory.global_load, kind=OpcodeKind.GLOBAL),
+    "LDGSTS": Row("mio", memory.global_to_shared, kind=OpcodeKind.GLOBAL),
+    "STG ST ATOM ATOMG": Row("mio", memory.global_store, kind=OpcodeKind.GLOBAL),
+    "RED REDG": Row("mio", memory.global_store, 20.0, OpcodeKind.GLOBAL),
     "LDL": Row("mio", memory.local_load, 60.0),
     "STL": Row("mio", memory.local_store, 20.0),
     "SHFL": Row("mio", predicates.shuffle, 24.0),
@@ -161,13 +161,13 @@ _ROWS: Mapping[str, Row] = {
     "ELECT": Row("", predicates.elect),
     "S2UR": Row("", predicates.special, 30.0),
     "LDC": Row("", memory.constant_load, 40.0),
-    "HGMMA QGMMA IGMMA": Row("", _unknown, kind=Kind.PRODUCT),
-    "HMMA IMMA": Row("", _unknown, 33.0, Kind.PRODUCT_ALONE),
-    "WARPGROUP": Row("", _nothing, kind=Kind.AWAIT_PRODUCTS),
+    "HGMMA QGMMA IGMMA": Row("", _unknown, kind=OpcodeKind.PRODUCT),
+    "HMMA IMMA": Row("", _unknown, 33.0, OpcodeKind.PRODUCT_ALONE),
+    "WARPGROUP": Row("", _nothing, kind=OpcodeKind.AWAIT_PRODUCTS),
     "UTMALDG": Row("", memory.tensor_copy),
     "UTMASTG UTMAREDG": Row("", memory.tensor_put),
-    "UTMACMDFLUSH LDGDEPBAR": Row("", _nothing, kind=Kind.COMMIT),
-    "DEPBAR": Row("", _nothing, kind=Kind.AWAIT_GROUPS),
+    "UTMACMDFLUSH LDGDEPBAR": Row("", _nothing, kind=OpcodeKind.COMMIT),
+    "DEPBAR": Row("", _nothing, kind=OpcodeKind.AWAIT_GROUPS),
     "MEMBAR FENCE CGAERRBAR": Row("", _nothing, 30.0),
     "ERRBAR": Row("", _nothing, 20.0),
     "B2R QSPC": Row("", _unknown),

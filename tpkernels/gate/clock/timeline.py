@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Span(NamedTuple):
-    """A stretch of a time line."""
+class WarpSpan(NamedTuple):
+    """An interval of cycles in which a warp did one kind of work."""
 
     block: int
     warp: int
@@ -18,7 +18,7 @@ class Span(NamedTuple):
     what: str
 
 
-class Mark(NamedTuple):
+class Issue(NamedTuple):
     """The issue of an instruction that tells tiles and steps apart: a product, wait, copy, put, EXIT."""
 
     block: int
@@ -28,7 +28,7 @@ class Mark(NamedTuple):
     step: int  # its index in the program
 
 
-class Wait(NamedTuple):
+class WarpWait(NamedTuple):
     """A warp waited for a load or a copy."""
 
     block: int
@@ -52,6 +52,6 @@ class Run:
     fetched: int  # bytes, from global memory
     copied: int  # of these, by the copy engine
     stored: int  # bytes, to it
-    marks: tuple[Mark, ...]
-    waits: tuple[Wait, ...]
-    spans: tuple[Span, ...]  # empty if they were switched off
+    marks: tuple[Issue, ...]
+    waits: tuple[WarpWait, ...]
+    spans: tuple[WarpSpan, ...]  # empty if they were switched off

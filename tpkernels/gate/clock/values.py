@@ -73,7 +73,7 @@ class Constants:
 
 
 @dataclass(slots=True)
-class Block:
+class BlockValues:
     """What the warps of a block share."""
 
     program: tuple[int, int, int]  # its ids
@@ -97,7 +97,7 @@ class WarpState:
         "warp",
     )
 
-    def __init__(self, warp: int, block: Block) -> None:
+    def __init__(self, warp: int, block: BlockValues) -> None:
         self.warp = warp  # its number in the block
         self.block = block
         self.at = 0  # index of the next instruction

@@ -14,9 +14,9 @@ from typing import Protocol
 from torch import Tensor
 
 from tpkernels.gate.ahead_of_time import Entry
-from tpkernels.gate.catalog import recipes
-from tpkernels.gate.clock.launch import Built, Launch, WrongLaunch, launch_of
-from tpkernels.gate.recording import Recipe
+from tpkernels.gate.catalog import entry_specs
+from tpkernels.gate.clock.launch import Built, SmLaunch, WrongLaunch, launch_of
+from tpkernels.gate.recording import EntrySpec
 from tpkernels.kernels import launch
 from tpkernels.kernels.scaled import SECTOR
 from tpkernels.kernels.tiles import MatmulTile
@@ -69,7 +69,7 @@ class Workload(Protocol):
     @property
     def group(self) -> int: ...  # tiles of a column that are computed in a row
 
-    def on_one(self, built: Built, tiles: int, steps: int) -> Launch:
+    def on_one(self, built: Built, tiles: int, steps: int) -> SmLaunch:
         """So many tiles of so many steps on one SM."""
 
 
@@ -88,14 +88,14 @@ class EntryWorkload:
 
     @cached_property
     def product(self) -> Product | None:
-        tile = self._recipe.of.tile
+        tile = self._spec.of.tile
         if tile is None:
             return None
         return Product(
             tile.block_rows,
             tile.block_cols,
             tile.block_depth,
-            self._recipe.of.dtype.itemsize,
+            self._spec.of.dtype.itemsize,
             weights=2 if self._kernel == "glu" else 1,
             pairs=2 if self._kernel == "dgrad_pairs" or "/two" in self.name else 1,
             beside=self._scales(tile) if self.entry.constants.get("BY_BLOCK") else 0,
@@ -103,7 +103,7 @@ class EntryWorkload:
 
     @cached_property
     def shape(self) -> tuple[int, int, int]:
-        tile, of = self._recipe.of.tile, self._recipe.of
+        tile, of = self._spec.of.tile, self._spec.of
         if tile is None:
             return 0, 0, 0
         if self._kernel == "wgrad":
@@ -114,14 +114,14 @@ class EntryWorkload:
 
     @cached_property
     def tiles(self) -> int:
-        tile, (rows, cols, _) = self._recipe.of.tile, self.shape
+        tile, (rows, cols, _) = self._spec.of.tile, self.shape
         if tile is None:
-            of, (block_rows, block_cols) = self._recipe.of, self._shared or (0, 0)
+            of, (block_rows, block_cols) = self._spec.of, self._shared or (0, 0)
             blocks = -(-of.tokens // block_rows) * -(-of.in_features // block_cols) if block_rows else 0
             return blocks or prod(self._launch.grid)
         chunks = {"gather_linear": 1, "scatter_linear": RANKS}.get(
             self._kernel, 0
-        ) * self._recipe.of.chunks or 1
+        ) * self._spec.of.chunks or 1
         return chunks * -(-rows // chunks // tile.block_rows) * -(-cols // tile.block_cols) * tile.splits
 
     @cached_property
@@ -131,7 +131,7 @@ class EntryWorkload:
 
     @property
     def unit(self) -> int:
-        tile = self._recipe.of.tile
+        tile = self._spec.of.tile
         return self._row_tiles * tile.splits if tile else 1
 
     @cached_property
@@ -140,28 +140,28 @@ class EntryWorkload:
 
     @property
     def group(self) -> int:
-        tile = self._recipe.of.tile
+        tile = self._spec.of.tile
         return tile.group if tile else 1
 
-    def on_one(self, built: Built, tiles: int, steps: int) -> Launch:
-        recipe, blocks = _on_one(self._recipe), None
+    def on_one(self, built: Built, tiles: int, steps: int) -> SmLaunch:
+        spec, blocks = _on_one(self._spec), None
         if self._shared:
             rows, cols = self._shared
-            recipe = _of_sizes(recipe, tiles * rows, cols, recipe.of.out_features)
+            spec = _of_sizes(spec, tiles * rows, cols, spec.of.out_features)
         elif self.product is None:
             blocks = tiles
         elif tiles % self.unit:
             raise WrongLaunch(f"{self.name}: expected a multiple of {self.unit} tiles, got {tiles}")
         else:
-            tile = recipe.of.tile
+            tile = spec.of.tile
             assert tile is not None
             # rows of a ragged result start at multiples of nothing
-            cols = tiles // self.unit * tile.block_cols - recipe.of.ragged
+            cols = tiles // self.unit * tile.block_cols - spec.of.ragged
             depth = steps * tile.splits * tile.block_depth
             if self._kernel == "scatter_linear":
-                recipe = replace(recipe, of=replace(recipe.of, chunks=1))
-            recipe = _of_sizes(recipe, *self._layer(self._row_tiles * tile.block_rows, cols, depth))
-        one, constants = recipe.launch(), self.entry.constants
+                spec = replace(spec, of=replace(spec.of, chunks=1))
+            spec = _of_sizes(spec, *self._layer(self._row_tiles * tile.block_rows, cols, depth))
+        one, constants = spec.launch(), self.entry.constants
         named = dict(zip(one.kernel.arg_names, one.arguments, strict=False))
         given = {**one.constants, **named, "GROUP": constants.get("GROUP")}  # any order of tiles will do
         other = [name for name, value in constants.items() if given.get(name) != value]
@@ -172,16 +172,16 @@ class EntryWorkload:
         return launch_of(built, [v for name, v in named.items() if name not in constants], one.grid, blocks)
 
     @cached_property
-    def _recipe(self) -> Recipe:
-        recipe = recipes()[self.name]
+    def _spec(self) -> EntrySpec:
+        spec = entry_specs()[self.name]
         if self.sizes is None:
-            return recipe
+            return spec
         tokens, out_features, in_features = self.sizes
-        return _of_sizes(recipe, tokens, in_features, out_features)
+        return _of_sizes(spec, tokens, in_features, out_features)
 
     @cached_property
     def _launch(self) -> launch.Launch:
-        return self._recipe.launch()
+        return self._spec.launch()
 
     @property
     def _kernel(self) -> str:
@@ -209,7 +209,7 @@ class EntryWorkload:
     @property
     def _row_tiles(self) -> int:
         """The least that can be: rows come, or leave, in chunks, none of which shares a tile with another."""
-        return {"gather_linear": self._recipe.of.chunks, "scatter_linear": RANKS}.get(self._kernel, 1)
+        return {"gather_linear": self._spec.of.chunks, "scatter_linear": RANKS}.get(self._kernel, 1)
 
     def _layer(self, rows: int, cols: int, depth: int) -> tuple[int, int, int]:
         """Tokens, in_features and out_features of the layer for which the kernel computes such a product."""
@@ -223,10 +223,10 @@ def of_entry(entry: Entry, sizes: tuple[int, int, int] | None = None) -> EntryWo
     return EntryWorkload(entry, sizes)
 
 
-def _of_sizes(recipe: Recipe, tokens: int, in_features: int, out_features: int) -> Recipe:
-    sized = replace(recipe.of, tokens=tokens, in_features=in_features, out_features=out_features)
-    return replace(recipe, of=sized)
+def _of_sizes(spec: EntrySpec, tokens: int, in_features: int, out_features: int) -> EntrySpec:
+    sized = replace(spec.of, tokens=tokens, in_features=in_features, out_features=out_features)
+    return replace(spec, of=sized)
 
 
-def _on_one(recipe: Recipe) -> Recipe:
-    return replace(recipe, target=replace(recipe.target, processors=1))
+def _on_one(spec: EntrySpec) -> EntrySpec:
+    return replace(spec, target=replace(spec.target, processors=1))

@@ -12,7 +12,7 @@ from tpkernels.gate.machine.memory import View, Written
 
 
 @dataclass(frozen=True, eq=False)
-class Event:
+class TraceEvent:
     number: int  # unique in a trace
     where: str  # "linear.py:120"
 
@@ -29,18 +29,18 @@ def _cells(value: object) -> object:
 
 
 @dataclass(frozen=True, eq=False)
-class Init(Event):
+class Init(TraceEvent):
     barrier: int
     count: int
 
 
 @dataclass(frozen=True, eq=False)
-class Invalidate(Event):
+class Invalidate(TraceEvent):
     barrier: int
 
 
 @dataclass(frozen=True, eq=False)
-class Wait(Event):
+class Wait(TraceEvent):
     """Goes on once the phase of this parity has completed."""
 
     barrier: int
@@ -48,7 +48,7 @@ class Wait(Event):
 
 
 @dataclass(frozen=True, eq=False)
-class Expect(Event):
+class Expect(TraceEvent):
     """Arrives once, and adds bytes to what the phase waits for."""
 
     barrier: int
@@ -56,13 +56,13 @@ class Expect(Event):
 
 
 @dataclass(frozen=True, eq=False)
-class Arrive(Event):
+class Arrive(TraceEvent):
     barrier: int
     count: int
 
 
 @dataclass(frozen=True, eq=False)
-class CopyIn(Event):
+class CopyIn(TraceEvent):
     """A TMA load: lands any time later, and counts on its barrier then."""
 
     barrier: int
@@ -72,7 +72,7 @@ class CopyIn(Event):
 
 
 @dataclass(frozen=True, eq=False)
-class Multiply(Event):
+class Multiply(TraceEvent):
     """A wgmma: reads its operands any time until it is retired."""
 
     views: tuple[View, ...]
@@ -81,14 +81,14 @@ class Multiply(Event):
 
 
 @dataclass(frozen=True, eq=False)
-class MultiplyWait(Event):
+class MultiplyWait(TraceEvent):
     """Retires all but the last `pending` multiplications of this role."""
 
     pending: int
 
 
 @dataclass(frozen=True, eq=False)
-class Load(Event):
+class Load(TraceEvent):
     """ld.shared."""
 
     view: View
@@ -96,7 +96,7 @@ class Load(Event):
 
 
 @dataclass(frozen=True, eq=False)
-class Store(Event):
+class Store(TraceEvent):
     """st.shared."""
 
     view: View
@@ -104,12 +104,12 @@ class Store(Event):
 
 
 @dataclass(frozen=True, eq=False)
-class Fence(Event):
+class Fence(TraceEvent):
     """Makes what this role stored to shared memory visible to TMA and wgmma."""
 
 
 @dataclass(frozen=True, eq=False)
-class CopyOut(Event):
+class CopyOut(TraceEvent):
     """A TMA store: reads its buffer any time until it is retired."""
 
     view: View
@@ -118,14 +118,14 @@ class CopyOut(Event):
 
 
 @dataclass(frozen=True, eq=False)
-class StoreWait(Event):
+class StoreWait(TraceEvent):
     """Retires the reads of all but the last `pending` TMA stores of this role."""
 
     pending: int
 
 
 @dataclass(frozen=True, eq=False)
-class Global(Event):
+class Global(TraceEvent):
     """Loads and stores through pointers."""
 
     effect: Callable[[Written], None] = field(repr=False)
@@ -134,7 +134,7 @@ class Global(Event):
 @dataclass(frozen=True)
 class Role:
     name: str
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from tpkernels.gate.machine.events import (
 from tpkernels.gate.machine.faults import Misuse
 from tpkernels.gate.machine.memory import Descriptor, View, Written
 from tpkernels.gate.machine.recorder import current, ready_after, require_like
-from tpkernels.gate.machine.values import Block
+from tpkernels.gate.machine.values import TensorBlock
 
 
 def init(mbarrier: View, count: int) -> None:
@@ -88,13 +88,13 @@ def fence_async_shared(cluster: bool = False) -> None:
     current().emit(Fence)
 
 
-def load_shared(view: View, layout: Any) -> Block:
-    loaded = Block(torch.empty(view.shape, dtype=view.allocation.data.dtype, device="meta"))
+def load_shared(view: View, layout: Any) -> TensorBlock:
+    loaded = TensorBlock(torch.empty(view.shape, dtype=view.allocation.data.dtype, device="meta"))
     current().emit(Load, view, lambda: loaded.put(view.get()))
     return loaded
 
 
-def store_shared(view: View, value: Block) -> None:
+def store_shared(view: View, value: TensorBlock) -> None:
     require_like(view, value.shape, value.dtype, "a store")
     value.require_ready()
     current().emit(Store, view, lambda: view.put(value.value()))
@@ -106,36 +106,36 @@ View.load, View.store = load_shared, store_shared  # type: ignore[attr-defined]
 class Accumulator:
     """What an asynchronous `warpgroup_mma` returns: registers that are no tensor before a wait."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: TensorBlock) -> None:
         self.block = block
 
 
-def warpgroup_mma_init(value: Block) -> Accumulator:
+def warpgroup_mma_init(value: TensorBlock) -> Accumulator:
     value.require_ready()
     return Accumulator(value)
 
 
 def warpgroup_mma(
-    a: View | Block,
+    a: View | TensorBlock,
     b: View,
-    acc: Block | Accumulator,
+    acc: TensorBlock | Accumulator,
     *,
     use_acc: bool = True,
     precision: str | None = None,
     max_num_imprecise_acc: int | None = None,
     is_async: bool = False,
-) -> Block | Accumulator:
+) -> TensorBlock | Accumulator:
     before = acc.block if isinstance(acc, Accumulator) else acc
     (rows, depth), (other_depth, cols) = a.shape, b.shape
     if depth != other_depth or list(before.shape) != [rows, cols] or a.dtype != b.dtype:
         raise Misuse(f"warpgroup_mma of {a.shape} {a.dtype}, {b.shape} {b.dtype} into {before.shape}")
-    if isinstance(a, Block):
+    if isinstance(a, TensorBlock):
         a.require_ready()
-    product = Block(before.meta)
+    product = TensorBlock(before.meta)
     operands: list[torch.Tensor] = []
 
     def read() -> None:
-        operands[:] = [(a.value() if isinstance(a, Block) else a.get()).float(), b.get().float()]
+        operands[:] = [(a.value() if isinstance(a, TensorBlock) else a.get()).float(), b.get().float()]
 
     def finish() -> None:
         term = operands[0] @ operands[1]

@@ -12,7 +12,7 @@ from tpkernels.gate.machine.events import Global
 from tpkernels.gate.machine.faults import Misuse
 from tpkernels.gate.machine.memory import View, Written, require_inside, storage_of
 from tpkernels.gate.machine.recorder import current
-from tpkernels.gate.machine.values import Block, Pointer, Scalar, apply, constant, torch_dtype
+from tpkernels.gate.machine.values import Pointer, Scalar, TensorBlock, apply, constant, torch_dtype
 
 
 def program_id(axis: int) -> Scalar:
@@ -48,31 +48,31 @@ def allocate_shared_memory(element_ty: Any, shape: Sequence[int], layout: Any = 
     return current().allocate(element_ty, shape)
 
 
-def arange(start: int, end: int, layout: Any = None) -> Block:
+def arange(start: int, end: int, layout: Any = None) -> TensorBlock:
     return constant(lambda device: torch.arange(start, end, dtype=torch.int32, device=device))
 
 
-def full(shape: Sequence[int], value: float, dtype: Any, layout: Any = None) -> Block:
+def full(shape: Sequence[int], value: float, dtype: Any, layout: Any = None) -> TensorBlock:
     return constant(lambda device: torch.full(tuple(shape), value, dtype=torch_dtype(dtype), device=device))
 
 
-def zeros(shape: Sequence[int], dtype: Any, layout: Any = None) -> Block:
+def zeros(shape: Sequence[int], dtype: Any, layout: Any = None) -> TensorBlock:
     return full(shape, 0, dtype)
 
 
-def zeros_like(block: Block) -> Block:
+def zeros_like(block: TensorBlock) -> TensorBlock:
     return apply(torch.zeros_like, block)
 
 
-def full_like(block: Block, value: float) -> Block:
+def full_like(block: TensorBlock, value: float) -> TensorBlock:
     return apply(lambda x: torch.full_like(x, value), block)
 
 
-def load(pointer: Pointer, mask: Block | None = None, other: float = 0.0, **hints: Any) -> Block:
+def load(pointer: Pointer, mask: TensorBlock | None = None, other: float = 0.0, **hints: Any) -> TensorBlock:
     storage, places = storage_of(pointer.tensor), pointer.places()
     if mask is not None:
         places = apply(lambda place, where: torch.broadcast_tensors(place, where)[0], places, mask)
-    loaded = Block(torch.empty(places.shape, dtype=storage.dtype, device="meta"))
+    loaded = TensorBlock(torch.empty(places.shape, dtype=storage.dtype, device="meta"))
 
     def effect(written: Written) -> None:
         inside = torch.ones((), dtype=torch.bool) if mask is None else mask.value()
@@ -84,7 +84,7 @@ def load(pointer: Pointer, mask: Block | None = None, other: float = 0.0, **hint
     return loaded
 
 
-def store(pointer: Pointer, value: Block, mask: Block | None = None, **hints: Any) -> None:
+def store(pointer: Pointer, value: TensorBlock, mask: TensorBlock | None = None, **hints: Any) -> None:
     dtype = pointer.tensor.dtype
     stored, places = apply(lambda x: x.to(dtype), value), pointer.places()
 
@@ -125,10 +125,10 @@ def _either(of_numbers: Callable[..., Any], of_tensors: Callable[..., Tensor]) -
     """A function of numbers or blocks."""
 
     def function(*arguments: Any, **hints: Any) -> Any:
-        if not any(isinstance(argument, Block) for argument in arguments):
+        if not any(isinstance(argument, TensorBlock) for argument in arguments):
             return of_numbers(*arguments)
-        dtype = next(a.meta.dtype for a in arguments if isinstance(a, Block))
-        as_tensors = [a if isinstance(a, Block) else constant(_scalar(a, dtype)) for a in arguments]
+        dtype = next(a.meta.dtype for a in arguments if isinstance(a, TensorBlock))
+        as_tensors = [a if isinstance(a, TensorBlock) else constant(_scalar(a, dtype)) for a in arguments]
         return apply(of_tensors, *as_tensors)
 
     return function
@@ -138,51 +138,51 @@ def _scalar(number: float, dtype: torch.dtype) -> Callable[[str], Tensor]:
     return lambda device: torch.tensor(number, dtype=dtype, device=device)
 
 
-def where(condition: Block, x: Any, y: Any) -> Block:
+def where(condition: TensorBlock, x: Any, y: Any) -> TensorBlock:
     return apply(torch.where, condition, x, y)
 
 
-def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[Block], Block]:
+def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[TensorBlock], TensorBlock]:
     return lambda block: apply(function, block)
 
 
-def total(block: Block, axis: int | None = None) -> Block:
+def total(block: TensorBlock, axis: int | None = None) -> TensorBlock:
     return apply(lambda x: x.sum() if axis is None else x.sum(axis), block)
 
 
-def largest(block: Block, axis: int) -> Block:
+def largest(block: TensorBlock, axis: int) -> TensorBlock:
     return apply(lambda x: x.amax(axis), block)
 
 
-def smallest(block: Block, axis: int) -> Block:
+def smallest(block: TensorBlock, axis: int) -> TensorBlock:
     return apply(lambda x: x.amin(axis), block)
 
 
-def reshape(block: Block, *shape: Any) -> Block:
+def reshape(block: TensorBlock, *shape: Any) -> TensorBlock:
     return block.reshape(*shape)
 
 
-def permute(block: Block, *order: Any) -> Block:
+def permute(block: TensorBlock, *order: Any) -> TensorBlock:
     return block.permute(*order)
 
 
-def trans(block: Block) -> Block:
+def trans(block: TensorBlock) -> TensorBlock:
     return block.T
 
 
-def split(block: Block) -> tuple[Block, Block]:
+def split(block: TensorBlock) -> tuple[TensorBlock, TensorBlock]:
     return block.split()
 
 
-def join(left: Block, right: Block) -> Block:
+def join(left: TensorBlock, right: TensorBlock) -> TensorBlock:
     return apply(lambda x, y: torch.stack([x, y], -1), left, right)
 
 
-def expand_dims(block: Block, axis: int) -> Block:
+def expand_dims(block: TensorBlock, axis: int) -> TensorBlock:
     return apply(lambda x: x.unsqueeze(axis), block)
 
 
-def cast(block: Block, dtype: Any) -> Block:
+def cast(block: TensorBlock, dtype: Any) -> TensorBlock:
     return block.to(dtype)
 
 
@@ -191,7 +191,7 @@ _ASSEMBLY: dict[str, Callable[..., Tensor]] = {"tanh.approx.f32 $0, $1;": torch.
 
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
-) -> Block:
+) -> TensorBlock:
     if asm not in _ASSEMBLY:
         raise NotImplementedError(f"the machine does not know the assembly {asm!r}")
     return apply(_ASSEMBLY[asm], *args)

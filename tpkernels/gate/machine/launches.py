@@ -17,7 +17,7 @@ from tpkernels.gate.machine.recorder import Recorder, recording
 from tpkernels.kernels import launch
 from tpkernels.kernels.target import Target
 
-Grid = tuple[int, ...]
+LaunchGrid = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Launched:
     """A kernel with its grid and what it was called with: tensors of the CPU, options such as num_warps."""
 
     kernel: Any
-    grid: Grid
+    grid: LaunchGrid
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
 
@@ -53,12 +53,12 @@ class Launched:
         return sum(map(search, different.values()))
 
 
-def run(kernel: Any, grid: Grid, *arguments: Any, schedule: Schedule = EAGER, **constants: Any) -> None:
+def run(kernel: Any, grid: LaunchGrid, *arguments: Any, schedule: Schedule = EAGER, **constants: Any) -> None:
     """See `Launched.run`."""
     Launched(kernel, grid, arguments, constants).run(schedule)
 
 
-def explore(kernel: Any, grid: Grid, *arguments: Any, **constants: Any) -> int:
+def explore(kernel: Any, grid: LaunchGrid, *arguments: Any, **constants: Any) -> int:
     """See `Launched.explore`."""
     return Launched(kernel, grid, arguments, constants).explore()
 
@@ -74,13 +74,13 @@ def emulating(schedule: Schedule | None = EAGER, *, processors: int = 2) -> Iter
     """
     launched: list[Launched] = []
 
-    def start(kernel: Any, grid: Grid) -> Callable[..., object]:
+    def start(kernel: Any, grid: LaunchGrid) -> Callable[..., object]:
         if not getattr(kernel, "is_gluon", bool)():
             started: Callable[..., object] = kernel[grid]
             return started
         return partial(_start, kernel, grid)
 
-    def _start(kernel: Any, grid: Grid, *arguments: Any, **constants: Any) -> None:
+    def _start(kernel: Any, grid: LaunchGrid, *arguments: Any, **constants: Any) -> None:
         launched.append(Launched(kernel, grid, arguments, constants))
         if schedule:
             launched[-1].run(schedule)

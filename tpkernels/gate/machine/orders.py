@@ -12,7 +12,6 @@ from typing import Literal
 from tpkernels.gate.machine.events import (
     CopyIn,
     CopyOut,
-    Event,
     Global,
     Load,
     Multiply,
@@ -20,11 +19,12 @@ from tpkernels.gate.machine.events import (
     Store,
     StoreWait,
     Trace,
+    TraceEvent,
 )
 from tpkernels.gate.machine.faults import Fault
 from tpkernels.gate.machine.memory import Written
-from tpkernels.gate.machine.program import Program
-from tpkernels.gate.machine.steps import State, Steps, Writers
+from tpkernels.gate.machine.program import TraceProgram
+from tpkernels.gate.machine.steps import OrderState, Steps, Writers
 
 MAX_STATES = 2_000_000  # that a search goes through
 
@@ -55,7 +55,7 @@ class Emulator:
     """One program under one schedule."""
 
     def __init__(self, trace: Trace, schedule: Schedule, written: Written) -> None:
-        self.program = Program(trace)
+        self.program = TraceProgram(trace)
         self.expected: dict[int, Writers] = {}  # what each read finds in this order
         self._steps = Steps(self.program, self.expected, learning=True)
         self._schedule, self._written = schedule, written
@@ -75,7 +75,7 @@ class Emulator:
             fault.path = tuple(self._path)
             raise
 
-    def _moves(self, state: State) -> Sequence[Callable[[], State]]:
+    def _moves(self, state: OrderState) -> Sequence[Callable[[], OrderState]]:
         """What may happen next under this schedule."""
         roles = self._steps.ready(state)
         roles = [role for role in roles if role != self._schedule.starved] or roles
@@ -85,14 +85,14 @@ class Emulator:
             return goes + lands
         return (lands or goes) if self._schedule.landing == "early" else (goes or lands)
 
-    def _advance(self, state: State, role: int) -> State:
+    def _advance(self, state: OrderState, role: int) -> OrderState:
         self._path.append(self._steps.going_on(state, role))
         after, events = self._steps.advance(state, role)
         for event in events:
             self._carry_out(event, (state.segment, role))
         return after
 
-    def _land(self, state: State, barrier: int) -> State:
+    def _land(self, state: OrderState, barrier: int) -> OrderState:
         after, landed = self._steps.land(state, barrier)
         for number in landed:
             copy = self.program.copies[number]
@@ -100,7 +100,7 @@ class Emulator:
             copy.land()
         return after
 
-    def _carry_out(self, event: Event, who: tuple[int, int]) -> None:
+    def _carry_out(self, event: TraceEvent, who: tuple[int, int]) -> None:
         if isinstance(event, CopyIn):
             event.view.put(float("nan"))  # until it lands
         elif isinstance(event, (Load, Store)):
@@ -140,7 +140,7 @@ class Emulator:
 def expectations(trace: Trace) -> dict[int, Writers]:
     """What each read finds when copies land at once and the roles go on in turn."""
     expected: dict[int, Writers] = {}
-    steps = Steps(Program(trace), expected, learning=True)
+    steps = Steps(TraceProgram(trace), expected, learning=True)
     state, path, turn = steps.settle(steps.start()), [], 0
     try:
         while True:
@@ -164,9 +164,9 @@ def search(trace: Trace, expected: dict[int, Writers] | None = None) -> int:
 
     expected: what each read is to find; by default what it finds in the simplest order
     """
-    steps = Steps(Program(trace), expectations(trace) if expected is None else expected, learning=False)
+    steps = Steps(TraceProgram(trace), expectations(trace) if expected is None else expected, learning=False)
     first = steps.settle(steps.start())
-    came_from: dict[State, tuple[State, str] | None] = {first: None}
+    came_from: dict[OrderState, tuple[OrderState, str] | None] = {first: None}
     open_states = [first]
     while open_states:
         state = open_states.pop()
@@ -187,7 +187,7 @@ def search(trace: Trace, expected: dict[int, Writers] | None = None) -> int:
     return len(came_from)
 
 
-def _successors(steps: Steps, state: State) -> Iterator[tuple[str, State]]:
+def _successors(steps: Steps, state: OrderState) -> Iterator[tuple[str, OrderState]]:
     private = steps.private(state)
     if private is not None:  # the others find the same before it as after it
         yield steps.going_on(state, private), steps.advance(state, private)[0]
@@ -199,7 +199,9 @@ def _successors(steps: Steps, state: State) -> Iterator[tuple[str, State]]:
         yield steps.going_on(state, role), steps.advance(state, role)[0]
 
 
-def _path_to(state: State, came_from: dict[State, tuple[State, str] | None]) -> tuple[str, ...]:
+def _path_to(
+    state: OrderState, came_from: dict[OrderState, tuple[OrderState, str] | None]
+) -> tuple[str, ...]:
     path = []
     while (before := came_from[state]) is not None:
         state, doing = before

@@ -17,7 +17,6 @@ from tpkernels.gate.machine.events import (
     Arrive,
     CopyIn,
     CopyOut,
-    Event,
     Expect,
     Fence,
     Init,
@@ -28,6 +27,7 @@ from tpkernels.gate.machine.events import (
     Store,
     StoreWait,
     Trace,
+    TraceEvent,
     Wait,
 )
 
@@ -47,7 +47,7 @@ class Held:
         """What a product or a copy may still read."""
         return frozenset().union(*(cells for _, cells in (*self.multiplied, *self.copied)))
 
-    def after(self, event: Event) -> Held:
+    def after(self, event: TraceEvent) -> Held:
         if isinstance(event, Multiply):
             return Held((*self.multiplied, (event, _cells_of(event))), self.copied, self.unfenced)
         if isinstance(event, MultiplyWait):
@@ -100,12 +100,12 @@ class Track:
 _AT_BARRIER = (Init, Invalidate, Wait, Expect, Arrive, CopyIn)
 
 
-def _cells_of(event: Event) -> Cells:
+def _cells_of(event: TraceEvent) -> Cells:
     views = event.views if isinstance(event, Multiply) else (getattr(event, "view", None),)
     return frozenset(cell for view in views if view for cell in view.cells)
 
 
-def _steps(events: Sequence[Event]) -> list[tuple[int, int]]:
+def _steps(events: Sequence[TraceEvent]) -> list[tuple[int, int]]:
     begins = [
         at
         for at, event in enumerate(events)
@@ -114,7 +114,7 @@ def _steps(events: Sequence[Event]) -> list[tuple[int, int]]:
     return list(zip(begins, [*begins[1:], len(events)], strict=False))  # of no events: none
 
 
-def _arrives(event: Event) -> bool:
+def _arrives(event: TraceEvent) -> bool:
     """Whether it can complete a phase by itself: who expects bytes has yet to see them land."""
     return isinstance(event, Arrive) or (isinstance(event, Expect) and event.nbytes <= 0)
 
@@ -125,7 +125,7 @@ def _private_steps(tracks: tuple[Track, ...]) -> tuple[frozenset[int], ...]:
     return tuple(track.private_steps(shared) for track in tracks)
 
 
-class Program:
+class TraceProgram:
     """A trace, as `steps` goes through it."""
 
     def __init__(self, trace: Trace) -> None:

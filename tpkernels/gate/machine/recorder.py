@@ -12,12 +12,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from tpkernels.gate.machine.events import Event, Multiply, MultiplyWait, Role, Trace
+from tpkernels.gate.machine.events import Multiply, MultiplyWait, Role, Trace, TraceEvent
 from tpkernels.gate.machine.faults import Misuse
 from tpkernels.gate.machine.memory import Allocation, View, assign_cells
 
 MARK = "__machine__"  # a global of every function that runs in the machine
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=TraceEvent)
 
 
 class Recorder:
@@ -25,7 +25,7 @@ class Recorder:
 
     def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -> None:
         self.program, self.grid, self.num_warps = program, grid, num_warps
-        self._events: list[Event] = []
+        self._events: list[TraceEvent] = []
         self._segments: list[tuple[Role, ...]] = []
         self._allocations: list[Allocation] = []
         self._barriers: dict[tuple[int, int], int] = {}
@@ -83,11 +83,11 @@ class Recorder:
         self._close(recorded)
         return results[0]
 
-    def _take(self) -> tuple[Event, ...]:
+    def _take(self) -> tuple[TraceEvent, ...]:
         taken, self._events, self._multiplying = tuple(self._events), [], []
         return taken
 
-    def _close(self, roles: list[tuple[str, tuple[Event, ...]]]) -> None:
+    def _close(self, roles: list[tuple[str, tuple[TraceEvent, ...]]]) -> None:
         self._segments.append(tuple(Role(name, events) for name, events in roles))
 
     def trace(self) -> Trace:

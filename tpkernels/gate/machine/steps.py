@@ -17,18 +17,18 @@ from tpkernels.gate.machine.events import (
     Arrive,
     CopyIn,
     CopyOut,
-    Event,
     Expect,
     Init,
     Invalidate,
     Load,
     Multiply,
     Store,
+    TraceEvent,
     Wait,
 )
 from tpkernels.gate.machine.faults import Deadlock, Misuse, Race, Undrained
 from tpkernels.gate.machine.memory import View
-from tpkernels.gate.machine.program import Program, Track
+from tpkernels.gate.machine.program import TraceProgram, Track
 
 NOTHING = -1  # what a cell holds before anything is written
 Writers = tuple[int, ...]  # the events that wrote each cell of a view
@@ -41,7 +41,7 @@ class Barrier(NamedTuple):
     nbytes: int = 0
 
 
-class State(NamedTuple):
+class OrderState(NamedTuple):
     segment: int
     at: tuple[int, ...]  # of each role: the event that it does next
     barriers: tuple[Barrier | None, ...]
@@ -68,12 +68,12 @@ class _Now:
 class Steps:
     """Steps of a program; `expected`: what each read is to find, or an empty dictionary that learns it."""
 
-    def __init__(self, program: Program, expected: dict[int, Writers], *, learning: bool) -> None:
+    def __init__(self, program: TraceProgram, expected: dict[int, Writers], *, learning: bool) -> None:
         self.program, self.expected, self.learning = program, expected, learning
 
-    def start(self) -> State:
+    def start(self) -> OrderState:
         program = self.program
-        return State(
+        return OrderState(
             0,
             (0,) * len(program.segments[0]),
             (None,) * len(program.barriers),
@@ -81,12 +81,12 @@ class Steps:
             (NOTHING,) * len(program.cells),
         )
 
-    def ready(self, state: State) -> list[int]:
+    def ready(self, state: OrderState) -> list[int]:
         """The roles that can go on."""
         tracks = self.program.segments[state.segment]
         return [role for role, track in enumerate(tracks) if self._can_go_on(state, track, state.at[role])]
 
-    def _can_go_on(self, state: State, track: Track, at: int) -> bool:
+    def _can_go_on(self, state: OrderState, track: Track, at: int) -> bool:
         if at == len(track.events):
             return False
         event = track.events[at]
@@ -94,11 +94,11 @@ class Steps:
             return True
         return self._barrier(state.barriers, event.barrier, event).phase & 1 != event.parity
 
-    def landing(self, state: State) -> list[int]:
+    def landing(self, state: OrderState) -> list[int]:
         """The barriers whose copies can land."""
         return [barrier for barrier, copies in enumerate(state.flying) if copies]
 
-    def landing_matters(self, state: State) -> list[int]:
+    def landing_matters(self, state: OrderState) -> list[int]:
         """Of those, the barriers that the next step of some role touches: all, if no role can go on.
 
         That is enough to find what can happen. To land later changes nothing for a step that does not touch
@@ -112,12 +112,12 @@ class Steps:
         touched = frozenset().union(*steps)
         return [barrier for barrier in landing if barrier in touched]
 
-    def private(self, state: State) -> int | None:
+    def private(self, state: OrderState) -> int | None:
         """A role whose next step no other role can tell, if there is one."""
         private = self.program.private[state.segment]
         return next((role for role, at in enumerate(state.at) if at in private[role]), None)
 
-    def settle(self, state: State) -> State:
+    def settle(self, state: OrderState) -> OrderState:
         """The next segment, if all roles of this one are done."""
         tracks = self.program.segments[state.segment]
         while all(at == len(track.events) for at, track in zip(state.at, tracks, strict=True)):
@@ -129,17 +129,17 @@ class Steps:
             state = state._replace(segment=state.segment + 1, at=(0,) * len(tracks))
         return state
 
-    def finished(self, state: State) -> bool:
+    def finished(self, state: OrderState) -> bool:
         tracks = self.program.segments[-1]
         last = state.segment + 1 == len(self.program.segments)
         return last and all(at == len(track.events) for at, track in zip(state.at, tracks, strict=True))
 
-    def going_on(self, state: State, role: int) -> str:
+    def going_on(self, state: OrderState, role: int) -> str:
         """The next step of a role, in words."""
         track = self.program.segments[state.segment][role]
         return f"{track.name} goes on at {track.events[state.at[role]].where}"
 
-    def advance(self, state: State, role: int) -> tuple[State, Sequence[Event]]:
+    def advance(self, state: OrderState, role: int) -> tuple[OrderState, Sequence[TraceEvent]]:
         """One step of a role, and what it did."""
         tracks = self.program.segments[state.segment]
         begin = state.at[role]
@@ -150,12 +150,12 @@ class Steps:
         for event in tracks[role].events[begin:end]:
             self._do(now, event)
             now.at[role] += 1
-        after = State(
+        after = OrderState(
             state.segment, tuple(now.at), tuple(now.barriers), tuple(now.flying), tuple(now.contents)
         )
         return self.settle(after), tracks[role].events[begin:end]
 
-    def land(self, state: State, barrier: int) -> tuple[State, tuple[int, ...]]:
+    def land(self, state: OrderState, barrier: int) -> tuple[OrderState, tuple[int, ...]]:
         """The copies of a barrier land, until its phase completes."""
         copies = state.flying[barrier]
         one = before = self._barrier(state.barriers, barrier, self.program.copies[copies[0]])
@@ -168,7 +168,7 @@ class Steps:
         flying = (*state.flying[:barrier], copies[landed:], *state.flying[barrier + 1 :])
         return state._replace(barriers=barriers, flying=flying), copies[:landed]
 
-    def _do(self, now: _Now, event: Event) -> None:
+    def _do(self, now: _Now, event: TraceEvent) -> None:
         if isinstance(event, Init):
             if now.barriers[event.barrier] is not None:
                 raise Misuse(f"{event.where}: {self._name(event.barrier)} is initialised again")
@@ -194,7 +194,7 @@ class Steps:
         elif isinstance(event, Multiply):
             self._read(now, event, tuple(cell for view in event.views for cell in view.cells))
 
-    def _arrive(self, now: _Now, event: Event, number: int, count: int, nbytes: int) -> None:
+    def _arrive(self, now: _Now, event: TraceEvent, number: int, count: int, nbytes: int) -> None:
         before = self._barrier(now.barriers, number, event)
         if count > before.missing:
             raise Misuse(
@@ -204,7 +204,7 @@ class Steps:
         after = before._replace(missing=before.missing - count, nbytes=before.nbytes + nbytes)
         now.barriers[number] = _completed(after)
 
-    def _read(self, now: _Now, event: Event, cells: Sequence[int]) -> None:
+    def _read(self, now: _Now, event: TraceEvent, cells: Sequence[int]) -> None:
         found = tuple(now.contents[cell] for cell in cells)
         in_flight = {number for copies in now.flying for number in copies}
         if not isinstance(event, Load):
@@ -221,7 +221,7 @@ class Steps:
                 raise Race(f"{who} before the copy of {self._source(writer)} has landed")
             raise Race(f"{who} and finds what {self._source(writer)} wrote, not {self._source(wanted)}")
 
-    def _write(self, now: _Now, event: Event, view: View) -> None:
+    def _write(self, now: _Now, event: TraceEvent, view: View) -> None:
         for track, at in zip(now.tracks, now.at, strict=True):
             if not track.held[at].read.isdisjoint(view.cells):
                 use = f"a product or copy of {track.name} may still read it"
@@ -235,7 +235,7 @@ class Steps:
         for cell in view.cells:
             now.contents[cell] = event.number
 
-    def _require_fenced(self, now: _Now, event: Event, cells: Sequence[int]) -> None:
+    def _require_fenced(self, now: _Now, event: TraceEvent, cells: Sequence[int]) -> None:
         for track, at in zip(now.tracks, now.at, strict=True):
             if not track.held[at].unfenced.isdisjoint(cells):
                 raise Race(f"{event.where}: no fence after the stores of {track.name} to what is used here")
@@ -257,7 +257,7 @@ class Steps:
         if barrier.missing != barrier.arrivals or barrier.nbytes:
             raise Undrained(f"{event.where}: {self._name(event.barrier)} ends within a phase")
 
-    def require_done(self, state: State) -> None:
+    def require_done(self, state: OrderState) -> None:
         """That a state in which nobody can go on is the end, with nothing left in flight."""
         if not self.finished(state):
             raise Deadlock("nobody can go on: " + "; ".join(self._blocked(state)))
@@ -267,7 +267,7 @@ class Steps:
             if barrier and (barrier.missing != barrier.arrivals or barrier.nbytes):
                 raise Undrained(f"{self._name(number)} ends within a phase: it misses {_missing(barrier)}")
 
-    def _blocked(self, state: State) -> list[str]:
+    def _blocked(self, state: OrderState) -> list[str]:
         told = []
         for track, at in zip(self.program.segments[state.segment], state.at, strict=True):
             if at < len(track.events):
@@ -280,7 +280,7 @@ class Steps:
                 )
         return told
 
-    def _barrier(self, barriers: Sequence[Barrier | None], number: int, event: Event) -> Barrier:
+    def _barrier(self, barriers: Sequence[Barrier | None], number: int, event: TraceEvent) -> Barrier:
         barrier = barriers[number]
         if barrier is None:
             raise Misuse(f"{event.where}: {self._name(number)} is used without being initialised")

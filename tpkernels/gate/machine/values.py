@@ -36,7 +36,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return next(theirs for theirs, ours in _DTYPES if ours == dtype)
 
 
-class Block:
+class TensorBlock:
     """A tensor of a kernel: shape and dtype are known, the value is computed when it is asked for."""
 
     def __init__(
@@ -59,11 +59,11 @@ class Block:
         return triton_dtype(self.meta.dtype)
 
     @property
-    def type(self) -> Block:
+    def type(self) -> TensorBlock:
         return self
 
     @property
-    def T(self) -> Block:
+    def T(self) -> TensorBlock:
         return apply(torch.t, self)
 
     def value(self) -> Tensor:
@@ -76,30 +76,30 @@ class Block:
         assert value.shape == self.meta.shape, (value.shape, self.meta.shape)
         self._value = value
 
-    def to(self, dtype: Any, fp_downcast_rounding: None = None, bitcast: bool = False) -> Block:
+    def to(self, dtype: Any, fp_downcast_rounding: None = None, bitcast: bool = False) -> TensorBlock:
         if bitcast:
             return apply(lambda x: x.view(torch_dtype(dtype)), self)
         return apply(lambda x: x.to(torch_dtype(dtype)), self)
 
-    def reshape(self, *shape: Any) -> Block:
+    def reshape(self, *shape: Any) -> TensorBlock:
         return apply(lambda x: x.reshape(_flat(shape)), self)
 
-    def permute(self, *order: Any) -> Block:
+    def permute(self, *order: Any) -> TensorBlock:
         return apply(lambda x: x.permute(_flat(order)), self)
 
-    def split(self) -> tuple[Block, Block]:
+    def split(self) -> tuple[TensorBlock, TensorBlock]:
         return apply(lambda x: x[..., 0], self), apply(lambda x: x[..., 1], self)
 
-    def sum(self, axis: int) -> Block:
+    def sum(self, axis: int) -> TensorBlock:
         return apply(lambda x: x.sum(axis), self)
 
-    def __neg__(self) -> Block:
+    def __neg__(self) -> TensorBlock:
         return apply(operator.neg, self)
 
-    def __invert__(self) -> Block:
+    def __invert__(self) -> TensorBlock:
         return apply(operator.invert, self)
 
-    def __getitem__(self, index: Any) -> Block:
+    def __getitem__(self, index: Any) -> TensorBlock:
         return apply(lambda x: x[index], self)
 
     def __bool__(self) -> bool:
@@ -111,22 +111,24 @@ def _flat(sizes: Sequence[Any]) -> list[int]:
     return [int(size) for size in nested]
 
 
-def apply(function: Callable[..., Tensor], *arguments: Any) -> Block:
+def apply(function: Callable[..., Tensor], *arguments: Any) -> TensorBlock:
     """function(*arguments), computed later; arguments are blocks, and what torch takes beside tensors."""
-    blocks = [argument for argument in arguments if isinstance(argument, Block)]
+    blocks = [argument for argument in arguments if isinstance(argument, TensorBlock)]
     for block in blocks:
         block.require_ready()
-    meta = function(*(a.meta if isinstance(a, Block) else a for a in arguments))
-    return Block(meta, lambda: function(*(a.value() if isinstance(a, Block) else a for a in arguments)))
+    meta = function(*(a.meta if isinstance(a, TensorBlock) else a for a in arguments))
+    return TensorBlock(
+        meta, lambda: function(*(a.value() if isinstance(a, TensorBlock) else a for a in arguments))
+    )
 
 
-def constant(make: Callable[[str], Tensor]) -> Block:
+def constant(make: Callable[[str], Tensor]) -> TensorBlock:
     """The block that `make` makes on a device."""
-    return Block(make("meta"), lambda: make("cpu"))
+    return TensorBlock(make("meta"), lambda: make("cpu"))
 
 
-def _binary(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Block, Any], Any]:
-    def method(self: Block, other: Any) -> Any:
+def _binary(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[TensorBlock, Any], Any]:
+    def method(self: TensorBlock, other: Any) -> Any:
         if isinstance(other, Pointer):
             return NotImplemented
         return apply(function, other, self) if swapped else apply(function, self, other)
@@ -135,10 +137,10 @@ def _binary(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Blo
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
-    setattr(Block, f"__{_name}__", _binary(getattr(operator, _name), False))
-    setattr(Block, f"__r{_name}__", _binary(getattr(operator, _name), True))
+    setattr(TensorBlock, f"__{_name}__", _binary(getattr(operator, _name), False))
+    setattr(TensorBlock, f"__r{_name}__", _binary(getattr(operator, _name), True))
 for _name in ("and_", "or_", "xor", "lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Block, f"__{_name.strip('_')}__", _binary(getattr(operator, _name), False))
+    setattr(TensorBlock, f"__{_name.strip('_')}__", _binary(getattr(operator, _name), False))
 
 
 class Scalar(int):
@@ -179,9 +181,9 @@ class Pointer:
 
     __radd__ = __add__
 
-    def places(self) -> Block:
+    def places(self) -> TensorBlock:
         """Where in the storage of the tensor it points to."""
         start = self.tensor.storage_offset()
-        if isinstance(self.offset, Block):
+        if isinstance(self.offset, TensorBlock):
             return apply(lambda offset: offset.to(torch.int64) + start, self.offset)
         return constant(lambda device: torch.tensor(self.offset + start, device=device))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 
-Number = int | float
+Numeric = int | float
 Expression = int | float | str
 
-_OPERATORS: Mapping[type[ast.operator], Callable[[Number, Number], Number]] = {
+_OPERATORS: Mapping[type[ast.operator], Callable[[Numeric, Numeric], Numeric]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
     ast.Mult: lambda a, b: a * b,
@@ -16,10 +16,10 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Mod: lambda a, b: a % b,
     ast.Div: lambda a, b: a / b,
 }
-_FUNCTIONS: Mapping[str, Callable[..., Number]] = {"cdiv": lambda a, b: -(-a // b), "min": min, "max": max}
+_FUNCTIONS: Mapping[str, Callable[..., Numeric]] = {"cdiv": lambda a, b: -(-a // b), "min": min, "max": max}
 
 
-def value_of(expression: Expression, names: Mapping[str, Number]) -> Number:
+def value_of(expression: Expression, names: Mapping[str, Numeric]) -> Numeric:
     """ValueError says what is wrong with it.
 
     >>> value_of("cdiv(M, 128) * 2", {"M": 300})
@@ -35,7 +35,7 @@ def value_of(expression: Expression, names: Mapping[str, Number]) -> Number:
         raise ValueError(f"{expression!r} has no value: {error}") from error
 
 
-def whole_number(expression: Expression, names: Mapping[str, Number], least: int = 0) -> int:
+def whole_number(expression: Expression, names: Mapping[str, Numeric], least: int = 0) -> int:
     """ValueError for fractions, too, and for what is less than `least`."""
     value = value_of(expression, names)
     if type(value) is not int or value < least:
@@ -43,7 +43,7 @@ def whole_number(expression: Expression, names: Mapping[str, Number], least: int
     return value
 
 
-def _value(node: ast.expr, names: Mapping[str, Number]) -> Number:
+def _value(node: ast.expr, names: Mapping[str, Numeric]) -> Numeric:
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return value

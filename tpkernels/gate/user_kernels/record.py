@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NewType
 
 from tpkernels.gate.ahead_of_time import Constant
-from tpkernels.gate.user_kernels.expressions import Expression, Number, value_of, whole_number
+from tpkernels.gate.user_kernels.expressions import Expression, Numeric, value_of, whole_number
 from tpkernels.gate.user_kernels.rules import DEFAULT_RULES
 from tpkernels.kernels.target import H100
 
@@ -58,8 +58,8 @@ class Values:
     grid: tuple[int, ...]
     shapes: Mapping[str, tuple[int, ...]]  # of each tensor
     strides: Mapping[str, tuple[int, ...]]
-    numbers: Mapping[str, Number]  # of each other argument
-    names: Mapping[str, Number]  # sizes, constants and numbers: what expressions may use
+    numbers: Mapping[str, Numeric]  # of each other argument
+    names: Mapping[str, Numeric]  # sizes, constants and numbers: what expressions may use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class OwnKernel:
         return {**self.sizes, rows: block_rows, cols: tiles * block_cols, depth: steps * block_depth}
 
     @property
-    def _constants(self) -> dict[str, Number]:
+    def _constants(self) -> dict[str, Numeric]:
         return {
             name: value
             for name, value in self.constants.items()
@@ -145,7 +145,7 @@ class OwnKernel:
         grid = tuple(_told("grid", whole_number, one, names, 1) for one in self.grid)
         return Values(grid, shapes, strides, numbers, names)
 
-    def _each(self, key: str, name: str, names: Mapping[str, Number], least: int) -> tuple[int, ...]:
+    def _each(self, key: str, name: str, names: Mapping[str, Numeric], least: int) -> tuple[int, ...]:
         expressions = getattr(self, key)[name]
         return tuple(_told(f"{key}.{name}", whole_number, one, names, least) for one in expressions)
 
@@ -157,7 +157,7 @@ def _told(key: str, function: Any, *arguments: Any) -> Any:
         raise ConfigError(key, error) from error
 
 
-def _of_type(key: str, number: Number, kind: str) -> Number:
+def _of_type(key: str, number: Numeric, kind: str) -> Numeric:
     if kind.startswith(("fp", "bf")):
         return float(number)
     bits, signed = int(kind[1:]), kind[0] == "i" and kind != "i1"

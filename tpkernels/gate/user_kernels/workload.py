@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tpkernels.gate.clock.launch import Built, Launch, launch_of
+from tpkernels.gate.clock.launch import Built, SmLaunch, launch_of
 from tpkernels.gate.clock.workload import Product
 from tpkernels.gate.user_kernels.record import DTYPES, OwnKernel, TensorType, Values
 
@@ -60,7 +60,7 @@ class OwnWorkload:
         """Whether the grid asks how many processors there are."""
         return self.own.at(self.own.sizes, processors=1).grid != self._values.grid
 
-    def on_one(self, built: Built, tiles: int, steps: int) -> Launch:
+    def on_one(self, built: Built, tiles: int, steps: int) -> SmLaunch:
         if not self.own.tile:
             return launch_of(built, list(self._passed(self._values)), self._values.grid, tiles)
         values = self.own.at(self.own.of_tiles(tiles, steps), processors=1)

@@ -206,14 +206,7 @@ def get_expert_tensor_parallel_rank() -> int | None:
 
 def get_all_ranks() -> str:
     """This rank's tensor, data, context, pipeline and expert ranks, joined by "_"."""
-    ranks = (
-        table.TENSOR.rank(),
-        get_data_parallel_rank(),
-        get_context_parallel_rank(),
-        table.PIPELINE.rank(),
-        get_expert_model_parallel_rank(),
-    )
-    return "_".join(map(str, ranks))
+    return table.all_ranks(get_data_parallel_rank, get_context_parallel_rank, get_expert_model_parallel_rank)
 
 
 def _required(name: str, made_by: str) -> ProcessGroup:

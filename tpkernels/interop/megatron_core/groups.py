@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.interop.megatron_core import parallel_state
 from tpkernels.runtime.state import ParallelState, ParallelStateError
 from tpkernels.topology.groups import Kind
-from tpkernels.topology.listed import ListedPlan
+from tpkernels.topology.plan import ListedPlan
 
 
 @dataclass(init=False, repr=False)

@@ -65,7 +65,7 @@ class MegatronImportedError(RuntimeError):
 
 def install() -> None:
     """From now on `import megatron.core.parallel_state` and the modules of `tensor_parallel` give ours."""
-    if _Slot.finder is not None:
+    if _PerProcess.finder is not None:
         return
     imported = sorted(name for name in sys.modules if name == "megatron.core" or name in SERVED)
     if imported:
@@ -73,8 +73,8 @@ def install() -> None:
             f"install() must be called before Megatron is imported, but {', '.join(imported)} "
             f"{'is' if len(imported) == 1 else 'are'} imported already: call it in the program's first lines"
         )
-    _Slot.finder = _Finder()
-    sys.meta_path.insert(0, _Slot.finder)
+    _PerProcess.finder = _Finder()
+    sys.meta_path.insert(0, _PerProcess.finder)
 
 
 def uninstall() -> None:
@@ -82,10 +82,10 @@ def uninstall() -> None:
 
     Modules that hold names of the forgotten ones keep them.
     """
-    if _Slot.finder is None:
+    if _PerProcess.finder is None:
         return
-    sys.meta_path.remove(_Slot.finder)
-    _Slot.finder = None
+    sys.meta_path.remove(_PerProcess.finder)
+    _PerProcess.finder = None
     for name in [
         name for name in sys.modules if name == "megatron.core" or name.startswith("megatron.core.")
     ]:
@@ -107,7 +107,9 @@ def installed() -> Iterator[None]:
         uninstall()
 
 
-class _Slot:
+class _PerProcess:
+    """The finder in `sys.meta_path`, if replacing was asked for."""
+
     finder: _Finder | None = None
 
 

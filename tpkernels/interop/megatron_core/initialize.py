@@ -24,7 +24,7 @@ from tpkernels.interop.megatron_core.rank_lists import (
 from tpkernels.parallel_state.table import public_names
 from tpkernels.runtime import c10d
 from tpkernels.runtime import initialize as runtime
-from tpkernels.runtime import state as slot
+from tpkernels.runtime import state as runtime_state
 from tpkernels.runtime.initialize import as_text, start
 from tpkernels.runtime.listed_groups import Listed, create_listed_groups
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind
@@ -115,7 +115,7 @@ def initialize_model_parallel(
         wanted = asked[0].further_groups(settings, twins)
         if wanted:
             further = create_listed_groups(wanted, what="Megatron's groups", timeout=limit)
-            slot.install(replace(state, further=further))
+            runtime_state.install(replace(state, further=further))
         memory_buffer.set_global_memory_buffer()
     except BaseException:
         destroy_model_parallel()
@@ -138,7 +138,7 @@ def create_all_gather_groups(
 
     They are the caller's: `torch.distributed.destroy_process_group` destroys them.
     """
-    plan, configs = slot.current().plan, nccl_comm_cfgs or {}
+    plan, configs = runtime_state.current().plan, nccl_comm_cfgs or {}
     wanted = {"dp_cp": Listed(plan.groups["dp_cp"], options=get_nccl_options("dp_cp", configs))}
     if for_expert_parallelism:
         wanted["ep_dp"] = Listed(plan.groups["expert_dp"], options=get_nccl_options("ep_dp", configs))
@@ -203,7 +203,7 @@ def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any)
 
 def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
     """Change the time-out of a group, by default of all groups of the parallel state, after a barrier."""
-    state = slot.current_or_none()
+    state = runtime_state.current_or_none()
     dist.barrier(pg)
     groups = [pg] if pg is not None else [c10d.default_group()]
     if pg is None and state is not None:
@@ -237,7 +237,7 @@ def _limit(minutes: float) -> timedelta | None:
     return None if minutes == 30 else timedelta(minutes=minutes)
 
 
-def _twins_needed(state: slot.ParallelState) -> tuple[str, ...]:
+def _twins_needed(state: runtime_state.ParallelState) -> tuple[str, ...]:
     return () if c10d.takes_cpu_tensors_by_gloo(state.process_group("dp")) else GLOO_TWINS
 
 

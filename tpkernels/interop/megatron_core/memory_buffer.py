@@ -51,45 +51,47 @@ class GlobalMemoryBuffer:
         return held[:needed].view(*tensor_shape)
 
 
-class _Slot:
+class _PerProcess:
+    """The buffers that `get_global_memory_buffer` and its symmetric twin return."""
+
     buffer: GlobalMemoryBuffer | None = None
     symmetric: Any = None  # Megatron's own
 
 
 def set_global_memory_buffer() -> None:
     """Make a new buffer, for a new parallel state."""
-    _Slot.buffer = GlobalMemoryBuffer()
+    _PerProcess.buffer = GlobalMemoryBuffer()
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
     """Return the buffer of the current parallel state, or raise."""
-    if _Slot.buffer is None:
+    if _PerProcess.buffer is None:
         raise ParallelStateError(
             "global memory buffer is not initialized: call initialize_model_parallel first"
         )
-    return _Slot.buffer
+    return _PerProcess.buffer
 
 
 def destroy_global_memory_buffer() -> None:
     """Drop the buffer of the current parallel state."""
-    _Slot.buffer = None
+    _PerProcess.buffer = None
 
 
 def set_global_symmetric_memory_buffer() -> None:
     """Make Megatron's own buffer, for its inference."""
-    if _Slot.symmetric is not None:
+    if _PerProcess.symmetric is not None:
         raise ParallelStateError("global symmetric memory buffer is already initialized")
     buffer = import_module("megatron.core.utils").GlobalSymmetricMemoryBuffer
-    _Slot.symmetric = buffer(size_in_mb=256, process_group=current().process_group("tp"))
+    _PerProcess.symmetric = buffer(size_in_mb=256, process_group=current().process_group("tp"))
 
 
 def get_global_symmetric_memory_buffer() -> Any:
     """Return Megatron's symmetric buffer, or raise."""
-    if _Slot.symmetric is None:
+    if _PerProcess.symmetric is None:
         raise ParallelStateError("global symmetric memory buffer is not initialized")
-    return _Slot.symmetric
+    return _PerProcess.symmetric
 
 
 def destroy_global_symmetric_memory_buffer() -> None:
     """Drop Megatron's symmetric buffer."""
-    _Slot.symmetric = None
+    _PerProcess.symmetric = None

@@ -15,7 +15,7 @@ from typing import Any
 from tpkernels.runtime.listed_groups import Listed
 from tpkernels.topology import sizes as check
 from tpkernels.topology.groups import Grid, Kind
-from tpkernels.topology.listed import ListedPlan
+from tpkernels.topology.plan import ListedPlan
 from tpkernels.topology.sizes import InvalidSizes
 
 EmbeddingRanks = Callable[[list[int]], Sequence[int]] | None

@@ -114,7 +114,9 @@ class _InferenceTracker(CudaRNGStatesTracker):
         return nullcontext()
 
 
-class _Slot:
+class _PerProcess:
+    """The tracker that `get_cuda_rng_tracker` returns, and how deep checkpoints are nested."""
+
     tracker: CudaRNGStatesTracker | None = None
     checkpoints: int = 0  # that are running
 
@@ -128,9 +130,9 @@ def initialize_rng_tracker(
     """Make the face of this process's streams, unless there is one."""
     if use_te_rng_tracker:
         raise NotImplementedError("use_te_rng_tracker: expected False: the streams are tpkernels'")
-    if force_reset or _Slot.tracker is None:
+    if force_reset or _PerProcess.tracker is None:
         chosen = _InferenceTracker if inference_rng_tracker else CudaRNGStatesTracker
-        _Slot.tracker = chosen(
+        _PerProcess.tracker = chosen(
             use_cudagraphable_rng, inference_rng_tracker, tracker=streams.get_rng_tracker()
         )
 
@@ -140,8 +142,8 @@ def get_cuda_rng_tracker(
 ) -> CudaRNGStatesTracker:
     """The streams of this process. The arguments count for the first call."""
     initialize_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
-    assert _Slot.tracker is not None
-    return _Slot.tracker
+    assert _PerProcess.tracker is not None
+    return _PerProcess.tracker
 
 
 def get_all_rng_states() -> dict[str, Tensor]:
@@ -259,18 +261,18 @@ def checkpoint(function: Callable[..., T], distribute_saved_activations: bool | 
     """
 
     def running(*given: Any) -> T:
-        _Slot.checkpoints += 1
+        _PerProcess.checkpoints += 1
         try:
             return function(*given)
         finally:
-            _Slot.checkpoints -= 1
+            _PerProcess.checkpoints -= 1
 
     return recomputed(running, bool(distribute_saved_activations), args, {})
 
 
 def is_checkpointing() -> bool:
     """Whether a function of `checkpoint` is running, for the first or the second time."""
-    return _Slot.checkpoints > 0
+    return _PerProcess.checkpoints > 0
 
 
 # What Megatron's own CheckpointWithoutOutput asks its module for.

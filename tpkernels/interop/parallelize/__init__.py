@@ -1,9 +1,9 @@
 """A model of torch's own layers, split over tensor-parallel ranks in place.
 
-choice    which plan: the caller's, the one that a model of `transformers` brings (transformers_plan), or one
-          by names of layers (layer_names); both are made of entries
+default_plan  without a caller's plan: the one that a model of `transformers` brings (transformers_plan), or
+          one by names of layers (layer_names); both are made of entries
 plan      patterns of module names, and what becomes of the modules that match
-swaps     the plan on this rank: modules of hf_modules, or those that stay; which compute in fp8
+changes   the plan on this rank: modules of hf_modules, or those that stay; which compute in fp8
 trial     the plan on copies (twins) of the model, with inputs that are made up: which gradients are partial
           (probe), and whether outputs and gradients are the unsharded model's (verify); sequence parallelism
 sequence  which modules share tokens (tokens): sequence_parallel
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_mesh
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
-from tpkernels.interop.parallelize.choice import PlanChoice, choices_for, first_that_works
+from tpkernels.interop.parallelize.changes import carry_out, planned, quantizable, quantize_products
+from tpkernels.interop.parallelize.default_plan import PossiblePlan, first_that_works, possible_plans
 from tpkernels.interop.parallelize.guards import refuse_shards_of_heads, require_equal_draws
 from tpkernels.interop.parallelize.lora import base_model
-from tpkernels.interop.parallelize.plan import Plan
+from tpkernels.interop.parallelize.plan import ParallelizePlan
 from tpkernels.interop.parallelize.saving import save_full_weights
 from tpkernels.interop.parallelize.sequence import share_tokens
 from tpkernels.interop.parallelize.stand_ins import sum_gradients
-from tpkernels.interop.parallelize.swaps import carry_out, planned, quantizable, quantize_products
 from tpkernels.interop.parallelize.trial import Verify, require_verify, sharing_tried
 from tpkernels.layers.foreign import refuse_wrapped
 from tpkernels.layers.world import State, TensorWorld, tensor_world
@@ -41,7 +41,7 @@ def parallelize(
     model: nn.Module,
     state: State = None,
     *,
-    plan: Plan | None = None,
+    plan: ParallelizePlan | None = None,
     weights: Literal["check", "broadcast"] = "check",
     verify: Verify = "auto",
     sequence_parallel: bool = False,
@@ -57,7 +57,7 @@ def parallelize(
 
     state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
     plan: what becomes of which module: see `.plan`; None: the plan that a model of `transformers` brings, or
-        one by names of layers: see `.choice`
+        one by names of layers: see `.default_plan`
     weights: "check" that all ranks have the same weights, or "broadcast" those of the first rank; weights on
         the meta device are neither checked nor sent
     verify: example inputs, the same on all ranks: a tensor, a tuple, or a mapping of arguments by name.
@@ -67,7 +67,7 @@ def parallelize(
     sequence_parallel: ranks share the tokens of hidden states from the first layer to the last, too
     as_dtensor: parameters become DTensors over the tensor-parallel dimension of `state`, a DeviceMesh, so
         that torch's own clipping, checkpoints and optimizers see the unsharded model
-    quantize: compute the products of split linear layers in fp8, but for the head: see `.swaps`;
+    quantize: compute the products of split linear layers in fp8, but for the head: see `.changes`;
         `print(model)` shows which. The comparison above is made without it
     """
     if mode.fix("parallelize"):
@@ -79,11 +79,11 @@ def parallelize(
     world = tensor_world(state)
     named = [*base.named_parameters(), *base.named_buffers()]
     request = _Request(plan, weights, verify, sequence_parallel, as_dtensor, quantize)
-    choices = _agreed(base, request, named, world, state)
+    possible = _agreed(base, request, named, world, state)
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
         (_require_equal if weights == "check" else _make_equal)(real, world)
-    chosen, partial = first_that_works(base, choices, verify, world, state, as_dtensor=as_dtensor)
+    chosen, partial = first_that_works(base, possible, verify, world, state, as_dtensor=as_dtensor)
     sharing = sharing_tried(base, chosen, partial, verify, world, state) if sequence_parallel else None
     changes = planned(base, chosen, world)
     in_fp8 = quantizable(base, changes, quantize) if quantize else []
@@ -107,14 +107,14 @@ def parallelize(
 class _Request:
     """What the caller asks for, the same on all ranks."""
 
-    plan: Plan | None
+    plan: ParallelizePlan | None
     weights: object
     verify: object
     sequence_parallel: bool
     as_dtensor: bool
     quantize: Recipe | None
 
-    def choices(self, model: nn.Module, world: TensorWorld, state: State) -> list[PlanChoice]:
+    def possible(self, model: nn.Module, world: TensorWorld, state: State) -> list[PossiblePlan]:
         """The plans that may be taken; an error if the first does not fit."""
         if self.weights not in ("check", "broadcast"):
             raise ValueError(f"weights: expected 'check' or 'broadcast', got {self.weights!r}")
@@ -128,12 +128,12 @@ class _Request:
             raise ValueError("sequence_parallel: expected as_dtensor=False, with which it was never tried")
         require_recipe("parallelize", self.quantize, next((p.device for p in model.parameters()), None))
         refuse_wrapped("parallelize", model)
-        given = None if self.plan is None else [PlanChoice("the plan", self.plan)]
-        choices = choices_for(model, world.size) if given is None else given
-        planned(model, choices[0].plan, world)
+        given = None if self.plan is None else [PossiblePlan("the plan", self.plan)]
+        possible = possible_plans(model, world.size) if given is None else given
+        planned(model, possible[0].plan, world)
         if self.as_dtensor:
             require_mesh(state)
-        return choices
+        return possible
 
 
 def _agreed(
@@ -142,22 +142,22 @@ def _agreed(
     named: list[tuple[str, Tensor]],
     world: TensorWorld,
     state: State,
-) -> list[PlanChoice]:
+) -> list[PossiblePlan]:
     """All ranks ask for the same, and it can be done; or all ranks raise the same error."""
     problem: Exception | None = None
-    choices: list[PlanChoice] = []
+    possible: list[PossiblePlan] = []
     try:
-        choices = request.choices(model, world, state)
+        possible = request.possible(model, world, state)
     except (ValueError, TypeError) as error:
         problem = error
     # example inputs are compared by the trial
     asked = ", ".join(f"{name}={value!r}" for name, value in vars(request).items() if name != "verify")
-    plans = [choice.plan for choice in choices]
+    plans = [one.plan for one in possible]
     words = f"parallelize({asked}, refused={str(problem or '')!r}, plans={plans})"
     agree_on(words, named, world.group)
     if problem:  # the same on all ranks
         raise problem
-    return choices
+    return possible
 
 
 def _require_equal(named: list[tuple[str, Tensor]], world: TensorWorld) -> None:

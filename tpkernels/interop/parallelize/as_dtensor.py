@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpkernels.interop.dtensor import is_chunked, over_mesh
-from tpkernels.interop.parallelize.plan import Parameters, Plan, SharedHeads, Split
+from tpkernels.interop.parallelize.plan import ParallelizePlan, Parameters, SharedHeads, Split
 from tpkernels.interop.parallelize.stand_ins import StandIns
 from tpkernels.interop.shards import TensorShard, shard_of
 from tpkernels.layers.attributes import Attributes
@@ -37,7 +37,7 @@ def require_mesh(state: State) -> None:
         )
 
 
-def require_dtensors(plan: Plan) -> None:
+def require_dtensors(plan: ParallelizePlan) -> None:
     """Raise unless parameters split by `plan` can be DTensors."""
     for pattern, said in plan.items():
         for entry in said if isinstance(said, tuple) else (said,):

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters
+ParameterPlace = tuple[nn.Module, str]  # a module, and the name of one of its parameters
 
 
 def keep_ties(model: nn.Module) -> None:
     """Let parameters on the meta device that modules share stay shared when they get memory."""
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[ParameterPlace]] = {}
     for owner in model.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None and parameter.is_meta:
@@ -36,7 +36,7 @@ def keep_ties(model: nn.Module) -> None:
 def _apply_and_tie(
     model: nn.Module,
     inner: Callable[..., nn.Module] | None,
-    shared: list[list[Place]],
+    shared: list[list[ParameterPlace]],
     fn: Callable[[Tensor], Tensor],
     recurse: bool = True,
 ) -> nn.Module:

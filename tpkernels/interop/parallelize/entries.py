@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape
-from tpkernels.interop.parallelize.plan import Divided, Entry, Number, SharedHeads, Split, heads_read
+from tpkernels.interop.parallelize.plan import Divided, Number, PlanEntry, SharedHeads, Split, heads_read
 from tpkernels.topology.shard import HeadSplit, split_heads
 
-Entries = dict[str, list[Entry]]
+Entries = dict[str, list[PlanEntry]]
 Say = Callable[[str], None]
 
 KEYS_AND_VALUES = {"k_proj", "v_proj", "key", "value", "k", "v", "k_lin", "v_lin", "key_proj", "value_proj"}
@@ -96,7 +96,7 @@ def split_attention(
 
 def _numbers(
     entries: Entries, heads: Mapping[str, int], holder: nn.Module, split: HeadSplit, names: tuple[str, ...]
-) -> list[Entry]:
+) -> list[PlanEntry]:
     """What becomes of numbers of heads, and of their features, in attributes of the holder."""
     here = min((_heads_computed(count, split) for count in heads.values()), default=split.slots)
     shared = any(isinstance(entry, SharedHeads) for each in entries.values() for entry in each)
@@ -109,7 +109,7 @@ def _numbers(
         counted = {name: divmod(getattr(holder, name), split.heads) for name in others}
         changed |= {name: each * split.slots for name, (each, rest) in counted.items() if not rest}
         others = []
-    found: list[Entry] = [Number(name, n) for name, n in changed.items() if _is_number(holder, name)]
+    found: list[PlanEntry] = [Number(name, n) for name, n in changed.items() if _is_number(holder, name)]
     divided = [name for name in others if getattr(holder, name) % split.ranks == 0]
     return [*found, Divided(*divided)] if divided else found
 
@@ -175,7 +175,7 @@ def gathered(layers: Layers, ranks: int) -> Entries:
     return entries
 
 
-def merged(parts: Iterable[Entries]) -> dict[str, Entry | tuple[Entry, ...]]:
+def merged(parts: Iterable[Entries]) -> dict[str, PlanEntry | tuple[PlanEntry, ...]]:
     """One plan of several, by full names."""
     found: Entries = {}
     for part in parts:
@@ -230,7 +230,7 @@ def narrow_experts(module: nn.Module, splits: Iterable[tuple[str, int, int]], ra
     return None
 
 
-Said = dict[str, Entry | tuple[Entry, ...]]
+Said = dict[str, PlanEntry | tuple[PlanEntry, ...]]
 
 
 def with_vocabulary(model: nn.Module, plan: Said) -> Said:

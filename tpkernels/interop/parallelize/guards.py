@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.swaps import Changes
+from tpkernels.interop.parallelize.changes import Changes
 from tpkernels.layers import watch
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.replicas import from_all_ranks
@@ -25,7 +25,7 @@ from tpkernels.runtime.random import is_capturing
 
 def refuse_shards_of_heads(model: nn.Module, changes: Changes) -> None:
     """Let a model refuse calls that ask for attention weights, if attentions are split by heads."""
-    names = [swap.name.lower() for swap in changes.swaps if swap.narrows_output]
+    names = [change.name.lower() for change in changes.modules if change.narrows_output]
     if any("attn" in name or "attention" in name for name in names):
         for module in model.modules():
             if hasattr(module, "main_input_name"):  # a model, in which `transformers` collects

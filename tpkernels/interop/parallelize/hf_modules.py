@@ -355,7 +355,7 @@ def adopt_parameters(
 ) -> nn.Module:
     """Make a module one that holds shards of its parameters, which the caller sets; returns it.
 
-    cuts: as in `Swap`; those that are None are biases that ranks add once
+    cuts: as in `ModuleChange`; those that are None are biases that ranks add once
     stacks: how many weights are concatenated in each of the others
     """
     once = tuple(name for name, cut in cuts.items() if cut is None)

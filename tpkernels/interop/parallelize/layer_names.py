@@ -29,7 +29,7 @@ from tpkernels.interop.parallelize.entries import (
     with_vocabulary,
 )
 from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape
-from tpkernels.interop.parallelize.plan import Divided, Parameters, Plan, Split
+from tpkernels.interop.parallelize.plan import Divided, ParallelizePlan, Parameters, Split
 
 Depth = Literal["heads", "heads and features", "gathered attention", "gathered", "mlp"]
 
@@ -67,7 +67,9 @@ HEAD_NUMBERS = ("sinks",)
 EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
-def plan_by_names(model: nn.Module, ranks: int, depth: Depth, say: Say, besides: Plan | None = None) -> Plan:
+def plan_by_names(
+    model: nn.Module, ranks: int, depth: Depth, say: Say, besides: ParallelizePlan | None = None
+) -> ParallelizePlan:
     """The plan for a number of ranks; empty if no layers are known by name.
 
     depth: "heads": each rank computes its own heads; "heads and features": the same, where an attention holds

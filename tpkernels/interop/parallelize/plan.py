@@ -119,10 +119,12 @@ class Kept:
     partial: bool
 
 
-Entry = Split | SharedHeads | Divided | Number | Parameters | Tail | Shared | Kept
+PlanEntry = Split | SharedHeads | Divided | Number | Parameters | Tail | Shared | Kept
 # One module may have several of these.
 BESIDE = (Divided, Number, Parameters, Tail)
-Plan = Mapping[str, SplitKind | Literal["partial", "replicated"] | Entry | tuple[Entry, ...]]
+ParallelizePlan = Mapping[
+    str, SplitKind | Literal["partial", "replicated"] | PlanEntry | tuple[PlanEntry, ...]
+]
 
 
 @dataclass(frozen=True)
@@ -131,10 +133,10 @@ class Match:
 
     name: str
     module: nn.Module
-    entry: Entry
+    entry: PlanEntry
 
 
-def matches(model: nn.Module, plan: Plan) -> list[Match]:
+def matches(model: nn.Module, plan: ParallelizePlan) -> list[Match]:
     """The plan's entries for each module; an error names a pattern without module, or a module with two."""
     if not plan:
         raise ValueError("plan: expected at least one pattern, got none")
@@ -184,7 +186,7 @@ def heads_read(rank: int, *, heads: int, queries: int, ranks: int) -> tuple[int,
     return tuple(read[::step])
 
 
-def llama_plan(config: Any) -> Plan:
+def llama_plan(config: Any) -> ParallelizePlan:
     """Return the plan for a `LlamaForCausalLM`; without "lm_head", for a `LlamaModel`.
 
     config: its LlamaConfig
@@ -201,7 +203,7 @@ def llama_plan(config: Any) -> Plan:
     }
 
 
-def gpt2_plan(config: Any) -> Plan:
+def gpt2_plan(config: Any) -> ParallelizePlan:
     """Return the plan for a `GPT2LMHeadModel`; without "lm_head", for a `GPT2Model`.
 
     config: its GPT2Config
@@ -218,7 +220,7 @@ def gpt2_plan(config: Any) -> Plan:
     }
 
 
-def _entry(pattern: str, said: object) -> Entry:
+def _entry(pattern: str, said: object) -> PlanEntry:
     if isinstance(said, str):
         said = Kept(said == "partial") if said in KEPT else Split(said)  # type: ignore[arg-type]
     if isinstance(said, SharedHeads | Divided | Number | Parameters | Tail | Shared | Kept):

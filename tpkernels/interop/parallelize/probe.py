@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from tpkernels.interop.parallelize.swaps import Changes, Swap
+from tpkernels.interop.parallelize.changes import Changes, ModuleChange
 from tpkernels.interop.parallelize.twins import Inputs, aside, call, floating_tensors
 
 Names = frozenset[str]
@@ -31,7 +31,7 @@ def partial_parameters(model: nn.Module, changes: Changes, seen: dict[str, bool]
     """
     replaced = changes.handled
     said = {id(p): partial for module, partial in changes.kept.items() for p in module.parameters()}
-    beside = {id(p) for module in _beside_split(model, changes.swaps) for p in module._parameters.values()}
+    beside = {id(p) for module in _beside_split(model, changes.modules) for p in module._parameters.values()}
     names = []
     for name, parameter in model.named_parameters():
         key = id(parameter)
@@ -63,16 +63,16 @@ def graph_of_rank(twin: nn.Module, changes: Changes, inputs: Inputs) -> dict[str
     changes.set_numbers()
     for name, module in twin.named_modules():
         module.register_forward_pre_hook(lambda _, __, name=name: running.append(name))
-    for swap in changes.swaps:
-        if swap.narrows_output:
-            swap.old.register_forward_hook(_returns_shard(swap, leaving))
-        elif swap.kind == "row":
-            swap.old.register_forward_pre_hook(_pads_input(swap, entering))
-            swap.old.register_forward_hook(lambda _, __, output: roots.append(output))
-        elif swap.kind == "parameters" and not swap.summed:
-            for short in swap.cuts:
-                whole = getattr(swap.old, short).detach()
-                setattr(swap.old, short, nn.Parameter(swap.shard_of(short, whole)))
+    for change in changes.modules:
+        if change.narrows_output:
+            change.old.register_forward_hook(_returns_shard(change, leaving))
+        elif change.kind == "row":
+            change.old.register_forward_pre_hook(_pads_input(change, entering))
+            change.old.register_forward_hook(lambda _, __, output: roots.append(output))
+        elif change.kind == "parameters" and not change.summed:
+            for short in change.cuts:
+                whole = getattr(change.old, short).detach()
+                setattr(change.old, short, nn.Parameter(change.shard_of(short, whole)))
     for module, _ in changes.tails:
         module.register_forward_hook(partial(_leaves, leaving))
     for module in twin.modules():
@@ -99,9 +99,9 @@ def graph_of_rank(twin: nn.Module, changes: Changes, inputs: Inputs) -> dict[str
     return {names[p]: True in where for p, where in found.items() if p in names and p not in replaced}
 
 
-def _returns_shard(swap: Swap, leaving: set[Node]) -> Any:
+def _returns_shard(change: ModuleChange, leaving: set[Node]) -> Any:
     def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        shard = swap.own_output(output)
+        shard = change.own_output(output)
         if shard.grad_fn is not None:  # under no_grad, as in reentrant checkpointing, there is no graph
             leaving.add(shard.grad_fn)
         return shard
@@ -117,9 +117,9 @@ def _leaves(leaving: set[Node], _: nn.Module, __: Any, output: Tensor) -> Tensor
     return output
 
 
-def _pads_input(swap: Swap, entering: set[Node]) -> Any:
-    assert swap.features is not None
-    features, full = swap.features.size, swap.features.full
+def _pads_input(change: ModuleChange, entering: set[Node]) -> Any:
+    assert change.features is not None
+    features, full = change.features.size, change.features.full
 
     def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = args[0]
@@ -150,9 +150,9 @@ def _walk(roots: Iterable[Tensor], entering: set[Node], leaving: set[Node]) -> d
     return found
 
 
-def _beside_split(model: nn.Module, swaps: list[Swap]) -> set[nn.Module]:
+def _beside_split(model: nn.Module, changes: list[ModuleChange]) -> set[nn.Module]:
     """Modules without a split layer whose parent has one among its children; and these parents."""
-    split = {swap.old for swap in swaps if swap.narrows_output or swap.kind == "row"}
+    split = {change.old for change in changes if change.narrows_output or change.kind == "row"}
 
     def children(module: nn.Module) -> Iterable[nn.Module]:
         for child in module.children():

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tpkernels.interop.parallelize.changes import Changes, ModuleChange
 from tpkernels.interop.parallelize.guards import refuse_hidden_states
 from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
 from tpkernels.interop.parallelize.probe import Names
 from tpkernels.interop.parallelize.stand_ins import sum_gradients
-from tpkernels.interop.parallelize.swaps import Changes, Swap
 from tpkernels.interop.parallelize.tokens import After, Before, Columns, TokenMove, Tokens
 from tpkernels.interop.parallelize.twins import Inputs, aside, call
 from tpkernels.layers.world import TensorWorld
@@ -112,23 +112,23 @@ def sharing_of(twin: nn.Module, changes: Changes, inputs: Inputs, by_features: N
     whole: list[str] = []
     for name, entry in entries.items():
         if entry.direct or (entry.plain and _has_sums_only(twin, name, entry, names, by_features)):
-            taken = tuple(swap.name for swap in entry.swaps if swap.kind == "column")
+            taken = tuple(change.name for change in entry.changes if change.kind == "column")
             columns += [(name, taken)] if taken else []
-            rows += [swap.name for swap in entry.swaps if swap.kind == "row"]
+            rows += [change.name for change in entry.changes if change.kind == "row"]
         else:
             whole.append(name)
     return Sharing(tuple(layers), tuple(columns), tuple(rows), tuple(whole), tuple(sorted(partial)))
 
 
 @dataclass
-class _Child:
+class _LayerChild:
     """A child of a layer that gets all tokens.
 
     direct: it is a split layer itself
     plain: its columns take what it is called with, and it returns what its row does, as far as is known
     """
 
-    swaps: list[Swap]
+    changes: list[ModuleChange]
     direct: bool
     plain: bool = True
     called: bool = False
@@ -138,18 +138,18 @@ def _layers(model: nn.Module, changes: Changes) -> list[str]:
     """Names of the layers: the outermost nn.ModuleList that columns and rows lie in has them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, str] = {}
-    for swap in changes.swaps:
-        if swap.kind in ("head", "embedding", "table"):
+    for change in changes.modules:
+        if change.kind in ("head", "embedding", "table"):
             continue
-        path = swap.name.split(".")
+        path = change.name.split(".")
         above = (".".join(path[:length]) for length in range(1, len(path)))
         stack = next((name for name in above if isinstance(modules[name], nn.ModuleList)), None)
         if stack is None:
             raise ValueError(
                 f"sequence_parallel: expected all columns and rows in layers of an nn.ModuleList, got "
-                f"'{swap.name}'"
+                f"'{change.name}'"
             )
-        found.setdefault(stack, swap.name)
+        found.setdefault(stack, change.name)
     if len(found) != 1:
         raise ValueError(
             "sequence_parallel: expected columns and rows in one nn.ModuleList of layers, got "
@@ -162,16 +162,16 @@ def _layers(model: nn.Module, changes: Changes) -> list[str]:
     return [f"{stack}.{number}" for number in range(len(layers))]
 
 
-def _children_of(model: nn.Module, layer: str, changes: Changes) -> dict[str, _Child]:
-    found: dict[str, _Child] = {}
-    for swap in changes.swaps:
-        if not swap.name.startswith(f"{layer}."):
+def _children_of(model: nn.Module, layer: str, changes: Changes) -> dict[str, _LayerChild]:
+    found: dict[str, _LayerChild] = {}
+    for change in changes.modules:
+        if not change.name.startswith(f"{layer}."):
             continue
-        child = swap.name.removeprefix(f"{layer}.").partition(".")[0]
+        child = change.name.removeprefix(f"{layer}.").partition(".")[0]
         name = f"{layer}.{child}"
-        found.setdefault(name, _Child([], swap.name == name)).swaps.append(swap)
+        found.setdefault(name, _LayerChild([], change.name == name)).changes.append(change)
     for name, entry in found.items():
-        kinds = ["table" if isinstance(swap.old, nn.Embedding) else swap.kind for swap in entry.swaps]
+        kinds = ["table" if isinstance(change.old, nn.Embedding) else change.kind for change in entry.changes]
         if entry.direct and kinds[0] not in ("column", "row"):
             raise ValueError(f"sequence_parallel: '{name}' cannot share tokens: it is a {kinds[0]}")
         entry.plain = "column" in kinds and kinds.count("row") == 1 and set(kinds) == {"column", "row"}
@@ -179,7 +179,7 @@ def _children_of(model: nn.Module, layer: str, changes: Changes) -> dict[str, _C
 
 
 def _sharded_parameters(
-    model: nn.Module, layer: str, entries: dict[str, _Child], names: dict[int, str]
+    model: nn.Module, layer: str, entries: dict[str, _LayerChild], names: dict[int, str]
 ) -> set[str]:
     """Of the children that get this rank's tokens; an error names one that may need all of them."""
     found = set()
@@ -202,9 +202,9 @@ def _sharded_parameters(
 
 
 def _has_sums_only(
-    model: nn.Module, name: str, entry: _Child, names: dict[int, str], by_features: Names
+    model: nn.Module, name: str, entry: _LayerChild, names: dict[int, str], by_features: Names
 ) -> bool:
-    split = {id(p) for swap in entry.swaps for p in swap.old.parameters()}
+    split = {id(p) for change in entry.changes for p in change.old.parameters()}
     return all(id(p) in split or names[id(p)] in by_features for p in model.get_submodule(name).parameters())
 
 
@@ -218,7 +218,7 @@ class _Seen:
 
     ranks: int
     layers: list[str]
-    entries: dict[str, _Child]
+    entries: dict[str, _LayerChild]
     tokens: int = 0
     order: list[str] = field(default_factory=list)
     running: list[str] = field(default_factory=list)
@@ -227,7 +227,7 @@ class _Seen:
 
     def watch(self, model: nn.Module) -> None:
         """Watch the calls of all modules of a model, which is not used afterwards."""
-        split = {swap.old: swap for entry in self.entries.values() for swap in entry.swaps}
+        split = {change.old: change for entry in self.entries.values() for change in entry.changes}
         for name, module in model.named_modules():
             module.register_forward_pre_hook(
                 lambda module, args, kwargs, name=name: self.before(name, module, split, args, kwargs),
@@ -242,7 +242,7 @@ class _Seen:
         self,
         name: str,
         module: nn.Module,
-        split: dict[nn.Module, Swap],
+        split: dict[nn.Module, ModuleChange],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
@@ -269,7 +269,7 @@ class _Seen:
             if current is not None and (args[0] if args else None) is not self.hidden:
                 self.entries[current].plain = False
 
-    def after(self, name: str, module: nn.Module, split: dict[nn.Module, Swap], output: Any) -> None:
+    def after(self, name: str, module: nn.Module, split: dict[nn.Module, ModuleChange], output: Any) -> None:
         """What a module returns."""
         self.running.pop()
         if module in split and split[module].kind == "row":

@@ -41,7 +41,15 @@ from tpkernels.interop.parallelize.entries import (
     split_evenly,
     with_vocabulary,
 )
-from tpkernels.interop.parallelize.plan import Entry, Kept, Parameters, Plan, Shared, Split, Tail
+from tpkernels.interop.parallelize.plan import (
+    Kept,
+    ParallelizePlan,
+    Parameters,
+    PlanEntry,
+    Shared,
+    Split,
+    Tail,
+)
 
 COLUMN_STYLES = ("colwise", "local_colwise")
 ROW_STYLES = ("rowwise", "local_rowwise")
@@ -73,7 +81,7 @@ def styles_of(model: nn.Module) -> dict[str, str]:
     return dict(getattr(model, "_tp_plan", None) or {})
 
 
-def own_plan(model: nn.Module, ranks: int, say: Say) -> Plan:
+def own_plan(model: nn.Module, ranks: int, say: Say) -> ParallelizePlan:
     """The model's own plan for a number of ranks.
 
     say: is told what is not split
@@ -165,7 +173,7 @@ def _tables(modules: Mapping[str, nn.Module], named: Mapping[str, str]) -> Entri
 def _kept(model: nn.Module, modules: Mapping[str, nn.Module], named: Mapping[str, str]) -> Iterator[Entries]:
     config: Any = getattr(model, "config", None)
     for name, style in named.items():
-        entry: Entry
+        entry: PlanEntry
         if style in KEPT_STYLES:
             entry = Kept(partial=KEPT_STYLES[style])
         elif style == "moe_identity_expert":

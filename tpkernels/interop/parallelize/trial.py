@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tpkernels.interop.parallelize.plan import Plan
+from tpkernels.interop.parallelize.changes import planned
+from tpkernels.interop.parallelize.plan import ParallelizePlan
 from tpkernels.interop.parallelize.probe import Names, graph_of_rank, partial_parameters
 from tpkernels.interop.parallelize.sequence import Sharing, sharing_of
-from tpkernels.interop.parallelize.swaps import planned
 from tpkernels.interop.parallelize.twins import Inputs, aside, call, made_up_inputs, twin_of
 from tpkernels.interop.parallelize.verify import Reference, difference, reference_of
 from tpkernels.layers.world import State, TensorWorld
@@ -115,7 +115,13 @@ def _not_compared(model: nn.Module, lacking: str, advice: str, details: str) -> 
 
 
 def tried(
-    model: nn.Module, plan: Plan, example: Example, world: TensorWorld, state: State, *, certain: bool
+    model: nn.Module,
+    plan: ParallelizePlan,
+    example: Example,
+    world: TensorWorld,
+    state: State,
+    *,
+    certain: bool,
 ) -> Names:
     """Try a plan on copies; returns names of parameters whose gradients must be summed. Called by all ranks.
 
@@ -179,7 +185,7 @@ def reference_alike(model: nn.Module, example: Example, world: TensorWorld) -> R
 
 def compare(
     found: Reference,
-    plan: Plan,
+    plan: ParallelizePlan,
     partial: Names,
     world: TensorWorld,
     state: State,
@@ -238,7 +244,7 @@ def _shapes(inputs: Inputs) -> str:
 
 
 def sharing_tried(
-    model: nn.Module, plan: Plan, partial: Names, verify: Verify, world: TensorWorld, state: State
+    model: nn.Module, plan: ParallelizePlan, partial: Names, verify: Verify, world: TensorWorld, state: State
 ) -> Sharing | None:
     """Try sequence parallelism on copies; returns what shares tokens, None on one rank. Called by all ranks.
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.plan import Plan
+from tpkernels.interop.parallelize.changes import ModuleChange, carry_out, planned
+from tpkernels.interop.parallelize.plan import ParallelizePlan
 from tpkernels.interop.parallelize.probe import Names
 from tpkernels.interop.parallelize.sequence import Sharing, share_tokens
 from tpkernels.interop.parallelize.stand_ins import sum_gradients
-from tpkernels.interop.parallelize.swaps import Swap, carry_out, planned
 from tpkernels.interop.parallelize.twins import Inputs, aside, call, floating_tensors, twin_of
 from tpkernels.layers.world import State, TensorWorld
 
@@ -80,7 +80,7 @@ def _reference(model: nn.Module, inputs: Inputs, device: torch.device, dtype: to
 
 def difference(
     reference: Reference,
-    plan: Plan,
+    plan: ParallelizePlan,
     partial: Names,
     world: TensorWorld,
     state: State,
@@ -89,8 +89,8 @@ def difference(
     """What the split model does differently, in words. Called by all ranks; splits the reference's model."""
     model, full, tolerance = reference.model, reference.run, reference.tolerance
     changes, old = planned(model, plan, world), dict(model.named_parameters())
-    swaps = {id(swap.old): swap for swap in changes.swaps}
-    swap_of = {n: swaps[id(m)] for n, m in model.named_modules(remove_duplicate=False) if id(m) in swaps}
+    by_id = {id(change.old): change for change in changes.modules}
+    change_of = {n: by_id[id(m)] for n, m in model.named_modules(remove_duplicate=False) if id(m) in by_id}
     carry_out(model, changes, world, state)
     sum_gradients(model, partial, world)
     if sharing:
@@ -100,7 +100,7 @@ def difference(
     except Exception as error:
         return f"it raises {type(error).__name__}: {error}"
     shares = {name for name, module in model.named_modules() if module in changes.shared}
-    located = _first_output(full, split, swap_of, shares, tolerance)
+    located = _first_output(full, split, change_of, shares, tolerance)
     if len(full.returned) != len(split.returned) or full.returned[0].shape != split.returned[0].shape:
         return f"it returns {_shapes(split.returned)} instead of {_shapes(full.returned)}{located}"
     alike = [pair for pair in zip(full.returned, split.returned, strict=True) if _same_shape(*pair)]
@@ -111,7 +111,7 @@ def difference(
     expected_gradients = _gradients([expected for expected, _ in alike], old)
     gradients = _gradients([found for _, found in alike], new)
     order = [name for name, _ in split.outputs]
-    return _wrong_gradient(expected_gradients, gradients, swap_of, order, tolerance)
+    return _wrong_gradient(expected_gradients, gradients, change_of, order, tolerance)
 
 
 def _run(model: nn.Module, inputs: Inputs) -> ModelOutputs:
@@ -136,7 +136,11 @@ def _run(model: nn.Module, inputs: Inputs) -> ModelOutputs:
 
 
 def _first_output(
-    full: ModelOutputs, split: ModelOutputs, swap_of: Mapping[str, Swap], shares: Set[str], tolerance: float
+    full: ModelOutputs,
+    split: ModelOutputs,
+    change_of: Mapping[str, ModuleChange],
+    shares: Set[str],
+    tolerance: float,
 ) -> str:
     """The first module, in the order of execution, that returns something else and is not to: a share."""
     before = ""
@@ -144,8 +148,8 @@ def _first_output(
         if name in shares:
             continue
         expected = full.outputs.get((name, number), [])
-        if name in swap_of:
-            expected = [swap_of[name].own_output(x) for x in expected]
+        if name in change_of:
+            expected = [change_of[name].own_output(x) for x in expected]
         pairs = [pair for pair in zip(expected, found, strict=False) if _same_shape(*pair)]
         if not all(_close(found, expected, tolerance) for expected, found in pairs):
             return f"; the first module whose output differs is '{name}'{before}"
@@ -168,7 +172,7 @@ def _gradients(returned: list[Tensor], parameters: Mapping[str, Tensor]) -> dict
 def _wrong_gradient(
     full: Mapping[str, Tensor],
     split: Mapping[str, Tensor],
-    swap_of: Mapping[str, Swap],
+    change_of: Mapping[str, ModuleChange],
     order: list[str],
     tolerance: float,
 ) -> str | None:
@@ -178,7 +182,7 @@ def _wrong_gradient(
     wrong = []
     for name, found in split.items():
         owner, _, short = name.rpartition(".")
-        expected = swap_of[owner].shard_of(short, full[name]) if owner in swap_of else full[name]
+        expected = change_of[owner].shard_of(short, full[name]) if owner in change_of else full[name]
         if not _close(found, expected, tolerance, NOISE * tolerance * largest):
             wrong.append((place.get(owner, len(order)), name, _off(found, expected)))
     if not wrong:

@@ -23,7 +23,7 @@ VECTOR = 1024  # bytes for each consumer: the bias of a tile in fp32, or room to
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ProductConstants:
     """All constants of a warp-specialised product.
 
     Fields, and no properties: of these alone Triton's cache of compiled kernels knows.
@@ -52,7 +52,7 @@ class Plan:
 
 
 @cache
-def plan_of(
+def constants_of(
     tile: MatmulTile,
     shared_memory: int,
     epilogue: Epilogue,
@@ -63,8 +63,8 @@ def plan_of(
     inputs: int = 0,
     outputs: int = 1,
     fast: bool = True,
-) -> Plan:
-    """The plan of a product of 16-bit matrices with this tile; ValueError if it does not fit.
+) -> ProductConstants:
+    """The constants of a product of 16-bit matrices with this tile; ValueError if it does not fit.
 
     shared_memory: bytes that a program can have
     """
@@ -86,7 +86,7 @@ def plan_of(
     staging = next((n for n in (4, 3, 2, 1) if stores % n == 0 and n * consumers <= room), 0)
     if not staging or (inputs and slots < 1):
         raise ValueError(f"{epilogue}: expected a tile of at most {shared_memory:,} bytes, got {tile.name}")
-    return Plan(
+    return ProductConstants(
         epilogue=epilogue,
         activation=activation,
         vector=vector,

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import tile_at
 from tpkernels.kernels.gluon import epilogues
-from tpkernels.kernels.gluon.constants import Epilogue, plan_of
+from tpkernels.kernels.gluon.constants import Epilogue, constants_of
 from tpkernels.kernels.gluon.roles import (
     await_turn,
     barriers,
@@ -61,7 +61,7 @@ def _matmul_kernel(
     depth,
     depth2,  # 0 unless there are two pairs
     stride_vector,  # of the bias
-    P: gl.constexpr,  # a Plan
+    P: gl.constexpr,  # ProductConstants
 ):
     """Each program computes every num_programs-th tile."""
     operands = operand_ring(a, b, P)
@@ -183,7 +183,7 @@ def launch_matmul(
     vector: the bias of linear, or the sums of dgrad
     """
     a, b = operands[:2]
-    plan = plan_of(
+    consts = constants_of(
         product.tile,
         product.target.shared_memory,
         epilogue,
@@ -194,8 +194,12 @@ def launch_matmul(
         outputs=len(outputs),
         fast=product.fast,
     )
-    a_block, part = (plan.block_rows, plan.block_depth), (plan.block_rows, plan.part)
-    b_block = (plan.block_depth, plan.block_cols) if plan.depth_first else (plan.block_cols, plan.block_depth)
+    a_block, part = (consts.block_rows, consts.block_depth), (consts.block_rows, consts.part)
+    b_block = (
+        (consts.block_depth, consts.block_cols)
+        if consts.depth_first
+        else (consts.block_cols, consts.block_depth)
+    )
     described_a, described_b = _described(a, a_block), _described(b, b_block)
     read = [_described(tensor, part) for tensor in inputs]
     written = [_described(tensor, part) for tensor in outputs]
@@ -203,7 +207,7 @@ def launch_matmul(
     launch.on(a.device, _matmul_kernel, launch.grid(product.target, "descriptor", tile, rows, cols))(
         described_a,
         described_b,
-        _described(operands[2], a_block) if plan.pairs == 2 else described_a,
+        _described(operands[2], a_block) if consts.pairs == 2 else described_a,
         _described(operands[-1], b_block) if len(operands) > 2 else described_b,
         *_filled(read, 2, written[0]),
         *_filled(written, 3, written[0]),
@@ -211,9 +215,9 @@ def launch_matmul(
         rows,
         cols,
         a.shape[1],
-        operands[2].shape[1] if plan.pairs == 2 else 0,
+        operands[2].shape[1] if consts.pairs == 2 else 0,
         0 if vector is None else vector.stride(-1),
-        P=plan,
+        P=consts,
         num_warps=tile.num_warps,
     )
 

@@ -31,17 +31,17 @@ from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_grad_ref
 from tpkernels.kernels.recipe import Format, Recipe
 from tpkernels.kernels.scaled import Scaled, words_of
 from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
-from tpkernels.ops.numerics import Gathered, Kept, Plain
+from tpkernels.ops.numerics import Gathered, KeptRows, Plain
 from tpkernels.ops.quantized.weights import columns_of_weight, rows_of_weight
 
 Pair = tuple[Scaled, Scaled]
 
 
 class Quantized(Plain):
-    """By a recipe, of tensors of one dtype."""
+    """Quantizes operands by a recipe, and computes products of them in fp8; results are in one dtype."""
 
     sums_any_order = False
-    kept: Kept = "own"
+    kept: KeptRows = "own"
 
     def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
         self.recipe, self._dtype = recipe, dtype
@@ -119,7 +119,7 @@ class Quantized(Plain):
     def unit(
         self, rows: Gathered, ups: Sequence[Tensor], b_up: Tensor | None, unit: Activation | Glu, keep: bool
     ) -> tuple[Scaled, list[Tensor]]:
-        """h, which is computed in fp32, is not written in 16 bits."""
+        """As in `Plain`; h is quantized from fp32, and never written in 16 bits."""
         zs = rows.products(ups, [b_up, *[None] * (len(ups) - 1)])
         scaling, power_of_two = self.recipe.scaling, self.recipe.power_of_two
         if unit in GATE_OF:
@@ -144,7 +144,7 @@ class Quantized(Plain):
 
 
 def between(zs: Sequence[Tensor], unit: Activation | Glu) -> Tensor:
-    """h of z, or of u and g"""
+    """Compute h of z, or of u and g."""
     if unit in GATE_OF:
         u, g = zs
         return act_ref(g, GATE_OF[cast("Glu", unit)]) * u
@@ -152,6 +152,7 @@ def between(zs: Sequence[Tensor], unit: Activation | Glu) -> Tensor:
 
 
 def between_gradients(dh: Tensor, zs: Sequence[Tensor], unit: Activation | Glu) -> list[Tensor]:
+    """Compute dz of z, or du and dg."""
     if unit in GATE_OF:
         (u, g), activation = zs, GATE_OF[cast("Glu", unit)]
         return [dh * act_ref(g, activation), act_grad_ref(dh * u, g, activation)]
@@ -160,7 +161,7 @@ def between_gradients(dh: Tensor, zs: Sequence[Tensor], unit: Activation | Glu) 
 
 @dataclass(frozen=True, slots=True)
 class ScaledSum:
-    """This rank's terms of a sum over ranks, of any rows, computed when they are asked for."""
+    """This rank's terms of a sum over ranks, computed for the rows that are asked for."""
 
     pairs: Sequence[Pair]
     dtype: torch.dtype
@@ -185,7 +186,7 @@ class ScaledSum:
 
 
 def _sum_of(pairs: Sequence[Pair], dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """Of several, in fp32, and rounded once."""
+    """Add up products in fp32, and round the sum once."""
     (first, weight), *others = pairs
     if not others:
         return _product(first, weight, bias, dtype)
@@ -197,16 +198,17 @@ def _sum_of(pairs: Sequence[Pair], dtype: torch.dtype, bias: Tensor | None = Non
 
 
 def _product(x: Scaled, weight: Scaled, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x̂ ŵᵀ + bias"""
+    """Compute x̂ ŵᵀ + bias."""
     operands = x.data, weight.data, x.scale, weight.scale_of_squares, bias
     return primitives.scaled_linear(*operands, "none", False, word_of(dtype))[0]
 
 
 def word_of(dtype: torch.dtype) -> Wide:
+    """The name of a dtype, as operators take it."""
     return cast("Wide", str(dtype).removeprefix("torch."))
 
 
 def quantized_named(name: str) -> Quantized:
-    """As `str` writes it."""
+    """The strategy that `str` writes so."""
     dtype, _, recipe = name.partition(" ")
     return Quantized(Recipe.named(recipe), DTYPE[cast("Wide", dtype)])

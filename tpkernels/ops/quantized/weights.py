@@ -18,11 +18,9 @@ from tpkernels.dispatch import primitives
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.kernels.scaled import Scaled
 
-Key = tuple[object, ...]
 
-
-class _Kept:
-    """What is quantized already, while some `reuse_quantized_weights` is open. A process has one.
+class _WeightCache:
+    """Weights that are quantized already, while a `reuse_quantized_weights` is open; one a process.
 
     Weights are told apart by their storage, which is not held: an address would not do, since storages that
     are emptied, as FSDP does with what it has gathered, give theirs to others while they live.
@@ -30,7 +28,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self._lock, self._depth = Lock(), 0
-        self._found: dict[Key, tuple[int, Tensor]] | None = None  # version, words
+        self._found: dict[tuple[object, ...], tuple[int, Tensor]] | None = None  # version, words
 
     def open(self) -> None:
         with self._lock:
@@ -59,14 +57,14 @@ class _Kept:
         return words
 
 
-_kept = _Kept()
+_kept = _WeightCache()
 
 
 @contextmanager
 def reuse_quantized_weights() -> Iterator[None]:
-    """Quantize each weight once in here, for all forwards and backwards: those of a step's microbatches, say.
+    """Quantize each weight once inside the block, for all forwards and backwards: a step's microbatches, say.
 
-    You promise that weights do not change in here. Changes that torch counts (`weight.add_(...)`) are noticed
+    Weights must not change inside. Changes that torch counts (`weight.add_(...)`) are noticed
     nevertheless; those by `weight.data` are not.
     """
     _kept.open()
@@ -77,13 +75,13 @@ def reuse_quantized_weights() -> Iterator[None]:
 
 
 def rows_of_weight(weight: Tensor, recipe: Recipe) -> Scaled:
-    """As forward takes it: (out_features, in_features)."""
+    """Quantize a weight along its rows, as forward takes it: (out_features, in_features)."""
     words = _kept.words(weight, recipe, transposed=False)
     return Scaled(words, weight.shape[1], "e4m3", recipe.scaling)
 
 
 def columns_of_weight(weight: Tensor, recipe: Recipe) -> Scaled:
-    """As the gradient of x takes it: (in_features, out_features)."""
+    """Quantize a weight along its columns, as dgrad takes it: (in_features, out_features)."""
     words = _kept.words(weight, recipe, transposed=True)
     return Scaled(words, weight.shape[0], "e4m3", recipe.scaling)
 
@@ -96,10 +94,10 @@ def _quantized(weight: Tensor, recipe: Recipe, transposed: bool) -> Tensor:
 
 
 def _is_captured(weight: Tensor) -> bool:
-    """A graph that is replayed would read what was quantized before, and not quantize anew."""
+    """Whether a CUDA graph is captured, whose replays would go on reading what was quantized before."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _stream_of(weight: Tensor) -> int:
-    """Which computes: on another one, what this one quantizes may not be there yet."""
+    """The current stream: on another one, weights that this one quantizes may not be there yet."""
     return torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0

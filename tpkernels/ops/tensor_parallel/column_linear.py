@@ -36,7 +36,7 @@ from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
 from tpkernels.ops.main_grad import MainGrads, add_if_traced, check_main_grad, empty_weight_gradient
-from tpkernels.ops.numerics import Kept
+from tpkernels.ops.numerics import KeptRows
 from tpkernels.ops.tensor_parallel.layout import (
     Layout,
     apply_distinct,
@@ -94,7 +94,7 @@ def column_linear(
     save_gathered: bool = False,
     quantize: Recipe | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """act(x weightᵀ + bias), of which this rank computes its features.
+    """Compute act(x weightᵀ + bias), of which each rank computes its features.
 
     x: (tokens, ..., in_features), or this rank's tokens of dimension 0 if sequence_parallel
     weight_shard: (out_features / R, in_features), or several such that share x
@@ -120,7 +120,6 @@ def column_linear(
         sequence_parallel,
         overlap,
         (activation, save_gathered, quantize),
-        width=x.shape[-1] if x.ndim else 0,
     )
     if is_casting(x):
         x, *others = autocast(x, *weights, *biases)
@@ -140,7 +139,7 @@ def column_linear(
 def _listed(
     op: str, name: str, values: Tensor | Sequence[Tensor | None] | None, count: int
 ) -> list[Tensor | None]:
-    """One of these for every weight."""
+    """Return `values` as a list, one for each weight; an error if there are more or fewer."""
     if values is None:
         return [None] * count
     listed: list[Tensor | None] = [values] if isinstance(values, Tensor) else list(values)
@@ -162,7 +161,7 @@ def column(
     activation: Activation,
     save_gathered: bool = False,
 ) -> Sequence[Tensor]:
-    """y of each weight: (tokens, features). x: (tokens, features), checked and cast"""
+    """Compute y of each weight, (tokens, features). x: (tokens, features), checked and cast"""
     if not recorded(x, *weights, *biases):
         return column_forward(x, weights, biases, layout, activation, False, "none")
     options, tensors = (op, layout, activation, save_gathered), [x, *weights, *biases]
@@ -213,9 +212,9 @@ def _column_forward(
     layout: Layout,
     activation: Activation,
     keep: bool,
-    kept: Kept,
+    kept: KeptRows,
 ) -> list[Tensor]:
-    """y of each weight; if keep, z of each where there is an activation; the rows of x that are kept."""
+    """Compute y of each weight; if keep, return z of each, if there is an activation; and kept rows of x."""
     narrowest = min(weight.shape[0] for weight in weights)
     gathering = layout.gather(
         "column_linear", "x", x, layout.numerics.activations, features=narrowest, keep=kept == "all"
@@ -231,7 +230,7 @@ def _column_shapes(
     layout: Layout,
     activation: Activation,
     keep: bool,
-    kept: Kept,
+    kept: KeptRows,
 ) -> list[Tensor]:
     widths = [weight.shape[0] for weight in weights] * (2 if keep and activation != "none" else 1)
     shapes = [x.new_empty(x.shape[0] * layout.token_shards, width) for width in widths]
@@ -252,11 +251,11 @@ def _column_gradients(
     features: int,
     layout: Layout,
     activation: Activation,
-    kept: Kept,
+    kept: KeptRows,
 ) -> list[Tensor | None]:
-    """dx, dw of each weight, db of each. needs: of x, the weights, the biases
+    """Compute dx, dw of each weight, db of each. needs: of x, the weights, the biases
 
-    x: or the rows of it that were kept; it may be None where no dw is needed, a weight where dx is not
+    x: or its rows that were kept; None if no dw is needed, as weights are if dx is not
     features: of x
     """
     op, count, numerics = "column_linear backward", len(weights), layout.numerics

@@ -1,4 +1,4 @@
-"""Who waits for the chunks of a call: our kernels where they compute, else the host."""
+"""Selects who waits for the chunks of a call: kernels that compute with them, or the host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class KernelWaits:
-    """Leaves it to kernels: the host goes on at once. Where it can know, it reports a wait that ran out."""
+    """Kernels wait for chunks, and the host goes on; it raises if it sees that a wait has timed out."""
 
     def rows(self, delivery: Delivery, rows: slice) -> Tensor:
         return self._sum(delivery, delivery.memory[rows][None], None, rows)
@@ -64,8 +64,8 @@ class KernelWaits:
         bias: Tensor | None,
         activation: Activation,
         keep_z: bool,
-    ) -> Product:
-        """act(x weightᵀ + bias) of all rows, each tile once its rows are there, and z on request."""
+    ) -> ProductResult:
+        """Compute act(x weightᵀ + bias) of all rows, each tile once its rows have arrived; z if keep_z."""
         from tpkernels.kernels.gather_linear import gather_linear_fwd
 
         delivery = cast("MailboxDelivery", delivery)
@@ -90,7 +90,7 @@ class KernelWaits:
         advance(word, awaited, step, code)
 
     def _sum(self, delivery: Delivery, slots: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
-        """rows: of memory, that the slots are. A sum over one slot copies it, of words, too."""
+        """Add up slots, which are these rows of memory; a sum over one slot copies it, also of words."""
         from tpkernels.kernels.reduce import reduce_slots
 
         delivery = cast("MailboxDelivery", delivery)
@@ -104,7 +104,7 @@ class KernelWaits:
 
 
 class KernelSums(HostWaits):
-    """Waits as the host does, which on a GPU holds up its stream only, and lets one kernel take a sum."""
+    """The host waits, on a GPU by its stream alone, and one kernel takes the sum."""
 
     def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
         from tpkernels.kernels.reduce import reduce_slots
@@ -118,14 +118,14 @@ class KernelSums(HostWaits):
 
 
 def _in_tree() -> bool:
-    """Whether slots, which are of ranks in order, are added as `tp_invariance` asks."""
+    """Whether slots are added in a tree over ranks, as TP-invariance requires."""
     return tp_invariance.mode.segments > 0
 
 
 KERNEL_WAITS = KernelWaits()
 KERNEL_SUMS = KernelSums()
 _WIDE_ROW = 1024
-Product = tuple[Tensor, Tensor | None]  # y, and z if it is kept
+ProductResult = tuple[Tensor, Tensor | None]  # y, and z if it is kept
 
 
 def _arrivals(delivery: MailboxDelivery) -> Arrivals:
@@ -147,7 +147,7 @@ def _raise_if_late(delivery: MailboxDelivery) -> None:
 
 
 class MultipliedRows(Gathering):
-    """A gather whose rows a kernel multiplies as they arrive."""
+    """A gather whose rows one kernel multiplies as they arrive."""
 
     def products(
         self,
@@ -157,8 +157,8 @@ class MultipliedRows(Gathering):
         keep_z: bool,
         *,
         keep_rows: bool,
-    ) -> list[Product]:
-        """act(x weightᵀ + bias) of all rows, from our own on, as they arrive.
+    ) -> list[ProductResult]:
+        """Compute act(x weightᵀ + bias) of all rows, from this rank's own on, as they arrive.
 
         keep_rows: `wait` is called later
         """
@@ -174,10 +174,10 @@ class MultipliedRows(Gathering):
 
 
 def waits_for(op: str, exchange: Exchange, like: Tensor, *, sums: bool = True) -> Waits:
-    """The host waits in its own memory if torch computes; else kernels do.
+    """Kernels wait if kernels compute; else the host, which needs flags in its own memory.
 
-    like: a tensor of the dtype and device of what is moved
-    sums: whether what is moved is added up; else it may be words
+    like: a tensor of the dtype and device of the rows
+    sums: whether rows are added up; else they may be words
     """
     kernels_compute = backends.backend == "triton" or (backends.backend == "auto" and like.is_cuda)
     if not isinstance(exchange, MailboxExchange):
@@ -202,8 +202,8 @@ def waits_for(op: str, exchange: Exchange, like: Tensor, *, sums: bool = True) -
 def kernel_pushes(exchange: Exchange, partial_of: PartialOf) -> bool:
     """Whether one kernel computes partial sums and stores them in the slots of all ranks.
 
-    It chooses its tiles by the size of chunks, hence not where bits must not depend on the batch. And it adds
-    up the whole depth of this rank, hence not in TP-invariance, where its segments are added in a tree.
+    Not in batch-invariant mode: it chooses tiles by the size of chunks. Not with TP-invariance: it adds up
+    the full depth of this rank, whose segments are to be added in a tree.
     """
     return (
         isinstance(exchange, MailboxExchange)
@@ -216,7 +216,7 @@ def kernel_pushes(exchange: Exchange, partial_of: PartialOf) -> bool:
 
 
 def kernels_take(dtype: torch.dtype, *, sums: bool) -> bool:
-    """Numbers; or words, which are copied and never added."""
+    """Whether kernels that wait take this dtype: floating point, or if they only copy, words."""
     from tpkernels.kernels.operands import DTYPES
 
     return dtype in DTYPES or (dtype == torch.int32 and not sums)

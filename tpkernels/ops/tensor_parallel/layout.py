@@ -1,4 +1,4 @@
-"""How an op is split over ranks: operands are checked, gathered, multiplied, and their products summed."""
+"""How an op is split over ranks: `Layout` gathers operands, multiplies them, and sums products over ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tpkernels.dispatch.operators import Packed
 from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import any_requires_grad, apply, as_dtype, in_forward_mode
-from tpkernels.ops.numerics import PLAIN, Compute, Kept, Operand, Plain
-from tpkernels.ops.quantized.limits import require_quantizable
+from tpkernels.ops.numerics import PLAIN, ComputeRows, KeptRows, Operand, Plain
+from tpkernels.ops.quantize import require_quantizable
 from tpkernels.ops.quantized.products import Quantized, quantized_named
 from tpkernels.ops.tensor_parallel.flag_waits import MultipliedRows
 from tpkernels.ops.tensor_parallel.parallel import (
@@ -36,7 +36,6 @@ from tpkernels.ops.tensor_parallel.parallel import (
 from tpkernels.ops.tensor_parallel.product_sum import rows_of
 from tpkernels.ops.tensor_parallel.segments import Segmented, segments_of
 
-Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
 MaybeGroup = Annotated[
     ProcessGroup | None,
     Packed(
@@ -48,7 +47,7 @@ MaybeGroup = Annotated[
 
 
 def _numerics_named(name: str) -> Plain:
-    """As `str` writes them."""
+    """The strategy that `str` writes so."""
     number, _, word = name.partition(" ")
     return PLAIN if not name else Segmented(int(number)) if word == "segments" else quantized_named(name)
 
@@ -57,7 +56,7 @@ Numerics = Annotated[Plain, Packed(str, str, _numerics_named)]
 
 
 class Layout(NamedTuple):
-    """How an op is split over ranks, and how it computes."""
+    """How an op is split over ranks: its group, sequence parallelism, overlap, and numerics."""
 
     group: MaybeGroup  # None: this rank alone
     sequence_parallel: bool = False
@@ -65,7 +64,7 @@ class Layout(NamedTuple):
     numerics: Numerics = PLAIN
 
     def in_fp8(self, op: str, recipe: Recipe | None, x: Tensor) -> Layout:
-        """By this recipe, if there is one. x: checked and cast"""
+        """The layout with fp8 by `recipe`; unchanged if that is None. x: checked and cast"""
         if recipe is None:
             return self
         require_quantizable(op, recipe, x)
@@ -73,22 +72,23 @@ class Layout(NamedTuple):
 
     @property
     def token_shards(self) -> int:
-        """How many ranks share the tokens, where these are split."""
+        """How many ranks tokens are split over; 1 without sequence parallelism."""
         return self.group.size() if self.group is not None and self.sequence_parallel else 1
 
-    def kept(self, save_gathered: bool = False) -> Kept:
-        """Which rows of x, as they travelled, forward keeps in place of x."""
+    def kept(self, save_gathered: bool = False) -> KeptRows:
+        """Which rows of x, as they were sent, forward saves in place of x."""
         if self.token_shards == 1:
             return "none"
         return "all" if save_gathered else self.numerics.kept
 
-    def empty_kept(self, x: Tensor, kept: Kept) -> Tensor:
-        """Of their shape and dtype."""
+    def empty_kept(self, x: Tensor, kept: KeptRows) -> Tensor:
+        """An empty tensor like the rows that are kept of x."""
         tokens = x.shape[0] * (self.token_shards if kept == "all" else 1)
         width, dtype = self.numerics.sent_as(x)
         return x.new_empty(tokens, width, dtype=dtype)
 
     def compare_in_backward(self, op: str, needs: Sequence[object]) -> None:
+        """With TPKERNELS_DEBUG=1, compare over ranks which gradients are needed."""
         if self.group is not None:
             compare_in_backward(op, self.group, needs)
 
@@ -102,10 +102,10 @@ class Layout(NamedTuple):
         features: int = 0,
         keep: bool = True,
     ) -> GatheredRows:
-        """All tokens of a matrix, which has all of them already without sequence parallelism.
+        """Gather all tokens of a matrix; without sequence parallelism it has them already.
 
-        prepare: makes an operand of it
-        features: width of the narrowest product that takes rows as they arrive; 0: they are awaited at once
+        prepare: makes an operand of the matrix
+        features: width of the narrowest product that takes rows as they arrive; 0: all are awaited at once
         keep: `wait` is called later, and rows stay
         """
         if self.token_shards == 1:
@@ -116,8 +116,8 @@ class Layout(NamedTuple):
         gathering = start_rows(op, what, self.numerics.sent(own), self.group, features, self.overlap)
         return GatheredRows(self, prepare, own, gathering, keep)
 
-    def gather_kept(self, op: str, name: str, rows: Tensor, kept: Kept, features: int) -> GatheredRows:
-        """All tokens of a matrix of so many features, of which forward kept these rows."""
+    def gather_kept(self, op: str, name: str, rows: Tensor, kept: KeptRows, features: int) -> GatheredRows:
+        """Gather all tokens of a matrix of `features`, of which forward kept these rows."""
         prepare = partial(self.numerics.kept_operand, features=features)
         if kept == "all":
             return GatheredRows(self, prepare, prepare(rows), Done(rows), True)
@@ -132,9 +132,9 @@ class Layout(NamedTuple):
         bias: Tensor | None = None,
         hidden: bool = False,
     ) -> Pending:
-        """The sum over ranks of these products and of bias: for our tokens if they are split, or for all.
+        """Start the sum over ranks of these products and of bias, for this rank's tokens if they are split.
 
-        hidden: what is computed before they are awaited hides the transfers, so that nothing is cut for it
+        hidden: the caller hides the transfers by other work before it waits, so that nothing is cut for it
         """
         terms = self.numerics.terms(pairs, transposed)
         if self.group is None or self.group.size() == 1:
@@ -156,7 +156,7 @@ class Layout(NamedTuple):
 
 
 class GatheredRows:
-    """Rows of an operand from all ranks, some of which may be under way."""
+    """Rows of an operand from all ranks, some of which may be in flight."""
 
     def __init__(
         self,
@@ -172,34 +172,34 @@ class GatheredRows:
 
     @property
     def arrives(self) -> bool:
-        """Whether rows are given as they arrive."""
+        """Whether `each` gives rows as they arrive."""
         under_way = self._gathering is not None and not isinstance(self._gathering, Done)
         return under_way and self._layout.overlap and self._multiplying is None
 
     @property
     def _multiplying(self) -> MultipliedRows | None:
-        """If a kernel multiplies all of them in one launch, as they arrive."""
+        """The gather, if one kernel multiplies its rows as they arrive."""
         gathering = self._gathering
         return gathering if gathering is not None and multiplying(gathering, self._layout.overlap) else None
 
     def own(self) -> Tensor:
-        """This rank's rows, as they travel."""
+        """This rank's rows, as they are sent."""
         return self._numerics.sent(self._own)
 
     def wait(self) -> Tensor:
-        """All rows, as they travel."""
+        """Wait for all rows, as they are sent."""
         full: Tensor = self._own if self._gathering is None else self._gathering.wait()
         return full
 
     def numbers(self) -> Tensor:
-        """All rows, as numbers."""
+        """Wait for all rows, and dequantize them."""
         full = self.wait()
         if self._gathering is None:
             return full
         return self._numerics.numbers(self._numerics.received(self._own, full))
 
-    def each(self, widths: Sequence[int], compute: Compute) -> list[Tensor]:
-        """(tokens, width) of each width, of which `compute` writes the rows of each chunk as it arrives."""
+    def each(self, widths: Sequence[int], compute: ComputeRows) -> list[Tensor]:
+        """Return (tokens, width) of each width; `compute` writes the rows of each chunk as it arrives."""
         layout, numerics, own, gathering = self._layout, self._numerics, self._own, self._gathering
         if gathering is None:
             own = self._prepare(own)
@@ -218,7 +218,7 @@ class GatheredRows:
         activation: Activation = "none",
         keep_z: bool = False,
     ) -> list[Tensor]:
-        """y = act(x wᵀ + b) of each weight; if keep_z, z of each."""
+        """Compute y = act(x wᵀ + b) of each weight; if keep_z, return z of each, too."""
         if (kernel := self._multiplying) is not None:
             found = kernel.products(weights, biases, activation, keep_z, keep_rows=self._keep)
             ys, zs = zip(*found, strict=True)
@@ -233,8 +233,8 @@ class GatheredRows:
 
         return self.each([weight.shape[0] for weight in weights] * (2 if keep_z else 1), multiply)
 
-    def product(self, weight: Tensor, also: Compute | None = None) -> Tensor:
-        """dy w. also: is given rows as they arrive"""
+    def product(self, weight: Tensor, also: ComputeRows | None = None) -> Tensor:
+        """Compute dy w. also: called with rows as they arrive"""
         if (kernel := self._multiplying) is not None:
             return kernel.products([weight.t()], [None], "none", False, keep_rows=self._keep)[0][0]
         if self._gathering is None and self._numerics is PLAIN:  # tiny products take half the time at once
@@ -258,20 +258,19 @@ def checked_layout(
     overlap: bool,
     options: Sequence[object],
     *,
-    width: int,
+    width: int | None = None,
     name: str = "x",
 ) -> Layout:
-    """If this rank is a member of the group, and x has the tokens that sequence parallelism splits.
+    """Check that this rank is in the group and that x has tokens to split; return the op's layout.
 
-    options: all else that ranks must have alike; width: features of what is moved; name: of x
+    options: all else that ranks must have alike; width: features of the rows that are moved; name: of x
     """
     group = checked_group(
         group,
         op,
-        dtype=x.dtype,
-        rows=x.shape[:-1],
+        x,
         width=width,
-        tensors=[x, *parameters],
+        parameters=parameters,
         options=(*options, sequence_parallel, overlap),
     )
     if sequence_parallel and x.ndim < 2:
@@ -283,19 +282,19 @@ def checked_layout(
 
 
 def shaped_like(y: Tensor, x: Tensor, tokens: int) -> Tensor:
-    """(rows, features) -> the leading dimensions of x, of which the first is now `tokens`, and features."""
+    """Give (rows, features) the leading dimensions of x, of which the first becomes `tokens`."""
     return y.view(*(tokens, *x.shape[1:-1])[: x.ndim - 1], y.shape[1])
 
 
 def recorded(*tensors: Tensor | None) -> bool:
-    """Whether autograd records a call; one that it does not record is quicker without `apply`."""
+    """Whether autograd records a call on these tensors; else it is quicker without `apply`."""
     return any_requires_grad(*tensors) or in_forward_mode()
 
 
 def apply_distinct(
     function: type[torch.autograd.Function], *args: object, tensors: Sequence[Tensor | None]
 ) -> Any:
-    """`function.apply`, which torch.compile traces only where it is given no tensor twice."""
+    """Call `function.apply`; when compiling, with a view of a tensor that is passed twice, to be traced."""
     if torch.compiler.is_compiling():
         given, tensors = tensors, []
         for tensor in given:

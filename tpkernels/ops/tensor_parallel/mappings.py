@@ -1,4 +1,4 @@
-"""The seven regions of tensor parallelism: what is done to activations, and what that means for gradients.
+"""Megatron's seven regions of tensor parallelism, as differentiable operators on activations.
 
     region                                    forward                         backward
     copy_to_region                            as it is                        all-reduce
@@ -38,8 +38,7 @@ from tpkernels.comm.transports.rows import Gathering, Reducing, all_reducing
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.inputs import Context, apply
 from tpkernels.ops.tensor_parallel.flag_waits import waits_for
-from tpkernels.ops.tensor_parallel.layout import Group
-from tpkernels.ops.tensor_parallel.parallel import begin_call, checked_group
+from tpkernels.ops.tensor_parallel.parallel import Group, begin_call, checked_group
 from tpkernels.tp_invariance import mode
 
 Move = Literal["keep", "sum", "our_features", "all_features", "our_tokens", "all_tokens", "sum_of_tokens"]
@@ -47,31 +46,31 @@ Move = Literal["keep", "sum", "our_features", "all_features", "our_tokens", "all
 
 @from_entry
 def copy_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Every rank's x; gradients are summed over ranks."""
+    """Return x; all-reduce its gradient."""
     return _region("copy_to_region", x, group, "keep", "sum")
 
 
 @from_entry
 def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of the ranks' x."""
+    """All-reduce x."""
     return _region("reduce_from_region", x, group, "sum", "keep")
 
 
 @from_entry
 def scatter_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's shard of the features of x, which is the same on all ranks."""
+    """Return this rank's shard of the features of x, which is the same on all ranks."""
     return _region("scatter_to_region", x, group, "our_features", "all_features")
 
 
 @from_entry
 def gather_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All features; each rank brings its shard."""
+    """All-gather features, of which each rank has a shard."""
     return _region("gather_from_region", x, group, "all_features", "our_features")
 
 
 @from_entry
 def scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's shard of the tokens of x, which is the same on all ranks."""
+    """Return this rank's shard of the tokens of x, which is the same on all ranks."""
     return _region("scatter_to_sequence_region", x, group, "our_tokens", "all_tokens")
 
 
@@ -79,10 +78,10 @@ def scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
 def gather_from_sequence_region(
     x: Tensor, group: ProcessGroup, *, tensor_parallel_output_grad: bool = True
 ) -> Tensor:
-    """All tokens; each rank brings its shard.
+    """All-gather tokens, of which each rank has a shard.
 
-    tensor_parallel_output_grad: what follows is split over the ranks: each has a part of the gradient, and
-        parts are summed; if False, all ranks have the whole gradient, and each takes its tokens
+    tensor_parallel_output_grad: the next op is split over ranks, so that gradients are partial, and are
+        reduce-scattered; False: all ranks have the full gradient, and each takes its tokens
     """
     backward: Move = "sum_of_tokens" if tensor_parallel_output_grad else "our_tokens"
     return _region("gather_from_sequence_region", x, group, "all_tokens", backward)
@@ -90,17 +89,14 @@ def gather_from_sequence_region(
 
 @from_entry
 def reduce_scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's tokens of the sum of the ranks' x."""
+    """Reduce-scatter x over tokens."""
     return _region("reduce_scatter_to_sequence_region", x, group, "sum_of_tokens", "all_tokens")
 
 
 def _region(op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
     if x.ndim < 1:
         raise ValueError(f"{op}: expected at least one dimension, got a tensor without")
-    options = forward, backward
-    group = checked_group(
-        group, op, dtype=x.dtype, rows=x.shape[:-1], width=x.shape[-1], tensors=[x], options=options
-    )
+    group = checked_group(group, op, x, options=(forward, backward))
     recorded = torch.is_grad_enabled() and x.requires_grad
     if mode.segments and (forward.startswith("sum") or (recorded and backward.startswith("sum"))):
         raise ValueError(
@@ -185,14 +181,14 @@ def _sum(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _gathered(op: str, x: Tensor, shard: Tensor, group: ProcessGroup) -> Tensor:
-    """All ranks' shards; each is x as rows. There is no product: nothing is cut for it."""
+    """Gather all ranks' shards, each of which is x as rows; no product follows, so that nothing is cut."""
     rows = group.size() * shard.shape[0]
     exchange = c10d_for(x, rows, 0, group.size(), overlap=True)
     return Gathering(begin_call(op, "x", x.shape, x, group), shard, rows, exchange).wait()
 
 
 def _summed(op: str, x: Tensor, rows: Tensor, group: ProcessGroup, *, scatter: bool) -> Tensor:
-    """The sum of all ranks' rows, which are x, or this rank's rows of it."""
+    """Sum all ranks' rows, which are those of x; return all, or if scatter this rank's."""
     if backend_sums:
         require_backend_sums(op, x.device, select.requested_transport)
         call = begin_call(op, "x" + NOTE, x.shape, x, group)
@@ -206,12 +202,12 @@ def _summed(op: str, x: Tensor, rows: Tensor, group: ProcessGroup, *, scatter: b
 
 
 def _rows(x: Tensor) -> Tensor:
-    """A row for each token."""
+    """Return x as a matrix, one row a token."""
     return x.reshape(x.shape[0], x[0].numel() if len(x) else 0)
 
 
 def _shaped(moved: Tensor, *shape: int) -> Tensor:
-    """What was moved, in the caller's shape; to autograd no view, which callers could not write into."""
+    """Return `moved` in the caller's shape, as no view for autograd, into which callers could not write."""
     shaped: Tensor = torch.ops.aten._unsafe_view(moved, shape)
     return shaped
 

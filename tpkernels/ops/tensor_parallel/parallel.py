@@ -1,14 +1,15 @@
-"""What every op over a group needs: its group checked, calls begun, rows gathered and sums reduced."""
+"""The steps that ops over a group share: check the group, begin a call, gather rows, reduce sums."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeGuard
+from typing import Annotated, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from tpkernels.comm.agreement import Claim, agree
@@ -22,9 +23,11 @@ from tpkernels.comm.transports.backend_sums import (
     require_backend_sums,
 )
 from tpkernels.comm.transports.rows import Gathering, Pending, Reducing, all_reducing, gather_small
+from tpkernels.dispatch.backends import resolve_backend
+from tpkernels.dispatch.chooser import chooser_on
+from tpkernels.dispatch.operators import Packed
 from tpkernels.env_flag import env_flag
 from tpkernels.ops.inputs import as_dtype
-from tpkernels.ops.tensor_parallel.choices import agree_choices
 from tpkernels.ops.tensor_parallel.flag_waits import (
     KERNEL_WAITS,
     MultipliedRows,
@@ -40,43 +43,46 @@ debug = env_flag("TPKERNELS_DEBUG", default=False)
 def checked_group(
     group: object,
     op: str,
+    x: Tensor,
     *,
-    dtype: torch.dtype,
-    rows: tuple[int, ...],
-    width: int,
-    tensors: Sequence[Tensor | None] = (),
+    rows: Sequence[int] | None = None,
+    width: int | None = None,
+    parameters: Sequence[Tensor | None] = (),
     options: Sequence[object] = (),
 ) -> ProcessGroup:
-    """`group`, if this rank is a member; with TPKERNELS_DEBUG=1 only if all ranks ask for the same.
+    """Return `group` if this rank is a member; with TPKERNELS_DEBUG=1 compare the request over ranks first.
 
-    rows: the leading dimensions of what is moved; width: its features; dtype: before autocast
-    tensors: whose gradients may be asked for
+    x: an input of the op, before autocast
+    rows, width: leading dimensions and features of the rows that are moved, if not those of x
+    parameters: other inputs that may need gradients
     options: all else that ranks must have alike
     """
     group = required_group(group, op=op)
     if debug and group.size() > 1 and not torch.compiler.is_compiling():
-        device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu")).type
+        device, dtype = x.device.type, x.dtype
         if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
         grad = torch.is_grad_enabled()
-        needs = [grad and tensor is not None and tensor.requires_grad for tensor in tensors]
+        needs = [grad and each is not None and each.requires_grad for each in (x, *parameters)]
+        rows = x.shape[:-1] if rows is None else rows
+        width = (x.shape[-1] if x.ndim else 0) if width is None else width
         moved = f"what is moved: {(*rows, width)} {dtype}"
         agree(Claim(op, (moved, f"requires_grad: {needs}", f"options: {tuple(options)}")), group)
     return group
 
 
 def compare_in_backward(op: str, group: ProcessGroup, needs: Sequence[object]) -> None:
-    """With TPKERNELS_DEBUG=1: all ranks are in the same backward, and ask for the same gradients."""
+    """With TPKERNELS_DEBUG=1, raise unless all ranks are in this backward and need the same gradients."""
     if debug and group.size() > 1:
         agree(Claim(op, (f"gradients: {[bool(need) for need in needs]}",)), group)
 
 
 def begin_call(op: str, what: str, shape: tuple[int, ...], like: Tensor, group: ProcessGroup) -> Call:
-    """The next call of the group.
+    """Begin the next numbered call of the group.
 
-    what: moves, of which shape; like: a tensor of its dtype and device
+    what: describes the transfer, of this shape; like: a tensor of its dtype and device
 
-    A backend that delivers by order alone takes another call's message for this one's. There ranks compare
+    A backend without tags would take another call's message for this one's. With such a backend ranks compare
     calls of one description, once, before the first.
     """
     calls, key = calls_of(group), (op, what, shape, like.dtype)
@@ -99,27 +105,41 @@ def _compare_new_kind(op: str, kind: Kind, like: Tensor, calls: GroupCalls, grou
         agree(Claim(kind.described, ()), group)
 
 
+def agree_choices(device: torch.device) -> None:
+    """Make this GPU's chooser agree with those of other ranks on kernels, so that all compute alike.
+
+    Through the store of the world: a rank may be in several tensor-parallel groups, and has one chooser.
+    """
+    if device.type == "cuda" and dist.is_initialized() and resolve_backend(device) == "fastest":
+        chooser_on(device).agree_through(distributed_c10d._get_default_store())
+
+
 def gather_numbers(op: str, what: str, part: Tensor, group: ProcessGroup) -> Tensor:
-    """(ranks, *shape of part): a few numbers of all ranks."""
+    """Gather a few numbers of all ranks: (ranks, *shape of part)."""
     if group.size() == 1:
         return part[None]
     return gather_small(begin_call(op, what, part.shape, part, group), part)
 
 
 def name_of(group: ProcessGroup) -> str:
-    """For an operator under torch.compile. It tells the size, too: compiled code is kept on disk, and that of
-    a group with as many ranks fewer would be taken for a group of the same name.
+    """The name by which an operator under torch.compile takes a group.
+
+    With the size: compiled code is kept on disk, and must not serve a group of this name and another size.
     """
     return f"{group.group_name} of {group.size()} ranks"
 
 
 def group_named(name: str) -> ProcessGroup:
-    """The group that an operator under torch.compile was given by `name_of`, or by its name alone."""
+    """The group of a name, which is of `name_of` or torch's own."""
     return required_group(c10d._resolve_process_group(GroupName(name.rpartition(" of ")[0] or name)))
 
 
+# How an operator takes its group.
+Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
+
+
 def require_divisible(op: str, x: Tensor, group: ProcessGroup) -> None:
-    """Dimension 0 of x can be split over the ranks."""
+    """Raise unless the ranks of the group divide dimension 0 of x."""
     if x.shape[0] % group.size():
         raise ValueError(
             f"{op}: expected dimension 0 of x divisible by the {group.size()} ranks of the group, got "
@@ -128,7 +148,7 @@ def require_divisible(op: str, x: Tensor, group: ProcessGroup) -> None:
 
 
 class Rounded:
-    """A sum that travels in fp32, for who wants it narrower."""
+    """A pending fp32 sum; `wait()` casts it to `dtype`."""
 
     def __init__(self, pending: Pending, dtype: torch.dtype) -> None:
         self._pending, self._dtype = pending, dtype
@@ -138,7 +158,7 @@ class Rounded:
 
 
 class Done:
-    """A result that needed no transfer."""
+    """A pending result that is there already; `wait()` returns it."""
 
     def __init__(self, result: Tensor) -> None:
         self._result = result
@@ -160,12 +180,12 @@ def start_sum(
     bias: Tensor | None = None,
     features: int = 0,
 ) -> Pending:
-    """Sums over ranks of `partial_of(rows)`: of this rank's rows, or of all.
+    """Start the sum over ranks of `partial_of(rows)`: of this rank's rows if scatter, else of all.
 
-    partial_of: what it returns may be written
+    partial_of: computes terms of a range of rows; its result may be overwritten
     features: width of the products that it computes and that hide the transfers; 0: there are none
 
-    Without overlap all is computed before the first row travels. A rank alone touches no transfer.
+    Without overlap all is computed before the first row is sent. A group of one rank sends nothing.
     The call begins before anything is computed: if that fails, no rank takes a later call for this one.
     """
     if group.size() == 1:
@@ -199,7 +219,7 @@ Rows = Gathering | Done
 def start_rows(
     op: str, name: str, shard: Tensor, group: ProcessGroup, features: int = 0, overlap: bool = True
 ) -> Rows:
-    """All ranks' shards, which have as many rows each.
+    """Start to gather the shards of all ranks, which have equally many rows.
 
     name: of the tensor
     features: width of the product that takes rows as they arrive; 0: they are awaited all at once
@@ -218,7 +238,7 @@ def start_rows(
 
 
 def arrivals(gathering: Rows, overlap: bool, keep: bool = True) -> Iterator[tuple[slice, Tensor]]:
-    """Rows as they arrive, or all at once, as for a GPU, where no kernel multiplies them as they arrive."""
+    """Yield rows as they arrive; all at once without overlap, or if a kernel could multiply them."""
     if overlap and not isinstance(gathering, (Done, MultipliedRows)):
         yield from gathering.arrivals(keep=keep)
     else:
@@ -227,5 +247,5 @@ def arrivals(gathering: Rows, overlap: bool, keep: bool = True) -> Iterator[tupl
 
 
 def multiplying(gathering: Rows, overlap: bool) -> TypeGuard[MultipliedRows]:
-    """Whether a kernel multiplies the rows as they arrive, all of them in one launch."""
+    """Whether one kernel multiplies the rows as they arrive."""
     return overlap and isinstance(gathering, MultipliedRows)

@@ -49,7 +49,7 @@ from tpkernels.ops.main_grad import (
     check_main_grad,
     empty_weight_gradient,
 )
-from tpkernels.ops.numerics import Kept
+from tpkernels.ops.numerics import KeptRows
 from tpkernels.ops.tensor_parallel.layout import Layout, apply_distinct, checked_layout, recorded
 from tpkernels.ops.tensor_parallel.segments import require_segments
 
@@ -70,7 +70,7 @@ def parallel_mlp(
     main_grads: Sequence[Tensor | None] | None = None,
     quantize: Recipe | None = None,
 ) -> Tensor:
-    """act(x w_upᵀ + b_up) w_downᵀ + b_down over the ranks of a group, or the gated form with `w_gate_shard`.
+    """Compute act(x w_upᵀ + b_up) w_downᵀ + b_down over a group, or the gated form with `w_gate_shard`.
 
     x: (tokens, ..., in_features), or this rank's tokens of dimension 0 if sequence_parallel
     w_up_shard, w_gate_shard: (between / R, in_features)
@@ -137,7 +137,7 @@ def up_and_down(
     layout: Layout,
     unit: Activation | Glu,
 ) -> Tensor:
-    """(tokens, features). x: likewise, checked and cast; ups: the weight up, and that of a gate behind it"""
+    """Compute the MLP of x, (tokens, features), checked and cast. ups: the weight up, then that of a gate"""
     weights = [*ups, w_down]
     if not recorded(x, b_up, b_down, *weights):
         return mlp_forward(x, b_up, b_down, weights, layout, unit, False, "none")[0]
@@ -187,9 +187,9 @@ def _mlp_forward(
     layout: Layout,
     unit: Activation | Glu,
     keep: bool,
-    kept: Kept,
+    kept: KeptRows,
 ) -> list[Tensor]:
-    """y; if keep, z, or u and g, and the rows of x that are kept. weights: up, (gate,) down"""
+    """Compute y; if keep, return z, or u and g, and kept rows of x. weights: up, (gate,) down"""
     (*ups, w_down), numerics = weights, layout.numerics
     width = ups[0].shape[0]
     gathering = layout.gather("parallel_mlp", "x", x, numerics.activations, features=width, keep=False)
@@ -206,7 +206,7 @@ def _mlp_shapes(
     layout: Layout,
     unit: Activation | Glu,
     keep: bool,
-    kept: Kept,
+    kept: KeptRows,
 ) -> list[Tensor]:
     *ups, w_down = weights
     tokens = x.shape[0] * layout.token_shards
@@ -229,9 +229,9 @@ def _mlp_gradients(
     features: int,
     layout: Layout,
     unit: Activation | Glu,
-    kept: Kept,
+    kept: KeptRows,
 ) -> list[Tensor | None]:
-    """dx, db_up, db_down, dw of each weight. needs: likewise; x, features: as of `column_linear`"""
+    """Compute dx, db_up, db_down, dw of each weight. needs: of these; x, features: as in `column_linear`"""
     op, numerics = "parallel_mlp backward", layout.numerics
     *ups, w_down = weights
     *into_ups, into_down = main_grads

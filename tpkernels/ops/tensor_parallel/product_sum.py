@@ -1,4 +1,4 @@
-"""Partial sums of an op: products of this rank's operands, for any rows, or for a kernel that takes all."""
+"""A rank's partial sums as an object: products of its operands, computed for any rows when asked for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Pair = tuple[Tensor, Tensor]  # activations (tokens, depth), and a weight (cols,
 
 
 class Terms(Protocol):
-    """A rank's terms of a sum over ranks, (rows, cols), computed when they are asked for."""
+    """A rank's terms of a sum over ranks, (rows, cols), computed when they are asked for.
+
+    Called with a range of rows; the result may be overwritten.
+    """
 
     @property
     def rows(self) -> int: ...
@@ -25,22 +28,22 @@ class Terms(Protocol):
 
     @property
     def like(self) -> Tensor:
-        """A tensor of the dtype and device in which they travel."""
+        """A tensor of the dtype and device in which terms are sent."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the sum."""
+        """The dtype of the sum."""
 
     def __call__(self, rows: slice) -> Tensor:
-        """Of some rows; what it returns may be written."""
+        """Compute the terms of some rows."""
 
     def alone(self, bias: Tensor | None) -> Tensor:
-        """The sum of one rank, plus bias."""
+        """Compute the sum of a group of one rank, plus bias."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductSum:
-    """`product_sum`."""
+    """Terms that are the sum of products of pairs, by `product_sum`."""
 
     pairs: Sequence[Pair]
     transposed: bool
@@ -71,12 +74,12 @@ class ProductSum:
         return product_sum(self.pairs, transposed=False)
 
     def as_linear(self) -> tuple[Pair, ...]:
-        """With weights as `linear` takes them, (cols, depth)."""
+        """The pairs with weights as `linear` takes them, (cols, depth)."""
         return tuple((a, w if self.transposed else w.t()) for a, w in self.pairs)
 
 
 def product_sum(pairs: Sequence[Pair], *, transposed: bool) -> Tensor:
-    """a wᵀ if transposed, else Σ a w: of several, two at a time in one accumulator."""
+    """Compute a wᵀ if transposed, else Σ a w over the pairs, two at a time in one accumulator."""
     (a, w), *others = pairs
     if transposed:
         assert not others, "only gradients add up products"
@@ -88,5 +91,5 @@ def product_sum(pairs: Sequence[Pair], *, transposed: bool) -> Tensor:
 
 
 def rows_of(tensor: Tensor, rows: slice) -> Tensor:
-    """tensor[rows], at once where that is all."""
+    """Return tensor[rows], without indexing if that is all of it."""
     return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]

@@ -64,7 +64,7 @@ def row_linear(
     main_grad: Tensor | None = None,
     quantize: Recipe | None = None,
 ) -> Tensor:
-    """x weightᵀ + bias, summed over the ranks' features.
+    """Compute x weightᵀ + bias, summed over the ranks' features.
 
     x_shard: (tokens, ..., in_features / R)
     weight_shard: (out_features, in_features / R)
@@ -146,7 +146,7 @@ def _row_gradients(
     main_grads: MainGrads,
     layout: Layout,
 ) -> Gradients:
-    """dx, dw, db. x, weight: None where dw, dx are not needed"""
+    """Compute dx, dw, db. x, weight: None if dw, dx are not needed"""
     op, (into,), numerics = "row_linear backward", main_grads, layout.numerics
     if layout.sequence_parallel:
         layout.compare_in_backward(op, needs)
@@ -155,7 +155,7 @@ def _row_gradients(
     dx = dw = db = also = None
     # a GPU takes all rows at once: dgrad hides the transfers
     if x is not None and x.is_cpu and gathering.arrives and numerics.sums_any_order:
-        also = _Batches(x, into)
+        also = _ArrivingWeightGradient(x, into)
     if weight is not None:
         dx = gathering.product(weight, also)
     elif also is not None:
@@ -190,15 +190,16 @@ def _row_gradient_shapes(
 row_gradients = Operator("row_linear_backward", _row_gradients, _row_gradient_shapes)
 
 
-class _Batches:
-    """dw of rows as they arrive: the next ones may not be there yet. Each product reads and writes all of dw,
-    so that it takes a quarter of the rows or more.
+class _ArrivingWeightGradient:
+    """Accumulates dw over rows as they arrive.
+
+    Each product reads and writes all of dw, and therefore takes at least a quarter of the rows.
     """
 
     def __init__(self, x: Tensor, into: Into) -> None:
         self._x, self._sum, self._least_rows = x, WeightGradient(into), x.shape[0] // 4
         self._dys: list[Tensor] = []
-        self._rows = slice(0, 0)  # that they are of
+        self._rows = slice(0, 0)  # of `_dys`
 
     def __call__(self, rows: slice, dy: Tensor, _: list[Tensor]) -> None:
         if rows.start != self._rows.stop:
@@ -210,7 +211,7 @@ class _Batches:
             self._multiply()
 
     def get(self) -> Tensor | None:
-        """As of `WeightGradient`."""
+        """The sum; None if it was added to a main_grad."""
         self._multiply()
         return self._sum.get()
 

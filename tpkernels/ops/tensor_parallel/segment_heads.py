@@ -23,8 +23,7 @@ from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply
-from tpkernels.ops.tensor_parallel.layout import Group
-from tpkernels.ops.tensor_parallel.parallel import checked_group, start_rows, start_sum
+from tpkernels.ops.tensor_parallel.parallel import Group, checked_group, start_rows, start_sum
 from tpkernels.ops.tensor_parallel.segments import segments_of
 from tpkernels.tp_invariance import tree_sum
 
@@ -33,21 +32,13 @@ OP = "segment_heads"
 
 @from_entry
 def segment_heads(x_shard: Tensor, group: ProcessGroup, heads: int) -> Tensor:
-    """The head of each of this rank's segments.
+    """Return the head of keys or values of each of this rank's segments.
 
     x_shard: (tokens, batch, features of this rank)
     heads: of keys or values, over all ranks
     returns: (tokens, batch, segments of this rank, features of a head)
     """
-    group = checked_group(
-        group,
-        OP,
-        dtype=x_shard.dtype,
-        rows=x_shard.shape[:-1],
-        width=x_shard.shape[-1],
-        tensors=[x_shard],
-        options=(heads,),
-    )
+    group = checked_group(group, OP, x_shard, options=(heads,))
     y: Tensor = apply(_SegmentHeads, x_shard, group, heads)
     return y
 

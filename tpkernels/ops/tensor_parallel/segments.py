@@ -1,8 +1,8 @@
-"""What an op does on one rank so that results have the same bits at every number of ranks.
+"""How an op computes under TP-invariance: results have the same bits at every number of ranks.
 
-Where torch computes, its libraries choose their way by sizes. So each call takes one segment of what ranks
+Torch's libraries choose their algorithms by sizes. So each call to torch takes one segment of what ranks
 share, and one block of rows: sizes that do not depend on the number of ranks. Our kernels compute an element
-alike wherever it lies; they take everything at once. Without TP-invariance all do. See `tp_invariance`.
+alike wherever it lies, and take everything at once. See `tp_invariance`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ LEAST_ROWS = 256  # of a block; fewer cost a product more than what arrives earl
 
 
 def segments_of(op: str, group: ProcessGroup) -> int:
-    """How many this rank has of what it shares with the others; 0 without TP-invariance."""
+    """The number of segments that this rank has; 0 without TP-invariance."""
     return mode.own_segments(op, group.size())
 
 
 def require_segments(op: str, segments: int, sizes: Sequence[tuple[str, int]]) -> None:
-    """They divide the sizes, each with its name, of this rank's shards."""
+    """Raise unless this rank's segments divide these sizes of its shards. sizes: (name, size)"""
     for name, size in sizes:
         if segments and size % segments:
             raise ValueError(
@@ -44,15 +44,15 @@ def require_segments(op: str, segments: int, sizes: Sequence[tuple[str, int]]) -
             )
 
 
-def calls_of(segments: int, device: torch.device) -> int:
-    """How many calls of one segment each make a result; 0: one call for all of them."""
+def segment_calls(segments: int, device: torch.device) -> int:
+    """The number of calls, of one segment each, that compute a result; 0: one call computes all."""
     return segments if segments and torch_computes(device) else 0
 
 
 def map_segments(
     segments: int, function: Callable[..., Tensor], *tensors: Tensor, dim: int = 1, cut: int = 1
 ) -> Tensor:
-    """function(*tensors), in as many calls as `calls_of` says.
+    """Compute function(*tensors) by a call for each segment; by one call if segments is 0.
 
     cut: the dimension of tensors that is cut; dim: that of the result
     """
@@ -66,7 +66,7 @@ def map_segments(
 
 
 def segmented_weight_gradient(dy: Tensor, x: Tensor, into: Into, segments: int, *, dim: int) -> Tensor | None:
-    """`weight_gradient`, in as many calls as `calls_of` says.
+    """Compute `weight_gradient` by a product for each segment; by one if segments is 0.
 
     dim: 0: dy is split over ranks, and with it the rows of the result; 1: x, and its columns
     """
@@ -84,7 +84,7 @@ def segmented_weight_gradient(dy: Tensor, x: Tensor, into: Into, segments: int, 
 
 
 def row_blocks(rows: int, device: torch.device) -> list[slice]:
-    """Rows that are computed by one call each: the same for every number of ranks, and in no shard twice."""
+    """Split rows into blocks of one call each, the same for every number of ranks."""
     segments = mode.segments
     if not segments or not torch_computes(device) or rows % segments or rows // segments < LEAST_ROWS:
         return [slice(0, rows)]
@@ -93,7 +93,7 @@ def row_blocks(rows: int, device: torch.device) -> list[slice]:
 
 
 def in_blocks(arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """Rows that arrive in pieces of any size, as blocks: each as soon as all of it is there."""
+    """Regroup rows that arrive in chunks of any size into blocks, each as soon as it is complete."""
     whole: Tensor | None = None
     missing: dict[int, int] = {}
     blocks: list[slice] = []
@@ -114,7 +114,7 @@ def in_blocks(arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterator[t
 
 
 class Segmented(Plain):
-    """In calls of one segment each, where torch computes."""
+    """Computes by a call for each segment, where torch computes."""
 
     sums_any_order = False
 
@@ -137,7 +137,7 @@ class Segmented(Plain):
     def compute(
         self, primitive: Callable[..., Any], out: Sequence[Along], x: Tensor, *args: Along | object
     ) -> None:
-        segments = calls_of(self.segments, x.device)
+        segments = segment_calls(self.segments, x.device)
         if not segments:
             super().compute(primitive, out, x, *args)
             return
@@ -156,15 +156,15 @@ class Segmented(Plain):
     def weight_gradient(
         self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"]
     ) -> Tensor | None:
-        calls = calls_of(self.segments, x.device)
+        calls = segment_calls(self.segments, x.device)
         return segmented_weight_gradient(canonical(dy), canonical(x), into, calls, dim=int(split == "x"))
 
     def bias_gradient(self, dz: Tensor, *, split: bool) -> Tensor:
-        calls = calls_of(self.segments, dz.device) if split else 0
+        calls = segment_calls(self.segments, dz.device) if split else 0
         return as_dtype(map_segments(calls, primitives.bias_grad, canonical(dz), dim=0), dz.dtype)
 
     def act_into(self, h: Tensor, z: Tensor, activation: Activation) -> None:
-        calls = calls_of(self.segments, z.device)
+        calls = segment_calls(self.segments, z.device)
         if calls:
             h.copy_(map_segments(calls, partial(act_ref, activation=activation), z))
         else:
@@ -172,7 +172,7 @@ class Segmented(Plain):
 
     def act_gradient(self, dy: Tensor, z: Tensor, activation: Activation) -> Tensor:
         slope = partial(super().act_gradient, activation=activation)
-        return map_segments(calls_of(self.segments, dy.device), slope, canonical(dy), z)
+        return map_segments(segment_calls(self.segments, dy.device), slope, canonical(dy), z)
 
 
 def _cut(arg: object, segment: int, segments: int) -> object:
@@ -182,7 +182,7 @@ def _cut(arg: object, segment: int, segments: int) -> object:
 
 
 class SegmentSum:
-    """This rank's terms of a sum over ranks, of any rows: in fp32 or wider, block by block when asked for."""
+    """This rank's terms of a sum over ranks, in fp32 or wider, computed by blocks when they are asked for."""
 
     def __init__(self, pairs: Sequence[Pair], transposed: bool, segments: int) -> None:
         self._pairs, self._transposed, self._segments = pairs, transposed, segments

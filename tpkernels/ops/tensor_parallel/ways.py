@@ -1,6 +1,6 @@
-"""Who moves the rows of an op: `exchange_for`, which all ops ask.
+"""Selects the transport that moves the rows of an op: `exchange_for`, which all ops call.
 
-TPKERNELS_TRANSPORT may say it (`comm/transports/select.py`). On the CPU sizes do (`Exchanges.best` there),
+TPKERNELS_TRANSPORT may name it (`comm/transports/select.py`). On the CPU sizes do (`Exchanges.best` there),
 and they say how many collectives a call would take (`c10d_for`). On GPUs, under `auto`, the ranks time what
 is possible when a group first moves a shape, on scratch and with the product that hides the transfer:
 
@@ -59,7 +59,7 @@ TRIAL_SECONDS = 20.0  # until a rank that does not come is an error, while a way
 _NO_MEMORY = "out of memory", "memoryerror"  # in what an error says
 _INTERPRETED = "TPKERNELS_BACKEND=triton, whose kernels would wait in the interpreter"
 
-Run = Callable[[], Tensor]
+WayRun = Callable[[], Tensor]
 Tell = Callable[[Sequence[str]], list[list[str]]]  # our texts -> those of each rank, in order
 
 
@@ -76,13 +76,13 @@ def exchange_for(
     partial_of: PartialOf | None = None,
     to_all: bool = False,
 ) -> Exchange:
-    """Our end of the exchange of a matrix of (rows, cols), of which each rank owns a shard.
+    """This rank's end of the exchange for a matrix (rows, cols), of which each rank owns a shard.
 
-    purpose: what else is in flight at the same time goes through another exchange
-    like: a tensor of its dtype and device
+    purpose: transfers that are in flight at the same time have exchanges of different purposes
+    like: a tensor of the matrix's dtype and device
     features: width of the product that hides the transfer; 0: there is none
-    partial_of: what computes the rows of a reduce; None for a gather
-    to_all: whether the sums of a reduce go to all ranks afterwards
+    partial_of: computes the rows of a reduce; None for a gather
+    to_all: the sums of a reduce are gathered on all ranks afterwards
     """
     against = _INTERPRETED if backends.backend == "triton" else ""
     if overlap and times_on(like) and rows and cols and not rows % group.size():
@@ -108,7 +108,7 @@ def exchanges_for_sum(
     partial_of: PartialOf,
     scatter: bool,
 ) -> tuple[Exchange, Exchange]:
-    """What reduces, and what gathers the sums afterwards: both through memory, or both over c10d."""
+    """The exchanges that reduce, and that gather the sums afterwards: both through memory, or both c10d."""
     reduces = exchange_for(
         op, "reduces", like, rows, cols, group, features, overlap, partial_of=partial_of, to_all=not scatter
     )
@@ -122,12 +122,12 @@ def exchanges_for_sum(
 
 
 def times_on(like: Tensor) -> bool:
-    """Whether ways are timed there. Not of words, whose product is not known here."""
+    """Whether ways are timed for such a tensor: on GPUs; not for words, whose product is unknown here."""
     return like.is_cuda and like.is_floating_point()
 
 
 class Moved(NamedTuple):
-    """What is chosen for: all that ranks of a call have in common. Widths of their products may differ."""
+    """A transfer for which a way is chosen: all that ranks have in common. Widths of products may differ."""
 
     op: str
     purpose: str
@@ -137,9 +137,9 @@ class Moved(NamedTuple):
     device: torch.device
 
     def key(self, features: int, ranks: int, machines: int) -> str:
-        """One line that names it in files and logs.
+        """The line that names the transfer in files and logs.
 
-        TF32 is in it, but not in what a process remembers: ranks may differ in it, and must choose together.
+        It has TF32, which `Moved` lacks: ranks may differ in it, and must choose together.
         """
         dtype = dtype_class(self.dtype, multiplied_in_tf32(self.dtype))
         sizes = f"{token_class(self.rows)}x{self.cols}x{features}"
@@ -183,7 +183,7 @@ def _name(exchange: Exchange) -> str:
 
 
 def cache_on(device: torch.device) -> Cache:
-    """That of the choices of kernels."""
+    """The cache of choices, which is that of kernels."""
     return chooser_on(device).cache
 
 
@@ -194,7 +194,7 @@ def _why_not_timed() -> str:
 
 
 class _Ways:
-    """The ways to move one shape, each as a run on scratch that they share."""
+    """The ways to move one shape, as functions that run on shared scratch tensors."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class _Ways:
         self.exchanges: dict[str, Exchange] = {}  # by way; of memory once it is open
 
     def possible(self, usual: Exchange) -> list[Way]:
-        """usual: the exchange over c10d that arithmetic asks for"""
+        """List the ways. usual: the c10d exchange that is taken without timing"""
         most = MOST_CHUNKS if self._features else 1
         rounds = [n for n in range(1, most + 1) if self._group.size() % n == 0]
         by_c10d = [usual, *map(collectives_of, rounds)]
@@ -228,16 +228,16 @@ class _Ways:
             ways.append(Way("symmetric", self._open_symmetric, self._close_symmetric, recovers=True))
         return ways
 
-    def _open_c10d(self, exchange: Exchange) -> Run:
+    def _open_c10d(self, exchange: Exchange) -> WayRun:
         return partial(self._moving, exchange)
 
     def _reserve(self) -> None:
-        """As much as a run takes, given back at once: a rank that lacks it says so before others wait."""
+        """Allocate what a run takes, and free it: a rank without the memory says so before others wait."""
         rows, cols, (like, _) = self._moved.rows, self._moved.cols, self._scratch
         held = [like.new_empty(rows, width) for width in (cols, cols, self._features)]
         del held  # all rows, and the slots or terms that they came from; a product
 
-    def _open_symmetric(self) -> Run:
+    def _open_symmetric(self) -> WayRun:
         exchange = self._shared or self._of_group.open("symmetric", self._moved.op, self._key, self._group)
         assert isinstance(exchange, SymmetricExchange), "no other memory is of GPUs"
         if self._shared is None:  # else a wait that runs out would be one of calls in earnest
@@ -257,7 +257,7 @@ class _Ways:
 
     @cached_property
     def _scratch(self) -> tuple[Tensor, Tensor]:
-        """A shard to gather, and the weight that its product is with; the user's random stream is left."""
+        """A random shard to gather and a weight to multiply by, of a generator of their own."""
         generator = torch.Generator(self._moved.device).manual_seed(self._group.rank())
         cols, features = self._moved.cols, self._features
 
@@ -276,7 +276,7 @@ class _Ways:
 
     @torch.no_grad()
     def _gathered(self, exchange: Exchange) -> Tensor:
-        """All rows, or the product that takes them as they arrive."""
+        """Gather all rows; if there is a product, return that, computed as they arrive."""
         call, (shard, weight), rows = self._call(), self._scratch, self._moved.rows
         waits = waits_for(self._moved.op, exchange, shard, sums=False)
         if waits is KERNEL_WAITS:
@@ -295,7 +295,7 @@ class _Ways:
 
     @torch.no_grad()
     def _reduced(self, exchange: Exchange) -> Tensor:
-        """This rank's sums, of the products that are to be reduced now."""
+        """Reduce the products of the pending call; return this rank's sums."""
         assert self._partial_of is not None
         call, like = self._call(), torch.empty(0, dtype=self._moved.dtype, device=self._moved.device)
         waits = waits_for(self._moved.op, exchange, like)
@@ -305,22 +305,22 @@ class _Ways:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to move rows and to compute what hides it.
+    """A way to move rows, and to compute the product that hides the transfer.
 
-    open: what it needs; an error here drops the way on all ranks. Ranks that open together tell each other
-    recovers: whether an error in a run leaves nothing under way that another rank would take for its own
+    open: allocates what it needs; an error drops the way on all ranks. Opening may be collective
+    recovers: whether an error in a run leaves nothing in flight that another rank would take for its own
     reserve: allocates what runs take, and gives it back; an error here is one of `open`
     """
 
     name: str
-    open: Callable[[], Run]
+    open: Callable[[], WayRun]
     close: Callable[[], None] = lambda: None
     recovers: bool = False
     reserve: Callable[[], None] = lambda: None
 
 
 class WayChooser:
-    """Chooses for one group:
+    """Chooses a way for the ranks of one group, from the first of these that exists:
 
     1. what the ranks have in their caches, if all have the same
     2. timing now: each rank times each way, the slowest rank's time counts, and the fastest way wins
@@ -334,7 +334,7 @@ class WayChooser:
         self._complete = True  # whether no way was dropped
 
     def choose(self, key: str, ways: Sequence[Way], default: str, why_not: str = "") -> Decision[Way]:
-        """All ranks of the group call this at once. The way that wins is open then, and no other.
+        """Choose a way; all ranks call this at once. Only the chosen one is open afterwards.
 
         default: a name among `ways`
         why_not: why this rank may not time now
@@ -386,11 +386,11 @@ class WayChooser:
 
     def _opened(
         self, key: str, way: Way, expected: Tensor | None = None, *, to_run: bool = False
-    ) -> tuple[Run | None, str]:
-        """What to run, or why not: the same on all ranks, which then drop the way.
+    ) -> tuple[WayRun | None, str]:
+        """Open a way and return its run; or None and why not, the same on all ranks, which then drop the way.
 
-        expected: what a run gives; None leaves it untried
-        to_run: it will be run for a trial
+        expected: the result to compare a run with; None: it is not run
+        to_run: it will be timed
         """
         run, problem = None, ""
         try:
@@ -418,12 +418,12 @@ class WayChooser:
         return run, ""
 
     def _first_problem(self, ours: str) -> str:
-        """Of all ranks, in their order."""
+        """The first problem of all ranks, in their order; empty if there is none."""
         problems = enumerate(self._tell([ours]))
         return next((f"rank {rank}: {theirs}" for rank, (theirs,) in problems if theirs), "")
 
-    def _slowest(self, runs: Mapping[str, Run]) -> dict[str, float]:
-        """The median of each way on the rank where it takes longest."""
+    def _slowest(self, runs: Mapping[str, WayRun]) -> dict[str, float]:
+        """Time each way; the median on the slowest rank."""
         medians = rounds(list(runs), lambda name: self._clock(name, runs[name]), exactly=ROUNDS)
         ours = " ".join(f"{milliseconds:.6g}" for milliseconds in medians.values())
         by_rank = [[float(word) for word in times.split()] for (times,) in self._tell([ours])]
@@ -431,7 +431,7 @@ class WayChooser:
 
 
 def _mismatch(found: Tensor, expected: Tensor) -> str:
-    """How far a result is off, in words; nothing if it is right."""
+    """How far a result is off, in words; empty if it is right."""
     if found.shape != expected.shape:
         return f"its result is {tuple(found.shape)}, expected {tuple(expected.shape)}"
     # the caller's own numbers may overflow, in the first steps of fp16: what is left is compared

@@ -18,7 +18,7 @@ Saved for backward: logits_shard, and three numbers a token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import tokens_of
+from tpkernels.ops.inputs import Context, apply, tokens_of
 from tpkernels.ops.tensor_parallel.parallel import (
     checked_group,
     gather_numbers,
@@ -60,7 +60,7 @@ def vocab_cross_entropy(
     vocab_size: int | None = None,
     overwrite_logits: bool = False,
 ) -> Tensor:
-    """The loss of each token, as `F.cross_entropy(..., reduction="none")` of the full logits.
+    """Compute the loss of each token, as `F.cross_entropy(..., reduction="none")` of the full logits.
 
     logits_shard: (..., columns of this rank), as many on every rank
     target: (...) ids, the same on all ranks
@@ -78,28 +78,20 @@ def vocab_cross_entropy(
             f"{OP}: expected a target for each row of logits_shard {tuple(logits_shard.shape)}, got "
             f"{tuple(target.shape)}"
         )
-    group = checked_group(
-        group,
-        OP,
-        dtype=logits_shard.dtype,
-        rows=tuple(leading),
-        width=width,
-        tensors=[logits_shard],
-        options=(label_smoothing, ignore_index, vocab_size),
-    )
-    options = LossOptions(group, vocab_size, label_smoothing, ignore_index)
-    sharded_loss(OP, options, width)  # raises if the options are wrong
+    options = label_smoothing, ignore_index, vocab_size
+    group = checked_group(group, OP, logits_shard, options=options)
+    loss_options = LossOptions(group, vocab_size, label_smoothing, ignore_index)
+    sharded_loss(OP, loss_options, width)  # raises if the options are wrong
     require_ids(OP, "target", target, logits_shard)
     if overwrite_logits and not torch.compiler.is_compiling():  # compiled code overwrites nothing
         _require_disposable(logits_shard)
-    loss: Tensor = _VocabCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        tokens_of(logits_shard), target.reshape(-1), options, overwrite_logits
-    )
+    tokens, targets = tokens_of(logits_shard), target.reshape(-1)
+    loss: Tensor = apply(_VocabCrossEntropy, tokens, targets, loss_options, overwrite_logits)
     return loss if target.ndim == 1 else loss.view(target.shape)
 
 
 def _require_disposable(logits: Tensor) -> None:
-    """No parameter, and no element twice."""
+    """Raise if logits are a leaf, or have elements that share memory."""
     if logits.is_leaf and logits.requires_grad:
         raise ValueError(
             f"{OP}: expected no leaf with overwrite_logits: its gradient would lie in its own memory; pass "
@@ -115,7 +107,7 @@ def _require_disposable(logits: Tensor) -> None:
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, options: LossOptions, overwrite_logits: bool
+        ctx: Context, logits: Tensor, target: Tensor, options: LossOptions, overwrite_logits: bool
     ) -> Tensor:
         ctx.options, ctx.overwrite = options, overwrite_logits
         loss, *saved = _token_losses(logits, target, options)
@@ -125,7 +117,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @first_order(OP)
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, maximum, total = ctx.saved_tensors
         if ctx.overwrite and not torch.compiler.is_compiling():
             losses = sharded_loss(OP, ctx.options, logits.shape[1])
@@ -137,7 +129,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
 
 class LossOptions(NamedTuple):
-    """What a call is besides its tensors."""
+    """The arguments of a loss, without its tensors."""
 
     group: Group
     vocab_size: int | None
@@ -158,17 +150,17 @@ class ShardedLoss:
 
     @property
     def smoothing(self) -> float:
-        """Megatron's: what the smoothed target gives away goes to the other K - 1 ids alike."""
+        """Label smoothing as in Megatron, where the K - 1 other ids alone share it."""
         ids = self.shard.size
         return self.label_smoothing * ids / (ids - 1) if self.label_smoothing else 0.0
 
     def counted(self, target: Tensor) -> Tensor:
-        """The targets, ignored ones as IGNORED; an error if one is no id."""
+        """Replace ignored targets by IGNORED; raise if a target is no id."""
         require_in_vocabulary(self.op, "target", target, self.shard, self.ignore_index)
         return torch.where(target == self.ignore_index, IGNORED, target)
 
     def of_rows(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, maximum, total) of each row."""
+        """Compute (loss, maximum, total) of each row."""
         shard, s = self.shard, self.smoothing
         count = 4 if s else 3  # an unsmoothed loss needs no Σ x
         found = [
@@ -191,7 +183,7 @@ class ShardedLoss:
     def gradient(
         self, logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor, *, in_place: bool
     ) -> Tensor:
-        """Of the logits; in their memory if `in_place`."""
+        """Compute the gradient of the logits; in their memory if `in_place`."""
         size, s, dloss = self.shard.size, self.smoothing, dloss.to(total.dtype).contiguous()
         known, weights = (target, maximum, total, dloss), (1 - s, s / size)
 
@@ -208,7 +200,7 @@ class ShardedLoss:
 
 
 def sharded_loss(op: str, options: LossOptions, width: int) -> ShardedLoss:
-    """width: columns of each rank"""
+    """The loss of these options, checked. width: columns of each rank"""
     shard = vocab_shard(op, options.group, width, options.vocab_size)
     if not 0 <= options.label_smoothing < 1:
         raise ValueError(
@@ -221,16 +213,14 @@ def sharded_loss(op: str, options: LossOptions, width: int) -> ShardedLoss:
 
 @all_or_fail
 def _losses(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, target, maximum, total) of each row, ignored targets as IGNORED."""
+    """Compute (loss, target, maximum, total) of each row, with ignored targets as IGNORED."""
     losses = sharded_loss(OP, options, logits.shape[1])
     target = losses.counted(target)
     loss, maximum, total = losses.of_rows(logits, target)
     return loss, target, maximum, total
 
 
-def _losses_shape(
-    logits: Tensor, target: Tensor, options: LossOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _losses_shape(logits: Tensor, target: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
     return loss, torch.empty_like(target), torch.empty_like(loss), torch.empty_like(loss)
 
@@ -242,9 +232,7 @@ def _gradient(
     return losses.gradient(logits, target, maximum, total, dloss, in_place=False)
 
 
-def _gradient_shape(
-    logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor, options: LossOptions
-) -> Tensor:
+def _gradient_shape(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape)
 
 

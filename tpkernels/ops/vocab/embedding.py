@@ -1,4 +1,4 @@
-"""Embedding of ids whose table is sharded over ranks.
+"""Embedding lookup in a table that is sharded over ranks.
 
 R ranks, T tokens, H features, V rows a rank:
 
@@ -17,8 +17,6 @@ Saved for backward: ids.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -27,6 +25,7 @@ from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.first_order import first_order
+from tpkernels.ops.inputs import Context, apply
 from tpkernels.ops.tensor_parallel.parallel import (
     checked_group,
     require_divisible,
@@ -55,7 +54,7 @@ def vocab_embedding(
     padding_idx: int | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """The rows of the full table that ids name, as `F.embedding`.
+    """Look up the rows of ids in the full table, as `F.embedding`.
 
     ids: (tokens, ...), the same on all ranks
     weight_shard: (rows of this rank, features), as many on every rank
@@ -69,15 +68,8 @@ def vocab_embedding(
             f"{tuple(weight_shard.shape)} in {weight_shard.dtype}"
         )
     leading, (width, features) = ids.shape, weight_shard.shape
-    group = checked_group(
-        group,
-        OP,
-        dtype=weight_shard.dtype,
-        rows=(*leading, width),
-        width=features,
-        tensors=[weight_shard],
-        options=(sequence_parallel, padding_idx, vocab_size),
-    )
+    options = sequence_parallel, padding_idx, vocab_size
+    group = checked_group(group, OP, weight_shard, rows=(*leading, width), options=options)
     size = vocab_shard(OP, group, width, vocab_size).size
     if padding_idx is not None:
         if not -size <= padding_idx < size:
@@ -90,9 +82,8 @@ def vocab_embedding(
         require_divisible(OP, ids, group)
     if len(leading) != 1:
         ids = ids.reshape(-1)
-    y: Tensor = _VocabEmbedding.apply(  # type: ignore[no-untyped-call]
-        ids.contiguous(), weight_shard, group, size, sequence_parallel, padding_idx
-    )
+    arguments = ids.contiguous(), weight_shard, group, size, sequence_parallel, padding_idx
+    y: Tensor = apply(_VocabEmbedding, *arguments)
     if len(leading) == 1:
         return y
     if sequence_parallel:
@@ -103,7 +94,7 @@ def vocab_embedding(
 class _VocabEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         ids: Tensor,
         weight: Tensor,
         group: ProcessGroup,
@@ -117,7 +108,7 @@ class _VocabEmbedding(torch.autograd.Function):
 
     @staticmethod
     @first_order(OP)
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         return None, _table_gradient(dy, ids, *ctx.table), None, None, None, None
 
@@ -170,15 +161,7 @@ def _gradient(
     return dweight
 
 
-def _gradient_shape(
-    dy: Tensor,
-    ids: Tensor,
-    rows: int,
-    dtype: torch.dtype,
-    group: Group,
-    sequence_parallel: bool,
-    padding_idx: int | None,
-) -> Tensor:
+def _gradient_shape(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype, *_: object) -> Tensor:
     return dy.new_empty(rows, dy.shape[1], dtype=dtype)
 
 

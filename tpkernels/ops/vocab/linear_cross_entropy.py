@@ -24,16 +24,25 @@ Saved for backward: dhidden and dweight; with "none" hidden, weight_shard and th
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Iterator
+from functools import partial
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import from_entry
+from tpkernels.comm.calls import all_or_fail, from_entry
+from tpkernels.dispatch import primitives
+from tpkernels.dispatch.operators import Operator
+from tpkernels.dispatch.products import sums_dtype
+from tpkernels.dispatch.segments import segment_sum
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
+    Context,
     any_requires_grad,
+    apply,
+    as_dtype,
     autocast,
     check_linear,
     features_of,
@@ -41,17 +50,21 @@ from tpkernels.ops.inputs import (
     tokens_of,
 )
 from tpkernels.ops.main_grad import check_main_grad
-from tpkernels.ops.tensor_parallel.parallel import checked_group
-from tpkernels.ops.vocab.chunked_head import (
-    OP,
-    Reduction,
-    reduced_gradients,
-    reduced_loss,
-    token_gradients,
-    token_losses,
+from tpkernels.ops.tensor_parallel.parallel import checked_group, start_rows, start_sum
+from tpkernels.ops.tensor_parallel.segments import (
+    canonical,
+    map_segments,
+    segment_calls,
+    segmented_weight_gradient,
+    segments_of,
 )
-from tpkernels.ops.vocab.cross_entropy import LossOptions, sharded_loss
+from tpkernels.ops.vocab.cross_entropy import IGNORED, LossOptions, sharded_loss
 from tpkernels.ops.vocab.vocabulary import require_ids
+from tpkernels.tp_invariance import mode
+
+OP = "linear_cross_entropy"
+Reduction = Literal["mean", "sum", "none"]
+LEAST_TOKENS = 128  # in a chunk by default; chosen without measuring
 
 
 @from_entry
@@ -69,7 +82,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
-    """The loss of hidden weightᵀ, as `F.linear_cross_entropy` of the full weight.
+    """Compute the loss of logits hidden weightᵀ, as `F.linear_cross_entropy` of the full weight.
 
     hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     weight_shard: (columns of this rank, features), as many on every rank
@@ -88,10 +101,8 @@ def linear_cross_entropy(
     group = checked_group(
         group,
         OP,
-        dtype=hidden.dtype,
-        rows=hidden.shape[:-1],
-        width=features,
-        tensors=[hidden, weight_shard],
+        hidden,
+        parameters=[weight_shard],
         options=(ignore_index, label_smoothing, reduction, vocab_size, sequence_parallel, chunk_tokens),
     )
     if is_casting(hidden):
@@ -114,19 +125,19 @@ def linear_cross_entropy(
     arguments = (tokens_of(hidden), weight_shard, target.reshape(-1), options, main_grad)
     loss: Tensor
     if reduction == "none":
-        loss = _TokenLosses.apply(*arguments)  # type: ignore[no-untyped-call]
+        loss = apply(_TokenLosses, *arguments)
         return loss.view(target.shape)
     needs = any_requires_grad(hidden), any_requires_grad(weight_shard)
-    loss, _ = _ReducedLoss.apply(*arguments, reduction, *needs)  # type: ignore[no-untyped-call]
+    loss, _ = apply(_ReducedLoss, *arguments, reduction, *needs)
     return loss
 
 
 class _ReducedLoss(torch.autograd.Function):
-    """Losses that weigh alike: their gradients up to a factor are there when forward is done."""
+    """Losses that weigh alike: forward computes their gradients, up to a factor."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
@@ -145,7 +156,7 @@ class _ReducedLoss(torch.autograd.Function):
 
     @staticmethod
     @first_order(OP, reads_intermediates=True)
-    def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         share, dhidden, dweight = ctx.saved_tensors
         dtype = ctx.dtype if ctx.main_grad is None else torch.promote_types(ctx.dtype, torch.float32)
         dhidden, dweight = reduced_gradients(dloss * share, dhidden, dweight, ctx.dtype, dtype, ctx.options)
@@ -153,11 +164,11 @@ class _ReducedLoss(torch.autograd.Function):
 
 
 class _TokenLosses(torch.autograd.Function):
-    """A loss of each token: their gradients wait for those of the losses."""
+    """A loss of each token: gradients are computed in backward, from those of the losses."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
@@ -171,7 +182,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     @first_order(OP)
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dloss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, target, maximum, total = ctx.saved_tensors
         dtype = weight.dtype if ctx.main_grad is None else torch.promote_types(weight.dtype, torch.float32)
         needs_dhidden, needs_dweight, *_ = ctx.needs_input_grad
@@ -182,8 +193,257 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _delivered(dweight: Tensor | None, main_grad: Tensor | None) -> Tensor | None:
-    """The weight's gradient; None if it was added to main_grad."""
+    """Return the weight's gradient, or add it to main_grad and return None."""
     if dweight is None or main_grad is None:
         return dweight
     main_grad.add_(dweight)
     return None
+
+
+class PartialGradients:
+    """Accumulates this rank's terms of the gradients over chunks; None for those that are not needed."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, needs_dhidden: bool, needs_dweight: bool, group: ProcessGroup
+    ) -> None:
+        self._hidden, self._weight = hidden, weight
+        self._segments = segments_of(OP, group)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.dhidden = torch.empty_like(hidden, dtype=terms_dtype(hidden.dtype)) if needs_dhidden else None
+        self.dweight = torch.zeros_like(weight, dtype=wide) if needs_dweight else None
+
+    def add(self, rows: slice, dlogits: Tensor) -> None:
+        segments, hidden = self._segments, self._hidden[rows]
+        if self.dhidden is not None and segments:
+            pairs = [(dlogits, self._weight)]
+            self.dhidden[rows] = segment_sum(pairs, transposed=False, segments=segments)
+        elif self.dhidden is not None:
+            self.dhidden[rows] = primitives.dgrad(dlogits, self._weight)
+        if self.dweight is not None:
+            calls = segment_calls(segments, hidden.device)
+            segmented_weight_gradient(dlogits, hidden, self.dweight, calls, dim=0)
+
+
+def terms_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a rank's terms of a sum: rounded, or with TP-invariance as wide as the sum."""
+    return sums_dtype(dtype) if mode.segments else dtype
+
+
+def _full_hidden(hidden: Tensor, options: LossOptions) -> Tensor:
+    return (
+        start_rows(OP, "gather of hidden", hidden, options.group).wait()
+        if options.sequence_parallel
+        else hidden
+    )
+
+
+def _sum_over_ranks(
+    dhidden: Tensor, scale: Tensor | None, dtype: torch.dtype, options: LossOptions
+) -> Tensor:
+    """Sum dhidden over ranks, times scale; return all of it, or this rank's tokens."""
+    term_scale = None if mode.segments else scale
+    total = start_sum(
+        f"{OP} backward",
+        lambda rows: dhidden[rows] if term_scale is None else dhidden[rows] * term_scale,
+        dhidden.shape[0],
+        dhidden.shape[1],
+        dhidden,
+        options.group,
+        scatter=options.sequence_parallel,
+        overlap=True,
+    ).wait()
+    if scale is not None and mode.segments:
+        total = total * scale
+    return as_dtype(total, dtype)
+
+
+def _logits_of_chunks(hidden: Tensor, weight: Tensor, options: LossOptions) -> Iterator[tuple[slice, Tensor]]:
+    """Yield rows and their logits; the caller frees these before the next are computed.
+
+    By default a chunk of logits has as many elements as all of hidden; with TP-invariance those of all ranks.
+    """
+    calls = segment_calls(segments_of(OP, options.group), hidden.device)
+    width = weight.shape[0] * (options.group.size() if mode.segments else 1)
+    size = options.chunk_tokens or max(LEAST_TOKENS, -(-hidden.numel() // width))
+    for start in range(0, len(hidden), size):
+        rows = slice(start, start + size)
+        chunk = canonical(hidden[rows]) if calls else hidden[rows]
+        yield rows, map_segments(calls, partial(_logits, chunk), weight, cut=0)
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    return primitives.linear(hidden, weight, None, "none", False)[0]
+
+
+def _losses_by_chunk(
+    options: LossOptions,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    gradients: PartialGradients | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (loss, maximum, total) of each token; add gradients of the sum of losses to `gradients`."""
+    losses = sharded_loss(OP, options, weight.shape[0])
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    loss, maximum, total = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
+    for rows, logits in _logits_of_chunks(hidden, weight, options):
+        loss[rows], maximum[rows], total[rows] = losses.of_rows(logits, target[rows])
+        if gradients is not None:
+            one = torch.ones_like(loss[rows])
+            gradients.add(
+                rows, losses.gradient(logits, target[rows], maximum[rows], total[rows], one, in_place=True)
+            )
+        del logits
+    return loss, maximum, total
+
+
+@all_or_fail
+def _reduced(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    needs_dhidden: bool,
+    needs_dweight: bool,
+    reduction: Reduction,
+    options: LossOptions,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Compute (loss, weight of each token, dhidden, dweight): this rank's terms of gradients of the sum."""
+    losses = sharded_loss(OP, options, weight.shape[0])
+    target = losses.counted(target)
+    hidden = _full_hidden(hidden, options)
+    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, options.group)
+    wanted = gradients if needs_dhidden or needs_dweight else None
+    loss, *_ = _losses_by_chunk(options, hidden, weight, target, wanted)
+    tokens = (target != IGNORED).sum() if reduction == "mean" else torch.ones((), device=target.device)
+    share = tokens.clamp_min(1).to(loss.dtype).reciprocal()  # without tokens the loss is 0, and not NaN
+    return loss.sum() * share, share, gradients.dhidden, gradients.dweight
+
+
+def _reduced_shape(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    needs_dhidden: bool,
+    needs_dweight: bool,
+    reduction: Reduction,
+    options: LossOptions,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    return (
+        loss,
+        torch.empty_like(loss),
+        hidden.new_empty(target.shape[0], hidden.shape[1], dtype=terms_dtype(hidden.dtype))
+        if needs_dhidden
+        else None,
+        torch.empty_like(weight, dtype=loss.dtype) if needs_dweight else None,
+    )
+
+
+@all_or_fail
+def _scaled(
+    scale: Tensor,
+    dhidden: Tensor | None,
+    dweight: Tensor | None,
+    hidden_dtype: torch.dtype,
+    dtype: torch.dtype,
+    options: LossOptions,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Scale gradients by that of the loss; fp16 holds them before the division by tokens, not after."""
+    return (
+        None if dhidden is None else _sum_over_ranks(dhidden, scale, hidden_dtype, options),
+        None if dweight is None else (dweight * scale).to(dtype),
+    )
+
+
+def _scaled_shape(
+    scale: Tensor,
+    dhidden: Tensor | None,
+    dweight: Tensor | None,
+    hidden_dtype: torch.dtype,
+    dtype: torch.dtype,
+    options: LossOptions,
+) -> tuple[Tensor | None, Tensor | None]:
+    ranks = options.group.size() if options.sequence_parallel else 1
+    return (
+        None
+        if dhidden is None
+        else dhidden.new_empty(dhidden.shape[0] // ranks, dhidden.shape[1], dtype=hidden_dtype),
+        None if dweight is None else torch.empty_like(dweight, dtype=dtype),
+    )
+
+
+@all_or_fail
+def _token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    options: LossOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute (loss, target, maximum, total) of each token, with ignored targets as IGNORED."""
+    losses = sharded_loss(OP, options, weight.shape[0])
+    target = losses.counted(target)
+    hidden = _full_hidden(hidden, options)
+    loss, maximum, total = _losses_by_chunk(options, hidden, weight, target, None)
+    return loss, target, maximum, total
+
+
+def _token_losses_shape(
+    hidden: Tensor, weight: Tensor, target: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss = hidden.new_empty(target.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
+    return loss, torch.empty_like(target), torch.empty_like(loss), torch.empty_like(loss)
+
+
+@all_or_fail
+def _token_gradients(
+    dloss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    needs_dhidden: bool,
+    needs_dweight: bool,
+    dtype: torch.dtype,
+    options: LossOptions,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute gradients from those of each token's loss; logits are computed again.
+
+    dtype: of dweight
+    """
+    losses = sharded_loss(OP, options, weight.shape[0])
+    hidden = _full_hidden(hidden, options)
+    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, options.group)
+    for rows, logits in _logits_of_chunks(hidden, weight, options):
+        known = target[rows], maximum[rows], total[rows], dloss[rows]
+        gradients.add(rows, losses.gradient(logits, *known, in_place=True))
+        del logits
+    dhidden, dweight = gradients.dhidden, gradients.dweight
+    return (
+        None if dhidden is None else _sum_over_ranks(dhidden, None, weight.dtype, options),
+        None if dweight is None else dweight.to(dtype),
+    )
+
+
+def _token_gradients_shape(
+    dloss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    needs_dhidden: bool,
+    needs_dweight: bool,
+    dtype: torch.dtype,
+    options: LossOptions,
+) -> tuple[Tensor | None, Tensor | None]:
+    return (
+        hidden.new_empty(hidden.shape) if needs_dhidden else None,
+        weight.new_empty(weight.shape, dtype=dtype) if needs_dweight else None,
+    )
+
+
+reduced_loss = Operator(OP, _reduced, _reduced_shape)
+reduced_gradients = Operator(f"{OP}_backward", _scaled, _scaled_shape)
+token_losses = Operator("linear_token_losses", _token_losses, _token_losses_shape)
+token_gradients = Operator("linear_token_losses_backward", _token_gradients, _token_gradients_shape)

@@ -1,4 +1,4 @@
-"""Choosing ids by logits whose vocabulary is sharded over ranks: the same ids for any number of ranks.
+"""Argmax, sampling and gathering of logits whose vocabulary is sharded: the same for any number of ranks.
 
 R ranks, T tokens, V columns a rank:
 
@@ -29,7 +29,7 @@ from tpkernels.ops.vocab.vocabulary import VocabShard, require_logits, vocab_sha
 
 @from_entry
 def vocab_gather(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int | None = None) -> Tensor:
-    """All logits of each token on every rank, without padding; differentiable.
+    """Gather all logits of each token on every rank, without padding; differentiable.
 
     logits_shard: (..., columns of this rank)
     vocab_size: of the full vocabulary, if columns past it are padding
@@ -43,7 +43,7 @@ def vocab_gather(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int |
 @from_entry
 @all_or_fail
 def vocab_argmax(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int | None = None) -> Tensor:
-    """The id of the largest logit of each token; the lowest of several.
+    """Return the id of the largest logit of each token; of equal ones the lowest.
 
     logits_shard: (..., columns of this rank)
     vocab_size: of the full vocabulary, if columns past it are padding
@@ -74,7 +74,7 @@ def vocab_sample(
     generator: torch.Generator | None = None,
     uniform: Tensor | None = None,
 ) -> Tensor:
-    """An id for each token, drawn with the probabilities softmax(logits / temperature).
+    """Draw an id for each token with the probabilities softmax(logits / temperature).
 
     logits_shard: (..., columns of this rank)
     top_k: only of the so many largest logits; of equal ones those with lower ids
@@ -118,7 +118,7 @@ def vocab_sample(
 
 
 def _drawn(scaled: Tensor, top_p: float | None, uniform: Tensor) -> Tensor:
-    """(tokens, 1): the place where the cumulative probability passes the uniform number; largest first."""
+    """Where the cumulative probability passes the uniform number: (tokens, 1). scaled: largest first"""
     probability = scaled.softmax(1)
     if top_p is not None:
         before = probability.cumsum(1) - probability
@@ -129,13 +129,13 @@ def _drawn(scaled: Tensor, top_p: float | None, uniform: Tensor) -> Tensor:
 
 
 def _largest_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row and where they are, the first of equal ones first."""
+    """Return the `count` largest of each row and their positions; of equal ones the first comes first."""
     ordered, places = values.sort(dim=1, descending=True, stable=True)
     return ordered[:, :count], places[:, :count]
 
 
 def _without_padding(logits: Tensor, shard: VocabShard) -> Tensor:
-    """Padding columns at minus infinity, behind all others."""
+    """Set padding columns to minus infinity, behind all others."""
     padding = torch.arange(shard.width, device=logits.device) >= shard.columns
     return logits.masked_fill(padding, -torch.inf)
 
@@ -144,17 +144,8 @@ def _checked(
     op: str, logits: Tensor, group: ProcessGroup, vocab_size: int | None, options: Sequence[object] = ()
 ) -> tuple[ProcessGroup, VocabShard]:
     require_logits(op, logits)
-    rows, width = logits.shape[:-1], logits.shape[-1]
-    group = checked_group(
-        group,
-        op,
-        dtype=logits.dtype,
-        rows=rows,
-        width=width,
-        tensors=[logits],
-        options=[vocab_size, *options],
-    )
-    return group, vocab_shard(op, group, width, vocab_size)
+    group = checked_group(group, op, logits, options=[vocab_size, *options])
+    return group, vocab_shard(op, group, logits.shape[-1], vocab_size)
 
 
 def _require_options(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +17,12 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import calls_of
-from tpkernels.dispatch.operators import Packed
 from tpkernels.dispatch.segments import segment_of
 from tpkernels.kernels.reference import surely_within
 from tpkernels.ops.tensor_parallel import parallel
-from tpkernels.ops.tensor_parallel.parallel import group_named, name_of
+from tpkernels.ops.tensor_parallel.parallel import Group as Group
 from tpkernels.ops.tensor_parallel.segments import require_segments, segments_of
 from tpkernels.tp_invariance import mode
-
-Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
 
 
 @dataclass(frozen=True)
@@ -42,45 +39,46 @@ class VocabShard:
 
     @property
     def columns(self) -> int:
-        """How many of ours are no padding; they come first."""
+        """How many of this rank's columns are not padding; they come first."""
         return self._columns(self.first_id, self.width)
 
     @property
     def segments(self) -> list[VocabSegment]:
-        """What one call takes: all of it, or with TP-invariance a segment."""
-        parts = max(1, segments_of("vocabulary", self.group))
-        width = self.width // parts
-        firsts = [self.first_id + number * width for number in range(parts)]
-        return [VocabSegment(n, parts, first, self._columns(first, width)) for n, first in enumerate(firsts)]
+        """The segments that one call each computes: with TP-invariance several, else the full shard."""
+        total = max(1, segments_of("vocabulary", self.group))
+        width = self.width // total
+        firsts = [self.first_id + number * width for number in range(total)]
+        return [VocabSegment(n, total, first, self._columns(first, width)) for n, first in enumerate(firsts)]
 
     def _columns(self, first_id: int, width: int) -> int:
         return min(max(self.size - first_id, 0), width)
 
 
 class VocabSegment(NamedTuple):
-    """One of `parts` equal parts of a rank's rows or columns."""
+    """One of `total` equal segments of a rank's rows or columns."""
 
     number: int
-    parts: int
+    total: int
     first_id: int
     columns: int  # that are no padding
 
     def of(self, shard: Tensor, dim: int) -> Tensor:
-        """This part of a rank's shard; the shard itself without TP-invariance."""
-        return segment_of(shard, dim, self.number, self.parts) if mode.segments else shard
+        """This segment of a rank's shard, contiguous; the shard itself without TP-invariance."""
+        return segment_of(shard, dim, self.number, self.total) if mode.segments else shard
 
     def view_of(self, shard: Tensor, dim: int) -> Tensor:
-        return shard.tensor_split(self.parts, dim)[self.number]
+        """This segment of a rank's shard, as a view."""
+        return shard.tensor_split(self.total, dim)[self.number]
 
 
 def vocab_shard(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> VocabShard:
-    """vocab_size: ids of the full vocabulary; None: there is no padding"""
+    """This rank's shard, checked. vocab_size: ids of the full vocabulary; None: there is no padding"""
     require_segments(op, segments_of(op, group), [("a shard of the vocabulary", width)])
     return VocabShard(group, width, checked_size(op, group, width, vocab_size))
 
 
 def checked_size(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> int:
-    """Ids of the full vocabulary."""
+    """The number of ids of the full vocabulary; an error if ranks cannot hold `vocab_size`."""
     full = group.size() * width
     if vocab_size is None:
         return full
@@ -93,6 +91,7 @@ def checked_size(op: str, group: ProcessGroup, width: int, vocab_size: int | Non
 
 
 def require_logits(op: str, logits: Tensor) -> None:
+    """Raise unless logits are floating-point, with a dimension of columns."""
     if logits.ndim < 1 or not logits.is_floating_point():
         raise ValueError(
             f"{op}: expected floating-point logits_shard (..., columns), got {tuple(logits.shape)} in "
@@ -101,7 +100,7 @@ def require_logits(op: str, logits: Tensor) -> None:
 
 
 def require_ids(op: str, name: str, ids: Tensor, like: Tensor) -> None:
-    """Integers, where the other tensor lies."""
+    """Raise unless ids are int32 or int64, on the device of `like`."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{op}: expected {name} of int64 or int32, got {ids.dtype}; convert it")
     if ids.device != like.device:
@@ -111,13 +110,13 @@ def require_ids(op: str, name: str, ids: Tensor, like: Tensor) -> None:
 def require_in_vocabulary(
     op: str, name: str, ids: Tensor, shard: VocabShard, ignored: int | None = None
 ) -> None:
-    """Every id is one of the vocabulary, or the ignored one.
+    """Raise unless every id is in the vocabulary, or is the ignored one.
 
-    Ranks are given the same ids, so that all refuse, before anything is sent. To look at ids on a GPU would
-    hold up the host: there the GPU looks, and ends the program, as torch's F.embedding and F.cross_entropy
-    do. Ids that differ between ranks, as where a sampler deals batches out to all of them, or one rank leaves
-    a batch out, would give numbers that look sound: the host looks and ranks compare theirs in the first,
-    second, fourth, eighth, ... call, and with TPKERNELS_DEBUG=1 in each. On the CPU others are noted.
+    Ranks are given the same ids, so that all raise before anything is sent. Checking ids on a GPU would block
+    the host: there a kernel checks them, and ends the program, as in F.embedding and F.cross_entropy. Ids
+    that differ between ranks, because a sampler deals batches out to all of them or a rank skips a batch,
+    would give plausible numbers: ranks compare theirs on the host in the first, second, fourth, eighth, ...
+    call, and with TPKERNELS_DEBUG=1 in each. On the CPU other calls are noted.
     """
     is_shared = shard.group.size() > 1
     compared = is_shared and _is_compared(f"{op} {name}", ids, shard.group)
@@ -145,13 +144,14 @@ def require_in_vocabulary(
 
 
 def _described(name: str, ids: Tensor) -> str:
-    """With a checksum."""
+    """The shape of ids and a checksum, in words."""
     integers = ids.to("cpu", torch.int64).contiguous()
     bits = ctypes.string_at(integers.data_ptr(), integers.nbytes)
     return f"{name} {tuple(ids.shape)} with checksum {zlib.crc32(bits):08x}"
 
 
 def _is_compared(what: str, ids: Tensor, group: ProcessGroup) -> bool:
+    """Whether ranks compare ids in this call."""
     if ids.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     return calls_of(group).is_due(what) or parallel.debug

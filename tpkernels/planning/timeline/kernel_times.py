@@ -29,7 +29,7 @@ class KernelTimes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class TileSizes:
     """As much of a product as one processor computes at once."""
 
     rows: int
@@ -47,12 +47,12 @@ class Cycles:
 
 
 # As `kernels.tiles` lists them for `linear`: from the fastest to the one that splits small results the most.
-TILES = (Tile(128, 256, 64), Tile(128, 128, 64), Tile(64, 128, 64))
+TILES = (TileSizes(128, 256, 64), TileSizes(128, 128, 64), TileSizes(64, 128, 64))
 _FLOPS_A_CYCLE = 4096  # of the tensor cores of one processor of an H100, dense bf16: data sheet
 _H100_RATE = 989e12 / 132  # of one processor: others are as much slower or faster as their data sheets say
 
 
-def usual_cycles(kernel: str, tile: Tile, asking: float = 1.0) -> Cycles:
+def usual_cycles(kernel: str, tile: TileSizes, asking: float = 1.0) -> Cycles:
     """What kernels of ours come to by the count of their machine code, within some percent.
 
     The tensor cores are busy 95 % of a step at most, or operands come too slowly: 40 bytes a cycle from the
@@ -67,7 +67,9 @@ def usual_cycles(kernel: str, tile: Tile, asking: float = 1.0) -> Cycles:
     return Cycles(step, edge=3700 * tile.rows * tile.cols / (128 * 256), start=1500)
 
 
-CyclesOf = Callable[[str, Tile, float], Cycles]  # of a kernel and tile, where so many processors have one
+CyclesOf = Callable[
+    [str, TileSizes, float], Cycles
+]  # of a kernel and tile, where so many processors have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +114,10 @@ class TiledTimes:
         return self.gpu.bytes * self.memory_share
 
 
-def _tile_for(rows: int, cols: int, processors: int) -> Tile:
+def _tile_for(rows: int, cols: int, processors: int) -> TileSizes:
     """The first that occupies every processor, else the one that occupies the most."""
 
-    def count(tile: Tile) -> int:
+    def count(tile: TileSizes) -> int:
         return -(-rows // tile.rows) * -(-cols // tile.cols)
 
     return next((tile for tile in TILES if count(tile) >= processors), max(TILES, key=count))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tpkernels.planning.timeline.ways import ELEMENT, Moving, Product, Way
+from tpkernels.planning.timeline.ways import ELEMENT, Moving, ProductSizes, WayModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +39,33 @@ class Sizes:
         return features // self.ranks
 
 
-def column_forward(way: Way, sizes: Sizes) -> None:
+def column_forward(way: WayModel, sizes: Sizes) -> None:
     shard = sizes.shard(sizes.features_out, "features_out")
-    product = Product("y", shard, sizes.features_in)
+    product = ProductSizes("y", shard, sizes.features_in)
     _gathered_product(way, sizes, "x", sizes.features_in, product, features=sizes.narrowest or shard)
 
 
-def column_backward(way: Way, sizes: Sizes) -> None:
+def column_backward(way: WayModel, sizes: Sizes) -> None:
     tokens, shard = sizes.tokens, sizes.shard(sizes.features_out, "features_out")
     x = way.gather("x", tokens, sizes.features_in) if sizes.sequence_parallel else None
-    dx = _summed_product(way, sizes, "dx", Product("dgrad", sizes.features_in, shard, "dgrad"), hidden=True)
+    dx = _summed_product(
+        way, sizes, "dx", ProductSizes("dgrad", sizes.features_in, shard, "dgrad"), hidden=True
+    )
     if x is not None:
         way.wait(x)
-    way.product(shard, Product("wgrad", sizes.features_in, tokens, "wgrad"))
+    way.product(shard, ProductSizes("wgrad", sizes.features_in, tokens, "wgrad"))
     way.wait(dx)
 
 
-def row_forward(way: Way, sizes: Sizes) -> None:
+def row_forward(way: WayModel, sizes: Sizes) -> None:
     shard = sizes.shard(sizes.features_in, "features_in")
-    way.wait(_summed_product(way, sizes, "y", Product("product", sizes.features_out, shard)))
+    way.wait(_summed_product(way, sizes, "y", ProductSizes("product", sizes.features_out, shard)))
 
 
-def row_backward(way: Way, sizes: Sizes) -> None:
+def row_backward(way: WayModel, sizes: Sizes) -> None:
     shard = sizes.shard(sizes.features_in, "features_in")
-    dgrad = Product("dgrad", shard, sizes.features_out, "dgrad")
-    wgrad = Product("wgrad", shard, sizes.tokens, "wgrad")
+    dgrad = ProductSizes("dgrad", shard, sizes.features_out, "dgrad")
+    wgrad = ProductSizes("wgrad", shard, sizes.tokens, "wgrad")
     if sizes.sequence_parallel:
         dy = way.gather("dy", sizes.tokens, sizes.features_out, shard)
         way.gradients(dy, dgrad, wgrad, sizes.features_out)
@@ -72,18 +74,18 @@ def row_backward(way: Way, sizes: Sizes) -> None:
         way.product(sizes.features_out, wgrad)
 
 
-def mlp_forward(way: Way, sizes: Sizes, ups: int = 1) -> None:
+def mlp_forward(way: WayModel, sizes: Sizes, ups: int = 1) -> None:
     shard, hidden = sizes.shard(sizes.features_out, "features_out"), sizes.features_in
-    _gathered_product(way, sizes, "x", hidden, Product("up", ups * shard, hidden), features=shard)
-    way.wait(_summed_product(way, sizes, "y", Product("down", hidden, shard)))
+    _gathered_product(way, sizes, "x", hidden, ProductSizes("up", ups * shard, hidden), features=shard)
+    way.wait(_summed_product(way, sizes, "y", ProductSizes("down", hidden, shard)))
 
 
-def mlp_backward(way: Way, sizes: Sizes, ups: int = 1) -> None:
+def mlp_backward(way: WayModel, sizes: Sizes, ups: int = 1) -> None:
     tokens, hidden = sizes.tokens, sizes.features_in
     shard = sizes.shard(sizes.features_out, "features_out")
     dy = way.gather("dy", tokens, hidden, shard) if sizes.sequence_parallel else None
     x = way.gather("x", tokens, hidden) if sizes.sequence_parallel else None
-    dgrad = Product("dgrad down", shard, hidden, "dgrad")
+    dgrad = ProductSizes("dgrad down", shard, hidden, "dgrad")
     if dy is None:
         way.product(tokens, dgrad)
     else:
@@ -92,22 +94,24 @@ def mlp_backward(way: Way, sizes: Sizes, ups: int = 1) -> None:
         way.streamed("activation", 2.0 * tokens * shard * ELEMENT)
     if dy is not None:
         way.wait(dy)
-    way.product(hidden, Product("wgrad down", shard, tokens, "wgrad"))
+    way.product(hidden, ProductSizes("wgrad down", shard, tokens, "wgrad"))
     if x is not None:
         way.wait(x)
-    dx = _summed_product(way, sizes, "dx", Product("dgrad up", hidden, ups * shard, "dgrad"), hidden=True)
+    dx = _summed_product(
+        way, sizes, "dx", ProductSizes("dgrad up", hidden, ups * shard, "dgrad"), hidden=True
+    )
     for number in range(ups):
         name = f"wgrad up {number + 1}" if ups > 1 else "wgrad up"
-        way.product(shard, Product(name, hidden, tokens, "wgrad"))
+        way.product(shard, ProductSizes(name, hidden, tokens, "wgrad"))
     way.wait(dx)
 
 
 def _gathered_product(
-    way: Way,
+    way: WayModel,
     sizes: Sizes,
     name: str,
     cols: int,
-    product: Product,
+    product: ProductSizes,
     *,
     features: int | None = None,
 ) -> None:
@@ -119,13 +123,15 @@ def _gathered_product(
     way.rowwise(moving, product)
 
 
-def _summed_product(way: Way, sizes: Sizes, name: str, product: Product, *, hidden: bool = False) -> Moving:
+def _summed_product(
+    way: WayModel, sizes: Sizes, name: str, product: ProductSizes, *, hidden: bool = False
+) -> Moving:
     to_all = not sizes.sequence_parallel
     return way.reduce(name, sizes.tokens, product, hidden=hidden, to_all=to_all)
 
 
-Operator = Callable[[Way, Sizes], None]
-OPERATORS: Mapping[str, Mapping[str, Operator]] = {
+TimedOperator = Callable[[WayModel, Sizes], None]
+OPERATORS: Mapping[str, Mapping[str, TimedOperator]] = {
     "column_linear": {"forward": column_forward, "backward": column_backward},
     "row_linear": {"forward": row_forward, "backward": row_backward},
     "mlp": {"forward": mlp_forward, "backward": mlp_backward},

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 from tpkernels.comm.schedule import Plan, Round, Swap, gather_plan, parts_of_shard, reduce_plan
 from tpkernels.planning.timeline.recording import HOST, KERNEL, PRODUCT, READY, TRANSFER, Rank
-from tpkernels.planning.timeline.simulation import Key, Queue, Resource
-from tpkernels.planning.timeline.ways import Moving, Product, Way
+from tpkernels.planning.timeline.simulation import Queue, Resource, TaskKey
+from tpkernels.planning.timeline.ways import Moving, ProductSizes, WayModel
 
 CORES: Resource = ("machine", "cores")
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What its ranks were measured to take."""
+class MeasuredRanks:
+    """Times that ranks of one machine were measured to take."""
 
     product: Callable[[str, int], float]  # seconds of a kernel with so many rows, or so many deep for wgrad
     sum: float  # seconds of the sum of all slots
@@ -39,10 +39,10 @@ def sockets(ranks: int) -> list[Queue]:
     return [(rank, ("to", peer)) for rank in range(ranks) for peer in range(ranks) if rank != peer]
 
 
-class PointToPoint(Way):
+class PointToPoint(WayModel):
     """A shard in chunks, each a message; without overlap one message, and all rows at once."""
 
-    def __init__(self, rank: Rank, machine: Machine, *, overlap: bool) -> None:
+    def __init__(self, rank: Rank, machine: MeasuredRanks, *, overlap: bool) -> None:
         super().__init__(rank)
         self.machine, self.overlap = machine, overlap
 
@@ -57,7 +57,7 @@ class PointToPoint(Way):
             self._exchange(moving, at, number)
         return moving
 
-    def rowwise(self, moving: Moving, product: Product) -> None:
+    def rowwise(self, moving: Moving, product: ProductSizes) -> None:
         if not self.overlap:
             self._await(moving.all())
             self._multiply(product, moving.rows)
@@ -67,7 +67,7 @@ class PointToPoint(Way):
             self._multiply(product, _count(round))
         self._await(moving.all())
 
-    def gradients(self, moving: Moving, dgrad: Product, wgrad: Product, weight_rows: int) -> None:
+    def gradients(self, moving: Moving, dgrad: ProductSizes, wgrad: ProductSizes, weight_rows: int) -> None:
         """With overlap dw is taken of a quarter of the rows or more, as in `row_linear`."""
         if not self.overlap:
             super().gradients(moving, dgrad, wgrad, weight_rows)
@@ -89,7 +89,7 @@ class PointToPoint(Way):
             self._multiply(wgrad, batch)
 
     def reduce(
-        self, name: str, rows: int, product: Product, *, hidden: bool = False, to_all: bool = False
+        self, name: str, rows: int, product: ProductSizes, *, hidden: bool = False, to_all: bool = False
     ) -> Moving:
         assert not to_all, "an all-reduce point to point is not modelled"
         rank, shares = self.rank, self._chunks(rows, product.cols)
@@ -112,18 +112,18 @@ class PointToPoint(Way):
             if moving.plan.reduces:
                 self.rank.add(HOST, f"sum of {moving.name}", self.machine.sum, kind=KERNEL, uses=self._core)
 
-    def product(self, rows: int, product: Product) -> None:
+    def product(self, rows: int, product: ProductSizes) -> None:
         self._multiply(product, product.depth if product.kernel == "wgrad" else rows)
 
     def streamed(self, name: str, traffic: float) -> None:
         raise NotImplementedError("only single products were measured on CPUs")
 
-    def _multiply(self, product: Product, rows: int) -> None:
+    def _multiply(self, product: ProductSizes, rows: int) -> None:
         slower = 1 + self.machine.skew * self.rank.number
         seconds = slower * self.machine.product(product.kernel, rows)
         self.rank.add(HOST, product.name, seconds, kind=PRODUCT, uses=self._core)
 
-    def _await(self, keys: list[Key]) -> None:
+    def _await(self, keys: list[TaskKey]) -> None:
         self.rank.add(HOST, "wait", 0.0, keys, kind=READY)
 
     def _exchange(self, moving: Moving, at: int, number: int) -> None:
@@ -132,7 +132,7 @@ class PointToPoint(Way):
             posted = self.rank.add(HOST, "post", 0.0, kind=READY)
             moving.arrivals.setdefault(at, []).extend(self._messages(moving, swap, number, posted))
 
-    def _messages(self, moving: Moving, swap: Swap, number: int, posted: Key) -> list[Key]:
+    def _messages(self, moving: Moving, swap: Swap, number: int, posted: TaskKey) -> list[TaskKey]:
         """What this rank awaits before it reads: the message of its peer; and that its own has gone."""
         rank, machine = self.rank, self.machine
         here, there = swap.received.start, swap.lands.start

@@ -10,7 +10,7 @@ from typing import Any
 from tpkernels.planning.timeline.node import Node
 from tpkernels.planning.timeline.operators import OPERATORS, Sizes
 from tpkernels.planning.timeline.recording import HOST, LAUNCH, PRODUCT, READY, TRANSFER, Rank
-from tpkernels.planning.timeline.simulation import Ran, Task, run
+from tpkernels.planning.timeline.simulation import Ran, TimelineTask, run
 from tpkernels.planning.timeline.symmetric import Decomposed, Symmetric
 from tpkernels.planning.timeline.ways import C10d, GpuWay, Naive
 
@@ -60,11 +60,11 @@ def predict(operator: str, direction: str, way: str, sizes: Sizes, node: Node) -
     return _predicted(way, direction, list(run(tasks).values()))
 
 
-def record(operator: str, direction: str, way: str, sizes: Sizes, node: Node) -> list[Task]:
+def record(operator: str, direction: str, way: str, sizes: Sizes, node: Node) -> list[TimelineTask]:
     """What all ranks enqueue in CALLS calls."""
     steps = _found("operator", OPERATORS, operator)
     enqueue, kind = _found("direction", steps, direction), _found("way", WAYS, way)
-    tasks: list[Task] = []
+    tasks: list[TimelineTask] = []
     for number in range(sizes.ranks):
         rank = Rank(number, sizes.ranks, tasks)
         way_of_rank = kind(rank, node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from tpkernels.planning.timeline.simulation import Key, Resource, Task
+from tpkernels.planning.timeline.simulation import Resource, TaskKey, TimelineTask
 
 COMPUTE, NCCL, COPIES, HOST = "compute", "NCCL", "copies", "host"  # queues of a rank
 PRODUCT, KERNEL, TRANSFER, LAUNCH, READY = "product", "kernel", "transfer", "launch", "ready"  # kinds
@@ -14,16 +14,16 @@ US = 1e-6
 class Rank:
     """Records tasks of one rank into a list that all ranks share."""
 
-    def __init__(self, number: int, ranks: int, tasks: list[Task]) -> None:
+    def __init__(self, number: int, ranks: int, tasks: list[TimelineTask]) -> None:
         self.number, self.ranks = number, ranks
         self.call = 0  # the one being recorded
         self._transfers = 0  # so far: as many on all ranks, so that keys meet
         self._tasks, self._count = tasks, 0
-        self._awaited: list[Key] = []  # what the compute stream waits for next
-        self.last: Key | None = None  # on the compute stream
-        self.in_flight: set[Key] = set()  # collectives that the compute stream does not wait for yet
+        self._awaited: list[TaskKey] = []  # what the compute stream waits for next
+        self.last: TaskKey | None = None  # on the compute stream
+        self.in_flight: set[TaskKey] = set()  # collectives that the compute stream does not wait for yet
 
-    def key(self, *what: Hashable) -> Key:
+    def key(self, *what: Hashable) -> TaskKey:
         """Of a task that other ranks may wait for."""
         return (self.number, self.call, *what)
 
@@ -37,32 +37,34 @@ class Rank:
         queue: Hashable,
         name: str,
         seconds: float,
-        after: Sequence[Key] = (),
+        after: Sequence[TaskKey] = (),
         *,
         kind: str,
         uses: Mapping[Resource, float] | None = None,
-        key: Key | None = None,
-    ) -> Key:
+        key: TaskKey | None = None,
+    ) -> TaskKey:
         if key is None:
             self._count += 1
             key = self.key(queue, self._count)
-        self._tasks.append(Task(key, (self.number, queue), seconds, tuple(after), uses or {}, name, kind))
+        self._tasks.append(
+            TimelineTask(key, (self.number, queue), seconds, tuple(after), uses or {}, name, kind)
+        )
         return key
 
-    def host(self, name: str, microseconds: float) -> Key:
+    def host(self, name: str, microseconds: float) -> TaskKey:
         return self.add(HOST, name, US * microseconds, kind=LAUNCH)
 
     def compute(
         self,
         name: str,
         seconds: float,
-        launched: Key | None,
-        after: Sequence[Key] = (),
+        launched: TaskKey | None,
+        after: Sequence[TaskKey] = (),
         *,
         kind: str = PRODUCT,
-        key: Key | None = None,
+        key: TaskKey | None = None,
         uses: Mapping[Resource, float] | None = None,
-    ) -> Key:
+    ) -> TaskKey:
         """On the compute stream, which has waited for what `wait` was told."""
         waits = [*self._awaited, *after, *([launched] if launched else [])]
         self._awaited.clear()
@@ -70,12 +72,12 @@ class Rank:
         self.last = self.add(COMPUTE, name, seconds, waits, kind=kind, key=key, uses=used)
         return self.last
 
-    def wait(self, keys: Sequence[Key]) -> None:
+    def wait(self, keys: Sequence[TaskKey]) -> None:
         """The compute stream goes on when these have ended."""
         self._awaited += keys
         self.in_flight.difference_update(keys)
 
-    def so_far(self) -> list[Key]:
+    def so_far(self) -> list[TaskKey]:
         """What another stream waits for that waits for the compute stream."""
         return [*self._awaited, *([self.last] if self.last else [])]
 

@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-Key = tuple[Hashable, ...]
+TaskKey = tuple[Hashable, ...]
 Queue = tuple[Hashable, ...]  # (rank, what it is)
 Resource = tuple[Hashable, ...]
 
@@ -23,13 +23,13 @@ _DONE = 1e-12  # seconds: what is left of a task by rounding
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class TimelineTask:
     """Something that takes time on a queue."""
 
-    key: Key
+    key: TaskKey
     queue: Queue
     seconds: float  # if nothing else runs
-    after: tuple[Key, ...] = ()  # tasks that end before it starts
+    after: tuple[TaskKey, ...] = ()  # tasks that end before it starts
     uses: Mapping[Resource, float] = field(default_factory=dict)  # shares, of 1, while it runs at full speed
     name: str = ""
     kind: str = ""  # what it does, for those who read the result
@@ -39,28 +39,28 @@ class Task:
 class Ran:
     """A task, and when it ran."""
 
-    task: Task
+    task: TimelineTask
     start: float
     stop: float
 
 
-def run(tasks: Sequence[Task], lines: Collection[Queue] = ()) -> dict[Key, Ran]:
+def run(tasks: Sequence[TimelineTask], lines: Collection[Queue] = ()) -> dict[TaskKey, Ran]:
     """When each task ran, in seconds from the start of the first.
 
     lines: queues whose tasks start in the order in which they become ready
     """
-    return _Run(tasks, lines).all()
+    return _Scheduler(tasks, lines).all()
 
 
-class _Run:
-    def __init__(self, tasks: Sequence[Task], lines: Collection[Queue]) -> None:
+class _Scheduler:
+    def __init__(self, tasks: Sequence[TimelineTask], lines: Collection[Queue]) -> None:
         self._tasks = {task.key: task for task in tasks}
         if len(self._tasks) < len(tasks):
             raise ValueError("two tasks have the same key")
-        self._followers: dict[Key, list[Key]] = defaultdict(list)
-        self._missing: dict[Key, int] = {}  # how many tasks it still waits for
-        self._queues: dict[Queue, deque[Key]] = defaultdict(deque)
-        self._ready: set[Key] = set()
+        self._followers: dict[TaskKey, list[TaskKey]] = defaultdict(list)
+        self._missing: dict[TaskKey, int] = {}  # how many tasks it still waits for
+        self._queues: dict[Queue, deque[TaskKey]] = defaultdict(deque)
+        self._ready: set[TaskKey] = set()
         self._lines = lines
         for task in tasks:
             after = set(task.after)
@@ -72,12 +72,12 @@ class _Run:
             if task.queue not in lines:
                 self._queues[task.queue].append(task.key)
         self._busy: set[Queue] = set()
-        self._left: dict[Key, float] = {}  # seconds at full speed, of what runs
-        self._began: dict[Key, float] = {}
-        self._ran: dict[Key, Ran] = {}
+        self._left: dict[TaskKey, float] = {}  # seconds at full speed, of what runs
+        self._began: dict[TaskKey, float] = {}
+        self._ran: dict[TaskKey, Ran] = {}
         self._now = 0.0
 
-    def all(self) -> dict[Key, Ran]:
+    def all(self) -> dict[TaskKey, Ran]:
         for key in [key for key, missing in self._missing.items() if not missing]:
             self._become_ready(key)
         self._start(list(self._queues))
@@ -95,7 +95,7 @@ class _Run:
             raise RuntimeError(f"these wait for each other: {sorted(map(str, waiting))[:8]}")
         return self._ran
 
-    def _end(self, keys: Iterable[Key]) -> None:
+    def _end(self, keys: Iterable[TaskKey]) -> None:
         touched = []
         for key in keys:
             task = self._tasks[key]
@@ -110,7 +110,7 @@ class _Run:
                     touched.append(self._tasks[follower].queue)
         self._start(touched)
 
-    def _become_ready(self, key: Key) -> None:
+    def _become_ready(self, key: TaskKey) -> None:
         self._ready.add(key)
         queue = self._tasks[key].queue
         if queue in self._lines:
@@ -125,8 +125,8 @@ class _Run:
                 self._left[key], self._began[key] = max(0.0, self._tasks[key].seconds), self._now
 
 
-def _speeds(running: Sequence[Task]) -> dict[Key, float]:
-    wanting: dict[Resource, list[Task]] = defaultdict(list)
+def _speeds(running: Sequence[TimelineTask]) -> dict[TaskKey, float]:
+    wanting: dict[Resource, list[TimelineTask]] = defaultdict(list)
     for task in running:
         for resource in task.uses:
             wanting[resource].append(task)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from tpkernels.comm.schedule import gather_plan, pushed_chunks, pushing_gather_plan, reduce_plan
 from tpkernels.planning.timeline.node import Node
 from tpkernels.planning.timeline.recording import COPIES, KERNEL, TRANSFER, Rank
-from tpkernels.planning.timeline.simulation import Key
-from tpkernels.planning.timeline.ways import ELEMENT, C10d, GpuWay, Moving, Product
+from tpkernels.planning.timeline.simulation import TaskKey
+from tpkernels.planning.timeline.ways import ELEMENT, C10d, GpuWay, Moving, ProductSizes
 
 
 class Symmetric(GpuWay):
@@ -36,7 +36,7 @@ class Symmetric(GpuWay):
                 moving.arrivals[at] = [(source, rank.call, "pushed", number, rank.number, round.rows.start)]
         return moving
 
-    def rowwise(self, moving: Moving, product: Product) -> None:
+    def rowwise(self, moving: Moving, product: ProductSizes) -> None:
         """One launch; its tiles begin in the order in which rows arrive."""
         times, rank = self.node.times, self.rank
         launched = rank.host(product.name, self.node.host.kernel)
@@ -50,7 +50,7 @@ class Symmetric(GpuWay):
             rank.compute(f"{product.name} {at + 1}", share * total, launched, moving.arrivals.get(at, []))
 
     def reduce(
-        self, name: str, rows: int, product: Product, *, hidden: bool = False, to_all: bool = False
+        self, name: str, rows: int, product: ProductSizes, *, hidden: bool = False, to_all: bool = False
     ) -> Moving:
         """One product whose tiles go straight into the slots of their owners, others' rows first."""
         rank, times, cols = self.rank, self.node.times, product.cols
@@ -92,7 +92,9 @@ class Symmetric(GpuWay):
         if moving.then is not None:
             self.wait(self.gather(f"sums of {moving.name}", moving.rows, moving.cols))
 
-    def _copy(self, name: str, to: int, rows: slice, cols: int, number: int, after: Sequence[Key]) -> None:
+    def _copy(
+        self, name: str, to: int, rows: slice, cols: int, number: int, after: Sequence[TaskKey]
+    ) -> None:
         node, rank = self.node, self.rank
         launched = rank.host(f"{name} to {to}", node.host.copy)
         sent = (rows.stop - rows.start) * cols * ELEMENT
@@ -133,7 +135,7 @@ class Decomposed(C10d):
         return moving
 
     def reduce(
-        self, name: str, rows: int, product: Product, *, hidden: bool = False, to_all: bool = False
+        self, name: str, rows: int, product: ProductSizes, *, hidden: bool = False, to_all: bool = False
     ) -> Moving:
         if self.alone or hidden or to_all:
             return super().reduce(name, rows, product, hidden=hidden, to_all=to_all)
@@ -151,7 +153,7 @@ class Decomposed(C10d):
         return moving
 
     @staticmethod
-    def _start(key: Key) -> int:
+    def _start(key: TaskKey) -> int:
         start = key[-1]
         assert isinstance(start, int)
         return start

@@ -1,7 +1,7 @@
 """How a rank moves rows and multiplies them: what `Layout.gather` and `sum_of_products` enqueue on GPUs.
 
-`Way` is what operators are written with (`operators.py`). A way plans by the functions of `comm.schedule`
-that the transports plan with.
+Operators (`operators.py`) are written with a `WayModel`. A way plans by the functions of `comm.schedule` that
+the transports plan with.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tpkernels.comm.schedule import (
 )
 from tpkernels.planning.timeline.node import Node
 from tpkernels.planning.timeline.recording import KERNEL, NCCL, PRODUCT, READY, TRANSFER, Rank
-from tpkernels.planning.timeline.simulation import Key
+from tpkernels.planning.timeline.simulation import TaskKey
 
 ELEMENT = 2  # bytes, of bfloat16
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class ProductSizes:
     """One product of some rows."""
 
     name: str
@@ -42,14 +42,14 @@ class Moving:
     rows: int
     cols: int
     plan: Plan | None = None  # None: a rank alone
-    arrivals: dict[int, list[Key]] = field(default_factory=dict)  # by round
+    arrivals: dict[int, list[TaskKey]] = field(default_factory=dict)  # by round
     then: Moving | None = None  # an all-reduce gathers what it has summed
 
-    def all(self) -> list[Key]:
+    def all(self) -> list[TaskKey]:
         return [key for keys in self.arrivals.values() for key in keys]
 
 
-class Way(ABC):
+class WayModel(ABC):
     """One rank's way to move rows."""
 
     def __init__(self, rank: Rank) -> None:
@@ -64,12 +64,12 @@ class Way(ABC):
         """All ranks' rows. features: width of the product that takes them as they arrive; 0: none does"""
 
     @abstractmethod
-    def rowwise(self, moving: Moving, product: Product) -> None:
+    def rowwise(self, moving: Moving, product: ProductSizes) -> None:
         """The product of all rows, as they arrive."""
 
     @abstractmethod
     def reduce(
-        self, name: str, rows: int, product: Product, *, hidden: bool = False, to_all: bool = False
+        self, name: str, rows: int, product: ProductSizes, *, hidden: bool = False, to_all: bool = False
     ) -> Moving:
         """Sums over ranks of the product's rows.
 
@@ -81,14 +81,14 @@ class Way(ABC):
         """For all rows."""
 
     @abstractmethod
-    def product(self, rows: int, product: Product) -> None:
+    def product(self, rows: int, product: ProductSizes) -> None:
         """One that needs no other rank."""
 
     @abstractmethod
     def streamed(self, name: str, traffic: float) -> None:
         """A kernel without products, which reads and writes so many bytes."""
 
-    def gradients(self, moving: Moving, dgrad: Product, wgrad: Product, weight_rows: int) -> None:
+    def gradients(self, moving: Moving, dgrad: ProductSizes, wgrad: ProductSizes, weight_rows: int) -> None:
         """Both products with rows that arrive; wgrad: of which all rows are the depth."""
         self.rowwise(moving, dgrad)
         self.wait(moving)
@@ -99,7 +99,7 @@ class Way(ABC):
         return self.rank.ranks == 1
 
 
-class GpuWay(Way):
+class GpuWay(WayModel):
     """On GPUs of one machine: the host launches, streams run."""
 
     label: str
@@ -111,7 +111,7 @@ class GpuWay(Way):
     def begin(self) -> None:
         self.rank.host("operator", self.node.host.call)
 
-    def product(self, rows: int, product: Product) -> None:
+    def product(self, rows: int, product: ProductSizes) -> None:
         self._multiply(product.name, rows, product)
 
     def streamed(self, name: str, traffic: float) -> None:
@@ -124,7 +124,7 @@ class GpuWay(Way):
         traffic = 2.0 * rows / self.rank.ranks * cols * ELEMENT
         self.rank.compute(f"own rows of {name}", self.node.times.streamed(traffic), launched, kind=KERNEL)
 
-    def _multiply(self, name: str, rows: int, product: Product) -> Key:
+    def _multiply(self, name: str, rows: int, product: ProductSizes) -> TaskKey:
         """Beside a collective it leaves that its processors, and takes as many more waves."""
         rank, all_processors = self.rank, self.node.gpu.processors
         launched = rank.host(name, self._kernel_cost)
@@ -138,7 +138,7 @@ class GpuWay(Way):
         """Microseconds of host."""
         return self.node.host.kernel
 
-    def _collective(self, name: str, sent: float, cost: float) -> Key:
+    def _collective(self, name: str, sent: float, cost: float) -> TaskKey:
         """All ranks begin it together, behind what their compute streams have so far."""
         rank, nccl = self.rank, self.node.nccl
         launched, number = rank.host(name, cost), rank.next_transfer()
@@ -171,7 +171,7 @@ class C10d(GpuWay):
             self._keep(name, rows, cols)
         return moving
 
-    def rowwise(self, moving: Moving, product: Product) -> None:
+    def rowwise(self, moving: Moving, product: ProductSizes) -> None:
         if moving.plan is None:
             self._multiply(product.name, moving.rows, product)
             return
@@ -180,7 +180,7 @@ class C10d(GpuWay):
             self._multiply(_numbered(product.name, number, moving.plan), _count(round), product)
 
     def reduce(
-        self, name: str, rows: int, product: Product, *, hidden: bool = False, to_all: bool = False
+        self, name: str, rows: int, product: ProductSizes, *, hidden: bool = False, to_all: bool = False
     ) -> Moving:
         if self.alone:
             self._multiply(product.name, rows, product)
@@ -241,7 +241,7 @@ class Naive(C10d):
         return moving
 
     def reduce(
-        self, name: str, rows: int, product: Product, *, hidden: bool = False, to_all: bool = False
+        self, name: str, rows: int, product: ProductSizes, *, hidden: bool = False, to_all: bool = False
     ) -> Moving:
         self._multiply(product.name, rows, product)
         if not self.alone:

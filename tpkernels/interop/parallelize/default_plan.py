@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 
 from tpkernels.interop.parallelize.as_dtensor import require_dtensors
+from tpkernels.interop.parallelize.changes import planned
 from tpkernels.interop.parallelize.layer_names import Depth, plan_by_names
-from tpkernels.interop.parallelize.plan import Plan
+from tpkernels.interop.parallelize.plan import ParallelizePlan
 from tpkernels.interop.parallelize.probe import Names
-from tpkernels.interop.parallelize.swaps import planned
 from tpkernels.interop.parallelize.transformers_plan import own_plan, styles_of
 from tpkernels.interop.parallelize.trial import NotCompared, Verify, example_of, tried
 from tpkernels.layers.world import State, TensorWorld
@@ -38,7 +38,7 @@ KNOWN = {
 
 
 @dataclass(frozen=True)
-class PlanChoice:
+class PossiblePlan:
     """A plan that may be taken.
 
     certain: it need not be compared with the unsharded model
@@ -46,14 +46,14 @@ class PlanChoice:
     """
 
     name: str
-    plan: Plan
+    plan: ParallelizePlan
     certain: bool = True
     whole: list[str] = field(default_factory=list)
 
 
-def choices_for(model: nn.Module, ranks: int) -> list[PlanChoice]:
+def possible_plans(model: nn.Module, ranks: int) -> list[PossiblePlan]:
     """The plans that may be taken, in the order in which they are tried; an error if there is none."""
-    found: list[PlanChoice] = []
+    found: list[PossiblePlan] = []
     config: Any = getattr(model, "config", None)
     known = getattr(config, "model_type", None) in KNOWN
     if styles_of(model):
@@ -62,15 +62,15 @@ def choices_for(model: nn.Module, ranks: int) -> list[PlanChoice]:
         more: list[str] = []
         completed = plan_by_names(model, ranks, "heads", more.append, brought)
         if completed != brought:
-            found.append(PlanChoice(f"{BROUGHT}, and names of layers", completed, known, whole + more))
+            found.append(PossiblePlan(f"{BROUGHT}, and names of layers", completed, known, whole + more))
         if brought:
-            found.append(PlanChoice(BROUGHT, brought, True, whole))
+            found.append(PossiblePlan(BROUGHT, brought, True, whole))
     for depth in DEPTHS:
         whole = []
         plan = plan_by_names(model, ranks, depth, whole.append)
         if plan and all(plan != other.plan for other in found):
             certain = known and depth == DEPTHS[0]
-            found.append(PlanChoice(f"a plan by names of layers ({depth})", plan, certain, whole))
+            found.append(PossiblePlan(f"a plan by names of layers ({depth})", plan, certain, whole))
     if not found:
         raise ValueError(
             "plan: expected one, for the model brings none and none of its layers is known by name; see "
@@ -81,46 +81,46 @@ def choices_for(model: nn.Module, ranks: int) -> list[PlanChoice]:
 
 def first_that_works(
     model: nn.Module,
-    choices: list[PlanChoice],
+    possible: list[PossiblePlan],
     verify: Verify,
     world: TensorWorld,
     state: State,
     *,
     as_dtensor: bool,
-) -> tuple[Plan, Names]:
+) -> tuple[ParallelizePlan, Names]:
     """Try the plans in turn; returns the first that passes, and the parameters whose gradients to sum."""
     example = example_of(model, verify, world)
-    failed: list[tuple[PlanChoice, Exception]] = []
-    for choice in choices:
+    failed: list[tuple[PossiblePlan, Exception]] = []
+    for one in possible:
         try:
-            planned(model, choice.plan, world)  # the same error on all ranks
+            planned(model, one.plan, world)  # the same error on all ranks
             if as_dtensor:
-                require_dtensors(choice.plan)  # so is this
-            partial = tried(model, choice.plan, example, world, state, certain=choice.certain)
+                require_dtensors(one.plan)  # so is this
+            partial = tried(model, one.plan, example, world, state, certain=one.certain)
         except (ValueError, TypeError) as error:
-            failed.append((choice, error))
+            failed.append((one, error))
             continue
         if world.rank == 0:
-            _tell(choice, failed)
-        return choice.plan, partial
+            _tell(one, failed)
+        return one.plan, partial
     raise _refusal(model, failed)
 
 
-def _refusal(model: nn.Module, failed: list[tuple[PlanChoice, Exception]]) -> Exception:
+def _refusal(model: nn.Module, failed: list[tuple[PossiblePlan, Exception]]) -> Exception:
     """What is wrong first, then what to do, and the details of each plan."""
     for _, error in failed:
         if len(failed) == 1 or isinstance(error, NotCompared):
             return error
-    details = "; ".join(f"{choice.name}: {shorten(str(error), 400)}" for choice, error in failed)
+    details = "; ".join(f"{one.name}: {shorten(str(error), 400)}" for one, error in failed)
     return ValueError(
         f"plan: none of the {len(failed)} that were tried splits {type(model).__name__} rightly. Pass a plan "
         f"(docs/huggingface.md says how); the model is as it was. {details}"
     )
 
 
-def _tell(choice: PlanChoice, failed: list[tuple[PlanChoice, Exception]]) -> None:
+def _tell(one: PossiblePlan, failed: list[tuple[PossiblePlan, Exception]]) -> None:
     for other, error in failed:
-        warn(f"parallelize: {other.name} does not work: {error}. {choice.name} does", stacklevel=4)
-    if choice.whole:
-        more = f"; and {len(choice.whole) - 1} more like it" if len(choice.whole) > 1 else ""
-        warn(f"parallelize: {choice.name}: {choice.whole[0]}{more}", stacklevel=4)
+        warn(f"parallelize: {other.name} does not work: {error}. {one.name} does", stacklevel=4)
+    if one.whole:
+        more = f"; and {len(one.whole) - 1} more like it" if len(one.whole) > 1 else ""
+        warn(f"parallelize: {one.name}: {one.whole[0]}{more}", stacklevel=4)

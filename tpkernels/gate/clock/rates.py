@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class SmRates:
     """Cycles of the SM's clock, bytes a cycle. "Fitted": to the published timings that docs/clock.md has."""
 
     fetch: float = 40.0  # from L2, when all SMs ask: fitted; A100's published 5120 / 132 would be 38.8

@@ -26,8 +26,8 @@ from tpkernels.interop.parallelize.plan import (
     Kept,
     Match,
     Number,
+    ParallelizePlan,
     Parameters,
-    Plan,
     Shared,
     SharedHeads,
     Split,
@@ -48,7 +48,7 @@ _AFTER_FORWARD = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hook
 
 @dataclass(frozen=True)
 class Changes:
-    """All that a plan does to one model.
+    """All that a plan changes in one model: its modules, and what is listed here.
 
     numbers: module, attribute, and the number that becomes of it
     kept: for each module that the plan keeps, whether gradients of its parameters are partial sums
@@ -56,7 +56,7 @@ class Changes:
     shared: modules of whose output each rank counts a share
     """
 
-    swaps: list[Swap]
+    modules: list[ModuleChange]
     numbers: list[tuple[nn.Module, str, int]]
     kept: dict[nn.Module, bool]
     tails: list[tuple[nn.Module, int]]
@@ -74,21 +74,21 @@ class Changes:
 
     @property
     def handled(self) -> set[int]:
-        """Parameters, by id, whose gradients swaps care for."""
-        return {id(swap.old._parameters[short]) for swap in self.swaps for short in swap.cuts}
+        """Parameters, by id, whose gradients `modules` care for."""
+        return {id(change.old._parameters[short]) for change in self.modules for short in change.cuts}
 
 
-def planned(model: nn.Module, plan: Plan, world: TensorWorld) -> Changes:
+def planned(model: nn.Module, plan: ParallelizePlan, world: TensorWorld) -> Changes:
     """What a plan would do to a model on this rank; an error names a module that it does not fit."""
     changes = Changes([], [], {}, [], [])
     for match in matches(model, plan):
         module, entry = match.module, match.entry
         if isinstance(entry, Split):
-            changes.swaps.append(_swap(match.name, module, entry, world))
+            changes.modules.append(_module_change(match.name, module, entry, world))
         elif isinstance(entry, SharedHeads):
-            changes.swaps.append(_shared_heads(match.name, module, entry, world))
+            changes.modules.append(_shared_heads(match.name, module, entry, world))
         elif isinstance(entry, Parameters):
-            changes.swaps.append(_parameters(match.name, module, entry, world))
+            changes.modules.append(_parameters(match.name, module, entry, world))
         elif isinstance(entry, Divided):
             changes.numbers.extend(_divided(match, entry, world.size))
         elif isinstance(entry, Number):
@@ -102,13 +102,13 @@ def planned(model: nn.Module, plan: Plan, world: TensorWorld) -> Changes:
         else:
             assert isinstance(entry, Kept)
             changes.kept[module] = entry.partial
-    _require_tied_alike(model, changes.swaps)
-    _require_called(model, changes.swaps)
+    _require_tied_alike(model, changes.modules)
+    _require_called(model, changes.modules)
     return changes
 
 
 @dataclass(frozen=True)
-class Swap:
+class ModuleChange:
     """A module whose parameters ranks split: replaced, or kept with shards in it (`parameters`, `table`).
 
     kind: one of `Split`'s, shared_heads, parameters or table
@@ -147,7 +147,7 @@ class Swap:
         return output
 
 
-def _swap(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> Swap:
+def _module_change(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> ModuleChange:
     kind = entry.kind
     _require_replaceable(name, old, kind)
     out_features, in_features = oriented_shape(old)
@@ -157,7 +157,7 @@ def _swap(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> Swap:
         split = split_vocabulary(out_features, ranks=world.size)
         rows = Cut(0, (split.ids_of(world.rank),), split.shard_size, out_features)
         derived = isinstance(old, nn.Embedding) and type(old) is not nn.Embedding
-        return Swap(name, old, "table" if derived else kind, _cuts(old, weight=rows, bias=rows))
+        return ModuleChange(name, old, "table" if derived else kind, _cuts(old, weight=rows, bias=rows))
     size = in_features if kind.startswith("row") else out_features
     if entry.padded:
         return _padded(name, old, entry, size, world)
@@ -174,10 +174,10 @@ def _swap(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> Swap:
             f"multiple of {sizes} = {step}"
         )
     features = Cut.along(-1, stacks, world)
-    return Swap(name, old, kind, _cuts_along(features, old, kind), features, stacks)
+    return ModuleChange(name, old, kind, _cuts_along(features, old, kind), features, stacks)
 
 
-def _padded(name: str, old: nn.Module, entry: Split, size: int, world: TensorWorld) -> Swap:
+def _padded(name: str, old: nn.Module, entry: Split, size: int, world: TensorWorld) -> ModuleChange:
     heads, rest = divmod(size, entry.unit)
     if rest or heads % entry.padded or world.size % entry.padded:
         raise ValueError(
@@ -189,7 +189,7 @@ def _padded(name: str, old: nn.Module, entry: Split, size: int, world: TensorWor
     split = HeadSplit(heads, world.size, entry.padded, entry.unit)
     features = Cut(-1, (split.features_of(world.rank),), split.shard_size, size)
     cuts = _cuts_along(features, old, entry.kind)
-    return Swap(name, old, entry.kind, cuts, features, (size,), split=split)
+    return ModuleChange(name, old, entry.kind, cuts, features, (size,), split=split)
 
 
 def _cuts_along(features: Cut, old: nn.Module, kind: str) -> dict[str, Cut | None]:
@@ -209,7 +209,7 @@ def _cuts(old: nn.Module, **cuts: Cut | None) -> dict[str, Cut | None]:
     return {name: cut for name, cut in cuts.items() if old._parameters.get(name) is not None}
 
 
-def _shared_heads(name: str, old: nn.Module, entry: SharedHeads, world: TensorWorld) -> Swap:
+def _shared_heads(name: str, old: nn.Module, entry: SharedHeads, world: TensorWorld) -> ModuleChange:
     _require_replaceable(name, old, "column")
     heads, rest = divmod(oriented_shape(old)[0], entry.unit)
     if rest or not heads or entry.queries % heads or is_conv1d(old):
@@ -219,10 +219,10 @@ def _shared_heads(name: str, old: nn.Module, entry: SharedHeads, world: TensorWo
         )
     read = heads_read(world.rank, heads=heads, queries=entry.queries, ranks=world.size)
     reads = tuple(head * entry.unit + i for head in read for i in range(entry.unit))
-    return Swap(name, old, "shared_heads", _cuts(old, weight=None, bias=None), reads=reads)
+    return ModuleChange(name, old, "shared_heads", _cuts(old, weight=None, bias=None), reads=reads)
 
 
-def _parameters(name: str, old: nn.Module, entry: Parameters, world: TensorWorld) -> Swap:
+def _parameters(name: str, old: nn.Module, entry: Parameters, world: TensorWorld) -> ModuleChange:
     cuts: dict[str, Cut | None] = {}
     stacks: dict[str, int] = {}
     for short, dim, stacked in entry.split:
@@ -246,7 +246,7 @@ def _parameters(name: str, old: nn.Module, entry: Parameters, world: TensorWorld
                     "module computes"
                 )
             cuts[short] = None
-    return Swap(name, old, "parameters", cuts, summed=entry.summed, stacks=tuple(stacks.values()))
+    return ModuleChange(name, old, "parameters", cuts, summed=entry.summed, stacks=tuple(stacks.values()))
 
 
 def _require_replaceable(name: str, old: nn.Module, kind: str) -> None:
@@ -298,9 +298,9 @@ def _number_of(match: Match, path: str) -> Any:
     return number
 
 
-def _require_tied_alike(model: nn.Module, swaps: list[Swap]) -> None:
+def _require_tied_alike(model: nn.Module, changes: list[ModuleChange]) -> None:
     """Modules that share a weight are split alike, all of them."""
-    how = {swap.old: swap for swap in swaps}
+    how = {change.old: change for change in changes}
     owners: dict[int, list[tuple[str, nn.Module, Cut | None]]] = {}
     for name, module in model.named_modules():
         for short, parameter in module._parameters.items():
@@ -317,14 +317,14 @@ def _require_tied_alike(model: nn.Module, swaps: list[Swap]) -> None:
                 )
 
 
-def _require_called(model: nn.Module, swaps: list[Swap]) -> None:
+def _require_called(model: nn.Module, changes: list[ModuleChange]) -> None:
     """In eval mode torch's encoder layer reads its layers' weights itself, and would take a shard for all."""
     for name, parent in model.named_modules():
         if isinstance(parent, nn.TransformerEncoderLayer):
-            for swap in swaps:
-                if any(module is swap.old for module in parent.modules()):
+            for change in changes:
+                if any(module is change.old for module in parent.modules()):
                     raise TypeError(
-                        f"'{swap.name}': expected a module that its parent calls, but '{name}', an "
+                        f"'{change.name}': expected a module that its parent calls, but '{name}', an "
                         "nn.TransformerEncoderLayer, reads its weight; it cannot be split"
                     )
 
@@ -339,42 +339,46 @@ def carry_out(model: nn.Module, changes: Changes, world: TensorWorld, state: Sta
         for short, child in parent._modules.items():
             if child is not None:
                 places.setdefault(child, []).append((parent, short))
-    for swap in changes.swaps:
-        held = {short: _shard_once(swap, short, made) for short in swap.cuts}
-        new = _made(swap, state)
+    for change in changes.modules:
+        held = {short: _shard_once(change, short, made) for short in change.cuts}
+        new = _made(change, state)
         for short, parameter in held.items():
             setattr(new, short, parameter)
-        new.train(swap.old.training)
-        for hooks in _AFTER_FORWARD if swap.kind == "embedding" else ():  # it returns what the old one does
-            vars(new)[hooks] = vars(swap.old)[hooks]
-        if new is not swap.old:
-            for parent, short in places[swap.old]:
+        new.train(change.old.training)
+        for hooks in _AFTER_FORWARD if change.kind == "embedding" else ():  # it returns what the old one does
+            vars(new)[hooks] = vars(change.old)[hooks]
+        if new is not change.old:
+            for parent, short in places[change.old]:
                 parent._modules[short] = new
-                if swap.kind == "row" and short == "base_layer":
-                    assert swap.features is not None
-                    split_dropouts(parent, swap.features)
+                if change.kind == "row" and short == "base_layer":
+                    assert change.features is not None
+                    split_dropouts(parent, change.features)
     for module, features in changes.tails:
         module.register_forward_hook(_SummedTail(features, world))
     for module in changes.shared:
         module.register_forward_hook(_OwnShare(world))
 
 
-def _shard_once(swap: Swap, short: str, made: dict[int, nn.Parameter]) -> nn.Parameter:
+def _shard_once(change: ModuleChange, short: str, made: dict[int, nn.Parameter]) -> nn.Parameter:
     """This rank's shard of a parameter, the same one for all modules that share it."""
-    old = swap.old._parameters[short]
+    old = change.old._parameters[short]
     assert old is not None
     if id(old) not in made:
-        made[id(old)] = nn.Parameter(swap.shard_of(short, old).contiguous(), requires_grad=old.requires_grad)
+        made[id(old)] = nn.Parameter(
+            change.shard_of(short, old).contiguous(), requires_grad=old.requires_grad
+        )
     return made[id(old)]
 
 
-def _made(swap: Swap, state: State) -> nn.Module:
-    if swap.kind == "parameters":
-        return adopt_parameters(swap.old, swap.cuts, stacks=swap.stacks, summed=swap.summed, state=state)
-    if swap.kind == "table":
-        return adopt_table(swap.old, state=state)
+def _made(change: ModuleChange, state: State) -> nn.Module:
+    if change.kind == "parameters":
+        return adopt_parameters(
+            change.old, change.cuts, stacks=change.stacks, summed=change.summed, state=state
+        )
+    if change.kind == "table":
+        return adopt_table(change.old, state=state)
     return replacement(
-        swap.kind, swap.old, stacks=swap.stacks, reads=swap.reads, split=swap.split, state=state
+        change.kind, change.old, stacks=change.stacks, reads=change.reads, split=change.split, state=state
     )
 
 
@@ -408,23 +412,23 @@ def quantizable(model: nn.Module, changes: Changes, recipe: Recipe) -> list[str]
     a layer with LoRA                                                      yes, and its factors no
     experts in one parameter, embeddings, what every rank keeps            no
     """
-    named = [swap.old for swap in changes.swaps if swap.kind in ("embedding", "table")]
+    named = [change.old for change in changes.modules if change.kind in ("embedding", "table")]
     weights = [getattr(table, "weight", None) for table in [*tables(model), *named]]
     vocabularies = {weight.shape[0] for weight in weights if isinstance(weight, Tensor)}
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
 
-    def is_head(swap: Swap) -> bool:
-        inside = any(swap.name.startswith(f"{name}.") for name in lists)  # of layers, which may be as wide
-        wide = swap.kind == "column" and not inside and oriented_shape(swap.old)[0] in vocabularies
-        return swap.kind == "head" or wide
+    def is_head(change: ModuleChange) -> bool:
+        inside = any(change.name.startswith(f"{name}.") for name in lists)  # of layers, which may be as wide
+        wide = change.kind == "column" and not inside and oriented_shape(change.old)[0] in vocabularies
+        return change.kind == "head" or wide
 
     names = [
-        swap.name
-        for swap in changes.swaps
-        if swap.kind in QUANTIZED_KINDS
-        and not isinstance(swap.old, nn.Embedding)
-        and not is_factor(model, swap.name)
-        and (recipe.head or not is_head(swap))
+        change.name
+        for change in changes.modules
+        if change.kind in QUANTIZED_KINDS
+        and not isinstance(change.old, nn.Embedding)
+        and not is_factor(model, change.name)
+        and (recipe.head or not is_head(change))
     ]
     if not names:
         raise ValueError(
