@@ -30,7 +30,14 @@ def test_what_is_run_exists():
     assert PROGRAMS.keys() >= IN_SHORT
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if (name in IN_SHORT) != SWEEP])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.sweep if SWEEP else ())
+        for name in PROGRAMS
+        if (name in IN_SHORT) != SWEEP
+    ],
+)
 def test_every_order_gives_the_same_numbers(name):
     program, expected = PROGRAMS[name]()
     orders = 2 if "8 ranks" in name else SHORT

@@ -18,7 +18,7 @@ from tpkernels.streams.times import call_seconds, times_of
 
 SCALE = 128  # a rank has 2048 tokens; matrices are 2048 and 8192 wide
 NODE = Node.of(gpu_named("h100")).with_host(Host(*[0.0] * 6))
-RANKS = (4, 8) if SWEEP else (2,)
+RANKS = [pytest.param(ranks, marks=pytest.mark.sweep) for ranks in (4, 8)] if SWEEP else [2]
 
 
 def sizes_of(op: str, ranks: int) -> Sizes:
