@@ -55,10 +55,7 @@ def test_operators_in_fp8_pass_opcheck(sequence_parallel):
     needs, all_ = [True, True, False], [True] * 3
     calls: Calls = {
         "column": (column_forward, (x, [w, w], [None, b], fp8, "gelu", True, kept)),
-        "column backward": (
-            column_gradients,
-            (needs, [dh], rows, [w], [z], [None], 8, fp8, "gelu", own),
-        ),
+        "column backward": (column_gradients, (needs, [dh], rows, [w], [z], [None], 8, fp8, "gelu", own)),
         "frozen column backward": (
             column_gradients,
             ([True, False, True], [dh], None, [w], [], [None], 8, fp8, "none", own),

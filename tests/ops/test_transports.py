@@ -142,8 +142,7 @@ IN_SWEEP = ("4 shared triton", "4 stand-in apart")  # four ranks spin on two cor
 
 
 @pytest.mark.parametrize(
-    "place",
-    [pytest.param(name, marks=pytest.mark.sweep if name in IN_SWEEP else ()) for name in OF_WORDS],
+    "place", [pytest.param(name, marks=pytest.mark.sweep if name in IN_SWEEP else ()) for name in OF_WORDS]
 )
 def test_rows_in_fp8_travel_as_words_bit_for_bit(request, place):
     world, *how = OF_WORDS[place]
