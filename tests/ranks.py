@@ -205,6 +205,8 @@ class _Processes:
         self._numbers = itertools.count()
         self.idle = False
         try:
+            for server in (forkserver, _other_server) if start == IN_TURN else ():
+                server.ensure_running()  # both import torch at once
             for rank in range(world_size):
                 stacks = Path(self._folder.name, f"{rank}.txt")
                 reader = stacks.open("w+")
