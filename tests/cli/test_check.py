@@ -60,19 +60,16 @@ def test_check_is_green_quick_the_second_time_and_red_after_a_change(check, copy
         "report.json",
     )  # no clock is of these
     reports = []
-    for less, done in (
-        ((), "4 compilations and 2 computations"),
-        (("--skip", "numerics"), "4 compilations and 0 "),
-    ):
-        ran = check(*arguments, *less)  # an architecture that is named twice is compiled once
+    for _ in range(2):  # an architecture that is named twice is compiled once
+        ran = check(*arguments)
         assert ran.returncode == 0, ran.stdout
-        assert f"all well: {done}" in ran.stdout
+        assert "all well: 4 compilations and 2 computations" in ran.stdout
         assert re.search(rf"^ok +{name}/64x64x16-w8-s3-p1/gelu_tanh\+db +\d+ ", ran.stdout, re.MULTILINE)
         assert without_progress(ran.stderr) == ""
         reports.append(json.loads((copy / "report.json").read_text()))
     first, second = reports
-    assert first["compiled"] == second["compiled"]  # down to the seconds that it took: not once more
-    assert first["failures"] == second["failures"] == []
+    assert first == second  # down to the seconds that compiling took: nothing was compiled again
+    assert first["failures"] == []
     assert first["versions"]["triton"] == triton.__version__
     assert {row["architecture"] for row in first["compiled"]} == {"sm_80", "sm_89"}
     assert all(row["facts"]["registers"] > 0 for row in first["compiled"])
