@@ -52,9 +52,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def rank_processes() -> Iterator[RankPool]:
-    from tests.ranks import SPAWNED, RankPool
+    from tests.ranks import IN_TURN, RankPool
 
-    with RankPool(4, SPAWNED) as pool:
+    with RankPool(4, IN_TURN) as pool:
         yield pool
 
 

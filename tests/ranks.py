@@ -28,13 +28,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -57,10 +59,17 @@ JOIN_SECONDS = LEAVE_SECONDS = COLLECTIVE_SECONDS + 5.0  # may wait for a collec
 GRACE_SECONDS = 20.0  # gloo tells the peers of a failed rank within a second, flags within a time-out
 EXIT_SECONDS = 10.0  # an upper bound: a signal ends a rank within milliseconds
 
-FORKED, SPAWNED = "forkserver", "spawn"
-multiprocessing.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.checkpoint", "pytest", "tests.ranks"]
-)
+FORKED, SPAWNED, IN_TURN = "forkserver", "spawn", "in turn"
+PRELOADED = [
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "torch.distributed.checkpoint",
+    "pytest",
+    "tests.ranks",
+]
+multiprocessing.set_forkserver_preload(PRELOADED)
+_other_server = forkserver.ForkServer()
+_other_server.set_forkserver_preload(PRELOADED)
 
 
 class RankPool:
@@ -187,7 +196,7 @@ class _Processes:
     """One set of processes. Once it is not `idle` after a call, it is of no more use."""
 
     def __init__(self, world_size: int, start: str, enter: Callable[[], None] | None) -> None:
-        context: Any = multiprocessing.get_context(start)
+        context: Any = multiprocessing.get_context(FORKED if start == IN_TURN else start)
         self._folder = tempfile.TemporaryDirectory()
         self._store = loopback_store() if enter is None else None  # hosted here: it outlives any rank
         meeting = Path(self._folder.name, "store") if self._store is None else self._store.port
@@ -196,6 +205,8 @@ class _Processes:
         self._numbers = itertools.count()
         self.idle = False
         try:
+            for server in (forkserver, _other_server) if start == IN_TURN else ():
+                server.ensure_running()  # both import torch at once
             for rank in range(world_size):
                 stacks = Path(self._folder.name, f"{rank}.txt")
                 reader = stacks.open("w+")
@@ -206,7 +217,8 @@ class _Processes:
                     name=f"rank {rank}",
                     daemon=True,
                 )
-                process.start()
+                with _server_of(rank if start == IN_TURN else 0):
+                    process.start()
                 self._ranks.append(_Rank(process, ours, reader))
                 theirs.close()  # the rank now holds the only copy: its death is an end of file
             lifeline.close()
@@ -285,6 +297,13 @@ class _Processes:
                 os.kill(rank.process.pid, signal.SIGUSR1)
         self._join()
         return [_without_lifeline(rank.stacks.read()) for rank in self._ranks]
+
+
+def _server_of(rank: int) -> AbstractContextManager[object]:
+    """Odd ranks are forked by the other server."""
+    if rank % 2 == 0:
+        return nullcontext()
+    return patch.object(forkserver, "connect_to_new_process", _other_server.connect_to_new_process)
 
 
 def _serve(

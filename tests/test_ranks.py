@@ -55,6 +55,12 @@ def test_ranks_live_on(ranks2: RankPool) -> None:
     assert ranks2.run(torch.get_num_threads) == [1, 1]
 
 
+@pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="PYTHONHASHSEED gives all ranks one order of sets")
+def test_ranks_order_sets_each_in_its_own_way(ranks2: RankPool) -> None:
+    first, second = ranks2.run(hash, "a word")
+    assert first != second
+
+
 def test_groups_do_not_outlive_a_run(ranks2: RankPool) -> None:
     ranks2.run(do.make_a_lonely_group)  # would shift the names, or the store's keys, of later groups
     assert ranks2.run(do.sum_in_a_new_group) == [2.0, 2.0]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.warm_python import ran
 from tpkernels import tp_invariance
 from tpkernels.cli.variables import POWERS_OF_TWO, VARIABLES, mistakes
 from tpkernels.comm.transports.select import TRANSPORTS
@@ -39,13 +38,14 @@ VALUES = {
     "TPKERNELS_TP_INVARIANT": ["", "0", "1", "8", "008", "1024", "7", "2048", "-8", "eight"],
 }
 READ = """
+import json
 import os
 import sys
 from tpkernels.env_flag import env_flag
 from tpkernels.layers import watch
 from tpkernels import tp_invariance
 
-for line in sys.stdin.read().split("\\n"):
+for line in json.loads(sys.argv[1]):
     name, _, value = line.partition("=")
     os.environ[name] = value
     try:
@@ -63,18 +63,9 @@ for line in sys.stdin.read().split("\\n"):
 
 def test_what_is_refused_here_is_refused_where_it_is_read():
     lines = [f"{name}={value}" for name, values in VALUES.items() for value in values]
-    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    ran = subprocess.run(
-        [sys.executable, "-c", READ],
-        input="\n".join(lines),
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
     accepted = [line for line in lines if not told(**dict([line.split("=")]))]
-    assert ran.stdout.splitlines() == accepted
+    read = ran("-c", READ, json.dumps(lines))
+    assert read.stdout.splitlines() == accepted, read.stderr
     assert 8 < len(accepted) < len(lines) - 8
 
 

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from tests.ops.parallel_behaviour import message_of
 from tests.patience import patient
 from tests.ranks import RankFailure, RankPool
-from tpkernels.comm import calls
+from tpkernels.comm import calls, watch
 from tpkernels.comm.calls import GroupCalls, all_or_fail, begin
 
-SOON = 12.0  # seconds until all ranks know; about four on an idle machine
+SOON = 12.0  # seconds until all ranks know; about one on an idle machine
+INTERVAL = 0.2  # between two looks
 
 
 class StandIn:
@@ -34,7 +35,10 @@ def after(fault: str, faulty: int = 1) -> str:
     """What the next call says on each rank, once the GPU has come to an end."""
     backend, rank, group = StandIn(), dist.get_rank(), dist.new_group()
     name = group.group_name  # of former tests' groups some have failed, and would be aborted, too
-    with patch.object(GroupCalls, "_of_nccl", lambda self: [backend] if self.name == name else []):
+    with (
+        patch.object(watch, "INTERVAL", INTERVAL),
+        patch.object(GroupCalls, "_of_nccl", lambda self: [backend] if self.name == name else []),
+    ):
 
         @all_or_fail
         def op(what: str) -> None:
@@ -47,11 +51,11 @@ def after(fault: str, faulty: int = 1) -> str:
         else:
             op("another sum" if rank == faulty and fault == "parted" else "sum")
         if rank == faulty and fault == "dies":
-            time.sleep(2.5)  # the others have looked at it
+            time.sleep(5 * INTERVAL)  # the others have looked at it
             os._exit(3)
         gone = nullcontext()
         if fault == "dies" and not faulty:  # with rank 0 the store ends, as under torchrun
-            time.sleep(2.0)
+            time.sleep(4 * INTERVAL)
             gone = patch.object(GroupCalls, "_store", side_effect=RuntimeError("no store"))
         with gone:
             assert backend.aborted.wait(patient(SOON)), "the host waits for ever"

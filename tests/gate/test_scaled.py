@@ -128,11 +128,7 @@ def test_no_entry_of_fp8_is_compiled_where_it_is_refused():
     }
 
 
-JOBS = {
-    "sound": (DESCRIPTOR, "sm_90"),
-    "sound_blackwell": (BLACKWELL, "sm_100"),
-    "sound_ada": (ADA, "sm_89"),
-}
+JOBS = {"sound": (DESCRIPTOR, "sm_90"), "sound_blackwell": (BLACKWELL, "sm_100"), "sound_ada": (ADA, "sm_89")}
 
 
 @pytest.fixture

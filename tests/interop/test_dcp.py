@@ -215,7 +215,7 @@ def saved_by_4(ranks4, tmp_path_factory):
     return folder, ranks4.run(save_all, str(folder), 4)
 
 
-@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.sweep), (4, 2)])
 def test_ranks_load_what_four_saved(ranks, tensor, saved_by_4, request):
     found = request.getfixturevalue(f"ranks{ranks}").run(load_all, str(saved_by_4[0]), tensor)
     assert [wrong for wrong, _, _ in found] == [[]] * ranks
@@ -236,7 +236,7 @@ def test_the_same_ranks_draw_on_where_they_were(saved_by_4, ranks4):
     assert len({draws["model-parallel-rng"] for _, draws, _ in results}) == 4
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_four_load_what_fewer_saved(ranks, request, ranks4, tmp_path):
     request.getfixturevalue(f"ranks{ranks}").run(save_all, str(tmp_path), ranks)
     assert [wrong for wrong, _, _ in ranks4.run(load_all, str(tmp_path), 4)] == [[]] * 4
@@ -257,10 +257,10 @@ def test_checkpoint_holds_whole_tensors_without_padding(saved_by_4, tmp_path):
     assert whole["model.fused.weight"].shape == (24, 4)
 
 
-def test_vocabulary_saved_by_four_is_loaded_by_three_and_one(ranks4, ranks1, tmp_path):
+def test_vocabulary_saved_by_four_is_loaded_by_three_and_one(ranks4, ranks1, rank_processes, tmp_path):
     ranks4.run(save_vocabulary, str(tmp_path / "table"))
-    with RankPool(3) as ranks3:
-        assert ranks3.run(load_vocabulary, str(tmp_path / "table")) == [True] * 3
+    ranks3 = RankPool(3, within=rank_processes)
+    assert ranks3.run(load_vocabulary, str(tmp_path / "table")) == [True] * 3
     assert ranks1.run(load_vocabulary, str(tmp_path / "table")) == [True]
 
 

@@ -134,14 +134,15 @@ def resume(kind, data, tensor, folder):
     return told, full_state_dict(model, state=mesh)
 
 
-def by_torch(folder, reference):
+def by_torch(folder, reference, place):
     """torch's own clipping, checkpoints and AdamW, of a model whose parameters are DTensors.
 
-    It is saved on two by two ranks, and goes on there, on four tensor ranks, and on four data ranks.
+    It is saved on two by two ranks, and goes on there, then elsewhere.
     reference: losses and norms of the unsharded run
+    place: where: data ranks, tensor ranks, whether fully_shard wraps it
     """
     wrong = []
-    for number, (data, tensor, wraps) in enumerate(((2, 2, True), (1, 4, False), (4, 1, True))):
+    for number, (data, tensor, wraps) in enumerate(((2, 2, True), place)):
         mesh = mesh_of(data, tensor)
         model = sharded("as_dtensor", mesh) if wraps else built("as_dtensor", mesh)
         optimizer = adamw(model)
@@ -283,9 +284,10 @@ def test_runs_of_2_by_2_are_the_unsharded_one_and_go_on_anywhere(kind, place, ra
     require_alike(pool.run(resume, kind, data, tensor, str(tmp_path / folder)), expected, 2)
 
 
-def test_torchs_own_tools_see_the_unsharded_model_in_dtensors(ranks4, ranks1, tmp_path):
+@pytest.mark.parametrize("place", [(1, 4, False), pytest.param((4, 1, True), marks=pytest.mark.sweep)])
+def test_torchs_own_tools_see_the_unsharded_model_in_dtensors(place, ranks4, ranks1, tmp_path):
     (reference,) = ranks1.run(unsharded_by_torch)
-    assert ranks4.run(by_torch, str(tmp_path / "checkpoint"), reference) == [[]] * 4
+    assert ranks4.run(by_torch, str(tmp_path / "checkpoint"), reference, place) == [[]] * 4
 
 
 def test_dtensors_of_a_model_on_the_meta_device(ranks4):

@@ -108,14 +108,7 @@ ALL = "every rank computes all of them"
 @pytest.mark.parametrize(
     ("kind", "heads", "ranks", "row", "padded", "said"),
     [
-        (
-            "Llama",
-            6,
-            4,
-            LLAMA,
-            True,
-            "its number of heads, 6: each computes 2, zeros among them: 1.33",
-        ),
+        ("Llama", 6, 4, LLAMA, True, "its number of heads, 6: each computes 2, zeros among them: 1.33"),
         ("Llama", 1, 2, LLAMA, False, f"2 ranks do not divide its number of heads, 1: {ALL}: 1.99"),
         ("MiniCPM3", 1, 2, LLAMA, False, ALL),  # and all positions of keys
         ("GptOss", 6, 4, LLAMA, False, ALL),  # a number for each head

@@ -143,7 +143,10 @@ def refuse():
     return said
 
 
-@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 2), (4, 4), (4, 2)])
+BESIDE_COPIES = pytest.param(4, 2, marks=pytest.mark.sweep)  # as in the wrappers' test
+
+
+@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 2), (4, 4), BESIDE_COPIES])
 def test_split_model_is_the_whole_one(ranks, tensor, request):
     pool = request.getfixturevalue(f"ranks{ranks}")
     assert pool.run(split_alike, tensor) == [[]] * ranks
@@ -205,6 +208,7 @@ def test_adamw_does_what_it_does_unsharded(how, ranks2):
     assert ranks2.run(partial_cases.trained_alike, how, timeout=120) == [[], []]
 
 
+@pytest.mark.sweep  # whose gradients are compared above
 def test_adamw_on_four_ranks(ranks4):
     assert ranks4.run(partial_cases.trained_alike, "plain") == [[]] * 4
 

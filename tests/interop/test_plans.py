@@ -338,7 +338,8 @@ def refusals():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kv_heads"), [(2, 2), (2, 1), (4, 2), pytest.param(4, 4, marks=pytest.mark.sweep)]
+    ("ranks", "kv_heads"),
+    [(2, 2), (4, 2), *(pytest.param(*each, marks=pytest.mark.sweep) for each in ((2, 1), (4, 4)))],
 )
 def test_a_model_that_brings_a_plan_is_the_whole_one(ranks, kv_heads, request):
     pool = request.getfixturevalue(f"ranks{ranks}")

@@ -13,12 +13,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 TILE = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)
 # (tokens, in_features, out_features), straddling the edges of TILE
-SHAPES = {
-    "one_tile": (32, 32, 32),
-    "ragged": (71, 45, 51),
-    "aligned": (72, 64, 40),
-    "one_row": (1, 136, 144),
-}
+SHAPES = {"one_tile": (32, 32, 32), "ragged": (71, 45, 51), "aligned": (72, 64, 40), "one_row": (1, 136, 144)}
 EMPTY_SHAPES = {"no_tokens": (0, 8, 16), "no_in_features": (5, 0, 16), "no_out_features": (5, 8, 0)}
 
 

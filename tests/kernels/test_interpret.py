@@ -154,9 +154,31 @@ class Noting:
         self.names.append((home, name))
 
 
-def test_builtins_that_upstream_replaces_are_replaced():
-    upstream = module_from_spec(find_spec("triton.runtime.interpreter"))
-    upstream.__spec__.loader.exec_module(upstream)
+@pytest.fixture(scope="module")
+def upstream():
+    """The interpreter as it comes."""
+    module = module_from_spec(find_spec("triton.runtime.interpreter"))
+    module.__spec__.loader.exec_module(module)
+    return module
+
+
+def test_numpy_holds_types_as_upstream_has_it(upstream):
+    assert interpreter._get_np_dtype is not upstream._get_np_dtype
+    scalars = [value for value in vars(tl).values() if isinstance(value, tl.dtype) and value is not tl.void]
+    known = 0
+    for scalar in scalars:
+        for kind in (scalar, tl.block_type(scalar, [4, 2]), tl.pointer_type(scalar)):
+            try:
+                expected = upstream._get_np_dtype(kind)
+            except KeyError:  # int128, say
+                continue
+            assert interpreter._get_np_dtype(kind) == expected, kind
+            known += 1
+    assert interpreter._get_np_dtype(tl.block_type(tl.pointer_type(tl.float32), [4])) == np.uint64
+    assert known > 30
+
+
+def test_builtins_that_upstream_replaces_are_replaced(upstream):
     assert interpreter._patch_builtin is not upstream._patch_builtin
     for home in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
         theirs, ours = Noting(), Noting()

@@ -221,10 +221,7 @@ REFUSED = {
         "bfloat16, float16 or float32 as dtype",
     ),
     "wide data": (lambda: dequantize(SCALE, SCALE, dtype="float32"), "expected data in fp8"),
-    "wide scale": (
-        lambda: dequantize(DATA, SCALE.double(), dtype="float32"),
-        "got .* and torch.float64",
-    ),
+    "wide scale": (lambda: dequantize(DATA, SCALE.double(), dtype="float32"), "got .* and torch.float64"),
     "wide 3-D": (lambda: dequantize(DATA[None], SCALE, dtype="float32"), "data of 2 dimensions"),
     "wide scales": (
         lambda: dequantize(DATA, SCALE[:, :2], dtype="float32"),

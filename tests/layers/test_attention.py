@@ -145,10 +145,7 @@ def test_attention_that_cannot_be_is_refused(options, message):
 
 
 BAD_INPUTS = {
-    "hidden": (
-        lambda layer: layer(torch.ones(3, 16)),
-        r"hidden \(tokens, batch, .* got \(3, 16\)",
-    ),
+    "hidden": (lambda layer: layer(torch.ones(3, 16)), r"hidden \(tokens, batch, .* got \(3, 16\)"),
     "width": (lambda layer: layer(torch.ones(3, 1, 8)), r"expected input \(\.\.\., 16\), got \(3, 1, 8\)"),
     "mask": (
         lambda layer: layer(torch.ones(3, 1, 16), torch.ones(2, 3, 3, dtype=torch.bool)),

@@ -102,8 +102,7 @@ def compare(
     truth = whole_results(function, named, dy, torch.float64)
     own = whole_results(function, named, dy, setting.dtype)
     return excess(
-        setting,
-        {name: (found, part(truth[name]), part(own[name])) for name, (found, part) in ours.items()},
+        setting, {name: (found, part(truth[name]), part(own[name])) for name, (found, part) in ours.items()}
     )
 
 

@@ -29,11 +29,7 @@ def test_slots_of_ranks_are_added_in_the_tree_of_the_mode(segments, bias, monkey
 
 @pytest.mark.parametrize(
     ("segments", "batch", "why"),
-    [
-        (0, False, ""),
-        (8, False, "TPKERNELS_TP_INVARIANT=8"),
-        (0, True, "TPKERNELS_BATCH_INVARIANT=1"),
-    ],
+    [(0, False, ""), (8, False, "TPKERNELS_TP_INVARIANT=8"), (0, True, "TPKERNELS_BATCH_INVARIANT=1")],
 )
 def test_no_kernel_pushes_and_no_way_is_timed_where_bits_are_fixed(segments, batch, why, monkeypatch):
     monkeypatch.delenv("TPKERNELS_TUNE", raising=False)

@@ -116,11 +116,11 @@ def test_results_can_be_written_into():
 
 
 def everywhere(*xs: Tensor) -> list[Tensor]:
-    """Each region, before a product and before a view."""
+    """Each region, whose result is multiplied and viewed."""
     results = []
     for x, name in zip(xs, MEANING, strict=True):
-        region = getattr(mappings, name)
-        results += [region(x, dist.group.WORLD) * 2, region(x, dist.group.WORLD).view(-1)]
+        y = getattr(mappings, name)(x, dist.group.WORLD)
+        results += [y * 2, y.view(-1)]
     return results
 
 

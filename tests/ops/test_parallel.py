@@ -30,9 +30,7 @@ ACTIVATIONS = {"column": [None, "gelu"], "row": [None], "mlp": ["gelu_tanh", "sw
 
 
 @pairwise(
-    world=WORLDS,
-    name=list(ACTIVATIONS),
-    dtype=[torch.float32, torch.bfloat16, torch.float16, torch.float64],
+    world=WORLDS, name=list(ACTIVATIONS), dtype=[torch.float32, torch.bfloat16, torch.float16, torch.float64]
 )
 def test_any_number_of_ranks_gives_the_unsharded_numbers(ranks, name, dtype):
     settings = [

@@ -98,7 +98,7 @@ def test_tokens_that_segments_do_not_divide(ranks1, ranks2):
 @pytest.mark.parametrize(
     ("transport", "asked", "worlds"),
     [  # the host waits, or kernels do
-        ("c10d", [("mlp", True), ("row", False), ("row", True)], ["ranks2", "ranks4"]),
+        ("c10d", [("mlp", True), ("row", False), ("row", True)], ["ranks4"]),
         ("stand-in", [("column", True), ("row", True)], ["ranks2"]),
         pytest.param("stand-in", [("mlp", True)], ["ranks2", "ranks4"], marks=pytest.mark.sweep),
     ],
@@ -150,9 +150,16 @@ def test_one_feature_has_the_strides_that_it_has_at_every_size(strides):
     assert torch.equal(canonical(x), x)
 
 
+SOME = ((torch.float32, False), (torch.bfloat16, True))
+
+
 def test_without_it_bits_depend_on_the_size(ranks1, ranks4):
     """So the tests above can fail."""
-    asked = [(name, setting) for name, setting in ASKED if name in ("column", "row", "mlp", "head")]
+    asked = [
+        (name, setting)
+        for name, setting in ASKED
+        if name in ("column", "row", "mlp", "head") and (setting.dtype, setting.sequence_parallel) in SOME
+    ]
     alone, four = ranks1.run(hashes, 0, asked)[0], ranks4.run(hashes, 0, asked)[0]
     for number, (name, _) in enumerate(asked):
         assert alone[number] != four[number], name

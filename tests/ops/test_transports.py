@@ -137,9 +137,16 @@ def test_delays_change_no_bit(transport, backend, sequence_parallel, rounds):
 AWKWARD = [-(2**31), 1, 0x7F80_0000, 0x7F80_0001, -1, 0x7FFF_FFFF, 2**24 + 1, -(2**24) - 1]
 
 
-@once(place=PLACES | {"2 c10d": ("ranks2", "c10d", "torch"), "2 c10d triton": ("ranks2", "c10d", "triton")})
+OF_WORDS = PLACES | {"2 c10d": ("ranks2", "c10d", "torch"), "2 c10d triton": ("ranks2", "c10d", "triton")}
+IN_SWEEP = ("4 shared triton", "4 stand-in apart")  # four ranks spin on two cores for what two show
+
+
+@pytest.mark.parametrize(
+    "place", [pytest.param(name, marks=pytest.mark.sweep if name in IN_SWEEP else ()) for name in OF_WORDS]
+)
 def test_rows_in_fp8_travel_as_words_bit_for_bit(request, place):
-    request.getfixturevalue(place[0]).run(under, *place[1:], words_arrive)
+    world, *how = OF_WORDS[place]
+    request.getfixturevalue(world).run(under, *how, words_arrive)
 
 
 def words_arrive() -> None:
@@ -211,7 +218,13 @@ def test_exchanges_of_a_group_push_in_the_same_streams():
 RECIPES = (None, Recipe.rowwise(), Recipe.blockwise())
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+EACH_WAY = [  # what kernels wait for shows over the stand-in
+    pytest.param(way, id=name, marks=pytest.mark.sweep if name == "shared triton" else ())
+    for name, way in WAYS.items()
+]
+
+
+@pytest.mark.parametrize("way", EACH_WAY)
 @on_ranks(2)
 def test_layers_interleave_and_can_be_checkpointed(way):
     """Two blocks whose forwards and backwards alternate; and recomputed ones, to the bit."""

@@ -306,8 +306,8 @@ def test_all_ranks_have_the_same_loss(ranks4):
     assert losses == [losses[0]] * 4
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@on_ranks(2)
+@pytest.mark.parametrize(("world", "sequence_parallel"), [("ranks1", False), ("ranks2", True)])
+@on_ranks()
 def test_compiled_ops_save_and_compute_what_eager_ones_do(sequence_parallel):
     """Whatever is frozen, for any number of rows."""
     table, weight, ids, target = operands(4)

@@ -10,14 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.pictures.reading import fills, hinted, words
-from tests.pictures.samples import (
-    NAN,
-    SAMPLES,
-    STRANGE,
-    has_loaded_matplotlib,
-    hopper,
-    losses,
-)
+from tests.pictures.samples import NAN, SAMPLES, STRANGE, has_loaded_matplotlib, hopper, losses
 from tests.ranks import RankPool
 from tpkernels.pictures.charts import FILLS, Bar, TimedWork, bars
 from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, hint, save, sheet, shortened

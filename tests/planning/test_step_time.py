@@ -70,9 +70,7 @@ RANKS = 8
 
 
 @pairwise(
-    kind=["gather", "reduce"],
-    rounds=[1, 2, 4],
-    seconds=[(4.0, 8.0), (1.0, 9.0), (3.0, 3.0), (9.0, 3.0)],
+    kind=["gather", "reduce"], rounds=[1, 2, 4], seconds=[(4.0, 8.0), (1.0, 9.0), (3.0, 3.0), (9.0, 3.0)]
 )
 def test_the_formula_is_what_rounds_do(kind, rounds, seconds):
     products, transfers = seconds

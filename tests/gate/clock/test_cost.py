@@ -74,7 +74,7 @@ def test_costs_survive_json(found):
     ("name", "guessed"),
     [
         pytest.param("glu/descriptor/bf16/128x128x64-w8-s4-p2/swiglu+gu", 0, marks=pytest.mark.sweep),
-        ("dglu/descriptor/bf16/128x128x64-w8-s4-p4/swiglu+h", 0),
+        pytest.param("dglu/descriptor/bf16/128x128x64-w8-s4-p4/swiglu+h", 0, marks=pytest.mark.sweep),
         ("wgrad/descriptor/bf16/128x256x64-w8-s4-p4-flat/+=fp32", 0),
         # 8 warps look at flags, in 4 tiles
         ("gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z", 32),
