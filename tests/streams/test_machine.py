@@ -208,3 +208,20 @@ def test_a_capture_that_waits_for_what_came_before_it_is_refused():
 
     with pytest.raises(MachineError, match="what no graph captures"):
         searched(body)
+
+
+def test_a_stream_goes_on_after_a_capture_where_it_was():
+    """What it did before is not forgotten, and what was captured has not run."""
+
+    def body(group):
+        x, graph, side = ones(4), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            y = torch.zeros(4, device="cuda")
+        with torch.cuda.graph(graph, stream=side):
+            y.add_(x)
+        with torch.cuda.stream(side):
+            y.add_(5)
+        torch.cuda.current_stream().wait_stream(side)
+        return [y + 0]
+
+    search(record(Machine(1), body), 20, [[torch.full((4,), 5.0)]])

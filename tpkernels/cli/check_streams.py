@@ -22,7 +22,7 @@ from tpkernels.gate.user_kernels.config import parsed
 from tpkernels.gate.user_kernels.record import ConfigError
 from tpkernels.gate.workers import results_of
 
-ORDERS = 16  # of each of our programs: more than 2,000 in all
+ORDERS = 10  # of each of our programs: more than 2,000 in all
 PROCESSES = 2
 _KEYS = ("program", "ranks", "machines", "processors", "models", "orders")
 

@@ -40,8 +40,6 @@ class Block:
 class Stream:
     """Stands for `torch.Stream` and `torch.cuda.Stream`."""
 
-    _numbers = itertools.count(1)
-
     def __init__(self, device: object = None, priority: int = 0, **_: object) -> None:
         self.virtual = current_device()
         self.number = next(self.virtual.stream_numbers)
@@ -116,7 +114,7 @@ class Graph:
 
     def __init__(self, *_: object, **__: object) -> None:
         self._tasks: list[Task] = []
-        self._streams: list[Stream] = []
+        self._streams: list[tuple[Stream, frozenset[int]]] = []  # with what each comes after again at the end
 
     def capture_begin(self, *_: object, **__: object) -> None:
         device = current_device()
@@ -126,23 +124,23 @@ class Graph:
         self.join(device.stream)
 
     def join(self, stream: Stream) -> None:
+        self._streams.append((stream, stream.before))
         stream.capture, stream.before = self, frozenset()
-        self._streams.append(stream)
 
     def add(self, task: Task) -> None:
         self._tasks.append(task)
 
     def capture_end(self) -> None:
         device = current_device()
-        origin = self._streams[0]
+        origin, _ = self._streams[0]
         device.capture = None
         enqueued = {task.number for task in self._tasks}
         joined = set(origin.before)
         for task in reversed(self._tasks):
             if task.number in joined:
                 joined |= task.after
-        for stream in self._streams:
-            stream.capture, stream.before = None, frozenset()
+        for stream, before in self._streams:
+            stream.capture, stream.before = None, before
         if left := enqueued - joined:
             first = next(task for task in self._tasks if task.number in left)
             raise MachineError(f"a capture ends while a stream has not been joined: {first}")
