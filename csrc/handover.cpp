@@ -1,11 +1,13 @@
 #include "handover.h"
 
+#include <fcntl.h>
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#endif
 
 #include <algorithm>
 #include <cerrno>
@@ -29,6 +31,7 @@ int descriptor_of(int64_t process) {
 #ifdef SYS_pidfd_open
   return static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(process), 0));
 #else
+  errno = 0;
   return -1;  // the limit of time is left
 #endif
 }
@@ -44,8 +47,8 @@ Handover::Handover(std::string socket, std::vector<int64_t> processes, double se
   for (const int64_t process : processes)
     TORCH_CHECK_VALUE(process > 0 && process <= INT_MAX, "Handover: expected numbers of processes, got ",
                       process);
-  stop_ = eventfd(0, EFD_CLOEXEC);
-  TORCH_CHECK(stop_ >= 0, "Handover: the system has no event left: ", std::strerror(errno));
+  TORCH_CHECK(pipe(stop_) == 0, "Handover: the system has no pipe left: ", std::strerror(errno));
+  for (const int descriptor : stop_) fcntl(descriptor, F_SETFD, FD_CLOEXEC);
   for (size_t i = 0; i < processes.size(); ++i) {
     ended_.push_back(descriptor_of(processes[i]));
     if (ended_.back() < 0 && errno == ESRCH) cause_ = static_cast<int64_t>(i);  // gone already
@@ -57,18 +60,17 @@ int64_t Handover::end() {
   const std::lock_guard<std::mutex> lock(ending_);
   if (thread_.joinable() && getpid() != process_) thread_.detach();  // a fork has no threads
   if (thread_.joinable()) {
-    const uint64_t one = 1;
-    (void)!write(stop_, &one, sizeof one);
+    (void)!write(stop_[1], "", 1);  // a fork may hold that end, too
     thread_.join();
+    for (const int descriptor : stop_) close(descriptor);
     for (const int descriptor : ended_)
       if (descriptor >= 0) close(descriptor);
-    close(stop_);
   }
   return cause_;
 }
 
 void Handover::watch() {
-  std::vector<pollfd> awaited{{stop_, POLLIN, 0}};
+  std::vector<pollfd> awaited{{stop_[0], POLLIN, 0}};
   for (const int descriptor : ended_) awaited.push_back({descriptor, POLLIN, 0});  // below zero: ignored
   if (cause_ < 0) {
     int ready;
@@ -84,7 +86,7 @@ void Handover::watch() {
 }
 
 void Handover::wake() const {
-  const int from = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  const int from = socket(AF_UNIX, SOCK_DGRAM, 0);
   if (from < 0) return;
   sockaddr_un address{};
   address.sun_family = AF_UNIX;

@@ -32,7 +32,7 @@ class Handover : public torch::CustomClassHolder {
   const std::string socket_;
   const int milliseconds_;
   std::vector<int> ended_;  // descriptors, readable once the process has ended; -1 where the system has none
-  int stop_;                // a descriptor, readable from `end` on
+  int stop_[2];             // a pipe, from which something can be read once `end` was called
   std::atomic<int64_t> cause_{-1};
   std::mutex ending_;
   std::thread thread_;
