@@ -88,7 +88,7 @@ check-cuda-build: $(VENV)-cuda/.ready ## what the CUDA path takes from torch, in
 	git ls-files -z -co --exclude-standard bench csrc tests tpkernels LICENSE README.md pyproject.toml setup.py | xargs -0 cp --parents -t build/cuda
 	cd build/cuda && TPKERNELS_REQUIRE_EXT=1 $(CURDIR)/$(VENV)-cuda/bin/python setup.py -q build_ext --inplace
 	cd build/cuda && $(CURDIR)/$(VENV)-cuda/bin/python -m bench.cuda_build
-	cd build/cuda && $(CURDIR)/$(VENV)-cuda/bin/python -m pytest -q tests/buckets/test_ext.py tests/comm/test_carveout.py tests/comm/test_symmetric.py tests/runtime/test_process_groups.py
+	cd build/cuda && $(CURDIR)/$(VENV)-cuda/bin/python -m pytest -q tests/buckets/test_ext.py tests/comm/test_carveout.py tests/comm/test_symmetric.py tests/runtime/test_process_groups.py tests/buckets/test_gradient_buckets.py::test_gradients_equal_those_of_one_process tests/ops/test_far.py::test_neighbours_are_known_as_long_as_their_group
 
 check-transformers: $(READY) ## compare with Hugging Face's transformers, which it installs (180 MB): tests, and docs/models-supported.md anew
 	$(PIP) install -q -c constraints.txt safetensors transformers accelerate peft lightning

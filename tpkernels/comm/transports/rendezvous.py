@@ -126,6 +126,7 @@ def why_no_barrier(gpus: Mapping[int, str]) -> str:
 def _management_library() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
+        _ = library.nvmlDeviceGetHandleByUUID, library.nvmlDeviceGetP2PStatus
         return None if library.nvmlInit_v2() else library
     except (OSError, AttributeError):  # another vendor, or a container without it
         return None

@@ -372,9 +372,9 @@ def open_symmetric(opening: Opening) -> SymmetricExchange:
     except Exception as error:  # whatever it is, the others wait to be told
         problem = problem or f"{type(error).__name__}: {error}"
     call = opening.begin()
-    own = f"{gpu} {os.getpid()}"
-    here, offers = opening.offers(call, problem, str(layout), own, sockets_place())
-    gpus = [offer.rpartition(" ")[0] for offer in offers]
+    offer = f"{gpu} {os.getpid()}"
+    here, offers = opening.offers(call, problem, str(layout), offer, sockets_place())
+    gpus = [theirs.rpartition(" ")[0] for theirs in offers]
     processes = {peer: int(offers[peer].rpartition(" ")[2]) for peer in here if peer != group.rank()}
     shares_gpu = require_gpu_each(opening.title, gpus, group.rank())
     offers_of_all(opening.title, call, why_no_barrier({peer: gpus[peer] for peer in here}))
