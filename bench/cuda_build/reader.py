@@ -112,6 +112,11 @@ class _Reader:
                 else:
                     self._of(node.test)
                     self._branches(node.body, node.orelse, narrowed=self._narrowed(node.test))
+                    if _leaves(node.body):  # as `if not isinstance(...): return` does
+                        self._forget(node.test)
+            case ast.Assert():
+                self._of(node.test)
+                self._forget(node.test)
             case ast.Try():
                 caught = {_text(handler.type) for handler in node.handlers}
                 if any("AttributeError" in text or "ImportError" in text for text in caught):
@@ -160,7 +165,7 @@ class _Reader:
             self._scopes[-1] |= {
                 name: thing for name, thing in bound.items() if thing or name not in narrowed
             }
-            if not body or not isinstance(body[-1], ast.Return | ast.Raise | ast.Continue | ast.Break):
+            if not _leaves(body):
                 after.append(self._scopes[-1])
         if not after:
             self._scopes[-1] = before
@@ -170,6 +175,11 @@ class _Reader:
             name: after[0].get(name) if all(s.get(name) == after[0].get(name) for s in after) else None
             for name in names
         }
+
+    def _forget(self, test: ast.expr) -> None:
+        """What names stand for that were asked for their class, from here on."""
+        for name in self._narrowed(test):
+            self._bind(name, None)
 
     def _narrowed(self, test: ast.expr) -> list[str]:
         """Names that are asked for their class: a subclass may have more."""
@@ -391,6 +401,11 @@ class _Reader:
             yield
         finally:
             self._guarded -= 1
+
+
+def _leaves(body: Sequence[ast.stmt]) -> bool:
+    """Whether nothing that follows is run after it."""
+    return bool(body) and isinstance(body[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
 
 
 def _text(node: ast.expr | None) -> str:

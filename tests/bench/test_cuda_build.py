@@ -37,6 +37,10 @@ FAULTS = {
         "  def size(self): return self.group.sizes()",
         "ProcessGroup.sizes is not there",
     ),
+    "asked for another's class": (
+        "def it(x: Tensor, y: dict):\n  assert isinstance(y, dict)\n  x.more",
+        "torch.Tensor.more is not there",
+    ),
     "of a result": (
         "def it(g: ProcessGroup, d): g._get_backend(d).option",
         "Backend.option is not there",
@@ -88,6 +92,8 @@ def test_a_planted_fault_is_told(source, said):
         "torch.ops.tpkernels.anything(1)",
         "def it(x: Tensor): x.more if isinstance(x, dict) else x.T",
         "def it(x: Tensor):\n  if isinstance(x, dict):\n    x.more",
+        "def it(x: Tensor):\n  assert isinstance(x, dict)\n  x.more",
+        "def it(x: Tensor):\n  if not isinstance(x, dict):\n    return\n  x.more",
         "dist.new_group(*[1], **{'bakend': 1})",
         "def it(module: torch.nn.Module): module.weight.data_ptrs",
     ],
