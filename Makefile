@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same sources
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test affected test-profile sweep mutants check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers check-megatron wheel sdist clean
+.PHONY: help setup demo groups test affected test-profile sweep mutants check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-cuda-build check-transformers check-megatron wheel sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,20 @@ $(VENV)-triton36/.ready: constraints.txt
 check-triton-3.6: $(VENV)-triton36/.ready ## the gate on Triton 3.6, in a venv of its own
 	PYTHONPATH=. $(VENV)-triton36/bin/python -m tpkernels check
 
+TORCH_CUDA := 2.14.1
+$(VENV)-cuda/.ready: Makefile
+	$(PYTHON) -m venv $(@D) 2>/dev/null || { $(PYTHON) -m pip install -q --target $(@D)/.bootstrap virtualenv && PYTHONPATH=$(@D)/.bootstrap $(PYTHON) -m virtualenv -q $(@D); }
+	$(@D)/bin/python -m pip --disable-pip-version-check install -q torch==$(TORCH_CUDA) numpy ninja setuptools pytest
+	@touch $@
+
+# A copy, as the extension of this folder is built for another torch
+check-cuda-build: $(VENV)-cuda/.ready ## what the CUDA path takes from torch, in its newest CUDA build (5.5 GB, in a venv of its own), without a GPU
+	rm -rf build/cuda && mkdir -p build/cuda
+	git ls-files -z -co --exclude-standard bench csrc tests tpkernels LICENSE README.md pyproject.toml setup.py | xargs -0 cp --parents -t build/cuda
+	cd build/cuda && TPKERNELS_REQUIRE_EXT=1 $(CURDIR)/$(VENV)-cuda/bin/python setup.py -q build_ext --inplace
+	cd build/cuda && $(CURDIR)/$(VENV)-cuda/bin/python -m bench.cuda_build
+	cd build/cuda && $(CURDIR)/$(VENV)-cuda/bin/python -m pytest -q tests/buckets/test_ext.py tests/comm/test_carveout.py tests/comm/test_symmetric.py tests/runtime/test_process_groups.py tests/buckets/test_gradient_buckets.py::test_gradients_equal_those_of_one_process tests/ops/test_far.py::test_neighbours_are_known_as_long_as_their_group
+
 check-transformers: $(READY) ## compare with Hugging Face's transformers, which it installs (180 MB): tests, and docs/models-supported.md anew
 	$(PIP) install -q -c constraints.txt safetensors transformers accelerate peft lightning
 	$(BIN)/python -W ignore -m bench.models_table
@@ -122,4 +136,4 @@ sdist: $(READY) ## the source distribution
 	$(BIN)/python -m build --sdist --no-isolation
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) $(VENV)-triton36 build dist out/* *.egg-info tpkernels/*.so plan.svg
+	rm -rf $(VENV) $(VENV)-triton36 $(VENV)-cuda build dist out/* *.egg-info tpkernels/*.so plan.svg

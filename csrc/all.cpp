@@ -6,5 +6,6 @@
 #include "bucket_launch.cpp"
 #include "bucket_memory.cpp"
 #include "collectives.cpp"
+#include "handover.cpp"
 #include "module.cpp"
 #include "shared_sums.cpp"

@@ -5,6 +5,7 @@
 
 #include "bucket_engine.h"
 #include "collectives.h"
+#include "handover.h"
 
 // Read from the file before it is loaded, so that an extension built for another torch never runs.
 extern "C" __attribute__((visibility("default"), used)) const char tpkernels_stamp[] =
@@ -40,6 +41,9 @@ TORCH_LIBRARY(tpkernels, library) {
   library.def("built_with_torch() -> str", &built_with_torch);
   library.def("end_backends(__torch__.torch.classes.c10d.ProcessGroup group, float seconds) -> bool",
               &end_backends);
+  library.class_<Handover>("Handover")
+      .def(torch::init<std::string, std::vector<int64_t>, double>())
+      .def("end", &Handover::end);
   library.class_<BucketEngine>("BucketEngine")
       .def(torch::init(&make_engine))
       .def("arrange", &BucketEngine::arrange)

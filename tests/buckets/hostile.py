@@ -344,7 +344,29 @@ def end_program(caller: Caller) -> None:
         caller("end_backends", torch.ops.tpkernels.end_backends, other, value)
 
 
-PROGRAMS = {"engine": engine_program, "threads": threads_program, "end": end_program}
+def handover_program(caller: Caller) -> None:
+    made, own = torch.classes.tpkernels.Handover, os.getpid()
+    sockets = ["", "/nowhere/it", "x" * 107, "x" * 108, None, 3, "\0" * 9]
+    processes = [[], [own], [own, own], [0], [-1], [2**40], [own] * 4097, None, own, [None], ["1"], (own,)]
+    seconds = [0.0, 0.001, 1e300, float("inf"), float("nan"), -1.0, 1, None, "1"]
+    for _ in range(6):
+        choices = [caller.choose(each) for each in (sockets, processes, seconds)]
+        handover = caller("Handover", made, *choices)
+        if handover is not None:
+            ends = [threading.Thread(target=handover.end) for _ in range(2)]
+            for thread in ends:
+                thread.start()
+            caller("end", handover.end, *caller.choose([[], [], [3]]))
+            for thread in ends:
+                thread.join()
+
+
+PROGRAMS = {
+    "engine": engine_program,
+    "threads": threads_program,
+    "end": end_program,
+    "handover": handover_program,
+}
 
 
 def run_programs(kind: str, seeds: Sequence[int], log: str) -> Outcome:

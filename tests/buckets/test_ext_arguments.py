@@ -28,12 +28,13 @@ from tests.patience import patient
 from tests.ranks import RankFailure, RankPool
 from tpkernels.comm._ext import ExtensionState, extension
 
-PROGRAMS_OF = {"engine": 150, "threads": 30, "end": 30}
+PROGRAMS_OF = {"engine": 150, "threads": 30, "end": 30, "handover": 30}
 METHODS = {"arrange", "meet", "expect", "zero", "finish", "settle", "set_synchronizing"}
 BOTH_WAYS = {  # which calls are accepted, and which refused, at least
     "engine": {"BucketEngine", "backward", *METHODS},
     "threads": {"backward", *METHODS},
     "end": {"end_backends"},
+    "handover": {"Handover", "end"},
 }
 V, T, X, R = "ValueError", "TypeError", "IndexError", "RuntimeError"
 Changes = Callable[[], dict[str, Any]]  # of an engine's arguments, made anew for each
@@ -266,6 +267,6 @@ def test_every_entry_point_is_tried():
         part.split('"')[1].split("(")[0] for part in source.split("def(") if part.strip().startswith('"')
     }
     tried = (Path(__file__).parent / "hostile.py").read_text()
-    assert len(defined) == 20
+    assert len(defined) == 21
     takes_nothing = {"built_with_torch"}
     assert {name for name in defined if f'"{name}"' not in tried} <= takes_nothing

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import socket
+import struct
+import subprocess
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +22,14 @@ from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports import rendezvous, symmetric
 from tpkernels.comm.transports.mailbox import machine, same_machine
 from tpkernels.comm.transports.memory import Landing, Layout
-from tpkernels.comm.transports.rendezvous import require_gpu_each, sockets_folder, sockets_place, why_not
+from tpkernels.comm.transports.rendezvous import (
+    require_gpu_each,
+    sockets_folder,
+    sockets_place,
+    waiting_for,
+    why_no_barrier,
+    why_not,
+)
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 
 LAYOUT = Layout(2, (4, 3), torch.float32, 2)
@@ -85,6 +96,106 @@ def test_ranks_that_see_one_gpu_each_are_let_through_by_torch(before, monkeypatc
         rendezvous.rendezvous(torch.empty(0), "a group")
     assert told == [("a group", "1")]
     assert os.environ.get(rendezvous.OVERLAPPING) == before
+
+
+class ManagementLibrary:
+    """Stands for NVIDIA's: GPUs a, b, c and d, of which a and b have NVLink, b and c a PCIe with atomics."""
+
+    LINKS: ClassVar = {("GPU-a", "GPU-b"): [2], ("GPU-b", "GPU-c"): [3]}
+    GPUS: ClassVar = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
+
+    def __init__(self, lacks: str = "") -> None:
+        self._lacks = lacks  # a call that it answers with an error
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+        if uuid.decode() not in self.GPUS:
+            return 6  # not found
+        handle._obj.value = 1 + self.GPUS.index(uuid.decode())
+        return 0
+
+    def nvmlDeviceGetP2PStatus(self, one: Any, other: Any, ability: int, status: Any) -> int:
+        pair = self.GPUS[one.value - 1], self.GPUS[other.value - 1]
+        status._obj.value = 0 if ability in self.LINKS.get(pair, []) else 5  # not supported
+        return 3 if self._lacks == "P2P" else 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "pair"),
+    [
+        ("ab", None),
+        ("bc", None),
+        ("abb", None),  # of one GPU, which tests may share
+        ("abc", (0, 2)),
+        ("cd", (0, 1)),
+        ("a?", None),  # a part of a GPU: nobody knows
+    ],
+)
+def test_gpus_without_atomics_between_them_are_refused(gpus, pair, monkeypatch):
+    """There torch's barrier waits until its time-out, which ends the context."""
+    monkeypatch.setattr(rendezvous, "_management_library", ManagementLibrary)
+    why = why_no_barrier(dict(enumerate(gpus)))
+    said = pair and f"the GPUs of ranks {pair[0]} and {pair[1]} have neither NVLink nor atomics over PCIe"
+    assert why == "" if pair is None else why.startswith(said)
+
+
+def test_nobody_is_refused_where_nobody_knows(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_management_library", lambda: ManagementLibrary("P2P"))
+    assert why_no_barrier({0: "a", 1: "c"}) == ""
+    monkeypatch.setattr(rendezvous, "_management_library", lambda: None)
+    assert why_no_barrier({0: "a", 1: "c"}) == ""
+
+
+@pytest.fixture
+def waits_for_memory(monkeypatch, tmp_path) -> Iterator[Callable[[int], None]]:
+    """Stands for torch's wait for so many ranks: in a socket of this process's name, with Python's lock held.
+
+    After five seconds none answers any more: torch would wait for ever.
+    """
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
+        own.bind(rendezvous.own_socket())
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 5, 0))
+        receive, buffer = ctypes.PyDLL(None).recv, ctypes.create_string_buffer(2)
+
+        def wait(ranks: int) -> None:
+            for _ in range(ranks):
+                if receive(own.fileno(), buffer, 2, 0) < 0:
+                    raise TimeoutError("five seconds")
+            raise RuntimeError("CUDA driver error: invalid argument")  # as no memory came
+
+        yield wait
+
+
+@pytest.mark.parametrize("ended", ["meanwhile", "before"])
+def test_a_rank_that_ends_before_it_gives_others_its_memory_is_named(ended, waits_for_memory):
+    peer = subprocess.Popen(["sleep", "0.2" if ended == "meanwhile" else "0"])
+    if ended == "before":
+        peer.wait()
+    with (
+        pytest.raises(RuntimeError, match=r"^the process of rank 3 has ended before it gave others its GPU"),
+        waiting_for({0: os.getpid(), 3: peer.pid}, 60.0),
+    ):
+        waits_for_memory(2)
+    peer.wait()
+
+
+def test_a_rank_that_gives_no_memory_in_time_is_an_error(waits_for_memory):
+    with (
+        pytest.raises(RuntimeError, match=r"^waited 0.1 s for GPU memory of other ranks"),
+        waiting_for({1: os.getpid()}, 0.1),
+    ):
+        waits_for_memory(1)
+
+
+def test_what_torch_says_itself_is_left_and_nothing_is_sent_after_the_end(waits_for_memory):
+    threads = len(os.listdir("/proc/self/task"))
+    with pytest.raises(MemoryError, match="planted"), waiting_for({1: os.getpid()}, 60.0):
+        raise MemoryError("planted")
+    with waiting_for({1: os.getpid()}, 0.2):
+        pass
+    assert len(os.listdir("/proc/self/task")) == threads
+    with pytest.raises(TimeoutError):
+        waits_for_memory(1)
 
 
 @pytest.fixture

@@ -23,8 +23,10 @@ from tests.ops.transport_cases import open_stand_in, using
 from tests.products import once
 from tpkernels.comm.calls import GroupCalls, calls_of
 from tpkernels.comm.schedule import reduce_plan
+from tpkernels.comm.transports import select
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange, Opening
 from tpkernels.comm.transports.memory import Layout
+from tpkernels.comm.transports.order import CallOrder
 from tpkernels.comm.transports.shared import open_shared
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.linear import linear_fwd
@@ -35,6 +37,7 @@ from tpkernels.kernels.tiles import MatmulTile
 from tpkernels.kernels.waits import Arrivals, Departures
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS
+from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels run in the interpreter")
@@ -127,6 +130,32 @@ def test_loopback_gathers_among_virtual_ranks(opened, count):
     for end, ys in zip(ends, results, strict=True):
         assert gathered_exactly(end.rank, count, 12, ys) == [True] * CALLS
         end.close()
+
+
+def mlp_steps(width: int) -> tuple[list[str], int]:
+    """(what exchanges are for that three steps of an MLP open, how many of their calls need a barrier)."""
+    group, barriers, begin = dist.new_group(), 0, CallOrder.begin
+
+    def counted(order: CallOrder) -> tuple[int, bool]:
+        nonlocal barriers
+        number, needs_barrier = begin(order)
+        barriers += needs_barrier
+        return number, needs_barrier
+
+    x, up, down = (matrix(*sizes, 1).requires_grad_() for sizes in ((8, K), (16, K), (width, 16)))
+    with using("shared"), patch.object(CallOrder, "begin", counted):
+        for _ in range(3):
+            parallel_mlp(x, up, None, down, None, group, sequence_parallel=True).sum().backward()
+    return sorted(key[0] for key in select._of_group[id(group)]._open), barriers
+
+
+@on_ranks(2)
+def test_gathers_that_are_in_flight_at_once_make_no_barriers():
+    """In the backward of an MLP dy and x have one shape."""
+    alike = mlp_steps(K)
+    assert alike == (["gathers", "gathers of x", "reduces"], 0), alike
+    unlike = mlp_steps(K + 8)
+    assert unlike == (["gathers", "gathers", "reduces", "reduces"], 0), unlike
 
 
 def factors(rank: int, call: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -106,6 +106,20 @@ def test_a_rank_that_cannot_open_its_end_is_an_error_on_all_and_leaves_nothing(f
         assert (len(asked), barrier.call_count) == (fault == "no stream", 0)  # nobody waits for rank 1
         assert pushers() == threads
         opener(opening).close()
+
+
+@on_ranks(2)
+def test_gpus_that_torchs_barrier_does_not_reach_are_an_error_on_all():
+    """Told before anybody waits in torch's rendezvous, also where one rank alone knows."""
+    opening, rank = (
+        Opening("it", dist.group.WORLD, Layout(2, (4, 2), torch.float32), op="op"),
+        dist.get_rank(),
+    )
+    why = Mock(return_value="planted" if rank == 1 else "")
+    with as_on_gpus() as asked, patch.object(symmetric, "why_no_barrier", why):
+        said = message_of(lambda: symmetric.open_symmetric(opening))
+    assert said.endswith(f"op: it on rank {rank}: rank 1 cannot take part: planted")
+    assert (asked, [*why.call_args.args[0]]) == ([], [0, 1])
 
 
 @on_ranks(2)

@@ -152,7 +152,7 @@ FAULTS = {
         _X, "__init__", _LEFT, _apart("column, sequence-parallel", captured=True), "_TRANSFERS"
     ),
     "a barrier takes NCCL's processor": _lost(
-        _X, "__init__", _LEFT, _apart("mlp, sequence-parallel"), "_TRANSFERS"
+        _X, "__init__", _LEFT, partial(gathers_in_flight, Machine(4, machines=2)), "_TRANSFERS"
     ),
     "nothing is left to transfers between machines": _lost(
         _X, "__init__", _LEFT, _apart("column, sequence-parallel"), "0"

@@ -42,7 +42,7 @@ Collective = Literal["all_reduce", "reduce_scatter"]
 WARM_UPS, ROUNDS = 3, 8  # the first calls connect ranks, and exchange handles of registered memory
 
 _OP = "registered memory of gradient buckets"
-_CALLS = "mem_allocator", "register_mem_pool", "deregister_mem_pool"  # of torch's ProcessGroupNCCL
+CALLS = "mem_allocator", "register_mem_pool", "deregister_mem_pool"  # of torch's ProcessGroupNCCL
 
 
 class SizeClass(NamedTuple):
@@ -205,7 +205,7 @@ def why_not(group: ProcessGroup, device: torch.device) -> str:
     backend = backend_of(group, device)
     if backend.name() != "nccl":
         return f"the backend for {device.type} is {backend.name()}"
-    if missing := [call for call in _CALLS if not hasattr(type(backend), call)]:
+    if missing := [call for call in CALLS if not hasattr(type(backend), call)]:
         return f"{type(backend).__name__} of torch {torch.__version__} has no {missing[0]}"
     return "" if hasattr(torch.cuda, "MemPool") else f"torch {torch.__version__} has no torch.cuda.MemPool"
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import import_module
+from itertools import combinations
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import WeakKeyDictionary, finalize
 
@@ -15,11 +18,14 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from tpkernels.comm._ext import ExtensionState, extension
+
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _LONGEST_SOCKET = 107  # bytes of an address; torch writes beyond them
+_NVLINK, _ATOMICS = 2, 3  # what `nvmlDeviceGetP2PStatus` is asked for
 
 
 class Handle(Protocol):
@@ -54,7 +60,7 @@ def why_not(device: torch.device) -> str:
         memory = import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
         return f"this torch ({torch.__version__}) has no symmetric memory ({error}); use c10d"
-    if len(os.fsencode(socket := f"{sockets_folder()}/symm_mem-{os.getpid()}")) > _LONGEST_SOCKET:
+    if len(os.fsencode(socket := own_socket())) > _LONGEST_SOCKET:
         return f"torch's socket {socket} has too long a name: set TMPDIR to a shorter folder"
     backend = memory.get_backend(device)
     if backend in ("NVSHMEM", "NCCL"):  # whose memory of other ranks is not always a tensor of ours
@@ -66,6 +72,11 @@ def sockets_folder() -> str:
     """Where torch's processes of one machine hand each other memory, by sockets that bear their numbers."""
     named = (os.environ.get(name) for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))
     return next((folder for folder in named if folder is not None), "/tmp")
+
+
+def own_socket() -> str:
+    """Where torch waits for memory of the other ranks."""
+    return f"{sockets_folder()}/symm_mem-{os.getpid()}"
 
 
 def sockets_place() -> str:
@@ -89,6 +100,79 @@ def require_gpu_each(name: str, gpus: list[str], rank: int) -> bool:
             f"call torch.cuda.set_device(local_rank) first, or set {OVERLAPPING}=1 to test on one GPU"
         )
     return bool(shared)
+
+
+def why_no_barrier(gpus: Mapping[int, str]) -> str:
+    """Why torch's barrier would not end between these ranks; nothing if it would, or if nobody knows.
+
+    It swaps words in the memory of other GPUs, which NVLink does, and PCIe not everywhere. After its time-out
+    it takes the whole context with it. The driver's management library knows all GPUs of the machine, also
+    those that this process does not see.
+
+    gpus: the UUID of each rank's
+    """
+    if (library := _management_library()) is None:
+        return ""
+    for (rank, gpu), (peer, other) in combinations(gpus.items(), 2):
+        if gpu != other and _swap_words(library, gpu, other) is False:
+            return (
+                f"the GPUs of ranks {rank} and {peer} have neither NVLink nor atomics over PCIe between "
+                "them, of which torch's symmetric memory needs one; use c10d"
+            )
+    return ""
+
+
+@cache
+def _management_library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        _ = library.nvmlDeviceGetHandleByUUID, library.nvmlDeviceGetP2PStatus
+        return None if library.nvmlInit_v2() else library
+    except (OSError, AttributeError):  # another vendor, or a container without it
+        return None
+
+
+def _swap_words(library: ctypes.CDLL, gpu: str, other: str) -> bool | None:
+    """Whether two GPUs can, by their UUIDs; None if they are not known, as a part of a GPU is not."""
+    handles = ctypes.c_void_p(), ctypes.c_void_p()
+    for handle, uuid in zip(handles, (gpu, other), strict=True):
+        if library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)):
+            return None
+    known = False
+    for ability in (_NVLINK, _ATOMICS):
+        status = ctypes.c_uint()
+        if not library.nvmlDeviceGetP2PStatus(*handles, ability, ctypes.byref(status)):
+            if not status.value:
+                return True
+            known = known or ability == _ATOMICS
+    return False if known else None
+
+
+@contextmanager
+def waiting_for(processes: Mapping[int, int], seconds: float) -> Iterator[None]:
+    """Torch waits for memory of other ranks without a limit: an error names the one that has ended, or time.
+
+    It holds Python's lock meanwhile, so that this takes a thread of the extension's. Without that one, torch
+    waits.
+
+    processes: of the other ranks
+    """
+    if extension().state is not ExtensionState.LOADED:
+        yield
+        return
+    handover = torch.classes.tpkernels.Handover(own_socket(), list(processes.values()), seconds)
+    try:
+        yield
+    except Exception as error:
+        if (place := handover.end()) < 0:
+            raise
+        what = f"waited {seconds:g} s for GPU memory of other ranks"
+        if place < len(processes):
+            rank = list(processes)[place]
+            what = f"the process of rank {rank} has ended before it gave others its GPU memory"
+        raise RuntimeError(what) from error
+    finally:
+        handover.end()
 
 
 def new_memory(count: int, device: torch.device) -> Tensor:

@@ -37,6 +37,7 @@ Not run on a GPU yet.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import CODE_BITS, SLOTS, Plan, Swap, flag_of, pushing_gather_plan, slot_of
 from tpkernels.comm.side_stream import SideStream, StreamOrder
@@ -60,6 +62,8 @@ from tpkernels.comm.transports.rendezvous import (
     rendezvous,
     require_gpu_each,
     sockets_place,
+    waiting_for,
+    why_no_barrier,
     why_not,
 )
 from tpkernels.gpus import NCCL_BLOCKS
@@ -368,12 +372,17 @@ def open_symmetric(opening: Opening) -> SymmetricExchange:
     except Exception as error:  # whatever it is, the others wait to be told
         problem = problem or f"{type(error).__name__}: {error}"
     call = opening.begin()
-    here, gpus = opening.offers(call, problem, str(layout), gpu, sockets_place())
+    offer = f"{gpu} {os.getpid()}"
+    here, offers = opening.offers(call, problem, str(layout), offer, sockets_place())
+    gpus = [theirs.rpartition(" ")[0] for theirs in offers]
+    processes = {peer: int(offers[peer].rpartition(" ")[2]) for peer in here if peer != group.rank()}
     shares_gpu = require_gpu_each(opening.title, gpus, group.rank())
+    offers_of_all(opening.title, call, why_no_barrier({peer: gpus[peer] for peer in here}))
 
     def build() -> SymmetricExchange:
         all_here = len(here) == layout.ranks
-        handle = rendezvous(memory, group.group_name if all_here else name_of_ranks(group, here))
+        with waiting_for(processes, opening.timeout):
+            handle = rendezvous(memory, group.group_name if all_here else name_of_ranks(group, here))
         own = handle.get_buffer(handle.rank, (memory.numel(),), torch.uint8)
         assert own.data_ptr() == memory.data_ptr(), "the handle's memory begins where ours does"
         streams = streams_of(group, device)

@@ -101,27 +101,43 @@ class Layout(NamedTuple):
         *,
         features: int = 0,
         keep: bool = True,
+        beside: GatheredRows | None = None,
     ) -> GatheredRows:
         """Gather all tokens of a matrix; without sequence parallelism it has them already.
 
         prepare: makes an operand of the matrix
         features: width of the narrowest product that takes rows as they arrive; 0: all are awaited at once
         keep: `wait` is called later, and rows stay
+        beside: what is in flight; two calls of one exchange at once would cost barriers of all ranks
         """
         if self.token_shards == 1:
             return GatheredRows(self, prepare, matrix, None, keep)
         assert self.group is not None, "several ranks have a group"
         own = prepare(matrix)
         what = f"gather of {name}{self.numerics.described(own)}"
-        gathering = start_rows(op, what, self.numerics.sent(own), self.group, features, self.overlap)
+        sent = self.numerics.sent(own)
+        purpose = f"gathers of {name}" if beside is not None and beside.moves_like(sent) else "gathers"
+        gathering = start_rows(op, what, sent, self.group, features, self.overlap, purpose=purpose)
         return GatheredRows(self, prepare, own, gathering, keep)
 
-    def gather_kept(self, op: str, name: str, rows: Tensor, kept: KeptRows, features: int) -> GatheredRows:
-        """Gather all tokens of a matrix of `features`, of which forward kept these rows."""
+    def gather_kept(
+        self,
+        op: str,
+        name: str,
+        rows: Tensor,
+        kept: KeptRows,
+        features: int,
+        *,
+        beside: GatheredRows | None = None,
+    ) -> GatheredRows:
+        """Gather all tokens of a matrix of `features`, of which forward kept these rows.
+
+        beside: as of `gather`
+        """
         prepare = partial(self.numerics.kept_operand, features=features)
         if kept == "all":
             return GatheredRows(self, prepare, prepare(rows), Done(rows), True)
-        return self.gather(op, name, rows, prepare)
+        return self.gather(op, name, rows, prepare, beside=beside)
 
     def sum_of_products(
         self,
@@ -181,6 +197,11 @@ class GatheredRows:
         """The gather, if one kernel multiplies its rows as they arrive."""
         gathering = self._gathering
         return gathering if gathering is not None and multiplying(gathering, self._layout.overlap) else None
+
+    def moves_like(self, rows: Tensor) -> bool:
+        """Whether these rows would go through the same exchange."""
+        ours = self.own()
+        return ours.shape == rows.shape and ours.dtype == rows.dtype
 
     def own(self) -> Tensor:
         """This rank's rows, as they are sent."""

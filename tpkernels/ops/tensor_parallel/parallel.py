@@ -217,18 +217,26 @@ Rows = Gathering | Done
 
 
 def start_rows(
-    op: str, name: str, shard: Tensor, group: ProcessGroup, features: int = 0, overlap: bool = True
+    op: str,
+    name: str,
+    shard: Tensor,
+    group: ProcessGroup,
+    features: int = 0,
+    overlap: bool = True,
+    *,
+    purpose: str = "gathers",
 ) -> Rows:
     """Start to gather the shards of all ranks, which have equally many rows.
 
     name: of the tensor
     features: width of the product that takes rows as they arrive; 0: they are awaited all at once
+    purpose: another for the second of two that are in flight at once, see `exchange_for`
     """
     ranks = group.size()
     if ranks == 1:
         return Done(shard)
     rows = ranks * shard.shape[0]
-    gathers = exchange_for(op, "gathers", shard, rows, shard.shape[1], group, features, overlap)
+    gathers = exchange_for(op, purpose, shard, rows, shard.shape[1], group, features, overlap)
     waits = waits_for(op, gathers, shard, sums=False)
     call = begin_call(op, name + gathers.note, shard.shape, shard, group)
     # no kernel multiplies words as they arrive: chunks of them go through products one by one

@@ -240,7 +240,7 @@ def _mlp_gradients(
     gathering_dy = layout.gather(op, "dy", dy_shard, numerics.gradients, features=w_down.shape[1])
     gathering_x = None
     if x is not None and any(needs_ups):
-        gathering_x = layout.gather_kept(op, "x", x, kept, features)
+        gathering_x = layout.gather_kept(op, "x", x, kept, features, beside=gathering_dy)
     needs_dz = needs_dx or needs_db_up or any(needs_ups)
     h, dzs, db_up = numerics.unit_gradients(
         gathering_dy, w_down, zs, unit, (needs_down, needs_dz, needs_db_up)
