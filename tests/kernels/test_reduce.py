@@ -6,6 +6,7 @@ import torch
 from tests.kernels.checks import DTYPES, assert_accurate, raise_if_late
 from tests.kernels.waiting import EPOCH, PATIENCE, arrivals, at_each_look, interpreted
 from tests.products import once, pairwise
+from tpkernels.kernels import launch
 from tpkernels.kernels.reduce import add_slots, reduce_slots
 from tpkernels.kernels.reference import reduce_slots_ref
 from tpkernels.kernels.target import H100, INTERPRETER
@@ -138,6 +139,20 @@ def test_a_slot_may_have_some_of_the_flags(device):
             reduce_slots(slots, arrivals=here, chunks=chunks)
     with pytest.raises(ValueError, match="got 2 flags"):
         reduce_slots(slots, arrivals=here, chunks=range(2))
+
+
+@pytest.mark.parametrize(
+    ("margin", "tree", "programs", "block"),
+    [(0, False, 132 * 8, (16, 128)), (17, False, 132 - 17, (32, 512)), (17, True, 132 - 17, (16, 128))],
+)
+def test_a_program_alone_on_its_processor_sums_larger_blocks(margin, tree, programs, block):
+    """As many bytes are on their way to a processor as where it has eight programs. A tree would spill."""
+    slots = torch.empty(2, 8192, 4096, dtype=torch.bfloat16, device="meta")
+    with launch.recording(H100) as launches:
+        reduce_slots(slots, margin=margin, tree=tree)
+    (launched,) = launches
+    found = launched.constants
+    assert (launched.grid, (found["BLOCK_ROWS"], found["BLOCK_COLS"])) == ((programs,), block)
 
 
 def test_waits_are_bounded_by_what_a_kernel_can_count():

@@ -28,6 +28,7 @@ from tpkernels.kernels.tiles import (
     MAX_FEATURES,
     ORDERED_SUM,
     SLOT_SUM,
+    SLOT_SUM_ALONE,
     SUM,
     Kernel,
     MatmulTile,
@@ -228,6 +229,10 @@ def _row_specs() -> Iterator[EntrySpec]:
     for epilogue, wait in (("bias+tree8", False), ("bias+tree8+wait", True)):
         call = partial(launchers.slot_sums, wait=wait, slots=8, tree=True)
         yield _row_spec("reduce_slots", f"{block}/{epilogue}", FP32, call)
+    alone = f"{SLOT_SUM_ALONE.block_rows}x{SLOT_SUM_ALONE.block_cols}"
+    for dtype in (BF16, FP32):
+        call = partial(launchers.slot_sums, tile=SLOT_SUM_ALONE)
+        yield _row_spec("reduce_slots", f"{alone}/bias+wait", dtype, call)
     for epilogue, into in (("=bf16", BF16), ("+=bf16", BF16), ("+=fp32", FP32)):
         call = partial(launchers.added_slots, into=into, accumulate=epilogue.startswith("+"))
         yield _row_spec("add_slots", f"{block}/{epilogue}", FP32, call)

@@ -28,7 +28,7 @@ from tpkernels.kernels.operands import Form
 from tpkernels.kernels.reduce import add_slots, reduce_slots
 from tpkernels.kernels.scatter_linear import scatter_linear as store_product
 from tpkernels.kernels.segments import segment_sum
-from tpkernels.kernels.tiles import MatmulTile, waiting_tile
+from tpkernels.kernels.tiles import MatmulTile, SlotSumTile, waiting_tile
 from tpkernels.kernels.waits import Arrivals, Departures
 
 Results = Mapping[str, tuple[Tensor | None, Tensor]]  # what -> (computed, exact)
@@ -209,13 +209,15 @@ def row_sums(of: Operands, launcher: Callable[[Tensor], Tensor] = bias_grad) -> 
     return {"db": (launcher(dy), reference.bias_grad_ref(dy.double()))}
 
 
-def slot_sums(of: Operands, wait: bool = True, slots: int = 3, tree: bool = False) -> Results:
+def slot_sums(
+    of: Operands, wait: bool = True, slots: int = 3, tree: bool = False, tile: SlotSumTile | None = None
+) -> Results:
     """So many slots, each of which arrives in two parts; the flags before theirs are of others."""
     rows = of.tokens // 2 * 2
     given = of.tensor(slots * rows, of.in_features).unflatten(0, (slots, rows))
     bias = of.tensor(of.in_features)
     arrivals, chunks = (of.arrivals(5 + 2 * slots), range(5, 5 + 2 * slots)) if wait else (None, None)
-    y = reduce_slots(given, bias, arrivals=arrivals, chunks=chunks, tree=tree)
+    y = reduce_slots(given, bias, arrivals=arrivals, chunks=chunks, tree=tree, tile=tile)
     return {"y": (y, reference.reduce_slots_ref(given.double(), bias.double(), tree=tree))}
 
 

@@ -21,7 +21,7 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, load_vector, store_block
 from tpkernels.kernels.operands import DTYPES, require_tensors
 from tpkernels.kernels.target import resident_programs, target_of
-from tpkernels.kernels.tiles import INTERPRETED_SLOT_SUM, SLOT_SUM, SlotSumTile
+from tpkernels.kernels.tiles import INTERPRETED_SLOT_SUM, SLOT_SUM, SLOT_SUM_ALONE, SlotSumTile
 from tpkernels.kernels.waits import Arrivals, require_arrivals, wait_for
 
 
@@ -190,7 +190,9 @@ def reduce_slots(
         raise TypeError(f"reduce_slots: expected bfloat16, float16 or float32 as dtype, got {dtype}")
     first_chunk, splits = (0, 1) if arrivals is None else _first_and_splits(arrivals, chunks, slots)
     target = target_of(slots.device)
-    tile = tile or (INTERPRETED_SLOT_SUM if target.backend == "interpreter" else SLOT_SUM)
+    if tile is None and target.backend == "interpreter":
+        tile = INTERPRETED_SLOT_SUM
+    tile = tile or (SLOT_SUM_ALONE if margin and not tree else SLOT_SUM)  # in a tree it would spill
     programs = resident_programs("reduce_slots", target, tile.per_processor, margin)
     # words are made as fp32, of which tests see what was not written
     y = launch.empty((T, N), torch.float32 if words else dtype or slots.dtype, slots.device)

@@ -54,6 +54,8 @@ class SlotSumTile:
 
 
 SLOT_SUM = SlotSumTile(block_rows=16, block_cols=128, num_warps=4, per_processor=8)
+# Beside a margin a processor has one program: of a larger block, so that enough bytes are on their way to it.
+SLOT_SUM_ALONE = SlotSumTile(block_rows=32, block_cols=512, num_warps=16, per_processor=1)
 INTERPRETED_SLOT_SUM = SlotSumTile(block_rows=16, block_cols=32, num_warps=4, per_processor=1)
 
 
