@@ -19,6 +19,7 @@ from tpkernels.comm.calls import GroupCalls, all_or_fail, begin
 
 SOON = 12.0  # seconds until all ranks know; about one on an idle machine
 INTERVAL = 0.2  # between two looks
+SILENT = 3.0  # until a rank of another machine is taken for dead; a minute in earnest
 
 
 class StandIn:
@@ -31,12 +32,17 @@ class StandIn:
         self.aborted.set()
 
 
-def after(fault: str, faulty: int = 1) -> str:
-    """What the next call says on each rank, once the GPU has come to an end."""
+def after(fault: str, faulty: int = 1, apart: bool = False) -> str:
+    """What the next call says on each rank, once the GPU has come to an end.
+
+    apart: each rank says that it is on a machine of its own
+    """
     backend, rank, group = StandIn(), dist.get_rank(), dist.new_group()
+    place = f"host{rank}" if apart else calls.machine()
     name = group.group_name  # of former tests' groups some have failed, and would be aborted, too
     with (
         patch.object(watch, "INTERVAL", INTERVAL),
+        patch.multiple(calls, machine=lambda: place, _SIGN=INTERVAL, _SILENT=patient(SILENT)),
         patch.object(GroupCalls, "_of_nccl", lambda self: [backend] if self.name == name else []),
     ):
 
@@ -84,3 +90,12 @@ def test_a_process_that_has_ended_is_named_with_the_call_that_waits_for_it(dead)
     with RankPool(2) as own, pytest.raises(RankFailure) as failure:
         own.run(after, "dies", dead)
     assert f"the process of rank {dead} has ended, before call 1 'row_linear: sum' has" in str(failure.value)
+
+
+def test_a_rank_of_another_machine_that_gives_no_sign_of_life_is_named():
+    """Its process cannot be looked at. A rank that lives gives signs, though it makes no call."""
+    with RankPool(2) as own, pytest.raises(RankFailure) as failure:
+        own.run(after, "dies", 1, True)
+    said = "rank 1 of another machine has given no sign of life for"
+    assert said in str(failure.value)
+    assert "before call 1 'row_linear: sum' has ended" in str(failure.value)

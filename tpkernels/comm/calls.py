@@ -14,8 +14,9 @@ every later call on it is an error on all ranks that names the first cause.
 
 With NCCL the host never waits: a kernel does, for as long as the group's time-out. So a rank that has begun
 no call between two looks of the thread that watches asks how the others are: what they say by `fail`, which
-calls they have made last, and whether their processes still run, those of its own machine. If the group fails
-by that, its communicator is aborted: kernels end, and with them what the host waits for.
+calls they have made last, and whether their processes still run: those of its own machine by a look at them,
+others by the signs of life that they give. If the group fails by that, its communicator is aborted: kernels
+end, and with them what the host waits for.
 
 A destroyed group that is still held must end its threads before the interpreter ends: gloo's take Python's
 lock to free a finished collective's tensors, and a thread that asks for the lock while the interpreter ends
@@ -60,6 +61,9 @@ R = TypeVar("R")
 REMEMBERED = 64  # calls, which ranks compare
 MOST_DESCRIBED = 1024  # kinds of calls
 LONGEST_CAUSE = 2000  # characters
+_SIGN = 5.0  # seconds between two signs of life of a rank, for those of other machines
+_SILENT = 60.0  # seconds without one until a rank is taken for dead: Python may be held up for long
+_SIGNS = "tpkernels signs of life of rank "
 _FAILURE, _RECENT, _PROCESS = "tpkernels failure", "tpkernels calls of rank ", "tpkernels process of rank "
 _NEVER_SENT = 2**31 - 1  # a tag
 _SHOWN_WITHIN = 3.0  # seconds, by a rank that waits
@@ -110,6 +114,9 @@ class GroupCalls:
         self.inherited = False  # by a fork, which has none of its threads
         self._matches_tags: dict[str, bool] = {}
         self._peers: dict[int, Process] | None = None  # those of this machine, once known
+        self._far: list[int] = []  # ranks of other machines, once known
+        self._signed = self._listened = 0.0  # when this rank has last given, and looked for, a sign of life
+        self._heard: dict[int, tuple[int, float]] = {}  # signs of each far rank, and since when
         self._seen = 0  # the last number at the last look of the thread that watches
         self._kinds: dict[Key, Kind] = {}
         self._times: dict[str, int] = {}
@@ -210,13 +217,16 @@ class GroupCalls:
         with suppress(RuntimeError):  # a store may have died with its rank
             if self._peers is None and self._of_nccl():
                 self._meet()
+            self._give_sign()
+            if not still:
+                self._heard.clear()
             if still and (cause := self._ended()):
                 self.fail(cause)
             elif blocked or still:
                 self.compare()
 
     def introduce(self) -> None:
-        """Let ranks of this machine know our process, where only a look at it tells that it has ended."""
+        """Let ranks know our process and machine, where only a look at it tells that it has ended."""
         if self.ranks > 1 and self._of_nccl() and (store := self._store()) is not None:
             store.set(f"{_PROCESS}{self.rank}", f"{os.getpid()} {machine()}")
 
@@ -228,14 +238,42 @@ class GroupCalls:
             self._peers = {
                 rank: process_of(int(number)) for rank, (number, place) in told.items() if place == machine()
             }
+            self._far = [rank for rank in told if rank not in self._peers]
+
+    def _give_sign(self) -> None:
+        """Of life, for ranks of other machines."""
+        now = time.monotonic()
+        if self._far and now - self._signed >= _SIGN and (store := self._store()) is not None:
+            self._signed = now
+            store.add(f"{_SIGNS}{self.rank}", 1)
 
     def _ended(self) -> str:
-        """Which process of another rank of this machine has ended, if one has."""
+        """Which rank's process has ended, or has given no sign of life for long, if one has."""
+        number, described = self._recent[-1]
         for rank, process in (self._peers or {}).items():
             if process.has_ended():
-                number, described = self._recent[-1]
                 return f"the process of rank {rank} has ended, before call {number} '{described}' has"
+        if (silent := self._silent()) is not None:
+            return (
+                f"rank {silent} of another machine has given no sign of life for {_SILENT:.0f} s, before call "
+                f"{number} '{described}' has ended"
+            )
         return ""
+
+    def _silent(self) -> int | None:
+        """The first far rank that has given no sign of life while this rank has stood still for long."""
+        now = time.monotonic()
+        if now - self._listened < _SIGN or (store := self._store()) is None:
+            return None
+        self._listened = now
+        for rank in self._far:
+            signs = store.add(f"{_SIGNS}{rank}", 0)
+            seen, since = self._heard.get(rank, (-1, now))
+            if signs != seen:
+                self._heard[rank] = signs, now
+            elif now - since >= _SILENT:
+                return rank
+        return None
 
     def _of_nccl(self) -> list[Any]:
         """The group's backends for which the host does not wait."""
