@@ -255,8 +255,8 @@ class GroupCalls:
                 return f"the process of rank {rank} has ended, before call {number} '{described}' has"
         if (silent := self._silent()) is not None:
             return (
-                f"rank {silent} of another machine has given no sign of life for {_SILENT:.0f} s, before call "
-                f"{number} '{described}' has ended"
+                f"rank {silent} of another machine has given no sign of life for {_SILENT:.0f} s, before "
+                f"call {number} '{described}' has ended"
             )
         return ""
 
