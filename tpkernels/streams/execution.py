@@ -36,7 +36,7 @@ class Execution:
     def __init__(self, program: Program, seed: int, *, races: bool = True) -> None:
         self.program, self.seed = program, seed
         self._random = Random(seed)
-        self._eager = self._random.random() < 0.5  # whether streams differ in how fast they are
+        self._even = self._random.random() < 0.5  # whether all tasks are as likely; else streams differ in speed
         self._speed: dict[tuple[int, int], float] = {}
         self._free = [program.processors] * program.ranks
         self._waits_for = [len(task.after) for task in program.tasks]
@@ -73,7 +73,7 @@ class Execution:
                         running.append(_Running(self.program.tasks[number]))
 
     def _choose(self, running: list[_Running]) -> int:
-        if self._eager or len(running) == 1:
+        if self._even or len(running) == 1:
             return int(self._random.random() * len(running))
         if self._random.random() < 0.02:
             self._speed.clear()
