@@ -81,6 +81,7 @@ def test_the_command_prints_writes_and_exits(folder, monkeypatch, capsys):
         ("program = 'ring'", "streams.ring.program: expected module:name, got 'ring'"),
         ("ranks = 0", "streams.ring.ranks: expected a whole number of at least 1, got 0"),
         ("ranks = true", "streams.ring.ranks: expected a whole number of at least 1, got True"),
+        ("waves = 1", "streams.ring.waves: expected true or false, got 1"),
         ("machines = 3", "streams.ring.machines: expected a divisor of 4 ranks"),
     ],
 )
@@ -101,4 +102,4 @@ def test_no_table_and_no_file_are_told(tmp_path):
 
 
 def test_defaults_are_those_of_the_page():
-    assert UserProgram("ring", "", "a:b", 4) == UserProgram("ring", "", "a:b", 4, 1, 8, "", 200)
+    assert UserProgram("ring", "", "a:b", 4) == UserProgram("ring", "", "a:b", 4, 1, 8, "", 200, False)

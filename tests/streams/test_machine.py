@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.streams import Machine, MachineError, record, search
+from tpkernels.streams import Machine, MachineError, cases, record, search
+from tpkernels.streams.device import current_device
 
 
 def searched(
@@ -225,3 +227,104 @@ def test_a_stream_goes_on_after_a_capture_where_it_was():
         return [y + 0]
 
     search(record(Machine(1), body), 20, [[torch.full((4,), 5.0)]])
+
+
+def test_what_a_kernel_is_loaded_for_orders_nothing():
+    """The host may wait there for all that the device does, and may not."""
+
+    def body(group):
+        x, side = ones(4), torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            current_device().load("a kernel")
+            y = x + 1
+        torch.cuda.current_stream().wait_stream(side)
+        return [y + 0]
+
+    with pytest.raises(MachineError, match="in no order"):
+        searched(body)
+
+
+def test_a_tensor_of_a_side_stream_may_go_in_a_capture():
+    def body(group):
+        x, u, side, graph = ones(4), ones(4), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                t = x * 2
+                torch.mul(t, 2, out=u)
+            torch.cuda.current_stream().wait_stream(side)
+            del t
+        graph.replay()
+        return [u + 0]
+
+    search(record(Machine(1), body), 20, [[torch.full((4,), 4.0)]])
+
+
+def test_what_the_host_has_is_read_when_it_is_copied():
+    def body(group):
+        staged, results = torch.zeros(2), []
+        for value in range(3):
+            staged.fill_(value)
+            results.append(ones(2).copy_(staged))
+        return results
+
+    search(record(Machine(1), body), 5, [[torch.full((2,), float(value)) for value in range(3)]])
+    with pytest.raises(MachineError, match="the host copies"):
+        searched(lambda group: torch.zeros(1).copy_(ones(1)))
+
+
+def test_products_of_batches_and_kernels_without_programs_run():
+    def body(group):
+        current_device().enqueue("a grid of nothing", [])
+        return [torch.bmm(ones(2, 3, 4), ones(2, 4, 5))]
+
+    search(record(Machine(1), body), 5, [[torch.full((2, 3, 5), 4.0)]])
+
+
+def test_what_is_not_there_is_refused():
+    def greatest(group):
+        dist.all_reduce(ones(2), op=dist.ReduceOp.MAX, group=group)
+
+    def second(group):
+        dist.new_group([0, 1])
+
+    for body, said in ((greatest, "collectives add up here"), (second, "makes no other")):
+        with pytest.raises(MachineError, match=said):
+            searched(body, ranks=2)
+
+
+def test_shared_memory_is_nobody_elses():
+    """Nor what was freed before it was opened."""
+
+    def body(group):
+        gone = torch.zeros(1, device="cuda")
+        del gone
+        memory = symmetric_memory.empty(8, dtype=torch.int32, device="cuda")
+        symmetric_memory.rendezvous(memory, group).get_buffer(1 - group.rank(), (8,), torch.int32)[4:].fill_(
+            7
+        )
+        return [ones(1)]
+
+    searched(body, ranks=2)
+
+
+def test_a_product_beside_a_collective_is_told_on_request():
+    def body(group):
+        x = ones(16, 16)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        y = ones(16, 16) @ ones(16, 16)
+        work.wait()
+        return [y + x]
+
+    program = record(Machine(2), body)
+    search(program, 5)
+    with pytest.raises(MachineError, match="leaves 0 processors while"):
+        search(program, 5, waves=True)
+
+
+def test_a_collective_takes_its_processors_at_once():
+    """Two kernels that wait hold some each, and neither gets on: on sixteen processors it needs two."""
+    name, machine = "mlp, sequence-parallel", Machine(4, machines=2, processors=16)
+    program, expected = cases.program_of(name, machine, "symmetric")
+    assert {task.needs_at_once for task in program.tasks} == {1, 2}
+    search(program, 5, expected, waves=True)

@@ -16,7 +16,7 @@ def test_there_are_faults_enough():
 def shown_by(fault: Fault) -> None:
     with fault.planted():
         program, expected = fault.recorded()
-    search(program, ORDERS, expected)
+    search(program, ORDERS, expected, waves=True)
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -24,7 +24,7 @@ from tpkernels.gate.workers import results_of
 
 ORDERS = 10  # of each of our programs: more than 2,000 in all
 PROCESSES = 2
-_KEYS = ("program", "ranks", "machines", "processors", "models", "orders")
+_KEYS = ("program", "ranks", "machines", "processors", "models", "orders", "waves")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class UserProgram:
     processors: int = 8
     models: str = ""  # module:table, of what kernels do by their names
     orders: int = 200
+    waves: bool = False  # whether products must leave collectives in flight their processors
 
 
 def programs_of(path: Path) -> list[UserProgram]:
@@ -79,6 +80,8 @@ def _user_program(path: Path, name: str, table: Any) -> UserProgram:
         value = table.get(key, 1 if key != "ranks" else None)
         if type(value) is not int or value < 1:
             raise ConfigError(f"{where}.{key}", f"expected a whole number of at least 1, got {value!r}")
+    if type(table.get("waves", False)) is not bool:
+        raise ConfigError(f"{where}.waves", f"expected true or false, got {table['waves']!r}")
     if table["ranks"] % table.get("machines", 1):
         raise ConfigError(f"{where}.machines", f"expected a divisor of {table['ranks']} ranks")
     return UserProgram(name, str(path.parent), **table)
@@ -111,7 +114,7 @@ def _run(search: Callable[[], Searched]) -> Searched:
 def _ours(name: str, orders: int) -> Searched:
     from tpkernels.streams.cases import all_programs
 
-    return _searched(name, orders, all_programs()[name])
+    return _searched(name, orders, all_programs()[name], waves=True)
 
 
 def _users(one: UserProgram, orders: int) -> Searched:
@@ -122,7 +125,7 @@ def _users(one: UserProgram, orders: int) -> Searched:
         models = _named(one.models) if one.models else {}
         return record(Machine(one.ranks, one.machines, one.processors, models), _named(one.program)), None
 
-    return _searched(one.name, orders, recorded)
+    return _searched(one.name, orders, recorded, waves=one.waves)
 
 
 def _named(name: str) -> Any:
@@ -130,13 +133,13 @@ def _named(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def _searched(name: str, orders: int, recorded: Callable[[], tuple[Any, Any]]) -> Searched:
+def _searched(name: str, orders: int, recorded: Callable[[], tuple[Any, Any]], *, waves: bool) -> Searched:
     from tpkernels.streams.device import MachineError
     from tpkernels.streams.search import search
 
     try:
         program, expected = recorded()
-        report = search(program, orders, expected)
+        report = search(program, orders, expected, waves=waves)
     except MachineError as error:
         return Searched(name, orders, failure=str(error))
     except Exception as error:  # of a user's host code, too

@@ -31,7 +31,9 @@ class CollectivesInFlight:
     """Counts collectives that are in flight in this process, and has products leave processors to them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # autograd has threads of its own
+        self._lock = (
+            threading.RLock()
+        )  # autograd has threads of its own; a collection may end a call in `begin`
         self._in_flight: Counter[str] = Counter()  # collectives, by the name of their group
         self._blocks: dict[str, int] = {}  # of the groups among these
 

@@ -126,6 +126,7 @@ def gather_linear_fwd(
     activation: Activation = "none",
     keep_z: bool = False,
     margin: int = 0,
+    counted: int = 0,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> LinearForward:
@@ -136,6 +137,7 @@ def gather_linear_fwd(
     bias: (out_features,)
     first_row: where the rows begin that are here from the start
     margin: processors that are left to those who write x
+    counted: those of them that torch's setting for collectives counts, too
     """
     require_matrices("gather_linear_fwd", ("x", x), ("weight", weight))
     require_tensors("gather_linear_fwd", ("x", x), ("bias", bias))
@@ -160,7 +162,9 @@ def gather_linear_fwd(
         raise ValueError("gather_linear_fwd: expected a tile with flatten=False: it loads before it waits")
     target, chosen = product.target, product.tile
     # persistent in either form: a program that waits must not keep out one whose rows are here
-    programs = resident_programs("gather_linear_fwd", target, chosen.per_processor, left_free(target, margin))
+    programs = resident_programs(
+        "gather_linear_fwd", target, chosen.per_processor, left_free(target, margin, counted)
+    )
     if y.numel():
         y_block = product.block(y, "rows", "part")
         product.start(_gather_linear_kernel, min(chosen.tiles(T, N), programs))(

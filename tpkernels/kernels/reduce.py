@@ -20,7 +20,7 @@ from torch import Tensor
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, load_vector, store_block
 from tpkernels.kernels.operands import DTYPES, require_tensors
-from tpkernels.kernels.target import resident_programs, target_of
+from tpkernels.kernels.target import left_free, resident_programs, target_of
 from tpkernels.kernels.tiles import INTERPRETED_SLOT_SUM, SLOT_SUM, SLOT_SUM_ALONE, SlotSumTile
 from tpkernels.kernels.waits import Arrivals, require_arrivals, wait_for
 
@@ -155,6 +155,7 @@ def reduce_slots(
     arrivals: Arrivals | None = None,
     chunks: range | None = None,
     margin: int = 0,
+    counted: int = 0,
     tree: bool = False,
     tile: SlotSumTile | None = None,
 ) -> Tensor:
@@ -166,6 +167,7 @@ def reduce_slots(
     arrivals: a flag for each slot, or for each of its equal parts of rows; by default all is here
     chunks: the flags that belong to the slots; by default all
     margin: processors that are left to those who write the slots
+    counted: those of them that torch's setting for collectives counts, too
     tree: neighbours are added first, then neighbours of these sums, and so on
     returns: (tokens, features)
     """
@@ -192,8 +194,9 @@ def reduce_slots(
     target = target_of(slots.device)
     if tile is None and target.backend == "interpreter":
         tile = INTERPRETED_SLOT_SUM
-    tile = tile or (SLOT_SUM_ALONE if margin and not tree else SLOT_SUM)  # in a tree it would spill
-    programs = resident_programs("reduce_slots", target, tile.per_processor, margin)
+    free = left_free(target, margin, counted)
+    tile = tile or (SLOT_SUM_ALONE if free and not tree else SLOT_SUM)  # in a tree it would spill
+    programs = resident_programs("reduce_slots", target, tile.per_processor, free)
     # words are made as fp32, of which tests see what was not written
     y = launch.empty((T, N), torch.float32 if words else dtype or slots.dtype, slots.device)
     y = y.view(torch.int32) if words else y

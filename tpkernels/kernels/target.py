@@ -92,13 +92,14 @@ def _gpu(index: int) -> Target:
     return Target("cuda", 10 * properties.major + properties.minor, processors)
 
 
-def left_free(target: Target, margin: int = 0) -> int:
+def left_free(target: Target, margin: int = 0, counted: int = 0) -> int:
     """How many processors a product leaves free: `margin`, and as many as torch's setting says.
 
     `comm.carveout` sets it for collectives. Of what the margin leaves, half at most is free.
+    counted: those of the setting that the margin holds already
     """
-    setting = torch._C._get_sm_carveout_experimental()
-    return margin + min(setting, (target.processors - margin) // 2) if setting else margin
+    setting = torch._C._get_sm_carveout_experimental() or 0
+    return margin + min(max(0, setting - counted), (target.processors - margin) // 2)
 
 
 def resident_programs(launcher: str, target: Target, per_processor: int, margin: int) -> int:

@@ -16,6 +16,7 @@ from tpkernels.streams.program import NO_WORK, End, Program, Step, Task, Work
 
 MEMORY = 1 << 21  # bytes of a rank
 ROUNDED = 512  # bytes, as torch's allocator does
+FREED = "memory is freed"
 POISON = 0xFF  # a NaN in every dtype of numbers
 
 
@@ -56,7 +57,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         event.require_recorded()
-        if event.capture is not None and self.capture is None:
+        if event.capture is not None and self.capture is None and event.capture is self.virtual.capture:
             event.capture.join(self)
         elif event.capture is not self.capture:
             raise MachineError(
@@ -134,7 +135,7 @@ class Graph:
         device = current_device()
         origin, _ = self._streams[0]
         device.capture = None
-        enqueued = {task.number for task in self._tasks}
+        enqueued = {task.number for task in self._tasks if task.name != FREED}  # a GPU does nothing then
         joined = set(origin.before)
         for task in reversed(self._tasks):
             if task.number in joined:
@@ -172,6 +173,7 @@ class Device:
         self.capture: Graph | None = None
         self._free: defaultdict[tuple[int, int, object], list[int]] = defaultdict(list)
         self._host: frozenset[int] = frozenset()  # what the host has waited for
+        self._loading: frozenset[int] = frozenset()  # what it may have waited for, as it loaded kernels
         self._loaded: set[str] = set()
         self._last: dict[int, int] = {}  # task of each stream
         self._captured = itertools.count(-1, -1)  # numbers of tasks that run when their graph is replayed
@@ -197,19 +199,22 @@ class Device:
             start = free.pop()
         else:
             start, self.used = self.used, self.used + rounded
-            if self.used > MEMORY:
-                raise MachineError(f"out of memory: a rank has {MEMORY} bytes")
+            self._require_room()
         return Block(self, start, rounded, self.stream)
 
+    def _require_room(self) -> None:
+        if self.used > MEMORY:
+            raise MachineError(f"out of memory: a rank has {MEMORY} bytes")
+
     def freed(self, block: Block) -> None:
-        """Whoever still uses it reads what is written here: all that came before in its stream is done."""
+        """Overwrite it in its stream, which may hand it out again: whoever still reads it is in a race."""
         if not self._open or block.used_elsewhere or block.capture is not self.capture:
             return
         start, end = block.start, block.start + block.size
         part = self.memory[start:end]
         span = self.first + start, self.first + end
         step = Step(partial(_poison, part), writes=(span,))
-        self.enqueue("memory is freed", [[step]], on_processors=False, stream=block.stream)
+        self.enqueue(FREED, [[step]], on_processors=False, stream=block.stream)
         self._free[block.stream.number, block.size, self.capture].append(start)
 
     def tensor(self, block: Block, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -217,9 +222,9 @@ class Device:
 
     def shared(self, size: int) -> Tensor:
         """Zeroed bytes that are never freed."""
-        block = self.allocate(size)
-        block.used_elsewhere = True
-        zeroed = self.memory[block.start : block.start + size].zero_()
+        start, self.used = self.used, self.used + -(-size // ROUNDED) * ROUNDED
+        self._require_room()
+        zeroed = self.memory[start : start + size].zero_()
         self._zeroed.append(zeroed)
         return zeroed
 
@@ -256,12 +261,15 @@ class Device:
         work: Work = NO_WORK,
     ) -> None:
         """In a stream, by default the current one."""
+        if not all(programs):
+            raise MachineError(f"{name}: a program of a kernel without a step")
+        programs = programs or [[Step()]]  # a grid of nothing
         stream = stream or self.stream
         number = len(self.program.tasks) if stream.capture is None else next(self._captured)
         after = stream.before if stream.capture is not None else stream.before | self._host
         steps = tuple(tuple(steps) for steps in programs)
         task = Task(
-            *(number, self.rank, stream.number, name, after, steps, on_processors),
+            *(number, self.rank, stream.number, name, after, self._loading - after, steps, on_processors),
             ends=tuple(ends),
             needs_at_once=needs_at_once,
             sums=sums,
@@ -279,7 +287,9 @@ class Device:
         number = len(self.program.tasks)
         times = self.program.number(("replays", task.number), self.rank)
         ends = tuple(end._replace(message=(end.message, times)) for end in task.ends)
-        self._add(replace(task, number=number, stream=stream, after=after | self._host, ends=ends))
+        after |= self._host
+        held_up_by = self._loading - after
+        self._add(replace(task, number=number, stream=stream, after=after, held_up_by=held_up_by, ends=ends))
         return number
 
     def _add(self, task: Task) -> None:
@@ -292,7 +302,7 @@ class Device:
             self._loaded.add(kernel)
             if self.capture is not None:
                 raise MachineError(f"a capture loads {kernel}, which has not been launched before")
-            self.host_waits(frozenset(self._last.values()))
+            self._loading = frozenset(self._last.values())
 
     def host_waits(self, tasks: frozenset[int]) -> None:
         """What the host enqueues from now on comes after these."""

@@ -9,7 +9,7 @@ from random import Random
 from torch import Tensor
 
 from tpkernels.streams.device import MachineError
-from tpkernels.streams.program import End, Program, Step, Task
+from tpkernels.streams.program import End, Program, Task
 from tpkernels.streams.races import Races
 
 Place = tuple[int, int, int]  # task, program, step
@@ -36,10 +36,10 @@ class Execution:
     def __init__(self, program: Program, seed: int, *, races: bool = True) -> None:
         self.program, self.seed = program, seed
         self._random = Random(seed)
-        self._even = self._random.random() < 0.5  # whether all tasks are as likely; else streams differ in speed
+        self._even = self._random.random() < 0.5  # whether all tasks are as likely, or streams differ
         self._speed: dict[tuple[int, int], float] = {}
         self._free = [program.processors] * program.ranks
-        self._waits_for = [len(task.after) for task in program.tasks]
+        self._waits_for = [len(task.after | task.held_up_by) for task in program.tasks]
         self._ends: dict[tuple[Hashable, bool], tuple[_Running, End]] = {}  # those that wait for the other
         self._races = Races(program.cells) if races else None
         self.steps = 0
@@ -50,7 +50,7 @@ class Execution:
         """All of it, or an error that says what has come of this order."""
         for memory in self.program.memories:
             memory.reset()
-        running = [_Running(task) for task in self.program.tasks if not task.after]
+        running = [_Running(task) for task in self.program.tasks if not self._waits_for[task.number]]
         stuck: list[_Running] = []
         while running or stuck:
             if not running:
@@ -102,7 +102,7 @@ class Execution:
             steps = task.programs[program]
             step = steps[one.next[program]]
             if all(_word(flag) == _word(word) for flag, word in step.awaits):
-                self._take(task, program, step)
+                self._take(task, program, one.next[program])
                 one.next[program] += 1
                 if one.next[program] == len(steps):
                     one.resident.remove(program)
@@ -125,9 +125,9 @@ class Execution:
             self._races.begin(task)
         return one.placed > before
 
-    def _take(self, task: Task, program: int, step: Step) -> None:
-        self.steps += 1
-        place = task.number, program, task.programs[program].index(step)
+    def _take(self, task: Task, program: int, number: int) -> None:
+        self.steps, step = self.steps + 1, task.programs[program][number]
+        place = task.number, program, number
         self.saw[place] = {self.raised[flag] for flag, _ in step.awaits if flag in self.raised}
         if self._races:
             self._races.step(task, program, step)

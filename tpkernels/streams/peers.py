@@ -14,7 +14,10 @@ from tpkernels.streams.device import Device, MachineError, Stream, current_devic
 from tpkernels.streams.program import NO_WORK, End, Span, Step, Work
 from tpkernels.streams.tensors import VirtualTensor, spans_of, wrapped
 
-NCCL_BLOCKS = 1  # processors of a collective
+
+def nccl_blocks(processors: int) -> int:
+    """Processors of a collective, as many as products leave it: see `comm.carveout`."""
+    return max(1, processors // 8)
 
 
 class SharedMemory:
@@ -91,12 +94,8 @@ class _Told:
         return True
 
 
-class _Config:
-    max_ctas = NCCL_BLOCKS
-
-
 class _Options:
-    _timeout, config, is_high_priority_stream = timedelta(seconds=60), _Config(), True
+    _timeout = timedelta(seconds=60)
 
 
 class _Backend:
@@ -104,6 +103,11 @@ class _Backend:
 
     def name(self) -> str:
         return "nccl"
+
+
+def _require_sum(options: Any) -> None:
+    if options is not None and options.reduceOp != dist.ReduceOp.SUM:
+        raise MachineError(f"collectives add up here, got {options.reduceOp}")
 
 
 _Messages = list[tuple[int, Tensor]]  # the other rank, and what it gets or sends
@@ -114,7 +118,10 @@ class NcclGroup(dist.ProcessGroup):
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__(rank, ranks)  # type: ignore[call-arg]  # as torch's own test groups do
-        self._stream = Stream()
+        device = current_device()
+        if device.program.number("group", device.rank) > 1:
+            raise MachineError("a rank has one group of all ranks here, and makes no other")
+        self._stream, self._blocks = Stream(), nccl_blocks(device.program.processors)
         self._together: list[tuple[_Messages, _Messages]] | None = None
 
     def getBackendName(self) -> str:
@@ -132,15 +139,15 @@ class NcclGroup(dist.ProcessGroup):
         return [torch.device("cuda"), torch.device("cpu")]
 
     def _start(
-        self, name: str, sends: _Messages, receives: _Messages, *, alone: bool = False, sums: bool = False
+        self, name: str, sends: _Messages, receives: _Messages, *, among: str = "", sums: bool = False
     ) -> Any:
-        """alone: a send or a receive, which is no collective: only its own two ranks take part"""
+        """among: of messages between two ranks, over which communicator; else all ranks take part"""
         if self._together is not None:
             self._together.append((sends, receives))
             return None
         device, stream, rank = current_device(), self._stream, self.rank()
         stream.wait_stream(device.stream)
-        kind = ("messages",) if alone else ("collective", device.program.number("collective", rank))
+        kind = (among,) if among else ("collective", device.program.number("collective", rank))
         ends: list[End] = []
         spans: dict[bool, list[Span]] = {True: [], False: []}
         for is_sent, messages in ((True, sends), (False, receives)):
@@ -151,8 +158,8 @@ class NcclGroup(dist.ProcessGroup):
                 ends.append(End((kind, pair, number), peer, is_sent, rows.elem, name))
                 spans[is_sent] += spans_of(rows.elem)
         step = Step(reads=tuple(spans[True]), writes=tuple(spans[False]))
-        programs = [[step], *[[Step()] for _ in range(NCCL_BLOCKS - 1)]]
-        device.enqueue(name, programs, stream=stream, ends=ends, needs_at_once=NCCL_BLOCKS, sums=sums)
+        programs = [[step], *[[Step()] for _ in range(self._blocks - 1)]]
+        device.enqueue(name, programs, stream=stream, ends=ends, needs_at_once=self._blocks, sums=sums)
         return _Work(stream, (sends, receives))
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -162,7 +169,7 @@ class NcclGroup(dist.ProcessGroup):
         together, self._together = self._together or [], None
         sends = [message for messages, _ in together for message in messages]
         receives = [message for _, messages in together for message in messages]
-        return self._start("sends and receives", sends, receives, alone=True)
+        return self._start("sends and receives", sends, receives, among="launches")
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         if not isinstance(input, VirtualTensor):
@@ -179,11 +186,12 @@ class NcclGroup(dist.ProcessGroup):
     def alltoall_base(
         self, output: Tensor, input: Tensor, received: list[int], sent: list[int], opts: Any = None
     ) -> Any:
-        receives = enumerate(output.split(received))
-        sends = enumerate(input.split(sent))
+        receives = enumerate(output.split(received) if received else output.chunk(self.size()))
+        sends = enumerate(input.split(sent) if sent else input.chunk(self.size()))
         return self._start("all-to-all", list(sends), list(receives))
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        _require_sum(opts)
         parts = input.view(self.size(), -1)
         everyone = range(self.size())
         return self._start(
@@ -196,16 +204,17 @@ class NcclGroup(dist.ProcessGroup):
     def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor], opts: Any = None
     ) -> Any:
+        _require_sum(opts)
         (tensor,) = tensors
         everyone = range(self.size())
         ends = [(peer, tensor) for peer in everyone]
         return self._start("all-reduce", ends, list(ends), sums=True)
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
-        return self._start("sends and receives", [(to, tensors[0])], [], alone=True)
+        return self._start("sends and receives", [(to, tensors[0])], [], among="lone messages")
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
-        return self._start("sends and receives", [], [(source, tensors[0])], alone=True)
+        return self._start("sends and receives", [], [(source, tensors[0])], among="lone messages")
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         (tensor,), root = tensors, opts.rootRank

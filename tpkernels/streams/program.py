@@ -65,6 +65,7 @@ class Task:
     stream: int  # or a stream of a graph's replay: tasks of one are ordered
     name: str
     after: frozenset[int]  # numbers of tasks of this rank
+    held_up_by: frozenset[int]  # likewise, while a kernel was loaded: the host may have waited, and may not
     programs: tuple[tuple[Step, ...], ...]  # of a kernel, each on a processor; of a copy one
     on_processors: bool
     ends: tuple[End, ...] = ()  # of a collective, which goes on once the other ends are there
@@ -117,7 +118,7 @@ class Program:
         """The tasks that come after each, by number."""
         found: list[list[int]] = [[] for _ in self.tasks]
         for task in self.tasks:
-            for number in task.after:
+            for number in task.after | task.held_up_by:
                 found[number].append(task.number)
         return found
 

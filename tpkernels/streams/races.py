@@ -1,7 +1,8 @@
 """Whether accesses to memory are ordered, by torch's own account of what streams have waited for.
 
-Each program of a kernel is a stream of its own there, which begins behind the kernel's stream and which that
-goes on behind. A flag is an event: whoever writes it records, whoever has seen it waits.
+Each program of a kernel that waits is a stream of its own there: it begins behind what came before the
+kernel, and what comes after the kernel is behind all of its programs. A flag is an event: whoever writes it
+records, whoever has seen it waits.
 """
 
 from __future__ import annotations
@@ -104,4 +105,4 @@ class Races:
 
 def _waits(task: Task) -> bool:
     """Whether programs of a kernel see flags, which then order what they do themselves alone."""
-    return len(task.programs) > 1 and bool(task.programs[0][0].awaits)
+    return len(task.programs) > 1 and any(step.awaits for steps in task.programs for step in steps)

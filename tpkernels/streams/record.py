@@ -19,7 +19,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
-from tpkernels.comm.transports import select, symmetric
+from tpkernels.comm.transports import c10d, select, symmetric
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.dispatch import backends
@@ -28,7 +28,7 @@ from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.target import Target
 from tpkernels.streams import models
 from tpkernels.streams.device import Device, Event, Graph, Stream, current_device
-from tpkernels.streams.peers import NCCL_BLOCKS, Handle, NcclGroup, SharedMemory
+from tpkernels.streams.peers import Handle, NcclGroup, SharedMemory, nccl_blocks
 from tpkernels.streams.program import Program
 from tpkernels.streams.tensors import OnDevice, VirtualTensor, made_of_numbers, moved, wrapped
 
@@ -127,8 +127,9 @@ def _standing_in(
     properties = type("Properties", (), {"multi_processor_count": machine.processors})
     changes = [
         patch.dict(select.openers, symmetric=open_virtual),
-        patch.object(symmetric, "_TRANSFERS", NCCL_BLOCKS),
+        patch.object(symmetric, "_TRANSFERS", nccl_blocks(machine.processors)),
         patch.object(select, "requested_transport", transport),
+        patch.object(c10d, "_processors", lambda device: machine.processors * (device.type == "cuda")),
         patch.object(backends, "backend", "auto"),
         patch.object(backends, "_resolved", lambda *_: "torch"),  # products that wait for nothing
         patch.object(KernelInterface, "__getitem__", on_grid),
@@ -178,11 +179,17 @@ def _torchs_api(device: Device, properties: object) -> list[Any]:
 
 
 @contextmanager
-def _capturing(graph: Graph, *, stream: Stream | None = None, **_: object) -> Iterator[None]:
+def _capturing(
+    graph: Graph, pool: object = None, stream: Stream | None = None, **_: object
+) -> Iterator[None]:
     """Stands for `torch.cuda.graph`: in a stream of its own, after all that the device does."""
     device = current_device()
     device.synchronize()
     with stream or Stream():
         graph.capture_begin()
-        yield
+        try:
+            yield
+        except BaseException:
+            device.capture = None
+            raise
         graph.capture_end()

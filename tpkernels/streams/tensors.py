@@ -155,9 +155,19 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
     device, name = current_device(), func.overloadpacket.__name__
     if name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero"):
         raise MachineError(f"the host reads device memory ({name}): the machine records before it runs")
-    plain_args, plain_kwargs = tree_map(_elem, (tuple(args), dict(kwargs)))
-    result = func(*plain_args, **plain_kwargs)
     changed = list(_changed(func, args, kwargs))
+    if name == "copy_" and not isinstance(args[0], VirtualTensor) and not _is_non_blocking(args, kwargs):
+        raise MachineError("the host copies device memory and waits: the machine records before it runs")
+    written_here = {id(tensor) for tensor in changed}
+
+    def operand(leaf: object) -> object:
+        """What the host has is read now, as a copy that blocks does."""
+        if type(leaf) is Tensor and id(leaf) not in written_here:
+            return leaf.clone()
+        return _elem(leaf)
+
+    plain_args, plain_kwargs = tree_map(operand, (tuple(args), dict(kwargs)))
+    result = func(*plain_args, **plain_kwargs)
     of_plain = {id(_elem(tensor)): tensor for tensor in changed}
     fresh: list[tuple[int, Tensor]] = []
     writes = [tensor.elem for tensor in changed if isinstance(tensor, VirtualTensor)]
@@ -209,8 +219,8 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
 
 def _work(device: Device, name: str, args: Sequence[Any], step: Step) -> Work:
     if name in _PRODUCTS:
-        left, right = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim == 2][-2:]
-        return Work("product", (left.shape[0], right.shape[1], left.shape[1]))
+        left, right = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim > 1][-2:]
+        return Work("product", (left.shape[:-1].numel(), right.shape[-1], left.shape[-1]))
     if not step.writes:
         flags = step.raises()
         there = device.program.rank_at(flags[0]) if flags else device.rank
@@ -230,6 +240,10 @@ def _by_copy_engine(device: Device, name: str, elems: Sequence[Tensor]) -> bool:
         and dense
         and (len(elems) < 2 or not all(device.holds(elem.data_ptr()) for elem in elems))
     )
+
+
+def _is_non_blocking(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
 
 
 def _elem(leaf: object) -> object:

@@ -112,6 +112,7 @@ class MailboxExchange(Exchange):
 
     tapered = False
     margin = 0  # processors that a waiting kernel leaves to those who push
+    counted = 0  # those of them that `carveout` counts, too, while a call is in flight
 
     def __init__(
         self, name: str, rank: int, layout: Layout, mailboxes: Sequence[Mailbox | None], timeout: float

@@ -119,6 +119,7 @@ class SymmetricExchange(MailboxExchange):
             mailboxes[peer] = layout.mailbox(handle.get_buffer(number, (memory.numel(),), torch.uint8))
         super().__init__(name, here[handle.rank], layout, mailboxes, timeout)
         if memory.is_cuda and not self.kernels_can_push:
+            self.counted = _TRANSFERS
             self.margin = _TRANSFERS + _PUSHES  # a barrier of the call after this one must not take NCCL's
         elif shares_gpu:
             self.margin = _COPIES
@@ -282,7 +283,7 @@ class SymmetricDelivery(MailboxDelivery):
         self._raise(landing.words, chunks)
 
     def _raise(self, words: Tensor, chunks: range) -> None:
-        """Flags, by the one way or the other: neither takes a kernel."""
+        """Flags, by the one way or the other."""
         if (word := self._word) is not None:
             write = self.exchange.handle.stream_write_value32
             for chunk in chunks:

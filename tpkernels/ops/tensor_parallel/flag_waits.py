@@ -80,6 +80,7 @@ class KernelWaits:
             activation=activation,
             keep_z=keep_z,
             margin=delivery.exchange.margin,
+            counted=delivery.exchange.counted,
         )
         _raise_if_late(delivery)
         return y, z
@@ -97,7 +98,12 @@ class KernelWaits:
         exchange, arrivals = delivery.exchange, _arrivals(delivery)
         chunks = exchange.chunk_numbers(rows)
         total = reduce_slots(
-            slots, bias, arrivals=arrivals, chunks=chunks, margin=exchange.margin, tree=_in_tree()
+            *(slots, bias),
+            arrivals=arrivals,
+            chunks=chunks,
+            margin=exchange.margin,
+            counted=exchange.counted,
+            tree=_in_tree(),
         )
         _raise_if_late(delivery)
         return total
