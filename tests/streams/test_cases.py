@@ -20,6 +20,8 @@ IN_SHORT = {  # what `make test` runs; each transport, mode and number of machin
     "mlp/symmetric/captured/2 ranks on 1",
     "gather of tokens/c10d, 1 rounds/eager/2 ranks",
     "gather of features/c10d, 1 rounds/captured/2 ranks",
+    "gated mlp/symmetric/captured/2 ranks on 1",
+    "vocabulary/symmetric/eager/2 ranks on 1",
     "gathers in flight/symmetric/eager/2 ranks on 1",
     "two streams/symmetric/eager/2 ranks on 1",
     "two streams/c10d/eager/2 ranks on 1",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 from unittest.mock import patch
 
 import torch
@@ -17,10 +18,18 @@ from tpkernels.comm import schedule
 from tpkernels.comm.calls import begin
 from tpkernels.comm.transports import c10d
 from tpkernels.comm.transports.rows import Gathering
-from tpkernels.ops import column_linear, parallel_mlp, row_linear
+from tpkernels.ops import (
+    column_linear,
+    linear_cross_entropy,
+    parallel_mlp,
+    row_linear,
+    vocab_cross_entropy,
+    vocab_embedding,
+)
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.flag_waits import waits_for
 from tpkernels.ops.tensor_parallel.ways import exchange_for
+from tpkernels.ops.vocab import vocabulary
 from tpkernels.streams.device import current_device
 from tpkernels.streams.program import Program
 from tpkernels.streams.record import Machine, record
@@ -271,6 +280,67 @@ def gathers_in_flight(machine: Machine) -> tuple[Program, list[list[Tensor]]]:
     return program, [wanted] * ranks
 
 
+def without_reference(
+    name: str, machine: Machine, transport: str, *, captured: bool = False
+) -> tuple[Program, None]:
+    """Of operators whose numbers are not exact: all orders are to give the same."""
+    op, shapes = INEXACT[name]
+
+    def body(group: ProcessGroup) -> list[Tensor]:
+        rank, ranks = group.rank(), group.size()
+        numbers = (_numbers(shape, seed) for seed, shape in enumerate(shapes(ranks)))
+        ways = ((each, "rows" if each.shape[0] > each.shape[1] else "cols") for each in numbers)
+        shards = [split(each, along_the_longer, rank, ranks) for each, along_the_longer in ways]
+        leaves = [shard.to("cuda").requires_grad_() for shard in shards]
+
+        def step() -> list[Tensor]:
+            y = op(group, *leaves)
+            return [y.detach(), *torch.autograd.grad(y.sum(), leaves)]
+
+        results = [each for _ in range(2 if captured else CALLS) for each in step()]
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outputs = step()
+            for _ in range(CALLS):
+                graph.replay()
+                results += [output.clone() for output in outputs]
+        return results
+
+    with _in_chunks(1), patch.object(vocabulary, "_is_compared", lambda *_: False):
+        return record(machine, body, transport), None
+
+
+def _gated_mlp(group: ProcessGroup, x: Tensor, w_up: Tensor, w_gate: Tensor, w_down: Tensor) -> Tensor:
+    return parallel_mlp(x, w_up, None, w_down, None, group, w_gate_shard=w_gate, sequence_parallel=True)
+
+
+def _of_a_vocabulary(group: ProcessGroup, table: Tensor, head: Tensor) -> Tensor:
+    """The loss of each token, of rows that are looked up: from these, and from logits.
+
+    Ids are not compared between ranks, for which the host would read them.
+    """
+    ids = torch.arange(SHARD * group.size(), device="cuda") * 7 % (WIDE * group.size())
+    hidden = vocab_embedding(ids, table, group, sequence_parallel=True)
+    loss = linear_cross_entropy(hidden, head, ids, group, sequence_parallel=True, reduction="none")
+    logits = column_linear(hidden, head, None, group, sequence_parallel=True)
+    return loss + vocab_cross_entropy(logits, ids, group)
+
+
+def _shapes_of_gated_mlp(ranks: int) -> list[tuple[int, int]]:
+    return [(SHARD * ranks, NARROW), *[(WIDE * ranks, NARROW)] * 2, (NARROW, WIDE * ranks)]
+
+
+def _shapes_of_vocabulary(ranks: int) -> list[tuple[int, int]]:
+    return [(WIDE * ranks, NARROW)] * 2
+
+
+INEXACT: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[tuple[int, int]]]]] = {
+    "gated mlp": (_gated_mlp, _shapes_of_gated_mlp),
+    "vocabulary": (_of_a_vocabulary, _shapes_of_vocabulary),
+}
+
+
 def two_streams(machine: Machine, transport: str) -> tuple[Program, list[list[Tensor]]]:
     """Calls of one group in two streams in turn, which the caller does not order."""
     case, ranks = CASES["column, sequence-parallel"], machine.ranks
@@ -303,9 +373,12 @@ def two_streams(machine: Machine, transport: str) -> tuple[Program, list[list[Te
     ]
 
 
-def all_programs() -> dict[str, Callable[[], tuple[Program, list[list[Tensor]]]]]:
+Recorded = tuple[Program, list[list[Tensor]] | None]  # and what each rank is to get, where it is exact
+
+
+def all_programs() -> dict[str, Callable[[], Recorded]]:
     """Every operator, transport and mode, for 2, 4 and 8 ranks, on one machine and on two."""
-    found: dict[str, Callable[[], tuple[Program, list[list[Tensor]]]]] = {}
+    found: dict[str, Callable[[], Recorded]] = {}
     for ranks in (2, 4, 8):
         one, two = Machine(ranks), Machine(ranks, machines=2)
         for name, case in CASES.items():
@@ -317,6 +390,13 @@ def all_programs() -> dict[str, Callable[[], tuple[Program, list[list[Tensor]]]]
                 for machine in (one, two) if case.moved_by_all else ():
                     told = f"{name}/symmetric/{mode}/{ranks} ranks on {machine.machines}"
                     found[told] = partial(program_of, name, machine, "symmetric", captured=captured)
+        for name, captured in product(INEXACT, (False, True)):
+            mode = "captured" if captured else "eager"
+            told = f"{name}/c10d, 1 rounds/{mode}/{ranks} ranks"
+            found[told] = partial(without_reference, name, one, "c10d", captured=captured)
+            for machine in (one, two):
+                told = f"{name}/symmetric/{mode}/{ranks} ranks on {machine.machines}"
+                found[told] = partial(without_reference, name, machine, "symmetric", captured=captured)
         found[f"gathers in flight/symmetric/eager/{ranks} ranks on 1"] = partial(gathers_in_flight, one)
         for transport in ("c10d", "symmetric"):
             told = f"two streams/{transport}/eager/{ranks} ranks on 1"
