@@ -9,7 +9,6 @@ import tpkernels.kernels
 
 KERNELS = Path(tpkernels.kernels.__file__).parent
 ATOMICS = {  # of each file, and why no order of theirs changes a value
-    "flags.py": {"atomic_xchg"},  # raises flags
     "scatter_linear.py": {"atomic_add", "atomic_xchg"},  # counts the tiles of a chunk, raises its flag
     "waits.py": {"atomic_add", "atomic_cas"},  # looks at flags (adds 0), says which wait ran out
     "wgrad.py": {"atomic_add"},  # the copy engine's reduce-add: each element has one writer

@@ -99,7 +99,7 @@ def left_free(target: Target, margin: int = 0, counted: int = 0) -> int:
     counted: those of the setting that the margin holds already
     """
     setting = torch._C._get_sm_carveout_experimental() or 0
-    return margin + min(max(0, setting - counted), (target.processors - margin) // 2)
+    return margin + max(0, min(setting - counted, (target.processors - margin) // 2))
 
 
 def resident_programs(launcher: str, target: Target, per_processor: int, margin: int) -> int:
