@@ -1,5 +1,7 @@
 """Our operators on the machine of streams: in every order the numbers of a matrix that is not split."""
 
+import gc
+
 import pytest
 
 from tests.products import SWEEP
@@ -44,3 +46,6 @@ def test_every_order_gives_the_same_numbers(name):
     program, expected = PROGRAMS[name]()
     orders = 2 if "8 ranks" in name else SHORT
     assert search(program, orders, expected, waves=True).orders == orders
+    del program, expected
+    if SWEEP:
+        gc.collect()  # a program and its memory hold each other, and the next is as large
