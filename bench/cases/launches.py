@@ -35,6 +35,7 @@ from tpkernels.dispatch import backends
 from tpkernels.kernels import launch
 from tpkernels.kernels.target import H100, Target
 from tpkernels.ops import column_linear, row_linear
+from tpkernels.streams.peers import EndedWork, NcclBackend
 
 TOKENS, RANKS, WIDTHS = (2048, 8192, 32768), (2, 4, 8), (4096, 8192)
 TRANSPORTS = ("c10d", "symmetric")
@@ -70,29 +71,6 @@ class Count:
         return f"{counted}, {host[1]:.0f} us"
 
 
-class _Done:
-    """A transfer that has ended."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-class _Options:
-    _timeout = timedelta(seconds=60)
-
-
-class _Backend:
-    """What is asked of a group's backend; NCCL, as far as it knows."""
-
-    options, supports_coalescing = _Options(), True
-
-    def name(self) -> str:
-        return "nccl"
-
-
 class CountingGroup(dist.ProcessGroup):
     """A rank whose peers bring what it brings, at once. One launch is one collective."""
 
@@ -108,7 +86,7 @@ class CountingGroup(dist.ProcessGroup):
         return "counting"
 
     def _get_backend(self, device: torch.device) -> Any:
-        return _Backend()
+        return NcclBackend()
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -116,7 +94,7 @@ class CountingGroup(dist.ProcessGroup):
 
     def _start(self) -> Any:
         self.launched += not self._together
-        return _Done()
+        return EndedWork()
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._together = True
@@ -128,7 +106,7 @@ class CountingGroup(dist.ProcessGroup):
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         if input.is_cpu:  # a handshake: all ranks ask for the same
             output.view(self.size(), -1).copy_(input.view(1, -1))
-            return _Done()
+            return EndedWork()
         return self._start()
 
     def alltoall_base(self, *_: object) -> Any:

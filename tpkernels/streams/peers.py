@@ -87,10 +87,13 @@ class _Work:
         raise MachineError("whether a collective has ended is not known here")
 
 
-class _Told:
-    """A message between hosts: all ranks say the same."""
+class EndedWork:
+    """A transfer that has ended, such as a message between hosts: all ranks say the same."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
         return True
 
 
@@ -98,7 +101,9 @@ class _Options:
     _timeout = timedelta(seconds=60)
 
 
-class _Backend:
+class NcclBackend:
+    """What is asked of a group's backend."""
+
     options, supports_coalescing = _Options(), True
 
     def name(self) -> str:
@@ -132,7 +137,7 @@ class NcclGroup(dist.ProcessGroup):
         return "virtual"
 
     def _get_backend(self, device: torch.device) -> Any:
-        return _Backend()
+        return NcclBackend()
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -174,7 +179,7 @@ class NcclGroup(dist.ProcessGroup):
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         if not isinstance(input, VirtualTensor):
             output.view(self.size(), -1).copy_(input.view(1, -1))
-            return _Told()
+            return EndedWork()
         parts = output.view(self.size(), -1)
         everyone = range(self.size())
         return self._start(

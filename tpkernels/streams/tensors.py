@@ -169,7 +169,7 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
     plain_args, plain_kwargs = tree_map(operand, (tuple(args), dict(kwargs)))
     result = func(*plain_args, **plain_kwargs)
     of_plain = {id(_elem(tensor)): tensor for tensor in changed}
-    fresh: list[tuple[int, Tensor]] = []
+    elems: list[Tensor] = []  # of results that are new
     writes = [tensor.elem for tensor in changed if isinstance(tensor, VirtualTensor)]
 
     def back(found: object) -> object:
@@ -181,14 +181,13 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
             if found.untyped_storage().data_ptr() == tensor.elem.untyped_storage().data_ptr():
                 return VirtualTensor(found, tensor.block)
         made, _ = _new(device, found)
-        fresh.append((len(fresh), made.elem))
+        elems.append(made.elem)
         writes.append(made.elem)
         return made
 
     results = tree_map(back, result)
     if not writes and not changed:
         return results
-    elems = [elem for _, elem in fresh]
     if name in ("empty_like", "new_empty", "new_empty_strided"):
         return results
 
