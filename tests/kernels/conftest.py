@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.checks import assert_framed
 from tpkernels.gate.accuracy import Frames
-from tpkernels.kernels import launch
+from tpkernels.kernels import launch, launch_plans
 
 
 @pytest.fixture
@@ -25,9 +25,15 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> Iterator[Frames]:
             return torch.empty(shape, dtype=dtype, device=device)
         return frames.empty(shape, dtype, device)
 
-    monkeypatch.setattr(launch, "empty", empty)
+    monkeypatch.setattr(launch, "allocate", empty)
     yield frames
     assert_framed(frames)
+
+
+@pytest.fixture(autouse=True)
+def _no_plans_of_other_tests() -> None:
+    """Tests change what no key has, such as the targets that there are."""
+    launch_plans.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,9 @@ def launchers_of(source: str) -> set[str]:
     return {
         node.name
         for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not node.decorator_list
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and all(ast.unparse(decorator) == "planned" for decorator in node.decorator_list)
     }
 
 

@@ -26,5 +26,5 @@ def chosen() -> list[NumericCase]:
 @pytest.mark.parametrize("case", chosen(), ids=lambda case: case.name)
 def test_launcher_is_as_accurate_as_its_dtype_allows(case, monkeypatch):
     frames = Frames()
-    monkeypatch.setattr(launch, "empty", frames.empty)
+    monkeypatch.setattr(launch, "allocate", frames.empty)
     assert examine(case, frames).failure == ""

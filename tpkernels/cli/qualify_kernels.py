@@ -72,7 +72,7 @@ def _computed(world: QualifyWorld) -> tuple[set[str], list[tuple[str, float, str
         order = order[world.rank :: world.ranks]
     torch.manual_seed(world.seed + world.rank)
     frames, computed = Frames(), []
-    with patch.object(launch, "empty", frames.empty), torch.device(world.device):
+    with patch.object(launch, "allocate", frames.empty), torch.device(world.device):
         for number, case in order[: MOST_QUICK if world.quick else None]:
             if number >= len(launchers) and world.late(SHARE):
                 break

@@ -36,13 +36,14 @@ from torch import Tensor
 from tpkernels.dispatch import log
 from tpkernels.dispatch.cache import Cache, Choice, KeyValueStore, Published, shipped_choices, versions_for
 from tpkernels.dispatch.candidates import TORCH, Candidate, TargetGpu, candidates, gpu_of, named
-from tpkernels.dispatch.problem import Problem, fp32_precision
+from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive, R
 from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like, spoil_freed
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer
 from tpkernels.dispatch.verdicts import Verdicts, verdicts_on
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels.disk_cache import cache_folder
+from tpkernels.kernels.target import fp32_precision
 
 MARGIN = 0.02  # of the usual one's time: less is noise, and torch is lighter to launch
 # of compiling candidates and comparing their results. One that has begun then is finished: compiling took 14

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.kernels.operands import MatrixLayout
+from tpkernels.kernels.target import fp32_precision
 from tpkernels.kernels.tiles import Kernel
 
 
@@ -116,11 +117,6 @@ class Problem:
             ",".join(map(layout_class, self.layouts)),
         )
         return " ".join(word for word in words if word)
-
-
-def fp32_precision() -> str:
-    """`torch.backends.cuda.matmul.fp32_precision`, whose getter in Python takes ten times as long."""
-    return torch._C._get_fp32_precision_getter("cuda", "matmul")
 
 
 def multiplied_in_tf32(dtype: torch.dtype) -> bool:

@@ -321,7 +321,7 @@ def examine(case: NumericCase, frames: Frames) -> Computed:
 
 def main(only: str = "", part: str = "0", parts: str = "1") -> None:
     frames = Frames()
-    launch.empty = frames.empty
+    launch.allocate = frames.empty
     named = [case for case in cases() if has_parts(case.name, only)]
     for case in named[int(part) :: int(parts)]:
         torch.manual_seed(20261121)  # the same operands, whatever else is computed

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.launchers import Operands
-from tpkernels.kernels import launch
+from tpkernels.kernels import launch, launch_plans
 from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.matmul_tile import GLUON_SINCE, triton_version
 from tpkernels.kernels.target import Target
@@ -39,7 +39,7 @@ class MetaOperands(Operands):
         return self.empty(shape, dtype or self.dtype, torch.device("meta"))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Takes the place of `launch.empty`."""
+        """Takes the place of `launch.allocate`."""
         flat = torch.empty(prod(shape) + 1, dtype=dtype, device=device)
         return flat[self.ragged :][: prod(shape)].view(shape)
 
@@ -154,9 +154,11 @@ def _is_aligned(value: Tensor | TensorDescriptor | GluonDescriptor | int | float
 def _launching_with(of: MetaOperands, precision: str) -> Iterator[None]:
     """Outputs are made as operands are, and fp32 is multiplied in `precision`, whatever torch is set to."""
     matmul: Any = torch.backends.cuda.matmul
-    before = launch.empty, matmul.fp32_precision
-    launch.empty, matmul.fp32_precision = of.empty, precision
+    before = launch.allocate, matmul.fp32_precision
+    launch.allocate, matmul.fp32_precision = of.empty, precision
+    launch_plans.forget()  # no key has how results lie
     try:
         yield
     finally:
-        launch.empty, matmul.fp32_precision = before
+        launch.allocate, matmul.fp32_precision = before
+        launch_plans.forget()

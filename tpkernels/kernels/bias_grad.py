@@ -16,6 +16,7 @@ from torch import Tensor
 from tpkernels.kernels import launch
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.invariance import tile_of_sums
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import require_matrices
 from tpkernels.kernels.target import target_of
 from tpkernels.kernels.tiles import INTERPRETED_SUM, SumTile
@@ -49,6 +50,7 @@ def _sum_rows_kernel(
     tl.store(sums_ptr + chunk.to(tl.int64) * cols + col, tl.sum(acc, axis=0), in_cols)
 
 
+@planned
 def bias_grad(dy: Tensor, *, out: Tensor | None = None, tile: SumTile | None = None) -> Tensor:
     """The sum of dy over tokens, in fp32.
 

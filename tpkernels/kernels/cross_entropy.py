@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tpkernels.kernels import launch
 from tpkernels.kernels.interpret import mend
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import (
     require_columns,
     require_ids,
@@ -87,6 +88,7 @@ def _softmax_statistics_kernel(
     tl.store(statistics_ptr + t + 3 * T, tl.sum(summed, axis=0))
 
 
+@planned
 def softmax_statistics(
     logits: Tensor,
     target: Tensor,
@@ -159,6 +161,7 @@ def _cross_entropy_grad_kernel(
     tl.store(dlogits_ptr + t * stride_dt + v * stride_dv, dlogits.to(dlogits_ptr.dtype.element_ty), v < V)
 
 
+@planned
 def cross_entropy_grad(
     logits: Tensor,
     target: Tensor,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tpkernels.kernels import launch
 from tpkernels.kernels.interpret import mend
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import DTYPES, FP8
 from tpkernels.kernels.recipe import BLOCK
 from tpkernels.kernels.target import require_fp8, target_of
@@ -49,6 +50,7 @@ def _dequantize_kernel(
 BLOCK_ROWS, GROUPS, NUM_WARPS = 8, 8, 8
 
 
+@planned
 def dequantize(data: Tensor, scale: Tensor, *, dtype: str, out: Tensor | None = None) -> Tensor:
     """data * scale, computed in fp32 and rounded to dtype: "bfloat16", "float16" or "float32".
 

@@ -21,6 +21,7 @@ from tpkernels.kernels import gluon, launch
 from tpkernels.kernels.activations import GATE_OF, Glu, require_glu
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act_and_grad
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
 from tpkernels.kernels.tiles import MatmulTile
 
@@ -91,6 +92,7 @@ class DgluGrads(NamedTuple):
     h: Tensor | None  # if it was asked for
 
 
+@planned
 def dglu(
     dy: Tensor,
     weight: Tensor,

@@ -24,6 +24,7 @@ from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.bias_grad import sum_partials
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act_and_grad
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
 from tpkernels.kernels.tiles import MatmulTile
 
@@ -93,6 +94,7 @@ class DgradAct(NamedTuple):
     db: Tensor | None  # (in_features,) in fp32, if it was asked for
 
 
+@planned
 def dgrad(
     dy: Tensor,
     weight: Tensor,
@@ -111,6 +113,7 @@ def dgrad(
     return _dgrad("dgrad", dy, weight, None, "none", False, out, tile, form).dz
 
 
+@planned
 def dgrad_act(
     dy: Tensor,
     weight: Tensor,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tpkernels.kernels import gluon, launch
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
 from tpkernels.kernels.tiles import MatmulTile
 
@@ -67,6 +68,7 @@ def _dgrad_pairs_kernel(
             store_block(dx, parts[p], t, k + p * PART, T, K, K, 1, TMA)
 
 
+@planned
 def dgrad_pairs(
     dy: Tensor,
     weight: Tensor,

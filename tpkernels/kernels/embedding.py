@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tpkernels.kernels import launch
 from tpkernels.kernels.interpret import mend
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import DTYPES, require_ids, require_matrices
 from tpkernels.kernels.target import target_of
 from tpkernels.kernels.tiles import EMBEDDING, EMBEDDING_GRAD, INTERPRETED_EMBEDDING, EmbeddingTile
@@ -57,6 +58,7 @@ def _embedding_fwd_kernel(
     tl.store(y_ptr + t[:, None] * H + h[None, :], found, in_rows[:, None] & in_cols[None, :])
 
 
+@planned
 def embedding_fwd(
     ids: Tensor, weight: Tensor, *, first_id: int = 0, tile: EmbeddingTile | None = None
 ) -> Tensor:
@@ -119,6 +121,7 @@ def _embedding_bwd_kernel(
     tl.store(dweight_ptr + v * H + h, dweight, h < H)
 
 
+@planned
 def embedding_bwd(
     dy: Tensor,
     ids: Tensor,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels import launch
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.waits import require_words
 
 
@@ -23,6 +24,7 @@ def _advance_kernel(word_ptr, awaited_ptr, step, code):
     tl.store(awaited_ptr, word | code)
 
 
+@planned
 def advance(word: Tensor, awaited: Tensor, step: int, code: int) -> None:
     """word += step, which wraps round; awaited = word | code.
 

@@ -19,6 +19,7 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.blocks import load_block, load_vector, load_weight, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.linear import LinearForward
 from tpkernels.kernels.operands import (
     Form,
@@ -116,6 +117,7 @@ def _gather_linear_kernel(
             store_block(y, act(value, ACTIVATION, FAST), t, n_part, T, N, N, 1, TMA)
 
 
+@planned
 def gather_linear_fwd(
     x: Tensor,
     weight: Tensor,

@@ -19,6 +19,7 @@ from tpkernels.kernels import gluon, launch
 from tpkernels.kernels.activations import GATE_OF, Glu, require_glu
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
 from tpkernels.kernels.tiles import MatmulTile
 
@@ -86,6 +87,7 @@ class GluForward(NamedTuple):
     u: Tensor | None
 
 
+@planned
 def glu_fwd(
     x: Tensor,
     w_gate: Tensor,

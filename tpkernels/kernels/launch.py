@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import triton
@@ -44,8 +44,32 @@ class Launch:
 EmulatedStart = Callable[
     [Any, tuple[int, ...]], Callable[..., object]
 ]  # kernel and grid -> what takes the arguments
+
+
+class LaunchObserver(Protocol):
+    """Is told what a launcher does, see `launch_plans`."""
+
+    def allocated(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate, and note it."""
+
+    def started(
+        self,
+        device: torch.device,
+        kernel: Any,
+        grid: tuple[int, ...],
+        compiled: object,
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        """compiled: what starting has returned; Triton's form of the kernel for these, or anything else"""
+
+    def kept_apart(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
+        """What is written shares memory with nothing else."""
+
+
 _recorded: ContextVar[list[Launch]] = ContextVar("recorded")
 _emulated: ContextVar[EmulatedStart | None] = ContextVar("emulated", default=None)
+_observer: ContextVar[LaunchObserver | None] = ContextVar("observer", default=None)
 
 
 @contextmanager
@@ -73,6 +97,24 @@ def emulation(target: Target, start: EmulatedStart) -> Iterator[None]:
 
 def on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """The kernel, to be called with its arguments: launched on the device of the tensors, or recorded."""
+    if observer := _observer.get():
+        return partial(_start_observed, observer, device, kernel, grid)
+    return _started_on(device, kernel, grid)
+
+
+def _start_observed(
+    observer: LaunchObserver,
+    device: torch.device,
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    **constants: Any,
+) -> None:
+    compiled = _started_on(device, kernel, grid)(*arguments, **constants)
+    observer.started(device, kernel, grid, compiled, arguments, constants)
+
+
+def _started_on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     if device.type == "meta":
         return partial(_record, kernel, grid)
     if device.type == "cpu" and (start := _emulated.get()):
@@ -89,14 +131,34 @@ def _record(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: An
 
 def _launch_elsewhere(
     device: torch.device, started: Callable[..., object], *arguments: Any, **constants: Any
-) -> None:
+) -> object:
     with torch.cuda.device(device):
-        started(*arguments, **constants)
+        return started(*arguments, **constants)
+
+
+@contextmanager
+def observed_by(observer: LaunchObserver) -> Iterator[None]:
+    """Tell `observer` of what launchers do."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def is_observed() -> bool:
+    return _observer.get() is not None
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What `empty` and plans return; tests put a frame of canaries around it."""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Where launchers allocate what they are not given as `out`; tests put a frame of canaries around it."""
-    return torch.empty(shape, dtype=dtype, device=device)
+    """Where launchers allocate what they are not given as `out`."""
+    observer = _observer.get()
+    return observer.allocated(shape, dtype, device) if observer else allocate(shape, dtype, device)
 
 
 def results(
@@ -116,6 +178,8 @@ def results(
     if out is not None:
         given = (out,) if isinstance(out, Tensor) else tuple(out)
         require_results(launcher, wanted, given, inputs, sums, dtype)
+        if observer := _observer.get():
+            observer.kept_apart(given, [tensor for _, tensor in inputs if tensor is not None])
         return given
     like = inputs[0][1]
     assert like is not None, "the first input is always there"

@@ -18,6 +18,7 @@ from tpkernels.kernels import gluon, launch
 from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import Form, require_matrices, require_shape, require_tensors
 from tpkernels.kernels.tiles import MatmulTile
 
@@ -83,6 +84,7 @@ class LinearForward(NamedTuple):
     z: Tensor | None  # the pre-activation if it was asked for; y itself where there is no activation
 
 
+@planned
 def linear_fwd(
     x: Tensor,
     weight: Tensor,

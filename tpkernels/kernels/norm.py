@@ -32,6 +32,7 @@ from torch import Tensor
 from tpkernels.kernels import launch
 from tpkernels.kernels.bias_grad import bias_grad, sum_partials
 from tpkernels.kernels.interpret import mend
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import require_matrices, require_parameter, require_statistic
 from tpkernels.kernels.target import target_of
 from tpkernels.kernels.tiles import RowTile, row_tile
@@ -99,6 +100,7 @@ class NormForward(NamedTuple):
     rstd: Tensor  # (tokens,) in fp32
 
 
+@planned
 def rms_norm_fwd(
     x: Tensor,
     weight: Tensor,
@@ -115,6 +117,7 @@ def rms_norm_fwd(
     return _norm_fwd("rms_norm_fwd", x, weight, None, eps, residual, False, tile)
 
 
+@planned
 def layer_norm_fwd(
     x: Tensor,
     weight: Tensor,
@@ -252,6 +255,7 @@ class NormBackward(NamedTuple):
     dbias: Tensor | None  # (features,) in fp32; RMSNorm has none
 
 
+@planned
 def rms_norm_bwd(
     dy: Tensor,
     x: Tensor,
@@ -272,6 +276,7 @@ def rms_norm_bwd(
     return _norm_bwd("rms_norm_bwd", dy, x, weight, None, rstd, dsummed, tile)
 
 
+@planned
 def layer_norm_bwd(
     dy: Tensor,
     x: Tensor,

@@ -239,6 +239,12 @@ def require_results(
         taken.append((name, start, stop))
 
 
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether any byte lies between the first and the last of both."""
+    (start, stop), (its_start, its_stop) = _addresses(one), _addresses(other)
+    return start < its_stop and its_start < stop
+
+
 def _addresses(tensor: Tensor) -> tuple[int, int]:
     """From the first byte of a tensor to behind the last one, with all between; nothing without memory."""
     start = tensor.data_ptr()

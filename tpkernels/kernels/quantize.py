@@ -29,6 +29,7 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu, require_activation, require_glu
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.interpret import mend
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import require_matrices
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
 from tpkernels.kernels.scaled import words_of
@@ -256,6 +257,7 @@ _BLOCKS_BY_COLUMNS = _Tile(32, BLOCK, num_warps=8)
 _SQUARES = _Tile(BLOCK, BLOCK, num_warps=16)
 
 
+@planned
 def quantize(
     x: Tensor,
     *,
@@ -274,6 +276,7 @@ def quantize(
     return _quantize("quantize", x, None, "none", format, scaling, power_of_two, square, out)
 
 
+@planned
 def quantize_act(
     z: Tensor,
     *,
@@ -291,6 +294,7 @@ def quantize_act(
     return _quantize("quantize_act", z, None, activation, format, scaling, power_of_two, False, out)
 
 
+@planned
 def quantize_glu(
     g: Tensor,
     u: Tensor,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, load_vector, store_block
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import DTYPES, require_tensors
 from tpkernels.kernels.target import left_free, resident_programs, target_of
 from tpkernels.kernels.tiles import INTERPRETED_SLOT_SUM, SLOT_SUM, SLOT_SUM_ALONE, SlotSumTile
@@ -147,6 +148,7 @@ def _reduce_slots_kernel(
         store_block(y_ptr, acc, t, n, T, N, N, 1, TMA=False)
 
 
+@planned
 def reduce_slots(
     slots: Tensor,
     bias: Tensor | None = None,

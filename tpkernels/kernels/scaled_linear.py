@@ -21,6 +21,7 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.linear import LinearForward
 from tpkernels.kernels.operands import Form, require_scaled, require_shape, require_tensors
 from tpkernels.kernels.recipe import BLOCK
@@ -122,6 +123,7 @@ def _halves(scale):
     return scale * ((254 - exponent) << 23).to(tl.float32, bitcast=True), root
 
 
+@planned
 def scaled_linear_fwd(
     x: Tensor,
     weight: Tensor,

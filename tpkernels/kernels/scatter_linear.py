@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, load_weight, split_columns, store_block, tile_at
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import Form, lies_depth_first, require_matrices, require_shape
 from tpkernels.kernels.target import left_free, resident_programs
 from tpkernels.kernels.tiles import MatmulTile, default_tiles, pushing_tile
@@ -118,6 +119,7 @@ def _scatter_linear_kernel(
             tl.atomic_xchg(flag_ptr + part, tl.load(awaited_ptr), sem="release", scope="sys")
 
 
+@planned
 def scatter_linear(
     pairs: tuple[Pair, ...],
     *,

@@ -98,8 +98,12 @@ def left_free(target: Target, margin: int = 0, counted: int = 0) -> int:
     `comm.carveout` sets it for collectives. Of what the margin leaves, half at most is free.
     counted: those of the setting that the margin holds already
     """
-    setting = torch._C._get_sm_carveout_experimental() or 0
-    return margin + max(0, min(setting - counted, (target.processors - margin) // 2))
+    return margin + max(0, min(carveout() - counted, (target.processors - margin) // 2))
+
+
+def carveout() -> int:
+    """How many processors torch leaves free, see `comm.carveout`."""
+    return torch._C._get_sm_carveout_experimental() or 0
 
 
 def resident_programs(launcher: str, target: Target, per_processor: int, margin: int) -> int:
@@ -134,8 +138,13 @@ def require_fp8(launcher: str, target: Target) -> None:
 
 def input_precision(dtype: torch.dtype, target: Target) -> Literal["ieee", "tf32"]:
     """How products of fp32 are multiplied: truly, unless torch's own setting lets its matmuls use tf32."""
-    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    allowed = fp32_precision() == "tf32"
     return "tf32" if allowed and dtype == torch.float32 and target.backend != "hip" else "ieee"
+
+
+def fp32_precision() -> str:
+    """`torch.backends.cuda.matmul.fp32_precision`, whose getter in Python takes ten times as long."""
+    return torch._C._get_fp32_precision_getter("cuda", "matmul")
 
 
 def fast_math(dtype: torch.dtype, target: Target) -> bool:

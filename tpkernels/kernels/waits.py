@@ -9,7 +9,7 @@ end at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,8 +28,7 @@ INTERPRETED_SECONDS_A_LOOK = 0.2e-3
 SECONDS = 30.0  # a wait by default
 
 
-@dataclass(frozen=True, slots=True)
-class Arrivals:
+class Arrivals(NamedTuple):
     """Tells a kernel which chunks have arrived; all on the device of the data."""
 
     flags: Tensor  # (chunks,) int32: the call that each chunk was last written in
@@ -41,8 +40,7 @@ class Arrivals:
         return spins_in(SECONDS, target) if self.spin_limit is None else self.spin_limit
 
 
-@dataclass(frozen=True, slots=True)
-class Departures:
+class Departures(NamedTuple):
     """Tells a kernel where its rows go, and how to say that they are there; all on the device of the data."""
 
     slots: Tensor  # (ranks,) int64: for each owner the address of (tokens of a shard, features), contiguous

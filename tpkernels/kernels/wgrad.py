@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import DTYPES, Form, require_matrices, require_shape, require_writable
 from tpkernels.kernels.reduce import add_slots
 from tpkernels.kernels.tiles import MatmulTile
@@ -88,6 +89,7 @@ def _wgrad_kernel(
                 store_block(dw, value, row, k_part, rows, K, stride_dwn, stride_dwk, TMA)
 
 
+@planned
 def wgrad(
     dy: Tensor,
     x: Tensor,
@@ -110,6 +112,7 @@ def wgrad(
     return dw
 
 
+@planned
 def wgrad_accumulate_(
     main_grad: Tensor,
     dy: Tensor,

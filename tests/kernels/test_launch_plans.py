@@ -1,0 +1,288 @@
+"""Plans of launchers: a later call does what the first has done, and a key lacks nothing."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from tests.kernels.checks import normal
+from tpkernels import tp_invariance
+from tpkernels.dispatch.primitives import RECORDS
+from tpkernels.dispatch.record import Layer
+from tpkernels.kernels import invariance, launch, launch_plans
+from tpkernels.kernels.flags import advance
+from tpkernels.kernels.gather_linear import gather_linear_fwd
+from tpkernels.kernels.launch_plans import planned
+from tpkernels.kernels.linear import linear_fwd
+from tpkernels.kernels.reduce import reduce_slots
+from tpkernels.kernels.scatter_linear import scatter_linear
+from tpkernels.kernels.target import A100, B200, H100, Target
+from tpkernels.kernels.waits import Arrivals, Departures
+
+Call = Callable[[], object]  # of a launcher, with operands that are made anew
+BF16 = Layer(512, 256, 128)
+LAYERS = (
+    BF16,
+    replace(BF16, activation="gelu"),
+    replace(BF16, activation="gelu", training=False),
+    replace(BF16, bias=False, glu="geglu"),
+    replace(BF16, tokens=2048),
+    replace(BF16, tokens=1),
+    replace(BF16, dtype=torch.float32),
+    replace(BF16, scaling="blocks", format="e5m2"),
+)
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda matrix: matrix,
+    "columns": lambda matrix: matrix.t().contiguous().t(),
+    "pitched": lambda matrix: matrix.new_empty(matrix.shape[0], matrix.shape[1] + 8)[:, : matrix.shape[1]],
+    "ragged": lambda matrix: matrix.new_empty(matrix.shape[0], matrix.shape[1] + 1)[:, : matrix.shape[1]],
+    "unaligned": lambda matrix: matrix.new_empty(matrix.numel() + 1)[1:].view(matrix.shape),
+}
+
+
+def calls() -> dict[str, Call]:
+    """All primitives, on layers that have their options, in each layout; and what moves between ranks."""
+    found: dict[str, Call] = {}
+    for (name, record), (number, layer) in product(RECORDS.items(), enumerate(LAYERS)):
+        for way in LAYOUTS if layer is BF16 else ["contiguous"]:
+            found[f"{name} {number} {way}"] = partial(_call, record, layer, LAYOUTS[way])
+    words, table = partial(_meta, dtype=torch.int32), partial(_meta, dtype=torch.int64)
+    for chunks, first_row, margin, turned in product((4, 8), (0, 256), (0, 16), (False, True)):
+        found[f"gather_linear {chunks} {first_row} {margin} {turned}"] = (
+            lambda chunks=chunks, first_row=first_row, margin=margin, turned=turned: gather_linear_fwd(
+                _meta(512, 128),
+                _meta(128, 256).t() if turned else _meta(256, 128),
+                arrivals=Arrivals(words(chunks), words(1), words(1), margin),
+                first_row=first_row,
+                margin=margin,
+            )
+        )
+    for rank, pairs, splits in product((0, 1), (1, 2), (1, 2)):
+        found[f"scatter_linear {rank} {pairs} {splits}"] = lambda rank=rank, pairs=pairs, splits=splits: (
+            scatter_linear(
+                tuple((_meta(512, 128), _meta(256, 128)) for _ in range(pairs)),
+                departures=Departures(table(4), table(4), words(4 * splits), words(1)),
+                ranks=4,
+                rank=rank,
+                splits=splits,
+            )
+        )
+    for bias, margin, tree in product((False, True), (0, 16), (False, True)):
+        found[f"reduce_slots {bias} {margin} {tree}"] = lambda bias=bias, margin=margin, tree=tree: (
+            reduce_slots(_meta(4, 128, 256), _meta(256) if bias else None, margin=margin, tree=tree)
+        )
+    for step in (1, 2):
+        found[f"advance {step}"] = lambda step=step: advance(words(1), words(1), step, 3)
+    return found
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _call(record: Any, layer: Layer, laid: Callable[[Tensor], Tensor]) -> object:
+    given = [
+        laid(each) if isinstance(each, Tensor) and each.ndim == 2 else each for each in record.sample(layer)
+    ]
+    return record.by_kernel(*given)
+
+
+@contextmanager
+def set_to(
+    target: Target, left: int = 0, tf32: bool = False, batch: bool = False, tp: int = 0
+) -> Iterator[None]:
+    """On this GPU, with these settings."""
+    matmul: Any = torch.backends.cuda.matmul
+    before = matmul.fp32_precision, torch._C._get_sm_carveout_experimental()
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(invariance, "batch_invariant", batch)
+        patch.setattr(tp_invariance.mode, "segments", tp)
+        matmul.fp32_precision = "tf32" if tf32 else "ieee"
+        torch._C._set_sm_carveout_experimental(left)
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before[0]
+            torch._C._set_sm_carveout_experimental(before[1])
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"target": H100},
+    {"target": A100},
+    {"target": B200},
+    {"target": H100, "left": 16},
+    {"target": H100, "tf32": True},
+    {"target": H100, "batch": True},
+    {"target": H100, "tp": 8},
+]
+
+
+def outcome(call: Call, target: Target) -> tuple[list[Any], object]:
+    """What it launches and returns, or why it does not."""
+    with launch.recording(target) as launches:
+        try:
+            result = _described(call())
+        except (ValueError, TypeError) as error:
+            return [], str(error)
+    return [
+        (each.kernel, each.grid, [_described(one) for one in each.arguments], each.constants)
+        for each in launches
+    ], result
+
+
+def _described(value: Any) -> object:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.data_ptr()
+    if isinstance(value, tuple):
+        return [_described(each) for each in value]
+    if isinstance(base := getattr(value, "base", None), Tensor):
+        return _described(base), value.shape, value.strides, value.block_shape
+    return value
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_later_call_does_what_the_first_has_done(settings):
+    with set_to(**settings):
+        for name, call in calls().items():
+            first, second = (outcome(call, settings["target"]) for _ in range(2))
+            assert first == second, name
+
+
+def test_no_key_lacks_what_a_launcher_looks_at(monkeypatch):
+    """Every call under every setting, in a random order: were two of one key not alike, that would raise."""
+    monkeypatch.setattr(launch_plans, "debug", True)
+    mixed = [(settings, name) for settings in SETTINGS for name in calls()]
+    random.Random(20261126).shuffle(mixed)
+    made = calls()
+    for settings, name in mixed:
+        with set_to(**settings):
+            outcome(made[name], settings["target"])
+
+
+def test_each_primitive_has_a_plan():
+    """Beside those that need more of torch."""
+    without = set()
+    for name, record in RECORDS.items():
+        launch_plans.forget()
+        with launch.recording(H100):
+            record.by_kernel(*record.sample(BF16))
+        plans = [plan for plans in launch_plans._plans for plan in plans.values()]
+        assert plans, name
+        without |= {name} if None in plans else set()
+    assert without == {"cross_entropy_grad", "lookup_grad"}
+
+
+hidden = 1
+
+
+@planned
+def _reads_what_no_key_has(x: Tensor) -> Tensor:
+    return launch.empty((hidden,), x.dtype, x.device)
+
+
+def test_a_key_that_lacks_something_is_an_error_in_debug_mode(monkeypatch):
+    monkeypatch.setattr(launch_plans, "debug", True)
+    _reads_what_no_key_has(torch.empty(1))
+    monkeypatch.setitem(globals(), "hidden", 2)
+    with pytest.raises(AssertionError, match="_reads_what_no_key_has: the key of its plan lacks something"):
+        _reads_what_no_key_has(torch.empty(1))
+
+
+@planned
+def _adds(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@planned
+def _reads_a_number(x: Tensor) -> Tensor:
+    return launch.empty((int(x[0]),), x.dtype, x.device)
+
+
+@planned
+def _first_of(x: Tensor, y: Tensor) -> Tensor:
+    return x
+
+
+def test_what_no_plan_can_repeat_is_done_each_time():
+    for number in (1.0, 2.0):
+        x = torch.full((1,), number)
+        assert torch.equal(_adds(x), x + 1)
+        assert _reads_a_number(x).shape == (number,)
+
+
+def test_a_tensor_that_is_given_twice_has_no_part_in_a_plan():
+    x, y, z = torch.zeros(3, 1).unbind()
+    assert _first_of(x, x) is x
+    assert _first_of(y, z) is y
+    assert _first_of(x, x) is x
+
+
+def test_a_plan_holds_no_tensors():
+    x, weight = _meta(512, 128), _meta(256, 128)
+    with launch.recording(H100) as launches:
+        dead = ref(linear_fwd(x, weight).y), ref(x), ref(weight)
+        launches.clear()
+    del x, weight
+    gc.collect()
+    assert [each() for each in dead] == [None] * 3
+
+
+def test_results_in_the_memory_of_operands_are_refused_in_every_call(device):
+    x, weight = normal(32, 32, torch.float32, device), normal(32, 32, torch.float32, device)
+    apart = torch.empty_like(x)
+    for _ in range(2):
+        linear_fwd(x, weight, out=apart)
+        with pytest.raises(ValueError, match="linear_fwd: expected y of out with memory of its own"):
+            linear_fwd(x, weight, out=x)
+
+
+def test_later_calls_compute_with_their_own_numbers(device):
+    for _ in range(3):
+        x, weight, bias = (normal(*shape, torch.float32, device) for shape in ((48, 32), (40, 32), (1, 40)))
+        y = linear_fwd(x, weight, bias[0]).y
+        torch.testing.assert_close(y, x @ weight.t() + bias, rtol=1e-5, atol=1e-5)
+
+
+def _started(cache: str) -> list[tuple[Any, ...]]:
+    """What reaches Triton's launcher in two calls, where kernels are compiled."""
+    from bench.cases.planned_launches import starting
+
+    with triton.knobs.cache.scope(), starting() as started:
+        triton.knobs.cache.dir = cache
+        for _ in range(2):
+            x, weight = torch.empty(64, 64, dtype=torch.bfloat16), torch.empty(96, 64, dtype=torch.bfloat16)
+            y = linear_fwd(x, weight, activation="relu").y
+            grid, stream, function, arguments = started.pop()
+            addresses = [each.data_ptr() for each in (x, weight, y)]
+            bases = [getattr(each, "base", each).data_ptr() for each in arguments[:5]]
+            assert [bases[0], bases[1], bases[4]] == addresses
+            started_with = [each for each in arguments if isinstance(each, (int, str))]
+            assert not started
+            found = (grid, stream, function, started_with, [each.block_shape for each in arguments[:2]])
+            _found.append(found)
+    (plan,) = (plan for plans in launch_plans._plans for plan in plans.values())
+    assert plan is not None
+    assert isinstance(plan.steps[-1].kernel, triton.compiler.CompiledKernel)
+    return _found
+
+
+_found: list[tuple[Any, ...]] = []
+
+
+def test_a_plan_starts_what_triton_has_compiled_with_the_same_arguments(compiler):
+    first, second = compiler.run(_started, str(compiler.cache / "triton"))
+    assert first == second
+    assert first[1:3] == (7, "_linear_fwd_kernel")

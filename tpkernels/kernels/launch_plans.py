@@ -1,0 +1,301 @@
+"""What a launcher does with operands of one kind: found out by watching its first call, then repeated.
+
+    @planned
+    def linear_fwd(x, weight, ...): ...     checks, chooses a tile, allocates, describes operands, launches
+
+A plan is what such a call has allocated, viewed and launched. A later call whose operands differ in numbers
+and addresses alone repeats it and looks at nothing again, which takes the host longer than all else. The key
+of a plan has all that a launcher may look at: shapes, strides, dtypes, devices and alignment of all tensors,
+the other arguments, and the settings that choices depend on.
+
+A launcher that does anything else with its tensors, such as adding two of them, has no plan and runs each
+time. So does a call that is given a tensor twice, or memory twice where results must have their own.
+
+TPKERNELS_DEBUG=1: each call runs anew, and what it does is compared with its plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.compiler import CompiledKernel
+
+from tpkernels import tp_invariance
+from tpkernels.env_flag import env_flag
+from tpkernels.kernels import invariance, launch
+from tpkernels.kernels.operands import share_memory
+from tpkernels.kernels.target import carveout, emulated_target, fp32_precision, recorded_target
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MOST_PLANS = 1024  # of a launcher: batches of any length bring new ones
+
+# Read once: looking into the environment takes as long as a tenth of a tiny product.
+debug = env_flag("TPKERNELS_DEBUG", default=False)
+
+_plans: list[dict[tuple[Any, ...], LaunchPlan | None]] = []  # of each launcher, by key; None: it has none
+
+
+class Arguments(NamedTuple):
+    """Of a kernel or an operator, without the tensors. Tensors are numbered: operands, then what was made."""
+
+    others: list[Any]  # None where a tensor belongs
+    tensors: tuple[tuple[int, int], ...]  # position, and number of the tensor
+    descriptors: tuple[tuple[int, int, Any], ...]  # position, number of the tensor, and its descriptor
+
+    @staticmethod
+    def of(given: Sequence[Any], number_of: Callable[[Tensor], int]) -> Arguments:
+        others: list[Any] = []
+        tensors, descriptors = [], []
+        for position, each in enumerate(given):
+            if isinstance(each, Tensor):
+                tensors.append((position, number_of(each)))
+                each = None
+            elif isinstance(base := getattr(each, "base", None), Tensor):
+                descriptor = copy(each)
+                descriptor.base = None
+                descriptors.append((position, number_of(base), descriptor))
+                each = None
+            others.append(each)
+        return Arguments(others, tuple(tensors), tuple(descriptors))
+
+    def of_tensors(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The arguments, with these tensors."""
+        filled = self.others.copy()
+        for position, number in self.tensors:
+            filled[position] = tensors[number]
+        for position, number, descriptor in self.descriptors:
+            filled[position] = described = object.__new__(
+                type(descriptor)
+            )  # all was checked in the first call
+            described.__dict__ = {**descriptor.__dict__, "base": tensors[number]}
+        return filled
+
+
+class Allocate(NamedTuple):
+    """Makes a result, or memory that a kernel needs beside."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def run(self, tensors: list[Tensor]) -> None:
+        tensors.append(launch.allocate(self.shape, self.dtype, self.device))
+
+
+class TakeView(NamedTuple):
+    """Makes a tensor of the memory of another."""
+
+    operator: Callable[..., Tensor]  # of torch's dispatcher
+    arguments: Arguments
+
+    def run(self, tensors: list[Tensor]) -> None:
+        tensors.append(self.operator(*self.arguments.of_tensors(tensors)))
+
+
+class Start(NamedTuple):
+    """Launches a kernel."""
+
+    device: torch.device
+    kernel: Any  # compiled, where Triton has compiled it: then all its parameters are arguments
+    grid: tuple[int, ...]
+    arguments: Arguments
+    constants: Mapping[str, Any]
+
+    def run(self, tensors: list[Tensor]) -> None:
+        launch.on(self.device, self.kernel, self.grid)(*self.arguments.of_tensors(tensors), **self.constants)
+
+
+Step = Allocate | TakeView | Start
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """What a call does, in steps, and what it returns."""
+
+    steps: tuple[Step, ...]
+    results: Arguments
+    returns: Callable[[list[Any]], Any]  # makes of the list of results what is returned
+    apart: tuple[tuple[int, int], ...]  # operands that may not share memory
+
+    def fits(self, operands: Sequence[Tensor]) -> bool:
+        """Whether they lie in memory as the key does not say."""
+        return not any(share_memory(operands[one], operands[other]) for one, other in self.apart)
+
+    def run(self, operands: list[Tensor]) -> Any:
+        for step in self.steps:
+            step.run(operands)
+        return self.returns(self.results.of_tensors(operands))
+
+
+def _only(results: list[Any]) -> Any:
+    return results[0]
+
+
+class _Observer(TorchDispatchMode, launch.LaunchObserver):
+    """Makes a plan of what is done meanwhile."""
+
+    def __init__(self, operands: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._steps: list[Step] = []
+        self._apart: list[tuple[int, int]] = []
+        self._tensors = list(operands)  # held, so that no other one gets the id of one of them
+        self._numbers = {id(tensor): number for number, tensor in enumerate(operands)}
+        self._operands = len(operands)
+        self._own: set[int] = set()  # those with memory of their own
+        self._allocates = False
+        self._repeatable = len(self._numbers) == len(operands)
+
+    def plan(self, result: Any) -> LaunchPlan | None:
+        """The plan, if what was done can be repeated."""
+        several = isinstance(result, tuple)
+        results = self._arguments(result if several else (result,))
+        returns = getattr(result, "_make", tuple) if several else _only
+        return (
+            LaunchPlan(tuple(self._steps), results, returns, tuple(self._apart)) if self._repeatable else None
+        )
+
+    def allocated(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._allocates = True
+        try:
+            made = launch.allocate(shape, dtype, device)
+        finally:
+            self._allocates = False
+        self._own.add(len(self._tensors))
+        return self._made(made, Allocate(shape, dtype, device))
+
+    def started(
+        self,
+        device: torch.device,
+        kernel: Any,
+        grid: tuple[int, ...],
+        compiled: object,
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        if isinstance(compiled, CompiledKernel):  # without Triton's own look at the arguments
+            taken = {name: value for name, value in constants.items() if name in kernel.arg_names}
+            bound = kernel.signature.bind(*arguments, **taken)
+            bound.apply_defaults()
+            kernel, grid, arguments, constants = (
+                compiled,
+                (*grid, 1, 1)[:3],
+                tuple(bound.arguments.values()),
+                {},
+            )
+        self._require_plain(constants.values())
+        self._steps.append(Start(device, kernel, grid, self._arguments(arguments), constants))
+
+    def kept_apart(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
+        numbers = [self._number_of(tensor) for tensor in (*written, *read)]
+        for i, one in enumerate(numbers[: len(written)]):
+            self._apart += [(one, other) for other in numbers[i + 1 :] if not {one, other} & self._own]
+        self._repeatable &= all(number < self._operands for pair in self._apart for number in pair)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._allocates:
+            if func.is_view and isinstance(result, Tensor) and not kwargs:
+                return self._made(result, TakeView(func, self._arguments(args)))
+            self._repeatable = False
+        return result
+
+    def _made(self, tensor: Tensor, step: Step) -> Tensor:
+        self._steps.append(step)
+        self._numbers[id(tensor)] = len(self._tensors)
+        self._tensors.append(tensor)
+        return tensor
+
+    def _number_of(self, tensor: Tensor) -> int:
+        self._repeatable &= id(tensor) in self._numbers
+        return self._numbers.get(id(tensor), 0)
+
+    def _arguments(self, given: Sequence[Any]) -> Arguments:
+        arguments = Arguments.of(given, self._number_of)
+        self._require_plain(arguments.others)
+        return arguments
+
+    def _require_plain(self, values: Iterable[Any]) -> None:
+        """What is neither a tensor nor holds one is the same in the next call."""
+        for value in values:
+            if isinstance(value, (tuple, list)):
+                self._require_plain(value)
+            else:
+                hashable = value.__hash__ is not None  # else it may change
+                self._repeatable &= hashable and not isinstance(value, Tensor)
+
+
+def planned(launcher: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a launcher, so that it repeats its plans."""
+    plans: dict[tuple[Any, ...], LaunchPlan | None] = {}
+    _plans.append(plans)
+
+    @wraps(launcher)
+    def run(*args: P.args, **options: P.kwargs) -> R:
+        if launch.is_observed():  # by the plan of another launcher
+            return launcher(*args, **options)
+        operands: list[Tensor] = []
+        try:
+            key = key_of(args, options, operands)
+            known = key in plans
+        except (
+            TypeError,
+            RuntimeError,
+            AttributeError,
+        ):  # no tensors as they should be: the launcher says so
+            return launcher(*args, **options)
+        plan = plans.get(key)
+        if known and not debug:
+            if plan is None or not plan.fits(operands):
+                return launcher(*args, **options)
+            repeated: R = plan.run(operands)
+            return repeated
+        observer = _Observer(operands)
+        with launch.observed_by(observer), observer:
+            result = launcher(*args, **options)
+        anew = observer.plan(result)
+        if known and anew != plan and (plan is None or plan.fits(operands)):
+            raise AssertionError(
+                f"{launcher.__name__}: the key of its plan lacks something: {plan} is now {anew}"
+            )
+        if len(plans) >= MOST_PLANS:
+            plans.clear()
+        plans[key] = anew
+        return result
+
+    return run
+
+
+def key_of(args: Sequence[Any], options: Mapping[str, Any], operands: list[Tensor]) -> tuple[Any, ...]:
+    """All that a launcher may look at. operands: the tensors among the arguments are appended"""
+    key = [carveout(), fp32_precision(), tp_invariance.mode.segments, invariance.batch_invariant]
+    key += recorded_target.get(), emulated_target.get(), *options
+    _describe(args, key, operands)
+    _describe(options.values(), key, operands)
+    return tuple(key)
+
+
+def _describe(values: Iterable[Any], key: list[Any], operands: list[Tensor]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            key += value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15
+            operands.append(value)
+        elif isinstance(value, (tuple, list)):
+            key += type(value), len(value)
+            _describe(value, key, operands)
+        else:
+            key.append(value)
+
+
+def forget() -> None:
+    """Drop all plans: something has changed that no key has, such as the code of a test."""
+    for plans in _plans:
+        plans.clear()
