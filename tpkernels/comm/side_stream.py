@@ -42,11 +42,12 @@ class StreamOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._computes_in_order, self._can_capture = device.type == "cpu", device.type == "cuda"
         self._last: torch.Stream | None = None
 
     def current(self) -> torch.Stream | None:
         """The stream that is current in this thread, from now on behind those of earlier calls."""
-        if self._device.type == "cpu":
+        if self._computes_in_order:
             return None
         current = torch.accelerator.current_stream(self._device)
         last, self._last = self._last, current
@@ -56,7 +57,7 @@ class StreamOrder:
 
     def capturing(self) -> bool:
         """Whether what is enqueued in the current stream goes into a graph."""
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._can_capture and torch.cuda.is_current_stream_capturing()
 
     def _captures(self, stream: torch.Stream) -> bool:
         with stream:

@@ -115,11 +115,12 @@ def _start_observed(
 
 
 def _started_on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
-    if device.type == "meta":
+    kind = device.type
+    if kind == "meta":
         return partial(_record, kernel, grid)
-    if device.type == "cpu" and (start := _emulated.get()):
+    if kind == "cpu" and (start := _emulated.get()):
         return start(kernel, grid)
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    if kind == "cuda" and device.index != torch.cuda.current_device():
         return partial(_launch_elsewhere, device, kernel[grid])  # Triton takes the current device
     started: Callable[..., object] = kernel[grid]
     return started

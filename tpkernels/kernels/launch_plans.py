@@ -101,6 +101,9 @@ class TakeView(NamedTuple):
         tensors.append(self.operator(*self.arguments.of_tensors(tensors)))
 
 
+_QUICKER = {torch.ops.aten.t.default: Tensor.t}  # than through Python's form of an operator
+
+
 class Start(NamedTuple):
     """Launches a kernel."""
 
@@ -204,7 +207,7 @@ class _Observer(TorchDispatchMode, launch.LaunchObserver):
         result = func(*args, **(kwargs or {}))
         if not self._allocates:
             if func.is_view and isinstance(result, Tensor) and not kwargs:
-                return self._made(result, TakeView(func, self._arguments(args)))
+                return self._made(result, TakeView(_QUICKER.get(func, func), self._arguments(args)))
             self._repeatable = False
         return result
 

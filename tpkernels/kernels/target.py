@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
 
 import torch
 
@@ -66,21 +67,26 @@ emulated_target: ContextVar[Target | None] = ContextVar("emulated_target", defau
 
 def target_of(device: torch.device) -> Target:
     """What kernels on tensors of `device` run on."""
-    from tpkernels.kernels.interpret import INTERPRETING  # here: plain values above need no Triton
-
-    if device.type == "cpu" and (emulated := emulated_target.get()):
+    kind, interpreting = device.type, _interpret().INTERPRETING  # each look at a device costs
+    if kind == "cuda" and not interpreting:
+        return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+    if kind == "cpu" and (emulated := emulated_target.get()):
         return emulated
-    if INTERPRETING and device.type == "cpu":
+    if interpreting and kind == "cpu":
         return INTERPRETER
-    if device.type == "meta" and (recorded := recorded_target.get()):
+    if kind == "meta" and (recorded := recorded_target.get()):
         return recorded
-    if INTERPRETING or device.type != "cuda":
-        wanted, mode = ("the CPU", "without") if INTERPRETING else ("a CUDA device", "with")
-        raise ValueError(
-            f"kernels expected tensors on {wanted}, got {device}: move them there, use the oracles of "
-            f"tpkernels.kernels.reference, or start the process {mode} TRITON_INTERPRET=1"
-        )
-    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+    wanted, mode = ("the CPU", "without") if interpreting else ("a CUDA device", "with")
+    raise ValueError(
+        f"kernels expected tensors on {wanted}, got {device}: move them there, use the oracles of "
+        f"tpkernels.kernels.reference, or start the process {mode} TRITON_INTERPRET=1"
+    )
+
+
+@cache
+def _interpret() -> Any:
+    """Imported when it is needed: plain values above need no Triton."""
+    return import_module("tpkernels.kernels.interpret")
 
 
 @cache

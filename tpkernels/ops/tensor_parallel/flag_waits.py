@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from math import gcd
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -17,12 +19,18 @@ from tpkernels.comm.transports.rows import HOST_WAITS, Gathering, HostWaits, Par
 from tpkernels.dispatch import backends
 from tpkernels.kernels import invariance
 from tpkernels.kernels.activations import Activation
+from tpkernels.kernels.operands import DTYPES
+from tpkernels.kernels.target import target_of
 from tpkernels.ops.tensor_parallel.product_sum import ProductSum
 
 if TYPE_CHECKING:
     from tpkernels.kernels.waits import Arrivals
 
-# Kernels are imported where they are called: who computes on a CPU need not have Triton.
+
+@cache
+def _home(kernel: str) -> Any:
+    """A module of kernels, imported when one is called: who computes on a CPU need not have Triton."""
+    return import_module(f"tpkernels.kernels.{kernel}")
 
 
 class KernelWaits:
@@ -38,18 +46,15 @@ class KernelWaits:
         return self._sum(delivery, delivery.slots, bias, slice(0, delivery.plan.rows))
 
     def pushed(self, delivery: Delivery, partial_of: PartialOf) -> bool:
-        from tpkernels.kernels.scatter_linear import scatter_linear
-        from tpkernels.kernels.waits import Departures
-
         delivery = cast("MailboxDelivery", delivery)
         exchange = delivery.exchange
         if not kernel_pushes(exchange, partial_of):
             return False
         assert isinstance(partial_of, ProductSum), "only products have a kernel that pushes"
         delivery.before_kernels_push()
-        scatter_linear(
+        _home("scatter_linear").scatter_linear(
             partial_of.as_linear(),
-            departures=Departures(*delivery.departures()),
+            departures=_home("waits").Departures(*delivery.departures()),
             ranks=exchange.ranks,
             rank=exchange.rank,
             splits=exchange.splits,
@@ -66,12 +71,10 @@ class KernelWaits:
         keep_z: bool,
     ) -> ProductResult:
         """Compute act(x weightᵀ + bias) of all rows, each tile once its rows have arrived; z if keep_z."""
-        from tpkernels.kernels.gather_linear import gather_linear_fwd
-
         delivery = cast("MailboxDelivery", delivery)
         if not weight.shape[0]:
             self.all_rows(delivery)  # no tile waits: rows would count as read before they are there
-        y, z = gather_linear_fwd(
+        y, z = _home("gather_linear").gather_linear_fwd(
             delivery.memory,
             weight,
             bias,
@@ -86,18 +89,14 @@ class KernelWaits:
         return y, z
 
     def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
-        from tpkernels.kernels.flags import advance
-
-        advance(word, awaited, step, code)
+        _home("flags").advance(word, awaited, step, code)
 
     def _sum(self, delivery: Delivery, slots: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
         """Add up slots, which are these rows of memory; a sum over one slot copies it, also of words."""
-        from tpkernels.kernels.reduce import reduce_slots
-
         delivery = cast("MailboxDelivery", delivery)
         exchange, arrivals = delivery.exchange, _arrivals(delivery)
         chunks = exchange.chunk_numbers(rows)
-        total = reduce_slots(
+        total: Tensor = _home("reduce").reduce_slots(
             *(slots, bias),
             arrivals=arrivals,
             chunks=chunks,
@@ -113,14 +112,13 @@ class KernelSums(HostWaits):
     """The host waits, on a GPU by its stream alone, and one kernel takes the sum."""
 
     def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
-        from tpkernels.kernels.reduce import reduce_slots
-
         delivery.await_rows(slice(0, delivery.plan.rows))
         slots = delivery.slots
         ranks, rows, cols = slots.shape
         if bias is None:  # any rows will do; the kernel wants wide ones, and a region's may have one column
             slots = slots.view(ranks, -1, gcd(rows * cols, _WIDE_ROW))
-        return reduce_slots(slots, bias, tree=_in_tree()).view(rows, cols)
+        total: Tensor = _home("reduce").reduce_slots(slots, bias, tree=_in_tree())
+        return total.view(rows, cols)
 
 
 def _in_tree() -> bool:
@@ -135,20 +133,16 @@ ProductResult = tuple[Tensor, Tensor | None]  # y, and z if it is kept
 
 
 def _arrivals(delivery: MailboxDelivery) -> Arrivals:
-    from tpkernels.kernels.target import target_of
-    from tpkernels.kernels.waits import Arrivals, spins_in
-
     delivery.before_kernels_wait()
-    exchange = delivery.exchange
-    limit = spins_in(exchange.timeout, target_of(delivery.flags.device))
-    return Arrivals(delivery.flags, delivery.awaited, exchange.status, limit)
+    exchange, waits = delivery.exchange, _home("waits")
+    limit = waits.spins_in(exchange.timeout, target_of(delivery.flags.device))
+    arrivals: Arrivals = waits.Arrivals(delivery.flags, delivery.awaited, exchange.status, limit)
+    return arrivals
 
 
 def _raise_if_late(delivery: MailboxDelivery) -> None:
-    from tpkernels.kernels.waits import kernel_and_chunk
-
     if word := delivery.exchange.late():
-        kernel, chunk = kernel_and_chunk(word)
+        kernel, chunk = _home("waits").kernel_and_chunk(word)
         raise delivery.late_chunk(chunk, f"a wait of {kernel} ran out; results are not valid")
 
 
@@ -223,6 +217,4 @@ def kernel_pushes(exchange: Exchange, partial_of: PartialOf) -> bool:
 
 def kernels_take(dtype: torch.dtype, *, sums: bool) -> bool:
     """Whether kernels that wait take this dtype: floating point, or if they only copy, words."""
-    from tpkernels.kernels.operands import DTYPES
-
     return dtype in DTYPES or (dtype == torch.int32 and not sums)

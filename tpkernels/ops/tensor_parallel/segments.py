@@ -31,7 +31,7 @@ LEAST_ROWS = 256  # of a block; fewer cost a product more than what arrives earl
 
 def segments_of(op: str, group: ProcessGroup) -> int:
     """The number of segments that this rank has; 0 without TP-invariance."""
-    return mode.own_segments(op, group.size())
+    return mode.own_segments(op, group.size()) if mode.segments else mode.fix(op)
 
 
 def require_segments(op: str, segments: int, sizes: Sequence[tuple[str, int]]) -> None:
