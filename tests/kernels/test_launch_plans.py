@@ -119,6 +119,10 @@ def set_to(
             torch._C._set_sm_carveout_experimental(before[1])
 
 
+def all_plans() -> list[launch_plans.LaunchPlan | None]:
+    return [plan for plans in launch_plans._plans for plan in plans.values()]
+
+
 SETTINGS: list[dict[str, Any]] = [
     {"target": H100},
     {"target": A100},
@@ -179,7 +183,7 @@ def test_each_primitive_has_a_plan():
         launch_plans.forget()
         with launch.recording(H100):
             record.by_kernel(*record.sample(BF16))
-        plans = [plan for plans in launch_plans._plans for plan in plans.values()]
+        plans = all_plans()
         assert plans, name
         without |= {name} if None in plans else set()
     assert without == {"cross_entropy_grad", "lookup_grad"}
@@ -254,6 +258,8 @@ def test_later_calls_compute_with_their_own_numbers(device):
         x, weight, bias = (normal(*shape, torch.float32, device) for shape in ((48, 32), (40, 32), (1, 40)))
         y = linear_fwd(x, weight, bias[0]).y
         torch.testing.assert_close(y, x @ weight.t() + bias, rtol=1e-5, atol=1e-5)
+    (plan,) = all_plans()
+    assert plan is not None
 
 
 def _started(cache: str) -> list[tuple[Any, ...]]:
@@ -273,7 +279,7 @@ def _started(cache: str) -> list[tuple[Any, ...]]:
             assert not started
             found = (grid, stream, function, started_with, [each.block_shape for each in arguments[:2]])
             _found.append(found)
-    (plan,) = (plan for plans in launch_plans._plans for plan in plans.values())
+    (plan,) = all_plans()
     assert plan is not None
     assert isinstance(plan.steps[-1].kernel, triton.compiler.CompiledKernel)
     return _found

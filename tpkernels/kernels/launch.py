@@ -54,14 +54,14 @@ class LaunchObserver(Protocol):
 
     def started(
         self,
+        start: Callable[..., object],
         device: torch.device,
         kernel: Any,
         grid: tuple[int, ...],
-        compiled: object,
-        arguments: tuple[Any, ...],
-        constants: dict[str, Any],
+        *arguments: Any,
+        **constants: Any,
     ) -> None:
-        """compiled: what starting has returned; Triton's form of the kernel for these, or anything else"""
+        """Call `start` with the arguments, and note what it starts."""
 
     def kept_apart(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
         """What is written shares memory with nothing else."""
@@ -97,24 +97,13 @@ def emulation(target: Target, start: EmulatedStart) -> Iterator[None]:
 
 def on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """The kernel, to be called with its arguments: launched on the device of the tensors, or recorded."""
+    start = _start_on(device, kernel, grid)
     if observer := _observer.get():
-        return partial(_start_observed, observer, device, kernel, grid)
-    return _started_on(device, kernel, grid)
+        return partial(observer.started, start, device, kernel, grid)
+    return start
 
 
-def _start_observed(
-    observer: LaunchObserver,
-    device: torch.device,
-    kernel: Any,
-    grid: tuple[int, ...],
-    *arguments: Any,
-    **constants: Any,
-) -> None:
-    compiled = _started_on(device, kernel, grid)(*arguments, **constants)
-    observer.started(device, kernel, grid, compiled, arguments, constants)
-
-
-def _started_on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+def _start_on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     kind = device.type
     if kind == "meta":
         return partial(_record, kernel, grid)

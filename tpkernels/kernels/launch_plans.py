@@ -16,7 +16,8 @@ TPKERNELS_DEBUG=1: each call runs anew, and what it does is compared with its pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import wraps
@@ -154,7 +155,7 @@ class _Observer(TorchDispatchMode, launch.LaunchObserver):
         self._numbers = {id(tensor): number for number, tensor in enumerate(operands)}
         self._operands = len(operands)
         self._own: set[int] = set()  # those with memory of their own
-        self._allocates = False
+        self._looks = True
         self._repeatable = len(self._numbers) == len(operands)
 
     def plan(self, result: Any) -> LaunchPlan | None:
@@ -162,40 +163,43 @@ class _Observer(TorchDispatchMode, launch.LaunchObserver):
         several = isinstance(result, tuple)
         results = self._arguments(result if several else (result,))
         returns = getattr(result, "_make", tuple) if several else _only
-        return (
-            LaunchPlan(tuple(self._steps), results, returns, tuple(self._apart)) if self._repeatable else None
-        )
+        made = LaunchPlan(tuple(self._steps), results, returns, tuple(self._apart))
+        return made if self._repeatable else None
 
     def allocated(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        self._allocates = True
-        try:
+        with self._looking_away():
             made = launch.allocate(shape, dtype, device)
-        finally:
-            self._allocates = False
         self._own.add(len(self._tensors))
         return self._made(made, Allocate(shape, dtype, device))
 
     def started(
         self,
+        start: Callable[..., object],
         device: torch.device,
         kernel: Any,
         grid: tuple[int, ...],
-        compiled: object,
-        arguments: tuple[Any, ...],
-        constants: dict[str, Any],
+        *arguments: Any,
+        **constants: Any,
     ) -> None:
-        if isinstance(compiled, CompiledKernel):  # without Triton's own look at the arguments
+        with self._looking_away():  # Triton may allocate, and its interpreter copies
+            compiled = start(*arguments, **constants)
+        if isinstance(compiled, CompiledKernel):  # from now on without Triton's own look at the arguments
             taken = {name: value for name, value in constants.items() if name in kernel.arg_names}
             bound = kernel.signature.bind(*arguments, **taken)
             bound.apply_defaults()
-            kernel, grid, arguments, constants = (
-                compiled,
-                (*grid, 1, 1)[:3],
-                tuple(bound.arguments.values()),
-                {},
-            )
+            arguments, constants = tuple(bound.arguments.values()), {}
+            kernel, grid = compiled, (*grid, 1, 1)[:3]
         self._require_plain(constants.values())
         self._steps.append(Start(device, kernel, grid, self._arguments(arguments), constants))
+
+    @contextmanager
+    def _looking_away(self) -> Iterator[None]:
+        """What torch does now is part of a step."""
+        self._looks = False
+        try:
+            yield
+        finally:
+            self._looks = True
 
     def kept_apart(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
         numbers = [self._number_of(tensor) for tensor in (*written, *read)]
@@ -205,7 +209,7 @@ class _Observer(TorchDispatchMode, launch.LaunchObserver):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._allocates:
+        if self._looks:
             if func.is_view and isinstance(result, Tensor) and not kwargs:
                 return self._made(result, TakeView(_QUICKER.get(func, func), self._arguments(args)))
             self._repeatable = False
