@@ -34,6 +34,18 @@ def launchers_of(source: str) -> set[str]:
     }
 
 
+def without_plans(sources: dict[str, str]) -> set[str]:
+    """Launchers that do each time anew what they did before."""
+    return {
+        node.name
+        for source in sources.values()
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef)
+        and node.name in launchers_of(source)
+        and "planned" not in map(ast.unparse, node.decorator_list)
+    }
+
+
 def not_in_catalog(sources: dict[str, str]) -> set[tuple[str, str]]:
     held = {(entry.module.removeprefix("tpkernels.kernels."), entry.function) for entry in catalog()}
     return {(module, name) for module, source in sources.items() for name in kernels_of(source)} - held
@@ -50,6 +62,11 @@ def test_every_kernel_is_in_the_catalog():
 
 def test_every_launcher_has_a_numeric_case():
     assert not without_numeric_case(SOURCES), "give it a case: see gate/numerics.py"
+
+
+def test_every_launcher_has_plans():
+    """Beside those that other launchers call."""
+    assert without_plans(SOURCES) == {"add_slots", "sum_partials"}, "decorate it: see launch_plans.py"
 
 
 def test_newcomer_is_noticed():
@@ -72,4 +89,5 @@ def _check(x):
     }
     assert not_in_catalog(newcomer) == {("softmax", "_softmax_kernel")}
     assert without_numeric_case(newcomer) == {"softmax"}
+    assert without_plans(newcomer) == {"softmax"}
     assert launchers_of(SOURCES["wgrad"]) == {"wgrad", "wgrad_accumulate_"}

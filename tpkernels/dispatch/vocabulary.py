@@ -83,8 +83,8 @@ softmax_statistics = Primitive(
 
 
 def _cross_entropy_grad_sample(layer: Layer) -> tuple[Any, ...]:
-    row = layer.tensor(layer.tokens, dtype=sums_dtype(layer.dtype))
-    return layer.dy(), _ids(layer), row, row, row, layer.out_features, 0, 1.0, 0.0, False
+    rows = (layer.tensor(layer.tokens, dtype=sums_dtype(layer.dtype)) for _ in range(3))
+    return layer.dy(), _ids(layer), *rows, layer.out_features, 0, 1.0, 0.0, False
 
 
 # (T, V): the gradient of the logits; in their memory if `in_place`

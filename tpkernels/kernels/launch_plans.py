@@ -1,15 +1,16 @@
-"""What a launcher does with operands of one kind: found out by watching its first call, then repeated.
+"""What a launcher does with operands of one kind: observed once, then repeated.
 
     @planned
     def linear_fwd(x, weight, ...): ...     checks, chooses a tile, allocates, describes operands, launches
 
-A plan is what such a call has allocated, viewed and launched. A later call whose operands differ in numbers
-and addresses alone repeats it and looks at nothing again, which takes the host longer than all else. The key
-of a plan has all that a launcher may look at: shapes, strides, dtypes, devices and alignment of all tensors,
-the other arguments, and the settings that choices depend on.
+A plan is what the second call on such operands has allocated, viewed and launched. A later call, whose
+operands differ in numbers and addresses alone, repeats it and looks at nothing again. The key of a plan has
+all that a launcher may look at: shapes, strides, dtypes, devices and alignment of tensors, which of them are
+one, the other arguments, and the settings that choices depend on. A launcher reads no numbers on the host,
+and hands no address to a kernel but a tensor's own.
 
-A launcher that does anything else with its tensors, such as adding two of them, has no plan and runs each
-time. So does a call that is given a tensor twice, or memory twice where results must have their own.
+A launcher that calls another operator of torch, such as a sum, has no plan and runs each time. So does a call
+with memory twice where results must have their own.
 
 TPKERNELS_DEBUG=1: each call runs anew, and what it does is compared with its plan.
 """
@@ -17,13 +18,15 @@ TPKERNELS_DEBUG=1: each call runs anew, and what it does is compared with its pl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.compiler import CompiledKernel
@@ -31,6 +34,7 @@ from triton.compiler import CompiledKernel
 from tpkernels import tp_invariance
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels import invariance, launch
+from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.operands import share_memory
 from tpkernels.kernels.target import carveout, emulated_target, fp32_precision, recorded_target
 
@@ -42,7 +46,15 @@ MOST_PLANS = 1024  # of a launcher: batches of any length bring new ones
 # Read once: looking into the environment takes as long as a tenth of a tiny product.
 debug = env_flag("TPKERNELS_DEBUG", default=False)
 
-_plans: list[dict[tuple[Any, ...], LaunchPlan | None]] = []  # of each launcher, by key; None: it has none
+
+class _Seen(Enum):
+    """A kind of operands without a plan."""
+
+    ONCE = "once"
+    WITHOUT_PLAN = "what it does cannot be repeated"
+
+
+_plans: list[dict[tuple[Any, ...], LaunchPlan | _Seen]] = []  # of each launcher, by key
 
 
 class Arguments(NamedTuple):
@@ -156,7 +168,7 @@ class _Observer(TorchDispatchMode, launch.LaunchObserver):
         self._operands = len(operands)
         self._own: set[int] = set()  # those with memory of their own
         self._looks = True
-        self._repeatable = len(self._numbers) == len(operands)
+        self._repeatable = True
 
     def plan(self, result: Any) -> LaunchPlan | None:
         """The plan, if what was done can be repeated."""
@@ -184,8 +196,8 @@ class _Observer(TorchDispatchMode, launch.LaunchObserver):
         with self._looking_away():  # Triton may allocate, and its interpreter copies
             compiled = start(*arguments, **constants)
         if isinstance(compiled, CompiledKernel):  # from now on without Triton's own look at the arguments
-            taken = {name: value for name, value in constants.items() if name in kernel.arg_names}
-            bound = kernel.signature.bind(*arguments, **taken)
+            taken = constants.keys() & kernel.signature.parameters
+            bound = kernel.signature.bind(*arguments, **{name: constants[name] for name in taken})
             bound.apply_defaults()
             arguments, constants = tuple(bound.arguments.values()), {}
             kernel, grid = compiled, (*grid, 1, 1)[:3]
@@ -231,18 +243,28 @@ class _Observer(TorchDispatchMode, launch.LaunchObserver):
         return arguments
 
     def _require_plain(self, values: Iterable[Any]) -> None:
-        """What is neither a tensor nor holds one is the same in the next call."""
-        for value in values:
-            if isinstance(value, (tuple, list)):
-                self._require_plain(value)
-            else:
-                hashable = value.__hash__ is not None  # else it may change
-                self._repeatable &= hashable and not isinstance(value, Tensor)
+        self._repeatable &= all(map(_is_plain, values))
+
+
+_PLAIN = frozenset(
+    (type(None), bool, int, float, str, range, torch.dtype, torch.device, tl.dtype, MatmulTile)
+)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is no tensor, holds none, and stays as it is."""
+    if type(value) in _PLAIN:
+        return True
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    if isinstance(value, type) or not is_dataclass(value):
+        return isinstance(value, type)
+    return all(_is_plain(getattr(value, each.name)) for each in fields(value))
 
 
 def planned(launcher: Callable[P, R]) -> Callable[P, R]:
     """Decorate a launcher, so that it repeats its plans."""
-    plans: dict[tuple[Any, ...], LaunchPlan | None] = {}
+    plans: dict[tuple[Any, ...], LaunchPlan | _Seen] = {}
     _plans.append(plans)
 
     @wraps(launcher)
@@ -252,57 +274,68 @@ def planned(launcher: Callable[P, R]) -> Callable[P, R]:
         operands: list[Tensor] = []
         try:
             key = key_of(args, options, operands)
-            known = key in plans
-        except (
-            TypeError,
-            RuntimeError,
-            AttributeError,
-        ):  # no tensors as they should be: the launcher says so
+        except (TypeError, RuntimeError):  # arguments that it does not take, which it says best
             return launcher(*args, **options)
-        plan = plans.get(key)
-        if known and not debug:
-            if plan is None or not plan.fits(operands):
+        found = plans.get(key)
+        if not debug:
+            if isinstance(found, LaunchPlan) and found.fits(operands):
+                repeated: R = found.run(operands)
+                return repeated
+            if found is not _Seen.ONCE:
+                if found is None:  # operands of lengths that vary: most kinds come once
+                    _keep(plans, key, _Seen.ONCE)
                 return launcher(*args, **options)
-            repeated: R = plan.run(operands)
-            return repeated
         observer = _Observer(operands)
         with launch.observed_by(observer), observer:
             result = launcher(*args, **options)
-        anew = observer.plan(result)
-        if known and anew != plan and (plan is None or plan.fits(operands)):
+        plan = observer.plan(result)
+        if isinstance(found, LaunchPlan) and found.fits(operands) and plan != found:
             raise AssertionError(
-                f"{launcher.__name__}: the key of its plan lacks something: {plan} is now {anew}"
+                f"{launcher.__name__}: the key of its plan lacks something: {found} is now {plan}"
             )
-        if len(plans) >= MOST_PLANS:
-            plans.clear()
-        plans[key] = anew
+        _keep(plans, key, plan or _Seen.WITHOUT_PLAN)
         return result
 
     return run
 
 
+def _keep(plans: dict[Any, Any], key: object, found: object) -> None:
+    """In place of the oldest, if there are too many."""
+    if len(plans) >= MOST_PLANS and key not in plans:
+        with suppress(KeyError, StopIteration, RuntimeError):  # another thread may do the same
+            del plans[next(iter(plans))]
+    plans[key] = found
+
+
 def key_of(args: Sequence[Any], options: Mapping[str, Any], operands: list[Tensor]) -> tuple[Any, ...]:
-    """All that a launcher may look at. operands: the tensors among the arguments are appended"""
+    """All that a launcher may look at. operands: the tensors among the arguments are appended, each once"""
     key = [carveout(), fp32_precision(), tp_invariance.mode.segments, invariance.batch_invariant]
     key += recorded_target.get(), emulated_target.get(), *options
-    _describe(args, key, operands)
-    _describe(options.values(), key, operands)
+    numbers: dict[int, int] = {}
+    _describe(args, key, operands, numbers)
+    _describe(options.values(), key, operands, numbers)
     return tuple(key)
 
 
-def _describe(values: Iterable[Any], key: list[Any], operands: list[Tensor]) -> None:
+def _describe(values: Iterable[Any], key: list[Any], operands: list[Tensor], numbers: dict[int, int]) -> None:
+    """numbers: of operands, by id"""
     for value in values:
         if isinstance(value, Tensor):
+            if (number := numbers.setdefault(id(value), len(operands))) < len(operands):
+                key.append(number)
+                continue
             key += value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15
             operands.append(value)
         elif isinstance(value, (tuple, list)):
             key += type(value), len(value)
-            _describe(value, key, operands)
-        else:
+            _describe(value, key, operands, numbers)
+        elif type(value) in _PLAIN or _is_plain(value):
             key.append(value)
+        else:
+            raise TypeError("it may hold a tensor, or change")
 
 
 def forget() -> None:
-    """Drop all plans: something has changed that no key has, such as the code of a test."""
+    """Drop all plans: something has changed that no key has, such as Triton's own settings."""
     for plans in _plans:
         plans.clear()

@@ -23,7 +23,7 @@ from tpkernels.comm.transports import c10d, select, symmetric
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.dispatch import backends
-from tpkernels.kernels import interpret, reduce, target, tiles
+from tpkernels.kernels import interpret, launch_plans, reduce, target, tiles
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.target import Target
 from tpkernels.streams import models
@@ -145,9 +145,11 @@ def _standing_in(
         for change in changes:
             entered.enter_context(change)
         entered.enter_context(OnDevice())  # type: ignore[no-untyped-call]
+        launch_plans.forget()  # none of another machine's
         try:
             yield
         finally:
+            launch_plans.forget()
             gpu.close()
             if exchanges := select._of_group.get(id(group)):
                 exchanges._open.clear()  # unclosed: closing asks the device
