@@ -1,8 +1,8 @@
 """Seconds of a step: products at a share of the peak rate, and what of the transfers they cannot hide.
 
 Of blocks whose tensor group lies in one node that is what a model of single calls says, which the caller
-gives (`BlockExposed`). For others, and beside blocks, it is a formula. Where some of the transfers have nothing computed beside them,
-and some of the products nothing that travels,
+gives (`BlockExposed`). For others, and beside blocks, it is a formula. Where some of the transfers have
+nothing computed beside them, and some of the products nothing that travels,
 
     exposed = max(transfers alone, transfers - products that something travels beside)
 
