@@ -81,18 +81,14 @@ class _Rank:
     def call(self, case: str, overlap: bool) -> None:
         kind, direction = case.split()
         narrow, wide = torch.empty(TOKENS // RANKS, IN), torch.empty(TOKENS, OUT_SHARD)
-        column = kind == "column"
-        op, x, weight = (
-            (column_linear, narrow, torch.empty(OUT_SHARD, IN))
-            if column
-            else (row_linear, wide, torch.empty(IN, OUT_SHARD))
-        )
-        leaves = [x.requires_grad_(), weight.requires_grad_()]
+        op: Callable[..., Tensor] = column_linear if kind == "column" else row_linear
+        x, dy = (narrow, wide) if kind == "column" else (wide, narrow)
+        leaves = [x.requires_grad_(), torch.empty(dy.shape[1], x.shape[1]).requires_grad_()]
         with self._standing_in() as group:
             self.noting = direction == "forward"
             y = op(*leaves, None, group, sequence_parallel=True, overlap=overlap)
             self.noting = direction == "backward"
-            torch.autograd.grad(y, leaves, wide if column else narrow)
+            torch.autograd.grad(y, leaves, dy)
 
     @contextmanager
     def _standing_in(self) -> Iterator[dist.ProcessGroup]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tpkernels.cli import BadUse, Progress, clock_ops, drawn_into, require_packages, write_json, written_to
+from tpkernels.planning.timeline.calls import OPERATORS
 
 if TYPE_CHECKING:
     from tpkernels.gate.ahead_of_time import Entry
@@ -23,7 +24,7 @@ MOST = 2**24  # of tokens, or of features: more than any layer has
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
-    if words and words[0] in clock_ops.OPS:
+    if words and words[0] in OPERATORS:
         clock_ops.add_options(parser)
         return
     parser.add_argument(
@@ -110,7 +111,7 @@ def _entries(wanted: str) -> list[Entry]:
 
     named = [entry for entry in catalog() if has_parts(entry.name, wanted)]
     if not named:
-        known = f"one is {catalog()[0].name}; ops are {', '.join(clock_ops.OPS)}"
+        known = f"one is {catalog()[0].name}; ops are {', '.join(OPERATORS)}"
         raise BadUse(f"no kernel has {wanted!r} between slashes in its name; {known}")
     clocked = [entry for entry in named if set(entry.architectures) & set(CLOCKED)]
     if not clocked:

@@ -45,8 +45,8 @@ class Machine:
     ranks: int
     machines: int = 1  # of as many ranks each
     processors: int = PROCESSORS  # of each GPU
-    numbers: bool = True  # else tensors have sizes alone, and rank 0 is recorded alone
     models: Mapping[str, models.Model] = field(default_factory=dict)  # of kernels that are not ours
+    numbers: bool = True  # else tensors have sizes alone, and rank 0 is recorded alone
     exchange: type[SymmetricExchange] = SymmetricExchange  # over symmetric memory
 
 

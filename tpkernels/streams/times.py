@@ -9,7 +9,7 @@ since the others are. And what it awaits comes when it has itself sent the same 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tpkernels.planning.timeline.node import Node
 from tpkernels.planning.timeline.simulation import (
@@ -43,53 +43,57 @@ class Costs:
     kind: str
     seconds: float = 0.0
     launch: float = 0.0  # microseconds of the host
-    uses: Mapping[Resource, float] | None = None
+    uses: Mapping[Resource, float] = field(default_factory=dict)
 
 
 def times_of(program: Program, calls: Sequence[range], node: Node) -> list[list[Ran]]:
     """When the tasks of each call ran. calls: numbers of their tasks, and of no other"""
-    first = {call.start: number for number, call in enumerate(calls)}
-    tasks = list(_Timed(program, node, first).tasks())
-    call_of = {task: number for number, call in enumerate(calls) for task in call}
-    ran: list[list[Ran]] = [[] for _ in calls]
-    for each in run(tasks).values():
-        number = each.task.key[1]
-        call = number if each.task.key[0] == "call" else call_of.get(number)
-        if call is not None:
-            ran[call].append(each)
-    return ran
+    ran = run(list(_Timed(program, calls, node).tasks())).values()
+    return [[each for each in ran if each.task.key[0] == call] for call in range(len(calls))]
 
 
 class _Timed:
     """The program's tasks as those of a simulation."""
 
-    def __init__(self, program: Program, node: Node, calls: Mapping[int, int]) -> None:
-        """calls: by the number of their first task"""
-        self._program, self._node, self._calls = program, node, calls
+    def __init__(self, program: Program, calls: Sequence[range], node: Node) -> None:
+        self._program, self._node = program, node
+        self._call_of = {task: call for call, tasks in enumerate(calls) for task in tasks}
         self._last: dict[int, TaskKey] = {}  # piece of each task
         self._raised: dict[int, TaskKey] = {}  # by flag of ours: what ends when it is up
 
     def tasks(self) -> Iterator[TimelineTask]:
+        """Each call first takes the host some time."""
+        latest = None
         for task in self._program.tasks:
-            if (call := self._calls.get(task.number)) is not None:
-                key, seconds = ("call", call), _US * self._node.host.call
-                yield TimelineTask(key, (HOST,), seconds, name="call", kind=LAUNCH)
-            costs = self._costs(task)
-            launch = ("launch", task.number)
-            yield TimelineTask(launch, (HOST,), _US * costs.launch, name=task.name, kind=LAUNCH)
-            before = (launch, *(self._last[number] for number in task.after))
-            pieces = self._pieces(task)
-            for number, (steps, seen) in enumerate(pieces):
-                key = ("piece", task.number, number)
-                seconds = costs.seconds * len(steps) / sum(len(its) for its, _ in pieces)
-                name = f"{task.name} {number + 1}" if len(pieces) > 1 else task.name
-                uses = {**(costs.uses or {}), **self._stores(task, steps, seconds)}
-                queue = (costs.place, task.stream)
-                yield TimelineTask(key, queue, seconds, (*before, *sorted(seen)), uses, name, costs.kind)
-                self._last[task.number] = key
-                for step in steps:
-                    flags = (self._program.turned.get(flag) for flag in step.raises())
-                    self._raised.update((flag, key) for flag in flags if flag is not None)
+            call = self._call_of.get(task.number)
+            if call not in (None, latest):
+                seconds = _US * self._node.host.call
+                yield TimelineTask((call, "begins"), (HOST,), seconds, name="call", kind=LAUNCH)
+            latest = call
+            yield from self._parts(task, call)
+
+    def _parts(self, task: Task, call: int | None) -> Iterator[TimelineTask]:
+        """Yield its launch, and what it does piece by piece."""
+        costs, launch = self._costs(task), (call, task.number)
+        yield TimelineTask(launch, (HOST,), _US * costs.launch, name=task.name, kind=LAUNCH)
+        before = (launch, *(self._last[number] for number in task.after))
+        pieces, count = self._pieces(task), sum(map(len, task.programs))
+        for number, (steps, seen) in enumerate(pieces, 1):
+            key = (call, task.number, number)
+            seconds = costs.seconds * len(steps) / count
+            yield TimelineTask(
+                key,
+                (costs.place, task.stream),
+                seconds,
+                (*before, *seen),
+                {**costs.uses, **self._stores(task, steps, seconds)},
+                f"{task.name} {number}" if len(pieces) > 1 else task.name,
+                costs.kind,
+            )
+            self._last[task.number] = key
+            for step in steps:
+                turned = (self._program.turned.get(flag) for flag in step.raises())
+                self._raised.update((flag, key) for flag in turned if flag is not None)
 
     def _pieces(self, task: Task) -> list[tuple[list[Step], set[TaskKey]]]:
         """Steps that await the same; one that raises a flag is a piece of its own."""
@@ -120,7 +124,8 @@ class _Timed:
             return Costs(NCCL, TRANSFER, seconds, host.collective, uses)
         if work.kind == "product":
             left_free = node.nccl.channels if task.leaves else 0
-            seconds = node.times.product("linear", *work.size, left_free)
+            rows, cols, depth = work.size
+            seconds = node.times.product("linear", rows, cols, depth, left_free)
             seconds *= node.waiting if task.leaves is None else 1.0  # it waits, or pushes
             uses = {_PROCESSORS: 1 - left_free / node.gpu.processors}
             return Costs(COMPUTE, PRODUCT, seconds, host.product, uses)

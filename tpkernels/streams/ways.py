@@ -19,9 +19,10 @@ from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import Plan, Round, gather_plan, pushing_gather_plan, reduce_plan
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import c10d_for
+from tpkernels.comm.transports.rows import Waits
 from tpkernels.comm.transports.symmetric import SymmetricDelivery, SymmetricExchange
 from tpkernels.ops.tensor_parallel import parallel, ways
-from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_SUMS
+from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_SUMS, waits_for
 from tpkernels.streams.device import current_device
 from tpkernels.streams.peers import NcclGroup
 from tpkernels.streams.program import Awaited, Step
@@ -92,7 +93,7 @@ def _naive() -> list[Any]:
 
 
 def _decomposed() -> list[Any]:
-    found, waits = ways.exchange_for, parallel.waits_for
+    found = ways.exchange_for
 
     def exchange_for(
         op: str, purpose: str, like: Tensor, rows: int, cols: int, group: Any, features: int, overlap: bool,
@@ -103,11 +104,11 @@ def _decomposed() -> list[Any]:
             return c10d_for(like, rows, features, group.size(), overlap)
         return found(op, purpose, like, rows, cols, group, features, overlap, **options)
 
-    def waits_for(op: str, exchange: Exchange, like: Tensor, **options: Any) -> Any:
-        return KERNEL_SUMS if isinstance(exchange, Decomposed) else waits(op, exchange, like, **options)
+    def waits(op: str, exchange: Exchange, like: Tensor, **options: Any) -> Waits:
+        return KERNEL_SUMS if isinstance(exchange, Decomposed) else waits_for(op, exchange, like, **options)
 
     return [
         patch.object(ways, "exchange_for", exchange_for),
         patch.object(parallel, "exchange_for", exchange_for),
-        patch.object(parallel, "waits_for", waits_for),
+        patch.object(parallel, "waits_for", waits),
     ]
