@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import mmap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from tpkernels.planning.timeline.calls import MOST_RANKS
 from tpkernels.streams.program import NO_WORK, End, Program, Step, Task, Work
 
 MEMORY = 1 << 21  # bytes of a rank
-ADDRESSES = 1 << 38  # where there are no numbers
+ADDRESSES = 1 << 38  # of a rank, where there are no numbers
 ROUNDED = 512  # bytes, as torch's allocator does
 FREED = "memory is freed"
 POISON = 0xFF  # a NaN in every dtype of numbers
@@ -169,8 +169,10 @@ class Device:
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
-        has_numbers = program.numbers
-        self.memory = torch.full((MEMORY,), POISON, dtype=torch.uint8) if has_numbers else _addresses()
+        if program.numbers:
+            self.memory = torch.full((MEMORY,), POISON, dtype=torch.uint8)
+        else:
+            self.memory = _addresses()[rank * ADDRESSES : (rank + 1) * ADDRESSES]
         self.first = self.memory.data_ptr()
         self.used = 0
         self.stream_numbers = itertools.count()
@@ -328,16 +330,12 @@ class Device:
         self._open = False
 
 
+@lru_cache(maxsize=1)
 def _addresses() -> Tensor:
-    """Of which the system has pages only where somebody writes."""
+    """Of all programs that have no numbers; the system has pages only where somebody writes."""
     no_reserve = 0x4000  # of Linux; a name in `mmap` since Python 3.13
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-    try:
-        found = mmap.mmap(-1, ADDRESSES, flags=flags)
-    except OSError:  # programs that nobody has any more, whose parts have each other, have all there are
-        gc.collect()
-        found = mmap.mmap(-1, ADDRESSES, flags=flags)
-    return torch.frombuffer(found, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, MOST_RANKS * ADDRESSES, flags=flags), dtype=torch.uint8)
 
 
 def _poison(memory: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -75,13 +76,14 @@ def record(machine: Machine, body: Body, transport: str = "symmetric") -> Progra
 def _group(rank: int, ranks: int) -> Iterator[ProcessGroup]:
     if not hasattr(dist.Backend, "VIRTUAL"):
         dist.Backend.register_backend("virtual", _make_group, devices=["cpu", "cuda"])
-    dist.init_process_group("virtual", store=dist.HashStore(), rank=rank, world_size=ranks)
-    try:
-        group = dist.group.WORLD
-        assert group is not None, "it has just been made"
-        yield group
-    finally:
-        dist.destroy_process_group()
+    with patch.object(sys, "excepthook", sys.excepthook):  # torch's tells of each group that there was
+        dist.init_process_group("virtual", store=dist.HashStore(), rank=rank, world_size=ranks)
+        try:
+            group = dist.group.WORLD
+            assert group is not None, "it has just been made"
+            yield group
+        finally:
+            dist.destroy_process_group()
 
 
 def _make_group(store: object, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
@@ -156,7 +158,7 @@ def _standing_in(
             yield
         finally:
             gpu.close()
-            if exchanges := select._of_group.get(id(group)):
+            if exchanges := select._of_group.pop(id(group), None):  # it holds the group
                 exchanges._open.clear()  # unclosed: closing asks the device
 
 

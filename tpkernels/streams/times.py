@@ -47,7 +47,10 @@ class Costs:
 
 
 def times_of(program: Program, calls: Sequence[range], node: Node) -> list[list[Ran]]:
-    """When the tasks of each call ran. calls: numbers of their tasks, and of no other"""
+    """When the tasks of each call ran, if all before the first were done.
+
+    calls: numbers of their tasks, and of no other
+    """
     ran = run(list(_Timed(program, calls, node).tasks())).values()
     return [[each for each in ran if each.task.key[0] == call] for call in range(len(calls))]
 
@@ -56,7 +59,7 @@ class _Timed:
     """The program's tasks as those of a simulation."""
 
     def __init__(self, program: Program, calls: Sequence[range], node: Node) -> None:
-        self._program, self._node = program, node
+        self._program, self._node, self._first = program, node, calls[0].start
         self._call_of = {task: call for call, tasks in enumerate(calls) for task in tasks}
         self._last: dict[int, TaskKey] = {}  # piece of each task
         self._raised: dict[int, TaskKey] = {}  # by flag of ours: what ends when it is up
@@ -64,7 +67,7 @@ class _Timed:
     def tasks(self) -> Iterator[TimelineTask]:
         """Each call first takes the host some time."""
         latest = None
-        for task in self._program.tasks:
+        for task in self._program.tasks[self._first :]:
             call = self._call_of.get(task.number)
             if call not in (None, latest):
                 seconds = _US * self._node.host.call
@@ -76,7 +79,7 @@ class _Timed:
         """Yield its launch, and what it does piece by piece."""
         costs, launch = self._costs(task), (call, task.number)
         yield TimelineTask(launch, (HOST,), _US * costs.launch, name=task.name, kind=LAUNCH)
-        before = (launch, *(self._last[number] for number in task.after))
+        before = (launch, *(self._last[number] for number in task.after if number >= self._first))
         pieces, count = self._pieces(task), sum(map(len, task.programs))
         for number, (steps, seen) in enumerate(pieces, 1):
             key = (call, task.number, number)
