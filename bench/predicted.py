@@ -24,8 +24,8 @@ from bench.published_overlap import PUBLISHED, Published
 from bench.slow_link import SlowLink, why_not
 from tpkernels.cli import BadUse
 from tpkernels.gpus import gpu_named
-from tpkernels.planning.timeline.calls import Sizes
-from tpkernels.planning.timeline.node import GRAPH, Node
+from tpkernels.planning.calls import Sizes
+from tpkernels.streams.node import GRAPH, Node
 from tpkernels.streams.prediction import predict
 
 TARGET = 0.08  # of overlap efficiency

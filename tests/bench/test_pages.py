@@ -20,7 +20,7 @@ from bench.shapes import MODELS, RATED_GPUS, all_shapes, shapes_of
 from tests.gate.test_budgets import compiled_by
 from tpkernels.gate import budgets
 from tpkernels.gate.budgets import REGISTER_UNIT
-from tpkernels.planning.timeline import calls
+from tpkernels.planning import calls
 
 DOCS = Path(__file__).parents[2] / "docs"
 MINORS = ("3.6", "3.7")  # in the order of the columns of measured-kernels.md

@@ -13,7 +13,7 @@ from tpkernels.gate import workers
 from tpkernels.gate.clock.model import KernelPrediction
 from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.pictures.figure import can_draw
-from tpkernels.planning.timeline.calls import OPERATORS, WAYS
+from tpkernels.planning.calls import OPERATORS, WAYS
 
 NAME = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 PREDICTED = KernelPrediction(418e-6, 576.0, 0.75, 1.43e9, 0.03, 0.4, "main loop", 0.08)

@@ -11,8 +11,8 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tpkernels.cli import BadUse, Progress, clock_ops, drawn_into, require_packages, write_json, written_to
-from tpkernels.planning.timeline.calls import OPERATORS
+from tpkernels.cli import BadUse, Progress, drawn_into, require_packages, write_json, written_to
+from tpkernels.planning.calls import OPERATORS
 
 if TYPE_CHECKING:
     from tpkernels.gate.ahead_of_time import Entry
@@ -25,6 +25,8 @@ MOST = 2**24  # of tokens, or of features: more than any layer has
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     if words and words[0] in OPERATORS:
+        from tpkernels.cli import clock_ops  # which loads torch
+
         clock_ops.add_options(parser)
         return
     parser.add_argument(
@@ -49,7 +51,11 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
 
 
 def main(options: Namespace) -> int:
-    return clock_ops.main(options) if "op" in options else _clock_kernels(options)
+    if "op" in options:
+        from tpkernels.cli import clock_ops
+
+        return clock_ops.main(options)
+    return _clock_kernels(options)
 
 
 def _clock_kernels(options: Namespace) -> int:

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from tpkernels.cli import bad_use_if, drawn_into, write_json, written_to
 from tpkernels.gpus import gpu_named
 from tpkernels.pictures.figure import Picture
 from tpkernels.pictures.lanes import Span, lanes
-from tpkernels.planning.timeline.calls import DIRECTIONS, MOST_RANKS, OPERATORS, PUBLISHED, WAYS, Sizes
-from tpkernels.planning.timeline.node import GRAPH, Node
-from tpkernels.planning.timeline.simulation import COMPUTE, COPIES, HOST, NCCL, TRANSFER, Ran
-
-if TYPE_CHECKING:
-    from tpkernels.streams.prediction import Predicted
+from tpkernels.planning.calls import DIRECTIONS, MOST_RANKS, OPERATORS, PUBLISHED, WAYS, Sizes
+from tpkernels.streams.node import GRAPH, Node
+from tpkernels.streams.prediction import Predicted, predict
+from tpkernels.streams.simulation import COMPUTE, COPIES, HOST, NCCL, TRANSFER, Ran
 
 _LANES = {
     HOST: "host, launches",
@@ -55,8 +52,6 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    from tpkernels.streams.prediction import predict  # here: `--help` needs no torch
-
     with bad_use_if(ValueError):
         node, sizes = _node(options), _sizes(options)
         found = [

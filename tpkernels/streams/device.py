@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from tpkernels.planning.timeline.calls import MOST_RANKS
+from tpkernels.planning.calls import MOST_RANKS
 from tpkernels.streams.program import NO_WORK, End, Program, Step, Task, Work
 
 MEMORY = 1 << 21  # bytes of a rank

@@ -18,13 +18,13 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.gpus import RatedGpu
 from tpkernels.ops import column_linear, parallel_mlp, row_linear
+from tpkernels.planning.calls import DIRECTIONS, OPERATORS, WAYS, Sizes
 from tpkernels.planning.job import Job
-from tpkernels.planning.timeline.calls import DIRECTIONS, OPERATORS, WAYS, Sizes
-from tpkernels.planning.timeline.node import GRAPH, Host, Node
-from tpkernels.planning.timeline.simulation import HOST, LAUNCH, NOTHING, PRODUCT, TRANSFER, Ran
 from tpkernels.streams.device import current_device
+from tpkernels.streams.node import GRAPH, Host, Node
 from tpkernels.streams.program import Program
 from tpkernels.streams.record import Machine, record
+from tpkernels.streams.simulation import HOST, LAUNCH, NOTHING, PRODUCT, TRANSFER, Ran
 from tpkernels.streams.times import times_of
 from tpkernels.streams.ways import TRANSPORTS, Decomposed, going
 

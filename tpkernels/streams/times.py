@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tpkernels.planning.timeline.node import Node
-from tpkernels.planning.timeline.simulation import (
+from tpkernels.streams.node import Node
+from tpkernels.streams.program import Program, Step, Task
+from tpkernels.streams.simulation import (
     COMPUTE,
     COPIES,
     HOST,
@@ -28,7 +29,6 @@ from tpkernels.planning.timeline.simulation import (
     TimelineTask,
     run,
 )
-from tpkernels.streams.program import Program, Step, Task
 
 _LINK: tuple[Resource, ...] = (("link", "out"), ("link", "in"))
 _PROCESSORS: Resource = ("processors",)
@@ -128,7 +128,7 @@ class _Timed:
         if work.kind == "product":
             left_free = node.nccl.channels if task.leaves else 0
             rows, cols, depth = work.size
-            seconds = node.times.product("linear", rows, cols, depth, left_free)
+            seconds = node.times.product(rows, cols, depth, left_free)
             seconds *= node.waiting if task.leaves is None else 1.0  # it waits, or pushes
             uses = {_PROCESSORS: 1 - left_free / node.gpu.processors}
             return Costs(COMPUTE, PRODUCT, seconds, host.product, uses)
