@@ -17,7 +17,7 @@ from tpkernels.planning.calls import MOST_RANKS
 from tpkernels.streams.program import NO_WORK, End, Program, Step, Task, Work
 
 MEMORY = 1 << 21  # bytes of a rank
-ADDRESSES = 1 << 38  # of a rank, where there are no numbers
+ADDRESSES = 1 << 40  # of a rank, where there are no numbers
 ROUNDED = 512  # bytes, as torch's allocator does
 FREED = "memory is freed"
 POISON = 0xFF  # a NaN in every dtype of numbers
