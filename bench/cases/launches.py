@@ -3,8 +3,8 @@
     python -m bench.cases.launches [--json FILE]
 
 What it enqueues (collectives, kernels, copies) is recorded by `streams`, and counted. Host time is that of
-our code and of torch's dispatcher, on one core, without what CUDA takes to launch: an op runs as one rank of a
-group whose backend moves nothing, on tensors without memory.
+our code and of torch's dispatcher, on one core, without what CUDA takes to launch: an op runs as one rank of
+a group whose backend moves nothing, on tensors without memory.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from tpkernels.gpus import gpu_named
 from tpkernels.pictures.figure import Picture
 from tpkernels.pictures.lanes import Span, lanes
 from tpkernels.planning.calls import DIRECTIONS, MOST_RANKS, OPERATORS, PUBLISHED, WAYS, Sizes
+from tpkernels.streams import MachineError
 from tpkernels.streams.node import GRAPH, Node
 from tpkernels.streams.prediction import Predicted, predict
 from tpkernels.streams.simulation import COMPUTE, COPIES, HOST, NCCL, TRANSFER, Ran
@@ -52,7 +53,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    with bad_use_if(ValueError):
+    with bad_use_if(ValueError, MachineError):  # the latter of sizes that no GPU holds
         node, sizes = _node(options), _sizes(options)
         found = [
             predict(options.op, direction, way, sizes, node)
