@@ -17,18 +17,16 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-from bench.cases.linear_overlap import IN, OUT_SHARD, TOKENS
+from bench.cases.linear_overlap import IN, TOKENS
 from bench.cases.predicted_link import CASES, Constants, measure, paused
+from bench.linked_ranks import MeasuredRanks, ran
 from bench.published_overlap import PUBLISHED, Published
 from bench.slow_link import SlowLink, why_not
 from tpkernels.cli import BadUse
 from tpkernels.gpus import gpu_named
-from tpkernels.planning.timeline.node import GRAPH, Node
-from tpkernels.planning.timeline.operators import OPERATORS, Sizes
-from tpkernels.planning.timeline.point_to_point import MeasuredRanks, PointToPoint, sockets
-from tpkernels.planning.timeline.prediction import predict
-from tpkernels.planning.timeline.recording import Rank
-from tpkernels.planning.timeline.simulation import TimelineTask, run
+from tpkernels.planning.calls import Sizes
+from tpkernels.streams.node import GRAPH, Node
+from tpkernels.streams.prediction import predict
 
 TARGET = 0.08  # of overlap efficiency
 WINS = (
@@ -198,13 +196,7 @@ def machine_of(constants: Constants) -> MeasuredRanks:
 
 
 def _call(case: str, constants: Constants, *, overlap: bool) -> float:
-    kind, direction = case.split()
-    sizes = Sizes(TOKENS, IN, 2 * OUT_SHARD, 2) if kind == "column" else Sizes(TOKENS, 2 * OUT_SHARD, IN, 2)
-    machine, tasks = machine_of(constants), list[TimelineTask]()
-    for number in range(2):
-        way = PointToPoint(Rank(number, 2, tasks), machine, overlap=overlap)
-        OPERATORS[f"{kind}_linear"][direction](way, sizes)
-    return max(ran.stop for ran in run(tasks, sockets(2)).values())
+    return max(each.stop for each in ran(case, machine_of(constants), overlap=overlap))
 
 
 def _floor(case: str, constants: Constants) -> float:

@@ -25,7 +25,7 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "dispatch": "child env_flag files gpus kernels saying tp_invariance",
     "gate": "child dispatch files kernels",
     "ops": "comm dispatch env_flag kernels tp_invariance",
-    "streams": "comm dispatch kernels ops planning",
+    "streams": "comm dispatch gpus kernels ops planning",
     "layers": "buckets ops runtime saying topology tp_invariance",
     "models": "layers ops runtime topology tp_invariance",
     "planning": "buckets comm gpus kernels layers models topology",

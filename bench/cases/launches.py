@@ -2,9 +2,9 @@
 
     python -m bench.cases.launches [--json FILE]
 
-An op runs as one rank of a group whose backend moves nothing, on tensors without memory, and everything that
-it would enqueue is counted: collectives, kernels, copies. Host time is that of our code and of torch's
-dispatcher, on one core, without what CUDA takes to launch.
+What it enqueues (collectives, kernels, copies) is recorded by `streams`, and counted. Host time is that of
+our code and of torch's dispatcher, on one core, without what CUDA takes to launch: an op runs as one rank of
+a group whose backend moves nothing, on tensors without memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,7 +25,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports import c10d, select, symmetric
@@ -35,22 +34,15 @@ from tpkernels.dispatch import backends
 from tpkernels.kernels import launch
 from tpkernels.kernels.target import H100, Target
 from tpkernels.ops import column_linear, row_linear
+from tpkernels.planning.calls import Sizes
 from tpkernels.streams.peers import EndedWork, NcclBackend
+from tpkernels.streams.prediction import enqueued
 
 TOKENS, RANKS, WIDTHS = (2048, 8192, 32768), (2, 4, 8), (4096, 8192)
 TRANSPORTS = ("c10d", "symmetric")
+COUNTED = ("collectives", "products", "other_kernels", "copies", "flags", "waits")
 CASES = ("column forward", "column backward", "row forward", "row backward")
 FEATURES = {4096: 14336, 8192: 28672}  # of the Llama-3 MLPs of these widths
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_")
-PRODUCT_KERNELS = (
-    "_linear_fwd_kernel",
-    "_dgrad_kernel",
-    "_wgrad_kernel",
-    "_gather_linear_kernel",
-    "_scatter_linear_kernel",
-)
-VIEWS = ("view", "t", "slice", "select", "detach", "alias", "expand", "unsqueeze", "transpose", "as_strided")
-MADE = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view", "zeros", "new_zeros")
 
 
 @dataclass(frozen=True)
@@ -123,32 +115,6 @@ class CountingGroup(dist.ProcessGroup):
 
     def recv(self, *_: object) -> Any:
         return self._start()
-
-
-class _Counting(TorchDispatchMode):
-    """Counts what is computed and copied; views and allocations are nothing."""
-
-    def __init__(self, noted: Counter[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._noted = noted
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> object:
-        name = func.overloadpacket.__name__
-        on_device = any(
-            isinstance(each, Tensor) and each.is_meta for each in torch.utils._pytree.tree_leaves(args)
-        )
-        if on_device and name not in VIEWS and name not in MADE:
-            kind = (
-                "products"
-                if name in PRODUCTS
-                else "copies"
-                if name in ("copy_", "clone")
-                else "other_kernels"
-            )
-            self._noted[kind] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -267,8 +233,7 @@ def count(
         if kind == "column"
         else (row_linear, torch.empty(tokens, features, **meta), torch.empty(width, features, **meta))
     )
-    noted: Counter[str] = Counter()
-    with group_of(ranks) as group, standing_in_for(H100, transport, noted) as launches:
+    with group_of(ranks) as group, standing_in_for(H100, transport, Counter()):
         leaf.requires_grad_(), weight.requires_grad_()
 
         def forward() -> Tensor:
@@ -281,24 +246,33 @@ def count(
             return torch.autograd.grad(y, [leaf, weight], dy, retain_graph=True)
 
         run: Callable[[], object] = forward if direction == "forward" else backward
-        run()
-        before = group.launched
-        launches.clear()
-        noted.clear()
-        with _Counting(noted):
-            run()
-        noted["collectives"] = group.launched - before
-        for launched in launches:
-            is_product = launched.kernel.__name__ in PRODUCT_KERNELS
-            noted["products" if is_product else "other_kernels"] += 1
-        names = ("collectives", "products", "other_kernels", "copies", "flags", "waits")
-        collectives, products, other_kernels, copies, flags, waits = (noted[name] for name in names)
         taken = []
         for _ in range(calls):
             start = time.perf_counter()
             run()
             taken.append(time.perf_counter() - start)
-    return Count(collectives, products, other_kernels, copies, flags, waits, 1e6 * sorted(taken)[1])
+    wide = width, FEATURES[width]
+    sizes = Sizes(tokens, *(wide if kind == "column" else wide[::-1]), ranks)
+    counts = counted(f"{kind}_linear", direction, transport, sizes, overlap)
+    return Count(**{name: counts[name] for name in COUNTED}, host=1e6 * sorted(taken)[1])
+
+
+def counted(operator: str, direction: str, transport: str, sizes: Sizes, overlap: bool) -> Counter[str]:
+    """What one call enqueues, of each of COUNTED."""
+    recording = enqueued.__wrapped__  # whatever has been recorded before
+    program, calls = recording(operator, direction, transport, sizes, H100.processors, overlap)
+    noted: Counter[str] = Counter()
+    for task in (program.tasks[number] for number in calls[-1]):
+        if task.ends:
+            noted["collectives"] += 1
+        elif task.work.kind in ("kernel", "copy"):
+            noted["copies" if task.name.startswith("copy_") or task.work.to else "other_kernels"] += 1
+        noted["products"] += task.work.kind == "product"
+        noted["flags"] += task.name == "a word is written"
+        before = [program.tasks[number] for number in task.after]
+        other_streams = [each for each in before if each.stream != task.stream and not each.ends]
+        noted["waits"] += bool(other_streams) and not task.ends
+    return noted
 
 
 def main() -> None:

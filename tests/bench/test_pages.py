@@ -20,7 +20,7 @@ from bench.shapes import MODELS, RATED_GPUS, all_shapes, shapes_of
 from tests.gate.test_budgets import compiled_by
 from tpkernels.gate import budgets
 from tpkernels.gate.budgets import REGISTER_UNIT
-from tpkernels.planning.timeline import prediction
+from tpkernels.planning import calls
 
 DOCS = Path(__file__).parents[2] / "docs"
 MINORS = ("3.6", "3.7")  # in the order of the columns of measured-kernels.md
@@ -111,7 +111,7 @@ def test_published_times_lie_where_the_command_line_says_and_half_of_the_sources
     for each in PUBLISHED:
         ratios.setdefault(each.way, []).append(each.microseconds / model_of(each))
     said = {way: (round(min(found), 2), round(max(found), 2)) for way, found in ratios.items()}
-    assert said == prediction.PUBLISHED
+    assert said == calls.PUBLISHED
     sources = {use: {each.source for each in PUBLISHED if each.use == use} for use in (FITTED, KEPT_BACK)}
     counts = {use: sum(each.use == use for each in PUBLISHED) for use in sources}
     assert counts[KEPT_BACK] >= counts[FITTED] >= 30

@@ -9,12 +9,11 @@ from tests.gate.samples import COST
 from tpkernels import cli
 from tpkernels.cli import clock_kernel, main
 from tpkernels.cli.clock_kernel import Clocked
-from tpkernels.cli.clock_ops import OPS
 from tpkernels.gate import workers
 from tpkernels.gate.clock.model import KernelPrediction
 from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.pictures.figure import can_draw
-from tpkernels.planning.timeline.prediction import WAYS
+from tpkernels.planning.calls import OPERATORS, WAYS
 
 NAME = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 PREDICTED = KernelPrediction(418e-6, 576.0, 0.75, 1.43e9, 0.03, 0.4, "main loop", 0.08)
@@ -133,7 +132,7 @@ def test_a_kernel_is_clocked_from_end_to_end(compiler, tmp_path):
 USUAL = ["clock", "column_linear", "--tokens", "2048", "--in", "4096", "--out", "14336", "--tp", "4"]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPERATORS)
 def test_each_op_says_what_each_way_takes_and_what_hides_what(op, capsys):
     assert main(["clock", op, *USUAL[2:]]) == 0
     printed = capsys.readouterr().out

@@ -31,8 +31,6 @@ def test_version_is_told(capsys):
 
 WITHOUT_TORCH = [
     "plan --world-size 16 --tp 2 --pp 4",
-    "plan --model llama3-70b --world-size 64 --gpu h100",
-    "clock column_linear --tokens 2048 --in 4096 --out 14336 --tp 4",
     *(f"{command} --help" for command in COMMANDS if command not in ("check", "qualify", "train")),
 ]
 PROGRAM = """

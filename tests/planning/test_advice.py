@@ -10,9 +10,10 @@ from tests.planning.shapes import GPT2, LLAMA
 from tests.products import once
 from tpkernels import GPT, model_config
 from tpkernels.gpus import RATED_GPUS
-from tpkernels.planning.advice import advise
+from tpkernels.planning.advice import advise as _advise
 from tpkernels.planning.job import Job, RankLayout, layouts
 from tpkernels.planning.machine import Hardware
+from tpkernels.streams.prediction import block_exposed
 
 H100 = Hardware(RATED_GPUS["h100"])
 LLAMA_70B = Job(model=model_config("llama3-70b"), tokens=8192, batch=512)
@@ -27,6 +28,10 @@ def test_layouts_are_all_that_use_every_gpu():
         for pipeline in range(1, 13)
         if 12 % (tensor * pipeline) == 0
     }
+
+
+def advise(job, machine, world_size, most_tensor):
+    return _advise(job, machine, world_size, most_tensor, block_exposed)
 
 
 @once(gpu=[*RATED_GPUS], recompute=["none", "full"])

@@ -14,12 +14,18 @@ from tpkernels.models.config import model_config
 from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.machine import Hardware
 from tpkernels.planning.parameters import parameters_of_stage
-from tpkernels.planning.step_time import exposed, step_time
+from tpkernels.planning.step_time import exposed
+from tpkernels.planning.step_time import step_time as _step_time
 from tpkernels.planning.work import OverlappedWork, _TransferTimes, message_between_stages
+from tpkernels.streams.prediction import block_exposed
 
 ROUND = RatedGpu("round numbers", 132, flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
 MACHINE = Hardware(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)
 JOB = Job(model=LLAMA.with_sizes(num_layers=8), tokens=64, batch=16)
+
+
+def step_time(job, layout, machine):
+    return _step_time(job, layout, machine, block_exposed)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,9 @@ def advise_on(options: Namespace) -> int:
     """Print which layouts suit a model; return 1 if none fits."""
     job, machine = _job(options), _machine(options)
     most = machine.gpus_per_node if options.max_tp is None else options.max_tp
-    advice = advise(job, machine, options.world_size, most)
+    from tpkernels.streams.prediction import block_exposed  # here: other plans, and `--help`, need no torch
+
+    advice = advise(job, machine, options.world_size, most, block_exposed)
     text = "\n\n".join(
         [
             _heading(options, job, machine),

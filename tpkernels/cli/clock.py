@@ -11,7 +11,8 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tpkernels.cli import BadUse, Progress, clock_ops, drawn_into, require_packages, write_json, written_to
+from tpkernels.cli import BadUse, Progress, drawn_into, require_packages, write_json, written_to
+from tpkernels.planning.calls import OPERATORS
 
 if TYPE_CHECKING:
     from tpkernels.gate.ahead_of_time import Entry
@@ -23,7 +24,9 @@ MOST = 2**24  # of tokens, or of features: more than any layer has
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
-    if words and words[0] in clock_ops.OPS:
+    if words and words[0] in OPERATORS:
+        from tpkernels.cli import clock_ops  # which loads torch
+
         clock_ops.add_options(parser)
         return
     parser.add_argument(
@@ -48,7 +51,11 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
 
 
 def main(options: Namespace) -> int:
-    return clock_ops.main(options) if "op" in options else _clock_kernels(options)
+    if "op" in options:
+        from tpkernels.cli import clock_ops
+
+        return clock_ops.main(options)
+    return _clock_kernels(options)
 
 
 def _clock_kernels(options: Namespace) -> int:
@@ -110,7 +117,7 @@ def _entries(wanted: str) -> list[Entry]:
 
     named = [entry for entry in catalog() if has_parts(entry.name, wanted)]
     if not named:
-        known = f"one is {catalog()[0].name}; ops are {', '.join(clock_ops.OPS)}"
+        known = f"one is {catalog()[0].name}; ops are {', '.join(OPERATORS)}"
         raise BadUse(f"no kernel has {wanted!r} between slashes in its name; {known}")
     clocked = [entry for entry in named if set(entry.architectures) & set(CLOCKED)]
     if not clocked:

@@ -2,7 +2,7 @@
 modelled.
 
 Naive is `F.linear` behind a blocking collective; c10d and symmetric are ours; decomposed has the shape of
-what others do. Needs no GPU and no torch.
+what others do. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from tpkernels.cli import bad_use_if, drawn_into, write_json, written_to
 from tpkernels.gpus import gpu_named
 from tpkernels.pictures.figure import Picture
 from tpkernels.pictures.lanes import Span, lanes
-from tpkernels.planning.timeline.node import GRAPH, Node
-from tpkernels.planning.timeline.operators import OPERATORS, Sizes
-from tpkernels.planning.timeline.prediction import MOST_RANKS, PUBLISHED, WAYS, Predicted, predict
-from tpkernels.planning.timeline.recording import COMPUTE, COPIES, HOST, NCCL, TRANSFER
+from tpkernels.planning.calls import DIRECTIONS, MOST_RANKS, OPERATORS, PUBLISHED, WAYS, Sizes
+from tpkernels.streams import MachineError
+from tpkernels.streams.node import GRAPH, Node
+from tpkernels.streams.prediction import Predicted, predict
+from tpkernels.streams.simulation import COMPUTE, COPIES, HOST, NCCL, TRANSFER, Ran
 
-OPS = tuple(OPERATORS)
 _LANES = {
     HOST: "host, launches",
     COMPUTE: "computes",
@@ -30,7 +30,7 @@ _COLUMNS = 72  # of a time line in text
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("op", choices=OPS, metavar="OP", help=", ".join(OPS))
+    parser.add_argument("op", choices=OPERATORS, metavar="OP", help=", ".join(OPERATORS))
     parser.add_argument("--tokens", type=int, required=True, metavar="N", help="of all ranks")
     parser.add_argument("--in", dest="features_in", type=int, required=True, metavar="N", help="in_features")
     parser.add_argument(
@@ -42,12 +42,10 @@ def add_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (default), h200 or a100")
     parser.add_argument(
-        "--directions", nargs="+", choices=("forward", "backward"), default=("forward", "backward"),
+        "--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS,
         metavar="NAME", help="forward, backward (default both)",
     )  # fmt: skip
-    parser.add_argument(
-        "--ways", nargs="+", choices=tuple(WAYS), default=tuple(WAYS), metavar="WAY", help=", ".join(WAYS)
-    )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--no-sequence-parallel", dest="sequence_parallel", action="store_false")
     parser.add_argument("--graph", action="store_true", help="launched by a CUDA graph, not by the host")
     parser.add_argument("--json", type=written_to, metavar="FILE", help="write all numbers into FILE")
@@ -55,7 +53,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    with bad_use_if(ValueError):
+    with bad_use_if(ValueError, MachineError):  # the latter of sizes that no GPU holds
         node, sizes = _node(options), _sizes(options)
         found = [
             predict(options.op, direction, way, sizes, node)
@@ -63,7 +61,7 @@ def main(options: Namespace) -> int:
             for way in options.ways
         ]
     print("\n".join(_text(options, sizes, found)))
-    predictions = [each.as_json() for each in found]
+    predictions = [each.as_json(sizes.ranks) for each in found]
     write_json(options.json, {"model": True, "op": options.op, "gpu": node.gpu.name, "ways": predictions})
     if options.picture is not None:
         _picture(options, sizes, found).write(options.picture)
@@ -126,14 +124,14 @@ def _hiding(each: Predicted) -> Iterator[str]:
 
 
 def _time_line(each: Predicted) -> Iterator[str]:
-    """Yield the time line of rank 0, a line for each queue: # computes, = moves."""
-    ours = [ran for ran in each.ran if ran.task.queue[0] == 0 and ran.stop > ran.start]
-    start = min((ran.start for ran in ours if ran.task.queue[1] != HOST), default=0.0)
+    """Yield the time line of a rank, a line for each queue: # computes, = moves."""
+    ours = _lasting(each)
+    start = min((ran.start for ran in ours if ran.task.queue[0] != HOST), default=0.0)
     stop = max((ran.stop for ran in ours), default=0.0)
     scale = _COLUMNS / max(stop - start, 1e-9)
     for queue, mark in ((COMPUTE, "#"), (NCCL, "="), (COPIES, "=")):
         line = [" "] * _COLUMNS
-        here = [ran for ran in ours if ran.task.queue[1] == queue]
+        here = [ran for ran in ours if ran.task.queue[0] == queue]
         for ran in here:
             first, last = int((ran.start - start) * scale), int((ran.stop - start) * scale)
             line[first : max(first + 1, last)] = mark * (max(first + 1, last) - first)
@@ -141,15 +139,19 @@ def _time_line(each: Predicted) -> Iterator[str]:
             yield f"  {queue:8}|{''.join(line[:_COLUMNS])}|"
 
 
+def _lasting(each: Predicted) -> list[Ran]:
+    return [ran for ran in each.ran if ran.stop > ran.start]
+
+
 def _picture(options: Namespace, sizes: Sizes, found: Sequence[Predicted]) -> Picture:
     panels = {}
     for each in found:
-        ours = [ran for ran in each.ran if ran.task.queue[0] == 0 and ran.stop > ran.start]
-        first = min(ran.start for ran in ours if ran.task.queue[1] != HOST)  # the host may be calls ahead
+        ours = _lasting(each)
+        first = min(ran.start for ran in ours if ran.task.queue[0] != HOST)  # the host may be calls ahead
         panels[f"{each.way}, {each.direction}"] = [
-            Span(0, _LANES[str(ran.task.queue[1])], ran.task.name, max(first, ran.start), ran.stop)
+            Span(0, _LANES[str(ran.task.queue[0])], ran.task.name, max(first, ran.start), ran.stop)
             for ran in ours
-            if ran.stop > first and (ran.task.kind == TRANSFER or ran.task.queue[1] in (COMPUTE, HOST))
+            if ran.stop > first and (ran.task.kind == TRANSFER or ran.task.queue[0] in (COMPUTE, HOST))
         ]
     heading = f"{options.op}, {sizes.tokens} tokens on {sizes.ranks} GPUs: model"
     return lanes(heading, panels, note="rank 0; nothing here was measured")

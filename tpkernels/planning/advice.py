@@ -8,7 +8,7 @@ from typing import Any
 from tpkernels.planning.job import Job, RankLayout, layouts
 from tpkernels.planning.machine import Hardware
 from tpkernels.planning.memory import MemoryUse, memory_of
-from tpkernels.planning.step_time import StepTime, step_time
+from tpkernels.planning.step_time import BlockExposed, StepTime, step_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,9 @@ class Advice:
     impossible: list[tuple[RankLayout, str]]  # and what it does not divide
 
 
-def advise(job: Job, machine: Hardware, world_size: int, most_tensor: int) -> Advice:
+def advise(
+    job: Job, machine: Hardware, world_size: int, most_tensor: int, block_exposed: BlockExposed
+) -> Advice:
     for name, count in {"world_size": world_size, "max_tp": most_tensor}.items():
         if count < 1:
             raise ValueError(f"{name}: expected at least 1, got {count}")
@@ -54,7 +56,7 @@ def advise(job: Job, machine: Hardware, world_size: int, most_tensor: int) -> Ad
         except ValueError as error:
             impossible.append((layout, str(error)))
         else:
-            predictions.append(predict(job, machine, layout))
+            predictions.append(predict(job, machine, layout, block_exposed))
     return Advice(
         fitting=sorted(
             (found for found in predictions if found.fits), key=lambda p: (p.time.total, p.memory.peak)
@@ -64,6 +66,7 @@ def advise(job: Job, machine: Hardware, world_size: int, most_tensor: int) -> Ad
     )
 
 
-def predict(job: Job, machine: Hardware, layout: RankLayout) -> Prediction:
+def predict(job: Job, machine: Hardware, layout: RankLayout, block_exposed: BlockExposed) -> Prediction:
     memory = memory_of(job, layout)
-    return Prediction(layout, memory, step_time(job, layout, machine), memory.peak - machine.usable_memory)
+    time = step_time(job, layout, machine, block_exposed)
+    return Prediction(layout, memory, time, memory.peak - machine.usable_memory)

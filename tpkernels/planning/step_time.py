@@ -1,8 +1,8 @@
 """Seconds of a step: products at a share of the peak rate, and what of the transfers they cannot hide.
 
-Of blocks whose tensor group lies in one node that is what the model of single calls says (`exposed.py`). For
-others, and beside blocks, it is a formula. Where some of the transfers have nothing computed beside them,
-and some of the products nothing that travels,
+Of blocks whose tensor group lies in one node that is what a model of single calls says, which the caller
+gives (`BlockExposed`). For others, and beside blocks, it is a formula. Where some of the transfers have
+nothing computed beside them, and some of the products nothing that travels,
 
     exposed = max(transfers alone, transfers - products that something travels beside)
 
@@ -17,11 +17,11 @@ turns of its slowest stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tpkernels.buckets.layout import SMALLEST_BUCKET_BYTES
-from tpkernels.planning.exposed import block_exposed
+from tpkernels.gpus import RatedGpu
 from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.machine import Hardware
 from tpkernels.planning.memory import GRADIENT
@@ -35,6 +35,8 @@ from tpkernels.planning.work import (
     message_between_stages,
     shared_heads,
 )
+
+BlockExposed = Callable[[Job, int, RatedGpu], float]  # of so many ranks of a node: `streams.prediction`
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,9 @@ def exposed(work: OverlappedWork, products: float, transfers: float) -> float:
     return max(work.transfers_alone * transfers, transfers - products * (1 - work.products_alone))
 
 
-def step_time(job: Job, layout: RankLayout, machine: Hardware) -> StepTime:
+def step_time(job: Job, layout: RankLayout, machine: Hardware, block_exposed: BlockExposed) -> StepTime:
     stages = layout.pipeline
-    turns = [_turn(job, layout, machine, stage) for stage in range(stages)]
+    turns = [_turn(job, layout, machine, stage, block_exposed) for stage in range(stages)]
     compute, waiting = max(turns, key=sum)
     once = max(_once_a_step(job, layout, machine, stage) for stage in range(stages))
     count = job.micro_batches(layout)
@@ -68,7 +70,9 @@ def step_time(job: Job, layout: RankLayout, machine: Hardware) -> StepTime:
     )
 
 
-def _turn(job: Job, layout: RankLayout, machine: Hardware, stage: int) -> tuple[float, float]:
+def _turn(
+    job: Job, layout: RankLayout, machine: Hardware, stage: int, block_exposed: BlockExposed
+) -> tuple[float, float]:
     """Of one microbatch on a stage, forward and backward: seconds of products, and of waiting for rows."""
     tensor, stages = layout.tensor, layout.pipeline
     processors = machine.gpu.processors

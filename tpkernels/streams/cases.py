@@ -30,7 +30,6 @@ from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.flag_waits import waits_for
 from tpkernels.ops.tensor_parallel.ways import exchange_for
 from tpkernels.ops.vocab import vocabulary
-from tpkernels.streams.device import current_device
 from tpkernels.streams.program import Program
 from tpkernels.streams.record import Machine, record
 
@@ -217,44 +216,6 @@ def program_of(
     calls, results = [*eager, *replayed], 1 + len(case.splits)
     wanted = [expected(case, rank, ranks, calls) for rank in range(ranks)]
     return program, wanted if backward else [of_rank[::results] for of_rank in wanted]
-
-
-def calls_of(
-    name: str, machine: Machine, transport: str, *, backward: bool = False, rounds: int = 1, calls: int = 3
-) -> tuple[Program, list[list[int]]]:
-    """(what the ranks enqueue, the numbers of the tasks of each call): calls of one kind in a row."""
-    case, numbers = CASES[name], [list[int]() for _ in range(calls)]
-
-    def body(group: ProcessGroup) -> list[Tensor]:
-        inputs, dy = _inputs(case, machine.ranks, 0)
-        hows = (*case.splits, case.result)
-        shards = [
-            split(each, how, group.rank(), machine.ranks).to("cuda")
-            for each, how in zip((*inputs, dy), hows, strict=True)
-        ]
-        leaves = [shard.requires_grad_() for shard in shards[:2]]  # no gradient of a bias
-        program, results = current_device().program, []
-
-        def counted(call: int, run: Callable[[], Tensor | Sequence[Tensor]]) -> None:
-            first = len(program.tasks)
-            results.append(run())
-            numbers[call] += range(first, len(program.tasks))
-
-        def forward() -> Tensor:
-            return case.op(group, *leaves, None)
-
-        if not backward:
-            for call in range(calls):
-                counted(call, forward)
-            return results  # type: ignore[return-value]
-        ys = [forward() for _ in range(calls)]
-        for call, y in enumerate(ys):
-            counted(call, partial(torch.autograd.grad, y, leaves, shards[-1]))
-        return results  # type: ignore[return-value]
-
-    with _in_chunks(rounds):
-        program = record(machine, body, transport)
-    return program, numbers
 
 
 def gathers_in_flight(machine: Machine) -> tuple[Program, list[list[Tensor]]]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from tpkernels.planning.calls import MOST_RANKS
 from tpkernels.streams.program import NO_WORK, End, Program, Step, Task, Work
 
 MEMORY = 1 << 21  # bytes of a rank
+ADDRESSES = 1 << 40  # of a rank, where there are no numbers
 ROUNDED = 512  # bytes, as torch's allocator does
 FREED = "memory is freed"
 POISON = 0xFF  # a NaN in every dtype of numbers
@@ -166,7 +169,10 @@ class Device:
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
-        self.memory = torch.full((MEMORY,), POISON, dtype=torch.uint8)
+        if program.numbers:
+            self.memory = torch.full((MEMORY,), POISON, dtype=torch.uint8)
+        else:
+            self.memory = _addresses()[rank * ADDRESSES : (rank + 1) * ADDRESSES]
         self.first = self.memory.data_ptr()
         self.used = 0
         self.stream_numbers = itertools.count()
@@ -178,6 +184,7 @@ class Device:
         self._last: dict[int, int] = {}  # task of each stream
         self._captured = itertools.count(-1, -1)  # numbers of tasks that run when their graph is replayed
         self._zeroed: list[Tensor] = []
+        self.moves = ""  # what transfers are called from now on; else by their kind
         self._open = True
         with self:
             self.stream = Stream()  # the default one
@@ -203,8 +210,8 @@ class Device:
         return Block(self, start, rounded, self.stream)
 
     def _require_room(self) -> None:
-        if self.used > MEMORY:
-            raise MachineError(f"out of memory: a rank has {MEMORY} bytes")
+        if self.used > self.memory.numel():
+            raise MachineError(f"out of memory: a rank has {self.memory.numel()} bytes")
 
     def freed(self, block: Block) -> None:
         """Overwrite it in its stream, which may hand it out again: whoever still reads it is in a race."""
@@ -214,7 +221,8 @@ class Device:
         part = self.memory[start:end]
         span = self.first + start, self.first + end
         step = Step(partial(_poison, part), writes=(span,))
-        self.enqueue(FREED, [[step]], on_processors=False, stream=block.stream)
+        if self.program.numbers:
+            self.enqueue(FREED, [[step]], on_processors=False, stream=block.stream)
         self._free[block.stream.number, block.size, self.capture].append(start)
 
     def tensor(self, block: Block, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -224,7 +232,9 @@ class Device:
         """Zeroed bytes that are never freed."""
         start, self.used = self.used, self.used + -(-size // ROUNDED) * ROUNDED
         self._require_room()
-        zeroed = self.memory[start : start + size].zero_()
+        zeroed = self.memory[start : start + size]
+        if self.program.numbers:  # else nobody has written there
+            zeroed.zero_()
         self._zeroed.append(zeroed)
         return zeroed
 
@@ -240,7 +250,7 @@ class Device:
 
     def holds(self, address: int) -> bool:
         """Whether it is of this rank's memory."""
-        return self.first <= address < self.first + MEMORY
+        return self.first <= address < self.first + self.memory.numel()
 
     def tensor_at(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         start = address - self.first
@@ -264,6 +274,8 @@ class Device:
         if not all(programs):
             raise MachineError(f"{name}: a program of a kernel without a step")
         programs = programs or [[Step()]]  # a grid of nothing
+        if self.moves and (ends or work.kind == "copy"):
+            name = self.moves if ends else f"{self.moves} to {work.to}"
         stream = stream or self.stream
         number = len(self.program.tasks) if stream.capture is None else next(self._captured)
         after = stream.before if stream.capture is not None else stream.before | self._host
@@ -316,6 +328,14 @@ class Device:
     def close(self) -> None:
         """The host ends: what is freed from now on is nobody's."""
         self._open = False
+
+
+@lru_cache(maxsize=1)
+def _addresses() -> Tensor:
+    """Of all programs that have no numbers; the system has pages only where somebody writes."""
+    no_reserve = 0x4000  # of Linux; a name in `mmap` since Python 3.13
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    return torch.frombuffer(mmap.mmap(-1, MOST_RANKS * ADDRESSES, flags=flags), dtype=torch.uint8)
 
 
 def _poison(memory: Tensor) -> None:

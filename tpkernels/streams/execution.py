@@ -12,8 +12,6 @@ from tpkernels.streams.device import MachineError
 from tpkernels.streams.program import End, Program, Task
 from tpkernels.streams.races import Races
 
-Place = tuple[int, int, int]  # task, program, step
-
 
 class _Running:
     """A task whose turn has come: its programs that have a processor, and how far each is."""
@@ -43,8 +41,6 @@ class Execution:
         self._ends: dict[tuple[Hashable, bool], tuple[_Running, End]] = {}  # those that wait for the other
         self._races = Races(program.cells) if races else None
         self.steps = 0
-        self.raised: dict[int, Place] = {}  # who has written a flag last
-        self.saw: dict[Place, set[Place]] = {}  # whose flags a step has awaited
 
     def run(self) -> None:
         """All of it, or an error that says what has come of this order."""
@@ -127,15 +123,11 @@ class Execution:
 
     def _take(self, task: Task, program: int, number: int) -> None:
         self.steps, step = self.steps + 1, task.programs[program][number]
-        place = task.number, program, number
-        self.saw[place] = {self.raised[flag] for flag, _ in step.awaits if flag in self.raised}
         if self._races:
             self._races.step(task, program, step)
         step.run()
-        flags = step.raises()
-        self.raised.update((flag, place) for flag in flags)
         if self._races:
-            self._races.raised(task, program, flags)
+            self._races.raised(task, program, step.raises())
 
     def _meet(self, one: _Running) -> list[_Running]:
         """A message moves once both ends are there; who has all of its messages goes on."""

@@ -103,9 +103,11 @@ class Program:
 
     ranks: int
     processors: int  # of each rank's GPU
+    numbers: bool = True  # else tasks have sizes alone, and those of rank 0 stand for all: see `times`
     tasks: list[Task] = field(default_factory=list)
     results: list[list[Tensor]] = field(default_factory=list)  # of each rank, as `body` has returned them
     memories: list[Memory] = field(default_factory=list)
+    turned: dict[int, int] = field(default_factory=dict)  # a flag of a peer -> which of ours one raises then
     _sent: Counter[Hashable] = field(default_factory=Counter)
 
     def number(self, kind: Hashable, rank: int) -> int:

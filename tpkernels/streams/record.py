@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from triton.runtime.jit import KernelInterface
 
 from tpkernels.comm.transports import c10d, select, symmetric
 from tpkernels.comm.transports.mailbox import Opening
+from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.dispatch import backends
 from tpkernels.kernels import interpret, launch_plans, reduce, target, tiles
@@ -45,6 +47,8 @@ class Machine:
     machines: int = 1  # of as many ranks each
     processors: int = PROCESSORS  # of each GPU
     models: Mapping[str, models.Model] = field(default_factory=dict)  # of kernels that are not ours
+    numbers: bool = True  # else tensors have sizes alone, and rank 0 is recorded alone
+    exchange: type[SymmetricExchange] = SymmetricExchange  # over symmetric memory
 
 
 def record(machine: Machine, body: Body, transport: str = "symmetric") -> Program:
@@ -53,11 +57,11 @@ def record(machine: Machine, body: Body, transport: str = "symmetric") -> Progra
     body: a rank's host code; given its group, it returns tensors of its results
     transport: as TPKERNELS_TRANSPORT
     """
-    program = Program(machine.ranks, machine.processors)
+    program = Program(machine.ranks, machine.processors, machine.numbers)
     devices = [Device(program, rank) for rank in range(machine.ranks)]
     program.memories += devices
     memory = SharedMemory(devices)
-    for device in devices:
+    for device in devices if machine.numbers else devices[:1]:
         with (
             device,
             _group(device.rank, machine.ranks) as group,
@@ -72,13 +76,14 @@ def record(machine: Machine, body: Body, transport: str = "symmetric") -> Progra
 def _group(rank: int, ranks: int) -> Iterator[ProcessGroup]:
     if not hasattr(dist.Backend, "VIRTUAL"):
         dist.Backend.register_backend("virtual", _make_group, devices=["cpu", "cuda"])
-    dist.init_process_group("virtual", store=dist.HashStore(), rank=rank, world_size=ranks)
-    try:
-        group = dist.group.WORLD
-        assert group is not None, "it has just been made"
-        yield group
-    finally:
-        dist.destroy_process_group()
+    with patch.object(sys, "excepthook", sys.excepthook):  # torch's tells of each group that there was
+        dist.init_process_group("virtual", store=dist.HashStore(), rank=rank, world_size=ranks)
+        try:
+            group = dist.group.WORLD
+            assert group is not None, "it has just been made"
+            yield group
+        finally:
+            dist.destroy_process_group()
 
 
 def _make_group(store: object, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
@@ -101,8 +106,10 @@ def _standing_in(
         memories = memory.open(number, layout.byte_count)
         handle = Handle(number, memories, here, here.index(gpu.rank))
         own = wrapped(gpu, memories[gpu.rank])
+        if not machine.numbers:
+            gpu.program.turned.update(_turned(layout, memories))
         streams = symmetric.streams_of(opening.group, gpu.device)
-        return SymmetricExchange(
+        return machine.exchange(
             opening.name, layout, handle, own, opening.timeout, list(here), streams=streams
         )
 
@@ -124,6 +131,7 @@ def _standing_in(
     def on_grid(kernel: Any, grid: Any) -> Callable[..., object]:
         return partial(models.launched, gpu, known, kernel, grid)
 
+    gpu_target = Target("interpreter" if machine.numbers else "cuda", 90, machine.processors)
     properties = type("Properties", (), {"multi_processor_count": machine.processors})
     changes = [
         patch.dict(select.openers, symmetric=open_virtual),
@@ -131,12 +139,13 @@ def _standing_in(
         patch.object(select, "requested_transport", transport),
         patch.object(c10d, "_processors", lambda device: machine.processors * (device.type == "cuda")),
         patch.object(backends, "backend", "auto"),
-        patch.object(backends, "_resolved", lambda *_: "torch"),  # products that wait for nothing
+        # products that wait for nothing: ours have no models
+        patch.object(backends, "_resolved", lambda *_: "torch" if machine.numbers else "triton"),
         patch.object(KernelInterface, "__getitem__", on_grid),
         patch.object(symmetric_memory, "empty", empty),
         patch.object(symmetric_memory, "rendezvous", rendezvous),
         patch.object(interpret, "INTERPRETING", False),
-        patch.object(target, "_gpu", lambda _: Target("interpreter", processors=machine.processors)),
+        patch.object(target, "_gpu", lambda _: gpu_target),
         patch.object(tiles, "_INTERPRETED", _TILE),
         patch.object(reduce, "INTERPRETED_SLOT_SUM", tiles.SlotSumTile(2, 32, num_warps=4, per_processor=1)),
         *_torchs_api(gpu, properties),
@@ -151,8 +160,19 @@ def _standing_in(
         finally:
             launch_plans.forget()
             gpu.close()
-            if exchanges := select._of_group.get(id(group)):
+            if exchanges := select._of_group.pop(id(group), None):  # it holds the group
                 exchanges._open.clear()  # unclosed: closing asks the device
+
+
+def _turned(layout: Layout, memories: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield the address of each flag of a peer, with that of rank 0's own which another raises when
+    rank 0 raises this one: all ranks do the same, turned round the ring."""
+    own, words = layout.mailbox(memories[0]).flags, layout.ranks * layout.splits
+    for peer, memory in enumerate(memories):
+        for theirs, ours in zip(layout.mailbox(memory).flags, own, strict=True):
+            for index in range(words):
+                turned = (index - peer * layout.splits) % words
+                yield theirs.data_ptr() + 4 * index, ours.data_ptr() + 4 * turned
 
 
 def _torchs_api(device: Device, properties: object) -> list[Any]:

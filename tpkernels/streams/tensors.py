@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tpkernels.streams.device import Block, Device, MachineError, current_device
 from tpkernels.streams.program import NO_WORK, Span, Step, Work
 
+_META = torch.device("meta")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "linear")
 
 
@@ -76,6 +77,10 @@ class OnDevice(TorchDispatchMode):
             return _dispatched(func, args, options)
         if not _is_cuda(options.get("device")):
             return func(*args, **options)
+        if not current_device().program.numbers:
+            made = func(*args, **(options | {"device": _META}))
+            if made.is_floating_point():
+                return uploaded(made)
         return uploaded(func(*args, **(options | {"device": torch.device("cpu")})))
 
 
@@ -124,7 +129,8 @@ def uploaded(values: Tensor) -> VirtualTensor:
 def _new(device: Device, values: Tensor) -> tuple[VirtualTensor, Step]:
     block = device.allocate(values.nbytes or 1)
     elem = device.tensor(block, values.shape, values.stride(), values.dtype)
-    elem.copy_(values)
+    if not values.is_meta:
+        elem.copy_(values)
 
     def fill() -> None:
         elem.copy_(values)
@@ -167,7 +173,7 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
         return _elem(leaf)
 
     plain_args, plain_kwargs = tree_map(operand, (tuple(args), dict(kwargs)))
-    result = func(*plain_args, **plain_kwargs)
+    result = _computed(device, func, plain_args, plain_kwargs)
     of_plain = {id(_elem(tensor)): tensor for tensor in changed}
     elems: list[Tensor] = []  # of results that are new
     writes = [tensor.elem for tensor in changed if isinstance(tensor, VirtualTensor)]
@@ -214,6 +220,24 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
     work = _work(device, name, plain_args, step)
     device.enqueue(name, [[step]], on_processors=on_processors, leaves=leaves, work=work)
     return results
+
+
+def _computed(device: Device, func: Any, args: Any, kwargs: Any) -> object:
+    """What it returns: of floating-point numbers that are not there, shapes."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if device.program.numbers or func.is_view or not any(map(torch.is_floating_point, tensors)):
+        return func(*args, **kwargs)
+    twins = {
+        id(each): torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=_META)
+        for each in tensors
+    }
+    given = {id(twin): each for each, twin in zip(tensors, twins.values(), strict=True)}
+
+    def twin(leaf: object) -> object:
+        return _META if isinstance(leaf, torch.device) else twins.get(id(leaf), leaf)
+
+    result = func(*tree_map(twin, args), **tree_map(twin, kwargs))
+    return tree_map(lambda found: given.get(id(found), found), result)
 
 
 def _work(device: Device, name: str, args: Sequence[Any], step: Step) -> Work:

@@ -1,147 +1,158 @@
-"""When tasks run: those of a program, as large as they would be, on the GPUs of the model of calls.
+"""When tasks run: those of a program of sizes, on the GPUs, links and hosts of a `Node`.
 
-A program is recorded with small matrices. Here each length counts `scale` times: a product takes as long as
-the model of `planning.timeline` says, a copy as long as its bytes take on the link. Hosts take no time.
+All ranks of a group do the same, turned round the ring of ranks, so one is recorded and stands for all. What
+it sends takes its link both ways: another sends it as much meanwhile. A collective begins when it is there,
+since the others are. And what it awaits comes when it has itself sent the same to the rank on the other side
+(`Program.turned`): in its program that lies before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tpkernels.planning.timeline.node import Node
-from tpkernels.planning.timeline.simulation import Resource, run
-from tpkernels.planning.timeline.simulation import TaskKey as Key
-from tpkernels.planning.timeline.simulation import TimelineTask as Timed
-from tpkernels.streams.execution import Execution, Place
-from tpkernels.streams.program import Program, Task
+from tpkernels.streams.node import Node
+from tpkernels.streams.program import Program, Step, Task
+from tpkernels.streams.simulation import (
+    COMPUTE,
+    COPIES,
+    HOST,
+    KERNEL,
+    LAUNCH,
+    NCCL,
+    NOTHING,
+    PRODUCT,
+    TRANSFER,
+    Ran,
+    Resource,
+    TaskKey,
+    TimelineTask,
+    run,
+)
 
-_READ = 4  # bytes of a number as recorded; the model's are of bfloat16
-_MODEL = 2
+_LINK: tuple[Resource, ...] = (("link", "out"), ("link", "in"))
+_PROCESSORS: Resource = ("processors",)
+_US = 1e-6
 
 
-def times_of(program: Program, node: Node, scale: int) -> dict[int, tuple[float, float]]:
-    """Seconds at which each task starts and stops, by its number."""
-    execution = Execution(program, seed=0)
-    execution.run()
-    timed = _Timed(program, node, scale, execution.saw)
-    ran = run(timed.tasks)
-    return {
-        number: (min(ran[key].start for key in keys), max(ran[key].stop for key in keys))
-        for number, keys in timed.keys.items()
-    }
+@dataclass(frozen=True)
+class Costs:
+    """What a task takes."""
+
+    place: str
+    kind: str
+    seconds: float = 0.0
+    launch: float = 0.0  # microseconds of the host
+    uses: Mapping[Resource, float] = field(default_factory=dict)
 
 
-@dataclass
+def times_of(program: Program, calls: Sequence[range], node: Node) -> list[list[Ran]]:
+    """When the tasks of each call ran, if all before the first were done.
+
+    calls: numbers of their tasks, and of no other
+    """
+    ran = run(list(_Timed(program, calls, node).tasks())).values()
+    return [[each for each in ran if each.task.key[0] == call] for call in range(len(calls))]
+
+
 class _Timed:
-    """The program's tasks as those of the model."""
+    """The program's tasks as those of a simulation."""
 
-    program: Program
-    node: Node
-    scale: int
-    saw: Mapping[Place, set[Place]]
-    tasks: list[Timed] = field(default_factory=list)
-    keys: dict[int, list[Key]] = field(default_factory=dict)
-    _at: dict[Place, Key] = field(default_factory=dict)  # what a step is part of
+    def __init__(self, program: Program, calls: Sequence[range], node: Node) -> None:
+        self._program, self._node, self._first = program, node, calls[0].start
+        self._call_of = {task: call for call, tasks in enumerate(calls) for task in tasks}
+        self._last: dict[int, TaskKey] = {}  # piece of each task
+        self._raised: dict[int, TaskKey] = {}  # by flag of ours: what ends when it is up
 
-    def __post_init__(self) -> None:
-        for task in self.program.tasks:
-            self._name_steps(task)
-        for task in self.program.tasks:
-            self._add(task)
+    def tasks(self) -> Iterator[TimelineTask]:
+        """Each call first takes the host some time."""
+        latest = None
+        for task in self._program.tasks[self._first :]:
+            call = self._call_of.get(task.number)
+            if call not in (None, latest):
+                seconds = _US * self._node.host.call
+                yield TimelineTask((call, "begins"), (HOST,), seconds, name="call", kind=LAUNCH)
+            latest = call
+            yield from self._parts(task, call)
 
-    def _name_steps(self, task: Task) -> None:
-        """Steps that see the same flags one after the other, or raise one, are one piece of a kernel."""
-        places = self._in_order(task)
-        pieces: list[set[Place]] = []
-        for place in places:
-            seen = self.saw.get(place, set())
-            raises = task.work.kind == "product" and not seen
-            if not pieces or raises or seen != pieces[-1]:
-                pieces.append(seen)
-            self._at[place] = ("piece", task.number, len(pieces) - 1)
-        self.keys[task.number] = [("piece", task.number, piece) for piece in range(max(1, len(pieces)))]
+    def _parts(self, task: Task, call: int | None) -> Iterator[TimelineTask]:
+        """Yield its launch, and what it does piece by piece."""
+        costs, launch = self._costs(task), (call, task.number)
+        yield TimelineTask(launch, (HOST,), _US * costs.launch, name=task.name, kind=LAUNCH)
+        before = (launch, *(self._last[number] for number in task.after if number >= self._first))
+        pieces, count = self._pieces(task), sum(map(len, task.programs))
+        for number, (steps, seen) in enumerate(pieces, 1):
+            key = (call, task.number, number)
+            seconds = costs.seconds * len(steps) / count
+            yield TimelineTask(
+                key,
+                (costs.place, task.stream),
+                seconds,
+                (*before, *seen),
+                {**costs.uses, **self._stores(task, steps, seconds)},
+                f"{task.name} {number}" if len(pieces) > 1 else task.name,
+                costs.kind,
+            )
+            self._last[task.number] = key
+            for step in steps:
+                turned = (self._program.turned.get(flag) for flag in step.raises())
+                self._raised.update((flag, key) for flag in turned if flag is not None)
 
-    def _in_order(self, task: Task) -> list[Place]:
-        """Steps as programs that take turns do them."""
-        places = [
-            (task.number, program, step)
-            for program, steps in enumerate(task.programs)
-            for step in range(len(steps))
+    def _pieces(self, task: Task) -> list[tuple[list[Step], set[TaskKey]]]:
+        """Steps that await the same; one that raises a flag is a piece of its own."""
+        in_turn = [
+            steps[number]
+            for number in range(max(map(len, task.programs)))
+            for steps in task.programs
+            if number < len(steps)
         ]
-        return sorted(places, key=lambda place: (place[2], place[1]))
+        pieces: list[tuple[list[Step], set[TaskKey]]] = []
+        for step in in_turn:
+            seen = {self._raised[flag] for flag, _ in step.awaits if flag in self._raised}
+            raises = task.work.kind == "product" and not step.awaits
+            if not pieces or raises or seen != pieces[-1][1]:
+                pieces.append(([], seen))
+            pieces[-1][0].append(step)
+        return pieces
 
-    def _add(self, task: Task) -> None:
-        keys, places = self.keys[task.number], self._in_order(task)
-        before = tuple(self.keys[number][-1] for number in task.after)
-        queue = task.rank, task.stream
+    def _costs(self, task: Task) -> Costs:
+        """Of a task that has the GPU for itself."""
+        work, node, host = task.work, self._node, self._node.host
         if task.ends and task.ends[0].rows is not None:
-            self._add_collective(task, before)
-            return
-        seconds, uses = self._cost(task)
-        for key in keys:
-            parts = [place for place in places if self._at[place] == key]
-            flags = {self._at[seen] for place in parts for seen in self.saw.get(place, ())}
-            share = len(parts) / len(places)
-            self.tasks.append(
-                Timed(key, queue, share * seconds, (*before, *sorted(flags)), uses, task.name, task.work.kind)
+            share = node.nccl.channels / node.gpu.processors
+            seconds = node.nccl.seconds(
+                _sent(task, self._program.ranks), node.gpu.nvlink, self._program.ranks
             )
-
-    def _add_collective(self, task: Task, before: tuple[Key, ...]) -> None:
-        """It begins once all ranks that it has to do with are there."""
-        leaving = [end for end in task.ends if end.sends and end.peer != task.rank]
-        sent = sum(end.rows.nbytes for end in leaving if end.rows is not None)
-        nccl, ranks = self.node.nccl, self.program.ranks
-        seconds = nccl.seconds(self._bytes(sent), self.node.gpu.nvlink, ranks)
-        ready = ("ready", task.number)
-        self.tasks.append(Timed(ready, (task.rank, "ready", task.stream), 0.0, before))
-        others = {("ready", other.number) for other in self._partners(task)}
-        share = nccl.channels / self.node.gpu.processors
-        occupied: dict[Resource, float] = {(task.rank, "processors"): share}
-        (key,) = self.keys[task.number]
-        self.tasks.append(
-            Timed(
-                *(key, (task.rank, task.stream), seconds, (ready, *sorted(others))),
-                uses={**occupied, **self._link(task.rank, task.rank)},
-                name=task.name,
-                kind="collective",
-            )
-        )
-
-    def _partners(self, task: Task) -> list[Task]:
-        messages = {end.message for end in task.ends}
-        return [
-            other
-            for other in self.program.tasks
-            if other.rank != task.rank and any(end.message in messages for end in other.ends)
-        ]
-
-    def _cost(self, task: Task) -> tuple[float, Mapping[Resource, float]]:
-        """Seconds of a task that has the GPU for itself, and what it takes of what."""
-        work, node = task.work, self.node
+            uses = {_PROCESSORS: share, **dict.fromkeys(_LINK, 1.0)}
+            return Costs(NCCL, TRANSFER, seconds, host.collective, uses)
         if work.kind == "product":
             left_free = node.nccl.channels if task.leaves else 0
-            rows, cols, depth = (self.scale * length for length in work.size)
-            seconds = node.times.product("linear", rows, cols, depth, left_free)
-            waits = task.leaves is None  # a kernel of ours
-            seconds *= node.waiting if waits else 1.0
-            return seconds, {(task.rank, "processors"): 1 - left_free / node.gpu.processors}
+            rows, cols, depth = work.size
+            seconds = node.times.product(rows, cols, depth, left_free)
+            seconds *= node.waiting if task.leaves is None else 1.0  # it waits, or pushes
+            uses = {_PROCESSORS: 1 - left_free / node.gpu.processors}
+            return Costs(COMPUTE, PRODUCT, seconds, host.product, uses)
         if work.kind == "kernel":
-            return node.times.streamed(self._bytes(work.size[0])), {(task.rank, "processors"): 1.0}
+            launch = host.copy if task.name.startswith("copy_") else host.kernel
+            return Costs(COMPUTE, KERNEL, node.times.streamed(work.size[0]), launch, {_PROCESSORS: 1.0})
         if work.kind == "copy":
-            assert work.to is not None, "it goes to a rank"
-            seconds = self._bytes(work.size[0]) / (node.copy_share * node.gpu.nvlink)
-            return seconds, self._link(task.rank, work.to)
-        return (node.copy_latency if work.kind == "flag" else 0.0), {}
+            seconds = work.size[0] / (node.copy_share * node.gpu.nvlink)
+            return Costs(COPIES, TRANSFER, seconds, host.copy, dict.fromkeys(_LINK, 1.0))
+        if work.kind == "flag":
+            return Costs(COPIES, KERNEL, node.copy_latency)
+        return Costs(COMPUTE, NOTHING)
 
-    def _bytes(self, recorded: float) -> float:
-        return recorded * self.scale**2 * _MODEL / _READ
+    def _stores(self, task: Task, steps: Sequence[Step], seconds: float) -> dict[Resource, float]:
+        """The part of the link that a product takes which stores to another rank."""
+        if task.work.kind != "product":
+            return {}
+        spans = [span for step in steps for span in step.writes if self._program.rank_at(span[0])]
+        if not (stored := sum(last - first for first, last in spans)):
+            return {}
+        return dict.fromkeys(_LINK, stored / (self._node.store_share * self._node.gpu.nvlink) / seconds)
 
-    def _link(self, rank: int, to: int) -> dict[Resource, float]:
-        return {(rank, "out"): 1.0, (to, "in"): 1.0}
 
-
-def call_seconds(times: Mapping[int, tuple[float, float]], calls: Sequence[Sequence[int]]) -> float:
-    """Of the last of some calls, each with the tasks of all ranks."""
-    *_, before, last = (max(times[number][1] for number in call) for call in calls)
-    return last - before
+def _sent(task: Task, ranks: int) -> float:
+    """Bytes that a rank sends; of an all-reduce twice those of a reduce-scatter."""
+    leaving = [end.rows.nbytes for end in task.ends if end.sends and end.peer and end.rows is not None]
+    return sum(leaving) * (2 / ranks if task.ends[0].what == "all-reduce" else 1)

@@ -1,14 +1,12 @@
-"""Messages over sockets, on two ranks whose times are worked out by hand."""
+"""Ranks on a link, whose times are worked out by hand."""
 
 from dataclasses import replace
 
 import pytest
 
+from bench.linked_ranks import MeasuredRanks, ran
 from tpkernels.comm.schedule import gather_plan, parts_of_shard
-from tpkernels.planning.timeline.operators import OPERATORS, Sizes
-from tpkernels.planning.timeline.point_to_point import MeasuredRanks, PointToPoint, sockets
-from tpkernels.planning.timeline.recording import HOST, PRODUCT, TRANSFER, Rank
-from tpkernels.planning.timeline.simulation import TimelineTask, run
+from tpkernels.streams.simulation import HOST, PRODUCT, TRANSFER
 
 ROWS, COLS = 2048, 1024
 SHARD = ROWS // 2 * COLS * 4
@@ -21,17 +19,6 @@ MACHINE = MeasuredRanks(
     stolen=0.0,
     skew=0.0,
 )
-
-
-def ran(case, machine=MACHINE, *, overlap):
-    kind, direction = case.split()
-    sizes = Sizes(ROWS, COLS, 4096, 2) if kind == "column" else Sizes(ROWS, 4096, COLS, 2)
-    tasks = list[TimelineTask]()
-    for number in range(2):
-        OPERATORS[f"{kind}_linear"][direction](
-            PointToPoint(Rank(number, 2, tasks), machine, overlap=overlap), sizes
-        )
-    return list(run(tasks, sockets(2)).values())
 
 
 def seconds(case, machine=MACHINE, *, overlap):
@@ -56,21 +43,27 @@ def test_overlapped_all_but_the_last_chunk_is_hidden():
     assert seconds("row forward", overlap=True) == pytest.approx(1 + first / ROWS)
 
 
-def test_weight_gradients_are_taken_of_a_quarter_of_the_rows_at_least():
-    rows = [
-        ROWS * each.task.seconds
-        for each in ran("row backward", overlap=True)
-        if each.task.kind == PRODUCT and each.task.name == "wgrad" and each.task.queue == (0, HOST)
-    ]
-    assert sum(rows) == pytest.approx(ROWS)
-    assert all(count >= ROWS // 4 for count in rows[:-1])
+def test_what_is_computed_beside_products_takes_its_time():
+    summing = replace(MACHINE, sum=0.25)
+    assert seconds("row forward", summing, overlap=False) == pytest.approx(2.25)
+    zeroing = replace(MACHINE, zeros=0.25)
+    more = seconds("row backward", zeroing, overlap=True) - seconds("row backward", overlap=True)
+    assert more == pytest.approx(0.25)
 
 
 def test_chunks_are_those_of_the_schedule():
-    found = [each.task for each in ran("column forward", overlap=True) if each.task.kind == TRANSFER]
-    sizes = sorted(SHARD * task.seconds / COLS / 4 for task in found if task.queue[0] == 0)
+    found = [each.task for each in ran("column forward", MACHINE, overlap=True) if each.task.kind == TRANSFER]
+    sizes = sorted(SHARD * task.seconds / COLS / 4 for task in found if task.queue == ("to", 0, 1))
     planned = gather_plan(ROWS, 2, 0, parts_of_shard(SHARD)).swaps
     assert sizes == pytest.approx(sorted(swap.sent.stop - swap.sent.start for swap in planned))
+
+
+def test_products_are_those_of_all_rows():
+    for case, kernels in {"column forward": 1, "row forward": 1, "row backward": 2}.items():
+        tasks = [each.task for each in ran(case, MACHINE, overlap=True) if each.task.kind == PRODUCT]
+        of_a_rank = [task.seconds for task in tasks if task.queue == (HOST, 0)]
+        assert len(of_a_rank) > kernels, "in chunks"
+        assert sum(of_a_rank) == pytest.approx(kernels)
 
 
 def test_messages_take_time_from_the_thread_that_multiplies():
@@ -82,3 +75,8 @@ def test_messages_take_time_from_the_thread_that_multiplies():
     assert 0 <= slow < 0.3
     beside = next(each for each in ran("column backward", stolen, overlap=True) if each.task.kind == PRODUCT)
     assert beside.stop - beside.start == pytest.approx(beside.task.seconds / 0.9)
+
+
+def test_a_message_waits_until_its_receiver_says_that_it_waits():
+    late = replace(MACHINE, notice=0.5)
+    assert seconds("column forward", late, overlap=False) == pytest.approx(2.5)

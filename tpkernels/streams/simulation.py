@@ -15,8 +15,10 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+HOST, COMPUTE, NCCL, COPIES = "host", "compute", "NCCL", "copies"  # queues of a rank
+PRODUCT, KERNEL, TRANSFER, LAUNCH, NOTHING = "product", "kernel", "transfer", "launch", "nothing"  # kinds
 TaskKey = tuple[Hashable, ...]
-Queue = tuple[Hashable, ...]  # (rank, what it is)
+Queue = tuple[Hashable, ...]  # what it is, and which
 Resource = tuple[Hashable, ...]
 
 _DONE = 1e-12  # seconds: what is left of a task by rounding

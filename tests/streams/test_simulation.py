@@ -2,7 +2,7 @@
 
 import pytest
 
-from tpkernels.planning.timeline.simulation import TimelineTask, run
+from tpkernels.streams.simulation import TimelineTask, run
 
 
 def task(name, queue, seconds, after=(), **uses):

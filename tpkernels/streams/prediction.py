@@ -1,0 +1,213 @@
+"""What a call takes in each way, and what of its transfers is hidden behind which products: a model.
+
+Operators enqueue calls of the sizes asked for, on tensors without numbers, and `times` says when these run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.transports.symmetric import SymmetricExchange
+from tpkernels.gpus import RatedGpu
+from tpkernels.ops import column_linear, parallel_mlp, row_linear
+from tpkernels.planning.calls import DIRECTIONS, OPERATORS, WAYS, Sizes
+from tpkernels.planning.job import Job
+from tpkernels.streams.device import current_device
+from tpkernels.streams.node import GRAPH, Host, Node
+from tpkernels.streams.program import Program
+from tpkernels.streams.record import Machine, record
+from tpkernels.streams.simulation import HOST, LAUNCH, NOTHING, PRODUCT, TRANSFER, Ran
+from tpkernels.streams.times import times_of
+from tpkernels.streams.ways import TRANSPORTS, Decomposed, going
+
+CALLS = 3  # in a row: the last takes what each takes where many follow each other
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Seconds of a call among many like it. A model, in which all ranks take as long."""
+
+    way: str
+    direction: str
+    seconds: float
+    products: float  # if each had the GPU for itself
+    transfers: float  # likewise, of links
+    host: float  # its thread is busy for so long
+    hidden: Mapping[str, Mapping[str, float]]  # transfer -> product -> seconds that both ran
+    ran: Sequence[Ran]  # of the last call
+
+    @property
+    def exposed(self) -> float:
+        """Seconds beyond the products: transfers that nothing hides, waits, launches, sums."""
+        return max(0.0, self.seconds - self.products)
+
+    def as_json(self, ranks: int) -> dict[str, Any]:
+        spans = [
+            {"rank": rank, "queue": ran.task.queue[0], "name": ran.task.name,
+             "kind": ran.task.kind, "start": ran.start, "stop": ran.stop}
+            for ran in self.ran
+            for rank in range(ranks)
+        ]  # fmt: skip
+        plain = {name: value for name, value in asdict(self).items() if name != "ran"}
+        return {"model": True, **plain, "exposed": self.exposed, "spans": spans}
+
+
+def predict(operator: str, direction: str, way: str, sizes: Sizes, node: Node) -> Predicted:
+    """operator: one of OPERATORS; direction: forward or backward; way: one of WAYS"""
+    program, calls = enqueued(operator, direction, way, sizes, node.gpu.processors)
+    *_, before, last = times_of(program, calls, replace(node, host=_host(way, node.host)))
+    seconds = max(ran.stop for ran in last) - max(ran.stop for ran in before)
+    last = _numbered(sorted((ran for ran in last if ran.task.kind != NOTHING), key=lambda ran: ran.start))
+
+    def total(kind: str) -> float:
+        return sum(ran.task.seconds for ran in last if ran.task.kind == kind)
+
+    host = sum(ran.task.seconds for ran in last if ran.task.queue[0] == HOST)
+    return Predicted(way, direction, seconds, total(PRODUCT), total(TRANSFER), host, _hidden(last), last)
+
+
+def block_exposed(job: Job, tensor: int, gpu: RatedGpu) -> float:
+    """Seconds of a block's transfers that its products do not hide, where a tensor group lies in one node.
+
+    Of one microbatch, forward and backward, over c10d and launched by a graph; what is computed again is
+    forward once more.
+    """
+    if tensor == 1:
+        return 0.0
+    tokens, hidden, split = job.tokens_at_once(), job.model.hidden_size, job.sequence_parallel
+    of_heads, of_keys = job.model.num_heads * job.head_size, job.kv_heads * job.head_size
+    narrowest = max(1, of_keys // tensor)
+    calls = {
+        "column_linear": Sizes(tokens, hidden, of_heads + 2 * of_keys, tensor, split, narrowest),
+        "row_linear": Sizes(tokens, of_heads, hidden, tensor, split),
+        "gated_mlp" if job.ups == 2 else "mlp": Sizes(tokens, hidden, job.ffn, tensor, split),
+    }
+    forwards = 2 if job.recompute == "full" else 1
+    return sum(
+        forwards * _exposed(operator, "forward", sizes, gpu) + _exposed(operator, "backward", sizes, gpu)
+        for operator, sizes in calls.items()
+    )
+
+
+@lru_cache(maxsize=1024)
+def _exposed(operator: str, direction: str, sizes: Sizes, gpu: RatedGpu) -> float:
+    return predict(operator, direction, "c10d", sizes, Node.of(gpu).with_host(GRAPH)).exposed
+
+
+@lru_cache(maxsize=2)  # launched by the host, and by a graph
+def enqueued(
+    operator: str, direction: str, way: str, sizes: Sizes, processors: int, overlap: bool = True
+) -> tuple[Program, list[range]]:
+    """(what a rank enqueues, the numbers of the tasks of each call)"""
+    for what, known, name in (
+        ("operator", OPERATORS, operator), ("direction", DIRECTIONS, direction), ("way", WAYS, way),
+    ):  # fmt: skip
+        if name not in known:
+            raise ValueError(f"{what}: expected one of {', '.join(known)}, got {name!r}")
+    shapes, calls = _shapes(operator, sizes), list[range]()
+
+    def body(group: ProcessGroup) -> list[Tensor]:
+        tasks = current_device().program.tasks
+        x, *weights = (_empty(*shape).requires_grad_() for shape in shapes)
+
+        def counted(run: Callable[[], Any]) -> Any:
+            first, result = len(tasks), run()
+            calls.append(range(first, len(tasks)))
+            return result
+
+        def forward() -> tuple[Tensor, ...]:
+            return _forward(operator, x, weights, group, sizes.sequence_parallel, overlap and way != "naive")
+
+        if direction == "forward":
+            return [y for _ in range(CALLS) for y in counted(forward)]
+        results = [forward() for _ in range(CALLS)]
+        dys = [_empty(*y.shape) for y in results[0]]
+        return [
+            gradient
+            for ys in results
+            for gradient in counted(lambda: torch.autograd.grad(ys, (x, *weights), dys))  # noqa: B023
+        ]
+
+    exchange = Decomposed if way == "decomposed" else SymmetricExchange
+    machine = Machine(sizes.ranks, processors=processors, numbers=False, exchange=exchange)
+    with going(way):
+        return record(machine, body, TRANSPORTS[way]), calls
+
+
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def _shapes(operator: str, sizes: Sizes) -> list[tuple[int, int]]:
+    """Of a rank's x, and of its weights."""
+    tokens, features_in = sizes.tokens, sizes.features_in
+    here = tokens // sizes.ranks if sizes.sequence_parallel else tokens
+    if operator == "row_linear":
+        shard = sizes.shard("features_in")
+        return [(tokens, shard), (sizes.features_out, shard)]
+    shard = sizes.shard("features_out")
+    if operator == "column_linear":
+        others = [sizes.narrowest] * 2 if sizes.narrowest else []
+        return [(here, features_in), *((width, features_in) for width in (shard - sum(others), *others))]
+    ups = 2 if operator == "gated_mlp" else 1
+    return [(here, features_in), *[(shard, features_in)] * ups, (features_in, shard)]
+
+
+def _forward(
+    operator: str, x: Tensor, weights: Sequence[Tensor], group: ProcessGroup, split: bool, overlap: bool
+) -> tuple[Tensor, ...]:
+    if operator == "column_linear":
+        return column_linear(x, weights, None, group, sequence_parallel=split, overlap=overlap)
+    if operator == "row_linear":
+        return (row_linear(x, weights[0], None, group, sequence_parallel=split, overlap=overlap),)
+    up, *gate, down = weights
+    return (
+        parallel_mlp(
+            *(x, up, None, down, None, group),
+            w_gate_shard=gate[0] if gate else None,
+            sequence_parallel=split,
+            overlap=overlap,
+        ),
+    )
+
+
+def _host(way: str, host: Host) -> Host:
+    if way == "naive":
+        return replace(host, call=0.0, collective=host.naive_collective, product=host.naive_product)
+    return replace(host, product=min(host.product, host.decomposed_product)) if way == "decomposed" else host
+
+
+def _numbered(ran: Sequence[Ran]) -> list[Ran]:
+    """Tasks of one name get numbers, but for flags and launches."""
+    names = Counter((each.task.name, each.task.kind) for each in ran)
+    counts: Counter[tuple[str, str]] = Counter()
+    found = []
+    for each in ran:
+        key = each.task.name, each.task.kind
+        counts[key] += 1
+        if each.task.kind in (PRODUCT, TRANSFER) and names[key] > 1:
+            each = replace(each, task=replace(each.task, name=f"{each.task.name} {counts[key]}"))
+        found.append(each)
+    return found
+
+
+def _hidden(ran: Sequence[Ran]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for transfer in (each for each in ran if each.task.kind == TRANSFER):
+        beside = found.setdefault(transfer.task.name, defaultdict(float))
+        for other in ran:
+            if other.task.kind not in (TRANSFER, LAUNCH) and "processors" in map(
+                lambda r: r[0], other.task.uses
+            ):
+                both = min(transfer.stop, other.stop) - max(transfer.start, other.start)
+                if both > 0:
+                    beside[other.task.name] += both
+    return {name: dict(beside) for name, beside in found.items()}
