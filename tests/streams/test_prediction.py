@@ -196,6 +196,12 @@ def test_the_host_bounds_small_calls_and_a_graph_frees_them():
     assert sum(ran.task.seconds for ran in launches) == pytest.approx(GRAPH.call * 1e-6)
 
 
+def test_the_host_is_not_ahead_by_calls_that_came_before():
+    """Forward calls keep a GPU busy while the host enqueues backward ones."""
+    backward = predict("column_linear", "backward", "c10d", Sizes(2048, 4096, 14336, 4), NODE)
+    assert backward.seconds == pytest.approx(backward.host)
+
+
 def test_an_all_reduce_sends_twice_what_a_reduce_scatter_sends():
     split = Sizes(8192, 14336, 4096, 8)
     scattered, summed = (
