@@ -83,6 +83,10 @@ class Measured:
         return 2 * (m * k + k * n + m * n)
 
     @property
+    def least(self) -> int:
+        return self.traffic
+
+    @property
     def unit(self) -> int:
         return 1
 

@@ -8,9 +8,10 @@ import pytest
 from tests.gate.samples import COST
 from tpkernels import cli
 from tpkernels.cli import clock_kernel, main
-from tpkernels.cli.clock_kernel import Clocked
+from tpkernels.cli.clock_kernel import Clocked, ClockRequest
 from tpkernels.gate import workers
-from tpkernels.gate.clock.model import KernelPrediction
+from tpkernels.gate.catalog import entry_specs
+from tpkernels.gate.clock.model import Board, KernelPrediction
 from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.pictures.figure import can_draw
 from tpkernels.planning.calls import OPERATORS, WAYS
@@ -127,6 +128,14 @@ def test_a_kernel_is_clocked_from_end_to_end(compiler, tmp_path):
     assert one["steps"] == 16  # 1024 by 64
     assert 0 < one["model"]["seconds"] < 1e-2
     assert 0 < one["model"]["tflops"] < clock_kernel.PEAK
+
+
+def test_a_block_of_rows_is_clocked_at_the_shape_that_is_asked_for(compiler):
+    """In the catalog it has 512 columns: what these take is too little for the bytes of 16,032."""
+    entry = entry_specs()["softmax_statistics/pointer/bf16/2048"].entry()
+    found = compiler.run(clock_kernel.clock_kernel, ClockRequest(entry, (1024, 16032, 1024), False))
+    assert isinstance(found, Clocked), found
+    assert found.predicted.seconds > 1024 * 16032 * 2 / Board().sheet
 
 
 USUAL = ["clock", "column_linear", "--tokens", "2048", "--in", "4096", "--out", "14336", "--tp", "4"]

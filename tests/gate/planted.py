@@ -109,12 +109,13 @@ def _releases(trace: Trace) -> set[int]:
 
 
 def _needed_fences(role: Role) -> Iterator[TraceEvent]:
-    """The fences that follow a store."""
-    stored = False
+    """The fences that follow a store or a load."""
+    touched = False
     for event in role.events:
-        stored |= isinstance(event, Store)
-        if isinstance(event, Fence) and stored:
+        touched |= isinstance(event, (Store, Load))
+        if isinstance(event, Fence) and touched:
             yield event
+            touched = False
 
 
 def _rewritten(trace: Trace, edit: Callable[[Role], Sequence[TraceEvent]]) -> Trace:

@@ -16,12 +16,15 @@ from tpkernels.gate.roles import (
     BY_ALL,
     IN_FLIGHT,
     LEFT,
+    LOADED,
+    MADE_AGAIN,
     MADE_LATE,
     NOT_DONE,
     NOT_FENCED,
     NOT_MADE,
     NOT_READ,
     NOT_STAGED,
+    OVERLAID,
     STILL_READ,
     unordered_roles,
 )
@@ -86,6 +89,9 @@ def test_roles_are_told_apart(ptx):
 
 
 BARRIER = r"\tbar\.sync \t0, 256;\n"
+FENCE = r"fence\.proxy\.async\.shared::cta;"
+MADE = r"@%p\d+ mbarrier\.init\.shared::cta\.b64 \[%r\d+\], 1;"
+PLACE, THEN_MADE = r"(add\.s32 \t%r\d+, %r\d+, )", r"(?=(?:.*\n){0,2}\t@%p\d+ mbarrier\.init)"
 ARRIVES = r"(?=(?:.*\n){0,3}\t@%p\d+ mbarrier\.arrive\.shared)"
 FAULTS = {  # pattern, what stands there instead, which of the places, what is found
     "released_in_the_loop_by_the_first_warp": (BARRIER + ARRIVES, "", -1, NOT_READ),
@@ -94,12 +100,14 @@ FAULTS = {  # pattern, what stands there instead, which of the places, what is f
     "released_under_two_products": (r"wgmma\.wait_group\.sync\.aligned 1;", "", 0, IN_FLIGHT),
     "released_under_two_that_are_waited_for": (r"(?<=wait_group\.sync\.aligned )1;", "2;", 0, IN_FLIGHT),
     "staged_under_products": (r"wgmma\.wait_group\.sync\.aligned \t?0;", "", 0, NOT_DONE),
-    "no_fence": (r"fence\.proxy\.async\.shared::cta;", "", 1, NOT_FENCED),
-    "fence_of_other_memory": (
-        r"fence\.proxy\.async\.shared::cta;",
-        "fence.proxy.async.global;",
+    "no_fence": (FENCE, "", 2, NOT_FENCED),
+    "fence_of_other_memory": (FENCE, "fence.proxy.async.global;", 2, NOT_FENCED),
+    "released_without_a_fence": (FENCE, "", 1, LOADED),
+    "fenced_when_others_may_still_read": (
+        FENCE + r"\n((?:.*\n)*?)" + BARRIER,
+        r"\1\tbar.sync \t0, 256;\n\tfence.proxy.async.shared::cta;\n",
         1,
-        NOT_FENCED,
+        LOADED,
     ),
     "copied_by_the_first_warp_that_staged": (BARRIER + r"(?=(?:.*\n){0,5}.*elect\.sync)", "", 0, NOT_STAGED),
     "copied_by_all": (r"@%p\d+ (?=cp\.async\.bulk\.tensor\.2d\.global)", "", 0, BY_ALL),
@@ -112,11 +120,13 @@ FAULTS = {  # pattern, what stands there instead, which of the places, what is f
         STILL_READ,
     ),
     "roles_begin_unawares": (r"barrier\.sync \t1;", "", ..., NOT_MADE),
-    "made_without_the_copy_engine": (r"fence\.proxy\.async\.shared::cta;", "", 0, NOT_MADE),
+    "made_without_the_copy_engine": (FENCE, "", 0, NOT_MADE),
+    "made_again": (MADE, r"\g<0>\n\g<0>", 3, MADE_AGAIN),
+    "made_over_another": (PLACE + "([0-9]+)([08]);" + THEN_MADE, r"\g<1>\g<2>4;", 1, MADE_AGAIN),
     "left_under_a_copy": (r"cp\.async\.bulk\.wait_group\.read \t0;", "", 0, LEFT),
     "made_late": (
         r"(?<=barrier\.sync \t1;\n)",
-        "@%p11 mbarrier.init.shared::cta.b64 [%r51], 1;\nfence.proxy.async.shared::cta;\n",
+        "@%p11 mbarrier.init.shared::cta.b64 [global_smem+240000], 1;\nfence.proxy.async.shared::cta;\n",
         0,
         MADE_LATE,
     ),
@@ -130,6 +140,24 @@ def test_each_step_between_warps_is_needed(ptx, fault):
     for place in reversed(places if which is ... else [places[which]]):
         ptx = ptx[: place.start()] + place.expand(instead) + ptx[place.end() :]
     assert unordered_roles(Flow.of(ptx)) == (found,)
+
+
+def test_a_barrier_may_be_made_again_once_it_was_ended(ptx):
+    made = re.search(MADE, ptx)
+    ended = made[0].replace(".init", ".inval").replace(", 1;", ";")
+    again = ptx.replace(made[0], f"{made[0]}\n{ended}\n{made[0]}", 1)
+    assert again.count(made[0]) == 2
+    assert unordered_roles(Flow.of(again)) == ()
+
+
+def test_a_barrier_has_its_memory_to_itself(ptx):
+    """Not where a thread stages results, which no constant says, nor where another role's copies land."""
+    place = re.search(PLACE + "([0-9]+);" + THEN_MADE, ptx)
+    store = re.search(r"bulk\.tensor\.2d\.global\S* \[.*\], \[(%r\d+)\];", ptx)
+    staging = int(re.search(rf"add\.s32 \t{store[1]}, %r\d+, ([0-9]+);", ptx)[1])
+    for within, found in ((staging + 1000, (OVERLAID,)), (0, (OVERLAID,)), (int(place[2]) + 10_000, ())):
+        moved = f"{ptx[: place.start(2)]}{within}{ptx[place.end(2) :]}"
+        assert unordered_roles(Flow.of(moved)) == found, within
 
 
 def test_products_in_roles_have_one_binary_for_all_sizes():

@@ -128,6 +128,36 @@ def test_writing_twice_is_told():
 
 
 @gluon.jit
+def _refill_kernel(x, y, FENCES: gl.constexpr):
+    """Two boxes of x copied to y by way of one buffer."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    buffer = gl.allocate_shared_memory(x.dtype, x.block_shape, x.layout)
+    landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(landed, count=1)
+    for row in gl.static_range(2):
+        mbarrier.expect(landed, x.nbytes_per_cta)
+        tma.async_copy_global_to_shared(x, [64 * row, 0], landed, buffer)
+        mbarrier.wait(landed, row)
+        value = buffer.load(LAYOUT)
+        if FENCES:
+            fence_async_shared()
+        gl.store(y + 64 * row * 64 + gl.arange(0, 64)[:, None] * 64 + gl.arange(0, 64)[None, :], value)
+    mbarrier.invalidate(landed)
+
+
+@pytest.mark.parametrize("way", [machine.run, machine.explore], ids=["run", "explore"])
+def test_what_was_loaded_is_fenced_before_a_copy_fills_the_buffer_again(way):
+    x, y = random(128, 64), torch.zeros(128, 64, dtype=torch.bfloat16)
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    described = TensorDescriptor(x, [128, 64], [64, 1], [64, 64], layout)
+    way(_refill_kernel, (1,), described, y, FENCES=True)
+    if way is machine.run:
+        assert torch.equal(y, x)
+    with pytest.raises(machine.Race, match=r"no fence between the loads of main and this copy"):
+        way(_refill_kernel, (1,), described, torch.zeros_like(y), FENCES=False)
+
+
+@gluon.jit
 def _accumulate(x, w, y_ptr, WAITS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     a = gl.allocate_shared_memory(x.dtype, x.block_shape, x.layout)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from inspect import getsource
 
 import pytest
 import torch
@@ -136,6 +137,19 @@ def test_emulator_catches_what_its_schedule_meets(module, old, new):
         pytest.raises(machine.Race, match=r"after\n  .*goes on at"),
     ):
         primitive(of, "linear")
+
+
+@ROLES
+def test_inputs_that_are_released_without_a_fence_are_caught(roles):
+    """Without it the copy engine may fill a buffer that is still read."""
+    from tpkernels.kernels.gluon import roles as source
+
+    fence = next(line for line in getsource(source).splitlines() if "fence_async_shared()" in line)
+    with (
+        edited(source, fence + "\n", ""),
+        pytest.raises(machine.Race, match=r"no fence between the loads of consume \d and this copy"),
+    ):
+        launched("dglu", roles, stages=2, steps=1, tiles=3).explore()
 
 
 def test_staging_that_is_no_part_of_the_stores_of_a_tile_is_caught(monkeypatch):

@@ -65,7 +65,9 @@ def _clocked(request: ClockRequest, facts: Facts) -> Clocked:
     workload = of_entry(entry, request.shape)
     compiled = built(entry, CLOCKED[0], facts)
     workload.on_one(compiled, workload.unit, SHORT)  # refuses a shape that this is not compiled for
-    cost = clocked(CompileJob(entry, CLOCKED[0]), facts, FromCatalog(entry))
+    # a block of a kernel without products does as much as the shape says
+    launching = FromCatalog(entry, None if workload.product else request.shape)
+    cost = clocked(CompileJob(entry, CLOCKED[0]), facts, launching)
     steps, drawn = steps_of(workload), None
     if request.drawing:
         tiles, deep = workload.unit * cost.resident, min(steps, DRAWN)

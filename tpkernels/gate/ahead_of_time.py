@@ -22,7 +22,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tpkernels.gate import disassembly, epilogue, machine_code, occupancy, ptx, ptx_flow, roles, triton_ir
+from tpkernels.gate import (
+    disassembly,
+    epilogue,
+    machine_code,
+    occupancy,
+    ptx,
+    ptx_addresses,
+    ptx_flow,
+    roles,
+    triton_ir,
+)
 from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
 from tpkernels.gate.ptx_flow import Flow
 from tpkernels.gate.workers import results_of
@@ -253,7 +263,10 @@ def compile_key(entry: Entry, architecture: str) -> str:
     source = ast_source(entry)
     source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
     key = get_cache_key(source, backend, options, variables)
-    readers = (disassembly, epilogue, machine_code, occupancy, ptx, ptx_flow, roles, triton_ir)
+    readers = (
+        *(disassembly, epilogue, machine_code, occupancy),
+        *(ptx, ptx_addresses, ptx_flow, roles, triton_ir),
+    )
     files = (__file__, *(reader.__file__ for reader in readers))
     ours = b"".join(Path(str(file)).read_bytes() for file in files)
     return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()

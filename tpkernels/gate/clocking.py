@@ -36,7 +36,7 @@ from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.cubin import read
 from tpkernels.gate.clock.launch import Built
-from tpkernels.gate.clock.workload import Workload, of_entry
+from tpkernels.gate.clock.workload import Workload, of_entry, sized
 from tpkernels.gate.workers import results_of
 from tpkernels.kernels.disk_cache import DiskCache
 
@@ -57,17 +57,18 @@ class Launching(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FromCatalog:
-    """As the catalog records it; its cost is one of the kernel, not of a shape."""
+    """As the catalog records it; the cost of products is one of the kernel, not of a shape."""
 
     entry: Entry
+    sizes: tuple[int, int, int] | None = None  # see `of_entry`
 
     def text(self) -> str:
-        spec = entry_specs()[self.entry.name]
+        spec = sized(entry_specs()[self.entry.name], self.sizes)
         alone = replace(spec, target=replace(spec.target, processors=1))
         return f"{spec.launch()!r} {alone.launch()!r}"
 
     def workload(self) -> Workload:
-        return of_entry(self.entry)
+        return of_entry(self.entry, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)

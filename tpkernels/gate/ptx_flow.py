@@ -196,13 +196,17 @@ class Role:
         return frozenset(found)
 
     def before_each(
-        self, step: Callable[[int, FlowState], FlowState], without: frozenset[tuple[int, int]] = frozenset()
+        self,
+        step: Callable[[int, FlowState], FlowState],
+        without: frozenset[tuple[int, int]] = frozenset(),
+        initial: FlowState = frozenset(),
     ) -> dict[int, FlowState]:
         """What may hold before each line, on one way or another; `step` says what a line makes of it.
 
         without: jumps that are not followed
+        initial: what holds at the start
         """
-        states: dict[int, FlowState] = {self.start: frozenset()}
+        states: dict[int, FlowState] = {self.start: initial}
         todo = [self.start]
         while todo:
             at = todo.pop()

@@ -3,18 +3,23 @@
 One thread of a role tells other roles that a buffer is free, and starts copies: what it says must hold for
 all threads of the role. So the warps of a role wait for each other
 
-- after they have read a buffer and awaited the products that did, before it is released (`mbarrier.arrive`);
+- after they have read a buffer and awaited the products that did, before it is released (`mbarrier.arrive`),
+  and after each has fenced what it loaded, for the copy engine fills the buffer again;
 - after each has staged its results and fenced them (`fence.proxy.async`), before they are copied out;
 - after a copy has read what was staged, before anything else is staged there.
 
 And products are awaited before their results are staged, copies are waited for before a role ends, and
-barriers in shared memory are made, and the copy engine told of them, before the roles begin.
+barriers in shared memory are made, and the copy engine told of them, before the roles begin. A barrier is
+made once, unless it was ended (`mbarrier.inval`), and nothing else lies in its 8 bytes meanwhile.
 """
 
 from __future__ import annotations
 
 import re
 
+import numpy as np
+
+from tpkernels.gate.ptx_addresses import Addresses
 from tpkernels.gate.ptx_flow import (
     BARRIER_OF_ALL,
     COMMIT,
@@ -31,6 +36,7 @@ from tpkernels.gate.ptx_flow import (
 )
 
 NOT_READ = "a buffer is released before all warps of the role have read it"
+LOADED = "a buffer is released to the copy engine without a fence after it was read"
 IN_FLIGHT = "a buffer is released while more than the last product may be in flight"
 NOT_DONE = "results are staged before their products are awaited"
 NOT_FENCED = "results are copied out without a fence after they were staged"
@@ -40,22 +46,27 @@ STILL_READ = "results are staged where a copy may still read others"
 LEFT = "a role ends while a copy may still read what it staged"
 NOT_MADE = "a barrier in shared memory is used before all, and the copy engine, know that it is made"
 MADE_LATE = "a barrier in shared memory is made when roles have begun"
+MADE_AGAIN = "a barrier in shared memory is made where one is already"
+OVERLAID = "a barrier in shared memory lies where something else is kept"
 
 _RELEASE = re.compile(r"^@\S+\s+mbarrier\.arrive\.(?!expect_tx)")  # by one thread for its role
 _SHARED_LOAD = re.compile(r"\b(?:ld\.shared|ldmatrix)\b")
 _PRODUCTS_AWAITED = re.compile(r"\bwgmma\.wait_group\S*\s+(\d+);")
 _FENCE = re.compile(r"\bfence\.(?:proxy\.async(?:\.shared::cta)?|mbarrier_init\S*);")
-_MADE = re.compile(r"\bmbarrier\.init\b")
+_MADE = re.compile(r"\bmbarrier\.init\b\S*\s+\[(\S+?)\]")
+_ENDED = re.compile(r"\bmbarrier\.inval\b\S*\s+\[(\S+?)\]")
+_BARRIER_BYTES = 8
 
 
 def unordered_roles(flow: Flow) -> tuple[str, ...]:
     """Each rule that some path through some role breaks, in words; () if the order is proven."""
     rules = (_released, _copied_out, _staged, _made)
-    return tuple(dict.fromkeys(words for role in flow.roles for rule in rules for words in rule(role)))
+    found = [words for role in flow.roles for rule in rules for words in rule(role)]
+    return tuple(dict.fromkeys([*found, *_barriers_alone(flow)]))
 
 
 def _released(role: Role) -> list[str]:
-    """Read and awaited before it is released; awaited before the results are staged."""
+    """Read, fenced and awaited before it is released; awaited before the results are staged."""
     lines = role.flow.lines
 
     def step(at: int, state: FlowState) -> FlowState:
@@ -65,16 +76,23 @@ def _released(role: Role) -> list[str]:
             return _with(state, {1} | {min(n + 1, 2) for n in flying})  # 2: or more
         if found := _PRODUCTS_AWAITED.search(line):
             return _with(state, {min(n, int(found[1])) for n in flying} - {0}) | {("read", 0)}
-        if _SHARED_LOAD.search(line) or PRODUCT.search(line):
+        if PRODUCT.search(line):
             return state | {("read", 0)}
-        return state - {("read", 0)} if role.syncs_all(line) else state
+        if _SHARED_LOAD.search(line):
+            return state | {("read", 0), ("loaded", 0)}
+        if _FENCE.search(line) and ("loaded", 0) in state:
+            return state - {("loaded", 0)} | {("fenced", 0)}
+        return state - {("read", 0), ("fenced", 0)} if role.syncs_all(line) else state
 
     before = role.before_each(step)
     held = {mark for at in role.matching(_RELEASE) for mark in before.get(at, ())}
     not_done = any(
         ("in flight", n) in before.get(at, ()) for at in role.matching(SHARED_STORE) for n in (1, 2)
     )
-    words = [NOT_READ] * (("read", 0) in held and role.threads > WARP)  # a warp elects a thread when together
+    together = role.threads <= WARP  # a warp elects a thread when together
+    words = [NOT_READ] * (("read", 0) in held and not together)
+    fenced_late = ("fenced", 0) in held and not together and not words
+    words += [LOADED] * (("loaded", 0) in held or fenced_late)
     return words + [IN_FLIGHT] * (("in flight", 2) in held) + [NOT_DONE] * not_done
 
 
@@ -169,3 +187,32 @@ def _made(role: Role) -> list[str]:
     unknown = bool(held & {"made", "told"})
     late = several and any(("begun", 0) in before.get(at, ()) for at in role.matching(_MADE))
     return [NOT_MADE] * unknown + [MADE_LATE] * late
+
+
+def _barriers_alone(flow: Flow) -> list[str]:
+    """Known by its address, a barrier is made once until it is ended, with its bytes to itself meanwhile."""
+    addresses = Addresses(flow)
+
+    def places(pattern: re.Pattern[str]) -> dict[int, int]:
+        found = ((at, pattern.search(line)) for at, line in enumerate(flow.lines))
+        return {at: int(addresses.of(match[1])[0]) for at, match in found if match}
+
+    made, ended = places(_MADE), places(_ENDED)
+
+    def step(at: int, state: FlowState) -> FlowState:
+        if at in made:
+            return state | {("made", made[at])}
+        return state - {("made", ended[at])} if at in ended else state
+
+    again = overlaid = False
+    for role in flow.roles if made else ():
+        # the default role makes them before the others begin
+        begun = frozenset(("made", place) for place in made.values()) if role.is_worker else frozenset()
+        for at, state in role.before_each(step, initial=begun).items():
+            barriers = np.array([place for _, place in state], dtype=np.int64)
+            if at in made:
+                again |= bool((abs(barriers - made[at]) < _BARRIER_BYTES).any())
+            elif (touched := addresses.touched(flow.lines[at])) is not None:
+                within = touched[:, None] - barriers
+                overlaid |= bool(((within >= 0) & (within < _BARRIER_BYTES)).any())
+    return [MADE_AGAIN] * again + [OVERLAID] * overlaid

@@ -51,6 +51,13 @@ class Mistaken(EntryWorkload):
         return found and self.lie(found)
 
 
+class Silent(EntryWorkload):
+    """Tells of no integers in memory."""
+
+    def _step(self, name: str, value: Any) -> int | None:
+        return None
+
+
 def deeper(found: Product) -> Product:
     return replace(found, depth=2 * found.depth)
 
@@ -63,6 +70,13 @@ def in_fp8(name: str) -> tuple[Cost, dict[str, str]]:
         "scales that nobody knows of": _mistaken(built, entry, lambda found: replace(found, beside=0)),
         "a step half as deep as the launch says": _mistaken(built, entry, deeper),
     }
+
+
+def of_rows(name: str, sizes: tuple[int, int, int]) -> tuple[Cost, str]:
+    """The cost of a block at these sizes; what is said where the launch does not tell what data is."""
+    entry = entry_specs()[name].entry()
+    built = _built(entry)
+    return cost_of(built, of_entry(entry, sizes)), _error(lambda: cost_of(built, Silent(entry, sizes)))
 
 
 def examined(name: str) -> Examined:

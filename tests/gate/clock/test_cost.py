@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.gate.clock.examined import clocked, examined, in_fp8
+from tests.gate.clock.examined import clocked, examined, in_fp8, of_rows
 from tpkernels.gate.clock.cost import Cost
 
 TWO_BLOCKS = "linear/descriptor/bf16/64x128x64-w4-s4-p2-x2/gelu_tanh+bias+z"
@@ -88,6 +88,25 @@ def test_each_kind_of_kernel_runs_to_its_end(compiler, name, guessed):
     cost = compiler.run(clocked, name)
     assert cost.step.cycles >= cost.ideal > 0
     assert cost.guessed == guessed
+
+
+TABLE = 128  # rows of a table, 1 in 4 of whose ids a rank has; each has three blocks of eight tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "moved"),
+    [
+        ("softmax_statistics/pointer/bf16/2048", (64, 3 * 2048, 1024), 3 * 2048 * 2),
+        ("embedding_bwd/pointer/bf16/8x1024", (24 * TABLE, 4 * TABLE, 1024), (24 + 1) * 1024 * 2),
+    ],
+)
+def test_loops_turn_as_often_as_the_launch_says_that_data_is(compiler, name, sizes, moved):
+    """All columns of a row that counts, all tokens of a row of a table."""
+    cost, silent = compiler.run(of_rows, name, sizes)
+    assert moved <= cost.bytes < 1.5 * moved
+    assert cost.guessed == 0
+    assert silent.startswith("UnknownTrips: ")
+    assert silent.endswith(": how often a loop turns depends on data that the launch does not tell")
 
 
 def test_rows_are_costed_by_the_block_whoever_computes_it(compiler):

@@ -9,6 +9,7 @@ import pytest
 
 from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, Stretch
+from tpkernels.gate.clock.faults import TooFast
 from tpkernels.gate.clock.model import ERROR, Board, predict
 from tpkernels.gate.clock.workload import Product, of_entry
 
@@ -27,6 +28,7 @@ class Work:
     shape: tuple[int, int, int] = (128 * 12, 256 * 11, 64 * 16)
     tiles: int = 132
     traffic: int = 10**6
+    least: int = 0
     unit: int = 1
     persistent: bool = True
     group: int = 8
@@ -65,6 +67,27 @@ def test_rows_are_bound_by_memory_or_by_what_their_blocks_wait_for():
     assert predict(cost, blocks, BOARD).seconds == pytest.approx(10**10 / BOARD.memory)
     slow = replace(cost, edge=replace(cost.edge, cycles=10**5))
     assert predict(slow, blocks, BOARD).bound == "scoreboard: LDG"
+
+
+def test_a_time_below_the_bytes_of_the_launch_is_an_error():
+    """Of rows of which the clock has counted a quarter; and of a product."""
+    rows = replace(Work(), product=None, tiles=10**5, traffic=4 * 10**9, least=4 * 10**9)
+    cost = Cost(None, Stretch(100.0, {}, 1), 0.0, 0.0, 4, 40_000, 0)
+    assert predict(cost, rows, BOARD).seconds > 4e9 / BOARD.sheet
+    told = (
+        r"work: 331\.7 us are too few for 4,000,000,000 bytes, .* 1,194\.0 us .* counted 1,000,000,000 bytes"
+    )
+    with pytest.raises(TooFast, match=told):
+        predict(replace(cost, bytes=10_000), rows, BOARD)
+    with pytest.raises(TooFast):
+        predict(COST, replace(Work(), least=10**9), BOARD)
+
+
+@pytest.mark.parametrize("name", ["embedding_fwd/pointer/bf16/4x512", "cross_entropy_grad/pointer/bf16/2048"])
+def test_a_launch_moves_all_its_tensors_unless_ids_choose_rows(name):
+    work = of_entry(entry_specs()[name].entry(), (8192, 16032, 4096))
+    assert work.least == (0 if "embedding" in name else work.traffic)
+    assert work.traffic > 8192 * 4096
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,20 @@ def test_a_scheduler_issues_one_instruction_a_cycle():
     assert timed(program, SmLaunch(warps=16)).cycles == pytest.approx(400, abs=6)
 
 
+def test_a_fence_waits_until_what_was_stored_is_seen_by_whom_it_is_for():
+    cycles = {}
+    for scope in ("CTA", "GPU", "SYS"):
+        program = Assembly()
+        program("STG [R2], R0", effects.Global(96_000, 3_000, store=True, shared=False))
+        program(f"MEMBAR.ALL.{scope}")
+        program.end()
+        cycles[scope] = timed(program).cycles
+    drained = 96_000 / MACHINE.store
+    assert cycles["CTA"] < 50  # memory that the block shares answers in order
+    assert cycles["GPU"] == pytest.approx(drained + MACHINE.gpu_fence, abs=10)
+    assert cycles["SYS"] == pytest.approx(drained + MACHINE.system_fence, abs=10)
+
+
 def test_products_run_at_the_peak_when_their_operands_are_there():
     program = Assembly()
     for _ in range(32):

@@ -35,6 +35,14 @@ class UnknownPlace(ClockFault):
     """An mbarrier's address, count or parity that the machine code does not let us know."""
 
 
+class UnknownTrips(ClockFault):
+    """A loop goes on as long as data says, and the launch does not say what the data is."""
+
+
+class TooFast(ClockFault):
+    """A time in which memory could not move the bytes of the launch."""
+
+
 class UnknownBox(ClockFault):
     """A copy of which neither the code nor the launch says how many bytes it moves."""
 

@@ -15,11 +15,20 @@ import torch
 from torch import Tensor
 
 from tpkernels.gate.clock.cubin import Cubin, read
-from tpkernels.gate.clock.values import Argument, BlockValues, Constants, Value, WarpState, initial_values
+from tpkernels.gate.clock.values import (
+    ADDRESSES,
+    Argument,
+    BlockValues,
+    Constants,
+    Contents,
+    Integers,
+    Value,
+    WarpState,
+    initial_values,
+)
 from tpkernels.gate.occupancy import blocks_by_limit
 from tpkernels.gate.ptx_flow import WARP
 
-ADDRESSES = 2**40  # from one tensor's address to the next one's
 SCRATCH = 2  # pointers that Triton adds: memory for all blocks, and for its profiler
 SWIZZLE = 128  # bytes of a row that the copy engine moves at a time at most
 BOX_ROWS = 256
@@ -62,6 +71,7 @@ class SmLaunch:
     blocks: int  # that the SM runs: the first ones of the grid
     resident: int
     initial: Mapping[str, Value] = field(repr=False)
+    contents: Contents | None = None
 
     @property
     def warps(self) -> int:
@@ -81,18 +91,24 @@ class SmLaunch:
 
     def states(self, program: tuple[int, int, int]) -> Sequence[WarpState]:
         """The warps of a block that starts."""
-        block = BlockValues(program, self.constants, self.initial)
+        block = BlockValues(program, self.constants, self.initial, self.contents)
         return [WarpState(number, block) for number in range(self.warps)]
 
 
 def launch_of(
-    built: Built, values: Sequence[Any], grid: Sequence[int], blocks: int | None = None
+    built: Built,
+    values: Sequence[Any],
+    grid: Sequence[int],
+    blocks: int | None = None,
+    contents: Mapping[int, int] | None = None,
 ) -> SmLaunch:
     """A launch of any kernel.
 
     values: of the arguments that are not compiled in, in order: tensors (on the meta device, say), tensor
         descriptors, numbers; None for what is not known
     blocks: that the SM runs; None: the whole grid
+    contents: number of a value that is a tensor of integers -> by how much each is more than the one before,
+        from 0 on; with it, a loop whose turns hang on other data is an error; None: such a loop turns once
     """
     arguments: list[Argument] = []
     boxes: dict[int, int] = {}
@@ -115,7 +131,10 @@ def launch_of(
     constants = Constants.of(built.code, arguments, (x, y, z), WARP * built.warps)
     count = x * y * z if blocks is None else min(blocks, x * y * z)
     initial = initial_values(built.code, constants)
-    return SmLaunch(built, constants, boxes, (x, y, z), count, min(built.fitting(), count), initial)
+    held = None
+    if contents is not None:
+        held = {at: Integers(step, values[at].itemsize) for at, step in contents.items()}
+    return SmLaunch(built, constants, boxes, (x, y, z), count, min(built.fitting(), count), initial, held)
 
 
 def box_bytes(descriptor: Any) -> int:

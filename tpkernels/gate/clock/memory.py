@@ -23,7 +23,17 @@ from tpkernels.gate.clock.operands import (
     is_predicate,
     source,
 )
-from tpkernels.gate.clock.values import BANK_ADDRESS, WORD, Constants, Mask, Value, WarpState, first
+from tpkernels.gate.clock.values import (
+    ADDRESSES,
+    BANK_ADDRESS,
+    WORD,
+    Constants,
+    Contents,
+    Mask,
+    Value,
+    WarpState,
+    first,
+)
 
 _SIZES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
@@ -42,8 +52,28 @@ def global_load(one: Instruction) -> Meaning:
     place = next(text for text in one.operands if "[" in text)
     before = one.operands[: one.operands.index(place)]
     to = next(destination(text) for text in before if not is_predicate(text))
-    forgets = following(to, words_of(one)) + tuple(destination(t) for t in before if is_predicate(t))
-    return _global(one, place, store=False, forgets=forgets)
+    words, where, size = following(to, words_of(one)), address(place), size_of(one)
+    moved = _global(one, place, store=False, forgets=tuple(destination(t) for t in before if is_predicate(t)))
+    move = moved.run
+    assert move is not None
+
+    def run(state: WarpState) -> effects.Effect | None:
+        effect = move(state)  # first: an address may lie in the registers that are written
+        at = where.of(state.registers)
+        for number, name in enumerate(words):
+            state.registers[name] = _content(state.block.contents, at, 4 * number, min(size, 4))
+        return effect
+
+    return Meaning(run, words, moved.reads, moved.forgets, acts=True)
+
+
+def _content(contents: Contents | None, at: Value, more: int, size: int) -> Value:
+    """What a tensor holds there, if the launch says so."""
+    begin = first(at)
+    if at is None or begin is None or not contents:
+        return None
+    held = contents.get(begin // ADDRESSES - 1)
+    return held.word(at + more, size) if held else None
 
 
 def global_store(one: Instruction) -> Meaning:

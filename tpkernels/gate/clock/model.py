@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tpkernels.gate.clock.cost import Cost
+from tpkernels.gate.clock.faults import TooFast
 from tpkernels.gate.clock.workload import Workload
 
 # Root mean square of the errors of what no constant was fitted to, see docs/clock.md; a test compares.
@@ -22,7 +23,8 @@ class Board:
     boost: float = 1.98e9  # hertz: nvidia-smi -q -d CLOCK
     full: float = 1.30e9  # that power allows with every tensor core busy: fitted, and each board's own
     cube: float = 1 / 3  # while power limits, clock ~ busy ** -cube: power ~ f V^2, V ~ f
-    memory: float = 0.9 * 3.35e12  # bytes a second: data sheet, and what copies reach of it
+    sheet: float = 3.35e12  # bytes a second that memory moves at most: data sheet
+    memory: float = 0.9 * 3.35e12  # and what copies reach of it
     overhead: float = 3e-6  # seconds of a launch: assumed
 
     def clock(self, busy: float) -> float:
@@ -45,7 +47,7 @@ class KernelPrediction:
 
 
 def predict(cost: Cost, workload: Workload, board: Board | None = None) -> KernelPrediction:
-    """What a launch takes."""
+    """What a launch takes; TooFast where memory cannot move its bytes in that time."""
     board = board or Board()
     share = workload.tiles / board.processors
     rounds = -(-workload.tiles // board.processors)  # on the SM with the most tiles
@@ -60,6 +62,7 @@ def predict(cost: Cost, workload: Workload, board: Board | None = None) -> Kerne
     bytes_ = _traffic(workload, cost, board)
     memory = bytes_ / board.memory
     seconds = max(total / clock, memory) + board.overhead
+    _require_time_for_bytes(workload, seconds, bytes_, board)
     flops = product.flops * steps * workload.tiles if product else 0
     return KernelPrediction(
         seconds,
@@ -70,6 +73,16 @@ def predict(cost: Cost, workload: Workload, board: Board | None = None) -> Kerne
         memory / seconds,
         _bound(cost, steps, 1 - share / rounds, memory / seconds),
     )
+
+
+def _require_time_for_bytes(workload: Workload, seconds: float, counted: float, board: Board) -> None:
+    """However it was counted: a time below the bytes of the launch is a mistake of the clock."""
+    least = workload.least / board.sheet
+    if seconds < least:
+        raise TooFast(
+            f"{workload.name}: {seconds * 1e6:,.1f} us are too few for {workload.least:,} bytes, which take "
+            f"{least * 1e6:,.1f} us at least; the clock has counted {counted:,.0f} bytes"
+        )
 
 
 def steps_of(workload: Workload) -> int:

@@ -36,6 +36,13 @@ class Operation:
         elif self.kind == OpcodeKind.PRODUCT:
             self.closes = "gsb0" in operands
             self.ideal, self.read = _product(modifiers, operands)
+        elif self.kind == OpcodeKind.FENCE:
+            if "SYS" in modifiers:
+                self.latency = machine.system_fence
+            elif "GPU" in modifiers:
+                self.latency = machine.gpu_fence
+            else:  # of the block, whose shared memory answers in order
+                self.kind = OpcodeKind.PLAIN
         elif self.kind in (OpcodeKind.AWAIT_PRODUCTS, OpcodeKind.AWAIT_GROUPS):
             if "DEPBAR" in modifiers or (operands[:1] == ("SB0",) and len(operands) > 1):
                 self.pending = int(operands[1], 0)

@@ -15,6 +15,8 @@ class SmRates:
     copy_latency: float = 550.0  # of the copy engine, hits and misses of L2 mixed: fitted
     load_latency: float = 550.0  # of LDG and LDGSTS, mixed alike: fitted
     atomic_latency: float = 700.0  # assumed: a load that the L2 must also compute
+    gpu_fence: float = 700.0  # until the GPU sees what was stored: assumed, as an atomic
+    system_fence: float = 1500.0  # until all of the machine does, peers' memory aside: assumed
     store_latency: float = 300.0  # until the copy engine has read what it stores: fitted, weakly determined
     barrier: float = 22.0  # from the last arrival at a BAR.SYNC to those who wait: micro-benchmarks
     poll: float = 20.0  # from the end of an mbarrier's phase to those who wait: assumed

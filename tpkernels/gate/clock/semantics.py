@@ -14,6 +14,7 @@ import numpy as np
 from tpkernels.gate.clock import control
 from tpkernels.gate.clock.cubin import Cubin
 from tpkernels.gate.clock.effects import Effect
+from tpkernels.gate.clock.faults import UnknownTrips
 from tpkernels.gate.clock.instructions import BYTES, Instruction
 from tpkernels.gate.clock.operands import NOWHERE, Execute, Meaning
 from tpkernels.gate.clock.table import meaning
@@ -41,7 +42,13 @@ def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[DecodedStep]:
         DecodedStep(
             one,
             _execute(
-                _Site(one, index, one.address in meeting, _over_rare_code(cubin.instructions, index)),
+                _Site(
+                    one,
+                    index,
+                    one.address in meeting,
+                    _over_rare_code(cubin.instructions, index),
+                    _loops(cubin.instructions, index),
+                ),
                 what,
                 needed,
             ),
@@ -56,6 +63,7 @@ class _Site:
     index: int
     meeting: bool  # branches lead here
     over_rare: bool  # a branch over what data seldom asks for
+    loops: bool  # a branch back, by which no flag is awaited
 
 
 def _over_rare_code(code: Sequence[Instruction], index: int) -> bool:
@@ -64,10 +72,20 @@ def _over_rare_code(code: Sequence[Instruction], index: int) -> bool:
     if target is None or target <= code[index].address:
         return False
     between = code[index + 1 : index + (target - code[index].address) // BYTES]
-    return any(
-        one.opcode in ("CALL", "ATOMG") or (one.opcode == "LDG" and "STRONG" in one.modifiers)
-        for one in between
-    )
+    return any(one.opcode == "CALL" or _looks(one) for one in between)
+
+
+def _looks(one: Instruction) -> bool:
+    """At what others may change."""
+    return one.opcode == "ATOMG" or (one.opcode == "LDG" and "STRONG" in one.modifiers)
+
+
+def _loops(code: Sequence[Instruction], index: int) -> bool:
+    """A branch back that makes a loop of work; one that looks at a flag is a wait, which is over."""
+    target = control.target_of(code[index])
+    if target is None or target > code[index].address:
+        return False
+    return not any(_looks(one) for one in code[index - (code[index].address - target) // BYTES : index])
 
 
 def _needed(code: Sequence[Instruction], meanings: Sequence[Meaning], needed: set[str]) -> set[str]:
@@ -127,6 +145,10 @@ def _guarded(run: Execute, place: _Site, writes: tuple[str, ...]) -> Execute:
         if guard is negated:
             return None
         if guard is None and branches:  # on data: not taken, which also leaves a loop that waits for it
+            if place.loops and state.block.contents is not None:
+                raise UnknownTrips(
+                    f"{one}: how often a loop turns depends on data that the launch does not tell"
+                )
             state.guessed += 1
             return run(state) if over_rare else None
         if guard is None or guard is (not negated):

@@ -60,6 +60,7 @@ class Sm:
             OpcodeKind.COMMIT: (self._no_limit, self._commit),
             OpcodeKind.AWAIT_GROUPS: (self._groups, self._have_groups),
             OpcodeKind.GLOBAL: (self._memory, self._issue),
+            OpcodeKind.FENCE: (self._no_limit, self._fence),
         }
         # by kind, in rows, for they are looked up at each instruction: when one that is not issued yet may
         # issue, and what it waits for; then what issues it, and says when its scoreboard is released
@@ -137,6 +138,13 @@ class Sm:
         warp.ready = max(warp.ready, begin)
         self.mark(warp, operation.opcode, now, warp.at)
         return begin + operation.latency
+
+    def _fence(self, warp: Warp, operation: Operation, now: float) -> float:
+        """The warp goes on when what was stored has left the SM and is seen."""
+        done = max(now, self.bandwidth.stores) + operation.latency
+        self.stalled(warp, now + operation.stall, done, "memory fence")
+        warp.ready = max(warp.ready, done)
+        return done
 
     def _have_products(self, warp: Warp, operation: Operation, now: float) -> float:
         if not operation.pending and warp.drained < 0.0:  # not once more with nothing in between

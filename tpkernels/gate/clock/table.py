@@ -25,6 +25,7 @@ class OpcodeKind(IntEnum):
     COMMIT = 5  # copies since the last commit form a group
     AWAIT_GROUPS = 6  # of copies
     GLOBAL = 7  # its effect says what is moved
+    FENCE = 8  # until the GPU, or the system, sees what was stored
 
 
 class Row(NamedTuple):
@@ -168,7 +169,8 @@ _ROWS: Mapping[str, Row] = {
     "UTMASTG UTMAREDG": Row("", memory.tensor_put),
     "UTMACMDFLUSH LDGDEPBAR": Row("", _nothing, kind=OpcodeKind.COMMIT),
     "DEPBAR": Row("", _nothing, kind=OpcodeKind.AWAIT_GROUPS),
-    "MEMBAR FENCE CGAERRBAR": Row("", _nothing, 30.0),
+    "MEMBAR": Row("", _nothing, 30.0, OpcodeKind.FENCE),
+    "FENCE CGAERRBAR": Row("", _nothing, 30.0),
     "ERRBAR": Row("", _nothing, 20.0),
     "B2R QSPC": Row("", _unknown),
     "BREAK BMOV WARPSYNC NANOSLEEP YIELD NOP PREEXIT ACQBULK": Row("", _nothing),

@@ -22,6 +22,7 @@ Value = int | Lanes | None
 Mask = NDArray[np.bool_]
 Argument = int | float | bytes | None  # None: unknown, as the content of a descriptor is
 
+ADDRESSES = 2**40  # from one tensor's address to the next one's
 WORD = 0xFFFFFFFF
 LANES = np.arange(32, dtype=np.int64)
 ALL_LANES = np.ones(32, dtype=np.bool_)
@@ -72,6 +73,27 @@ class Constants:
         return int.from_bytes(content[offset : offset + size], "little")
 
 
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """What a tensor of integers holds, as far as a launch goes: element i is i * step."""
+
+    step: int
+    itemsize: int
+
+    def word(self, at: Value, size: int) -> Value:
+        """What lies at an address within the tensor."""
+        if at is None:
+            return None
+        offset = at % ADDRESSES
+        content: Value = (offset // self.itemsize * self.step >> 8 * (offset % self.itemsize)) & (
+            1 << 8 * size
+        ) - 1
+        return content
+
+
+Contents = Mapping[int, Integers]  # by the number of the argument
+
+
 @dataclass(slots=True)
 class BlockValues:
     """What the warps of a block share."""
@@ -79,6 +101,7 @@ class BlockValues:
     program: tuple[int, int, int]  # its ids
     constants: Constants
     initial: Mapping[str, Value]  # registers at the start, see `initial_values`
+    contents: Contents | None = None  # None: nobody says
     shared: dict[int, int] = field(default_factory=dict)  # bytes whose values are known, by address
 
 

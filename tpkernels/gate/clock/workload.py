@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -62,6 +62,8 @@ class Workload(Protocol):
     def tiles(self) -> int: ...
     @property
     def traffic(self) -> int: ...  # bytes of all tensors, each once
+    @property
+    def least(self) -> int: ...  # bytes that a launch moves in any case; 0: not known
     @property
     def unit(self) -> int: ...  # tiles that `on_one` takes multiples of
     @property
@@ -130,6 +132,10 @@ class EntryWorkload:
         return sum({id(one): one.nbytes for one in tensors if isinstance(one, Tensor)}.values())
 
     @property
+    def least(self) -> int:
+        return 0 if self._kernel == "embedding_fwd" else self.traffic  # which reads the rows that ids choose
+
+    @property
     def unit(self) -> int:
         tile = self._spec.of.tile
         return self._row_tiles * tile.splits if tile else 1
@@ -169,15 +175,14 @@ class EntryWorkload:
             raise WrongLaunch(
                 f"{self.name}: {', '.join(sorted(other))} of this launch are not what was compiled in"
             )
-        return launch_of(built, [v for name, v in named.items() if name not in constants], one.grid, blocks)
+        given = {name: value for name, value in named.items() if name not in constants}
+        steps_of = {name: self._step(name, value) for name, value in given.items()}
+        contents = {at: step for at, step in enumerate(steps_of.values()) if step is not None}
+        return launch_of(built, [*given.values()], one.grid, blocks, contents)
 
     @cached_property
     def _spec(self) -> EntrySpec:
-        spec = entry_specs()[self.name]
-        if self.sizes is None:
-            return spec
-        tokens, out_features, in_features = self.sizes
-        return _of_sizes(spec, tokens, in_features, out_features)
+        return sized(entry_specs()[self.name], self.sizes)
 
     @cached_property
     def _launch(self) -> launch.Launch:
@@ -186,6 +191,14 @@ class EntryWorkload:
     @property
     def _kernel(self) -> str:
         return self.name.split("/")[0]
+
+    def _step(self, name: str, value: Any) -> int | None:
+        """Of the integers in memory that decide a kernel's way: by how much each is more than the last."""
+        if name == "target_ptr":
+            return 0  # every row of a loss counts
+        if name == "starts_ptr":  # every row of a table has as many tokens
+            return -(-self._spec.of.tokens // (len(value) - 1))
+        return None
 
     def _scales(self, tile: MatmulTile) -> int:
         """Bytes of a sector for each row and each column, by each warp anew."""
@@ -221,6 +234,14 @@ class EntryWorkload:
 def of_entry(entry: Entry, sizes: tuple[int, int, int] | None = None) -> EntryWorkload:
     """sizes: tokens, out_features and in_features of the layer; None: as the catalog has it"""
     return EntryWorkload(entry, sizes)
+
+
+def sized(spec: EntrySpec, sizes: tuple[int, int, int] | None) -> EntrySpec:
+    """sizes: as `of_entry` takes them"""
+    if sizes is None:
+        return spec
+    tokens, out_features, in_features = sizes
+    return _of_sizes(spec, tokens, in_features, out_features)
 
 
 def _of_sizes(spec: EntrySpec, tokens: int, in_features: int, out_features: int) -> EntrySpec:

@@ -105,7 +105,7 @@ class Store(TraceEvent):
 
 @dataclass(frozen=True, eq=False)
 class Fence(TraceEvent):
-    """Makes what this role stored to shared memory visible to TMA and wgmma."""
+    """Orders what this role loads from and stores to shared memory before what TMA and wgmma do to it."""
 
 
 @dataclass(frozen=True, eq=False)

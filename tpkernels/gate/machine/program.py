@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tpkernels.gate.machine.events import (
@@ -21,6 +21,7 @@ from tpkernels.gate.machine.events import (
     Fence,
     Init,
     Invalidate,
+    Load,
     Multiply,
     MultiplyWait,
     Role,
@@ -41,23 +42,30 @@ class Held:
     multiplied: tuple[tuple[Multiply, Cells], ...] = ()  # in flight, oldest first
     copied: tuple[tuple[CopyOut, Cells], ...] = ()
     unfenced: Cells = frozenset()  # stored to, and not yet visible to TMA and wgmma
+    loaded: Cells = frozenset()  # and not fenced since: a copy in may come before the load
 
     @cached_property
     def read(self) -> Cells:
         """What a product or a copy may still read."""
         return frozenset().union(*(cells for _, cells in (*self.multiplied, *self.copied)))
 
+    def of(self, cells: Cells) -> tuple[Cells, Cells, Cells]:
+        """Of these cells: what others can tell."""
+        return self.read & cells, self.unfenced & cells, self.loaded & cells
+
     def after(self, event: TraceEvent) -> Held:
         if isinstance(event, Multiply):
-            return Held((*self.multiplied, (event, _cells_of(event))), self.copied, self.unfenced)
+            return replace(self, multiplied=(*self.multiplied, (event, _cells_of(event))))
         if isinstance(event, MultiplyWait):
-            return Held(_last(self.multiplied, event.pending), self.copied, self.unfenced)
+            return replace(self, multiplied=_last(self.multiplied, event.pending))
         if isinstance(event, CopyOut):
-            return Held(self.multiplied, (*self.copied, (event, frozenset(event.view.cells))), self.unfenced)
+            return replace(self, copied=(*self.copied, (event, _cells_of(event))))
         if isinstance(event, StoreWait):
-            return Held(self.multiplied, _last(self.copied, event.pending), self.unfenced)
+            return replace(self, copied=_last(self.copied, event.pending))
         if isinstance(event, Store):
-            return Held(self.multiplied, self.copied, self.unfenced | frozenset(event.view.cells))
+            return replace(self, unfenced=self.unfenced | _cells_of(event))
+        if isinstance(event, Load):
+            return replace(self, loaded=self.loaded | _cells_of(event))
         if isinstance(event, Fence):
             return Held(self.multiplied, self.copied)
         return self
@@ -92,8 +100,7 @@ class Track:
             for begin, end in self.ends.items()
             if not self.touched[begin]
             and all(_cells_of(event).isdisjoint(shared) for event in self.events[begin:end])
-            and len({(held.read & shared, held.unfenced & shared) for held in self.held[begin : end + 1]})
-            == 1
+            and len({held.of(shared) for held in self.held[begin : end + 1]}) == 1
         )
 
 

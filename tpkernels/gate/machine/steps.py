@@ -232,6 +232,9 @@ class Steps:
                 raise Race(f"{event.where}: {now.who} writes {view.name} while {use}")
         if isinstance(event, CopyIn):
             self._require_fenced(now, event, view.cells)
+            for track, at in zip(now.tracks, now.at, strict=True):
+                if not track.held[at].loaded.isdisjoint(view.cells):
+                    raise Race(f"{event.where}: no fence between the loads of {track.name} and this copy")
         for cell in view.cells:
             now.contents[cell] = event.number
 

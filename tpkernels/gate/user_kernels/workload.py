@@ -56,6 +56,10 @@ class OwnWorkload:
         return sum(tensor.nbytes for tensor in self._tensors(self._values).values())
 
     @property
+    def least(self) -> int:
+        return 0  # a kernel of others may leave parts of its tensors alone
+
+    @property
     def persistent(self) -> bool:
         """Whether the grid asks how many processors there are."""
         return self.own.at(self.own.sizes, processors=1).grid != self._values.grid

@@ -29,13 +29,13 @@ from tpkernels.kernels.gluon import epilogues
 from tpkernels.kernels.gluon.constants import Epilogue, constants_of
 from tpkernels.kernels.gluon.roles import (
     await_turn,
-    barriers,
     fetch,
     give_turn,
     input_ring,
     load,
     multiply,
     operand_ring,
+    turn_barriers,
 )
 from tpkernels.kernels.operands import MatrixLayout
 
@@ -66,7 +66,7 @@ def _matmul_kernel(
     """Each program computes every num_programs-th tile."""
     operands = operand_ring(a, b, P)
     inputs = input_ring(in0, P)
-    turns = barriers(2), barriers(2)
+    turns = turn_barriers(P)
     fence_async_shared()
     steps = gl.cdiv(depth, P.block_depth)
     if P.pairs == 2:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -46,6 +47,20 @@ def barriers(SIZE: gl.constexpr):
     for i in gl.static_range(SIZE):
         mbarrier.init(made.index(i), count=1)
     return made
+
+
+@gluon.jit
+def turn_barriers(P: gl.constexpr):
+    """Two barriers for the consumers' turns to multiply, and two for those to take inputs.
+
+    None where nobody waits: the compiler would give their memory to another buffer.
+    """
+    if P.consumers == 2 and P.inputs:
+        return barriers(2), barriers(2)
+    elif P.consumers == 2:
+        return barriers(2), ()
+    else:
+        return (), ()
 
 
 @gluon.jit
@@ -187,5 +202,6 @@ def take(inputs, use, LAYOUT: gl.constexpr, P: gl.constexpr):
     second = first
     if P.inputs == 2:
         second = buffers.index(buffer).slice(P.block_rows, P.block_rows).load(LAYOUT)
+    fence_async_shared()  # the copy engine fills the buffer again, and is ordered after no plain load without
     mbarrier.arrive(empty.index(buffer))
     return first.to(gl.float32), second.to(gl.float32)
