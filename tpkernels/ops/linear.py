@@ -11,16 +11,18 @@ T tokens, K in_features, N out_features:
     dbias     db = dz.sum(0)
 
 Saved for backward: x, weight, and z where there is an activation; what no gradient needs is not saved. As a
-second output z stays connected with the inputs: second derivatives come back to backward as dz.
+second output z stays connected with the inputs: second derivatives come back to backward as dz. Where torch
+computes, these are torch's own operators, which save the same, and whose products have the same bits.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tpkernels.dispatch import primitives
-from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
+from tpkernels.kernels.activations import Activation, act_grad_ref, act_ref, require_activation
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import (
     Context,
@@ -32,6 +34,7 @@ from tpkernels.ops.inputs import (
     features_of,
     in_forward_mode,
     is_casting,
+    is_torchs,
     like_tokens,
     tokens_of,
 )
@@ -58,10 +61,27 @@ def linear(
     """
     if activation is not None:
         require_activation("linear", activation)
+    if (  # the usual case, with looks at what torch would take and we refuse: a bias to broadcast, integers
+        quantize is None
+        and is_torchs(x)
+        and x.dim() == weight.dim() == 2
+        and x.is_floating_point()
+        and weight.is_cpu
+        and (bias is None or (bias.dim() == 1 and bias.numel() == weight.size(0)))
+    ):
+        try:
+            z = functional.linear(x, weight, bias)
+        except RuntimeError:
+            check_linear("linear", x, x.shape[1], weight, bias, ("weight", "bias"))  # in our words
+            raise
+        return z if activation is None else act_ref(z, activation)
     if is_casting(x):
         x, weight, bias = autocast(x, weight, bias)
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
     tokens = tokens_of(x)
+    if quantize is None and is_torchs(x):
+        z = functional.linear(tokens, weight, bias)
+        return like_tokens(z if activation is None else act_ref(z, activation), x)
     if quantize is not None:
         alone = Layout(None).in_fp8("linear", quantize, x)
         (y,) = column("linear", tokens, [weight], [bias], [None], alone, activation or "none")
