@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
-from tpkernels.ops.first_order import first_order
+from tpkernels.ops.first_order import differentiated_once, first_order
 from tpkernels.ops.inputs import Context, apply
 from tpkernels.ops.tensor_parallel.parallel import (
     checked_group,
@@ -35,6 +35,7 @@ from tpkernels.ops.tensor_parallel.parallel import (
 from tpkernels.ops.vocab.vocabulary import (
     Group,
     VocabShard,
+    is_alone,
     require_ids,
     require_in_vocabulary,
     vocab_shard,
@@ -62,6 +63,13 @@ def vocab_embedding(
     vocab_size: of the full vocabulary, if rows past it are padding
     returns: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     """
+    if vocab_size is None and padding_idx is None and is_alone(OP, group, weight_shard):
+        # without features it does not look at ids; what is narrower than fp32 it sums as it is
+        if weight_shard.dtype in (torch.float32, torch.float64) and weight_shard.shape[-1]:
+            try:
+                return differentiated_once(OP, torch.embedding(weight_shard, ids))
+            except (IndexError, RuntimeError):
+                pass  # what does not fit, and ids that are none, are told below, in our words
     if weight_shard.ndim != 2 or not weight_shard.is_floating_point():
         raise ValueError(
             f"{OP}: expected floating-point weight_shard (rows, features), got "

@@ -17,8 +17,10 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import calls_of
+from tpkernels.comm.groups import required_group
 from tpkernels.dispatch.segments import segment_of
 from tpkernels.kernels.reference import surely_within
+from tpkernels.ops.inputs import is_torchs
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel import Group as Group
 from tpkernels.ops.tensor_parallel.segments import require_segments, segments_of
@@ -75,6 +77,11 @@ def vocab_shard(op: str, group: ProcessGroup, width: int, vocab_size: int | None
     """This rank's shard, checked. vocab_size: ids of the full vocabulary; None: there is no padding"""
     require_segments(op, segments_of(op, group), [("a shard of the vocabulary", width)])
     return VocabShard(group, width, checked_size(op, group, width, vocab_size))
+
+
+def is_alone(op: str, group: object, x: Tensor) -> bool:
+    """Whether a rank alone computes, by torch: then what sharding adds to torch's operators is left out."""
+    return required_group(group, op=op).size() == 1 and is_torchs(x) and not mode.fix(op)
 
 
 def checked_size(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> int:
