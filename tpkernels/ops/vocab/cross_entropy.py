@@ -28,8 +28,10 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
+from tpkernels.dispatch.products import sums_dtype
+from tpkernels.kernels.reference import CACHED
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import Context, apply, tokens_of
+from tpkernels.ops.inputs import Context, apply, is_torchs, tokens_of
 from tpkernels.ops.tensor_parallel.parallel import (
     checked_group,
     gather_numbers,
@@ -156,12 +158,16 @@ class ShardedLoss:
 
     def counted(self, target: Tensor) -> Tensor:
         """Replace ignored targets by IGNORED; raise if a target is no id."""
-        require_in_vocabulary(self.op, "target", target, self.shard, self.ignore_index)
+        all_inside = require_in_vocabulary(self.op, "target", target, self.shard, self.ignore_index)
+        if all_inside and not 0 <= self.ignore_index < self.shard.size:
+            return target.clone()  # an operator gives back none of its inputs
         return torch.where(target == self.ignore_index, IGNORED, target)
 
     def of_rows(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute (loss, maximum, total) of each row."""
         shard, s = self.shard, self.smoothing
+        if self._is_plain(logits):
+            return _of_full_rows(logits, target, in_place=False)
         count = 4 if s else 3  # an unsmoothed loss needs no Σ x
         found = [
             primitives.softmax_statistics(part.of(logits, 1), target, part.columns, part.first_id)[:count]
@@ -180,6 +186,19 @@ class ShardedLoss:
             loss = (1 - s) * loss + s * (log_total + (maximum - summed[0].sum(0) / shard.size))
         return loss.masked_fill(target == IGNORED, 0), maximum, total
 
+    def with_gradient(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same; writes the gradient of the sum of losses into the memory of the logits."""
+        if self._is_plain(logits) and logits.dtype == sums_dtype(logits.dtype):
+            return _of_full_rows(logits, target, in_place=True)
+        found = loss, *_ = self.of_rows(logits, target)
+        self.gradient(logits, target, *found[1:], torch.ones_like(loss), in_place=True)
+        return found
+
+    def _is_plain(self, logits: Tensor) -> bool:
+        """Whether one rank has all columns, without padding, and torch computes a loss that is not smoothed."""
+        alone = self.shard.group.size() == 1 and not (self.label_smoothing or mode.segments)
+        return alone and 0 < self.shard.size == logits.shape[1] and is_torchs(logits)
+
     def gradient(
         self, logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor, *, in_place: bool
     ) -> Tensor:
@@ -197,6 +216,29 @@ class ShardedLoss:
         for part in self.shard.segments:
             part.view_of(dlogits, 1).copy_(of_part(part, part.of(logits, 1), False))
         return dlogits
+
+
+def _of_full_rows(logits: Tensor, target: Tensor, *, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (loss, maximum, total) of each row, in few calls, with rows in the cache from call to call.
+
+    in_place: exponentials are computed where the logits are, and become the gradient of the sum of losses
+    """
+    dtype, tokens, columns = sums_dtype(logits.dtype), *logits.shape
+    index = target.long().clamp_min(0)[:, None]
+    picked, ignored = logits.gather(1, index), target == IGNORED
+    rows = max(1, tokens if in_place else CACHED // columns)
+    scratch = logits if in_place else logits.new_empty((min(rows, tokens), columns), dtype=dtype)
+    maxima, totals = [], []
+    for start in range(0, max(1, tokens), rows):
+        x = logits[start : start + rows] if rows < tokens else logits
+        maxima.append(x.amax(1, keepdim=True).to(dtype))
+        totals.append(torch.sub(x, maxima[-1], out=scratch[: len(x)]).exp_().sum(1, keepdim=True))
+    maximum, total = (each[0] if len(each) == 1 else torch.cat(each) for each in (maxima, totals))
+    if in_place:
+        logits.mul_(total.reciprocal()).scatter_add_(1, index, total.new_full(index.shape, -1))
+        logits.index_fill_(0, ignored.nonzero()[:, 0], 0)
+    loss = (total.log() + (maximum - picked))[:, 0].masked_fill_(ignored, 0)
+    return loss, maximum[:, 0], total[:, 0]
 
 
 def sharded_loss(op: str, options: LossOptions, width: int) -> ShardedLoss:

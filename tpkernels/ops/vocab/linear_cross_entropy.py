@@ -287,12 +287,10 @@ def _losses_by_chunk(
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     loss, maximum, total = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
     for rows, logits in _logits_of_chunks(hidden, weight, options):
-        loss[rows], maximum[rows], total[rows] = losses.of_rows(logits, target[rows])
+        of_chunk = losses.of_rows if gradients is None else losses.with_gradient
+        loss[rows], maximum[rows], total[rows] = of_chunk(logits, target[rows])
         if gradients is not None:
-            one = torch.ones_like(loss[rows])
-            gradients.add(
-                rows, losses.gradient(logits, target[rows], maximum[rows], total[rows], one, in_place=True)
-            )
+            gradients.add(rows, logits)
         del logits
     return loss, maximum, total
 

@@ -116,8 +116,8 @@ def require_ids(op: str, name: str, ids: Tensor, like: Tensor) -> None:
 
 def require_in_vocabulary(
     op: str, name: str, ids: Tensor, shard: VocabShard, ignored: int | None = None
-) -> None:
-    """Raise unless every id is in the vocabulary, or is the ignored one.
+) -> bool:
+    """Raise unless every id is in the vocabulary, or is the ignored one; True: a look says that all are in it.
 
     Ranks are given the same ids, so that all raise before anything is sent. Checking ids on a GPU would block
     the host: there a kernel checks them, and ends the program, as in F.embedding and F.cross_entropy. Ids
@@ -130,7 +130,7 @@ def require_in_vocabulary(
     if is_shared and ids.is_cpu and not compared:
         calls_of(shard.group).note(f"{op}: {_described(name, ids)}")
     if not compared and surely_within(ids, shard.size):  # none is ignored: one pass, for the usual case
-        return
+        return True
     inside = (ids >= 0) & (ids < shard.size)
     if ignored is not None:
         inside |= ids == ignored
@@ -139,7 +139,7 @@ def require_in_vocabulary(
     )
     if ids.device.type != "cpu" and not (compared or parallel.debug):
         torch._assert_async(inside.all(), f"{op}: expected {wanted}")
-        return
+        return False
     problem = None
     if not inside.all():
         problem = f"expected {wanted}, got {int(ids[~inside][0])}; is the vocabulary larger than that?"
@@ -148,6 +148,7 @@ def require_in_vocabulary(
         agree(Claim(op, (_described(name, ids),), refusal, is_data=True), shard.group)
     if problem:
         raise ValueError(f"{op}: {problem}")
+    return False
 
 
 def _described(name: str, ids: Tensor) -> str:
