@@ -78,7 +78,7 @@ class Local:
     def linear_gelu(self, tokens: int, features: int, out: int) -> Case:
         return differentiated(
             self.work("linear_gelu", "F.gelu(F.linear)", tokens, features, out),
-            lambda *operands: ops.linear(*operands, "gelu_tanh"),
+            lambda x, weight, bias: ops.linear(x, weight, bias, "gelu_tanh"),
             lambda *operands: F.gelu(F.linear(*operands), approximate="tanh"),
             [self.normal(tokens, features), self.normal(out, features), self.normal(out)],
         )

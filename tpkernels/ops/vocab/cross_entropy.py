@@ -17,6 +17,7 @@ Saved for backward: logits_shard, and three numbers a token.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,7 +30,6 @@ from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
-from tpkernels.kernels.reference import CACHED
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply, is_torchs, tokens_of
 from tpkernels.ops.tensor_parallel.parallel import (
@@ -48,6 +48,7 @@ from tpkernels.ops.vocab.vocabulary import (
 from tpkernels.tp_invariance import mode
 
 OP = "vocab_cross_entropy"
+IN_CACHE = 2**18  # logits: what lies in a cache from call to call is quicker, but calls take time, too
 IGNORED = -1  # what an ignored target is from here on, whatever the caller calls it
 
 
@@ -205,6 +206,8 @@ class ShardedLoss:
         """Compute the gradient of the logits; in their memory if `in_place`."""
         size, s, dloss = self.shard.size, self.smoothing, dloss.to(total.dtype).contiguous()
         known, weights = (target, maximum, total, dloss), (1 - s, s / size)
+        if self._is_plain(logits) and logits.dtype == total.dtype:
+            return _gradient_of_full_rows(logits if in_place else torch.empty_like(logits), logits, *known)
 
         def of_part(part: VocabSegment, x: Tensor, in_place: bool) -> Tensor:
             return primitives.cross_entropy_grad(x, *known, part.columns, part.first_id, *weights, in_place)
@@ -218,27 +221,51 @@ class ShardedLoss:
         return dlogits
 
 
+def _blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Split tensors into as many rows as the cache holds of the first."""
+    rows = max(1, IN_CACHE // tensors[0].shape[1])
+    if rows >= len(tensors[0]):
+        yield list(tensors)
+        return
+    for start in range(0, len(tensors[0]), rows):
+        yield [tensor[start : start + rows] for tensor in tensors]
+
+
 def _of_full_rows(logits: Tensor, target: Tensor, *, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (loss, maximum, total) of each row, in few calls, with rows in the cache from call to call.
+    """Compute (loss, maximum, total) of each row.
 
     in_place: exponentials are computed where the logits are, and become the gradient of the sum of losses
     """
-    dtype, tokens, columns = sums_dtype(logits.dtype), *logits.shape
-    index = target.long().clamp_min(0)[:, None]
-    picked, ignored = logits.gather(1, index), target == IGNORED
-    rows = max(1, tokens if in_place else CACHED // columns)
-    scratch = logits if in_place else logits.new_empty((min(rows, tokens), columns), dtype=dtype)
-    maxima, totals = [], []
-    for start in range(0, max(1, tokens), rows):
-        x = logits[start : start + rows] if rows < tokens else logits
+    index, dtype = target.long().clamp_min(0)[:, None], sums_dtype(logits.dtype)
+    picked = logits.gather(1, index)
+    maxima, totals, scratch = [], [], None
+    for (x,) in _blocks(logits):
         maxima.append(x.amax(1, keepdim=True).to(dtype))
-        totals.append(torch.sub(x, maxima[-1], out=scratch[: len(x)]).exp_().sum(1, keepdim=True))
+        if scratch is None and not in_place:
+            scratch = torch.empty_like(x, dtype=dtype)
+        out = x if scratch is None else scratch[: len(x)]
+        totals.append(torch.sub(x, maxima[-1], out=out).exp_().sum(1, keepdim=True))
     maximum, total = (each[0] if len(each) == 1 else torch.cat(each) for each in (maxima, totals))
     if in_place:
-        logits.mul_(total.reciprocal()).scatter_add_(1, index, total.new_full(index.shape, -1))
-        logits.index_fill_(0, ignored.nonzero()[:, 0], 0)
-    loss = (total.log() + (maximum - picked))[:, 0].masked_fill_(ignored, 0)
+        _subtract_targets_(logits.mul_(total.reciprocal()), target, index, torch.ones_like(total))
+    loss = (total.log() + (maximum - picked))[:, 0].masked_fill_(target == IGNORED, 0)
     return loss, maximum[:, 0], total[:, 0]
+
+
+def _gradient_of_full_rows(
+    dlogits: Tensor, logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor
+) -> Tensor:
+    """Write the gradient of the logits into dlogits, which may be the logits, and return it."""
+    for out, x, most, scale in _blocks(dlogits, logits, maximum[:, None], (dloss / total)[:, None]):
+        torch.sub(x, most, out=out).exp_().mul_(scale)
+    return _subtract_targets_(dlogits, target, target.long().clamp_min(0)[:, None], dloss[:, None])
+
+
+def _subtract_targets_(dlogits: Tensor, target: Tensor, index: Tensor, dloss: Tensor) -> Tensor:
+    """From dloss p to the gradient; that of ignored rows, whose logits may be anything, is zero."""
+    dlogits.scatter_add_(1, index, -dloss)
+    ignored = (target == IGNORED).nonzero()
+    return dlogits.index_fill_(0, ignored[:, 0], 0) if len(ignored) else dlogits
 
 
 def sharded_loss(op: str, options: LossOptions, width: int) -> ShardedLoss:

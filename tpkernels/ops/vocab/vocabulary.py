@@ -75,7 +75,8 @@ class VocabSegment(NamedTuple):
 
 def vocab_shard(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> VocabShard:
     """This rank's shard, checked. vocab_size: ids of the full vocabulary; None: there is no padding"""
-    require_segments(op, segments_of(op, group), [("a shard of the vocabulary", width)])
+    if mode.fix(op):
+        require_segments(op, segments_of(op, group), [("a shard of the vocabulary", width)])
     return VocabShard(group, width, checked_size(op, group, width, vocab_size))
 
 
