@@ -2,8 +2,9 @@
 
     python -m bench.cases.local [--rounds N] [PATTERN ...]
 
-prints on a CPU, small and eight times as large, our time as a multiple of torch's. Ways are interleaved, and of
-each the second lowest round counts: on a shared machine higher ones tell of others' work. PATTERN: of names
+prints our time as a multiple of torch's, on a CPU, at a small size and at eight times as large ones. Ways are
+interleaved, and of each the second lowest round counts: on a shared machine higher ones tell of others' work.
+PATTERN: part of a case's name
 """
 
 from __future__ import annotations

@@ -32,11 +32,27 @@ def apply(function: type[torch.autograd.Function], *args: object) -> Any:
     return function.apply(*args)
 
 
-def is_torchs(x: Tensor) -> bool:
-    """Whether an op on x may be torch's own operators, recorded by torch: an autograd function takes its time.
+class _Unrecorded:
+    """The ctx of a forward that autograd does not record."""
 
-    Only where torch computes: a kernel has no derivative, compiled code needs one operator. What ops refuse
-    everywhere, forward mode and functorch, goes to their autograd functions, whose errors tell of it.
+    needs_input_grad = (False,) * 16
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+def computed(function: type[torch.autograd.Function], *args: object) -> Any:
+    """`apply`, or without gradients the forward alone: `apply` takes its time. It may return no input."""
+    if torch.is_grad_enabled() or is_compiling() or in_forward_mode():
+        return function.apply(*args)
+    return function.forward(_Unrecorded(), *args)
+
+
+def is_torchs(x: Tensor) -> bool:
+    """Whether an op on x may be torch's own operators, recorded by torch: autograd functions take their time.
+
+    A kernel has no derivative, and compiled code needs one operator. Forward mode and functorch, which ops
+    refuse, go to their autograd functions, whose errors tell of it.
     """
     return (
         x.is_cpu

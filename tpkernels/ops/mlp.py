@@ -28,15 +28,16 @@ import torch
 from torch import Tensor
 
 from tpkernels.dispatch import primitives
-from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation, require_glu
+from tpkernels.dispatch.products import quick_act
+from tpkernels.kernels.activations import Activation, Glu, require_activation, require_glu
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import (
     Context,
     any_requires_grad,
-    apply,
     as_dtype,
     autocast,
     check_linear,
+    computed,
     connected,
     features_of,
     is_casting,
@@ -86,7 +87,7 @@ def mlp(
         y = up_and_down("mlp", tokens_of(x), [w_up], b_up, w_down, b_down, none, alone, activation)
         return like_tokens(y, x)
     keep_z = any_requires_grad(x, w_up, b_up, w_down, b_down)
-    y, _ = apply(_Mlp, tokens_of(x), w_up, b_up, w_down, b_down, activation, keep_z)
+    y, _ = computed(_Mlp, tokens_of(x), w_up, b_up, w_down, b_down, activation, keep_z)
     return like_tokens(y, x)
 
 
@@ -129,7 +130,7 @@ class _Mlp(torch.autograd.Function):
             dw_up = primitives.wgrad(dz, x) if needs_dw_up else None
             db_up = None if db is None else as_dtype(db, ctx.bias_dtypes[0])
         if needs_dw_down:
-            dw_down = primitives.wgrad(dy, act_ref(z, ctx.activation))
+            dw_down = primitives.wgrad(dy, quick_act(z, ctx.activation))
         if needs_db_down:
             db_down = as_dtype(primitives.bias_grad(dy), ctx.bias_dtypes[1])
         return dx, dw_up, db_up, dw_down, db_down, None, None
@@ -156,7 +157,7 @@ def _gated_mlp(
         y = up_and_down("mlp", tokens_of(x), ups, None, w_down, b_down, none, alone, kind)
         return like_tokens(y, x)
     keep_gu = any_requires_grad(x, w_gate, w_up, w_down, b_down)
-    return like_tokens(apply(_GatedMlp, tokens_of(x), w_gate, w_up, w_down, b_down, kind, keep_gu), x)
+    return like_tokens(computed(_GatedMlp, tokens_of(x), w_gate, w_up, w_down, b_down, kind, keep_gu), x)
 
 
 class _GatedMlp(torch.autograd.Function):

@@ -28,8 +28,8 @@ from tpkernels.kernels.reference import (
 )
 from tpkernels.ops.inputs import (
     Context,
-    apply,
     as_dtype,
+    computed,
     features_of,
     in_forward_mode,
     like_tokens,
@@ -79,11 +79,9 @@ def _norm(
     if recorded and (group is not None or mode.segments):
         y = token_norm(kind, x, tokens, weight, bias, eps, group)
     elif kind == "rms_norm":
-        y = apply(_RmsNorm, tokens, weight, eps) if recorded else primitives.rms_norm(tokens, weight, eps)[0]
-    elif recorded:
-        y = apply(_LayerNorm, tokens, weight, bias, eps)
+        y = computed(_RmsNorm, tokens, weight, eps)
     else:
-        y, _, _ = primitives.layer_norm(tokens, weight, bias, eps)
+        y = computed(_LayerNorm, tokens, weight, bias, eps)
     return like_tokens(y, x)
 
 

@@ -31,7 +31,7 @@ from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import Context, apply, is_torchs, tokens_of
+from tpkernels.ops.inputs import Context, computed, is_torchs, tokens_of
 from tpkernels.ops.tensor_parallel.parallel import (
     checked_group,
     gather_numbers,
@@ -89,7 +89,7 @@ def vocab_cross_entropy(
     if overwrite_logits and not torch.compiler.is_compiling():  # compiled code overwrites nothing
         _require_disposable(logits_shard)
     tokens, targets = tokens_of(logits_shard), target.reshape(-1)
-    loss: Tensor = apply(_VocabCrossEntropy, tokens, targets, loss_options, overwrite_logits)
+    loss: Tensor = computed(_VocabCrossEntropy, tokens, targets, loss_options, overwrite_logits)
     return loss if target.ndim == 1 else loss.view(target.shape)
 
 
@@ -196,7 +196,7 @@ class ShardedLoss:
         return found
 
     def _is_plain(self, logits: Tensor) -> bool:
-        """Whether one rank has all columns, without padding, and torch computes a loss that is not smoothed."""
+        """Whether one rank has all columns, none is padding, and torch computes a loss without smoothing."""
         alone = self.shard.group.size() == 1 and not (self.label_smoothing or mode.segments)
         return alone and 0 < self.shard.size == logits.shape[1] and is_torchs(logits)
 

@@ -41,10 +41,10 @@ from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     Context,
     any_requires_grad,
-    apply,
     as_dtype,
     autocast,
     check_linear,
+    computed,
     features_of,
     is_casting,
     tokens_of,
@@ -125,10 +125,10 @@ def linear_cross_entropy(
     arguments = (tokens_of(hidden), weight_shard, target.reshape(-1), options, main_grad)
     loss: Tensor
     if reduction == "none":
-        loss = apply(_TokenLosses, *arguments)
+        loss = computed(_TokenLosses, *arguments)
         return loss.view(target.shape)
     needs = any_requires_grad(hidden), any_requires_grad(weight_shard)
-    loss, _ = apply(_ReducedLoss, *arguments, reduction, *needs)
+    loss, _ = computed(_ReducedLoss, *arguments, reduction, *needs)
     return loss
 
 

@@ -118,7 +118,7 @@ def require_ids(op: str, name: str, ids: Tensor, like: Tensor) -> None:
 def require_in_vocabulary(
     op: str, name: str, ids: Tensor, shard: VocabShard, ignored: int | None = None
 ) -> bool:
-    """Raise unless every id is in the vocabulary, or is the ignored one; True: a look says that all are in it.
+    """Raise unless every id is in the vocabulary, or is the ignored one; True: surely all are in it.
 
     Ranks are given the same ids, so that all raise before anything is sent. Checking ids on a GPU would block
     the host: there a kernel checks them, and ends the program, as in F.embedding and F.cross_entropy. Ids
