@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import pi
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
@@ -17,69 +15,27 @@ from tpkernels.kernels.activations import (
     Activation,
     Glu,
     act_grad_into,
-    act_grad_ref,
     act_into,
-    act_ref,
 )
 from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.reference import (
     bias_grad_ref,
     dglu_ref,
+    dgrad_act_ref,
     dgrad_pairs_ref,
     dgrad_ref,
     glu_ref,
+    linear_ref,
     wgrad_accumulate_ref_,
     wgrad_ref,
 )
 from tpkernels.kernels.target import Target
 from tpkernels.tp_invariance import mode
 
-V = 2 * (2 / pi) ** 0.5  # of v(z) in `kernels.activations`
-
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _is_slow(z: Tensor, activation: Activation) -> bool:
-    """Whether torch has tanh-GELU as tanh, on a CPU: below as z s(v), in half the time and as exact."""
-    wide = z.dtype in (torch.float32, torch.float64)
-    return activation == "gelu_tanh" and z.is_cpu and wide and not torch.is_grad_enabled()
-
-
-def _sigmoid_of_v(z: Tensor) -> Tensor:
-    return z.square().mul_(V * 0.044715).add_(V).mul_(z).sigmoid_()
-
-
-def quick_act(z: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
-    """f(z) as `act_ref`, or in less time."""
-    if _is_slow(z, activation):
-        return torch.mul(_sigmoid_of_v(z), z, out=out)
-    if out is None:
-        return act_ref(z, activation)
-    act_into(out, z, activation)
-    return out
-
-
-def _act_grad(dy: Tensor, z: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
-    """dy f'(z) as `act_grad_ref`, or in less time: dy (s + v' z s (1 - s))."""
-    if _is_slow(z, activation):
-        s = _sigmoid_of_v(z)
-        slope = z.square().mul_(V * 3 * 0.044715).add_(V).mul_(z).mul_(s)
-        return torch.mul(torch.addcmul(s, slope, s, value=-1).add_(slope), dy, out=out)
-    if out is None:
-        return act_grad_ref(dy, z, activation)
-    act_grad_into(out, dy, z, activation)
-    return out
-
-
-def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, keep_z: bool
-) -> tuple[Tensor, Tensor | None]:
-    """y = act(z), z = x weightᵀ + bias -> (y, z)."""
-    z = functional.linear(x, weight, bias)
-    return quick_act(z, activation), z if keep_z else None
 
 
 def _linear_into(
@@ -96,7 +52,7 @@ def _linear_into(
         torch.mm(x, weight.t(), out=z)
     else:
         torch.addmm(bias, x, weight.t(), out=z)
-    quick_act(z, activation, y)
+    act_into(y, z, activation)
 
 
 def _addmm_activation(
@@ -136,7 +92,7 @@ def _linear_sample(layer: Layer) -> tuple[Any, ...]:
 
 linear = Primitive(
     "linear",
-    _linear,
+    linear_ref,
     launcher("linear", "linear_fwd", "activation", "keep_z"),
     _linear_sample,
     given=lambda x, weight, bias, activation, keep_z: (True, keep_z),
@@ -206,22 +162,14 @@ def _dgrad_act_into(
 ) -> None:
     """out: dz, where dy weight is computed, and db if it is asked for"""
     dz = torch.mm(dy, weight, out=out[0])
-    _act_grad(dz, z, activation, dz)
+    act_grad_into(dz, dz, z, activation)
     if bias_grad:
         torch.sum(dz, 0, dtype=out[1].dtype, out=out[1])
 
 
-def _dgrad_act(
-    dy: Tensor, weight: Tensor, z: Tensor, activation: Activation, bias_grad: bool
-) -> tuple[Tensor, Tensor | None]:
-    """dz = (dy weight) * act'(z) and its sum over tokens in fp32 or wider -> (dz, db)."""
-    dz = _act_grad(dy @ weight, z, activation)
-    return dz, bias_grad_ref(dz) if bias_grad else None
-
-
 dgrad_act = Primitive(
     "dgrad_act",
-    _dgrad_act,
+    dgrad_act_ref,
     launcher("dgrad", "dgrad_act", "bias_grad"),
     lambda layer: (layer.dy(), layer.weight(), layer.x(), layer.activation, layer.bias),
     given=lambda dy, weight, z, activation, bias_grad: (True, bias_grad),

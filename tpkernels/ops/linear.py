@@ -63,7 +63,6 @@ def linear(
     if (
         quantize is None
         and is_torchs(x)
-        and activation != "gelu_tanh"  # which `products` has in less time
         # what torch takes and we refuse: vectors, integers, other devices, biases to broadcast
         and x.dim() > 0
         and weight.dim() == 2
