@@ -13,7 +13,7 @@ from bench.case import Case, Work
 from bench.measure import Seconds
 from tpkernels import ops
 
-PROMISED = {"forward": 1 / 2.5, "forward_backward": 1 / 1.3, "inference": 1 / 2.5}
+PROMISED = {"forward": 1 / 2, "forward_backward": 1 / 1.3, "inference": 1 / 2}
 
 
 @pytest.mark.smoke

@@ -60,12 +60,13 @@ def test_norm_and_gradients_match_float64(case, dtype_by, parameters, device, mo
             assert error(ours, truth) < BOUND[ours.dtype]
 
 
+@pytest.mark.parametrize("features", [K, norms.MANY_FEATURES])
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_torch_sums_over_many_tokens_as_well_as_over_few(name, monkeypatch):
+def test_torch_sums_over_many_tokens_as_well_as_over_few(name, features, monkeypatch):
     """Summed one after the other, they would be off by 1.5e-6."""
     monkeypatch.setattr(backends, "backend", "torch")
-    given = NORMS[name].operands((8192,))
-    dy = torch.randn(8192, K)
+    given = [torch.randn(8192, features), *(torch.randn(features) for _ in NORMS[name].shapes)]
+    dy = torch.randn(8192, features)
     exact = gradients(NORMS[name].plain, [t.double() for t in given], dy.double())
     for ours, truth in zip(gradients(NORMS[name].op, given, dy), exact, strict=True):
         assert error(ours, truth) < 3e-7

@@ -10,13 +10,16 @@ from torch import Tensor
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.dispatch.record import Layer, Primitive, launcher
 from tpkernels.kernels.operands import DTYPES
-from tpkernels.kernels.reference import bias_grad_ref, rms_norm_bwd_ref, rms_norm_ref
+from tpkernels.kernels.reference import bias_grad_ref
 from tpkernels.kernels.tiles import MAX_FEATURES
 from tpkernels.tp_invariance import mode
 
 # torch's fused kernel takes its sums over tokens one by one: at 8192 they are off by 1.8e-6, at 256 by
 # 3e-7, which is what we allow, and a pairwise sum by 1.5e-7
 FEW_TOKENS = 128
+MANY_FEATURES = 512  # from here on calls for so few tokens are quicker than more passes
+WIDE = (torch.float32, torch.float64)
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
 def _takes(x: Tensor, *_: Any) -> bool:
@@ -24,9 +27,17 @@ def _takes(x: Tensor, *_: Any) -> bool:
     return x.dtype in DTYPES and 0 < x.shape[1] <= MAX_FEATURES
 
 
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """y = x * rstd * weight -> (y, rstd): the bits of `rms_norm_ref`, with less new memory."""
+    s = x if x.dtype in WIDE else x.to(torch.float32)
+    rstd = s.square().mean(1).add_(eps).rsqrt_()
+    y = s.mul(rstd[:, None]).mul_(weight)
+    return y if s is x else y.to(x.dtype), rstd
+
+
 rms_norm = Primitive(
     "rms_norm",
-    rms_norm_ref,
+    _rms_norm,
     launcher("norm", "rms_norm_fwd", "eps", gives=("y", "rstd")),
     lambda layer: (layer.x(), layer.tensor(layer.in_features), 1e-5),
     takes=_takes,
@@ -38,8 +49,14 @@ def _statistic(layer: Layer) -> Tensor:
 
 
 def _rms_norm_grad(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x, and in fp32 of weight -> (dx, dw)."""
-    return rms_norm_bwd_ref(dy, x, weight, rstd)
+    """The gradients of x, and in fp32 of weight -> (dx, dw), as `rms_norm_bwd_ref`, with less new memory."""
+    s, wide_dy = (t if t.dtype in WIDE else t.to(torch.float32) for t in (x, dy))
+    n = s * rstd[:, None]
+    terms = n * wide_dy
+    dw = terms.sum(0)
+    mean = terms.mul_(weight).mean(1, keepdim=True)
+    dx = torch.mul(wide_dy, weight, out=terms).addcmul_(n, mean, value=-1).mul_(rstd[:, None])
+    return dx if s is x else dx.to(x.dtype), dw
 
 
 rms_norm_grad = Primitive(
@@ -83,17 +100,38 @@ def _layer_norm_grad(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, and in fp32 of weight and bias -> (dx, dw, db)."""
-    wide = sums_dtype(x.dtype)
-    wide_dy, wide_x = dy.to(wide), x.to(wide)
+    dtype, wide = x.dtype, sums_dtype(x.dtype)
+    if dtype is not wide or dy.dtype is not wide:
+        dy, x = dy.to(wide), x.to(wide)
+    if weight.dtype is not wide:
+        weight = weight.to(wide)
     # with TP-invariance never fused: those sums also depend on the number of threads
-    few = x.shape[0] <= FEW_TOKENS and not mode.segments
-    dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-        wide_dy, wide_x, weight.shape, mean, rstd, weight.to(wide), weight.to(wide), (True, few, few)
-    )
-    if not few:
-        dw = (wide_x - mean[:, None]).mul_(rstd[:, None]).mul_(wide_dy).sum(0)
+    tokens, fused = x.shape[0], not mode.segments
+    whole = fused and tokens <= FEW_TOKENS
+    if not whole and fused and x.shape[1] >= MANY_FEATURES:
+        dw, db = _sums_by_block(dy, x, weight, mean, rstd)
+    elif not whole:  # before dx, which takes the memory that this leaves
+        dw = (x - mean[:, None]).mul_(rstd[:, None]).mul_(dy).sum(0)
         db = bias_grad_ref(dy)
-    return dx.to(x.dtype), dw, db
+    dx, *sums = _layer_norm_backward(dy, x, weight.shape, mean, rstd, weight, weight, (True, whole, whole))
+    if whole:
+        dw, db = sums
+    return dx if dtype is wide else dx.to(dtype), dw, db
+
+
+def _sums_by_block(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and bias: fused sums over few tokens each, which are added pairwise."""
+    found = []
+    for start in range(0, len(x), FEW_TOKENS):
+        rows = slice(start, start + FEW_TOKENS)
+        _, *sums = _layer_norm_backward(
+            dy[rows], x[rows], weight.shape, mean[rows], rstd[rows], weight, weight, (False, True, True)
+        )
+        found.append(torch.stack(sums))
+    dw, db = torch.stack(found).sum(0)
+    return dw, db
 
 
 def _layer_norm_grad_fake(

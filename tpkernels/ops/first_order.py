@@ -42,6 +42,20 @@ def first_order(
     return decorate
 
 
+def differentiated_once(op: str, y: Tensor) -> Tensor:
+    """y, which torch's own operator computed, with a second derivative through that operator an error."""
+
+    def refuse(dy: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if not torch.is_grad_enabled():
+            return None
+        refusing: tuple[Tensor, ...] = apply(_NoSecondDerivative, op, dy, *dy)
+        return refusing
+
+    if y.grad_fn is not None:
+        y.grad_fn.register_prehook(refuse)
+    return y
+
+
 def _refusing_more(
     op: str, backward: Callable[..., R], ctx: Any, grads: Sequence[Tensor | None], reads_intermediates: bool
 ) -> R:

@@ -7,8 +7,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, is_autocast_enabled
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
+from tpkernels.dispatch import backends
 from tpkernels.dispatch.operators import in_forward_mode as in_forward_mode
+from tpkernels.kernels import invariance
 
 
 class Context(Protocol):
@@ -28,8 +32,42 @@ def apply(function: type[torch.autograd.Function], *args: object) -> Any:
     return function.apply(*args)
 
 
+class _Unrecorded:
+    """The ctx of a forward that autograd does not record."""
+
+    needs_input_grad = (False,) * 16
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+def computed(function: type[torch.autograd.Function], *args: object) -> Any:
+    """`apply`, or without gradients the forward alone: `apply` takes its time. It may return no input."""
+    if torch.is_grad_enabled() or is_compiling() or in_forward_mode():
+        return function.apply(*args)
+    return function.forward(_Unrecorded(), *args)
+
+
+def is_torchs(x: Tensor) -> bool:
+    """Whether an op on x may be torch's own operators, recorded by torch: autograd functions take their time.
+
+    A kernel has no derivative, and compiled code needs one operator. Forward mode and functorch, which ops
+    refuse, go to their autograd functions, whose errors tell of it.
+    """
+    return (
+        x.is_cpu
+        and backends.backend in ("auto", "torch")
+        and not invariance.batch_invariant  # which `resolve_backend` has a warning for
+        and not is_compiling()
+        and forward_ad._current_level < 0
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
 def is_casting(x: Tensor) -> bool:
     """Whether autocast is enabled for the device of x."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
     # asking what a device is not takes a fifth of the time of spelling its name
     kind = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type
     return kind != "meta" and is_autocast_enabled(kind)
@@ -112,7 +150,7 @@ def connected(z: Tensor | None) -> Tensor | None:
 
     None when compiling, which has no second derivatives and would add the zeros that stand for its gradient.
     """
-    return None if torch.compiler.is_compiling() else z
+    return None if is_compiling() else z
 
 
 def any_requires_grad(*tensors: Tensor | None) -> bool:

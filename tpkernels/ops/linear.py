@@ -11,27 +11,29 @@ T tokens, K in_features, N out_features:
     dbias     db = dz.sum(0)
 
 Saved for backward: x, weight, and z where there is an activation; what no gradient needs is not saved. As a
-second output z stays connected with the inputs: second derivatives come back to backward as dz.
+second output z stays connected with the inputs: second derivatives come back to backward as dz. Where torch
+computes, these are torch's own operators, which save the same, and whose products have the same bits.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tpkernels.dispatch import primitives
-from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
+from tpkernels.kernels.activations import Activation, act_grad_ref, act_ref, require_activation
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import (
     Context,
-    apply,
     as_dtype,
     autocast,
     check_linear,
+    computed,
     connected,
     features_of,
-    in_forward_mode,
     is_casting,
+    is_torchs,
     like_tokens,
     tokens_of,
 )
@@ -58,6 +60,22 @@ def linear(
     """
     if activation is not None:
         require_activation("linear", activation)
+    if (
+        quantize is None
+        and is_torchs(x)
+        # what torch takes and we refuse: vectors, integers, other devices, biases to broadcast
+        and x.dim() > 0
+        and weight.dim() == 2
+        and x.is_floating_point()
+        and weight.is_cpu
+        and (bias is None or (bias.dim() == 1 and bias.numel() == weight.size(0)))
+    ):
+        try:
+            z = functional.linear(tokens_of(x), weight, bias)
+        except RuntimeError:
+            check_linear("linear", x, x.shape[-1], weight, bias, ("weight", "bias"))  # in our words
+            raise
+        return like_tokens(z if activation is None else act_ref(z, activation), x)
     if is_casting(x):
         x, weight, bias = autocast(x, weight, bias)
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
@@ -66,12 +84,10 @@ def linear(
         alone = Layout(None).in_fp8("linear", quantize, x)
         (y,) = column("linear", tokens, [weight], [bias], [None], alone, activation or "none")
         return like_tokens(y, x)
-    if not torch.is_grad_enabled() and not in_forward_mode():  # `apply` takes its time
-        y, _ = primitives.linear(tokens, weight, bias, activation or "none", False)
-    elif activation is None or activation == "none":  # also over each argument
-        y = apply(_Linear, tokens, weight, bias)
+    if activation is None or activation == "none":  # also over each argument
+        y = computed(_Linear, tokens, weight, bias)
     else:
-        y, _ = apply(_Linear, tokens, weight, bias, activation)
+        y, _ = computed(_Linear, tokens, weight, bias, activation)
     return like_tokens(y, x)
 
 
@@ -84,7 +100,9 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         activation: Activation = "none",
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        y, z = primitives.linear(x, weight, bias, activation, activation != "none")
+        y, z = primitives.linear(
+            x, weight, bias, activation, activation != "none" and any(ctx.needs_input_grad)
+        )
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None, z)
         ctx.activation = activation

@@ -23,12 +23,13 @@ from tpkernels.dispatch import primitives
 from tpkernels.kernels.reference import (
     layer_norm_bwd_ref,
     layer_norm_ref,
+    rms_norm_bwd_ref,
     rms_norm_ref,
 )
 from tpkernels.ops.inputs import (
     Context,
-    apply,
     as_dtype,
+    computed,
     features_of,
     in_forward_mode,
     like_tokens,
@@ -78,15 +79,19 @@ def _norm(
     if recorded and (group is not None or mode.segments):
         y = token_norm(kind, x, tokens, weight, bias, eps, group)
     elif kind == "rms_norm":
-        y = apply(_RmsNorm, tokens, weight, eps) if recorded else primitives.rms_norm(tokens, weight, eps)[0]
-    elif recorded:
-        y = apply(_LayerNorm, tokens, weight, bias, eps)
+        y = computed(_RmsNorm, tokens, weight, eps)
     else:
-        y, _, _ = primitives.layer_norm(tokens, weight, bias, eps)
+        y = computed(_LayerNorm, tokens, weight, bias, eps)
     return like_tokens(y, x)
 
 
 def _check_parameter(op: str, name: str, parameter: Tensor, x: Tensor, features: int) -> None:
+    if (  # the usual case costs these looks
+        parameter.shape == (features,)
+        and parameter.dtype in (x.dtype, torch.float32)
+        and ((x.is_cpu and parameter.is_cpu) or parameter.device == x.device)
+    ):
+        return
     if tuple(parameter.shape) != (features,):
         raise ValueError(
             f"{op}: expected {name} ({features},) for x {tuple(x.shape)}, got {tuple(parameter.shape)}"
@@ -114,9 +119,11 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         needs_dx, needs_dw, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # what was saved of it is constant
+        if torch.is_grad_enabled():  # what was saved is constant, and what is overwritten has no derivative
             _, rstd = rms_norm_ref(x, weight, ctx.eps)
-        dx, dw = primitives.rms_norm_grad(dy, x, weight, rstd)
+            dx, dw = rms_norm_bwd_ref(dy, x, weight, rstd)
+        else:
+            dx, dw = primitives.rms_norm_grad(dy, x, weight, rstd)
         return dx if needs_dx else None, as_dtype(dw, weight.dtype) if needs_dw else None, None
 
 

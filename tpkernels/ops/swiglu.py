@@ -30,6 +30,7 @@ from tpkernels.ops.inputs import (
     apply,
     autocast,
     check_linear,
+    computed,
     features_of,
     is_casting,
     like_tokens,
@@ -60,7 +61,7 @@ def swiglu(
         u, g = column("swiglu", tokens_of(x), [w_up, w_gate], none, none, alone, "none")
         return like_tokens(apply(_Gate, u, g, kind), x)
     keep_gu = any_requires_grad(x, w_gate, w_up)
-    return like_tokens(apply(_Glu, tokens_of(x), w_gate, w_up, kind, keep_gu), x)
+    return like_tokens(computed(_Glu, tokens_of(x), w_gate, w_up, kind, keep_gu), x)
 
 
 def check_gated(op: str, x: Tensor, w_gate: Tensor, w_up: Tensor) -> None:

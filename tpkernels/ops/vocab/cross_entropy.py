@@ -17,6 +17,7 @@ Saved for backward: logits_shard, and three numbers a token.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,8 +29,9 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
+from tpkernels.dispatch.products import sums_dtype
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import Context, apply, tokens_of
+from tpkernels.ops.inputs import Context, computed, is_torchs, tokens_of
 from tpkernels.ops.tensor_parallel.parallel import (
     checked_group,
     gather_numbers,
@@ -46,6 +48,7 @@ from tpkernels.ops.vocab.vocabulary import (
 from tpkernels.tp_invariance import mode
 
 OP = "vocab_cross_entropy"
+IN_CACHE = 2**18  # logits: what lies in a cache from call to call is quicker, but calls take time, too
 IGNORED = -1  # what an ignored target is from here on, whatever the caller calls it
 
 
@@ -86,7 +89,7 @@ def vocab_cross_entropy(
     if overwrite_logits and not torch.compiler.is_compiling():  # compiled code overwrites nothing
         _require_disposable(logits_shard)
     tokens, targets = tokens_of(logits_shard), target.reshape(-1)
-    loss: Tensor = apply(_VocabCrossEntropy, tokens, targets, loss_options, overwrite_logits)
+    loss: Tensor = computed(_VocabCrossEntropy, tokens, targets, loss_options, overwrite_logits)
     return loss if target.ndim == 1 else loss.view(target.shape)
 
 
@@ -156,12 +159,16 @@ class ShardedLoss:
 
     def counted(self, target: Tensor) -> Tensor:
         """Replace ignored targets by IGNORED; raise if a target is no id."""
-        require_in_vocabulary(self.op, "target", target, self.shard, self.ignore_index)
+        all_inside = require_in_vocabulary(self.op, "target", target, self.shard, self.ignore_index)
+        if all_inside and not 0 <= self.ignore_index < self.shard.size:
+            return target.clone()  # an operator gives back none of its inputs
         return torch.where(target == self.ignore_index, IGNORED, target)
 
     def of_rows(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute (loss, maximum, total) of each row."""
         shard, s = self.shard, self.smoothing
+        if self._is_plain(logits):
+            return _of_full_rows(logits, target, in_place=False)
         count = 4 if s else 3  # an unsmoothed loss needs no Σ x
         found = [
             primitives.softmax_statistics(part.of(logits, 1), target, part.columns, part.first_id)[:count]
@@ -180,12 +187,27 @@ class ShardedLoss:
             loss = (1 - s) * loss + s * (log_total + (maximum - summed[0].sum(0) / shard.size))
         return loss.masked_fill(target == IGNORED, 0), maximum, total
 
+    def with_gradient(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same; writes the gradient of the sum of losses into the memory of the logits."""
+        if self._is_plain(logits) and logits.dtype == sums_dtype(logits.dtype):
+            return _of_full_rows(logits, target, in_place=True)
+        found = loss, *_ = self.of_rows(logits, target)
+        self.gradient(logits, target, *found[1:], torch.ones_like(loss), in_place=True)
+        return found
+
+    def _is_plain(self, logits: Tensor) -> bool:
+        """Whether one rank has all columns, none is padding, and torch computes a loss without smoothing."""
+        alone = self.shard.group.size() == 1 and not (self.label_smoothing or mode.segments)
+        return alone and 0 < self.shard.size == logits.shape[1] and is_torchs(logits)
+
     def gradient(
         self, logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor, *, in_place: bool
     ) -> Tensor:
         """Compute the gradient of the logits; in their memory if `in_place`."""
         size, s, dloss = self.shard.size, self.smoothing, dloss.to(total.dtype).contiguous()
         known, weights = (target, maximum, total, dloss), (1 - s, s / size)
+        if self._is_plain(logits) and logits.dtype == total.dtype:
+            return _gradient_of_full_rows(logits if in_place else torch.empty_like(logits), logits, *known)
 
         def of_part(part: VocabSegment, x: Tensor, in_place: bool) -> Tensor:
             return primitives.cross_entropy_grad(x, *known, part.columns, part.first_id, *weights, in_place)
@@ -197,6 +219,53 @@ class ShardedLoss:
         for part in self.shard.segments:
             part.view_of(dlogits, 1).copy_(of_part(part, part.of(logits, 1), False))
         return dlogits
+
+
+def _blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Split tensors into as many rows as the cache holds of the first."""
+    rows = max(1, IN_CACHE // tensors[0].shape[1])
+    if rows >= len(tensors[0]):
+        yield list(tensors)
+        return
+    for start in range(0, len(tensors[0]), rows):
+        yield [tensor[start : start + rows] for tensor in tensors]
+
+
+def _of_full_rows(logits: Tensor, target: Tensor, *, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (loss, maximum, total) of each row.
+
+    in_place: exponentials are computed where the logits are, and become the gradient of the sum of losses
+    """
+    index, dtype = target.long().clamp_min(0)[:, None], sums_dtype(logits.dtype)
+    picked = logits.gather(1, index)
+    maxima, totals, scratch = [], [], None
+    for (x,) in _blocks(logits):
+        maxima.append(x.amax(1, keepdim=True).to(dtype))
+        if scratch is None and not in_place:
+            scratch = torch.empty_like(x, dtype=dtype)
+        out = x if scratch is None else scratch[: len(x)]
+        totals.append(torch.sub(x, maxima[-1], out=out).exp_().sum(1, keepdim=True))
+    maximum, total = (each[0] if len(each) == 1 else torch.cat(each) for each in (maxima, totals))
+    if in_place:
+        _subtract_targets_(logits.mul_(total.reciprocal()), target, index, torch.ones_like(total))
+    loss = (total.log() + (maximum - picked))[:, 0].masked_fill_(target == IGNORED, 0)
+    return loss, maximum[:, 0], total[:, 0]
+
+
+def _gradient_of_full_rows(
+    dlogits: Tensor, logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor
+) -> Tensor:
+    """Write the gradient of the logits into dlogits, which may be the logits, and return it."""
+    for out, x, most, scale in _blocks(dlogits, logits, maximum[:, None], (dloss / total)[:, None]):
+        torch.sub(x, most, out=out).exp_().mul_(scale)
+    return _subtract_targets_(dlogits, target, target.long().clamp_min(0)[:, None], dloss[:, None])
+
+
+def _subtract_targets_(dlogits: Tensor, target: Tensor, index: Tensor, dloss: Tensor) -> Tensor:
+    """From dloss p to the gradient; that of ignored rows, whose logits may be anything, is zero."""
+    dlogits.scatter_add_(1, index, -dloss)
+    ignored = (target == IGNORED).nonzero()
+    return dlogits.index_fill_(0, ignored[:, 0], 0) if len(ignored) else dlogits
 
 
 def sharded_loss(op: str, options: LossOptions, width: int) -> ShardedLoss:

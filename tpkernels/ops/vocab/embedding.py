@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
-from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import Context, apply
+from tpkernels.ops.first_order import differentiated_once, first_order
+from tpkernels.ops.inputs import Context, computed
 from tpkernels.ops.tensor_parallel.parallel import (
     checked_group,
     require_divisible,
@@ -35,6 +35,7 @@ from tpkernels.ops.tensor_parallel.parallel import (
 from tpkernels.ops.vocab.vocabulary import (
     Group,
     VocabShard,
+    is_alone,
     require_ids,
     require_in_vocabulary,
     vocab_shard,
@@ -62,6 +63,13 @@ def vocab_embedding(
     vocab_size: of the full vocabulary, if rows past it are padding
     returns: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     """
+    # without features torch does not look at ids; gradients narrower than fp32 it sums as they are
+    summed_wide = weight_shard.dtype in (torch.float32, torch.float64) and weight_shard.shape[-1] > 0
+    if vocab_size is None and padding_idx is None and summed_wide and is_alone(OP, group, weight_shard):
+        try:
+            return differentiated_once(OP, torch.embedding(weight_shard, ids))
+        except (IndexError, RuntimeError):
+            pass  # what does not fit, and ids that are none, are told below, in our words
     if weight_shard.ndim != 2 or not weight_shard.is_floating_point():
         raise ValueError(
             f"{OP}: expected floating-point weight_shard (rows, features), got "
@@ -83,7 +91,7 @@ def vocab_embedding(
     if len(leading) != 1:
         ids = ids.reshape(-1)
     arguments = ids.contiguous(), weight_shard, group, size, sequence_parallel, padding_idx
-    y: Tensor = apply(_VocabEmbedding, *arguments)
+    y: Tensor = computed(_VocabEmbedding, *arguments)
     if len(leading) == 1:
         return y
     if sequence_parallel:

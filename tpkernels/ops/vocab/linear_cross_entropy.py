@@ -41,10 +41,10 @@ from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     Context,
     any_requires_grad,
-    apply,
     as_dtype,
     autocast,
     check_linear,
+    computed,
     features_of,
     is_casting,
     tokens_of,
@@ -125,10 +125,10 @@ def linear_cross_entropy(
     arguments = (tokens_of(hidden), weight_shard, target.reshape(-1), options, main_grad)
     loss: Tensor
     if reduction == "none":
-        loss = apply(_TokenLosses, *arguments)
+        loss = computed(_TokenLosses, *arguments)
         return loss.view(target.shape)
     needs = any_requires_grad(hidden), any_requires_grad(weight_shard)
-    loss, _ = apply(_ReducedLoss, *arguments, reduction, *needs)
+    loss, _ = computed(_ReducedLoss, *arguments, reduction, *needs)
     return loss
 
 
@@ -287,12 +287,10 @@ def _losses_by_chunk(
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     loss, maximum, total = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
     for rows, logits in _logits_of_chunks(hidden, weight, options):
-        loss[rows], maximum[rows], total[rows] = losses.of_rows(logits, target[rows])
+        of_chunk = losses.of_rows if gradients is None else losses.with_gradient
+        loss[rows], maximum[rows], total[rows] = of_chunk(logits, target[rows])
         if gradients is not None:
-            one = torch.ones_like(loss[rows])
-            gradients.add(
-                rows, losses.gradient(logits, target[rows], maximum[rows], total[rows], one, in_place=True)
-            )
+            gradients.add(rows, logits)
         del logits
     return loss, maximum, total
 

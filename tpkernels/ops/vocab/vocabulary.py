@@ -17,8 +17,10 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import calls_of
+from tpkernels.comm.groups import required_group
 from tpkernels.dispatch.segments import segment_of
 from tpkernels.kernels.reference import surely_within
+from tpkernels.ops.inputs import is_torchs
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel import Group as Group
 from tpkernels.ops.tensor_parallel.segments import require_segments, segments_of
@@ -73,8 +75,14 @@ class VocabSegment(NamedTuple):
 
 def vocab_shard(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> VocabShard:
     """This rank's shard, checked. vocab_size: ids of the full vocabulary; None: there is no padding"""
-    require_segments(op, segments_of(op, group), [("a shard of the vocabulary", width)])
+    if mode.fix(op):
+        require_segments(op, segments_of(op, group), [("a shard of the vocabulary", width)])
     return VocabShard(group, width, checked_size(op, group, width, vocab_size))
+
+
+def is_alone(op: str, group: object, x: Tensor) -> bool:
+    """Whether a rank alone computes, by torch: then what sharding adds to torch's operators is left out."""
+    return required_group(group, op=op).size() == 1 and is_torchs(x) and not mode.fix(op)
 
 
 def checked_size(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> int:
@@ -109,8 +117,8 @@ def require_ids(op: str, name: str, ids: Tensor, like: Tensor) -> None:
 
 def require_in_vocabulary(
     op: str, name: str, ids: Tensor, shard: VocabShard, ignored: int | None = None
-) -> None:
-    """Raise unless every id is in the vocabulary, or is the ignored one.
+) -> bool:
+    """Raise unless every id is in the vocabulary, or is the ignored one; True: surely all are in it.
 
     Ranks are given the same ids, so that all raise before anything is sent. Checking ids on a GPU would block
     the host: there a kernel checks them, and ends the program, as in F.embedding and F.cross_entropy. Ids
@@ -123,7 +131,7 @@ def require_in_vocabulary(
     if is_shared and ids.is_cpu and not compared:
         calls_of(shard.group).note(f"{op}: {_described(name, ids)}")
     if not compared and surely_within(ids, shard.size):  # none is ignored: one pass, for the usual case
-        return
+        return True
     inside = (ids >= 0) & (ids < shard.size)
     if ignored is not None:
         inside |= ids == ignored
@@ -132,7 +140,7 @@ def require_in_vocabulary(
     )
     if ids.device.type != "cpu" and not (compared or parallel.debug):
         torch._assert_async(inside.all(), f"{op}: expected {wanted}")
-        return
+        return False
     problem = None
     if not inside.all():
         problem = f"expected {wanted}, got {int(ids[~inside][0])}; is the vocabulary larger than that?"
@@ -141,6 +149,7 @@ def require_in_vocabulary(
         agree(Claim(op, (_described(name, ids),), refusal, is_data=True), shard.group)
     if problem:
         raise ValueError(f"{op}: {problem}")
+    return False
 
 
 def _described(name: str, ids: Tensor) -> str:
