@@ -123,15 +123,15 @@ def _sums_by_block(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of weight and bias: fused sums over few tokens each, which are added pairwise."""
-    found = []
+    dws, dbs = [], []
     for start in range(0, len(x), FEW_TOKENS):
         rows = slice(start, start + FEW_TOKENS)
-        _, *sums = _layer_norm_backward(
+        _, dw, db = _layer_norm_backward(
             dy[rows], x[rows], weight.shape, mean[rows], rstd[rows], weight, weight, (False, True, True)
         )
-        found.append(torch.stack(sums))
-    dw, db = torch.stack(found).sum(0)
-    return dw, db
+        dws.append(dw)
+        dbs.append(db)
+    return torch.stack(dws).sum(0), torch.stack(dbs).sum(0)
 
 
 def _layer_norm_grad_fake(

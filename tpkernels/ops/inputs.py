@@ -32,6 +32,9 @@ def apply(function: type[torch.autograd.Function], *args: object) -> Any:
     return function.apply(*args)
 
 
+_functorch_is_active = torch._C._are_functorch_transforms_active
+
+
 class _Unrecorded:
     """The ctx of a forward that autograd does not record."""
 
@@ -43,7 +46,7 @@ class _Unrecorded:
 
 def computed(function: type[torch.autograd.Function], *args: object) -> Any:
     """`apply`, or without gradients the forward alone: `apply` takes its time. It may return no input."""
-    if torch.is_grad_enabled() or is_compiling() or in_forward_mode():
+    if torch.is_grad_enabled() or is_compiling() or in_forward_mode() or _functorch_is_active():
         return function.apply(*args)
     return function.forward(_Unrecorded(), *args)
 
@@ -60,7 +63,7 @@ def is_torchs(x: Tensor) -> bool:
         and not invariance.batch_invariant  # which `resolve_backend` has a warning for
         and not is_compiling()
         and forward_ad._current_level < 0
-        and not torch._C._are_functorch_transforms_active()
+        and not _functorch_is_active()
     )
 
 

@@ -63,6 +63,7 @@ def linear(
     if (
         quantize is None
         and is_torchs(x)
+        and activation != "relu"  # of which torch saves the result, and its zeros are no gradients of NaN
         # what torch takes and we refuse: vectors, integers, other devices, biases to broadcast
         and x.dim() > 0
         and weight.dim() == 2
@@ -70,6 +71,8 @@ def linear(
         and weight.is_cpu
         and (bias is None or (bias.dim() == 1 and bias.numel() == weight.size(0)))
     ):
+        if is_casting(x):  # each time: torch would keep what it has cast until the region ends
+            x, weight, bias = autocast(x, weight, bias)
         try:
             z = functional.linear(tokens_of(x), weight, bias)
         except RuntimeError:

@@ -22,14 +22,12 @@ Saved for backward: x, g, u and the weights; h is emitted again beside dg and du
 
 from __future__ import annotations
 
-from math import pi
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from tpkernels.dispatch import backends, primitives
-from tpkernels.dispatch.operators import Operator
+from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation, require_glu
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import (
@@ -48,8 +46,6 @@ from tpkernels.ops.inputs import (
 from tpkernels.ops.swiglu import check_gated, gate_and_up, input_and_weight_gradients
 from tpkernels.ops.tensor_parallel.layout import Layout
 from tpkernels.ops.tensor_parallel.parallel_mlp import up_and_down
-
-_V = 2 * (2 / pi) ** 0.5
 
 
 def mlp(
@@ -94,29 +90,6 @@ def mlp(
     return like_tokens(y, x)
 
 
-def _is_slow(z: Tensor, activation: Activation) -> bool:
-    """Whether torch computes tanh-GELU by tanh, as on a CPU: z s(v) takes half the time, and is as exact."""
-    by_torch = z.is_cpu and backends.backend in ("auto", "torch")
-    return activation == "gelu_tanh" and by_torch and z.dtype in (torch.float32, torch.float64)
-
-
-def _sigmoid_of_v(z: Tensor) -> Tensor:
-    """s(v(z)) of `kernels.activations`."""
-    return z.square().mul_(_V * 0.044715).add_(_V).mul_(z).sigmoid_()
-
-
-def _of_gelu(dh: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute h = z s and dz = dh (s + v' h (1 - s))."""
-    s = _sigmoid_of_v(z)
-    h = s * z
-    slope = z.square().mul_(_V * 3 * 0.044715).add_(_V).mul_(h)
-    return h, torch.addcmul(s, slope, s, value=-1).add_(slope).mul_(dh)
-
-
-# traced, it would share what forward computes, and that would be saved
-_gelu_and_gradient = Operator("mlp_gelu_backward", _of_gelu, _of_gelu)
-
-
 class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -129,12 +102,7 @@ class _Mlp(torch.autograd.Function):
         activation: Activation,
         keep_z: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        z: Tensor | None
-        if _is_slow(x, activation):
-            z, _ = primitives.linear(x, w_up, b_up, "none", False)
-            h, z = _sigmoid_of_v(z).mul_(z), z if keep_z else None
-        else:
-            h, z = primitives.linear(x, w_up, b_up, activation, keep_z)
+        h, z = primitives.linear(x, w_up, b_up, activation, keep_z)
         y, _ = primitives.linear(h, w_down, b_down, "none", False)
         ctx.save_for_backward(x, w_up, w_down, z)
         ctx.set_materialize_grads(False)  # z has a gradient in second derivatives only
@@ -147,17 +115,13 @@ class _Mlp(torch.autograd.Function):
         """dz_too: the gradient of z, which only a second derivative has"""
         x, w_up, w_down, z = ctx.saved_tensors
         needs_dx, needs_dw_up, needs_db_up, needs_dw_down, needs_db_down, *_ = ctx.needs_input_grad
-        dx = dw_up = db_up = dw_down = db_down = h = None
+        dx = dw_up = db_up = dw_down = db_down = None
         if dy is None:
             if dz_too is None:
                 return (None,) * 7
             dy = dz_too.new_zeros(dz_too.shape[0], w_down.shape[0])
         if needs_dx or needs_dw_up or needs_db_up:
-            if _is_slow(z, ctx.activation) and not torch.is_grad_enabled():
-                h, dz = _gelu_and_gradient(primitives.dgrad(dy, w_down), z)
-                db = primitives.bias_grad(dz) if needs_db_up else None
-            else:
-                dz, db = primitives.dgrad_act(dy, w_down, z, ctx.activation, needs_db_up)
+            dz, db = primitives.dgrad_act(dy, w_down, z, ctx.activation, needs_db_up)
             if dz_too is not None:
                 dz = dz + dz_too
                 db = primitives.bias_grad(dz) if needs_db_up else None
@@ -165,7 +129,7 @@ class _Mlp(torch.autograd.Function):
             dw_up = primitives.wgrad(dz, x) if needs_dw_up else None
             db_up = None if db is None else as_dtype(db, ctx.bias_dtypes[0])
         if needs_dw_down:
-            dw_down = primitives.wgrad(dy, act_ref(z, ctx.activation) if h is None else h)
+            dw_down = primitives.wgrad(dy, act_ref(z, ctx.activation))
         if needs_db_down:
             db_down = as_dtype(primitives.bias_grad(dy), ctx.bias_dtypes[1])
         return dx, dw_up, db_up, dw_down, db_down, None, None

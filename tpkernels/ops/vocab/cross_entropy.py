@@ -248,7 +248,7 @@ def _of_full_rows(logits: Tensor, target: Tensor, *, in_place: bool) -> tuple[Te
     maximum, total = (each[0] if len(each) == 1 else torch.cat(each) for each in (maxima, totals))
     if in_place:
         _subtract_targets_(logits.mul_(total.reciprocal()), target, index, torch.ones_like(total))
-    loss = (total.log() + (maximum - picked))[:, 0].masked_fill_(target == IGNORED, 0)
+    loss = (total.log() + (maximum - picked))[:, 0].masked_fill(target == IGNORED, 0)
     return loss, maximum[:, 0], total[:, 0]
 
 

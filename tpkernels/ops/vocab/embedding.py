@@ -64,8 +64,9 @@ def vocab_embedding(
     returns: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     """
     # without features torch does not look at ids; gradients narrower than fp32 it sums as they are
-    summed_wide = weight_shard.dtype in (torch.float32, torch.float64) and weight_shard.shape[-1] > 0
-    if vocab_size is None and padding_idx is None and summed_wide and is_alone(OP, group, weight_shard):
+    plain = weight_shard.ndim == 2 and weight_shard.dtype in (torch.float32, torch.float64)
+    plain = plain and weight_shard.shape[1] > 0 and ids.is_cpu and (ids.ndim > 0 or not sequence_parallel)
+    if vocab_size is None and padding_idx is None and plain and is_alone(OP, group, weight_shard):
         try:
             return differentiated_once(OP, torch.embedding(weight_shard, ids))
         except (IndexError, RuntimeError):

@@ -1,0 +1,85 @@
+"""Ops that are torch's own operators on a CPU keep what they promise where torch's do otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.on_ranks import on_ranks
+from tpkernels import ops
+from tpkernels.ops import vocab_cross_entropy, vocab_embedding
+
+
+def test_linear_casts_weights_anew_in_each_call_of_an_autocast_region():
+    x, weight = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first = ops.linear(x, weight)
+        with torch.no_grad():
+            weight.mul_(2)
+        second = ops.linear(x, weight)
+    assert torch.equal(second, 2 * first)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_results_of_linear_may_be_changed_in_place(activation):
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8)
+    y = ops.linear(x, weight, None, activation)
+    (expected,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    y += 1
+    (changed,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(changed, expected)
+
+
+@pytest.mark.parametrize("size", [430.0, 1e3, 1e5, 1e10])
+def test_the_gradient_of_a_huge_gelu_is_one_or_zero(size):
+    x = torch.tensor([[size], [-size]], requires_grad=True)
+    one = torch.ones(1, 1)
+    (grad,) = torch.autograd.grad(ops.mlp(x, one, None, one, None, activation="gelu_tanh").sum(), x)
+    assert grad.tolist() == [[1.0], [0.0]]
+
+
+@pytest.mark.parametrize("features", [64, 512])
+def test_gradients_of_a_norm_have_memory_of_their_own(features):
+    x, weight, bias = torch.randn(256, features), torch.ones(features), torch.zeros(features)
+    weight.requires_grad_(), bias.requires_grad_()
+    ops.layer_norm(x, weight, bias).sum().backward()
+    assert weight.grad is not None
+    assert bias.grad is not None
+    assert weight.grad.untyped_storage().data_ptr() != bias.grad.untyped_storage().data_ptr()
+    weight.grad += weight
+
+
+@on_ranks(1)
+def test_losses_may_be_changed_in_place():
+    target = torch.tensor([[0, 3], [2, 1]])
+    for shape in ((4,), (2, 2)):
+        logits = torch.randn(*shape, 5, requires_grad=True)
+        loss = vocab_cross_entropy(logits, target.view(shape), dist.group.WORLD)
+        loss *= 2
+        (grad,) = torch.autograd.grad(loss.sum(), logits)
+        exact = 2 * F.cross_entropy(logits.view(4, 5), target.view(4), reduction="sum")
+        torch.testing.assert_close(grad, *torch.autograd.grad(exact, logits))
+
+
+@on_ranks(1)
+def test_an_embedding_refuses_what_it_refuses_on_more_ranks():
+    table, ids = torch.randn(5, 3), torch.tensor([1, 2])
+    refused: dict[str, tuple[Tensor, Tensor, dict[str, Any]]] = {
+        r"expected ids on cpu": (torch.empty(3, dtype=torch.long, device="meta"), table, {}),
+        r"expected ids \(tokens, \.\.\.\)": (torch.tensor(1), table, {"sequence_parallel": True}),
+        r"expected floating-point weight_shard": (ids, torch.tensor(1.0), {}),
+    }
+    for message, (given, weight, options) in refused.items():
+        with pytest.raises(ValueError, match=message):
+            vocab_embedding(given, weight, dist.group.WORLD, **options)
+
+
+def test_maps_without_gradients_are_refused_as_with_them():
+    x, weight = torch.randn(3, 4, 8), torch.randn(8, 8)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="vmap"):
+        torch.vmap(lambda each: ops.mlp(each, weight, None, weight, None, activation="gelu"))(x)
