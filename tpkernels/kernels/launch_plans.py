@@ -86,10 +86,9 @@ class Arguments(NamedTuple):
         for position, number in self.tensors:
             filled[position] = tensors[number]
         for position, number, descriptor in self.descriptors:
-            filled[position] = described = object.__new__(
-                type(descriptor)
-            )  # all was checked in the first call
+            described = object.__new__(type(descriptor))  # whose checks have passed
             described.__dict__ = {**descriptor.__dict__, "base": tensors[number]}
+            filled[position] = described
         return filled
 
 

@@ -214,7 +214,7 @@ def require_results(
         raise ValueError(f"{launcher}: expected {len(wanted)} tensors as out, {words}; got {len(given)}")
     like = inputs[0][1]
     assert like is not None, "the first input is always there"
-    taken = [(name, *_addresses(tensor)) for name, tensor in inputs if tensor is not None]
+    taken = [(name, tensor) for name, tensor in inputs if tensor is not None]
     for (name, shape), tensor in zip(wanted.items(), given, strict=True):
         dtypes = {dtype or like.dtype} if len(shape) == 2 else {torch.float32}
         dtypes |= {torch.float32} if sums else set()
@@ -229,14 +229,13 @@ def require_results(
                 f"{launcher}: expected {name} of out in {words} on {like.device}, got {tensor.dtype} on "
                 f"{tensor.device}"
             )
-        start, stop = _addresses(tensor)
-        for other, its_start, its_stop in taken:
-            if start < its_stop and its_start < stop:
+        for other, its in taken:
+            if share_memory(tensor, its):
                 raise ValueError(
                     f"{launcher}: expected {name} of out with memory of its own, got some of {other}, which "
                     "the kernel may read or write later"
                 )
-        taken.append((name, start, stop))
+        taken.append((name, tensor))
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
