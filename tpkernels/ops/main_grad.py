@@ -9,7 +9,7 @@ torch.compile it always holds zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -69,6 +69,10 @@ class _SayItWasAdded(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.main_grad = weight, weight.main_grad  # type: ignore[attr-defined]
         return weight.view_as(weight)
+
+    @staticmethod
+    def spmd_typecheck(*, weight: Tensor) -> Any:
+        return weight
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ Saved for backward: x, g, u and the weights; h is emitted again beside dg and du
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torch import Tensor
 from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation, require_glu
 from tpkernels.kernels.recipe import Recipe
+from tpkernels.ops import spmd_rules
 from tpkernels.ops.inputs import (
     Context,
     any_requires_grad,
@@ -111,6 +112,13 @@ class _Mlp(torch.autograd.Function):
         return y, connected(z)
 
     @staticmethod
+    def spmd_typecheck(
+        *, x: Tensor, w_up: Tensor, b_up: Tensor | None, w_down: Tensor, b_down: Tensor | None
+    ) -> Any:
+        z = spmd_rules.einsum("tk,nk,n->tn", x, w_up, b_up)
+        return spmd_rules.einsum("tn,kn,k->tk", z, w_down, b_down), z
+
+    @staticmethod
     def backward(ctx: Context, dy: Tensor | None, dz_too: Tensor | None) -> tuple[Tensor | None, ...]:
         """dz_too: the gradient of z, which only a second derivative has"""
         x, w_up, w_down, z = ctx.saved_tensors
@@ -177,6 +185,13 @@ class _GatedMlp(torch.autograd.Function):
         ctx.kind = kind
         ctx.bias_dtype = None if b_down is None else b_down.dtype
         return y
+
+    @staticmethod
+    def spmd_typecheck(
+        *, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, b_down: Tensor | None
+    ) -> Any:
+        h = spmd_rules.einsum("tk,nk,nk->tn", x, w_gate, w_up)
+        return spmd_rules.einsum("tn,kn,k->tk", h, w_down, b_down)
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:

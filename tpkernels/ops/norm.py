@@ -15,6 +15,8 @@ x, in autocast regions too, where nothing is cast: the sums are wide anyway.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -26,6 +28,7 @@ from tpkernels.kernels.reference import (
     rms_norm_bwd_ref,
     rms_norm_ref,
 )
+from tpkernels.ops import spmd_rules
 from tpkernels.ops.inputs import (
     Context,
     as_dtype,
@@ -116,6 +119,10 @@ class _RmsNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    def spmd_typecheck(*, x: Tensor, weight: Tensor) -> Any:
+        return spmd_rules.einsum("t_,_->t_", x, weight)
+
+    @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         needs_dx, needs_dw, _ = ctx.needs_input_grad
@@ -135,6 +142,10 @@ class _LayerNorm(torch.autograd.Function):
         ctx.eps = eps
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
+
+    @staticmethod
+    def spmd_typecheck(*, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        return spmd_rules.einsum("t_,_,_->t_", x, weight, bias)
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:

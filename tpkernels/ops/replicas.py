@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.groups import exchange_device, failed, required_group, start_broadcast
 from tpkernels.comm.supported import mixing_of as mixing_of
+from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region, reduce_from_region
 
 _CHUNK_BYTES = 2**25
@@ -43,17 +44,19 @@ def differs_between_ranks(number: Tensor, group: ProcessGroup) -> Tensor:
 @torch.no_grad()
 def sum_over_ranks_(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
     """All-reduce tensors in place, with the same bits on all ranks."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        total = reduce_from_region(torch.cat([tensor.reshape(-1) for tensor in alike]), group)
-        parts = total.split([tensor.numel() for tensor in alike])
-        torch._foreach_copy_(alike, [p.view(t.shape) for p, t in zip(parts, alike, strict=True)])
+    with unobserved():
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            total = reduce_from_region(torch.cat([tensor.reshape(-1) for tensor in alike]), group)
+            parts = total.split([tensor.numel() for tensor in alike])
+            torch._foreach_copy_(alike, [p.view(t.shape) for p, t in zip(parts, alike, strict=True)])
 
 
 @torch.no_grad()
 def from_all_ranks(numbers: Tensor, group: ProcessGroup) -> Tensor:
     """Gather (n,) of each rank to (ranks, n)."""
-    return gather_from_sequence_region(numbers[None], group)
+    with unobserved():
+        return gather_from_sequence_region(numbers[None], group)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ and du as it computes dh.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch.nn import functional
 from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import GATE_OF, Glu, act_grad_ref, act_ref, require_glu
 from tpkernels.kernels.recipe import Recipe
+from tpkernels.ops import spmd_rules
 from tpkernels.ops.inputs import (
     Context,
     any_requires_grad,
@@ -83,6 +85,10 @@ class _Glu(torch.autograd.Function):
         return h
 
     @staticmethod
+    def spmd_typecheck(*, x: Tensor, w_gate: Tensor, w_up: Tensor) -> Any:
+        return spmd_rules.einsum("tk,nk,nk->tn", x, w_gate, w_up)
+
+    @staticmethod
     def backward(ctx: Context, dh: Tensor) -> tuple[Tensor | None, ...]:
         x, w_gate, w_up, g, u = ctx.saved_tensors
         if torch.is_grad_enabled():
@@ -99,6 +105,10 @@ class _Gate(torch.autograd.Function):
         ctx.save_for_backward(u, g)
         ctx.kind = kind
         return between((u, g), kind)
+
+    @staticmethod
+    def spmd_typecheck(*, u: Tensor, g: Tensor) -> Any:
+        return spmd_rules.einsum("tn,tn->tn", u, g)
 
     @staticmethod
     def backward(ctx: Context, dh: Tensor) -> tuple[Tensor | None, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
+from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply, as_dtype
 from tpkernels.ops.tensor_parallel.parallel import (
@@ -94,6 +95,11 @@ class _TokenNorm(torch.autograd.Function):
         ctx.options = kind, segments, group
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
+
+    @staticmethod
+    def spmd_typecheck(*, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None) -> Any:
+        parameters = (spmd_rules.full(weight, group), spmd_rules.full(bias, group))
+        return spmd_rules.einsum("t_,_,_->t_", spmd_rules.split(x, group, 0), *parameters)
 
     @staticmethod
     @first_order("a norm with TP-invariance, or over a group", reads_intermediates=True)

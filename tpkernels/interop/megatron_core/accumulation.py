@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.ops import spmd_rules
 from tpkernels.ops.inputs import Context, tokens_of
 from tpkernels.ops.main_grad import weight_gradient
 
@@ -32,6 +33,11 @@ class AddToMainGrad(torch.autograd.Function):
         return y.detach()  # a view would not let losses write to it
 
     @staticmethod
+    def spmd_typecheck(*, y: Tensor, weight: Tensor, x: Tensor, main_grad: Tensor) -> Any:
+        spmd_rules.ignore(weight, x, main_grad)
+        return y
+
+    @staticmethod
     def backward(ctx: Context, dy: Tensor) -> Passed:
         (x,) = ctx.saved_tensors
         weight_gradient(tokens_of(dy), tokens_of(x), ctx.main_grad)
@@ -45,6 +51,11 @@ class KeepForLater(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, weight: Tensor, dys: list[Tensor]) -> Tensor:
         ctx.dys = dys
         return y.detach()  # a view would not let losses write to it
+
+    @staticmethod
+    def spmd_typecheck(*, y: Tensor, weight: Tensor, dys: list[Tensor]) -> Any:
+        spmd_rules.ignore(weight, *dys)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:

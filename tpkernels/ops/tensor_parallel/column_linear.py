@@ -23,7 +23,7 @@ there is an activation. How products are computed: `ops.numerics`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch.operators import Operator
 from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.recipe import Recipe
+from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
 from tpkernels.ops.main_grad import MainGrads, add_if_traced, check_main_grad, empty_weight_gradient
@@ -193,6 +194,13 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.main_grads, ctx.op = main_grads, layout.numerics.named(op)
         ctx.options = x.shape[1], layout, activation, kept
         return tuple(results[:count])
+
+    @staticmethod
+    def spmd_typecheck(
+        *, options: tuple[Any, Layout, Any, Any], x: Tensor, parameters: Sequence[Tensor]
+    ) -> tuple[Any, ...]:
+        count = len(parameters) // 2
+        return tuple(spmd_rules.column(x, parameters[:count], parameters[count:], options[1]))
 
     @staticmethod
     @first_order(reads_intermediates=None)

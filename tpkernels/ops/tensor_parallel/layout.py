@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.transports.rows import Pending
@@ -15,7 +16,7 @@ from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Packed
 from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.recipe import Recipe
-from tpkernels.ops.inputs import any_requires_grad, apply, as_dtype, in_forward_mode
+from tpkernels.ops.inputs import any_requires_grad, apply, as_dtype, in_forward_mode, is_observed
 from tpkernels.ops.numerics import PLAIN, ComputeRows, KeptRows, Operand, Plain
 from tpkernels.ops.quantize import require_quantizable
 from tpkernels.ops.quantized.products import Quantized, quantized_named
@@ -309,7 +310,7 @@ def shaped_like(y: Tensor, x: Tensor, tokens: int) -> Tensor:
 
 def recorded(*tensors: Tensor | None) -> bool:
     """Whether autograd records a call on these tensors; else it is quicker without `apply`."""
-    return any_requires_grad(*tensors) or in_forward_mode()
+    return any_requires_grad(*tensors) or in_forward_mode() or (not is_compiling() and is_observed())
 
 
 def apply_distinct(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from tpkernels.comm.transports.backend_sums import (
 from tpkernels.comm.transports.c10d import c10d_for
 from tpkernels.comm.transports.rows import Gathering, Reducing, all_reducing
 from tpkernels.dispatch.operators import Operator
+from tpkernels.ops import spmd_rules
 from tpkernels.ops.inputs import Context, apply
 from tpkernels.ops.tensor_parallel.flag_waits import waits_for
 from tpkernels.ops.tensor_parallel.parallel import Group, begin_call, checked_group
@@ -116,6 +117,10 @@ class _Region(torch.autograd.Function):
     ) -> Tensor:
         ctx.options = f"{op} backward", group, backward, forward
         return _move(op, x, group, forward)
+
+    @staticmethod
+    def spmd_typecheck(*, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Any:
+        return spmd_rules.moved(x, group, forward, backward)
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -24,6 +24,7 @@ again. How products, and what lies between them, are computed: `ops.numerics`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch.operators import Operator
 from tpkernels.kernels.activations import Activation, Glu, require_activation, require_glu
 from tpkernels.kernels.recipe import Recipe
+from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     Context,
@@ -165,6 +167,21 @@ class _ParallelMlp(torch.autograd.Function):
         ctx.main_grads, ctx.op = main_grads, layout.numerics.named(op)
         ctx.options = x.shape[1], layout, unit, kept
         return y
+
+    @staticmethod
+    def spmd_typecheck(
+        *,
+        options: tuple[Any, Layout, Any],
+        x: Tensor,
+        b_up: Tensor | None,
+        b_down: Tensor | None,
+        weights: Sequence[Tensor],
+    ) -> Any:
+        layout, (*ups, w_down) = options[1], weights
+        up, *gates = spmd_rules.column(x, ups, [b_up, *[None] * (len(ups) - 1)], layout)
+        return spmd_rules.row(
+            spmd_rules.einsum("tn,tn->tn", up, *gates) if gates else up, w_down, b_down, layout
+        )
 
     @staticmethod
     @first_order(reads_intermediates=True)

@@ -21,6 +21,7 @@ Saved for backward: x_shard and w_shard, as far as a gradient needs them. How pr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch.operators import Operator
 from tpkernels.kernels.recipe import Recipe
+from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
 from tpkernels.ops.main_grad import (
@@ -115,6 +117,10 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
         ctx.layout, ctx.main_grads = layout, [main_grad]
         return row_forward(x, weight, bias, layout)
+
+    @staticmethod
+    def spmd_typecheck(*, layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        return spmd_rules.row(x, weight, bias, layout)
 
     @staticmethod
     @first_order("row_linear")

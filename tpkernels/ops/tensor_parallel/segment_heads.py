@@ -14,6 +14,8 @@ So the gradient of a shared head has the same bits whether its segments are on o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -21,6 +23,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
+from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply
 from tpkernels.ops.tensor_parallel.parallel import Group, checked_group, start_rows, start_sum
@@ -48,6 +51,10 @@ class _SegmentHeads(torch.autograd.Function):
     def forward(ctx: Context, x: Tensor, group: ProcessGroup, heads: int) -> Tensor:
         ctx.options = group, heads
         return _spread(x, group, heads)
+
+    @staticmethod
+    def spmd_typecheck(*, x: Tensor, group: ProcessGroup) -> Any:
+        return spmd_rules.einsum("tbk->tbk_", spmd_rules.split(x, group, 2))
 
     @staticmethod
     @first_order(OP)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
+from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, computed, is_torchs, tokens_of
 from tpkernels.ops.tensor_parallel.parallel import (
@@ -117,6 +118,10 @@ class _VocabCrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(logits, *saved)
         return loss
+
+    @staticmethod
+    def spmd_typecheck(*, logits: Tensor, target: Tensor, options: LossOptions) -> Any:
+        return spmd_rules.losses(logits, target, options.group)
 
     @staticmethod
     @first_order(OP)

@@ -17,6 +17,8 @@ Saved for backward: ids.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -24,6 +26,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
+from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import differentiated_once, first_order
 from tpkernels.ops.inputs import Context, computed
 from tpkernels.ops.tensor_parallel.parallel import (
@@ -114,6 +117,11 @@ class _VocabEmbedding(torch.autograd.Function):
         ctx.table = weight.shape[0], weight.dtype, group, sequence_parallel, padding_idx
         ctx.save_for_backward(ids if ctx.needs_input_grad[1] else None)
         return _rows_of_ids(ids, weight, group, vocab_size, sequence_parallel)
+
+    @staticmethod
+    def spmd_typecheck(*, ids: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Any:
+        rows = spmd_rules.einsum("t,vh->th", spmd_rules.full(ids, group), spmd_rules.split(weight, group, 0))
+        return spmd_rules.summed(rows, group, scatter=sequence_parallel)
 
     @staticmethod
     @first_order(OP)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.dispatch.segments import segment_sum
+from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     Context,
@@ -155,6 +156,12 @@ class _ReducedLoss(torch.autograd.Function):
         return loss, share  # as an output share is connected with the inputs, which are not saved
 
     @staticmethod
+    def spmd_typecheck(*, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions) -> Any:
+        losses = spmd_rules.head_losses(hidden, weight, target, options.group, options.sequence_parallel)
+        loss = spmd_rules.einsum("t->", losses)
+        return loss, loss
+
+    @staticmethod
     @first_order(OP, reads_intermediates=True)
     def backward(ctx: Context, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         share, dhidden, dweight = ctx.saved_tensors
@@ -179,6 +186,10 @@ class _TokenLosses(torch.autograd.Function):
         ctx.options, ctx.main_grad = options, main_grad
         ctx.save_for_backward(hidden, weight, *statistics)
         return loss
+
+    @staticmethod
+    def spmd_typecheck(*, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions) -> Any:
+        return spmd_rules.head_losses(hidden, weight, target, options.group, options.sequence_parallel)
 
     @staticmethod
     @first_order(OP)

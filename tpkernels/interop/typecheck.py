@@ -1,0 +1,98 @@
+"""Check a model's use of tensor parallelism by types, with PyTorch's `spmd_types`, in one process.
+
+    with typecheck(group):
+        loss = model(ids, targets)
+        loss.backward()
+
+A sum over ranks that is missing, made twice or over another group changes no shape and raises no error: the
+model trains on wrong gradients. Types tell: each tensor is replicated with a full gradient (I), replicated with
+a gradient that is a term of a sum (R), a shard (V), or a term of a sum (P); `ops.spmd_rules` says what each op
+takes and gives, spmd_types what torch's own operators do.
+
+Leaves are typed when they first meet an operator: parameters by their marks (`layers.attributes`), split ones V,
+those marked `sequence_parallel` R, others I; other leaves, such as ids, are the same on all ranks of a
+tensor-parallel group, R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.foreign import is_dtensor
+from tpkernels.layers.world import State, tensor_world
+
+
+@contextmanager
+def typecheck(group: ProcessGroup | None = None, *, state: State = None) -> Iterator[None]:
+    """Raise `spmd_types.SpmdTypeError` where a tensor is used as another type over the ranks than it has.
+
+    Works with any backend, also torch's "fake", with which one process is a rank of a world without others.
+
+    group: the tensor-parallel group; by default that of `state`
+    """
+    try:
+        import spmd_types
+        from spmd_types import checker
+    except ImportError as error:
+        raise ImportError("typecheck: expected the package spmd_types; pip install spmd_types") from error
+    group = tensor_world(state).group if group is None else group
+    with spmd_types.set_current_mesh([group]), checker.typecheck(local=True), _TypedLeaves(group):
+        yield
+
+
+class _TypedLeaves(TorchFunctionMode):
+    """Gives each leaf its type before an operator takes it."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.is_leaf:
+                self._give_type(leaf)
+        function = getattr(func, "__self__", None)
+        if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+            return function.apply(*args)  # `func` is its `apply` behind the checker's
+        result = func(*args, **kwargs)
+        if func is _DATA:
+            self._give_type(result, like=args[0])
+        return result
+
+    def _give_type(self, leaf: Tensor, like: Tensor | None = None) -> None:
+        """like: what it is the data of"""
+        from spmd_types import I, R, V, assert_type, maybe_get_axis_local_type, normalize_axis
+
+        if is_dtensor(leaf):
+            raise TypeError(
+                "typecheck: expected parameters that are tensors, got a DTensor: check the model before "
+                "fully_shard"
+            )
+        axis = normalize_axis(self._group)
+        if axis.size() == 1 or maybe_get_axis_local_type(leaf, axis) is not None:
+            return
+        found = None if like is None else maybe_get_axis_local_type(like, axis)
+        if found is None:
+            marks = Attributes.of(leaf)
+            trained = I if leaf.requires_grad and not marks.sequence_parallel else R
+            found = V if marks.tensor_model_parallel else trained
+        assert_type(leaf, {axis: found})
+
+
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
