@@ -146,6 +146,10 @@ class GradientBuckets:
         if named:
             self._attach()
 
+    def summed_parameters(self) -> list[Tensor]:
+        """Parameters whose gradients are summed over the tensor-parallel group before they are reduced."""
+        return [each for each, marked in zip(self._parameters, self._marked, strict=True) if marked]
+
     def zero(self) -> None:
         """Clear all gradients, also those of a backward that raised."""
         if self._engine is None:

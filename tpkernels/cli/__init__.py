@@ -32,6 +32,7 @@ COMMANDS = {
     "doctor": "look at this installation and say what is wrong with it",
     "qualify": "try kernels, transports and graphs on the GPUs of this machine, or on its CPU",
     "train": "train a GPT on ranks of this machine, or under torchrun",
+    "typecheck": "check one step of a training script by types over its ranks, in one process",
     "tune": "time who computes each step of a layer fastest on this GPU, and remember it",
 }
 SAID_EVERY = 15.0  # seconds, of how far a command is, in a log

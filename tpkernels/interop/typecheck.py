@@ -4,14 +4,15 @@
         loss = model(ids, targets)
         loss.backward()
 
-A sum over ranks that is missing, made twice or over another group changes no shape and raises no error: the
-model trains on wrong gradients. Types tell: each tensor is replicated with a full gradient (I), replicated with
-a gradient that is a term of a sum (R), a shard (V), or a term of a sum (P); `ops.spmd_rules` says what each op
-takes and gives, spmd_types what torch's own operators do.
+A sum over ranks that is missing, made twice, or over another group changes no shape and raises no error: the
+model trains on wrong gradients. Types tell. Over the ranks a tensor is
 
-Leaves are typed when they first meet an operator: parameters by their marks (`layers.attributes`), split ones V,
-those marked `sequence_parallel` R, others I; other leaves, such as ids, are the same on all ranks of a
-tensor-parallel group, R.
+    I   replicated, with the full gradient          R   replicated, its gradient a term of a sum
+    V   a shard                                     P   a term of a sum
+
+`ops.spmd_rules` says what our ops take and give, spmd_types what torch's operators do. Leaves get their type
+when an operator first takes them: parameters by their marks (`layers.attributes`), split ones V, those marked
+`sequence_parallel` R, others I; other leaves, such as ids, are the same on all ranks: R.
 """
 
 from __future__ import annotations

@@ -1,0 +1,116 @@
+"""Types find what trains on other gradients, and nothing else; gradients of two real ranks are the judge."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fake_world import fake_rank
+from tests.interop.typed_programs import CASES, NOT_SEEN, weights_of
+from tests.on_ranks import equal_on_all, on_ranks
+from tpkernels import GPT, GPTConfig, Recipe, initialize_model_parallel, manual_seed, typecheck
+from tpkernels.comm.transports import c10d
+from tpkernels.layers.replicas import finalize_gradients
+
+spmd_types = pytest.importorskip("spmd_types", reason="the checker of types is not installed")
+
+
+@contextmanager
+def rank_of_two():
+    """Rank 0 of a world whose other rank sends what it sends."""
+    with patch.object(c10d, "_processors", lambda device: 1), fake_rank(0, 2):
+        initialize_model_parallel(2)
+        manual_seed(1)
+        yield dist.group.WORLD
+
+
+def verdict(program, fault):
+    """What the checker says of one forward and backward; nothing if it finds no fault."""
+    with rank_of_two() as group:
+        alone = dist.new_group([0])
+        weights = weights_of(program, fault, 0, 2)
+        try:
+            with typecheck(group):
+                program(weights, group, alone, fault).backward()
+        except spmd_types.SpmdTypeError as error:
+            return str(error)
+    return ""
+
+
+def names(cases):
+    return [f"{program.__name__}-{fault or 'right'}".replace(" ", "_") for program, fault in cases]
+
+
+@pytest.mark.parametrize(("program", "fault"), CASES, ids=names(CASES))
+def test_the_checker_names_each_fault_and_no_right_program(program, fault):
+    assert bool(verdict(program, fault)) == bool(fault)
+
+
+@on_ranks(2)
+def test_each_of_these_faults_changes_the_loss_or_a_gradient_on_two_ranks():
+    initialize_model_parallel(2)
+    group, alone = dist.group.WORLD, [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    for program, fault in CASES:
+        rank = dist.get_rank()
+        split, full = weights_of(program, fault, rank, 2), weights_of(program, fault, 0, 1)
+        loss, expected = program(split, group, alone, fault), program(full, alone, alone, fault)
+        loss.backward()
+        expected.backward()
+        finalize_gradients(split)
+        alike = torch.allclose(loss, expected)
+        for ours, theirs in zip(split.parameters(), full.parameters(), strict=True):
+            gradient = theirs.grad
+            if ours.tensor_model_parallel and gradient is not None:
+                gradient = gradient.chunk(2, ours.partition_dim)[rank]
+            alike &= (ours.grad is None) == (gradient is None) and (
+                gradient is None or torch.allclose(ours.grad, gradient)
+            )
+        equal_on_all([program.__name__, fault])
+        differs = torch.tensor(float(not alike))
+        dist.all_reduce(differs)
+        assert bool(differs) == bool(fault), (program.__name__, fault)
+
+
+LLAMA = {"activation": "swiglu", "norm": "rms_norm", "bias": False, "tied": False, "num_kv_heads": 2}
+GPT2 = {"max_positions": 16}
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (GPT2, {}),
+        (LLAMA, {"sequence_parallel": True}),
+        (GPT2, {"sequence_parallel": True, "dropout": 0.1, "recompute": "full"}),
+        (LLAMA, {"recompute": "selective", "quantize": Recipe.rowwise()}),
+    ],
+    ids=["gpt2", "llama_by_tokens", "gpt2_recomputed", "llama_in_fp8"],
+)
+def test_the_own_models_have_no_fault(shape, options):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_layers": 1, "num_heads": 4}
+    ids = torch.arange(32).view(2, 16)
+    with rank_of_two():
+        model = GPT(GPTConfig(**sizes, **shape), **options)
+        with typecheck():
+            model(ids, ids).backward()
+
+
+def test_a_parameter_that_lost_its_mark_is_found_in_a_model():
+    ids = torch.arange(32).view(2, 16)
+    with rank_of_two():
+        config = GPTConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=4, **LLAMA)
+        model = GPT(config, sequence_parallel=True)
+        norm = next(p for name, p in model.named_parameters() if "norm" in name)
+        assert norm.sequence_parallel
+        norm.sequence_parallel = False
+        with pytest.raises(spmd_types.SpmdTypeError, match="Invariant"), typecheck():
+            model(ids, ids).backward()
+
+
+def test_what_local_types_do_not_tell_is_not_found():
+    """docs/typecheck.md says so."""
+    for program, faults in NOT_SEEN.items():
+        assert not any(verdict(program, fault) for fault in faults)
