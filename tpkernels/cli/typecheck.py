@@ -36,6 +36,7 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.replicas import gradient_of
 from tpkernels.ops.replicas import sum_over_ranks_
+from tpkernels.runtime.initialize import destroy_model_parallel
 
 LEGEND = (
     "Types over the tensor-parallel ranks: I replicated, with the full gradient; R replicated, its gradient "
@@ -191,6 +192,7 @@ def _as_rank_of(ranks: int) -> Iterator[None]:
         try:
             yield
         finally:
+            destroy_model_parallel()
             if dist.is_initialized():
                 dist.destroy_process_group()
 

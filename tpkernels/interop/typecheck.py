@@ -68,6 +68,8 @@ class _TypedLeaves(TorchFunctionMode):
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.is_leaf:
                 self._give_type(leaf)
+        if _writes(func) and isinstance(args[0], Tensor):
+            self._let_be_written(args[0], tree_leaves((args[1:], kwargs)))
         function = getattr(func, "__self__", None)
         if isinstance(function, type) and issubclass(function, torch.autograd.Function):
             return function.apply(*args)  # `func` is its `apply` behind the checker's
@@ -94,6 +96,26 @@ class _TypedLeaves(TorchFunctionMode):
             trained = I if leaf.requires_grad and not marks.sequence_parallel else R
             found = V if marks.tensor_model_parallel else trained
         assert_type(leaf, {axis: found})
+
+
+    def _let_be_written(self, target: Tensor, given: Sequence[Any]) -> None:
+        """Let a replicated tensor without a gradient, such as torch.zeros gives, become what is written to it."""
+        from spmd_types import I, R, V, maybe_get_axis_local_type, mutate_type, normalize_axis
+
+        axis = normalize_axis(self._group)
+        if target.requires_grad or target._is_view() or maybe_get_axis_local_type(target, axis) is not R:
+            return  # of a view the base would stay as it is
+        written = {maybe_get_axis_local_type(each, axis) for each in given if isinstance(each, Tensor)}
+        if I in written and written <= {I, None}:
+            mutate_type(target, axis, src=R, dst=I)
+        elif written <= {V, R, None} and V in written:
+            mutate_type(target, axis, src=R, dst=V)
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether it writes into its first argument."""
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]

@@ -1,0 +1,90 @@
+"""`typecheck` runs a script up to its first step, and names the line that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from tpkernels.cli import main
+
+pytest.importorskip("spmd_types", reason="the checker of types is not installed")
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import tpkernels
+
+dist.init_process_group("nccl")
+tpkernels.initialize_model_parallel(tensor_model_parallel_size=2)
+tpkernels.manual_seed(1)
+sizes = {"vocab_size": 64, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_positions": 16}
+model = tpkernels.GPT(tpkernels.GPTConfig(**sizes), sequence_parallel=True)
+state = tpkernels.current()
+if "buckets" in sys.argv:
+    groups = {"group": state.process_group("dp"), "tensor_parallel_group": state.process_group("tp")}
+    buckets = tpkernels.GradientBuckets(model, **groups)
+if "unmarked" in sys.argv:
+    next(p for p in model.parameters() if p.sequence_parallel).sequence_parallel = False
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(2):
+    ids = torch.randint(0, 64, (2, 16))
+    loss = 0 if "nothing" in sys.argv else model(ids, ids)
+    if "nothing" not in sys.argv:
+        loss.backward()
+    for _ in range(sys.argv.count("summed")):
+        tpkernels.finalize_gradients(model)
+    if "buckets" in sys.argv:
+        buckets.finish()
+    optimizer.step()
+print("the script went on")
+"""
+STEP = SCRIPT.splitlines().index("    optimizer.step()") + 1
+
+
+@pytest.fixture
+def checked(tmp_path, capsys):
+    """Check the script with these arguments; return the exit code and what was printed."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def run(*arguments):
+        code = main(["typecheck", str(script), *arguments])
+        return code, capsys.readouterr().out.replace(str(script), "train.py")
+
+    return run
+
+
+@pytest.mark.parametrize("how", ["summed", "buckets"])
+def test_a_right_script_is_run_up_to_its_first_step(checked, how):
+    assert checked(how) == (
+        0,
+        "train.py: no fault found in types over 2 ranks (up to the first step of an optimizer)\n",
+    )
+
+
+@pytest.mark.parametrize(("arguments", "sums"), [((), 0), (("summed", "summed"), 2)])
+def test_partial_gradients_must_be_summed_once_before_the_step(checked, arguments, sums):
+    code, said = checked(*arguments)
+    assert code == 1
+    assert said.startswith(f"train.py:{STEP}, in <module>\n    optimizer.step()\n")
+    assert f"was summed {sums} times before the step" in said
+
+
+def test_a_lost_mark_is_told_with_its_line(checked):
+    code, said = checked("summed", "unmarked")
+    assert code == 1
+    assert "    loss = 0 if" in said.splitlines()[1]
+    assert "I replicated, with the full gradient" in said
+
+
+def test_a_script_that_calls_no_model_is_told_so(checked):
+    code, said = checked("nothing")
+    assert code == 1
+    assert said.endswith("no model with tensor-parallel layers was called, so nothing was checked\n")
+
+
+@pytest.mark.parametrize("words", [["nowhere.py"], ["--ranks", "1", __file__]])
+def test_bad_use_is_one_line(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["typecheck", *words])
+    assert capsys.readouterr().err.count("\n") == 1
