@@ -171,15 +171,13 @@ def _as_rank_of(ranks: int) -> Iterator[None]:
     """Let any process group that is made be one whose other ranks send what this one does."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    init, new_group = dist.init_process_group, dist.new_group
+    init, make = dist.init_process_group, dist.new_group
 
     def init_fake(*_: object, **__: object) -> None:
         init("fake", store=FakeStore(), rank=0, world_size=ranks)
 
     def new_fake(*args: Any, **options: Any) -> Any:
-        return new_group(
-            *args[:1], **{k: v for k, v in options.items() if k not in ("backend", "pg_options")}
-        )
+        return make(*args[:1], **{k: v for k, v in options.items() if k not in ("backend", "pg_options")})
 
     where = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     with (

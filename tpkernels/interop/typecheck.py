@@ -97,9 +97,8 @@ class _TypedLeaves(TorchFunctionMode):
             found = V if marks.tensor_model_parallel else trained
         assert_type(leaf, {axis: found})
 
-
     def _let_be_written(self, target: Tensor, given: Sequence[Any]) -> None:
-        """Let a replicated tensor without a gradient, such as torch.zeros gives, become what is written to it."""
+        """Let a replicated tensor without a gradient, such as of torch.zeros, become what is written to it."""
         from spmd_types import I, R, V, maybe_get_axis_local_type, mutate_type, normalize_axis
 
         axis = normalize_axis(self._group)
