@@ -12,11 +12,13 @@ import torch.distributed as dist
 from tests.fake_world import fake_rank
 from tests.interop.typed_programs import CASES, NOT_SEEN, weights_of
 from tests.on_ranks import equal_on_all, on_ranks
-from tpkernels import GPT, GPTConfig, Recipe, initialize_model_parallel, manual_seed, typecheck
+from tpkernels import GPT, GPTConfig, Recipe, initialize_model_parallel, manual_seed, ops, typecheck
 from tpkernels.comm.transports import c10d
 from tpkernels.layers.replicas import finalize_gradients
+from tpkernels.ops.tensor_parallel import mappings
 
 spmd_types = pytest.importorskip("spmd_types", reason="the checker of types is not installed")
+checker = pytest.importorskip("spmd_types.checker")
 
 
 @contextmanager
@@ -73,6 +75,56 @@ def test_each_of_these_faults_changes_the_loss_or_a_gradient_on_two_ranks():
         differs = torch.tensor(float(not alike))
         dist.all_reduce(differs)
         assert bool(differs) == bool(fault), (program.__name__, fault)
+
+
+def mlp(x, w, group, **options):
+    return ops.parallel_mlp(x, w, None, w.t().contiguous(), None, group, **options)
+
+
+# What each takes and gives, and whether x may be of another type; as docs/typecheck.md has it.
+TAKEN = {
+    "column_linear": (lambda x, w, g: ops.column_linear(x, w, None, g), "I", "V"),
+    "column_linear by tokens": (
+        lambda x, w, g: ops.column_linear(x, w, None, g, sequence_parallel=True),
+        "V",
+        "V",
+    ),
+    "row_linear": (lambda x, w, g: ops.row_linear(x, w, None, g), "V", "I"),
+    "row_linear by tokens": (lambda x, w, g: ops.row_linear(x, w, None, g, sequence_parallel=True), "V", "V"),
+    "parallel_mlp": (lambda x, w, g: mlp(x, w, g), "I", "I"),
+    "parallel_mlp by tokens": (lambda x, w, g: mlp(x, w, g, sequence_parallel=True), "V", "V"),
+    "vocab_cross_entropy": (lambda x, w, g: ops.vocab_cross_entropy(x, torch.arange(4), g), "V", "I"),
+    "linear_cross_entropy": (lambda x, w, g: ops.linear_cross_entropy(x, w, torch.arange(4), g), "I", "I"),
+    "copy_to_region": (lambda x, w, g: mappings.copy_to_region(x, g), "I", "R"),
+    "reduce_from_region": (lambda x, w, g: mappings.reduce_from_region(x, g), "VP", "I"),
+    "scatter_to_region": (lambda x, w, g: mappings.scatter_to_region(x, g), "I", "V"),
+    "scatter_to_sequence_region": (lambda x, w, g: mappings.scatter_to_sequence_region(x, g), "I", "V"),
+    "gather_from_region": (lambda x, w, g: mappings.gather_from_region(x, g), "V", "I"),
+    "gather_from_sequence_region": (lambda x, w, g: mappings.gather_from_sequence_region(x, g), "V", "R"),
+    "reduce_scatter_to_sequence_region": (
+        lambda x, w, g: mappings.reduce_scatter_to_sequence_region(x, g),
+        "VP",
+        "V",
+    ),
+}
+
+
+@pytest.mark.parametrize("op", TAKEN, ids=[op.replace(" ", "_") for op in TAKEN])
+def test_the_checker_of_spmd_types_finds_what_an_op_takes_and_gives(op):
+    """Without `typecheck`: rules are found on the autograd functions."""
+    call, taken, given = TAKEN[op]
+    for kind in "IRVP":
+        with rank_of_two() as group, spmd_types.set_current_mesh([group]):
+            x, w = torch.zeros(4, 4, requires_grad=True), torch.zeros(4, 4, requires_grad=True)
+            with checker.typecheck(local=True):
+                spmd_types.assert_type(x, {group: getattr(spmd_types, kind)})
+                spmd_types.assert_type(w, {group: spmd_types.V})
+                if kind in taken:
+                    y = call(x, w, group)
+                    assert spmd_types.get_axis_local_type(y, group) is getattr(spmd_types, given)
+                else:
+                    with pytest.raises(spmd_types.SpmdTypeError):
+                        call(x, w, group)
 
 
 LLAMA = {"activation": "swiglu", "norm": "rms_norm", "bias": False, "tied": False, "num_kv_heads": 2}

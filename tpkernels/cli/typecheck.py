@@ -93,8 +93,12 @@ class CheckedStep:
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
-        except (SpmdTypeError, PartialGradient) as error:
-            return told(error)
+        except Exception as error:
+            causes = chain(error)
+            found = next((each for each in causes if isinstance(each, (SpmdTypeError, PartialGradient))), None)
+            if found is None:
+                raise
+            return told(found)
         finally:
             before_call.remove()
             before_step.remove()
@@ -147,7 +151,14 @@ class _Ended(BaseException):
     """The script has made its step."""
 
 
-def told(error: Exception) -> str:
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the error, and those in whose handling it was raised."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def told(error: BaseException) -> str:
     """The error, after the line of the user's that it came from: the last outside of torch and of us."""
     ours = [
         Path(module.__file__).parent

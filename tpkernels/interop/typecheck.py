@@ -98,7 +98,7 @@ class _TypedLeaves(TorchFunctionMode):
         assert_type(leaf, {axis: found})
 
     def _let_be_written(self, target: Tensor, given: Sequence[Any]) -> None:
-        """Let a replicated tensor without a gradient, such as of torch.zeros, become what is written to it."""
+        """Let a replicated tensor without a gradient, such as zeros, become what is written to it."""
         from spmd_types import I, R, V, maybe_get_axis_local_type, mutate_type, normalize_axis
 
         axis = normalize_axis(self._group)
