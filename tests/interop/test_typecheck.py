@@ -8,11 +8,23 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from tests.fake_world import fake_rank
+from tests.interop.architectures import inputs_of, model_of
 from tests.interop.typed_programs import CASES, NOT_SEEN, weights_of
 from tests.on_ranks import equal_on_all, on_ranks
-from tpkernels import GPT, GPTConfig, Recipe, initialize_model_parallel, manual_seed, ops, typecheck
+from tpkernels import (
+    GPT,
+    GPTConfig,
+    Recipe,
+    initialize_model_parallel,
+    manual_seed,
+    ops,
+    parallelize,
+    typecheck,
+)
 from tpkernels.comm.transports import c10d
 from tpkernels.layers.replicas import finalize_gradients
 from tpkernels.ops.tensor_parallel import mappings
@@ -150,7 +162,8 @@ def test_the_own_models_have_no_fault(shape, options):
             model(ids, ids).backward()
 
 
-def test_a_parameter_that_lost_its_mark_is_found_in_a_model():
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_parameter_that_lost_its_mark_is_found_in_a_model(compiled):
     ids = torch.arange(32).view(2, 16)
     with rank_of_two():
         config = GPTConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=4, **LLAMA)
@@ -158,6 +171,7 @@ def test_a_parameter_that_lost_its_mark_is_found_in_a_model():
         norm = next(p for name, p in model.named_parameters() if "norm" in name)
         assert norm.sequence_parallel
         norm.sequence_parallel = False
+        model = torch.compile(model, backend="eager") if compiled else model
         with pytest.raises(spmd_types.SpmdTypeError, match="Invariant"), typecheck():
             model(ids, ids).backward()
 
@@ -166,3 +180,23 @@ def test_what_local_types_do_not_tell_is_not_found():
     """docs/typecheck.md says so."""
     for program, faults in NOT_SEEN.items():
         assert not any(verdict(program, fault) for fault in faults)
+
+
+def test_dtensors_are_refused():
+    with rank_of_two() as group:
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+        parameter = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()], run_check=False)
+        with (
+            pytest.raises(TypeError, match="expected parameters that are tensors, got a DTensor"),
+            typecheck(group),
+        ):
+            parameter.mul(2)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM"])
+def test_models_of_transformers_that_are_split_have_no_fault(name):
+    pytest.importorskip("transformers", reason="make check-transformers installs it")
+    with rank_of_two():
+        model = parallelize(model_of(name))
+        with typecheck():
+            model(**inputs_of(name)).loss.backward()

@@ -46,7 +46,12 @@ def typecheck(group: ProcessGroup | None = None, *, state: State = None) -> Iter
     except ImportError as error:
         raise ImportError("typecheck: expected the package spmd_types; pip install spmd_types") from error
     group = tensor_world(state).group if group is None else group
-    with spmd_types.set_current_mesh([group]), checker.typecheck(local=True), _TypedLeaves(group):
+    with (
+        torch.compiler.set_stance("force_eager"),  # compiled code calls no mode
+        spmd_types.set_current_mesh([group]),
+        checker.typecheck(local=True),
+        _TypedLeaves(group),
+    ):
         yield
 
 
