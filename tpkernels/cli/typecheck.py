@@ -95,7 +95,9 @@ class CheckedStep:
                 raise
         except Exception as error:
             causes = chain(error)
-            found = next((each for each in causes if isinstance(each, (SpmdTypeError, PartialGradient))), None)
+            found = next(
+                (each for each in causes if isinstance(each, (SpmdTypeError, PartialGradient))), None
+            )
             if found is None:
                 raise
             return told(found)

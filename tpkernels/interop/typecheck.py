@@ -73,7 +73,7 @@ class _TypedLeaves(TorchFunctionMode):
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.is_leaf:
                 self._give_type(leaf)
-        if _writes(func) and isinstance(args[0], Tensor):
+        if args and isinstance(args[0], Tensor) and _writes(func):
             self._let_be_written(args[0], tree_leaves((args[1:], kwargs)))
         function = getattr(func, "__self__", None)
         if isinstance(function, type) and issubclass(function, torch.autograd.Function):

@@ -72,12 +72,21 @@ def summed(x: Typed, group: ProcessGroup | None, *, scatter: bool) -> Typed:
 
 
 def column(x: Typed, weights: Sequence[Typed], biases: Sequence[Typed | None], layout: Layout) -> list[Typed]:
-    """Outputs of column layers that share x."""
-    rows = gathered(x, layout.group, layout.sequence_parallel)
+    """Outputs of column layers that share x: of split weights, or of replicated ones with partial gradients."""
+    rows, group = gathered(x, layout.group, layout.sequence_parallel), layout.group
     return [
-        einsum("tk,nk,n->tn", rows, split(weight, layout.group, 0), split(bias, layout.group, 0))
+        einsum("tk,nk,n->tn", rows, _split_or_partial(weight, group), _split_or_partial(bias, group))
         for weight, bias in zip(weights, biases, strict=True)
     ]
+
+
+def _split_or_partial(x: Typed, group: ProcessGroup | None) -> Typed:
+    """A parameter of a column layer; heads that ranks share are replicated, and their gradients summed later."""
+    from spmd_types import R, get_axis_local_type
+
+    if x is None or group is None or group.size() == 1 or get_axis_local_type(x, group) is R:
+        return x
+    return split(x, group, 0)
 
 
 def row(x: Typed, weight: Typed, bias: Typed | None, layout: Layout) -> Typed:
