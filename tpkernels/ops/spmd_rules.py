@@ -72,7 +72,7 @@ def summed(x: Typed, group: ProcessGroup | None, *, scatter: bool) -> Typed:
 
 
 def column(x: Typed, weights: Sequence[Typed], biases: Sequence[Typed | None], layout: Layout) -> list[Typed]:
-    """Outputs of column layers that share x: of split weights, or of replicated ones with partial gradients."""
+    """Outputs of column layers that share x, of split or of replicated weights with partial gradients."""
     rows, group = gathered(x, layout.group, layout.sequence_parallel), layout.group
     return [
         einsum("tk,nk,n->tn", rows, _split_or_partial(weight, group), _split_or_partial(bias, group))
@@ -81,7 +81,7 @@ def column(x: Typed, weights: Sequence[Typed], biases: Sequence[Typed | None], l
 
 
 def _split_or_partial(x: Typed, group: ProcessGroup | None) -> Typed:
-    """A parameter of a column layer; heads that ranks share are replicated, and their gradients summed later."""
+    """A parameter of a column layer. Heads that ranks share are replicated, their gradients summed later."""
     from spmd_types import R, get_axis_local_type
 
     if x is None or group is None or group.size() == 1 or get_axis_local_type(x, group) is R:
