@@ -258,15 +258,14 @@ def cross_entropy_grad_ref(
         else:
             assert mean is not None
             assert dentropy is not None
-            excess = x[rows].to(shift.dtype).mul(scale).sub_(shift[rows, None])
-            exponentials = excess.exp()
-            surplus = excess.clamp_min_(FLOOR).sub_(mean[rows, None])
-            excess = surplus.mul_((-dentropy / total)[rows, None]).add_(factor[rows, None])
-            excess.mul_(exponentials)
+            excess = block.copy_(x[rows]) if wide else x[rows].to(shift.dtype)
+            exponentials = excess.mul_(scale).sub_(shift[rows, None]).exp()
+            excess.clamp_min_(FLOOR).sub_(mean[rows, None]).mul_((-dentropy / total)[rows, None])
+            excess.add_(factor[rows, None]).mul_(exponentials)
         if off_target:
             excess.sub_(off_target * dloss[rows, None])
         excess.scatter_add_(1, column[rows, None], picked[rows])
-        if not wide or scale is not None:
+        if not wide:
             block.copy_(excess)
     _clear_rows_(dlogits, ignored)
     return dlogits
