@@ -151,8 +151,9 @@ def test_logprobs_by_kernels(ranks):
     assert_right(
         ranks,
         [
-            LogprobSetting(leading=(8,), backend="triton"),
-            LogprobSetting(torch.bfloat16, leading=(8,), n=3, sequence_parallel=True, backend="triton"),
+            # several blocks of columns on each rank
+            LogprobSetting(vocab=150, leading=(8,), backend="triton"),
+            LogprobSetting(torch.bfloat16, 150, (8,), n=3, sequence_parallel=True, backend="triton"),
         ],
     )
 
@@ -192,6 +193,7 @@ def test_forbidden_certain_and_equal_ids_have_their_entropies(backend):
     rows = {
         "two forbidden": ([0.0, 1.0, -torch.inf, 2.0, 0.5, -torch.inf], 3),
         "a rank forbidden": ([-torch.inf] * 3 + [1.0, 2.0, 3.0], 4),
+        "a rank lowest": ([torch.finfo(torch.float32).min] * 3 + [1.0, 2.0, 3.0], 4),
         "certain": ([-torch.inf] * 5 + [7.0], 5),
         "equal": ([3.0] * 6, 0),
         "target forbidden": ([0.0, 1.0, -torch.inf, 2.0, 0.5, 0.0], 2),
