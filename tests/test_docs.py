@@ -160,6 +160,7 @@ def test_picture_in_the_readme_is_what_the_planner_draws():
 
 SAID_BY = {  # what an example prints last or most
     "groups.py": "three times over",
+    "grpo.py": "on 2 ranks as on one",
     "shards.py": "A15 (64, 512)",
 }
 

@@ -27,6 +27,7 @@ from tpkernels.layers.functional import (
     gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region,
 )
 from tpkernels.layers.functional import linear_cross_entropy as linear_cross_entropy
+from tpkernels.layers.functional import linear_logprobs as linear_logprobs
 from tpkernels.layers.functional import (
     reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region,
 )

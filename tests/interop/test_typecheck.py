@@ -107,6 +107,16 @@ TAKEN = {
     "parallel_mlp by tokens": (lambda x, w, g: mlp(x, w, g, sequence_parallel=True), "V", "V"),
     "vocab_cross_entropy": (lambda x, w, g: ops.vocab_cross_entropy(x, torch.arange(4), g), "V", "I"),
     "linear_cross_entropy": (lambda x, w, g: ops.linear_cross_entropy(x, w, torch.arange(4), g), "I", "I"),
+    "linear_logprobs": (
+        lambda x, w, g: ops.linear_logprobs(x, w, torch.arange(4), g, return_entropy=True)[1],
+        "I",
+        "I",
+    ),
+    "linear_logprobs of several": (
+        lambda x, w, g: ops.linear_logprobs(x, w, torch.arange(8).view(4, 2), g)[0],
+        "I",
+        "I",
+    ),
     "copy_to_region": (lambda x, w, g: mappings.copy_to_region(x, g), "I", "R"),
     "reduce_from_region": (lambda x, w, g: mappings.reduce_from_region(x, g), "VP", "I"),
     "scatter_to_region": (lambda x, w, g: mappings.scatter_to_region(x, g), "I", "V"),

@@ -20,6 +20,7 @@ from tpkernels import (
     VocabParallelEmbedding,
     initialize_model_parallel,
     linear_cross_entropy,
+    linear_logprobs,
     ops,
     vocab_parallel_cross_entropy,
 )
@@ -118,6 +119,26 @@ def test_head_adds_its_gradient_to_main_grad():
         linear_cross_entropy(hidden, layer.weight, target, **options).backward()
     torch.testing.assert_close(fused.weight.main_grad - 1, plain.weight.grad, rtol=1e-5, atol=1e-6)
     assert fused.weight.grad_added_to_main_grad
+
+
+@on_ranks(2)
+def test_logprobs_of_a_tied_table_are_the_unsharded_ones():
+    initialize_model_parallel(2)
+    layer, (ids, target) = seeded(sequence_parallel=True), batch()
+    layer.weight.main_grad = torch.zeros_like(layer.weight)
+    options = {"temperature": 0.5, "return_entropy": True, "sequence_parallel": True}
+    options |= {"vocab_size": VOCAB, "chunk_tokens": 7, "gradient_accumulation_fusion": True}
+    logprobs, entropy = linear_logprobs(layer(ids).tanh(), layer.weight, target, **options)
+    (logprobs.sum() + entropy.sum()).backward()
+    torch.manual_seed(3)
+    table = nn.Parameter(nn.init.xavier_normal_(torch.empty(VOCAB, FEATURES)))
+    logp = (F.embedding(ids, table).tanh() @ table.t() / 0.5).log_softmax(-1)
+    picked = logp.gather(-1, target.clamp_min(0)[..., None])[..., 0] * (target != -100)
+    entropies = -(logp.exp() * logp).sum(-1) * (target != -100)
+    (picked.sum() + entropies.sum()).backward()
+    gradient = gather_from_sequence_region(layer.weight.grad + layer.weight.main_grad, layer.world.group)
+    ours = [logprobs, entropy, gradient[:VOCAB]]
+    torch.testing.assert_close(ours, [picked, entropies, table.grad], rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)

@@ -177,6 +177,33 @@ def _head(s: Setting) -> dict[str, Whole]:
     return {"loss": (loss.detach(), None), "dhidden": (hidden.grad, tokens), "dweight": (dweight, 0)}
 
 
+def _logprobs(s: Setting) -> dict[str, Whole]:
+    tokens = 0 if s.sequence_parallel else None
+    hidden = leaf(drawn(1, s.tokens, BATCH, s.k), tokens, s.dtype)
+    weight = leaf(drawn(2, VOCABULARY, s.k) / 9, 0, s.dtype)
+    target = torch.stack([_ids(s), _ids(s).flip(0)], -1) if s.option == "two" else _ids(s)
+    target[1:2] = -100
+    logprobs, entropy = ops.linear_logprobs(
+        hidden,
+        weight,
+        target,
+        dist.group.WORLD,
+        temperature=3.0,
+        return_entropy=True,
+        sequence_parallel=s.sequence_parallel,
+        vocab_size=67,
+        chunk_tokens=20,
+    )
+    assert entropy is not None
+    (logprobs * drawn(3, *logprobs.shape)).sum().add((entropy * drawn(4, *entropy.shape)).sum()).backward()
+    return {
+        "logprobs": (logprobs.detach(), None),
+        "entropy": (entropy.detach(), None),
+        "dhidden": (hidden.grad, tokens),
+        "dweight": (weight.grad, 0),
+    }
+
+
 def norm(s: Setting) -> dict[str, Whole]:
     tokens = 0 if s.sequence_parallel else None
     group = dist.group.WORLD if s.sequence_parallel else None
@@ -212,6 +239,7 @@ PROGRAMS: dict[str, Callable[[Setting], dict[str, Whole]]] = {
     "embedding": _embedding,
     "cross_entropy": _cross_entropy,
     "head": _head,
+    "logprobs": _logprobs,
     "norm": norm,
     "heads": _heads,
 }

@@ -21,7 +21,13 @@ from tests.ops.cases import CASES, NORMS
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.parallel_cases import shard
 from tests.products import once
-from tpkernels.ops import column_linear, linear_cross_entropy, row_linear, vocab_cross_entropy
+from tpkernels.ops import (
+    column_linear,
+    linear_cross_entropy,
+    linear_logprobs,
+    row_linear,
+    vocab_cross_entropy,
+)
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
 from tpkernels.ops.vocab.embedding import vocab_embedding
@@ -53,6 +59,7 @@ OPS: dict[str, tuple[Op, tuple[tuple[int, ...], ...]]] = {  # of a group and ten
     "cross_entropy": (lambda g, logits: vocab_cross_entropy(logits, _ids(1), g), ((TOKENS, VOCAB),)),
     "head_mean": (lambda g, h, w: linear_cross_entropy(h, w, _ids(1), g), (X, (VOCAB, K))),
     "head_none": (lambda g, h, w: linear_cross_entropy(h, w, _ids(1), g, reduction="none"), (X, (VOCAB, K))),
+    "logprobs": (lambda g, h, w: linear_logprobs(h, w, _ids(1), g, temperature=2.0)[0], (X, (VOCAB, K))),
 }  # fmt: skip
 
 

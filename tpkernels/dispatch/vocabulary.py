@@ -67,16 +67,16 @@ lookup_grad = Primitive(
 )
 
 
-def _softmax_statistics_fake(logits: Tensor, target: Tensor, columns: int, first_id: int) -> Tensor:
+def _softmax_statistics_fake(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(4, logits.shape[0], dtype=sums_dtype(logits.dtype))
 
 
-# (4, T): maximum, total, picked and summed of each row, of its first `columns`
+# (4, T): maximum, total, picked and summed of each row, of its first `columns`; with a scale weighted
 softmax_statistics = Primitive(
     "softmax_statistics",
     softmax_statistics_ref,
-    launcher("cross_entropy", "softmax_statistics", "columns", "first_id"),
-    lambda layer: (layer.dy(), _ids(layer), layer.out_features, 0),
+    launcher("cross_entropy", "softmax_statistics", "columns", "first_id", "scale"),
+    lambda layer: (layer.dy(), _ids(layer), layer.out_features, 0, None),
     fake=_softmax_statistics_fake,
     takes=lambda logits, *_: logits.dtype in DTYPES,
 )
@@ -84,7 +84,7 @@ softmax_statistics = Primitive(
 
 def _cross_entropy_grad_sample(layer: Layer) -> tuple[Any, ...]:
     rows = (layer.tensor(layer.tokens, dtype=sums_dtype(layer.dtype)) for _ in range(3))
-    return layer.dy(), _ids(layer), *rows, layer.out_features, 0, 1.0, 0.0, False
+    return layer.dy(), _ids(layer), *rows, layer.out_features, 0, 1.0, 0.0, False, None, None, None
 
 
 # (T, V): the gradient of the logits; in their memory if `in_place`
@@ -92,7 +92,9 @@ cross_entropy_grad = Primitive(
     "cross_entropy_grad",
     cross_entropy_grad_ref,
     launcher(
-        "cross_entropy", "cross_entropy_grad", "columns", "first_id", "on_target", "off_target", "in_place"
+        "cross_entropy",
+        "cross_entropy_grad",
+        *("columns", "first_id", "on_target", "off_target", "in_place", "scale", "mean", "dentropy"),
     ),
     _cross_entropy_grad_sample,
     changes_first=True,

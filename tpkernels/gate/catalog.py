@@ -246,6 +246,8 @@ def _row_specs() -> Iterator[EntrySpec]:
     for dtype in (BF16, FP32):
         for kernel in ("softmax_statistics", "cross_entropy_grad"):
             yield _row_spec(kernel, f"{LOGITS.block_cols}", dtype, launchers.cross_entropy)
+            with_entropy = partial(launchers.cross_entropy, scale=0.7)
+            yield _row_spec(kernel, f"{LOGITS.block_cols}/entropy", dtype, with_entropy)
     for name in launchers.other_primitives():
         of = MetaOperands(T, N, K, BF16, chunks=2)
         call = partial(launchers.primitive, name=name)

@@ -259,25 +259,31 @@ def norm(of: Operands, kind: Literal["rms", "layer"], residual: bool = True) -> 
     return {word: (found[word], one) for word, one in exact.items()}
 
 
-def cross_entropy(of: Operands) -> Results:
-    """One of three ranks, with some padding and ignored rows."""
+def cross_entropy(of: Operands, scale: float | None = None) -> Results:
+    """One of three ranks, with some padding and ignored rows. scale: of logits, for entropies"""
     T, _, N = of.sizes
     columns, first_id = N - 7, N - 3
     logits, dloss, target = of.tensor(T, N), of.tensor(T, dtype=torch.float32), of.integers(T, -20, 3 * N)
     logits[:, columns:] = float("nan")
-    ours = softmax_statistics(logits, target, columns=columns, first_id=first_id)
+    mean, dentropy = (None if scale is None else of.tensor(T, dtype=torch.float32) for _ in range(2))
+    ours = softmax_statistics(logits, target, columns=columns, first_id=first_id, scale=scale)
     grad = cross_entropy_grad(
         *(logits, target, ours[0], ours[1].clone().add_(1), dloss),  # + 1 on the meta device imports dynamo
         columns=columns,
         first_id=first_id,
         on_target=0.9,
         off_target=0.001,
+        scale=scale,
+        mean=mean,
+        dentropy=dentropy,
     )
-    exact = reference.softmax_statistics_ref(logits.double(), target, columns, first_id)
+    exact = reference.softmax_statistics_ref(logits.double(), target, columns, first_id, scale)
     exact[0].clamp_(min=torch.finfo(torch.float32).min)
     exact_grad = reference.cross_entropy_grad_ref(
-        *(logits.double(), target, exact[0], exact[1] + 1, dloss.double()), columns, first_id, 0.9, 0.001
+        *(logits.double(), target, exact[0], exact[1] + 1, dloss.double()),
+        *(columns, first_id, 0.9, 0.001, False),
+        *(scale, in_float64(mean), in_float64(dentropy)),
     )
-    names = ("maximum", "total", "picked", "summed")
+    names = ("maximum", "total", "picked", "summed" if scale is None else "weighted")
     statistics = {name: (ours[row], exact[row]) for row, name in enumerate(names)}
     return {**statistics, "dlogits": (grad, exact_grad)}

@@ -280,7 +280,9 @@ def _rows(of: Operands) -> Iterator[NumericCase]:
     yield NumericCase(f"advance/{way}", partial(launchers.advance, of))
     yield NumericCase(f"embedding_fwd/{way}", partial(launchers.primitive, of, "lookup"))
     yield NumericCase(f"embedding_bwd/{way}", partial(launchers.primitive, of, "lookup_grad"))
-    yield NumericCase(f"softmax_statistics/cross_entropy_grad/{way}", partial(launchers.cross_entropy, of))
+    loss = f"softmax_statistics/cross_entropy_grad/{way}"
+    yield NumericCase(loss, partial(launchers.cross_entropy, of))
+    yield NumericCase(f"{loss}/entropy", partial(launchers.cross_entropy, of, 0.7))
     for name in launchers.other_primitives():
         yield NumericCase(f"{name}/{way}", partial(launchers.primitive, of, name))
     for suffix, residual in (("", False), ("/residual", True)):

@@ -14,6 +14,12 @@ which a second pass computes
     p       = exp(x - maximum) / total
     dlogits = dloss * (p - off_target - on_target [v = target - first_id])    (T, V)
 
+For entropies there is a second form of both, of x = scale * logits:
+
+    weighted = Σ exp(x - maximum) (x - maximum)             (T,)    in the place of summed
+    entropy  = log(total) - mean,  mean = weighted / total  (T,)    over the full vocabulary
+    dx       = what dlogits is above, - dentropy * p * (x - maximum - mean)
+
 The smoothed target is on_target + off_target for the right id and off_target for any other. A row whose
 target is negative does not count and is not read; its gradient, like that of padding columns, is zero.
 Padding may hold anything: what of it is loaded beside the last columns is dropped.
@@ -36,6 +42,7 @@ from tpkernels.kernels.operands import (
     require_statistic,
     require_writable,
 )
+from tpkernels.kernels.reference import FLOOR
 from tpkernels.kernels.target import target_of
 from tpkernels.kernels.tiles import INTERPRETED_LOGITS, LOGITS, LogitsTile
 
@@ -43,6 +50,7 @@ mend()
 
 # finite, so that no difference of two maxima is a NaN
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+LEAST_EXCESS = tl.constexpr(FLOOR)
 
 
 @triton.jit
@@ -56,6 +64,8 @@ def _softmax_statistics_kernel(
     first_id,
     stride_xt,
     stride_xv,
+    scale,
+    ENTROPY: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """One program goes through one row; each lane keeps statistics of its own until the end."""
@@ -65,7 +75,7 @@ def _softmax_statistics_kernel(
     row_ptr = logits_ptr + t * stride_xt
     maximum = tl.full((BLOCK_COLS,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_COLS,), tl.float32)
-    summed = tl.zeros((BLOCK_COLS,), tl.float32)
+    summed = tl.zeros((BLOCK_COLS,), tl.float32)  # or weighted
     for start in tl.range(0, counted, BLOCK_COLS):
         v = start + tl.arange(0, BLOCK_COLS)
         there = v < counted
@@ -73,15 +83,27 @@ def _softmax_statistics_kernel(
         # take 2 bytes at a time instead of 16
         x = tl.load(row_ptr + v.to(tl.int64) * stride_xv, v < V, float("-inf")).to(tl.float32)
         x = tl.where(there, x, float("-inf"))
+        if ENTROPY:
+            x *= scale
         higher = x - maximum
         ratio = tl.exp(-tl.abs(higher))  # of the lower to the higher of the two: one exponential serves both
+        if ENTROPY:
+            # where it is bounded ratio is 0, which times an infinite number would be NaN
+            bounded = tl.minimum(tl.maximum(higher, LEAST_EXCESS), -LEAST_EXCESS)
+            summed = tl.where(higher > 0, (summed - total * bounded) * ratio, summed + ratio * bounded)
         total = tl.where(higher > 0, total * ratio + 1.0, total + ratio)
         maximum = tl.maximum(maximum, x)
-        summed += tl.where(there, x, 0.0)
+        if not ENTROPY:
+            summed += tl.where(there, x, 0.0)
     row_maximum = tl.max(maximum, axis=0)
+    if ENTROPY:
+        shift = tl.maximum(maximum - row_maximum, LEAST_EXCESS)
+        summed = (summed + total * shift) * tl.exp(shift)
     row_total = tl.sum(total * tl.exp(maximum - row_maximum), axis=0)
     column = target - first_id
     picked = tl.load(row_ptr + column * stride_xv, (column >= 0) & (column < counted), 0.0).to(tl.float32)
+    if ENTROPY:
+        picked *= scale
     tl.store(statistics_ptr + t, row_maximum)
     tl.store(statistics_ptr + t + T, row_total)
     tl.store(statistics_ptr + t + 2 * T, picked)
@@ -95,14 +117,16 @@ def softmax_statistics(
     *,
     columns: int | None = None,
     first_id: int = 0,
+    scale: float | None = None,
     tile: LogitsTile | None = None,
 ) -> Tensor:
-    """maximum, total, picked and summed of each row, in fp32.
+    """maximum, total, picked and summed of each row, in fp32; with a scale weighted instead of summed.
 
     logits: (tokens, this rank's columns)
     target: (tokens,) ids of the full vocabulary; negative: the row does not count
     columns: how many are no padding, by default all
     first_id: the id of the first column
+    scale: of logits, above 0
     returns: (4, tokens)
     """
     require_matrices("softmax_statistics", ("logits", logits))
@@ -122,6 +146,8 @@ def softmax_statistics(
             columns,
             first_id,
             *logits.stride(),
+            1.0 if scale is None else scale,
+            ENTROPY=scale is not None,
             BLOCK_COLS=tile.block_cols,
             num_warps=tile.num_warps,
         )
@@ -145,6 +171,10 @@ def _cross_entropy_grad_kernel(
     stride_xv,
     stride_dt,
     stride_dv,
+    mean_ptr,  # (T,) fp32, unread unless ENTROPY, like the next two
+    dentropy_ptr,  # (T,) fp32
+    scale,
+    ENTROPY: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """One program takes BLOCK_COLS logits of one row."""
@@ -155,9 +185,16 @@ def _cross_entropy_grad_kernel(
     counted = (v < columns) & (target >= 0)
     read = (v < V) & (target >= 0) & (start < columns)  # as a whole, see above
     x = tl.load(logits_ptr + t * stride_xt + v * stride_xv, read, 0.0).to(tl.float32)
-    p = tl.exp(x - tl.load(maximum_ptr + t)) * (1.0 / tl.load(total_ptr + t))
+    if ENTROPY:
+        x *= scale
+    excess = x - tl.load(maximum_ptr + t)
+    p = tl.exp(excess) * (1.0 / tl.load(total_ptr + t))
     expected = off_target + tl.where(v == target - first_id, on_target, 0.0)
-    dlogits = tl.where(counted, (p - expected) * tl.load(dloss_ptr + t), 0.0)
+    dlogits = (p - expected) * tl.load(dloss_ptr + t)
+    if ENTROPY:
+        surplus = tl.maximum(excess, LEAST_EXCESS) - tl.load(mean_ptr + t)
+        dlogits -= tl.load(dentropy_ptr + t) * p * surplus
+    dlogits = tl.where(counted, dlogits, 0.0)
     tl.store(dlogits_ptr + t * stride_dt + v * stride_dv, dlogits.to(dlogits_ptr.dtype.element_ty), v < V)
 
 
@@ -174,9 +211,12 @@ def cross_entropy_grad(
     on_target: float = 1.0,
     off_target: float = 0.0,
     in_place: bool = False,
+    scale: float | None = None,
+    mean: Tensor | None = None,
+    dentropy: Tensor | None = None,
     tile: LogitsTile | None = None,
 ) -> Tensor:
-    """The gradient of the logits, in their dtype.
+    """The gradient of the logits, or of scale * logits, in the dtype of the logits.
 
     logits: (tokens, this rank's columns)
     target: (tokens,) ids of the full vocabulary; negative: the row does not count
@@ -184,12 +224,18 @@ def cross_entropy_grad(
     dloss: (tokens,) in fp32
     columns, first_id: as in `softmax_statistics`
     in_place: it is written into the memory of the logits
+    scale, mean, dentropy: all or none; of the second form
     """
     launcher = "cross_entropy_grad"
     require_matrices(launcher, ("logits", logits))
     require_ids(launcher, "target", target, logits, logits.shape[0])
     columns = require_columns(launcher, columns, logits)
-    for name, vector in (("maximum", maximum), ("total", total), ("dloss", dloss)):
+    statistics = {"maximum": maximum, "total": total, "dloss": dloss}
+    if scale is not None:
+        assert mean is not None
+        assert dentropy is not None
+        statistics |= {"mean": mean, "dentropy": dentropy}
+    for name, vector in statistics.items():
         require_statistic(launcher, name, vector, logits)
     if in_place:
         require_writable(launcher, "logits", logits, logits.device)
@@ -212,6 +258,10 @@ def cross_entropy_grad(
             off_target,
             *logits.stride(),
             *dlogits.stride(),
+            dloss if mean is None else mean,
+            dloss if dentropy is None else dentropy,
+            1.0 if scale is None else scale,
+            ENTROPY=scale is not None,
             BLOCK_COLS=tile.block_cols,
             num_warps=tile.num_warps,
         )

@@ -17,6 +17,7 @@ from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_grad_ref
 from tpkernels.tp_invariance import tree_sum
 
 CACHED = 2**17  # numbers that a CPU's cache holds, beside as many others
+FLOOR = -1000.0  # exp(x) is 0 from here on, and as much of it as counts: 0 times minus infinity is NaN
 
 
 def linear_ref(
@@ -172,27 +173,43 @@ def surely_within(ids: Tensor, size: int) -> bool:
 
 
 def softmax_statistics_ref(
-    logits: Tensor, target: Tensor, columns: int | None = None, first_id: int = 0
+    logits: Tensor,
+    target: Tensor,
+    columns: int | None = None,
+    first_id: int = 0,
+    scale: float | None = None,
 ) -> Tensor:
-    """(4, tokens) in fp32 or wider: maximum, total, picked and summed of each row, of its first `columns`."""
+    """(4, tokens) in fp32 or wider: maximum, total, picked and summed of each row, of its first `columns`.
+
+    scale: these are of scale * logits, with weighted instead of summed
+    """
     x = logits[:, :columns]
     wide = torch.promote_types(x.dtype, torch.float32)
     nothing = torch.tensor([torch.finfo(wide).min, 0, 0, 0], dtype=wide, device=x.device)[:, None]
     if not x.shape[1]:
         return nothing.repeat(1, x.shape[0])
-    column, ours = _column_of(target, x.shape[1], first_id)
+    column, ours = column_of(target, x.shape[1], first_id)
     picked = torch.where(ours, x.gather(1, column[:, None])[:, 0], 0).to(wide)
+    if scale is not None:
+        picked *= scale
     blocks = [x[rows] for rows in _blocks_of_rows(x)] or [x]
     scratch = torch.empty_like(blocks[0], dtype=wide)  # stays in the cache from block to block
-    parts = [_sums_of_rows(block, scratch[: len(block)]) for block in blocks]
+    parts = [_sums_of_rows(block, scratch[: len(block)], scale) for block in blocks]
     maximum, total, summed = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return torch.where(target >= 0, torch.stack([maximum, total, picked, summed]), nothing)
 
 
-def _sums_of_rows(x: Tensor, scratch: Tensor) -> Tensor:
-    """(3, rows): the maximum, the sum of exponentials beside it, and the sum, in the dtype of scratch."""
+def _sums_of_rows(x: Tensor, scratch: Tensor, scale: float | None) -> Tensor:
+    """(3, rows): maximum, total, and summed or weighted, in the dtype of scratch."""
     wide = scratch.dtype
-    maximum = x.amax(1).to(wide).clamp_min_(torch.finfo(wide).min)
+    maximum = x.amax(1).to(wide)
+    if scale is not None:
+        maximum = maximum.mul_(scale).clamp_min_(torch.finfo(wide).min)
+        excess = scratch.copy_(x).mul_(scale).sub_(maximum[:, None])
+        exponentials = excess.exp()
+        total = exponentials.sum(1)
+        return torch.stack([maximum, total, exponentials.mul_(excess.clamp_min_(FLOOR)).sum(1)])
+    maximum = maximum.clamp_min_(torch.finfo(wide).min)
     total = torch.sub(x, maximum[:, None], out=scratch).exp_().sum(1)
     return torch.stack([maximum, total, x.sum(1, dtype=wide)])
 
@@ -215,22 +232,36 @@ def cross_entropy_grad_ref(
     on_target: float = 1.0,
     off_target: float = 0.0,
     in_place: bool = False,
+    scale: float | None = None,
+    mean: Tensor | None = None,
+    dentropy: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the logits, in their dtype; in their memory if `in_place`."""
+    """The gradient of the logits, in their dtype; in their memory if `in_place`.
+
+    scale, mean, dentropy: that of scale * logits, also from the gradient of their entropy
+    """
     x = logits[:, :columns]
     dlogits = logits if in_place else logits.new_empty(logits.shape)
     dlogits[:, x.shape[1] :] = 0
     if not x.shape[1]:
         return dlogits
-    column, ours = _column_of(target, x.shape[1], first_id)
+    column, ours = column_of(target, x.shape[1], first_id)
     ignored = target < 0
     shift = maximum.masked_fill(ignored, 0)  # it is the lowest number, and exp takes its time to overflow
-    wide, scale = dlogits.dtype == shift.dtype, dloss / total
+    wide, factor = dlogits.dtype == shift.dtype, dloss / total
     picked = (-on_target * dloss * ours)[:, None]
     for rows in _blocks_of_rows(x):
         block = dlogits[rows, : x.shape[1]]
-        excess = torch.sub(x[rows], shift[rows, None], out=block if wide else None)
-        excess.exp_().mul_(scale[rows, None])
+        if scale is None:
+            excess = torch.sub(x[rows], shift[rows, None], out=block if wide else None)
+            excess.exp_().mul_(factor[rows, None])
+        else:
+            assert mean is not None
+            assert dentropy is not None
+            excess = block.copy_(x[rows]) if wide else x[rows].to(shift.dtype)
+            exponentials = excess.mul_(scale).sub_(shift[rows, None]).exp()
+            excess.clamp_min_(FLOOR).sub_(mean[rows, None]).mul_((-dentropy / total)[rows, None])
+            excess.add_(factor[rows, None]).mul_(exponentials)
         if off_target:
             excess.sub_(off_target * dloss[rows, None])
         excess.scatter_add_(1, column[rows, None], picked[rows])
@@ -247,7 +278,7 @@ def _clear_rows_(matrix: Tensor, rows: Tensor) -> Tensor:
     return matrix.masked_fill_(rows[:, None], 0)  # the host does not wait to hear which
 
 
-def _column_of(target: Tensor, columns: int, first_id: int) -> tuple[Tensor, Tensor]:
+def column_of(target: Tensor, columns: int, first_id: int) -> tuple[Tensor, Tensor]:
     """Where each target lies among so many columns, and whether it does; another if not."""
     column = target.long() - first_id
     near = column.clamp(0, columns - 1)

@@ -113,9 +113,9 @@ def linear_cross_entropy(
     chunk_tokens: tokens in a chunk; by default its logits have as many elements as hidden
     gradient_accumulation_fusion: add the weight's gradient to `weight_shard.main_grad`
     """
-    main_grad = None
-    if gradient_accumulation_fusion and weight_shard.requires_grad and torch.is_grad_enabled():
-        weight_shard, main_grad = accumulating(weight_shard, "linear_cross_entropy")
+    weight_shard, main_grad = _accumulating(
+        weight_shard, "linear_cross_entropy", gradient_accumulation_fusion
+    )
     return ops.linear_cross_entropy(
         hidden,
         weight_shard,
@@ -129,3 +129,53 @@ def linear_cross_entropy(
         chunk_tokens=chunk_tokens,
         main_grad=main_grad,
     )
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight_shard: Tensor,
+    target: Tensor,
+    *,
+    group: State = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    sequence_parallel: bool = False,
+    chunk_tokens: int | None = None,
+    gradient_accumulation_fusion: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute log-probabilities of targets of logits hidden weightᵀ / temperature, for one chunk at a time.
+
+    hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
+    weight_shard: (this rank's columns, features), the same number on every rank
+    target: (tokens, ...) ids, the same on all ranks, or (tokens, ..., n): several of each token
+    group: a ParallelState, process group or device mesh; None: the current state
+    return_entropy: of all ids of the vocabulary, at the temperature
+    ignore_index: a target whose log-probability and gradient are 0; so is the entropy where all n are
+    vocab_size: of the full vocabulary, if rows of weight past it are padding
+    chunk_tokens: tokens in a chunk; by default its logits have as many elements as hidden
+    gradient_accumulation_fusion: add the weight's gradient to `weight_shard.main_grad`
+    returns: log-probabilities (like target), and entropies (tokens, ...) or None; in fp32 or wider
+    """
+    weight_shard, main_grad = _accumulating(weight_shard, "linear_logprobs", gradient_accumulation_fusion)
+    return ops.linear_logprobs(
+        hidden,
+        weight_shard,
+        target,
+        group_of(group),
+        temperature=temperature,
+        return_entropy=return_entropy,
+        ignore_index=ignore_index,
+        vocab_size=vocab_size,
+        sequence_parallel=sequence_parallel,
+        chunk_tokens=chunk_tokens,
+        main_grad=main_grad,
+    )
+
+
+def _accumulating(weight: Tensor, owner: str, fused: bool) -> tuple[Tensor, Tensor | None]:
+    """The weight to pass to an op, and the `main_grad` that its gradient is added to."""
+    if fused and weight.requires_grad and torch.is_grad_enabled():
+        return accumulating(weight, owner)
+    return weight, None

@@ -98,8 +98,9 @@ def row(x: Typed, weight: Typed, bias: Typed | None, layout: Layout) -> Typed:
 
 
 def losses(logits: Typed, target: Typed, group: ProcessGroup) -> Typed:
-    """The loss of each token, which all ranks have alike."""
-    terms = einsum("tv,t->t", split(logits, group, 1), full(target, group))
+    """The loss of each target, (tokens,) or (tokens, n), which all ranks have alike."""
+    targets = "tn"[: target.ndim]
+    terms = einsum(f"tv,{targets}->{targets}", split(logits, group, 1), full(target, group))
     return summed(terms, group, scatter=False)
 
 

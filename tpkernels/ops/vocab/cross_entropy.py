@@ -9,6 +9,9 @@ R ranks, T tokens, K ids, V columns a rank:
     loss       -Σ q log p,  q = 1 - s on the target, and s / K on every id;  s = label_smoothing K / (K - 1)
     backward   dlogits_shard = dloss (p - q)                   one pass, no communication
 
+With a `scale` logits are multiplied by it first, and a fifth number, Σ exp(x - maximum) (x - maximum), in the
+place of Σ x, gives the entropy of p. Several targets of one row share its pass: each is one number more.
+
 All is in fp32 or wider, also the loss. K counts ids and not padding, whose logits count for nothing and whose
 gradient is zero. As all ranks combine the same numbers in the same order, they have the same bits.
 
@@ -30,6 +33,7 @@ from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
+from tpkernels.kernels.reference import FLOOR, column_of
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, computed, is_torchs, tokens_of
@@ -51,6 +55,7 @@ from tpkernels.tp_invariance import mode
 OP = "vocab_cross_entropy"
 IN_CACHE = 2**18  # logits: what lies in a cache from call to call is quicker, but calls take time, too
 IGNORED = -1  # what an ignored target is from here on, whatever the caller calls it
+NOWHERE = 2**31 - 1  # a target that counts, and that no rank has
 
 
 @from_entry
@@ -84,8 +89,8 @@ def vocab_cross_entropy(
         )
     options = label_smoothing, ignore_index, vocab_size
     group = checked_group(group, OP, logits_shard, options=options)
-    loss_options = LossOptions(group, vocab_size, label_smoothing, ignore_index)
-    sharded_loss(OP, loss_options, width)  # raises if the options are wrong
+    loss_options = LossOptions(OP, group, vocab_size, label_smoothing, ignore_index)
+    sharded_loss(loss_options, width)  # raises if the options are wrong
     require_ids(OP, "target", target, logits_shard)
     if overwrite_logits and not torch.compiler.is_compiling():  # compiled code overwrites nothing
         _require_disposable(logits_shard)
@@ -128,8 +133,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
     def backward(ctx: Context, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, maximum, total = ctx.saved_tensors
         if ctx.overwrite and not torch.compiler.is_compiling():
-            losses = sharded_loss(OP, ctx.options, logits.shape[1])
-            dlogits = losses.gradient(logits, target, maximum, total, dloss, in_place=True)
+            losses = sharded_loss(ctx.options, logits.shape[1])
+            dlogits = losses.gradient(logits, Known(target, maximum, total), dloss, in_place=True)
             increment_version(logits)  # autograd raises if anything else saved them for its backward
         else:
             dlogits = _logits_gradient(logits, target, maximum, total, dloss, ctx.options)
@@ -137,14 +142,45 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
 
 class LossOptions(NamedTuple):
-    """The arguments of a loss, without its tensors."""
+    """The arguments of a loss, without its tensors.
 
+    op: whose they are, for errors
+    scale: of logits, above 0; given, entropies are computed, too
+    """
+
+    op: str
     group: Group
     vocab_size: int | None
     label_smoothing: float
     ignore_index: int
+    scale: float | None = None
     sequence_parallel: bool = False
     chunk_tokens: int | None = None
+
+
+class Known(NamedTuple):
+    """What forward knows of rows, and backward needs: of each target or of each row, over all ranks.
+
+    target: (rows,), or (rows, n), with ignored ones as IGNORED
+    maximum, total: (rows,), as in `softmax_statistics`
+    mean: (rows,) of x - maximum, with the probabilities p as weights; None without a scale
+    """
+
+    target: Tensor
+    maximum: Tensor
+    total: Tensor
+    mean: Tensor | None = None
+
+    def of(self, rows: slice) -> Known:
+        target, maximum, total, mean = self
+        return Known(target[rows], maximum[rows], total[rows], None if mean is None else mean[rows])
+
+    @property
+    def entropy(self) -> Tensor | None:
+        """(rows,): 0 where all targets are ignored."""
+        if self.mean is None:
+            return None
+        return (self.total.log() - self.mean).masked_fill(row_targets(self.target) == IGNORED, 0)
 
 
 @dataclass(frozen=True)
@@ -155,6 +191,7 @@ class ShardedLoss:
     shard: VocabShard
     label_smoothing: float
     ignore_index: int
+    scale: float | None
 
     @property
     def smoothing(self) -> float:
@@ -169,53 +206,103 @@ class ShardedLoss:
             return target.clone()  # an operator gives back none of its inputs
         return torch.where(target == self.ignore_index, IGNORED, target)
 
-    def of_rows(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute (loss, maximum, total) of each row."""
-        shard, s = self.shard, self.smoothing
-        if self._is_plain(logits):
-            return _of_full_rows(logits, target, in_place=False)
-        count = 4 if s else 3  # an unsmoothed loss needs no Σ x
-        found = [
-            primitives.softmax_statistics(part.of(logits, 1), target, part.columns, part.first_id)[:count]
-            for part in shard.segments
-        ]
+    def of_rows(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Known]:
+        """Compute the loss of each target. target: (rows,), or (rows, n): several of each row"""
+        shard, s, scale = self.shard, self.smoothing, self.scale
+        if self._is_plain(logits, target):
+            loss, maximum, total = _of_full_rows(logits, target, in_place=False)
+            return loss, Known(target, maximum, total)
+        fourth = bool(s) or scale is not None  # an unsmoothed loss needs no Σ x
+        found = [self._statistics(part, part.of(logits, 1), target, fourth) for part in shard.segments]
         ours = found[0] if len(found) == 1 else torch.cat(found)
-        what = f"statistics (label_smoothing {s:g}, ignore_index {self.ignore_index}, {shard.size} ids)"
+        what = f"statistics (label_smoothing {s:g}, ignore_index {self.ignore_index}, {shard.size} ids"
+        what += ")" if scale is None else f", scale {scale:g})"
         everybody = gather_numbers(self.op, what, ours, shard.group)
-        parts = len(found) * shard.group.size()
-        maxima, totals, picked, *summed = everybody.view(parts, count, len(target)).unbind(1)
+        parts, targets = len(found) * shard.group.size(), 1 if target.ndim == 1 else target.shape[1]
+        everybody = everybody.view(parts, 2 + targets + fourth, len(target))
+        (maxima, totals), picked = everybody[:, :2].unbind(1), everybody[:, 2 : 2 + targets]
         maximum = maxima.amax(0)
         total = (totals * (maxima - maximum).exp()).sum(0)
         log_total = total.log()
-        loss = log_total + (maximum - picked.sum(0))
-        if s:
-            loss = (1 - s) * loss + s * (log_total + (maximum - summed[0].sum(0) / shard.size))
-        return loss.masked_fill(target == IGNORED, 0), maximum, total
+        loss = log_total + (maximum - picked.sum(0))  # (targets, rows)
+        mean = None
+        if scale is not None:
+            shift = (maxima - maximum).clamp_min(FLOOR)
+            mean = ((everybody[:, -1] + totals * shift) * shift.exp()).sum(0) / total
+        elif s:
+            loss = (1 - s) * loss + s * (log_total + (maximum - everybody[:, -1].sum(0) / shard.size))
+        loss = loss.t().reshape(target.shape).masked_fill(target == IGNORED, 0)
+        return loss, Known(target, maximum, total, mean)
 
-    def with_gradient(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _statistics(self, part: VocabSegment, x: Tensor, target: Tensor, fourth: bool) -> Tensor:
+        """maximum, total, the logit of each target and what else is needed of each row: (numbers, rows)"""
+        where = part.columns, part.first_id
+        found = primitives.softmax_statistics(x, row_targets(target), *where, self.scale)
+        if target.ndim == 1:
+            return found[: 3 + fourth]
+        picked = found.new_zeros(target.shape)
+        if part.columns:
+            column, ours = column_of(target, *where)
+            picked = torch.where(ours, x.gather(1, column).to(picked.dtype) * (self.scale or 1.0), picked)
+        return torch.cat([found[:2], picked.t(), found[3 : 3 + fourth]])
+
+    def with_gradient(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Known]:
         """The same; writes the gradient of the sum of losses into the memory of the logits."""
-        if self._is_plain(logits) and logits.dtype == sums_dtype(logits.dtype):
-            return _of_full_rows(logits, target, in_place=True)
-        found = loss, *_ = self.of_rows(logits, target)
-        self.gradient(logits, target, *found[1:], torch.ones_like(loss), in_place=True)
-        return found
+        if self._is_plain(logits, target) and logits.dtype == sums_dtype(logits.dtype):
+            loss, maximum, total = _of_full_rows(logits, target, in_place=True)
+            return loss, Known(target, maximum, total)
+        loss, known = self.of_rows(logits, target)
+        self.gradient(logits, known, torch.ones_like(loss), in_place=True)
+        return loss, known
 
-    def _is_plain(self, logits: Tensor) -> bool:
-        """Whether one rank has all columns, none is padding, and torch computes a loss without smoothing."""
+    def _is_plain(self, logits: Tensor, target: Tensor) -> bool:
+        """Whether one rank has all columns, none is padding, and torch computes a loss and nothing else."""
         alone = self.shard.group.size() == 1 and not (self.label_smoothing or mode.segments)
+        if self.scale is not None or target.ndim > 1:
+            return False
         return alone and 0 < self.shard.size == logits.shape[1] and is_torchs(logits)
 
     def gradient(
-        self, logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor, *, in_place: bool
+        self,
+        logits: Tensor,
+        known: Known,
+        dloss: Tensor,
+        dentropy: Tensor | None = None,
+        *,
+        in_place: bool,
     ) -> Tensor:
         """Compute the gradient of the logits; in their memory if `in_place`."""
+        target, maximum, total, mean = known
         size, s, dloss = self.shard.size, self.smoothing, dloss.to(total.dtype).contiguous()
-        known, weights = (target, maximum, total, dloss), (1 - s, s / size)
-        if self._is_plain(logits) and logits.dtype == total.dtype:
-            return _gradient_of_full_rows(logits if in_place else torch.empty_like(logits), logits, *known)
+        if self._is_plain(logits, target) and logits.dtype == total.dtype:
+            out = logits if in_place else torch.empty_like(logits)
+            return _gradient_of_full_rows(out, logits, target, maximum, total, dloss)
+        if self.scale is not None:
+            dloss = dloss * self.scale
+            dentropy = torch.zeros_like(total) if dentropy is None else dentropy.to(total.dtype) * self.scale
+        else:
+            dentropy = None
+        of_targets = dloss
+        if target.ndim > 1:
+            of_targets = dloss.masked_fill(target == IGNORED, 0)
+            dloss = of_targets.sum(1)
+        rows, entropy = row_targets(target), (self.scale, mean, dentropy)
+
+        def of_columns(x: Tensor, columns: int, first_id: int, in_place: bool) -> Tensor:
+            return primitives.cross_entropy_grad(
+                *(x, rows, maximum, total, dloss), columns, first_id, 1 - s, s / size, in_place, *entropy
+            )
 
         def of_part(part: VocabSegment, x: Tensor, in_place: bool) -> Tensor:
-            return primitives.cross_entropy_grad(x, *known, part.columns, part.first_id, *weights, in_place)
+            if target.ndim == 1 or not part.columns:
+                return of_columns(x, part.columns, part.first_id, in_place)
+            # rounded once: the gradient at targets is computed beside, in the dtype of sums
+            column, _ = column_of(target, part.columns, part.first_id)
+            near = x.gather(1, column).to(total.dtype)
+            dx = of_columns(x, part.columns, part.first_id, in_place)
+            near = of_columns(near, near.shape[1], 0, True)
+            near -= _sum_of_equal(target, column + part.first_id, of_targets, x.shape[1])
+            return dx.scatter_(1, column, near.to(dx.dtype))
 
         if not mode.segments:
             (whole,) = self.shard.segments
@@ -224,6 +311,26 @@ class ShardedLoss:
         for part in self.shard.segments:
             part.view_of(dlogits, 1).copy_(of_part(part, part.of(logits, 1), False))
         return dlogits
+
+
+def row_targets(target: Tensor) -> Tensor:
+    """(rows,): the target of each row, or for several of a row NOWHERE, or IGNORED if all are."""
+    if target.ndim == 1:
+        return target
+    return torch.where((target == IGNORED).all(1), IGNORED, NOWHERE)
+
+
+def _sum_of_equal(target: Tensor, ids: Tensor, values: Tensor, width: int) -> Tensor:
+    """(rows, n): for each id the sum of the values of targets that are equal to it; n² comparisons.
+
+    width: how many numbers a row may take at a time
+    """
+    size, found = max(1, width // (4 * max(1, ids.shape[1]))), torch.zeros_like(values)
+    for start in range(0, target.shape[1], size):
+        some = slice(start, start + size)
+        equal = target[:, None, some] == ids[:, :, None]
+        found += torch.where(equal, values[:, None, some], 0).sum(2)
+    return found
 
 
 def _blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
@@ -273,8 +380,9 @@ def _subtract_targets_(dlogits: Tensor, target: Tensor, index: Tensor, dloss: Te
     return dlogits.index_fill_(0, ignored[:, 0], 0) if len(ignored) else dlogits
 
 
-def sharded_loss(op: str, options: LossOptions, width: int) -> ShardedLoss:
+def sharded_loss(options: LossOptions, width: int) -> ShardedLoss:
     """The loss of these options, checked. width: columns of each rank"""
+    op = options.op
     shard = vocab_shard(op, options.group, width, options.vocab_size)
     if not 0 <= options.label_smoothing < 1:
         raise ValueError(
@@ -282,16 +390,15 @@ def sharded_loss(op: str, options: LossOptions, width: int) -> ShardedLoss:
         )
     if options.label_smoothing and shard.size == 1:
         raise ValueError(f"{op}: expected no label_smoothing with one id: there is no other to give it to")
-    return ShardedLoss(op, shard, options.label_smoothing, options.ignore_index)
+    return ShardedLoss(op, shard, options.label_smoothing, options.ignore_index, options.scale)
 
 
 @all_or_fail
 def _losses(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute (loss, target, maximum, total) of each row, with ignored targets as IGNORED."""
-    losses = sharded_loss(OP, options, logits.shape[1])
-    target = losses.counted(target)
-    loss, maximum, total = losses.of_rows(logits, target)
-    return loss, target, maximum, total
+    losses = sharded_loss(options, logits.shape[1])
+    loss, known = losses.of_rows(logits, losses.counted(target))
+    return loss, known.target, known.maximum, known.total
 
 
 def _losses_shape(logits: Tensor, target: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -302,8 +409,8 @@ def _losses_shape(logits: Tensor, target: Tensor, *_: object) -> tuple[Tensor, T
 def _gradient(
     logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor, options: LossOptions
 ) -> Tensor:
-    losses = sharded_loss(OP, options, logits.shape[1])
-    return losses.gradient(logits, target, maximum, total, dloss, in_place=False)
+    losses = sharded_loss(options, logits.shape[1])
+    return losses.gradient(logits, Known(target, maximum, total), dloss, in_place=False)
 
 
 def _gradient_shape(logits: Tensor, *_: object) -> Tensor:

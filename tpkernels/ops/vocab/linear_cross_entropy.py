@@ -1,5 +1,8 @@
 """Cross-entropy of a column-parallel linear layer, whose logits exist for one chunk of tokens at a time.
 
+It has two faces: `linear_cross_entropy`, and `linear_logprobs`, which is the loss of each token with its sign
+changed, of logits over a temperature, for several targets a token, with entropies.
+
 R ranks, T tokens, H features, V columns a rank:
 
     hidden_shard   (T / R, H)   our tokens under sequence parallelism, else hidden (T, H) on every rank
@@ -17,13 +20,19 @@ R ranks, T tokens, H features, V columns a rank:
 
 This takes a reduction that weighs tokens alike: "mean", over tokens that are not ignored, or "sum". With
 "none" forward computes losses alone, and backward the logits again, chunk by chunk, with the gradient of each
-loss: four products instead of three, for any weights of tokens.
+loss: four products instead of three, for any weights of tokens. So do log-probabilities. With n targets of a
+token, x = logits / temperature and log p = x - log Σ exp(x):
 
-Saved for backward: dhidden and dweight; with "none" hidden, weight_shard and three numbers a token.
+    entropy  = -Σ p log p
+    dlogits  = (Σₙ dlogprobₙ ([id = targetₙ] - p) - dentropy p (log p + entropy)) / temperature
+
+Saved for backward: dhidden and dweight; with "none" hidden, weight_shard and three numbers a token; for
+log-probabilities hidden, weight_shard, n targets and three numbers a token.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, get_args
@@ -59,7 +68,7 @@ from tpkernels.ops.tensor_parallel.segments import (
     segmented_weight_gradient,
     segments_of,
 )
-from tpkernels.ops.vocab.cross_entropy import IGNORED, LossOptions, sharded_loss
+from tpkernels.ops.vocab.cross_entropy import IGNORED, Known, LossOptions, sharded_loss
 from tpkernels.ops.vocab.vocabulary import require_ids
 from tpkernels.tp_invariance import mode
 
@@ -96,41 +105,97 @@ def linear_cross_entropy(
     """
     if reduction not in get_args(Reduction):
         raise ValueError(f"{OP}: expected reduction of {', '.join(get_args(Reduction))}; got {reduction!r}")
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"{OP}: expected chunk_tokens of at least 1, got {chunk_tokens}")
-    features = features_of(OP, hidden)
-    group = checked_group(
-        group,
-        OP,
-        hidden,
-        parameters=[weight_shard],
-        options=(ignore_index, label_smoothing, reduction, vocab_size, sequence_parallel, chunk_tokens),
+    options = LossOptions(
+        OP, group, vocab_size, label_smoothing, ignore_index, None, sequence_parallel, chunk_tokens
     )
-    if is_casting(hidden):
-        hidden, weight_shard = autocast(hidden, weight_shard)
-    check_linear(OP, hidden, features, weight_shard, None, ("weight_shard", "no bias"))
-    check_main_grad(OP, main_grad, weight_shard)
-    options = LossOptions(group, vocab_size, label_smoothing, ignore_index, sequence_parallel, chunk_tokens)
-    sharded_loss(OP, options, weight_shard.shape[0])  # raises if the options are wrong
-    rows = list(hidden.shape[:-1])
-    if sequence_parallel:
-        if not rows:
-            raise ValueError(f"{OP}: expected hidden (tokens, ..., features) with sequence_parallel, got 1-D")
-        rows[0] *= group.size()
-    if list(target.shape) != rows:
-        raise ValueError(
-            f"{OP}: expected target {tuple(rows)} for hidden {tuple(hidden.shape)}"
-            f"{f' of each of {group.size()} ranks' * sequence_parallel}, got {tuple(target.shape)}"
-        )
-    require_ids(OP, "target", target, hidden)
+    hidden, weight_shard, options = _checked(hidden, weight_shard, main_grad, options, reduction)
+    _check_target(OP, target, hidden, options)
     arguments = (tokens_of(hidden), weight_shard, target.reshape(-1), options, main_grad)
     loss: Tensor
     if reduction == "none":
-        loss = computed(_TokenLosses, *arguments)
+        loss, _ = computed(_TokenLosses, *arguments)
         return loss.view(target.shape)
     needs = any_requires_grad(hidden), any_requires_grad(weight_shard)
     loss, _ = computed(_ReducedLoss, *arguments, reduction, *needs)
     return loss
+
+
+@from_entry
+def linear_logprobs(
+    hidden: Tensor,
+    weight_shard: Tensor,
+    target: Tensor,
+    group: ProcessGroup,
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    sequence_parallel: bool = False,
+    chunk_tokens: int | None = None,
+    main_grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute log-probabilities of targets, log_softmax(hidden weightᵀ / temperature), and entropies.
+
+    hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
+    weight_shard: (columns of this rank, features), as many on every rank
+    target: (tokens, ...) ids, the same on all ranks, or (tokens, ..., n): several of each token
+    return_entropy: of all ids of the vocabulary, at the temperature
+    ignore_index: a target whose log-probability and gradient are 0; so is the entropy where all n are
+    vocab_size, chunk_tokens, main_grad: as of `linear_cross_entropy`
+    returns: log-probabilities (like target), and entropies (tokens, ...) or None; in fp32 or wider
+    """
+    op = "linear_logprobs"
+    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+        raise ValueError(f"{op}: expected a finite number above 0 as temperature, got {temperature!r}")
+    scale = 1 / temperature if temperature != 1 or return_entropy else None
+    options = LossOptions(op, group, vocab_size, 0.0, ignore_index, scale, sequence_parallel, chunk_tokens)
+    hidden, weight_shard, options = _checked(hidden, weight_shard, main_grad, options, return_entropy)
+    rows = _check_target(op, target, hidden, options, several=True)
+    targets = target.reshape(math.prod(rows), *target.shape[len(rows) :])
+    loss, entropy = computed(_TokenLosses, tokens_of(hidden), weight_shard, targets, options, main_grad)
+    logprobs = (0 - loss).view(target.shape)  # 0 of an ignored target, and not -0
+    return logprobs, entropy.view(rows) if return_entropy else None
+
+
+def _checked(
+    hidden: Tensor, weight: Tensor, main_grad: Tensor | None, options: LossOptions, more: object
+) -> tuple[Tensor, Tensor, LossOptions]:
+    """Hidden and weight, cast as autocast says, and the options; raises if anything is wrong.
+
+    more: what else ranks must have alike
+    """
+    op, group, *others = options
+    if options.chunk_tokens is not None and options.chunk_tokens < 1:
+        raise ValueError(f"{op}: expected chunk_tokens of at least 1, got {options.chunk_tokens}")
+    features = features_of(op, hidden)
+    group = checked_group(group, op, hidden, parameters=[weight], options=(*others, more))
+    options = options._replace(group=group)
+    if is_casting(hidden):
+        hidden, weight = autocast(hidden, weight)
+    check_linear(op, hidden, features, weight, None, ("weight_shard", "no bias"))
+    check_main_grad(op, main_grad, weight)
+    sharded_loss(options, weight.shape[0])  # raises if the options are wrong
+    return hidden, weight, options
+
+
+def _check_target(
+    op: str, target: Tensor, hidden: Tensor, options: LossOptions, *, several: bool = False
+) -> list[int]:
+    """The leading dimensions of all tokens; raises unless target has them, or one more if `several`."""
+    rows, ranks = list(hidden.shape[:-1]), options.group.size()
+    if options.sequence_parallel:
+        if not rows:
+            raise ValueError(f"{op}: expected hidden (tokens, ..., features) with sequence_parallel, got 1-D")
+        rows[0] *= ranks
+    if list(target.shape) != rows and not (several and list(target.shape[:-1]) == rows):
+        raise ValueError(
+            f"{op}: expected target {tuple(rows)}{', or one dimension more,' * several} for hidden "
+            f"{tuple(hidden.shape)}{f' of each of {ranks} ranks' * options.sequence_parallel}, got "
+            f"{tuple(target.shape)}"
+        )
+    require_ids(op, "target", target, hidden)
+    return rows
 
 
 class _ReducedLoss(torch.autograd.Function):
@@ -171,7 +236,7 @@ class _ReducedLoss(torch.autograd.Function):
 
 
 class _TokenLosses(torch.autograd.Function):
-    """A loss of each token: gradients are computed in backward, from those of the losses."""
+    """A loss of each target, and entropies with a scale: gradients are computed in backward, from theirs."""
 
     @staticmethod
     def forward(
@@ -181,24 +246,29 @@ class _TokenLosses(torch.autograd.Function):
         target: Tensor,
         options: LossOptions,
         main_grad: Tensor | None,
-    ) -> Tensor:
-        loss, *statistics = token_losses(hidden, weight, target, options)
-        ctx.options, ctx.main_grad = options, main_grad
-        ctx.save_for_backward(hidden, weight, *statistics)
-        return loss
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        loss, target, maximum, total, mean = token_losses(hidden, weight, target, options)
+        ctx.op, ctx.options, ctx.main_grad = options.op, options, main_grad
+        ctx.save_for_backward(hidden, weight, target, maximum, total, mean)
+        return loss, Known(target, maximum, total, mean).entropy
 
     @staticmethod
     def spmd_typecheck(*, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions) -> Any:
-        return spmd_rules.head_losses(hidden, weight, target, options.group, options.sequence_parallel)
+        losses = spmd_rules.head_losses(hidden, weight, target, options.group, options.sequence_parallel)
+        return losses, losses if target.ndim == 1 else spmd_rules.einsum("tn->t", losses)
 
     @staticmethod
-    @first_order(OP)
-    def backward(ctx: Context, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, target, maximum, total = ctx.saved_tensors
-        dtype = weight.dtype if ctx.main_grad is None else torch.promote_types(weight.dtype, torch.float32)
+    @first_order()
+    def backward(ctx: Context, dloss: Tensor | None, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, *statistics = ctx.saved_tensors
+        known, wide = Known(*statistics), torch.promote_types(weight.dtype, torch.float32)
+        dtype = weight.dtype if ctx.main_grad is None else wide
+        if dloss is None:
+            dloss = torch.zeros_like(known.target, dtype=wide)
         needs_dhidden, needs_dweight, *_ = ctx.needs_input_grad
         dhidden, dweight = token_gradients(
-            dloss, hidden, weight, target, maximum, total, needs_dhidden, needs_dweight, dtype, ctx.options
+            dloss, dentropy, hidden, weight, known, needs_dhidden, needs_dweight, dtype, ctx.options
         )
         return dhidden, _delivered(dweight, ctx.main_grad), None, None, None
 
@@ -242,7 +312,7 @@ def terms_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _full_hidden(hidden: Tensor, options: LossOptions) -> Tensor:
     return (
-        start_rows(OP, "gather of hidden", hidden, options.group).wait()
+        start_rows(options.op, "gather of hidden", hidden, options.group).wait()
         if options.sequence_parallel
         else hidden
     )
@@ -254,7 +324,7 @@ def _sum_over_ranks(
     """Sum dhidden over ranks, times scale; return all of it, or this rank's tokens."""
     term_scale = None if mode.segments else scale
     total = start_sum(
-        f"{OP} backward",
+        f"{options.op} backward",
         lambda rows: dhidden[rows] if term_scale is None else dhidden[rows] * term_scale,
         dhidden.shape[0],
         dhidden.shape[1],
@@ -273,7 +343,7 @@ def _logits_of_chunks(hidden: Tensor, weight: Tensor, options: LossOptions) -> I
 
     By default a chunk of logits has as many elements as all of hidden; with TP-invariance those of all ranks.
     """
-    calls = segment_calls(segments_of(OP, options.group), hidden.device)
+    calls = segment_calls(segments_of(options.op, options.group), hidden.device)
     width = weight.shape[0] * (options.group.size() if mode.segments else 1)
     size = options.chunk_tokens or max(LEAST_TOKENS, -(-hidden.numel() // width))
     for start in range(0, len(hidden), size):
@@ -292,18 +362,28 @@ def _losses_by_chunk(
     weight: Tensor,
     target: Tensor,
     gradients: PartialGradients | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (loss, maximum, total) of each token; add gradients of the sum of losses to `gradients`."""
-    losses = sharded_loss(OP, options, weight.shape[0])
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    loss, maximum, total = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
+) -> tuple[Tensor, Known]:
+    """Compute the loss of each target; add gradients of the sum of losses to `gradients`."""
+    losses = sharded_loss(options, weight.shape[0])
+    loss, *statistics = _empty_losses(hidden, target, options)
+    known = Known(target, *statistics)
     for rows, logits in _logits_of_chunks(hidden, weight, options):
         of_chunk = losses.of_rows if gradients is None else losses.with_gradient
-        loss[rows], maximum[rows], total[rows] = of_chunk(logits, target[rows])
+        loss[rows], found = of_chunk(logits, target[rows])
+        for all_rows, some in zip(known[1:], found[1:], strict=True):
+            if all_rows is not None and some is not None:
+                all_rows[rows] = some
         if gradients is not None:
             gradients.add(rows, logits)
         del logits
-    return loss, maximum, total
+    return loss, known
+
+
+def _empty_losses(hidden: Tensor, target: Tensor, options: LossOptions) -> list[Tensor]:
+    """loss, maximum, total, and mean with a scale: without numbers."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    count = 2 if options.scale is None else 3
+    return [hidden.new_empty(shape, dtype=dtype) for shape in (target.shape, *[target.shape[:1]] * count)]
 
 
 @all_or_fail
@@ -317,8 +397,7 @@ def _reduced(
     options: LossOptions,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute (loss, weight of each token, dhidden, dweight): this rank's terms of gradients of the sum."""
-    losses = sharded_loss(OP, options, weight.shape[0])
-    target = losses.counted(target)
+    target = sharded_loss(options, weight.shape[0]).counted(target)
     hidden = _full_hidden(hidden, options)
     gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, options.group)
     wanted = gradients if needs_dhidden or needs_dweight else None
@@ -387,45 +466,43 @@ def _token_losses(
     weight: Tensor,
     target: Tensor,
     options: LossOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute (loss, target, maximum, total) of each token, with ignored targets as IGNORED."""
-    losses = sharded_loss(OP, options, weight.shape[0])
-    target = losses.counted(target)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute the loss of each target, and what is in `Known`."""
+    target = sharded_loss(options, weight.shape[0]).counted(target)
     hidden = _full_hidden(hidden, options)
-    loss, maximum, total = _losses_by_chunk(options, hidden, weight, target, None)
-    return loss, target, maximum, total
+    loss, known = _losses_by_chunk(options, hidden, weight, target, None)
+    return loss, *known
 
 
 def _token_losses_shape(
-    hidden: Tensor, weight: Tensor, target: Tensor, *_: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss = hidden.new_empty(target.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return loss, torch.empty_like(target), torch.empty_like(loss), torch.empty_like(loss)
+    hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    loss, *statistics = _empty_losses(hidden, target, options)
+    return loss, *Known(torch.empty_like(target), *statistics)
 
 
 @all_or_fail
 def _token_gradients(
     dloss: Tensor,
+    dentropy: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
-    target: Tensor,
-    maximum: Tensor,
-    total: Tensor,
+    known: Known,
     needs_dhidden: bool,
     needs_dweight: bool,
     dtype: torch.dtype,
     options: LossOptions,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute gradients from those of each token's loss; logits are computed again.
+    """Compute gradients from those of each target's loss and each token's entropy; logits are computed again.
 
     dtype: of dweight
     """
-    losses = sharded_loss(OP, options, weight.shape[0])
+    losses = sharded_loss(options, weight.shape[0])
     hidden = _full_hidden(hidden, options)
     gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, options.group)
     for rows, logits in _logits_of_chunks(hidden, weight, options):
-        known = target[rows], maximum[rows], total[rows], dloss[rows]
-        gradients.add(rows, losses.gradient(logits, *known, in_place=True))
+        given = dloss[rows], None if dentropy is None else dentropy[rows]
+        gradients.add(rows, losses.gradient(logits, known.of(rows), *given, in_place=True))
         del logits
     dhidden, dweight = gradients.dhidden, gradients.dweight
     return (
@@ -436,11 +513,10 @@ def _token_gradients(
 
 def _token_gradients_shape(
     dloss: Tensor,
+    dentropy: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
-    target: Tensor,
-    maximum: Tensor,
-    total: Tensor,
+    known: Known,
     needs_dhidden: bool,
     needs_dweight: bool,
     dtype: torch.dtype,

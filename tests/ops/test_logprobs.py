@@ -1,0 +1,353 @@
+"""linear_logprobs: log-probabilities and entropies of the unsharded logits, and their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.on_ranks import equal_on_all, on_ranks
+from tests.ops.parallel_behaviour import message_of
+from tests.ops.parallel_cases import added, assert_within, compare, leaf, same
+from tests.ops.test_behaviour import saved_bytes
+from tests.ops.test_parallel_citizens import unlike_compiled
+from tests.ops.test_vocab_behaviour import LiveBytes
+from tests.ops.test_vocabulary import (
+    DTYPES,
+    FEATURES,
+    INTERPRETED,
+    Setting,
+    our_part,
+    part_of,
+    prepare,
+    random,
+    tokens_of,
+    without_padding,
+)
+from tests.ranks import RankPool
+from tpkernels.dispatch import backends, primitives
+from tpkernels.ops import linear_cross_entropy, linear_logprobs
+from tpkernels.ops.vocab import cross_entropy
+from tpkernels.ops.vocab.linear_cross_entropy import PartialGradients
+
+
+@dataclass(frozen=True)
+class LogprobSetting(Setting):
+    """n: targets a token, 0: no dimension of them; entropy: it has a gradient"""
+
+    scale: float = 1.0  # of hidden
+    n: int = 0
+    temperature: float = 0.7
+    entropy: bool = True
+
+
+def oracle(s: LogprobSetting, target: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Log-probabilities, then entropies, flat; in fp32 or wider."""
+    logits = hidden @ weight.t()
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logp = (logits.to(wide) / s.temperature).log_softmax(-1)
+    several = target if s.n else target[..., None]
+    picked = logp.gather(-1, several.clamp_min(0)).masked_fill(several == -100, 0)
+    entropy = -(logp.exp() * logp).sum(-1).masked_fill((several == -100).all(-1), 0)
+    return torch.cat([picked.flatten(), entropy.flatten()])
+
+
+def logprobs(s: LogprobSetting, seed: int) -> dict[str, float]:
+    """linear_logprobs and its gradients, as a part of what is allowed."""
+    generator = prepare(seed)
+    hidden = random(s, generator, *s.leading, FEATURES) * s.scale
+    whole = random(s, generator, s.vocab, FEATURES)
+    target = torch.randint(s.vocab, (*s.leading, s.n) if s.n else s.leading, generator=generator)
+    target.view(-1)[: s.ignored] = -100
+    if s.n > 1 and target.numel():
+        target[..., 1] = target[..., 0]  # twice the same one
+    count = math.prod(s.leading)
+    dy = torch.randn(target.numel() + count, generator=generator, dtype=torch.float64)
+    dy[target.numel() :] *= s.entropy
+    tokens = tokens_of(s)
+    ours_h, ours_w = leaf(tokens(hidden)), our_part(whole, 0, 100.0).requires_grad_()
+    main_grad = torch.ones_like(ours_w, dtype=torch.float32) if s.main_grad else None
+    found, entropy = linear_logprobs(
+        ours_h,
+        ours_w,
+        target,
+        dist.group.WORLD,
+        temperature=s.temperature,
+        return_entropy=s.entropy,
+        vocab_size=s.vocab,
+        sequence_parallel=s.sequence_parallel,
+        chunk_tokens=s.chunk_tokens,
+        main_grad=main_grad,
+    )
+    assert (entropy is not None) == s.entropy
+    assert found.shape == target.shape
+    entropy = found.new_zeros(s.leading) if entropy is None else entropy
+    assert entropy.shape == s.leading
+    y = torch.cat([found.flatten(), entropy.flatten()])
+    y.backward(dy.to(y.dtype))
+
+    def expected(hidden: Tensor, weight: Tensor) -> Tensor:
+        y = oracle(s, target, hidden, weight)
+        return y if s.entropy else torch.cat([y[: target.numel()], torch.zeros_like(y[target.numel() :])])
+
+    results = {
+        "y": (y.detach(), same),
+        "hidden": (ours_h.grad, tokens),
+        "weight": (without_padding(added(ours_w, main_grad), whole, 0), part_of(0)),
+    }
+    return compare(s, expected, {"hidden": hidden, "weight": whole}, dy, results)
+
+
+def run_all(settings: list[LogprobSetting]) -> list[dict[str, float]]:
+    found = []
+    for seed, setting in enumerate(settings):
+        with patch.object(backends, "backend", setting.backend):
+            found.append(logprobs(setting, seed))
+    return found
+
+
+def assert_right(ranks: RankPool, settings: list[LogprobSetting]) -> None:
+    """Four ranks take all settings; a rank alone and two take every other one, in turn."""
+    if ranks.world_size < 4:
+        settings = settings[ranks.world_size - 1 :: 2]
+    assert_within(ranks.run(run_all, settings), settings)
+
+
+def test_logprobs_and_entropies_are_the_unsharded_ones(ranks):
+    settings = [
+        LogprobSetting(dtype, vocab, sequence_parallel=parallel, n=n, temperature=temperature)
+        for dtype, (parallel, n, vocab, temperature) in zip(
+            DTYPES * 2,
+            [(False, 0, 50, 1.0), (True, 4, 7, 0.7), (True, 0, 5, 0.7), (False, 4, 50, 1.0)] * 2,
+            strict=True,
+        )
+    ]
+    several = [
+        LogprobSetting(entropy=False),
+        LogprobSetting(entropy=False, temperature=1.0, n=3, sequence_parallel=True),
+        LogprobSetting(torch.bfloat16, n=2, main_grad=True, sequence_parallel=True),
+        LogprobSetting(n=1, chunk_tokens=None),
+        LogprobSetting(torch.float16, n=9, vocab=6, ignored=30),  # more targets than ids
+        LogprobSetting(leading=(), ignored=0),
+        LogprobSetting(leading=(), ignored=0, n=2),
+        LogprobSetting(leading=(0,), n=2),
+        LogprobSetting(vocab=1, leading=(4,), ignored=1),
+        LogprobSetting(ignored=24),
+    ]
+    extreme = [LogprobSetting(temperature=t, n=n) for t, n in ((1e-2, 0), (1e3, 0), (1e-2, 2))]
+    assert_right(ranks, settings + several + extreme)
+
+
+@INTERPRETED
+def test_logprobs_by_kernels(ranks2):
+    settings = [  # several blocks of columns on each rank
+        LogprobSetting(vocab=150, leading=(4,), backend="triton"),
+        LogprobSetting(torch.bfloat16, 150, (4,), n=3, sequence_parallel=True, backend="triton"),
+    ]
+    assert_within(ranks2.run(run_all, settings), settings)
+
+
+@on_ranks(2)
+def test_gradients_are_those_of_finite_differences():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(3, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    target, group = torch.tensor([[0, 4], [3, 3], [-100, 1]]), dist.group.WORLD
+
+    def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        found, entropy = linear_logprobs(
+            hidden, weight, target, group, temperature=0.6, return_entropy=True, vocab_size=5, chunk_tokens=2
+        )
+        assert entropy is not None
+        return found, entropy
+
+    # each rank perturbs its shard of the weight, and hidden alike
+    assert torch.autograd.gradcheck(lambda h: both(h, weight.detach()), [hidden])
+    ours, step = [], 1e-6
+    (dweight,) = torch.autograd.grad([t.sum() for t in both(hidden.detach(), weight)], weight)
+    for rank in range(2):
+        delta = torch.zeros_like(weight)
+        delta[0, 1] = step * (rank == dist.get_rank())
+        with torch.no_grad():
+            up, down = (sum(t.sum() for t in both(hidden, weight + sign * delta)) for sign in (1, -1))
+        ours.append((up - down) / (2 * step))
+    torch.testing.assert_close(dweight[0, 1], ours[dist.get_rank()], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
+@on_ranks(2)
+def test_forbidden_certain_and_equal_ids_have_their_entropies(backend):
+    """Logits are the weights: one feature, hidden is 1."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    rows = {
+        "two forbidden": ([0.0, 1.0, -torch.inf, 2.0, 0.5, -torch.inf], 3),
+        "a rank forbidden": ([-torch.inf] * 3 + [1.0, 2.0, 3.0], 4),
+        "a rank lowest": ([torch.finfo(torch.float32).min] * 3 + [1.0, 2.0, 3.0], 4),
+        "certain": ([-torch.inf] * 5 + [7.0], 5),
+        "equal": ([3.0] * 6, 0),
+        "target forbidden": ([0.0, 1.0, -torch.inf, 2.0, 0.5, 0.0], 2),
+        "huge": ([1e4, -1e4, 9999.0, 0.0, 0.0, -1e30], 2),
+    }
+    for name, (row, target) in rows.items():
+        weight = torch.tensor(row)[:, None].chunk(2)[rank].clone().requires_grad_()
+        with patch.object(backends, "backend", backend):
+            found, entropy = linear_logprobs(
+                torch.ones(1, 1), weight, torch.tensor([target]), group, return_entropy=True
+            )
+            assert entropy is not None
+            (dweight,) = torch.autograd.grad([found, entropy], weight, [torch.ones(1), 3 * torch.ones(1)])
+        x = torch.tensor(row, dtype=torch.float64)
+        logp, p = x.log_softmax(0), x.softmax(0)
+        exact = -(torch.where(p > 0, logp, 0) * p).sum()
+        pull = torch.zeros(6, dtype=torch.float64)
+        pull[target] = 1
+        gradient = pull - p - 3 * p * (torch.where(p > 0, logp, 0) + exact)
+        torch.testing.assert_close(found[0].double(), logp[target], rtol=1e-6, atol=1e-6, msg=name)
+        torch.testing.assert_close(entropy[0].double(), exact, rtol=1e-6, atol=1e-6, msg=name)
+        torch.testing.assert_close(dweight.double()[:, 0], gradient.chunk(2)[rank], rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_it_is_the_loss_with_its_sign_changed_and_several_targets_cost_one_product():
+    torch.manual_seed(5)  # the same on both ranks
+    hidden, whole = torch.randn(6, 2, 8), torch.randn(12, 8)
+    target, group = torch.randint(12, (6, 2, 3)), dist.group.WORLD
+    target[0] = -100
+    weight = our_part(whole, 0, 0.0)
+    loss = linear_cross_entropy(hidden, weight, target[..., 0].contiguous(), group, reduction="none")
+    one, nothing = linear_logprobs(hidden, weight, target[..., 0], group)
+    assert nothing is None
+    assert torch.equal(one, -loss)
+    assert equal_on_all(one.tolist())[0] == [0.0, 0.0]
+    assert not one.signbit()[0].any(), "-0"
+    leaves = leaf(hidden), leaf(weight)
+    with patch.object(primitives, "linear", wraps=primitives.linear) as products:
+        found, entropy = linear_logprobs(*leaves, target, group, return_entropy=True)
+        assert products.call_count == 1
+        assert entropy is not None
+        (found.sum() + entropy.sum()).backward()
+        assert products.call_count == 2
+    torch.testing.assert_close(found[..., 0].detach(), one)
+
+
+def test_gradients_of_16_bits_are_rounded_once():
+    """The gradient at a target whose p rounds to 1 is what p lacks to 1, and not 0."""
+    logits = torch.tensor([[0.0, 9.0, 1.0, 0.0]]).bfloat16()
+    target = torch.tensor([[1, 1, 3]])
+    shard = cross_entropy.VocabShard(dist.distributed_c10d.ProcessGroup(0, 1), 4, 4)
+    losses = cross_entropy.ShardedLoss("test", shard, 0.0, -100, None)
+    _, known = losses.of_rows(logits, target)
+    dlogits = losses.gradient(logits.clone(), known, torch.tensor([[1.0, 1.0, 0.0]]), in_place=True)
+    exact = logits.double().softmax(1) * 2
+    exact[0, 1] -= 2
+    torch.testing.assert_close(dlogits.double(), exact, rtol=2**-8, atol=0)
+
+
+VOCABULARY = 128256  # Llama 3's
+
+
+def most_bytes(
+    dtype: torch.dtype, needs: tuple[bool, bool], rows: int, chunk: int, features: int, entropy: bool
+) -> int:
+    """What a call and its backward allocate at most beside inputs, as docs/vocabulary.md has it."""
+    size, scratch = dtype.itemsize, 4 * cross_entropy.IN_CACHE
+    logits, statistics = size * chunk * VOCABULARY, (8 + 3 * 4) * rows
+    dhidden, dweight = needs[0] * size * rows * features, needs[1] * 4 * VOCABULARY * features
+    while_computed = scratch * (entropy if size == 4 else 1 + entropy / 2)
+    backward = dhidden + dweight + while_computed if any(needs) else 0
+    return logits + statistics + max(scratch, backward)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "needs"),
+    [
+        (torch.float32, (False, False)),
+        (torch.float32, (True, False)),
+        (torch.float32, (True, True)),
+        (torch.bfloat16, (True, True)),
+    ],
+)
+@on_ranks(1)
+def test_memory_is_that_of_one_chunk_by_a_formula(dtype, needs):
+    rows, chunk, features, group = 12, 4, 2, dist.group.WORLD
+    target = torch.arange(rows) * 9999
+    for entropy in (False, True):
+        hidden, weight = (
+            torch.randn(n, features, dtype=dtype).requires_grad_(need)
+            for n, need in zip((rows, VOCABULARY), needs, strict=True)
+        )
+        with LiveBytes() as live:
+            found, entropies = linear_logprobs(
+                hidden, weight, target, group, chunk_tokens=chunk, return_entropy=entropy
+            )
+            if any(needs):
+                (found.sum() + (entropies.sum() if entropy else 0)).backward()
+        allowed = most_bytes(dtype, needs, rows, chunk, features, entropy)
+        found = live.peak - weight.nbytes - hidden.nbytes
+        assert live.largest == chunk * VOCABULARY
+        assert 0.97 * allowed < found <= allowed, (found, allowed, entropy)
+
+
+@on_ranks(2)
+def test_a_frozen_head_saves_nothing_and_a_trained_one_what_it_must():
+    group, ids, rows = dist.group.WORLD, torch.arange(12), 12
+    hidden, weight = torch.randn(rows, 6), torch.randn(7, 6)
+    call = partial(linear_logprobs, target=ids, group=group, return_entropy=True, temperature=0.5)
+    forbidden = AssertionError("nobody asks for gradients")
+    with patch.object(PartialGradients, "add", side_effect=forbidden):
+        found, entropy = call(hidden, weight)
+        assert not found.requires_grad
+        assert entropy is not None
+        assert not entropy.requires_grad
+    kept = saved_bytes(lambda h: call(h, weight)[0], hidden.clone().requires_grad_())
+    assert kept == rows * (8 + 3 * 4) + weight.nbytes
+    for need in (0, 1):
+        leaves = [t.clone().requires_grad_(number == need) for number, t in enumerate((hidden, weight))]
+        call(*leaves)[1].sum().backward()
+        assert [each.grad is None for each in leaves] == [bool(need), not need]
+
+
+@on_ranks(2)
+def test_compiled_it_saves_and_computes_what_it_does_eagerly():
+    torch.manual_seed(3)
+    target = torch.randint(9, (16, 2))
+
+    def both(hidden: Tensor, weight: Tensor) -> Tensor:
+        options = {"temperature": 0.5, "return_entropy": True, "sequence_parallel": True}
+        found, entropy = linear_logprobs(hidden, weight, target, dist.group.WORLD, **options)
+        return found.sum() + entropy.sum()
+
+    wrong = unlike_compiled(both, [[leaf(torch.randn(8, 6)), leaf(torch.randn(9, 6))]])
+    assert not wrong, wrong
+
+
+@on_ranks(2)
+def test_mistakes_are_errors_on_every_rank():
+    x, w, ids = torch.randn(6, 8), torch.randn(8, 8), torch.arange(6)
+    call: Callable[..., Any] = partial(linear_logprobs, group=dist.group.WORLD)
+    for wrong in (0, -1.0, math.nan, math.inf, torch.ones(6)):
+        words = "linear_logprobs: expected a finite number above 0 as temperature, got"
+        assert words in message_of(partial(call, x, w, ids, temperature=wrong))
+    calls: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: call(x, w, ids[1:]),
+            "expected target (6,), or one dimension more, for hidden (6, 8), got (5,)",
+        ),
+        (lambda: call(x, w, ids.view(1, 6)), "or one dimension more, for hidden (6, 8), got (1, 6)"),
+        (lambda: call(x, w, ids + 16), "linear_logprobs: expected target from 0 to 15"),
+        (lambda: call(x, w, ids.float()), "TypeError: linear_logprobs: expected target"),
+        (lambda: call(x, w, ids, chunk_tokens=0), "linear_logprobs: expected chunk_tokens of at least 1"),
+        (lambda: call(x, w.half(), ids), "linear_logprobs: expected one dtype"),
+        (lambda: call(x, w, ids, vocab_size=17), "linear_logprobs: expected a vocab_size from 1 to 16"),
+        (lambda: call(x, w, ids, top_k=5), "unexpected keyword argument 'top_k'"),
+    ]
+    for run, words in calls:
+        assert words in message_of(run)
