@@ -14,26 +14,24 @@ from importlib import import_module
 
 import torch
 
-MODULES = [
-    "torch._dynamo",
-    "torch._functorch.aot_autograd",
-    "torch.distributed.checkpoint",
-    "pytest",
-    "tests.ranks",
-]
-PACKAGE = ["tpkernels.models.gpt", "tpkernels.interop.parallelize", "tpkernels.cli.train"]
+MODULES = ["torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.checkpoint", "pytest"]
+# With all that these import. `tests.imports` would take full names for what each test on ranks needs.
+OF_PACKAGE = ["models.gpt", "interop.parallelize", "cli.train"]
 
 
 @contextmanager
-def _defaults() -> Iterator[None]:
+def default_variables() -> Iterator[None]:
     variables = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TPKERNELS_")}
     yield
     os.environ.update(variables)
 
 
-with _defaults():
-    # a GPU that the package has looked at could not be used by who is forked
-    for module in MODULES if torch.backends.cuda.is_built() else MODULES + PACKAGE:
-        import_module(module)
+with default_variables():
+    for name in MODULES:
+        import_module(name)
+    import_module("tests.ranks")
+    if not torch.backends.cuda.is_built():  # a GPU that a server has looked at is of no use to its forks
+        for name in OF_PACKAGE:
+            import_module(f"tpkernels.{name}")
 gc.collect()
 gc.freeze()  # else each fork would look at all that, and copy it
