@@ -11,9 +11,9 @@ kernels are defined, and does nothing in a process that compiles.
 
 At each call of a function upstream looks through all of `triton.language` for what it replaces meanwhile, and
 replaces all of it again inside a call. For each value it makes a table of NumPy's dtypes, spells the name of
-the block's type, and makes new objects of the shape. It computes whether a sum of integers overflows, and says
-so in debug mode only. All that took two thirds of the time of interpreted kernels; `mend()` lets it look and
-replace once, keep dtypes, types and shapes, and look for overflows where it says what it finds.
+the block's type, and makes new objects of the shape. It computes whether a sum of integers overflows, and
+says so in debug mode only. All that took more than half of the time of interpreted kernels; `mend()` lets it
+look and replace once, keep dtypes, types and shapes, and look for overflows where it says what it finds.
 """
 
 from __future__ import annotations
