@@ -5,7 +5,8 @@
         assert compiler.command(folder, "check", "--only", "linear").returncode == 0
 
 It imports torch and Triton once, and each command runs in a fork of it. What is compiled is kept by content,
-in a folder that all workers of pytest share for a run: no test need know what others compile.
+in a folder that all workers of pytest share for a run: no test need know what others compile. Pythons that a
+command starts are forks in turn.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 from tests.patience import patient
+from tests.warm_python import fork_pythons
 
 T = TypeVar("T")
 
@@ -119,6 +121,7 @@ def _command(
                 faulthandler.dump_traceback_later(seconds, exit=True, file=errors)
                 os.dup2(output.fileno(), 1)
                 os.dup2(errors.fileno(), 2)
+                fork_pythons()
                 code = _main(folder, arguments, variables)
             finally:
                 sys.stdout.flush()

@@ -3,6 +3,10 @@
     @pairwise(shape=SHAPES, activation=ACTIVATIONS, dtype=DTYPES)
     def test_linear_is_accurate(shape, activation, dtype): ...
 
+    @combined  # of a product in the body, where a test for each combination would cost more than it does
+    def test_layer_is_accurate(combined):
+        for dtype, sequence_parallel, bias in combined(DTYPES, (False, True), (False, True)): ...
+
 `once` takes each value at least once, `pairwise` each pair of values of two arguments: a fault that needs one
 value, or two together, shows. `pytest.mark.sweep` on a test or a parameter leaves it to `make sweep` alone.
 """
@@ -28,6 +32,23 @@ def once(**axes: Values) -> pytest.MarkDecorator:
 
 def pairwise(**axes: Values) -> pytest.MarkDecorator:
     return _parametrized(axes, strength=2)
+
+
+def paired(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Combinations that hold each pair of values of two axes."""
+    cover = covering([len(values) for values in axes], strength=2)
+    return [tuple(values[i] for values, i in zip(axes, each, strict=True)) for each in sorted(cover)]
+
+
+# of a test's arguments: `paired`, and in `make sweep` the product
+combined = pytest.mark.parametrize(
+    "combined",
+    [
+        pytest.param(itertools.product, id="all", marks=pytest.mark.sweep)
+        if SWEEP
+        else pytest.param(paired, id="pairs")
+    ],
+)
 
 
 def covering(sizes: Sequence[int], strength: int) -> set[Combination]:

@@ -60,16 +60,10 @@ GRACE_SECONDS = 20.0  # gloo tells the peers of a failed rank within a second, f
 EXIT_SECONDS = 10.0  # an upper bound: a signal ends a rank within milliseconds
 
 FORKED, SPAWNED, IN_TURN = "forkserver", "spawn", "in turn"
-PRELOADED = [
-    "torch._dynamo",
-    "torch._functorch.aot_autograd",
-    "torch.distributed.checkpoint",
-    "pytest",
-    "tests.ranks",
-]
-multiprocessing.set_forkserver_preload(PRELOADED)
+PRELOADED = "tests.preloaded"
+multiprocessing.set_forkserver_preload([PRELOADED])
 _other_server = forkserver.ForkServer()
-_other_server.set_forkserver_preload(PRELOADED)
+_other_server.set_forkserver_preload([PRELOADED])
 
 
 class RankPool:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tests import products
-from tests.products import covering, once, pairwise
+from tests.products import covering, once, paired, pairwise
 
 SIZES = [(3, 4), (2, 3, 4), (4, 6, 3, 2), (1, 5), (7,)]
 
@@ -23,6 +23,13 @@ def test_once_leaves_no_value_out_and_takes_no_more_than_it_must(sizes):
     cover = covering(sizes, 1)
     assert [set(values) for values in zip(*cover, strict=True)] == [set(range(size)) for size in sizes]
     assert len(cover) == max(sizes)
+
+
+def test_pairs_in_a_body_are_all_there():
+    axes = "ab", (1, 2, 3), (False, True)
+    for one, other in itertools.combinations(range(3), 2):
+        met = {(combination[one], combination[other]) for combination in paired(*axes)}
+        assert met == set(itertools.product(axes[one], axes[other]))
 
 
 def test_pairs_take_a_fraction_of_the_product():

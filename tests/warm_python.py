@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from tests.patience import patient
-from tests.ranks import FORKED  # whose server has torch imported
+from tests.ranks import FORKED  # whose server has torch and the package imported
 
 SECONDS = 120.0
 CHANNELS = {"p2cread": 0, "c2pwrite": 1, "errwrite": 2}  # subprocess's names for a child's ends
@@ -153,9 +153,14 @@ def _first(
         opened = os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
-    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    fork_pythons()
     _Planted.fault = planted
     _become(words, cwd, environment)
+
+
+def fork_pythons() -> None:
+    """From now on another Python that this process starts is a fork of it."""
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
 
 
 class _Planted:
@@ -212,9 +217,14 @@ def _become(words: Sequence[str], cwd: Path | str | None, environment: Mapping[s
     faulthandler.register(signal.SIGUSR1, chain=True)
     if cwd is not None:
         os.chdir(cwd)
+    interpreted = os.environ.get("TRITON_INTERPRET")
     if environment is not None:
         os.environ.clear()
         os.environ.update(environment)
+    if os.environ.get("TRITON_INTERPRET") != interpreted:
+        _forget("tpkernels", "bench", "triton")
+    elif any(name.startswith("TPKERNELS_") for name in os.environ):
+        _forget("tpkernels", "bench")
     code = 1
     try:
         code = _code_of(words)
@@ -226,6 +236,13 @@ def _become(words: Sequence[str], cwd: Path | str | None, environment: Mapping[s
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def _forget(*packages: str) -> None:
+    """To be imported again, by other variables. Not the extensions, which a process cannot load twice."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in packages and not name.startswith(("tpkernels._C", "triton._C")):
+            del sys.modules[name]
 
 
 def _code_of(words: Sequence[str]) -> int:

@@ -252,8 +252,9 @@ def differences(split, whole, atol=1e-12, ids=IDS, targets=TARGETS):
 def wrong_gradients(split, whole, atol=1e-12):
     wrong = []
     expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+    shards = shards_of(split)
     for name, parameter in unwrapped(split).named_parameters():
-        part, gradient = shards_of(split)[name], parameter.grad
+        part, gradient = shards[name], parameter.grad
         if (gradient is None) != (expected[name] is None):
             wrong.append(f"{name} has a gradient")
         if gradient is None or expected[name] is None:

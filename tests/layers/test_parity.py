@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.layers.small import GATE, K, N, beyond, cut, drawn, errors, joined_wo
 from tests.on_ranks import on_ranks
 from tests.ops.cases import ACT
 from tests.ops.parallel_cases import same
-from tests.products import once
+from tests.products import combined, once
 from tpkernels import ColumnParallelLinear, LayerNorm, ParallelMLP, RMSNorm, RowParallelLinear
 
 # ranks that share a layer, of all: the others are data-parallel
@@ -143,14 +142,16 @@ def check(request, world):
     return run
 
 
+@combined
 @once(world=WORLDS, dtype=DTYPES)
-def test_column_and_row_are_the_unsharded_layers(check, dtype):
-    check(pair, (Setting(dtype, *flags) for flags in product([False, True], [False, True], [None, "gelu"])))
+def test_column_and_row_are_the_unsharded_layers(check, dtype, combined):
+    check(pair, (Setting(dtype, *flags) for flags in combined([False, True], [False, True], [None, "gelu"])))
 
 
+@combined
 @once(world=WORLDS, dtype=DTYPES)
-def test_norm_and_mlp_are_the_unsharded_layers(check, dtype):
-    flags = product([False, True], [False, True], ["gelu_tanh", "swiglu"])
+def test_norm_and_mlp_are_the_unsharded_layers(check, dtype, combined):
+    flags = combined([False, True], [False, True], ["gelu_tanh", "swiglu"])
     check(block, (Setting(dtype, *flag) for flag in flags))
 
 
@@ -179,9 +180,10 @@ def test_options_of_column_and_row_compute_the_same(check):
     )
 
 
+@combined
 @pytest.mark.parametrize("world", SOME_WORLDS)
-def test_column_may_gather_its_output(check):
-    flags = product([torch.float32, torch.bfloat16], [False, True], [False, True], [None, "gelu"])
+def test_column_may_gather_its_output(check, combined):
+    flags = combined([torch.float32, torch.bfloat16], [False, True], [False, True], [None, "gelu"])
     leading = [(4,), (0, 3), (4, 1, 2)]
     check(gathered, (Setting(*flag) for flag in flags))
     check(gathered, (Setting(sequence_parallel=True, leading=shape) for shape in leading))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from tests.checks import error_of
 from tests.layers.small import cut, drawn, joined_world
 from tests.layers.worlds import posing
 from tests.on_ranks import on_ranks
+from tests.products import combined
 from tpkernels import (
     ColumnParallelLinear,
     VocabParallelEmbedding,
@@ -69,11 +69,12 @@ def sharded(tied: bool, fused: bool, sequence_parallel: bool) -> list[Tensor]:
     return [loss.detach(), *(gradient[:VOCAB] for gradient in gradients)]
 
 
+@combined
 @pytest.mark.parametrize(("world", "tensor"), [("ranks1", 1), ("ranks4", 4), ("ranks4", 2)])
 @on_ranks()
-def test_tables_heads_and_losses_are_the_unsharded_ones(tensor):
+def test_tables_heads_and_losses_are_the_unsharded_ones(tensor, combined):
     joined_world(tensor)
-    for tied, fused, sequence_parallel in product([False, True], repeat=3):
+    for tied, fused, sequence_parallel in combined([False, True], [False, True], [False, True]):
         ours, expected = sharded(tied, fused, sequence_parallel), unsharded(tied)
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 

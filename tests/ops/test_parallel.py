@@ -17,7 +17,7 @@ from tests.on_ranks import on_ranks
 from tests.ops import parallel_cases
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.parallel_cases import Setting, assert_within, prepare, run_all
-from tests.products import pairwise
+from tests.products import combined, pairwise
 from tpkernels.comm.calls import begin
 from tpkernels.comm.schedule import bounds
 from tpkernels.comm.transports.rows import AllReducing, Swapping
@@ -29,13 +29,14 @@ WORLDS = ["ranks1", "ranks2", "ranks4"]
 ACTIVATIONS = {"column": [None, "gelu"], "row": [None], "mlp": ["gelu_tanh", "swiglu"]}
 
 
+@combined
 @pairwise(
     world=WORLDS, name=list(ACTIVATIONS), dtype=[torch.float32, torch.bfloat16, torch.float16, torch.float64]
 )
-def test_any_number_of_ranks_gives_the_unsharded_numbers(ranks, name, dtype):
+def test_any_number_of_ranks_gives_the_unsharded_numbers(ranks, name, dtype, combined):
     settings = [
         Setting(dtype, sequence_parallel, overlap, activation=activation, main_grad=main_grad)
-        for sequence_parallel, overlap, main_grad, activation in product(
+        for sequence_parallel, overlap, main_grad, activation in combined(
             [False, True], [False, True], [False, True], ACTIVATIONS[name]
         )
         if not (main_grad and dtype is torch.float64)

@@ -41,7 +41,7 @@ from tests.ops.test_quantized import _Act, _Gated
 from tests.ops.test_second_derivatives import WORDS
 from tests.ops.transport_cases import under
 from tests.patience import patient
-from tests.products import once, pairwise
+from tests.products import combined, once, pairwise
 from tests.ranks import RankPool
 from tpkernels import Recipe, ops, reuse_quantized_weights
 from tpkernels.gate.accuracy import relative_error
@@ -234,16 +234,16 @@ def check(ranks: RankPool, name: str, settings: list[tuple[Setting, str]]) -> No
     assert_within(ranks.run(run_all, name, settings), settings)
 
 
+@combined
 @pairwise(
     world=["ranks1", "ranks2", "ranks4"],
     name=["column", "row"],
     dtype=[torch.bfloat16, torch.float16, torch.float32],
 )
-def test_any_number_of_ranks_gives_the_numbers_of_the_definition(ranks, name, dtype):
-    flags = product([False, True], [False, True], [False, True])
+def test_any_number_of_ranks_gives_the_numbers_of_the_definition(ranks, name, dtype, combined):
     settings = [
         Setting(dtype, parallel, overlap, main_grad=main_grad, features=FEATURES)
-        for parallel, overlap, main_grad in flags
+        for parallel, overlap, main_grad in combined([False, True], [False, True], [False, True])
     ]
     if dtype is torch.float32:  # leading dimensions are any
         size = ranks.world_size

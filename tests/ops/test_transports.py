@@ -34,7 +34,7 @@ from tests.ops.test_collectives import collectives
 from tests.ops.test_parallel_citizens import model_unlike_compiled
 from tests.ops.transport_cases import be_impatient, open_exchanges, open_stand_in, pushers, under, using
 from tests.patience import patient
-from tests.products import once
+from tests.products import combined, once
 from tests.ranks import COLLECTIVE_SECONDS, FORKED, RankFailure, RankPool
 from tpkernels import Recipe
 from tpkernels.comm.transports import mailbox
@@ -224,9 +224,10 @@ EACH_WAY = [  # what kernels wait for shows over the stand-in
 ]
 
 
+@combined
 @pytest.mark.parametrize("way", EACH_WAY)
 @on_ranks(2)
-def test_layers_interleave_and_can_be_checkpointed(way):
+def test_layers_interleave_and_can_be_checkpointed(way, combined):
     """Two blocks whose forwards and backwards alternate; and recomputed ones, to the bit."""
     prepare(Setting())
     with using(*way):
@@ -236,16 +237,17 @@ def test_layers_interleave_and_can_be_checkpointed(way):
         torch.autograd.backward([y.square().sum() for y in ys])
         for y, operands, expected in zip(ys, leaves, alone, strict=True):
             assert equal([y.detach(), *(t.grad for t in operands)], expected)
-        every = list(product((block, mlp), RECIPES, (False, True)))
+        every = combined((block, mlp), RECIPES, (False, True))
         for model, recipe, reentrant in every if way[0] == "c10d" else [(mlp, None, True)]:
             plain = partial(model, sequence_parallel=True, quantize=recipe)
             recomputed = partial(checkpoint, plain, use_reentrant=reentrant)
             assert equal(*(with_gradients(call, operands_of(3)) for call in (plain, recomputed))), recipe
 
 
+@combined
 @pytest.mark.parametrize("transport", ["c10d", "shared"])
 @on_ranks(2)
-def test_compiled_and_inferred_and_shared_gathers_give_the_same_bits(transport):
+def test_compiled_and_inferred_and_shared_gathers_give_the_same_bits(transport, combined):
     """And without gradients. A list of weights gives what single calls give, by the transfers of one."""
     prepare(Setting())
     x, w, _ = operands_of(5)
@@ -260,7 +262,7 @@ def test_compiled_and_inferred_and_shared_gathers_give_the_same_bits(transport):
     with using(transport):
         if transport == "shared":  # over c10d in tests/ops/test_parallel_citizens.py
             assert model_unlike_compiled(block, sequence_parallel=True) == []
-        for model, recipe, tokens_split in product((block, mlp), RECIPES, (True, False)):
+        for model, recipe, tokens_split in combined((block, mlp), RECIPES, (True, False)):
             call = partial(model, sequence_parallel=tokens_split, quantize=recipe)
             with torch.inference_mode():  # first: what it allocates must serve training too
                 inferred = call(*operands_of(4))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.ops.parallel_cases import added, assert_within, compare, leaf, same, split
+from tests.products import combined
 from tests.ranks import RankPool
 from tpkernels.comm import schedule
 from tpkernels.dispatch import backends
@@ -214,11 +215,12 @@ def assert_right(ranks: RankPool, name: str, settings: list[Setting]) -> None:
     assert_within(ranks.run(run_all, name, settings), settings)
 
 
-def test_loss_and_its_gradient_are_the_unsharded_ones(ranks):
+@combined
+def test_loss_and_its_gradient_are_the_unsharded_ones(ranks, combined):
     settings = [
         Setting(dtype, vocab, label_smoothing=smoothing)
         # 7 ids on 4 ranks: 2 each and one of padding; 5 ids: 2 each, the last rank has padding only
-        for dtype, vocab, smoothing in product(DTYPES, (7, 5), (0.0, 0.1))
+        for dtype, vocab, smoothing in combined(DTYPES, (7, 5), (0.0, 0.1))
     ]
     leading = [
         Setting(leading=shape, ignored=0, label_smoothing=0.1)
@@ -239,10 +241,11 @@ def test_loss_by_kernels(ranks):
     assert_right(ranks, "loss", [*settings, Setting(vocab=5, leading=(4,), backend="triton")])
 
 
-def test_embedding_and_its_gradient_are_the_unsharded_ones(ranks):
+@combined
+def test_embedding_and_its_gradient_are_the_unsharded_ones(ranks, combined):
     settings = [
         Setting(dtype, vocab, sequence_parallel=parallel)
-        for dtype, vocab, parallel in product(DTYPES, (50, 7, 5), (False, True))
+        for dtype, vocab, parallel in combined(DTYPES, (50, 7, 5), (False, True))
     ]
     leading = [Setting(leading=shape) for shape in ((), (1,), (0,), (5, 0), (2, 1, 3, 2))]
     parallel = [Setting(leading=shape, sequence_parallel=True) for shape in ((4,), (0,), (8, 0), (4, 2, 2))]

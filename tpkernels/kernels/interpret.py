@@ -9,9 +9,11 @@ depends on shapes on some processors; in float64, rounded once, no order shows.
 `tensor_descriptor.atomic_add` is missing altogether. `mend()` replaces all of these. It is called where
 kernels are defined, and does nothing in a process that compiles.
 
-At each call of a function upstream looks through all of `triton.language` for what it replaces meanwhile,
-which took a fourth of the time of interpreted kernels, and it makes a table of NumPy's dtypes for each value,
-which took a tenth; `mend()` lets it look once, and keep the dtypes.
+At each call of a function upstream looks through all of `triton.language` for what it replaces meanwhile, and
+replaces all of it again inside a call. For each value it makes a table of NumPy's dtypes, spells the name of
+the block's type, and makes new objects of the shape. It computes whether a sum of integers overflows, and
+says so in debug mode only. All that took more than half of the time of interpreted kernels; `mend()` lets it
+look and replace once, keep dtypes, types and shapes, and look for overflows where it says what it finds.
 """
 
 from __future__ import annotations
@@ -105,7 +107,11 @@ def mend() -> None:
     for home in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
         _BUILTINS[home] = _looked_up(home)
     interpreter._patch_builtin = _patch_builtin
+    interpreter._patch_lang = _patch_lang
     interpreter._get_np_dtype = _np_dtype
+    tl.block_type.__init__ = _init_block_type
+    tl.tensor.__init__ = _init_tensor
+    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = _find_overflow
 
 
 _BUILTINS: dict[Any, tuple[str, ...]] = {}  # of before any kernel runs: then some are replaced
@@ -121,6 +127,56 @@ def _patch_builtin(home: Any, builder: Any, scope: Any) -> None:
         member = getattr(home, name)
         if tl.core.is_builtin(member):
             interpreter._patch_attr(home, name, member, builder, scope)
+
+
+class _Replaced:
+    """For the time of a call of a kernel."""
+
+    languages: frozenset[Any] = frozenset()
+
+
+_upstream_patch_lang = interpreter._patch_lang
+
+
+def _patch_lang(function: Any) -> Any:
+    """As upstream's, but for what a call around this one has replaced already."""
+    languages = {value for value in function.__globals__.values() if value is tl or value is tl.core}
+    if languages and languages <= _Replaced.languages:
+        return interpreter._LangPatchScope()
+    scope = _upstream_patch_lang(function)
+    scope.set_attr(_Replaced, "languages", frozenset(languages))  # restored with the rest
+    return scope
+
+
+_SHAPED: dict[Any, dict[str, Any]] = {}
+_upstream_block_type, _upstream_tensor = tl.block_type.__init__, tl.tensor.__init__
+
+
+def _init_block_type(self: Any, element: Any, shape: Any) -> None:
+    """With the name and the shape of another, of as many elements of this name."""
+    key = element.name, *(getattr(size, "value", size) for size in shape)
+    if key not in _SHAPED:
+        _upstream_block_type(self, element, shape)
+        _SHAPED[key] = {name: getattr(self, name) for name in ("name", "shape", "numel")}
+    vars(self).update(_SHAPED[key])
+    self.element_ty = element
+
+
+def _init_tensor(self: Any, handle: Any, kind: Any) -> None:
+    """With the shape of another, of a type of this name."""
+    if kind.name not in _SHAPED:
+        _upstream_tensor(self, handle, kind)
+        _SHAPED[kind.name] = {name: getattr(self, name) for name in ("shape", "numel")}
+    vars(self).update(_SHAPED[kind.name])
+    self.handle, self.type, self.dtype = handle, kind, kind.scalar
+
+
+_upstream_find_overflow = interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl
+
+
+def _find_overflow(left: Any, right: Any, operation: Any) -> None:
+    if interpreter.interpreter_builder.options.debug:
+        _upstream_find_overflow(left, right, operation)
 
 
 _NP_DTYPES: dict[str, Any] = {}

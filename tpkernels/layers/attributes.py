@@ -42,7 +42,7 @@ class Attributes:
     def of(tensor: Tensor) -> Attributes:
         """Read the attributes of `tensor`; those that it lacks have defaults."""
         found = vars(tensor)  # a plain tensor has none of them
-        return Attributes(**{name: found[name] for name in asdict(Attributes()) if name in found})
+        return Attributes(**{name: found[name] for name in Attributes.__dataclass_fields__ if name in found})
 
     def put_on(self, tensor: Tensor) -> None:
         """Set the attributes that `tensor` does not have yet."""
@@ -67,7 +67,7 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
     """Copy all attributes, to a parameter's fp32 copy for instance."""
-    names = asdict(Attributes())
+    names = Attributes.__dataclass_fields__
     vars(destination_tensor).update({k: v for k, v in vars(source_tensor).items() if k in names})
 
 
