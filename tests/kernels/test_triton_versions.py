@@ -26,6 +26,9 @@ class Compiled(Jitted, CompiledKernel):
     def __init__(self):
         """Nothing is compiled."""
 
+    def __del__(self):
+        """Nor unloaded."""
+
 
 def test_a_launch_fixes_what_triton_might_choose():
     assert launch.on(CPU, Jitted(), (1,))(0, num_warps=2) == {"num_warps": 2, **LAUNCH_OPTIONS}
