@@ -11,6 +11,10 @@ GLUON_SINCE = (3, 7)  # earlier ones lack parts of Gluon that our kernels are wr
 # Options of every launch and compilation of ours. A product and a sum may become one instruction, which
 # rounds once: Triton's default until 3.9, which warns that it ends with 3.10.
 LAUNCH_OPTIONS: Mapping[str, Any] = {"enable_fp_fusion": True}
+# from this version on: kernel, tile -> epilogues with which it has too few registers, and spills
+SPILLING_SINCE: Mapping[tuple[int, int], Mapping[tuple[str, str], tuple[str, ...]]] = {
+    (3, 9): {("dgrad", "128x128x64-w4-s4-p4-c2"): ("gelu",)},
+}
 
 
 @cache
@@ -21,6 +25,12 @@ def triton_version() -> tuple[int, int]:
         return int(major), int(minor)
     except (PackageNotFoundError, ValueError):
         return 0, 0
+
+
+def spilling(kernel: str, tile: str) -> tuple[str, ...]:
+    """The epilogues with which a tile spills in the Triton that is installed, and not in all."""
+    found = (of.get((kernel, tile), ()) for since, of in SPILLING_SINCE.items() if triton_version() >= since)
+    return tuple(option for options in found for option in options)
 
 
 def gluon_copies() -> tuple[Any, Any]:
