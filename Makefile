@@ -11,8 +11,13 @@ export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same sources
 
+# Debian's Python comes without ensurepip: virtualenv does the same job
+define make-venv
+$(PYTHON) -m venv $(@D) 2>/dev/null || { $(PYTHON) -m pip install -q --target $(@D)/.bootstrap virtualenv && PYTHONPATH=$(@D)/.bootstrap $(PYTHON) -m virtualenv -q $(@D); }
+endef
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test affected test-profile sweep mutants check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-cuda-build check-transformers check-megatron wheel sdist clean
+.PHONY: help setup demo groups test affected test-profile sweep mutants check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton check-torch check-transformers check-megatron wheel sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,8 +26,7 @@ setup: $(READY) ## make .venv: pinned packages, this package, its C++ extension
 
 $(READY): constraints.txt pyproject.toml setup.py $(wildcard csrc/*.*)
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, found " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
-	@# Debian's Python comes without ensurepip: virtualenv does the same job
-	$(PYTHON) -m venv $(VENV) 2>/dev/null || { $(PYTHON) -m pip install -q --target $(VENV)/.bootstrap virtualenv && PYTHONPATH=$(VENV)/.bootstrap $(PYTHON) -m virtualenv -q $(VENV); }
+	$(make-venv)
 	$(PIP) install -q -c constraints.txt setuptools ninja torch
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
@@ -67,28 +71,35 @@ gate: $(READY) ## compile the kernels and run them interpreted, without a GPU
 compile: $(READY) ## the compile half of the gate
 	$(BIN)/python -m tpkernels check --skip numerics
 
-$(VENV)-triton36/.ready: constraints.txt
-	$(PYTHON) -m venv $(@D) 2>/dev/null || { $(PYTHON) -m pip install -q --target $(@D)/.bootstrap virtualenv && PYTHONPATH=$(@D)/.bootstrap $(PYTHON) -m virtualenv -q $(@D); }
-	@# Triton 3.6's interpreter breaks with numpy 2.4; torch as pinned
-	$(@D)/bin/python -m pip --disable-pip-version-check install -q triton==3.6.0 'numpy<2.4' "$$(grep '^torch==' constraints.txt)"
+# Pinned as here, but for torch and Triton: what another version of these is tried with
+$(VENV)-triton-%/.ready: constraints.txt
+	$(make-venv)
+	grep -vE '^(torch|triton)==' $< > $(@D)/constraints.txt
+	@# the interpreter of Triton 3.6 breaks with numpy 2.4
+	$(@D)/bin/python -m pip --disable-pip-version-check install -q triton==$* $(if $(filter 3.6.%,$*),'numpy<2.4',-c $(@D)/constraints.txt numpy) "$$(grep '^torch==' $<)"
 	@touch $@
 
-check-triton-3.6: $(VENV)-triton36/.ready ## the gate on Triton 3.6, in a venv of its own
-	PYTHONPATH=. $(VENV)-triton36/bin/python -m tpkernels check
+check-triton: $(VENV)-triton-$(VERSION)/.ready ## the gate on another Triton, in a venv of its own: VERSION=3.9.0
+	PYTHONPATH=. $(VENV)-triton-$(VERSION)/bin/python -m tpkernels check
 
-TORCH_CUDA := 2.14.1
-$(VENV)-cuda/.ready: Makefile
-	$(PYTHON) -m venv $(@D) 2>/dev/null || { $(PYTHON) -m pip install -q --target $(@D)/.bootstrap virtualenv && PYTHONPATH=$(@D)/.bootstrap $(PYTHON) -m virtualenv -q $(@D); }
-	$(@D)/bin/python -m pip --disable-pip-version-check install -q torch==$(TORCH_CUDA) numpy ninja setuptools pytest
+TEST_NEEDS := numpy ninja setuptools build packaging pytest pytest-benchmark pytest-xdist hypothesis matplotlib mypy pdoc pyyaml safetensors
+$(VENV)-torch-%/.ready: constraints.txt
+	$(make-venv)
+	grep -vE '^(torch|triton)==' $< > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip --disable-pip-version-check install -q -c $(@D)/constraints.txt torch==$* $(TEST_NEEDS)
 	@touch $@
+
+ANOTHER = cd build/torch-$(VERSION) && $(CURDIR)/$(VENV)-torch-$(VERSION)/bin/python
+TESTS ?= tests
 
 # A copy, as the extension of this folder is built for another torch
-check-cuda-build: $(VENV)-cuda/.ready ## what the CUDA path takes from torch, in its newest CUDA build (5.5 GB, in a venv of its own), without a GPU
-	rm -rf build/cuda && mkdir -p build/cuda
-	git ls-files -z -co --exclude-standard bench csrc tests tpkernels LICENSE README.md pyproject.toml setup.py | xargs -0 cp --parents -t build/cuda
-	cd build/cuda && TPKERNELS_REQUIRE_EXT=1 $(CURDIR)/$(VENV)-cuda/bin/python setup.py -q build_ext --inplace
-	cd build/cuda && $(CURDIR)/$(VENV)-cuda/bin/python -m bench.cuda_build
-	cd build/cuda && $(CURDIR)/$(VENV)-cuda/bin/python -m pytest -q tests/buckets/test_ext.py tests/comm/test_carveout.py tests/comm/test_symmetric.py tests/runtime/test_process_groups.py tests/buckets/test_gradient_buckets.py::test_gradients_equal_those_of_one_process tests/ops/test_far.py::test_neighbours_are_known_as_long_as_their_group
+check-torch: $(VENV)-torch-$(VERSION)/.ready ## suite and gate on another torch, with its Triton, in a venv of its own (5.5 GB with CUDA): VERSION=2.14.1
+	rm -rf build/torch-$(VERSION) && git clone -q --shared . build/torch-$(VERSION)
+	git ls-files -z -co --exclude-standard | xargs -0 cp --parents -t build/torch-$(VERSION)
+	export TPKERNELS_REQUIRE_EXT=1; $(ANOTHER) setup.py -q build_ext --inplace
+	$(ANOTHER) -m bench.cuda_build
+	$(ANOTHER) -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+	$(ANOTHER) -m tpkernels check
 
 check-transformers: $(READY) ## compare with Hugging Face's transformers, which it installs (180 MB): tests, and docs/models-supported.md anew
 	$(PIP) install -q -c constraints.txt safetensors transformers accelerate peft lightning
@@ -136,4 +147,4 @@ sdist: $(READY) ## the source distribution
 	$(BIN)/python -m build --sdist --no-isolation
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) $(VENV)-triton36 $(VENV)-cuda build dist out/* *.egg-info tpkernels/*.so plan.svg
+	rm -rf $(VENV) $(VENV)-triton-* $(VENV)-torch-* build dist out/* *.egg-info tpkernels/*.so plan.svg

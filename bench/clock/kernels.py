@@ -14,6 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tpkernels.kernels.triton_versions import gluon_copies
+
+async_load, async_store = gluon_copies()
+
 
 @gluon.jit
 def awaited_kernel(a, b, c, MMA: gl.constexpr, BUFFERS: gl.constexpr, num_warps: gl.constexpr):
@@ -32,8 +36,8 @@ def awaited_kernel(a, b, c, MMA: gl.constexpr, BUFFERS: gl.constexpr, num_warps:
     for k in range(0, a.shape[1], DEPTH):
         buffer = step % BUFFERS
         mbarrier.expect(full, a.block_type.nbytes + b.block_type.nbytes)
-        tma.async_copy_global_to_shared(a, [row, k], full, a_buffers.index(buffer))
-        tma.async_copy_global_to_shared(b, [k, col], full, b_buffers.index(buffer))
+        async_load(a, [row, k], full, a_buffers.index(buffer))
+        async_load(b, [k, col], full, b_buffers.index(buffer))
         mbarrier.wait(full, phase=step & 1)
         if BUFFERS > 1:
             acc = warpgroup_mma_wait(0, (acc,))
@@ -46,7 +50,7 @@ def awaited_kernel(a, b, c, MMA: gl.constexpr, BUFFERS: gl.constexpr, num_warps:
     staging = gl.allocate_shared_memory(c.dtype, c.block_type.shape, c.layout)
     staging.store(acc.to(c.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(c, [row, col], staging)
+    async_store(c, [row, col], staging)
     tma.store_wait(0)
 
 
@@ -54,8 +58,8 @@ def awaited_kernel(a, b, c, MMA: gl.constexpr, BUFFERS: gl.constexpr, num_warps:
 def _load(number, a, b, row, col, k, full, a_ring, b_ring, STAGES: gl.constexpr, there):
     place = number % STAGES
     mbarrier.expect(full.index(place), a.block_type.nbytes + b.block_type.nbytes, pred=there)
-    tma.async_copy_global_to_shared(a, [row, k], full.index(place), a_ring.index(place), there)
-    tma.async_copy_global_to_shared(b, [k, col], full.index(place), b_ring.index(place), there)
+    async_load(a, [row, k], full.index(place), a_ring.index(place), there)
+    async_load(b, [k, col], full.index(place), b_ring.index(place), there)
     return number + 1
 
 
@@ -136,7 +140,7 @@ def ring_kernel(
         staging = gl.allocate_shared_memory(c.dtype, c.block_type.shape, c.layout)
         staging.store(result.to(c.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(c, [row, col], staging)
+        async_store(c, [row, col], staging)
         tma.store_wait(0)
 
 
@@ -184,5 +188,5 @@ def rotated_kernel(a, b, c, MMA: gl.constexpr, STAGES: gl.constexpr, num_warps: 
         tma.store_wait(0)
         staging.store(result.to(c.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(c, [done_row, done_col], staging)
+        async_store(c, [done_row, done_col], staging)
     tma.store_wait(0)

@@ -1,4 +1,4 @@
-"""Whether a CUDA build of torch has all that our CUDA path takes from it: `make check-cuda-build`.
+"""Whether a CUDA build of torch has all that our CUDA path takes from it: `make check-torch`.
 
 It needs no GPU, and ends with 1 if something is missing. What is looked up is read from our sources
 (`reader`); the Makefile compiles the extension against that build first.
@@ -42,7 +42,7 @@ def main() -> int:
     """Print a line for each check, and what is wrong."""
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {sys.version.split()[0]}")
     if not torch.backends.cuda.is_built():
-        print("expected a CUDA build of torch: `make clean check-cuda-build` installs it")
+        print("expected a CUDA build of torch, which `make check-torch` installs")
         return 1
     checks: Sequence[Callable[[], Iterator[str]]] = (modules, names, classes, csrc, group_names)
     problems = 0

@@ -111,14 +111,19 @@ def test_the_installed_torch_has_the_header_that_is_looked_at():
     assert "makes that of a larger one" in found.text
 
 
+NEWEST = probe.TESTED_TRITON[1]
+NEWER = f"is newer than the newest tested, {NEWEST}: pip install 'triton<3.{int(NEWEST[2:]) + 1}'"
+
+
 @pytest.mark.parametrize(
     ("version", "health", "said"),
     [
         ("3.5.1", "problem", "3.5.1 is too old: tpkernels needs 3.6 or newer"),
         ("3.6.0", "ok", "3.6.0"),
         ("3.7.1", "ok", "3.7.1"),
-        ("3.8.0", "note", "3.8.0 is newer than the newest tested, 3.7: pip install 'triton<3.8'"),
-        ("4.0", "note", "4.0 is newer than the newest tested, 3.7: pip install 'triton<3.8'"),
+        ("3.8.0", "ok", "3.8.0"),
+        ("3.20.0", "note", f"3.20.0 {NEWER}"),
+        ("4.0", "note", f"4.0 {NEWER}"),
     ],
 )
 def test_a_triton_that_was_not_tried_is_told(version, health, said, monkeypatch):

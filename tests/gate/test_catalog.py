@@ -29,6 +29,7 @@ from tpkernels.kernels.footprints import stem_of
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import KERNELS, MatmulTile, candidates
+from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 
 
 def jit_function(entry: Entry):
@@ -82,7 +83,7 @@ def test_entry_is_what_the_launcher_passes(monkeypatch):
         "_linear_fwd_kernel",
         "descriptor",
     )
-    assert entry.options == {"num_warps": 8, "num_stages": 4}
+    assert entry.options == {"num_warps": 8, "num_stages": 4, **LAUNCH_OPTIONS}
     assert entry.arguments["x"] == "tensordesc<bf16[128, 64]>"
     assert entry.constants["stride_xk"] == 1
     assert (entry.constants["ACTIVATION"], entry.constants["GROUP"]) == ("none", 8)
@@ -95,7 +96,7 @@ def test_entry_is_what_the_launcher_passes(monkeypatch):
     sound = launch.constants
     monkeypatch.setattr(launch, "constants", other_constants)
     assert linear_entry(of).constants == entry.constants | {"GROUP": 4}
-    assert linear_entry(of).options == {"num_warps": 8, "num_stages": 3}
+    assert linear_entry(of).options == {"num_warps": 8, "num_stages": 3, **LAUNCH_OPTIONS}
 
 
 def test_alignment_is_that_of_each_operand():
@@ -114,7 +115,11 @@ def test_alignment_is_that_of_each_operand():
 def test_one_of_several_kernels_is_the_entry_and_stages_may_be_tritons():
     of = operands(torch.float32)
     first = entry_of(lambda of: bias_grad(of.tensor(4096, 64)), of)  # in two steps
-    assert (first.function, first.options, first.num_stages) == ("_sum_rows_kernel", {"num_warps": 4}, None)
+    assert (first.function, first.options, first.num_stages) == (
+        "_sum_rows_kernel",
+        {"num_warps": 4, **LAUNCH_OPTIONS},
+        None,
+    )
     last = entry_of(partial(launchers.norm, kind="rms"), of, function="_sum_rows_kernel")
     assert last.function == "_sum_rows_kernel"
     assert entry_of(partial(launchers.norm, kind="rms"), of).function == "_norm_fwd_kernel"

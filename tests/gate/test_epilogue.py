@@ -100,6 +100,19 @@ def test_a_buffer_is_known_by_its_address_and_copies_of_it_are_counted():
     assert unordered_roles(Flow.of(other.replace(READ, ""))) == (STILL_READ,)
 
 
+def test_a_wait_until_copies_have_written_is_one_until_they_have_read():
+    """With which Triton ends a kernel since 3.8, and stages again where a kernel has atomics."""
+    assert unordered_roles(flow(("wait_group.read", "wait_group"))) == ()
+    assert (
+        unordered_roles(
+            flow(("$L__BB0_8:\n\tcp.async.bulk.wait_group.read", "$L__BB0_8:\n\tcp.async.bulk.wait_group"))
+        )
+        == ()
+    )
+    assert unordered_roles(flow(("wait_group.read 	0", "wait_group 	1"))) == (STILL_READ,)
+    assert epilogue.serial_stores(flow(("wait_group.read", "wait_group"))) == epilogue.serial_stores(flow())
+
+
 def test_a_register_that_may_change_is_not_an_address_of_a_buffer():
     value = Flow.of(
         "mov.b32 %r1, 8;\nadd.s32 %r2, %r1, 8;\nadd.s32 %r3, %r1, 8;\nmov.b32 %r4, 8;\n@%p1 mov.b32 %r4, 9;\n"

@@ -9,6 +9,7 @@ from tests.compiled import assembly_of
 from tests.gate.test_expectations import FACTS
 from tpkernels.gate.ahead_of_time import Entry, Facts, facts_of
 from tpkernels.gate.catalog import catalog
+from tpkernels.gate.epilogue import role_registers
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.ptx_flow import PRODUCT, TENSOR_LOAD, Flow
 from tpkernels.gate.recording import HAS_GLUON
@@ -28,6 +29,7 @@ from tpkernels.gate.roles import (
     STILL_READ,
     unordered_roles,
 )
+from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="Gluon is of another form before Triton 3.7")
 
@@ -55,7 +57,7 @@ def ptx(compiler) -> str:
 
 def test_gluon_kernel_is_recorded_and_compiled(facts):
     entry = together()
-    assert (entry.form, entry.options) == ("descriptor", {"num_warps": 8})
+    assert (entry.form, entry.options) == ("descriptor", {"num_warps": 8, **LAUNCH_OPTIONS})
     assert entry.arguments["a"] == (
         "tensordesc<bf16[128, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, "
         "transposed=False, fp4_padded=False, cga_layout=[])>"
@@ -86,6 +88,24 @@ def test_roles_are_told_apart(ptx):
     assert [role.threads for role in roles] == [256, 32, 32]
     assert [len(role.matching(PRODUCT)) for role in roles] == [4, 0, 0]
     assert [len(role.matching(TENSOR_LOAD)) for role in roles] == [0, 5, 2]  # a weight is four boxes wide
+
+
+def test_roles_are_told_apart_by_comparisons_too(ptx):
+    """As Triton sends few of them on their ways since 3.8, instead of by a table."""
+    table = re.search(
+        r"\t(\$L_brx_0): \.branchtargets\n((?:.*,\n)*.*;)\n\tbrx\.idx \t(%r\d+), \$L_brx_0;", ptx
+    )
+    targets = re.findall(r"\$L__BB\w+", table[2])
+    chain = "\n".join(
+        f"\tsetp.eq.b32 \t%p{900 + n}, {table[3]}, {n};\n\t@%p{900 + n} bra \t{target};"
+        for n, target in enumerate(targets)
+    )
+    compared = Flow.of(ptx.replace(table[0], f"{chain}\n\tbarrier.sync \t1;\n\tbarrier.sync \t1;\n\tret;"))
+    assert [role.threads for role in compared.roles] == [256, 32, 32]
+    assert [len(role.matching(TENSOR_LOAD)) for role in compared.roles] == [0, 5, 2]
+    assert role_registers(compared) == role_registers(Flow.of(ptx)) == (240, 24, 24)
+    assert unordered_roles(compared) == ()
+    assert unordered_roles(Flow.of("\n".join(compared.lines).replace("bar.sync \t0, 256;", ""))) != ()
 
 
 BARRIER = r"\tbar\.sync \t0, 256;\n"

@@ -18,6 +18,9 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from tpkernels.gate import machine
 from tpkernels.kernels.blocks import tile_at
+from tpkernels.kernels.triton_versions import gluon_copies
+
+async_load, async_store = gluon_copies()
 
 
 def random(*shape):
@@ -47,14 +50,14 @@ def _copy_kernel(
     for _ in range(ARRIVALS):
         mbarrier.arrive(landed, count=1)
     mbarrier.expect(landed, BYTES)
-    tma.async_copy_global_to_shared(x, [-8, 0], landed, buffer)
+    async_load(x, [-8, 0], landed, buffer)
     if WAITS:
         mbarrier.wait(landed, PARITY)
     staging.store(buffer.load(LAYOUT))
     if FENCES:
         fence_async_shared()
     for _ in range(STORES):
-        tma.async_copy_shared_to_global(y, [-8, 0], staging)
+        async_store(y, [-8, 0], staging)
     if DRAINS:
         tma.store_wait(0)
     mbarrier.invalidate(landed)
@@ -136,7 +139,7 @@ def _refill_kernel(x, y, FENCES: gl.constexpr):
     mbarrier.init(landed, count=1)
     for row in gl.static_range(2):
         mbarrier.expect(landed, x.nbytes_per_cta)
-        tma.async_copy_global_to_shared(x, [64 * row, 0], landed, buffer)
+        async_load(x, [64 * row, 0], landed, buffer)
         mbarrier.wait(landed, row)
         value = buffer.load(LAYOUT)
         if FENCES:
@@ -165,8 +168,8 @@ def _accumulate(x, w, y_ptr, WAITS: gl.constexpr):
     landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(landed, count=1)
     mbarrier.expect(landed, x.nbytes_per_cta + w.nbytes_per_cta)
-    tma.async_copy_global_to_shared(x, [0, 0], landed, a)
-    tma.async_copy_global_to_shared(w, [0, 0], landed, b)
+    async_load(x, [0, 0], landed, a)
+    async_load(w, [0, 0], landed, b)
     mbarrier.wait(landed, 0)
     acc = warpgroup_mma_init(gl.zeros((64, 64), gl.float32, LAYOUT))
     acc = warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)

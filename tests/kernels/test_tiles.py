@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 import torch
 
-from tpkernels.kernels import matmul_tile
+from tpkernels.kernels import matmul_tile, triton_versions
+from tpkernels.kernels import tiles as tiles_module
 from tpkernels.kernels.matmul_tile import available, compiles
 from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, MI300
 from tpkernels.kernels.tiles import (
@@ -17,6 +18,7 @@ from tpkernels.kernels.tiles import (
     candidates,
     default_tile,
     default_tiles,
+    paired_tile,
     pushing_tile,
     row_tile,
     serves,
@@ -99,6 +101,22 @@ def test_a_tile_that_spills_with_an_epilogue_is_not_shipped_with_it():
     served = [gate for gate in ("swiglu", "geglu_tanh", "geglu") if serves("dglu", large, (gate, "h"))]
     assert served == ["swiglu", "geglu_tanh"]
     assert serves("dgrad", large, ("gelu", "db"))
+
+
+def test_a_pair_of_products_takes_a_stage_less_where_triton_would_spill(monkeypatch):
+    small, large = (MatmulTile(rows, 64, 16, num_warps=4, num_stages=3) for rows in (16, 64))
+    for version, stages in (((3, 7), 3), ((3, 8), 2), ((3, 9), 3)):
+        monkeypatch.setattr(tiles_module, "triton_version", lambda version=version: version)
+        assert (paired_tile(small).num_stages, paired_tile(large)) == (stages, large)
+
+
+def test_a_tile_that_spills_in_some_versions_of_triton_is_left_out_there(monkeypatch):
+    in_roles = MatmulTile.named("128x128x64-w4-s4-p4-c2")
+    assert in_roles in candidates("dgrad", "descriptor", BF16, H100)
+    for version, served in (((3, 8), True), ((3, 9), False), ((3, 10), False)):
+        monkeypatch.setattr(triton_versions, "triton_version", lambda version=version: version)
+        assert serves("dgrad", in_roles, ("gelu", "db")) == served, version
+        assert serves("dgrad", in_roles, ("gelu_tanh", "db"))
 
 
 def test_default_tile_is_large_where_it_fills_the_gpu_and_smaller_where_it_does_not():

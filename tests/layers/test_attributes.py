@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from inspect import getattr_static
 
 import pytest
 import torch
@@ -48,6 +49,17 @@ def test_a_parameter_says_how_it_is_split_and_who_has_the_other_shards():
     assert two.weight.tensor_model_parallel is True
     assert (two.weight.partition_dim, two.weight.partition_stride) == (1, 2)
     assert two.weight.sequence_parallel is False
+
+
+def test_torch_compile_takes_no_module_for_one_of_fsdp_before_it_is():
+    """It looks with `getattr_static`, since torch 2.14, which would find a property."""
+    with posing(1, 2):
+        two = Two()
+        assert getattr_static(two, "_is_fsdp_managed_module", False) is False
+        two._parameters["weight"] = nn.Parameter(torch.zeros(2, 3))
+        two._is_fsdp_managed_module = True  # as `fully_shard` does, after new parameters
+        assert getattr_static(two, "_is_fsdp_managed_module", False) is True
+        assert says(two)
 
 
 def test_a_loaded_parameter_says_who_has_them_now():

@@ -20,8 +20,8 @@ PREFIX = "tpkernels-finding: "  # before each line, to tell it from what librari
 RANKS = 2  # of the self-test
 SELF_TEST, RANK_OF_SELF_TEST = "self-test", "self-test-rank"
 # What pyproject.toml allows: the oldest and the newest that were tried, see docs/ci.md.
-TESTED_TORCH = ("2.11", "2.13")
-TESTED_TRITON = ("3.6", "3.7")
+TESTED_TORCH = ("2.11", "2.15")
+TESTED_TRITON = ("3.6", "3.9")
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,17 @@ def _version(name: str, version: str, tested: tuple[str, str]) -> Finding:
     if minor < oldest:
         return problem(name, f"{version} is too old: tpkernels needs {tested[0]} or newer")
     if minor > newest:
-        following = f"{newest[0]}.{newest[1] + 1}"
-        text = f"{version} is newer than the newest tested, {tested[1]}: pip install '{name}<{following}'"
+        text = (
+            f"{version} is newer than the newest tested, {tested[1]}: pip install '{_allowed(name, tested)}'"
+        )
         return note(name, text)
     return ok(name, version)
+
+
+def _allowed(name: str, tested: tuple[str, str]) -> str:
+    """What pip is asked for: no newer one than was tried."""
+    major, minor = map(int, tested[1].split("."))
+    return f"{name}<{major}.{minor + 1}"
 
 
 def probe_gpu() -> list[Finding]:
@@ -110,9 +117,8 @@ def probe_triton() -> list[Finding]:
     try:
         triton = importlib.import_module("triton")
     except ImportError as error:
-        return [
-            problem("triton", f"cannot be imported ({error}): no fused kernels; pip install 'triton<3.8'")
-        ]
+        install = f"pip install '{_allowed('triton', TESTED_TRITON)}'"
+        return [problem("triton", f"cannot be imported ({error}): no fused kernels; {install}")]
     findings = [_version("triton", triton.__version__, TESTED_TRITON)]
     try:
         numpy = importlib.import_module("numpy").__version__

@@ -19,11 +19,12 @@ from tpkernels.kernels.footprints import (
     expected_shared_memory,
     least_shared_memory,
 )
-from tpkernels.kernels.matmul_tile import MatmulTile, available, triton_version
+from tpkernels.kernels.matmul_tile import MatmulTile, available
 from tpkernels.kernels.operands import DTYPES, FP8, Form, choose_form
 from tpkernels.kernels.target import A100, B200, H100, L40S, MI300, Target, fp8_obstacle, target_of
 from tpkernels.kernels.tiles import candidates as shipped_tiles
 from tpkernels.kernels.tiles import serves
+from tpkernels.kernels.triton_versions import triton_version
 
 
 @dataclass(frozen=True, slots=True)

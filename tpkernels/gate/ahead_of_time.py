@@ -16,7 +16,7 @@ import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,12 +77,13 @@ class Entry:
     architectures: tuple[str, ...]  # "sm_90", "gfx942"
     unspecialised: frozenset[str] = frozenset()  # arguments of whose values Triton is told nothing
     folder: str = ""  # in which its module is looked for before all others; "": where ours are
+    more_options: Mapping[str, Any] = field(default_factory=dict)  # of Triton
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """What `triton.compile` takes as such."""
         stages = {} if self.num_stages is None else {"num_stages": self.num_stages}
-        return {"num_warps": self.num_warps} | stages
+        return {"num_warps": self.num_warps, **stages, **self.more_options}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """PTX as a graph: what may run after each instruction, in which role of warps. Pure text.
 
 Blocks do not lie in the order in which they run. A kernel of several roles begins with the default role. The
-other warps wait in a loop, from which a table of branches (`brx.idx`) sends them to their roles.
+other warps wait in a loop, where each reads from shared memory which role it has: a table of branches
+(`brx.idx`) or, since Triton 3.8, one comparison after the other sends it there.
 """
 
 from __future__ import annotations
@@ -19,13 +20,20 @@ TENSOR_LOAD = re.compile(r"\bcp\.async\.bulk\.tensor\.\dd\.shared\S*\s.*\[(\S+)\
 TENSOR_STORE = re.compile(r"\bcp\.(?:reduce\.)?async\.bulk\.tensor\.\dd\.global\.shared\S*\s.*\[(\S+)\];")
 WAIT = re.compile(r"\bmbarrier\.try_wait\S*\s+\w+, \[(\S+)\]")
 SHARED_STORE = re.compile(r"\b(?:st\.shared|stmatrix)\b")
-STORE_WAIT = re.compile(r"\bcp\.async\.bulk\.wait_group\.read\s+(\d+);")
+STORE_WAIT = re.compile(  # for copies to have read shared memory, or, since Triton 3.8, also to have written
+    r"\bcp\.async\.bulk\.wait_group(?:\.read)?\s+(\d+);"
+)
 COMMIT = re.compile(r"\bcp\.async\.bulk\.commit_group;")
 
 _LABEL = re.compile(r"(\$L__BB\w+):")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);")  # not those of a spin that is one instruction to us
 _TABLE = re.compile(r"(\$L_brx_\w+): \.branchtargets")
 _INDEXED = re.compile(r"\bbrx\.idx(?:\.uni)?\s+[^,]+,\s*(\$L_brx_\w+);")
+_ROLES_BEGIN = re.compile(r"barrier\.sync\s+1;")
+_ROLE_NUMBER = re.compile(r"ld\.shared\S*\.[bu]8\s")
+_CHOICE = re.compile(  # of a way, or what it depends on
+    r"(?:@\S+\s+)?(?:\$L|(?:setp|bra|brx|mov|cvt|add|sub|and|or|xor|not|shl|shr)\b)"
+)
 _FOR_ALL = re.compile(r"bra(?:\.uni)?\s+\$L__BB|brx\.idx|ret;")  # without a predicate: nothing follows
 _BARRIER = re.compile(r"\bbar(?:rier)?\.sync\s+\d+(?:,\s*(\d+))?;")
 _WARP_BARRIER = re.compile(r"\bbar\.warp\.sync\b")
@@ -62,13 +70,28 @@ class Flow:
     @cached_property
     def roles(self) -> tuple[Role, ...]:
         """The roles that do anything, the default one first; a kernel without roles is one."""
-        dispatch = next((at for at, line in enumerate(self.lines) if _INDEXED.search(line)), None)
-        if dispatch is None:
+        begins = [at + 1 for at, line in enumerate(self.lines) if _ROLES_BEGIN.match(line)]
+        read = (at for begin in begins for at in self._chosen(begin) if _ROLE_NUMBER.match(self.lines[at]))
+        number = next(read, None)
+        if number is None:
             return (Role(self, self._reached(0, None), 0),)
-        head = next(at for at in range(dispatch, -1, -1) if _LABEL.match(self.lines[at]))
-        starts = (0, *self.following[dispatch])
+        head = next(at for at in range(number, -1, -1) if _LABEL.match(self.lines[at]))
+        starts = (0, *self._chosen(number + 1))
         roles = (Role(self, self._reached(start, head), start) for start in starts)
         return tuple(role for role in roles if role.any_of(_WORK))
+
+    def _chosen(self, start: int) -> Sequence[int]:
+        """The first lines on all ways from `start` that do more than choose a way."""
+        found, seen, todo = dict[int, None](), set[int](), [start]
+        while todo:
+            at = todo.pop(0)
+            if at not in seen:
+                seen.add(at)
+                if _CHOICE.match(self.lines[at]):
+                    todo += self.following[at]
+                else:
+                    found[at] = None
+        return [*found]
 
     @cached_property
     def threads(self) -> int:

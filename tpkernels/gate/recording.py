@@ -21,8 +21,8 @@ from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.launchers import Operands
 from tpkernels.kernels import launch, launch_plans
 from tpkernels.kernels.footprints import SHORT_NAMES
-from tpkernels.kernels.matmul_tile import GLUON_SINCE, triton_version
 from tpkernels.kernels.target import Target
+from tpkernels.kernels.triton_versions import GLUON_SINCE, LAUNCH_OPTIONS, triton_version
 
 HAS_GLUON = triton_version() >= GLUON_SINCE  # before it: of another form
 DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
@@ -114,6 +114,7 @@ class EntrySpec:
             constants=constants,
             architectures=self.architectures,
             unspecialised=unaligned,
+            more_options=LAUNCH_OPTIONS,
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.kernels.invariance import judged_layouts, judged_size, require_one_form
@@ -27,6 +28,7 @@ from tpkernels.kernels.target import (
     target_of,
 )
 from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile, sum_tile
+from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 
 Out = Tensor | Sequence[Tensor] | None  # of a launcher: what it writes into, one for each result asked for
 
@@ -109,9 +111,11 @@ def _start_on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Calla
         return partial(_record, kernel, grid)
     if kind == "cpu" and (start := _emulated.get()):
         return start(kernel, grid)
-    if kind == "cuda" and device.index != torch.cuda.current_device():
-        return partial(_launch_elsewhere, device, kernel[grid])  # Triton takes the current device
     started: Callable[..., object] = kernel[grid]
+    if not isinstance(kernel, CompiledKernel):  # which was compiled with them
+        started = partial(started, **LAUNCH_OPTIONS)
+    if kind == "cuda" and device.index != torch.cuda.current_device():
+        return partial(_launch_elsewhere, device, started)  # Triton takes the current device
     return started
 
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 from tpkernels.env_flag import env_flag
-
-GLUON_SINCE = (3, 7)  # of Triton: earlier ones lack parts of it that our kernels are written in
+from tpkernels.kernels.triton_versions import GLUON_SINCE, triton_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +95,3 @@ def compiles(tile: MatmulTile) -> bool:
 def available(tile: MatmulTile) -> bool:
     """Whether this process may use the tile's kernel: TPKERNELS_GLUON=0 leaves out those of Gluon."""
     return not tile.consumers or (compiles(tile) and env_flag("TPKERNELS_GLUON", default=True))
-
-
-@cache
-def triton_version() -> tuple[int, int]:
-    """(3, 7) of 3.7.1; (0, 0) without Triton."""
-    try:
-        major, minor = version("triton").split(".")[:2]
-        return int(major), int(minor)
-    except (PackageNotFoundError, ValueError):
-        return 0, 0

@@ -22,6 +22,7 @@ from tpkernels.kernels.matmul_tile import MatmulTile as MatmulTile
 from tpkernels.kernels.matmul_tile import compiles
 from tpkernels.kernels.operands import FP8, Form
 from tpkernels.kernels.target import Target
+from tpkernels.kernels.triton_versions import spilling, triton_version
 
 Kernel = Literal["linear", "glu", "dgrad", "dglu", "wgrad"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
@@ -271,7 +272,8 @@ def _fp8_tiles(form: Form, target: Target, ragged: bool) -> tuple[MatmulTile, ..
 
 def serves(kernel: Kernel, tile: MatmulTile, options: Container[str]) -> bool:
     """Whether a shipped tile is one for this epilogue, of which options names activation or gate."""
-    return not any(option in options for option in _SPILLING.get((kernel, tile.name), ()))
+    spills = _SPILLING.get((kernel, tile.name), ()) + spilling(kernel, tile.name)
+    return not any(option in options for option in spills)
 
 
 def default_tile(
@@ -306,6 +308,13 @@ def waiting_tile(tile: MatmulTile, chunk_rows: int) -> MatmulTile:
     # in the smallest tile of fp32 the wait and a third stage together make sm_90's assembler spill
     stages = min(tile.num_stages, 2) if tile.block_rows == tile.block_depth == 16 else tile.num_stages
     return replace(tile, flatten=False, group=group, num_stages=stages)
+
+
+def paired_tile(tile: MatmulTile) -> MatmulTile:
+    """A tile of `dgrad` for the sum of two products."""
+    # a third stage makes sm_90's assembler spill in the smallest tile of fp32, as Triton 3.8 compiles it
+    spills = triton_version() == (3, 8) and tile.block_rows == tile.block_depth == 16
+    return replace(tile, num_stages=min(tile.num_stages, 2)) if spills else tile
 
 
 def pushing_tile(tile: MatmulTile, others: tuple[MatmulTile, ...], chunk_rows: int) -> MatmulTile:

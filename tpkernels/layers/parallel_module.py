@@ -76,15 +76,14 @@ class MarkedModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._mark()
 
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
-        return bool(vars(self).get("_under_fsdp", False))
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Notice what torch's `fully_shard` sets on each module whose parameters it has replaced by DTensors.
 
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, managed: bool) -> None:
-        """Set by torch's `fully_shard` on each module whose parameters it has replaced by DTensors."""
-        self._under_fsdp = managed
-        self._after_fully_shard()
+        No property, which torch.compile would take for its value: since 2.14 it looks no further.
+        """
+        super().__setattr__(name, value)
+        if name == "_is_fsdp_managed_module":
+            self._after_fully_shard()
 
     def _after_fully_shard(self) -> None:
         self._mark()

@@ -53,7 +53,7 @@ def arrive(mbarrier: View, *, count: int = 1, pred: bool = True) -> None:
         current().emit(Arrive, current().barrier(mbarrier), count)
 
 
-def async_copy_global_to_shared(
+def async_load(
     tensor_desc: Descriptor,
     coord: Sequence[int],
     barrier: View,
@@ -69,7 +69,7 @@ def async_copy_global_to_shared(
         current().emit(CopyIn, number, result, tensor_desc.nbytes, land)
 
 
-def async_copy_shared_to_global(tensor_desc: Descriptor, coord: Sequence[int], src: View) -> None:
+def async_store(tensor_desc: Descriptor, coord: Sequence[int], src: View) -> None:
     require_like(src, tensor_desc.block_shape, tensor_desc.dtype, "a copy out")
     corner = tuple(int(at) for at in coord)
     box: list[torch.Tensor] = []
@@ -159,8 +159,10 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> An
 FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "mbarrier": {"init": init, "invalidate": invalidate, "wait": wait, "expect": expect, "arrive": arrive},
     "tma": {
-        "async_copy_global_to_shared": async_copy_global_to_shared,
-        "async_copy_shared_to_global": async_copy_shared_to_global,
+        "async_load": async_load,
+        "async_store": async_store,
+        "async_copy_global_to_shared": async_load,  # before Triton 3.8
+        "async_copy_shared_to_global": async_store,
         "store_wait": store_wait,
     },
     "hopper": {

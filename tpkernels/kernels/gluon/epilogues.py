@@ -8,6 +8,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tpkernels.kernels.epilogues import act, act_and_grad
 from tpkernels.kernels.gluon.roles import take
+from tpkernels.kernels.triton_versions import gluon_copies
+
+_, async_store = gluon_copies()
 
 
 @gluon.jit
@@ -106,7 +109,7 @@ def leave(out, value, row, col, staging, number: gl.constexpr, P: gl.constexpr):
     buffer = staging.index(number % P.staging)
     buffer.store(value.to(out.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out, [row, col], buffer)
+    async_store(out, [row, col], buffer)
 
 
 @gluon.jit

@@ -26,12 +26,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from tpkernels.kernels.blocks import tile_at
+from tpkernels.kernels.triton_versions import gluon_copies
+
+async_load, _ = gluon_copies()
 
 
 @gluon.jit
@@ -116,12 +118,12 @@ def load_step(a, b, beside, operands, use, row, col, k, P: gl.constexpr):
     mbarrier.wait(empty.index(buffer), phase ^ 1)
     if P.two_weights:
         mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta + beside.nbytes_per_cta)
-        tma.async_copy_global_to_shared(b, [col, k], landed, weight.slice(0, P.block_cols))
-        tma.async_copy_global_to_shared(beside, [col, k], landed, weight.slice(P.block_cols, P.block_cols))
+        async_load(b, [col, k], landed, weight.slice(0, P.block_cols))
+        async_load(beside, [col, k], landed, weight.slice(P.block_cols, P.block_cols))
     else:
         mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta)
-        tma.async_copy_global_to_shared(b, [k, col] if P.depth_first else [col, k], landed, weight)
-    tma.async_copy_global_to_shared(a, [row, k], landed, a_ring.index(buffer))
+        async_load(b, [k, col] if P.depth_first else [col, k], landed, weight)
+    async_load(a, [row, k], landed, a_ring.index(buffer))
 
 
 @gluon.jit
@@ -144,10 +146,10 @@ def fetch(in0, in1, inputs, rows, cols, P: gl.constexpr):
                 blocks = buffers.index(buffer)
                 mbarrier.wait(empty.index(buffer), phase ^ 1)
                 mbarrier.expect(landed, P.inputs * in0.nbytes_per_cta)
-                tma.async_copy_global_to_shared(in0, [row, col], landed, blocks.slice(0, P.block_rows))
+                async_load(in0, [row, col], landed, blocks.slice(0, P.block_rows))
                 if P.inputs == 2:
                     below = blocks.slice(P.block_rows, P.block_rows)
-                    tma.async_copy_global_to_shared(in1, [row, col], landed, below)
+                    async_load(in1, [row, col], landed, below)
                 use += 1
 
 

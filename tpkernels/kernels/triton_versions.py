@@ -1,0 +1,42 @@
+"""What differs between the versions of Triton that are allowed, and what no version may choose for us."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+GLUON_SINCE = (3, 7)  # earlier ones lack parts of Gluon that our kernels are written in
+# Options of every launch and compilation of ours. A product and a sum may become one instruction, which
+# rounds once: Triton's default until 3.9, which warns that it ends with 3.10.
+LAUNCH_OPTIONS: Mapping[str, Any] = {"enable_fp_fusion": True}
+# from this version on: kernel, tile -> epilogues with which it has too few registers, and spills
+SPILLING_SINCE: Mapping[tuple[int, int], Mapping[tuple[str, str], tuple[str, ...]]] = {
+    (3, 9): {("dgrad", "128x128x64-w4-s4-p4-c2"): ("gelu",)},
+}
+
+
+@cache
+def triton_version() -> tuple[int, int]:
+    """(3, 7) of 3.7.1; (0, 0) without Triton."""
+    try:
+        major, minor = version("triton").split(".")[:2]
+        return int(major), int(minor)
+    except (PackageNotFoundError, ValueError):
+        return 0, 0
+
+
+def spilling(kernel: str, tile: str) -> tuple[str, ...]:
+    """The epilogues with which a tile spills in the Triton that is installed, and not in all."""
+    found = (of.get((kernel, tile), ()) for since, of in SPILLING_SINCE.items() if triton_version() >= since)
+    return tuple(option for options in found for option in options)
+
+
+def gluon_copies() -> tuple[Any, Any]:
+    """Gluon's `tma.async_load` and `tma.async_store`, as 3.8 calls them; 3.9 has the older names no more."""
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    if hasattr(tma, "async_load"):
+        return tma.async_load, tma.async_store
+    return tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
