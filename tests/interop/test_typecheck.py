@@ -186,6 +186,16 @@ def test_a_parameter_that_lost_its_mark_is_found_in_a_model(compiled):
             model(ids, ids).backward()
 
 
+def test_marks_are_read_anew_in_each_check():
+    with rank_of_two() as group:
+        weight = torch.nn.Parameter(torch.ones(4))
+        with pytest.raises(spmd_types.SpmdTypeError, match="Invariant"), typecheck(group):
+            mappings.scatter_to_sequence_region(torch.ones(4, 4), group).mul(weight)
+        weight.sequence_parallel = True
+        with typecheck(group):
+            mappings.scatter_to_sequence_region(torch.ones(4, 4), group).mul(weight)
+
+
 def test_what_local_types_do_not_tell_is_not_found():
     """docs/typecheck.md says so."""
     for program, faults in NOT_SEEN.items():

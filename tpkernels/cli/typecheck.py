@@ -24,6 +24,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -76,6 +77,7 @@ class CheckedStep:
     def __init__(self) -> None:
         self.models = 0  # that were called
         self.ended = False  # by a step
+        self._errors: list[Exception] = []  # also those that the script has caught
         self._checking = ExitStack()
         self._sums: Counter[int] = Counter()  # of gradients over ranks, by address
 
@@ -104,7 +106,7 @@ class CheckedStep:
         finally:
             before_call.remove()
             before_step.remove()
-        return ""
+        return told(self._errors[0]) if self._errors else ""
 
     def _before_call(self, module: nn.Module, args: object) -> None:
         if self.models:
@@ -113,7 +115,7 @@ class CheckedStep:
         layer = next((layer for layer in layers if layer.world.size > 1), None)
         if layer is not None:
             self.models += 1
-            self._checking.enter_context(typecheck(layer.world.group))
+            self._errors = self._checking.enter_context(typecheck(layer.world.group))
 
     def _summed(self, gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         sum_over_ranks_(gradients, group)
@@ -196,6 +198,7 @@ def _as_rank_of(ranks: int) -> Iterator[None]:
     with (
         patch.dict(os.environ, where),
         patch.object(dist, "init_process_group", init_fake),
+        patch.object(device_mesh, "init_process_group", init_fake),
         patch.object(dist, "new_group", new_fake),
         # whole collectives, which the fake backend answers; it has no messages point to point
         patch.object(c10d, "_processors", lambda device: 1),

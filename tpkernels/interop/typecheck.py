@@ -33,12 +33,13 @@ from tpkernels.layers.world import State, tensor_world
 
 
 @contextmanager
-def typecheck(group: ProcessGroup | None = None, *, state: State = None) -> Iterator[None]:
+def typecheck(group: ProcessGroup | None = None, *, state: State = None) -> Iterator[list[Exception]]:
     """Raise `spmd_types.SpmdTypeError` where a tensor is used as another type over the ranks than it has.
 
     Works with any backend, also torch's "fake", with which one process is a rank of a world without others.
 
     group: the tensor-parallel group; by default that of `state`
+    yields: a list to which each such error is added, also one that somebody catches
     """
     try:
         import spmd_types
@@ -46,13 +47,14 @@ def typecheck(group: ProcessGroup | None = None, *, state: State = None) -> Iter
     except ImportError as error:
         raise ImportError("typecheck: expected the package spmd_types; pip install spmd_types") from error
     group = tensor_world(state).group if group is None else group
+    leaves = _TypedLeaves(group)
     with (
         torch.compiler.set_stance("force_eager"),  # compiled code calls no mode
         spmd_types.set_current_mesh([group]),
         checker.typecheck(local=True),
-        _TypedLeaves(group),
+        leaves,
     ):
-        yield
+        yield leaves.errors
 
 
 class _TypedLeaves(TorchFunctionMode):
@@ -60,6 +62,7 @@ class _TypedLeaves(TorchFunctionMode):
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
+        self.errors: list[Exception] = []
         self._group = group
 
     def __torch_function__(
@@ -69,6 +72,8 @@ class _TypedLeaves(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        from spmd_types import SpmdTypeError
+
         kwargs = kwargs or {}
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.is_leaf:
@@ -77,15 +82,19 @@ class _TypedLeaves(TorchFunctionMode):
             self._let_be_written(args[0], tree_leaves((args[1:], kwargs)))
         function = getattr(func, "__self__", None)
         if isinstance(function, type) and issubclass(function, torch.autograd.Function):
-            return function.apply(*args)  # `func` is its `apply` behind the checker's
-        result = func(*args, **kwargs)
+            func = function.apply  # which the checker sees; the given one is behind it
+        try:
+            result = func(*args, **kwargs)
+        except SpmdTypeError as error:
+            self.errors.append(error)
+            raise
         if func is _DATA:
             self._give_type(result, like=args[0])
         return result
 
     def _give_type(self, leaf: Tensor, like: Tensor | None = None) -> None:
         """like: what it is the data of"""
-        from spmd_types import I, R, V, assert_type, maybe_get_axis_local_type, normalize_axis
+        from spmd_types import I, R, V, assert_type, maybe_get_axis_local_type, mutate_type, normalize_axis
 
         if is_dtensor(leaf):
             raise TypeError(
@@ -93,14 +102,22 @@ class _TypedLeaves(TorchFunctionMode):
                 "fully_shard"
             )
         axis = normalize_axis(self._group)
-        if axis.size() == 1 or maybe_get_axis_local_type(leaf, axis) is not None:
+        if axis.size() == 1:
+            return
+        known = maybe_get_axis_local_type(leaf, axis)
+        if known is not None and not (leaf.requires_grad and vars(leaf).get(_GIVEN) is known):
             return
         found = None if like is None else maybe_get_axis_local_type(like, axis)
         if found is None:
             marks = Attributes.of(leaf)
             trained = I if leaf.requires_grad and not marks.sequence_parallel else R
             found = V if marks.tensor_model_parallel else trained
-        assert_type(leaf, {axis: found})
+        if known is None:
+            assert_type(leaf, {axis: found})
+        elif known is not found:  # its marks have changed since an earlier check
+            mutate_type(leaf, axis, src=known, dst=found)
+        if leaf.requires_grad:
+            vars(leaf)[_GIVEN] = found
 
     def _let_be_written(self, target: Tensor, given: Sequence[Any]) -> None:
         """Let a replicated tensor without a gradient, such as zeros, become what is written to it."""
@@ -122,4 +139,5 @@ def _writes(func: Callable[..., Any]) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
+_GIVEN = "_type_by_its_marks"
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
