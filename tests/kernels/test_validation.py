@@ -16,6 +16,7 @@ from tpkernels.kernels.glu import glu_fwd
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.tiles import MAX_FEATURES, MatmulTile, RowTile
+from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
 
 T, K, N = 6, 8, 16
@@ -191,5 +192,6 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch):
     kernel = {(4,): lambda *arguments, **constants: seen.append((current[0], arguments, constants))}
     for index in (0, 1):
         launch.on(torch.device("cuda", index), kernel, (4,))(1, 2, BLOCK=3)
-    assert seen == [(0, (1, 2), {"BLOCK": 3}), (1, (1, 2), {"BLOCK": 3})]
+    constants = {"BLOCK": 3, **LAUNCH_OPTIONS}
+    assert seen == [(0, (1, 2), constants), (1, (1, 2), constants)]
     assert current == [0]

@@ -6,7 +6,8 @@ bits off where hardware rounds to nearest even; a cast to fp32 makes subnormal n
 loses what rounding carries into the exponent, so that 1.984 becomes 1; casts and products of fp8 take NaN
 for a number, and some numbers for zero. Products of fp32 go to the machine's BLAS, whose order of adding
 depends on shapes on some processors; in float64, rounded once, no order shows.
-`tensor_descriptor.atomic_add` is missing altogether. `mend()` replaces all of these. It is called where
+`tensor_descriptor.atomic_add` is missing altogether. 3.9 refuses a mask that is an `&` of comparisons of
+scalars and blocks, which it holds as integers. `mend()` replaces all of these. It is called where
 kernels are defined, and does nothing in a process that compiles.
 
 At each call of a function upstream looks through all of `triton.language` for what it replaces meanwhile, and
@@ -75,6 +76,7 @@ def mend() -> None:
         builder.cast_impl,
         builder.create_fp_to_fp,
     )
+    upstream_load, upstream_store = builder.create_masked_load, builder.create_masked_store
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_imprecise: Any) -> Any:
         a, b = _as_fp32(a), _as_fp32(b)
@@ -99,6 +101,17 @@ def mend() -> None:
             return wide if target.scalar == tl.float32 else cast_impl(self, wide, target)
         return upstream_fp8(self, source, target, rounding)
 
+    # what follows a mask is called otherwise in each Triton
+    def create_masked_load(self: Any, pointers: Any, mask: Any, *others: Any, **named: Any) -> Any:
+        return upstream_load(self, pointers, _of_bools(mask), *others, **named)
+
+    def create_masked_store(
+        self: Any, pointers: Any, value: Any, mask: Any, *others: Any, **named: Any
+    ) -> Any:
+        return upstream_store(self, pointers, value, _of_bools(mask), *others, **named)
+
+    builder.create_masked_load = create_masked_load
+    builder.create_masked_store = create_masked_store
     builder.create_dot = create_dot
     builder.create_fp_to_fp = create_fp_to_fp
     builder.cast_impl = cast_impl
@@ -201,6 +214,12 @@ def _as_fp32(handle: Any) -> Any:
     return interpreter.TensorHandle(fp32_from_bf16(handle.data), tl.float32)
 
 
+def _of_bools(mask: Any) -> Any:
+    if not isinstance(mask, interpreter.TensorHandle) or mask.data.dtype == np.bool_:
+        return mask
+    return interpreter.TensorHandle(mask.data.astype(np.bool_), mask.dtype)
+
+
 def _create_descriptor_reduce(self: Any, kind: Any, descriptor: Any, value: Any, offsets: Any) -> None:
     """`descriptor[offsets] += value`: a read, a sum and a write are one step, as programs run one by one."""
     if "ADD" not in str(kind).upper() or value.dtype.scalar != tl.float32:
@@ -208,8 +227,7 @@ def _create_descriptor_reduce(self: Any, kind: Any, descriptor: Any, value: Any,
             f"the interpreter reduces by fp32 addition only, got {kind} of {value.dtype}"
         )
     pointers, mask = descriptor.materialize_pointers(offsets)
-    mask = interpreter.TensorHandle(mask, tl.int1)
-    old = self.create_masked_load(pointers, mask, None, None, None, False)
-    self.create_masked_store(
-        pointers, interpreter.TensorHandle(old.data + value.data, tl.float32), mask, None, None
-    )
+    inside = mask.data if isinstance(mask, interpreter.TensorHandle) else mask  # the former since Triton 3.9
+    zeros = np.zeros(pointers.data.shape, dtype=np.float32)
+    old = interpreter._interpreter.load(pointers.data, inside, zeros, np.dtype(np.float32))
+    interpreter._interpreter.store(pointers.data, old + value.data, inside)
