@@ -22,8 +22,10 @@ OF_PACKAGE = ["models.gpt", "interop.parallelize", "cli.train"]
 @contextmanager
 def default_variables() -> Iterator[None]:
     variables = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TPKERNELS_")}
-    yield
-    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.update(variables)
 
 
 with default_variables():

@@ -29,7 +29,11 @@ if "buckets" in sys.argv:
 if "unmarked" in sys.argv:
     next(p for p in model.parameters() if p.sequence_parallel).sequence_parallel = False
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
+marked = [parameter for parameter in model.parameters() if parameter.sequence_parallel]
+others = [parameter for parameter in model.parameters() if not parameter.sequence_parallel]
+first = torch.optim.SGD(others, 0.1) if "two" in sys.argv else None
 for step in range(2):
+    optimizer.zero_grad()
     ids = torch.randint(0, 64, (2, 16))
     try:
         loss = 0 if "nothing" in sys.argv else model(ids, ids)
@@ -41,6 +45,22 @@ for step in range(2):
         loss.backward()
     for _ in range(sys.argv.count("summed")):
         tpkernels.finalize_gradients(model)
+    if "clip" in sys.argv:
+        assert all(parameter.grad is not None for parameter in marked)
+        tpkernels.clip_grad_norm_(model.parameters(), 1.0)
+    if "late" in sys.argv:
+        model(ids, ids).backward()
+    if "own" in sys.argv:
+        for parameter in marked:
+            dist.all_reduce(parameter.grad)
+    if "by_hand" in sys.argv:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        continue
+    if "two" in sys.argv:
+        first.step()
+        optimizer = torch.optim.SGD(marked, 0.1)
     if "buckets" in sys.argv:
         buckets.finish()
     optimizer.step()
@@ -62,20 +82,38 @@ def checked(tmp_path, capsys):
     return run
 
 
-@pytest.mark.parametrize("how", [("summed",), ("buckets",), ("summed", "mesh")], ids="_".join)
-def test_a_right_script_is_run_up_to_its_first_step(checked, how):
+@pytest.mark.parametrize(
+    "how",
+    [("summed",), ("buckets",), ("summed", "mesh"), ("summed", "two"), ("summed", "clip"), ("own",)],
+    ids="_".join,
+)
+def test_a_right_script_is_run_until_its_second_step(checked, how):
     assert checked(*how) == (
         0,
-        "train.py: no fault found in types over 2 ranks (up to the first step of an optimizer)\n",
+        "train.py: no fault found in types over 2 tensor-parallel ranks\n",
     )
 
 
-@pytest.mark.parametrize(("arguments", "sums"), [((), 0), (("summed", "summed"), 2)])
-def test_partial_gradients_must_be_summed_once_before_the_step(checked, arguments, sums):
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((), "was summed 0 times"),
+        (("summed", "summed"), "was summed 2 times"),
+        (("summed", "late"), "a backward has added to it after it was summed"),
+        (("two",), "was summed 0 times"),
+    ],
+)
+def test_partial_gradients_must_be_summed_once_before_the_step(checked, arguments, why):
     code, said = checked(*arguments)
     assert code == 1
     assert said.startswith(f"train.py:{STEP}, in <module>\n    optimizer.step()\n")
-    assert f"was summed {sums} times before the step" in said
+    assert f"a term of a sum over the ranks, and {why} before the step" in said
+
+
+def test_parameters_that_no_optimizer_steps_are_half_checked(checked):
+    code, said = checked("own", "by_hand")
+    assert code == 1
+    assert "so only what was called is checked: no fault found in it" in said
 
 
 @pytest.mark.parametrize("what", [("unmarked",), ("unmarked", "caught")], ids="_".join)

@@ -333,8 +333,8 @@ def test_compiled_it_saves_and_computes_what_it_does_eagerly():
 def test_mistakes_are_errors_on_every_rank():
     x, w, ids = torch.randn(6, 8), torch.randn(8, 8), torch.arange(6)
     call: Callable[..., Any] = partial(linear_logprobs, group=dist.group.WORLD)
-    for wrong in (0, -1.0, math.nan, math.inf, torch.ones(6)):
-        words = "linear_logprobs: expected a finite number above 0 as temperature, got"
+    for wrong in (0, -1.0, 1e-31, math.nan, math.inf, torch.ones(6)):
+        words = "linear_logprobs: expected a finite number of at least 1e-30 as temperature, got"
         assert words in message_of(partial(call, x, w, ids, temperature=wrong))
     calls: list[tuple[Callable[[], object], str]] = [
         (
@@ -351,3 +351,14 @@ def test_mistakes_are_errors_on_every_rank():
     ]
     for run, words in calls:
         assert words in message_of(run)
+
+
+@on_ranks(1)
+def test_entropies_need_no_target():
+    """Also of rows that have none: nothing is ignored there."""
+    group, x, w = dist.group.WORLD, torch.randn(3, 4), torch.randn(8, 4)
+    _, expected = linear_logprobs(x, w, torch.zeros(3, 1, dtype=torch.long), group, return_entropy=True)
+    none = torch.zeros(3, 0, dtype=torch.long)
+    logprobs, entropy = linear_logprobs(x, w, none, group, return_entropy=True)
+    assert logprobs.shape == (3, 0)
+    assert torch.equal(entropy, expected)

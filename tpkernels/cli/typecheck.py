@@ -1,9 +1,9 @@
-"""`python -m tpkernels typecheck SCRIPT`: one step of a training script, checked by types over the ranks.
+"""`python -m tpkernels typecheck SCRIPT`: the first step of a training script, checked by types over ranks.
 
 The script runs in this process as rank 0 of a world without others (torch's "fake" backend): what it computes
 are not its numbers, but their types over the tensor-parallel ranks are (`interop.typecheck`). From the first
-call of a model with tensor-parallel layers on all is checked, up to the first step of an optimizer, where the
-script ends: by then `finalize_gradients` or buckets must have summed each partial gradient, once.
+call of a model with tensor-parallel layers on all is checked, until an optimizer would step its parameters a
+second time, where the script ends. At each step partial gradients must have been summed, once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import runpy
 import sys
 import traceback
 from argparse import REMAINDER, ArgumentParser, Namespace
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,9 +23,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import device_mesh
+from torch.distributed import ProcessGroup, device_mesh
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.cli import BadUse, require_packages
@@ -36,6 +39,7 @@ from tpkernels.layers import replicas
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.replicas import gradient_of
+from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import sum_over_ranks_
 from tpkernels.runtime.initialize import destroy_model_parallel
 
@@ -57,94 +61,180 @@ def main(options: Namespace) -> int:
         raise BadUse(f"expected a script, got {str(options.script)!r}, which is no file")
     if options.ranks < 2:
         raise BadUse(f"expected --ranks of at least 2, got {options.ranks}")
-    step = CheckedStep()
+    steps = CheckedSteps()
     with _as_rank_of(options.ranks), _as_script(options.script, options.arguments):
-        wrong = step.run(str(options.script))
+        wrong = steps.run(str(options.script))
     if wrong:
         print(f"{wrong}\n\n{LEGEND}")
         return 1
-    if not step.models:
+    if steps.group is None:
         print(f"{options.script}: no model with tensor-parallel layers was called, so nothing was checked")
         return 1
-    how = "up to the first step of an optimizer" if step.ended else "no optimizer made a step"
-    print(f"{options.script}: no fault found in types over {options.ranks} ranks ({how})")
+    if not steps.stepped:
+        print(
+            f"{options.script}: no torch.optim.Optimizer has stepped parameters of the model that have "
+            "gradients, so only what was called is checked: no fault found in it"
+        )
+        return 1
+    print(f"{options.script}: no fault found in types over {steps.ranks} tensor-parallel ranks")
     return 0
 
 
-class CheckedStep:
-    """Runs a script up to its first optimizer step, and checks it from the first call of a model on."""
+class CheckedSteps:
+    """Runs a script until an optimizer would step again; checks it from the first call of a model on."""
 
     def __init__(self) -> None:
-        self.models = 0  # that were called
-        self.ended = False  # by a step
+        self.group: ProcessGroup | None = None  # of the model's layers, once it was called
+        self.ranks = 0  # of it
+        self.stepped = False  # whether parameters of it were
         self._errors: list[Exception] = []  # also those that the script has caught
         self._checking = ExitStack()
-        self._sums: Counter[int] = Counter()  # of gradients over ranks, by address
+        self._sums: dict[int, _Sums] = {}  # of marked parameters, by id
+        self._parameters: set[int] = set()  # ids of the model's
+        self._optimizers: set[int] = set()  # ids of those that have stepped some of them
+        self._ended = False
 
     def run(self, script: str) -> str:
         """Run it; return what is wrong, or nothing."""
         from spmd_types import SpmdTypeError
 
-        before_call = register_module_forward_pre_hook(self._before_call)
-        before_step = register_optimizer_step_pre_hook(self._before_step)
+        hooks = [
+            register_module_forward_pre_hook(self._before_call),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
         try:
             with self._checking, patch.object(replicas, "sum_over_ranks_", self._summed):
                 runpy.run_path(script, run_name="__main__")
         except _Ended:
-            self.ended = True
+            pass
         except SystemExit as end:
-            if end.code not in (None, 0):
+            if end.code not in (None, 0) and not self._errors:
                 raise
         except Exception as error:
-            causes = chain(error)
-            found = next(
-                (each for each in causes if isinstance(each, (SpmdTypeError, PartialGradient))), None
-            )
-            if found is None:
+            found = [each for each in chain(error) if isinstance(each, SpmdTypeError)]
+            if not (found or self._errors):
                 raise
-            return told(found)
+            self._errors += found
         finally:
-            before_call.remove()
-            before_step.remove()
+            for hook in hooks:
+                hook.remove()
         return told(self._errors[0]) if self._errors else ""
 
     def _before_call(self, module: nn.Module, args: object) -> None:
-        if self.models:
+        if self.group is None:
+            layers = (layer for layer in module.modules() if isinstance(layer, ParallelModule))
+            layer = next((layer for layer in layers if layer.world.size > 1), None)
+            if layer is not None:
+                self.group, self.ranks = layer.world.group, layer.world.size
+                self._check()
+        elif (
+            isinstance(module, ParallelModule)
+            and module.world.size > 1
+            and module.world.group is not self.group
+        ):
+            raise BadUse(
+                "expected layers of one tensor-parallel group, got those of another, which nothing checks"
+            )
+        if self.group is not None:
+            for parameter in module.parameters():
+                self._follow(parameter)
+
+    def _check(self) -> None:
+        errors = self._checking.enter_context(typecheck(self.group))
+        self._checking.callback(lambda: self._errors.extend(errors))
+
+    def _follow(self, parameter: Tensor) -> None:
+        """Count the sums of a partial gradient of the model's."""
+        if id(parameter) in self._parameters:
             return
-        layers = (layer for layer in module.modules() if isinstance(layer, ParallelModule))
-        layer = next((layer for layer in layers if layer.world.size > 1), None)
-        if layer is not None:
-            self.models += 1
-            self._errors = self._checking.enter_context(typecheck(layer.world.group))
+        self._parameters.add(id(parameter))
+        if parameter.requires_grad and Attributes.of(parameter).sequence_parallel:
+            sums = self._sums[id(parameter)] = _Sums(parameter)
+            parameter.register_post_accumulate_grad_hook(lambda _: sums.accumulated())
 
     def _summed(self, gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         sum_over_ranks_(gradients, group)
-        self._sums.update(gradient.data_ptr() for gradient in gradients)
+        with unobserved():
+            found = {gradient.data_ptr() for gradient in gradients}
+            for sums in self._sums.values():
+                ours = gradient_of(sums.parameter)
+                if ours is not None and ours.data_ptr() in found:
+                    sums.summed(group)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if not self.models:
+        stepped = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in self._parameters and gradient_of(parameter) is not None
+        ]
+        if not stepped or self.group is None:
             return
-        self._checking.close()
-        summed_by_buckets = {
+        if self._ended or id(optimizer) in self._optimizers:
+            self._ended = True  # should the script go on all the same
+            raise _Ended
+        self._optimizers.add(id(optimizer))
+        self._checking.close()  # what an optimizer computes has other types
+        by_buckets = {
             id(parameter)
             for buckets in gc.get_objects()
             if type(buckets) is GradientBuckets
             for parameter in buckets.summed_parameters()
         }
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = gradient_of(parameter)
-                if gradient is None or not Attributes.of(parameter).sequence_parallel:
-                    continue
-                sums = self._sums[gradient.data_ptr()] + (id(parameter) in summed_by_buckets)
-                if sums != 1:
-                    raise PartialGradient(
-                        f"the gradient of a parameter {tuple(parameter.shape)} marked sequence_parallel is a "
-                        f"term of a sum over the ranks, and was summed {sums} times before the step; call "
-                        "finalize_gradients(model) once after the last backward, or give GradientBuckets "
-                        "the tensor_parallel_group"
-                    )
-        raise _Ended
+        for parameter in stepped:
+            sums = self._sums.get(id(parameter))
+            if sums is not None and (wrong := sums.wrong(id(parameter) in by_buckets, self.group)):
+                error = PartialGradient(
+                    f"the gradient of a parameter {tuple(parameter.shape)} marked sequence_parallel is a "
+                    f"term of a sum over the ranks, and {wrong} before the step; call "
+                    "finalize_gradients(model) once after the last backward, or give GradientBuckets the "
+                    "tensor_parallel_group"
+                )
+                self._errors.append(error)
+                raise error
+        self.stepped = True
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if id(optimizer) in self._optimizers:
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                if (sums := self._sums.get(id(parameter))) is not None:
+                    sums.begin()
+            self._check()
+
+
+class _Sums:
+    """How often a partial gradient was summed since the last step."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+        self.begin()
+
+    def begin(self) -> None:
+        self._count, self._terms_since = 0, False
+
+    def accumulated(self) -> None:
+        self._terms_since = True
+
+    def summed(self, group: ProcessGroup) -> None:
+        from spmd_types import P, R, maybe_get_axis_local_type, mutate_type, normalize_axis
+
+        self._count, self._terms_since = self._count + 1, False
+        gradient, axis = self.parameter.grad, normalize_axis(group)
+        if gradient is not None and maybe_get_axis_local_type(gradient, axis) is P:
+            mutate_type(gradient, axis, src=P, dst=R)
+
+    def wrong(self, by_buckets: bool, group: ProcessGroup) -> str:
+        """What is wrong with it, in words; empty if nothing is."""
+        from spmd_types import R, maybe_get_axis_local_type, normalize_axis
+
+        gradient, count = self.parameter.grad, self._count + by_buckets
+        reduced = gradient is not None and maybe_get_axis_local_type(gradient, normalize_axis(group)) is R
+        if reduced and not count:
+            return ""  # the script has all-reduced it
+        if count == 1 and self._terms_since and not by_buckets:
+            return "a backward has added to it after it was summed"
+        return "" if count == 1 else f"was summed {count} times"
 
 
 class PartialGradient(RuntimeError):

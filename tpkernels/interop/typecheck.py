@@ -88,13 +88,15 @@ class _TypedLeaves(TorchFunctionMode):
         except SpmdTypeError as error:
             self.errors.append(error)
             raise
-        if func is _DATA:
+        if func == _DATA:
             self._give_type(result, like=args[0])
+        elif func == _GRAD and result is not None:
+            self._give_type(result, gradient_of=args[0])
         return result
 
-    def _give_type(self, leaf: Tensor, like: Tensor | None = None) -> None:
-        """like: what it is the data of"""
-        from spmd_types import I, R, V, assert_type, maybe_get_axis_local_type, mutate_type, normalize_axis
+    def _give_type(self, leaf: Tensor, like: Tensor | None = None, gradient_of: Tensor | None = None) -> None:
+        """like: what it is the data of; gradient_of: what it is the gradient of"""
+        from spmd_types import I, P, R, V, assert_type, maybe_get_axis_local_type, mutate_type, normalize_axis
 
         if is_dtensor(leaf):
             raise TypeError(
@@ -108,6 +110,9 @@ class _TypedLeaves(TorchFunctionMode):
         if known is not None and not (leaf.requires_grad and vars(leaf).get(_GIVEN) is known):
             return
         found = None if like is None else maybe_get_axis_local_type(like, axis)
+        if gradient_of is not None:
+            of = maybe_get_axis_local_type(gradient_of, axis)
+            found = P if of is R else of
         if found is None:
             marks = Attributes.of(leaf)
             trained = I if leaf.requires_grad and not marks.sequence_parallel else R
@@ -140,4 +145,5 @@ def _writes(func: Callable[..., Any]) -> bool:
 
 
 _GIVEN = "_type_by_its_marks"
+_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from tpkernels.layers.exact_norm import exact_norm
 from tpkernels.layers.foreign import groups_with_blocks, is_dtensor
 from tpkernels.layers.replicas import gradient_of, likely_causes, name_of
 from tpkernels.layers.world import State, tensor_world
+from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import agree_on, from_all_ranks
 from tpkernels.runtime.state import ParallelState, current
 from tpkernels.tp_invariance import mode
@@ -44,6 +45,11 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, s
         raise ValueError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
     owned = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     owned = list({id(parameter): parameter for parameter in owned}.values())  # tied ones once
+    with unobserved():
+        return _clipped(owned, max_norm, state)
+
+
+def _clipped(owned: Sequence[Tensor], max_norm: float, state: State) -> Tensor:
     device = owned[0].device if owned else torch.device("cpu")
     found = current() if state is None else state
     groups = [tensor_world(state).group]

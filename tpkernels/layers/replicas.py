@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.foreign import is_dtensor, is_split_over, local_of, reshard
 from tpkernels.layers.world import State, tensor_world
+from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import agree_on, sum_over_ranks_, unlike_first_rank
 
 _WRAPPERS = re.compile(r"^((_forward_module|_orig_mod|module)\.)+")  # Fabric, torch.compile, DDP
@@ -60,13 +61,14 @@ def finalize_gradients(module: nn.Module, *, state: State = None) -> None:
     require_marks("finalize_gradients", module.named_parameters())
     if world.size == 1:
         return
-    marked = [
-        (name, gradient_of(parameter))
-        for name, parameter in module.named_parameters()
-        if Attributes.of(parameter).sequence_parallel
-    ]
-    agree_on("finalize_gradients", marked, world.group)
-    sum_over_ranks_([gradient for _, gradient in marked if gradient is not None], world.group)
+    with unobserved():
+        marked = [
+            (name, gradient_of(parameter))
+            for name, parameter in module.named_parameters()
+            if Attributes.of(parameter).sequence_parallel
+        ]
+        agree_on("finalize_gradients", marked, world.group)
+        sum_over_ranks_([gradient for _, gradient in marked if gradient is not None], world.group)
 
 
 def check_replicas(module: nn.Module, *, state: State = None) -> None:

@@ -44,12 +44,11 @@ def differs_between_ranks(number: Tensor, group: ProcessGroup) -> Tensor:
 @torch.no_grad()
 def sum_over_ranks_(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
     """All-reduce tensors in place, with the same bits on all ranks."""
-    with unobserved():
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            total = reduce_from_region(torch.cat([tensor.reshape(-1) for tensor in alike]), group)
-            parts = total.split([tensor.numel() for tensor in alike])
-            torch._foreach_copy_(alike, [p.view(t.shape) for p, t in zip(parts, alike, strict=True)])
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        total = reduce_from_region(torch.cat([tensor.reshape(-1) for tensor in alike]), group)
+        parts = total.split([tensor.numel() for tensor in alike])
+        torch._foreach_copy_(alike, [p.view(t.shape) for p, t in zip(parts, alike, strict=True)])
 
 
 @torch.no_grad()

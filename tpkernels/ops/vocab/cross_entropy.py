@@ -317,6 +317,8 @@ def row_targets(target: Tensor) -> Tensor:
     """(rows,): the target of each row, or for several of a row NOWHERE, or IGNORED if all are."""
     if target.ndim == 1:
         return target
+    if not target.shape[1]:  # none is ignored
+        return target.new_full(target.shape[:1], NOWHERE)
     return torch.where((target == IGNORED).all(1), IGNORED, NOWHERE)
 
 

@@ -74,6 +74,7 @@ from tpkernels.tp_invariance import mode
 
 OP = "linear_cross_entropy"
 Reduction = Literal["mean", "sum", "none"]
+LEAST_TEMPERATURE = 1e-30  # logits over it must be finite in fp32
 LEAST_TOKENS = 128  # in a chunk by default; chosen without measuring
 
 
@@ -146,8 +147,11 @@ def linear_logprobs(
     returns: log-probabilities (like target), and entropies (tokens, ...) or None; in fp32 or wider
     """
     op = "linear_logprobs"
-    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
-        raise ValueError(f"{op}: expected a finite number above 0 as temperature, got {temperature!r}")
+    if not isinstance(temperature, int | float) or not LEAST_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(
+            f"{op}: expected a finite number of at least {LEAST_TEMPERATURE:g} as temperature, got "
+            f"{temperature!r}"
+        )
     scale = 1 / temperature if temperature != 1 or return_entropy else None
     options = LossOptions(op, group, vocab_size, 0.0, ignore_index, scale, sequence_parallel, chunk_tokens)
     hidden, weight_shard, options = _checked(hidden, weight_shard, main_grad, options, return_entropy)
@@ -285,10 +289,10 @@ class PartialGradients:
     """Accumulates this rank's terms of the gradients over chunks; None for those that are not needed."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, needs_dhidden: bool, needs_dweight: bool, group: ProcessGroup
+        self, hidden: Tensor, weight: Tensor, needs_dhidden: bool, needs_dweight: bool, options: LossOptions
     ) -> None:
         self._hidden, self._weight = hidden, weight
-        self._segments = segments_of(OP, group)
+        self._segments = segments_of(options.op, options.group)
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.dhidden = torch.empty_like(hidden, dtype=terms_dtype(hidden.dtype)) if needs_dhidden else None
         self.dweight = torch.zeros_like(weight, dtype=wide) if needs_dweight else None
@@ -399,7 +403,7 @@ def _reduced(
     """Compute (loss, weight of each token, dhidden, dweight): this rank's terms of gradients of the sum."""
     target = sharded_loss(options, weight.shape[0]).counted(target)
     hidden = _full_hidden(hidden, options)
-    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, options.group)
+    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, options)
     wanted = gradients if needs_dhidden or needs_dweight else None
     loss, *_ = _losses_by_chunk(options, hidden, weight, target, wanted)
     tokens = (target != IGNORED).sum() if reduction == "mean" else torch.ones((), device=target.device)
@@ -499,7 +503,7 @@ def _token_gradients(
     """
     losses = sharded_loss(options, weight.shape[0])
     hidden = _full_hidden(hidden, options)
-    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, options.group)
+    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, options)
     for rows, logits in _logits_of_chunks(hidden, weight, options):
         given = dloss[rows], None if dentropy is None else dentropy[rows]
         gradients.add(rows, losses.gradient(logits, known.of(rows), *given, in_place=True))
