@@ -100,6 +100,11 @@ def test_roles_are_told_apart_by_comparisons_too(ptx):
         f"\tsetp.eq.b32 \t%p{900 + n}, {table[3]}, {n};\n\t@%p{900 + n} bra \t{target};"
         for n, target in enumerate(targets)
     )
+    elsewhere = re.sub(r"\$L_brx_0: \.branchtargets\n((?:.*,\n)*.*;)", "", ptx).replace("$L_brx_0", "JTI0_0")
+    elsewhere = elsewhere.replace(
+        "{\n", f"{{\nJTI0_0:\n\t.branchtargets\n{table[2]}\n", 1
+    )  # as in Triton 3.9
+    assert [role.threads for role in Flow.of(elsewhere).roles] == [256, 32, 32]
     compared = Flow.of(ptx.replace(table[0], f"{chain}\n\tbarrier.sync \t1;\n\tbarrier.sync \t1;\n\tret;"))
     assert [role.threads for role in compared.roles] == [256, 32, 32]
     assert [len(role.matching(TENSOR_LOAD)) for role in compared.roles] == [0, 5, 2]

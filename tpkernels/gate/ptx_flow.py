@@ -27,8 +27,8 @@ COMMIT = re.compile(r"\bcp\.async\.bulk\.commit_group;")
 
 _LABEL = re.compile(r"(\$L__BB\w+):")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);")  # not those of a spin that is one instruction to us
-_TABLE = re.compile(r"(\$L_brx_\w+): \.branchtargets")
-_INDEXED = re.compile(r"\bbrx\.idx(?:\.uni)?\s+[^,]+,\s*(\$L_brx_\w+);")
+_TABLE = re.compile(r"(?:\S+: )?\.branchtargets")  # its label stands before it, perhaps on a line of its own
+_INDEXED = re.compile(r"\bbrx\.idx(?:\.uni)?\s+[^,]+,\s*(\S+);")
 _ROLES_BEGIN = re.compile(r"barrier\.sync\s+1;")
 _ROLE_NUMBER = re.compile(r"ld\.shared\S*\.[bu]8\s")
 _CHOICE = re.compile(  # of a way, or what it depends on
@@ -132,10 +132,11 @@ class Flow:
 
     def _tables(self) -> Iterator[tuple[str, list[str]]]:
         for at, line in enumerate(self.lines):
-            if found := _TABLE.match(line):
+            if _TABLE.match(line):
+                label = line if ":" in line else self.lines[at - 1]
                 end = next(to for to in range(at + 1, len(self.lines)) if not self.lines[to].endswith(","))
                 text = " ".join(self.lines[at + 1 : end + 1])
-                yield found[1], re.findall(r"\$L__BB\w+", text)
+                yield label.partition(":")[0], re.findall(r"\$L__BB\w+", text)
 
     def _next(self, at: int, labels: Mapping[str, int], tables: Mapping[str, list[str]]) -> Iterator[int]:
         line = self.lines[at]
