@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import importlib
 import inspect
 import multiprocessing
 import os
@@ -243,6 +244,9 @@ def _forget(*packages: str) -> None:
     for name in list(sys.modules):
         if name.partition(".")[0] in packages and not name.startswith(("tpkernels._C", "triton._C")):
             del sys.modules[name]
+    if (fault := _Planted.fault) is not None:  # into the package that is imported anew
+        sys.modules.pop(fault.__module__, None)
+        _Planted.fault = getattr(importlib.import_module(fault.__module__), fault.__name__)
 
 
 def _code_of(words: Sequence[str]) -> int:

@@ -107,7 +107,7 @@ def test_partial_gradients_must_be_summed_once_before_the_step(checked, argument
     code, said = checked(*arguments)
     assert code == 1
     assert said.startswith(f"train.py:{STEP}, in <module>\n    optimizer.step()\n")
-    assert f"a term of a sum over the ranks, and {why} before the step" in said
+    assert f"a term of a sum over the ranks, and before the step {why};" in said
 
 
 def test_parameters_that_no_optimizer_steps_are_half_checked(checked):

@@ -1,47 +1,16 @@
 """`python -m tpkernels typecheck SCRIPT`: the first step of a training script, checked by types over ranks.
 
 The script runs in this process as rank 0 of a world without others (torch's "fake" backend): what it computes
-are not its numbers, but their types over the tensor-parallel ranks are (`interop.typecheck`). From the first
-call of a model with tensor-parallel layers on all is checked, until an optimizer would step its parameters a
-second time, where the script ends. At each step partial gradients must have been summed, once.
+are not its numbers, but their types over the tensor-parallel ranks are (`interop.typecheck`).
 """
 
 from __future__ import annotations
 
-import gc
-import os
-import runpy
-import sys
-import traceback
 from argparse import REMAINDER, ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup, device_mesh
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-
-from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.cli import BadUse, require_packages
-from tpkernels.comm.transports import c10d
-from tpkernels.interop.typecheck import typecheck
-from tpkernels.layers import replicas
-from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.parallel_module import ParallelModule
-from tpkernels.layers.replicas import gradient_of
-from tpkernels.ops.inputs import unobserved
-from tpkernels.ops.replicas import sum_over_ranks_
-from tpkernels.runtime.initialize import destroy_model_parallel
 
 LEGEND = (
     "Types over the tensor-parallel ranks: I replicated, with the full gradient; R replicated, its gradient "
@@ -61,8 +30,10 @@ def main(options: Namespace) -> int:
         raise BadUse(f"expected a script, got {str(options.script)!r}, which is no file")
     if options.ranks < 2:
         raise BadUse(f"expected --ranks of at least 2, got {options.ranks}")
+    from tpkernels.cli.typecheck_steps import CheckedSteps, as_rank_of, as_script
+
     steps = CheckedSteps()
-    with _as_rank_of(options.ranks), _as_script(options.script, options.arguments):
+    with as_rank_of(options.ranks), as_script(options.script, options.arguments):
         wrong = steps.run(str(options.script))
     if wrong:
         print(f"{wrong}\n\n{LEGEND}")
@@ -78,233 +49,3 @@ def main(options: Namespace) -> int:
         return 1
     print(f"{options.script}: no fault found in types over {steps.ranks} tensor-parallel ranks")
     return 0
-
-
-class CheckedSteps:
-    """Runs a script until an optimizer would step again; checks it from the first call of a model on."""
-
-    def __init__(self) -> None:
-        self.group: ProcessGroup | None = None  # of the model's layers, once it was called
-        self.ranks = 0  # of it
-        self.stepped = False  # whether parameters of it were
-        self._errors: list[Exception] = []  # also those that the script has caught
-        self._checking = ExitStack()
-        self._sums: dict[int, _Sums] = {}  # of marked parameters, by id
-        self._parameters: set[int] = set()  # ids of the model's
-        self._optimizers: set[int] = set()  # ids of those that have stepped some of them
-        self._ended = False
-
-    def run(self, script: str) -> str:
-        """Run it; return what is wrong, or nothing."""
-        from spmd_types import SpmdTypeError
-
-        hooks = [
-            register_module_forward_pre_hook(self._before_call),
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-        try:
-            with self._checking, patch.object(replicas, "sum_over_ranks_", self._summed):
-                runpy.run_path(script, run_name="__main__")
-        except _Ended:
-            pass
-        except SystemExit as end:
-            if end.code not in (None, 0) and not self._errors:
-                raise
-        except Exception as error:
-            found = [each for each in chain(error) if isinstance(each, SpmdTypeError)]
-            if not (found or self._errors):
-                raise
-            self._errors += found
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return told(self._errors[0]) if self._errors else ""
-
-    def _before_call(self, module: nn.Module, args: object) -> None:
-        if self.group is None:
-            layers = (layer for layer in module.modules() if isinstance(layer, ParallelModule))
-            layer = next((layer for layer in layers if layer.world.size > 1), None)
-            if layer is not None:
-                self.group, self.ranks = layer.world.group, layer.world.size
-                self._check()
-        elif (
-            isinstance(module, ParallelModule)
-            and module.world.size > 1
-            and module.world.group is not self.group
-        ):
-            raise BadUse(
-                "expected layers of one tensor-parallel group, got those of another, which nothing checks"
-            )
-        if self.group is not None:
-            for parameter in module.parameters():
-                self._follow(parameter)
-
-    def _check(self) -> None:
-        errors = self._checking.enter_context(typecheck(self.group))
-        self._checking.callback(lambda: self._errors.extend(errors))
-
-    def _follow(self, parameter: Tensor) -> None:
-        """Count the sums of a partial gradient of the model's."""
-        if id(parameter) in self._parameters:
-            return
-        self._parameters.add(id(parameter))
-        if parameter.requires_grad and Attributes.of(parameter).sequence_parallel:
-            sums = self._sums[id(parameter)] = _Sums(parameter)
-            parameter.register_post_accumulate_grad_hook(lambda _: sums.accumulated())
-
-    def _summed(self, gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        sum_over_ranks_(gradients, group)
-        with unobserved():
-            found = {gradient.data_ptr() for gradient in gradients}
-            for sums in self._sums.values():
-                ours = gradient_of(sums.parameter)
-                if ours is not None and ours.data_ptr() in found:
-                    sums.summed(group)
-
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        stepped = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) in self._parameters and gradient_of(parameter) is not None
-        ]
-        if not stepped or self.group is None:
-            return
-        if self._ended or id(optimizer) in self._optimizers:
-            self._ended = True  # should the script go on all the same
-            raise _Ended
-        self._optimizers.add(id(optimizer))
-        self._checking.close()  # what an optimizer computes has other types
-        by_buckets = {
-            id(parameter)
-            for buckets in gc.get_objects()
-            if type(buckets) is GradientBuckets
-            for parameter in buckets.summed_parameters()
-        }
-        for parameter in stepped:
-            sums = self._sums.get(id(parameter))
-            if sums is not None and (wrong := sums.wrong(id(parameter) in by_buckets, self.group)):
-                error = PartialGradient(
-                    f"the gradient of a parameter {tuple(parameter.shape)} marked sequence_parallel is a "
-                    f"term of a sum over the ranks, and {wrong} before the step; call "
-                    "finalize_gradients(model) once after the last backward, or give GradientBuckets the "
-                    "tensor_parallel_group"
-                )
-                self._errors.append(error)
-                raise error
-        self.stepped = True
-
-    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if id(optimizer) in self._optimizers:
-            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-                if (sums := self._sums.get(id(parameter))) is not None:
-                    sums.begin()
-            self._check()
-
-
-class _Sums:
-    """How often a partial gradient was summed since the last step."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        self.parameter = parameter
-        self.begin()
-
-    def begin(self) -> None:
-        self._count, self._terms_since = 0, False
-
-    def accumulated(self) -> None:
-        self._terms_since = True
-
-    def summed(self, group: ProcessGroup) -> None:
-        from spmd_types import P, R, maybe_get_axis_local_type, mutate_type, normalize_axis
-
-        self._count, self._terms_since = self._count + 1, False
-        gradient, axis = self.parameter.grad, normalize_axis(group)
-        if gradient is not None and maybe_get_axis_local_type(gradient, axis) is P:
-            mutate_type(gradient, axis, src=P, dst=R)
-
-    def wrong(self, by_buckets: bool, group: ProcessGroup) -> str:
-        """What is wrong with it, in words; empty if nothing is."""
-        from spmd_types import R, maybe_get_axis_local_type, normalize_axis
-
-        gradient, count = self.parameter.grad, self._count + by_buckets
-        reduced = gradient is not None and maybe_get_axis_local_type(gradient, normalize_axis(group)) is R
-        if reduced and not count:
-            return ""  # the script has all-reduced it
-        if count == 1 and self._terms_since and not by_buckets:
-            return "a backward has added to it after it was summed"
-        return "" if count == 1 else f"was summed {count} times"
-
-
-class PartialGradient(RuntimeError):
-    """An optimizer takes the gradient of this rank's tokens for that of all, or sums were made twice."""
-
-
-class _Ended(BaseException):
-    """The script has made its step."""
-
-
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error, and those in whose handling it was raised."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def told(error: BaseException) -> str:
-    """The error, after the line of the user's that it came from: the last outside of torch and of us."""
-    ours = [
-        Path(module.__file__).parent
-        for module in (torch, sys.modules["tpkernels"], sys.modules["spmd_types"])
-        if module.__file__
-    ]
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not any(Path(frame.filename).is_relative_to(folder) for folder in ours)
-        and not frame.filename.startswith("<")
-    ]
-    if not frames:
-        return str(error)
-    frame = frames[-1]
-    return f"{frame.filename}:{frame.lineno}, in {frame.name}\n    {frame.line}\n{error}"
-
-
-@contextmanager
-def _as_rank_of(ranks: int) -> Iterator[None]:
-    """Let any process group that is made be one whose other ranks send what this one does."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    init, make = dist.init_process_group, dist.new_group
-
-    def init_fake(*_: object, **__: object) -> None:
-        init("fake", store=FakeStore(), rank=0, world_size=ranks)
-
-    def new_fake(*args: Any, **options: Any) -> Any:
-        return make(*args[:1], **{k: v for k, v in options.items() if k not in ("backend", "pg_options")})
-
-    where = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    with (
-        patch.dict(os.environ, where),
-        patch.object(dist, "init_process_group", init_fake),
-        patch.object(device_mesh, "init_process_group", init_fake),
-        patch.object(dist, "new_group", new_fake),
-        # whole collectives, which the fake backend answers; it has no messages point to point
-        patch.object(c10d, "_processors", lambda device: 1),
-    ):
-        try:
-            yield
-        finally:
-            destroy_model_parallel()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-
-@contextmanager
-def _as_script(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    with (
-        patch.object(sys, "argv", [str(script), *arguments]),
-        patch.object(sys, "path", [str(script.parent), *sys.path]),
-    ):
-        yield
