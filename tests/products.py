@@ -13,9 +13,11 @@ value, or two together, shows. `pytest.mark.sweep` on a test or a parameter leav
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,12 +28,15 @@ Values = Sequence[Any] | Mapping[str, Any]  # a mapping's keys become ids
 Combination = tuple[int, ...]  # which value of each axis
 
 
-def once(**axes: Values) -> pytest.MarkDecorator:
-    return _parametrized(axes, strength=1)
+Test = Callable[..., Any]
 
 
-def pairwise(**axes: Values) -> pytest.MarkDecorator:
-    return _parametrized(axes, strength=2)
+def once(**axes: Values) -> Callable[[Test], Test]:
+    return partial(_parametrized, axes, 1)
+
+
+def pairwise(**axes: Values) -> Callable[[Test], Test]:
+    return partial(_parametrized, axes, 2)
 
 
 def paired(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -68,15 +73,18 @@ def _held(combination: Combination, strength: int) -> set[tuple[tuple[int, int],
     return set(itertools.combinations(enumerate(combination), strength))
 
 
-def _parametrized(axes: Mapping[str, Values], strength: int) -> pytest.MarkDecorator:
+def _parametrized(axes: Mapping[str, Values], strength: int, test: Test) -> Test:
     listed = [_listed(values) for values in axes.values()]
     cover = covering([len(values) for values in listed], strength)
+    all_in_sweep = "combined" in inspect.signature(test).parameters  # in `make test` it is `paired`
     params = []
     for combination in itertools.product(*(range(len(values)) for values in listed)):
-        if (combination in cover) != SWEEP:  # collecting what is not run would take longer than much that is
+        # collecting what is not run would take longer than much that is
+        if (combination in cover) != SWEEP or (SWEEP and all_in_sweep):
             ids, values = zip(*(axis[i] for axis, i in zip(listed, combination, strict=True)), strict=True)
             params.append(pytest.param(*values, id="-".join(ids), marks=pytest.mark.sweep if SWEEP else ()))
-    return pytest.mark.parametrize(list(axes), params)
+    parametrized: Test = pytest.mark.parametrize(list(axes), params)(test)
+    return parametrized
 
 
 def _listed(values: Values) -> list[tuple[str, Any]]:

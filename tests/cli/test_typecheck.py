@@ -28,6 +28,9 @@ if "buckets" in sys.argv:
     buckets = tpkernels.GradientBuckets(model, **groups)
 if "unmarked" in sys.argv:
     next(p for p in model.parameters() if p.sequence_parallel).sequence_parallel = False
+if "other" in sys.argv:
+    other = tpkernels.ColumnParallelLinear(4, 4, state=dist.new_group([0, 1]))
+    model.register_forward_hook(lambda *_: other(torch.ones(1, 4)))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 marked = [parameter for parameter in model.parameters() if parameter.sequence_parallel]
 others = [parameter for parameter in model.parameters() if not parameter.sequence_parallel]
@@ -128,6 +131,12 @@ def test_a_script_that_calls_no_model_is_told_so(checked):
     code, said = checked("nothing")
     assert code == 1
     assert said.endswith("no model with tensor-parallel layers was called, so nothing was checked\n")
+
+
+def test_layers_of_a_second_group_are_refused(checked, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        checked("other")
+    assert "expected layers of one tensor-parallel group, got those of another" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["nowhere.py"], ["--ranks", "1", __file__]])

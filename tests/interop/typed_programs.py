@@ -17,7 +17,7 @@ from tpkernels import ops
 from tpkernels.layers.attributes import Attributes
 from tpkernels.ops.tensor_parallel import mappings
 
-TOKENS, FEATURES, WIDTH, IDS = 4, 4, 8, 8
+TOKENS, FEATURES, WIDTH, IDS = 4, 4, 16, 8
 SPLIT = {"up": 0, "up_bias": 0, "down": 1, "table": 0}  # dimension that each is split along; others are full
 
 

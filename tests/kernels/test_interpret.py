@@ -1,5 +1,6 @@
 """The interpreter's faults with bf16 and fp8 are mended here; those with fp8 exist upstream."""
 
+from dataclasses import replace
 from importlib.util import find_spec, module_from_spec
 
 import numpy as np
@@ -186,3 +187,23 @@ def test_builtins_that_upstream_replaces_are_replaced(upstream):
         interpreter._patch_builtin(home, interpreter.interpreter_builder, ours)
         assert ours.names == theirs.names
     assert len(ours.names) > 2
+
+
+@triton.jit
+def _double_kernel(x_ptr):
+    x = tl.load(x_ptr)
+    tl.store(x_ptr, x + x)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_overflow_is_told_where_upstream_says_it(debug, monkeypatch):
+    """Which looks in any case; its `debug` is no option of a launch."""
+    options = replace(interpreter.interpreter_builder.options, debug=debug)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    x = torch.tensor([2**30], dtype=torch.int32)
+    if debug:
+        with pytest.raises(Exception, match="int32 overflow detected for operation add"):
+            _double_kernel[(1,)](x)
+    else:
+        _double_kernel[(1,)](x)
+        assert x.item() == -(2**31)
