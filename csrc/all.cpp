@@ -7,5 +7,8 @@
 #include "bucket_memory.cpp"
 #include "collectives.cpp"
 #include "handover.cpp"
+#include "launch_plans.cpp"
 #include "module.cpp"
+#include "pushes.cpp"
+#include "python_module.cpp"
 #include "shared_sums.cpp"

@@ -1,4 +1,4 @@
-// What Python sees. Bindings go through the dispatcher: no pybind, and no CUDA headers to build.
+// What Python sees through torch's dispatcher: no pybind, and no CUDA headers to build.
 #include <torch/custom_class.h>
 #include <torch/headeronly/version.h>
 #include <torch/library.h>

@@ -30,7 +30,7 @@ BUDGET = 180  # seconds of tests, of all workers
 READ_BY = {
     "*.md": ["tests/test_docs.py"],
     ".ci/run": ["tests/test_docs.py"],
-    "csrc/*.*": ["tpkernels/comm/_ext.py", "tests/test_troubleshooting.py"],
+    "csrc/*.*": ["tpkernels/extension.py", "tests/test_troubleshooting.py"],
     "csrc/cxx_flags": ["tpkernels/buckets/first_use.py"],
     "docs/reference.py": ["tests/test_reference.py"],
     "examples/*.py": ["tests/test_docs.py"],

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group
 
 from tests.buckets.hostile import run_programs
 from tests.buckets.test_ext_arguments import arranged, ended_at_once
-from tpkernels.comm._ext import ExtensionState, extension
+from tpkernels.extension import ExtensionState, extension
 
 ROUNDS = 600
 SIZES = (60, 7200, 12)  # of buckets that ranks share

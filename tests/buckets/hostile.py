@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpkernels.comm._ext import ExtensionState, extension
+from tpkernels.extension import ExtensionState, extension
 
 # none that a machine might have so much memory for
 INTS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 7, 2**50, 2**62, 2**63 - 1, 2**63, None, 0.5, "1", True]

@@ -19,8 +19,8 @@ from tests.patience import patient
 from tests.ranks import RankPool
 from tpkernels.buckets import first_use, gradients
 from tpkernels.buckets.first_use import CannotBuild, build, problem_with_extension
-from tpkernels.comm import _ext
-from tpkernels.comm._ext import Extension, ExtensionState
+from tpkernels import extension as _ext
+from tpkernels.extension import Extension, ExtensionState
 
 
 def test_extension_is_loaded_and_says_what_it_was_built_for():

@@ -26,7 +26,7 @@ from tests.buckets.ways import on_ranks
 from tests.checks import error_of
 from tests.patience import patient
 from tests.ranks import RankFailure, RankPool
-from tpkernels.comm._ext import ExtensionState, extension
+from tpkernels.extension import ExtensionState, extension
 
 PROGRAMS_OF = {"engine": 150, "threads": 30, "end": 30, "handover": 30}
 METHODS = {"arrange", "meet", "expect", "zero", "finish", "settle", "set_synchronizing"}

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TextIO
 
-from tpkernels.comm._ext import ExtensionState, extension, library_of_first_use, sources
+from tpkernels.extension import ExtensionState, extension, library_of_first_use, sources
 from tpkernels.comm.supported import Problem
 
 BUILD_SECONDS = 600.0  # then a build is given up

@@ -153,7 +153,7 @@ def probe_transport() -> list[Finding]:
 
 
 def probe_extension() -> list[Finding]:
-    from tpkernels.comm._ext import ExtensionState, extension
+    from tpkernels.extension import ExtensionState, extension
 
     health = {ExtensionState.LOADED: ok, ExtensionState.ABSENT: note, ExtensionState.UNUSABLE: problem}
     found = extension()

@@ -17,7 +17,7 @@ from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.buckets.registered import Collective
 from tpkernels.cli.qualified import Check
 from tpkernels.cli.qualify_world import QualifyWorld
-from tpkernels.comm._ext import ExtensionState, extension
+from tpkernels.extension import ExtensionState, extension
 from tpkernels.comm.agreement import CannotTakePart
 
 WAYS = "c10d", "auto"

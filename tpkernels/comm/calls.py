@@ -45,7 +45,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, distributed_c10d
 from torch.utils.checkpoint import _StopRecomputationError
 
-from tpkernels.comm._ext import ExtensionState, extension
+from tpkernels.extension import ExtensionState, extension
 from tpkernels.comm.transports.processes import Process, machine, process_of
 from tpkernels.comm.watch import Watcher, parting, shown
 from tpkernels.messages import cause_of

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -33,10 +34,11 @@ from triton.compiler import CompiledKernel
 
 from tpkernels import tp_invariance
 from tpkernels.env_flag import env_flag
+from tpkernels.extension import steps
 from tpkernels.kernels import invariance, launch
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.operands import share_memory
-from tpkernels.kernels.target import carveout, emulated_target, fp32_precision, recorded_target
+from tpkernels.kernels.target import Target, carveout, emulated_target, fp32_precision, recorded_target
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,7 +56,9 @@ class _Seen(Enum):
     WITHOUT_PLAN = "what it does cannot be repeated"
 
 
-_plans: list[dict[tuple[Any, ...], LaunchPlan | _Seen]] = []  # of each launcher, by key
+Plans = dict[Any, Any]  # by key: a LaunchPlan, or the extension's form of it; else what was _Seen
+
+_plans: list[Plans] = []  # of each launcher
 
 
 class Arguments(NamedTuple):
@@ -246,7 +250,7 @@ class _Observer(TorchDispatchMode, launch.LaunchObserver):
 
 
 _PLAIN = frozenset(
-    (type(None), bool, int, float, str, range, torch.dtype, torch.device, tl.dtype, MatmulTile)
+    (type(None), bool, int, float, str, range, torch.dtype, torch.device, tl.dtype, MatmulTile, Target)
 )
 
 
@@ -263,13 +267,17 @@ def _is_plain(value: Any) -> bool:
 
 def planned(launcher: Callable[P, R]) -> Callable[P, R]:
     """Decorate a launcher, so that it repeats its plans."""
-    plans: dict[tuple[Any, ...], LaunchPlan | _Seen] = {}
+    plans: Plans = {}
     _plans.append(plans)
 
     @wraps(launcher)
     def run(*args: P.args, **options: P.kwargs) -> R:
         if launch.is_observed():  # by the plan of another launcher
             return launcher(*args, **options)
+        if (native := _native()) is not None and not debug:
+            repeated = native.repeat(plans, args, options)
+            if repeated is not NotImplemented:
+                return repeated  # type: ignore[no-any-return]
         operands: list[Tensor] = []
         try:
             key = key_of(args, options, operands)
@@ -278,8 +286,8 @@ def planned(launcher: Callable[P, R]) -> Callable[P, R]:
         found = plans.get(key)
         if not debug:
             if isinstance(found, LaunchPlan) and found.fits(operands):
-                repeated: R = found.run(operands)
-                return repeated
+                repeated = found.run(operands)
+                return repeated  # type: ignore[no-any-return]
             if found is not _Seen.ONCE:
                 if found is None:  # operands of lengths that vary: most kinds come once
                     _keep(plans, key, _Seen.ONCE)
@@ -292,6 +300,8 @@ def planned(launcher: Callable[P, R]) -> Callable[P, R]:
             raise AssertionError(
                 f"{launcher.__name__}: the key of its plan lacks something: {found} is now {plan}"
             )
+        if plan is not None and native is not None and not debug:
+            plan = native.Plan(plan.steps, plan.results, plan.returns, plan.apart)
         _keep(plans, key, plan or _Seen.WITHOUT_PLAN)
         return result
 
@@ -306,10 +316,36 @@ def _keep(plans: dict[Any, Any], key: object, found: object) -> None:
     plans[key] = found
 
 
+# What launchers look at besides their arguments: attributes, context variables, functions.
+_SETTINGS: tuple[Any, ...] = (
+    carveout,
+    fp32_precision,
+    (tp_invariance.mode, "segments"),
+    (invariance, "batch_invariant"),
+    recorded_target,
+    emulated_target,
+)
+
+
+def _value_of(setting: Any) -> Any:
+    if isinstance(setting, tuple):
+        return getattr(*setting)
+    return setting.get() if isinstance(setting, ContextVar) else setting()
+
+
+@cache
+def _native() -> Any:
+    """Keys and plans in C++; None without the extension."""
+    if (native := steps()) is not None:
+        native.bind_launch_plans(launch, _SETTINGS, _PLAIN, _is_plain, share_memory)
+    return native
+
+
 def key_of(args: Sequence[Any], options: Mapping[str, Any], operands: list[Tensor]) -> tuple[Any, ...]:
     """All that a launcher may look at. operands: the tensors among the arguments are appended, each once"""
-    key = [carveout(), fp32_precision(), tp_invariance.mode.segments, invariance.batch_invariant]
-    key += recorded_target.get(), emulated_target.get(), *options
+    if (native := _native()) is not None:
+        return native.key_of(args, options, operands)  # type: ignore[no-any-return]
+    key = [*map(_value_of, _SETTINGS), *options]
     numbers: dict[int, int] = {}
     _describe(args, key, operands, numbers)
     _describe(options.values(), key, operands, numbers)

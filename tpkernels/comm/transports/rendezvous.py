@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from tpkernels.comm._ext import ExtensionState, extension
+from tpkernels.extension import ExtensionState, extension
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName

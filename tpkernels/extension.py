@@ -9,15 +9,17 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from importlib.machinery import PathFinder
+from importlib.machinery import ExtensionFileLoader, PathFinder
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tpkernels.files import cache_folder
 
 HOW_TO_BUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parent
 _STAMP = re.compile(rb"tpkernels built with torch ([0-9.]+)")
 
 
@@ -31,6 +33,7 @@ class ExtensionState(Enum):
 class Extension:
     state: ExtensionState
     detail: str  # where it is, or why not and what to do
+    module: Any = None  # of functions that take what torch's dispatcher does not, if it is loaded
 
 
 @cache
@@ -44,6 +47,11 @@ def extension() -> Extension:
             + HOW_TO_BUILD,
         )
     return load(library)
+
+
+def steps() -> Any:
+    """The steps of calls in C++, see `csrc/python_module.h`; None where Python does them."""
+    return extension().module
 
 
 def installed_library() -> Path | None:
@@ -87,9 +95,12 @@ def load(library: Path) -> Extension:
         )
     try:
         torch.ops.load_library(library)
-    except OSError as error:
+        loader = ExtensionFileLoader("tpkernels._C", str(library))
+        module = module_from_spec(spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
+        loader.exec_module(module)
+    except (OSError, ImportError) as error:
         return Extension(ExtensionState.UNUSABLE, f"{error}; rebuild: {HOW_TO_BUILD}")
-    return Extension(ExtensionState.LOADED, f"{library.name}, built for torch {built_with}")
+    return Extension(ExtensionState.LOADED, f"{library.name}, built for torch {built_with}", module)
 
 
 def _minor(version: str) -> list[str]:

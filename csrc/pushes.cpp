@@ -1,0 +1,64 @@
+// Rows into the memory of other ranks and flags behind them, as tpkernels/comm/transports/symmetric.py says,
+// in one call.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/copy.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <atomic>
+
+#include "python_module.h"
+
+namespace tpkernels {
+namespace {
+
+int64_t number_at(PyObject* tuple, Py_ssize_t place) {
+  return PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, place));
+}
+
+// By the current stream, after all that came before in it; on a CPU at once.
+void write_word(at::Tensor& words, int64_t chunk, int64_t word) {
+  if (words.is_cuda()) {
+    static const auto write = c10::Dispatcher::singleton()
+                                  .findSchemaOrThrow("symm_mem::stream_write_value32_", "")
+                                  .typed<at::Tensor&(at::Tensor&, int64_t, int64_t)>();
+    write.call(words, chunk, word);
+  } else if (words.is_cpu()) {
+    TORCH_CHECK(words.scalar_type() == at::kUInt32 && chunk >= 0 && chunk < words.numel());
+    std::atomic_ref<uint32_t>(words.mutable_data_ptr<uint32_t>()[chunk])
+        .store(static_cast<uint32_t>(word), std::memory_order_release);
+  }
+}
+
+// push(outgoing, targets, word): targets as of `SymmetricExchange.targets`
+PyObject* push(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 3 || !THPVariable_Check(args[0]) || !PyTuple_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "push(outgoing, targets, word)");
+    return nullptr;
+  }
+  const at::Tensor& outgoing = THPVariable_Unpack(args[0]);
+  const int64_t word = PyLong_AsLongLong(args[2]);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[1]); ++i) {
+    PyObject* target = PyTuple_GET_ITEM(args[1], i);
+    const at::Tensor& landing = THPVariable_Unpack(PyTuple_GET_ITEM(target, 0));
+    at::Tensor words = THPVariable_Unpack(PyTuple_GET_ITEM(target, 1));
+    const int64_t first_row = number_at(target, 2), first_chunk = number_at(target, 3),
+                  chunks = number_at(target, 4);
+    if (PyErr_Occurred()) return nullptr;
+    const int64_t rows = landing.size(0);
+    landing.copy_(rows == outgoing.size(0) ? outgoing : outgoing.narrow(0, first_row, rows), true);
+    for (int64_t chunk = first_chunk; chunk < first_chunk + chunks; ++chunk) write_word(words, chunk, word);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef push_functions[] = {
+    {"push", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(push)), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+bool add_pushes(PyObject* module) { return PyModule_AddFunctions(module, push_functions) == 0; }
+
+}  // namespace tpkernels
