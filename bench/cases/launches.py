@@ -184,6 +184,8 @@ class CountedExchange(symmetric.SymmetricExchange):
 class _Handle:
     """Stands for torch's `_SymmetricMemory`."""
 
+    native_words = True  # the extension writes none where there is no memory
+
     def __init__(self, group: dist.ProcessGroup, noted: Counter[str]) -> None:
         self.rank, self.world_size, self._noted = group.rank(), group.size(), noted
 

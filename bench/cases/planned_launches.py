@@ -53,15 +53,19 @@ class _Driver:
         return 7
 
 
+_driver = _Driver()  # one: what Triton has compiled stays bound to its launcher
+
+
 @contextmanager
 def starting() -> Iterator[list[Started]]:
     """Launchers on the CPU start kernels as on an H100; lists what reaches Triton's launcher."""
-    stand_in, before = _Driver(), driver._active  # `reset_active` would look for a GPU
-    driver.set_active(stand_in)
+    before = driver._active  # `reset_active` would look for a GPU
+    driver.set_active(_driver)
+    _driver.started.clear()
     launch_plans.forget()  # none of another driver's
     try:
         with launch.emulation(H100, lambda kernel, grid: kernel[grid]):
-            yield stand_in.started
+            yield _driver.started
     finally:
         driver.set_active(before)
         launch_plans.forget()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 from weakref import ref
 
 import pytest
@@ -24,7 +25,7 @@ from tpkernels.dispatch.record import Layer
 from tpkernels.kernels import invariance, launch, launch_plans
 from tpkernels.kernels.flags import advance
 from tpkernels.kernels.gather_linear import gather_linear_fwd
-from tpkernels.kernels.launch_plans import LaunchPlan, planned
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.reduce import reduce_slots
@@ -120,6 +121,16 @@ def set_to(
             torch._C._set_sm_carveout_experimental(before[1])
 
 
+@pytest.fixture(params=["C++", "Python"], autouse=True)
+def by(request, monkeypatch):
+    """Who finds and repeats plans."""
+    launch_plans.forget()
+    if request.param == "Python":
+        monkeypatch.setattr(launch_plans, "_native", lambda: None)
+    yield request.param
+    launch_plans.forget()
+
+
 def all_plans() -> list[Any]:
     return [found for plans in launch_plans._plans for found in plans.values()]
 
@@ -186,7 +197,7 @@ def test_each_primitive_has_a_plan():
             for _ in range(2):
                 record.by_kernel(*record.sample(BF16))
         found = all_plans()  # of launchers that it calls, too
-        planned_once = any(isinstance(each, LaunchPlan) for each in found)
+        planned_once = any(not isinstance(each, launch_plans._Seen) for each in found)
         if not planned_once or launch_plans._Seen.WITHOUT_PLAN in found:
             without.add(name)
     assert without == {"lookup_grad"}
@@ -284,7 +295,7 @@ def test_kinds_that_were_not_seen_for_long_are_forgotten(monkeypatch):
         for _ in range(3):
             _first_of(torch.zeros(size), torch.zeros(size))
     assert len(all_plans()) == 4
-    assert all(isinstance(found, LaunchPlan) for found in all_plans())
+    assert all(not isinstance(found, launch_plans._Seen) for found in all_plans())
 
 
 def test_a_plan_holds_no_tensors():
@@ -313,7 +324,7 @@ def test_later_calls_compute_with_their_own_numbers(device):
         y = linear_fwd(x, weight, bias[0]).y
         torch.testing.assert_close(y, x @ weight.t() + bias, rtol=1e-5, atol=1e-5)
     (plan,) = all_plans()
-    assert isinstance(plan, LaunchPlan)
+    assert not isinstance(plan, launch_plans._Seen)
 
 
 TILES = {
@@ -322,12 +333,19 @@ TILES = {
 }
 
 
-def _started(cache: str, tile: MatmulTile) -> list[tuple[Any, ...]]:
+def _started(cache: str, tile: MatmulTile, native: bool) -> list[tuple[Any, ...]]:
     """What reaches Triton's launcher in three calls, where kernels are compiled; operands by name."""
     from bench.cases.planned_launches import starting
 
     found = []
-    with triton.knobs.cache.scope(), starting() as started:
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if not native:
+            patch.setattr(launch_plans, "_native", lambda: None)
+        looks = Mock(wraps=triton.runtime.jit.JITFunction.run)  # of Triton at the arguments
+        patch.setattr(triton.runtime.jit.JITFunction, "run", lambda *given, **options: looks(*given, **options))
+        stack.enter_context(triton.knobs.cache.scope())
+        started = stack.enter_context(starting())
         triton.knobs.cache.dir = cache
         for _ in range(3):
             x, weight = torch.empty(128, 64, dtype=torch.bfloat16), torch.empty(256, 64, dtype=torch.bfloat16)
@@ -336,9 +354,7 @@ def _started(cache: str, tile: MatmulTile) -> list[tuple[Any, ...]]:
             (launched,) = started
             started.clear()
             found.append((*launched[:3], [_all_of(each, named) for each in launched[3]]))
-        (plan,) = all_plans()
-    assert isinstance(plan, LaunchPlan)
-    assert isinstance(plan.steps[-1].kernel, triton.compiler.CompiledKernel)
+    assert looks.call_count == 2, "the third call starts what was compiled"
     return found
 
 
@@ -353,8 +369,8 @@ def _all_of(argument: Any, named: dict[int, str]) -> object:
 @pytest.mark.parametrize(
     "tile", [TILES["plain"], pytest.param(TILES["consumers"], marks=pytest.mark.sweep)], ids=TILES
 )
-def test_a_plan_starts_what_triton_has_compiled_with_the_same_arguments(compiler, tile):
-    anew, observed, repeated = compiler.run(_started, str(compiler.cache / "triton"), tile)
+def test_a_plan_starts_what_triton_has_compiled_with_the_same_arguments(compiler, tile, by):
+    anew, observed, repeated = compiler.run(_started, str(compiler.cache / "triton"), tile, by == "C++")
     assert anew == observed == repeated
     assert anew[1] == 7
     assert "x" in str(anew[3])

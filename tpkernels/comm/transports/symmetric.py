@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -66,6 +66,7 @@ from tpkernels.comm.transports.rendezvous import (
     why_no_barrier,
     why_not,
 )
+from tpkernels.extension import steps
 from tpkernels.gpus import NCCL_BLOCKS
 
 # Processors that a waiting kernel leaves free, and really free: it then runs one block on each of the others.
@@ -73,9 +74,23 @@ from tpkernels.gpus import NCCL_BLOCKS
 # a channel.
 _PUSHES, _COPIES, _TRANSFERS = 1, 4, NCCL_BLOCKS
 
+_MOST_TARGETS = 512  # parts of plans; an exchange has a plan or two, of as many parts as there are chunks
 LOOK_CALLS = 64  # until the host asks again for what waits of kernels have left in `status`
 _COUNTED = -(2**31)  # the sign bit, of words that a device has counted
 EPOCHS = 2 ** (31 - CODE_BITS)  # that the other bits of a flag tell apart
+
+
+class Target(NamedTuple):
+    """Where rows land, and their flags: what `push` in C++ takes."""
+
+    landing: Tensor
+    words: Tensor
+    first_row: int  # of what is sent, if more is sent than lands here
+    first_chunk: int  # the first of the words that are written
+    chunks: int
+
+
+Targets = tuple[Target, ...]
 
 
 class GroupStreams(NamedTuple):
@@ -134,6 +149,10 @@ class SymmetricExchange(MailboxExchange):
         self._seen_word = self._seen.numpy()  # quick to look at
         self.in_flight: set[SymmetricDelivery] = set()
         self._rehearses = False
+        # C++ writes words as `handle` does, if that is torch's own or says so
+        writes = getattr(handle, "native_words", type(handle).__module__.startswith("torch."))
+        self.push = getattr(steps(), "push", None) if writes else None
+        self._targets: dict[tuple[int, int], tuple[object, Targets]] = {}  # by slot, and part of a plan
 
     def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
         """All is pushed behind one event."""
@@ -153,6 +172,32 @@ class SymmetricExchange(MailboxExchange):
         if self._rehearses:
             return _Rehearsal(self, 0, False, plan, 0, call)
         return super().begin(call, plan, cols, like)
+
+    def targets(self, slot: int, swaps: Sequence[Swap], first_row: int) -> Targets:
+        """Where the rows go that are swapped with ranks of this machine. Made once for each part of a plan."""
+        found = self._targets.get((slot, id(swaps)))
+        if found is None or found[0] is not swaps:
+            near = [swap for swap in swaps if swap.to in self.same_machine]
+            made = (self._target(slot, swap.to, swap.lands, swap.sent.start - first_row) for swap in near)
+            found = self._keep_targets(slot, swaps, tuple(made))
+        return found[1]
+
+    def own_target(self, slot: int, kept: slice) -> Targets:
+        """Where our own rows go."""
+        found = self._targets.get((slot, id(kept)))
+        if found is None or found[0] is not kept:
+            found = self._keep_targets(slot, kept, (self._target(slot, self.rank, kept, 0),))
+        return found[1]
+
+    def _target(self, slot: int, peer: int, there: slice, first_row: int) -> Target:
+        landing, chunks = self.landing(slot, peer), self.chunks_of_ours(there)
+        return Target(landing.rows_of(chunks), landing.words, first_row, chunks.start, len(chunks))
+
+    def _keep_targets(self, slot: int, part: object, made: Targets) -> tuple[object, Targets]:
+        if len(self._targets) >= _MOST_TARGETS:
+            self._targets.clear()
+        self._targets[slot, id(part)] = part, made  # held, so that no other part gets its id
+        return part, made
 
     def count_by(self, kernels: FlagKernels) -> None:
         """And load them once: in a capture it would be too late."""
@@ -182,7 +227,7 @@ class SymmetricExchange(MailboxExchange):
                 stacklevel=2,
             )
         self.in_flight.clear()
-        for views in (self.flag_words, self.awaited_words):
+        for views in (self.flag_words, self.awaited_words, self._targets):
             views.clear()
         self.let_go()
         del self.handle, self._memory
@@ -240,47 +285,43 @@ class SymmetricDelivery(MailboxDelivery):
         self._held: list[Tensor] = []  # what the other stream reads must not be freed in this one
 
     def keep(self, rows: Tensor) -> None:
-        self._put(self.exchange.rank, self.plan.kept, rows)
+        self._put(self.exchange.own_target(self.slot, self.plan.kept), rows)
 
     def swap(self, swap: Swap, outgoing: Tensor) -> None:
-        self._push([(swap, outgoing)], outgoing)
+        self.move((swap,), outgoing, swap.sent.start)
 
     def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
-        """All behind one event."""
+        """All behind what the current stream has so far."""
         if not swaps:
             return
-        pushes = ((swap, rows_sent(swap, outgoing, first_row)) for swap in swaps)
-        self._push(pushes, outgoing)
-
-    def _push(self, pushes: Iterable[tuple[Swap, Tensor]], held: Tensor) -> None:
-        """Behind what the current stream has so far."""
         exchange = self.exchange
-        current, near = exchange.stream_order.current(), exchange.same_machine
+        targets, current = exchange.targets(self.slot, swaps, first_row), exchange.stream_order.current()
         exchange.side.wait_for(current)
         if self.inter_node is not None:
-            pushes = list(pushes)
             exchange.inter_node_side.wait_for(current)
         with exchange.side.entered():
             if self._needs_barrier:
                 exchange.barrier(0)
                 self._barrier, self._needs_barrier = exchange.side.mark(), False
-            for swap, rows in pushes:
-                if swap.to in near:
-                    self._put(swap.to, swap.lands, rows)
+            self._put(targets, outgoing)
         if self.inter_node is not None:
             with exchange.inter_node_side.entered():
-                for swap, rows in pushes:
-                    self._swap_inter_node(swap, rows)
+                for swap in swaps:
+                    self._swap_inter_node(swap, rows_sent(swap, outgoing, first_row))
         if not self._held:
             exchange.in_flight.add(self)
-        self._held.append(held)
+        self._held.append(outgoing)
 
-    def _put(self, peer: int, there: slice, rows: Tensor) -> None:
-        """Rows into the slot of `peer`, then their flags, in the current stream."""
-        exchange = self.exchange
-        landing, chunks = exchange.landing(self.slot, peer), exchange.chunks_of_ours(there)
-        landing.rows_of(chunks).copy_(rows, non_blocking=True)
-        self._raise(landing.words, chunks)
+    def _put(self, targets: Targets, outgoing: Tensor) -> None:
+        """Rows where they land, each before its flags, in the current stream."""
+        if self.exchange.push is not None and self._word is not None:
+            self.exchange.push(outgoing, targets, self._word)
+            return
+        for landing, words, first_row, first_chunk, chunks in targets:
+            rows = landing.shape[0]
+            sent = outgoing if rows == outgoing.shape[0] else outgoing[first_row : first_row + rows]
+            landing.copy_(sent, non_blocking=True)
+            self._raise(words, range(first_chunk, first_chunk + chunks))
 
     def _raise(self, words: Tensor, chunks: range) -> None:
         """Flags, by the one way or the other."""
