@@ -198,6 +198,7 @@ def parts_of_shard(shard_bytes: int) -> int:
     return max(1, min(MOST_CHUNKS, shard_bytes // LEAST_BYTES))
 
 
+@lru_cache
 def collective_rounds(
     rows: int, features: int, ranks: int, processors: int, tile: tuple[int, int] = (128, 256)
 ) -> int:

@@ -27,12 +27,23 @@ class Context(Protocol):
     def __setattr__(self, name: str, value: Any) -> None: ...
 
 
-def apply(function: type[torch.autograd.Function], *args: object) -> Any:
-    """Call `function.apply`, which torch leaves untyped."""
-    return function.apply(*args)
-
-
 _functorch_is_active = torch._C._are_functorch_transforms_active
+_unwrapped = torch._C._functorch.unwrap_if_dead
+_APPLY = vars(torch.autograd.Function)["apply"]
+_IS_TORCHS = _APPLY.__func__.__code__.co_filename == torch.autograd.function.__file__
+_apply_of = vars(torch._C._FunctionBase)["apply"].__get__
+
+
+def apply(function: type[torch.autograd.Function], *args: object) -> Any:
+    """Call `function.apply`, of a function without `setup_context`; what that does in Python takes its time."""
+    if (
+        is_compiling()
+        or _functorch_is_active()
+        or not _IS_TORCHS
+        or vars(torch.autograd.Function)["apply"] is not _APPLY  # a checker's
+    ):
+        return function.apply(*args)
+    return _apply_of(None, function)(*[_unwrapped(a) if isinstance(a, Tensor) else a for a in args])
 
 
 # Whether a mode sees each call of torch's, such as a checker's: then an op is one call, gradients or not.

@@ -163,7 +163,7 @@ def _receiving(rows: Tensor, source: int, tag: int) -> Start:
 
 
 def _any(ranks: Sequence[int]) -> str:
-    return " or ".join(map(str, ranks))
+    return " or ".join(map(str, sorted(ranks)))
 
 
 class C10dExchange(Exchange):
@@ -175,7 +175,7 @@ class C10dExchange(Exchange):
         return parts_of_shard(shard_bytes)
 
     def begin(self, call: Call, plan: Plan, cols: int, like: Tensor) -> Delivery:
-        return _C10dDelivery(call, plan, like.new_empty(plan.rows, cols))
+        return _C10dDelivery(call, plan, _memory(plan, cols, like))
 
 
 class Collectives(C10dExchange):
@@ -193,7 +193,11 @@ class Collectives(C10dExchange):
         return collective_reduce_plan(rows, ranks, rank, self.rounds)
 
     def begin(self, call: Call, plan: Plan, cols: int, like: Tensor) -> Delivery:
-        return _CollectiveDelivery(call, plan, like.new_empty(plan.rows, cols))
+        return _CollectiveDelivery(call, plan, _memory(plan, cols, like))
+
+
+def _memory(plan: Plan, cols: int, like: Tensor) -> Tensor:
+    return torch.empty((plan.rows, cols), dtype=like.dtype, device=like.device)
 
 
 C10D = C10dExchange()
@@ -265,7 +269,7 @@ class _CollectiveDelivery(_C10dDelivery):
         else:
             self._sends_and_receives(swaps, outgoing)
             return
-        sources = sorted(swap.source for swap in swaps)
+        sources = [swap.source for swap in swaps]
         self._arriving[first] = self._transfers.collective(start, sources, outgoing), sources
 
     def keep(self, rows: Tensor) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import CannotTakePart, Claim, agree, offers_of_all
-from tpkernels.comm.calls import calls_of, handshake, is_alive
+from tpkernels.comm.calls import calls_of, handshake, is_alive, ranks_of
 from tpkernels.comm.groups import timeout_of
 from tpkernels.comm.schedule import even_chunks, parts_of_shard, pushed_chunks, worth_sharing
 from tpkernels.comm.supported import Problem
@@ -192,7 +192,7 @@ def exchange_for(
     to_all: whether the sums of a reduce go to all ranks afterwards
     against_sharing: why this rank would rather share no memory of the CPU; asked at a group's first transfer
     """
-    exchanges, ranks = exchanges_of(op, group, against_sharing), group.size()
+    exchanges, ranks = exchanges_of(op, group, against_sharing), ranks_of(group)
     found: MailboxExchange | None = None
     if exchanges.transport != "c10d" and rows and cols and not rows % ranks:
         if not is_alive(group):

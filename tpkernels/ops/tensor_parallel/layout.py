@@ -228,7 +228,7 @@ class GatheredRows:
             gathering = Done(numerics.sent(own))
         rows = numerics.sent(own)
         tokens, dtype = rows.shape[0] * layout.token_shards, numerics.dtype(rows)
-        full = [rows.new_empty(tokens, width, dtype=dtype) for width in widths]
+        full = [torch.empty((tokens, width), dtype=dtype, device=rows.device) for width in widths]
         for here, chunk in numerics.blocks(arrivals(gathering, layout.overlap, self._keep), tokens):
             compute(here, numerics.received(own, chunk), [rows_of(matrix, here) for matrix in full])
         return full

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from tpkernels.comm.agreement import Claim, agree
-from tpkernels.comm.calls import Call, GroupCalls, Kind, calls_of, kind_of
+from tpkernels.comm.calls import Call, GroupCalls, Kind, calls_of, kind_of, ranks_of
 from tpkernels.comm.groups import refuse_other_devices, required_group
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.backend_sums import (
@@ -188,10 +188,11 @@ def start_sum(
     Without overlap all is computed before the first row is sent. A group of one rank sends nothing.
     The call begins before anything is computed: if that fails, no rank takes a later call for this one.
     """
-    if group.size() == 1:
+    ranks = ranks_of(group)
+    if ranks == 1:
         alone = partial_of(slice(0, rows))
         return Done(alone if bias is None else alone + bias)
-    assert not (scatter and rows % group.size()), "the caller refuses rows that the ranks do not divide"
+    assert not (scatter and rows % ranks), "the caller refuses rows that the ranks do not divide"
     what = "shards of the sum" if scatter else "all of the sum"
     if backend_sums:
         require_backend_sums(op, like.device, select.requested_transport)
@@ -232,7 +233,7 @@ def start_rows(
     features: width of the product that takes rows as they arrive; 0: they are awaited all at once
     purpose: another for the second of two that are in flight at once, see `exchange_for`
     """
-    ranks = group.size()
+    ranks = ranks_of(group)
     if ranks == 1:
         return Done(shard)
     rows = ranks * shard.shape[0]

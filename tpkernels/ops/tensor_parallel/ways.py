@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import offers_of_all
-from tpkernels.comm.calls import Call, begin, handshake
+from tpkernels.comm.calls import Call, begin, handshake, ranks_of
 from tpkernels.comm.groups import timeout_of
 from tpkernels.comm.schedule import MOST_CHUNKS
 from tpkernels.comm.transports import select
@@ -85,7 +85,7 @@ def exchange_for(
     to_all: the sums of a reduce are gathered on all ranks afterwards
     """
     against = _INTERPRETED if backends.backend == "triton" else ""
-    if overlap and times_on(like) and rows and cols and not rows % group.size():
+    if overlap and times_on(like) and rows and cols and not rows % ranks_of(group):
         exchanges = select.exchanges_of(op, group, against)
         if exchanges.transport == "auto":
             moved = Moved(op, purpose, rows, cols, like.dtype, like.device)
