@@ -50,6 +50,13 @@ class Key {
       }
       return true;
     }
+    if (PyRange_Check(value)) {
+      put('r');
+      for (const char* name : {"start", "stop", "step"}) {
+        if (!describe(Reference(PyObject_GetAttrString(value, name)).get())) return false;
+      }
+      return true;
+    }
     if (THPDtype_Check(value)) return put('y') && put(reinterpret_cast<THPDtype*>(value)->scalar_type);
     if (THPDevice_Check(value)) return put('v') && put_device(reinterpret_cast<THPDevice*>(value)->device);
     return describe_other(value);
@@ -105,6 +112,7 @@ class Key {
   }
 
   bool describe_other(PyObject* value) {
+    if (bound.launch == nullptr) return false;
     others_.push_back(Reference::shared(value));
     put('o');
     const int known = PySet_Contains(bound.plain_types, reinterpret_cast<PyObject*>(Py_TYPE(value)));
@@ -363,6 +371,18 @@ PyObject* bind(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+// signature(values) -> key, without what launchers look at besides
+PyObject* signature(PyObject*, PyObject* values) {
+  HANDLE_TH_ERRORS
+  Key key;
+  if (!key.describe(values)) {
+    PyErr_SetString(PyExc_TypeError, "it may hold a tensor, or change");
+    return nullptr;
+  }
+  return key.object().release();
+  END_HANDLE_TH_ERRORS
+}
+
 // key_of(args, options, operands) -> key; operands: the tensors among the arguments are appended, each once
 PyObject* key_of(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
@@ -404,6 +424,7 @@ PyObject* repeat(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyMethodDef plan_functions[] = {
     {"bind_launch_plans", bind, METH_VARARGS, nullptr},
+    {"signature", signature, METH_O, nullptr},
     {"key_of", key_of, METH_VARARGS, nullptr},
     {"repeat", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(repeat)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};

@@ -29,21 +29,21 @@ void write_word(at::Tensor& words, int64_t chunk, int64_t word) {
   }
 }
 
-// push(outgoing, targets, word): targets as of `SymmetricExchange.targets`
+// push(outgoing, pushes, word): pushes as of `SymmetricExchange.pushes`
 PyObject* push(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   if (count != 3 || !THPVariable_Check(args[0]) || !PyTuple_Check(args[1])) {
-    PyErr_SetString(PyExc_TypeError, "push(outgoing, targets, word)");
+    PyErr_SetString(PyExc_TypeError, "push(outgoing, pushes, word)");
     return nullptr;
   }
   const at::Tensor& outgoing = THPVariable_Unpack(args[0]);
   const int64_t word = PyLong_AsLongLong(args[2]);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[1]); ++i) {
-    PyObject* target = PyTuple_GET_ITEM(args[1], i);
-    const at::Tensor& landing = THPVariable_Unpack(PyTuple_GET_ITEM(target, 0));
-    at::Tensor words = THPVariable_Unpack(PyTuple_GET_ITEM(target, 1));
-    const int64_t first_row = number_at(target, 2), first_chunk = number_at(target, 3),
-                  chunks = number_at(target, 4);
+    PyObject* each = PyTuple_GET_ITEM(args[1], i);
+    const at::Tensor& landing = THPVariable_Unpack(PyTuple_GET_ITEM(each, 0));
+    at::Tensor words = THPVariable_Unpack(PyTuple_GET_ITEM(each, 1));
+    const int64_t first_row = number_at(each, 2), first_chunk = number_at(each, 3),
+                  chunks = number_at(each, 4);
     if (PyErr_Occurred()) return nullptr;
     const int64_t rows = landing.size(0);
     landing.copy_(rows == outgoing.size(0) ? outgoing : outgoing.narrow(0, first_row, rows), true);

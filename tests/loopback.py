@@ -59,6 +59,8 @@ def open_symmetric_loopback(
 class VirtualHandle:
     """Stands for torch's `_SymmetricMemory` where all ranks are virtual."""
 
+    native_words = True
+
     def __init__(self, memories: Sequence[Tensor], rank: int) -> None:
         self._memories, self.rank, self.world_size = memories, rank, len(memories)
 

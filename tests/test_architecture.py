@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tpkernels"
 MAY_IMPORT = {  # room -> rooms it may enter
     "child": "",
+    "extension": "files",
     "files": "",
     "gpus": "",
     "lazy_names": "",
@@ -19,10 +20,10 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "tp_invariance": "",
     "messages": "",
     "saying": "",
-    "comm": "env_flag files gpus messages tp_invariance",
-    "buckets": "comm messages runtime tp_invariance",
-    "kernels": "env_flag files tp_invariance",
-    "dispatch": "child env_flag files gpus kernels saying tp_invariance",
+    "comm": "env_flag extension files gpus messages tp_invariance",
+    "buckets": "comm extension messages runtime tp_invariance",
+    "kernels": "env_flag extension files tp_invariance",
+    "dispatch": "child env_flag extension files gpus kernels saying tp_invariance",
     "gate": "child dispatch files kernels",
     "ops": "comm dispatch env_flag kernels tp_invariance",
     "streams": "comm dispatch gpus kernels ops planning",

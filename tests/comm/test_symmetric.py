@@ -403,6 +403,28 @@ def test_words_of_both_slots_lie_alike():
         assert end.mailbox(end.rank).released.data_ptr() >= end.flags[1].data_ptr() + 4 * ranks * splits
 
 
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_the_extension_pushes_what_python_does(splits):
+    """Rows that are sent whole, and cut out of more; flags of each chunk, in both slots."""
+    found = []
+    for native in (True, False):
+        ends = open_symmetric_loopback("it", Layout(3, (6, 2), torch.float32, splits))
+        for end in ends:
+            assert end.native_push is not None, "the suite runs with the extension"
+            end.native_push = end.native_push if native else None
+        shards = [torch.arange(12.0).view(6, 2) + 100 * rank for rank in range(3)]
+        gathers = [start(end, shards) for end in ends]
+        for delivery in gathers:
+            delivery.end()
+        plans = [reduce_plan(18, 3, end.rank, splits, False) for end in ends]
+        reduces = [end.begin(None, plan, 2, shards[0]) for end, plan in zip(ends, plans, strict=True)]
+        for delivery, plan in zip(reduces, plans, strict=True):
+            delivery.move(plan.swaps, 7 * torch.cat(shards), 0)  # of which each rank gets its own part
+        found.append([end._memory.clone() for end in ends])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(memory.any() for memory in found[0])
+
+
 def test_a_closed_end_holds_no_memory():
     (end,) = open_symmetric_loopback("it", Layout(1, (4, 2), torch.float32))
     memory = weakref.ref(end._memory)
@@ -472,13 +494,13 @@ def end(device, monkeypatch) -> SymmetricExchange:
         return log
 
     (end, _) = open_symmetric_loopback("it", Layout(3, (4, 3), torch.float32))[:2]
+    end.native_push = None  # Python's pushes are logged
     end.side, end.stream_order = device.streams(), StreamOrder(torch.device("cuda"))
     monkeypatch.setattr(VirtualHandle, "barrier", logged("barrier"))
     monkeypatch.setattr(
         VirtualHandle, "stream_write_value32", logged("word", VirtualHandle.stream_write_value32)
     )
-    copy = Tensor.copy_
-    monkeypatch.setattr(Tensor, "copy_", logged("rows", copy))
+    monkeypatch.setattr(torch.Tensor, "copy_", logged("rows", torch.Tensor.copy_))
     return end
 
 

@@ -343,7 +343,9 @@ def _started(cache: str, tile: MatmulTile, native: bool) -> list[tuple[Any, ...]
         if not native:
             patch.setattr(launch_plans, "_native", lambda: None)
         looks = Mock(wraps=triton.runtime.jit.JITFunction.run)  # of Triton at the arguments
-        patch.setattr(triton.runtime.jit.JITFunction, "run", lambda *given, **options: looks(*given, **options))
+        patch.setattr(
+            triton.runtime.jit.JITFunction, "run", lambda *given, **options: looks(*given, **options)
+        )
         stack.enter_context(triton.knobs.cache.scope())
         started = stack.enter_context(starting())
         triton.knobs.cache.dir = cache

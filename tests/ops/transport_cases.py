@@ -25,6 +25,8 @@ T = TypeVar("T")
 class ProcessHandle:
     """Stands for torch's `_SymmetricMemory` where the ranks are processes and the memory is the CPU's."""
 
+    native_words = True
+
     def __init__(self, memories: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         self._memories, self._group = memories, group
         self.rank, self.world_size = group.rank(), len(memories)

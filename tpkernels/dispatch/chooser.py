@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from contextlib import suppress
 from functools import cache, partial
 from math import inf
 from threading import Lock
@@ -42,6 +43,7 @@ from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like, spo
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer
 from tpkernels.dispatch.verdicts import Verdicts, verdicts_on
 from tpkernels.env_flag import env_flag
+from tpkernels.extension import steps
 from tpkernels.kernels.disk_cache import cache_folder
 from tpkernels.kernels.target import fp32_precision
 
@@ -128,7 +130,7 @@ class Chooser:
         self._clock = clock
         self._verdicts = verdicts or verdicts_on(device, cache, lambda device: self._obstacle(device))
         self._published: Published | None = None
-        self._functions: dict[tuple[object, ...], Callable[..., Any]] = {}
+        self._functions: dict[object, Callable[..., Any]] = {}
         self._lock = Lock()  # forward and backward run in two threads, which must not time at once
 
     def call(self, record: Primitive[..., R], *arguments: Any) -> R:
@@ -164,7 +166,7 @@ class Chooser:
         self,
         record: Primitive[..., Any],
         arguments: tuple[Any, ...],
-        signature: tuple[object, ...],
+        signature: object,
         out: Sequence[Tensor] = (),
     ) -> Callable[..., Any]:
         if self._published is None:
@@ -357,11 +359,14 @@ class Chooser:
         return runs
 
 
-def _signature(name: str, arguments: tuple[Any, ...], out: Sequence[Tensor] = ()) -> tuple[object, ...]:
+def _signature(name: str, arguments: tuple[Any, ...], out: Sequence[Tensor] = ()) -> object:
     """All that a problem is made of, unexamined: this sits in every call, and must be quick."""
-    signature: list[object] = [name]
-    if arguments[1].dtype is torch.float32:  # all products multiply their second argument
-        signature.append(fp32_precision())
+    # all products multiply their second argument
+    precision = fp32_precision() if arguments[1].dtype is torch.float32 else ""
+    if (native := steps()) is not None:
+        with suppress(TypeError):  # an argument that it does not know
+            return native.signature((name, precision, arguments, out))
+    signature: list[object] = [name, precision]
     for argument in (*out, "into", *arguments) if out else arguments:
         if isinstance(argument, Tensor):
             signature += (argument.dtype, argument.shape, argument.stride(), argument.data_ptr() & 15)

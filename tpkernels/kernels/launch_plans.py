@@ -38,7 +38,7 @@ from tpkernels.extension import steps
 from tpkernels.kernels import invariance, launch
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.operands import share_memory
-from tpkernels.kernels.target import Target, carveout, emulated_target, fp32_precision, recorded_target
+from tpkernels.kernels.target import FP32_PRECISION, Target, emulated_target, recorded_target
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -318,8 +318,8 @@ def _keep(plans: dict[Any, Any], key: object, found: object) -> None:
 
 # What launchers look at besides their arguments: attributes, context variables, functions.
 _SETTINGS: tuple[Any, ...] = (
-    carveout,
-    fp32_precision,
+    torch._C._get_sm_carveout_experimental,
+    FP32_PRECISION,
     (tp_invariance.mode, "segments"),
     (invariance, "batch_invariant"),
     recorded_target,

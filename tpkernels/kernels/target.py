@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, Literal
 
@@ -148,9 +148,12 @@ def input_precision(dtype: torch.dtype, target: Target) -> Literal["ieee", "tf32
     return "tf32" if allowed and dtype == torch.float32 and target.backend != "hip" else "ieee"
 
 
+FP32_PRECISION = partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
+
+
 def fp32_precision() -> str:
     """`torch.backends.cuda.matmul.fp32_precision`, whose getter in Python takes ten times as long."""
-    return torch._C._get_fp32_precision_getter("cuda", "matmul")
+    return FP32_PRECISION()
 
 
 def fast_math(dtype: torch.dtype, target: Target) -> bool:

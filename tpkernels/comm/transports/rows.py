@@ -116,7 +116,8 @@ class Gathering:
         self._keep = True
         self.delivery = delivery = exchange.begin(call, plan, cols, shard)
         for round in plan.rounds:
-            delivery.move(round.swaps, shard, first)
+            if round.swaps:
+                delivery.move(round.swaps, shard, first)
         delivery.keep(shard)
 
     def arrivals(self, *, keep: bool = True) -> Iterator[tuple[slice, Tensor]]:

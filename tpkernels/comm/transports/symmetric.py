@@ -74,13 +74,13 @@ from tpkernels.gpus import NCCL_BLOCKS
 # a channel.
 _PUSHES, _COPIES, _TRANSFERS = 1, 4, NCCL_BLOCKS
 
-_MOST_TARGETS = 512  # parts of plans; an exchange has a plan or two, of as many parts as there are chunks
+_MOST_PUSHES = 512  # of parts of plans; an exchange has a plan or two, of as many parts as there are chunks
 LOOK_CALLS = 64  # until the host asks again for what waits of kernels have left in `status`
 _COUNTED = -(2**31)  # the sign bit, of words that a device has counted
 EPOCHS = 2 ** (31 - CODE_BITS)  # that the other bits of a flag tell apart
 
 
-class Target(NamedTuple):
+class Push(NamedTuple):
     """Where rows land, and their flags: what `push` in C++ takes."""
 
     landing: Tensor
@@ -90,7 +90,7 @@ class Target(NamedTuple):
     chunks: int
 
 
-Targets = tuple[Target, ...]
+Pushes = tuple[Push, ...]
 
 
 class GroupStreams(NamedTuple):
@@ -151,8 +151,8 @@ class SymmetricExchange(MailboxExchange):
         self._rehearses = False
         # C++ writes words as `handle` does, if that is torch's own or says so
         writes = getattr(handle, "native_words", type(handle).__module__.startswith("torch."))
-        self.push = getattr(steps(), "push", None) if writes else None
-        self._targets: dict[tuple[int, int], tuple[object, Targets]] = {}  # by slot, and part of a plan
+        self.native_push = getattr(steps(), "push", None) if writes else None
+        self._pushes: dict[tuple[int, int], tuple[object, Pushes]] = {}  # by slot, and part of a plan
 
     def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
         """All is pushed behind one event."""
@@ -173,30 +173,30 @@ class SymmetricExchange(MailboxExchange):
             return _Rehearsal(self, 0, False, plan, 0, call)
         return super().begin(call, plan, cols, like)
 
-    def targets(self, slot: int, swaps: Sequence[Swap], first_row: int) -> Targets:
+    def pushes(self, slot: int, swaps: Sequence[Swap], first_row: int) -> Pushes:
         """Where the rows go that are swapped with ranks of this machine. Made once for each part of a plan."""
-        found = self._targets.get((slot, id(swaps)))
+        found = self._pushes.get((slot, id(swaps)))
         if found is None or found[0] is not swaps:
             near = [swap for swap in swaps if swap.to in self.same_machine]
-            made = (self._target(slot, swap.to, swap.lands, swap.sent.start - first_row) for swap in near)
-            found = self._keep_targets(slot, swaps, tuple(made))
+            made = (self._push_to(slot, swap.to, swap.lands, swap.sent.start - first_row) for swap in near)
+            found = self._keep_pushes(slot, swaps, tuple(made))
         return found[1]
 
-    def own_target(self, slot: int, kept: slice) -> Targets:
+    def own_push(self, slot: int, kept: slice) -> Pushes:
         """Where our own rows go."""
-        found = self._targets.get((slot, id(kept)))
+        found = self._pushes.get((slot, id(kept)))
         if found is None or found[0] is not kept:
-            found = self._keep_targets(slot, kept, (self._target(slot, self.rank, kept, 0),))
+            found = self._keep_pushes(slot, kept, (self._push_to(slot, self.rank, kept, 0),))
         return found[1]
 
-    def _target(self, slot: int, peer: int, there: slice, first_row: int) -> Target:
+    def _push_to(self, slot: int, peer: int, there: slice, first_row: int) -> Push:
         landing, chunks = self.landing(slot, peer), self.chunks_of_ours(there)
-        return Target(landing.rows_of(chunks), landing.words, first_row, chunks.start, len(chunks))
+        return Push(landing.rows_of(chunks), landing.words, first_row, chunks.start, len(chunks))
 
-    def _keep_targets(self, slot: int, part: object, made: Targets) -> tuple[object, Targets]:
-        if len(self._targets) >= _MOST_TARGETS:
-            self._targets.clear()
-        self._targets[slot, id(part)] = part, made  # held, so that no other part gets its id
+    def _keep_pushes(self, slot: int, part: object, made: Pushes) -> tuple[object, Pushes]:
+        if len(self._pushes) >= _MOST_PUSHES:
+            self._pushes.clear()
+        self._pushes[slot, id(part)] = part, made  # held, so that no other part gets its id
         return part, made
 
     def count_by(self, kernels: FlagKernels) -> None:
@@ -227,7 +227,7 @@ class SymmetricExchange(MailboxExchange):
                 stacklevel=2,
             )
         self.in_flight.clear()
-        for views in (self.flag_words, self.awaited_words, self._targets):
+        for views in (self.flag_words, self.awaited_words, self._pushes):
             views.clear()
         self.let_go()
         del self.handle, self._memory
@@ -285,7 +285,7 @@ class SymmetricDelivery(MailboxDelivery):
         self._held: list[Tensor] = []  # what the other stream reads must not be freed in this one
 
     def keep(self, rows: Tensor) -> None:
-        self._put(self.exchange.own_target(self.slot, self.plan.kept), rows)
+        self._put(self.exchange.own_push(self.slot, self.plan.kept), rows)
 
     def swap(self, swap: Swap, outgoing: Tensor) -> None:
         self.move((swap,), outgoing, swap.sent.start)
@@ -295,7 +295,7 @@ class SymmetricDelivery(MailboxDelivery):
         if not swaps:
             return
         exchange = self.exchange
-        targets, current = exchange.targets(self.slot, swaps, first_row), exchange.stream_order.current()
+        pushes, current = exchange.pushes(self.slot, swaps, first_row), exchange.stream_order.current()
         exchange.side.wait_for(current)
         if self.inter_node is not None:
             exchange.inter_node_side.wait_for(current)
@@ -303,7 +303,7 @@ class SymmetricDelivery(MailboxDelivery):
             if self._needs_barrier:
                 exchange.barrier(0)
                 self._barrier, self._needs_barrier = exchange.side.mark(), False
-            self._put(targets, outgoing)
+            self._put(pushes, outgoing)
         if self.inter_node is not None:
             with exchange.inter_node_side.entered():
                 for swap in swaps:
@@ -312,12 +312,12 @@ class SymmetricDelivery(MailboxDelivery):
             exchange.in_flight.add(self)
         self._held.append(outgoing)
 
-    def _put(self, targets: Targets, outgoing: Tensor) -> None:
+    def _put(self, pushes: Pushes, outgoing: Tensor) -> None:
         """Rows where they land, each before its flags, in the current stream."""
-        if self.exchange.push is not None and self._word is not None:
-            self.exchange.push(outgoing, targets, self._word)
+        if self.exchange.native_push is not None and self._word is not None:
+            self.exchange.native_push(outgoing, pushes, self._word)
             return
-        for landing, words, first_row, first_chunk, chunks in targets:
+        for landing, words, first_row, first_chunk, chunks in pushes:
             rows = landing.shape[0]
             sent = outgoing if rows == outgoing.shape[0] else outgoing[first_row : first_row + rows]
             landing.copy_(sent, non_blocking=True)
