@@ -22,6 +22,7 @@ FAULTS = {  # room -> a file of it, one line of that, the line with a fault, and
     "tp_invariance": (".py", "return segments // ranks", "return segments * ranks", "test_tp_invariance.py"),
     "messages": (".py", "(?:cc|cpp|h|hpp)", "(?:cpp)", "test_messages.py"),
     "saying": (".py", "return first", "return True", "test_saying.py"),
+    "extension": (".py", "(built_with) != _minor", "(built_with) == _minor", "buckets/test_ext.py"),
     "lazy_names": (".py", "return {name: module for", "return {module: name for", "test_lazy_names.py"),
     "runtime": ("random.py", "if self._cuda_only", "if not self._cuda_only", "runtime/test_random.py"),
     "parallel_state": ("todays.py", "_size != size", "_size == size", "test_parallel_state_today.py"),

@@ -22,8 +22,8 @@ from bench.cuda_build.lookup import Found
 from bench.cuda_build.reader import read
 from bench.cuda_build.signatures import compare_members, require
 from tpkernels.buckets import registered
-from tpkernels.extension import ExtensionState, extension
 from tpkernels.comm.transports import rendezvous
+from tpkernels.extension import ExtensionState, extension
 
 # What modules of ours may need that is not installed there
 OPTIONAL = {

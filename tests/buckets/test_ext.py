@@ -17,9 +17,9 @@ from tests.buckets.ways import on_ranks
 from tests.checks import error_of
 from tests.patience import patient
 from tests.ranks import RankPool
+from tpkernels import extension as _ext
 from tpkernels.buckets import first_use, gradients
 from tpkernels.buckets.first_use import CannotBuild, build, problem_with_extension
-from tpkernels import extension as _ext
 from tpkernels.extension import Extension, ExtensionState
 
 

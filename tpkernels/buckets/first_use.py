@@ -22,8 +22,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TextIO
 
-from tpkernels.extension import ExtensionState, extension, library_of_first_use, sources
 from tpkernels.comm.supported import Problem
+from tpkernels.extension import ExtensionState, extension, library_of_first_use, sources
 
 BUILD_SECONDS = 600.0  # then a build is given up
 WAIT_SECONDS = BUILD_SECONDS + 60.0  # for another's build

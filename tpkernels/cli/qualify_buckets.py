@@ -17,8 +17,8 @@ from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.buckets.registered import Collective
 from tpkernels.cli.qualified import Check
 from tpkernels.cli.qualify_world import QualifyWorld
-from tpkernels.extension import ExtensionState, extension
 from tpkernels.comm.agreement import CannotTakePart
+from tpkernels.extension import ExtensionState, extension
 
 WAYS = "c10d", "auto"
 REDUCTIONS: tuple[Collective, ...] = "all_reduce", "reduce_scatter"

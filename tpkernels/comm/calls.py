@@ -45,9 +45,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, distributed_c10d
 from torch.utils.checkpoint import _StopRecomputationError
 
-from tpkernels.extension import ExtensionState, extension
 from tpkernels.comm.transports.processes import Process, machine, process_of
 from tpkernels.comm.watch import Watcher, parting, shown
+from tpkernels.extension import ExtensionState, extension
 from tpkernels.messages import cause_of
 
 # Functions of torch's take the default group for a default argument there. Imported when there is one already

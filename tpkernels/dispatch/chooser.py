@@ -23,8 +23,8 @@ until they are given a store to agree through (see `cache`): then a choice is th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
 from threading import Lock

@@ -286,8 +286,7 @@ def planned(launcher: Callable[P, R]) -> Callable[P, R]:
         found = plans.get(key)
         if not debug:
             if isinstance(found, LaunchPlan) and found.fits(operands):
-                repeated = found.run(operands)
-                return repeated  # type: ignore[no-any-return]
+                return found.run(operands)  # type: ignore[no-any-return]
             if found is not _Seen.ONCE:
                 if found is None:  # operands of lengths that vary: most kinds come once
                     _keep(plans, key, _Seen.ONCE)

@@ -29,19 +29,18 @@ class Context(Protocol):
 
 _functorch_is_active = torch._C._are_functorch_transforms_active
 _unwrapped = torch._C._functorch.unwrap_if_dead
-_APPLY = vars(torch.autograd.Function)["apply"]
-_IS_TORCHS = _APPLY.__func__.__code__.co_filename == torch.autograd.function.__file__
 _apply_of = vars(torch._C._FunctionBase)["apply"].__get__
 
 
+_apply = vars(torch.autograd.Function)["apply"]
+# None if a checker had put its own in its place already
+_torchs_apply = _apply if _apply.__func__.__code__.co_filename == torch.autograd.function.__file__ else None
+
+
 def apply(function: type[torch.autograd.Function], *args: object) -> Any:
-    """Call `function.apply`, of a function without `setup_context`; what that does in Python takes its time."""
-    if (
-        is_compiling()
-        or _functorch_is_active()
-        or not _IS_TORCHS
-        or vars(torch.autograd.Function)["apply"] is not _APPLY  # a checker's
-    ):
+    """Call `function.apply`, of a function without `setup_context`: then most of its Python does nothing."""
+    is_torchs = vars(torch.autograd.Function)["apply"] is _torchs_apply
+    if not is_torchs or is_compiling() or _functorch_is_active():
         return function.apply(*args)
     return _apply_of(None, function)(*[_unwrapped(a) if isinstance(a, Tensor) else a for a in args])
 

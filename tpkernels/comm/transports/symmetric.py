@@ -174,7 +174,7 @@ class SymmetricExchange(MailboxExchange):
         return super().begin(call, plan, cols, like)
 
     def pushes(self, slot: int, swaps: Sequence[Swap], first_row: int) -> Pushes:
-        """Where the rows go that are swapped with ranks of this machine. Made once for each part of a plan."""
+        """Where rows go that are swapped with ranks of this machine. Made once for each part of a plan."""
         found = self._pushes.get((slot, id(swaps)))
         if found is None or found[0] is not swaps:
             near = [swap for swap in swaps if swap.to in self.same_machine]
