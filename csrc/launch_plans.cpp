@@ -96,7 +96,9 @@ class Key {
       if (operands[number] == value) return put('=') && put(number);
     }
     const at::Tensor& tensor = THPVariable_Unpack(value);
-    if (tensor.layout() != at::kStrided || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
+    // what has no address, or makes its own sizes
+    if (!tensor.has_storage() || tensor.is_nested() || tensor.layout() != at::kStrided ||
+        tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
         tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
       return false;
     }

@@ -75,15 +75,15 @@ def _lost(owner: Any, name: str, old: str, recorded: Callable[[], Recorded], new
     return Fault(lambda: edited(owner, name, old, new), recorded)
 
 
-_ROWS = "landing.rows_of(chunks).copy_(rows, non_blocking=True)"
-_FLAGS = "self._raise(landing.words, chunks)"
+_ROWS = "landing.copy_(sent, non_blocking=True)"
+_FLAGS = "self._raise(words, range(first_chunk, first_chunk + chunks))"
 
 _LEFT = "_TRANSFERS + _PUSHES"  # processors, to what goes to other machines
 
 FAULTS = {
     # symmetric: what streams wait for
     "pushes do not wait for rows that are computed": _lost(
-        _D, "_push", "exchange.side.wait_for(current)", _column()
+        _D, "move", "exchange.side.wait_for(current)", _column()
     ),
     "who sent goes on while rows are being pushed": _lost(
         _D, "wait", "exchange.side.let(current)", _column()
@@ -92,14 +92,14 @@ FAULTS = {
         _D, "wait", "exchange.side.let(current)", _column(captured=True)
     ),
     "pushed rows are not held": _lost(
-        _D, "_push", "self._held.append(held)", _program("row"), "self._held.append(held[:0].clone())"
+        _D, "move", "self._held.append(outgoing)", _program("row"), "self._held.append(outgoing[:0].clone())"
     ),
     "a flag is raised before its rows": _lost(
         _D,
         "_put",
-        f"{_ROWS}\n    {_FLAGS}",
+        f"{_ROWS}\n        {_FLAGS}",
         _column(),
-        f"{_FLAGS}\n    {_ROWS}",
+        f"{_FLAGS}\n        {_ROWS}",
     ),
     "only the first flag of a push is raised": _lost(
         _D, "_raise", "write(words, chunk, word)", _column(), "chunk or write(words, chunk, word)"
@@ -165,7 +165,7 @@ FAULTS = {
         _D, "_swap_inter_node", "received.wait()", _apart("column, sequence-parallel")
     ),
     "rows leave for another machine before they are computed": _lost(
-        _D, "_push", "exchange.inter_node_side.wait_for(current)", _apart("row, sequence-parallel")
+        _D, "move", "exchange.inter_node_side.wait_for(current)", _apart("row, sequence-parallel")
     ),
     "who sent goes on while rows leave for another machine": _lost(
         _D, "wait", "exchange.inter_node_side.let(current)", _apart("column, sequence-parallel")
