@@ -7,8 +7,11 @@
 #include "bucket_memory.cpp"
 #include "collectives.cpp"
 #include "handover.cpp"
-#include "launch_plans.cpp"
 #include "module.cpp"
+#include "shared_sums.cpp"
+
+#if __has_include(<Python.h>)  // else Python does the steps of each call
+#include "launch_plans.cpp"
 #include "pushes.cpp"
 #include "python_module.cpp"
-#include "shared_sums.cpp"
+#endif

@@ -1,4 +1,5 @@
 // Plans of launchers, found and repeated: see tpkernels/kernels/launch_plans.py, which makes them.
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
@@ -25,14 +26,17 @@ struct Bound {
 // All that a launcher may look at.
 class Key {
  public:
-  std::vector<PyObject*> operands;  // borrowed: the arguments hold them
+  std::vector<Reference> operands;
 
   // Whether plans can be kept by what was described.
   bool describe(PyObject* value) {
     if (value == Py_None) return put('n');
     if (value == Py_True) return put('t');
     if (value == Py_False) return put('f');
-    if (THPVariable_Check(value)) return describe_tensor(value);
+    // not by `isinstance`, which takes a proxy for what it stands for
+    if (PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
+      return describe_tensor(value);
+    }
     if (PyLong_CheckExact(value)) {
       int overflow = 0;
       const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
@@ -40,16 +44,7 @@ class Key {
     }
     if (PyFloat_CheckExact(value)) return put('d') && put(PyFloat_AS_DOUBLE(value));
     if (PyUnicode_CheckExact(value)) return put('s') && put_text(value);
-    if (PyTuple_Check(value) || PyList_Check(value)) {
-      const Py_ssize_t size = PySequence_Fast_GET_SIZE(value);
-      put('(');
-      put(Py_TYPE(value));  // of ours, which stay
-      put(size);
-      for (Py_ssize_t i = 0; i < size; ++i) {
-        if (!describe(PySequence_Fast_GET_ITEM(value, i))) return false;
-      }
-      return true;
-    }
+    if (PyTuple_Check(value) || PyList_Check(value)) return describe_sequence(value);
     if (PyRange_Check(value)) {
       put('r');
       for (const char* name : {"start", "stop", "step"}) {
@@ -65,15 +60,9 @@ class Key {
   bool put_text(PyObject* text) {
     Py_ssize_t size = 0;
     const char* characters = PyUnicode_AsUTF8AndSize(text, &size);
-    if (characters == nullptr) throw PythonError();
+    if (characters == nullptr) return failed();
     put(size);
     bytes_.append(characters, size);
-    return true;
-  }
-
-  template <typename T>
-  bool put(T value) {
-    bytes_.append(reinterpret_cast<const char*>(&value), sizeof value);
     return true;
   }
 
@@ -89,11 +78,25 @@ class Key {
   }
 
  private:
+  static constexpr int kDeepest = 16;  // of sequences in sequences
+
+  template <typename T>
+  bool put(T value) {
+    bytes_.append(reinterpret_cast<const char*>(&value), sizeof value);
+    return true;
+  }
+
+  // What launchers do not take, they say best.
+  static bool failed() {
+    PyErr_Clear();
+    return false;
+  }
+
   bool put_device(c10::Device device) { return put(device.type()) && put(device.index()); }
 
   bool describe_tensor(PyObject* value) {
     for (size_t number = 0; number < operands.size(); ++number) {
-      if (operands[number] == value) return put('=') && put(number);
+      if (operands[number].get() == value) return put('=') && put(number);
     }
     const at::Tensor& tensor = THPVariable_Unpack(value);
     // what has no address, or makes its own sizes
@@ -109,7 +112,21 @@ class Key {
     put(tensor.scalar_type());
     put_device(tensor.device());
     put(static_cast<uint8_t>(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) & 15));
-    operands.push_back(value);
+    operands.push_back(Reference::shared(value));
+    return true;
+  }
+
+  bool describe_sequence(PyObject* value) {
+    if (depth_ == kDeepest) return false;
+    ++depth_;
+    put('(');
+    put(Py_TYPE(value));  // of ours, which stay
+    put(PySequence_Fast_GET_SIZE(value));
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {  // what describes may change a list
+      const Reference item = Reference::shared(PySequence_Fast_GET_ITEM(value, i));
+      if (!describe(item.get())) return false;
+    }
+    --depth_;
     return true;
   }
 
@@ -118,12 +135,13 @@ class Key {
     others_.push_back(Reference::shared(value));
     put('o');
     const int known = PySet_Contains(bound.plain_types, reinterpret_cast<PyObject*>(Py_TYPE(value)));
-    if (known < 0) throw PythonError();
+    if (known < 0) return failed();
     return known || Reference(PyObject_CallOneArg(bound.is_plain, value)).get() == Py_True;
   }
 
   std::string bytes_;
   std::vector<Reference> others_;  // compared as Python does
+  int depth_ = 0;
 };
 
 // Of a setting: (object, name of its attribute), a context variable, or a function.
@@ -138,7 +156,7 @@ Reference value_of(PyObject* setting) {
 }
 
 // Whether the arguments have a key.
-bool describe_call(Key& key, PyObject* args, PyObject* options) {
+bool describe_call(Key& key, PyObject* args, PyObject* options) try {
   TORCH_CHECK(bound.launch != nullptr, "bind_launch_plans was not called");
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(bound.settings); ++i) {
     if (!key.describe(value_of(PyTuple_GET_ITEM(bound.settings, i)).get())) return false;
@@ -146,10 +164,12 @@ bool describe_call(Key& key, PyObject* args, PyObject* options) {
   if (!key.describe(args)) return false;
   PyObject *name = nullptr, *value = nullptr;
   for (Py_ssize_t i = 0; PyDict_Next(options, &i, &name, &value);) {
-    key.put_text(name);
-    if (!key.describe(value)) return false;
+    const Reference held = Reference::shared(value);
+    if (!key.put_text(name) || !key.describe(held.get())) return false;
   }
   return true;
+} catch (const c10::Error&) {  // a tensor of a kind that cannot be asked
+  return false;
 }
 
 Py_ssize_t number_in(PyObject* tuple, Py_ssize_t place) {
@@ -237,9 +257,16 @@ struct Allocate : Step {
 
   void run(Tensors& tensors) const override {
     Reference allocate(PyObject_GetAttrString(bound.launch, "allocate"));
-    tensors.emplace_back(allocate.get() == bound.allocate
-                             ? THPVariable_Wrap(at::empty(sizes, options))
-                             : PyObject_CallObject(allocate.get(), arguments.get()));
+    if (allocate.get() != bound.allocate || at::impl::torch_function_mode_enabled()) {  // which sees it
+      tensors.emplace_back(PyObject_CallObject(allocate.get(), arguments.get()));
+      return;
+    }
+    at::Tensor made;
+    {
+      WithoutGil released;  // a full GPU holds up who allocates
+      made = at::empty(sizes, options);
+    }
+    tensors.emplace_back(THPVariable_Wrap(made));
   }
 
   Reference arguments;
@@ -301,19 +328,18 @@ class Plan {
     }
   }
 
-  bool fits(const std::vector<PyObject*>& operands) const {
+  bool fits(const Tensors& operands) const {
     for (const auto& [one, other] : apart_) {
-      Reference shares(
-          (PyObject_CallFunctionObjArgs(bound.share_memory, operands[one], operands[other], nullptr)));
+      Reference shares((PyObject_CallFunctionObjArgs(bound.share_memory, operands[one].get(),
+                                                     operands[other].get(), nullptr)));
       if (shares.get() == Py_True) return false;
     }
     return true;
   }
 
-  PyObject* run(const std::vector<PyObject*>& operands) const {
-    Tensors tensors;
-    tensors.reserve(operands.size() + steps_.size());
-    for (PyObject* operand : operands) tensors.push_back(Reference::shared(operand));
+  // tensors: the operands
+  PyObject* run(Tensors tensors) const {
+    tensors.reserve(tensors.size() + steps_.size());
     for (const auto& step : steps_) step->run(tensors);
     Reference found = results_.of(tensors);
     if (returns_.get() == reinterpret_cast<PyObject*>(&PyTuple_Type)) return found.release();
@@ -398,8 +424,8 @@ PyObject* key_of(PyObject*, PyObject* args) {
     PyErr_SetString(PyExc_TypeError, "it may hold a tensor, or change");
     return nullptr;
   }
-  for (PyObject* operand : key.operands) {
-    if (PyList_Append(operands, operand) < 0) return nullptr;
+  for (const Reference& operand : key.operands) {
+    if (PyList_Append(operands, operand.get()) < 0) return nullptr;
   }
   return key.object().release();
   END_HANDLE_TH_ERRORS
@@ -420,7 +446,7 @@ PyObject* repeat(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Reference held = Reference::shared(found);  // whatever becomes of `plans` meanwhile
   const Plan& plan = *reinterpret_cast<PlanObject*>(found)->plan;
   if (!plan.fits(key.operands)) Py_RETURN_NOTIMPLEMENTED;
-  return plan.run(key.operands);
+  return plan.run(std::move(key.operands));
   END_HANDLE_TH_ERRORS
 }
 

@@ -1,10 +1,12 @@
 // Rows into the memory of other ranks and flags behind them, as tpkernels/comm/transports/symmetric.py says,
 // in one call.
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <ATen/ops/copy.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <atomic>
+#include <vector>
 
 #include "python_module.h"
 
@@ -16,18 +18,32 @@ int64_t number_at(PyObject* tuple, Py_ssize_t place) {
 }
 
 // By the current stream, after all that came before in it; on a CPU at once.
-void write_word(at::Tensor& words, int64_t chunk, int64_t word) {
-  if (words.is_cuda()) {
-    static const auto write = c10::Dispatcher::singleton()
-                                  .findSchemaOrThrow("symm_mem::stream_write_value32_", "")
-                                  .typed<at::Tensor&(at::Tensor&, int64_t, int64_t)>();
-    write.call(words, chunk, word);
-  } else if (words.is_cpu()) {
-    TORCH_CHECK(words.scalar_type() == at::kUInt32 && chunk >= 0 && chunk < words.numel());
-    std::atomic_ref<uint32_t>(words.mutable_data_ptr<uint32_t>()[chunk])
-        .store(static_cast<uint32_t>(word), std::memory_order_release);
+void write_word(const at::Tensor& words, int64_t chunk, int64_t word) {
+  if (words.is_meta()) return;
+  if (!words.is_cpu()) {
+    static const auto write =
+        c10::Dispatcher::singleton().findSchemaOrThrow("symm_mem::stream_write_value32_", "");
+    torch::jit::Stack stack{words, chunk, word};  // boxed: a wrong type of C++ would be told on GPUs alone
+    write.callBoxed(stack);
+    return;
   }
+  TORCH_CHECK(words.scalar_type() == at::kUInt32 && words.dim() == 1 && words.is_contiguous() && chunk >= 0 &&
+                  chunk < words.numel(),
+              "push: expected words in a vector of uint32, and one of its places");
+  std::atomic_ref<uint32_t>(words.mutable_data_ptr<uint32_t>()[chunk])
+      .store(static_cast<uint32_t>(word), std::memory_order_release);
 }
+
+struct Push {
+  at::Tensor landing, words;
+  int64_t first_row, first_chunk, chunks;
+
+  void run(const at::Tensor& outgoing, int64_t word) const {
+    const int64_t rows = landing.size(0);
+    landing.copy_(rows == outgoing.size(0) ? outgoing : outgoing.narrow(0, first_row, rows), true);
+    for (int64_t chunk = first_chunk; chunk < first_chunk + chunks; ++chunk) write_word(words, chunk, word);
+  }
+};
 
 // push(outgoing, pushes, word): pushes as of `SymmetricExchange.pushes`
 PyObject* push(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -36,18 +52,20 @@ PyObject* push(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "push(outgoing, pushes, word)");
     return nullptr;
   }
-  const at::Tensor& outgoing = THPVariable_Unpack(args[0]);
+  const at::Tensor outgoing = THPVariable_Unpack(args[0]);
   const int64_t word = PyLong_AsLongLong(args[2]);
+  std::vector<Push> pushes;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[1]); ++i) {
     PyObject* each = PyTuple_GET_ITEM(args[1], i);
-    const at::Tensor& landing = THPVariable_Unpack(PyTuple_GET_ITEM(each, 0));
-    at::Tensor words = THPVariable_Unpack(PyTuple_GET_ITEM(each, 1));
-    const int64_t first_row = number_at(each, 2), first_chunk = number_at(each, 3),
-                  chunks = number_at(each, 4);
-    if (PyErr_Occurred()) return nullptr;
-    const int64_t rows = landing.size(0);
-    landing.copy_(rows == outgoing.size(0) ? outgoing : outgoing.narrow(0, first_row, rows), true);
-    for (int64_t chunk = first_chunk; chunk < first_chunk + chunks; ++chunk) write_word(words, chunk, word);
+    pushes.push_back({THPVariable_Unpack(PyTuple_GET_ITEM(each, 0)),
+                      THPVariable_Unpack(PyTuple_GET_ITEM(each, 1)), number_at(each, 2), number_at(each, 3),
+                      number_at(each, 4)});
+  }
+  if (PyErr_Occurred()) return nullptr;
+  TORCH_CHECK(word >= 0 && word <= 0xffffffff, "push: expected a word of 32 bits, got ", word);
+  {
+    WithoutGil released;
+    for (const Push& each : pushes) each.run(outgoing, word);
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

@@ -41,6 +41,18 @@ class Reference {
   PyObject* object_ = nullptr;
 };
 
+// While it lives, other threads may run Python: one of them may be who notices that a peer has died.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 bool add_launch_plans(PyObject* module);
 bool add_pushes(PyObject* module);
 

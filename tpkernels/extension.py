@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 import re
-import sys
+import sysconfig
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -40,7 +39,11 @@ class Extension:
 def extension() -> Extension:
     """Load the extension, once; say what became of it. Builds nothing."""
     library = installed_library() or library_of_first_use()
-    if library is None or not library.exists():
+    try:
+        exists = library is not None and library.exists()
+    except OSError as error:  # a folder of somebody else
+        return Extension(ExtensionState.UNUSABLE, f"{library} cannot be looked at: {error}")
+    if library is None or not exists:
         return Extension(
             ExtensionState.ABSENT,
             "not built; the first GradientBuckets builds it, which takes a C++20 compiler and ninja, or: "
@@ -75,14 +78,17 @@ def library_of_first_use() -> Path | None:
     for source in sorted(sources().iterdir()):
         if source.is_file():
             text.update(f"{source.name}\n".encode() + source.read_bytes())
-    built_for = f"torch-{torch.__version__}-{sys.implementation.cache_tag}-{platform.machine()}"
+    built_for = f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
     return folder / "extension" / f"{built_for}-{text.hexdigest()}" / "tpkernels_C.so"
 
 
 def load(library: Path) -> Extension:
     """Check the stamp of `library`, then load it. The stamp is read as text, not run: code built for
     another torch imports without complaint and misbehaves later."""
-    stamp = _STAMP.search(library.read_bytes())
+    try:
+        stamp = _STAMP.search(library.read_bytes())
+    except OSError as error:
+        return Extension(ExtensionState.UNUSABLE, f"{library} cannot be read: {error}")
     if stamp is None:
         return Extension(
             ExtensionState.UNUSABLE, f"{library} is not ours or damaged; rebuild: {HOW_TO_BUILD}"
@@ -95,12 +101,26 @@ def load(library: Path) -> Extension:
         )
     try:
         torch.ops.load_library(library)
-        loader = ExtensionFileLoader("tpkernels._C", str(library))
+    except OSError as error:
+        return Extension(ExtensionState.UNUSABLE, f"{error}; rebuild: {HOW_TO_BUILD}")
+    found = f"{library.name}, built for torch {built_with}"
+    return Extension(ExtensionState.LOADED, found, _python_module(library))
+
+
+def _python_module(library: Path) -> Any:
+    """The Python module in a library that is loaded; None if it was built without Python's headers.
+
+    Also None without the GIL, which its borrowed references need.
+    """
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
+    loader = ExtensionFileLoader("tpkernels._C", str(library))
+    try:
         module = module_from_spec(spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
         loader.exec_module(module)
-    except (OSError, ImportError) as error:
-        return Extension(ExtensionState.UNUSABLE, f"{error}; rebuild: {HOW_TO_BUILD}")
-    return Extension(ExtensionState.LOADED, f"{library.name}, built for torch {built_with}", module)
+    except ImportError:
+        return None
+    return module
 
 
 def _minor(version: str) -> list[str]:

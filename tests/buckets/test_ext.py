@@ -6,6 +6,8 @@ import shutil
 import signal
 import sysconfig
 import time
+from importlib.machinery import PathFinder
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -49,6 +51,28 @@ def test_extension_that_cannot_be_right_is_refused(content, said, tmp_path):
     found = _ext.load(path)
     assert found.state is ExtensionState.UNUSABLE
     assert said in found.detail
+
+
+def test_a_library_that_cannot_be_read_is_said_and_python_does_its_steps(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    library = tmp_path / "_C.so"
+    library.write_bytes(b"tpkernels built with torch")
+    monkeypatch.setattr(_ext, "installed_library", lambda: library)
+    for look in ("exists", "read_bytes"):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(library), look, refuse)
+            found = _ext.extension.__wrapped__()
+        assert (found.state, found.module) == (ExtensionState.UNUSABLE, None)
+        assert "Permission denied" in found.detail
+
+
+def test_a_library_without_a_python_module_serves_buckets():
+    """It was built where Python's headers are not."""
+    math = PathFinder.find_spec("_struct")
+    assert math is not None and math.origin is not None
+    assert _ext._python_module(Path(math.origin)) is None
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from tpkernels.comm.transports.rendezvous import (
     why_not,
 )
 from tpkernels.comm.transports.symmetric import SymmetricExchange
+from tpkernels.extension import steps
 
 LAYOUT = Layout(2, (4, 3), torch.float32, 2)
 ROWS = [torch.zeros(4, 3)] * 2
@@ -423,6 +424,22 @@ def test_the_extension_pushes_what_python_does(splits):
         found.append([end._memory.clone() for end in ends])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert all(memory.any() for memory in found[0])
+
+
+def test_words_are_written_by_the_operator_that_torch_has():
+    """The extension calls it by its schema, which no CPU runs; and checks what it writes itself."""
+    schema = str(torch.ops.symm_mem.stream_write_value32_.default._schema)
+    assert schema == "symm_mem::stream_write_value32_(Tensor(a!) input, int offset, int val) -> Tensor(a!)"
+    push, rows, words = steps().push, torch.ones(2, 2), torch.zeros(4, dtype=torch.uint32)
+    for landing, there, chunk, word in (
+        (rows, words, 4, 1), (rows, words, -1, 1), (rows, words[::2], 0, 1), (rows, words.int(), 0, 1),
+        (rows, words, 0, -1), (rows, words, 0, 2**40),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match="push: expected"):
+            push(rows, ((landing, there, 0, chunk, 1),), word)
+    with pytest.raises(OverflowError):
+        push(rows, (), 2**70)
+    assert not words.any()
 
 
 def test_a_closed_end_holds_no_memory():

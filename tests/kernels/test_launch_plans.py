@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tests.kernels.checks import normal
 from tpkernels import tp_invariance
@@ -287,6 +289,69 @@ def test_a_tensor_that_is_given_twice_is_another_kind(debug, monkeypatch):
     for _ in range(3):
         assert _first_of(x, x) is x
         assert _first_of(y, z) is y
+
+
+def test_what_no_key_can_describe_is_the_launchers_to_take_or_refuse():
+    """By the same errors whoever makes keys; and nothing crashes."""
+    x, weight = _meta(512, 128), _meta(256, 128)
+    endless: list[Any] = []
+    endless.append(endless)
+    hostile: list[dict[str, Any]] = [
+        {"activation": "\ud800"},
+        {"out": endless},
+        {"out": [[[weakref.proxy(x)]]]},
+        {"activation": type("Unhashable", (type,), {"__hash__": None})("kind", (), {})},
+        {"tile": 2**70},
+    ]
+    with launch.recording(H100):
+        for options in hostile:
+            refusals = []
+            for call in (linear_fwd, linear_fwd.__wrapped__):
+                with pytest.raises(Exception) as error:
+                    call(x, weight, **options)
+                refusals.append((type(error.value), str(error.value)))
+            assert refusals[0] == refusals[1], options
+
+
+def test_a_list_that_changes_while_operands_are_compared(monkeypatch, device):
+    """What compares them is Python: another thread may run."""
+    x, weight = normal(32, 32, torch.float32, device), normal(32, 32, torch.float32, device)
+    apart = [torch.empty_like(x)]
+    for _ in range(2):
+        linear_fwd(x, weight, out=apart)
+
+    def compare(one: Tensor, other: Tensor) -> bool:
+        apart.clear()
+        gc.collect()
+        return False
+
+    if (native := launch_plans._native()) is None:
+        pytest.skip("Python's plans hold a list of their own")
+    native.bind_launch_plans(
+        launch, launch_plans._SETTINGS, launch_plans._PLAIN, launch_plans._is_plain, compare
+    )
+    try:
+        linear_fwd(x, weight, out=apart)
+    finally:
+        launch_plans._native.cache_clear()  # whoever asks next binds it as it was
+    assert apart == []
+
+
+def test_a_mode_sees_what_plans_allocate():
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, weight = _meta(512, 128), _meta(256, 128)
+    with launch.recording(H100):
+        for _ in range(3):
+            seen.clear()
+            with Mode():
+                linear_fwd(x, weight)
+            assert torch.empty in seen
 
 
 def test_kinds_that_were_not_seen_for_long_are_forgotten(monkeypatch):

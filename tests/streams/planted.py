@@ -83,7 +83,7 @@ _LEFT = "_TRANSFERS + _PUSHES"  # processors, to what goes to other machines
 FAULTS = {
     # symmetric: what streams wait for
     "pushes do not wait for rows that are computed": _lost(
-        _D, "move", "exchange.side.wait_for(current)", _column()
+        _D, "_push", "exchange.side.wait_for(current)", _column()
     ),
     "who sent goes on while rows are being pushed": _lost(
         _D, "wait", "exchange.side.let(current)", _column()
@@ -92,7 +92,7 @@ FAULTS = {
         _D, "wait", "exchange.side.let(current)", _column(captured=True)
     ),
     "pushed rows are not held": _lost(
-        _D, "move", "self._held.append(outgoing)", _program("row"), "self._held.append(outgoing[:0].clone())"
+        _D, "_push", "self._held.append(outgoing)", _program("row"), "self._held.append(outgoing[:0].clone())"
     ),
     "a flag is raised before its rows": _lost(
         _D,
@@ -165,7 +165,7 @@ FAULTS = {
         _D, "_swap_inter_node", "received.wait()", _apart("column, sequence-parallel")
     ),
     "rows leave for another machine before they are computed": _lost(
-        _D, "move", "exchange.inter_node_side.wait_for(current)", _apart("row, sequence-parallel")
+        _D, "_push", "exchange.inter_node_side.wait_for(current)", _apart("row, sequence-parallel")
     ),
     "who sent goes on while rows leave for another machine": _lost(
         _D, "wait", "exchange.inter_node_side.let(current)", _apart("column, sequence-parallel")

@@ -32,15 +32,21 @@ _unwrapped = torch._C._functorch.unwrap_if_dead
 _apply_of = vars(torch._C._FunctionBase)["apply"].__get__
 
 
+def _source_of(method: Any) -> str:
+    code = getattr(getattr(method, "__func__", None), "__code__", None)
+    return getattr(code, "co_filename", "")
+
+
 _apply = vars(torch.autograd.Function)["apply"]
 # None if a checker had put its own in its place already
-_torchs_apply = _apply if _apply.__func__.__code__.co_filename == torch.autograd.function.__file__ else None
+_torchs_apply = _apply if _source_of(_apply) == torch.autograd.function.__file__ else None
 
 
 def apply(function: type[torch.autograd.Function], *args: object) -> Any:
     """Call `function.apply`, of a function without `setup_context`: then most of its Python does nothing."""
-    is_torchs = vars(torch.autograd.Function)["apply"] is _torchs_apply
-    if not is_torchs or is_compiling() or _functorch_is_active():
+    if is_compiling() or _functorch_is_active():  # asked first: it is traced
+        return function.apply(*args)
+    if vars(torch.autograd.Function)["apply"] is not _torchs_apply:
         return function.apply(*args)
     return _apply_of(None, function)(*[_unwrapped(a) if isinstance(a, Tensor) else a for a in args])
 

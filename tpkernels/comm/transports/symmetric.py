@@ -152,7 +152,7 @@ class SymmetricExchange(MailboxExchange):
         # C++ writes words as `handle` does, if that is torch's own or says so
         writes = getattr(handle, "native_words", type(handle).__module__.startswith("torch."))
         self.native_push = getattr(steps(), "push", None) if writes else None
-        self._pushes: dict[tuple[int, int], tuple[object, Pushes]] = {}  # by slot, and part of a plan
+        self._pushes: dict[tuple[int, int, int], tuple[object, Pushes]] = {}  # by slot, and part of a plan
 
     def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
         """All is pushed behind one event."""
@@ -174,29 +174,39 @@ class SymmetricExchange(MailboxExchange):
         return super().begin(call, plan, cols, like)
 
     def pushes(self, slot: int, swaps: Sequence[Swap], first_row: int) -> Pushes:
-        """Where rows go that are swapped with ranks of this machine. Made once for each part of a plan."""
-        found = self._pushes.get((slot, id(swaps)))
+        """Where rows go that are swapped with ranks of this machine. Made once for each part of a plan.
+
+        first_row: of the matrix that the swaps' rows are cut out of
+        """
+        found = self._pushes.get((slot, id(swaps), first_row))
         if found is None or found[0] is not swaps:
-            near = [swap for swap in swaps if swap.to in self.same_machine]
-            made = (self._push_to(slot, swap.to, swap.lands, swap.sent.start - first_row) for swap in near)
-            found = self._keep_pushes(slot, swaps, tuple(made))
+            found = self._keep_pushes(slot, swaps, first_row, self.new_pushes(slot, swaps, first_row))
         return found[1]
+
+    def new_pushes(self, slot: int, swaps: Sequence[Swap], first_row: int) -> Pushes:
+        near = [swap for swap in swaps if swap.to in self.same_machine]
+        made = tuple(self._push_to(slot, swap.to, swap.lands, swap.sent.start - first_row) for swap in near)
+        assert all(
+            len(push.landing) == swap.sent.stop - swap.sent.start
+            for push, swap in zip(made, near, strict=True)
+        )
+        return made
 
     def own_push(self, slot: int, kept: slice) -> Pushes:
         """Where our own rows go."""
-        found = self._pushes.get((slot, id(kept)))
+        found = self._pushes.get((slot, id(kept), 0))
         if found is None or found[0] is not kept:
-            found = self._keep_pushes(slot, kept, (self._push_to(slot, self.rank, kept, 0),))
+            found = self._keep_pushes(slot, kept, 0, (self._push_to(slot, self.rank, kept, 0),))
         return found[1]
 
     def _push_to(self, slot: int, peer: int, there: slice, first_row: int) -> Push:
         landing, chunks = self.landing(slot, peer), self.chunks_of_ours(there)
         return Push(landing.rows_of(chunks), landing.words, first_row, chunks.start, len(chunks))
 
-    def _keep_pushes(self, slot: int, part: object, made: Pushes) -> tuple[object, Pushes]:
+    def _keep_pushes(self, slot: int, part: object, first_row: int, made: Pushes) -> tuple[object, Pushes]:
         if len(self._pushes) >= _MOST_PUSHES:
             self._pushes.clear()
-        self._pushes[slot, id(part)] = part, made  # held, so that no other part gets its id
+        self._pushes[slot, id(part), first_row] = part, made  # held, so that no other part gets its id
         return part, made
 
     def count_by(self, kernels: FlagKernels) -> None:
@@ -288,14 +298,17 @@ class SymmetricDelivery(MailboxDelivery):
         self._put(self.exchange.own_push(self.slot, self.plan.kept), rows)
 
     def swap(self, swap: Swap, outgoing: Tensor) -> None:
-        self.move((swap,), outgoing, swap.sent.start)
+        start = swap.sent.start
+        self._push(self.exchange.new_pushes(self.slot, [swap], start), [swap], outgoing, start)
 
     def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
+        if swaps:
+            self._push(self.exchange.pushes(self.slot, swaps, first_row), swaps, outgoing, first_row)
+
+    def _push(self, pushes: Pushes, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
         """All behind what the current stream has so far."""
-        if not swaps:
-            return
         exchange = self.exchange
-        pushes, current = exchange.pushes(self.slot, swaps, first_row), exchange.stream_order.current()
+        current = exchange.stream_order.current()
         exchange.side.wait_for(current)
         if self.inter_node is not None:
             exchange.inter_node_side.wait_for(current)
