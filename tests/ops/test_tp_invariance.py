@@ -25,7 +25,7 @@ OPTIONS = {
     "embedding": ("",),
     "cross_entropy": ("", "smoothed", "overwritten"),
     "head": ("", "none", "whole", "main_grad"),
-    "logprobs": ("", "two"),
+    "logprobs": ("", "two", "top_k"),
     "norm": ("rms_norm", "layer_norm"),
     "heads": ("1", "2", "4"),
 }

@@ -138,6 +138,7 @@ def linear_logprobs(
     *,
     group: State = None,
     temperature: float = 1.0,
+    top_k: int | None = None,
     return_entropy: bool = False,
     ignore_index: int = -100,
     vocab_size: int | None = None,
@@ -151,7 +152,9 @@ def linear_logprobs(
     weight_shard: (this rank's columns, features), the same number on every rank
     target: (tokens, ...) ids, the same on all ranks, or (tokens, ..., n): several of each token
     group: a ParallelState, process group or device mesh; None: the current state
-    return_entropy: of all ids of the vocabulary, at the temperature
+    top_k: probabilities are of the so many largest logits of a token, and of what equals the last of these,
+        as `TopKLogitsWarper` of transformers has it; other targets have minus infinity and no gradient
+    return_entropy: of the ids that count, at the temperature
     ignore_index: a target whose log-probability and gradient are 0; so is the entropy where all n are
     vocab_size: of the full vocabulary, if rows of weight past it are padding
     chunk_tokens: tokens in a chunk; by default its logits have as many elements as hidden
@@ -165,6 +168,7 @@ def linear_logprobs(
         target,
         group_of(group),
         temperature=temperature,
+        top_k=top_k,
         return_entropy=return_entropy,
         ignore_index=ignore_index,
         vocab_size=vocab_size,

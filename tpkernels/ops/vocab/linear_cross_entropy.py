@@ -26,8 +26,11 @@ token, x = logits / temperature and log p = x - log Σ exp(x):
     entropy  = -Σ p log p
     dlogits  = (Σₙ dlogprobₙ ([id = targetₙ] - p) - dentropy p (log p + entropy)) / temperature
 
+With top_k logits under the k-th largest of a token are minus infinity in all of this: p of these ids is 0,
+and so are their gradients.
+
 Saved for backward: dhidden and dweight; with "none" hidden, weight_shard and three numbers a token; for
-log-probabilities hidden, weight_shard, n targets and three numbers a token.
+log-probabilities hidden, weight_shard, n targets and three numbers a token, or four with top_k.
 """
 
 from __future__ import annotations
@@ -68,7 +71,8 @@ from tpkernels.ops.tensor_parallel.segments import (
     segmented_weight_gradient,
     segments_of,
 )
-from tpkernels.ops.vocab.cross_entropy import IGNORED, Known, LossOptions, sharded_loss
+from tpkernels.ops.vocab.cross_entropy import IGNORED, NOWHERE, Known, LossOptions, sharded_loss
+from tpkernels.ops.vocab.sampling import kth_largest
 from tpkernels.ops.vocab.vocabulary import require_ids
 from tpkernels.tp_invariance import mode
 
@@ -76,6 +80,7 @@ OP = "linear_cross_entropy"
 Reduction = Literal["mean", "sum", "none"]
 LEAST_TEMPERATURE = 1e-30  # logits over it must be finite in fp32
 LEAST_TOKENS = 128  # in a chunk by default; chosen without measuring
+MASKS = 16  # in which the tokens of a chunk are masked, so that a mask takes little beside its logits
 
 
 @from_entry
@@ -129,6 +134,7 @@ def linear_logprobs(
     group: ProcessGroup,
     *,
     temperature: float = 1.0,
+    top_k: int | None = None,
     return_entropy: bool = False,
     ignore_index: int = -100,
     vocab_size: int | None = None,
@@ -141,7 +147,9 @@ def linear_logprobs(
     hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     weight_shard: (columns of this rank, features), as many on every rank
     target: (tokens, ...) ids, the same on all ranks, or (tokens, ..., n): several of each token
-    return_entropy: of all ids of the vocabulary, at the temperature
+    top_k: probabilities are of the so many largest logits of a token, and of what equals the last of these,
+        as `TopKLogitsWarper` of transformers has it; other targets have minus infinity and no gradient
+    return_entropy: of the ids that count, at the temperature
     ignore_index: a target whose log-probability and gradient are 0; so is the entropy where all n are
     vocab_size, chunk_tokens, main_grad: as of `linear_cross_entropy`
     returns: log-probabilities (like target), and entropies (tokens, ...) or None; in fp32 or wider
@@ -152,9 +160,15 @@ def linear_logprobs(
             f"{op}: expected a finite number of at least {LEAST_TEMPERATURE:g} as temperature, got "
             f"{temperature!r}"
         )
+    if top_k is not None and (type(top_k) is not int or top_k < 1):
+        raise ValueError(f"{op}: expected top_k of at least 1, got {top_k!r}; None keeps all ids")
     scale = 1 / temperature if temperature != 1 or return_entropy else None
-    options = LossOptions(op, group, vocab_size, 0.0, ignore_index, scale, sequence_parallel, chunk_tokens)
+    options = LossOptions(
+        op, group, vocab_size, 0.0, ignore_index, scale, sequence_parallel, chunk_tokens, top_k
+    )
     hidden, weight_shard, options = _checked(hidden, weight_shard, main_grad, options, return_entropy)
+    if top_k is not None and top_k >= (vocab_size or options.group.size() * weight_shard.shape[0]):
+        options = options._replace(top_k=None)
     rows = _check_target(op, target, hidden, options, several=True)
     targets = target.reshape(math.prod(rows), *target.shape[len(rows) :])
     loss, entropy = computed(_TokenLosses, tokens_of(hidden), weight_shard, targets, options, main_grad)
@@ -252,10 +266,10 @@ class _TokenLosses(torch.autograd.Function):
         main_grad: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        loss, target, maximum, total, mean = token_losses(hidden, weight, target, options)
+        loss, *statistics = token_losses(hidden, weight, target, options)
         ctx.op, ctx.options, ctx.main_grad = options.op, options, main_grad
-        ctx.save_for_backward(hidden, weight, target, maximum, total, mean)
-        return loss, Known(target, maximum, total, mean).entropy
+        ctx.save_for_backward(hidden, weight, *statistics)
+        return loss, Known(*statistics).entropy
 
     @staticmethod
     def spmd_typecheck(*, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions) -> Any:
@@ -369,9 +383,11 @@ def _losses_by_chunk(
 ) -> tuple[Tensor, Known]:
     """Compute the loss of each target; add gradients of the sum of losses to `gradients`."""
     losses = sharded_loss(options, weight.shape[0])
-    loss, *statistics = _empty_losses(hidden, target, options)
-    known = Known(target, *statistics)
+    loss, known = _empty_losses(hidden, target, options)
     for rows, logits in _logits_of_chunks(hidden, weight, options):
+        if options.top_k is not None and known.least is not None:
+            known.least[rows] = kth_largest(options.op, logits, losses.shard, options.top_k)
+            _forget_below_(logits, known.least[rows])
         of_chunk = losses.of_rows if gradients is None else losses.with_gradient
         loss[rows], found = of_chunk(logits, target[rows])
         for all_rows, some in zip(known[1:], found[1:], strict=True):
@@ -380,14 +396,26 @@ def _losses_by_chunk(
         if gradients is not None:
             gradients.add(rows, logits)
         del logits
+    if options.top_k is not None:  # a target that was not kept: its gradient is that of a constant
+        target.masked_fill_(loss == torch.inf, NOWHERE)
     return loss, known
 
 
-def _empty_losses(hidden: Tensor, target: Tensor, options: LossOptions) -> list[Tensor]:
-    """loss, maximum, total, and mean with a scale: without numbers."""
+def _forget_below_(logits: Tensor, least: Tensor) -> None:
+    """Set logits below the least of their row to minus infinity; NaN stays."""
+    size = -(-len(logits) // MASKS)
+    for some, floor in zip(logits.split(size), least[:, None].split(size), strict=True):
+        some.masked_fill_(some < floor, -torch.inf)
+
+
+def _empty_losses(hidden: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Known]:
+    """The loss of each target, and what else is known of it, without numbers."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
+    loss = hidden.new_empty(target.shape, dtype=dtype)
     count = 2 if options.scale is None else 3
-    return [hidden.new_empty(shape, dtype=dtype) for shape in (target.shape, *[target.shape[:1]] * count)]
+    known = Known(target, *(loss.new_empty(target.shape[:1]) for _ in range(count)))
+    least = None if options.top_k is None else hidden.new_empty(target.shape[:1])
+    return loss, known._replace(least=least)
 
 
 @all_or_fail
@@ -470,7 +498,7 @@ def _token_losses(
     weight: Tensor,
     target: Tensor,
     options: LossOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute the loss of each target, and what is in `Known`."""
     target = sharded_loss(options, weight.shape[0]).counted(target)
     hidden = _full_hidden(hidden, options)
@@ -480,9 +508,9 @@ def _token_losses(
 
 def _token_losses_shape(
     hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    loss, *statistics = _empty_losses(hidden, target, options)
-    return loss, *Known(torch.empty_like(target), *statistics)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    loss, known = _empty_losses(hidden, torch.empty_like(target), options)
+    return loss, *known
 
 
 @all_or_fail
@@ -504,7 +532,11 @@ def _token_gradients(
     losses = sharded_loss(options, weight.shape[0])
     hidden = _full_hidden(hidden, options)
     gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, options)
+    if options.top_k is not None:
+        dloss = dloss.masked_fill(known.target == NOWHERE, 0)
     for rows, logits in _logits_of_chunks(hidden, weight, options):
+        if known.least is not None:
+            _forget_below_(logits, known.least[rows])
         given = dloss[rows], None if dentropy is None else dentropy[rows]
         gradients.add(rows, losses.gradient(logits, known.of(rows), *given, in_place=True))
         del logits
