@@ -135,8 +135,8 @@ def test_of_the_largest_logits_they_are_those_of_what_is_kept(ranks):
         )
     ]
     several = [
-        LogprobSetting(top_k=1),
         LogprobSetting(top_k=1, ties=True, entropy=False, temperature=1.0),
+        LogprobSetting(top_k=1),
         LogprobSetting(top_k=20, entropy=False, sequence_parallel=True),
         LogprobSetting(torch.float64, top_k=9, n=3),
         LogprobSetting(torch.bfloat16, top_k=9, ties=True, main_grad=True),

@@ -266,10 +266,11 @@ class _TokenLosses(torch.autograd.Function):
         main_grad: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        loss, *statistics = token_losses(hidden, weight, target, options)
+        found = token_losses(hidden, weight, target, options)
+        loss, known = found[0], Known(*found[1:])
         ctx.op, ctx.options, ctx.main_grad = options.op, options, main_grad
-        ctx.save_for_backward(hidden, weight, *statistics)
-        return loss, Known(*statistics).entropy
+        ctx.save_for_backward(hidden, weight, *known)
+        return loss, known.entropy
 
     @staticmethod
     def spmd_typecheck(*, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions) -> Any:
