@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from tests.on_ranks import equal_on_all, on_ranks
+from tests.ops.invariant_cases import whole_of
 from tests.ops.parallel_behaviour import message_of
-from tests.ops.parallel_cases import assert_within, leaf
+from tests.ops.parallel_cases import BOUND, assert_within, leaf, same, split
+from tests.ops.quantized_oracle import RECIPES, Oracle
 from tests.ops.test_behaviour import saved_bytes
 from tests.ops.test_parallel_citizens import unlike_compiled
 from tests.ops.test_vocab_behaviour import LiveBytes
@@ -32,10 +35,12 @@ from tests.ops.test_vocabulary import (
     run_all,
     with_a_head,
 )
-from tpkernels.dispatch import backends, primitives
-from tpkernels.ops import linear_cross_entropy, linear_logprobs
+from tpkernels import Recipe
+from tpkernels.dispatch import backends
+from tpkernels.gate.accuracy import relative_error
+from tpkernels.ops import column_linear, linear_cross_entropy, linear_logprobs, vocab_cross_entropy
 from tpkernels.ops.vocab import cross_entropy
-from tpkernels.ops.vocab.linear_cross_entropy import MASKS, PartialGradients
+from tpkernels.ops.vocab import linear_cross_entropy as head
 
 
 @dataclass(frozen=True)
@@ -260,13 +265,63 @@ def test_it_is_the_loss_with_its_sign_changed_and_several_targets_cost_one_produ
     assert equal_on_all(one.tolist())[0] == [0.0, 0.0]
     assert not one.signbit()[0].any(), "-0"
     leaves = leaf(hidden), leaf(weight)
-    with patch.object(primitives, "linear", wraps=primitives.linear) as products:
+    with patch.object(head, "_logits", wraps=head._logits) as products:
         found, entropy = linear_logprobs(*leaves, target, group, return_entropy=True)
         assert products.call_count == 1
         assert entropy is not None
         (found.sum() + entropy.sum()).backward()
         assert products.call_count == 2
     torch.testing.assert_close(found[..., 0].detach(), one)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(2)
+def test_in_fp8_a_head_is_a_column_layer_and_the_loss_of_its_logits(recipe):
+    """By the definition of fp8, and to the bit that of the two ops, whose logits exist at once."""
+    quantize, group, vocab = RECIPES[recipe], dist.group.WORLD, 297
+    generator = torch.Generator().manual_seed(5)
+    hidden, whole = (torch.randn(n, 140, generator=generator) / 4 for n in (24, vocab))
+    target = torch.randint(vocab, (24,), generator=generator)
+    target[:3] = -100
+    for dtype, parallel in ((torch.float32, True), (torch.bfloat16, False)):
+        x, w, tokens = hidden.to(dtype), our_part(whole.to(dtype), 0, 0.0), split(0) if parallel else same
+        options = {"vocab_size": vocab, "sequence_parallel": parallel, "quantize": quantize}
+
+        def results(
+            loss: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, w: Tensor = w
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            """The loss, and both gradients."""
+            x, w, main_grad = leaf(x), leaf(w), torch.zeros_like(w, dtype=torch.float32)
+            y = loss(x, w, main_grad)
+            y.sum().backward()
+            assert x.grad is not None
+            return y.detach(), x.grad, main_grad
+
+        def pair(x: Tensor, w: Tensor, main_grad: Tensor) -> Tensor:
+            logits = column_linear(x, w, None, group, main_grad=main_grad, quantize=quantize)
+            return vocab_cross_entropy(logits, target, group, vocab_size=vocab)
+
+        def ours(
+            x: Tensor, w: Tensor, main_grad: Tensor, reduction: str, chunk: int, options: Any = options
+        ) -> Tensor:
+            options = options | {"main_grad": main_grad, "reduction": reduction, "chunk_tokens": chunk}
+            return linear_cross_entropy(x, w, target, group, **options)
+
+        loss, dx, dw = results(pair, x)
+        exact = [Oracle(quantize).linear(x, shard) for shard in whole_of((w, 0)).chunk(2)]
+        truth = F.cross_entropy(torch.cat(exact, 1)[:, :vocab], target, reduction="none")
+        assert relative_error(loss, truth) < BOUND[dtype]
+        logprobs, _ = linear_logprobs(tokens(x), w, target, group, **options)
+        assert torch.equal(logprobs, 0 - loss)
+        for chunk, reduction in ((24, "none"), (24, "sum"), (7, "none")):
+            found = results(partial(ours, reduction=reduction, chunk=chunk), tokens(x))
+            theirs = [loss if reduction == "none" else loss.sum(), tokens(dx), dw]
+            errors = [relative_error(a, b.double()) for a, b in zip(found, theirs, strict=True)]
+            assert errors[0] < BOUND[torch.float32]
+            if chunk == 24:
+                assert errors[1:] == [0, 0]
+            elif quantize.wgrad == "bf16":  # in fp8 scales of columns are those of a chunk
+                assert max(errors) < BOUND[dtype]
 
 
 def test_gradients_of_16_bits_are_rounded_once():
@@ -291,7 +346,7 @@ def most_bytes(
     """What a call and its backward allocate at most beside inputs, as docs/vocabulary.md has it."""
     size, scratch = dtype.itemsize, 4 * cross_entropy.IN_CACHE
     logits, statistics = size * chunk * VOCABULARY, (8 + 3 * 4 + 24 * bool(k)) * rows
-    mask = bool(k) * VOCABULARY * -(-chunk // MASKS)
+    mask = bool(k) * VOCABULARY * -(-chunk // head.MASKS)
     dhidden, dweight = needs[0] * size * rows * features, needs[1] * 4 * VOCABULARY * features
     while_computed = scratch * (entropy if size == 4 else 1 + entropy / 2)
     backward = dhidden + dweight + max(mask, while_computed) if any(needs) else 0
@@ -333,7 +388,7 @@ def test_a_frozen_head_saves_nothing_and_a_trained_one_what_it_must():
     hidden, weight = torch.randn(rows, 6), torch.randn(7, 6)
     call = partial(linear_logprobs, target=ids, group=group, return_entropy=True, temperature=0.5)
     forbidden = AssertionError("nobody asks for gradients")
-    with patch.object(PartialGradients, "add", side_effect=forbidden):
+    with patch.object(head.PartialGradients, "add", side_effect=forbidden):
         found, entropy = call(hidden, weight)
         assert not found.requires_grad
         assert entropy is not None
@@ -353,6 +408,7 @@ def test_compiled_it_saves_and_computes_what_it_does_eagerly():
 
     def both(hidden: Tensor, weight: Tensor) -> Tensor:
         options = {"temperature": 0.5, "return_entropy": True, "sequence_parallel": True, "top_k": 9}
+        options["quantize"] = Recipe.rowwise()
         found, entropy = linear_logprobs(hidden, weight, target, dist.group.WORLD, **options)
         return found.sum() + entropy.sum()
 
@@ -377,6 +433,10 @@ def test_mistakes_are_errors_on_every_rank():
         (lambda: call(x, w, ids.float()), "TypeError: linear_logprobs: expected target"),
         (lambda: call(x, w, ids, chunk_tokens=0), "linear_logprobs: expected chunk_tokens of at least 1"),
         (lambda: call(x, w.half(), ids), "linear_logprobs: expected one dtype"),
+        (
+            lambda: call(x.double(), w.double(), ids, quantize=Recipe.rowwise()),
+            "TypeError: linear_logprobs: expected x in bfloat16, float16 or float32 with quantize",
+        ),
         (lambda: call(x, w, ids, vocab_size=17), "linear_logprobs: expected a vocab_size from 1 to 16"),
         (lambda: call(x, w, ids, top_k=0), "linear_logprobs: expected top_k of at least 1, got 0"),
         (lambda: call(x, w, ids, top_k=True), "linear_logprobs: expected top_k of at least 1, got True"),

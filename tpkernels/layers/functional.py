@@ -11,6 +11,7 @@ from torch import Tensor
 from tpkernels import ops
 from tpkernels.layers.world import State, group_of
 from tpkernels.ops.main_grad import accumulating
+from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.vocab.linear_cross_entropy import Reduction
 
@@ -101,6 +102,7 @@ def linear_cross_entropy(
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
+    quantize: Recipe | None = None,
 ) -> Tensor:
     """Compute the cross-entropy of logits hidden weightᵀ, for one chunk of tokens at a time.
 
@@ -112,6 +114,7 @@ def linear_cross_entropy(
     vocab_size: of the full vocabulary, if rows of weight past it are padding
     chunk_tokens: tokens in a chunk; by default its logits have as many elements as hidden
     gradient_accumulation_fusion: add the weight's gradient to `weight_shard.main_grad`
+    quantize: compute the products in fp8
     """
     weight_shard, main_grad = _accumulating(
         weight_shard, "linear_cross_entropy", gradient_accumulation_fusion
@@ -128,6 +131,7 @@ def linear_cross_entropy(
         sequence_parallel=sequence_parallel,
         chunk_tokens=chunk_tokens,
         main_grad=main_grad,
+        quantize=quantize,
     )
 
 
@@ -145,6 +149,7 @@ def linear_logprobs(
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
+    quantize: Recipe | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probabilities of targets of logits hidden weightᵀ / temperature, for one chunk at a time.
 
@@ -159,6 +164,7 @@ def linear_logprobs(
     vocab_size: of the full vocabulary, if rows of weight past it are padding
     chunk_tokens: tokens in a chunk; by default its logits have as many elements as hidden
     gradient_accumulation_fusion: add the weight's gradient to `weight_shard.main_grad`
+    quantize: compute the products in fp8
     returns: log-probabilities (like target), and entropies (tokens, ...) or None; in fp32 or wider
     """
     weight_shard, main_grad = _accumulating(weight_shard, "linear_logprobs", gradient_accumulation_fusion)
@@ -175,6 +181,7 @@ def linear_logprobs(
         sequence_parallel=sequence_parallel,
         chunk_tokens=chunk_tokens,
         main_grad=main_grad,
+        quantize=quantize,
     )
 
 

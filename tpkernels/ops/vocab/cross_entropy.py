@@ -37,6 +37,8 @@ from tpkernels.kernels.reference import FLOOR, column_of
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, computed, is_torchs, tokens_of
+from tpkernels.ops.numerics import PLAIN
+from tpkernels.ops.tensor_parallel.layout import Numerics
 from tpkernels.ops.tensor_parallel.parallel import (
     checked_group,
     gather_numbers,
@@ -147,6 +149,7 @@ class LossOptions(NamedTuple):
     op: whose they are, for errors
     scale: of logits, above 0; given, entropies are computed, too
     top_k: fewer than there are ids: probabilities are those of the so many largest logits
+    numerics: how logits are multiplied, where they are
     """
 
     op: str
@@ -158,6 +161,7 @@ class LossOptions(NamedTuple):
     sequence_parallel: bool = False
     chunk_tokens: int | None = None
     top_k: int | None = None
+    numerics: Numerics = PLAIN
 
 
 class Known(NamedTuple):

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -45,10 +44,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.dispatch.segments import segment_sum
+from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
@@ -63,14 +62,9 @@ from tpkernels.ops.inputs import (
     tokens_of,
 )
 from tpkernels.ops.main_grad import check_main_grad
-from tpkernels.ops.tensor_parallel.parallel import checked_group, start_rows, start_sum
-from tpkernels.ops.tensor_parallel.segments import (
-    canonical,
-    map_segments,
-    segment_calls,
-    segmented_weight_gradient,
-    segments_of,
-)
+from tpkernels.ops.numerics import Operand, Plain
+from tpkernels.ops.tensor_parallel.layout import checked_layout
+from tpkernels.ops.tensor_parallel.parallel import start_rows, start_sum
 from tpkernels.ops.vocab.cross_entropy import IGNORED, NOWHERE, Known, LossOptions, sharded_loss
 from tpkernels.ops.vocab.sampling import kth_largest
 from tpkernels.ops.vocab.vocabulary import require_ids
@@ -97,6 +91,7 @@ def linear_cross_entropy(
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
     main_grad: Tensor | None = None,
+    quantize: Recipe | None = None,
 ) -> Tensor:
     """Compute the loss of logits hidden weightᵀ, as `F.linear_cross_entropy` of the full weight.
 
@@ -107,6 +102,7 @@ def linear_cross_entropy(
     vocab_size: of the full vocabulary, if rows of weight past it are padding
     chunk_tokens: in a chunk; by default its logits have as many elements as hidden
     main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
+    quantize: compute the products in fp8
     returns: a scalar, or (tokens, ...) with "none"; in fp32 or wider
     """
     if reduction not in get_args(Reduction):
@@ -114,7 +110,7 @@ def linear_cross_entropy(
     options = LossOptions(
         OP, group, vocab_size, label_smoothing, ignore_index, None, sequence_parallel, chunk_tokens
     )
-    hidden, weight_shard, options = _checked(hidden, weight_shard, main_grad, options, reduction)
+    hidden, weight_shard, options = _checked(hidden, weight_shard, main_grad, options, quantize, reduction)
     _check_target(OP, target, hidden, options)
     arguments = (tokens_of(hidden), weight_shard, target.reshape(-1), options, main_grad)
     loss: Tensor
@@ -141,6 +137,7 @@ def linear_logprobs(
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
     main_grad: Tensor | None = None,
+    quantize: Recipe | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probabilities of targets, log_softmax(hidden weightᵀ / temperature), and entropies.
 
@@ -151,7 +148,7 @@ def linear_logprobs(
         as `TopKLogitsWarper` of transformers has it; other targets have minus infinity and no gradient
     return_entropy: of the ids that count, at the temperature
     ignore_index: a target whose log-probability and gradient are 0; so is the entropy where all n are
-    vocab_size, chunk_tokens, main_grad: as of `linear_cross_entropy`
+    vocab_size, chunk_tokens, main_grad, quantize: as of `linear_cross_entropy`
     returns: log-probabilities (like target), and entropies (tokens, ...) or None; in fp32 or wider
     """
     op = "linear_logprobs"
@@ -166,7 +163,9 @@ def linear_logprobs(
     options = LossOptions(
         op, group, vocab_size, 0.0, ignore_index, scale, sequence_parallel, chunk_tokens, top_k
     )
-    hidden, weight_shard, options = _checked(hidden, weight_shard, main_grad, options, return_entropy)
+    hidden, weight_shard, options = _checked(
+        hidden, weight_shard, main_grad, options, quantize, return_entropy
+    )
     if top_k is not None and top_k >= (vocab_size or options.group.size() * weight_shard.shape[0]):
         options = options._replace(top_k=None)
     rows = _check_target(op, target, hidden, options, several=True)
@@ -177,22 +176,29 @@ def linear_logprobs(
 
 
 def _checked(
-    hidden: Tensor, weight: Tensor, main_grad: Tensor | None, options: LossOptions, more: object
+    hidden: Tensor,
+    weight: Tensor,
+    main_grad: Tensor | None,
+    options: LossOptions,
+    quantize: Recipe | None,
+    more: object,
 ) -> tuple[Tensor, Tensor, LossOptions]:
     """Hidden and weight, cast as autocast says, and the options; raises if anything is wrong.
 
     more: what else ranks must have alike
     """
-    op, group, *others = options
+    op, group, parallel = options.op, options.group, options.sequence_parallel
     if options.chunk_tokens is not None and options.chunk_tokens < 1:
         raise ValueError(f"{op}: expected chunk_tokens of at least 1, got {options.chunk_tokens}")
     features = features_of(op, hidden)
-    group = checked_group(group, op, hidden, parameters=[weight], options=(*others, more))
-    options = options._replace(group=group)
+    alike = *options[2:-1], quantize, more
+    layout = checked_layout(op, hidden, [weight], group, parallel, False, alike, name="hidden")
     if is_casting(hidden):
         hidden, weight = autocast(hidden, weight)
     check_linear(op, hidden, features, weight, None, ("weight_shard", "no bias"))
     check_main_grad(op, main_grad, weight)
+    assert layout.group is not None
+    options = options._replace(group=layout.group, numerics=layout.in_fp8(op, quantize, hidden).numerics)
     sharded_loss(options, weight.shape[0])  # raises if the options are wrong
     return hidden, weight, options
 
@@ -203,8 +209,6 @@ def _check_target(
     """The leading dimensions of all tokens; raises unless target has them, or one more if `several`."""
     rows, ranks = list(hidden.shape[:-1]), options.group.size()
     if options.sequence_parallel:
-        if not rows:
-            raise ValueError(f"{op}: expected hidden (tokens, ..., features) with sequence_parallel, got 1-D")
         rows[0] *= ranks
     if list(target.shape) != rows and not (several and list(target.shape[:-1]) == rows):
         raise ValueError(
@@ -268,7 +272,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         found = token_losses(hidden, weight, target, options)
         loss, known = found[0], Known(*found[1:])
-        ctx.op, ctx.options, ctx.main_grad = options.op, options, main_grad
+        ctx.op, ctx.options, ctx.main_grad = options.numerics.named(options.op), options, main_grad
         ctx.save_for_backward(hidden, weight, *known)
         return loss, known.entropy
 
@@ -306,22 +310,22 @@ class PartialGradients:
     def __init__(
         self, hidden: Tensor, weight: Tensor, needs_dhidden: bool, needs_dweight: bool, options: LossOptions
     ) -> None:
-        self._hidden, self._weight = hidden, weight
-        self._segments = segments_of(options.op, options.group)
+        self._hidden, self._weight, self._numerics = hidden, weight, options.numerics
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.dhidden = torch.empty_like(hidden, dtype=terms_dtype(hidden.dtype)) if needs_dhidden else None
         self.dweight = torch.zeros_like(weight, dtype=wide) if needs_dweight else None
+        self._columns = self._numerics.weight(weight, False) if needs_dhidden else None
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        segments, hidden = self._segments, self._hidden[rows]
-        if self.dhidden is not None and segments:
+        numerics = self._numerics
+        if self.dhidden is not None and numerics.segments:
             pairs = [(dlogits, self._weight)]
-            self.dhidden[rows] = segment_sum(pairs, transposed=False, segments=segments)
+            self.dhidden[rows] = segment_sum(pairs, transposed=False, segments=numerics.segments)
         elif self.dhidden is not None:
-            self.dhidden[rows] = primitives.dgrad(dlogits, self._weight)
+            out, operand = [self.dhidden[rows]], numerics.gradients(dlogits)
+            numerics.product_into(out, operand, self._columns, None, False, "none", False)
         if self.dweight is not None:
-            calls = segment_calls(segments, hidden.device)
-            segmented_weight_gradient(dlogits, hidden, self.dweight, calls, dim=0)
+            numerics.weight_gradient(dlogits, self._hidden[rows], self.dweight, split="dy")
 
 
 def terms_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -362,17 +366,18 @@ def _logits_of_chunks(hidden: Tensor, weight: Tensor, options: LossOptions) -> I
 
     By default a chunk of logits has as many elements as all of hidden; with TP-invariance those of all ranks.
     """
-    calls = segment_calls(segments_of(options.op, options.group), hidden.device)
+    operand = options.numerics.weight(weight, True)
     width = weight.shape[0] * (options.group.size() if mode.segments else 1)
     size = options.chunk_tokens or max(LEAST_TOKENS, -(-hidden.numel() // width))
     for start in range(0, len(hidden), size):
         rows = slice(start, start + size)
-        chunk = canonical(hidden[rows]) if calls else hidden[rows]
-        yield rows, map_segments(calls, partial(_logits, chunk), weight, cut=0)
+        yield rows, _logits(hidden[rows], operand, weight.shape[0], options.numerics)
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    return primitives.linear(hidden, weight, None, "none", False)[0]
+def _logits(hidden: Tensor, weight: Operand, columns: int, numerics: Plain) -> Tensor:
+    logits = hidden.new_empty(len(hidden), columns)
+    numerics.product_into([logits], numerics.activations(hidden), weight, None, True, "none", False)
+    return logits
 
 
 def _losses_by_chunk(
