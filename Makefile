@@ -19,6 +19,12 @@ endef
 .DEFAULT_GOAL := help
 .PHONY: help setup demo groups test affected test-profile sweep mutants check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton check-torch check-transformers check-megatron wheel sdist clean
 
+ifneq (,$(filter check-torch check-triton,$(MAKECMDGOALS)))
+ifeq (,$(VERSION))
+$(error $(filter check-torch check-triton,$(MAKECMDGOALS)): expected the version to try, as in VERSION=$(if $(filter check-torch,$(MAKECMDGOALS)),2.14.1,3.9.0))
+endif
+endif
+
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bench.cases.scaled_ranks import apart_from_one_rank, bytes_of
@@ -91,6 +92,32 @@ def row_of(name: str) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
 
+def head_errors(name: str, sure: float) -> dict[str, float]:
+    """Of a head of Llama 3's vocabulary, with a recipe of RECIPES, against float64.
+
+    sure: by how much the logits of targets are raised; others are normal
+    """
+    tokens, features, vocab, generator = 32, 256, 128256, torch.Generator().manual_seed(0)
+    weight = torch.randn(vocab, features, generator=generator).to(torch.bfloat16)
+    target = torch.randint(vocab, (tokens,), generator=generator)
+    hidden = torch.randn(tokens, features, generator=generator) / features**0.5
+    hidden = (hidden + sure * weight[target] / features).to(torch.bfloat16)
+    wide = [t.double().requires_grad_() for t in (hidden, weight)]
+    exact = (wide[0] @ wide[1].t()).log_softmax(1).gather(1, target[:, None])[:, 0]
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    assert dist.group.WORLD is not None
+    found, _ = ops.linear_logprobs(hidden, weight, target, dist.group.WORLD, quantize=RECIPES[name])
+    of_logprobs = (found.detach() - exact.detach()).abs()
+    errors = {"rms": float(of_logprobs.square().mean().sqrt()), "most": float(of_logprobs.max())}
+    exact.sum().backward()
+    found.sum().backward()
+    for result, ours, truth in zip(("dhidden", "dweight"), leaves, wide, strict=True):
+        assert ours.grad is not None
+        assert truth.grad is not None
+        errors[result] = float((ours.grad.double() - truth.grad).norm() / truth.grad.norm())
+    return errors
+
+
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     """It takes no options."""
 
@@ -102,7 +129,18 @@ def main(options: Namespace) -> int:
     with RankPool(2) as ranks2, RankPool(4) as ranks4:
         print_distance_from_one_rank([ranks2, ranks4])
         print_bytes(ranks2)
+    with RankPool(1) as alone:
+        print_heads(alone)
     return 0
+
+
+def print_heads(pool: RankPool) -> None:
+    print("\n| targets | recipe | log p, rms | log p, most | dhidden | dweight |\n|---|---|---|---|---|---|")
+    names = ["bf16", "rowwise", "+wgrad=fp8+gradients=e5m2", "blockwise"]
+    for (targets, sure), name in product((("any", 0.0), ("probable", 16.0)), names):
+        (found,) = pool.run(head_errors, name, sure)
+        cells = f"{found['rms']:.3f} | {found['most']:.3f} | {100 * found['dhidden']:.1f} | "
+        print(f"| {targets} | {name} | {cells}{100 * found['dweight']:.1f} |", flush=True)
 
 
 def print_distance_from_one_rank(pools: Sequence[RankPool]) -> None:

@@ -1,6 +1,7 @@
 """`python -m bench predicted WHAT`: how far the model of tensor-parallel calls is from what was measured.
 
 published   against published times on H100s (bench/published_overlap.py)
+heads       no comparison: log-probabilities of a head, ours and unfused (bench/cases/predicted_head.py)
 link        against this machine: two ranks on a throttled link, whose constants are measured in the same run
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cases.linear_overlap import IN, TOKENS
+from bench.cases.predicted_head import HEADS, head_seconds
 from bench.cases.predicted_link import CASES, Constants, measure, paused
 from bench.linked_ranks import MeasuredRanks, ran
 from bench.published_overlap import PUBLISHED, Published
@@ -35,6 +37,12 @@ WINS = (
 )  # fmt: skip
 WIN_TOKENS, WIN_RANKS, FEATURES = (512, 2048, 8192, 32768), (2, 4, 8), 14336
 WINS_HEADER = "| call | T, R | naive, us | c10d | symmetric | naive in a graph, us | c10d | symmetric |"
+
+HEAD_OPTIONS: dict[str, dict[str, Any]] = {
+    "unfused": {}, "ours": {}, "chunks of 1024": {"chunk_tokens": 1024},
+    "entropies": {"return_entropy": True},
+}  # fmt: skip
+HEADS_HEADER = f"| ms | {' | '.join(HEAD_OPTIONS)} | unfused in a graph | ours |"
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ def efficiency(seconds: Mapping[str, float]) -> float:
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
-    parser.add_argument("what", choices=("published", "wins", "link"))
+    parser.add_argument("what", choices=("published", "wins", "heads", "link"))
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of it into FILE")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="of the link (default 9)")
     parser.add_argument("--megabits", type=float, nargs="+", default=[100, 150, 200, 300], metavar="RATE")
@@ -74,6 +82,8 @@ def main(options: Namespace) -> int:
         found, text = _published()
     elif options.what == "wins":
         found, text = _wins()
+    elif options.what == "heads":
+        found, text = _heads()
     else:
         if reason := why_not():
             raise BadUse(reason)
@@ -133,6 +143,27 @@ def _wins() -> tuple[list[dict[str, Any]], str]:
             ratios = (seconds["naive"] / seconds[way] for way in ("c10d", "symmetric"))
             cells += [f"{1e6 * seconds['naive']:.0f}", *(f"{ratio:.2f}" for ratio in ratios)]
         lines.append(f"| {operator} {direction} | {tokens}, {ranks} | " + " | ".join(cells) + " |")
+    return found, "\n".join(lines)
+
+
+def _heads() -> tuple[list[dict[str, Any]], str]:
+    """Forward of a frozen head, and a step, launched by the host and by a CUDA graph."""
+    eager = Node.of(gpu_named("h100"))
+    found, lines = [], [HEADS_HEADER, "|---|---|---|---|---|---|---|"]
+    for head, backward in product(HEADS, (False, True)):
+        cells = []
+        for launched, node in (("host", eager), ("graph", eager.with_host(GRAPH))):
+            seconds = {
+                name: head_seconds("unfused" if name == "unfused" else "ours", head, node,
+                                   backward=backward, **options)
+                for name, options in HEAD_OPTIONS.items()
+            }  # fmt: skip
+            found.append({**asdict(head), "backward": backward, "launched by": launched,
+                          "model_seconds": seconds})  # fmt: skip
+            times = [f"{1e3 * each:.2f}" for each in seconds.values()]
+            cells += times if launched == "host" else times[:2]
+        what = "forward and backward" if backward else "forward, frozen"
+        lines.append(f"| {head.name}, {what} | " + " | ".join(cells) + " |")
     return found, "\n".join(lines)
 
 

@@ -130,6 +130,14 @@ def test_make_help_lists_every_target():
         assert f"make {target} " in shown
 
 
+@pytest.mark.parametrize("target", ["check-torch", "check-triton"])
+def test_make_asks_for_the_version_to_try(target):
+    make = ["make", "-C", str(ROOT), "--dry-run", target]
+    told = subprocess.run(make, capture_output=True, text=True, timeout=patient(60), check=False)
+    assert told.returncode == 2
+    assert f"{target}: expected the version to try, as in VERSION=" in told.stderr
+
+
 def test_ci_runs_the_readmes_test_command():
     script = (ROOT / ".ci" / "run").read_text().splitlines()
     assert any(line.split(" # ")[0].strip() == "make test" for line in script)

@@ -100,6 +100,14 @@ def test_page_of_overlap_has_todays_wins():
     assert wins in told, "write the table anew: python -m bench predicted wins"
 
 
+@pytest.mark.sweep  # records thirty calls
+def test_page_of_vocabularies_has_todays_times_of_heads():
+    _, heads = predicted._heads()
+    assert heads in (DOCS / "vocabulary.md").read_text(), (
+        "write the table anew: python -m bench predicted heads"
+    )
+
+
 def test_page_of_overlap_has_todays_model_of_published_times():
     _, published = predicted._published()
     told = (DOCS / "overlap-predicted.md").read_text()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,6 +18,7 @@ from tests.on_ranks import on_ranks
 from tests.products import combined
 from tpkernels import (
     ColumnParallelLinear,
+    Recipe,
     VocabParallelEmbedding,
     initialize_model_parallel,
     linear_cross_entropy,
@@ -140,6 +142,18 @@ def test_logprobs_of_a_tied_table_are_the_unsharded_ones():
     gradient = gather_from_sequence_region(layer.weight.grad + layer.weight.main_grad, layer.world.group)
     ours = [logprobs, entropy, gradient[:VOCAB]]
     torch.testing.assert_close(ours, [picked, entropies, table.grad], rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(1)
+def test_heads_hand_on_what_they_are_asked_for():
+    x, w, ids, group = torch.randn(6, 8), torch.randn(9, 8), torch.arange(6), dist.group.WORLD
+    plain, _ = linear_logprobs(x, w, ids, group=group)
+    for options in ({"top_k": 8}, {"quantize": Recipe.rowwise()}):
+        found, _ = linear_logprobs(x, w, ids, group=group, **options)
+        assert torch.equal(found, ops.linear_logprobs(x, w, ids, group, **options)[0])
+        assert not torch.equal(found, plain)
+    loss = linear_cross_entropy(x, w, ids, group=group, reduction="none", quantize=Recipe.rowwise())
+    assert torch.equal(-loss, found)
 
 
 @on_ranks(2)

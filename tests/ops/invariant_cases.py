@@ -189,12 +189,14 @@ def _logprobs(s: Setting) -> dict[str, Whole]:
         target,
         dist.group.WORLD,
         temperature=3.0,
+        top_k=30 if s.option == "top_k" else None,
         return_entropy=True,
         sequence_parallel=s.sequence_parallel,
         vocab_size=67,
         chunk_tokens=20,
     )
     assert entropy is not None
+    logprobs = logprobs.masked_fill(logprobs == -torch.inf, 0)
     (logprobs * drawn(3, *logprobs.shape)).sum().add((entropy * drawn(4, *entropy.shape)).sum()).backward()
     return {
         "logprobs": (logprobs.detach(), None),

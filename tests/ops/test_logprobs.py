@@ -13,112 +13,96 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from tests.on_ranks import equal_on_all, on_ranks
+from tests.ops.invariant_cases import whole_of
 from tests.ops.parallel_behaviour import message_of
-from tests.ops.parallel_cases import added, assert_within, compare, leaf, same
+from tests.ops.parallel_cases import BOUND, assert_within, leaf, same, split
+from tests.ops.quantized_oracle import RECIPES, Oracle
 from tests.ops.test_behaviour import saved_bytes
 from tests.ops.test_parallel_citizens import unlike_compiled
 from tests.ops.test_vocab_behaviour import LiveBytes
 from tests.ops.test_vocabulary import (
     DTYPES,
-    FEATURES,
     INTERPRETED,
     Setting,
+    assert_right,
+    logits_of,
     our_part,
-    part_of,
     prepare,
     random,
-    tokens_of,
-    without_padding,
+    run_all,
+    with_a_head,
 )
-from tests.ranks import RankPool
-from tpkernels.dispatch import backends, primitives
-from tpkernels.ops import linear_cross_entropy, linear_logprobs
+from tpkernels import Recipe
+from tpkernels.dispatch import backends
+from tpkernels.gate.accuracy import relative_error
+from tpkernels.ops import column_linear, linear_cross_entropy, linear_logprobs, vocab_cross_entropy
 from tpkernels.ops.vocab import cross_entropy
-from tpkernels.ops.vocab.linear_cross_entropy import PartialGradients
+from tpkernels.ops.vocab import linear_cross_entropy as head
 
 
 @dataclass(frozen=True)
 class LogprobSetting(Setting):
-    """n: targets a token, 0: no dimension of them; entropy: it has a gradient"""
+    """n: targets a token, 0: no dimension of them; entropy: it has a gradient; ties: logits are integers"""
 
     scale: float = 1.0  # of hidden
     n: int = 0
     temperature: float = 0.7
     entropy: bool = True
+    top_k: int | None = None
+    ties: bool = False
 
 
-def oracle(s: LogprobSetting, target: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+FORBIDDEN = 7.0  # in the place of minus infinity, which has no difference
+
+
+def oracle(s: LogprobSetting, target: Tensor, logits: Tensor) -> Tensor:
     """Log-probabilities, then entropies, flat; in fp32 or wider."""
-    logits = hidden @ weight.t()
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    logp = (logits.to(wide) / s.temperature).log_softmax(-1)
+    if s.top_k is not None:
+        least = logits.topk(min(s.top_k, s.vocab)).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    logp = (logits / s.temperature).log_softmax(-1)
     several = target if s.n else target[..., None]
     picked = logp.gather(-1, several.clamp_min(0)).masked_fill(several == -100, 0)
-    entropy = -(logp.exp() * logp).sum(-1).masked_fill((several == -100).all(-1), 0)
+    picked = picked.masked_fill(picked == -torch.inf, FORBIDDEN)
+    entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
+    entropy = entropy.masked_fill((several == -100).all(-1), 0) * s.entropy
     return torch.cat([picked.flatten(), entropy.flatten()])
+
+
+def draw(s: LogprobSetting, generator: torch.Generator, *shape: int) -> Tensor:
+    """Hidden or weight: integers whose products every dtype holds, or random numbers."""
+    if s.ties:
+        return torch.randint(-1, 2, shape, generator=generator).to(s.dtype)
+    return random(s, generator, *shape) * s.scale
 
 
 def logprobs(s: LogprobSetting, seed: int) -> dict[str, float]:
     """linear_logprobs and its gradients, as a part of what is allowed."""
     generator = prepare(seed)
-    hidden = random(s, generator, *s.leading, FEATURES) * s.scale
-    whole = random(s, generator, s.vocab, FEATURES)
     target = torch.randint(s.vocab, (*s.leading, s.n) if s.n else s.leading, generator=generator)
     target.view(-1)[: s.ignored] = -100
     if s.n > 1 and target.numel():
         target[..., 1] = target[..., 0]  # twice the same one
-    count = math.prod(s.leading)
-    dy = torch.randn(target.numel() + count, generator=generator, dtype=torch.float64)
+    dy = torch.randn(target.numel() + math.prod(s.leading), generator=generator, dtype=torch.float64)
     dy[target.numel() :] *= s.entropy
-    tokens = tokens_of(s)
-    ours_h, ours_w = leaf(tokens(hidden)), our_part(whole, 0, 100.0).requires_grad_()
-    main_grad = torch.ones_like(ours_w, dtype=torch.float32) if s.main_grad else None
-    found, entropy = linear_logprobs(
-        ours_h,
-        ours_w,
-        target,
-        dist.group.WORLD,
-        temperature=s.temperature,
-        return_entropy=s.entropy,
-        vocab_size=s.vocab,
-        sequence_parallel=s.sequence_parallel,
-        chunk_tokens=s.chunk_tokens,
-        main_grad=main_grad,
-    )
-    assert (entropy is not None) == s.entropy
-    assert found.shape == target.shape
-    entropy = found.new_zeros(s.leading) if entropy is None else entropy
-    assert entropy.shape == s.leading
-    y = torch.cat([found.flatten(), entropy.flatten()])
-    y.backward(dy.to(y.dtype))
 
-    def expected(hidden: Tensor, weight: Tensor) -> Tensor:
-        y = oracle(s, target, hidden, weight)
-        return y if s.entropy else torch.cat([y[: target.numel()], torch.zeros_like(y[target.numel() :])])
+    def ours(*args: Any, **options: Any) -> Tensor:
+        options |= {"temperature": s.temperature, "return_entropy": s.entropy, "top_k": s.top_k}
+        found, entropy = linear_logprobs(*args, **options)
+        assert found.shape == target.shape
+        assert (entropy is not None) == s.entropy
+        entropy = found.new_zeros(s.leading) if entropy is None else entropy
+        assert entropy.shape == s.leading
+        found = found.masked_fill(found == -torch.inf, FORBIDDEN)
+        return torch.cat([found.flatten(), entropy.flatten()])
 
-    results = {
-        "y": (y.detach(), same),
-        "hidden": (ours_h.grad, tokens),
-        "weight": (without_padding(added(ours_w, main_grad), whole, 0), part_of(0)),
-    }
-    return compare(s, expected, {"hidden": hidden, "weight": whole}, dy, results)
+    def unsharded(hidden: Tensor, weight: Tensor) -> Tensor:
+        return oracle(s, target, logits_of(hidden, weight))
 
-
-def run_all(settings: list[LogprobSetting]) -> list[dict[str, float]]:
-    found = []
-    for seed, setting in enumerate(settings):
-        with patch.object(backends, "backend", setting.backend):
-            found.append(logprobs(setting, seed))
-    return found
-
-
-def assert_right(ranks: RankPool, settings: list[LogprobSetting]) -> None:
-    """Four ranks take all settings; a rank alone and two take every other one, in turn."""
-    if ranks.world_size < 4:
-        settings = settings[ranks.world_size - 1 :: 2]
-    assert_within(ranks.run(run_all, settings), settings)
+    return with_a_head(s, generator, ours, unsharded, target, dy, draw)
 
 
 def test_logprobs_and_entropies_are_the_unsharded_ones(ranks):
@@ -143,7 +127,30 @@ def test_logprobs_and_entropies_are_the_unsharded_ones(ranks):
         LogprobSetting(ignored=24),
     ]
     extreme = [LogprobSetting(temperature=t, n=n) for t, n in ((1e-2, 0), (1e3, 0), (1e-2, 2))]
-    assert_right(ranks, settings + several + extreme)
+    assert_right(ranks, logprobs, settings + several + extreme)
+
+
+def test_of_the_largest_logits_they_are_those_of_what_is_kept(ranks):
+    settings = [  # with integers several are equal to the last that is kept
+        LogprobSetting(dtype, vocab, sequence_parallel=parallel, n=n, top_k=k, temperature=t, ties=True)
+        for dtype, (parallel, n, vocab, k, t) in zip(
+            DTYPES * 2,
+            [(False, 0, 50, 3, 1.0), (True, 4, 7, 2, 0.7), (True, 0, 5, 4, 0.7), (False, 4, 50, 14, 3.0)] * 2,
+            strict=True,
+        )
+    ]
+    several = [
+        LogprobSetting(top_k=1, ties=True, entropy=False, temperature=1.0),
+        LogprobSetting(top_k=1),
+        LogprobSetting(top_k=20, entropy=False, sequence_parallel=True),
+        LogprobSetting(torch.float64, top_k=9, n=3),
+        LogprobSetting(torch.bfloat16, top_k=9, ties=True, main_grad=True),
+        LogprobSetting(top_k=4, leading=(), ignored=0),
+        LogprobSetting(top_k=4, leading=(0,), n=2),
+        LogprobSetting(top_k=4, ignored=24, chunk_tokens=None),
+        LogprobSetting(top_k=3, temperature=1e-2),
+    ]
+    assert_right(ranks, logprobs, settings + several)
 
 
 @INTERPRETED
@@ -151,23 +158,24 @@ def test_logprobs_by_kernels(ranks2):
     settings = [  # several blocks of columns on each rank
         LogprobSetting(vocab=150, leading=(4,), backend="triton"),
         LogprobSetting(torch.bfloat16, 150, (4,), n=3, sequence_parallel=True, backend="triton"),
+        LogprobSetting(torch.bfloat16, 150, (4,), n=2, top_k=12, ties=True, backend="triton"),
     ]
-    assert_within(ranks2.run(run_all, settings), settings)
+    assert_within(ranks2.run(run_all, logprobs, settings), settings)
 
 
+@pytest.mark.parametrize("top_k", [None, 3])
 @on_ranks(2)
-def test_gradients_are_those_of_finite_differences():
+def test_gradients_are_those_of_finite_differences(top_k):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 4, generator=generator, dtype=torch.float64).requires_grad_()
     weight = torch.randn(3, 4, generator=generator, dtype=torch.float64).requires_grad_()
     target, group = torch.tensor([[0, 4], [3, 3], [-100, 1]]), dist.group.WORLD
 
     def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        found, entropy = linear_logprobs(
-            hidden, weight, target, group, temperature=0.6, return_entropy=True, vocab_size=5, chunk_tokens=2
-        )
+        options: dict[str, Any] = {"temperature": 0.6, "vocab_size": 5, "chunk_tokens": 2, "top_k": top_k}
+        found, entropy = linear_logprobs(hidden, weight, target, group, return_entropy=True, **options)
         assert entropy is not None
-        return found, entropy
+        return found.masked_fill(found == -torch.inf, 0), entropy
 
     # each rank perturbs its shard of the weight, and hidden alike
     assert torch.autograd.gradcheck(lambda h: both(h, weight.detach()), [hidden])
@@ -216,6 +224,34 @@ def test_forbidden_certain_and_equal_ids_have_their_entropies(backend):
 
 
 @on_ranks(2)
+def test_a_target_that_top_k_drops_is_forbidden_and_moves_nothing():
+    """Whatever gradient is asked of it; NaN is not hidden, and the vocabulary is no limit at all."""
+    torch.manual_seed(5)  # the same on both ranks
+    hidden, weight = torch.randn(6, 8), our_part(torch.randn(11, 8), 0, 100.0)
+    group, options = dist.group.WORLD, {"vocab_size": 11, "chunk_tokens": 4}
+    target = torch.arange(6)[:, None] + torch.arange(3)
+    found, _ = linear_logprobs(hidden, weight, target, group, top_k=4, **options)
+    dropped = found == -torch.inf
+    assert dropped.any()
+    assert not dropped.all()
+    assert not found.isnan().any()
+    gradients = []
+    for filler in (0.0, -3.0, torch.inf, torch.nan):
+        leaves = leaf(hidden), leaf(weight)
+        found, entropy = linear_logprobs(*leaves, target, group, top_k=4, return_entropy=True, **options)
+        assert entropy is not None
+        dlogprobs = torch.ones_like(found).masked_fill(dropped, filler)
+        gradients.append(torch.autograd.grad([found, entropy], leaves, [dlogprobs, torch.ones_like(entropy)]))
+    assert all(torch.equal(a, b) for found in gradients for a, b in zip(gradients[0], found, strict=True))
+    for k in (11, 12, 10**6):
+        calls = [linear_logprobs(hidden, weight, target, group, top_k=top, **options) for top in (None, k)]
+        assert torch.equal(calls[0][0], calls[1][0])
+    hidden[2] = torch.nan
+    found, _ = linear_logprobs(hidden, weight, target, group, top_k=4, **options)
+    assert equal_on_all(found.isnan().tolist()) == [[row == 2] * 3 for row in range(6)]
+
+
+@on_ranks(2)
 def test_it_is_the_loss_with_its_sign_changed_and_several_targets_cost_one_product():
     torch.manual_seed(5)  # the same on both ranks
     hidden, whole = torch.randn(6, 2, 8), torch.randn(12, 8)
@@ -229,13 +265,63 @@ def test_it_is_the_loss_with_its_sign_changed_and_several_targets_cost_one_produ
     assert equal_on_all(one.tolist())[0] == [0.0, 0.0]
     assert not one.signbit()[0].any(), "-0"
     leaves = leaf(hidden), leaf(weight)
-    with patch.object(primitives, "linear", wraps=primitives.linear) as products:
+    with patch.object(head, "_logits", wraps=head._logits) as products:
         found, entropy = linear_logprobs(*leaves, target, group, return_entropy=True)
         assert products.call_count == 1
         assert entropy is not None
         (found.sum() + entropy.sum()).backward()
         assert products.call_count == 2
     torch.testing.assert_close(found[..., 0].detach(), one)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(2)
+def test_in_fp8_a_head_is_a_column_layer_and_the_loss_of_its_logits(recipe):
+    """By the definition of fp8, and to the bit that of the two ops, whose logits exist at once."""
+    quantize, group, vocab = RECIPES[recipe], dist.group.WORLD, 297
+    generator = torch.Generator().manual_seed(5)
+    hidden, whole = (torch.randn(n, 140, generator=generator) / 4 for n in (24, vocab))
+    target = torch.randint(vocab, (24,), generator=generator)
+    target[:3] = -100
+    for dtype, parallel in ((torch.float32, True), (torch.bfloat16, False)):
+        x, w, tokens = hidden.to(dtype), our_part(whole.to(dtype), 0, 0.0), split(0) if parallel else same
+        options = {"vocab_size": vocab, "sequence_parallel": parallel, "quantize": quantize}
+
+        def results(
+            loss: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, w: Tensor = w
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            """The loss, and both gradients."""
+            x, w, main_grad = leaf(x), leaf(w), torch.zeros_like(w, dtype=torch.float32)
+            y = loss(x, w, main_grad)
+            y.sum().backward()
+            assert x.grad is not None
+            return y.detach(), x.grad, main_grad
+
+        def pair(x: Tensor, w: Tensor, main_grad: Tensor) -> Tensor:
+            logits = column_linear(x, w, None, group, main_grad=main_grad, quantize=quantize)
+            return vocab_cross_entropy(logits, target, group, vocab_size=vocab)
+
+        def ours(
+            x: Tensor, w: Tensor, main_grad: Tensor, reduction: str, chunk: int, options: Any = options
+        ) -> Tensor:
+            options = options | {"main_grad": main_grad, "reduction": reduction, "chunk_tokens": chunk}
+            return linear_cross_entropy(x, w, target, group, **options)
+
+        loss, dx, dw = results(pair, x)
+        exact = [Oracle(quantize).linear(x, shard) for shard in whole_of((w, 0)).chunk(2)]
+        truth = F.cross_entropy(torch.cat(exact, 1)[:, :vocab], target, reduction="none")
+        assert relative_error(loss, truth) < BOUND[dtype]
+        logprobs, _ = linear_logprobs(tokens(x), w, target, group, **options)
+        assert torch.equal(logprobs, 0 - loss)
+        for chunk, reduction in ((24, "none"), (24, "sum"), (7, "none")):
+            found = results(partial(ours, reduction=reduction, chunk=chunk), tokens(x))
+            theirs = [loss if reduction == "none" else loss.sum(), tokens(dx), dw]
+            errors = [relative_error(a, b.double()) for a, b in zip(found, theirs, strict=True)]
+            assert errors[0] < BOUND[torch.float32]
+            if chunk == 24:
+                assert errors[1:] == [0, 0]
+            elif quantize.wgrad == "bf16":  # in fp8 scales of columns are those of a chunk
+                assert max(errors) < BOUND[dtype]
 
 
 def test_gradients_of_16_bits_are_rounded_once():
@@ -255,15 +341,16 @@ VOCABULARY = 128256  # Llama 3's
 
 
 def most_bytes(
-    dtype: torch.dtype, needs: tuple[bool, bool], rows: int, chunk: int, features: int, entropy: bool
+    dtype: torch.dtype, needs: tuple[bool, bool], rows: int, chunk: int, features: int, entropy: bool, k: int
 ) -> int:
     """What a call and its backward allocate at most beside inputs, as docs/vocabulary.md has it."""
     size, scratch = dtype.itemsize, 4 * cross_entropy.IN_CACHE
-    logits, statistics = size * chunk * VOCABULARY, (8 + 3 * 4) * rows
+    logits, statistics = size * chunk * VOCABULARY, (8 + 3 * 4 + 24 * bool(k)) * rows
+    mask = bool(k) * VOCABULARY * -(-chunk // head.MASKS)
     dhidden, dweight = needs[0] * size * rows * features, needs[1] * 4 * VOCABULARY * features
     while_computed = scratch * (entropy if size == 4 else 1 + entropy / 2)
-    backward = dhidden + dweight + while_computed if any(needs) else 0
-    return logits + statistics + max(scratch, backward)
+    backward = dhidden + dweight + max(mask, while_computed) if any(needs) else 0
+    return logits + statistics + max(scratch, mask, (2 * size + 8) * k * chunk, backward)
 
 
 @pytest.mark.parametrize(
@@ -279,21 +366,20 @@ def most_bytes(
 def test_memory_is_that_of_one_chunk_by_a_formula(dtype, needs):
     rows, chunk, features, group = 12, 4, 2, dist.group.WORLD
     target = torch.arange(rows) * 9999
-    for entropy in (False, True):
+    for entropy, top_k in ((False, None), (True, None), (False, 50), (False, VOCABULARY // 2)):
         hidden, weight = (
             torch.randn(n, features, dtype=dtype).requires_grad_(need)
             for n, need in zip((rows, VOCABULARY), needs, strict=True)
         )
         with LiveBytes() as live:
-            found, entropies = linear_logprobs(
-                hidden, weight, target, group, chunk_tokens=chunk, return_entropy=entropy
-            )
+            options = {"return_entropy": entropy, "top_k": top_k}
+            found, entropies = linear_logprobs(hidden, weight, target, group, chunk_tokens=chunk, **options)
             if any(needs):
                 (found.sum() + (entropies.sum() if entropy else 0)).backward()
-        allowed = most_bytes(dtype, needs, rows, chunk, features, entropy)
+        allowed = most_bytes(dtype, needs, rows, chunk, features, entropy, top_k or 0)
         found = live.peak - weight.nbytes - hidden.nbytes
         assert live.largest == chunk * VOCABULARY
-        assert 0.97 * allowed < found <= allowed, (found, allowed, entropy)
+        assert 0.97 * allowed < found <= allowed, (found, allowed, entropy, top_k)
 
 
 @on_ranks(2)
@@ -302,7 +388,7 @@ def test_a_frozen_head_saves_nothing_and_a_trained_one_what_it_must():
     hidden, weight = torch.randn(rows, 6), torch.randn(7, 6)
     call = partial(linear_logprobs, target=ids, group=group, return_entropy=True, temperature=0.5)
     forbidden = AssertionError("nobody asks for gradients")
-    with patch.object(PartialGradients, "add", side_effect=forbidden):
+    with patch.object(head.PartialGradients, "add", side_effect=forbidden):
         found, entropy = call(hidden, weight)
         assert not found.requires_grad
         assert entropy is not None
@@ -321,7 +407,8 @@ def test_compiled_it_saves_and_computes_what_it_does_eagerly():
     target = torch.randint(9, (16, 2))
 
     def both(hidden: Tensor, weight: Tensor) -> Tensor:
-        options = {"temperature": 0.5, "return_entropy": True, "sequence_parallel": True}
+        options = {"temperature": 0.5, "return_entropy": True, "sequence_parallel": True, "top_k": 9}
+        options["quantize"] = Recipe.rowwise()
         found, entropy = linear_logprobs(hidden, weight, target, dist.group.WORLD, **options)
         return found.sum() + entropy.sum()
 
@@ -346,8 +433,13 @@ def test_mistakes_are_errors_on_every_rank():
         (lambda: call(x, w, ids.float()), "TypeError: linear_logprobs: expected target"),
         (lambda: call(x, w, ids, chunk_tokens=0), "linear_logprobs: expected chunk_tokens of at least 1"),
         (lambda: call(x, w.half(), ids), "linear_logprobs: expected one dtype"),
+        (
+            lambda: call(x.double(), w.double(), ids, quantize=Recipe.rowwise()),
+            "TypeError: linear_logprobs: expected x in bfloat16, float16 or float32 with quantize",
+        ),
         (lambda: call(x, w, ids, vocab_size=17), "linear_logprobs: expected a vocab_size from 1 to 16"),
-        (lambda: call(x, w, ids, top_k=5), "unexpected keyword argument 'top_k'"),
+        (lambda: call(x, w, ids, top_k=0), "linear_logprobs: expected top_k of at least 1, got 0"),
+        (lambda: call(x, w, ids, top_k=True), "linear_logprobs: expected top_k of at least 1, got True"),
     ]
     for run, words in calls:
         assert words in message_of(run)

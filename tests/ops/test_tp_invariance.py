@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.on_ranks import on_ranks
 from tests.ops.invariant_cases import Setting, drawn, hashes, hashes_by_kernels, norm, whole_of
+from tests.ranks import RankPool
 from tests.segments import tp_invariance
 from tpkernels import ops
 from tpkernels.dispatch.segments import canonical
@@ -25,7 +26,7 @@ OPTIONS = {
     "embedding": ("",),
     "cross_entropy": ("", "smoothed", "overwritten"),
     "head": ("", "none", "whole", "main_grad"),
-    "logprobs": ("", "two"),
+    "logprobs": ("", "two", "top_k"),
     "norm": ("rms_norm", "layer_norm"),
     "heads": ("1", "2", "4"),
 }
@@ -47,6 +48,14 @@ def test_every_size_gives_the_same_bits(name, ranks1, ranks2, ranks4):
             assert found[number] == alone, setting
         if name not in ("embedding", "cross_entropy", "heads"):
             assert alone == by_size[0][number // 2 * 2], f"{setting}: as without sequence parallelism"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", OPTIONS)
+def test_as_many_ranks_as_segments_give_the_same_bits(name, ranks1):
+    asked = [(program, setting) for program, setting in ASKED if program == name]
+    with RankPool(8) as ranks8:
+        assert ranks8.run(hashes, 8, asked)[0] == ranks1.run(hashes, 8, asked)[0]
 
 
 def drawn_setting(seed: int) -> tuple[str, Setting]:

@@ -186,8 +186,8 @@ def test_registered_operators_pass_opcheck():
     flat, counted = ids.flatten(), target.flatten()
     hidden, logits, tokens = torch.randn(12, FEATURES), torch.randn(12, VOCAB), torch.rand(12) + 1
     operators, group = torch.ops.tpkernels, name_of(dist.group.WORLD)
-    loss = ("loss", group, VOCAB, 0.1, -100, None, False, 5)
-    scaled = ("logprobs", group, VOCAB, 0.0, -100, 0.7, False, 5)
+    loss = ("loss", group, VOCAB, 0.1, -100, None, False, 5, None, "")
+    scaled = ("logprobs", group, VOCAB, 0.0, -100, 0.7, False, 5, 3, "float32 rowwise")
     pairs = torch.stack([counted, flat], 1)
     calls: dict[str, list[tuple[Any, ...]]] = {
         "vocab_embedding": [(flat, table, group, VOCAB, False), (flat, table, group, VOCAB, True)],
@@ -204,7 +204,7 @@ def test_registered_operators_pass_opcheck():
         ],
         "linear_token_losses": [(hidden, weight, counted, *loss), (hidden, weight, pairs, *scaled)],
         "linear_token_losses_backward": [
-            (tokens, None, hidden, weight, counted, tokens, tokens, None, *needs, torch.float32, *loss)
+            (tokens, None, hidden, weight, counted, tokens, tokens, None, None, *needs, torch.float32, *loss)
             for needs in ((True, True), (False, True), (True, False))
         ],
     }

@@ -11,6 +11,7 @@ from torch import Tensor
 from tpkernels import ops
 from tpkernels.layers.world import State, group_of
 from tpkernels.ops.main_grad import accumulating
+from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.vocab.linear_cross_entropy import Reduction
 
@@ -101,6 +102,7 @@ def linear_cross_entropy(
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
+    quantize: Recipe | None = None,
 ) -> Tensor:
     """Compute the cross-entropy of logits hidden weightᵀ, for one chunk of tokens at a time.
 
@@ -112,6 +114,7 @@ def linear_cross_entropy(
     vocab_size: of the full vocabulary, if rows of weight past it are padding
     chunk_tokens: tokens in a chunk; by default its logits have as many elements as hidden
     gradient_accumulation_fusion: add the weight's gradient to `weight_shard.main_grad`
+    quantize: compute the products in fp8
     """
     weight_shard, main_grad = _accumulating(
         weight_shard, "linear_cross_entropy", gradient_accumulation_fusion
@@ -128,6 +131,7 @@ def linear_cross_entropy(
         sequence_parallel=sequence_parallel,
         chunk_tokens=chunk_tokens,
         main_grad=main_grad,
+        quantize=quantize,
     )
 
 
@@ -138,12 +142,14 @@ def linear_logprobs(
     *,
     group: State = None,
     temperature: float = 1.0,
+    top_k: int | None = None,
     return_entropy: bool = False,
     ignore_index: int = -100,
     vocab_size: int | None = None,
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
+    quantize: Recipe | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probabilities of targets of logits hidden weightᵀ / temperature, for one chunk at a time.
 
@@ -151,11 +157,14 @@ def linear_logprobs(
     weight_shard: (this rank's columns, features), the same number on every rank
     target: (tokens, ...) ids, the same on all ranks, or (tokens, ..., n): several of each token
     group: a ParallelState, process group or device mesh; None: the current state
-    return_entropy: of all ids of the vocabulary, at the temperature
+    top_k: probabilities are of the so many largest logits of a token, and of what equals the last of these,
+        as `TopKLogitsWarper` of transformers has it; other targets have minus infinity and no gradient
+    return_entropy: of the ids that count, at the temperature
     ignore_index: a target whose log-probability and gradient are 0; so is the entropy where all n are
     vocab_size: of the full vocabulary, if rows of weight past it are padding
     chunk_tokens: tokens in a chunk; by default its logits have as many elements as hidden
     gradient_accumulation_fusion: add the weight's gradient to `weight_shard.main_grad`
+    quantize: compute the products in fp8
     returns: log-probabilities (like target), and entropies (tokens, ...) or None; in fp32 or wider
     """
     weight_shard, main_grad = _accumulating(weight_shard, "linear_logprobs", gradient_accumulation_fusion)
@@ -165,12 +174,14 @@ def linear_logprobs(
         target,
         group_of(group),
         temperature=temperature,
+        top_k=top_k,
         return_entropy=return_entropy,
         ignore_index=ignore_index,
         vocab_size=vocab_size,
         sequence_parallel=sequence_parallel,
         chunk_tokens=chunk_tokens,
         main_grad=main_grad,
+        quantize=quantize,
     )
 
 

@@ -81,8 +81,7 @@ class GPT(nn.Module):
     """A decoder-only transformer: embedding, blocks, a norm, and a head with logits split over ranks.
 
     recompute: as in `TransformerBlock`
-    quantize: compute the blocks' products in fp8, and with `Recipe(..., head=True)` the head's: then this
-        rank's logits of all tokens exist at once, and their gradient, which the loss does without otherwise
+    quantize: compute the blocks' products in fp8, and with `Recipe(..., head=True)` the head's
     Others as in the layers.
     """
 
@@ -185,8 +184,6 @@ class GPT(nn.Module):
             return logits.transpose(0, 1)
         if targets.shape != ids.shape:
             raise ValueError(f"targets: expected {tuple(ids.shape)} like ids, got {tuple(targets.shape)}")
-        if self._head_recipe is not None:
-            return self._loss_of_logits(self.logits(hidden), targets.t().contiguous(), ignore_index)
         return ops.linear_cross_entropy(
             hidden,
             self._head_weight,
@@ -195,6 +192,7 @@ class GPT(nn.Module):
             ignore_index=ignore_index,
             vocab_size=self.config.vocab_size,
             sequence_parallel=self.sequence_parallel,
+            quantize=self._head_recipe,
         )
 
     def hidden(self, ids: Tensor) -> Tensor:
@@ -232,17 +230,6 @@ class GPT(nn.Module):
             quantize=self._head_recipe,
         )
         return logits
-
-    def _loss_of_logits(self, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-        """Compute the mean loss over targets that are not ignored; 0 without any."""
-        losses = ops.vocab_cross_entropy(
-            logits,
-            targets,
-            self.world.group,
-            ignore_index=ignore_index,
-            vocab_size=self.config.vocab_size,
-        )
-        return losses.sum() / (targets != ignore_index).sum().clamp(min=1)
 
     @torch.no_grad()
     def generate(

@@ -220,7 +220,7 @@ def _work(name: str, arguments: Mapping[str, Any], programs: Sequence[Sequence[S
         return Work("product", tuple(sum(arguments[each] for each in its) for its in lengths))
     if name not in OURS:
         operands = [getattr(each, "base", each) for each in arguments.values()]
-        of_each = {each.data_ptr(): each.nbytes for each in operands if isinstance(each, VirtualTensor)}
-        return Work("kernel", (sum(of_each.values()),))
+        # one that is given twice is read, and written in place
+        return Work("kernel", (sum(each.nbytes for each in operands if isinstance(each, VirtualTensor)),))
     spans = [span for steps in programs for step in steps for span in (*step.reads, *step.writes)]
     return Work("kernel", (sum(last - first for first, last in spans),))

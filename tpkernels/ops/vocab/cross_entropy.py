@@ -37,6 +37,8 @@ from tpkernels.kernels.reference import FLOOR, column_of
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, computed, is_torchs, tokens_of
+from tpkernels.ops.numerics import PLAIN
+from tpkernels.ops.tensor_parallel.layout import Numerics
 from tpkernels.ops.tensor_parallel.parallel import (
     checked_group,
     gather_numbers,
@@ -146,6 +148,8 @@ class LossOptions(NamedTuple):
 
     op: whose they are, for errors
     scale: of logits, above 0; given, entropies are computed, too
+    top_k: fewer than there are ids: probabilities are those of the so many largest logits
+    numerics: how logits are multiplied, where they are
     """
 
     op: str
@@ -156,6 +160,8 @@ class LossOptions(NamedTuple):
     scale: float | None = None
     sequence_parallel: bool = False
     chunk_tokens: int | None = None
+    top_k: int | None = None
+    numerics: Numerics = PLAIN
 
 
 class Known(NamedTuple):
@@ -164,16 +170,17 @@ class Known(NamedTuple):
     target: (rows,), or (rows, n), with ignored ones as IGNORED
     maximum, total: (rows,), as in `softmax_statistics`
     mean: (rows,) of x - maximum, with the probabilities p as weights; None without a scale
+    least: (rows,), the least logit that top_k keeps; None without it
     """
 
     target: Tensor
     maximum: Tensor
     total: Tensor
     mean: Tensor | None = None
+    least: Tensor | None = None
 
     def of(self, rows: slice) -> Known:
-        target, maximum, total, mean = self
-        return Known(target[rows], maximum[rows], total[rows], None if mean is None else mean[rows])
+        return Known(*(None if each is None else each[rows] for each in self))  # type: ignore[arg-type]
 
     @property
     def entropy(self) -> Tensor | None:
@@ -272,7 +279,7 @@ class ShardedLoss:
         in_place: bool,
     ) -> Tensor:
         """Compute the gradient of the logits; in their memory if `in_place`."""
-        target, maximum, total, mean = known
+        target, maximum, total, mean, _ = known
         size, s, dloss = self.shard.size, self.smoothing, dloss.to(total.dtype).contiguous()
         if self._is_plain(logits, target) and logits.dtype == total.dtype:
             out = logits if in_place else torch.empty_like(logits)
@@ -372,7 +379,8 @@ def _gradient_of_full_rows(
     """Write the gradient of the logits into dlogits, which may be the logits, and return it."""
     for out, x, most, scale in _blocks(dlogits, logits, maximum[:, None], (dloss / total)[:, None]):
         torch.sub(x, most, out=out).exp_().mul_(scale)
-    return _subtract_targets_(dlogits, target, target.long().clamp_min(0)[:, None], dloss[:, None])
+    index = target.long().clamp(0, logits.shape[1] - 1)  # of IGNORED and NOWHERE, any
+    return _subtract_targets_(dlogits, target, index[:, None], dloss[:, None])
 
 
 def _subtract_targets_(dlogits: Tensor, target: Tensor, index: Tensor, dloss: Tensor) -> Tensor:

@@ -26,15 +26,17 @@ token, x = logits / temperature and log p = x - log Σ exp(x):
     entropy  = -Σ p log p
     dlogits  = (Σₙ dlogprobₙ ([id = targetₙ] - p) - dentropy p (log p + entropy)) / temperature
 
+With top_k logits under the k-th largest of a token are minus infinity in all of this: p of these ids is 0,
+and so are their gradients.
+
 Saved for backward: dhidden and dweight; with "none" hidden, weight_shard and three numbers a token; for
-log-probabilities hidden, weight_shard, n targets and three numbers a token.
+log-probabilities hidden, weight_shard, n targets and three numbers a token, or four with top_k.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -42,10 +44,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.dispatch.segments import segment_sum
+from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
@@ -60,15 +62,11 @@ from tpkernels.ops.inputs import (
     tokens_of,
 )
 from tpkernels.ops.main_grad import check_main_grad
-from tpkernels.ops.tensor_parallel.parallel import checked_group, start_rows, start_sum
-from tpkernels.ops.tensor_parallel.segments import (
-    canonical,
-    map_segments,
-    segment_calls,
-    segmented_weight_gradient,
-    segments_of,
-)
-from tpkernels.ops.vocab.cross_entropy import IGNORED, Known, LossOptions, sharded_loss
+from tpkernels.ops.numerics import Operand, Plain
+from tpkernels.ops.tensor_parallel.layout import checked_layout
+from tpkernels.ops.tensor_parallel.parallel import start_rows, start_sum
+from tpkernels.ops.vocab.cross_entropy import IGNORED, NOWHERE, Known, LossOptions, sharded_loss
+from tpkernels.ops.vocab.sampling import kth_largest
 from tpkernels.ops.vocab.vocabulary import require_ids
 from tpkernels.tp_invariance import mode
 
@@ -76,6 +74,7 @@ OP = "linear_cross_entropy"
 Reduction = Literal["mean", "sum", "none"]
 LEAST_TEMPERATURE = 1e-30  # logits over it must be finite in fp32
 LEAST_TOKENS = 128  # in a chunk by default; chosen without measuring
+MASKS = 16  # in which the tokens of a chunk are masked, so that a mask takes little beside its logits
 
 
 @from_entry
@@ -92,6 +91,7 @@ def linear_cross_entropy(
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
     main_grad: Tensor | None = None,
+    quantize: Recipe | None = None,
 ) -> Tensor:
     """Compute the loss of logits hidden weightᵀ, as `F.linear_cross_entropy` of the full weight.
 
@@ -102,6 +102,7 @@ def linear_cross_entropy(
     vocab_size: of the full vocabulary, if rows of weight past it are padding
     chunk_tokens: in a chunk; by default its logits have as many elements as hidden
     main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
+    quantize: compute the products in fp8
     returns: a scalar, or (tokens, ...) with "none"; in fp32 or wider
     """
     if reduction not in get_args(Reduction):
@@ -109,7 +110,7 @@ def linear_cross_entropy(
     options = LossOptions(
         OP, group, vocab_size, label_smoothing, ignore_index, None, sequence_parallel, chunk_tokens
     )
-    hidden, weight_shard, options = _checked(hidden, weight_shard, main_grad, options, reduction)
+    hidden, weight_shard, options = _checked(hidden, weight_shard, main_grad, options, quantize, reduction)
     _check_target(OP, target, hidden, options)
     arguments = (tokens_of(hidden), weight_shard, target.reshape(-1), options, main_grad)
     loss: Tensor
@@ -129,21 +130,25 @@ def linear_logprobs(
     group: ProcessGroup,
     *,
     temperature: float = 1.0,
+    top_k: int | None = None,
     return_entropy: bool = False,
     ignore_index: int = -100,
     vocab_size: int | None = None,
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
     main_grad: Tensor | None = None,
+    quantize: Recipe | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probabilities of targets, log_softmax(hidden weightᵀ / temperature), and entropies.
 
     hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     weight_shard: (columns of this rank, features), as many on every rank
     target: (tokens, ...) ids, the same on all ranks, or (tokens, ..., n): several of each token
-    return_entropy: of all ids of the vocabulary, at the temperature
+    top_k: probabilities are of the so many largest logits of a token, and of what equals the last of these,
+        as `TopKLogitsWarper` of transformers has it; other targets have minus infinity and no gradient
+    return_entropy: of the ids that count, at the temperature
     ignore_index: a target whose log-probability and gradient are 0; so is the entropy where all n are
-    vocab_size, chunk_tokens, main_grad: as of `linear_cross_entropy`
+    vocab_size, chunk_tokens, main_grad, quantize: as of `linear_cross_entropy`
     returns: log-probabilities (like target), and entropies (tokens, ...) or None; in fp32 or wider
     """
     op = "linear_logprobs"
@@ -152,9 +157,17 @@ def linear_logprobs(
             f"{op}: expected a finite number of at least {LEAST_TEMPERATURE:g} as temperature, got "
             f"{temperature!r}"
         )
+    if top_k is not None and (type(top_k) is not int or top_k < 1):
+        raise ValueError(f"{op}: expected top_k of at least 1, got {top_k!r}; None keeps all ids")
     scale = 1 / temperature if temperature != 1 or return_entropy else None
-    options = LossOptions(op, group, vocab_size, 0.0, ignore_index, scale, sequence_parallel, chunk_tokens)
-    hidden, weight_shard, options = _checked(hidden, weight_shard, main_grad, options, return_entropy)
+    options = LossOptions(
+        op, group, vocab_size, 0.0, ignore_index, scale, sequence_parallel, chunk_tokens, top_k
+    )
+    hidden, weight_shard, options = _checked(
+        hidden, weight_shard, main_grad, options, quantize, return_entropy
+    )
+    if top_k is not None and top_k >= (vocab_size or options.group.size() * weight_shard.shape[0]):
+        options = options._replace(top_k=None)
     rows = _check_target(op, target, hidden, options, several=True)
     targets = target.reshape(math.prod(rows), *target.shape[len(rows) :])
     loss, entropy = computed(_TokenLosses, tokens_of(hidden), weight_shard, targets, options, main_grad)
@@ -163,22 +176,29 @@ def linear_logprobs(
 
 
 def _checked(
-    hidden: Tensor, weight: Tensor, main_grad: Tensor | None, options: LossOptions, more: object
+    hidden: Tensor,
+    weight: Tensor,
+    main_grad: Tensor | None,
+    options: LossOptions,
+    quantize: Recipe | None,
+    more: object,
 ) -> tuple[Tensor, Tensor, LossOptions]:
     """Hidden and weight, cast as autocast says, and the options; raises if anything is wrong.
 
     more: what else ranks must have alike
     """
-    op, group, *others = options
+    op, group, parallel = options.op, options.group, options.sequence_parallel
     if options.chunk_tokens is not None and options.chunk_tokens < 1:
         raise ValueError(f"{op}: expected chunk_tokens of at least 1, got {options.chunk_tokens}")
     features = features_of(op, hidden)
-    group = checked_group(group, op, hidden, parameters=[weight], options=(*others, more))
-    options = options._replace(group=group)
+    alike = *options[2:-1], quantize, more
+    layout = checked_layout(op, hidden, [weight], group, parallel, False, alike, name="hidden")
     if is_casting(hidden):
         hidden, weight = autocast(hidden, weight)
     check_linear(op, hidden, features, weight, None, ("weight_shard", "no bias"))
     check_main_grad(op, main_grad, weight)
+    assert layout.group is not None
+    options = options._replace(group=layout.group, numerics=layout.in_fp8(op, quantize, hidden).numerics)
     sharded_loss(options, weight.shape[0])  # raises if the options are wrong
     return hidden, weight, options
 
@@ -189,8 +209,6 @@ def _check_target(
     """The leading dimensions of all tokens; raises unless target has them, or one more if `several`."""
     rows, ranks = list(hidden.shape[:-1]), options.group.size()
     if options.sequence_parallel:
-        if not rows:
-            raise ValueError(f"{op}: expected hidden (tokens, ..., features) with sequence_parallel, got 1-D")
         rows[0] *= ranks
     if list(target.shape) != rows and not (several and list(target.shape[:-1]) == rows):
         raise ValueError(
@@ -252,10 +270,11 @@ class _TokenLosses(torch.autograd.Function):
         main_grad: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        loss, target, maximum, total, mean = token_losses(hidden, weight, target, options)
-        ctx.op, ctx.options, ctx.main_grad = options.op, options, main_grad
-        ctx.save_for_backward(hidden, weight, target, maximum, total, mean)
-        return loss, Known(target, maximum, total, mean).entropy
+        found = token_losses(hidden, weight, target, options)
+        loss, known = found[0], Known(*found[1:])
+        ctx.op, ctx.options, ctx.main_grad = options.numerics.named(options.op), options, main_grad
+        ctx.save_for_backward(hidden, weight, *known)
+        return loss, known.entropy
 
     @staticmethod
     def spmd_typecheck(*, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions) -> Any:
@@ -291,22 +310,22 @@ class PartialGradients:
     def __init__(
         self, hidden: Tensor, weight: Tensor, needs_dhidden: bool, needs_dweight: bool, options: LossOptions
     ) -> None:
-        self._hidden, self._weight = hidden, weight
-        self._segments = segments_of(options.op, options.group)
+        self._hidden, self._weight, self._numerics = hidden, weight, options.numerics
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.dhidden = torch.empty_like(hidden, dtype=terms_dtype(hidden.dtype)) if needs_dhidden else None
         self.dweight = torch.zeros_like(weight, dtype=wide) if needs_dweight else None
+        self._columns = self._numerics.weight(weight, False) if needs_dhidden else None
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        segments, hidden = self._segments, self._hidden[rows]
-        if self.dhidden is not None and segments:
+        numerics = self._numerics
+        if self.dhidden is not None and numerics.segments:
             pairs = [(dlogits, self._weight)]
-            self.dhidden[rows] = segment_sum(pairs, transposed=False, segments=segments)
+            self.dhidden[rows] = segment_sum(pairs, transposed=False, segments=numerics.segments)
         elif self.dhidden is not None:
-            self.dhidden[rows] = primitives.dgrad(dlogits, self._weight)
+            out, operand = [self.dhidden[rows]], numerics.gradients(dlogits)
+            numerics.product_into(out, operand, self._columns, None, False, "none", False)
         if self.dweight is not None:
-            calls = segment_calls(segments, hidden.device)
-            segmented_weight_gradient(dlogits, hidden, self.dweight, calls, dim=0)
+            numerics.weight_gradient(dlogits, self._hidden[rows], self.dweight, split="dy")
 
 
 def terms_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -347,17 +366,18 @@ def _logits_of_chunks(hidden: Tensor, weight: Tensor, options: LossOptions) -> I
 
     By default a chunk of logits has as many elements as all of hidden; with TP-invariance those of all ranks.
     """
-    calls = segment_calls(segments_of(options.op, options.group), hidden.device)
+    operand = options.numerics.weight(weight, True)
     width = weight.shape[0] * (options.group.size() if mode.segments else 1)
     size = options.chunk_tokens or max(LEAST_TOKENS, -(-hidden.numel() // width))
     for start in range(0, len(hidden), size):
         rows = slice(start, start + size)
-        chunk = canonical(hidden[rows]) if calls else hidden[rows]
-        yield rows, map_segments(calls, partial(_logits, chunk), weight, cut=0)
+        yield rows, _logits(hidden[rows], operand, weight.shape[0], options.numerics)
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    return primitives.linear(hidden, weight, None, "none", False)[0]
+def _logits(hidden: Tensor, weight: Operand, columns: int, numerics: Plain) -> Tensor:
+    logits = hidden.new_empty(len(hidden), columns)
+    numerics.product_into([logits], numerics.activations(hidden), weight, None, True, "none", False)
+    return logits
 
 
 def _losses_by_chunk(
@@ -369,9 +389,11 @@ def _losses_by_chunk(
 ) -> tuple[Tensor, Known]:
     """Compute the loss of each target; add gradients of the sum of losses to `gradients`."""
     losses = sharded_loss(options, weight.shape[0])
-    loss, *statistics = _empty_losses(hidden, target, options)
-    known = Known(target, *statistics)
+    loss, known = _empty_losses(hidden, target, options)
     for rows, logits in _logits_of_chunks(hidden, weight, options):
+        if options.top_k is not None and known.least is not None:
+            known.least[rows] = kth_largest(options.op, logits, losses.shard, options.top_k)
+            _forget_below_(logits, known.least[rows])
         of_chunk = losses.of_rows if gradients is None else losses.with_gradient
         loss[rows], found = of_chunk(logits, target[rows])
         for all_rows, some in zip(known[1:], found[1:], strict=True):
@@ -380,14 +402,26 @@ def _losses_by_chunk(
         if gradients is not None:
             gradients.add(rows, logits)
         del logits
+    if options.top_k is not None:  # a target that was not kept: its gradient is that of a constant
+        target.masked_fill_(loss == torch.inf, NOWHERE)
     return loss, known
 
 
-def _empty_losses(hidden: Tensor, target: Tensor, options: LossOptions) -> list[Tensor]:
-    """loss, maximum, total, and mean with a scale: without numbers."""
+def _forget_below_(logits: Tensor, least: Tensor) -> None:
+    """Set logits below the least of their row to minus infinity; NaN stays."""
+    size = -(-len(logits) // MASKS)
+    for some, floor in zip(logits.split(size), least[:, None].split(size), strict=True):
+        some.masked_fill_(some < floor, -torch.inf)
+
+
+def _empty_losses(hidden: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Known]:
+    """The loss of each target, and what else is known of it, without numbers."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
+    loss = hidden.new_empty(target.shape, dtype=dtype)
     count = 2 if options.scale is None else 3
-    return [hidden.new_empty(shape, dtype=dtype) for shape in (target.shape, *[target.shape[:1]] * count)]
+    known = Known(target, *(loss.new_empty(target.shape[:1]) for _ in range(count)))
+    least = None if options.top_k is None else hidden.new_empty(target.shape[:1])
+    return loss, known._replace(least=least)
 
 
 @all_or_fail
@@ -470,7 +504,7 @@ def _token_losses(
     weight: Tensor,
     target: Tensor,
     options: LossOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute the loss of each target, and what is in `Known`."""
     target = sharded_loss(options, weight.shape[0]).counted(target)
     hidden = _full_hidden(hidden, options)
@@ -480,9 +514,9 @@ def _token_losses(
 
 def _token_losses_shape(
     hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    loss, *statistics = _empty_losses(hidden, target, options)
-    return loss, *Known(torch.empty_like(target), *statistics)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    loss, known = _empty_losses(hidden, torch.empty_like(target), options)
+    return loss, *known
 
 
 @all_or_fail
@@ -504,7 +538,11 @@ def _token_gradients(
     losses = sharded_loss(options, weight.shape[0])
     hidden = _full_hidden(hidden, options)
     gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, options)
+    if options.top_k is not None:
+        dloss = dloss.masked_fill(known.target == NOWHERE, 0)
     for rows, logits in _logits_of_chunks(hidden, weight, options):
+        if known.least is not None:
+            _forget_below_(logits, known.least[rows])
         given = dloss[rows], None if dentropy is None else dentropy[rows]
         gradients.add(rows, losses.gradient(logits, known.of(rows), *given, in_place=True))
         del logits

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional
 
 from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.ops.inputs import tokens_of
@@ -115,6 +116,16 @@ def vocab_sample(
     values, places = _largest_first(values.double(), kept)
     place = _drawn(values / temperature, top_p, uniform)
     return ids.gather(1, places.gather(1, place))[:, 0].long().view(leading)
+
+
+def kth_largest(op: str, logits: Tensor, shard: VocabShard, k: int) -> Tensor:
+    """(tokens,): the k-th largest logit of each token over all ranks, of at least k ids; ties count each."""
+    largest = logits[:, : shard.columns].topk(min(k, shard.columns)).values
+    size = min(k, shard.width)
+    if largest.shape[1] < size:  # padding
+        largest = functional.pad(largest, (0, size - largest.shape[1]), value=-torch.inf)
+    everybody = gather_numbers(op, f"{k} largest of each rank", largest, shard.group)
+    return everybody.transpose(0, 1).flatten(1).topk(k).values[:, -1]
 
 
 def _drawn(scaled: Tensor, top_p: float | None, uniform: Tensor) -> Tensor:
