@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpkernels.topology.moves import (
-    NobodyHolds,
     Placement,
     elements,
     messages_of,
@@ -117,7 +116,7 @@ def test_parts_of_a_block_are_all_of_it_and_small(block, most):
 
 
 def test_what_nobody_holds_is_an_error():
-    with pytest.raises(NobodyHolds, match=r"'w': rank 1 needs \[4:6\], which no rank holds"):
+    with pytest.raises(ValueError, match=r"'w': rank 1 needs \[4:6\], which no rank holds"):
         moves_of([Placement("w", 2, [(((0, 4),),), ()], [(), (((2, 6),),)])], [0, 0])
 
 

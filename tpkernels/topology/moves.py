@@ -1,7 +1,7 @@
 """Which rank sends which block of a tensor to which rank, when ranks hold blocks of it and need others.
 
 A block is a range of indices in each dimension of the full tensor, as (begin, end). Of what a rank needs, it
-copies what it holds itself. Every other element is sent to it once, by a rank that holds it: a rank of the same
+copies what it holds itself. Every other element is sent to it once, by a rank that holds it: one of its own
 machine if there is one, and of several the one with least to send so far.
 
 >>> rows = [(((0, 4), (0, 2)),), (((4, 8), (0, 2)),)]  # two ranks that hold half of the rows each
@@ -65,10 +65,6 @@ class Message:
     @property
     def size(self) -> int:
         return sum(move.size for move in self.moves)
-
-
-class NobodyHolds(ValueError):
-    """A rank needs a block that no rank holds."""
 
 
 def elements(block: Block) -> int:
@@ -213,7 +209,7 @@ def _cells_of(name: str, held: Sequence[Blocks], wanted: Sequence[Blocks]) -> li
             known[own, needed] = [cell for block in needed for cell in _cells(index, own, block)]
         for block, holders in known[own, needed]:
             if holders == ():
-                raise NobodyHolds(f"'{name}': rank {rank} needs {_words(block)}, which no rank holds")
+                raise ValueError(f"'{name}': rank {rank} needs {_words(block)}, which no rank holds")
         found.append(known[own, needed])
     return found
 
