@@ -1,53 +1,229 @@
 """Weights that move between layouts arrive to the bit, and what cannot be moved is refused on all ranks."""
 
+import os
+import signal
+from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
+from tests.checks import error_of
 from tests.interop.models import built
+from tests.interop.refused import refused
+from tests.live_bytes import LiveBytes
+from tests.models.small import CONFIGS, IDS
 from tests.on_ranks import of_all, on_ranks
-from tpkernels import create_parallel_state, plan_groups, reshard, use
+from tests.products import once
+from tests.ranks import RankFailure, RankPool
+from tpkernels import (
+    GPT,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    create_parallel_state,
+    plan_groups,
+    reshard,
+    use,
+)
 from tpkernels.comm.transports import select
-from tpkernels.interop.full_state_dict import full_state_dict
+from tpkernels.interop import reshard as reshard_
+from tpkernels.interop.shards import shards_of
 
 KINDS = ("llama", "gpt2", "odd")
+WAYS = ("auto", "c10d")  # read out of the memory of others; sent to others
 
 
-def built_over(kind, tensor, seed):
-    """The same model for every number of tensor-parallel ranks, with a state of its own."""
-    state = create_parallel_state(plan_groups(world_size=dist.get_world_size(), tensor=tensor))
-    with use(state):
-        return built(kind, seed)
+def over(tensor):
+    """Tensor-parallel groups of neighbours, of the world."""
+    return create_parallel_state(plan_groups(world_size=dist.get_world_size(), tensor=tensor))
 
 
-def content(model):
-    """Full tensors, on all ranks."""
-    return of_all(full_state_dict(model))[0]
+def built_over(kind, state, seed):
+    """The same model for every number of tensor-parallel ranks."""
+    if kind == "odd":
+        with use(state):
+            return built(kind, seed)
+    torch.manual_seed(seed)
+    return GPT(CONFIGS[kind], state=state)
 
 
-def unequal(found, expected):
-    assert found.keys() == expected.keys()
-    return [name for name in expected if not torch.equal(found[name], expected[name])]
+def unequal(model, expected):
+    """Names of tensors of which this rank has other bits, padding included."""
+    found, wanted = (
+        {name: shard.local for name, shard in shards_of(each).items()} for each in (model, expected)
+    )
+    assert found.keys() == wanted.keys()
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
 
 
 def moving_by(way):
     return patch.object(select, "requested_transport", way)
 
 
+def all_moved(moved):
+    """Bytes read, and bytes received, on all ranks."""
+    return [sum(each) for each in zip(*of_all((moved.read, moved.received)), strict=True)]
+
+
+@pytest.mark.parametrize("way", WAYS)
 @on_ranks(4)
-@pytest.mark.parametrize("way", ["auto", "c10d"])
 def test_layouts_in_turn_have_equal_bits(way):
+    states = {tensor: over(tensor) for tensor in (1, 2, 4)}
     for kind in KINDS:
-        expected = content(model := built_over(kind, 4, seed=1))
+        model = built_over(kind, states[4], seed=1)
         for tensor in (1, 2, 4):
-            other = built_over(kind, tensor, seed=2)
-            assert unequal(content(other), expected)
+            other = built_over(kind, states[tensor], seed=2)
+            expected = built_over(kind, states[tensor], seed=1)
+            assert unequal(other, expected)
+            versions = [parameter._version for parameter in other.parameters()]
             with moving_by(way):
                 moved = reshard(model, to=other)
-            assert unequal(content(other), expected) == []
-            read, received = (sum(each) for each in zip(*of_all((moved.read, moved.received)), strict=True))
+            assert unequal(other, expected) == []
+            assert all(p._version > old for p, old in zip(other.parameters(), versions, strict=True))
             # a rank of TP 1 holds all that it needs
-            assert (read > 0, received > 0) == (tensor != 2 and way == "auto", tensor != 2 and way == "c10d")
+            assert [each > 0 for each in all_moved(moved)] == [tensor != 2 and way == one for one in WAYS]
             model = other
+
+
+@once(
+    way=WAYS,
+    ranks=(((0, 1), (2, 3)), ((0, 1, 2, 3), (1, 2)), ((3,), (0, 1, 2, 3))),
+)
+@on_ranks(4)
+def test_trainers_fill_generators(way, ranks):
+    rank = dist.get_rank()
+    trainers, generators = (dist.new_group(its) for its in ranks)
+    model = built_over("llama", trainers, 1) if rank in ranks[0] else None
+    other = built_over("llama", generators, 2) if rank in ranks[1] else None
+    with moving_by(way):
+        reshard(model, to=other)
+    if other is not None:
+        expected = built_over("llama", generators, 1)
+        assert unequal(other, expected) == []
+        drawn, wanted = (each.generate(IDS[:, :2], 4, top_k=1) for each in (other, expected))
+        assert torch.equal(drawn, wanted)
+    assert model is None or unequal(model, built_over("llama", trainers, 1)) == []
+
+
+def sharded(mesh, seed):
+    model = built_over("llama", mesh, seed)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(4)
+def test_blocks_of_fsdp_move_to_tensor_parallel_ranks_and_back(way):
+    mesh, state = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), over(4)
+    model, other, back = sharded(mesh, 1), built_over("llama", state, 2), sharded(mesh, 3)
+    with moving_by(way):
+        reshard(model, to=other)
+        assert unequal(other, built_over("llama", state, 1)) == []
+        reshard(other, to=back)
+    assert unequal(back, model) == []
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_memory_stays_within_the_buckets(way, cast):
+    bucket_bytes, buckets = 4096, 3
+    world = dist.group.WORLD
+    rows = ColumnParallelLinear(64, 512, state=world)  # 64 KiB a rank, 256 B a row
+    columns = RowParallelLinear(64, 512, bias=False, state=world)
+    weight = columns.weight.detach().to(torch.float64 if cast else torch.float32)
+    source = {"weight": shards_of(rows)["weight"]}
+    target = {"weight": shards_of(columns)["weight"].of(weight)}
+    live = LiveBytes(rows.weight, weight)
+
+    def counted(carried, *args, **options):
+        with live:
+            return carried(*args, **options)
+
+    sent, read = (partial(counted, each) for each in (reshard_.exchange, reshard_.read_from_peers))
+    with moving_by(way), patch.multiple(reshard_, exchange=sent, read_from_peers=read):
+        moved = reshard(source, to=target, cast=cast, bucket_bytes=bucket_bytes, buckets=buckets)
+    assert (moved.read, moved.received) == ((32768, 0) if way == "auto" else (0, 32768))
+    assert moved.messages == (0 if way == "auto" else 2 * 32768 // bucket_bytes)
+    assert bucket_bytes < live.peak <= buckets * bucket_bytes
+    full = torch.cat(of_all(rows.weight.detach()))
+    assert torch.equal(weight, full.chunk(2, dim=1)[dist.get_rank()].to(weight.dtype))
+
+
+def die_while(way, where):
+    """The last rank is killed during a move: what the others are told, and what of the source has changed."""
+    states = [over(tensor) for tensor in (4, 2)]
+    model, other = built_over("llama", states[0], 1), built_over("llama", states[1], 2)
+    expected = built_over("llama", states[0], 1)
+    if dist.get_rank() == 3:
+        setattr(reshard_, where, lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL))
+    with moving_by(way):
+        kind, text = error_of(reshard, model, to=other)
+    raise RuntimeError(f"{kind}: {text}: {unequal(model, expected)}")
+
+
+@pytest.mark.parametrize(("way", "where"), [("auto", "read_from_peers"), ("c10d", "exchange")])
+def test_a_killed_rank_is_an_error_on_all_others_and_the_source_is_intact(way, where):
+    with RankPool(4) as own, pytest.raises(RankFailure) as failure:
+        own.run(die_while, way, where)
+    for rank in range(3):
+        said = str(failure.value.exceptions[rank])
+        assert (said[:21], said[-4:]) == ("RuntimeError: reshard", ": []"), said
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_on_all_ranks_alike():
+    rank, world = dist.get_rank(), dist.group.WORLD
+    model, other = built_over("llama", world, 1), built_over("llama", world, 2)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    half = built_over("llama", world, 2).to(torch.bfloat16)
+    deep, wide = (
+        GPT(replace(CONFIGS["llama"], **size), state=world)
+        for size in ({"num_layers": 3}, {"ffn_hidden_size": 32})
+    )
+    lacking = {name: shard for name, shard in shards_of(other).items() if name != "norm.weight"}
+    plain, full = {"weight": torch.zeros(4)}, {"weight": torch.zeros(8, 4)}
+    linear = ColumnParallelLinear(4, 8, bias=False, state=world)
+    held = shards_of(linear)
+    turned = {"weight": replace(held["weight"], rank=1 - rank)}
+    calls = {
+        "has besides ['blocks.2.attention.qkv.query.weight'": (model, deep),
+        "and lacks ['norm.weight']": (model, lacking),
+        "'blocks.0.mlp.up.weight': expected (24, 16)": (model, wide),
+        "pass cast=True to convert": (model, half),
+        "no rank holds any tensor": (None, other),
+        "no rank needs any tensor": (model, None),
+        "rank 1 (32, 16) of torch.float32": (model, wide if rank else other),
+        "ranks 0, 1 hold plain tensors": (plain, plain),
+        "shares memory with 'weight'": (held, turned),
+        "[4:8, 0:4], which no rank holds": (None if rank else linear, full),
+    }
+    said = [refused("ValueError", text, reshard, source, to=to) for text, (source, to) in calls.items()]
+    said.append(refused("ValueError", "one bucket of one byte", reshard, model, to=other, buckets=0))
+    said.append(refused("TypeError", "expected a model, a mapping", reshard, [model], to=other))
+    assert of_all(said) == [said] * 2
+    assert all(torch.equal(other.state_dict()[name], value) for name, value in before.items())
+    reshard(model, to=other)  # all ranks still work
+
+
+@on_ranks(2)
+def test_mappings_of_tensors_move_and_the_same_memory_stays():
+    rank = dist.get_rank()
+    weight, mesh = torch.arange(12.0).view(6, 2), init_device_mesh("cpu", (2,))
+    from_first = {"weight": weight} if rank == 0 else {}
+    target = {"weight": DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0)], run_check=False)}
+    assert reshard(from_first, to=target).copied == (24 if rank == 0 else 0)
+    assert torch.equal(target["weight"].to_local(), weight[3 * rank :][:3])
+    full = {"weight": torch.zeros(6, 2)}
+    reshard(target, to=full)
+    assert torch.equal(full["weight"], weight)
+    model = built_over("odd", over(2), 1)
+    moved = reshard(model, to=model)
+    assert (moved.read, moved.received, moved.sent) == (0, 0, 0)
+    assert unequal(model, built_over("odd", over(2), 1)) == []

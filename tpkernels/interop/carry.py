@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail, begin
+from tpkernels.comm.calls import Call, all_or_fail, begin
 from tpkernels.comm.groups import exchange_device
 from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.comm.transports.peer_memory import Located, read
@@ -88,11 +88,17 @@ def read_from_peers(
         # of an element: its share of the addresses of a run, and its place in a buffer
         taken = _BYTES_OF_A_RUN * dtype.itemsize / run + (0 if is_direct else dtype.itemsize)
         for block in parts_of(move.block, max(1, int(most_bytes / taken))):
-            target = part_of(targets[move.name], block)
-            into = target if is_direct else torch.empty(target.shape, dtype=dtype)
-            read(peer.process, _located(tensors, block), into)
-            if not is_direct:
-                target.copy_(into)
+            source, target = _located(tensors, block), part_of(targets[move.name], block)
+            if is_direct:
+                read(peer.process, source, target)
+            else:
+                target.copy_(_as_read(peer.process, source, dtype))
+
+
+def _as_read(process: int, source: Located, dtype: torch.dtype) -> Tensor:
+    buffer = torch.empty(source.shape, dtype=dtype)
+    read(process, source, buffer)
+    return buffer
 
 
 def _located(tensors: Sequence[tuple[Block, Located]], block: Block) -> Located:
@@ -119,30 +125,39 @@ def exchange(
     moves: between any ranks, the same list on all ranks of the group, which all call this
     dtypes: of the sources
     """
-    rank, device = group.rank(), exchange_device(group)
     call = begin("reshard", f"{len(moves)} blocks", group)
-    count = 0
-    for messages in rounds_of(messages_of(moves, bucket_bytes), buckets):
-        transfers = Transfers(call)
-        outgoing, incoming, arriving = [], [], []
-        for message in messages:
-            if message.sender == rank:
-                packed = torch.empty(message.size, dtype=torch.uint8, device=device)
-                for move, slot in _slots(message, packed, dtypes):
-                    slot.copy_(part_of(sources[move.name], move.block))
-                outgoing.append((message.receiver, packed))
-            elif message.receiver == rank:
-                packed = torch.empty(message.size, dtype=torch.uint8, device=device)
-                incoming.append((message.sender, packed))
-                arriving.append(message)
-        works = transfers.exchange_all(outgoing, incoming)
-        for work, message, (sender, packed) in zip(works, arriving, incoming, strict=False):
-            transfers.await_rows(work, [sender])
-            for move, slot in _slots(message, packed, dtypes):
-                part_of(targets[move.name], move.block).copy_(slot)
-        transfers.await_sends()
-        count += len(outgoing) + len(incoming)
-    return count
+    rounds = rounds_of(messages_of(moves, bucket_bytes), buckets)
+    return sum(_exchange_round(call, messages, sources, targets, dtypes) for messages in rounds)
+
+
+def _exchange_round(
+    call: Call,
+    messages: Sequence[Message],
+    sources: Chunks,
+    targets: Chunks,
+    dtypes: Mapping[str, torch.dtype],
+) -> int:
+    rank, device = call.group.rank(), exchange_device(call.group)
+    outgoing = [message for message in messages if message.sender == rank]
+    incoming = [message for message in messages if message.receiver == rank]
+    sent, received = (
+        [torch.empty(message.size, dtype=torch.uint8, device=device) for message in some]
+        for some in (outgoing, incoming)
+    )
+    for message, packed in zip(outgoing, sent, strict=True):
+        for move, slot in _slots(message, packed, dtypes):
+            slot.copy_(part_of(sources[move.name], move.block))
+    transfers = Transfers(call)
+    works = transfers.exchange_all(
+        [(message.receiver, packed) for message, packed in zip(outgoing, sent, strict=True)],
+        [(message.sender, packed) for message, packed in zip(incoming, received, strict=True)],
+    )
+    for work, message, packed in zip(works, incoming, received, strict=True):
+        transfers.await_rows(work, [message.sender])
+        for move, slot in _slots(message, packed, dtypes):
+            part_of(targets[move.name], move.block).copy_(slot)
+    transfers.await_sends()
+    return len(outgoing) + len(incoming)
 
 
 def _slots(message: Message, packed: Tensor, dtypes: Mapping[str, torch.dtype]) -> list[tuple[Move, Tensor]]:
