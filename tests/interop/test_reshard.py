@@ -227,3 +227,56 @@ def test_mappings_of_tensors_move_and_the_same_memory_stays():
     moved = reshard(model, to=model)
     assert (moved.read, moved.received, moved.sent) == (0, 0, 0)
     assert unequal(model, built_over("odd", over(2), 1)) == []
+
+
+def trained(model, seed):
+    """An optimizer with two groups and a state, the same numbers for every number of ranks."""
+    ours = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": ours[:3], "lr": 0.2 / seed}, {"params": ours[3:]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1 / seed, weight_decay=0.5)
+    for parameter in ours:
+        parameter.grad = parameter.detach() * 3 + parameter.detach().square()  # zero for padding
+    optimizer.step()
+    return optimizer
+
+
+def kept_by(optimizer):
+    """What of an optimizer moves: options, and the state of each parameter."""
+    groups = optimizer.param_groups
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return options, [optimizer.state[parameter] for group in groups for parameter in group["params"]]
+
+
+@on_ranks(4)
+def test_the_state_of_an_optimizer_moves_with_its_parameters():
+    for kind, before, after in (("llama", 4, 2), ("odd", 2, 4)):
+        model, other, expected = (
+            built_over(kind, over(t), s) for t, s in ((before, 1), (after, 2), (after, 1))
+        )
+        optimizer, resumed, wanted = trained(model, 1), trained(other, 2), trained(expected, 1)
+        reshard(model, to=other, optimizer=optimizer, to_optimizer=resumed)
+        assert unequal(other, expected) == []
+        (options, states), (options_wanted, states_wanted) = kept_by(resumed), kept_by(wanted)
+        assert options == options_wanted
+        for found, state in zip(states, states_wanted, strict=True):
+            assert found.keys() == state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+            assert all(torch.equal(found[key], state[key]) for key in state)
+
+
+@on_ranks(2)
+def test_optimizers_that_do_not_fit_are_refused_on_all_ranks_alike():
+    model, other = (built_over("llama", dist.group.WORLD, seed) for seed in (1, 2))
+    optimizer, resumed = trained(model, 1), trained(other, 2)
+    before = resumed.param_groups[0]["lr"]
+    one_group = torch.optim.AdamW(other.parameters())
+    said = [
+        refused("ValueError", text, reshard, model, to=other, **optimizers)
+        for text, optimizers in {
+            "to_optimizer: expected one on at least one rank": {"optimizer": optimizer},
+            ": optimizer: expected one": {"to_optimizer": resumed},
+            "parameter groups of [21] parameters": {"optimizer": optimizer, "to_optimizer": one_group},
+            "that is not a parameter of the model": {"optimizer": resumed, "to_optimizer": resumed},
+        }.items()
+    ]
+    assert of_all(said) == [said] * 2
+    assert resumed.param_groups[0]["lr"] == before

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.peer_memory import Located, Trial, can_read, own_trial
 from tpkernels.comm.transports.processes import machine
 from tpkernels.interop.carry import Peer, block_of, copy_own, exchange, read_from_peers
+from tpkernels.interop.optimizer_state import GROUPS, Described, OptimizerState
 from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.interop.shards import Chunk, TensorShard, require_one_stage, shards_in, shards_of
 from tpkernels.layers.world import State
@@ -46,6 +48,8 @@ def reshard(
     model_or_state: nn.Module | Tensors | None,
     *,
     to: nn.Module | Tensors | None,
+    optimizer: Optimizer | None = None,
+    to_optimizer: Optimizer | None = None,
     cast: bool = False,
     state: State = None,
     to_state: State = None,
@@ -58,6 +62,7 @@ def reshard(
 
     model_or_state: None on a rank that has none
     to: None on a rank that needs none
+    optimizer, to_optimizer: whose state and options move, too; of the models
     cast: convert tensors of another dtype
     state, to_state: as the models were built with; by default found in their layers
     bucket_bytes, buckets: a rank has at most so many messages of so many bytes in flight, and takes no more
@@ -67,6 +72,14 @@ def reshard(
         if min(bucket_bytes, buckets) < 1:
             raise ValueError(f"expected at least one bucket of one byte, got {buckets} of {bucket_bytes}")
         source, target = _side(model_or_state, state), _side(to, to_state)
+        held = {} if optimizer is None else OptimizerState(optimizer, source.shards).content()
+        resumed = None if to_optimizer is None else OptimizerState(to_optimizer, target.shards)
+        told = _OptimizerTold(held.pop(GROUPS, None), _told(held), resumed is not None)
+    told_by_all = _gathered(told)
+    with raise_on_all_ranks("reshard"):
+        groups, entries = _optimizer_told(told_by_all)
+        placed = {} if resumed is None else _placed(resumed, groups, entries)
+        source, target = source.beside(held), target.beside(placed)
         _refuse_shared_memory(source, target)
         own = _description(source, target)
     everybody = _gathered(own)
@@ -93,6 +106,8 @@ def reshard(
         )
     with raise_on_all_ranks("reshard"):  # until then nobody changes what others may read
         target.finish()
+        if resumed is not None:
+            resumed.take(groups, entries | placed)
     return Moved(
         sum(move.size for move in moves if move.sender == move.receiver == rank),
         sum(move.size for move in by_reading),
@@ -116,6 +131,11 @@ class _Side:
             for name, shard in self.shards.items()
         }
 
+    def beside(self, entries: Mapping[str, object]) -> _Side:
+        """With those of an optimizer's entries that are shards."""
+        shards = {name: value for name, value in entries.items() if isinstance(value, TensorShard)}
+        return _Side(self.shards | shards, self.plain) if shards else self
+
     def finish(self) -> None:
         for shard in self.shards.values():
             shard.zero_padding()
@@ -133,6 +153,52 @@ def _side(given: nn.Module | Tensors | None, state: State) -> _Side:
             f"expected a model, a mapping of tensors by name, or None, got {type(given).__name__}"
         )
     return _Side(*shards_in(given, state))
+
+
+class _OptimizerTold(NamedTuple):
+    """What one rank tells all others of its optimizers."""
+
+    groups: list[dict[str, Any]] | None  # of the one whose state moves; None: it has none
+    entries: dict[str, Any]  # tensors as `Described`, numbers as they are
+    is_resumed: bool  # whether it has one that takes the state
+
+
+def _told(content: Mapping[str, Any]) -> dict[str, Any]:
+    told = {}
+    for name, value in content.items():
+        if isinstance(value, TensorShard):
+            value = Described(value.shape, value.local.dtype)
+        told[name] = value.cpu() if isinstance(value, Tensor) else value
+    return told
+
+
+def _optimizer_told(everybody: Sequence[_OptimizerTold]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Groups and entries of the optimizer whose state moves; each by the first rank that has it."""
+    entries = {name: value for told in reversed(everybody) for name, value in told.entries.items()}
+    groups = next((told.groups for told in everybody if told.groups is not None), None)
+    if (groups is not None) != any(told.is_resumed for told in everybody):
+        missing = "optimizer" if groups is None else "to_optimizer"
+        raise ValueError(
+            f"{missing}: expected one on at least one rank, as there is its counterpart, got none"
+        )
+    return groups or [], entries
+
+
+def _placed(
+    resumed: OptimizerState, groups: list[dict[str, Any]], entries: Mapping[str, Any]
+) -> dict[str, TensorShard | Tensor | None]:
+    """New tensors of an optimizer's state; numbers that are tensors have their values."""
+    resumed.require_groups(groups)
+    described = {
+        name: Described(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+        for name, value in entries.items()
+        if isinstance(value, Tensor | Described)
+    }
+    placed = resumed.place_for(described)
+    for name, tensor in placed.items():
+        if isinstance(tensor, Tensor):
+            tensor.copy_(entries[name])
+    return placed
 
 
 def _refuse_shared_memory(source: _Side, target: _Side) -> None:
