@@ -19,7 +19,7 @@ from tests.interop.refused import refused
 from tests.live_bytes import LiveBytes
 from tests.models.small import CONFIGS, IDS
 from tests.on_ranks import of_all, on_ranks
-from tests.products import once
+from tests.products import once, pairwise
 from tests.ranks import RankFailure, RankPool
 from tpkernels import (
     GPT,
@@ -32,7 +32,9 @@ from tpkernels import (
 )
 from tpkernels.comm.transports import select
 from tpkernels.interop import reshard as reshard_
-from tpkernels.interop.shards import shards_of
+from tpkernels.interop.huggingface import to_huggingface
+from tpkernels.interop.megatron import to_megatron
+from tpkernels.interop.shards import TensorShard, shards_of
 
 KINDS = ("llama", "gpt2", "odd")
 WAYS = ("auto", "c10d")  # read out of the memory of others; sent to others
@@ -193,7 +195,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_alike():
     held = shards_of(linear)
     turned = {"weight": replace(held["weight"], rank=1 - rank)}
     calls = {
-        "has besides ['blocks.2.attention.qkv.query.weight'": (model, deep),
+        "has besides ['blocks.2.attention.qkv.query.weight', ": (model, deep),
         "and lacks ['norm.weight']": (model, lacking),
         "'blocks.0.mlp.up.weight': expected (24, 16)": (model, wide),
         "pass cast=True to convert": (model, half),
@@ -280,3 +282,73 @@ def test_optimizers_that_do_not_fit_are_refused_on_all_ranks_alike():
     ]
     assert of_all(said) == [said] * 2
     assert resumed.param_groups[0]["lr"] == before
+
+
+THEIRS = {
+    "huggingface": lambda full, config: to_huggingface(full),
+    "megatron": lambda full, config: to_megatron(
+        full, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, vocab_divisible_by=16
+    ),
+}
+
+
+def shards_like(theirs, rank, ranks):
+    """Empty shards of an engine whose ranks split matrices: by columns if rows are padded, else by rows."""
+    shards = {}
+    for name, full in theirs.items():
+        dim = 1 if full.ndim == 2 and full.shape[0] % 16 == 0 else 0
+        ranges = tuple((each,) for each in map(partial(_nth, full.shape[dim], ranks), range(ranks)))
+        local = full[(slice(None),) * dim + (slice(ranges[rank][0].start, ranges[rank][0].stop),)]
+        empty = torch.full_like(local.contiguous(), torch.nan)
+        shards[name] = TensorShard(empty, tuple(full.shape), dim, ranges, rank, (0,) * full.ndim)
+    return shards
+
+
+def _nth(size, ranks, rank):
+    return range(size * rank // ranks, size * (rank + 1) // ranks)
+
+
+@pairwise(kind=("llama", "gpt2"), names=tuple(THEIRS), way=WAYS)
+@on_ranks(4)
+def test_an_engine_gets_its_own_names_and_shards(kind, names, way):
+    rank, config = dist.get_rank(), CONFIGS[kind]
+    trainers, alone = dist.new_group([0, 1]), [dist.new_group([rank]) for rank in range(4)][rank]
+    model = built_over(kind, trainers, 1) if rank < 2 else None
+    theirs = THEIRS[names](dict(built_over(kind, alone, 1).named_parameters()), config)
+    target = shards_like(theirs, rank - 1, 3) if rank else None
+    with moving_by(way):
+        reshard(model, to=target, names=names)
+    if rank:
+        expected = {name: full.detach() for name, full in theirs.items()}
+        for name, shard in target.items():
+            held = shard.ranges[rank - 1][0]
+            index = (slice(None),) * shard.dim + (slice(held.start, held.stop),)
+            assert torch.equal(shard.tensor, expected[name][index]), name
+
+
+@on_ranks(2)
+def test_names_that_do_not_fit_are_refused_on_all_ranks_alike():
+    world, rank = dist.group.WORLD, dist.get_rank()
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    model, full = built_over("llama", world, 1), dict(built_over("llama", alone, 1).named_parameters())
+    theirs = {name: tensor.detach() for name, tensor in to_huggingface(full).items()}
+    wrong = theirs | {"lm_head.weight": torch.zeros(38, 16)}
+    surplus = theirs | {"model.extra": torch.zeros(1)}
+    tied = built_over("gpt2", world, 1)
+    expected = dict(built_over("gpt2", alone, 1).named_parameters())
+    alias = {name: torch.zeros(each.shape) for name, each in to_huggingface(expected).items()}
+    alias["lm_head.weight"] = alias["transformer.wte.weight"]
+    calls = {
+        "'lm_head.weight': expected (37, 16) in `to`, got (38, 16)": (model, wrong, "huggingface"),
+        "`to` has besides ['model.extra'], and lacks nothing": (model, surplus, "huggingface"),
+        "and lacks ['embedding.word_embeddings.weight'": (model, theirs, "megatron"),
+        "to take the numbers of heads from": (shards_of(model), theirs, "megatron"),
+        "names: expected one of own, huggingface, megatron": (model, theirs, "vllm"),
+    }
+    said = [
+        refused("ValueError", text, reshard, source, to=to, names=names)
+        for text, (source, to, names) in calls.items()
+    ]
+    assert of_all(said) == [said] * 2
+    reshard(tied, to=alias, names="huggingface")
+    assert torch.equal(alias["lm_head.weight"], expected["embedding.weight"])
