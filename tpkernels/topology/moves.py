@@ -245,6 +245,7 @@ class _Index:
         self._longest = max((block[0][1] - block[0][0] for block, _ in self._entries if block), default=1)
 
     def cells(self, needed: Block) -> Iterator[tuple[Block, Holders]]:
+        """Parts of a block, each with all that hold it."""
         cells: list[tuple[Block, Holders]] = [(needed, ())]
         begin, end = needed[0] if needed else (0, 1)
         first = bisect_left(self._begins, begin - self._longest + 1)
@@ -253,13 +254,16 @@ class _Index:
                 continue
             finer = []
             for cell, holders in cells:
-                if (shared := common(cell, block)) is None:
+                shared = common(cell, block)
+                if shared is not None:
+                    finer.append((shared, (*holders, *ranks)))
+                    finer += [(rest, holders) for rest in without(cell, shared)]
+                elif cell and cell[0][1] <= block[0][0]:
+                    yield cell, holders  # all later blocks begin behind it
+                else:
                     finer.append((cell, holders))
-                    continue
-                finer.append((shared, (*holders, *ranks)))
-                finer += [(rest, holders) for rest in without(cell, shared)]
             cells = finer
-        return iter(cells)
+        yield from cells
 
 
 def _words(block: Block) -> str:
