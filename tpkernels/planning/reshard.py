@@ -101,7 +101,7 @@ def traffic(
     gpus_per_node: int = 8,
     bucket_bytes: int = 32 * 2**20,
 ) -> Traffic:
-    """What moves when ranks that need a model get it from those that hold it. One layer is planned for all."""
+    """What moves when ranks that need a model get it from its holders. One layer is planned for all."""
     for holders in (source, target):
         _require_fit(model, world, holders)
     nodes = [rank // gpus_per_node for rank in range(world)]
