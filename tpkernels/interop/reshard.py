@@ -38,7 +38,7 @@ from tpkernels.topology.moves import moves_of
 T = TypeVar("T")
 
 
-class Moved(NamedTuple):
+class Resharded(NamedTuple):
     """What one rank did, in bytes and messages."""
 
     copied: int = 0  # of what it held itself
@@ -60,7 +60,7 @@ def reshard(
     to_state: State = None,
     bucket_bytes: int = 32 * 2**20,
     buckets: int = 4,
-) -> Moved:
+) -> Resharded:
     """Fill `to` with the weights of `model_or_state`, which other ranks may hold, and hold in another way.
 
     Called by all ranks of the world. Parameters and persistent buffers move; padding of `to` becomes zero.
@@ -121,7 +121,7 @@ def reshard(
         target.finish()
         if resumed is not None:
             resumed.take(groups, entries | placed)
-    return Moved(
+    return Resharded(
         sum(move.size for move in moves if move.sender == move.receiver == rank),
         sum(move.size for move in read),
         sum(move.size for move in sent if move.receiver == rank),
