@@ -110,17 +110,19 @@ def reshard(
     read_by_all = _gathered(frozenset(peers))
     sources, targets = source.chunks, target.chunks
     read = [move for move in moves if move.receiver == rank and move.sender in peers]
-    with raise_on_all_ranks("reshard: copies"):
+    sent = [move for move in moves if move.sender not in (move.receiver, *read_by_all[move.receiver])]
+    with raise_on_all_ranks("reshard: copies"):  # at its end all have read: others may change what they read
         copy_own(moves, rank, sources, targets)
         read_from_peers(read, peers, targets, dtypes, bucket_bytes * buckets)
-    sent = [move for move in moves if move.sender not in (move.receiver, *read_by_all[move.receiver])]
     messages = 0
     if sent:  # the same on all ranks
-        messages = exchange(sent, group, sources, targets, dtypes, bucket_bytes=bucket_bytes, buckets=buckets)
-    with raise_on_all_ranks("reshard: its end"):  # until then nobody changes what others may read
-        target.finish()
-        if resumed is not None:
-            resumed.take(groups, entries | placed)
+        with raise_on_all_ranks("reshard: messages"):
+            messages = exchange(
+                sent, group, sources, targets, dtypes, bucket_bytes=bucket_bytes, buckets=buckets
+            )
+    target.finish()
+    if resumed is not None:
+        resumed.take(groups, entries | placed)
     return Resharded(
         sum(move.size for move in moves if move.sender == move.receiver == rank),
         sum(move.size for move in read),
