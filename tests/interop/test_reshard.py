@@ -105,11 +105,13 @@ def test_trainers_fill_generators(way, ranks):
     trainers, generators = (dist.new_group(its) for its in ranks)
     model = built_over("llama", trainers, 1) if rank in ranks[0] else None
     other = built_over("llama", generators, 2) if rank in ranks[1] else None
+    versions = [] if other is None else [parameter._version for parameter in other.parameters()]
     with moving_by(way):
         reshard(model, to=other)
     if other is not None:
         expected = built_over("llama", generators, 1)
         assert unequal(other, expected) == []
+        assert all(p._version > old for p, old in zip(other.parameters(), versions, strict=True))
         drawn, wanted = (each.generate(IDS[:, :2], 4, top_k=1) for each in (other, expected))
         assert torch.equal(drawn, wanted)
     assert model is None or unequal(model, built_over("llama", trainers, 1)) == []
