@@ -10,6 +10,7 @@ from tpkernels.buckets.collectives import bucketed_broadcast_ as bucketed_broadc
 from tpkernels.buckets.collectives import bucketed_reduce_scatter as bucketed_reduce_scatter
 from tpkernels.buckets.gradients import GradientBuckets as GradientBuckets
 from tpkernels.interop.parallelize import parallelize as parallelize
+from tpkernels.interop.reshard import reshard as reshard
 from tpkernels.interop.typecheck import typecheck as typecheck
 from tpkernels.kernels.recipe import Recipe as Recipe
 from tpkernels.layers.attention import ParallelAttention as ParallelAttention

@@ -64,6 +64,7 @@ SANITIZERS = {
             "tests/buckets/test_gradient_buckets.py",
             "tests/buckets/test_shared_memory.py",
             "tests/buckets/test_shared_timing.py",
+            "tests/comm/test_native_pushes.py",
             "tests/comm/test_symmetric.py",
             "tests/kernels/test_launch_plans.py",
             "--deselect",  # Triton's compiler under sanitizers tells of itself

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -15,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import opcheck
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.live_bytes import LiveBytes
 from tests.on_ranks import on_ranks
 from tests.ops.parallel_behaviour import message_of, with_gradients
 from tests.ops.parallel_cases import equal
@@ -256,24 +255,6 @@ def test_a_rank_that_reads_a_batch_of_its_own_is_told_of(call, sequence_parallel
         told = pytest.raises(ValueError if looked else RuntimeError, match=words)
         with told if number == call else nullcontext():
             vocab_embedding(ids, weight, group, sequence_parallel=sequence_parallel)
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most elements that any tensor made inside has, and the most bytes that live at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = self.peak = 0
-        self._storages: WeakSet[Any] = WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        for result in results if isinstance(results, tuple | list) else (results,):
-            if isinstance(result, Tensor):
-                self.largest = max(self.largest, result.numel())
-                self._storages.add(result.untyped_storage())
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._storages))
-        return results
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

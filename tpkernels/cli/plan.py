@@ -1,6 +1,7 @@
 """`python -m tpkernels plan`: which rank is in which group, in words and as a picture.
 
-With --model it chooses the sizes of the groups, see `advice`.
+With --model it chooses the sizes of the groups, see `advice`; with --reshard, too, it says what moving the
+model between two layouts takes, see `reshard`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from tpkernels.cli import BadUse, advice, bad_use_if, written_to
+from tpkernels.cli import BadUse, advice, bad_use_if, reshard, written_to
 from tpkernels.topology.draw import describe_rank
 from tpkernels.topology.plan import plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER
@@ -19,12 +20,16 @@ MOST_RANKS = 10_000_000  # more than any machine has, and described in seconds
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.usage = (
         "%(prog)s --world-size N [options of groups]\n"
-        "       %(prog)s --world-size N --model NAME [options of layouts]"
+        "       %(prog)s --world-size N --model NAME [options of layouts]\n"
+        "       %(prog)s --world-size N --model NAME --reshard FROM TO [options of moves]"
     )
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="how many ranks (GPUs)")
     parser.add_argument(
         "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (default 8)"
     )
+    if "--reshard" in words:
+        reshard.add_options(parser)
+        return
     is_for_model = any(word.partition("=")[0] == "--model" for word in words)
     if not is_for_model:
         _add_options_of_groups(parser)
@@ -36,6 +41,8 @@ def main(options: Namespace) -> int:
     if options.world_size > MOST_RANKS:
         raise BadUse(f"--world-size: expected at most {MOST_RANKS}, got {options.world_size}")
     with bad_use_if(ValueError, TypeError, ArithmeticError):
+        if "reshard" in options:
+            return reshard.plan_reshard(options)
         return advice.advise_on(options) if "model" in options else _plan(options)
 
 

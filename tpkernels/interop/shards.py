@@ -7,7 +7,7 @@ full tensor has none. Under `fully_shard` a rank holds a block of its tensor-par
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -127,6 +127,29 @@ def shards_of(model: nn.Module, state: State = None) -> dict[str, TensorShard]:
                 raise ValueError(f"'{name}' is on the meta device; call model.to_empty(device=...) first")
             shards[name] = shard_of(name, owner, tensor, world)
     return shards
+
+
+def shards_in(
+    tensors: Mapping[str, Tensor | TensorShard], state: State = None
+) -> tuple[dict[str, TensorShard], frozenset[str]]:
+    """(the shards of tensors by name; the names of plain tensors, which are taken for full ones)
+
+    Tensors with Megatron's attributes are shards of the tensor-parallel ranks of `state`.
+    """
+    shards, plain = {}, set()
+    for name, tensor in tensors.items():
+        if isinstance(tensor, TensorShard):
+            shards[name] = tensor
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"'{name}': expected a tensor or a TensorShard, got {type(tensor).__name__}")
+        if Attributes.of(tensor).tensor_model_parallel:
+            shards[name] = shard_of(name, nn.Module(), tensor, tensor_world(state))
+            continue
+        if not isinstance(tensor, DTensor):
+            plain.add(name)
+        shards[name] = TensorShard(tensor, tuple(tensor.shape), start=_start_of(name, tensor))
+    return shards, frozenset(plain)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -1,0 +1,63 @@
+"""Tensors are read out of another process's memory, whatever their strides: here out of one's own."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpkernels.comm.transports.peer_memory import Located, can_read, own_trial, read
+
+TENSORS = st.sampled_from(
+    [
+        torch.randint(256, (64, 48), dtype=torch.uint8),
+        torch.randn(12, 5, 8),
+        torch.randn(3000, 2).to(torch.bfloat16),
+        torch.tensor(3.0, dtype=torch.float64),
+    ]
+)
+
+
+@st.composite
+def views(draw, tensor):
+    """Any dimensions narrowed, then any order of them."""
+    view, order = tensor, draw(st.permutations(range(tensor.ndim)))
+    for dim, size in enumerate(tensor.shape):
+        first = draw(st.integers(0, size))
+        view = view.narrow(dim, first, draw(st.integers(0, size - first)) if size > 8 else size - first)
+    return view.permute(order)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_view_is_read_into_any_other(data):
+    source = data.draw(TENSORS.flatmap(views))
+    wider = torch.zeros([2 * size for size in source.shape], dtype=source.dtype)
+    target = data.draw(st.sampled_from([torch.empty_like(source), wider[tuple(map(slice, source.shape))]]))
+    target.zero_()
+    read(os.getpid(), Located.of(source), target)
+    assert torch.equal(target, source)
+    assert wider.count_nonzero() <= source.count_nonzero()
+
+
+def test_a_part_is_where_its_indices_are():
+    tensor = torch.arange(24).view(4, 6).t()
+    part = Located.of(tensor).part((1, 2), (3, 2))
+    assert part == Located.of(tensor[1:4, 2:4])
+
+
+def test_a_process_is_read_only_if_it_has_the_bytes_that_it_tells():
+    trial = own_trial()
+    assert can_read(trial)
+    assert not can_read(trial._replace(content=bytes(32)))
+    assert not can_read(trial._replace(address=8))
+    assert not can_read(trial._replace(process=2**22 + 1))  # more than there are
+
+
+def test_what_cannot_be_read_is_an_error():
+    located = Located.of(torch.zeros(4))._replace(address=8)
+    with pytest.raises(
+        ConnectionError, match=f"the memory of process {os.getpid()} cannot be read: Bad addr"
+    ):
+        read(os.getpid(), located, torch.zeros(4))

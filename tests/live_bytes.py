@@ -1,0 +1,29 @@
+"""How much memory a block of code takes, counted by what torch allocates in it."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most elements that any tensor made inside has, and the most bytes that live at a time."""
+
+    def __init__(self, *before: Tensor) -> None:
+        """before: whose memory is not counted, when views of it are made inside"""
+        super().__init__()
+        self.largest = self.peak = 0
+        self._storages: WeakSet[Any] = WeakSet()
+        self._before = {tensor.untyped_storage().data_ptr() for tensor in before}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple | list) else (results,):
+            if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in self._before:
+                self.largest = max(self.largest, result.numel())
+                self._storages.add(result.untyped_storage())
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._storages))
+        return results

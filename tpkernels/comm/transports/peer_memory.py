@@ -1,0 +1,131 @@
+"""Reading tensors of another process of this machine: the system copies them, once, from memory to memory.
+
+The other process does nothing meanwhile. Its tensors may lie anywhere; it must not change or free them until
+it is told that they were read. A system may forbid it (containers, Yama): so a few bytes are tried first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_MOST_RUNS = 1024  # of a call: IOV_MAX
+_MOST_BYTES = 2**30  # of a call, which ends early at 2 GiB
+_TRIAL = 32
+
+
+class Located(NamedTuple):
+    """A tensor in the memory of some process."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
+    item_bytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Located:
+        size = tensor.element_size()
+        strides = tuple(stride * size for stride in tensor.stride())
+        return cls(tensor.data_ptr(), tuple(tensor.shape), strides, size)
+
+    def part(self, begins: Sequence[int], shape: Sequence[int]) -> Located:
+        """The view that begins at these indices."""
+        offset = sum(begin * stride for begin, stride in zip(begins, self.strides, strict=True))
+        return self._replace(address=self.address + offset, shape=tuple(shape))
+
+    @property
+    def byte_count(self) -> int:
+        return prod(self.shape) * self.item_bytes
+
+    @property
+    def run_bytes(self) -> int:
+        """How many bytes lie in one piece, in the order of the elements."""
+        return self._run()[0]
+
+    def runs(self, length: int) -> Tensor:
+        """Where runs of so many bytes begin, in the order of the elements. length: divides `run_bytes`"""
+        whole, outer = self._run()
+        starts = torch.tensor([self.address])
+        for size, stride in (*zip(self.shape[:outer], self.strides, strict=False), (whole // length, length)):
+            starts = (starts[:, None] + torch.arange(size) * stride).flatten()
+        return starts
+
+    def _run(self) -> tuple[int, int]:
+        """Bytes of a run, and how many dimensions number the runs."""
+        length = self.item_bytes
+        for dim in reversed(range(len(self.shape))):
+            if self.shape[dim] != 1:
+                if self.strides[dim] != length:
+                    return length, dim + 1
+                length *= self.shape[dim]
+        return length, 0
+
+
+class Trial(NamedTuple):
+    """Bytes that another process reads to see whether it can."""
+
+    process: int
+    address: int
+    content: bytes
+
+
+@cache
+def _own_bytes() -> Tensor:
+    return torch.frombuffer(bytearray(os.urandom(_TRIAL)), dtype=torch.uint8)
+
+
+def own_trial() -> Trial:
+    """What others try to read of this process."""
+    own = _own_bytes()
+    return Trial(os.getpid(), own.data_ptr(), bytes(own.tolist()))
+
+
+def can_read(trial: Trial) -> bool:
+    """Whether this process can read the memory of the one that made `trial`."""
+    found = torch.zeros(_TRIAL, dtype=torch.uint8)
+    source = Located(trial.address, (_TRIAL,), (1,), 1)
+    try:
+        read(trial.process, source, found)
+    except (OSError, AttributeError, ValueError):  # forbidden, not there, or no such call in this system
+        return False
+    return bytes(found.tolist()) == trial.content
+
+
+def read(process: int, source: Located, into: Tensor) -> None:
+    """Copy a tensor of another process into `into`, on the CPU, of the same shape and size of items."""
+    target = Located.of(into)
+    assert (target.shape, target.item_bytes) == (source.shape, source.item_bytes), (source, target)
+    if not target.byte_count:
+        return
+    length = min(
+        source.run_bytes, target.run_bytes
+    )  # both are products of the last sizes: one divides the other
+    there, here = (
+        torch.stack([starts, torch.full_like(starts, length)], dim=1)
+        for starts in (source.runs(length), target.runs(length))
+    )
+    at_once = min(_MOST_RUNS, max(1, _MOST_BYTES // length))
+    for first in range(0, len(here), at_once):
+        runs = min(at_once, len(here) - first)
+        offset = first * 2 * here.element_size()
+        done = _call()(process, here.data_ptr() + offset, runs, there.data_ptr() + offset, runs, 0)
+        if done != runs * length:
+            number = ctypes.get_errno() if done < 0 else 0
+            why = os.strerror(number) if number else f"{done} of {runs * length} bytes could be read"
+            raise ConnectionError(f"the memory of process {process} cannot be read: {why}")
+
+
+@cache
+def _call() -> Any:
+    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    call.restype = ctypes.c_ssize_t
+    vector = (ctypes.c_void_p, ctypes.c_ulong)
+    call.argtypes = [ctypes.c_int, *vector, *vector, ctypes.c_ulong]
+    return call

@@ -1,0 +1,170 @@
+"""Carries out moves of blocks between tensors of ranks.
+
+    between                              a block
+    a rank and itself                    is copied
+    processes of one machine, on CPUs    is read by the receiver out of the sender's memory: one copy
+    any others                           travels in a message of at most `bucket_bytes`, packed with others
+
+Beyond its tensors a rank takes at most `buckets` x `bucket_bytes` of memory: for the messages of a round, for
+addresses, and for blocks that are not read where they belong, since they are cast or transposed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.calls import Call, all_or_fail, begin
+from tpkernels.comm.groups import exchange_device
+from tpkernels.comm.transports.c10d import Transfers
+from tpkernels.comm.transports.peer_memory import Located, read
+from tpkernels.interop.shards import Chunk
+from tpkernels.topology.moves import Block, Message, Move, messages_of, parts_of, rounds_of
+
+Chunks = Mapping[str, Sequence[Chunk]]  # by the tensor's name
+_WORTH_READING = 256  # bytes in one piece of the receiver's memory, else they are read into a buffer
+_BYTES_OF_A_RUN = 96  # of addresses on both sides, and of what computes them
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank of this machine whose tensors this rank can read."""
+
+    process: int
+    tensors: Mapping[str, Sequence[tuple[Block, Located]]]
+
+
+def block_of(chunk: Chunk) -> Block:
+    return tuple((index.start, index.stop) for index in chunk.where)
+
+
+def part_of(chunks: Sequence[Chunk], block: Block) -> Tensor:
+    """The view of a block that lies in one of the chunks."""
+    for chunk in chunks:
+        if (begins := _begins_in(block_of(chunk), block)) is not None:
+            view = chunk.view
+            for dim, (first, (begin, end)) in enumerate(zip(begins, block, strict=True)):
+                view = view.narrow(dim, first, end - begin)
+            return view
+    raise AssertionError(f"no chunk has {block}")
+
+
+def _begins_in(outer: Block, block: Block) -> list[int] | None:
+    if all(low <= begin and end <= high for (low, high), (begin, end) in zip(outer, block, strict=True)):
+        return [begin - low for (low, _), (begin, _) in zip(outer, block, strict=True)]
+    return None
+
+
+@torch.no_grad()
+def copy_own(moves: Sequence[Move], rank: int, sources: Chunks, targets: Chunks) -> None:
+    """Copy what this rank holds itself."""
+    for move in moves:
+        if move.sender == move.receiver == rank:
+            source = part_of(sources[move.name], move.block)
+            target = part_of(targets[move.name], move.block)
+            if source.data_ptr() != target.data_ptr():
+                target.copy_(source)
+
+
+@torch.no_grad()
+def read_from_peers(
+    moves: Sequence[Move],
+    peers: Mapping[int, Peer],
+    targets: Chunks,
+    dtypes: Mapping[str, torch.dtype],
+    most_bytes: int,
+) -> None:
+    """Read this rank's blocks out of the memory of others. dtypes: of the sources"""
+    for move in moves:
+        peer, dtype = peers[move.sender], dtypes[move.name]
+        tensors, target = peer.tensors[move.name], part_of(targets[move.name], move.block)
+        there, here = _located(tensors, move.block), Located.of(target)
+        is_direct = target.dtype == dtype and here.run_bytes >= min(_WORTH_READING, move.size)
+        run = min(there.run_bytes, here.run_bytes if is_direct else move.size)
+        # of an element: its share of the addresses of a run, and its place in a buffer
+        taken = _BYTES_OF_A_RUN * dtype.itemsize / run + (0 if is_direct else dtype.itemsize)
+        for block in parts_of(move.block, max(1, int(most_bytes / taken))):
+            source, target = _located(tensors, block), part_of(targets[move.name], block)
+            if is_direct:
+                read(peer.process, source, target)
+            else:
+                target.copy_(_as_read(peer.process, source, dtype))
+
+
+def _as_read(process: int, source: Located, dtype: torch.dtype) -> Tensor:
+    buffer = torch.empty(source.shape, dtype=dtype)
+    read(process, source, buffer)
+    return buffer
+
+
+def _located(tensors: Sequence[tuple[Block, Located]], block: Block) -> Located:
+    for outer, located in tensors:
+        if (begins := _begins_in(outer, block)) is not None:
+            return located.part(begins, [end - begin for begin, end in block])
+    raise AssertionError(f"the peer has no {block}")
+
+
+@all_or_fail
+@torch.no_grad()
+def exchange(
+    moves: Sequence[Move],
+    group: ProcessGroup,
+    sources: Chunks,
+    targets: Chunks,
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    bucket_bytes: int,
+    buckets: int,
+) -> int:
+    """Send and receive in rounds; returns how many messages this rank sent and received.
+
+    moves: between any ranks, the same list on all ranks of the group, which all call this
+    dtypes: of the sources
+    """
+    call = begin("reshard", f"{len(moves)} blocks", group)
+    rounds = rounds_of(messages_of(moves, bucket_bytes), buckets)
+    return sum(_exchange_round(call, messages, sources, targets, dtypes) for messages in rounds)
+
+
+def _exchange_round(
+    call: Call,
+    messages: Sequence[Message],
+    sources: Chunks,
+    targets: Chunks,
+    dtypes: Mapping[str, torch.dtype],
+) -> int:
+    rank, device = call.group.rank(), exchange_device(call.group)
+    outgoing = [message for message in messages if message.sender == rank]
+    incoming = [message for message in messages if message.receiver == rank]
+    sent, received = (
+        [torch.empty(message.size, dtype=torch.uint8, device=device) for message in some]
+        for some in (outgoing, incoming)
+    )
+    for message, packed in zip(outgoing, sent, strict=True):
+        for move, slot in _slots(message, packed, dtypes):
+            slot.copy_(part_of(sources[move.name], move.block))
+    transfers = Transfers(call)
+    works = transfers.exchange_all(
+        [(message.receiver, packed) for message, packed in zip(outgoing, sent, strict=True)],
+        [(message.sender, packed) for message, packed in zip(incoming, received, strict=True)],
+    )
+    for work, message, packed in zip(works, incoming, received, strict=True):
+        transfers.await_rows(work, [message.sender])
+        for move, slot in _slots(message, packed, dtypes):
+            part_of(targets[move.name], move.block).copy_(slot)
+    transfers.await_sends()
+    return len(outgoing) + len(incoming)
+
+
+def _slots(message: Message, packed: Tensor, dtypes: Mapping[str, torch.dtype]) -> list[tuple[Move, Tensor]]:
+    """Where each block of a message lies in it. Large items come first: so each is aligned."""
+    slots, offset = [], 0
+    for move in sorted(message.moves, key=lambda move: -dtypes[move.name].itemsize):
+        memory = packed[offset : offset + move.size].view(dtypes[move.name])
+        slots.append((move, memory.view([end - begin for begin, end in move.block])))
+        offset += move.size
+    return slots

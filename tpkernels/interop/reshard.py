@@ -1,0 +1,207 @@
+"""Moves the weights of a live model to ranks that split them in another way: no files, no full tensors.
+
+    reshard(trainer, to=generator)
+
+Each rank describes the blocks that it holds and those that it needs, all ranks gather these descriptions, and
+each finds the same plan by arithmetic (`topology.moves`), which `carry` carries out. A model that does not
+fit is refused on all ranks before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, get_args
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tpkernels.interop.carry import copy_own, exchange, read_from_peers
+from tpkernels.interop.optimizer_state import GROUPS, Described, OptimizerState
+from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
+from tpkernels.interop.renamed_shards import Heads, Names
+from tpkernels.interop.shards import TensorShard, unwrapped
+from tpkernels.interop.sides import (
+    Description,
+    Side,
+    Tensors,
+    dtypes_of,
+    placements_of,
+    readable,
+    refuse_shared_memory,
+)
+from tpkernels.layers.world import State
+from tpkernels.models.gpt import GPT
+from tpkernels.runtime import c10d
+from tpkernels.topology.moves import moves_of
+
+T = TypeVar("T")
+
+
+class Resharded(NamedTuple):
+    """What one rank did, in bytes and messages."""
+
+    copied: int = 0  # of what it held itself
+    read: int = 0  # out of the memory of other processes
+    received: int = 0
+    sent: int = 0
+    messages: int = 0
+
+
+def reshard(
+    model_or_state: nn.Module | Tensors | None,
+    *,
+    to: nn.Module | Tensors | None,
+    names: Names = "own",
+    optimizer: Optimizer | None = None,
+    to_optimizer: Optimizer | None = None,
+    cast: bool = False,
+    state: State = None,
+    to_state: State = None,
+    bucket_bytes: int = 32 * 2**20,
+    buckets: int = 4,
+) -> Resharded:
+    """Fill `to` with the weights of `model_or_state`, which other ranks may hold, and hold in another way.
+
+    Called by all ranks of the world. Parameters and persistent buffers move; padding of `to` becomes zero.
+    After an error `model_or_state` is as it was, and `to` may be filled in part.
+
+    model_or_state: None on a rank that has none
+    to: None on a rank that needs none
+    names: of `to`: those of `model_or_state`, or for a GPT those of Hugging Face's or Megatron's model
+    optimizer, to_optimizer: of the models, whose state and options move, too
+    cast: convert tensors of another dtype
+    state, to_state: as the models were built with; by default found in their layers
+    bucket_bytes, buckets: a rank has at most so many messages of so many bytes in flight, and takes no more
+        memory than these
+    """
+    request = f"reshard(names={names!r}, cast={cast}, bucket_bytes={bucket_bytes}, buckets={buckets})"
+    with raise_on_all_ranks(request):
+        if min(bucket_bytes, buckets) < 1:
+            raise ValueError(f"expected at least one bucket of one byte, got {buckets} of {bucket_bytes}")
+        if names not in get_args(Names):
+            raise ValueError(f"names: expected one of {', '.join(get_args(Names))}, got {names!r}")
+        source, target = Side.of(model_or_state, state), Side.of(to, to_state)
+        kept = {} if optimizer is None else OptimizerState(optimizer, source.shards).content()
+        resumed = None if to_optimizer is None else OptimizerState(to_optimizer, target.shards)
+        told = _Told(
+            {name: shard.shape for name, shard in source.shards.items()},
+            _heads(model_or_state),
+            kept.pop(GROUPS, None),
+            _described(kept),
+            resumed is not None,
+        )
+    told_by_all = _gathered(told)
+    with raise_on_all_ranks("reshard: names and optimizers"):
+        if names != "own" and target.shards:
+            target.rename(*_told_of_names(told_by_all, names))
+        groups, entries = _told_of_optimizers(told_by_all)
+        placed = {} if resumed is None else _placed(resumed, groups, entries)
+        source.add(_shards_in(kept))
+        target.add(_shards_in(placed))
+        refuse_shared_memory(source, target)
+        own = Description.of(source, target)
+    everybody = _gathered(own)
+    rank, group = dist.get_rank(), c10d.default_group()
+    with raise_on_all_ranks("reshard: comparison of models"):
+        dtypes = dtypes_of(everybody, cast=cast)
+        moves = moves_of(placements_of(everybody, dtypes), [described.place for described in everybody])
+        peers = readable(moves, everybody, rank)
+    read_by_all = _gathered(frozenset(peers))
+    sources, targets = source.chunks, target.chunks
+    read = [move for move in moves if move.receiver == rank and move.sender in peers]
+    sent = [move for move in moves if move.sender not in (move.receiver, *read_by_all[move.receiver])]
+    with raise_on_all_ranks("reshard: copies"):  # at its end all have read: others may change what they read
+        copy_own(moves, rank, sources, targets)
+        read_from_peers(read, peers, targets, dtypes, bucket_bytes * buckets)
+    messages = 0
+    if sent:  # the same on all ranks
+        with raise_on_all_ranks("reshard: messages"):
+            messages = exchange(
+                sent, group, sources, targets, dtypes, bucket_bytes=bucket_bytes, buckets=buckets
+            )
+    target.finish()
+    if resumed is not None:
+        resumed.take(groups, entries | placed)
+    return Resharded(
+        sum(move.size for move in moves if move.sender == move.receiver == rank),
+        sum(move.size for move in read),
+        sum(move.size for move in sent if move.receiver == rank),
+        sum(move.size for move in sent if move.sender == rank),
+        messages,
+    )
+
+
+def _gathered(own: T) -> list[T]:
+    everybody: list[T] = [own] * dist.get_world_size()
+    if dist.get_world_size() > 1:
+        dist.all_gather_object(everybody, own)
+    return everybody
+
+
+class _Told(NamedTuple):
+    """What one rank tells all others before they know what is needed."""
+
+    shapes: dict[str, tuple[int, ...]]  # full, of the tensors that it holds
+    heads: Heads | None
+    groups: list[dict[str, Any]] | None  # of the optimizer whose state moves; None: it has none
+    entries: dict[str, Any]  # of its state: tensors as `Described`, numbers as they are
+    is_resumed: bool  # whether it has an optimizer that takes the state
+
+
+def _heads(given: object) -> Heads | None:
+    model = unwrapped(given) if isinstance(given, nn.Module) else given
+    if not isinstance(model, GPT):
+        return None
+    return Heads(model.config.num_heads, model.config.num_kv_heads or model.config.num_heads)
+
+
+def _told_of_names(
+    everybody: Sequence[_Told], names: Names
+) -> tuple[dict[str, tuple[int, ...]], Names, Heads | None]:
+    shapes = {name: shape for told in everybody for name, shape in told.shapes.items()}
+    return shapes, names, next((told.heads for told in everybody if told.heads is not None), None)
+
+
+def _described(content: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, TensorShard):
+            found[name] = Described(value.shape, value.local.dtype)
+        else:
+            found[name] = value.cpu() if isinstance(value, Tensor) else value
+    return found
+
+
+def _told_of_optimizers(everybody: Sequence[_Told]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Groups and entries of the optimizer whose state moves; each by the first rank that has it."""
+    entries = {name: value for told in reversed(everybody) for name, value in told.entries.items()}
+    groups = next((told.groups for told in everybody if told.groups is not None), None)
+    if (groups is not None) != any(told.is_resumed for told in everybody):
+        missing = "optimizer" if groups is None else "to_optimizer"
+        raise ValueError(
+            f"{missing}: expected one on at least one rank, for the state of the other, got none"
+        )
+    return groups or [], entries
+
+
+def _placed(
+    resumed: OptimizerState, groups: list[dict[str, Any]], entries: Mapping[str, Any]
+) -> dict[str, TensorShard | Tensor | None]:
+    """New tensors of an optimizer's state; numbers that are tensors have their values."""
+    resumed.require_groups(groups)
+    placed = resumed.place_for(
+        {
+            name: Described(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+            for name, value in entries.items()
+            if isinstance(value, Tensor | Described)
+        }
+    )
+    for name, tensor in placed.items():
+        if isinstance(tensor, Tensor):
+            tensor.copy_(entries[name])
+    return placed
+
+
+def _shards_in(content: Mapping[str, object]) -> dict[str, TensorShard]:
+    return {name: value for name, value in content.items() if isinstance(value, TensorShard)}

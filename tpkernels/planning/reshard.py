@@ -1,0 +1,167 @@
+"""Bytes and messages that move a GPT's weights from one layout of ranks to another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from tpkernels.kernels.activation_names import GATE_OF
+from tpkernels.models.config import GPTConfig
+from tpkernels.topology.moves import Block, Blocks, Placement, moves_of
+from tpkernels.topology.shard import head_size_of, ranges_of, require_heads, shard_size, split_vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Ranks that hold a model: neighbours are tensor-parallel, and each such group holds all of it.
+
+    ranks: of the world; not all need be among them
+    """
+
+    tensor: int
+    ranks: range
+
+    def __post_init__(self) -> None:
+        if self.tensor < 1 or not self.ranks or len(self.ranks) % self.tensor:
+            raise ValueError(f"tp: expected a divisor of {len(self.ranks)} ranks, got {self.tensor}")
+
+    @property
+    def copies(self) -> int:
+        return len(self.ranks) // self.tensor
+
+    def __str__(self) -> str:
+        return f"tp={self.tensor} on ranks {self.ranks[0]} to {self.ranks[-1]}, {self.copies} times"
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What moving a model takes, in bytes and messages over all ranks."""
+
+    held: int  # bytes of the model
+    copied: int  # what ranks hold themselves
+    sent: int
+    between_nodes: int  # of what is sent
+    most_sent: int  # by one rank
+    most_received: int
+    pairs: int  # of ranks, of which one sends to the other
+    least_messages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of a model, of which there are `count` alike.
+
+    split: "rows" or "columns" over tensor-parallel ranks, "vocabulary" for rows with padding, "" replicated
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: str = ""
+    count: int = 1
+
+
+def weights_of(model: GPTConfig) -> Iterator[Weight]:
+    """All of a GPT's, those of its layers once."""
+    hidden, layers = model.hidden_size, model.num_layers
+    ffn = model.ffn_hidden_size or 4 * hidden
+    head = head_size_of(hidden, model.num_heads, rotary=model.max_positions is None)
+    features = {"query": model.num_heads * head}
+    features |= dict.fromkeys(("key", "value"), (model.num_kv_heads or model.num_heads) * head)
+    is_gated = model.activation in GATE_OF
+    middle = ("mlp.up", "mlp.gate") if is_gated else ("mlp.up",)
+    rows = {f"attention.qkv.{name}": size for name, size in features.items()} | dict.fromkeys(middle, ffn)
+    for name, size in rows.items():
+        yield Weight(f"blocks.0.{name}.weight", (size, hidden), "rows", layers)
+        if model.bias and not (is_gated and name in middle):  # a gated unit has no biases inside
+            yield Weight(f"blocks.0.{name}.bias", (size,), "rows", layers)
+    for name, size in {"attention.output": features["query"], "mlp.down": ffn}.items():
+        yield Weight(f"blocks.0.{name}.weight", (hidden, size), "columns", layers)
+        if model.bias:
+            yield Weight(f"blocks.0.{name}.bias", (hidden,), "", layers)
+    kinds = ("weight", "bias") if model.norm == "layer_norm" else ("weight",)
+    for name, count in {"blocks.0.attention_norm": layers, "blocks.0.mlp_norm": layers, "norm": 1}.items():
+        for kind in kinds:
+            yield Weight(f"{name}.{kind}", (hidden,), "", count)
+    yield Weight("embedding.weight", (model.vocab_size, hidden), "vocabulary")
+    if model.max_positions is not None:
+        yield Weight("positions.weight", (model.max_positions, hidden))
+    if not model.tied:
+        yield Weight("head.weight", (model.vocab_size, hidden), "vocabulary")
+
+
+def traffic(
+    model: GPTConfig,
+    world: int,
+    source: Holders,
+    target: Holders,
+    *,
+    item_bytes: int = 2,
+    gpus_per_node: int = 8,
+    bucket_bytes: int = 32 * 2**20,
+) -> Traffic:
+    """What moves when ranks that need a model get it from its holders. One layer is planned for all."""
+    for holders in (source, target):
+        _require_fit(model, world, holders)
+    nodes = [rank // gpus_per_node for rank in range(world)]
+    counts = {weight.name: weight.count for weight in weights_of(model)}
+    placements = [
+        Placement(
+            weight.name, item_bytes, *(blocks_of(weight, holders, world) for holders in (source, target))
+        )
+        for weight in weights_of(model)
+    ]
+    by_pair: Counter[tuple[int, int]] = Counter()
+    for name, sender, receiver, _, size in moves_of(placements, nodes):
+        by_pair[sender, receiver] += size * counts[name]
+    sent, received = Counter[int](), Counter[int]()
+    between = copied = 0
+    for (sender, receiver), size in by_pair.items():
+        if sender == receiver:
+            copied += size
+            continue
+        sent[sender] += size
+        received[receiver] += size
+        between += size if nodes[sender] != nodes[receiver] else 0
+    messages = {pair: -(-size // bucket_bytes) for pair, size in by_pair.items() if pair[0] != pair[1]}
+    return Traffic(
+        item_bytes * sum(prod(weight.shape) * weight.count for weight in weights_of(model)),
+        copied,
+        sent.total(),
+        between,
+        max(sent.values(), default=0),
+        max(received.values(), default=0),
+        len(messages),
+        sum(messages.values()),
+    )
+
+
+def _require_fit(model: GPTConfig, world: int, holders: Holders) -> None:
+    if not (holders.ranks[0] >= 0 and holders.ranks[-1] < world):
+        raise ValueError(f"ranks: expected some of 0 to {world - 1}, got {holders}")
+    head = head_size_of(model.hidden_size, model.num_heads, rotary=model.max_positions is None)
+    require_heads(model.num_heads, model.num_kv_heads or model.num_heads, head, holders.tensor)
+    shard_size(model.ffn_hidden_size or 4 * model.hidden_size, holders.tensor, "ffn_hidden_size")
+
+
+def blocks_of(weight: Weight, holders: Holders, world: int) -> list[Blocks]:
+    """What each rank of the world holds of a weight."""
+    own: list[Blocks] = [(_shard(weight, holders.tensor, rank),) for rank in range(holders.tensor)]
+    found: list[Blocks] = [()] * world
+    for place, rank in enumerate(holders.ranks):
+        found[rank] = own[place % holders.tensor]
+    return found
+
+
+def _shard(weight: Weight, ranks: int, rank: int) -> Block:
+    block = [(0, size) for size in weight.shape]
+    if weight.split:
+        dim = int(weight.split == "columns")
+        size = weight.shape[dim]
+        if weight.split == "vocabulary":
+            held = split_vocabulary(size, ranks=ranks).ids_of(rank)
+        else:
+            (held,) = ranges_of(rank, size=size, ranks=ranks)
+        block[dim] = held.start, held.stop
+    return tuple(block)
