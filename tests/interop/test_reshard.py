@@ -4,7 +4,7 @@ import os
 import signal
 from dataclasses import replace
 from functools import partial
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -93,6 +93,35 @@ def test_layouts_in_turn_have_equal_bits(way):
             # a rank of TP 1 holds all that it needs
             assert [each > 0 for each in all_moved(moved)] == [tensor != 2 and way == one for one in WAYS]
             model = other
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_later_calls_take_the_plan_of_the_first_while_all_tensors_lie_where_they_lay(way):
+    """One rank's tensor that lies elsewhere, or another option, is a new plan on all ranks."""
+    split, alone = over(2), over(1)
+    source, target, expected = (built_over("llama", *each) for each in ((split, 1), (alone, 2), (alone, 1)))
+    planned = Mock(wraps=reshard_._planned)
+    other_way = "c10d" if way == "auto" else "auto"
+    with moving_by(way), patch.object(reshard_, "_planned", planned), torch.no_grad():
+        moved = set()
+        for calls in range(3):
+            for parameter in (*source.parameters(), *expected.parameters()):
+                parameter.mul_(2)
+            moved.add(reshard(source, to=target))
+            assert unequal(target, expected) == [], calls
+        assert (planned.call_count, len(moved)) == (1, 1)
+        if dist.get_rank() == 1:
+            weight = next(source.parameters())
+            weight.data = weight.data.clone()
+        assert reshard(source, to=target) in moved
+        assert planned.call_count == 2
+        reshard(source, to=target, cast=True)
+        assert planned.call_count == 3
+        with moving_by(other_way):
+            reshard(source, to=target)
+        assert planned.call_count == 4
+        assert unequal(target, expected) == []
 
 
 @once(

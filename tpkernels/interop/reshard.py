@@ -4,19 +4,24 @@
 
 Each rank describes the blocks that it holds and those that it needs, all ranks gather these descriptions, and
 each finds the same plan by arithmetic (`topology.moves`), which `carry` carries out. A model that does not
-fit is refused on all ranks before anything is sent.
+fit is refused on all ranks before anything is sent. While all tensors lie where they lay, on all ranks, later
+calls take the plan of the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, get_args
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from tpkernels.interop.carry import copy_own, exchange, read_from_peers
+from tpkernels.comm.transports import select
+from tpkernels.interop.carry import Peer, copy_own, exchange, read_from_peers
 from tpkernels.interop.optimizer_state import GROUPS, Described, OptimizerState
 from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.interop.renamed_shards import Heads, Names
@@ -33,7 +38,7 @@ from tpkernels.interop.sides import (
 from tpkernels.layers.world import State
 from tpkernels.models.gpt import GPT
 from tpkernels.runtime import c10d
-from tpkernels.topology.moves import moves_of
+from tpkernels.topology.moves import Move, moves_of
 
 T = TypeVar("T")
 
@@ -91,23 +96,21 @@ def reshard(
             _described(kept),
             resumed is not None,
         )
-    told_by_all = _gathered(told)
-    with raise_on_all_ranks("reshard: names and optimizers"):
-        if names != "own" and target.shards:
-            target.rename(*_told_of_names(told_by_all, names))
-        groups, entries = _told_of_optimizers(told_by_all)
-        placed = {} if resumed is None else _placed(resumed, groups, entries)
-        source.add(_shards_in(kept))
-        target.add(_shards_in(placed))
-        refuse_shared_memory(source, target)
-        own = Description.of(source, target)
-    everybody = _gathered(own)
+        options = names, cast, select.requested_transport, told.heads
+        has_optimizer = optimizer is not None or to_optimizer is not None  # whose states are new tensors
+        places = None if has_optimizer else (options, source.places, target.places)
     rank, group = dist.get_rank(), c10d.default_group()
-    with raise_on_all_ranks("reshard: comparison of models"):
-        dtypes = dtypes_of(everybody, cast=cast)
-        moves = moves_of(placements_of(everybody, dtypes), [described.place for described in everybody])
-        peers = readable(moves, everybody, rank)
-    read_by_all = _gathered(frozenset(peers))
+    plans = _plans_of.setdefault(group, _Plans())
+    plan = plans.known.get(places)
+    states = _States([], {}, {})
+    numbers = {*_gathered(0 if plan is None else plan.number)}
+    if plan is None or len(numbers) > 1:  # the same on all ranks
+        plan, states = _planned(told, source, target, kept, resumed, names, cast, plans.next_number())
+        if places is not None:
+            plans.keep(places, plan)
+    elif plan.renaming is not None:
+        target.rename(*plan.renaming)
+    moves, dtypes, peers, read_by_all = plan.moves, plan.dtypes, plan.peers, plan.read_by_all
     sources, targets = source.chunks, target.chunks
     read = [move for move in moves if move.receiver == rank and move.sender in peers]
     sent = [move for move in moves if move.sender not in (move.receiver, *read_by_all[move.receiver])]
@@ -122,7 +125,7 @@ def reshard(
             )
     target.finish()
     if resumed is not None:
-        resumed.take(groups, entries | placed)
+        resumed.take(states.groups, states.entries | states.placed)
     return Resharded(
         sum(move.size for move in moves if move.sender == move.receiver == rank),
         sum(move.size for move in read),
@@ -130,6 +133,77 @@ def reshard(
         sum(move.size for move in sent if move.sender == rank),
         messages,
     )
+
+
+class _Plan(NamedTuple):
+    """What ranks find out of each other in a call. It holds no tensors."""
+
+    number: int  # the same on all ranks
+    renaming: Renaming | None  # of this rank's `to`
+    dtypes: dict[str, torch.dtype]  # of the sources
+    moves: list[Move]
+    peers: dict[int, Peer]
+    read_by_all: list[frozenset[int]]  # the ranks that each rank reads
+
+
+class _Plans:
+    """Plans of a world, by what they depend on: of one rank, hence used if all ranks find theirs."""
+
+    def __init__(self) -> None:
+        self.known: dict[object, _Plan] = {}
+        self._made = 0
+
+    def next_number(self) -> int:
+        self._made += 1
+        return self._made
+
+    def keep(self, places: object, plan: _Plan) -> None:
+        if len(self.known) >= _MOST_PLANS:
+            del self.known[next(iter(self.known))]
+        self.known[places] = plan
+
+
+_MOST_PLANS = 8
+_plans_of: WeakKeyDictionary[ProcessGroup, _Plans] = WeakKeyDictionary()
+
+
+class _States(NamedTuple):
+    """Of the optimizer whose state moves: its groups and entries, and new tensors for this rank's part."""
+
+    groups: list[dict[str, Any]]
+    entries: dict[str, Any]
+    placed: dict[str, TensorShard | Tensor | None]
+
+
+def _planned(
+    told: _Told,
+    source: Side,
+    target: Side,
+    kept: Mapping[str, Any],
+    resumed: OptimizerState | None,
+    names: Names,
+    cast: bool,
+    number: int,
+) -> tuple[_Plan, _States]:
+    """Let all ranks tell each other what they have; an error on all of them if that does not fit."""
+    told_by_all, renaming = _gathered(told), None
+    with raise_on_all_ranks("reshard: names and optimizers"):
+        if names != "own" and target.shards:
+            renaming = _told_of_names(told_by_all, names)
+            target.rename(*renaming)
+        groups, entries = _told_of_optimizers(told_by_all)
+        placed = {} if resumed is None else _placed(resumed, groups, entries)
+        source.add(_shards_in(kept))
+        target.add(_shards_in(placed))
+        refuse_shared_memory(source, target)
+        own = Description.of(source, target)
+    everybody = _gathered(own)
+    with raise_on_all_ranks("reshard: comparison of models"):
+        dtypes = dtypes_of(everybody, cast=cast)
+        moves = moves_of(placements_of(everybody, dtypes), [described.place for described in everybody])
+        peers = readable(moves, everybody, dist.get_rank())
+    plan = _Plan(number, renaming, dtypes, moves, peers, _gathered(frozenset(peers)))
+    return plan, _States(groups, entries, placed)
 
 
 def _gathered(own: T) -> list[T]:
@@ -156,9 +230,10 @@ def _heads(given: object) -> Heads | None:
     return Heads(model.config.num_heads, model.config.num_kv_heads or model.config.num_heads)
 
 
-def _told_of_names(
-    everybody: Sequence[_Told], names: Names
-) -> tuple[dict[str, tuple[int, ...]], Names, Heads | None]:
+Renaming = tuple[dict[str, tuple[int, ...]], Names, Heads | None]  # arguments of `Side.rename`
+
+
+def _told_of_names(everybody: Sequence[_Told], names: Names) -> Renaming:
     shapes = {name: shape for told in everybody for name, shape in told.shapes.items()}
     return shapes, names, next((told.heads for told in everybody if told.heads is not None), None)
 

@@ -74,6 +74,16 @@ class Side:
         return {name: part.chunks for name, part in self.tensors.items()}
 
     @property
+    def places(self) -> tuple[object, ...]:
+        """What says which part of which tensor lies where: all that a plan depends on."""
+        found: list[object] = [self.plain]
+        for name, shard in self.shards.items():
+            local = shard.local
+            found += name, shard.shape, shard.dim, shard.ranges, shard.rank, shard.start
+            found += local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
+        return tuple(found)
+
+    @property
     def is_on_cpu(self) -> bool:
         return all(shard.local.device.type == "cpu" for shard in self.shards.values())
 
