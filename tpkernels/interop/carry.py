@@ -23,7 +23,7 @@ from tpkernels.comm.groups import exchange_device
 from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.comm.transports.peer_memory import Located, read
 from tpkernels.interop.shards import Chunk
-from tpkernels.topology.moves import Block, Message, Move, messages_of, parts_of, rounds_of
+from tpkernels.topology.moves import Block, Message, Move, parts_of
 
 Chunks = Mapping[str, Sequence[Chunk]]  # by the tensor's name
 _WORTH_READING = 256  # bytes in one piece of the receiver's memory, else they are read into a buffer
@@ -60,14 +60,13 @@ def _begins_in(outer: Block, block: Block) -> list[int] | None:
 
 
 @torch.no_grad()
-def copy_own(moves: Sequence[Move], rank: int, sources: Chunks, targets: Chunks) -> None:
+def copy_own(moves: Sequence[Move], sources: Chunks, targets: Chunks) -> None:
     """Copy what this rank holds itself."""
     for move in moves:
-        if move.sender == move.receiver == rank:
-            source = part_of(sources[move.name], move.block)
-            target = part_of(targets[move.name], move.block)
-            if source.data_ptr() != target.data_ptr():
-                target.copy_(source)
+        source = part_of(sources[move.name], move.block)
+        target = part_of(targets[move.name], move.block)
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
 
 
 @torch.no_grad()
@@ -111,23 +110,22 @@ def _located(tensors: Sequence[tuple[Block, Located]], block: Block) -> Located:
 @all_or_fail
 @torch.no_grad()
 def exchange(
-    moves: Sequence[Move],
+    what: str,
+    rounds: Sequence[Sequence[Message]],
     group: ProcessGroup,
     sources: Chunks,
     targets: Chunks,
     dtypes: Mapping[str, torch.dtype],
-    *,
-    bucket_bytes: int,
-    buckets: int,
-) -> int:
-    """Send and receive in rounds; returns how many messages this rank sent and received.
+) -> None:
+    """Send and receive in rounds. All ranks of the group call this.
 
-    moves: between any ranks, the same list on all ranks of the group, which all call this
+    what: describes all of it, the same on all ranks
+    rounds: of `topology.moves`, as far as this rank takes part
     dtypes: of the sources
     """
-    call = begin("reshard", f"{len(moves)} blocks", group)
-    rounds = rounds_of(messages_of(moves, bucket_bytes), buckets)
-    return sum(_exchange_round(call, messages, sources, targets, dtypes) for messages in rounds)
+    call = begin("reshard", what, group)
+    for messages in rounds:
+        _exchange_round(call, messages, sources, targets, dtypes)
 
 
 def _exchange_round(
@@ -136,7 +134,7 @@ def _exchange_round(
     sources: Chunks,
     targets: Chunks,
     dtypes: Mapping[str, torch.dtype],
-) -> int:
+) -> None:
     rank, device = call.group.rank(), exchange_device(call.group)
     outgoing = [message for message in messages if message.sender == rank]
     incoming = [message for message in messages if message.receiver == rank]
@@ -157,7 +155,6 @@ def _exchange_round(
         for move, slot in _slots(message, packed, dtypes):
             part_of(targets[move.name], move.block).copy_(slot)
     transfers.await_sends()
-    return len(outgoing) + len(incoming)
 
 
 def _slots(message: Message, packed: Tensor, dtypes: Mapping[str, torch.dtype]) -> list[tuple[Move, Tensor]]:

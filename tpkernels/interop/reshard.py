@@ -38,7 +38,7 @@ from tpkernels.interop.sides import (
 from tpkernels.layers.world import State
 from tpkernels.models.gpt import GPT
 from tpkernels.runtime import c10d
-from tpkernels.topology.moves import Move, moves_of
+from tpkernels.topology.moves import Message, Move, messages_of, moves_of, own_rounds, rounds_of
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ def reshard(
             _described(kept),
             resumed is not None,
         )
-        options = names, cast, select.requested_transport, told.heads
+        options = names, cast, bucket_bytes, buckets, select.requested_transport, told.heads
         has_optimizer = optimizer is not None or to_optimizer is not None  # whose states are new tensors
         places = None if has_optimizer else (options, source.places, target.places)
     rank, group = dist.get_rank(), c10d.default_group()
@@ -105,33 +105,30 @@ def reshard(
     states = _States([], {}, {})
     numbers = {*_gathered(0 if plan is None else plan.number)}
     if plan is None or len(numbers) > 1:  # the same on all ranks
-        plan, states = _planned(told, source, target, kept, resumed, names, cast, plans.next_number())
+        plan, states = _planned(
+            *(plans.next_number(), told, source, target, kept, resumed, names, cast), bucket_bytes, buckets
+        )
         if places is not None:
             plans.keep(places, plan)
     elif plan.renaming is not None:
         target.rename(*plan.renaming)
-    moves, dtypes, peers, read_by_all = plan.moves, plan.dtypes, plan.peers, plan.read_by_all
-    sources, targets = source.chunks, target.chunks
-    read = [move for move in moves if move.receiver == rank and move.sender in peers]
-    sent = [move for move in moves if move.sender not in (move.receiver, *read_by_all[move.receiver])]
+    sources, targets, dtypes = source.chunks, target.chunks, plan.dtypes
     with raise_on_all_ranks("reshard: copies"):  # at its end all have read: others may change what they read
-        copy_own(moves, rank, sources, targets)
-        read_from_peers(read, peers, targets, dtypes, bucket_bytes * buckets)
-    messages = 0
-    if sent:  # the same on all ranks
+        copy_own(plan.copied, sources, targets)
+        read_from_peers(plan.read, plan.peers, targets, dtypes, bucket_bytes * buckets)
+    if plan.sent_by_all:
         with raise_on_all_ranks("reshard: messages"):
-            messages = exchange(
-                sent, group, sources, targets, dtypes, bucket_bytes=bucket_bytes, buckets=buckets
-            )
+            exchange(f"{plan.sent_by_all} blocks", plan.rounds, group, sources, targets, dtypes)
     target.finish()
     if resumed is not None:
         resumed.take(states.groups, states.entries | states.placed)
+    messages = [message for messages in plan.rounds for message in messages]
     return Resharded(
-        sum(move.size for move in moves if move.sender == move.receiver == rank),
-        sum(move.size for move in read),
-        sum(move.size for move in sent if move.receiver == rank),
-        sum(move.size for move in sent if move.sender == rank),
-        messages,
+        sum(move.size for move in plan.copied),
+        sum(move.size for move in plan.read),
+        sum(message.size for message in messages if message.receiver == rank),
+        sum(message.size for message in messages if message.sender == rank),
+        len(messages),
     )
 
 
@@ -141,9 +138,11 @@ class _Plan(NamedTuple):
     number: int  # the same on all ranks
     renaming: Renaming | None  # of this rank's `to`
     dtypes: dict[str, torch.dtype]  # of the sources
-    moves: list[Move]
+    copied: list[Move]  # by this rank, of what it holds itself
+    read: list[Move]  # by this rank, out of the memory of these
     peers: dict[int, Peer]
-    read_by_all: list[frozenset[int]]  # the ranks that each rank reads
+    sent_by_all: int  # blocks, of all ranks together
+    rounds: list[list[Message]]  # those that this rank sends or receives
 
 
 class _Plans:
@@ -176,6 +175,7 @@ class _States(NamedTuple):
 
 
 def _planned(
+    number: int,
     told: _Told,
     source: Side,
     target: Side,
@@ -183,7 +183,8 @@ def _planned(
     resumed: OptimizerState | None,
     names: Names,
     cast: bool,
-    number: int,
+    bucket_bytes: int,
+    buckets: int,
 ) -> tuple[_Plan, _States]:
     """Let all ranks tell each other what they have; an error on all of them if that does not fit."""
     told_by_all, renaming = _gathered(told), None
@@ -197,12 +198,17 @@ def _planned(
         target.add(_shards_in(placed))
         refuse_shared_memory(source, target)
         own = Description.of(source, target)
-    everybody = _gathered(own)
+    everybody, rank = _gathered(own), dist.get_rank()
     with raise_on_all_ranks("reshard: comparison of models"):
         dtypes = dtypes_of(everybody, cast=cast)
         moves = moves_of(placements_of(everybody, dtypes), [described.place for described in everybody])
-        peers = readable(moves, everybody, dist.get_rank())
-    plan = _Plan(number, renaming, dtypes, moves, peers, _gathered(frozenset(peers)))
+        peers = readable(moves, everybody, rank)
+    read_by_all = _gathered(frozenset(peers))
+    copied = [move for move in moves if move.sender == move.receiver == rank]
+    read = [move for move in moves if move.receiver == rank and move.sender in peers]
+    sent = [move for move in moves if move.sender not in (move.receiver, *read_by_all[move.receiver])]
+    rounds = own_rounds(rounds_of(messages_of(sent, bucket_bytes), buckets), rank)
+    plan = _Plan(number, renaming, dtypes, copied, read, peers, len(sent), rounds)
     return plan, _States(groups, entries, placed)
 
 

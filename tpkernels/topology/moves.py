@@ -165,6 +165,12 @@ def rounds_of(messages: Iterable[Message], buckets: int) -> list[list[Message]]:
     return rounds
 
 
+def own_rounds(rounds: Iterable[Iterable[Message]], rank: int) -> list[list[Message]]:
+    """Of each round the messages that a rank sends or receives; without rounds in which it has none."""
+    own = ([each for each in messages if rank in (each.sender, each.receiver)] for messages in rounds)
+    return [messages for messages in own if messages]
+
+
 class _Senders:
     """Who sends what several ranks hold: the one with least to send so far."""
 
