@@ -9,6 +9,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -31,6 +32,7 @@ from tpkernels import (
     use,
 )
 from tpkernels.comm.transports import select
+from tpkernels.interop import carry
 from tpkernels.interop import reshard as reshard_
 from tpkernels.interop.huggingface import to_huggingface
 from tpkernels.interop.megatron import to_megatron
@@ -265,6 +267,64 @@ def test_mappings_of_tensors_move_and_the_same_memory_stays():
     assert unequal(model, built_over("odd", over(2), 1)) == []
 
 
+def refusals_of_shards(rank):
+    """(what is said, what is given, what it is to fill) where a shard is not what it seems."""
+    full, twice = torch.arange(8.0).view(4, 2), ((range(4), range(4)),)
+    fused = nn.Parameter(torch.zeros(6, 2))
+    fused.tensor_model_parallel, fused.partition_dim, fused.partition_stride = True, 0, 3
+    expert = nn.Linear(2, 4, bias=False)
+    expert.weight.allreduce = False
+    with torch.inference_mode():
+        inferred = {"weight": torch.zeros(4, 2)}
+    here = {"weight": full} if rank == 0 else None
+    both = {"embed": full, "head": full + 1} if rank == 0 else None
+    repeated = TensorShard(torch.zeros(8, 2), (4, 2), 0, twice, 0, (0, 0))
+    return {
+        "ranges that do not overlap": (here, {"weight": repeated}),
+        "3 weights in one": ({"weight": fused}, {"weight": torch.zeros(12, 2)}),
+        "is of an expert": (expert, {"weight": torch.zeros(4, 2)}),
+        "made in inference mode": (here, inferred),
+        "'embed' and 'head' are one memory": (both, dict.fromkeys(("embed", "head"), torch.zeros(4, 2))),
+    }
+
+
+@on_ranks(2)
+def test_shards_that_are_not_what_they_seem_are_refused():
+    cases = refusals_of_shards(dist.get_rank())
+    said = [refused("ValueError", text, reshard, source, to=to) for text, (source, to) in cases.items()]
+    assert of_all(said) == [said] * 2
+    ranges = [[range(2)], [range(2, 4)]]  # as callers may write them
+    half = TensorShard(torch.zeros(2, 2), (4, 2), 0, ranges, dist.get_rank(), [0, 0])
+    reshard({"weight": torch.ones(4, 2)} if dist.get_rank() == 0 else None, to={"weight": half})
+    assert half.local.eq(1).all()
+
+
+@on_ranks(2)
+def test_no_call_of_the_system_reads_more_than_it_can():
+    """A call ends early at 2 GiB: a tensor in one piece is read in parts."""
+    rank, weight, found = dist.get_rank(), torch.arange(640.0).view(64, 10), torch.zeros(64, 10)
+    sizes = []
+
+    def read(process, source, into):
+        sizes.append(source.byte_count)
+        carry_read(process, source, into)
+
+    carry_read = carry.read
+    with patch.multiple(carry, MOST_BYTES=256, read=read):
+        reshard({"weight": weight} if rank == 0 else None, to={"weight": found})
+    assert torch.equal(found, weight)
+    assert (sum(sizes), max(sizes, default=0)) == ((2560, 240) if rank else (0, 0))
+
+
+@on_ranks(2)
+def test_numbers_with_the_negative_bit_keep_their_signs():
+    weight = torch.complex(torch.ones(4), torch.arange(1.0, 5)).conj().imag
+    assert weight.is_neg()
+    found = torch.zeros(4)
+    reshard({"weight": weight} if dist.get_rank() == 0 else None, to={"weight": found})
+    assert found.tolist() == [-1, -2, -3, -4]
+
+
 def trained(model, seed):
     """An optimizer with two groups and a state, the same numbers for every number of ranks."""
     ours = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -274,6 +334,48 @@ def trained(model, seed):
         parameter.grad = parameter.detach() * 3 + parameter.detach().square()  # zero for padding
     optimizer.step()
     return optimizer
+
+
+class Sharding(torch.optim.SGD):
+    """Keeps its state as ZeroRedundancyOptimizer does: in another optimizer."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.optim = torch.optim.AdamW(self.param_groups[0]["params"])
+
+
+@on_ranks(2)
+def test_options_move_but_those_of_how_an_optimizer_steps():
+    """A learning rate that is a tensor becomes another one; a scale without dimensions has a state, too."""
+    rank, state = dist.get_rank(), over(1)
+    models = [nn.ParameterDict({"scale": torch.tensor(2.0), "weight": torch.ones(3)}) for _ in range(2)]
+    (ours, theirs), (kept, resumed) = (
+        models,
+        (
+            torch.optim.AdamW(model.parameters(), lr=torch.tensor(lr), foreach=foreach)
+            for model, lr, foreach in zip(models, (0.5, 0.4), (False, None), strict=True)
+        ),
+    )
+    if rank == 0:
+        sum(parameter.sum() for parameter in ours.parameters()).backward()
+        kept.step()
+
+    def move(optimizer, to_optimizer):
+        source = (ours, optimizer) if rank == 0 else (None, None)
+        options = {"optimizer": source[1], "to_optimizer": to_optimizer, "state": state, "to_state": state}
+        return reshard(source[0], to=theirs, **options)
+
+    move(kept, resumed)
+    (group,) = resumed.param_groups
+    assert (group["foreach"], float(group["lr"])) == (None, 0.5)
+    assert group["lr"] is not kept.param_groups[0]["lr"]
+    assert [float(resumed.state[parameter]["step"]) for parameter in theirs.parameters()] == [1, 1]
+    sharding = Sharding(theirs.parameters())
+    assert refused("ValueError", "Sharding keeps its state in another optimizer", move, kept, sharding)
+    kept.param_groups[0]["what"] = lambda: rank  # which no other process can take
+    assert refused("RuntimeError", "pickle", move, kept, resumed)
+    del kept.param_groups[0]["what"]
+    move(kept, resumed)  # all ranks still work
 
 
 def kept_by(optimizer):

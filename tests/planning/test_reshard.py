@@ -64,6 +64,7 @@ def test_command_prints_bytes_and_messages(capsys):
 BAD = {
     "tp=3 tp=8": "tp: expected a divisor of 16 ranks, got 3",
     "8 tp=8": "expected tp=N or tp=N,ranks=FIRST-LAST, got '8'",
+    "tp=8,0-511 tp=8": "expected tp=N or tp=N,ranks=FIRST-LAST, got 'tp=8,0-511'",
     "tp=8,ranks=3 tp=4": "expected ranks=FIRST-LAST, got 'tp=8,ranks=3'",
     "tp=8,ranks=12-19 tp=4": "ranks: expected some of 0 to 15, got tp=8 on ranks 12 to 19, 1 times",
     "tp=16 tp=8 --size num_kv_heads=5": "num_kv_heads",

@@ -58,8 +58,9 @@ pairs  {found.pairs} of ranks, with at least {found.least_messages} messages of 
 
 
 def _holders(text: str, world: int) -> Holders:
-    given = dict(size_of(word) for word in text.split(",") if "=" in word)
-    if not given.keys() <= {"tp", "ranks"} or not isinstance(given.get("tp"), int):
+    words = text.split(",")
+    given = dict(size_of(word) for word in words if "=" in word)
+    if len(given) < len(words) or not given.keys() <= {"tp", "ranks"} or not isinstance(given.get("tp"), int):
         raise ValueError(f"--reshard: expected tp=N or tp=N,ranks=FIRST-LAST, got {text!r}")
     first, dash, last = str(given.get("ranks", f"0-{world - 1}")).partition("-")
     if not (dash and first.isdecimal() and last.isdecimal()):

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import Call, all_or_fail, begin
 from tpkernels.comm.groups import exchange_device
 from tpkernels.comm.transports.c10d import Transfers
-from tpkernels.comm.transports.peer_memory import Located, read
+from tpkernels.comm.transports.peer_memory import MOST_BYTES, Located, read
 from tpkernels.interop.shards import Chunk
 from tpkernels.topology.moves import Block, Message, Move, parts_of
 
@@ -86,7 +86,8 @@ def read_from_peers(
         run = min(there.run_bytes, here.run_bytes if is_direct else move.size)
         # of an element: its share of the addresses of a run, and its place in a buffer
         taken = _BYTES_OF_A_RUN * dtype.itemsize / run + (0 if is_direct else dtype.itemsize)
-        for block in parts_of(move.block, max(1, int(most_bytes / taken))):
+        most = min(int(most_bytes / taken), MOST_BYTES // dtype.itemsize)
+        for block in parts_of(move.block, max(1, most)):
             source, target = _located(tensors, block), part_of(targets[move.name], block)
             if is_direct:
                 read(peer.process, source, target)

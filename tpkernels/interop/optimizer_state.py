@@ -14,6 +14,8 @@ from tpkernels.interop.shards import TensorShard
 
 STATE = "optimizer.state."  # what names of entries begin with: optimizer.state.NAME.KEY
 GROUPS = "optimizer.groups"
+# options that are each optimizer's own
+_OWN = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
 
 
 class Described(NamedTuple):
@@ -28,6 +30,11 @@ class OptimizerState:
 
     def __init__(self, optimizer: Optimizer, shards: Mapping[str, TensorShard]) -> None:
         """shards: of the model's parameters, which the optimizer updates"""
+        if isinstance(getattr(optimizer, "optim", None), Optimizer):
+            raise ValueError(
+                f"optimizer: {type(optimizer).__name__} keeps its state in another optimizer, shared as it "
+                "sees fit; expected one that has its own"
+            )
         self.optimizer = optimizer
         self.shards = shards
         self._placed: dict[str, Tensor] = {}  # local tensors that are filled, with padding
@@ -45,7 +52,7 @@ class OptimizerState:
     def content(self) -> dict[str, Any]:
         """The entries: shards, numbers, and the groups' options."""
         groups = [
-            {**{key: value for key, value in options.items() if key != "params"}, "params": names}
+            {**{key: _portable(value) for key, value in options.items() if key != "params"}, "params": names}
             for options, names in zip(self.optimizer.param_groups, self.names, strict=True)
         ]
         found: dict[str, Any] = {GROUPS: groups}
@@ -77,7 +84,7 @@ class OptimizerState:
                 place[entry] = None
                 continue
             shape, dtype = described
-            if shape == shard.shape:
+            if shape and shape == shard.shape:
                 self._placed[entry] = torch.zeros_like(shard.tensor, dtype=dtype)
                 place[entry] = shard.of(self._placed[entry])
             else:
@@ -89,7 +96,11 @@ class OptimizerState:
     def take(self, groups: list[dict[str, Any]], content: Mapping[str, Any]) -> None:
         """Continue from the entries, of which tensors were placed and filled."""
         for options, saved in zip(self.optimizer.param_groups, groups, strict=True):
-            options.update({key: value for key, value in saved.items() if key != "params"})
+            for key in saved.keys() - _OWN:
+                value, now = saved[key], options.get(key)
+                if isinstance(value, Tensor) and isinstance(now, Tensor):
+                    value = value.to(now.device)
+                options[key] = value
         owned = self._owned()
         for shard, _ in owned.values():
             self.optimizer.state.pop(shard.tensor, None)
@@ -119,6 +130,11 @@ class OptimizerState:
                 "ranks share it is not known"
             )
         return shard.of(value)
+
+
+def _portable(value: object) -> object:
+    """A copy that other processes can take: of a tensor, such as a learning rate, on the CPU."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 def _name_and_key(entry: str) -> tuple[str, str]:

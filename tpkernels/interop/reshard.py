@@ -10,6 +10,7 @@ calls take the plan of the first.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, get_args
 from weakref import WeakKeyDictionary
@@ -99,9 +100,9 @@ def reshard(
         options = names, cast, bucket_bytes, buckets, select.requested_transport, told.heads
         has_optimizer = optimizer is not None or to_optimizer is not None  # whose states are new tensors
         places = None if has_optimizer else (options, source.places, target.places)
-    rank, group = dist.get_rank(), c10d.default_group()
-    plans = _plans_of.setdefault(group, _Plans())
-    plan = plans.known.get(places)
+        rank, group = dist.get_rank(), c10d.default_group()
+        plans = _plans_of.setdefault(group, _Plans())
+        plan = plans.known.get(places)
     states = _States([], {}, {})
     numbers = {*_gathered(0 if plan is None else plan.number)}
     if plan is None or len(numbers) > 1:  # the same on all ranks
@@ -187,8 +188,11 @@ def _planned(
     buckets: int,
 ) -> tuple[_Plan, _States]:
     """Let all ranks tell each other what they have; an error on all of them if that does not fit."""
-    told_by_all, renaming = _gathered(told), None
+    with raise_on_all_ranks("reshard: what is told"):
+        own_words = pickle.dumps(told)  # an optimizer's options may be anything
+    words, renaming = _gathered(own_words), None
     with raise_on_all_ranks("reshard: names and optimizers"):
+        told_by_all: list[_Told] = [pickle.loads(each) for each in words]
         if names != "own" and target.shards:
             renaming = _told_of_names(told_by_all, names)
             target.rename(*renaming)

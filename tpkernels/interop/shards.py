@@ -143,7 +143,13 @@ def shards_in(
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"'{name}': expected a tensor or a TensorShard, got {type(tensor).__name__}")
-        if Attributes.of(tensor).tensor_model_parallel:
+        attributes = Attributes.of(tensor)
+        if attributes.tensor_model_parallel and attributes.partition_stride > 1:
+            raise ValueError(
+                f"'{name}': has {attributes.partition_stride} weights in one, whose sizes its layer knows, "
+                "and a mapping does not; pass the model, or what interop.shards.shards_of(model) gives"
+            )
+        if attributes.tensor_model_parallel:
             shards[name] = shard_of(name, nn.Module(), tensor, tensor_world(state))
             continue
         if not isinstance(tensor, DTensor):

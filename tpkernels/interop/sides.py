@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import NamedTuple, cast
 
 import torch
@@ -19,7 +20,7 @@ from tpkernels.interop.carry import Peer, block_of
 from tpkernels.interop.renamed_shards import Heads, Names, listed, under_our_names
 from tpkernels.interop.shards import Chunk, TensorShard, require_one_stage, shards_in, shards_of
 from tpkernels.layers.world import State
-from tpkernels.topology.moves import Block, Move, Placement
+from tpkernels.topology.moves import Block, Move, Placement, common
 
 Tensors = Mapping[str, Tensor | TensorShard]  # by name; a plain tensor is a full one, a DTensor a shard
 
@@ -45,6 +46,7 @@ class Side:
             return side
         require_one_stage(state)
         if isinstance(given, nn.Module):
+            _require_known_shards(given)
             side.add(shards_of(given, state))
         elif isinstance(given, Mapping):
             shards, side.plain = shards_in(given, state)
@@ -52,10 +54,20 @@ class Side:
         else:
             got = type(given).__name__
             raise TypeError(f"expected a model, a mapping of tensors by name, or None, got {got}")
+        for name, shard in side.shards.items():
+            if shard.local.is_inference() and not torch.is_inference_mode_enabled():
+                raise ValueError(f"'{name}' was made in inference mode; call reshard within it, too")
         return side
 
     def add(self, shards: Mapping[str, TensorShard]) -> None:
-        """Let these move, too, under the names that they have."""
+        """Let these move, too, under the names that they have. An error if a rank would hold a row twice."""
+        for name, shard in shards.items():
+            blocks = [block_of(chunk) for chunk in shard.chunks()]
+            if any(common(one, other) for one, other in combinations(blocks, 2)):
+                raise ValueError(
+                    f"'{name}': expected ranges that do not overlap on a rank, got some twice; give each "
+                    "copy a name of its own"
+                )
         self.shards |= shards
         self.tensors |= {
             name: Part(shard.shape, shard.local.dtype, list(shard.chunks())) for name, shard in shards.items()
@@ -78,14 +90,18 @@ class Side:
         """What says which part of which tensor lies where: all that a plan depends on."""
         found: list[object] = [self.plain]
         for name, shard in self.shards.items():
-            local = shard.local
-            found += name, shard.shape, shard.dim, shard.ranges, shard.rank, shard.start
+            local, ranges = shard.local, tuple(map(tuple, shard.ranges))  # which callers may give as lists
+            found += name, tuple(shard.shape), shard.dim, ranges, shard.rank, tuple(shard.start)
             found += local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
         return tuple(found)
 
     @property
     def is_on_cpu(self) -> bool:
-        return all(shard.local.device.type == "cpu" for shard in self.shards.values())
+        return all(
+            local.device.type == "cpu"
+            and not (local.is_conj() or local.is_neg())  # whose bytes are no numbers
+            for local in (shard.local for shard in self.shards.values())
+        )
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -95,6 +111,22 @@ class Side:
         for shard in self.shards.values():
             shard.zero_padding()
             torch.autograd.graph.increment_version(shard.local)  # bytes that were read came unnoticed
+
+
+def _require_known_shards(model: nn.Module) -> None:
+    """Raise for shards that are under one name on all ranks, and not the same tensor."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise ValueError(
+                f"'{name}' is wrapped by FullyShardedDataParallel, whose flat parameters say nothing of the "
+                "tensors in them; use fully_shard, or pass a full state_dict"
+            )
+    for name, parameter in model.named_parameters():
+        if not getattr(parameter, "allreduce", True):
+            raise ValueError(
+                f"'{name}' is of an expert (allreduce=False): other ranks may have other experts under this "
+                "name; pass the experts' tensors under names of their own"
+            )
 
 
 class Part(NamedTuple):
@@ -112,8 +144,16 @@ def refuse_shared_memory(source: Side, target: Side) -> None:
         for chunk in part.chunks:
             held[chunk.view.untyped_storage().data_ptr()] = name
             same.add((name, block_of(chunk), chunk.view.data_ptr(), chunk.view.stride()))
+    filled: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, part in target.tensors.items():
         for chunk in part.chunks:
+            if chunk.view.numel():
+                first = filled.setdefault((chunk.view.data_ptr(), tuple(chunk.view.shape)), name)
+                if first != name:
+                    raise ValueError(
+                        f"to: '{first}' and '{name}' are one memory, and two tensors of the model that it "
+                        "is filled from; leave one of the names out"
+                    )
             other = held.get(chunk.view.untyped_storage().data_ptr())
             here = name, block_of(chunk), chunk.view.data_ptr(), chunk.view.stride()
             if other is not None and chunk.view.numel() and here not in same:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _MOST_RUNS = 1024  # of a call: IOV_MAX
-_MOST_BYTES = 2**30  # of a call, which ends early at 2 GiB
+MOST_BYTES = 2**30  # of a call, which ends early at 2 GiB: no run may be longer
 _TRIAL = 32
 
 
@@ -111,7 +111,7 @@ def read(process: int, source: Located, into: Tensor) -> None:
         torch.stack([starts, torch.full_like(starts, length)], dim=1)
         for starts in (source.runs(length), target.runs(length))
     )
-    at_once = min(_MOST_RUNS, max(1, _MOST_BYTES // length))
+    at_once = min(_MOST_RUNS, max(1, MOST_BYTES // length))
     for first in range(0, len(here), at_once):
         runs = min(at_once, len(here) - first)
         offset = first * 2 * here.element_size()
