@@ -147,7 +147,10 @@ CASES = {
     "rows_outside": (rows(offsets=torch.Size([70, 0])), "'model.table.weight' of (7, 4): got a chunk of"),
     "beyond_the_end": (first_shard(length=1 << 40), "bytes, it has"),
     "before_the_start": (first_shard(offset=-8), "bytes, it has"),
-    "unknown_parameter": (edited(unknown_parameter), "the checkpoint has 'exp_avg' of 'absent'"),
+    "unknown_parameter": (
+        edited(unknown_parameter),
+        "there is 'exp_avg' of 'absent', which is not in its groups",
+    ),
 }
 
 
