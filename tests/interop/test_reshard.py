@@ -267,6 +267,10 @@ def test_mappings_of_tensors_move_and_the_same_memory_stays():
     assert unequal(model, built_over("odd", over(2), 1)) == []
 
 
+class FullyShardedDataParallel(nn.Linear):
+    """Goes by the name of torch's, whose import takes seconds."""
+
+
 def refusals_of_shards(rank):
     """(what is said, what is given, what it is to fill) where a shard is not what it seems."""
     full, twice = torch.arange(8.0).view(4, 2), ((range(4), range(4)),)
@@ -283,6 +287,7 @@ def refusals_of_shards(rank):
         "ranges that do not overlap": (here, {"weight": repeated}),
         "3 weights in one": ({"weight": fused}, {"weight": torch.zeros(12, 2)}),
         "is of an expert": (expert, {"weight": torch.zeros(4, 2)}),
+        "is wrapped by FullyShardedDataParallel": (FullyShardedDataParallel(2, 4), {"weight": full}),
         "made in inference mode": (here, inferred),
         "'embed' and 'head' are one memory": (both, dict.fromkeys(("embed", "head"), torch.zeros(4, 2))),
     }
