@@ -157,7 +157,7 @@ Reference value_of(PyObject* setting) {
 
 // Whether the arguments have a key.
 bool describe_call(Key& key, PyObject* args, PyObject* options) try {
-  TORCH_CHECK(bound.launch != nullptr, "bind_launch_plans was not called");
+  if (bound.launch == nullptr) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(bound.settings); ++i) {
     if (!key.describe(value_of(PyTuple_GET_ITEM(bound.settings, i)).get())) return false;
   }
@@ -330,8 +330,8 @@ class Plan {
 
   bool fits(const Tensors& operands) const {
     for (const auto& [one, other] : apart_) {
-      Reference shares((PyObject_CallFunctionObjArgs(bound.share_memory, operands[one].get(),
-                                                     operands[other].get(), nullptr)));
+      Reference shares(PyObject_CallFunctionObjArgs(bound.share_memory, operands[one].get(),
+                                                    operands[other].get(), nullptr));
       if (shares.get() == Py_True) return false;
     }
     return true;
