@@ -164,7 +164,12 @@ def test_blocks_of_fsdp_move_to_tensor_parallel_ranks_and_back(way):
         reshard(model, to=other)
         assert unequal(other, built_over("llama", state, 1)) == []
         reshard(other, to=back)
-    assert unequal(back, model) == []
+        assert unequal(back, model) == []
+    # DTensors of a state_dict do not say that they are of tensor-parallel shards
+    name = next(name for name, shard in shards_of(back).items() if shard.dim is not None)
+    held = {name: back.state_dict()[name]}
+    into = {name: torch.zeros(held[name].shape)}
+    assert refused("ValueError", "DTensors of several meshes", reshard, held, to=into)
 
 
 @pytest.mark.parametrize("cast", [False, True])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -131,12 +132,15 @@ def shards_of(model: nn.Module, state: State = None) -> dict[str, TensorShard]:
 
 def shards_in(
     tensors: Mapping[str, Tensor | TensorShard], state: State = None
-) -> tuple[dict[str, TensorShard], frozenset[str]]:
-    """(the shards of tensors by name; the names of plain tensors, which are taken for full ones)
+) -> tuple[dict[str, TensorShard], dict[str, tuple[int, ...]]]:
+    """(the shards of tensors by name; the ranks that hold a plain tensor or a DTensor together, by name)
+
+    A plain tensor is taken for a full one, a DTensor for one that its mesh has all of.
 
     Tensors with Megatron's attributes are shards of the tensor-parallel ranks of `state`.
     """
-    shards, plain = {}, set()
+    shards: dict[str, TensorShard] = {}
+    together: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, TensorShard):
             shards[name] = tensor
@@ -153,9 +157,11 @@ def shards_in(
             shards[name] = shard_of(name, nn.Module(), tensor, tensor_world(state))
             continue
         if not isinstance(tensor, DTensor):
-            plain.add(name)
+            together[name] = (dist.get_rank(),)
+        else:
+            together[name] = tuple(tensor.device_mesh.mesh.flatten().tolist())
         shards[name] = TensorShard(tensor, tuple(tensor.shape), start=_start_of(name, tensor))
-    return shards, frozenset(plain)
+    return shards, together
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -31,12 +31,12 @@ class Side:
 
     shards: by the names of this side
     tensors: by the names under which tensors move
-    plain: names of plain tensors of the caller's own mapping, which says that they are full
+    together: of tensors of the caller's own mapping, the ranks that have all of each, as far as it says
     """
 
     shards: dict[str, TensorShard] = field(default_factory=dict)
     tensors: dict[str, Part] = field(default_factory=dict)
-    plain: frozenset[str] = frozenset()
+    together: dict[str, tuple[int, ...]] = field(default_factory=dict)
     padding: list[Tensor] = field(default_factory=list)
 
     @classmethod
@@ -49,7 +49,7 @@ class Side:
             _require_known_shards(given)
             side.add(shards_of(given, state))
         elif isinstance(given, Mapping):
-            shards, side.plain = shards_in(given, state)
+            shards, side.together = shards_in(given, state)
             side.add(shards)
         else:
             got = type(given).__name__
@@ -88,7 +88,7 @@ class Side:
     @property
     def places(self) -> tuple[object, ...]:
         """What says which part of which tensor lies where: all that a plan depends on."""
-        found: list[object] = [self.plain]
+        found: list[object] = [*self.together.items()]
         for name, shard in self.shards.items():
             local, ranges = shard.local, tuple(map(tuple, shard.ranges))  # which callers may give as lists
             found += name, tuple(shard.shape), shard.dim, ranges, shard.rank, tuple(shard.start)
@@ -170,7 +170,7 @@ class Told(NamedTuple):
     dtype: torch.dtype
     blocks: tuple[Block, ...]
     located: tuple[Located, ...] = ()
-    is_plain: bool = False
+    together: tuple[int, ...] | None = None  # the ranks that have all of it, if a mapping has it
 
 
 class Description(NamedTuple):
@@ -192,7 +192,7 @@ class Description(NamedTuple):
                     dtype,
                     tuple(map(block_of, chunks)),
                     tuple(Located.of(chunk.view) for chunk in chunks) if is_read else (),
-                    name in side.plain,
+                    side.together.get(name),
                 )
                 for name, (shape, dtype, chunks) in side.tensors.items()
             }
@@ -221,10 +221,11 @@ def dtypes_of(everybody: Sequence[Description], *, cast: bool) -> dict[str, torc
                 f"'{name}': expected {held[name][1]} in `to`, got {dtype}; pass cast=True to convert"
             )
         holders = [rank for rank, each in enumerate(everybody) if name in each.holds]
-        if len(holders) > 1 and any(everybody[rank].holds[name].is_plain for rank in holders):
+        if len({everybody[rank].holds[name].together for rank in holders}) > 1:
             raise ValueError(
-                f"'{name}': ranks {', '.join(map(str, holders))} hold plain tensors of this name, which may "
-                "be shards or copies: pass the model, DTensors, or what interop.shards.shards_of(model) gives"
+                f"'{name}': ranks {', '.join(map(str, holders))} hold plain tensors, or DTensors of several "
+                "meshes, of this name, which may be shards or copies: pass the model, DTensors, or what "
+                "interop.shards.shards_of(model) gives"
             )
     return {name: dtype for name, (_, dtype) in held.items()}
 
