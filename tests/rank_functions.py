@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -9,11 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 FOREVER = 600.0  # far beyond every time-out here
 
@@ -45,6 +49,19 @@ def sum_in_a_new_group() -> float:
     x = torch.ones(1)
     dist.all_reduce(x, group=dist.new_group([0, 1]))
     return x.item()
+
+
+def gather_as_dtensor(columns: int) -> None:
+    """Torch remembers how, of each shape that was gathered, and by which groups."""
+    rows = distribute_tensor(torch.ones(4, columns), init_device_mesh("cpu", (2,)), [Shard(0)])
+    assert rows.full_tensor().sum() == 4 * columns  # type: ignore[attr-defined]
+
+
+def groups_of_gloo() -> int:
+    """How many are alive, by the thread that each has."""
+    gc.collect()
+    names = [Path("/proc/self/task", each, "comm").read_text() for each in os.listdir("/proc/self/task")]
+    return names.count("gloo_tcp_loop\n")
 
 
 def excepthook_name() -> str:

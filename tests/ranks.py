@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -166,8 +167,18 @@ def leave_world() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         schedule.LEAST_BYTES = LEAST_BYTES  # tests set it, so that even tiny shards are cut
-        if "torch.distributed.tensor.debug" in sys.modules:  # DTensor remembers meshes, with their groups
-            sys.modules["torch.distributed.tensor.debug"]._clear_sharding_prop_cache()
+        forget_groups()
+
+
+def forget_groups() -> None:
+    """Have torch drop what it remembers of destroyed groups: of each that it holds, gloo's threads go on."""
+    torch._dynamo.reset()
+    if "torch.distributed.tensor" in sys.modules:  # DTensor remembers meshes, with their groups
+        tensor = sys.modules["torch.distributed.tensor"]
+        import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+        tensor._redistribute.clear_redistribute_planner_cache()
+        tensor._redistribute._gen_transform_infos.cache_clear()
+        tensor._collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 @dataclass(frozen=True)

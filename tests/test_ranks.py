@@ -66,6 +66,14 @@ def test_groups_do_not_outlive_a_run(ranks2: RankPool) -> None:
     assert ranks2.run(do.sum_in_a_new_group) == [2.0, 2.0]
 
 
+def test_torch_holds_no_more_groups_after_each_run(ranks2: RankPool) -> None:
+    found = []
+    for columns in (1, 2, 3):
+        ranks2.run(do.gather_as_dtensor, columns)
+        found.append(ranks2.run(do.groups_of_gloo))
+    assert found[0] == found[2], "the threads of others would wake up in all later tests"
+
+
 def test_excepthook_is_not_wrapped_once_per_run(ranks2: RankPool) -> None:
     assert ranks2.run(do.excepthook_name) == [sys.__excepthook__.__qualname__] * 2
 
