@@ -151,6 +151,7 @@ WRONG = {  # what rank 1 brings, and what all are told
     "bool": ([ONES, MATRIX.bool()], {}, TYPE, "on rank 1: '1' is torch.bool; expected one of"),
     "sparse": ([ONES, MATRIX.to_sparse()], {}, TYPE, "'1' is torch.sparse_coo; expected a dense tensor"),
     "expanded": ([torch.ones(1).expand(4), MATRIX], {}, VALUE, "'0' has elements that share memory"),
+    "negated": ([torch._neg_view(torch.ones(4)), MATRIX], {}, VALUE, "'0' has torch's lazy negation"),
     "no tensor": ([ONES, 3.0], {}, TYPE, "on rank 1: '1': expected a tensor, got float"),
     "op": ([ONES, MATRIX], {"op": "max"}, VALUE, "on rank 1: op: expected 'sum' or 'avg', got 'max'"),
     "bytes": ([ONES, MATRIX], {"bucket_bytes": 0}, VALUE, "bucket_bytes: expected at least one byte, got 0"),
