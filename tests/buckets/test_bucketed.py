@@ -184,6 +184,17 @@ def test_what_every_rank_gets_wrong_is_told():
 
 
 @on_ranks(2)
+def test_a_backward_that_has_saved_what_was_overwritten_raises():
+    for overwrite in (bucketed_all_reduce_, lambda tensors: bucketed_broadcast_(tensors, 0)):
+        for count in (1, 2):
+            x = torch.ones(3, requires_grad=True)
+            saved = x.exp()
+            overwrite([saved, torch.ones(1)][:count])
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                saved.sum().backward()
+
+
+@on_ranks(2)
 def test_all_buckets_of_a_call_are_one_launch():
     together = []
 
