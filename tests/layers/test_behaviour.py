@@ -191,7 +191,7 @@ def test_gradients_of_inputs_alone_leave_main_grads_as_they_are():
     loss.backward()
     assert equal([x.grad - expected[0]], [expected[0]])  # the second time, and of all
     marked = next(weight for name, weight in weights.items() if "mlp" in name)
-    with pytest.raises(RuntimeError, match="got torch.autograd.grad of it, which would return a dummy"):
+    with pytest.raises(RuntimeError, match=r"got torch\.autograd\.grad of it, which would return a dummy"):
         torch.autograd.grad(block(x).sum(), marked)
 
 

@@ -285,7 +285,7 @@ def planned(launcher: Callable[P, R]) -> Callable[P, R]:
             # but not what it changes, by torch's rule of names: a copy would be changed
             written = int(launcher.__name__.endswith("_"))
             args = (*args[:written], *map(_resolved, args[written:]))  # type: ignore[assignment]
-            return launcher(*args, **{name: _resolved(value) for name, value in options.items()})  # type: ignore[arg-type]
+            return launcher(*args, **{name: _resolved(value) for name, value in options.items()})
         found = plans.get(key)
         if not debug:
             if isinstance(found, LaunchPlan) and found.fits(operands):

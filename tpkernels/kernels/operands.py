@@ -191,8 +191,8 @@ def require_writable(launcher: str, name: str, tensor: Tensor, device: torch.dev
         )
     if tensor.is_neg():
         raise ValueError(
-            f"{launcher}: expected {name} whose memory holds its numbers, got one with torch's lazy negation: "
-            "call .resolve_neg()"
+            f"{launcher}: expected {name} whose memory holds its numbers, got one with torch's lazy "
+            "negation: call .resolve_neg()"
         )
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(

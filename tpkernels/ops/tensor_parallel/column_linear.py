@@ -36,7 +36,13 @@ from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
-from tpkernels.ops.main_grad import MainGrads, add_if_traced, asked_for, check_main_grad, empty_weight_gradient
+from tpkernels.ops.main_grad import (
+    MainGrads,
+    add_if_traced,
+    asked_for,
+    check_main_grad,
+    empty_weight_gradient,
+)
 from tpkernels.ops.numerics import KeptRows
 from tpkernels.ops.tensor_parallel.layout import (
     Layout,

@@ -192,9 +192,7 @@ class _ParallelMlp(torch.autograd.Function):
         weights, zs = saved[:count], saved[count:]
         needs = ctx.needs_input_grad[2:]
         needs = (*needs[:-count], *asked_for(ctx, main_grads, needs[-count:], -count))
-        dx, db_up, db_down, *dws = mlp_gradients(
-            needs, dy, x, weights, zs, main_grads, *ctx.options
-        )
+        dx, db_up, db_down, *dws = mlp_gradients(needs, dy, x, weights, zs, main_grads, *ctx.options)
         return None, None, dx, db_up, db_down, *add_if_traced(main_grads, dws)
 
 
