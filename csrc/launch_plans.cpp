@@ -99,8 +99,8 @@ class Key {
       if (operands[number].get() == value) return put('=') && put(number);
     }
     const at::Tensor& tensor = THPVariable_Unpack(value);
-    // what has no address, or makes its own sizes
-    if (!tensor.has_storage() || tensor.is_nested() || tensor.layout() != at::kStrided ||
+    // what has no address, makes its own sizes, or has other numbers than its memory
+    if (!tensor.has_storage() || tensor.is_neg() || tensor.is_nested() || tensor.layout() != at::kStrided ||
         tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
         tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
       return false;

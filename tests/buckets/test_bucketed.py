@@ -151,6 +151,7 @@ WRONG = {  # what rank 1 brings, and what all are told
     "bool": ([ONES, MATRIX.bool()], {}, TYPE, "on rank 1: '1' is torch.bool; expected one of"),
     "sparse": ([ONES, MATRIX.to_sparse()], {}, TYPE, "'1' is torch.sparse_coo; expected a dense tensor"),
     "expanded": ([torch.ones(1).expand(4), MATRIX], {}, VALUE, "'0' has elements that share memory"),
+    "negated": ([torch._neg_view(torch.ones(4)), MATRIX], {}, VALUE, "'0' has torch's lazy negation"),
     "no tensor": ([ONES, 3.0], {}, TYPE, "on rank 1: '1': expected a tensor, got float"),
     "op": ([ONES, MATRIX], {"op": "max"}, VALUE, "on rank 1: op: expected 'sum' or 'avg', got 'max'"),
     "bytes": ([ONES, MATRIX], {"bucket_bytes": 0}, VALUE, "bucket_bytes: expected at least one byte, got 0"),
@@ -180,6 +181,17 @@ def test_what_every_rank_gets_wrong_is_told():
         (error_of(bucketed_all_reduce_, [torch.ones(1)], "world"), "got 'world'"),
     ):
         assert words in error[1]
+
+
+@on_ranks(2)
+def test_a_backward_that_has_saved_what_was_overwritten_raises():
+    for overwrite in (bucketed_all_reduce_, lambda tensors: bucketed_broadcast_(tensors, 0)):
+        for count in (1, 2):
+            x = torch.ones(3, requires_grad=True)
+            saved = x.exp()
+            overwrite([saved, torch.ones(1)][:count])
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                saved.sum().backward()
 
 
 @on_ranks(2)

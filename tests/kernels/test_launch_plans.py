@@ -392,6 +392,30 @@ def test_later_calls_compute_with_their_own_numbers(device):
     assert not isinstance(plan, launch_plans._Seen)
 
 
+def test_operands_with_lazy_negation_are_read_as_numbers(device):
+    """Their memory holds other numbers, of the kind of operands that a plan is there for."""
+    for _ in range(3):
+        x, weight, bias = (normal(*shape, torch.float32, device) for shape in ((48, 32), (40, 32), (1, 40)))
+        wanted = linear_fwd(x, weight, bias[0]).y
+        x, weight, bias = (torch._neg_view(-each) for each in (x, weight, bias))
+        assert torch.equal(linear_fwd(x, weight, bias=bias[0]).y, wanted)
+        assert torch.equal(reduce_slots(x[None]), x)
+
+
+@planned
+def _weight_of(pairs: tuple[Held, ...]) -> Tensor:
+    return pairs[0].tensor
+
+
+def test_lazy_negation_is_resolved_in_tuples():
+    x = torch.ones(2)
+    for _ in range(3):
+        assert not _weight_of((Held(x),)).is_neg()
+        found = _weight_of((Held(torch._neg_view(x)),))
+        assert torch.equal(found, -x)
+        assert not found.is_neg()
+
+
 TILES = {
     "plain": MatmulTile(64, 64, 64, num_warps=4, num_stages=2),
     "consumers": MatmulTile(128, 128, 64, num_warps=4, num_stages=3, parts=4, consumers=2),

@@ -142,6 +142,10 @@ BAD_PLACES = {
         lambda o: wgrad_accumulate_(o(1, K).expand(N, K), o(T, N), o(T, K)),
         "memory of its own for each element, got strides",
     ),
+    "main_grad with lazy negation": (
+        lambda o: wgrad_accumulate_(torch._neg_view(o(N, K)), o(T, N), o(T, K)),
+        "main_grad whose memory holds its numbers, got one with torch's lazy negation",
+    ),
     "descriptor of misaligned rows": (
         lambda o: linear_fwd(
             o(T, K + 1, dtype=HALF)[:, 1:], o(N, K, dtype=HALF), form="descriptor", tile=TILE

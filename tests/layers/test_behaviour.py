@@ -26,6 +26,8 @@ from tpkernels import (
     copy_to_tensor_model_parallel_region,
     create_parallel_state,
     initialize_model_parallel,
+    linear_cross_entropy,
+    linear_logprobs,
     plan_groups,
     reduce_from_tensor_model_parallel_region,
 )
@@ -160,6 +162,37 @@ def test_fusion_follows_megatrons_protocol(ways):
                 assert not (weight.zero_out_wgrad and weight.grad.any()), f"{way}: {name}"
             else:
                 assert weight.grad is None, f"{way}: {name}"
+
+
+@on_ranks(2)
+def test_gradients_of_inputs_alone_leave_main_grads_as_they_are():
+    """As a penalty on gradients takes them, or a pipeline that computes those of weights later."""
+    block, table = built(fused=True), nn.Parameter(drawn((N, K), 3))
+    weights = {name: p for name, p in block.named_parameters() if p.ndim == 2} | {"table": table}
+    for name, weight in weights.items():
+        weight.main_grad = torch.zeros_like(weight)
+        if "mlp" in name:
+            weight.grad_added_to_main_grad = False
+
+    def heads(hidden: Tensor) -> Tensor:
+        ids = torch.arange(len(hidden)) % N
+        mean = linear_cross_entropy(hidden, table, ids, gradient_accumulation_fusion=True)
+        each, _ = linear_logprobs(hidden, table, ids, gradient_accumulation_fusion=True)
+        return mean + each.sum()
+
+    x, hidden = tokens().requires_grad_(), drawn((6, K), 2).requires_grad_()
+    for loss, given in ((block(x).square().sum(), x), (heads(hidden), hidden)):
+        torch.autograd.grad(loss, given, retain_graph=True)
+        loss.backward(inputs=[given], retain_graph=True)
+        assert [name for name, weight in weights.items() if weight.main_grad.any()] == []
+        assert not any(getattr(weight, "grad_added_to_main_grad", False) for weight in weights.values())
+    loss = block(x).square().sum()
+    expected = torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+    assert equal([x.grad - expected[0]], [expected[0]])  # the second time, and of all
+    marked = next(weight for name, weight in weights.items() if "mlp" in name)
+    with pytest.raises(RuntimeError, match=r"got torch\.autograd\.grad of it, which would return a dummy"):
+        torch.autograd.grad(block(x).sum(), marked)
 
 
 COMPILED_BUCKETS = pytest.param(True, marks=pytest.mark.sweep)  # main_grads of compiled layers: see above

@@ -225,6 +225,7 @@ def test_sums_of_bits_see_every_change(kind):
     odd = tensor.view(-1)[1:12]  # neither begins nor ends where a word does
     assert sums_of_bits([odd]) == sums_of_bits([odd.clone()])
     assert sums_of_bits([tensor.t().contiguous().t()]) == sums_of_bits([tensor])
+    assert sums_of_bits([torch._neg_view(-tensor)]) == sums_of_bits([tensor])
 
 
 @pytest.mark.parametrize("value", ["often", "-1", "1.5", " 2"])

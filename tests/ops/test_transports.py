@@ -37,7 +37,7 @@ from tests.patience import patient
 from tests.products import combined, once
 from tests.ranks import COLLECTIVE_SECONDS, FORKED, RankFailure, RankPool
 from tpkernels import Recipe
-from tpkernels.comm.transports import mailbox
+from tpkernels.comm.transports import host, mailbox
 from tpkernels.comm.transports import rows as rows_in_flight
 from tpkernels.comm.transports import select as transports
 from tpkernels.comm.transports.c10d import Transfers
@@ -178,6 +178,12 @@ def words_arrive() -> None:
         expected = "kernels that wait take bfloat16, float16 and float32, got torch.int32"
         with pytest.raises((TypeError, ValueError), match=expected):
             start_sum("op", total.__getitem__, *total.shape, total, group, **options).wait()
+
+
+def test_rows_with_lazy_negation_travel_as_numbers():
+    rows, landing = torch._neg_view(torch.ones(2, 3)), torch.empty(2, 3)
+    host._copy(landing, rows)
+    assert torch.equal(landing, rows)
 
 
 @on_ranks(2)

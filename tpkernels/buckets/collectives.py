@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup, ReduceOp
 
 from tpkernels.buckets.layout import DEFAULT_BUCKET_BYTES, LayoutRules, lay_out_buckets
@@ -216,6 +217,8 @@ def _unpack(flat: Tensor, bucket: list[Tensor]) -> list[Tensor]:
     """Copy what was packed back into the tensors."""
     if len(bucket) > 1 or flat.data_ptr() != bucket[0].data_ptr():
         torch._foreach_copy_(bucket, _split(flat, [tensor.shape for tensor in bucket]))
+    elif not bucket[0].is_inference():  # of which autograd keeps no versions
+        increment_version(bucket[0])  # torch's collectives do not: a backward that saved it must raise
     return bucket
 
 

@@ -44,6 +44,12 @@ def problem_of(
                 "ValueError",
                 f"'{name}' has elements that share memory (expand?); expected its own: clone it",
             )
+        if written and tensor.is_neg():  # torch's collectives write into a copy
+            return (
+                "ValueError",
+                f"'{name}' has torch's lazy negation; expected memory that holds its numbers: call "
+                "resolve_neg() on it",
+            )
         device = device or tensor.device
         if tensor.device != device:
             return "ValueError", f"'{name}' is on {tensor.device}, others on {device}; expected one device"

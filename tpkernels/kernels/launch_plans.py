@@ -282,7 +282,10 @@ def planned(launcher: Callable[P, R]) -> Callable[P, R]:
         try:
             key = key_of(args, options, operands)
         except (TypeError, RuntimeError):  # arguments that it does not take, which it says best
-            return launcher(*args, **options)
+            # but not what it changes, by torch's rule of names: a copy would be changed
+            written = int(launcher.__name__.endswith("_"))
+            args = (*args[:written], *map(_resolved, args[written:]))  # type: ignore[assignment]
+            return launcher(*args, **{name: _resolved(value) for name, value in options.items()})
         found = plans.get(key)
         if not debug:
             if isinstance(found, LaunchPlan) and found.fits(operands):
@@ -305,6 +308,15 @@ def planned(launcher: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return run
+
+
+def _resolved(value: Any) -> Any:
+    """Without torch's lazy negation, of which kernels, which read memory, know nothing."""
+    if isinstance(value, Tensor):
+        return value.resolve_neg()
+    if not isinstance(value, tuple):
+        return value
+    return getattr(type(value), "_make", tuple)(map(_resolved, value))
 
 
 def _keep(plans: dict[Any, Any], key: object, found: object) -> None:
@@ -358,6 +370,8 @@ def _describe(values: Iterable[Any], key: list[Any], operands: list[Tensor], num
             if (number := numbers.setdefault(id(value), len(operands))) < len(operands):
                 key.append(number)
                 continue
+            if value.is_neg():
+                raise TypeError("its memory does not hold its numbers")
             key += value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15
             operands.append(value)
         elif isinstance(value, (tuple, list)):

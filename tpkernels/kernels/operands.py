@@ -189,6 +189,11 @@ def require_writable(launcher: str, name: str, tensor: Tensor, device: torch.dev
         raise ValueError(
             f"{launcher}: expected {name} on {device} like the other tensors, got {tensor.device}"
         )
+    if tensor.is_neg():
+        raise ValueError(
+            f"{launcher}: expected {name} whose memory holds its numbers, got one with torch's lazy "
+            "negation: call .resolve_neg()"
+        )
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(
             f"{launcher}: expected {name} with memory of its own for each element, got strides "

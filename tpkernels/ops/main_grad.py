@@ -85,9 +85,46 @@ class _SayItWasAdded(torch.autograd.Function):
                 "expected the weight's main_grad of forward in backward, got another, or none: the gradient "
                 "was added to the former; keep the tensor and zero it in place, or replace it before forward"
             )
+        _refuse_captured(ctx.next_functions[0][0])
         _mark_as_added(weight)
         zeroed = getattr(weight, "zero_out_wgrad", False)
         return torch.zeros_like(weight) if zeroed else torch.empty_like(weight)
+
+
+def _refuse_captured(weight: Any) -> None:
+    """Raise if `torch.autograd.grad` is to return the gradient of the weight, whose node this is."""
+    if _engine_runs(weight) is None:
+        raise RuntimeError(
+            "expected backward() of a weight with grad_added_to_main_grad, got torch.autograd.grad of it, "
+            "which would return a dummy: its gradient is in main_grad"
+        )
+
+
+def asked_for(
+    ctx: Context, main_grads: Sequence[Tensor | None], needs: Sequence[bool], first: int
+) -> Sequence[bool]:
+    """Return which weights' gradients this backward is to compute.
+
+    `autograd.grad(loss, x)` and `backward(inputs=[x])` leave weights out, and so their `main_grad`. Compiled
+    code computes all gradients in one graph, and does not know.
+
+    needs: of the weights, of `ctx.needs_input_grad`
+    first: place of the first weight among the tensors of forward
+    """
+    if torch.compiler.is_compiling() or all(into is None for into in main_grads):
+        return needs
+    return [
+        need and (into is None or _engine_runs(ctx.next_functions[first + i][0]) is not False)
+        for i, (need, into) in enumerate(zip(needs, main_grads, strict=True))
+    ]
+
+
+def _engine_runs(node: Any) -> bool | None:
+    """Whether the backward that runs now gets to this node; None if `autograd.grad` returns what it gets."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch does not say this of a leaf that is asked for
+        return None
 
 
 def _mark_as_added(weight: Tensor) -> None:

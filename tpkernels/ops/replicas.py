@@ -92,4 +92,4 @@ def _first_rank_bits(tensors: Sequence[Tensor], group: ProcessGroup) -> Iterator
 
 def _bits(tensor: Tensor) -> Tensor:
     """The tensor as bytes, in which a NaN equals itself and zero differs from minus zero."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.contiguous().resolve_neg().view(-1).view(torch.uint8)

@@ -29,7 +29,7 @@ def sums_on_device(tensors: Sequence[Tensor]) -> Tensor:
 
 def _sum_of_bits(tensor: Tensor, weights: Tensor) -> Tensor:
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()  # of a DTensor
-    octets = local.contiguous().view(-1).view(torch.uint8)
+    octets = local.contiguous().resolve_neg().view(-1).view(torch.uint8)
     if octets.storage_offset() % 8 or len(octets) % 8:  # no view of whole words
         octets = F.pad(octets, (0, -len(octets) % 8)).clone()
     words = octets.view(torch.int64)

@@ -223,7 +223,7 @@ def _copy(into: Tensor, rows: Tensor) -> None:
     """In this thread alone: to torch's `copy_` each thread that pushes brings a pool of its own, beside those
     that multiply.
     """
-    if rows.is_contiguous() and rows.dtype == into.dtype:
+    if rows.is_contiguous() and rows.dtype == into.dtype and not rows.is_neg():
         ctypes.memmove(into.data_ptr(), rows.data_ptr(), rows.nbytes)
     else:
         into.copy_(rows)

@@ -47,7 +47,7 @@ class _WeightCache:
         if found is None or weight.is_inference() or _is_captured(weight):
             return _quantized(weight, recipe, transposed)
         place = StorageWeakRef(weight.untyped_storage()), weight.storage_offset(), _stream_of(weight)
-        key = *place, weight.shape, weight.stride(), weight.dtype, recipe, transposed
+        key = *place, weight.shape, weight.stride(), weight.dtype, weight.is_neg(), recipe, transposed
         version, words = found.get(key, (-1, weight))
         if version != weight._version:
             version, words = weight._version, _quantized(weight, recipe, transposed)

@@ -36,7 +36,13 @@ from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
-from tpkernels.ops.main_grad import MainGrads, add_if_traced, check_main_grad, empty_weight_gradient
+from tpkernels.ops.main_grad import (
+    MainGrads,
+    add_if_traced,
+    asked_for,
+    check_main_grad,
+    empty_weight_gradient,
+)
 from tpkernels.ops.numerics import KeptRows
 from tpkernels.ops.tensor_parallel.layout import (
     Layout,
@@ -208,7 +214,9 @@ class _ColumnLinear(torch.autograd.Function):
         count, main_grads = len(dys), ctx.main_grads
         x, *saved = ctx.saved_tensors
         weights, zs = saved[:count], saved[count:]
-        dx, *grads = column_gradients(ctx.needs_input_grad[2:], dys, x, weights, zs, main_grads, *ctx.options)
+        needs_dx, *needs = ctx.needs_input_grad[2:]
+        needs = [needs_dx, *asked_for(ctx, main_grads, needs[:count], 1), *needs[count:]]
+        dx, *grads = column_gradients(needs, dys, x, weights, zs, main_grads, *ctx.options)
         return None, None, dx, *add_if_traced(main_grads, grads[:count]), *grads[count:]
 
 

@@ -48,6 +48,7 @@ from tpkernels.ops.inputs import (
 from tpkernels.ops.main_grad import (
     MainGrads,
     add_if_traced,
+    asked_for,
     check_main_grad,
     empty_weight_gradient,
 )
@@ -189,9 +190,9 @@ class _ParallelMlp(torch.autograd.Function):
         count, main_grads = len(ctx.main_grads), ctx.main_grads
         x, *saved = ctx.saved_tensors
         weights, zs = saved[:count], saved[count:]
-        dx, db_up, db_down, *dws = mlp_gradients(
-            ctx.needs_input_grad[2:], dy, x, weights, zs, main_grads, *ctx.options
-        )
+        needs = ctx.needs_input_grad[2:]
+        needs = (*needs[:-count], *asked_for(ctx, main_grads, needs[-count:], -count))
+        dx, db_up, db_down, *dws = mlp_gradients(needs, dy, x, weights, zs, main_grads, *ctx.options)
         return None, None, dx, db_up, db_down, *add_if_traced(main_grads, dws)
 
 

@@ -38,6 +38,7 @@ from tpkernels.ops.main_grad import (
     MainGrads,
     WeightGradient,
     add_if_traced,
+    asked_for,
     check_main_grad,
     empty_weight_gradient,
 )
@@ -125,7 +126,10 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     @first_order("row_linear")
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs, main_grads, (x, weight) = ctx.needs_input_grad[2:], ctx.main_grads, ctx.saved_tensors
+        (needs_dx, needs_dw, needs_db), main_grads = ctx.needs_input_grad[2:], ctx.main_grads
+        x, weight = ctx.saved_tensors
+        (needs_dw,) = asked_for(ctx, main_grads, [needs_dw], 2)
+        needs, x = (needs_dx, needs_dw, needs_db), x if needs_dw else None
         dx, dw, db = row_gradients(needs, dy, x, weight, main_grads, ctx.layout)
         return None, None, dx, *add_if_traced(main_grads, [dw]), db
 

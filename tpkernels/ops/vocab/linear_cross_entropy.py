@@ -61,7 +61,7 @@ from tpkernels.ops.inputs import (
     is_casting,
     tokens_of,
 )
-from tpkernels.ops.main_grad import check_main_grad
+from tpkernels.ops.main_grad import asked_for, check_main_grad
 from tpkernels.ops.numerics import Operand, Plain
 from tpkernels.ops.tensor_parallel.layout import checked_layout
 from tpkernels.ops.tensor_parallel.parallel import start_rows, start_sum
@@ -252,6 +252,8 @@ class _ReducedLoss(torch.autograd.Function):
     @first_order(OP, reads_intermediates=True)
     def backward(ctx: Context, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         share, dhidden, dweight = ctx.saved_tensors
+        if not all(asked_for(ctx, [ctx.main_grad], [True], 1)):
+            dweight = None
         dtype = ctx.dtype if ctx.main_grad is None else torch.promote_types(ctx.dtype, torch.float32)
         dhidden, dweight = reduced_gradients(dloss * share, dhidden, dweight, ctx.dtype, dtype, ctx.options)
         return dhidden, _delivered(dweight, ctx.main_grad), *([None] * 6)
@@ -290,6 +292,7 @@ class _TokenLosses(torch.autograd.Function):
         if dloss is None:
             dloss = torch.zeros_like(known.target, dtype=wide)
         needs_dhidden, needs_dweight, *_ = ctx.needs_input_grad
+        (needs_dweight,) = asked_for(ctx, [ctx.main_grad], [needs_dweight], 1)
         dhidden, dweight = token_gradients(
             dloss, dentropy, hidden, weight, known, needs_dhidden, needs_dweight, dtype, ctx.options
         )
