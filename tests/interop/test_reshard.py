@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.checks import error_of
 from tests.interop.models import built
+from tests.interop.nccl_messages import over_nccl
 from tests.interop.refused import refused
 from tests.live_bytes import LiveBytes
 from tests.models.small import CONFIGS, IDS
@@ -40,6 +41,7 @@ from tpkernels.interop.shards import TensorShard, shards_of
 
 KINDS = ("llama", "gpt2", "odd")
 WAYS = ("auto", "c10d")  # read out of the memory of others; sent to others
+ALL_WAYS = (*WAYS, "nccl")
 
 
 def over(tensor):
@@ -66,7 +68,7 @@ def unequal(model, expected):
 
 
 def moving_by(way):
-    return patch.object(select, "requested_transport", way)
+    return over_nccl() if way == "nccl" else patch.object(select, "requested_transport", way)
 
 
 def all_moved(moved):
@@ -127,7 +129,7 @@ def test_later_calls_take_the_plan_of_the_first_while_all_tensors_lie_where_they
 
 
 @once(
-    way=WAYS,
+    way=ALL_WAYS,
     ranks=(((0, 1), (2, 3)), ((0, 1, 2, 3), (1, 2)), ((3,), (0, 1, 2, 3))),
 )
 @on_ranks(4)
@@ -235,11 +237,16 @@ def test_what_does_not_fit_is_refused_on_all_ranks_alike():
     linear = ColumnParallelLinear(4, 8, bias=False, state=world)
     held = shards_of(linear)
     turned = {"weight": replace(held["weight"], rank=1 - rank)}
+    one = {"weight": torch.zeros(4)} if rank == 0 else None
+    in_fp8 = {"weight": torch.zeros(4, dtype=torch.float8_e4m3fn)}
+    in_whole_numbers = {"weight": torch.zeros(4, dtype=torch.int32)}
     calls = {
         "has besides ['blocks.2.attention.qkv.query.weight', ": (model, deep),
         "and lacks ['norm.weight']": (model, lacking),
         "'blocks.0.mlp.up.weight': expected (24, 16)": (model, wide),
         "pass cast=True to convert": (model, half),
+        "torch.float32 and torch.float8_e4m3fn: they need scales": (one, in_fp8),
+        "got torch.float32 and torch.int32": (one, in_whole_numbers),
         "no rank holds any tensor": (None, other),
         "no rank needs any tensor": (model, None),
         "rank 1 (32, 16) of torch.float32": (model, wide if rank else other),
@@ -247,7 +254,10 @@ def test_what_does_not_fit_is_refused_on_all_ranks_alike():
         "shares memory with 'weight'": (held, turned),
         "[4:8, 0:4], which no rank holds": (None if rank else linear, full),
     }
-    said = [refused("ValueError", text, reshard, source, to=to) for text, (source, to) in calls.items()]
+    said = [
+        refused("ValueError", text, reshard, source, to=to, cast=to is in_fp8 or to is in_whole_numbers)
+        for text, (source, to) in calls.items()
+    ]
     said.append(refused("ValueError", "one bucket of one byte", reshard, model, to=other, buckets=0))
     said.append(refused("TypeError", "expected a model, a mapping", reshard, [model], to=other))
     assert of_all(said) == [said] * 2
@@ -287,6 +297,9 @@ def refusals_of_shards(rank):
         inferred = {"weight": torch.zeros(4, 2)}
     here = {"weight": full} if rank == 0 else None
     both = {"embed": full, "head": full + 1} if rank == 0 else None
+    buffer, expanded = torch.zeros(12), torch.zeros(1, 2).expand(4, 2)
+    overlapping = {"embed": buffer[:8].view(4, 2), "head": buffer[4:].view(4, 2)}
+    sparse = full.to_sparse()
     repeated = TensorShard(torch.zeros(8, 2), (4, 2), 0, twice, 0, (0, 0))
     return {
         "ranges that do not overlap": (here, {"weight": repeated}),
@@ -294,6 +307,9 @@ def refusals_of_shards(rank):
         "is of an expert": (expert, {"weight": torch.zeros(4, 2)}),
         "is wrapped by FullyShardedDataParallel": (FullyShardedDataParallel(2, 4), {"weight": full}),
         "made in inference mode": (here, inferred),
+        "'embed' and 'head' are one memory, at": (both, overlapping),
+        "'weight' is expanded": (here, {"weight": expanded}),
+        "expected plain numbers, got Tensor torch.sparse_coo": ({"weight": sparse}, {"weight": full}),
         "'embed' and 'head' are one memory": (both, dict.fromkeys(("embed", "head"), torch.zeros(4, 2))),
     }
 
@@ -328,11 +344,13 @@ def test_no_call_of_the_system_reads_more_than_it_can():
 
 @on_ranks(2)
 def test_numbers_with_the_negative_bit_keep_their_signs():
-    weight = torch.complex(torch.ones(4), torch.arange(1.0, 5)).conj().imag
-    assert weight.is_neg()
+    """Which the plan of the same memory without that bit would lose."""
+    numbers = torch.complex(torch.ones(4), torch.arange(1.0, 5))
     found = torch.zeros(4)
-    reshard({"weight": weight} if dist.get_rank() == 0 else None, to={"weight": found})
-    assert found.tolist() == [-1, -2, -3, -4]
+    for weight, signed in ((numbers.imag, [1, 2, 3, 4]), (numbers.conj().imag, [-1, -2, -3, -4])):
+        reshard({"weight": weight} if dist.get_rank() == 0 else None, to={"weight": found})
+        assert found.tolist() == signed
+    assert weight.is_neg()
 
 
 def trained(model, seed):
@@ -454,7 +472,7 @@ def _nth(size, ranks, rank):
     return range(size * rank // ranks, size * (rank + 1) // ranks)
 
 
-@pairwise(kind=("llama", "gpt2"), names=tuple(THEIRS), way=WAYS)
+@pairwise(kind=("llama", "gpt2"), names=tuple(THEIRS), way=ALL_WAYS)
 @on_ranks(4)
 def test_an_engine_gets_its_own_names_and_shards(kind, names, way):
     rank, config = dist.get_rank(), CONFIGS[kind]

@@ -13,7 +13,6 @@ from tpkernels.topology.moves import (
     messages_of,
     moves_of,
     parts_of,
-    rounds_of,
 )
 from tpkernels.topology.shard import ranges_of, split_heads, split_vocabulary, stacked_ranges
 
@@ -85,18 +84,46 @@ def test_each_lacking_element_is_sent_once_and_no_other(held, wanted, machines, 
         if any(block <= cells(held[rank]).keys() for rank in near):
             assert move.sender in near
     bucket, buckets = data.draw(st.integers(2, 64)), data.draw(st.integers(1, 3))
-    rounds = rounds_of(messages_of(moves, bucket), buckets)
-    carried = Counter()
-    for round_ in rounds:
-        busy = Counter(rank for message in round_ for rank in (message.sender, message.receiver))
-        assert max(busy.values()) <= buckets
-        assert all(message.size <= bucket for message in round_)
-        for message in round_:
-            for move in message.moves:
-                assert (move.sender, move.receiver) == (message.sender, message.receiver)
-                carried.update((message.receiver, cell) for cell in cells([move.block]))
+    messages, carried = messages_of(moves, bucket, WORLD), Counter()
+    for message in messages:
+        assert message.size <= bucket
+        for move in message.moves:
+            assert (move.sender, move.receiver) == (message.sender, message.receiver)
+            carried.update((message.receiver, cell) for cell in cells([move.block]))
     expected = ((m.receiver, cell) for m in moves if m.sender != m.receiver for cell in cells([m.block]))
     assert carried == Counter(expected)
+    alike = [placement._replace(name=f"w{i}") for i in range(3)]  # of which others send each
+    moves, plans = moves_of(alike, machines), []
+    messages = messages_of(moves, bucket, WORLD)
+    for rank in range(WORLD):
+        own = moves_of(alike, machines, rank)
+        assert own == [move for move in moves if rank in (move.sender, move.receiver)]
+        plans.append(messages_of(own, bucket, WORLD))
+        assert plans[rank] == [each for each in messages if rank in (each.sender, each.receiver)]
+    assert not any(stuck(plans, buckets))
+
+
+def stuck(plans, buckets):
+    """What does not arrive if each rank starts so many messages at once, and goes on when all have arrived.
+
+    As over NCCL: a rank's next messages wait for those before; two ranks tell theirs by their order.
+    """
+    launches = []
+    for plan in plans:
+        numbered, seen = [], Counter()
+        for message in plan:
+            pair = message.sender, message.receiver
+            numbered.append((*pair, seen[pair]))
+            seen[pair] += 1
+        launches.append([set(numbered[i : i + buckets]) for i in range(0, len(numbered), buckets)])
+    while True:
+        under_way = Counter(message for own in launches for message in (own[0] if own else ()))
+        arrived = {message for message, ranks in under_way.items() if ranks == 2}
+        if not arrived:
+            return launches
+        for own in launches:
+            if own and not own[0].difference_update(arrived) and not own[0]:
+                own.pop(0)
 
 
 def test_replicas_share_the_work():
@@ -123,4 +150,4 @@ def test_what_nobody_holds_is_an_error():
 def test_a_number_without_dimensions_moves():
     (move,) = moves_of([Placement("step", 8, [((),), ()], [(), ((),)])], [0, 1])
     assert move == ("step", 0, 1, (), 8)
-    assert messages_of([move], 4)[0].size == 8
+    assert messages_of([move], 4, 2)[0].size == 8

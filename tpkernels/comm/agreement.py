@@ -2,12 +2,13 @@
 
 `agree` compares what ranks bring to a call: one small all-gather of a digest. Only if digests differ, a
 second one brings what each rank has, so that every rank can say who differs, and where. `offers_of_all` tells
-each rank what the others offer for something that all make together.
+each rank what the others offer for something that all make together, `bytes_of_all` whatever ranks bring.
 """
 
 from __future__ import annotations
 
 import builtins
+import ctypes
 import hashlib
 import json
 from collections.abc import Sequence
@@ -100,6 +101,15 @@ def offers_of_all(
         if why:
             raise CannotTakePart(f"{here}: rank {peer} cannot take part: {why}")
     return [offered for _, _, *offered in found]
+
+
+def bytes_of_all(name: str, own: bytes, group: ProcessGroup) -> list[bytes]:
+    """What each rank brings, which may be of any lengths. name: of the call, for errors"""
+    call = handshake(name, "bytes of all ranks", group)
+    lengths = _all_gather(torch.tensor([len(own)]), call).flatten().tolist()
+    padded = torch.frombuffer(bytearray(own.ljust(max(lengths))), dtype=torch.uint8)
+    rows = _all_gather(padded, call)
+    return [ctypes.string_at(row.data_ptr(), size) for row, size in zip(rows, lengths, strict=True)]
 
 
 def describe(name: str, tensor: Tensor, *, strides: bool = True) -> str:

@@ -5,7 +5,7 @@
     processes of one machine, on CPUs    is read by the receiver out of the sender's memory: one copy
     any others                           travels in a message of at most `bucket_bytes`, packed with others
 
-Beyond its tensors a rank takes at most `buckets` x `bucket_bytes` of memory: for the messages of a round, for
+Beyond its tensors a rank takes at most `buckets` x `bucket_bytes` of memory: for messages, for
 addresses, and for blocks that are not read where they belong, since they are cast or transposed there.
 """
 
@@ -112,24 +112,25 @@ def _located(tensors: Sequence[tuple[Block, Located]], block: Block) -> Located:
 @torch.no_grad()
 def exchange(
     what: str,
-    rounds: Sequence[Sequence[Message]],
+    messages: Sequence[Message],
+    buckets: int,
     group: ProcessGroup,
     sources: Chunks,
     targets: Chunks,
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Send and receive in rounds. All ranks of the group call this.
+    """Send and receive so many messages at a time. All ranks of the group call this.
 
     what: describes all of it, the same on all ranks
-    rounds: of `topology.moves`, as far as this rank takes part
+    messages: of `topology.moves`, those of this rank
     dtypes: of the sources
     """
     call = begin("reshard", what, group)
-    for messages in rounds:
-        _exchange_round(call, messages, sources, targets, dtypes)
+    for first in range(0, len(messages), buckets):
+        _exchange_some(call, messages[first : first + buckets], sources, targets, dtypes)
 
 
-def _exchange_round(
+def _exchange_some(
     call: Call,
     messages: Sequence[Message],
     sources: Chunks,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tpkernels.interop.freed import freed_like, is_freed
 from tpkernels.interop.shards import TensorShard
 
 STATE = "optimizer.state."  # what names of entries begin with: optimizer.state.NAME.KEY
@@ -85,7 +86,9 @@ class OptimizerState:
                 continue
             shape, dtype = described
             if shape and shape == shard.shape:
-                self._placed[entry] = torch.zeros_like(shard.tensor, dtype=dtype)
+                is_later = not isinstance(shard.tensor, DTensor) and is_freed(shard.tensor)
+                new = freed_like if is_later else torch.zeros_like
+                self._placed[entry] = new(shard.tensor, dtype=dtype)
                 place[entry] = shard.of(self._placed[entry])
             else:
                 on_device = options.get("capturable") or options.get("fused")

@@ -6,12 +6,16 @@ Each rank describes the blocks that it holds and those that it needs, all ranks 
 each finds the same plan by arithmetic (`topology.moves`), which `carry` carries out. A model that does not
 fit is refused on all ranks before anything is sent. While all tensors lie where they lay, on all ranks, later
 calls take the plan of the first.
+
+A model that is freed meanwhile moves in steps: a few tensors of `to` get memory and are filled, and when all
+ranks have what they need of these, the source's are freed.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, get_args
 from weakref import WeakKeyDictionary
 
@@ -21,8 +25,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from tpkernels.comm.agreement import bytes_of_all
 from tpkernels.comm.transports import select
 from tpkernels.interop.carry import Peer, copy_own, exchange, read_from_peers
+from tpkernels.interop.freed import leave_meta_device, refuse_shared
 from tpkernels.interop.optimizer_state import GROUPS, Described, OptimizerState
 from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.interop.renamed_shards import Heads, Names
@@ -35,11 +41,12 @@ from tpkernels.interop.sides import (
     placements_of,
     readable,
     refuse_shared_memory,
+    told_by,
 )
 from tpkernels.layers.world import State
 from tpkernels.models.gpt import GPT
 from tpkernels.runtime import c10d
-from tpkernels.topology.moves import Message, Move, messages_of, moves_of, own_rounds, rounds_of
+from tpkernels.topology.moves import Message, Move, messages_of, moves_of, steps_of
 
 T = TypeVar("T")
 
@@ -62,6 +69,7 @@ def reshard(
     optimizer: Optimizer | None = None,
     to_optimizer: Optimizer | None = None,
     cast: bool = False,
+    free_source: bool = False,
     state: State = None,
     to_state: State = None,
     bucket_bytes: int = 32 * 2**20,
@@ -70,26 +78,39 @@ def reshard(
     """Fill `to` with the weights of `model_or_state`, which other ranks may hold, and hold in another way.
 
     Called by all ranks of the world. Parameters and persistent buffers move; padding of `to` becomes zero.
-    After an error `model_or_state` is as it was, and `to` may be filled in part.
+    After an error `model_or_state` is as it was, unless it is freed, and `to` may be filled in part.
 
     model_or_state: None on a rank that has none
-    to: None on a rank that needs none
+    to: None on a rank that needs none; a model that is on the meta device, or was freed, gets memory as it is
+        filled
     names: of `to`: those of `model_or_state`, or for a GPT those of Hugging Face's or Megatron's model
     optimizer, to_optimizer: of the models, whose state and options move, too
-    cast: convert tensors of another dtype
+    cast: convert tensors of another floating-point dtype
+    free_source: free the model's parameters, and its optimizer's state, as they have moved
     state, to_state: as the models were built with; by default found in their layers
     bucket_bytes, buckets: a rank has at most so many messages of so many bytes in flight, and takes no more
         memory than these
     """
-    request = f"reshard(names={names!r}, cast={cast}, bucket_bytes={bucket_bytes}, buckets={buckets})"
+    request = (
+        f"reshard(names={names!r}, cast={cast}, free_source={free_source}, bucket_bytes={bucket_bytes}, "
+        f"buckets={buckets})"
+    )
     with raise_on_all_ranks(request):
         if min(bucket_bytes, buckets) < 1:
             raise ValueError(f"expected at least one bucket of one byte, got {buckets} of {bucket_bytes}")
         if names not in get_args(Names):
             raise ValueError(f"names: expected one of {', '.join(get_args(Names))}, got {names!r}")
-        source, target = Side.of(model_or_state, state), Side.of(to, to_state)
+        source = Side.of(model_or_state, state)
+        source.refuse_freed("has no numbers; move those of the model that it was moved to")
+        if isinstance(to, nn.Module) and source.shards:
+            leave_meta_device(unwrapped(to), next(iter(source.shards.values())).local.device)
+        target = Side.of(to, to_state)
+        if names != "own":
+            target.refuse_freed(f"gets memory only where names='own', not {names!r}")
         kept = {} if optimizer is None else OptimizerState(optimizer, source.shards).content()
         resumed = None if to_optimizer is None else OptimizerState(to_optimizer, target.shards)
+        if free_source:
+            _require_freeable(model_or_state, source, kept)
         told = _Told(
             {name: shard.shape for name, shard in source.shards.items()},
             _heads(model_or_state),
@@ -97,40 +118,84 @@ def reshard(
             _described(kept),
             resumed is not None,
         )
-        options = names, cast, bucket_bytes, buckets, select.requested_transport, told.heads
+        options = names, cast, free_source, bucket_bytes, buckets, select.requested_transport, told.heads
         has_optimizer = optimizer is not None or to_optimizer is not None  # whose states are new tensors
         places = None if has_optimizer else (options, source.places, target.places)
-        rank, group = dist.get_rank(), c10d.default_group()
+        group = c10d.default_group()
         plans = _plans_of.setdefault(group, _Plans())
         plan = plans.known.get(places)
     states = _States([], {}, {})
     numbers = {*_gathered(0 if plan is None else plan.number)}
     if plan is None or len(numbers) > 1:  # the same on all ranks
         plan, states = _planned(
-            *(plans.next_number(), told, source, target, kept, resumed, names, cast), bucket_bytes, buckets
+            *(plans.next_number(), told, source, target, kept, resumed, names, cast, free_source),
+            *(bucket_bytes, buckets),
         )
         if places is not None:
             plans.keep(places, plan)
     elif plan.renaming is not None:
         target.rename(*plan.renaming)
-    sources, targets, dtypes = source.chunks, target.chunks, plan.dtypes
-    with raise_on_all_ranks("reshard: copies"):  # at its end all have read: others may change what they read
-        copy_own(plan.copied, sources, targets)
-        read_from_peers(plan.read, plan.peers, targets, dtypes, bucket_bytes * buckets)
-    if plan.sent_by_all:
-        with raise_on_all_ranks("reshard: messages"):
-            exchange(f"{plan.sent_by_all} blocks", plan.rounds, group, sources, targets, dtypes)
-    target.finish()
+    with _told_if_halved(free_source):
+        for step in plan.steps:
+            with raise_on_all_ranks("reshard: copies"):  # at its end all have read: what they read may change
+                target.give_memory(step.names)
+                sources, targets = source.chunks, target.chunks
+                copy_own(step.copied, sources, targets)
+                read_from_peers(step.read, plan.peers, targets, plan.dtypes, bucket_bytes * buckets)
+            if step.is_sent:
+                with raise_on_all_ranks("reshard: messages"):
+                    exchange("messages", step.messages, buckets, group, sources, targets, plan.dtypes)
+            if free_source:
+                del sources
+                source.free(step.names)
+        target.finish()
     if resumed is not None:
         resumed.take(states.groups, states.entries | states.placed)
-    messages = [message for messages in plan.rounds for message in messages]
-    return Resharded(
-        sum(move.size for move in plan.copied),
-        sum(move.size for move in plan.read),
-        sum(message.size for message in messages if message.receiver == rank),
-        sum(message.size for message in messages if message.sender == rank),
-        len(messages),
+    return _done(plan, dist.get_rank())
+
+
+def _require_freeable(given: object, source: Side, kept: Mapping[str, Any]) -> None:
+    if given is not None and not isinstance(given, nn.Module):
+        raise TypeError(
+            f"free_source: expected a model, got {type(given).__name__}: others may hold the tensors in it"
+        )
+    shards = source.shards | _shards_in(kept)
+    refuse_shared([(name, shard.tensor) for name, shard in shards.items()])
+
+
+@contextmanager
+def _told_if_halved(is_freed: bool) -> Iterator[None]:
+    """Say after an error that no model has all weights."""
+    try:
+        yield
+    except Exception as error:
+        if not is_freed:
+            raise
+        raise RuntimeError(
+            "reshard: part of the model has moved and is freed, the rest has not; load a checkpoint. Cause: "
+            f"{error}"
+        ) from error
+
+
+def _done(plan: _Plan, rank: int) -> Resharded:
+    messages = [message for step in plan.steps for message in step.messages]
+    copied, read = (
+        sum(move.size for moves in each for move in moves)
+        for each in ([step.copied for step in plan.steps], [step.read for step in plan.steps])
     )
+    received = sum(message.size for message in messages if message.receiver == rank)
+    sent = sum(message.size for message in messages if message.sender == rank)
+    return Resharded(copied, read, received, sent, len(messages))
+
+
+class _Step(NamedTuple):
+    """What one rank does with some of the tensors."""
+
+    names: list[str]
+    copied: list[Move]  # of what it holds itself
+    read: list[Move]  # out of the memory of others
+    messages: list[Message]  # that it sends or receives
+    is_sent: bool  # whether any rank sends a message
 
 
 class _Plan(NamedTuple):
@@ -139,11 +204,8 @@ class _Plan(NamedTuple):
     number: int  # the same on all ranks
     renaming: Renaming | None  # of this rank's `to`
     dtypes: dict[str, torch.dtype]  # of the sources
-    copied: list[Move]  # by this rank, of what it holds itself
-    read: list[Move]  # by this rank, out of the memory of these
-    peers: dict[int, Peer]
-    sent_by_all: int  # blocks, of all ranks together
-    rounds: list[list[Message]]  # those that this rank sends or receives
+    peers: dict[int, Peer]  # whose memory it reads
+    steps: list[_Step]
 
 
 class _Plans:
@@ -184,6 +246,7 @@ def _planned(
     resumed: OptimizerState | None,
     names: Names,
     cast: bool,
+    free_source: bool,
     bucket_bytes: int,
     buckets: int,
 ) -> tuple[_Plan, _States]:
@@ -192,7 +255,8 @@ def _planned(
         own_words = pickle.dumps(told)  # an optimizer's options may be anything
     words, renaming = _gathered(own_words), None
     with raise_on_all_ranks("reshard: names and optimizers"):
-        told_by_all: list[_Told] = [pickle.loads(each) for each in words]
+        known: dict[bytes, _Told] = {each: pickle.loads(each) for each in {*words}}  # replicas tell the same
+        told_by_all = [known[each] for each in words]
         if names != "own" and target.shards:
             renaming = _told_of_names(told_by_all, names)
             target.rename(*renaming)
@@ -200,27 +264,46 @@ def _planned(
         placed = {} if resumed is None else _placed(resumed, groups, entries)
         source.add(_shards_in(kept))
         target.add(_shards_in(placed))
-        refuse_shared_memory(source, target)
+        refuse_shared_memory(source, target, is_freed_later=free_source)
         own = Description.of(source, target)
     everybody, rank = _gathered(own), dist.get_rank()
     with raise_on_all_ranks("reshard: comparison of models"):
-        dtypes = dtypes_of(everybody, cast=cast)
-        moves = moves_of(placements_of(everybody, dtypes), [described.place for described in everybody])
+        held, needed = told_by(everybody)
+        dtypes = dtypes_of(held, needed, cast=cast)
+        placements = placements_of(held, needed, dtypes)
+        moves = moves_of(placements, [described.place for described in everybody], rank)
         peers = readable(moves, everybody, rank)
     read_by_all = _gathered(frozenset(peers))
-    copied = [move for move in moves if move.sender == move.receiver == rank]
-    read = [move for move in moves if move.receiver == rank and move.sender in peers]
-    sent = [move for move in moves if move.sender not in (move.receiver, *read_by_all[move.receiver])]
-    rounds = own_rounds(rounds_of(messages_of(sent, bucket_bytes), buckets), rank)
-    plan = _Plan(number, renaming, dtypes, copied, read, peers, len(sent), rounds)
-    return plan, _States(groups, entries, placed)
+    parts = steps_of(placements, bucket_bytes * buckets) if free_source else [[*dtypes]]
+    step_of = {name: number for number, some in enumerate(parts) for name in some}
+    sorted_moves: list[list[Move]] = [[] for _ in parts]
+    for move in moves:
+        sorted_moves[step_of[move.name]].append(move)
+    steps = [
+        _Step(
+            some,
+            [move for move in own_moves if move.sender == move.receiver],
+            [move for move in own_moves if move.receiver == rank and move.sender in peers],
+            messages_of(
+                [m for m in own_moves if m.sender not in read_by_all[m.receiver]],
+                bucket_bytes,
+                len(everybody),
+            ),
+            is_sent=False,
+        )
+        for some, own_moves in zip(parts, sorted_moves, strict=True)
+    ]
+    counts = _gathered([len(step.messages) for step in steps])
+    steps = [
+        step._replace(is_sent=any(count[number] for count in counts)) for number, step in enumerate(steps)
+    ]
+    return _Plan(number, renaming, dtypes, peers, steps), _States(groups, entries, placed)
 
 
 def _gathered(own: T) -> list[T]:
-    everybody: list[T] = [own] * dist.get_world_size()
-    if dist.get_world_size() > 1:
-        dist.all_gather_object(everybody, own)
-    return everybody
+    if dist.get_world_size() == 1:
+        return [own]
+    return [pickle.loads(each) for each in bytes_of_all("reshard", pickle.dumps(own), c10d.default_group())]
 
 
 class _Told(NamedTuple):

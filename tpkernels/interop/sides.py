@@ -5,18 +5,21 @@ What ranks tell each other is gathered by all of them. So each finds out for its
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.peer_memory import Located, Trial, can_read, own_trial
 from tpkernels.comm.transports.processes import machine
 from tpkernels.interop.carry import Peer, block_of
+from tpkernels.interop.freed import free, give_memory, is_freed
 from tpkernels.interop.renamed_shards import Heads, Names, listed, under_our_names
 from tpkernels.interop.shards import Chunk, TensorShard, require_one_stage, shards_in, shards_of
 from tpkernels.layers.world import State
@@ -55,8 +58,7 @@ class Side:
             got = type(given).__name__
             raise TypeError(f"expected a model, a mapping of tensors by name, or None, got {got}")
         for name, shard in side.shards.items():
-            if shard.local.is_inference() and not torch.is_inference_mode_enabled():
-                raise ValueError(f"'{name}' was made in inference mode; call reshard within it, too")
+            _require_plain(name, shard.local)
         return side
 
     def add(self, shards: Mapping[str, TensorShard]) -> None:
@@ -72,6 +74,26 @@ class Side:
         self.tensors |= {
             name: Part(shard.shape, shard.local.dtype, list(shard.chunks())) for name, shard in shards.items()
         }
+
+    def refuse_freed(self, why: str) -> None:
+        """Raise if a tensor was freed. why: it cannot be, in words"""
+        for name, shard in self.shards.items():
+            if is_freed(shard.local):
+                raise ValueError(f"'{name}' was freed by a call with free_source=True, and {why}")
+
+    def give_memory(self, names: Iterable[str]) -> None:
+        """Let those of these tensors that were freed hold numbers again."""
+        for name in names:
+            shard = self.shards.get(name)
+            if shard is not None and is_freed(shard.local):
+                give_memory(shard.tensor)
+                self.add({name: shard})
+
+    def free(self, names: Iterable[str]) -> None:
+        """Give back the memory of these tensors."""
+        for name in names:
+            if self.tensors.pop(name, None) is not None:  # it has views
+                free(self.shards[name].tensor)
 
     def rename(self, ours: Mapping[str, tuple[int, ...]], names: Names, heads: Heads | None) -> None:
         """Let all move under our names. ours: full shapes by name"""
@@ -93,6 +115,7 @@ class Side:
             local, ranges = shard.local, tuple(map(tuple, shard.ranges))  # which callers may give as lists
             found += name, tuple(shard.shape), shard.dim, ranges, shard.rank, tuple(shard.start)
             found += local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
+            found += local.is_neg(), local.is_conj()
         return tuple(found)
 
     @property
@@ -111,6 +134,20 @@ class Side:
         for shard in self.shards.values():
             shard.zero_padding()
             torch.autograd.graph.increment_version(shard.local)  # bytes that were read came unnoticed
+
+
+def _require_plain(name: str, local: Tensor) -> None:
+    """Raise for tensors whose elements are not where torch says, each in a place of its own."""
+    if local.is_meta:
+        raise ValueError(f"'{name}' is on the meta device; call model.to_empty(device=...) first")
+    if local.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"'{name}' was made in inference mode; call reshard within it, too")
+    if (
+        is_traceable_wrapper_subclass(cast(object, local))
+        or local.layout != torch.strided
+        or local.is_quantized
+    ):
+        raise ValueError(f"'{name}': expected plain numbers, got {type(local).__name__} {local.layout}")
 
 
 def _require_known_shards(model: nn.Module) -> None:
@@ -137,30 +174,45 @@ class Part(NamedTuple):
     chunks: list[Chunk]
 
 
-def refuse_shared_memory(source: Side, target: Side) -> None:
-    """Raise if what this rank needs would be written over what it holds, in another place."""
+def refuse_shared_memory(source: Side, target: Side, *, is_freed_later: bool) -> None:
+    """Raise if what this rank needs would be written over what it holds, or over what it needs besides.
+
+    is_freed_later: the source is
+    """
     held, same = {}, set()
     for name, part in source.tensors.items():
         for chunk in part.chunks:
             held[chunk.view.untyped_storage().data_ptr()] = name
-            same.add((name, block_of(chunk), chunk.view.data_ptr(), chunk.view.stride()))
-    filled: dict[tuple[int, tuple[int, ...]], str] = {}
+            if not is_freed_later:
+                same.add((name, block_of(chunk), chunk.view.data_ptr(), chunk.view.stride()))
+    spans: list[tuple[int, int, str]] = []  # of memory, that is filled
     for name, part in target.tensors.items():
         for chunk in part.chunks:
-            if chunk.view.numel():
-                first = filled.setdefault((chunk.view.data_ptr(), tuple(chunk.view.shape)), name)
-                if first != name:
-                    raise ValueError(
-                        f"to: '{first}' and '{name}' are one memory, and two tensors of the model that it "
-                        "is filled from; leave one of the names out"
-                    )
+            if not chunk.view.numel() or is_freed(chunk.view):
+                continue
+            sizes = zip(chunk.view.shape, chunk.view.stride(), strict=True)
+            if any(size > 1 and not stride for size, stride in sizes):
+                raise ValueError(
+                    f"to: '{name}' is expanded: several of its elements are one memory; give it memory of "
+                    "its own"
+                )
+            first = chunk.view.data_ptr()
+            is_dense = chunk.view.is_contiguous()
+            spans.append((first, first + (chunk.view.nbytes if is_dense else 1), name))
             other = held.get(chunk.view.untyped_storage().data_ptr())
             here = name, block_of(chunk), chunk.view.data_ptr(), chunk.view.stride()
-            if other is not None and chunk.view.numel() and here not in same:
+            if other is not None and here not in same:
                 raise ValueError(
-                    f"to: '{name}' shares memory with '{other}' of the model that it is filled from, in "
-                    "another layout; give it memory of its own"
+                    f"to: '{name}' shares memory with '{other}' of the model that it is filled from, "
+                    f"{'which is freed' if is_freed_later else 'in another layout'}; give it memory of its "
+                    "own"
                 )
+    for (_, end, name), (begin, _, other) in pairwise(sorted(spans)):
+        if begin < end and name != other:
+            raise ValueError(
+                f"to: '{name}' and '{other}' are one memory, at least in part, and two tensors of the model "
+                "that it is filled from; leave one of the names out"
+            )
 
 
 class Told(NamedTuple):
@@ -169,72 +221,99 @@ class Told(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     blocks: tuple[Block, ...]
-    located: tuple[Located, ...] = ()
     together: tuple[int, ...] | None = None  # the ranks that have all of it, if a mapping has it
+
+    @classmethod
+    def of(cls, side: Side) -> dict[str, Told]:
+        return {
+            name: cls(shape, dtype, tuple(map(block_of, chunks)), side.together.get(name))
+            for name, (shape, dtype, chunks) in side.tensors.items()
+        }
 
 
 class Description(NamedTuple):
-    """What one rank tells all others."""
+    """What one rank tells all others.
 
-    place: str  # its machine
-    trial: Trial | None  # to read the tensors that it holds; None: they are not on the CPU
-    reads: bool  # whether what it needs is on the CPU
-    holds: dict[str, Told]
-    needs: dict[str, Told]
+    place: its machine
+    trial: to read the tensors that it holds; None: they are not on the CPU
+    reads: whether what it needs is on the CPU
+    tensors: pickled (what it holds, what it needs), each `Told` by name: replicas tell the same
+    located: pickled places of what it holds, by name, for ranks that read it
+    """
+
+    place: str
+    trial: Trial | None
+    reads: bool
+    tensors: bytes
+    located: bytes
 
     @classmethod
     def of(cls, source: Side, target: Side) -> Description:
-        is_here = source.is_on_cpu
-        holds, needs = (
-            {
-                name: Told(
-                    shape,
-                    dtype,
-                    tuple(map(block_of, chunks)),
-                    tuple(Located.of(chunk.view) for chunk in chunks) if is_read else (),
-                    side.together.get(name),
-                )
-                for name, (shape, dtype, chunks) in side.tensors.items()
-            }
-            for side, is_read in ((source, is_here), (target, False))
-        )
         reads = target.is_on_cpu and select.requested_transport != "c10d"
-        return cls(machine(), own_trial() if is_here else None, reads, holds, needs)
+        trial = own_trial() if source.is_on_cpu else None
+        tensors = pickle.dumps((Told.of(source), Told.of(target)))
+        located = {
+            name: [(block_of(chunk), Located.of(chunk.view)) for chunk in part.chunks]
+            for name, part in source.tensors.items()
+        }
+        return cls(machine(), trial, reads, tensors, pickle.dumps(located if trial else {}))
 
 
-def dtypes_of(everybody: Sequence[Description], *, cast: bool) -> dict[str, torch.dtype]:
+ByRank = list[dict[str, Told]]  # replicas have one and the same
+
+
+def told_by(everybody: Sequence[Description]) -> tuple[ByRank, ByRank]:
+    """What each rank holds, and what it needs."""
+    known: dict[bytes, tuple[dict[str, Told], dict[str, Told]]] = {}
+    for each in everybody:
+        if each.tensors not in known:
+            known[each.tensors] = pickle.loads(each.tensors)
+    held, needed = zip(*(known[each.tensors] for each in everybody), strict=True)
+    return list(held), list(needed)
+
+
+def dtypes_of(held: ByRank, needed: ByRank, *, cast: bool) -> dict[str, torch.dtype]:
     """The dtype of each tensor that is held. An error unless what is needed is what is held."""
-    held, needed = (
-        _agreed(what, [getattr(description, what) for description in everybody])
-        for what in ("holds", "needs")
-    )
-    missing, surplus = [name for name in needed if name not in held], [n for n in held if n not in needed]
+    found, wanted = _agreed("holds", held), _agreed("needs", needed)
+    missing, surplus = [name for name in wanted if name not in found], [n for n in found if n not in wanted]
     if missing or surplus:
         raise ValueError(
             f"the models have other tensors: `to` has besides {listed(missing)}, and lacks {listed(surplus)}"
         )
-    for name, (shape, dtype) in needed.items():
-        if held[name][0] != shape:
-            raise ValueError(f"'{name}': expected {held[name][0]} in `to`, got {shape}: full shapes")
-        if held[name][1] != dtype and not cast:
-            raise ValueError(
-                f"'{name}': expected {held[name][1]} in `to`, got {dtype}; pass cast=True to convert"
-            )
-        holders = [rank for rank, each in enumerate(everybody) if name in each.holds]
-        if len({everybody[rank].holds[name].together for rank in holders}) > 1:
+    for name, (shape, dtype) in wanted.items():
+        if found[name][0] != shape:
+            raise ValueError(f"'{name}': expected {found[name][0]} in `to`, got {shape}: full shapes")
+        _require_dtype(name, found[name][1], dtype, cast=cast)
+    distinct = {id(own): own for own in held}.values()
+    for name in found:
+        if len({own[name].together for own in distinct if name in own}) > 1:
+            holders = [rank for rank, own in enumerate(held) if name in own]
             raise ValueError(
                 f"'{name}': ranks {', '.join(map(str, holders))} hold plain tensors, or DTensors of several "
                 "meshes, of this name, which may be shards or copies: pass the model, DTensors, or what "
                 "interop.shards.shards_of(model) gives"
             )
-    return {name: dtype for name, (_, dtype) in held.items()}
+    return {name: dtype for name, (_, dtype) in found.items()}
 
 
-def _agreed(what: str, tensors: Iterable[dict[str, Told]]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _require_dtype(name: str, held: torch.dtype, needed: torch.dtype, *, cast: bool) -> None:
+    if held == needed:
+        return
+    if not cast:
+        raise ValueError(f"'{name}': expected {held} in `to`, got {needed}; pass cast=True to convert")
+    if not (held.is_floating_point and needed.is_floating_point and min(held.itemsize, needed.itemsize) > 1):
+        raise ValueError(
+            f"'{name}': cast=True converts between floating-point numbers of at least two bytes, got {held} "
+            f"and {needed}: they need scales, or lose more than digits; convert them yourself"
+        )
+
+
+def _agreed(what: str, tensors: ByRank) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Full shape and dtype of each tensor, which are the same on all ranks that have it."""
     found: dict[str, tuple[int, Told]] = {}
-    for rank, own in enumerate(tensors):
-        for name, mine in own.items():
+    distinct = {id(own): rank for rank, own in reversed([*enumerate(tensors)])}
+    for rank in sorted(distinct.values()):
+        for name, mine in tensors[rank].items():
             first, other = found.setdefault(name, (rank, mine))
             if (mine.shape, mine.dtype) != (other.shape, other.dtype):
                 raise ValueError(
@@ -246,19 +325,14 @@ def _agreed(what: str, tensors: Iterable[dict[str, Told]]) -> dict[str, tuple[tu
     return {name: (mine.shape, mine.dtype) for name, (_, mine) in found.items()}
 
 
-def placements_of(everybody: Sequence[Description], dtypes: Mapping[str, torch.dtype]) -> list[Placement]:
+def placements_of(held: ByRank, needed: ByRank, dtypes: Mapping[str, torch.dtype]) -> list[Placement]:
     """Where each tensor is and shall be."""
 
-    def blocks(tensors: dict[str, Told], name: str) -> tuple[Block, ...]:
-        return tensors[name].blocks if name in tensors else ()
+    def blocks(tensors: ByRank, name: str) -> list[tuple[Block, ...]]:
+        return [own[name].blocks if name in own else () for own in tensors]
 
     return [
-        Placement(
-            name,
-            dtype.itemsize,
-            [blocks(each.holds, name) for each in everybody],
-            [blocks(each.needs, name) for each in everybody],
-        )
+        Placement(name, dtype.itemsize, blocks(held, name), blocks(needed, name))
         for name, dtype in dtypes.items()
     ]
 
@@ -271,8 +345,5 @@ def readable(moves: Sequence[Move], everybody: Sequence[Description], rank: int)
         if not everybody[rank].reads or theirs.trial is None or theirs.place != everybody[rank].place:
             continue
         if can_read(theirs.trial):
-            tensors = {
-                name: list(zip(held.blocks, held.located, strict=True)) for name, held in theirs.holds.items()
-            }
-            peers[sender] = Peer(theirs.trial.process, tensors)
+            peers[sender] = Peer(theirs.trial.process, pickle.loads(theirs.located))
     return peers

@@ -1,12 +1,4 @@
-"""How many parameters a rank holds: shards of weights, and what is replicated.
-
-R tensor-parallel ranks, h features, a heads of d features of which g have keys and values, f features in the
-MLP, V rows of vocabulary a rank:
-
-    block        sharded     (2 a + 2 g) d h / R + (2 or 3) f h / R, and the biases of column layers
-                 replicated  two norms, the biases of row layers
-    embedding    sharded     V h                      replicated  positions
-    head         sharded     V h, unless it is tied   replicated  a norm
+"""Which weights a GPT has, and how many parameters a rank holds.
 
 The first stage of a pipeline holds the embedding, the last one the head; a tied head is there a copy of the
 embedding's table.
@@ -14,9 +6,58 @@ embedding's table.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
+from tpkernels.kernels.activation_names import GATE_OF
+from tpkernels.models.config import GPTConfig
 from tpkernels.planning.job import Job, RankLayout
+from tpkernels.topology.shard import head_size_of
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of a model, of which there are `count` alike.
+
+    split: "rows" or "columns" over tensor-parallel ranks, "vocabulary" for rows with padding, "" replicated
+    is_marked: its gradient is partial under sequence parallelism
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: str = ""
+    count: int = 1
+    is_marked: bool = False
+
+
+def weights_of(model: GPTConfig) -> Iterator[Weight]:
+    """All of a GPT's, those of its layers once."""
+    hidden, layers = model.hidden_size, model.num_layers
+    ffn = model.ffn_hidden_size or 4 * hidden
+    head = head_size_of(hidden, model.num_heads, rotary=model.max_positions is None)
+    features = {"query": model.num_heads * head}
+    features |= dict.fromkeys(("key", "value"), (model.num_kv_heads or model.num_heads) * head)
+    is_gated = model.activation in GATE_OF
+    middle = ("mlp.up", "mlp.gate") if is_gated else ("mlp.up",)
+    rows = {f"attention.qkv.{name}": size for name, size in features.items()} | dict.fromkeys(middle, ffn)
+    for name, size in rows.items():
+        yield Weight(f"blocks.0.{name}.weight", (size, hidden), "rows", layers)
+        if model.bias and not (is_gated and name in middle):  # a gated unit has no biases inside
+            yield Weight(f"blocks.0.{name}.bias", (size,), "rows", layers)
+    for name, size in {"attention.output": features["query"], "mlp.down": ffn}.items():
+        yield Weight(f"blocks.0.{name}.weight", (hidden, size), "columns", layers)
+        if model.bias:
+            yield Weight(f"blocks.0.{name}.bias", (hidden,), "", layers)
+    kinds = ("weight", "bias") if model.norm == "layer_norm" else ("weight",)
+    for name, count in {"blocks.0.attention_norm": layers, "blocks.0.mlp_norm": layers, "norm": 1}.items():
+        for kind in kinds:
+            yield Weight(f"{name}.{kind}", (hidden,), "", count, is_marked=True)
+    yield Weight("embedding.weight", (model.vocab_size, hidden), "vocabulary")
+    if model.max_positions is not None:
+        yield Weight("positions.weight", (model.max_positions, hidden), is_marked=True)
+    if not model.tied:
+        yield Weight("head.weight", (model.vocab_size, hidden), "vocabulary")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +66,7 @@ class ParameterCount:
 
     sharded: int = 0
     replicated: int = 0
-    marked: int = 0  # of the replicated: with partial gradients under sequence parallelism
+    marked: int = 0  # of the replicated
 
     @property
     def total(self) -> int:
@@ -41,36 +82,27 @@ class ParameterCount:
 
 
 def parameters_of_stage(job: Job, layout: RankLayout, stage: int) -> ParameterCount:
-    found = parameters_of_block(job, layout.tensor).times(job.model.num_layers // layout.pipeline)
-    table = ParameterCount(sharded=table_elements(job, layout.tensor))
-    first, last = stage == 0, stage == layout.pipeline - 1
-    if first:
-        found += table + _replicated((job.model.max_positions or 0) * job.model.hidden_size)
-    if last:
-        found += _norm(job)
-        if not job.model.tied or not first:
-            found += table
+    is_first, is_last = stage == 0, stage == layout.pipeline - 1
+    found = ParameterCount()
+    for weight in weights_of(job.model):
+        owner = weight.name.partition(".")[0]
+        times = {
+            "blocks": weight.count // layout.pipeline,
+            "embedding": int(is_first or (is_last and job.model.tied)),
+            "positions": int(is_first),
+        }.get(owner, int(is_last))
+        found += _on_a_rank(weight, job, layout.tensor).times(times)
     return found
-
-
-def parameters_of_block(job: Job, tensor: int) -> ParameterCount:
-    model, hidden = job.model, job.model.hidden_size
-    of_heads = (model.num_heads + 2 * job.kv_heads) * job.head_size  # queries, keys and values
-    split = (of_heads + hidden) * hidden + (job.ups + 1) * job.ffn * hidden
-    replicated = 0
-    if model.bias:
-        split += of_heads + (job.ffn if job.ups == 1 else 0)  # a gated unit has no biases inside
-        replicated += 2 * hidden
-    return ParameterCount(sharded=split // tensor, replicated=replicated) + _norm(job).times(2)
 
 
 def table_elements(job: Job, tensor: int) -> int:
     return job.vocabulary_rows(tensor) * job.model.hidden_size
 
 
-def _norm(job: Job) -> ParameterCount:
-    return _replicated(job.model.hidden_size * (2 if job.model.norm == "layer_norm" else 1))
-
-
-def _replicated(elements: int) -> ParameterCount:
-    return ParameterCount(replicated=elements, marked=elements)
+def _on_a_rank(weight: Weight, job: Job, tensor: int) -> ParameterCount:
+    if weight.split == "vocabulary":
+        return ParameterCount(sharded=table_elements(job, tensor))
+    elements = prod(weight.shape)
+    if weight.split:
+        return ParameterCount(sharded=elements // tensor)
+    return ParameterCount(replicated=elements, marked=elements * weight.is_marked)

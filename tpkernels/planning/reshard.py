@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from tpkernels.kernels.activation_names import GATE_OF
 from tpkernels.models.config import GPTConfig
+from tpkernels.planning.parameters import Weight, weights_of
 from tpkernels.topology.moves import Block, Blocks, Placement, moves_of
 from tpkernels.topology.shard import head_size_of, ranges_of, require_heads, shard_size, split_vocabulary
 
@@ -47,48 +46,6 @@ class Traffic:
     most_received: int
     pairs: int  # of ranks, of which one sends to the other
     least_messages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A tensor of a model, of which there are `count` alike.
-
-    split: "rows" or "columns" over tensor-parallel ranks, "vocabulary" for rows with padding, "" replicated
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    split: str = ""
-    count: int = 1
-
-
-def weights_of(model: GPTConfig) -> Iterator[Weight]:
-    """All of a GPT's, those of its layers once."""
-    hidden, layers = model.hidden_size, model.num_layers
-    ffn = model.ffn_hidden_size or 4 * hidden
-    head = head_size_of(hidden, model.num_heads, rotary=model.max_positions is None)
-    features = {"query": model.num_heads * head}
-    features |= dict.fromkeys(("key", "value"), (model.num_kv_heads or model.num_heads) * head)
-    is_gated = model.activation in GATE_OF
-    middle = ("mlp.up", "mlp.gate") if is_gated else ("mlp.up",)
-    rows = {f"attention.qkv.{name}": size for name, size in features.items()} | dict.fromkeys(middle, ffn)
-    for name, size in rows.items():
-        yield Weight(f"blocks.0.{name}.weight", (size, hidden), "rows", layers)
-        if model.bias and not (is_gated and name in middle):  # a gated unit has no biases inside
-            yield Weight(f"blocks.0.{name}.bias", (size,), "rows", layers)
-    for name, size in {"attention.output": features["query"], "mlp.down": ffn}.items():
-        yield Weight(f"blocks.0.{name}.weight", (hidden, size), "columns", layers)
-        if model.bias:
-            yield Weight(f"blocks.0.{name}.bias", (hidden,), "", layers)
-    kinds = ("weight", "bias") if model.norm == "layer_norm" else ("weight",)
-    for name, count in {"blocks.0.attention_norm": layers, "blocks.0.mlp_norm": layers, "norm": 1}.items():
-        for kind in kinds:
-            yield Weight(f"{name}.{kind}", (hidden,), "", count)
-    yield Weight("embedding.weight", (model.vocab_size, hidden), "vocabulary")
-    if model.max_positions is not None:
-        yield Weight("positions.weight", (model.max_positions, hidden))
-    if not model.tied:
-        yield Weight("head.weight", (model.vocab_size, hidden), "vocabulary")
 
 
 def traffic(

@@ -2,7 +2,7 @@
 
 A block is a range of indices in each dimension of the full tensor, as (begin, end). Of what a rank needs, it
 copies what it holds itself. Every other element is sent to it once, by a rank that holds it: one of its own
-machine if there is one, and of several the one with least to send so far.
+machine if there is one, and of several each in turn. So a rank finds its own moves without those of others.
 
 >>> rows = [(((0, 4), (0, 2)),), (((4, 8), (0, 2)),)]  # two ranks that hold half of the rows each
 >>> columns = [(((0, 8), (0, 1)),), (((0, 8), (1, 2)),)]
@@ -13,16 +13,16 @@ machine if there is one, and of several the one with least to send so far.
 1 1 ((4, 8), (1, 2)) 8
 0 1 ((0, 4), (1, 2)) 8
 
-What ranks send is packed into messages of at most `bucket_bytes`, and messages into rounds in which each rank
-has a few of them: sends and receives of all ranks are the same list, so nobody waits for somebody who waits.
+What ranks send is packed into messages of at most `bucket_bytes`. All messages of all ranks have one order,
+in which each rank starts its own, a few at a time. So the first one that has not arrived is under way on both
+of its ranks, and nobody waits for somebody who waits.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from heapq import heapify, heapreplace
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -103,28 +103,47 @@ def parts_of(block: Block, most: int) -> Iterator[Block]:
         yield from parts_of((*block[:dim], (first, min(first + each, end)), *block[dim + 1 :]), most)
 
 
-def moves_of(placements: Iterable[Placement], machines: Sequence[Hashable]) -> list[Move]:
-    """All moves, the same list on every rank.
+def moves_of(
+    placements: Iterable[Placement], machines: Sequence[Hashable], rank: int | None = None
+) -> list[Move]:
+    """All moves, or those of one rank, in an order that all ranks have in common.
 
     machines: on which each rank is
     """
-    senders = _Senders(machines)
-    cells: dict[tuple[tuple[Blocks, ...], tuple[Blocks, ...]], list[_Cells]] = {}
+    layouts: dict[tuple[tuple[Blocks, ...], tuple[Blocks, ...]], _Layout] = {}
     moves = []
     for name, item_bytes, held, wanted in placements:
         key = tuple(held), tuple(wanted)
-        if key not in cells:  # layers of a model are alike
-            cells[key] = _cells_of(name, *key)
-        for receiver, found in enumerate(cells[key]):
-            for block, holders in found:
-                size = elements(block) * item_bytes
-                sender = receiver if holders is None else senders.choose(holders, receiver, size)
-                moves.append(Move(name, sender, receiver, block, size))
+        layout = layouts.get(key)
+        if layout is None:  # layers of a model are alike
+            layout = layouts[key] = _Layout(_shares_of(name, *key, machines, rank), turn=len(layouts))
+        for share in layout.shares:
+            size = elements(share.block) * item_bytes
+            for sender, receiver in share.pairs(layout.turn):
+                moves.append(Move(name, sender, receiver, share.block, size))
+        layout.turn += 1
     return moves
 
 
-def messages_of(moves: Iterable[Move], bucket_bytes: int) -> list[Message]:
-    """What is sent, packed: a block that is larger than a bucket is cut."""
+def steps_of(placements: Iterable[Placement], most_bytes: int) -> list[list[str]]:
+    """Names of tensors that move together, as many as need no more than so many bytes on any rank."""
+    steps: list[list[str]] = []
+    taken = 0
+    for name, item_bytes, _, wanted in placements:
+        size = item_bytes * max(sum(map(elements, blocks)) for blocks in set(wanted))
+        if not steps or taken + size > most_bytes:
+            steps.append([])
+            taken = 0
+        steps[-1].append(name)
+        taken += size
+    return steps
+
+
+def messages_of(moves: Iterable[Move], bucket_bytes: int, ranks: int) -> list[Message]:
+    """What is sent, packed, in the order that all ranks have in common: a block larger than a bucket is cut.
+
+    ranks: of the world
+    """
     packed: dict[tuple[int, int], list[list[Move]]] = {}
     room: dict[tuple[int, int], int] = {}  # in the last message of a pair of ranks
     for move in moves:
@@ -139,7 +158,6 @@ def messages_of(moves: Iterable[Move], bucket_bytes: int) -> list[Message]:
                 room[pair] = bucket_bytes
             packed[pair][-1].append(part)
             room[pair] -= part.size
-    ranks = 1 + max((max(pair) for pair in packed), default=0)
     # each pair's first message, then each one's second; of these by distance, at which each rank has one peer
     ordered = sorted(
         (number, (receiver - sender) % ranks, sender, receiver)
@@ -152,71 +170,99 @@ def messages_of(moves: Iterable[Move], bucket_bytes: int) -> list[Message]:
     ]
 
 
-def rounds_of(messages: Iterable[Message], buckets: int) -> list[list[Message]]:
-    """Rounds in which each rank has at most so many messages, sends and receives together."""
-    used: dict[int, int] = {}  # places, of a rank
-    rounds: list[list[Message]] = []
-    for message in messages:
-        place = max(used.get(message.sender, 0), used.get(message.receiver, 0))
-        used[message.sender] = used[message.receiver] = place + 1
-        while len(rounds) <= place // buckets:
-            rounds.append([])
-        rounds[place // buckets].append(message)
-    return rounds
+@dataclass
+class _Share:
+    """A block that some ranks need, and those that send it to them in turn.
+
+    place: of the rank whose moves are wanted among the senders, if it is one
+    own: which of the receivers are that rank; all of them if those of all ranks are wanted
+    """
+
+    block: Block
+    senders: Holders
+    receivers: list[int] = field(default_factory=list)
+    place: int | None = None
+    own: Sequence[int] = ()
+
+    def find(self, rank: int | None) -> bool:
+        """Note which moves are wanted. returns: whether there may be any"""
+        if rank is None:
+            self.own = range(len(self.receivers))
+        else:
+            self.own = [number for number, receiver in enumerate(self.receivers) if receiver == rank]
+            self.place = self.senders.index(rank) if rank in self.senders else None
+        return self.place is not None or len(self.own) > 0
+
+    def pairs(self, turn: int) -> Iterator[tuple[int, int]]:
+        """Senders and receivers. turn: who is the first to send"""
+        count, numbers = len(self.senders), self.own
+        if self.place is not None:
+            numbers = sorted({*numbers, *range((self.place - turn) % count, len(self.receivers), count)})
+        for number in numbers:
+            yield self.senders[(number + turn) % count], self.receivers[number]
 
 
-def own_rounds(rounds: Iterable[Iterable[Message]], rank: int) -> list[list[Message]]:
-    """Of each round the messages that a rank sends or receives; without rounds in which it has none."""
-    own = ([each for each in messages if rank in (each.sender, each.receiver)] for messages in rounds)
-    return [messages for messages in own if messages]
+@dataclass
+class _Layout:
+    """What has to move of each of the tensors that lie alike. turn: of the next one's senders"""
+
+    shares: list[_Share]
+    turn: int
 
 
-class _Senders:
-    """Who sends what several ranks hold: the one with least to send so far."""
-
-    def __init__(self, machines: Sequence[Hashable]) -> None:
-        self._machines = machines
-        self._load = [0] * len(machines)
-        self._near: dict[tuple[Holders, Hashable], Holders] = {}
-        self._heaps: dict[Holders, list[tuple[int, int]]] = {}
-
-    def choose(self, holders: Holders, receiver: int, size: int) -> int:
-        machine = self._machines[receiver]
-        candidates = self._near.get((holders, machine))
-        if candidates is None:
-            near = tuple(rank for rank in holders if self._machines[rank] == machine)
-            candidates = self._near[holders, machine] = near or holders
-        sender = candidates[0] if len(candidates) == 1 else self._least_loaded(candidates)
-        self._load[sender] += size
-        return sender
-
-    def _least_loaded(self, candidates: Holders) -> int:
-        heap = self._heaps.get(candidates)
-        if heap is None:
-            heap = self._heaps[candidates] = [(self._load[rank], rank) for rank in candidates]
-            heapify(heap)
-        while True:
-            load, rank = heap[0]
-            if load == self._load[rank]:
-                return rank
-            heapreplace(heap, (self._load[rank], rank))  # it was chosen since, here or among others
+def _shares_of(
+    name: str,
+    held: Sequence[Blocks],
+    wanted: Sequence[Blocks],
+    machines: Sequence[Hashable],
+    rank: int | None,
+) -> list[_Share]:
+    shares: dict[object, _Share] = {}
+    by_machine: dict[int, dict[Hashable, list[int]]] = {}  # the holders of each cell
+    for receiver, cells in enumerate(_cells_of(name, held, wanted)):
+        machine = machines[receiver]
+        for number, block, holders in cells:
+            if holders is None:
+                shares[number, receiver] = _Share(block, (receiver,), [receiver])
+                continue
+            if number not in by_machine:
+                by_machine[number] = {}
+                for holder in holders:
+                    by_machine[number].setdefault(machines[holder], []).append(holder)
+            near = by_machine[number].get(machine)
+            key = number, None if near is None else (machine,)
+            if key not in shares:
+                shares[key] = _Share(block, tuple(near or holders))
+            shares[key].receivers.append(receiver)
+    return [share for share in shares.values() if share.find(rank)]
 
 
-_Cells = list[tuple[Block, Holders | None]]  # what one rank needs; None: it holds that itself
+class _Cell(NamedTuple):
+    """What a rank needs, and all of which has the same holders."""
+
+    number: int  # the same for cells that are the same
+    block: Block
+    holders: Holders | None  # None: it holds that itself
 
 
-def _cells_of(name: str, held: Sequence[Blocks], wanted: Sequence[Blocks]) -> list[_Cells]:
-    """What each rank needs, cut so that all of a cell has the same holders."""
+def _cells_of(name: str, held: Sequence[Blocks], wanted: Sequence[Blocks]) -> list[list[_Cell]]:
+    """By rank."""
     index = _Index(held)
-    known: dict[tuple[Blocks, Blocks], _Cells] = {}
+    numbers: dict[object, int] = {}
+    known: dict[tuple[Blocks, Blocks], list[_Cell]] = {}
     found = []
-    for rank, (own, needed) in enumerate(zip(held, wanted, strict=True)):
-        if (own, needed) not in known:
-            known[own, needed] = [cell for block in needed for cell in _cells(index, own, block)]
-        for block, holders in known[own, needed]:
+    for rank, key in enumerate(zip(held, wanted, strict=True)):
+        if key not in known:
+            own, needed = key
+            known[key] = [
+                _Cell(numbers.setdefault(cell, len(numbers)), *cell)
+                for block in needed
+                for cell in _cells(index, own, block)
+            ]
+        for _, block, holders in known[key]:
             if holders == ():
                 raise ValueError(f"'{name}': rank {rank} needs {_words(block)}, which no rank holds")
-        found.append(known[own, needed])
+        found.append(known[key])
     return found
 
 

@@ -1,0 +1,122 @@
+"""A model that is freed while it moves is never there twice, and what cannot be freed is refused."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.interop.refused import refused
+from tests.interop.test_reshard import ALL_WAYS, built_over, kept_by, moving_by, over, trained, unequal
+from tests.live_bytes import LiveBytes
+from tests.models.small import CONFIGS, IDS
+from tests.on_ranks import of_all, on_ranks
+from tests.products import pairwise
+from tpkernels import GPT, reshard
+from tpkernels.interop import reshard as reshard_
+
+
+def peak_while_moving(model, **options):
+    """The most bytes of the model's tensors, and of what torch allocates, at a time, once there is a plan."""
+    live = LiveBytes()
+
+    def planned(*args):
+        plan = make_plan(*args)
+        live.peak = 0
+        return plan
+
+    make_plan = reshard_._planned
+    with live, patch.object(reshard_, "_planned", planned):
+        for tensor in model.parameters():
+            tensor.detach()  # it is counted from now on
+        reshard(model, **options)
+    return live.peak
+
+
+def bytes_of(model):
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+@pairwise(way=ALL_WAYS, layout=((2, 1), (1, 2)), start=("meta", "freed"))
+@on_ranks(2)
+def test_a_model_that_is_freed_as_it_moves_is_never_there_twice(way, layout, start):
+    """The other one is built without memory, or was freed; its parameters stay the same objects."""
+    before, after = (over(tensor) for tensor in layout)
+    bucket_bytes, buckets = 1024, 2
+    model, expected = built_over("gpt2", before, 1), built_over("gpt2", after, 1)
+    if start == "meta":
+        other = GPT(CONFIGS["gpt2"], state=after, device="meta")
+    else:
+        other = built_over("gpt2", after, 2)
+        reshard(other, to=built_over("gpt2", before, 3), free_source=True)
+    kept = [id(parameter) for parameter in model.parameters()]
+    options = {"free_source": True, "bucket_bytes": bucket_bytes, "buckets": buckets}
+    held, wanted = bytes_of(model), bytes_of(expected)
+    largest = max(parameter.nbytes for parameter in (*model.parameters(), *expected.parameters()))
+    with moving_by(way):
+        peak = peak_while_moving(model, to=other, **options)
+        assert unequal(other, expected) == []
+        most = max(held, wanted) + largest + buckets * bucket_bytes
+        assert (peak < most, most < held + wanted) == (True, True), (peak, most, held, wanted)
+        assert all(parameter.isnan().all() for parameter in model.parameters())
+        assert refused("ValueError", "was freed by a call with free_source=True", reshard, model, to=other)
+        with pytest.raises(RuntimeError):
+            next(model.parameters()).data.mul_(2)
+        reshard(other, to=model, **options)
+    assert unequal(model, built_over("gpt2", before, 1)) == []
+    assert [id(parameter) for parameter in model.parameters()] == kept
+    assert torch.equal(model(IDS), built_over("gpt2", before, 1)(IDS))
+
+
+@on_ranks(2)
+def test_the_state_of_an_optimizer_is_freed_with_its_parameters():
+    model, other, expected = (built_over("llama", over(t), seed) for t, seed in ((2, 1), (1, 2), (1, 1)))
+    optimizer, resumed, wanted = trained(model, 1), trained(other, 2), trained(expected, 1)
+    options = {"free_source": True, "bucket_bytes": 512, "buckets": 1}
+    reshard(other, to=built_over("llama", over(2), 3), **options)
+    reshard(model, to=other, optimizer=optimizer, to_optimizer=resumed, **options)
+    assert unequal(other, expected) == []
+    for found, state in zip(kept_by(resumed)[1], kept_by(wanted)[1], strict=True):
+        assert all(torch.equal(found[key], state[key]) for key in state)
+    for state in kept_by(optimizer)[1]:
+        assert state["exp_avg"].isnan().all()
+        assert state["exp_avg_sq"].untyped_storage().nbytes() == 4
+
+
+@on_ranks(2)
+def test_what_cannot_be_freed_is_refused_and_a_failure_says_that_weights_are_lost():
+    rank, world = dist.get_rank(), dist.group.WORLD
+    model, other = built_over("llama", world, 1), built_over("llama", world, 2)
+    flat = built_over("llama", world, 1)
+    first, second = [*flat.parameters()][:2]
+    both = torch.cat([first.detach().flatten(), second.detach().flatten()])
+    first.data = both[: first.numel()].view(first.shape)
+    second.data = both[first.numel() :].view(second.shape)
+    mesh, state = init_device_mesh("cpu", (2,)), over(2)
+    calls = {
+        "'embedding.weight' shares memory with what lies beside it": (flat, other),
+        "is a DTensor": (fully_shard(nn.Linear(4, 4), mesh=mesh), nn.Linear(4, 4)),
+        "which is freed": (model, model),
+    }
+    said = [
+        refused("ValueError", text, reshard, source, to=to, free_source=True, state=state, to_state=state)
+        for text, (source, to) in calls.items()
+    ]
+    said.append(refused("TypeError", "expected a model, got dict", reshard, {}, to=other, free_source=True))
+    on_meta = {"weight": torch.empty(2, device="meta")}
+    said.append(refused("ValueError", "'weight' is on the meta device", reshard, model, to=on_meta))
+    assert of_all(said) == [said] * 2
+    assert unequal(model, built_over("llama", world, 1)) == []
+
+    def failing(*args, **options):
+        if rank == 1 and all(parameter.isnan().all() for parameter in [*model.parameters()][:2]):
+            raise OSError("planted")
+        return copy_own(*args, **options)
+
+    copy_own = reshard_.copy_own
+    with patch.object(reshard_, "copy_own", failing):
+        options = {"to": other, "free_source": True, "bucket_bytes": 64, "buckets": 1}
+        assert refused("RuntimeError", "part of the model has moved and is freed", reshard, model, **options)
