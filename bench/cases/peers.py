@@ -260,12 +260,11 @@ def _work(op: str, shape: str) -> Work:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's shard, summed: torch leaves the sum of a norm's gradient to the optimizer."""
+    """This rank's shard, with the sums that torch leaves to the optimizer: of norms' and tables' gradients."""
     gradient = _present(parameter.grad)
-    if not isinstance(gradient, DTensor):
-        return gradient
-    is_partial = any(placement.is_partial() for placement in gradient.placements)
-    return gradient.full_tensor() if is_partial else gradient.to_local()
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        return gradient.redistribute(placements=parameter.placements).to_local()
+    return gradient
 
 
 def _present(gradient: Tensor | None) -> Tensor:

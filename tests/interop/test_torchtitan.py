@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from tests.on_ranks import on_ranks
@@ -108,53 +109,61 @@ def test_without_torchtitan_the_error_says_which_has_the_hook():
 
 
 needs_torchtitan = pytest.mark.skipif(
-    find_spec("torchtitan") is None, reason="torchtitan is not installed (docs/torchtitan.md says how)"
+    find_spec("torchtitan") is None, reason="torchtitan is not installed (docs/trainers.md says how)"
 )
 
 
 @needs_torchtitan
 @on_ranks(2)
 def test_torchtitans_own_layers_are_its_unsharded_ones():
-    """Feed-forward, fused QKV and output projection, as `tp_gemm_backend="dist_gemm"` builds them."""
-    dist_gemm, utilities = import_module(HOOK), import_module("torchtitan.models.common.config_utils")
-    spmd, backends = (
-        import_module("torchtitan.distributed.spmd_types"),
-        import_module("torchtitan.distributed.utils"),
-    )
-    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    """All three that `tp_gemm_backend="dist_gemm"` selects: outputs, and gradients of inputs and weights."""
     torchtitan.install()
-
-    def both(make, *, split):
-        """The stock layer, and the fused one that holds this rank's shards of its weights by name."""
-        stock, fused = make("default"), make("dist_gemm")
+    hook, common = import_module(HOOK), "torchtitan.models.common"
+    stock_qkv = import_module(f"{common}.attention").FusedQKVLinear
+    stock_mlp = import_module(f"{common}.feed_forward").FeedForward
+    linear = import_module(f"{common}.linear").Linear
+    up, down, qkv = (linear.Config(in_features=i, out_features=o) for i, o in [(8, 16), (16, 8), (8, 32)])
+    heads = {"head_dim": 4, "n_heads": 4, "n_kv_heads": 2, "wqkv": qkv}
+    layers = {"w1": up, "w2": down, "w3": up}
+    columns = {"w1.weight": "0", "w3.weight": "0", "wqkv.weight": "0"}
+    pairs = [  # stock, fused, features in; dimension by which inputs and outputs are split
+        (stock_mlp.Config(**layers), hook.AllGatherFusedFeedForward.Config(**layers), 8, "1", "1"),
+        (stock_qkv.Config(**heads), hook.AllGatherFusedQKVLinear.Config(**heads), 8, "1", "2"),
+        (down, hook.RowParallelLinear.Config(in_features=16, out_features=8), 16, "2", "1"),
+    ]
+    for stock_config, fused_config, features, before, after in pairs:
+        stock, fused = stock_config.build(), fused_config.build()
+        torch.manual_seed(0)
         for name, parameter in stock.named_parameters():
-            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(parameter.numel()))
-            module = fused.get_submodule(name.rpartition(".")[0])
-            (shard,) = shards(parameter, dims=split[name])
-            setattr(module, name.rpartition(".")[2], nn.Parameter(shard))
-        return stock, fused
+            owner, _, last = name.rpartition(".")
+            nn.init.normal_(parameter)
+            (shard,) = shards(parameter, dims=columns.get(name, "1"))
+            setattr(fused.get_submodule(owner), last, nn.Parameter(shard))
+        x = torch.randn(2, 6, features, requires_grad=True)  # batch, tokens, features
+        (x_shard,) = shards(x, dims=before)
+        y, y_shard = as_list(stock(x)), on_its_mesh(fused, x_shard)
+        expect_shards(y_shard, y, after * len(y))
+        dy = [torch.randn_like(part) for part in y]
+        torch.autograd.backward(y, dy)
+        torch.autograd.backward(y_shard, [part.detach() for part in shards(*dy, dims=after * len(y))])
+        expect_shards([x_shard.grad], [x.grad], before)
+        for name, parameter in stock.named_parameters():
+            expect_shards([fused.get_parameter(name).grad], [parameter.grad], columns.get(name, "1"))
 
-    def feed_forward(backend):
-        initial = {"weight": nn.init.zeros_}
-        sizes = {"dim": 8, "hidden_dim": 16, "w1_param_init": initial, "w2w3_param_init": initial}
-        return utilities.make_ffn_config(**sizes, tp_gemm_backend=backend).build()
 
-    stock, fused = both(feed_forward, split={"w1.weight": "0", "w2.weight": "1", "w3.weight": "0"})
-    torch.manual_seed(1)
-    x, dy = torch.randn(2, 6, 8), torch.randn(2, 6, 8)  # batch, tokens, features
-    y = stock(x)
-    y.backward(dy)
-    previous = backends.get_spmd_backend()
-    backends.set_spmd_backend("spmd_types")
+def on_its_mesh(fused: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """A forward in the context in which torchtitan's trainer calls it: without, its layers take no group."""
+    spmd = import_module("torchtitan.distributed.spmd_types")
+    backend = import_module("torchtitan.distributed.utils")
+    previous = backend.get_spmd_backend()
+    backend.set_spmd_backend("spmd_types")
     try:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
         with spmd.set_current_spmd_mesh(mesh):
-            x_shard, dy_shard = shards(x, dy, dims="11")
-            y_shard = fused(x_shard)
-            y_shard.backward(dy_shard.detach())
+            return as_list(fused(x))
     finally:
-        backends.set_spmd_backend(previous)
-    expect_shards([y_shard], [y], "1")
-    assert isinstance(fused, dist_gemm.AllGatherFusedFeedForward)
-    named = dict(stock.named_parameters())
-    for name, dim in {"w1": "0", "w2": "1", "w3": "0"}.items():
-        expect_shards([fused.get_parameter(f"{name}.weight").grad], [named[f"{name}.weight"].grad], dim)
+        backend.set_spmd_backend(previous)
+
+
+def as_list(given: torch.Tensor | tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    return [given] if isinstance(given, torch.Tensor) else list(given)

@@ -3,8 +3,8 @@
 torchtitan.install()
 spec = model_registry("8B", tp_gemm_backend="dist_gemm")
 
-torchtitan has no registry of such backends. Its layers for "dist_gemm" call three autograd functions by names of
-their module, and `install` puts ours there. Layers, names of weights and checkpoints remain torchtitan's.
+torchtitan has no registry of such backends. Its layers for "dist_gemm" call three autograd functions by names
+of their module, and `install` puts ours there. Layers, names of weights and checkpoints remain torchtitan's.
 """
 
 from __future__ import annotations
