@@ -69,6 +69,7 @@ def of_case(work: Work, seconds: Seconds) -> Iterator[str]:
     peers = {
         "naive": work.naive,
         "compiled": f"{work.naive}, compiled",
+        "bare": "a bare autograd.Function of its products",
         "unsharded": "not split, on each rank",
     }
     for way in seconds:

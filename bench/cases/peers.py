@@ -225,7 +225,7 @@ def _accelerator() -> Any:
     _say_ranks()
     accelerate = import_module("accelerate")
     parallel = import_module("accelerate.utils").ParallelismConfig(tp_size=dist.get_world_size())
-    return accelerate.Accelerator(parallelism_config=parallel)
+    return accelerate.Accelerator(cpu=True, parallelism_config=parallel)
 
 
 def _split_by_transformers(model: Any) -> nn.Module:
@@ -260,7 +260,7 @@ def _work(op: str, shape: str) -> Work:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's shard, with the sums that torch leaves to the optimizer: of norms' and tables' gradients."""
+    """This rank's shard, with the sums that torch leaves to the optimizer: of norms and tables."""
     gradient = _present(parameter.grad)
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         return gradient.redistribute(placements=parameter.placements).to_local()
