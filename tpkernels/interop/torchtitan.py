@@ -78,7 +78,8 @@ def install() -> None:
         if theirs is ours:
             continue
         wanted = list(signature(ours.apply).parameters)
-        found = list(signature(theirs.forward).parameters)[1:] if hasattr(theirs, "forward") else None
+        forward = getattr(theirs, "forward", None)
+        found = None if forward is None else list(signature(forward).parameters)[1:]  # without ctx
         if found != wanted:
             raise ImportError(
                 f"torchtitan.install: expected {_CALLER}.{name} to take {', '.join(wanted)}, as in 0.3.0; "
