@@ -15,6 +15,7 @@ COMMANDS = {
     "invariance": "runs at several tensor-parallel sizes, compared to the bit: exit code 1 if they differ",
     "invariance_cost": "what that costs products on this CPU, and bytes that ranks send",
     "fp8_numbers": "how far products in fp8 are off unquantized ones, by distribution and recipe",
+    "peers": "ours beside the peers that run on a CPU, as a table",
     "buckets": "gradient buckets beside both forms of DistributedDataParallel, as a table",
     "muon": "a step of Muon on shards, beside gathering every matrix on every rank",
     "fp8_loss": "what a small GPT learns in fp8, beside bf16 and fp32",

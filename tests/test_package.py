@@ -75,6 +75,14 @@ def test_sdist_holds_sources_and_type_marker(source, built):
     assert wanted <= names, wanted - names
 
 
+def test_wheel_beside_an_installed_torch_downloads_nothing(source, built):
+    """Its bounds take the torch and Triton of set-up: the CPU build with its local version, too."""
+    (wheel,) = (source / "dist").glob("*.whl")
+    told = ran("-m", "pip", "install", "--dry-run", "--no-index", wheel)
+    assert told.returncode == 0, told.stderr
+    assert re.search(r"already satisfied: torch<[\d.]+,>=[\d.]+ in ", told.stdout)
+
+
 FIRST_USE = """
 import torch
 import torch.distributed as dist

@@ -10,7 +10,7 @@ PATTERN: part of a case's name
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from bench.case import Case, Work
-from bench.cases.differentiated import differentiated
+from bench.cases.differentiated import Function, differentiated
 from tpkernels import ops
 
 PASSES = ("forward", "forward_backward", "inference")
@@ -42,10 +42,22 @@ class _BareLinear(torch.autograd.Function):
 
 
 class Local:
-    """Makes cases of one dtype on one device."""
+    """Makes cases of one dtype on one device.
 
-    def __init__(self, dtype: torch.dtype, device: str, pass_: str = "forward_backward") -> None:
-        self.dtype, self.device, self.pass_ = dtype, device, pass_
+    compiles: torch's way, compiled, is a further way
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device: str, pass_: str = "forward_backward", *, compiles: bool = False
+    ) -> None:
+        self.dtype, self.device, self.pass_, self.compiles = dtype, device, pass_, compiles
+
+    def case(
+        self, work: Work, ours: Function, naive: Function, operands: Sequence[Tensor], **others: Function
+    ) -> Case:
+        if self.compiles:
+            others["compiled"] = torch.compile(naive)
+        return differentiated(work, ours, naive, operands, **others)
 
     def normal(self, *shape: int) -> Tensor:
         scale = shape[-1] ** 0.5 if len(shape) == 2 else 1.0
@@ -68,7 +80,7 @@ class Local:
         )
 
     def linear(self, tokens: int, features: int, out: int) -> Case:
-        return differentiated(
+        return self.case(
             self.work("linear", "F.linear", tokens, features, out),
             ops.linear,
             F.linear,
@@ -77,7 +89,7 @@ class Local:
         )
 
     def linear_gelu(self, tokens: int, features: int, out: int) -> Case:
-        return differentiated(
+        return self.case(
             self.work("linear_gelu", "F.gelu(F.linear)", tokens, features, out),
             lambda x, weight, bias: ops.linear(x, weight, bias, "gelu_tanh"),
             lambda *operands: F.gelu(F.linear(*operands), approximate="tanh"),
@@ -85,7 +97,7 @@ class Local:
         )
 
     def swiglu(self, tokens: int, features: int, out: int) -> Case:
-        return differentiated(
+        return self.case(
             self.work("swiglu", "F.silu(F.linear) * F.linear", tokens, features, out),
             ops.swiglu,
             lambda x, gate, up: F.silu(F.linear(x, gate)) * F.linear(x, up),
@@ -93,7 +105,7 @@ class Local:
         )
 
     def mlp(self, tokens: int, features: int, between: int) -> Case:
-        return differentiated(
+        return self.case(
             self.work("mlp", "F.linear(F.gelu(F.linear))", tokens, features, between),
             ops.mlp,
             lambda x, up, b_up, down, b_down: F.linear(
@@ -109,7 +121,7 @@ class Local:
         )
 
     def gated_mlp(self, tokens: int, features: int, between: int) -> Case:
-        return differentiated(
+        return self.case(
             self.work("gated_mlp", "F.linear(F.silu(F.linear) * F.linear)", tokens, features, between),
             lambda x, gate, up, down: ops.mlp(x, up, None, down, None, w_gate=gate),
             lambda x, gate, up, down: F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down),
@@ -122,7 +134,7 @@ class Local:
         )
 
     def rms_norm(self, tokens: int, features: int) -> Case:
-        return differentiated(
+        return self.case(
             self.work("rms_norm", "F.rms_norm", tokens, features, elements=5 * tokens * features),
             ops.rms_norm,
             lambda x, weight: F.rms_norm(x, (features,), weight, eps=1e-5),
@@ -130,7 +142,7 @@ class Local:
         )
 
     def layer_norm(self, tokens: int, features: int) -> Case:
-        return differentiated(
+        return self.case(
             self.work("layer_norm", "F.layer_norm", tokens, features, elements=5 * tokens * features),
             ops.layer_norm,
             lambda x, weight, bias: F.layer_norm(x, (features,), weight, bias),
@@ -139,7 +151,7 @@ class Local:
 
     def embedding(self, group: ProcessGroup, tokens: int, features: int, columns: int) -> Case:
         ids, elements = self.ids(columns, tokens), 4 * tokens * features + columns * features
-        return differentiated(
+        return self.case(
             self.work("embedding", "F.embedding", tokens, features, columns, elements=elements),
             lambda table: ops.vocab_embedding(ids, table, group),
             lambda table: F.embedding(ids, table),
@@ -149,7 +161,7 @@ class Local:
     def loss(self, group: ProcessGroup, tokens: int, features: int, columns: int) -> Case:
         target, elements = self.ids(columns, tokens), 3 * tokens * columns
         naive = "F.cross_entropy in fp32"
-        return differentiated(
+        return self.case(
             self.work("cross_entropy", naive, tokens, features, columns, elements=elements),
             lambda logits: ops.vocab_cross_entropy(logits, target, group).mean(),
             lambda logits: F.cross_entropy(logits.float(), target),
@@ -158,7 +170,7 @@ class Local:
 
     def head(self, group: ProcessGroup, tokens: int, features: int, columns: int) -> Case:
         target = self.ids(columns, tokens)
-        return differentiated(
+        return self.case(
             self.work(
                 "linear_cross_entropy",
                 "F.linear and F.cross_entropy in fp32",

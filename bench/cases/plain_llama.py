@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -113,22 +114,25 @@ def split_by_torch(model: PlainLlama, mesh: DeviceMesh) -> None:
         },
     )
     for block in model.blocks:
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "attention_norm": SequenceParallel(sequence_dim=0),
-                "attention": PrepareModuleInput(
-                    input_layouts=(of_tokens, None), desired_input_layouts=(whole, None)
-                ),
-                "attention.query": ColwiseParallel(),
-                "attention.key": ColwiseParallel(),
-                "attention.value": ColwiseParallel(),
-                "attention.output": RowwiseParallel(output_layouts=of_tokens),
-                "mlp_norm": SequenceParallel(sequence_dim=0),
-                "mlp": PrepareModuleInput(input_layouts=(of_tokens,), desired_input_layouts=(whole,)),
-                "mlp.gate": ColwiseParallel(),
-                "mlp.up": ColwiseParallel(),
-                "mlp.down": RowwiseParallel(output_layouts=of_tokens),
-            },
-        )
+        parallelize_module(block, mesh, block_plan(sequence_parallel=True))
+
+
+def block_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """Of a Block, whose tokens are split between products, or are not."""
+    between = Shard(0) if sequence_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "attention": PrepareModuleInput(
+            input_layouts=(between, None), desired_input_layouts=(Replicate(), None)
+        ),
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.output": RowwiseParallel(output_layouts=between),
+        "mlp": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
+        "mlp.gate": ColwiseParallel(),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=between),
+    }
+    if sequence_parallel:
+        plan |= dict.fromkeys(("attention_norm", "mlp_norm"), SequenceParallel(sequence_dim=0))
+    return plan

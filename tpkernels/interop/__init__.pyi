@@ -7,4 +7,5 @@ from tpkernels.interop import megatron_core as megatron_core
 from tpkernels.interop import mpu as mpu
 from tpkernels.interop import parallel_styles as parallel_styles
 from tpkernels.interop import safetensors as safetensors
+from tpkernels.interop import torchtitan as torchtitan
 from tpkernels.interop.parallelize import plan as plan

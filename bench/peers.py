@@ -1,0 +1,111 @@
+"""`python -m bench peers`: ours beside the peers that run on a CPU, as a table of ratios, losses among them.
+
+Forward and backward. Rounds are interleaved: of one rank they are its processor time, of two they last as
+long as on the slower one. A peer that computes something else is an error and has no time. A peer that is
+not installed, or refuses a CPU, is told with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from bench.case import Work, timed_on_ranks
+from bench.cases.peers import LOCAL_SIZES, accelerate_refuses, block_case, llama_case, local_case
+from bench.measure import Comparison, Seconds
+from tests.ranks import RankPool
+
+PARTS = ("local", "block", "llama")
+COLUMNS = ("what", "ranks", "ours, ms", "peer", "ours is faster by", "")
+SECONDS = 600.0  # of a case, which compiles
+ON_GPUS_ALONE = "Liger-Kernel, QuACK"
+
+
+def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts of the table")
+    parser.add_argument("--rounds", type=int, default=21, metavar="N", help="of each way, default: 21")
+
+
+def main(options: Namespace) -> int:
+    print(f"{_versions()}; load {os.getloadavg()[0]:.1f}\n")
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
+    for row in rows(options.only, options.rounds):
+        print(row, flush=True)
+    print(f"\nNot compared: {ON_GPUS_ALONE} (their kernels need a GPU).", end="")
+    print(f" Load {os.getloadavg()[0]:.1f} at the end.")
+    return 0
+
+
+def rows(parts: Sequence[str], rounds: int) -> Iterator[str]:
+    if "local" in parts:
+        with RankPool(1) as pool:
+            for name in LOCAL_SIZES:
+                yield from of_case(*timed_on_ranks(pool, local_case, name, rounds=rounds, timeout=SECONDS))
+    with RankPool(2) as pool:
+        if "block" in parts:
+            for split in (True, False):
+                yield from of_case(*timed_on_ranks(pool, block_case, split, rounds=rounds, timeout=SECONDS))
+        if "llama" in parts:
+            yield from _of_llama(pool, rounds)
+
+
+def _of_llama(pool: RankPool, rounds: int) -> Iterator[str]:
+    if find_spec("transformers") is None:
+        yield absent("llama", "transformers, accelerate", "transformers is not installed")
+        return
+    yield from of_case(*timed_on_ranks(pool, llama_case, rounds=rounds, timeout=SECONDS))
+    if find_spec("accelerate") is None:
+        yield absent("llama", "accelerate", "not installed")
+    elif refusal := pool.run(accelerate_refuses)[0]:
+        yield absent("llama", "accelerate", f"refuses: {refusal}")
+
+
+def of_case(work: Work, seconds: Seconds) -> Iterator[str]:
+    """A row for each peer."""
+    peers = {
+        "naive": work.naive,
+        "compiled": f"{work.naive}, compiled",
+        "bare": "a bare autograd.Function of its products",
+        "unsharded": "not split, on each rank",
+    }
+    for way in seconds:
+        if way == "ours":
+            continue
+        compared = Comparison(seconds["ours"], seconds[way])
+        low, high = compared.quartiles
+        spread = f"{compared.ratio:.2f} ({low:.2f} to {high:.2f})"
+        yield _row(
+            f"{work.op} {work.shape}",
+            work.world,
+            _milliseconds(seconds["ours"]),
+            peers.get(way, way),
+            spread,
+            "**slower**" if high < 1 else "" if low > 1 else "even",
+        )
+
+
+def absent(what: str, peer: str, why: str) -> str:
+    return _row(what, "-", "-", peer, "not measured", why)
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.3g}"
+
+
+def _versions() -> str:
+    return ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers", "accelerate"))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
