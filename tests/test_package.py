@@ -75,6 +75,7 @@ def test_sdist_holds_sources_and_type_marker(source, built):
     assert wanted <= names, wanted - names
 
 
+@pytest.mark.sweep
 def test_wheel_beside_an_installed_torch_downloads_nothing(source, built):
     """Its bounds take the torch and Triton of set-up: the CPU build with its local version, too."""
     (wheel,) = (source / "dist").glob("*.whl")
@@ -109,6 +110,7 @@ esac""",
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", [pytest.param("compiled", marks=pytest.mark.sweep), "preprocessed"])
 def test_build_without_torch_leaves_the_extension_to_its_first_use(how, source, built, tmp_path):
     library = find_spec("tpkernels._C")
@@ -148,6 +150,7 @@ def without_compiler(source: Path, folder: str, required: str) -> subprocess.Com
     return ran(*WHEEL, folder, cwd=source, environment=variables)
 
 
+@pytest.mark.sweep
 def test_build_without_compiler_is_pure_python(source):
     build = without_compiler(source, "uncompiled", "0")
     assert build.returncode == 0, build.stderr
@@ -158,6 +161,7 @@ def test_build_without_compiler_is_pure_python(source):
         assert not [name for name in files.namelist() if name.endswith(".so")]
 
 
+@pytest.mark.sweep
 def test_build_fails_without_the_extension_where_it_is_required(source, no_torch):
     build = run(*WHEEL, "required", cwd=source, PYTHONPATH=no_torch, TPKERNELS_REQUIRE_EXT="1")
     assert build.returncode != 0
@@ -189,6 +193,7 @@ def mypy(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return run(*arguments, cwd=folder, MYPYPATH=str(ROOT), MYPY_CACHE_DIR=str(folder / "cache"))
 
 
+@pytest.mark.sweep
 def test_users_type_checker_accepts_right_programs_and_finds_mistakes(tmp_path):
     program = USER_PROGRAM + "".join(f"{line}  # {name}\n" for name, line in MISTAKES.items())
     told = mypy(program, tmp_path).stdout

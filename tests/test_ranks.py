@@ -272,6 +272,7 @@ def test_close_ends_all_ranks() -> None:
         assert all_ended(exits, within=0)
 
 
+@pytest.mark.sweep
 def test_exit_of_the_parent_is_quiet() -> None:
     parent = python("from tests.ranks import RankPool", "RankPool(1).run(report_pid)")
     output, errors = parent.communicate(timeout=patient(120))
@@ -280,6 +281,7 @@ def test_exit_of_the_parent_is_quiet() -> None:
     assert parent.returncode == 0
 
 
+@pytest.mark.sweep
 def test_ranks_end_with_a_parent_that_is_killed() -> None:
     parent = python("from tests.ranks import RankPool", "RankPool(2).run(report_pid_and_hang)")
     assert parent.stdout is not None

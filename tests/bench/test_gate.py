@@ -201,6 +201,7 @@ def test_results_of_another_device_are_refused(tmp_path, capsys):
     assert "is of 'cpu', these results are of 'NVIDIA A100-SXM4-80GB'" in said
 
 
+@pytest.mark.sweep
 def test_a_small_selection_is_run_compared_and_shown(tmp_path, capsys):
     """The real commands, of one case."""
     file, path = tmp_path / "sub" / "now.json", tmp_path / "cpu.json"

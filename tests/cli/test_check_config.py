@@ -97,6 +97,7 @@ def planted(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     return sound, faulty
 
 
+@pytest.mark.sweep
 def test_each_planted_fault_turns_the_workflow_red(check, folder):
     options = checking()
     sound, faulty = planted(folder)

@@ -87,6 +87,48 @@ def test_the_state_of_an_optimizer_is_freed_with_its_parameters():
 
 
 @on_ranks(2)
+def test_nothing_is_written_through_a_freed_tensor():
+    """Fused optimizers go by address; states that were freed are no states to move."""
+    world = dist.group.WORLD
+    model, other, third = (built_over("llama", world, seed) for seed in (1, 2, 3))
+    optimizer, resumed, last = trained(model, 1), trained(other, 2), trained(third, 3)
+    fused = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    reshard(model, to=other, optimizer=optimizer, to_optimizer=resumed, free_source=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    fused.step()  # over no gradients
+    first = next(model.parameters())
+    first.grad = torch.ones(first.shape)
+    with pytest.raises(RuntimeError, match=r"SGD.step: a parameter .* was freed by reshard"):
+        fused.step()
+    reshard(other, to=model, free_source=True)  # without the optimizers' states
+    first.grad = torch.ones(first.shape)
+    with pytest.raises(RuntimeError, match=r"AdamW.step: .* or its state, was freed by reshard"):
+        optimizer.step()
+    options = {"to": third, "optimizer": optimizer, "to_optimizer": last}
+    assert refused(
+        "ValueError", "the optimizer's state has moved without this one", reshard, model, **options
+    )
+
+
+@on_ranks(2)
+def test_parameters_of_a_filled_model_stay_the_same_and_expanded_ones_are_not_taken_for_freed():
+    mesh, state = init_device_mesh("cpu", (2,)), over(2)
+    target = fully_shard(nn.Sequential(nn.LayerNorm(4)), mesh=mesh)
+    weight = next(target.parameters())
+    weight.mine = 3
+    reshard(nn.Sequential(nn.LayerNorm(4)), to=target, state=state, to_state=state)
+    assert next(target.parameters()) is weight
+    assert weight.mine == 3
+    expanded = {"0.weight": torch.zeros(()).expand(4)}
+    assert refused("ValueError", "'0.weight' is expanded", reshard, {"0.weight": torch.ones(4)}, to=expanded)
+    module = nn.Module()
+    module.register_buffer("steps", torch.ones(()).expand(4))
+    to = {"steps": torch.zeros(4)}
+    reshard(module, to=to, state=state)
+    assert to["steps"].tolist() == [1.0] * 4
+
+
+@on_ranks(2)
 def test_what_cannot_be_freed_is_refused_and_a_failure_says_that_weights_are_lost():
     rank, world = dist.get_rank(), dist.group.WORLD
     model, other = built_over("llama", world, 1), built_over("llama", world, 2)

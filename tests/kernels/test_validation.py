@@ -146,6 +146,16 @@ BAD_PLACES = {
         lambda o: wgrad_accumulate_(torch._neg_view(o(N, K)), o(T, N), o(T, K)),
         "main_grad whose memory holds its numbers, got one with torch's lazy negation",
     ),
+    "out with lazy negation": (
+        lambda o: bias_grad(o(T, N), out=torch._neg_view(o(N))),
+        "out whose memory holds its numbers, got one with torch's lazy negation",
+    ),
+    "logits in place with lazy negation": (
+        lambda o: cross_entropy_grad(
+            torch._neg_view(o(T, N)), o(T, dtype=LONG), o(T), o(T), o(T), in_place=True
+        ),
+        "logits whose memory holds its numbers, got one with torch's lazy negation",
+    ),
     "descriptor of misaligned rows": (
         lambda o: linear_fwd(
             o(T, K + 1, dtype=HALF)[:, 1:], o(N, K, dtype=HALF), form="descriptor", tile=TILE

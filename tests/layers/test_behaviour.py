@@ -193,6 +193,10 @@ def test_gradients_of_inputs_alone_leave_main_grads_as_they_are():
     marked = next(weight for name, weight in weights.items() if "mlp" in name)
     with pytest.raises(RuntimeError, match=r"got torch\.autograd\.grad of it, which would return a dummy"):
         torch.autograd.grad(block(x).sum(), marked)
+    before = marked.main_grad.clone()
+    with pytest.raises(RuntimeError, match="which would return a dummy"):
+        torch.autograd.grad(block(x).sum(), [x, marked])
+    assert torch.equal(marked.main_grad, before), "refused before anything is added"
 
 
 COMPILED_BUCKETS = pytest.param(True, marks=pytest.mark.sweep)  # main_grads of compiled layers: see above

@@ -1,24 +1,30 @@
 """Tensors whose memory is given back while a model moves: they keep their shape, and every number is NaN.
 
 A freed tensor is the same object as before, so optimizers and tied layers still hold it. All of its elements
-are one: what computes with it finds NaN, and torch refuses most writes. `give_memory` makes it a tensor like
-any other again, with arbitrary numbers.
+are one number, which all freed tensors of a dtype and device share: what computes with it finds NaN, and
+torch refuses most writes. An optimizer that would write through it is stopped; fused ones do not look at
+strides. `give_memory` makes it a tensor like any other again, with arbitrary numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_numbers: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # that freed tensors show
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether all elements of a plain tensor are one."""
-    return tensor.numel() > 1 and not any(
-        stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
-    )
+    """Whether a plain tensor, or what it is a view of, was freed."""
+    number = _numbers.get((tensor.dtype, tensor.device))
+    return number is not None and tensor.untyped_storage().data_ptr() == number.data_ptr()
 
 
 def freed_like(
@@ -28,15 +34,41 @@ def freed_like(
     dtype, device = dtype or tensor.dtype, device or tensor.device
     if not dtype.is_floating_point:
         return torch.zeros(tensor.shape, dtype=dtype, device=device)
-    return torch.full((), torch.nan, dtype=dtype, device=device).expand(tensor.shape)
+    number = _numbers.get((dtype, device))
+    if number is None:
+        _stop_optimizers()
+        number = _numbers[dtype, device] = torch.full((), torch.nan, dtype=dtype, device=device)
+    return number.expand(tensor.shape)
 
 
 @torch.no_grad()
 def free(tensor: Tensor) -> None:
-    """Give back the memory of a plain tensor, unless it is a few bytes or holds no floating-point numbers."""
+    """Give back the memory of a plain tensor and its gradient, unless it holds no floating-point numbers."""
     if tensor.is_floating_point() and tensor.numel() > 1:
         torch.autograd.graph.increment_version(tensor)  # graphs that have saved it raise
         tensor.data = freed_like(tensor)
+        tensor.grad = None  # an optimizer leaves it out
+
+
+@cache
+def _stop_optimizers() -> None:
+    """From the first tensor that is freed: of any optimizer."""
+    register_optimizer_step_pre_hook(_refuse_step)
+
+
+def _refuse_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None or isinstance(parameter, DTensor):
+                continue
+            state = optimizer.state.get(parameter, {}).values()
+            held = [parameter, *(value for value in state if isinstance(value, Tensor))]
+            if any(not isinstance(each, DTensor) and is_freed(each) for each in held):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step: a parameter of shape {tuple(parameter.shape)}, or its "
+                    "state, was freed by reshard(free_source=True); move the model and its optimizer's state "
+                    "back before"
+                )
 
 
 @torch.no_grad()
@@ -55,7 +87,7 @@ def leave_meta_device(model: nn.Module, device: torch.device) -> None:
     }
 
     def on_device(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta or isinstance(tensor, DTensor):
+        if not _is_plain_meta(tensor):
             return tensor
         if isinstance(tensor, nn.Parameter):
             return freed_like(tensor, device=device)
@@ -65,7 +97,17 @@ def leave_meta_device(model: nn.Module, device: torch.device) -> None:
             return torch.full_like(tensor, torch.nan, device=device)
         return tensor  # torch refuses to compute with it
 
-    model._apply(on_device)
+    held = {owner: [*owner._parameters.values(), *owner._buffers.values()] for owner in model.modules()}
+    without = [owner for owner, some in held.items() if any(map(_is_plain_meta, some))]
+    if without and not any(isinstance(each, DTensor) for some in held.values() for each in some):
+        model._apply(on_device)
+        return
+    for owner in without:  # torch's `_apply` makes other objects of all DTensors that it meets
+        owner._apply(on_device, recurse=False)
+
+
+def _is_plain_meta(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta and not isinstance(tensor, DTensor)
 
 
 def refuse_shared(named: Sequence[tuple[str, Tensor]]) -> None:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from tpkernels.comm.agreement import bytes_of_all
 from tpkernels.comm.transports import select
 from tpkernels.interop.carry import Peer, copy_own, exchange, read_from_peers
-from tpkernels.interop.freed import leave_meta_device, refuse_shared
+from tpkernels.interop.freed import freed_like, leave_meta_device, refuse_shared
 from tpkernels.interop.optimizer_state import GROUPS, Described, OptimizerState
 from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.interop.renamed_shards import Heads, Names
@@ -40,6 +40,7 @@ from tpkernels.interop.sides import (
     dtypes_of,
     placements_of,
     readable,
+    refuse_freed,
     refuse_shared_memory,
     told_by,
 )
@@ -101,14 +102,15 @@ def reshard(
         if names not in get_args(Names):
             raise ValueError(f"names: expected one of {', '.join(get_args(Names))}, got {names!r}")
         source = Side.of(model_or_state, state)
-        source.refuse_freed("has no numbers; move those of the model that it was moved to")
+        refuse_freed(source.shards, "has no numbers; move those of the model that it was moved to")
         if isinstance(to, nn.Module) and source.shards:
             leave_meta_device(unwrapped(to), next(iter(source.shards.values())).local.device)
         target = Side.of(to, to_state)
         if names != "own":
-            target.refuse_freed(f"gets memory only where names='own', not {names!r}")
+            refuse_freed(target.shards, f"gets memory only where names='own', not {names!r}")
         kept = {} if optimizer is None else OptimizerState(optimizer, source.shards).content()
         resumed = None if to_optimizer is None else OptimizerState(to_optimizer, target.shards)
+        refuse_freed(_shards_in(kept), "has no numbers; the optimizer's state has moved without this one")
         if free_source:
             _require_freeable(model_or_state, source, kept)
         told = _Told(
@@ -161,6 +163,9 @@ def _require_freeable(given: object, source: Side, kept: Mapping[str, Any]) -> N
         )
     shards = source.shards | _shards_in(kept)
     refuse_shared([(name, shard.tensor) for name, shard in shards.items()])
+    for shard in shards.values():  # here, where an error is every rank's
+        if shard.local.is_floating_point():
+            freed_like(shard.local)
 
 
 @contextmanager
@@ -172,8 +177,8 @@ def _told_if_halved(is_freed: bool) -> Iterator[None]:
         if not is_freed:
             raise
         raise RuntimeError(
-            "reshard: part of the model has moved and is freed, the rest has not; load a checkpoint. Cause: "
-            f"{error}"
+            "reshard: part of the model has moved and is freed, the rest has not; build the models anew and "
+            f"load a checkpoint. Cause: {error}"
         ) from error
 
 

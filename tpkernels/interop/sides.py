@@ -75,12 +75,6 @@ class Side:
             name: Part(shard.shape, shard.local.dtype, list(shard.chunks())) for name, shard in shards.items()
         }
 
-    def refuse_freed(self, why: str) -> None:
-        """Raise if a tensor was freed. why: it cannot be, in words"""
-        for name, shard in self.shards.items():
-            if is_freed(shard.local):
-                raise ValueError(f"'{name}' was freed by a call with free_source=True, and {why}")
-
     def give_memory(self, names: Iterable[str]) -> None:
         """Let those of these tensors that were freed hold numbers again."""
         for name in names:
@@ -172,6 +166,13 @@ class Part(NamedTuple):
     shape: tuple[int, ...]  # full
     dtype: torch.dtype
     chunks: list[Chunk]
+
+
+def refuse_freed(shards: Mapping[str, TensorShard], why: str) -> None:
+    """Raise if a tensor was freed. why: it cannot be, in words"""
+    for name, shard in shards.items():
+        if is_freed(shard.local):
+            raise ValueError(f"'{name}' was freed by a call with free_source=True, and {why}")
 
 
 def refuse_shared_memory(source: Side, target: Side, *, is_freed_later: bool) -> None:

@@ -282,10 +282,11 @@ def planned(launcher: Callable[P, R]) -> Callable[P, R]:
         try:
             key = key_of(args, options, operands)
         except (TypeError, RuntimeError):  # arguments that it does not take, which it says best
-            # but not what it changes, by torch's rule of names: a copy would be changed
-            written = int(launcher.__name__.endswith("_"))
+            # but not what it changes, by torch's rule of names or by an option: a copy would be changed
+            written = int(launcher.__name__.endswith("_") or bool(options.get("in_place")))
             args = (*args[:written], *map(_resolved, args[written:]))  # type: ignore[assignment]
-            return launcher(*args, **{name: _resolved(value) for name, value in options.items()})
+            kept = {name: value if name == "out" else _resolved(value) for name, value in options.items()}
+            return launcher(*args, **kept)  # type: ignore[arg-type]
         found = plans.get(key)
         if not debug:
             if isinstance(found, LaunchPlan) and found.fits(operands):
@@ -314,9 +315,9 @@ def _resolved(value: Any) -> Any:
     """Without torch's lazy negation, of which kernels, which read memory, know nothing."""
     if isinstance(value, Tensor):
         return value.resolve_neg()
-    if not isinstance(value, tuple):
+    if not isinstance(value, (tuple, list)):
         return value
-    return getattr(type(value), "_make", tuple)(map(_resolved, value))
+    return getattr(type(value), "_make", type(value))(map(_resolved, value))
 
 
 def _keep(plans: dict[Any, Any], key: object, found: object) -> None:

@@ -189,15 +189,19 @@ def require_writable(launcher: str, name: str, tensor: Tensor, device: torch.dev
         raise ValueError(
             f"{launcher}: expected {name} on {device} like the other tensors, got {tensor.device}"
         )
-    if tensor.is_neg():
-        raise ValueError(
-            f"{launcher}: expected {name} whose memory holds its numbers, got one with torch's lazy "
-            "negation: call .resolve_neg()"
-        )
+    _require_not_negated(launcher, name, tensor)
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(
             f"{launcher}: expected {name} with memory of its own for each element, got strides "
             f"{tensor.stride()} for shape {tuple(tensor.shape)}: clone the expanded tensor"
+        )
+
+
+def _require_not_negated(launcher: str, name: str, tensor: Tensor) -> None:
+    if tensor.is_neg():
+        raise ValueError(
+            f"{launcher}: expected {name} whose memory holds its numbers, got one with torch's lazy "
+            "negation: call .resolve_neg()"
         )
 
 
@@ -234,6 +238,7 @@ def require_results(
                 f"{launcher}: expected {name} of out in {words} on {like.device}, got {tensor.dtype} on "
                 f"{tensor.device}"
             )
+        _require_not_negated(launcher, f"{name} of out", tensor)
         for other, its in taken:
             if share_memory(tensor, its):
                 raise ValueError(

@@ -85,7 +85,6 @@ class _SayItWasAdded(torch.autograd.Function):
                 "expected the weight's main_grad of forward in backward, got another, or none: the gradient "
                 "was added to the former; keep the tensor and zero it in place, or replace it before forward"
             )
-        _refuse_captured(ctx.next_functions[0][0])
         _mark_as_added(weight)
         zeroed = getattr(weight, "zero_out_wgrad", False)
         return torch.zeros_like(weight) if zeroed else torch.empty_like(weight)
@@ -113,9 +112,13 @@ def asked_for(
     """
     if torch.compiler.is_compiling() or all(into is None for into in main_grads):
         return needs
+    nodes = [ctx.next_functions[first + i][0] for i in range(len(main_grads))]
+    for node, into in zip(nodes, main_grads, strict=True):
+        if into is not None and getattr(node, "_forward_cls", None) is _SayItWasAdded:
+            _refuse_captured(node.next_functions[0][0])
     return [
-        need and (into is None or _engine_runs(ctx.next_functions[first + i][0]) is not False)
-        for i, (need, into) in enumerate(zip(needs, main_grads, strict=True))
+        need and (into is None or _engine_runs(node) is not False)
+        for node, need, into in zip(nodes, needs, main_grads, strict=True)
     ]
 
 

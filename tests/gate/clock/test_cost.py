@@ -53,6 +53,7 @@ def test_what_does_not_fit_the_launch_is_refused(found, name):
     }
 
 
+@pytest.mark.sweep
 def test_products_of_fp8_take_half_the_cycles_and_their_scales_are_known_of(compiler):
     cost, faults = compiler.run(in_fp8, BLOCKS)
     assert (cost.ideal, cost.resident) == (2 * 64 * 128 * 128 / 8192, 2)

@@ -44,11 +44,13 @@ def sound(compiler):
 @pytest.mark.parametrize(
     ("name", "edits", "changes", "least", "most"),
     [
-        pytest.param(LINEAR, [], {"num_stages": 2}, 30, 60, id="two_stages"),
+        pytest.param(LINEAR, [], {"num_stages": 2}, 30, 60, id="two_stages", marks=pytest.mark.sweep),
         pytest.param(LINEAR, [], {"num_stages": 1}, 70, 130, id="one_stage", marks=pytest.mark.sweep),
         pytest.param(LINEAR, [], {"num_warps": 4}, 50, 200, id="four_warps_spill", marks=pytest.mark.sweep),
         pytest.param(LINEAR, [], {"FLATTEN": False}, 2, 8, id="not_flattened", marks=pytest.mark.sweep),
-        pytest.param(LINEAR, [SCALED], {}, 10, 40, id="accumulator_scaled_in_the_loop"),
+        pytest.param(
+            LINEAR, [SCALED], {}, 10, 40, id="accumulator_scaled_in_the_loop", marks=pytest.mark.sweep
+        ),
         pytest.param(LINEAR, [ACT], {}, 3, 12, id="two_exact_exponentials"),
         pytest.param(
             WGRAD,
