@@ -156,6 +156,7 @@ def test_heads_hand_on_what_they_are_asked_for():
     assert torch.equal(-loss, found)
 
 
+@pytest.mark.sweep  # each op compiles in tests/ops/test_vocab_behaviour.py
 @on_ranks(2)
 def test_a_table_and_both_losses_compile_in_one_graph():
     initialize_model_parallel(2)
