@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.interop.refused import refused
 from tests.interop.test_reshard import ALL_WAYS, built_over, kept_by, moving_by, over, trained, unequal
@@ -100,6 +101,9 @@ def test_nothing_is_written_through_a_freed_tensor():
     first.grad = torch.ones(first.shape)
     with pytest.raises(RuntimeError, match=r"SGD.step: a parameter .* was freed by reshard"):
         fused.step()
+    own = next(other.parameters())
+    own.grad, resumed.state[own]["more"] = torch.ones(own.shape), TwoTensor(torch.ones(2), torch.ones(2))
+    resumed.step()  # subclasses have no memory to ask for
     reshard(other, to=model, free_source=True)  # without the optimizers' states
     first.grad = torch.ones(first.shape)
     with pytest.raises(RuntimeError, match=r"AdamW.step: .* or its state, was freed by reshard"):

@@ -59,11 +59,11 @@ def _stop_optimizers() -> None:
 def _refuse_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is None or isinstance(parameter, DTensor):
+            if parameter.grad is None:
                 continue
-            state = optimizer.state.get(parameter, {}).values()
-            held = [parameter, *(value for value in state if isinstance(value, Tensor))]
-            if any(not isinstance(each, DTensor) and is_freed(each) for each in held):
+            held = [parameter, *optimizer.state.get(parameter, {}).values()]
+            # subclasses may have no memory of their own to ask for, and are never freed
+            if any(type(each) in (Tensor, nn.Parameter) and is_freed(each) for each in held):
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step: a parameter of shape {tuple(parameter.shape)}, or its "
                     "state, was freed by reshard(free_source=True); move the model and its optimizer's state "
