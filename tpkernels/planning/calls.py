@@ -9,7 +9,7 @@ OPERATORS = ("column_linear", "row_linear", "mlp", "gated_mlp")
 DIRECTIONS = ("forward", "backward")
 WAYS = ("naive", "c10d", "symmetric", "decomposed")
 MOST_RANKS = 72  # of one NVLink domain today
-# Published times on 2 to 8 H100s, as parts of what the model says: the least and the most (docs/overlap.md).
+# Published times on 2 to 8 H100s over the model's: the least and the most (docs/overlap-predicted.md).
 # Those of symmetric and decomposed are of other people's kernels, which have the same shape.
 PUBLISHED: Mapping[str, tuple[float, float]] = {
     "naive": (0.78, 1.39),
