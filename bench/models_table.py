@@ -27,27 +27,34 @@ UNSOUND = ("wrong", "fails")
 HARDLY = 0.75  # of a model's numbers on a rank: it is split, but that saves little memory
 HEADER = """# Models of transformers that were tried
 
-`parallelize(model)`, with no plan and nothing else, on {ranks} tensor-parallel ranks (gloo, CPU), against
-the unsharded model over {steps} steps of AdamW: architectures of `transformers` {transformers} with
-random weights at tiny sizes (1 or 2 layers, 32 features, 4 heads, 2 of keys and values, 61 ids). Written
-{date} with torch {torch} by `python -m bench.models_table`, part of `make check-transformers`; sizes and
-inputs are in `tests/interop/architectures.py`.
+For those who want to know whether `parallelize(model)` splits their model of `transformers` rightly.
+
+Each model trained for {steps} steps of AdamW: unsharded, and after `parallelize(model)`, without a plan or
+options, on {ranks} tensor-parallel ranks (gloo, CPU). Models are tiny, with random weights: 1 or 2 layers, 32
+features, 4 heads, 2 heads of keys and values, 61 ids. Written {date} with torch {torch} and `transformers`
+{transformers} by `python -m bench.models_table`, part of `make check-transformers`; sizes and inputs are in
+`tests/interop/architectures.py`.
 
 {counts}
 
-- **right**: losses, gradients and outputs are the unsharded model's but for rounding. *loss*: the largest
-  difference of the {steps} losses, which `transformers` computes in float32. *gradients*: the relative
-  difference of their norm at the first step, which AdamW would not show. *outputs*: after the steps,
-  relative to the largest. "fp32": the model does not run in float64, as most with experts. Allowed are
-  1e-6, 1e-6 and 1e-4, in fp32 1e-4, 1e-5 and 1e-3; outputs may also differ as much as the unsharded model's
-  do when its weights are rounded to float32, for some models multiply that by millions.
-- **a rank holds**: the fraction of the model's numbers; one half is the least. Where it is more, layers
-  stay on every rank, and a warning of `parallelize` names them.
-- **refused**: an error before anything is replaced, given below the table. **wrong** and **fails** (an
-  error in training) are faults of the splitting, and of `parallelize` there must be none.
-- **transformers itself**: the same model, saved and loaded by `from_pretrained` with
-  `DistributedConfig(tp_size={ranks})`, compared alike; in parentheses the largest of the three
-  differences. "no plan": `transformers` cannot split this model.
+- **right**: all three differences from the unsharded model are allowed, as below.
+- **refused**: an error before anything is replaced. "Why not" below each table quotes it.
+- **wrong**, **fails** (an error in training): faults of the splitting. `parallelize` must have none.
+- **no plan**: `transformers` cannot split this model.
+- **a rank holds**: this fraction of the model's numbers, at least one half. Where it is more, layers stay on
+  every rank, and `parallelize` warns with their names.
+- **transformers itself**: the model loaded by `from_pretrained` with `DistributedConfig(tp_size={ranks})`,
+  compared in the same way. In parentheses: the largest of the three differences.
+
+| difference | of | allowed in fp64 | in fp32 |
+|---|---|---|---|
+| loss | the {steps} losses, the largest; `transformers` computes losses in float32 | 1e-6 | 1e-4 |
+| gradients | their norm in the first step, relative; AdamW would hide it | 1e-6 | 1e-5 |
+| outputs | outputs after the last step, relative to the largest | 1e-4 | 1e-3 |
+
+Models run in fp32 where they cannot run in float64, as most with experts. A few models amplify rounding by
+millions: their outputs may differ as much as noise of 2<sup>-24</sup> on the weights changes those of the
+unsharded model.
 """
 COLUMNS = (
     "model",
