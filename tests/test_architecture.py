@@ -180,14 +180,13 @@ def test_pictures_need_matplotlib_alone_and_only_to_draw():
                 assert not foreign_imports(ast.unparse(node)), path
 
 
-def test_groups_are_created_in_five_files():
+def test_groups_are_created_in_four_files():
     creating = ("_new_process_group_helper(", "new_group(")
     creators = [path for path in ROOM_FILES if any(name in text_of(path) for name in creating)]
     assert [path.name for path in creators] == [
         "neighbours.py",
         "qualify_world.py",
         "c10d.py",
-        "listed_groups.py",
         "process_groups.py",
     ]
 

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from tpkernels.cli import probe, qualified
-from tpkernels.cli.qualified import Check, Qualification, keep, versions_for
+from tpkernels.cli import probe
+from tpkernels.cli.qualify_world import Check, Qualification, keep, versions_for, versions_here
 from tpkernels.comm.transports import select
 
 GPU = "Test GPU 1"
@@ -134,4 +134,4 @@ def test_a_triton_that_was_not_tried_is_told(version, health, said, monkeypatch)
 
 def test_versions_here_are_those_of_the_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU)
-    assert qualified.versions_here() == versions_for(GPU)
+    assert versions_here() == versions_for(GPU)

@@ -19,10 +19,9 @@ from tests.on_ranks import on_ranks
 from tests.patience import patient
 from tests.ranks import RankPool
 from tests.warm_python import children_of, is_running, ran, started
-from tpkernels.cli import main, qualified, qualify_calls, qualify_kernels, qualify_times
+from tpkernels.cli import main, qualify_calls, qualify_kernels, qualify_times
 from tpkernels.cli import qualify as qualify_command
-from tpkernels.cli.qualified import Check, Qualification, keep, known
-from tpkernels.cli.qualify_world import QualifyWorld
+from tpkernels.cli.qualify_world import Check, Qualification, QualifyWorld, keep, known, versions_here
 from tpkernels.comm.schedule import MOST_CHUNKS, even_chunks, parts_of_shard
 from tpkernels.comm.transports.host import HostExchange
 from tpkernels.dispatch.cache import Cache, Choice, Versions
@@ -269,13 +268,13 @@ def test_only_a_full_run_is_kept(arguments, kept, monkeypatch, capsys):
     monkeypatch.setattr("tpkernels.training.launch.run_ranks", run_ranks)
     assert main(["qualify", *arguments]) == 0
     assert capsys.readouterr().out.endswith("auto: c10d (the default)\nqualified\n")
-    assert (known(qualified.versions_here()) is not None) == kept
+    assert (known(versions_here()) is not None) == kept
 
 
 def test_an_interrupted_run_says_nothing_of_the_gpu(monkeypatch, capsys):
     monkeypatch.setattr("tpkernels.training.launch.run_ranks", lambda command, ranks: 130)
     assert main(["qualify"]) == 130
-    assert known(qualified.versions_here()) is None
+    assert known(versions_here()) is None
     assert "qualified" not in capsys.readouterr().out
 
 
@@ -311,7 +310,7 @@ def test_gpus_are_tried_over_what_they_can(ranks, gpus, symmetric, monkeypatch):
 def test_kernels_that_child_processes_have_tried_are_listed(cache):
     world = QualifyWorld(0, 1, torch.device("cpu"), 7, 1.0, quick=False)
     assert list(qualify_kernels.check_trials(world)) == []
-    kept = Cache(cache, qualified.versions_here())
+    kept = Cache(cache, versions_here())
     kept.put("passed: linear bfloat16 none triton/descriptor/64x64x64-w4-s3-p1-c1", Choice("passed", {}))
     kept.put("failed: dglu bfloat16 swiglu triton/descriptor/64x64x64-w4-s3-p1-c2", Choice("hung: long", {}))
     kept.put("linear bfloat16 64x64x64 none rows,rows,rows", Choice("torch", {"torch": 1.0}))

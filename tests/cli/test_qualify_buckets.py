@@ -1,6 +1,7 @@
 """What `qualify` says of gradient buckets, here and with a stand-in for NCCL, and with one thing wrong."""
 
 import re
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -94,30 +95,27 @@ def in_registered_memory(planted):
         patch.object(registered, "reduce", reduce),
         standing_in(group, fails_at=fails_at, times=(1.0 + rank, 3.0)) as world,
     ):
-        try:
-            said = qualify_buckets._in_registered_memory(this_rank(), group)
-        except ArithmeticError as error:
-            said = str(error)
+        rank_here = this_rank()
+        step = partial(qualify_buckets._in_registered_memory, rank_here, group)
+        line = rank_here.check("buckets", "registered", step)
         left = left_held(int(fails_at != ""))  # a segment that may be registered keeps its address
         assert not world.broken, world.broken
-        return said, left
+        return (line.status, line.text), left
 
 
 def test_registered_memory_is_tried_whatever_is_faster(ranks2):
     times = "registered 2 ms, plain 3 ms"
     said = f"exact sums of 0.00458 MiB; all_reduce: {times}; reduce_scatter: {times}"
-    assert ranks2.run(in_registered_memory, "") == [((False, said), 0)] * 2
+    assert ranks2.run(in_registered_memory, "") == [(("right", said), 0)] * 2
 
 
 def test_registered_memory_that_a_rank_lacks_is_left_out(ranks2):
-    for rank, ((obstacle, text), left) in enumerate(ranks2.run(in_registered_memory, "register")):
-        assert obstacle
+    for rank, ((status, text), left) in enumerate(ranks2.run(in_registered_memory, "register")):
+        assert status == "left out"
         assert text.endswith("rank 1 cannot take part: RuntimeError: planted: cannot register")
         assert left == rank
 
 
 def test_wrong_sums_in_registered_memory_are_an_error(ranks2):
-    (first, _), (second, left) = ranks2.run(in_registered_memory, "sums")
-    assert first == "reduce_scatter of 1200 numbers: the sums are wrong"
-    assert second[0] is False  # and has waited for nobody
-    assert left == 0
+    said = "rank 0: ArithmeticError: reduce_scatter of 1200 numbers: the sums are wrong"  # no other rank's
+    assert ranks2.run(in_registered_memory, "sums") == [(("wrong", said), 0)] * 2

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from tests.cli.posed_problems import GPTS, problems_of_a_step
-from tpkernels.cli import tune_shapes
-from tpkernels.cli.tune_shapes import SplitModel, parsed_shapes
-from tpkernels.cli.tuning import model_calls
+from tpkernels.cli.tuning import TUNED, SplitModel, model_calls, parsed_shapes
 from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
 
 
@@ -22,7 +20,7 @@ def test_shapes_and_models_are_mixed():
     ]
 
 
-@pytest.mark.parametrize("name", tune_shapes.TUNED)
+@pytest.mark.parametrize("name", TUNED)
 def test_every_model_is_split_over_a_node_or_says_why_not(name):
     ranks = 8
     if name in ("gpt2-small", "gpt2-large", "gpt2-xl", "qwen2.5-7b"):
@@ -81,7 +79,7 @@ def test_products_are_those_that_a_step_computes(ranks, tokens, kind, request, m
     pool = request.getfixturevalue(f"ranks{ranks}")
     posed = [pool.run(problems_of_a_step, kind, tokens, fused) for fused in (False, True)]
     assert [other for one in posed for other in one if other != one[0]] == [], "all ranks alike"
-    monkeypatch.setitem(tune_shapes.TUNED, kind, GPTS[kind])
+    monkeypatch.setitem(TUNED, kind, GPTS[kind])
     calls = model_calls(SplitModel(kind, ranks, tokens), torch.bfloat16, training=True)
     listed = {record.problem(*arguments).key for record, arguments in calls}
     assert sorted(listed) == sorted({*posed[0][0], *posed[1][0]})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tpkernels import tp_invariance
-from tpkernels.cli.variables import POWERS_OF_TWO, VARIABLES, mistakes
+from tpkernels.cli.doctor import POWERS_OF_TWO, VARIABLES, mistakes
 from tpkernels.comm.transports.select import TRANSPORTS
 from tpkernels.dispatch.backends import BACKENDS
 from tpkernels.env_flag import env_flag

@@ -8,8 +8,7 @@ import sys
 
 from tpkernels.pictures.charts import Bar, TimedWork, bars, curve, roofline
 from tpkernels.pictures.figure import Picture, sheet
-from tpkernels.pictures.kernel import Doing, Lane, processor
-from tpkernels.pictures.lanes import Span, lanes
+from tpkernels.pictures.lanes import Doing, Lane, Span, lanes, processor
 from tpkernels.topology.plan import plan_groups
 
 NAN, INF = float("nan"), float("inf")

@@ -18,7 +18,7 @@ from tests.ranks import COLLECTIVE_SECONDS
 from tpkernels import parallel_state as ps
 from tpkernels.runtime import c10d
 from tpkernels.runtime.initialize import destroy_model_parallel, initialize_model_parallel
-from tpkernels.runtime.process_groups import create_process_groups, kinds_alike
+from tpkernels.runtime.process_groups import GroupSettings, create_process_groups, kinds_alike
 from tpkernels.runtime.state import ParallelStateError, current_or_none
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, plan_groups
 
@@ -185,7 +185,7 @@ def test_all_ranks_take_part_when_groups_are_split_off_the_world(monkeypatch):
     splits_by_rank = []
     for rank in range(16):
         took_part.clear()
-        groups = create_process_groups(plan, rank, call=1, timeout=None, backend=None, options={})
+        groups = create_process_groups(plan, rank, 1, GroupSettings())
         splits_by_rank.append(list(took_part))
         assert set(groups) == {kind for kind in KINDS if plan.is_member(rank, kind)}
     everything = splits_by_rank[0]

@@ -16,7 +16,7 @@ from tests.training.small import config_for, losses_of, trainer_for
 from tpkernels.interop import dcp
 from tpkernels.ops.quantized import weights
 from tpkernels.training import trainer as trainer_module
-from tpkernels.training.proof import TOLERANCES, allowed_by
+from tpkernels.training.report import TOLERANCES, allowed_by
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,16 @@ from tests.on_ranks import on_ranks
 from tests.training.small import CPU, config_for, trainer_for
 from tpkernels import GPT, GPTConfig, create_parallel_state, plan_groups
 from tpkernels.models.config import model_config
-from tpkernels.training import capacity
-from tpkernels.training.capacity import least_bytes, require_room
-from tpkernels.training.measures import Speed, _peak_of_process, flops_per_token, known_peak, largest_memory
+from tpkernels.training import measures
+from tpkernels.training.measures import (
+    Speed,
+    _peak_of_process,
+    flops_per_token,
+    known_peak,
+    largest_memory,
+    least_bytes,
+    require_room,
+)
 from tpkernels.training.trainer import StepReport
 
 
@@ -55,8 +62,8 @@ def test_huge_sizes_are_refused_with_the_memory_they_need(huge, tmp_path):
 
 def test_ranks_of_a_machine_share_its_memory(tmp_path, monkeypatch):
     config = config_of(tmp_path)
-    needed = least_bytes(config, 1, 2) + capacity.PROCESS
-    monkeypatch.setattr(capacity, "memory_of_machine", lambda: 2 * needed)
+    needed = least_bytes(config, 1, 2) + measures.PROCESS
+    monkeypatch.setattr(measures, "memory_of_machine", lambda: 2 * needed)
     require_room(config, 1, 2, local=2, device=CPU)
     with pytest.raises(ValueError, match=r"^3 ranks need at least"):
         require_room(config, 1, 2, local=3, device=CPU)

@@ -8,8 +8,7 @@ import pytest
 from tpkernels import plan_groups
 from tpkernels.pictures.figure import NO_MATPLOTLIB
 from tpkernels.pictures.lanes import Span
-from tpkernels.training.proof import Proof
-from tpkernels.training.report import RunRecord, at_once, write
+from tpkernels.training.report import Proof, RunRecord, at_once, write
 from tpkernels.training.trainer import StepReport
 
 PLAN = plan_groups(world_size=4, tensor=2)

@@ -12,8 +12,15 @@ from torch.profiler import profile
 
 from tests.on_ranks import on_ranks
 from tests.training.small import config_for, losses_of, trainer_for
-from tpkernels.training.profile import StepProfile, phase
-from tpkernels.training.step_trace import ProfiledEvent, seconds_at_once, spans_of, traced, union
+from tpkernels.training.profile import (
+    ProfiledEvent,
+    StepProfile,
+    phase,
+    seconds_at_once,
+    spans_of,
+    traced,
+    union,
+)
 
 NODE = "autograd::engine::evaluate_function: MmBackward"
 
@@ -109,7 +116,7 @@ def step():
 @pytest.mark.parametrize("shown", [1, 2])
 @on_ranks(2)
 def test_first_rank_gets_the_spans_of_all_or_of_the_first_of_many(shown):
-    with patch("tpkernels.training.step_trace.SHOWN_RANKS", shown):
+    with patch("tpkernels.training.profile.SHOWN_RANKS", shown):
         result, spans = traced(step)
     assert result == 3.0
     found = {(span.rank, span.doing, span.phase) for span in spans}

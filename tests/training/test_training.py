@@ -28,7 +28,7 @@ from tpkernels.comm import schedule
 from tpkernels.comm.transports import select
 from tpkernels.interop import dcp
 from tpkernels.training.config import learning_rate
-from tpkernels.training.data import Excerpts, TokenFile
+from tpkernels.training.trainer import Excerpts, TokenFile
 
 
 def test_bytes_of_a_text_are_its_ids(text):

@@ -14,16 +14,20 @@ import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGINT
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tpkernels import __version__
 from tpkernels.files import parsed
 from tpkernels.pictures.figure import NO_MATPLOTLIB, can_draw
+
+if TYPE_CHECKING:
+    from argparse import _ActionsContainer
 
 COMMANDS = {
     "plan": "print and draw the groups of a world, or choose them for a model; needs no GPU and no torch",
@@ -35,6 +39,7 @@ COMMANDS = {
     "typecheck": "check one step of a training script by types over its ranks, in one process",
     "tune": "time who computes each step of a layer fastest on this GPU, and remember it",
 }
+USUAL_TOKENS = 8192  # that a rank computes at once, where nothing else is said
 SAID_EVERY = 15.0  # seconds, of how far a command is, in a log
 EXIT_CODES = "Exit codes: 0 all is well, 1 something is not, 2 bad use."
 
@@ -107,6 +112,29 @@ def require_packages(*names: str) -> None:
     for name in names:
         if find_spec(name) is None:
             raise ModuleNotFoundError(name=name)
+
+
+def add_number(
+    parser: _ActionsContainer,
+    name: str,
+    told: str,
+    default: int | None = None,
+    *,
+    least: int | None = None,
+    **more: Any,
+) -> None:
+    """Add an option that takes a whole number, not below `least`; its help says the default."""
+    usual = "" if default is None else f" (default {default})"
+    kind = int if least is None else partial(_at_least, least)
+    parser.add_argument(
+        name, **{"type": kind, "default": default, "metavar": "N", "help": told + usual} | more
+    )
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.removeprefix("-").isdecimal() or int(text) < least:
+        raise ArgumentTypeError(f"expected at least {least}, got {text}")
+    return int(text)
 
 
 def written_to(text: str) -> Path:

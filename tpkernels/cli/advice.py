@@ -5,17 +5,19 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tpkernels.cli import size_of, write_json, written_to
+from tpkernels.cli import USUAL_TOKENS, add_number, size_of, write_json, written_to
 from tpkernels.gpus import gpu_named
-from tpkernels.models.config import model_config
+from tpkernels.models.config import GPTConfig, model_config
 from tpkernels.planning.advice import Advice, Prediction, advise
 from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.machine import Hardware
 from tpkernels.planning.parameters import parameters_of_stage
 
-_USUAL_TOKENS = 8192  # where the model has no fewer positions
+if TYPE_CHECKING:
+    from argparse import _ActionsContainer
+
 _USUAL_SEQUENCES = 8  # of a step, for each GPU: every number of data-parallel ranks divides them
 _ASSUMED = {
     "efficiency": "of the peak rate, that products reach",
@@ -29,7 +31,8 @@ _STAGES = "not for `train`: stages"
 
 def advise_on(options: Namespace) -> int:
     """Print which layouts suit a model; return 1 if none fits."""
-    job, machine = _job(options), _machine(options)
+    assumed = {name: getattr(options, name) for name in ("gpus_per_node", *_ASSUMED)}
+    job, machine = _job(options), Hardware(gpu_named(options.gpu), **assumed)
     most = machine.gpus_per_node if options.max_tp is None else options.max_tp
     from tpkernels.streams.prediction import block_exposed  # here: other plans, and `--help`, need no torch
 
@@ -49,25 +52,12 @@ def advise_on(options: Namespace) -> int:
 
 def add_options(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("options of layouts")
-    group.add_argument("--model", required=True, metavar="NAME", help="such as gpt2-small or llama3-8b")
-    group.add_argument(
-        "--size", action="append", default=[], metavar="NAME=VALUE", help="a size of it, as in `train`"
-    )
+    add_model(group)
     group.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (default), h200 or a100")
-    group.add_argument(
-        "--max-tp", type=int, metavar="N", help="most tensor-parallel ranks (default: those of a node)"
-    )
-    group.add_argument("--tokens", type=int, metavar="N", help=f"in a sequence (default {_USUAL_TOKENS})")
-    group.add_argument(
-        "--batch", type=int, metavar="N", help=f"sequences a step (default {_USUAL_SEQUENCES} for each GPU)"
-    )
-    group.add_argument(
-        "--micro-batch",
-        type=int,
-        default=1,
-        metavar="N",
-        help="sequences that a rank computes at once (default 1)",
-    )
+    add_number(group, "--max-tp", "most tensor-parallel ranks (default: those of a node)")
+    add_number(group, "--tokens", f"in a sequence (default {USUAL_TOKENS})")
+    add_number(group, "--batch", f"sequences a step (default {_USUAL_SEQUENCES} for each GPU)")
+    add_number(group, "--micro-batch", "sequences that a rank computes at once", 1)
     group.add_argument(
         "--recompute",
         choices=("none", "selective", "full"),
@@ -89,16 +79,26 @@ def add_options(parser: ArgumentParser) -> None:
             metavar="X",
             help=f"{meaning} (default {usual})",
         )
-    group.add_argument("--top", type=int, default=10, metavar="N", help="how many to list (default 10)")
+    add_number(group, "--top", "how many to list", 10, least=1)
     group.add_argument("--all", action="store_true", help="list all, those that do not fit as well")
     group.add_argument("--json", type=written_to, metavar="FILE", help="also write all of them into FILE")
 
 
+def add_model(group: _ActionsContainer) -> None:
+    """Add the options that name a model, for `model_of`."""
+    group.add_argument("--model", required=True, metavar="NAME", help="such as gpt2-small or llama3-8b")
+    group.add_argument(
+        "--size", action="append", default=[], metavar="NAME=VALUE", help="a size of it, as in `train`"
+    )
+
+
+def model_of(options: Namespace) -> GPTConfig:
+    return model_config(options.model).with_sizes(**dict(map(size_of, options.size)))
+
+
 def _job(options: Namespace) -> Job:
-    model = model_config(options.model).with_sizes(**dict(size_of(text) for text in options.size))
-    if options.top < 1:
-        raise ValueError(f"--top: expected at least 1, got {options.top}")
-    usual_tokens = min(_USUAL_TOKENS, model.max_positions or _USUAL_TOKENS)
+    model = model_of(options)
+    usual_tokens = min(USUAL_TOKENS, model.max_positions or USUAL_TOKENS)
     return Job(
         model=model,
         tokens=usual_tokens if options.tokens is None else options.tokens,
@@ -107,11 +107,6 @@ def _job(options: Namespace) -> Job:
         recompute=options.recompute,
         sequence_parallel=options.sequence_parallel,
     )
-
-
-def _machine(options: Namespace) -> Hardware:
-    names = ["gpus_per_node", *_ASSUMED]
-    return Hardware(gpu_named(options.gpu), **{name: getattr(options, name) for name in names})
 
 
 def _heading(options: Namespace, job: Job, machine: Hardware) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from tpkernels.cli import SAID_EVERY, BadUse, Progress, bad_use_if, require_packages, written_to
+from tpkernels.cli import SAID_EVERY, BadUse, Progress, add_number, bad_use_if, require_packages, written_to
 
 PROCESSES = 2
 PACKAGES = ("triton", "torch", "numpy")
@@ -46,21 +46,21 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
         action="store_true",
         help="search the orders of streams and ranks instead, docs/streams.md",
     )
-    parser.add_argument("--orders", type=int, metavar="N", help="with --streams: of each program")
+    add_number(parser, "--orders", "with --streams: of each program", least=1)
 
 
 def main(options: Namespace) -> int:
     if options.skip == "compile" and (options.update or options.arch is not None):
         raise BadUse("--update and --arch are about compiling: leave --skip compile out")
-    if options.orders is not None and (not options.streams or options.orders < 1):
-        raise BadUse("--orders expects a number of at least 1, beside --streams")
+    if options.orders is not None and not options.streams:
+        raise BadUse("--orders is about --streams: give both")
     if options.streams and (options.skip or options.update or options.arch):
         raise BadUse("--streams compiles and computes no kernels: leave --skip, --update and --arch out")
     require_packages(*PACKAGES)
 
     from tpkernels.gate import compile_gate, numerics, report
     from tpkernels.gate.ahead_of_time import ARCHITECTURES
-    from tpkernels.gate.user_kernels import suite as own
+    from tpkernels.gate.user_kernels import config as own
     from tpkernels.gate.user_kernels.record import ConfigError
 
     if options.streams:
@@ -75,7 +75,7 @@ def main(options: Namespace) -> int:
         if options.config is None:
             suite, compute = compile_gate.ours(), numerics.check
         else:
-            suite, compute = own.read(options.config)
+            suite, compute = own.suite_of(options.config)
         jobs = [] if options.skip == "compile" else compile_gate.jobs_of(suite, architectures, options.only)
         with Progress("compiling", len(jobs), seconds=SAID_EVERY) as step:
             compiled, notes = (

@@ -6,7 +6,6 @@ names. An order that shows a race, a deadlock or other numbers is a failure, and
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tpkernels.cli import SAID_EVERY, BadUse, Progress
+from tpkernels.cli import SAID_EVERY, BadUse, Progress, write_json
 from tpkernels.gate.catalog import has_parts
 from tpkernels.gate.user_kernels.config import parsed
 from tpkernels.gate.user_kernels.record import ConfigError
@@ -155,6 +154,5 @@ def _tell(found: Mapping[str, Searched], seconds: float, path: Path | None) -> i
     orders = sum(one.orders for one in found.values())
     told = f"{len(found)} programs in {orders} orders, {seconds:.0f} s"
     print(f"{len(failures)} failures in {told}" if failures else f"all well: {told}")
-    if path is not None:
-        path.write_text(json.dumps({name: asdict(one) for name, one in found.items()}, indent=1) + "\n")
+    write_json(path, {name: asdict(one) for name, one in found.items()})
     return 1 if failures else 0

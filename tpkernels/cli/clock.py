@@ -55,10 +55,6 @@ def main(options: Namespace) -> int:
         from tpkernels.cli import clock_ops
 
         return clock_ops.main(options)
-    return _clock_kernels(options)
-
-
-def _clock_kernels(options: Namespace) -> int:
     require_packages(*PACKAGES)
     _require_tools()
 

@@ -15,7 +15,7 @@ from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.gate.clock.workload import of_entry
 from tpkernels.gate.clocking import FromCatalog, built, clocked
 from tpkernels.pictures.figure import Picture
-from tpkernels.pictures.kernel import Doing, Lane, processor
+from tpkernels.pictures.lanes import Doing, Lane, joined, processor
 
 DIED: Clocked | str = "the compiler died"
 PEAK = 989.4  # TFLOP/s of an H100 SXM with 16-bit operands, by its data sheet
@@ -165,7 +165,8 @@ def picture_of(one: Clocked) -> Picture:
 
 def _engines(run: Run) -> Iterator[Lane]:
     for kind, name in ENGINES.items():
-        doings = [*_merged(kind, (span for span in run.spans if span.lane == kind))]
+        busy = joined((span.start, span.end) for span in run.spans if span.lane == kind)
+        doings = [Doing(kind, start, stop) for start, stop in busy]  # which can be added up
         if doings:
             share = sum(doing.stop - doing.start for doing in doings) / max(run.cycles, 1.0)
             yield Lane(name, doings, f"{share:.0%} of the time")
@@ -195,18 +196,3 @@ def _most(spans: Iterable[WarpSpan]) -> str:
             causes[span.what] = causes.get(span.what, 0.0) + span.end - span.start
     most = max(causes, key=causes.__getitem__, default="")
     return f": {most.removeprefix('scoreboard: ')}" if most else ""
-
-
-def _merged(kind: str, spans: Iterable[WarpSpan]) -> Iterator[Doing]:
-    """Yield the spans joined where they overlap, so that what is drawn can be added up."""
-    start = stop = None
-    for begin, end in sorted((span.start, span.end) for span in spans):
-        if stop is None or start is None:
-            start, stop = begin, end
-        elif begin <= stop:
-            stop = max(stop, end)
-        else:
-            yield Doing(kind, start, stop)
-            start, stop = begin, end
-    if start is not None and stop is not None:
-        yield Doing(kind, start, stop)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 
-from tpkernels.cli import bad_use_if, drawn_into, write_json, written_to
+from tpkernels.cli import add_number, bad_use_if, drawn_into, write_json, written_to
 from tpkernels.gpus import gpu_named
 from tpkernels.pictures.figure import Picture
 from tpkernels.pictures.lanes import Span, lanes
@@ -31,15 +31,11 @@ _COLUMNS = 72  # of a time line in text
 
 def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("op", choices=OPERATORS, metavar="OP", help=", ".join(OPERATORS))
-    parser.add_argument("--tokens", type=int, required=True, metavar="N", help="of all ranks")
-    parser.add_argument("--in", dest="features_in", type=int, required=True, metavar="N", help="in_features")
-    parser.add_argument(
-        "--out", dest="features_out", type=int, required=True, metavar="N",
-        help="out_features of all ranks; of an MLP the width between",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tp", type=int, required=True, metavar="R", help="tensor-parallel ranks of one machine"
-    )
+    add_number(parser, "--tokens", "of all ranks", required=True)
+    add_number(parser, "--in", "in_features", required=True, dest="features_in")
+    of_mlp = "out_features of all ranks; of an MLP the width between"
+    add_number(parser, "--out", of_mlp, required=True, dest="features_out")
+    add_number(parser, "--tp", "tensor-parallel ranks of one machine", required=True, metavar="R")
     parser.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (default), h200 or a100")
     parser.add_argument(
         "--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS,
@@ -54,7 +50,13 @@ def add_options(parser: ArgumentParser) -> None:
 
 def main(options: Namespace) -> int:
     with bad_use_if(ValueError, MachineError):  # the latter of sizes that no GPU holds
-        node, sizes = _node(options), _sizes(options)
+        if options.tp > MOST_RANKS:
+            raise ValueError(f"--tp: expected at most {MOST_RANKS} ranks of one machine, got {options.tp}")
+        node = Node.of(gpu_named(options.gpu))
+        if options.graph:
+            node = node.with_host(GRAPH)
+        features = options.features_in, options.features_out
+        sizes = Sizes(options.tokens, *features, options.tp, options.sequence_parallel)
         found = [
             predict(options.op, direction, way, sizes, node)
             for direction in options.directions
@@ -66,19 +68,6 @@ def main(options: Namespace) -> int:
     if options.picture is not None:
         _picture(options, sizes, found).write(options.picture)
     return 0
-
-
-def _node(options: Namespace) -> Node:
-    node = Node.of(gpu_named(options.gpu))
-    return node.with_host(GRAPH) if options.graph else node
-
-
-def _sizes(options: Namespace) -> Sizes:
-    if options.tp > MOST_RANKS:
-        raise ValueError(f"--tp: expected at most {MOST_RANKS} ranks of one machine, got {options.tp}")
-    return Sizes(
-        options.tokens, options.features_in, options.features_out, options.tp, options.sequence_parallel
-    )
 
 
 def _text(options: Namespace, sizes: Sizes, found: Sequence[Predicted]) -> Iterator[str]:

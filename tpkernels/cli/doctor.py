@@ -1,4 +1,4 @@
-"""`python -m tpkernels doctor`: looks at this installation and says what is wrong with it.
+"""`python -m tpkernels doctor`: looks at this installation, and at variables, and says what is wrong with it.
 
 Whatever could crash runs in a process of its own: a torch that dies on import is a finding, too.
 """
@@ -7,22 +7,67 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
 from io import TextIOWrapper
 
 from tpkernels import __version__
 from tpkernels.child import ending, started
 from tpkernels.cli.probe import PREFIX, SELF_TEST, Finding, note, ok, problem
-from tpkernels.cli.variables import mistakes
 
 PROBE_SECONDS = 120
 SELF_TEST_SECONDS = 120
 OUR_VARIABLES = ("TPKERNELS_", "TRITON_", "TORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MASTER_")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+ALIKE = 0.85  # a name without the prefix that is so similar to one of ours is taken for a misspelling
+
+
+@dataclass(frozen=True)
+class AllowedValues:
+    """What a variable may be, as a pattern and in words."""
+
+    pattern: str
+    expected: str
+    words: tuple[str, ...] = ()  # all that there are, where these are few
+
+    def has(self, value: str) -> bool:
+        return re.fullmatch(self.pattern, value) is not None
+
+
+def _one_of(*words: str, or_empty: bool = True) -> AllowedValues:
+    pattern = "|".join(map(re.escape, words)) + "|" * or_empty
+    return AllowedValues(pattern, f"{'one of ' * bool(words[1:])}{', '.join(words)}", words)
+
+
+_SWITCH = AllowedValues("[01]?", "0 or 1", ("0", "1"))
+_ANYTHING = AllowedValues("(?s:.*)", "anything")
+POWERS_OF_TWO = tuple(str(2**power) for power in range(11))  # up to tp_invariance.MOST_SEGMENTS
+VARIABLES = {
+    "TPKERNELS_BACKEND": _one_of("auto", "torch", "triton", or_empty=False),
+    "TPKERNELS_BACKEND_SUMS": _SWITCH,
+    "TPKERNELS_BATCH_INVARIANT": _SWITCH,
+    "TPKERNELS_CACHE_DIR": _ANYTHING,
+    "TPKERNELS_CHECK_REPLICAS": AllowedValues("[0-9]*", "a number of optimizer steps, or 0 for never"),
+    "TPKERNELS_CXXFLAGS": _ANYTHING,  # of setup.py
+    "TPKERNELS_DEBUG": _SWITCH,
+    "TPKERNELS_GLUON": _SWITCH,
+    "TPKERNELS_LIFELINE": _ANYTHING,  # from a launcher to its ranks
+    "TPKERNELS_LOG": _one_of("choices"),
+    "TPKERNELS_QUALIFY_PROGRESS": _ANYTHING,  # from `qualify` to its ranks
+    "TPKERNELS_REQUIRE_EXT": _SWITCH,  # of setup.py
+    "TPKERNELS_TP_INVARIANT": AllowedValues(
+        f"0*({'|'.join(('0', *POWERS_OF_TWO))})?", "0 (off) or a power of two", ("0", *POWERS_OF_TWO)
+    ),
+    "TPKERNELS_TRANSPORT": _one_of("auto", "c10d", "shared", "symmetric", or_empty=False),
+    "TPKERNELS_TUNE": _SWITCH,
+}
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
@@ -30,7 +75,9 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
 
 
 def main(options: Namespace) -> int:
-    findings = [_python(), *_probes(), _compiler(), *_environment()]
+    version = ".".join(map(str, sys.version_info[:3]))
+    python = ok("python", f"{version} at {sys.executable}")
+    findings = [python, *_probes(), _compiler(), *_environment()]
     if isinstance(sys.stdout, TextIOWrapper):  # a terminal that cannot show a character is no reason to stop
         sys.stdout.reconfigure(errors="backslashreplace")
     # without a torch there is nothing to test, and the finding above says so already
@@ -41,17 +88,12 @@ def main(options: Namespace) -> int:
         report = {
             "version": __version__,
             "healthy": not problems,
-            "findings": [f.as_dict() for f in findings],
+            "findings": [asdict(f) for f in findings],
         }
         print(json.dumps(report, indent=2))
     else:
         _print(findings, problems)
     return 1 if problems else 0
-
-
-def _python() -> Finding:
-    version = ".".join(map(str, sys.version_info[:3]))
-    return ok("python", f"{version} at {sys.executable}")
 
 
 def _probes() -> list[Finding]:
@@ -140,3 +182,37 @@ def _print(findings: Sequence[Finding], problems: Sequence[Finding]) -> None:
         print(f"{len(problems)} problem{'s' * (len(problems) > 1)}: {', '.join(f.name for f in problems)}")
     else:
         print("healthy")
+
+
+# The environment variables TPKERNELS_*: which there are, what each may be, and which one was meant.
+
+
+def mistakes(environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
+    """Yield variables that nobody reads, or whose value is refused, and what to do about each."""
+    for name, value in sorted(environment.items()):
+        if name in VARIABLES:
+            if not VARIABLES[name].has(value):
+                yield name, f"{name}={value}: expected {VARIABLES[name].expected}{_meant_value(name, value)}"
+        elif name.startswith("TPKERNELS_"):
+            yield name, f"{name}={value}: nothing reads it; did you mean {_nearest(name)[1]}?"
+        else:
+            alike, nearest = _nearest(name)
+            if alike >= ALIKE:
+                yield name, f"{name}={value}: nothing reads it; did you mean {nearest}?"
+
+
+def _nearest(name: str) -> tuple[float, str]:
+    """Return how like the most similar variable is, 1 for the same, and its name."""
+    return max((_likeness(name.upper(), known), known) for known in VARIABLES)
+
+
+def _meant_value(name: str, value: str) -> str:
+    words = VARIABLES[name].words
+    if not words:
+        return ""
+    alike, nearest = max((_likeness(value.strip().lower(), word), word) for word in words)
+    return f"; did you mean {nearest}?" if alike else ""
+
+
+def _likeness(one: str, other: str) -> float:
+    return SequenceMatcher(None, one, other).ratio()

@@ -32,9 +32,6 @@ class Finding:
     health: Literal["ok", "note", "problem"]  # a note costs something, a problem stops work
     text: str
 
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
-
 
 def ok(name: str, text: str) -> Finding:
     return Finding(name, "ok", text)
@@ -55,7 +52,7 @@ def probe_torch() -> list[Finding]:
 
 
 def _version(name: str, version: str, tested: tuple[str, str]) -> Finding:
-    """Beside the oldest and the newest that were tried."""
+    """Return whether a version is too old, newer than any that was tested, or fine."""
     minor, oldest, newest = (tuple(map(int, text.split(".")[:2])) for text in (version, *tested))
     if minor < oldest:
         return problem(name, f"{version} is too old: tpkernels needs {tested[0]} or newer")
@@ -68,7 +65,7 @@ def _version(name: str, version: str, tested: tuple[str, str]) -> Finding:
 
 
 def _allowed(name: str, tested: tuple[str, str]) -> str:
-    """What pip is asked for: no newer one than was tried."""
+    """Return the requirement for pip: at most the newest version that was tested."""
     major, minor = map(int, tested[1].split("."))
     return f"{name}<{major}.{minor + 1}"
 
@@ -165,7 +162,7 @@ def probe_qualified() -> list[Finding]:
 
     if not torch.cuda.is_available():
         return []
-    from tpkernels.cli.qualified import known, versions_for
+    from tpkernels.cli.qualify_world import known, versions_for
 
     command = "python -m tpkernels qualify"
     findings = []
@@ -236,7 +233,7 @@ def main() -> None:
         except Exception as error:  # whatever a broken install raises is what we are here to report
             findings = [problem(name, f"{type(error).__name__}: {error}")]
         for finding in findings:
-            print(PREFIX + json.dumps(finding.as_dict()), flush=True)
+            print(PREFIX + json.dumps(asdict(finding)), flush=True)
         if name == "torch" and findings[0].health == "problem":
             return  # the rest stands on it
 

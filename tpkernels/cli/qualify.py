@@ -21,11 +21,10 @@ from signal import SIGINT, SIGTERM
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from tpkernels.cli import BadUse, require_packages, written_to
+from tpkernels.cli import BadUse, add_number, require_packages, written_to
 
 if TYPE_CHECKING:
-    from tpkernels.cli.qualified import Qualification
-    from tpkernels.cli.qualify_world import QualifyWorld
+    from tpkernels.cli.qualify_world import Qualification, QualifyWorld
 
 SECONDS = 120.0
 CPU_RANKS = 2
@@ -37,7 +36,7 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, metavar="S", help=f"about how long ({SECONDS:g})"
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="of shapes and numbers, to see a run again")
+    add_number(parser, "--seed", "of shapes and numbers, to see a run again")
     parser.add_argument("--quick", action="store_true", help="a little of each: shows that the command works")
 
 
@@ -83,7 +82,7 @@ def _report(
     options: Namespace, ranks: int, lines: list[dict[str, Any]], code: int, told: str
 ) -> Qualification:
     """Return the report from what rank 0 wrote, and how the ranks ended."""
-    from tpkernels.cli.qualified import Check, Qualification, versions_here
+    from tpkernels.cli.qualify_world import Check, Qualification, versions_here
 
     checks = [Check(**line["check"]) for line in lines if "check" in line]
     auto = next((line["auto"] for line in lines if "auto" in line), "auto: not known, ranks ended before")
@@ -158,7 +157,7 @@ def _write(line: dict[str, Any]) -> None:
 
 def _finish(report: Qualification, options: Namespace) -> int:
     """Print the report and keep it; return the exit code."""
-    from tpkernels.cli.qualified import keep
+    from tpkernels.cli.qualify_world import keep
 
     versions = report.versions
     print(f"{versions.gpu}, torch {versions.torch}, triton {versions.triton}")

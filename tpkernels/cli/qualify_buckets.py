@@ -15,8 +15,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.buckets import registered
 from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.buckets.registered import Collective
-from tpkernels.cli.qualified import Check
-from tpkernels.cli.qualify_world import QualifyWorld
+from tpkernels.cli.qualify_world import Check, LeftOut, QualifyWorld
 from tpkernels.comm.agreement import CannotTakePart
 from tpkernels.extension import ExtensionState, extension
 
@@ -35,8 +34,9 @@ def check_buckets(world: QualifyWorld) -> Iterator[Check]:
         yield _gradients(world)
     else:
         yield Check("buckets", "gradients", "left out", "the C++ extension is not built")
-    if world.on_gpu:
-        yield _registered(world)
+    if world.on_gpu:  # memory that NCCL has registered, whatever a choice by time would say
+        with world.group_over("auto") as group:
+            yield world.check("buckets", "registered", partial(_in_registered_memory, world, group))
 
 
 def _gradients(world: QualifyWorld) -> Check:
@@ -87,20 +87,8 @@ def numbers(world: QualifyWorld, elements: int, step: int, factor: int) -> Tenso
     return torch.arange(step, step + elements, device=world.device).remainder_(251).mul_(factor).float()
 
 
-def _registered(world: QualifyWorld) -> Check:
-    """Return the line of memory that NCCL has registered, whatever a choice by time would say."""
-    began = time.monotonic()
-    with world.group_over("auto") as group:
-        faults, said = world.all_do(partial(_in_registered_memory, world, group))
-    seconds = round(time.monotonic() - began, 2)
-    if faults:
-        return Check("buckets", "registered", "wrong", "; ".join(faults), seconds)
-    obstacle, text = said[0]
-    return Check("buckets", "registered", "left out" if obstacle else "right", text, seconds)
-
-
-def _in_registered_memory(world: QualifyWorld, group: ProcessGroup) -> tuple[bool, str]:
-    """Return whether there is none, with the reason, or how long sums in it take."""
+def _in_registered_memory(world: QualifyWorld, group: ProcessGroup) -> str:
+    """Return how long sums in it take, or why there is none."""
     elements, said, wrong = PARAMETERS * GPU_ELEMENTS // world.ranks * world.ranks, [], ""
     try:
         registered.connected_by_all(group, world.device)
@@ -108,7 +96,7 @@ def _in_registered_memory(world: QualifyWorld, group: ProcessGroup) -> tuple[boo
             group, [elements], [torch.float32], world.device, beside=0
         )
     except CannotTakePart as error:  # on all ranks alike
-        return True, str(error)
+        return LeftOut(error)
     for reduction in REDUCTIONS:
         ours, theirs = registered.slowest(group, [*flats, *plain], reduction)
         said.append(f"{reduction}: registered {ours:.3g} ms, plain {theirs:.3g} ms")
@@ -127,4 +115,4 @@ def _in_registered_memory(world: QualifyWorld, group: ProcessGroup) -> tuple[boo
     registered.give_back_unused()
     if wrong:
         raise ArithmeticError(wrong)
-    return False, f"exact sums of {elements * 4 / 2**20:.3g} MiB; {'; '.join(said)}"
+    return f"exact sums of {elements * 4 / 2**20:.3g} MiB; {'; '.join(said)}"

@@ -15,8 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from tpkernels.cli.op_programs import OP_PROGRAMS, OpProgram, shards
-from tpkernels.cli.qualified import Check
-from tpkernels.cli.qualify_world import QualifyWorld
+from tpkernels.cli.qualify_world import Check, QualifyWorld
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.symmetric import EPOCHS, LOOK_CALLS
 from tpkernels.gate.accuracy import BOUND, relative_error

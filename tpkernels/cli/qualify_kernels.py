@@ -8,8 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from tpkernels.cli.qualified import Check, versions_here
-from tpkernels.cli.qualify_world import QualifyWorld
+from tpkernels.cli.qualify_world import Check, QualifyWorld, versions_here
 from tpkernels.dispatch.cache import Cache
 from tpkernels.dispatch.verdicts import recorded
 from tpkernels.files import cache_folder

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from tpkernels.cli.qualified import Check
-from tpkernels.cli.qualify_world import QualifyWorld
+from tpkernels.cli.qualify_world import Check, QualifyWorld
 from tpkernels.comm.groups import start_all_gather, start_reduce_scatter
 from tpkernels.ops import parallel_mlp
 

@@ -1,22 +1,30 @@
-"""The ranks that `qualify` runs on: they do each step all together, and know what became of it everywhere."""
+"""The ranks that `qualify` runs on, the lines of its table that they make, and the report that is kept.
+
+Ranks do each step all together, and know what became of it everywhere. A report is kept for a model of GPU
+and these versions, in the user's cache.
+"""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from tpkernels.cli.qualified import Check
 from tpkernels.comm.transports import select
 from tpkernels.dispatch import backends
+from tpkernels.dispatch.cache import Versions
+from tpkernels.dispatch.cache import versions_for as versions_for
+from tpkernels.files import cache_folder, parsed, read_text, replace_text
 from tpkernels.runtime.c10d import new_group
 from tpkernels.training.launch import join_world
 
@@ -25,11 +33,85 @@ T = TypeVar("T")
 # of one call: a rank that is later has failed. On GPUs the first call compiles kernels.
 CALL_SECONDS, GPU_CALL_SECONDS = 30.0, 300.0
 STEP_SECONDS = 600.0  # in which all ranks end a step, failed or not
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table of `qualify`: what was tried, and what came of it."""
+
+    part: str  # kernels, transports, calls, graphs, times, buckets, trials, ranks
+    name: str
+    status: Literal["right", "wrong", "left out"]
+    text: str
+    seconds: float = 0.0
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Qualification:
+    """A run of `qualify`."""
+
+    versions: Versions
+    ranks: int
+    seed: int
+    checks: Sequence[Check]
+    auto: str  # what TPKERNELS_TRANSPORT=auto will do, and why
+
+    @property
+    def right(self) -> bool:
+        return bool(self.checks) and not any(check.status == "wrong" for check in self.checks)
+
+    def as_json(self) -> str:
+        content = {"format": FORMAT, "right": self.right, **asdict(self)}
+        return json.dumps(content, indent=1) + "\n"
+
+    def table(self) -> str:
+        width = max((len(check.name) for check in self.checks), default=0)
+        lines = [
+            f"{each.status:<8}  {each.part:<10}  {each.name:<{width}}  {each.text}" for each in self.checks
+        ]
+        return "\n".join(lines)
+
+
+def versions_here() -> Versions:
+    """Return the versions of the GPU of this process, or of the CPU."""
+    return versions_for(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+
+
+def path_for(versions: Versions) -> Path | None:
+    """Return where a report is kept; None where there is no folder for caches."""
+    folder = cache_folder()
+    return None if folder is None else folder / f"qualified_{versions.slug}.json"
+
+
+def keep(report: Qualification) -> None:
+    """Keep a report instead of the one of these versions; OSError where it cannot be written."""
+    path = path_for(report.versions)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, report.as_json())
+
+
+def known(versions: Versions) -> dict[str, Any] | None:
+    """Return the report kept of these versions; None if there is none that can be read."""
+    path = path_for(versions)
+    try:
+        content = None if path is None else parsed(read_text(path))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        return None
+    return content if content.get("versions") == asdict(versions) else None
+
+
+class LeftOut(str):
+    """What a step returns that cannot be tried here, on all ranks alike: why."""
 
 
 @dataclass
 class QualifyWorld:
-    """This rank of a world that does each step together, whatever fails in it."""
+    """This rank among those that `qualify` runs on. All do each step together, even if one of them fails."""
 
     rank: int
     ranks: int
@@ -65,11 +147,11 @@ class QualifyWorld:
         return [fault for fault, _ in answers if fault], [value for _, value in answers]
 
     def check(self, part: str, name: str, step: Callable[[], str]) -> Check:
-        """Return a line of the table from a step that returns what is to be said of it, or raises."""
+        """Do a step that returns the text of its line, or raises; return the line of the table."""
         return self._check(part, name, step, lambda texts: (texts[0], {}))
 
     def timed(self, part: str, name: str, step: Callable[[], Mapping[str, list[float]]], said: str) -> Check:
-        """Return a line of the table from a step that returns each way's milliseconds by round, or raises.
+        """Do a step that returns each way's milliseconds by round, or raises; return the line of the table.
 
         A round takes as long as its slowest rank, and a way the median of its rounds.
         """
@@ -89,14 +171,15 @@ class QualifyWorld:
         step: Callable[[], T],
         told: Callable[[list[T]], tuple[str, dict[str, float]]],
     ) -> Check:
-        """told: what to say of what all ranks bring, and the numbers in it"""
+        """told: from the results of all ranks to the text of the line, and the numbers in it"""
         began = time.monotonic()
         faults, found = self.all_do(step)
         seconds = round(time.monotonic() - began, 2)
         if faults:
             return Check(part, name, "wrong", "; ".join(faults), seconds)
         text, numbers = told(found)
-        return Check(part, name, "right", text, seconds, numbers)
+        status: Literal["right", "left out"] = "left out" if isinstance(text, LeftOut) else "right"
+        return Check(part, name, status, text, seconds, numbers)
 
     def late(self, share: float) -> bool:
         """Return whether that share of all the time is over, by the clock of this rank."""
@@ -123,7 +206,7 @@ class QualifyWorld:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """On GPUs by our kernels, of which some wait for rows, and none is timed first; on a CPU by torch."""
+        """Compute by our kernels on a GPU, without timing any first; by torch on a CPU."""
         before, backends.backend = backends.backend, "triton" if self.on_gpu else "torch"
         try:
             yield
@@ -148,10 +231,6 @@ class QualifyWorld:
         if not self.on_gpu:
             return {"c10d": "", "shared": ""}
         count = torch.cuda.device_count()
-        apart = [
-            f"{i} and {j}"
-            for i in range(count)
-            for j in range(i)
-            if not torch.cuda.can_device_access_peer(i, j)
-        ]
+        pairs = ((i, j) for i in range(count) for j in range(i))
+        apart = [f"{i} and {j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
         return {"c10d": "", "symmetric": f"GPUs {apart[0]} do not reach each other's memory" if apart else ""}

@@ -14,17 +14,16 @@ from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
 import torch
 import torch.distributed as dist
 
-from tpkernels.cli import SAID_EVERY, BadUse, Progress, bad_use_if, size_of
+from tpkernels.cli import SAID_EVERY, BadUse, Progress, add_number, bad_use_if, size_of
 from tpkernels.files import parsed
 from tpkernels.messages import cause_of
 from tpkernels.models.config import SMALL, model_config
 from tpkernels.saying import is_first_to_say
 from tpkernels.topology.sizes import InvalidSizes
-from tpkernels.training.capacity import require_room
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.folder import prepare
 from tpkernels.training.launch import exit_in_time, hold_lifeline, run_ranks
-from tpkernels.training.measures import Speed, largest_memory, median_step
+from tpkernels.training.measures import Speed, largest_memory, median_step, require_room
 from tpkernels.training.session import Session, require_sizes, shown
 
 _DTYPES = ("float32", "bfloat16", "float64")
@@ -44,22 +43,14 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
         metavar="NAME=VALUE",
         help="a size of the model, such as num_layers=2 (default: its own)",
     )
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
-    parser.add_argument(
-        "--dp", type=int, default=1, metavar="N", help="data-parallel ranks (default 1); torchrun's own count"
-    )
+    add_number(parser, "--tp", "tensor-parallel ranks", 1)
+    add_number(parser, "--dp", "data-parallel ranks; torchrun has its own count", 1)
     for option in _fields():
         _add(parser, option)
     parser.add_argument(
         "--save", type=Path, metavar="FOLDER", help="checkpoints at the end, and on SIGTERM (default: none)"
     )
-    parser.add_argument(
-        "--save-every",
-        type=int,
-        default=0,
-        metavar="N",
-        help="and after each N steps (default 0: at the end only)",
-    )
+    add_number(parser, "--save-every", "and after each N steps; 0: at the end only", 0, least=0)
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -86,28 +77,19 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
         metavar="FOLDER",
         help="write a trace of one step of each rank (default: none)",
     )
-    parser.add_argument(
-        "--profile-step", type=int, metavar="N", help="of this one (default: one after warming up)"
-    )
+    add_number(parser, "--profile-step", "of this one (default: one after warming up)")
     parser.add_argument(
         "--page",
         type=_page_at,
         metavar="FILE",
         help="write an HTML page about the run, and pictures (default: none)",
     )
-    parser.add_argument(
-        "--sample", type=int, default=0, metavar="N", help="write N more bytes at the end (default 0)"
-    )
+    add_number(parser, "--sample", "write N more bytes at the end", 0, least=0)
     parser.add_argument(
         "--prompt", default="Alice ", metavar="TEXT", help="what the sample goes on from (default 'Alice ')"
     )
-    parser.add_argument(
-        "--prove",
-        type=int,
-        default=0,
-        metavar="N",
-        help="run the first N steps overlapped, sequential and unsharded, and compare losses (default 0)",
-    )
+    layouts = "run the first N steps overlapped, sequential and unsharded, and compare losses"
+    add_number(parser, "--prove", layouts, 0, least=0)
     only = type(parser)(prog=parser.prog, add_help=False)
     only.add_argument("--config", type=Path)
     if (path := only.parse_known_args(words)[0].config) is not None:
@@ -172,9 +154,6 @@ def _require_options(options: Namespace) -> None:
         raise BadUse("--data: expected a file to learn from")
     if options.prove and (options.dropout or options.resume):
         raise BadUse("--prove: expected a run from the start without dropout, which ranks draw apart")
-    for name in ("save_every", "sample", "prove"):
-        if getattr(options, name) < 0:
-            raise BadUse(f"--{name.replace('_', '-')}: expected 0 or more, got {getattr(options, name)}")
     for name in ("timeout", "peak_tflops"):
         value = getattr(options, name)
         if value is not None and not 0 < value < 1e9:

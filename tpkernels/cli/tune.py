@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from math import inf
 
-from tpkernels.cli import BadUse, bad_use_if, require_packages, written_to
-from tpkernels.cli.tune_shapes import TOKENS
+from tpkernels.cli import USUAL_TOKENS, BadUse, bad_use_if, require_packages, written_to
 from tpkernels.gpus import GPUS
 from tpkernels.kernels.activation_names import ACTIVATIONS, GATE_OF
 
@@ -23,7 +22,7 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
         required=True,
         metavar="LIST",
         help="TxNxK, tokens x out_features x in_features of a layer; or model:NAME,tp:N,tokens:N, the layers "
-        f"of a model on one of tp ranks (default tp:1,tokens:{TOKENS}); or several of these",
+        f"of a model on one of tp ranks (default tp:1,tokens:{USUAL_TOKENS}); or several of these",
     )
     parser.add_argument("--steps", default=",".join(STEPS), help=f"which (default {','.join(STEPS)})")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default bf16")

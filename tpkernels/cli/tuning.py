@@ -1,4 +1,12 @@
-"""The products that `tune` is asked for: listed, or timed."""
+"""The products that `tune` is asked for: listed, or timed.
+
+`--shapes` names layers by their sizes, and models whose layers are split over ranks:
+
+    8192x4096x4096                        a layer: tokens x out_features x in_features
+    model:llama3-8b,tp:8,tokens:4096      the layers of a model on one of 8 tensor-parallel ranks
+
+Items are separated by commas; `tp:` and `tokens:` are of the model before them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,7 @@ import json
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from time import monotonic
 from typing import Any, cast
@@ -14,8 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tpkernels.cli import Progress, variations
-from tpkernels.cli.tune_shapes import BIASED_QKV, TUNED, SplitModel, parsed_shapes
+from tpkernels.cli import USUAL_TOKENS, Progress, variations
 from tpkernels.dispatch.cache import Choice, render, versions_for
 from tpkernels.dispatch.candidates import TARGET_GPUS, TargetGpu, candidates
 from tpkernels.dispatch.chooser import chooser_on
@@ -24,6 +31,7 @@ from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer, Primitive
 from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu
+from tpkernels.models.config import MODELS, GPTConfig
 from tpkernels.ops.vocab.linear_cross_entropy import LEAST_TOKENS
 from tpkernels.planning.job import Job, RankLayout
 
@@ -31,6 +39,66 @@ PrimitiveCall = tuple[Primitive[..., Any], tuple[Any, ...]]  # a primitive and i
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # estimates: compiling took 0.6 to 1.7 s on average where it was measured, and each result is compared
 KERNEL_SECONDS, PROBLEM_SECONDS = 2.0, 2.0
+
+
+def _qwen(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> GPTConfig:
+    """Return a Qwen of these sizes; that queries, keys and values have biases is BIASED_QKV's matter."""
+    sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "num_kv_heads": kv_heads}
+    return MODELS["llama3-8b"].with_sizes(vocab_size=152064, ffn_hidden_size=ffn, norm_eps=1e-6, **sizes)
+
+
+BIASED_QKV = {"qwen2.5-7b": _qwen(3584, 28, 28, 4, 18944), "qwen2.5-32b": _qwen(5120, 64, 40, 8, 27648)}
+TUNED = {**MODELS, **BIASED_QKV}
+
+
+@dataclass(frozen=True, slots=True)
+class SplitModel:
+    """A model whose layers are split over tensor-parallel ranks."""
+
+    name: str
+    tensor: int = 1
+    tokens: int = USUAL_TOKENS
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.tensor} tensor-parallel ranks, {self.tokens} tokens at once"
+
+
+def parsed_shapes(text: str) -> list[tuple[int, int, int] | SplitModel]:
+    """Return the layers and models that `--shapes` names, in order."""
+    found: list[tuple[int, int, int] | SplitModel] = []
+    given: set[str] = set()
+    for item in text.split(","):
+        word, colon, value = item.partition(":")
+        if not colon:
+            found.append(_sizes(item))
+        elif word == "model":
+            if value not in TUNED:
+                raise ValueError(f"--shapes: expected model: of {', '.join(TUNED)}; got {value!r}")
+            found.append(SplitModel(value))
+            given = set()
+        elif word in ("tp", "tokens"):
+            model = found[-1] if found else None
+            if not isinstance(model, SplitModel) or word in given:
+                raise ValueError(
+                    f"--shapes: expected one {word}: after each model:NAME, such as "
+                    f"model:llama3-8b,tp:8,tokens:4096; got {text!r}"
+                )
+            given.add(word)
+            if not (value.isdecimal() and int(value) > 0):
+                raise ValueError(f"--shapes: expected a number of at least 1 in {item!r}")
+            number = int(value)
+            found[-1] = replace(model, tensor=number) if word == "tp" else replace(model, tokens=number)
+        else:
+            raise ValueError(f"--shapes: expected TxNxK, model:, tp: or tokens:, got {item!r}")
+    return found
+
+
+def _sizes(text: str) -> tuple[int, int, int]:
+    words = text.split("x")
+    if len(words) != 3 or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f"expected --shapes such as 8192x4096x4096 or model:llama3-8b,tp:8, got {text!r}")
+    tokens, out_features, in_features = map(int, words)
+    return tokens, out_features, in_features
 
 
 def primitive_calls(options: Namespace) -> list[PrimitiveCall]:

@@ -10,7 +10,7 @@ from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpkernels.cli import BadUse, require_packages
+from tpkernels.cli import BadUse, add_number, require_packages
 
 LEGEND = (
     "Types over the tensor-parallel ranks: I replicated, with the full gradient; R replicated, its gradient "
@@ -19,7 +19,7 @@ LEGEND = (
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
-    parser.add_argument("--ranks", type=int, default=2, help="of the world that the script sees (default: 2)")
+    add_number(parser, "--ranks", "of the world that the script sees", 2, least=2)
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a training script for torchrun")
     parser.add_argument("arguments", nargs=REMAINDER, metavar="...", help="its arguments")
 
@@ -28,8 +28,6 @@ def main(options: Namespace) -> int:
     require_packages("spmd_types")
     if not options.script.is_file():
         raise BadUse(f"expected a script, got {str(options.script)!r}, which is no file")
-    if options.ranks < 2:
-        raise BadUse(f"expected --ranks of at least 2, got {options.ranks}")
     from tpkernels.cli.typecheck_steps import CheckedSteps, as_rank_of, as_script
 
     steps = CheckedSteps()

@@ -51,7 +51,7 @@ def neighbours(tile: MatmulTile, form: Form) -> Iterator[MatmulTile]:
 
 @dataclass(frozen=True)
 class Variations:
-    """Finds who computes a problem fastest, tiles that are not shipped among them."""
+    """Times tiles beyond those that are shipped, and finds the fastest candidate of a problem."""
 
     chooser: Chooser
     prune: Prune

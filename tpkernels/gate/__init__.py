@@ -1,5 +1,5 @@
 """The gate: kernels are compiled, read and computed without a GPU, and held to rules and budgets."""
 
-from tpkernels.gate.user_kernels.register import register as register
+from tpkernels.gate.user_kernels.table import register as register
 
 __all__ = ["register"]

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Protocol, SupportsIndex
 import torch.distributed as dist
 
 from tpkernels import parallel_state
-from tpkernels.parallel_state import getters, stages, todays
-from tpkernels.parallel_state.getters import *  # noqa: F403
-from tpkernels.parallel_state.stages import *  # noqa: F403
+from tpkernels.parallel_state import table, todays
+from tpkernels.parallel_state.table import *  # noqa: F403
 from tpkernels.parallel_state.table import public_names
 from tpkernels.parallel_state.todays import *  # noqa: F403
 from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
@@ -101,4 +100,4 @@ def _divide(layers: int, stages: int, what: str) -> int:
 
 if not TYPE_CHECKING:  # a checker goes by the names themselves
     own = {"destroy_model_parallel", *public_names(globals())}
-    __all__ = sorted(own.union(getters.__all__, todays.__all__, stages.__all__))
+    __all__ = sorted(own.union(table.__all__, todays.__all__))

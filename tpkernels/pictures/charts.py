@@ -36,7 +36,9 @@ SERIES = (BLUE, ORANGE, GREEN, VIOLET)
 
 
 def curve(heading: str, points: Sequence[tuple[float, float]], *, across: str, along: str) -> Picture:
-    """points: (x, y) by rising x; a y that is no number, or too large, is left out and counted
+    """Return a picture of a value by step.
+
+    points: (x, y) by rising x; a y that is no number, or too large, is left out and counted
     across, along: what x and y are
     """
     shown = [(x, y) for x, y in points if math.isfinite(x) and abs(y) <= HUGE]

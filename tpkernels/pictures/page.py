@@ -24,7 +24,7 @@ pre {{ white-space: pre-wrap; background: #f4f6f8; padding: 1em }}
 
 
 def page(title: str, sections: Sequence[tuple[str, str]]) -> str:
-    """sections: headings and the HTML below them; an empty heading for none"""
+    """Return the HTML of a page. sections: headings, or "", and the HTML below them"""
     body = "\n".join(f"{f'<h2>{text(heading)}</h2>' * bool(heading)}\n{html}" for heading, html in sections)
     return f"""<!doctype html>
 <html lang="en">
@@ -51,7 +51,7 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True, caption: str = ""
 ) -> str:
-    """The first column is of names; numbers: whether the others are of these."""
+    """Return a table whose first column has names. numbers: whether the others have numbers"""
     kind = ' class="number"' if numbers else ""
     names = f"<th>{text(head[0])}</th>" + "".join(f"<th{kind}>{text(name)}</th>" for name in head[1:])
     lines = "\n".join(

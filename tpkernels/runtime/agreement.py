@@ -10,13 +10,61 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import sha1
+from itertools import count
+from typing import TypeGuard
 
+import torch.distributed as dist
 from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from tpkernels.messages import cause_of, difference, quoted
+from tpkernels.runtime import c10d
 from tpkernels.runtime.state import ParallelStateError
+from tpkernels.topology.groups import Ranks
+from tpkernels.tp_invariance import mode
 
 AGREED = "agreed"
+_FAKE_CALLS = count(1)
+
+
+def agree(request: str, timeout: timedelta | None, ranks: Ranks | None = None) -> int:
+    """Raise unless `ranks`, by default all, make the same request; return a number, new to each call."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ParallelStateError(
+            "torch.distributed is not initialized: call torch.distributed.init_process_group(...) first"
+        )
+    mode.fix("a parallel state")
+    if dist.get_backend() == "fake":  # a single process
+        return next(_FAKE_CALLS)
+    return _world(timeout, ranks).agree(request + mode.described)
+
+
+def meet(
+    request: str, call: int, problem: str, timeout: timedelta | None, ranks: Ranks | None = None
+) -> None:
+    """Return once `ranks`, by default all, have done what they agreed on. problem: why this one has not"""
+    if dist.get_backend() != "fake":
+        _world(timeout, ranks).meet(request, call, problem)
+    elif problem:
+        raise ParallelStateError(problem)
+
+
+def _world(timeout: timedelta | None, ranks: Ranks | None = None) -> World:
+    limit = timeout if is_timeout(timeout) else c10d.default_timeout()
+    store = c10d.default_store()
+    if ranks is None:
+        return World(store, dist.get_rank(), dist.get_world_size(), limit)
+    store = PrefixStore(f"tpkernels/among/{digest(ranks)}", store)
+    return World(store, dist.get_rank(), len(ranks), limit, ranks)
+
+
+def digest(ranks: object) -> str:
+    """A short hash of ranks, the same in every process."""
+    return sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
+
+
+def is_timeout(timeout: object) -> TypeGuard[timedelta]:
+    return isinstance(timeout, timedelta) and timeout > timedelta()
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from hashlib import sha1
-from itertools import count
-from typing import Any, SupportsIndex, TypeGuard
+from typing import Any, SupportsIndex
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore
 
-from tpkernels.runtime import c10d
-from tpkernels.runtime.agreement import World
-from tpkernels.runtime.process_groups import ProcessGroups, create_process_groups, destroy_process_groups
+from tpkernels.runtime.agreement import agree, meet
+from tpkernels.runtime.process_groups import (
+    GroupSettings,
+    ProcessGroups,
+    create_process_groups,
+    destroy_groups,
+    destroy_process_groups,
+)
 from tpkernels.runtime.state import (
     ParallelState,
     ParallelStateError,
@@ -24,12 +26,8 @@ from tpkernels.runtime.state import (
     install,
     uninstall,
 )
-from tpkernels.topology.groups import Ranks
-from tpkernels.topology.plan import KINDS, GroupPlan, Kind, plan_groups
+from tpkernels.topology.plan import GroupPlan, Kind, plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER
-from tpkernels.tp_invariance import mode
-
-_FAKE_CALLS = count(1)
 
 
 def initialize_model_parallel(
@@ -70,17 +68,10 @@ def initialize_model_parallel(
         split_rank=pipeline_model_parallel_split_rank,
         order=order,
     )
-    return start(request, plan, timeout, backend, group_options, KINDS)
+    return start(request, plan, GroupSettings(timeout, backend, group_options))
 
 
-def start(
-    request: str,
-    plan: Callable[..., GroupPlan],
-    timeout: timedelta | None,
-    backend: str | None,
-    group_options: Mapping[Kind, Any] | None,
-    kinds: Sequence[Kind],
-) -> ParallelState:
+def start(request: str, plan: Callable[..., GroupPlan], settings: GroupSettings) -> ParallelState:
     """Agree on `request`; then check it, by making the plan; then create groups and install the state.
 
     plan: of the keyword `world_size`
@@ -88,14 +79,13 @@ def start(
     if current_or_none() is not None:
         request += " while its model parallel groups are already initialized"
     # before any check, so that all ranks raise if one has a bad argument
-    call = agree(request, timeout)
+    call = agree(request, settings.timeout)
     if current_or_none() is not None:
         raise ParallelStateError(
             "model parallel groups are already initialized: call destroy_model_parallel() first, or "
             "create_parallel_state(plan) for a second state beside this one"
         )
-    groups = plan(world_size=dist.get_world_size())
-    state = _create(groups, request, call, timeout, backend, group_options, kinds)
+    state = _create(plan(world_size=dist.get_world_size()), request, call, settings)
     install(state)
     return state
 
@@ -119,7 +109,7 @@ def create_parallel_state(
         raise ValueError(
             f"the plan is for {plan.world_size} ranks, but this world has {dist.get_world_size()}"
         )
-    return _create(plan, request, call, timeout, backend, group_options, KINDS)
+    return _create(plan, request, call, GroupSettings(timeout, backend, group_options))
 
 
 def destroy_model_parallel() -> None:
@@ -132,86 +122,23 @@ def destroy_model_parallel() -> None:
 
 def destroy_parallel_state(state: ParallelState) -> None:
     """Destroy the process groups of `state`."""
-    for group in reversed(list(state.further.values())):
-        c10d.destroy_group(group)
+    destroy_groups(state.further)
     if isinstance(state.process_groups, ProcessGroups):  # not a caller's own groups
         destroy_process_groups(state.process_groups)
 
 
-def agree(request: str, timeout: timedelta | None, ranks: Ranks | None = None) -> int:
-    """Raise unless `ranks`, by default all, make the same request; return a number, new to each call."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise ParallelStateError(
-            "torch.distributed is not initialized: call torch.distributed.init_process_group(...) first"
-        )
-    mode.fix("a parallel state")
-    if dist.get_backend() == "fake":  # a single process
-        return next(_FAKE_CALLS)
-    return _world(timeout, ranks).agree(request + mode.described)
-
-
-def meet(
-    request: str, call: int, problem: str, timeout: timedelta | None, ranks: Ranks | None = None
-) -> None:
-    """Return once `ranks`, by default all, have done what they agreed on. problem: why this one has not"""
-    if dist.get_backend() != "fake":
-        _world(timeout, ranks).meet(request, call, problem)
-    elif problem:
-        raise ParallelStateError(problem)
-
-
-def _world(timeout: timedelta | None, ranks: Ranks | None = None) -> World:
-    limit = timeout if _is_timeout(timeout) else c10d.default_timeout()
-    store = c10d.default_store()
-    if ranks is None:
-        return World(store, dist.get_rank(), dist.get_world_size(), limit)
-    store = PrefixStore(f"tpkernels/among/{digest(ranks)}", store)
-    return World(store, dist.get_rank(), len(ranks), limit, ranks)
-
-
-def digest(ranks: object) -> str:
-    """A short hash of ranks, the same in every process."""
-    return sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
-
-
-def _is_timeout(timeout: object) -> TypeGuard[timedelta]:
-    return isinstance(timeout, timedelta) and timeout > timedelta()
-
-
-def _create(
-    plan: GroupPlan,
-    request: str,
-    call: int,
-    timeout: timedelta | None,
-    backend: str | None,
-    group_options: Mapping[Kind, Any] | None,
-    kinds: Sequence[Kind],
-) -> ParallelState:
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
-    if timeout is not None and not _is_timeout(timeout):
-        raise ValueError(f"timeout must be positive, got {timeout!r}")
-    for kind in group_options or {}:
-        if kind not in kinds:
-            raise ValueError(f"group_options has an unknown kind {kind!r}; known are {', '.join(kinds)}")
+def _create(plan: GroupPlan, request: str, call: int, settings: GroupSettings) -> ParallelState:
+    settings.require_valid()
     rank = dist.get_rank()
     groups, problem = None, ""
     try:
-        groups = create_process_groups(
-            plan,
-            rank,
-            call=call,
-            timeout=timeout,
-            backend=backend,
-            options=group_options or {},
-            kinds=kinds,
-        )
+        groups = create_process_groups(plan, rank, call, settings)
     except ParallelStateError as error:
         problem = str(error)
     try:
         # A rank that went on, perhaps to the end of a short program, would break connections that slower
         # ranks are still making. If one rank has failed, all raise.
-        meet(request, call, problem, timeout)
+        meet(request, call, problem, settings.timeout)
     except ParallelStateError:
         if groups is not None:
             destroy_process_groups(groups)

@@ -1,22 +1,30 @@
-"""Creates the process groups of a plan: each rank those that it belongs to, each group once."""
+"""Creates process groups: those of a plan over the whole world, or of listed ranks, by their members alone.
+
+Each rank makes those that it belongs to, each group once. Groups of listed ranks are Megatron's instances of
+an optimizer, a grid over half of the world, a second communicator.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from threading import Lock
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from tpkernels.messages import cause_of
 from tpkernels.runtime import c10d
+from tpkernels.runtime.agreement import agree, digest, is_timeout, meet
 from tpkernels.runtime.state import ParallelStateError
 from tpkernels.topology.groups import Ranks
 from tpkernels.topology.plan import KINDS, GroupPlan, Kind
+from tpkernels.topology.sizes import InvalidSizes
 
 
 class ProcessGroups(Mapping[Kind, ProcessGroup]):
@@ -60,16 +68,31 @@ class ProcessGroups(Mapping[Kind, ProcessGroup]):
         return len(self._first_alike)
 
 
-def create_process_groups(
-    plan: GroupPlan,
-    rank: int,
-    *,
-    call: int,
-    timeout: timedelta | None,
-    backend: str | None,
-    options: Mapping[Kind, Any],
-    kinds: Sequence[Kind] = KINDS,
-) -> ProcessGroups:
+@dataclass(frozen=True)
+class GroupSettings:
+    """How the groups of a plan are made, as `initialize_model_parallel` is asked.
+
+    options: of a backend, by kind
+    kinds: those whose groups are made
+    """
+
+    timeout: timedelta | None = None
+    backend: str | None = None
+    options: Mapping[Kind, Any] | None = None
+    kinds: Sequence[Kind] = KINDS
+
+    def require_valid(self) -> None:
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            raise TypeError(f"timeout must be a datetime.timedelta, got {self.timeout!r}")
+        if self.timeout is not None and not is_timeout(self.timeout):
+            raise ValueError(f"timeout must be positive, got {self.timeout!r}")
+        for kind in self.options or {}:
+            if kind not in self.kinds:
+                known = ", ".join(self.kinds)
+                raise ValueError(f"group_options has an unknown kind {kind!r}; known are {known}")
+
+
+def create_process_groups(plan: GroupPlan, rank: int, call: int, settings: GroupSettings) -> ProcessGroups:
     """Create the process groups of `rank`, in the same order of kinds on every rank.
 
     call: a number that no earlier call in this world had; part of the groups' names
@@ -77,16 +100,18 @@ def create_process_groups(
     A group of all ranks is the default group itself, as in torch's DeviceMesh, unless it has another
     time-out, backend or options: a second communicator over the world is the most expensive one.
     """
-    first_alike = kinds_alike(plan, options, kinds)
+    options = settings.options or {}
+    as_default = settings.timeout is None and settings.backend is None
+    first_alike = kinds_alike(plan, options, settings.kinds)
     groups = ProcessGroups({kind: first for kind, first in first_alike.items() if plan.is_member(rank, kind)})
-    everyone = c10d.splits_the_world(backend)
+    everyone = c10d.splits_the_world(settings.backend)
     for kind in dict.fromkeys(first_alike.values()):
         ranks = plan.members_near(rank, kind)
-        make = partial(_make, kind, ranks, call=call, timeout=timeout, backend=backend, options=options)
+        make = partial(_make, kind, ranks, call, settings)
         if rank not in ranks:
             if everyone:
                 c10d.stand_aside()
-        elif len(ranks) == plan.world_size and timeout is None and backend is None and kind not in options:
+        elif len(ranks) == plan.world_size and as_default and kind not in options:
             groups.made[kind] = c10d.default_group()
         elif len(ranks) == 1 and not everyone:
             groups.to_make[kind] = make
@@ -118,38 +143,102 @@ def kinds_alike(
 
 
 def destroy_process_groups(groups: ProcessGroups) -> None:
-    """Destroy each group once, the last made first; not the default group, which belongs to the caller."""
-    for group in reversed(list(groups.made.values())):
-        if not c10d.is_default(group):
-            c10d.destroy_group(group)
+    """Destroy the groups that were made."""
+    destroy_groups(groups.made)
     groups.destroyed = True
     # A group that is still referenced keeps its threads, and one of them may outlive the interpreter.
     groups.made.clear()
     groups.to_make.clear()
 
 
-def _make(
-    kind: Kind,
-    ranks: Ranks,
-    *,
-    call: int,
-    timeout: timedelta | None,
-    backend: str | None,
-    options: Mapping[Kind, Any],
-) -> ProcessGroup:
-    timeout = timeout or c10d.default_timeout()
+def destroy_groups(made: Mapping[Any, ProcessGroup]) -> None:
+    """Destroy each group once, the last made first; not the default group, which belongs to the caller."""
+    for group in reversed(list(made.values())):
+        if not c10d.is_default(group):
+            c10d.destroy_group(group)
+
+
+def _make(kind: Kind, ranks: Ranks, call: int, settings: GroupSettings) -> ProcessGroup:
+    timeout, given = settings.timeout or c10d.default_timeout(), settings.options or {}
+    options = deepcopy(given.get(kind))  # torch writes into it
+    if kind == "tp" and kind not in given:
+        options = c10d.options_beside_products(settings.backend, timeout)
     return c10d.new_group(
         ranks,
         name=f"tpkernels/{call}/{kind}/{ranks[0]}",
         description=f"tpkernels {kind}",
         timeout=timeout,
-        backend=backend,
-        options=_options(kind, backend, timeout, options),
+        backend=settings.backend,
+        options=options,
     )
 
 
-def _options(kind: Kind, backend: str | None, timeout: timedelta, options: Mapping[Kind, Any]) -> Any:
-    """The caller's options, copied since torch writes into them; else those of this kind by default."""
-    if kind in options:
-        return deepcopy(options[kind])
-    return c10d.options_beside_products(backend, timeout) if kind == "tp" else None
+@dataclass(frozen=True)
+class Listed:
+    """Groups without a common rank, their backend and its options."""
+
+    groups: Sequence[Sequence[int]]
+    backend: str | None = None
+    options: Any = None
+
+
+def create_listed_groups(
+    wanted: Mapping[str, Listed],
+    *,
+    what: str = "groups of listed ranks",
+    timeout: timedelta | None = None,
+) -> dict[str, ProcessGroup]:
+    """Create process groups; return by name those that this rank is in, each with its own communicator.
+
+    Every rank of `wanted` calls it with the same lists and names, in the same order as its other calls for
+    these ranks; of other ranks only those that share a split communicator (`init_process_group(device_id=)`).
+    """
+    lists = {name: tuple(tuple(sorted(ranks)) for ranks in its.groups) for name, its in wanted.items()}
+    everyone = dist.is_initialized() and any(c10d.splits_the_world(its.backend) for its in wanted.values())
+    members = _members(lists.values(), dist.get_world_size() if dist.is_initialized() else 0)
+    if dist.is_initialized() and not everyone and dist.get_rank() not in members:
+        return {}
+    backends = {name: its.backend for name, its in wanted.items() if its.backend}
+    request = f"{what} {', '.join(lists)} ({digest(sorted(lists.items()))}, {backends or 'default backend'})"
+    among = None if everyone or not members else members
+    call = agree(request, timeout, among)
+    _check(lists, dist.get_world_size())
+    made: dict[str, ProcessGroup] = {}
+    problem = ""
+    try:
+        for name, its in wanted.items():
+            ranks = next((ranks for ranks in lists[name] if dist.get_rank() in ranks), None)
+            if ranks is not None:
+                made[name] = c10d.new_group(
+                    ranks,
+                    name=f"tpkernels/{digest(among)}/{call}/{name}/{ranks[0]}",
+                    description=f"tpkernels {name}",
+                    timeout=timeout or c10d.default_timeout(),
+                    backend=its.backend,
+                    options=deepcopy(its.options),  # torch writes name, ranks and time-out into it
+                )
+            elif c10d.splits_the_world(its.backend):
+                c10d.stand_aside()
+    except Exception as error:
+        problem = f"rank {dist.get_rank()} could not make {what}: {cause_of(error)}"
+    try:
+        meet(request, call, problem, timeout, among)
+    except ParallelStateError:
+        destroy_groups(made)
+        raise
+    return made
+
+
+def _members(lists: Iterable[tuple[Ranks, ...]], world_size: int) -> Ranks:
+    """Ranks within the world; `_check` validates all after agreement."""
+    named = {rank for groups in lists for ranks in groups for rank in ranks}
+    return tuple(sorted(rank for rank in named if 0 <= rank < world_size))
+
+
+def _check(lists: Mapping[str, tuple[Ranks, ...]], world_size: int) -> None:
+    for name, groups in lists.items():
+        ranks = [rank for group in groups for rank in group]
+        if len(set(ranks)) < len(ranks):
+            raise InvalidSizes(f"{name}: expected groups that have no rank in common, got {groups}")
+        if not all(groups) or not all(0 <= rank < world_size for rank in ranks):
+            raise InvalidSizes(f"{name}: expected groups of ranks 0 to {world_size - 1}, got {groups}")

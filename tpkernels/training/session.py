@@ -23,14 +23,12 @@ from tpkernels.runtime.c10d import default_group
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.topology.plan import plan_groups
 from tpkernels.tp_invariance import mode, tp_invariant
-from tpkernels.training.capacity import require_room
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.folder import opened_after, set_aside_after
 from tpkernels.training.launch import device_of_rank, join_world
-from tpkernels.training.profile import StepProfile
-from tpkernels.training.proof import Proof, allowed_by
-from tpkernels.training.report import RunRecord, write
-from tpkernels.training.step_trace import traced
+from tpkernels.training.measures import require_room
+from tpkernels.training.profile import StepProfile, traced
+from tpkernels.training.report import Proof, RunRecord, allowed_by, write
 from tpkernels.training.trainer import StepReport, Trainer
 
 

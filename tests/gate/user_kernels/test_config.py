@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from tpkernels.gate.user_kernels.config import read
-from tpkernels.gate.user_kernels.expressions import value_of, whole_number
-from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel
+from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel, value_of, whole_number
 from tpkernels.gate.user_kernels.table import own_kernel
 
 if sys.version_info < (3, 11):

@@ -116,7 +116,7 @@ def test_table_and_kernel_that_disagree_are_told(changes, kernel, told):
 REGISTERING = """
 from kernels import scale_kernel
 from tpkernels.gate import register
-from tpkernels.gate.user_kernels.register import tables
+from tpkernels.gate.user_kernels.table import tables
 
 register(scale_kernel, {"x": "*bf16"}, num_warps=8)
 for wrong in ({"rules": ["speed"]}, {}):

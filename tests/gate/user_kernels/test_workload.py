@@ -9,7 +9,7 @@ from tests.gate.user_kernels.test_config import product
 from tpkernels.gate.clock.workload import Product
 from tpkernels.gate.user_kernels import workload
 from tpkernels.gate.user_kernels.table import own_kernel
-from tpkernels.gate.user_kernels.workload import OwnLaunching
+from tpkernels.gate.user_kernels.workload import OwnWorkload
 
 ARGUMENTS = ("a", "c", "M", "N", "K")
 
@@ -21,7 +21,7 @@ def launched(monkeypatch):
 
 
 def test_a_product_is_launched_in_tiles_and_steps_and_a_persistent_grid_asks_for_processors(launched):
-    of = OwnLaunching(product(), ARGUMENTS).workload()
+    of = OwnWorkload(product(), ARGUMENTS).workload()
     assert of.product == Product(128, 128, 64, itemsize=2)
     assert of.shape == (1000, 2048, 512)
     assert of.tiles == 8 * 16
@@ -33,7 +33,7 @@ def test_a_product_is_launched_in_tiles_and_steps_and_a_persistent_grid_asks_for
     assert (c.shape, c.dtype, c.device.type) == ((128, 384), torch.bfloat16, "meta")
     assert grid == (3,)
     own = product(grid=["min(cdiv(M, BLOCK) * cdiv(N, BLOCK), processors)"])
-    of = OwnLaunching(own, ARGUMENTS).workload()
+    of = OwnWorkload(own, ARGUMENTS).workload()
     assert of.persistent
     assert of.on_one(None, 6, 4)[1] == (1,)
 
@@ -48,12 +48,12 @@ def test_kernel_without_tiles_is_launched_in_blocks(launched):
         "values": {"scale": 2},
         "grid": ["rows"],
     }
-    of = OwnLaunching(own_kernel("row", table), ("x", "scale")).workload()
+    of = OwnWorkload(own_kernel("row", table), ("x", "scale")).workload()
     assert (of.product, of.shape, of.tiles) == (None, (0, 0, 0), 4096)
     (x, scale), grid, blocks = of.on_one(None, 10, 0)
     assert (x.shape, x.stride(), scale, grid, blocks) == ((4096, 512), (520, 1), 2.0, (4096,), 10)
 
 
 def test_same_table_is_the_same_launch_in_every_process():
-    assert OwnLaunching(product(), ARGUMENTS).text() == OwnLaunching(product(), ARGUMENTS).text()
-    assert OwnLaunching(product(), ARGUMENTS).text() != OwnLaunching(product(num_warps=8), ARGUMENTS).text()
+    assert OwnWorkload(product(), ARGUMENTS).text() == OwnWorkload(product(), ARGUMENTS).text()
+    assert OwnWorkload(product(), ARGUMENTS).text() != OwnWorkload(product(num_warps=8), ARGUMENTS).text()

@@ -9,7 +9,7 @@ import pytest
 
 from tpkernels import parallel_state as todays
 from tpkernels.interop.megatron_core import mappings, parallel_state, rng, utilities
-from tpkernels.parallel_state.start import _ONLY
+from tpkernels.parallel_state import _ONLY
 
 OURS = {
     "parallel_state": parallel_state,

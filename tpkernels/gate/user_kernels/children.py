@@ -1,4 +1,4 @@
-"""Processes that run the code of others: what ends one of them is told of one item, and ends nothing of ours.
+"""Child processes that run the code of users: a crash fails the item that caused it, and nothing else.
 
 A program of this folder calls `serve`, and `answers` starts it. Items go there as JSON; answers come back as
 lines of JSON, in the order of the items.

@@ -22,6 +22,10 @@ class Inspected:
     plain: tuple[str, ...]  # which Triton is told nothing of
     unaligned: tuple[str, ...]  # of which it is not told that they are multiples of 16
 
+    @property
+    def untold(self) -> tuple[str, ...]:
+        return self.plain + self.unaligned
+
 
 Told: TypeAlias = "tuple[OwnKernel, Inspected | ConfigError]"
 
@@ -57,13 +61,13 @@ def entry_of(own: OwnKernel, kernel: Inspected, folder: Path) -> Entry:
         num_warps=own.num_warps,
         num_stages=own.num_stages,
         architectures=own.architectures,
-        unspecialised=frozenset((*kernel.plain, *kernel.unaligned)),
+        unspecialised=frozenset(kernel.untold),
         folder=str(folder),
     )
 
 
 def _constants(own: OwnKernel, kernel: Inspected) -> dict[str, Constant]:
-    """With the defaults of what is not said."""
+    """The constants of the table, and the kernel's defaults of those that it leaves out."""
     has = f"{own.kernel} has {', '.join(kernel.arguments) or 'none'}"
     for key in ("signature", "constants"):
         for name in getattr(own, key):
@@ -96,11 +100,7 @@ def _aligned(own: OwnKernel, kernel: Inspected, values: Values | None) -> list[s
                 raise ConfigError("aligned", f"{name} = {numbers[name]} is no multiple of 16 in sizes")
         return list(own.aligned)
     pointers = {name for name, kind in own.tensors.items() if not kind.block}
-    return [name for name in own.signature if name in pointers | whole and name not in _untold(kernel)]
-
-
-def _untold(kernel: Inspected) -> tuple[str, ...]:
-    return kernel.plain + kernel.unaligned
+    return [name for name in own.signature if name in pointers | whole and name not in kernel.untold]
 
 
 def meant(value: Constant) -> Any:

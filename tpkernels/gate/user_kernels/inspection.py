@@ -1,4 +1,4 @@
-"""What a kernel itself says of its arguments; importing it, and what else a gate.toml names.
+"""What a kernel itself says of its arguments, and which kernels a module registers; both are imported for it.
 
 `python -m tpkernels.gate.user_kernels.inspection`, only in a process of `children`.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 from tpkernels.gate.user_kernels.children import Answer, Item, said, serve
 from tpkernels.gate.user_kernels.record import ConfigError
+from tpkernels.gate.user_kernels.table import tables
 
 
 def found(key: str, place: str) -> Any:
@@ -25,8 +26,20 @@ def found(key: str, place: str) -> Any:
     return getattr(module, attribute)
 
 
-def inspected(item: Item) -> Answer:
-    """item: "kernel" and "oracle" of a table"""
+def answered(item: Item) -> Answer:
+    """item: a "module", or "kernel" and "oracle" of a table"""
+    return _registered(item["module"]) if "module" in item else _inspected(item)
+
+
+def _registered(module: str) -> Answer:
+    try:
+        import_module(module)
+    except BaseException as error:
+        raise ConfigError("importing it", said(error)) from error
+    return {"kernels": tables()}
+
+
+def _inspected(item: Item) -> Answer:
     from triton.runtime.jit import JITFunction
 
     from tpkernels.gate.ahead_of_time import undecorated
@@ -60,4 +73,4 @@ def _kind(thing: Any) -> str:
 
 
 if __name__ == "__main__":
-    serve(inspected)
+    serve(answered)

@@ -8,6 +8,7 @@ As `gate.numerics` does it for ours: operands lie in NaN, outputs start as NaN, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
@@ -18,16 +19,65 @@ from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.gate.ahead_of_time import undecorated
 from tpkernels.gate.user_kernels.children import Answer, Item, said, serve
 from tpkernels.gate.user_kernels.entries import meant
-from tpkernels.gate.user_kernels.expressions import Expression, whole_number
-from tpkernels.gate.user_kernels.framed import Framed, outside
 from tpkernels.gate.user_kernels.inspection import found
-from tpkernels.gate.user_kernels.record import DTYPES, ConfigError, OwnKernel, Values
+from tpkernels.gate.user_kernels.record import (
+    DTYPES,
+    ConfigError,
+    Expression,
+    OwnKernel,
+    Values,
+    whole_number,
+)
 from tpkernels.gate.user_kernels.table import own_kernel
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.target import INTERPRETER
 
 SEED = 20261121
 TOLERANCE = {name: BOUND[dtype] for name in DTYPES if (dtype := getattr(torch, DTYPES[name])) in BOUND}
+
+MARGIN = 65_536  # elements on each side: tiles that reach over an edge stay within
+
+
+@dataclass(frozen=True)
+class Framed:
+    """A view of a buffer, with the buffer as it was."""
+
+    view: Tensor
+    buffer: Tensor
+    before: Tensor
+
+    @staticmethod
+    def around(values: Tensor, strides: tuple[int, ...]) -> Framed:
+        """values: what the view shall hold, of any strides itself"""
+        reach = 1 + sum((size - 1) * step for size, step in zip(values.shape, strides, strict=True))
+        buffer = torch.empty(reach + 2 * MARGIN, dtype=values.dtype)
+        buffer.fill_(outside(values.dtype))
+        view = buffer.as_strided(values.shape, strides, MARGIN)
+        view.copy_(values)
+        return Framed(view, buffer, buffer.clone())
+
+    def written_outside(self) -> bool:
+        """Whether anything around the view, or between its rows, is not as it was."""
+        after, before = self.buffer.clone(), self.before.clone()
+        for one in (after, before):
+            one.as_strided(self.view.shape, self.view.stride(), MARGIN).zero_()
+        return not torch.equal(_bits(after), _bits(before))
+
+    def changed(self) -> bool:
+        """Whether anything in the view is not as it was."""
+        there = self.before.as_strided(self.view.shape, self.view.stride(), MARGIN)
+        return not torch.equal(_bits(self.view.contiguous()), _bits(there.contiguous()))
+
+
+def outside(dtype: torch.dtype) -> float | int | bool:
+    """The number around a view, which nobody should read: NaN, or the largest integer."""
+    if dtype.is_floating_point:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
 
 
 def computed(item: Item) -> Answer:

@@ -1,17 +1,22 @@
-"""A kernel that is not ours, as its owners describe it. Nothing of theirs is imported here."""
+"""A kernel that is not ours, as its owners describe it. Nothing of theirs is imported here.
+
+Sizes are numbers, or sums and products of names, such as "cdiv(M, BLOCK_M)".
+"""
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NewType
 
 from tpkernels.gate.ahead_of_time import Constant
-from tpkernels.gate.user_kernels.expressions import Expression, Numeric, value_of, whole_number
 from tpkernels.gate.user_kernels.rules import DEFAULT_RULES
 from tpkernels.kernels.target import H100
 
+Numeric = int | float
+Expression = int | float | str
 # Triton's names of types -> torch's
 DTYPES: Mapping[str, str] = {
     **{"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"},
@@ -31,19 +36,19 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Of an argument that stands for a tensor."""
+    """The type of a tensor argument."""
 
     dtype: str  # Triton's name of it
     block: tuple[int, ...] = ()  # what a descriptor moves; (): a pointer
 
     @property
     def bits(self) -> int:
-        """Of an element, as its dtype's name says."""
+        """The bits of an element, as its dtype's name says."""
         return int(re.findall(r"\d+", self.dtype)[0])
 
     @staticmethod
     def of(kind: str) -> TensorType | None:
-        """None for a number."""
+        """Read Triton's name of a type; None if it is a number's."""
         if kind.startswith("*"):
             return TensorType(kind.removeprefix("*").removeprefix("k"))
         if found := _DESCRIPTOR.fullmatch(kind):
@@ -172,3 +177,55 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
     return tuple(strides)[: len(shape)]
+
+
+_OPERATORS: Mapping[type[ast.operator], Callable[[Numeric, Numeric], Numeric]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: a // b,
+    ast.Mod: lambda a, b: a % b,
+    ast.Div: lambda a, b: a / b,
+}
+_FUNCTIONS: Mapping[str, Callable[..., Numeric]] = {"cdiv": lambda a, b: -(-a // b), "min": min, "max": max}
+
+
+def value_of(expression: Expression, names: Mapping[str, Numeric]) -> Numeric:
+    """Evaluate an expression; ValueError says what is wrong with it.
+
+    >>> value_of("cdiv(M, 128) * 2", {"M": 300})
+    6
+    """
+    if not isinstance(expression, str):
+        return expression
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body, names)
+    except SyntaxError as error:
+        raise ValueError(f"{expression!r} is no expression") from error
+    except (ZeroDivisionError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{expression!r} has no value: {error}") from error
+
+
+def whole_number(expression: Expression, names: Mapping[str, Numeric], least: int = 0) -> int:
+    """Evaluate an expression that must be an integer of `least` or more; else ValueError."""
+    value = value_of(expression, names)
+    if type(value) is not int or value < least:
+        raise ValueError(f"expected an integer of {least} or more, {expression!r} is {value}")
+    return value
+
+
+def _value(node: ast.expr, names: Mapping[str, Numeric]) -> Numeric:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return value
+        case ast.Name(id=name) if name in names:
+            return names[name]
+        case ast.Name(id=name):
+            raise ValueError(f"{name!r} is none of the names {', '.join(names) or '(there are none)'}")
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+            return _OPERATORS[type(operator)](_value(left, names), _value(right, names))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, names)
+        case ast.Call(func=ast.Name(id=function), args=arguments, keywords=[]) if function in _FUNCTIONS:
+            return _FUNCTIONS[function](*(_value(argument, names) for argument in arguments))
+    raise ValueError(f"{ast.unparse(node)!r}: expected + - * / // %, {', '.join(_FUNCTIONS)} of names")

@@ -19,18 +19,6 @@ def violations(rules: Sequence[str], architecture: str, facts: Facts) -> Iterato
         yield from RULES[rule](architecture, facts)
 
 
-def _vector_loads(architecture: str, facts: Facts) -> Iterator[str]:
-    yield from _some(architecture, facts, "loads 16 bytes at a time", "LDG.128", "LDGSTS.128", "UTMALDG")
-
-
-def _vector_stores(architecture: str, facts: Facts) -> Iterator[str]:
-    yield from _some(architecture, facts, "stores 16 bytes at a time", "STG.128", "UTMASTG", "UTMAREDG")
-
-
-def _async_loads(architecture: str, facts: Facts) -> Iterator[str]:
-    yield from _some(architecture, facts, "copies to shared memory meanwhile", "LDGSTS.128", "UTMALDG")
-
-
 def _tensor_cores(architecture: str, facts: Facts) -> Iterator[str]:
     if architecture in WITH_WGMMA:
         names: tuple[str, ...] = ("HGMMA", "QGMMA", "HMMA")
@@ -61,16 +49,21 @@ def _wide_offsets(architecture: str, facts: Facts) -> Iterator[str]:
         yield f"32-bit product in an address, wraps past 2**31 elements: {product}"
 
 
-def _some(architecture: str, facts: Facts, what: str, *instructions: str) -> Iterator[str]:
-    if not architecture.startswith("gfx") and not any(map(facts.count, instructions)):
-        yield f"no {' or '.join(instructions)}: nothing {what}"
+def _some(what: str, *instructions: str) -> Rule:
+    """The rule that NVIDIA's code has one of these instructions."""
+
+    def rule(architecture: str, facts: Facts) -> Iterator[str]:
+        if not architecture.startswith("gfx") and not any(map(facts.count, instructions)):
+            yield f"no {' or '.join(instructions)}: nothing {what}"
+
+    return rule
 
 
 RULES: Mapping[str, Rule] = {
     "no_spills": spilled,  # on sm_90; elsewhere spills are budgeted
-    "vector_loads": _vector_loads,
-    "vector_stores": _vector_stores,
-    "async_loads": _async_loads,
+    "vector_loads": _some("loads 16 bytes at a time", "LDG.128", "LDGSTS.128", "UTMALDG"),
+    "vector_stores": _some("stores 16 bytes at a time", "STG.128", "UTMASTG", "UTMAREDG"),
+    "async_loads": _some("copies to shared memory meanwhile", "LDGSTS.128", "UTMALDG"),
     "tensor_cores": _tensor_cores,
     "wgmma": _wgmma,
     "descriptors": _descriptors,

@@ -18,12 +18,18 @@ from tpkernels.gate.user_kernels.record import DTYPES, OwnKernel, TensorType, Va
 
 @dataclass(frozen=True)
 class OwnWorkload:
-    """See `gate.clock.workload`."""
+    """A workload, see `gate.clock.workload`, and what names it in the cache, see `gate.clocking`."""
 
     own: OwnKernel
     arguments: tuple[str, ...]  # that are not compiled in, in order
     unit: int = 1
     group: int = 1
+
+    def text(self) -> str:
+        return repr(self)
+
+    def workload(self) -> OwnWorkload:
+        return self
 
     @property
     def name(self) -> str:
@@ -92,20 +98,6 @@ class OwnWorkload:
                 yield TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
             else:
                 yield tensors[name]
-
-
-@dataclass(frozen=True, slots=True)
-class OwnLaunching:
-    """See `gate.clocking`."""
-
-    own: OwnKernel
-    arguments: tuple[str, ...]
-
-    def text(self) -> str:
-        return repr(self)
-
-    def workload(self) -> OwnWorkload:
-        return OwnWorkload(self.own, self.arguments)
 
 
 def _dtype(kind: TensorType) -> torch.dtype:

@@ -1,18 +1,25 @@
-"""Megatron's functions that make and destroy groups, by its positional arguments, over our agreement."""
+"""Megatron's functions that make and destroy groups, by its positional arguments, over our agreement.
+
+And its global memory buffer: named scratch tensors that Megatron's own code asks `parallel_state` for.
+tpkernels' layers do not use it: a second gather would overwrite the first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.interop.megatron_core import memory_buffer
 from tpkernels.interop.megatron_core.rank_lists import (
     GLOO_TWINS,
     OPTION_NAMES,
@@ -26,7 +33,7 @@ from tpkernels.runtime import c10d
 from tpkernels.runtime import initialize as runtime
 from tpkernels.runtime import state as runtime_state
 from tpkernels.runtime.initialize import as_text, start
-from tpkernels.runtime.listed_groups import Listed, create_listed_groups
+from tpkernels.runtime.process_groups import GroupSettings, Listed, create_listed_groups
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind
 from tpkernels.topology.sizes import InvalidSizes, positive
 
@@ -108,15 +115,17 @@ def initialize_model_parallel(
             options.setdefault("position_embedding", None)
         return sizes.checked(virtual_pipeline_model_parallel_size)
 
-    limit = _limit(distributed_timeout_minutes)
-    state = start(request, plan, limit, None, options, _ALL_KINDS)
+    limit = None if distributed_timeout_minutes == 30 else timedelta(minutes=distributed_timeout_minutes)
+    state = start(request, plan, GroupSettings(limit, None, options, _ALL_KINDS))
     try:
-        twins = _twins_needed(state) if create_gloo_process_groups else ()
-        wanted = asked[0].further_groups(settings, twins)
+        needs_twins = create_gloo_process_groups and not c10d.takes_cpu_tensors_by_gloo(
+            state.process_group("dp")
+        )
+        wanted = asked[0].further_groups(settings, GLOO_TWINS if needs_twins else ())
         if wanted:
             further = create_listed_groups(wanted, what="Megatron's groups", timeout=limit)
             runtime_state.install(replace(state, further=further))
-        memory_buffer.set_global_memory_buffer()
+        _set_global_memory_buffer()
     except BaseException:
         destroy_model_parallel()
         raise
@@ -124,8 +133,8 @@ def initialize_model_parallel(
 
 def destroy_model_parallel() -> None:
     """Destroy all groups and forget what was set. Harmless when there are none."""
-    memory_buffer.destroy_global_memory_buffer()
-    memory_buffer.destroy_global_symmetric_memory_buffer()
+    destroy_global_memory_buffer()
+    destroy_global_symmetric_memory_buffer()
     runtime.destroy_model_parallel()
 
 
@@ -232,15 +241,6 @@ def _refuse(given: Mapping[str, Any]) -> None:
         )
 
 
-def _limit(minutes: float) -> timedelta | None:
-    """30, Megatron's default, means the time-out of the default process group."""
-    return None if minutes == 30 else timedelta(minutes=minutes)
-
-
-def _twins_needed(state: runtime_state.ParallelState) -> tuple[str, ...]:
-    return () if c10d.takes_cpu_tensors_by_gloo(state.process_group("dp")) else GLOO_TWINS
-
-
 def _communicators(path: str | None, high_priority: Sequence[str] | None) -> dict[str, Any]:
     """NCCL's options by Megatron's names of groups."""
     configs: dict[str, Any] = {}
@@ -276,6 +276,78 @@ def overwrite_nccl_comm_cfgs(
 ) -> None:
     """Set one setting of a communicator."""
     nccl_comm_cfgs.setdefault(pg_name, {})[key_value_pair[0]] = key_value_pair[1]
+
+
+class GlobalMemoryBuffer:
+    """One tensor for each name and dtype, as large as the largest that was asked for."""
+
+    def __init__(self) -> None:
+        self.buffer: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def get_tensor(
+        self,
+        tensor_shape: Sequence[int],
+        dtype: torch.dtype,
+        name: str,
+        mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> Tensor:
+        """Return the first elements of a tensor in this shape, with whatever is in them.
+
+        mem_alloc_context: in which memory is allocated
+        """
+        needed = prod(tensor_shape)
+        held = self.buffer.get((name, dtype))
+        if held is None or held.numel() < needed:
+            with (mem_alloc_context or nullcontext)():
+                device = torch.accelerator.current_accelerator() or torch.device("cpu")
+                held = self.buffer[name, dtype] = torch.empty(needed, dtype=dtype, device=device)
+        return held[:needed].view(*tensor_shape)
+
+
+class _Buffers:
+    """The buffers that `get_global_memory_buffer` and its symmetric twin return."""
+
+    plain: GlobalMemoryBuffer | None = None
+    symmetric: Any = None  # Megatron's own
+
+
+def _set_global_memory_buffer() -> None:
+    """Make a new buffer, for a new parallel state."""
+    _Buffers.plain = GlobalMemoryBuffer()
+
+
+def get_global_memory_buffer() -> GlobalMemoryBuffer:
+    """Return the buffer of the current parallel state, or raise."""
+    if _Buffers.plain is None:
+        raise runtime_state.ParallelStateError(
+            "global memory buffer is not initialized: call initialize_model_parallel first"
+        )
+    return _Buffers.plain
+
+
+def destroy_global_memory_buffer() -> None:
+    """Drop the buffer of the current parallel state."""
+    _Buffers.plain = None
+
+
+def _set_global_symmetric_memory_buffer() -> None:
+    """Make Megatron's own buffer, for its inference."""
+    if _Buffers.symmetric is not None:
+        raise runtime_state.ParallelStateError("global symmetric memory buffer is already initialized")
+    buffer = import_module("megatron.core.utils").GlobalSymmetricMemoryBuffer
+    _Buffers.symmetric = buffer(size_in_mb=256, process_group=runtime_state.current().process_group("tp"))
+
+
+def get_global_symmetric_memory_buffer() -> Any:
+    """Return Megatron's symmetric buffer, or raise."""
+    if _Buffers.symmetric is None:
+        raise runtime_state.ParallelStateError("global symmetric memory buffer is not initialized")
+    return _Buffers.symmetric
+
+
+def destroy_global_symmetric_memory_buffer() -> None:
+    """Drop Megatron's symmetric buffer."""
+    _Buffers.symmetric = None
 
 
 if not TYPE_CHECKING:

@@ -102,7 +102,11 @@ def _fused(caller: str, weight: Tensor, fusion: bool) -> tuple[Tensor, Tensor | 
     """The weight, and the `main_grad` that backward adds to; None without the fusion or a gradient."""
     if not (fusion and weight.requires_grad and is_grad_enabled()):
         return weight, None
-    require_own_main_grad(caller, weight)
+    if hasattr(weight, "__fsdp_param__"):  # Megatron-FSDP owns the `main_grad`
+        raise NotImplementedError(
+            f"{caller}: expected gradient_accumulation_fusion=False under Megatron-FSDP, got True: its "
+            "main_grad does not exist before backward; turn the fusion off"
+        )
     return accumulating(weight, caller)
 
 
@@ -139,7 +143,12 @@ class ColumnParallelLinear(theirs.ColumnParallelLinear):  # type: ignore[misc] #
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         """options: those of Megatron's constructor, which each version has more of"""
-        require_draining("ColumnParallelLinear", config)
+        # Megatron would find out after the last backward
+        if config.defer_embedding_wgrad_compute and find_spec(DRAINING) is None:
+            raise NotImplementedError(
+                "ColumnParallelLinear: expected defer_embedding_wgrad_compute=False where apex is not "
+                f"installed, got True: Megatron computes what it defers with apex's {DRAINING}"
+            )
         unfused = copy.copy(config)  # Megatron refuses the fusion where apex is not installed
         unfused.gradient_accumulation_fusion = False
         super().__init__(input_size, output_size, config=unfused, **options)
@@ -216,19 +225,17 @@ class RowParallelLinear(theirs.RowParallelLinear):  # type: ignore[misc] # Megat
                 input_, self.weight, None, self.gradient_accumulation_fusion, False, False
             )
         else:
-            output = self._sum_over_ranks(name, input_)
+            weight, main_grad = _fused(name, self.weight, self.gradient_accumulation_fusion)
+            split = self.sequence_parallel
+            output = ops.row_linear(
+                input_, weight, None, self.tp_group, sequence_parallel=split, main_grad=main_grad
+            )
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
 
     def backward_dw(self) -> None:
         """Nothing is left to do: backward computes the weight's gradient, `delay_wgrad_compute` or not."""
-
-    def _sum_over_ranks(self, name: str, x: Tensor) -> Tensor:
-        weight, main_grad = _fused(name, self.weight, self.gradient_accumulation_fusion)
-        return ops.row_linear(
-            x, weight, None, self.tp_group, sequence_parallel=self.sequence_parallel, main_grad=main_grad
-        )
 
 
 class VocabParallelEmbedding(theirs.VocabParallelEmbedding):  # type: ignore[misc] # Megatron is not typed
@@ -288,22 +295,4 @@ def require_no_invariance(caller: str) -> None:
         raise NotImplementedError(
             f"{caller}: expected no TP-invariance inside Megatron, got {mode.segments} segments: Megatron's "
             f"own attention, losses and optimizer depend on the tensor-parallel size; unset {VARIABLE}"
-        )
-
-
-def require_draining(caller: str, config: Any) -> None:
-    """Raise if Megatron could not compute what it defers: it would find out after the last backward."""
-    if config.defer_embedding_wgrad_compute and find_spec(DRAINING) is None:
-        raise NotImplementedError(
-            f"{caller}: expected defer_embedding_wgrad_compute=False where apex is not installed, got True: "
-            f"Megatron computes what it defers with apex's {DRAINING}"
-        )
-
-
-def require_own_main_grad(caller: str, weight: Tensor) -> None:
-    """Raise if Megatron-FSDP owns the `main_grad` that the fusion adds to."""
-    if hasattr(weight, "__fsdp_param__"):
-        raise NotImplementedError(
-            f"{caller}: expected gradient_accumulation_fusion=False under Megatron-FSDP, got True: its "
-            "main_grad does not exist before backward; turn the fusion off"
         )

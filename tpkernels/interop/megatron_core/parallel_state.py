@@ -4,21 +4,26 @@ Most are those of `tpkernels.parallel_state`. These differ: what newer and older
 (arguments of data-parallel getters, `vp_stage`), what is only here (`RankGenerator`, second communicators,
 instances of the distributed optimizer, gloo twins, the memory buffer), and zeros where torch.distributed is
 not initialized, on which Megatron's code relies. Keyword-only arguments are those of newer Megatrons.
+with_gtp_remat: no effect: no weights are gathered for each use.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from tpkernels.interop.megatron_core import getters, initialize, memory_buffer
-from tpkernels.interop.megatron_core.getters import *  # noqa: F403
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from tpkernels.interop.megatron_core import initialize
 from tpkernels.interop.megatron_core.initialize import *  # noqa: F403
-from tpkernels.interop.megatron_core.memory_buffer import *  # noqa: F403
-from tpkernels.interop.megatron_core.memory_buffer import (
-    set_global_memory_buffer as _set_global_memory_buffer,
+from tpkernels.interop.megatron_core.initialize import (
+    _set_global_memory_buffer as _set_global_memory_buffer,
 )
-from tpkernels.interop.megatron_core.memory_buffer import (
-    set_global_symmetric_memory_buffer as _set_global_symmetric_memory_buffer,
+from tpkernels.interop.megatron_core.initialize import (
+    _set_global_symmetric_memory_buffer as _set_global_symmetric_memory_buffer,
 )
 from tpkernels.interop.megatron_core.rank_lists import RankGenerator as RankGenerator
 from tpkernels.interop.megatron_core.rank_lists import default_embedding_ranks as default_embedding_ranks
@@ -28,20 +33,273 @@ from tpkernels.interop.megatron_core.rank_lists import (
 from tpkernels.interop.megatron_core.rank_lists import (
     generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
 )
-from tpkernels.parallel_state import getters as shared
-from tpkernels.parallel_state.getters import *  # noqa: F403
-from tpkernels.parallel_state.table import data_group
+from tpkernels.interop.megatron_core.rank_lists import hybrid_sizes
+from tpkernels.parallel_state import table, todays
+from tpkernels.parallel_state.table import *  # noqa: F403
+from tpkernels.parallel_state.table import GroupOrNone, NamedGroup, data_group, public_names, state_for
+from tpkernels.runtime.c10d import takes_cpu_tensors_by_gloo
+from tpkernels.runtime.state import ParallelStateError, current_or_none, on_the_fly
+from tpkernels.topology.plan import Kind
 
-if not TYPE_CHECKING:  # a checker goes by the imports
-    __all__ = [
+
+def _further(name: str) -> ProcessGroup | None:
+    """This rank's group of no kind in the plan, if it was made."""
+    state = current_or_none()
+    return None if state is None else state.further.get(name)
+
+
+def _or_zero(measure: Callable[[], int]) -> Callable[[], int]:
+    """`measure`, which returns zero where torch.distributed is not initialized."""
+
+    @wraps(measure, assigned=("__name__", "__doc__"))
+    def measured() -> int:
+        try:
+            return measure()
+        except ParallelStateError:
+            if dist.is_available() and dist.is_initialized():
+                raise
+            return 0
+
+    return measured
+
+
+get_context_parallel_world_size = _or_zero(table.CONTEXT.world_size)
+get_context_parallel_rank = _or_zero(table.CONTEXT.rank)
+get_tensor_and_context_parallel_world_size = _or_zero(table.TENSOR_AND_CONTEXT.world_size)
+get_tensor_and_context_parallel_rank = _or_zero(table.TENSOR_AND_CONTEXT.rank)
+get_expert_model_parallel_world_size = _or_zero(table.EXPERT.world_size)
+get_expert_model_parallel_rank = _or_zero(table.EXPERT.rank)
+get_expert_tensor_and_model_parallel_world_size = _or_zero(table.EXPERT_TENSOR_AND_MODEL.world_size)
+get_expert_tensor_and_model_parallel_rank = _or_zero(table.EXPERT_TENSOR_AND_MODEL.rank)
+
+
+def is_unitialized() -> bool:
+    """Whether there are no groups yet. The misspelling is the original's."""
+    warnings.warn("is_unitialized is deprecated: use is_initialized", DeprecationWarning, stacklevel=2)
+    return current_or_none() is None
+
+
+def get_data_parallel_group(
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+    independent_all_gather: bool = False,
+    *,
+    with_gtp_remat: bool = True,
+) -> ProcessGroup:
+    """The ranks that hold the same shards of the model, and of the sequence unless with_context_parallel.
+
+    partial_data_parallel: those of one instance of the distributed optimizer
+    independent_all_gather: the second communicator of these ranks, see `create_all_gather_group`
+    """
+    row = data_group(with_context_parallel, partial_data_parallel)
+    if partial_data_parallel:
+        return _further("intra_dp_cp") or NamedGroup(row.kind, "intra partial data parallel group").group()
+    if independent_all_gather and with_context_parallel:
+        return _required("dp_cp_all_gather", "initialize_model_parallel(create_all_gather_group=True)")
+    return row.group()
+
+
+def has_separate_all_gather_group() -> bool:
+    """Whether the data and context ranks have a second communicator."""
+    return _further("dp_cp_all_gather") is not None
+
+
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False, *, with_gtp_remat: bool = True
+) -> int:
+    """The number of ranks in `get_data_parallel_group`."""
+    return _or_zero(lambda: get_data_parallel_group(with_context_parallel, partial_data_parallel).size())()
+
+
+def get_data_parallel_rank(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False, *, with_gtp_remat: bool = True
+) -> int:
+    """This rank's position in `get_data_parallel_group`, or the one that was set."""
+    changed = on_the_fly().data_rank
+    if changed is not None:
+        return changed
+    return _or_zero(lambda: get_data_parallel_group(with_context_parallel, partial_data_parallel).rank())()
+
+
+def get_expert_data_parallel_group(
+    check_initialized: bool = True,
+    partial_expert_data_parallel: bool = False,
+    *,
+    with_gtp_remat: bool = True,
+) -> GroupOrNone:
+    """The ranks that hold the same shards of the same experts.
+
+    partial_expert_data_parallel: those of one instance of the distributed optimizer
+    """
+    intra = _further("intra_expert_dp") if partial_expert_data_parallel else None
+    return intra or table.EXPERT_DATA.group(check_initialized)
+
+
+def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
+    """The older name of `get_expert_data_parallel_group`."""
+    warnings.warn(
+        "get_data_modulo_expert_parallel_group is deprecated: use get_expert_data_parallel_group",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
+
+
+def get_expert_data_parallel_world_size(
+    partial_expert_data_parallel: bool = False, *, with_gtp_remat: bool = True
+) -> int:
+    """The number of ranks in `get_expert_data_parallel_group`."""
+    return _or_zero(lambda: get_expert_data_parallel_group(True, partial_expert_data_parallel).size())()
+
+
+def get_expert_data_parallel_rank(
+    partial_expert_data_parallel: bool = False, *, with_gtp_remat: bool = True
+) -> int:
+    """This rank's position in `get_expert_data_parallel_group`."""
+    return _or_zero(lambda: get_expert_data_parallel_group(True, partial_expert_data_parallel).rank())()
+
+
+def get_data_parallel_group_gloo(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> ProcessGroup:
+    """The group itself if gloo moves its CPU tensors, else its twin by gloo."""
+    kind = data_group(with_context_parallel, partial_data_parallel).kind
+    return _by_gloo("intra_dp_cp" if partial_data_parallel else kind, kind)
+
+
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
+    """The group itself if gloo moves its CPU tensors, else its twin by gloo."""
+    return _by_gloo("intra_expert_dp" if partial_expert_data_parallel else "expert_dp", "expert_dp")
+
+
+def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> GroupOrNone:
+    """The ranks of one instance of the distributed optimizer."""
+    return _further("intra_dist_opt") or table.OPTIMIZER_INSTANCE.group(check_initialized)
+
+
+def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> GroupOrNone:
+    """The same shard in each instance of the distributed optimizer. With one instance an error, or None."""
+    if not check_initialized:
+        return _further("inter_dist_opt")
+    return _required("inter_dist_opt", "initialize_model_parallel(num_distributed_optimizer_instances=2)")
+
+
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup] | None:
+    """This rank's context groups by level, neighbours first. Without them an error, or None."""
+    state = current_or_none()
+    made = {} if state is None else state.further
+    found = [group for name, group in made.items() if name.startswith("hcp_") and name[4:].isdigit()]
+    if check_initialized and not found:
+        _required("hcp_0", "initialize_model_parallel(hierarchical_context_parallel_sizes=[...])")
+    return found or None
+
+
+def get_hybrid_data_context_parallel_groups(
+    check_initialized: bool = True, group_size: int | None = None
+) -> GroupOrNone:
+    """This rank's group of `group_size` data and context ranks."""
+    all_of_them = table.DATA_AND_CONTEXT.world_size()
+    if group_size == all_of_them:
+        return table.DATA_AND_CONTEXT.group()
+    if group_size not in hybrid_sizes(all_of_them):
+        raise ValueError(
+            f"group_size: expected one of {[*hybrid_sizes(all_of_them), all_of_them]}, got {group_size}"
+        )
+    return _required(f"hybrid_{group_size}", "initialize_model_parallel(hybrid_context_parallel=True)")
+
+
+def get_expert_tensor_parallel_world_size() -> int | None:
+    """The number of ranks that split an expert; without groups the tensor-parallel size set, or None."""
+    own = on_the_fly().expert_tensor_size
+    lacking = current_or_none() is None and own is None
+    return on_the_fly().tensor_size if lacking else table.EXPERT_TENSOR.world_size()
+
+
+def get_expert_tensor_parallel_rank() -> int | None:
+    """This rank among those that split an expert; without groups the tensor-parallel rank set, or None."""
+    own = on_the_fly().expert_tensor_rank
+    lacking = current_or_none() is None and own is None
+    return on_the_fly().tensor_rank if lacking else table.EXPERT_TENSOR.rank()
+
+
+def get_all_ranks() -> str:
+    """This rank's tensor, data, context, pipeline and expert ranks, joined by "_"."""
+    return table.all_ranks(get_data_parallel_rank, get_context_parallel_rank, get_expert_model_parallel_rank)
+
+
+def _required(name: str, made_by: str) -> ProcessGroup:
+    found = _further(name)
+    if found is None:
+        state_for(name)
+        raise ParallelStateError(f"the {name} group is not initialized: it is made by {made_by}")
+    return found
+
+
+def _by_gloo(name: str, kind: Kind) -> ProcessGroup:
+    group = _further(name) or NamedGroup(kind, f"{kind} group-gloo").group()
+    if takes_cpu_tensors_by_gloo(group):
+        return group
+    twin = _further(f"{name}_gloo") or _further(f"{kind}_gloo")
+    if twin is None:
+        raise ParallelStateError(
+            f"the {name} group has no twin that moves CPU tensors by gloo: call "
+            "initialize_model_parallel(create_gloo_process_groups=True)"
+        )
+    return twin
+
+
+# Stages: asked for by `vp_stage`, virtual ones ignored unless told.
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this is the first stage; unless ignore_virtual, whether `vp_stage` is the first of all."""
+    return todays.is_pipeline_first_stage(ignore_virtual, _counted_stage(ignore_virtual, vp_stage))
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this is the last stage; unless ignore_virtual, whether `vp_stage` is the last of all."""
+    return todays.is_pipeline_last_stage(ignore_virtual, _counted_stage(ignore_virtual, vp_stage))
+
+
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank holds the word embedding; unless ignore_virtual, in the virtual stage `vp_stage`."""
+    state = current_or_none()
+    ranks = () if state is None else state.plan.members_near(state.rank, "embedding")
+    if dist.get_rank() not in ranks or ignore_virtual:
+        return dist.get_rank() in ranks
+    if dist.get_rank() == ranks[0]:
+        return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if dist.get_rank() == ranks[-1]:
+        return is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return True
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Whether this rank holds the position embedding."""
+    state = current_or_none()
+    return state is not None and state.is_member("position_embedding")
+
+
+def _counted_stage(ignore_virtual: bool, vp_stage: int | None) -> int | None:
+    """`vp_stage`, which must be passed where virtual stages count; else None."""
+    if ignore_virtual or on_the_fly().virtual_size is None:
+        return None
+    if vp_stage is None:
+        raise ParallelStateError("vp_stage must be passed if virtual pipeline is enabled")
+    return vp_stage
+
+
+if not TYPE_CHECKING:  # a checker goes by the imports and the names themselves
+    own = {
         "RankGenerator",
         "_set_global_memory_buffer",
         "_set_global_symmetric_memory_buffer",
         "default_embedding_ranks",
         "default_position_embedding_ranks",
         "generate_masked_orthogonal_rank_groups",
-    ]
-    __all__ += getters.__all__ + initialize.__all__ + memory_buffer.__all__ + shared.__all__
+        *public_names(globals()),
+    }
+    __all__ = sorted(own.union(initialize.__all__, table.__all__))
 
 # Megatron's private variables, which its tests and some programs read; setting them changes nothing.
 _VARIABLES = {
@@ -63,7 +321,7 @@ def __getattr__(name: str) -> Any:
     if name in _VARIABLES:
         return globals()[_VARIABLES[name]](check_initialized=False)
     if name == "_DATA_PARALLEL_GROUP_WITH_CP_AG":
-        return getters._further("dp_cp_all_gather")
+        return _further("dp_cp_all_gather")
     if name in ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP"):
         return data_group(with_context_parallel=name.endswith("CP")).group(check_initialized=False)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

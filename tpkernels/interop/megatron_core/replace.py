@@ -134,12 +134,15 @@ class _BuiltByMegatron:
         zero_centered_gamma: bool = False,
         normalization: str = "",
     ) -> None:
-        _require_plain(type(self).__name__, config)
+        require_no_invariance(type(self).__name__)
+        for option in ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm"):
+            if getattr(config, option):
+                raise NotImplementedError(f"{type(self).__name__}: expected config.{option}=False, got True")
         super().__init__(
             hidden_size,  # type: ignore[call-arg]  # of the norm that is the other base
             eps,
             sequence_parallel=config.sequence_parallel,
-            device=_device(config),
+            device=torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device()),
             dtype=config.params_dtype,
         )
 
@@ -150,17 +153,6 @@ class LayerNorm(_BuiltByMegatron, norm.LayerNorm):
 
 class RMSNorm(_BuiltByMegatron, norm.RMSNorm):
     """Our norm, with Megatron's constructor."""
-
-
-def _require_plain(name: str, config: Any) -> None:
-    require_no_invariance(name)
-    for option in ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm"):
-        if getattr(config, option):
-            raise NotImplementedError(f"{name}: expected config.{option}=False, got True")
-
-
-def _device(config: Any) -> torch.device:
-    return torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
 
 
 class _SpecProvider(LocalSpecProvider):  # type: ignore[misc] # Megatron is not typed

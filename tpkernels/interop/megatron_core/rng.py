@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tpkernels.interop.megatron_core import getters
+from tpkernels.interop.megatron_core import parallel_state
 from tpkernels.layers.checkpoint import recomputed
-from tpkernels.parallel_state.getters import get_tensor_model_parallel_rank
 from tpkernels.runtime import random as streams
 from tpkernels.runtime.random import (
     DATA_PARALLEL_STREAM,
@@ -178,9 +177,9 @@ def model_parallel_cuda_manual_seed(
     streams.seed_streams(
         streams.get_rng_tracker(),
         seed,
-        get_tensor_model_parallel_rank() if tp_rank is None else tp_rank,
-        getters.get_expert_model_parallel_rank() if ep_rank is None else ep_rank,
-        (getters.get_expert_tensor_parallel_rank() or 0) if etp_rank is None else etp_rank,
+        parallel_state.get_tensor_model_parallel_rank() if tp_rank is None else tp_rank,
+        parallel_state.get_expert_model_parallel_rank() if ep_rank is None else ep_rank,
+        (parallel_state.get_expert_tensor_parallel_rank() or 0) if etp_rank is None else etp_rank,
         cuda_only=torch.cuda.is_available(),
     )
     if torch.cuda.is_available():

@@ -29,7 +29,7 @@ from tpkernels.interop.parallelize.plan import ParallelizePlan
 from tpkernels.interop.parallelize.saving import save_full_weights
 from tpkernels.interop.parallelize.sequence import share_tokens
 from tpkernels.interop.parallelize.stand_ins import sum_gradients
-from tpkernels.interop.parallelize.trial import Verify, require_verify, sharing_tried
+from tpkernels.interop.parallelize.trial import PlanTrial, Verify, require_verify
 from tpkernels.layers.foreign import refuse_wrapped
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.ops.quantize import Recipe, require_recipe
@@ -79,12 +79,13 @@ def parallelize(
     world = tensor_world(state)
     named = [*base.named_parameters(), *base.named_buffers()]
     request = _Request(plan, weights, verify, sequence_parallel, as_dtensor, quantize)
-    possible = _agreed(base, request, named, world, state)
+    possible = request.agreed(base, named, world, state)
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
         (_require_equal if weights == "check" else _make_equal)(real, world)
-    chosen, partial = first_that_works(base, possible, verify, world, state, as_dtensor=as_dtensor)
-    sharing = sharing_tried(base, chosen, partial, verify, world, state) if sequence_parallel else None
+    trial = PlanTrial(base, verify, world, state)
+    chosen, partial = first_that_works(trial, possible, as_dtensor=as_dtensor)
+    sharing = trial.sharing(chosen, partial) if sequence_parallel else None
     changes = planned(base, chosen, world)
     in_fp8 = quantizable(base, changes, quantize) if quantize else []
     carry_out(base, changes, world, state)
@@ -114,7 +115,26 @@ class _Request:
     as_dtensor: bool
     quantize: Recipe | None
 
-    def possible(self, model: nn.Module, world: TensorWorld, state: State) -> list[PossiblePlan]:
+    def agreed(
+        self, model: nn.Module, named: list[tuple[str, Tensor]], world: TensorWorld, state: State
+    ) -> list[PossiblePlan]:
+        """The plans that may be taken; all ranks ask for the same, and it can be done, or all raise alike."""
+        problem: Exception | None = None
+        possible: list[PossiblePlan] = []
+        try:
+            possible = self._possible(model, world, state)
+        except (ValueError, TypeError) as error:
+            problem = error
+        # example inputs are compared by the trial
+        asked = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name != "verify")
+        plans = [one.plan for one in possible]
+        words = f"parallelize({asked}, refused={str(problem or '')!r}, plans={plans})"
+        agree_on(words, named, world.group)
+        if problem:  # the same on all ranks
+            raise problem
+        return possible
+
+    def _possible(self, model: nn.Module, world: TensorWorld, state: State) -> list[PossiblePlan]:
         """The plans that may be taken; an error if the first does not fit."""
         if self.weights not in ("check", "broadcast"):
             raise ValueError(f"weights: expected 'check' or 'broadcast', got {self.weights!r}")
@@ -128,36 +148,12 @@ class _Request:
             raise ValueError("sequence_parallel: expected as_dtensor=False, with which it was never tried")
         require_recipe("parallelize", self.quantize, next((p.device for p in model.parameters()), None))
         refuse_wrapped("parallelize", model)
-        given = None if self.plan is None else [PossiblePlan("the plan", self.plan)]
-        possible = possible_plans(model, world.size) if given is None else given
+        given = self.plan is not None and PossiblePlan("the plan", self.plan)
+        possible = [given] if given else possible_plans(model, world.size)
         planned(model, possible[0].plan, world)
         if self.as_dtensor:
             require_mesh(state)
         return possible
-
-
-def _agreed(
-    model: nn.Module,
-    request: _Request,
-    named: list[tuple[str, Tensor]],
-    world: TensorWorld,
-    state: State,
-) -> list[PossiblePlan]:
-    """All ranks ask for the same, and it can be done; or all ranks raise the same error."""
-    problem: Exception | None = None
-    possible: list[PossiblePlan] = []
-    try:
-        possible = request.possible(model, world, state)
-    except (ValueError, TypeError) as error:
-        problem = error
-    # example inputs are compared by the trial
-    asked = ", ".join(f"{name}={value!r}" for name, value in vars(request).items() if name != "verify")
-    plans = [one.plan for one in possible]
-    words = f"parallelize({asked}, refused={str(problem or '')!r}, plans={plans})"
-    agree_on(words, named, world.group)
-    if problem:  # the same on all ranks
-        raise problem
-    return possible
 
 
 def _require_equal(named: list[tuple[str, Tensor]], world: TensorWorld) -> None:

@@ -90,7 +90,7 @@ def _refusal(what: str, how: str) -> str:
 
 
 class _LocalParameters:
-    """What stands for a module's DTensors in its forward: the local tensors.
+    """Returns the local tensor that stands for a module's DTensor in its forward.
 
     summed: names of those that were marked `sequence_parallel`: their gradients are partial
     shapes: of the local tensors, padding included

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.cut import Cut, stacks_of
+from tpkernels.interop.parallelize.cut import Cut, ModuleChange, stacks_of
 from tpkernels.interop.parallelize.entries import tables
 from tpkernels.interop.parallelize.hf_modules import (
-    adopt_parameters,
-    adopt_table,
     is_conv1d,
     is_linear,
     oriented_shape,
-    replacement,
+    split_module,
 )
 from tpkernels.interop.parallelize.lora import is_factor, split_dropouts
 from tpkernels.interop.parallelize.plan import (
@@ -105,46 +102,6 @@ def planned(model: nn.Module, plan: ParallelizePlan, world: TensorWorld) -> Chan
     _require_tied_alike(model, changes.modules)
     _require_called(model, changes.modules)
     return changes
-
-
-@dataclass(frozen=True)
-class ModuleChange:
-    """A module whose parameters ranks split: replaced, or kept with shards in it (`parameters`, `table`).
-
-    kind: one of `Split`'s, shared_heads, parameters or table
-    cuts: what this rank holds of each parameter; None: all of it
-    features: this rank's of the output, for a column, or of the input, for a row
-    reads: the features of the output that this rank computes, for shared heads
-    split: how features are padded that ranks do not divide
-    """
-
-    name: str
-    old: nn.Module
-    kind: str
-    cuts: Mapping[str, Cut | None]
-    features: Cut | None = None
-    stacks: tuple[int, ...] = ()
-    reads: tuple[int, ...] = ()
-    summed: bool = False
-    split: HeadSplit | None = None
-
-    def shard_of(self, short: str, tensor: Tensor) -> Tensor:
-        """This rank's shard of a parameter, or of its gradient, in memory of its own."""
-        cut = self.cuts.get(short)
-        return tensor.clone() if cut is None else cut.of(tensor)
-
-    @property
-    def narrows_output(self) -> bool:
-        """Whether the module returns this rank's features only."""
-        return self.kind in ("column", "shared_heads")
-
-    def own_output(self, output: Tensor) -> Tensor:
-        """What this rank's layer returns where the module returns `output`."""
-        if self.kind == "shared_heads":
-            return output.index_select(-1, torch.tensor(self.reads, device=output.device))
-        if self.kind == "column" and self.features is not None:
-            return self.features.of(output)
-        return output
 
 
 def _module_change(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> ModuleChange:
@@ -341,7 +298,7 @@ def carry_out(model: nn.Module, changes: Changes, world: TensorWorld, state: Sta
                 places.setdefault(child, []).append((parent, short))
     for change in changes.modules:
         held = {short: _shard_once(change, short, made) for short in change.cuts}
-        new = _made(change, state)
+        new = split_module(change, state)
         for short, parameter in held.items():
             setattr(new, short, parameter)
         new.train(change.old.training)
@@ -368,18 +325,6 @@ def _shard_once(change: ModuleChange, short: str, made: dict[int, nn.Parameter])
             change.shard_of(short, old).contiguous(), requires_grad=old.requires_grad
         )
     return made[id(old)]
-
-
-def _made(change: ModuleChange, state: State) -> nn.Module:
-    if change.kind == "parameters":
-        return adopt_parameters(
-            change.old, change.cuts, stacks=change.stacks, summed=change.summed, state=state
-        )
-    if change.kind == "table":
-        return adopt_table(change.old, state=state)
-    return replacement(
-        change.kind, change.old, stacks=change.stacks, reads=change.reads, split=change.split, state=state
-    )
 
 
 class _SummedTail:

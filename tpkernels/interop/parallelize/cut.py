@@ -1,7 +1,8 @@
-"""The shard of a dimension that one rank holds, and dropout of features that are split so."""
+"""The shard of a dimension, and of a module, that one rank holds; dropout of features that are split so."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpkernels.layers.world import TensorWorld
-from tpkernels.topology.shard import stacked_ranges
+from tpkernels.topology.shard import HeadSplit, stacked_ranges
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,46 @@ def stacks_of(size: int, stacked: int | tuple[int, ...]) -> tuple[int, ...]:
     if isinstance(stacked, tuple):
         return stacked
     return (size // stacked,) * stacked
+
+
+@dataclass(frozen=True)
+class ModuleChange:
+    """A module whose parameters ranks split: replaced, or kept with shards in it (`parameters`, `table`).
+
+    kind: one of `Split`'s, shared_heads, parameters or table
+    cuts: what this rank holds of each parameter; None: all of it
+    features: this rank's of the output, for a column, or of the input, for a row
+    reads: the features of the output that this rank computes, for shared heads
+    split: how features are padded that ranks do not divide
+    """
+
+    name: str
+    old: nn.Module
+    kind: str
+    cuts: Mapping[str, Cut | None]
+    features: Cut | None = None
+    stacks: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    summed: bool = False
+    split: HeadSplit | None = None
+
+    def shard_of(self, short: str, tensor: Tensor) -> Tensor:
+        """This rank's shard of a parameter, or of its gradient, in memory of its own."""
+        cut = self.cuts.get(short)
+        return tensor.clone() if cut is None else cut.of(tensor)
+
+    @property
+    def narrows_output(self) -> bool:
+        """Whether the module returns this rank's features only."""
+        return self.kind in ("column", "shared_heads")
+
+    def own_output(self, output: Tensor) -> Tensor:
+        """What this rank's layer returns where the module returns `output`."""
+        if self.kind == "shared_heads":
+            return output.index_select(-1, torch.tensor(self.reads, device=output.device))
+        if self.kind == "column" and self.features is not None:
+            return self.features.of(output)
+        return output
 
 
 class SplitDropout(nn.Dropout):

@@ -20,8 +20,7 @@ from tpkernels.interop.parallelize.layer_names import Depth, plan_by_names
 from tpkernels.interop.parallelize.plan import ParallelizePlan
 from tpkernels.interop.parallelize.probe import Names
 from tpkernels.interop.parallelize.transformers_plan import own_plan, styles_of
-from tpkernels.interop.parallelize.trial import NotCompared, Verify, example_of, tried
-from tpkernels.layers.world import State, TensorWorld
+from tpkernels.interop.parallelize.trial import NotCompared, PlanTrial
 from tpkernels.saying import warn
 
 DEPTHS: tuple[Depth, ...] = ("heads", "heads and features", "gathered attention", "gathered", "mlp")
@@ -80,30 +79,24 @@ def possible_plans(model: nn.Module, ranks: int) -> list[PossiblePlan]:
 
 
 def first_that_works(
-    model: nn.Module,
-    possible: list[PossiblePlan],
-    verify: Verify,
-    world: TensorWorld,
-    state: State,
-    *,
-    as_dtensor: bool,
+    trial: PlanTrial, possible: list[PossiblePlan], *, as_dtensor: bool
 ) -> tuple[ParallelizePlan, Names]:
     """Try the plans in turn; returns the first that passes, and the parameters whose gradients to sum."""
-    example = example_of(model, verify, world)
+    example = trial.example()
     failed: list[tuple[PossiblePlan, Exception]] = []
     for one in possible:
         try:
-            planned(model, one.plan, world)  # the same error on all ranks
+            planned(trial.model, one.plan, trial.world)  # the same error on all ranks
             if as_dtensor:
                 require_dtensors(one.plan)  # so is this
-            partial = tried(model, one.plan, example, world, state, certain=one.certain)
+            partial = trial.plan(one.plan, example, certain=one.certain)
         except (ValueError, TypeError) as error:
             failed.append((one, error))
             continue
-        if world.rank == 0:
+        if trial.world.rank == 0:
             _tell(one, failed)
         return one.plan, partial
-    raise _refusal(model, failed)
+    raise _refusal(trial.model, failed)
 
 
 def _refusal(model: nn.Module, failed: list[tuple[PossiblePlan, Exception]]) -> Exception:

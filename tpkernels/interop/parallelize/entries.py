@@ -5,7 +5,7 @@ Layers are named from a module that holds them: `self_attn` has q_proj, k_proj, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,7 +13,15 @@ from typing import Any
 from torch import nn
 
 from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape
-from tpkernels.interop.parallelize.plan import Divided, Number, PlanEntry, SharedHeads, Split, heads_read
+from tpkernels.interop.parallelize.plan import (
+    Divided,
+    Number,
+    Parameters,
+    PlanEntry,
+    SharedHeads,
+    Split,
+    heads_read,
+)
 from tpkernels.topology.shard import HeadSplit, split_heads
 
 Entries = dict[str, list[PlanEntry]]
@@ -212,22 +220,32 @@ def packed_attention(layers: Layers, holder: nn.Module, ranks: int) -> Entries |
     return {name: [Split("column", unit=size, stacked=stacks)], layers.holder: [numbers], **rows}
 
 
-def narrow_experts(module: nn.Module, splits: Iterable[tuple[str, int, int]], ranks: int) -> str | None:
-    """What of stacked experts' weights is too narrow for so many ranks, in words.
+def split_parameters(
+    name: str, module: nn.Module, split: Sequence[tuple[str, int, int]], summed: bool, ranks: int, say: Say
+) -> Entries:
+    """Parameters of a module are split; none of them, and `say` is told, where one is too narrow.
 
-    splits: as in `Parameters`
+    split, summed: as in `Parameters`
     """
-    for short, dim, stacked in splits:
-        weight = module._parameters[short]
-        assert weight is not None
-        size = weight.shape[dim]
-        if size % (ranks * stacked):
-            return f"'{short}' has {size // stacked} features"
-        # grouped products of torch want rows of a multiple of 16 bytes
-        row = weight.shape[-1] * weight.element_size()
-        if weight.ndim == 3 and dim % 3 == 2 and row % 16 == 0 and row % (16 * ranks):
-            return f"'{short}' has rows of {row} bytes, of which a rank's share is no multiple of 16"
-    return None
+    narrow = next(filter(None, (_narrow(module, *each, ranks) for each in split)), None)
+    if narrow:
+        say(f"'{name}': {narrow}: every rank computes all of it")
+        return {}
+    return {name: [Parameters(tuple(split), summed)]}
+
+
+def _narrow(module: nn.Module, short: str, dim: int, stacked: int, ranks: int) -> str:
+    """In words, why a weight is too narrow for so many ranks; "" if it is not."""
+    weight = module._parameters[short]
+    assert weight is not None
+    size = weight.shape[dim]
+    if size % (ranks * stacked):
+        return f"'{short}' has {size // stacked} features"
+    # grouped products of torch want rows of a multiple of 16 bytes
+    row = weight.shape[-1] * weight.element_size()
+    if weight.ndim == 3 and dim % 3 == 2 and row % 16 == 0 and row % (16 * ranks):
+        return f"'{short}' has rows of {row} bytes, of which a rank's share is no multiple of 16"
+    return ""
 
 
 Said = dict[str, PlanEntry | tuple[PlanEntry, ...]]

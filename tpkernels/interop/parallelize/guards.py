@@ -1,4 +1,4 @@
-"""Hooks of a split model that refuse a call, on all ranks, where ranks would answer for themselves.
+"""Hooks that refuse, on all ranks, calls of a split model that each rank would answer from its shard alone.
 
 That is what only all heads, or all tokens, could answer; and, in training, random streams that differ: ranks'
 streams agree, as seeded alike, and go on alike. For a tensor that all ranks hold, torch's own dropout draws
@@ -60,7 +60,7 @@ def _is_asked(module: nn.Module, kwargs: Mapping[str, Any], option: str) -> bool
 
 
 def _keys(cache: Any) -> Iterator[Tensor]:
-    """Of each layer of a cache, that of a decoder's own attention if it has two."""
+    """The keys of each layer of a cache; of two caches of a decoder, those of its self-attention."""
     for layer in getattr(getattr(cache, "self_attention_cache", cache), "layers", ()):
         if isinstance(keys := getattr(layer, "keys", None), Tensor):
             yield keys

@@ -8,7 +8,7 @@ computes what it did, on shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tpkernels import ops
-from tpkernels.interop.parallelize.cut import Cut
+from tpkernels.interop.parallelize.cut import ModuleChange
 from tpkernels.interop.parallelize.tokens import Tokens, ready
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.embedding import VocabParallelEmbedding
@@ -31,22 +31,13 @@ from tpkernels.ops.tensor_parallel.mappings import copy_to_region, reduce_from_r
 from tpkernels.topology.shard import HeadSplit, VocabularySplit, shard_size, split_vocabulary
 
 
-def replacement(
-    kind: str,
-    old: nn.Module,
-    *,
-    stacks: tuple[int, ...],
-    reads: tuple[int, ...],
-    split: HeadSplit | None,
-    state: State,
-) -> nn.Module:
-    """Return the layer that replaces `old` on this rank.
-
-    kind: one of `Split`'s, or shared_heads
-    stacks: sizes of the weights that are concatenated in a column's
-    reads: output features that shared heads compute on this rank
-    split: how a column's output features, or a row's input features, are padded
-    """
+def split_module(change: ModuleChange, state: State) -> nn.Module:
+    """Return the layer that replaces a module on this rank, or the module itself; the caller sets shards."""
+    kind, old = change.kind, change.old
+    if kind == "parameters":
+        return _adopt_parameters(change, state)
+    if kind == "table":
+        return _adopt_table(old, state)
     out_features, in_features = oriented_shape(old)
     bias = old._parameters.get("bias") is not None
     if isinstance(old, nn.Embedding):
@@ -59,16 +50,18 @@ def replacement(
     if kind == "head":
         return HeadLinear(in_features, out_features, bias=bias, state=state)
     if kind == "shared_heads":
-        return SharedHeadsLinear(in_features, out_features, reads, bias=bias, state=state)
+        return SharedHeadsLinear(in_features, out_features, change.reads, bias=bias, state=state)
     if kind == "column":
         if is_conv1d(old):
-            return ColumnConv1D(in_features, out_features, stacks=stacks, state=state)
-        return ColumnLinear(in_features, out_features, stacks, bias=bias, split=split, state=state)
+            return ColumnConv1D(in_features, out_features, stacks=change.stacks, state=state)
+        return ColumnLinear(
+            in_features, out_features, change.stacks, bias=bias, split=change.split, state=state
+        )
     if kind == "row_of_full":
         return RowOfFullLinear(in_features, out_features, bias=bias, state=state)
     if is_conv1d(old):
         return RowConv1D(in_features, out_features, state=state)
-    return RowLinear(in_features, out_features, bias=bias, split=split, state=state)
+    return RowLinear(in_features, out_features, bias=bias, split=change.split, state=state)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -345,28 +338,19 @@ class HeadLinear(ParallelModule):
         return with_recipe(said, self.quantize)
 
 
-def adopt_parameters(
-    module: nn.Module,
-    cuts: Mapping[str, Cut | None],
-    *,
-    stacks: tuple[int, ...],
-    summed: bool,
-    state: State,
-) -> nn.Module:
+def _adopt_parameters(change: ModuleChange, state: State) -> nn.Module:
     """Make a module one that holds shards of its parameters, which the caller sets; returns it.
 
-    cuts: as in `ModuleChange`; those that are None are biases that ranks add once
-    stacks: how many weights are concatenated in each of the others
+    Cuts that are None are of biases that ranks add once.
     """
-    once = tuple(name for name, cut in cuts.items() if cut is None)
-    split = {name: cut for name, cut in cuts.items() if cut is not None}
+    module, split = change.old, {name: cut for name, cut in change.cuts.items() if cut is not None}
+    once = tuple(name for name in change.cuts if name not in split)
     marks = {
         name: Attributes(tensor_model_parallel=True, partition_dim=cut.dim, partition_stride=stride)
-        for (name, cut), stride in zip(split.items(), stacks, strict=True)
+        for (name, cut), stride in zip(split.items(), change.stacks, strict=True)
     }
     own: Any = type(module)
-    ours = SummedModule if summed else ParallelModule
-    module.__class__ = _derived(own.__name__, ours, own)
+    module.__class__ = _derived(own.__name__, SummedModule if change.summed else ParallelModule, own)
     assert isinstance(module, ParallelModule)
     module.adopt(state, marks | {name: Attributes() for name in once})
     if isinstance(module, SummedModule):
@@ -374,7 +358,7 @@ def adopt_parameters(
     return module
 
 
-def adopt_table(module: nn.Module, *, state: State) -> nn.Module:
+def _adopt_table(module: nn.Module, state: State) -> nn.Module:
     """Make an embedding of a derived class one that holds shards of its rows; the caller sets them."""
     assert isinstance(module, nn.Embedding)
     own: Any = type(module)
@@ -391,18 +375,17 @@ class SummedModule(ParallelModule):
     added_once: tuple[str, ...]
 
     def forward(self, *args: Any, **named: Any) -> Any:  # those of the module's own class
-        args, named = tree_map(self._copied, (args, named))
+        args, named = self._moved(copy_to_region, (args, named))
         with self._biases_of_first_rank():
             partial = super().forward(*args, **named)
-        return tree_map(self._sum, partial)
+        return self._moved(reduce_from_region, partial)
 
-    def _copied(self, x: Any) -> Any:
-        floating = isinstance(x, Tensor) and x.is_floating_point()
-        return copy_to_region(x, self.world.group) if floating else x
-
-    def _sum(self, x: Any) -> Any:
-        floating = isinstance(x, Tensor) and x.is_floating_point()
-        return reduce_from_region(x, self.world.group) if floating else x
+    def _moved(self, move: Callable[[Tensor, Any], Tensor], values: Any) -> Any:
+        """The values with `move` of each floating-point tensor."""
+        group = self.world.group
+        return tree_map(
+            lambda x: move(x, group) if isinstance(x, Tensor) and x.is_floating_point() else x, values
+        )
 
     @contextmanager
     def _biases_of_first_rank(self) -> Iterator[None]:

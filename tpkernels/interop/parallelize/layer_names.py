@@ -22,10 +22,10 @@ from tpkernels.interop.parallelize.entries import (
     gathered,
     head_size_of_holder,
     merged,
-    narrow_experts,
     packed_attention,
     split_attention,
     split_evenly,
+    split_parameters,
     with_vocabulary,
 )
 from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape
@@ -182,10 +182,8 @@ def _experts(name: str, module: nn.Module, ranks: int, say: Say) -> Iterator[Ent
     split = [(up, 3 - features, stacked), (down, features, 1)]
     if bias:
         split.append((f"{up}_bias", 1, stacked))
-    if narrow := narrow_experts(module, split, ranks):
-        say(f"'{name}': {narrow}: every rank computes all of it")
-        return
-    yield {name: [Parameters(tuple(split), summed=True)]}
+    if entries := split_parameters(name, module, split, True, ranks, say):
+        yield entries
 
 
 def _found(name: str, module: nn.Module, shorts: tuple[str, ...]) -> dict[str, nn.Module]:

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from tpkernels.interop.parallelize.changes import Changes, ModuleChange
+from tpkernels.interop.parallelize.changes import Changes
+from tpkernels.interop.parallelize.cut import ModuleChange
 from tpkernels.interop.parallelize.twins import Inputs, aside, call, floating_tensors
 
 Names = frozenset[str]

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpkernels.interop.parallelize.changes import Changes, ModuleChange
+from tpkernels.interop.parallelize.changes import Changes
+from tpkernels.interop.parallelize.cut import ModuleChange
 from tpkernels.interop.parallelize.guards import refuse_hidden_states
 from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
 from tpkernels.interop.parallelize.probe import Names
@@ -104,9 +106,9 @@ def sharing_of(twin: nn.Module, changes: Changes, inputs: Inputs, by_features: N
             ) from error
     seen.require_calls()
     names = {id(p): name for name, p in twin.named_parameters()}
-    partial: set[str] = set()
+    by_tokens: set[str] = set()
     for layer in layers:
-        partial |= _sharded_parameters(twin, layer, entries, names) - by_features
+        by_tokens |= _sharded_parameters(twin, layer, entries, names) - by_features
     columns: list[tuple[str, tuple[str, ...]]] = []
     rows: list[str] = []
     whole: list[str] = []
@@ -117,7 +119,7 @@ def sharing_of(twin: nn.Module, changes: Changes, inputs: Inputs, by_features: N
             rows += [change.name for change in entry.changes if change.kind == "row"]
         else:
             whole.append(name)
-    return Sharing(tuple(layers), tuple(columns), tuple(rows), tuple(whole), tuple(sorted(partial)))
+    return Sharing(tuple(layers), tuple(columns), tuple(rows), tuple(whole), tuple(sorted(by_tokens)))
 
 
 @dataclass
@@ -225,27 +227,18 @@ class _Seen:
     hidden: Tensor | None = None  # what the current entry was called with
     rows: list[Tensor] = field(default_factory=list)  # what row layers returned in it
 
+    def __post_init__(self) -> None:
+        changes = [change for entry in self.entries.values() for change in entry.changes]
+        self.kinds = {change.old: change.kind for change in changes}  # of split layers
+
     def watch(self, model: nn.Module) -> None:
         """Watch the calls of all modules of a model, which is not used afterwards."""
-        split = {change.old: change for entry in self.entries.values() for change in entry.changes}
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(
-                lambda module, args, kwargs, name=name: self.before(name, module, split, args, kwargs),
-                with_kwargs=True,
-                prepend=True,
-            )
-            module.register_forward_hook(
-                lambda module, _, output, name=name: self.after(name, module, split, output)
-            )
+            before, after = partial(self.before, name), partial(self.after, name)
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            module.register_forward_hook(after)
 
-    def before(
-        self,
-        name: str,
-        module: nn.Module,
-        split: dict[nn.Module, ModuleChange],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
+    def before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What a module is called with."""
         self.running.append(name)
         if name in self.layers:
@@ -264,15 +257,15 @@ class _Seen:
             self.rows.clear()
             if not entry.direct:
                 self.require_all_tokens(name, self.hidden)
-        if module in split and split[module].kind == "column":
+        if self.kinds.get(module) == "column":
             current = self.current_entry()
             if current is not None and (args[0] if args else None) is not self.hidden:
                 self.entries[current].plain = False
 
-    def after(self, name: str, module: nn.Module, split: dict[nn.Module, ModuleChange], output: Any) -> None:
+    def after(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
         """What a module returns."""
         self.running.pop()
-        if module in split and split[module].kind == "row":
+        if self.kinds.get(module) == "row":
             self.rows.append(output)
         entry = self.entries.get(name)
         if entry is not None and not entry.direct:

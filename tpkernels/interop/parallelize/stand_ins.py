@@ -13,7 +13,7 @@ from tpkernels.ops.tensor_parallel.mappings import copy_to_region
 
 
 class StandIns:
-    """During a module's forward, an attribute of a parameter's name hides it: what `make` returns.
+    """Hides parameters of a module during its forward: attributes of their names hold what `make` returns.
 
     Nothing is attached to a parameter, because wrappers such as fully_shard replace it: `make` takes what the
     module has under its name at the time.

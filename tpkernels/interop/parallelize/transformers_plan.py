@@ -35,16 +35,15 @@ from tpkernels.interop.parallelize.entries import (
     gathered,
     head_size_of_holder,
     merged,
-    narrow_experts,
     packed_attention,
     split_attention,
     split_evenly,
+    split_parameters,
     with_vocabulary,
 )
 from tpkernels.interop.parallelize.plan import (
     Kept,
     ParallelizePlan,
-    Parameters,
     PlanEntry,
     Shared,
     Split,
@@ -199,8 +198,5 @@ def _parameters(
         if style not in (*COLUMN_STYLES, *ROW_STYLES, *PACKED_STYLES):
             raise ValueError(f"the model's own plan: '{name}.{short}': {style!r} is no style for a parameter")
         split.append((short, dim % parameter.ndim, stacked))
-    if narrow := narrow_experts(module, split, ranks):
-        say(f"'{name}': {narrow}: every rank computes all of it")
-        return {}
     summed = of_module in SUMMED_STYLES or any(style in ROW_STYLES for style in styles.values())
-    return {name: [Parameters(tuple(split), summed=summed)]}
+    return split_parameters(name, module, split, summed, ranks, say)

@@ -58,42 +58,166 @@ class Example:
     refusal: NotCompared | None = None
 
 
-def example_of(model: nn.Module, verify: Verify, world: TensorWorld, *, divided: bool = False) -> Example:
-    """The first inputs, given or made up, with which a copy of the model runs. Called by all ranks.
+@dataclass(frozen=True)
+class PlanTrial:
+    """Tries plans, and sequence parallelism, on copies of a model. All ranks call its methods."""
 
-    divided: ranks share the tokens, whose number is a multiple of theirs
-    """
-    if verify is False or world.size == 1:
-        return Example()
-    given = None if isinstance(verify, str | bool) else verify
-    if given is not None:
-        _require_same(given, world)
-    size = sum(tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
-    fits = given is not None or size <= VERIFIED_PARAMETERS
-    failed: list[str] = []
-    found: Inputs | None = None
-    lacking, advice = "", GIVE_INPUTS
-    try:
-        twin = twin_of(model, device=device_of(world) if fits else None)
-    except Exception as error:
-        lacking, advice = "no copy of it can be made", "Mend copy.deepcopy(model), or pass verify=False"
-        failed.append(_said(error))
-    else:
-        made = made_up_inputs(model, world.size, divided=divided) if given is None else iter([given])
+    model: nn.Module
+    verify: Verify
+    world: TensorWorld
+    state: State
+
+    def _twin(self, fits: bool) -> nn.Module:
+        return twin_of(self.model, device=device_of(self.world) if fits else None)
+
+    def example(self, *, divided: bool = False) -> Example:
+        """The first inputs, given or made up, with which a copy of the model runs.
+
+        divided: ranks share the tokens, whose number is a multiple of theirs
+        """
+        model, world = self.model, self.world
+        if self.verify is False or world.size == 1:
+            return Example()
+        given = None if isinstance(self.verify, str | bool) else self.verify
+        if given is not None:
+            _require_same(given, world)
+        size = sum(tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
+        fits = given is not None or size <= VERIFIED_PARAMETERS
+        failed: list[str] = []
+        found: Inputs | None = None
+        lacking, advice = "", GIVE_INPUTS
         try:
-            found = next((inputs for inputs in made if _runs(twin, inputs, failed)), None)
-        except Exception as error:  # of a config that is unlike others
-            failed.append(f"making them up raises {_said(error)}")
-        if found is None and given is not None:
-            lacking = "the unsharded model does not run with these inputs"
-            advice = "Call it with them, in eval mode, before parallelize, and pass those that it takes"
-        elif found is None:
-            lacking = "no inputs with which it runs could be made up"
-        elif not fits:
-            lacking = f"it has {size} numbers, and a comparison takes 26 bytes for each"
-    refusal = _not_compared(model, lacking, advice, "; ".join(failed)) if lacking else None
-    raise_alike(refusal if given is not None else None, f"trying input {len(failed)}, {lacking}", world)
-    return Example(found, given is not None, fits, lacking, refusal)
+            twin = self._twin(fits)
+        except Exception as error:
+            lacking, advice = "no copy of it can be made", "Mend copy.deepcopy(model), or pass verify=False"
+            failed.append(_said(error))
+        else:
+            made = made_up_inputs(model, world.size, divided=divided) if given is None else iter([given])
+            try:
+                found = next((inputs for inputs in made if _runs(twin, inputs, failed)), None)
+            except Exception as error:  # of a config that is unlike others
+                failed.append(f"making them up raises {_said(error)}")
+            if found is None and given is not None:
+                lacking = "the unsharded model does not run with these inputs"
+                advice = "Call it with them, in eval mode, before parallelize, and pass those that it takes"
+            elif found is None:
+                lacking = "no inputs with which it runs could be made up"
+            elif not fits:
+                lacking = f"it has {size} numbers, and a comparison takes 26 bytes for each"
+        refusal = self._not_compared(lacking, advice, "; ".join(failed)) if lacking else None
+        raise_alike(refusal if given is not None else None, f"trying input {len(failed)}, {lacking}", world)
+        return Example(found, given is not None, fits, lacking, refusal)
+
+    def _not_compared(self, lacking: str, advice: str, details: str) -> NotCompared:
+        return NotCompared(
+            f"verify: {type(self.model).__name__} cannot be compared with its split copy: {lacking}. {advice}"
+            f"{details and '. ' + details}"
+        )
+
+    def plan(self, plan: ParallelizePlan, example: Example, *, certain: bool) -> Names:
+        """Try a plan on copies; returns names of parameters whose gradients must be summed.
+
+        Raises if the split model computes something else, or if a parameter cannot be judged.
+
+        certain: if it cannot be compared with the unsharded model, take it with a warning; else refuse it
+        """
+        model, world = self.model, self.world
+        if world.size == 1:
+            return frozenset()
+        if example.refusal and not certain:
+            raise example.refusal
+        partial: Names = frozenset()
+        problem: ValueError | None = None
+        try:
+            seen: dict[str, bool] = {}
+            if example.inputs is not None:
+                twin = self._twin(example.fits)
+                seen = graph_of_rank(twin, planned(twin, plan, world), example.inputs)
+            partial = partial_parameters(model, planned(model, plan, world), seen)
+        except ValueError as error:
+            problem = error
+            if example.refusal and example.inputs is None:
+                problem = NotCompared(f"{example.refusal}. {error}")
+        raise_alike(problem, f"partial gradients of {sorted(partial)}", world)
+        is_wanted = example.inputs is not None or example.lacking
+        if not is_wanted or dist.get_backend(world.group) == "fake":
+            return partial
+        obstacle = example.lacking or self._compared(example, plan, partial)
+        if obstacle and not certain:
+            with_these = "with the inputs that were made up it raises an error"
+            raise self._not_compared(with_these, GIVE_INPUTS, obstacle)
+        if obstacle and world.rank == 0:
+            warn(
+                f"parallelize: the split model was not compared with the unsharded one: {obstacle}; pass "
+                "verify=example inputs, or verify=False",
+                stacklevel=4,
+            )
+        return partial
+
+    def sharing(self, plan: ParallelizePlan, partial: Names) -> Sharing | None:
+        """Try sequence parallelism on copies; returns what shares tokens, None on one rank.
+
+        Raises if a module cannot share tokens, or if the model computes something else when they do.
+
+        partial: parameters whose gradients are summed without sequence parallelism, too
+        """
+        world = self.world
+        if world.size == 1:
+            return None
+        example = self.example(divided=True)
+        if example.inputs is None:
+            assert example.refusal is not None
+            raise example.refusal
+        sharing: Sharing | None = None
+        problem: ValueError | None = None
+        try:
+            twin = self._twin(example.fits)
+            sharing = sharing_of(twin, planned(twin, plan, world), example.inputs, partial, world.size)
+        except ValueError as error:
+            problem = error
+        raise_alike(problem, f"{sharing}", world)
+        if example.fits and dist.get_backend(world.group) != "fake":
+            self._compared(example, plan, partial, sharing)
+        return sharing
+
+    def _compared(
+        self, example: Example, plan: ParallelizePlan, partial: Names, sharing: Sharing | None = None
+    ) -> str:
+        """Raise on all ranks if a rank's split model does something else than the unsharded one.
+
+        Returns why they were not compared, or "". That is an error if the caller gave the inputs.
+        """
+        assert example.inputs is not None
+        world = self.world
+        found: Reference | str
+        try:
+            found = reference_of(self.model, example.inputs, device_of(world))
+        except Exception as error:
+            found = f"in float64 and float32 it raises {_said(error)}"
+        problem = None
+        if isinstance(found, str) and example.given:
+            problem = self._not_compared(
+                "not on these inputs", "Pass others, with which it returns finite numbers", found
+            )
+        raise_alike(
+            problem, "not compared" if isinstance(found, str) else f"compared in {found.dtype}", world
+        )
+        if isinstance(found, str):
+            return found
+        differences: list[str | None] = [None] * world.size
+        own = difference(found, plan, partial, world, self.state, sharing)
+        dist.all_gather_object(differences, own, group=world.group)
+        subject, advice = (
+            ("sequence_parallel", "Parallelize without it") if sharing else ("plan", "Mend the plan")
+        )
+        for rank, different in enumerate(differences):
+            if different is not None:
+                raise ValueError(
+                    f"{subject}: the split model does not do what the unsharded one does. {advice}; the "
+                    f"model is as it was. On tensor rank {rank}, {different} ({found.tolerance:.0e} is "
+                    f"allowed, in {found.dtype})"
+                )
+        return ""
 
 
 def _runs(twin: nn.Module, inputs: Inputs, failed: list[str]) -> bool:
@@ -105,106 +229,6 @@ def _runs(twin: nn.Module, inputs: Inputs, failed: list[str]) -> bool:
         failed.append(f"with {_shapes(inputs)} it raises {_said(error)}")
         return False
     return True
-
-
-def _not_compared(model: nn.Module, lacking: str, advice: str, details: str) -> NotCompared:
-    return NotCompared(
-        f"verify: {type(model).__name__} cannot be compared with its split copy: {lacking}. {advice}"
-        f"{details and '. ' + details}"
-    )
-
-
-def tried(
-    model: nn.Module,
-    plan: ParallelizePlan,
-    example: Example,
-    world: TensorWorld,
-    state: State,
-    *,
-    certain: bool,
-) -> Names:
-    """Try a plan on copies; returns names of parameters whose gradients must be summed. Called by all ranks.
-
-    Raises if the split model computes something else, or if a parameter cannot be judged.
-
-    certain: a plan that is not compared with the unsharded model is taken with a warning; else it is refused
-    """
-    if world.size == 1:
-        return frozenset()
-    if example.refusal and not certain:
-        raise example.refusal
-    partial: Names = frozenset()
-    problem: ValueError | None = None
-    try:
-        seen: dict[str, bool] = {}
-        if example.inputs is not None:
-            twin = twin_of(model, device=device_of(world) if example.fits else None)
-            seen = graph_of_rank(twin, planned(twin, plan, world), example.inputs)
-        partial = partial_parameters(model, planned(model, plan, world), seen)
-    except ValueError as error:
-        problem = error
-        if example.refusal and example.inputs is None:
-            problem = NotCompared(f"{example.refusal}. {error}")
-    raise_alike(problem, f"partial gradients of {sorted(partial)}", world)
-    is_wanted = example.inputs is not None or example.lacking
-    if not is_wanted or dist.get_backend(world.group) == "fake":
-        return partial
-    found: Reference | str = example.lacking  # the same on all ranks
-    if not found:
-        found = reference_alike(model, example, world)
-    if isinstance(found, Reference):
-        compare(found, plan, partial, world, state)
-    elif not certain:
-        with_these = "with the inputs that were made up it raises an error"
-        raise _not_compared(model, with_these, GIVE_INPUTS, found)
-    elif world.rank == 0:
-        warn(
-            f"parallelize: the split model was not compared with the unsharded one: {found}; pass "
-            "verify=example inputs, or verify=False",
-            stacklevel=4,
-        )
-    return partial
-
-
-def reference_alike(model: nn.Module, example: Example, world: TensorWorld) -> Reference | str:
-    """The unsharded model's run, or why there is none: an error if the caller gave the inputs."""
-    assert example.inputs is not None
-    found: Reference | str
-    try:
-        found = reference_of(model, example.inputs, device_of(world))
-    except Exception as error:
-        found = f"in float64 and float32 it raises {_said(error)}"
-    problem = None
-    if isinstance(found, str) and example.given:
-        problem = _not_compared(
-            model, "not on these inputs", "Pass others, with which it returns finite numbers", found
-        )
-    raise_alike(problem, "not compared" if isinstance(found, str) else f"compared in {found.dtype}", world)
-    return found
-
-
-def compare(
-    found: Reference,
-    plan: ParallelizePlan,
-    partial: Names,
-    world: TensorWorld,
-    state: State,
-    sharing: Sharing | None = None,
-) -> None:
-    """Raise on all ranks if a rank's split model does something else than the unsharded one."""
-    differences: list[str | None] = [None] * world.size
-    own = difference(found, plan, partial, world, state, sharing)
-    dist.all_gather_object(differences, own, group=world.group)
-    subject, advice = (
-        ("sequence_parallel", "Parallelize without it") if sharing else ("plan", "Mend the plan")
-    )
-    for rank, different in enumerate(differences):
-        if different is not None:
-            raise ValueError(
-                f"{subject}: the split model does not do what the unsharded one does. {advice}; the model is "
-                f"as it was. On tensor rank {rank}, {different} ({found.tolerance:.0e} is allowed, in "
-                f"{found.dtype})"
-            )
 
 
 def device_of(world: TensorWorld) -> torch.device:
@@ -241,33 +265,3 @@ def _said(error: Exception) -> str:
 def _shapes(inputs: Inputs) -> str:
     """Such as {'input_ids': (3, 5)}."""
     return str(tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, inputs))
-
-
-def sharing_tried(
-    model: nn.Module, plan: ParallelizePlan, partial: Names, verify: Verify, world: TensorWorld, state: State
-) -> Sharing | None:
-    """Try sequence parallelism on copies; returns what shares tokens, None on one rank. Called by all ranks.
-
-    Raises if a module cannot share tokens, or if the model computes something else when they do.
-
-    partial: parameters whose gradients are summed without sequence parallelism, too
-    """
-    if world.size == 1:
-        return None
-    example = example_of(model, verify, world, divided=True)
-    if example.inputs is None:
-        assert example.refusal is not None
-        raise example.refusal
-    sharing: Sharing | None = None
-    problem: ValueError | None = None
-    try:
-        twin = twin_of(model, device=device_of(world) if example.fits else None)
-        sharing = sharing_of(twin, planned(twin, plan, world), example.inputs, partial, world.size)
-    except ValueError as error:
-        problem = error
-    raise_alike(problem, f"{sharing}", world)
-    if example.fits and dist.get_backend(world.group) != "fake":
-        found = reference_alike(model, example, world)
-        if isinstance(found, Reference):
-            compare(found, plan, partial, world, state, sharing)
-    return sharing

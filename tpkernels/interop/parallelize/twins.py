@@ -72,7 +72,7 @@ def floating_tensors(output: Any) -> list[Tensor]:
 
 @contextmanager
 def aside(model: nn.Module) -> Iterator[None]:
-    """With gradients, off the meta device, and with random streams restored, whatever the caller has set."""
+    """Compute with gradients and off the meta device; random streams are restored afterwards."""
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     default = torch.get_default_device()
     default = torch.device("cpu") if default.type == "meta" else default
@@ -81,8 +81,10 @@ def aside(model: nn.Module) -> Iterator[None]:
 
 
 def made_up_inputs(model: nn.Module, ranks: int, *, divided: bool = False) -> Iterator[Inputs]:
-    """To be tried in this order. For a model of `transformers` arguments by name; else ids if the first
-    embedding or linear layer is an embedding, or features; none without such a layer.
+    """Inputs made up for a model, the likeliest first.
+
+    For a model of `transformers` arguments by name; else ids, if the first embedding or linear layer is an
+    embedding, or features; none without such a layer.
 
     divided: ranks share the tokens, whose number is a multiple of theirs
     """

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.changes import ModuleChange, carry_out, planned
+from tpkernels.interop.parallelize.changes import carry_out, planned
+from tpkernels.interop.parallelize.cut import ModuleChange
 from tpkernels.interop.parallelize.plan import ParallelizePlan
 from tpkernels.interop.parallelize.probe import Names
 from tpkernels.interop.parallelize.sequence import Sharing, share_tokens
@@ -103,7 +104,7 @@ def difference(
     located = _first_output(full, split, change_of, shares, tolerance)
     if len(full.returned) != len(split.returned) or full.returned[0].shape != split.returned[0].shape:
         return f"it returns {_shapes(split.returned)} instead of {_shapes(full.returned)}{located}"
-    alike = [pair for pair in zip(full.returned, split.returned, strict=True) if _same_shape(*pair)]
+    alike = _of_one_shape(full.returned, split.returned)
     for expected, found in alike:  # not caches of keys and values: each rank has those of its own heads
         if not _close(found, expected, tolerance):
             return f"what it returns is off by {_off(found, expected)} of the largest value{located}"
@@ -150,7 +151,7 @@ def _first_output(
         expected = full.outputs.get((name, number), [])
         if name in change_of:
             expected = [change_of[name].own_output(x) for x in expected]
-        pairs = [pair for pair in zip(expected, found, strict=False) if _same_shape(*pair)]
+        pairs = _of_one_shape(expected, found)
         if not all(_close(found, expected, tolerance) for expected, found in pairs):
             return f"; the first module whose output differs is '{name}'{before}"
         if pairs:
@@ -199,13 +200,13 @@ def _close(found: Tensor, expected: Tensor, tolerance: float, noise: float = 1e-
     return bool((found - expected).abs().max() <= tolerance * expected.abs().max() + noise)
 
 
+def _of_one_shape(expected: list[Tensor], found: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return [(one, other) for one, other in zip(expected, found, strict=False) if one.shape == other.shape]
+
+
 def _off(found: Tensor, expected: Tensor) -> str:
     off = (found - expected).detach().abs().max() / expected.detach().abs().max()
     return f"{float(off):.1e}"
-
-
-def _same_shape(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape
 
 
 def _shapes(tensors: list[Tensor]) -> str:
