@@ -17,7 +17,7 @@ $(PYTHON) -m venv $(@D) 2>/dev/null || { $(PYTHON) -m pip install -q --target $(
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test affected test-profile sweep mutants check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton check-torch check-transformers check-megatron wheel sdist clean
+.PHONY: help setup demo groups test affected test-profile sweep mutants check lint types docs reference site plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton check-torch check-transformers check-megatron wheel sdist clean
 
 ifneq (,$(filter check-torch check-triton,$(MAKECMDGOALS)))
 ifeq (,$(VERSION))
@@ -57,10 +57,11 @@ test-profile: $(READY) ## the same, and where its time went: docs/test-profile.m
 
 check: lint types test ## all that CI checks
 
-lint: $(READY) ## style of Python and C++
+lint: $(READY) ## style of Python, C++ and pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror csrc/*.* csrc/tests/*.cpp
+	$(BIN)/python -m tests.prose
 
 types: $(READY) ## static types
 	$(BIN)/mypy
@@ -121,6 +122,10 @@ docs: $(READY) ## run the code blocks and commands of README and docs
 
 reference: $(READY) ## the API reference, from docstrings, as HTML in out/reference
 	$(BIN)/python docs/reference.py out/reference
+
+site: $(READY) ## pages and API reference as a site to search, in out/site, with mkdocs-material, which it installs (15 MB)
+	$(PIP) install -q -c constraints.txt mkdocs-material
+	$(BIN)/python docs/site.py out/site
 
 plan: $(READY) ## the 16-GPU lesson example, in words and as plan.svg
 	$(BIN)/python -m tpkernels plan --world-size 16 --tp 2 --pp 4 --svg plan.svg

@@ -33,6 +33,7 @@ READ_BY = {
     "csrc/*.*": ["tpkernels/extension.py", "tests/test_troubleshooting.py"],
     "csrc/cxx_flags": ["tpkernels/buckets/first_use.py"],
     "docs/reference.py": ["tests/test_reference.py"],
+    "docs/site.py": ["tests/test_reference.py"],
     "examples/*.py": ["tests/test_docs.py"],
     "tpkernels/dispatch/shipped/*.json": ["tpkernels/dispatch/cache.py"],
     "tests/conftest.py": ["tests/*"],  # fixtures and settings of every test

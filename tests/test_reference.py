@@ -1,5 +1,6 @@
 """The API reference is complete: every public name has a docstring, and is on its page."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,18 @@ def test_page_has_every_public_function(reference, module):
 def test_arguments_stand_on_lines_of_their_own(reference):
     page = (reference / "tpkernels" / "ops.html").read_text()
     assert "<br />" in page[page.index("act(x weightᵀ + bias)") :][:300]
+
+
+@pytest.mark.sweep
+def test_site_has_all_pages_and_the_reference(tmp_path):
+    if find_spec("mkdocs") is None:
+        pytest.skip("mkdocs-material is not installed (make site installs it)")
+    made = ran(ROOT / "docs" / "site.py", tmp_path)  # which fails on links and anchors that lead nowhere
+    assert made.returncode == 0, made.stderr
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
+    assert pages <= {page.parent.name for page in tmp_path.glob("docs/*/index.html")}
+    assert (tmp_path / "reference" / "tpkernels.html").exists()
+    assert "reduce-scatter" in (tmp_path / "search" / "search_index.json").read_text()
 
 
 def test_every_public_name_says_what_it_is():

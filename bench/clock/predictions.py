@@ -37,8 +37,8 @@ NAMED = (
     "dglu/descriptor/bf16/128x256x64-w8-s3-p8-c1/swiglu+h",
     "dglu/descriptor/bf16/128x128x64-w4-s4-p4-c2/swiglu+h",
     "wgrad/descriptor/bf16/128x256x64-w8-s4-p4-flat/+=fp32",
-    "norm_fwd/pointer/bf16/8192/rms+residual",
-    "norm_bwd/pointer/bf16/8192/rms+dsummed",
+    "norm_fwd/pointer/bf16/8192/rms",
+    "norm_bwd/pointer/bf16/8192/rms",
     "reduce_slots/pointer/bf16/16x128/bias",
 )
 LAYERS = (  # tokens, out_features, in_features

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tpkernels.kernels import matmul_tile, triton_versions
-from tpkernels.kernels import tiles as tiles_module
 from tpkernels.kernels.matmul_tile import available, compiles
 from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, MI300
 from tpkernels.kernels.tiles import (
@@ -18,10 +17,10 @@ from tpkernels.kernels.tiles import (
     candidates,
     default_tile,
     default_tiles,
-    paired_tile,
     pushing_tile,
     row_tile,
     serves,
+    without_spills,
 )
 
 BF16 = torch.bfloat16
@@ -103,11 +102,27 @@ def test_a_tile_that_spills_with_an_epilogue_is_not_shipped_with_it():
     assert serves("dgrad", large, ("gelu", "db"))
 
 
-def test_a_pair_of_products_takes_a_stage_less_where_triton_would_spill(monkeypatch):
+def test_a_tile_that_spills_is_replaced_from_that_version_of_triton_on(monkeypatch):
     small, large = (MatmulTile(rows, 64, 16, num_warps=4, num_stages=3) for rows in (16, 64))
-    for version, stages in (((3, 7), 3), ((3, 8), 2), ((3, 9), 3)):
-        monkeypatch.setattr(tiles_module, "triton_version", lambda version=version: version)
-        assert (paired_tile(small).num_stages, paired_tile(large)) == (stages, large)
+    for version, pair, alone in (((3, 7), 3, 3), ((3, 8), 2, 3), ((3, 9), 2, 2), ((3, 10), 2, 2)):
+        monkeypatch.setattr(triton_versions, "triton_version", lambda version=version: version)
+        assert without_spills("dgrad_pairs", small).num_stages == pair
+        assert without_spills("dgrad_pairs", large) == large
+        assert default_tiles("linear", "pointer", torch.float32, H100)[0].num_stages == alone
+
+
+def test_what_is_replaced_is_shipped(monkeypatch):
+    monkeypatch.setattr(triton_versions, "triton_version", lambda: (3, 7))
+    cases = product(KERNELS, ("descriptor", "pointer"), (BF16, torch.float32), (True, False))
+    shipped = {
+        (kernel, tile.name)
+        for kernel, form, dtype, ragged in cases
+        for tile in candidates(kernel, form, dtype, H100, ragged)
+    }
+    shipped |= {("dgrad_pairs", tile) for kernel, tile in shipped if kernel == "dgrad"}
+    for replaced in triton_versions.REPLACED_SINCE.values():
+        assert replaced.keys() <= shipped
+        assert [MatmulTile.named(name).name for name in replaced.values()] == list(replaced.values())
 
 
 def test_a_tile_that_spills_in_some_versions_of_triton_is_left_out_there(monkeypatch):

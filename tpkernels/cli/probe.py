@@ -20,8 +20,8 @@ PREFIX = "tpkernels-finding: "  # before each line, to tell it from what librari
 RANKS = 2  # of the self-test
 SELF_TEST, RANK_OF_SELF_TEST = "self-test", "self-test-rank"
 # What pyproject.toml allows: the oldest and the newest that were tried, see docs/ci.md.
-TESTED_TORCH = ("2.11", "2.14")
-TESTED_TRITON = ("3.6", "3.8")
+TESTED_TORCH = ("2.11", "2.15")
+TESTED_TRITON = ("3.6", "3.9")
 
 
 @dataclass(frozen=True)

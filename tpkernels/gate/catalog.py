@@ -213,8 +213,8 @@ def _row_specs() -> Iterator[EntrySpec]:
     for kind in ("rms", "layer"):
         norm = partial(launchers.norm, kind=kind)
         for features in FEATURES:
-            yield _row_spec("norm_fwd", f"{features}/{kind}+residual", BF16, norm, features)
-            yield _row_spec("norm_bwd", f"{features}/{kind}+dsummed", BF16, norm, features)
+            yield _row_spec("norm_fwd", f"{features}/{kind}", BF16, norm, features)
+            yield _row_spec("norm_bwd", f"{features}/{kind}", BF16, norm, features)
     for dtype in (BF16, FP32):
         yield _row_spec("sum_rows", f"{SUM.chunk}x{SUM.block_cols}", dtype, launchers.row_sums)
         ordered = partial(launchers.row_sums, launcher=partial(bias_grad, tile=ORDERED_SUM))

@@ -231,30 +231,26 @@ def added_slots(of: Operands, into: torch.dtype, accumulate: bool) -> Results:
     return {"y": (y, reference.reduce_slots_ref(slots.double()) + (before if accumulate else 0))}
 
 
-def norm(of: Operands, kind: Literal["rms", "layer"], residual: bool = True) -> Results:
-    """Forward, then backward from the rounded sum that forward kept, which has another gradient beside."""
-    x, more, dy, past = (of.x() for _ in range(4))
-    x += 0.5
-    added = more if residual else None
+def norm(of: Operands, kind: Literal["rms", "layer"]) -> Results:
+    """Forward and backward."""
+    x, dy = of.x() + 0.5, of.x()
     weight, bias = of.tensor(of.in_features), of.tensor(of.in_features)
     if kind == "rms":
-        ours = rms_norm_fwd(x, weight, residual=added)
-        grads = rms_norm_bwd(dy, ours.summed, weight, ours.rstd, dsummed=past)
+        ours = rms_norm_fwd(x, weight)
+        grads = rms_norm_bwd(dy, x, weight, ours.rstd)
     else:
-        ours = layer_norm_fwd(x, weight, bias, residual=added)
+        ours = layer_norm_fwd(x, weight, bias)
         assert ours.mean is not None
-        grads = layer_norm_bwd(dy, ours.summed, weight, ours.mean, ours.rstd, dsummed=past)
-    dy, s, w, past = dy.double(), ours.summed.double(), weight.double(), past.double()
-    exact = {"summed": x.double() if added is None else x.double() + added.double()}
+        grads = layer_norm_bwd(dy, x, weight, ours.mean, ours.rstd)
+    dy, x, w = dy.double(), x.double(), weight.double()
+    exact = {}
     if kind == "rms":
-        exact["y"], exact["rstd"] = reference.rms_norm_ref(s, w)
-        exact["dx"], exact["dweight"] = reference.rms_norm_bwd_ref(dy, s, w, exact["rstd"], past)
+        exact["y"], exact["rstd"] = reference.rms_norm_ref(x, w)
+        exact["dx"], exact["dweight"] = reference.rms_norm_bwd_ref(dy, x, w, exact["rstd"])
     else:
-        exact["y"], exact["mean"], exact["rstd"] = reference.layer_norm_ref(s, w, bias.double())
+        exact["y"], exact["mean"], exact["rstd"] = reference.layer_norm_ref(x, w, bias.double())
         statistics = exact["mean"], exact["rstd"]
-        exact["dx"], exact["dweight"], exact["dbias"] = reference.layer_norm_bwd_ref(
-            dy, s, w, *statistics, past
-        )
+        exact["dx"], exact["dweight"], exact["dbias"] = reference.layer_norm_bwd_ref(dy, x, w, *statistics)
     found = {**ours._asdict(), **grads._asdict()}
     return {word: (found[word], one) for word, one in exact.items()}
 

@@ -285,10 +285,8 @@ def _rows(of: Operands) -> Iterator[NumericCase]:
     yield NumericCase(f"{loss}/entropy", partial(launchers.cross_entropy, of, 0.7))
     for name in launchers.other_primitives():
         yield NumericCase(f"{name}/{way}", partial(launchers.primitive, of, name))
-    for suffix, residual in (("", False), ("/residual", True)):
-        for kind in ("rms", "layer"):
-            case = f"{kind}_norm_fwd/{kind}_norm_bwd/{way}{suffix}"
-            yield NumericCase(case, partial(launchers.norm, of, kind, residual))
+    for kind in ("rms", "layer"):
+        yield NumericCase(f"{kind}_norm_fwd/{kind}_norm_bwd/{way}", partial(launchers.norm, of, kind))
 
 
 def part_of_bound(actual: Tensor | None, exact: Tensor) -> float:

@@ -15,7 +15,7 @@ from tpkernels.kernels import gluon, launch
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
-from tpkernels.kernels.tiles import MatmulTile, paired_tile
+from tpkernels.kernels.tiles import MatmulTile, without_spills
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def dgrad_pairs(
     operands = (("dy", dy), ("weight", weight), ("dy2", dy2), ("weight2", weight2))
     (dx,) = launch.results(name, out, {"dx": (T, K)}, operands, sums=True)
     product = launch.product(name, "dgrad", (*operands, ("the result", dx)), (T, K), tile, form)
-    product = product._replace(tile=paired_tile(product.tile))
+    product = product._replace(tile=without_spills(name, product.tile))
     if dx.numel() and product.tile.consumers:
         gluon.multiply("dgrad", product, (dy, weight, dy2, weight2), (dx,))
     elif dx.numel():

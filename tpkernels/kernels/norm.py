@@ -1,23 +1,20 @@
-"""RMSNorm and LayerNorm of each token, forward and backward, with an optional residual. Oracles: `reference`.
+"""RMSNorm and LayerNorm of each token, forward and backward. Oracles: `reference`.
 
 T tokens, K features; sums over the features of a token, in fp32:
 
-    s    = x + residual                            (T, K)    rounded to the dtype of x, as it is kept
-    mean = Σ s / K                                 (T,)      LayerNorm; 0 for RMSNorm
-    rstd = 1 / sqrt(Σ (s - mean)² / K + eps)       (T,)
-    n    = (s - mean) * rstd                       (T, K)    never written
+    mean = Σ x / K                                 (T,)      LayerNorm; 0 for RMSNorm
+    rstd = 1 / sqrt(Σ (x - mean)² / K + eps)       (T,)
+    n    = (x - mean) * rstd                       (T, K)    never written
     y    = n * weight + bias                       (T, K)
 
     dn      = dy * weight                          (T, K)    never written
-    ds      = rstd * (dn - n * Σ (dn * n) / K - Σ dn / K) + dsummed    (T, K)    Σ dn only for LayerNorm
+    dx      = rstd * (dn - n * Σ (dn * n) / K - Σ dn / K)    (T, K)    Σ dn only for LayerNorm
     dweight = Σ over tokens of dy * n              (K,)      fp32
     dbias   = Σ over tokens of dy                  (K,)      fp32, LayerNorm
 
-A program holds full rows, so s is read once and the variance is that of centred values. ds is the gradient
-of x and of the residual alike; dsummed is the gradient that reaches s past the norm, along the residual
-stream. The backward is deterministic: each program sums dweight over a fixed number of tokens, and
-`sum_partials` adds those up; dbias is left to `bias_grad`, as a second accumulator would not fit beside
-rows of 16k features.
+A program holds full rows, so x is read once and the variance is that of centred values. The backward is
+deterministic: each program sums dweight over a fixed number of tokens, and `sum_partials` adds those up;
+dbias is left to `bias_grad`, as a second accumulator would not fit beside rows of 16k features.
 """
 
 from __future__ import annotations
@@ -43,24 +40,19 @@ mend()
 @triton.jit
 def _norm_fwd_kernel(
     x_ptr,  # (T, K)
-    residual_ptr,  # (T, K), unread unless HAS_RESIDUAL
     weight_ptr,  # (K,)
     bias_ptr,  # (K,), unread unless HAS_BIAS
     y_ptr,  # (T, K) contiguous
-    summed_ptr,  # (T, K) contiguous, untouched unless HAS_RESIDUAL
     mean_ptr,  # (T,), untouched unless CENTRE
     rstd_ptr,  # (T,)
     T,
     K,
     stride_xt,
     stride_xk,
-    stride_rt,
-    stride_rk,
     stride_wk,
     stride_bk,
     eps,
     CENTRE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,  # at least K
@@ -71,31 +63,24 @@ def _norm_fwd_kernel(
     k = tl.arange(0, BLOCK_COLS).to(tl.int64)
     in_rows = t < T
     mask = in_rows[:, None] & (k < K)[None, :]
-    contiguous = t[:, None] * K + k[None, :]
-    s = tl.load(x_ptr + t[:, None] * stride_xt + k[None, :] * stride_xk, mask, 0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        s += tl.load(residual_ptr + t[:, None] * stride_rt + k[None, :] * stride_rk, mask, 0.0).to(tl.float32)
-        rounded = s.to(summed_ptr.dtype.element_ty)
-        tl.store(summed_ptr + contiguous, rounded, mask)
-        s = rounded.to(tl.float32)
+    x = tl.load(x_ptr + t[:, None] * stride_xt + k[None, :] * stride_xk, mask, 0.0).to(tl.float32)
     if CENTRE:
-        mean = tl.sum(s, axis=1) / K
+        mean = tl.sum(x, axis=1) / K
         tl.store(mean_ptr + t, mean, in_rows)
-        s = tl.where(mask, s - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(s * s, axis=1) / K + eps)
+        x = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / K + eps)
     tl.store(rstd_ptr + t, rstd, in_rows)
     weight = tl.load(weight_ptr + k * stride_wk, k < K, 0.0).to(tl.float32)
-    y = s * rstd[:, None] * weight[None, :]
+    y = x * rstd[:, None] * weight[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + k * stride_bk, k < K, 0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + contiguous, y.to(y_ptr.dtype.element_ty), mask)
+    tl.store(y_ptr + t[:, None] * K + k[None, :], y.to(y_ptr.dtype.element_ty), mask)
 
 
 class NormForward(NamedTuple):
     """What the norms return."""
 
     y: Tensor  # (tokens, features)
-    summed: Tensor  # x + residual, which the backward takes as its x; x itself where there is no residual
     mean: Tensor | None  # (tokens,) in fp32; RMSNorm has none
     rstd: Tensor  # (tokens,) in fp32
 
@@ -106,15 +91,14 @@ def rms_norm_fwd(
     weight: Tensor,
     *,
     eps: float = 1e-5,
-    residual: Tensor | None = None,
     tile: RowTile | None = None,
 ) -> NormForward:
-    """(x + residual) / rms(x + residual) * weight, in the dtype of x.
+    """x / rms(x) * weight, in the dtype of x.
 
-    x, residual: (tokens, features)
+    x: (tokens, features)
     weight: (features,), in the dtype of x or fp32
     """
-    return _norm_fwd("rms_norm_fwd", x, weight, None, eps, residual, False, tile)
+    return _norm_fwd("rms_norm_fwd", x, weight, None, eps, False, tile)
 
 
 @planned
@@ -124,15 +108,14 @@ def layer_norm_fwd(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
-    residual: Tensor | None = None,
     tile: RowTile | None = None,
 ) -> NormForward:
-    """(x + residual), centred and scaled to unit variance, times weight plus bias, in the dtype of x.
+    """x, centred and scaled to unit variance, times weight plus bias, in the dtype of x.
 
-    x, residual: (tokens, features)
+    x: (tokens, features)
     weight, bias: (features,), in the dtype of x or fp32
     """
-    return _norm_fwd("layer_norm_fwd", x, weight, bias, eps, residual, True, tile)
+    return _norm_fwd("layer_norm_fwd", x, weight, bias, eps, True, tile)
 
 
 def _norm_fwd(
@@ -141,15 +124,10 @@ def _norm_fwd(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    residual: Tensor | None,
     centre: bool,
     tile: RowTile | None,
 ) -> NormForward:
-    require_matrices(launcher, ("x", x), ("residual", residual))
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(
-            f"{launcher}: expected residual of the shape of x {tuple(x.shape)}, got {tuple(residual.shape)}"
-        )
+    require_matrices(launcher, ("x", x))
     require_parameter(launcher, "weight", weight, x)
     if bias is not None:
         require_parameter(launcher, "bias", bias, x)
@@ -157,57 +135,48 @@ def _norm_fwd(
     tile = tile or row_tile(launcher, K)
     target_of(x.device)
     y = launch.empty((T, K), x.dtype, x.device)
-    summed = x if residual is None else launch.empty((T, K), x.dtype, x.device)
     mean = launch.empty((T,), torch.float32, x.device) if centre else None
     rstd = launch.empty((T,), torch.float32, x.device)
     if T:
         launch.on(x.device, _norm_fwd_kernel, (launch.ceil_div(T, tile.block_rows),))(
             x,
-            x if residual is None else residual,
             weight,
             weight if bias is None else bias,
             y,
-            y if residual is None else summed,
             rstd if mean is None else mean,
             rstd,
             T,
             K,
             *x.stride(),
-            *(x if residual is None else residual).stride(),
             weight.stride(0),
             0 if bias is None else bias.stride(0),
             eps,
             CENTRE=centre,
-            HAS_RESIDUAL=residual is not None,
             HAS_BIAS=bias is not None,
             BLOCK_ROWS=tile.block_rows,
             BLOCK_COLS=tile.block_cols,
             num_warps=tile.num_warps,
         )
-    return NormForward(y, summed, mean, rstd)
+    return NormForward(y, mean, rstd)
 
 
 @triton.jit
 def _norm_bwd_kernel(
     dy_ptr,  # (T, K)
-    s_ptr,  # (T, K)
-    dsummed_ptr,  # (T, K), unread unless HAS_DSUMMED
+    x_ptr,  # (T, K)
     weight_ptr,  # (K,)
     mean_ptr,  # (T,), unread unless CENTRE
     rstd_ptr,  # (T,)
-    ds_ptr,  # (T, K) contiguous
+    dx_ptr,  # (T, K) contiguous
     dweight_ptr,  # (programs, K) contiguous, fp32
     T,
     K,
     stride_dyt,
     stride_dyk,
-    stride_st,
-    stride_sk,
-    stride_dt,
-    stride_dk,
+    stride_xt,
+    stride_xk,
     stride_wk,
     CENTRE: tl.constexpr,
-    HAS_DSUMMED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,  # at least K
@@ -222,7 +191,7 @@ def _norm_bwd_kernel(
         t = program * CHUNK + step + tl.arange(0, BLOCK_ROWS)
         in_rows = t < T
         mask = in_rows[:, None] & in_cols[None, :]
-        n = tl.load(s_ptr + t[:, None] * stride_st + k.to(tl.int64)[None, :] * stride_sk, mask, 0.0).to(
+        n = tl.load(x_ptr + t[:, None] * stride_xt + k.to(tl.int64)[None, :] * stride_xk, mask, 0.0).to(
             tl.float32
         )
         dy = tl.load(dy_ptr + t[:, None] * stride_dyt + k.to(tl.int64)[None, :] * stride_dyk, mask, 0.0).to(
@@ -239,18 +208,15 @@ def _norm_bwd_kernel(
         dn = dy * weight[None, :]
         scale = tl.sum(dn * n, axis=1) / K
         shift = tl.sum(dn, axis=1) / K if CENTRE else tl.zeros((BLOCK_ROWS,), tl.float32)
-        ds = (dn - n * scale[:, None] - shift[:, None]) * rstd[:, None]
-        if HAS_DSUMMED:
-            along = dsummed_ptr + t[:, None] * stride_dt + k.to(tl.int64)[None, :] * stride_dk
-            ds += tl.load(along, mask, 0.0).to(tl.float32)
-        tl.store(ds_ptr + t[:, None] * K + k[None, :], ds.to(ds_ptr.dtype.element_ty), mask)
+        dx = (dn - n * scale[:, None] - shift[:, None]) * rstd[:, None]
+        tl.store(dx_ptr + t[:, None] * K + k[None, :], dx.to(dx_ptr.dtype.element_ty), mask)
     tl.store(dweight_ptr + program * K + k, tl.sum(dweight, axis=0), in_cols)
 
 
 class NormBackward(NamedTuple):
     """What the backwards of the norms return."""
 
-    dx: Tensor  # (tokens, features), the gradient of x and of the residual
+    dx: Tensor  # (tokens, features)
     dweight: Tensor  # (features,) in fp32
     dbias: Tensor | None  # (features,) in fp32; RMSNorm has none
 
@@ -262,18 +228,15 @@ def rms_norm_bwd(
     weight: Tensor,
     rstd: Tensor,
     *,
-    dsummed: Tensor | None = None,
     tile: RowTile | None = None,
 ) -> NormBackward:
     """The gradients of `rms_norm_fwd`.
 
-    dy: (tokens, features)
-    x: (tokens, features), the forward's `summed`
+    dy, x: (tokens, features)
     weight: (features,)
     rstd: (tokens,), the forward's
-    dsummed: (tokens, features), the gradient that reaches `summed` by other ways
     """
-    return _norm_bwd("rms_norm_bwd", dy, x, weight, None, rstd, dsummed, tile)
+    return _norm_bwd("rms_norm_bwd", dy, x, weight, None, rstd, tile)
 
 
 @planned
@@ -284,14 +247,13 @@ def layer_norm_bwd(
     mean: Tensor,
     rstd: Tensor,
     *,
-    dsummed: Tensor | None = None,
     tile: RowTile | None = None,
 ) -> NormBackward:
     """The gradients of `layer_norm_fwd`; arguments as in `rms_norm_bwd`.
 
     mean: (tokens,), the forward's
     """
-    return _norm_bwd("layer_norm_bwd", dy, x, weight, mean, rstd, dsummed, tile)
+    return _norm_bwd("layer_norm_bwd", dy, x, weight, mean, rstd, tile)
 
 
 def _norm_bwd(
@@ -301,15 +263,11 @@ def _norm_bwd(
     weight: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
-    dsummed: Tensor | None,
     tile: RowTile | None,
 ) -> NormBackward:
-    require_matrices(launcher, ("dy", dy), ("x", x), ("dsummed", dsummed))
-    for name, tensor in (("dy", dy), ("dsummed", dsummed)):
-        if tensor is not None and tensor.shape != x.shape:
-            raise ValueError(
-                f"{launcher}: expected {name} of the shape of x {tuple(x.shape)}, got {tuple(tensor.shape)}"
-            )
+    require_matrices(launcher, ("dy", dy), ("x", x))
+    if dy.shape != x.shape:
+        raise ValueError(f"{launcher}: expected dy of the shape of x {tuple(x.shape)}, got {tuple(dy.shape)}")
     require_parameter(launcher, "weight", weight, x)
     require_statistic(launcher, "rstd", rstd, x)
     if mean is not None:
@@ -323,7 +281,6 @@ def _norm_bwd(
     launch.on(x.device, _norm_bwd_kernel, (programs,))(
         dy,
         x,
-        x if dsummed is None else dsummed,
         weight,
         rstd if mean is None else mean,
         rstd,
@@ -333,10 +290,8 @@ def _norm_bwd(
         K,
         *dy.stride(),
         *x.stride(),
-        *(x if dsummed is None else dsummed).stride(),
         weight.stride(0),
         CENTRE=mean is not None,
-        HAS_DSUMMED=dsummed is not None,
         CHUNK=tile.chunk,
         BLOCK_ROWS=tile.block_rows,
         BLOCK_COLS=tile.block_cols,

@@ -115,25 +115,22 @@ def layer_norm_ref(
     return (y if bias is None else y + bias).to(x.dtype), mean, rstd
 
 
-def rms_norm_bwd_ref(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dsummed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The gradients of x, and in fp32 or wider of weight -> (dx, dweight). dsummed: is added to dx"""
+def rms_norm_bwd_ref(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x, and in fp32 or wider of weight -> (dx, dweight)."""
     n, wide_dy = _at_least_fp32(x) * rstd[:, None], _at_least_fp32(dy)
     dn = wide_dy * weight
-    ds = rstd[:, None] * (dn - n * (dn * n).mean(1, keepdim=True))
-    return (ds if dsummed is None else ds + dsummed).to(x.dtype), (wide_dy * n).sum(0)
+    dx = rstd[:, None] * (dn - n * (dn * n).mean(1, keepdim=True))
+    return dx.to(x.dtype), (wide_dy * n).sum(0)
 
 
 def layer_norm_bwd_ref(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, dsummed: Tensor | None = None
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, and in fp32 or wider of weight and bias -> (dx, dweight, dbias)."""
     n, wide_dy = (_at_least_fp32(x) - mean[:, None]) * rstd[:, None], _at_least_fp32(dy)
     dn = wide_dy * weight
-    ds = rstd[:, None] * (dn - n * (dn * n).mean(1, keepdim=True) - dn.mean(1, keepdim=True))
-    dx = (ds if dsummed is None else ds + dsummed).to(x.dtype)
-    return dx, (wide_dy * n).sum(0), bias_grad_ref(dy)
+    dx = rstd[:, None] * (dn - n * (dn * n).mean(1, keepdim=True) - dn.mean(1, keepdim=True))
+    return dx.to(x.dtype), (wide_dy * n).sum(0), bias_grad_ref(dy)
 
 
 def embedding_ref(ids: Tensor, weight: Tensor, first_id: int = 0) -> Tensor:

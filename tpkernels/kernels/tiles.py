@@ -22,7 +22,7 @@ from tpkernels.kernels.matmul_tile import MatmulTile as MatmulTile
 from tpkernels.kernels.matmul_tile import compiles
 from tpkernels.kernels.operands import FP8, Form
 from tpkernels.kernels.target import Target
-from tpkernels.kernels.triton_versions import spilling, triton_version
+from tpkernels.kernels.triton_versions import replacement, spilling
 
 Kernel = Literal["linear", "glu", "dgrad", "dglu", "wgrad"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
@@ -249,6 +249,13 @@ def default_tiles(
     kernel: Kernel, form: Form, dtype: torch.dtype, target: Target, ragged: bool = False
 ) -> tuple[MatmulTile, ...]:
     """The candidates that a launcher takes one of, if it is not told which."""
+    tiles = _default_tiles(kernel, form, dtype, target, ragged)
+    return tuple(without_spills(kernel, tile) for tile in tiles)
+
+
+def _default_tiles(
+    kernel: Kernel, form: Form, dtype: torch.dtype, target: Target, ragged: bool
+) -> tuple[MatmulTile, ...]:
     if target.backend == "interpreter":
         return (_INTERPRETED,)
     if dtype == torch.float32:
@@ -310,11 +317,14 @@ def waiting_tile(tile: MatmulTile, chunk_rows: int) -> MatmulTile:
     return replace(tile, flatten=False, group=group, num_stages=stages)
 
 
-def paired_tile(tile: MatmulTile) -> MatmulTile:
-    """A tile of `dgrad` for the sum of two products."""
-    # a third stage makes sm_90's assembler spill in the smallest tile of fp32, as Triton 3.8 compiles it
-    spills = triton_version() == (3, 8) and tile.block_rows == tile.block_depth == 16
-    return replace(tile, num_stages=min(tile.num_stages, 2)) if spills else tile
+def without_spills(kernel: Kernel | Literal["dgrad_pairs"], tile: MatmulTile) -> MatmulTile:
+    """The tile, or the one in its place where this version of Triton would spill.
+
+    dgrad_pairs: takes the tiles of `dgrad`
+    """
+    name = tile.name
+    other = replacement(kernel, name)
+    return tile if other == name else MatmulTile.named(other)
 
 
 def pushing_tile(tile: MatmulTile, others: tuple[MatmulTile, ...], chunk_rows: int) -> MatmulTile:

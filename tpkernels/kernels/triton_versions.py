@@ -15,6 +15,16 @@ LAUNCH_OPTIONS: Mapping[str, Any] = {"enable_fp_fusion": True}
 SPILLING_SINCE: Mapping[tuple[int, int], Mapping[tuple[str, str], tuple[str, ...]]] = {
     (3, 9): {("dgrad", "128x128x64-w4-s4-p4-c2"): ("gelu",)},
 }
+# from this version on: kernel, tile that would spill on sm_90 -> the tile that is compiled in its place
+REPLACED_SINCE: Mapping[tuple[int, int], Mapping[tuple[str, str], str]] = {
+    (3, 8): {("dgrad_pairs", "16x64x16-w4-s3-p1"): "16x64x16-w4-s2-p1"},
+    (3, 9): {
+        ("linear", "64x64x16-w8-s3-p1"): "64x64x16-w8-s2-p1",
+        ("glu", "64x128x64-w4-s3-p2"): "64x128x64-w4-s4-p2",
+        ("glu", "16x64x64-w4-s3-p1"): "16x64x64-w4-s2-p1",
+        ("dgrad_pairs", "16x64x32-w4-s2-p1"): "16x64x32-w8-s2-p1",
+    },
+}
 
 
 @cache
@@ -31,6 +41,12 @@ def spilling(kernel: str, tile: str) -> tuple[str, ...]:
     """The epilogues with which a tile spills in the Triton that is installed, and not in all."""
     found = (of.get((kernel, tile), ()) for since, of in SPILLING_SINCE.items() if triton_version() >= since)
     return tuple(option for options in found for option in options)
+
+
+def replacement(kernel: str, tile: str) -> str:
+    """The tile that the installed Triton is to compile in place of this one: itself, unless it spills."""
+    found = (of.get((kernel, tile)) for since, of in REPLACED_SINCE.items() if triton_version() >= since)
+    return next((name for name in found if name), tile)
 
 
 def gluon_copies() -> tuple[Any, Any]:

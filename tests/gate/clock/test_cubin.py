@@ -17,7 +17,7 @@ from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_
 from tpkernels.gate.machine_code import sass_mix
 
 FLAT = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
-NORM = "norm_fwd/pointer/bf16/8192/rms+residual"
+NORM = "norm_fwd/pointer/bf16/8192/rms"
 ROLES = "linear/descriptor/bf16/128x256x64-w8-s3-p2-c1/gelu_tanh+bias+z"
 
 

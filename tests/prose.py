@@ -1,0 +1,93 @@
+"""Sentences of README and docs that a reader would stumble over: `python -m tests.prose`.
+
+It reads paragraphs and list items, not code, tables, headings or generated pages. It refuses words of
+`UNCLEAR`, sentences of more than `MOST_WORDS`, and pages where more than `LONG_SHARE` of the sentences have
+more than `LONG_WORDS`, or more than `PASSIVE_SHARE` are passive.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MOST_WORDS = 40
+LONG_WORDS, LONG_SHARE = 25, 0.2
+PASSIVE_SHARE = 0.35
+FEW_SENTENCES = 8  # shares of fewer say nothing
+UNCLEAR = {
+    "of which": "say it in a sentence of its own",
+    "for whom": "name the reader",
+    "beside": "next to, or compared with",
+    "likewise": "repeat the words",
+    "by the one way": "name the way",
+    "taken alternately": "interleaved",
+    "the middle half": "the interquartile range",
+    "told of": "say who reports it",
+    "what is said of": "name the setting",
+    "with how far": "name what is limited",
+    "which no error tells": "without an error",
+}
+PASSIVE = re.compile(r"\b(?:is|are|was|were|be|been|being)\s+(?:\w+ly\s+|not\s+)?\w+(?:ed|wn|pt|lt|nt|ilt)\b")
+FENCES = re.compile(r"^```.*?^```\s*?$", re.MULTILINE | re.DOTALL)
+MARKUP = re.compile(r"!?\[([^]]*)\]\([^)]*\)")
+ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+", re.MULTILINE)
+END = re.compile(r"(?<=[.!?:;])[\"')*_`]*\s+(?=[\"'(*_`]*[A-Z0-9`])")
+GENERATED = {
+    "measured-kernels.md",
+    "models-supported.md",
+    "overlap-predicted.md",
+    "clock-predictions.md",
+    "test-profile.md",
+}
+
+
+def pages() -> list[Path]:
+    """The pages that are written by hand, but the changelog."""
+    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [page for page in found if page.name not in GENERATED]
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a page's paragraphs and list items."""
+    text = FENCES.sub("\n\n", text)
+    lines = ["" if line.lstrip().startswith(("|", "#", "![")) else line for line in text.splitlines()]
+    found = []
+    for paragraph in re.split(r"\n\s*\n", ITEM.sub("\n\n", "\n".join(lines))):
+        words = " ".join(MARKUP.sub(r"\1", paragraph).split())
+        found += [sentence for sentence in END.split(words) if len(sentence.split()) > 2]
+    return found
+
+
+def faults(text: str) -> Iterator[str]:
+    """What is wrong with a page, a line each."""
+    found = sentences(text)
+    for sentence in found:
+        start = " ".join(sentence.split()[:8])
+        if (count := len(sentence.split())) > MOST_WORDS:
+            yield f"{count} words, at most {MOST_WORDS}: {start} ..."
+        for words, better in UNCLEAR.items():
+            if re.search(rf"\b{words}\b", sentence, re.IGNORECASE):
+                yield f"{words!r} ({better}): {start} ..."
+    if len(found) < FEW_SENTENCES:
+        return
+    long = sum(len(sentence.split()) > LONG_WORDS for sentence in found) / len(found)
+    if long > LONG_SHARE:
+        yield f"{long:.0%} of its sentences have more than {LONG_WORDS} words, at most {LONG_SHARE:.0%}"
+    passive = sum(bool(PASSIVE.search(sentence)) for sentence in found) / len(found)
+    if passive > PASSIVE_SHARE:
+        yield f"{passive:.0%} of its sentences are passive, at most {PASSIVE_SHARE:.0%}"
+
+
+def main() -> int:
+    """Print each fault with its page; 1 if there is one."""
+    found = [f"{page.relative_to(ROOT)}: {fault}" for page in pages() for fault in faults(page.read_text())]
+    for line in found:
+        print(line)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""README and docs keep to the rules of `tests/prose.py`, and its rules see what is planted."""
+
+import pytest
+
+from tests import prose
+
+SHORT = "A rank sends its shard. " * prose.FEW_SENTENCES
+
+
+@pytest.mark.parametrize("page", prose.pages(), ids=lambda page: page.name)
+def test_page_reads_plainly(page):
+    assert list(prose.faults(page.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("word " * prose.MOST_WORDS + "more.", f"{prose.MOST_WORDS + 1} words"),
+        ("- " + "word " * prose.MOST_WORDS + "more.", f"{prose.MOST_WORDS + 1} words"),
+        ("The chunk, of which each rank has one, is sent.", "'of which'"),
+        ("See [what lies\nBeside it](page.md) for more.", "'beside'"),
+        (SHORT + ("word " * (prose.LONG_WORDS + 1) + ". Next ") * prose.FEW_SENTENCES, "more than 25 words"),
+        ("The shard is not sent. Chunks were quickly gathered. " * prose.FEW_SENTENCES, "are passive"),
+    ],
+)
+def test_planted_sentence_is_found(text, fault):
+    found = list(prose.faults(text))
+    assert len(found) == 1
+    assert fault in found[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SHORT,
+        "```python\n" + "word " * 99 + "\n```\n",
+        "| " + "word " * 99 + "|\n",
+        "# " + "Beside " * 99,
+        "The shard is not sent. Chunks were quickly gathered.",  # too few for a share
+    ],
+    ids=["short", "code", "table", "heading", "few"],
+)
+def test_what_is_no_sentence_or_plain_is_left_alone(text):
+    assert list(prose.faults(text)) == []
