@@ -1,6 +1,8 @@
 """`reshard` beside what it replaces, and beside one copy of the bytes that it moves: in one run, interleaved.
 
-torchrun --nproc-per-node 2 -m bench.cases.reshard
+torchrun --nproc-per-node 2 -m bench.cases.reshard [--processor]
+
+With --processor times are the calling thread's on its processor, which other processes disturb less.
 
     reshard      from one tensor-parallel size to another, on the same ranks
     checkpoint   dcp.save and dcp.load, in a folder that lies in memory
@@ -11,6 +13,7 @@ torchrun --nproc-per-node 2 -m bench.cases.reshard
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -73,12 +76,13 @@ def ways(model: GPT, other: GPT, folder: Path) -> dict[str, Callable[[], object]
 def seconds_of(ways: dict[str, Callable[[], object]], folder: Path) -> dict[str, list[float]]:
     """Of the slowest rank, by way."""
     found: dict[str, list[float]] = {way: [] for way in ways}
+    clock = time.thread_time if "--processor" in sys.argv else time.perf_counter
     for turn in range(ROUNDS + 1):
         for way in list(ways)[:: 1 if turn % 2 else -1]:
             dist.barrier()
-            started = time.perf_counter()
+            started = clock()
             ways[way]()
-            took = torch.tensor(time.perf_counter() - started)
+            took = torch.tensor(clock() - started)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             found[way].append(took.item())
             if dist.get_rank() == 0:

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from tpkernels.comm.transports.peer_memory import Located, can_read, own_trial, read
+from tpkernels.comm.transports.peer_memory import Located, Runs, can_read, own_trial, read
 
 TENSORS = (
     torch.randint(256, (64, 48), dtype=torch.uint8),
@@ -32,7 +32,7 @@ def test_any_view_is_read_into_any_other(tensor):
         source = view_of(tensor, draw)
         wider = torch.zeros([2 * size for size in source.shape], dtype=source.dtype)
         target = torch.zeros_like(source) if number % 2 else wider[tuple(map(slice, source.shape))]
-        read(os.getpid(), Located.of(source), target)
+        read(os.getpid(), Runs.of(Located.of(source), Located.of(target)))
         assert torch.equal(target, source)
         assert wider.count_nonzero() <= source.count_nonzero()
 
@@ -56,4 +56,4 @@ def test_what_cannot_be_read_is_an_error():
     with pytest.raises(
         ConnectionError, match=f"the memory of process {os.getpid()} cannot be read: Bad addr"
     ):
-        read(os.getpid(), located, torch.zeros(4))
+        read(os.getpid(), Runs.of(located, Located.of(torch.zeros(4))))

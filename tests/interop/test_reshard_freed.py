@@ -20,8 +20,8 @@ from tpkernels import GPT, reshard
 from tpkernels.interop import reshard as reshard_
 
 
-def peak_while_moving(model, **options):
-    """The most bytes of the model's tensors, and of what torch allocates, at a time, once there is a plan."""
+def peak_while_moving(held, model, **options):
+    """The most bytes of these tensors, and of what torch allocates, at a time, once there is a plan."""
     live = LiveBytes()
 
     def planned(*args):
@@ -31,10 +31,15 @@ def peak_while_moving(model, **options):
 
     make_plan = reshard_._planned
     with live, patch.object(reshard_, "_planned", planned):
-        for tensor in model.parameters():
+        for tensor in held:
             tensor.detach()  # it is counted from now on
+        del held, tensor
         reshard(model, **options)
     return live.peak
+
+
+def states_of(optimizer):
+    return [state[key] for state in kept_by(optimizer)[1] for key in ("exp_avg", "exp_avg_sq")]
 
 
 def bytes_of(model):
@@ -58,7 +63,7 @@ def test_a_model_that_is_freed_as_it_moves_is_never_there_twice(way, layout, sta
     held, wanted = bytes_of(model), bytes_of(expected)
     largest = max(parameter.nbytes for parameter in (*model.parameters(), *expected.parameters()))
     with moving_by(way):
-        peak = peak_while_moving(model, to=other, **options)
+        peak = peak_while_moving(model.parameters(), model, to=other, **options)
         assert unequal(other, expected) == []
         most = max(held, wanted) + largest + buckets * bucket_bytes
         assert (peak < most, most < held + wanted) == (True, True), (peak, most, held, wanted)
@@ -73,18 +78,36 @@ def test_a_model_that_is_freed_as_it_moves_is_never_there_twice(way, layout, sta
 
 
 @on_ranks(2)
-def test_the_state_of_an_optimizer_is_freed_with_its_parameters():
-    model, other, expected = (built_over("llama", over(t), seed) for t, seed in ((2, 1), (1, 2), (1, 1)))
-    optimizer, resumed, wanted = trained(model, 1), trained(other, 2), trained(expected, 1)
+def test_a_model_goes_to_another_layout_in_place_with_its_optimizer():
+    """The other one and its optimizer are built without memory, and never there twice with the first."""
+    model, expected = (built_over("llama", over(tensor), 1) for tensor in (2, 1))
+    optimizer, wanted = trained(model, 1), trained(expected, 1)
+    other = GPT(CONFIGS["llama"], state=over(1), device="meta")
+    ours = [*other.parameters()]
+    resumed = torch.optim.AdamW([{"params": ours[:3]}, {"params": ours[3:]}])
+    held, most = (
+        [*each.parameters(), *states_of(by)] for each, by in ((model, optimizer), (expected, wanted))
+    )
+    sizes = [sum(tensor.nbytes for tensor in each) for each in (held, most)]
+    limit = max(sizes) + max(tensor.nbytes for tensor in most) + 512
     options = {"free_source": True, "bucket_bytes": 512, "buckets": 1}
-    reshard(other, to=built_over("llama", over(2), 3), **options)
-    reshard(model, to=other, optimizer=optimizer, to_optimizer=resumed, **options)
+    held = iter([held.pop(0) for _ in range(len(held))])
+    peak = peak_while_moving(held, model, to=other, optimizer=optimizer, to_optimizer=resumed, **options)
+    assert (peak < limit, limit < sum(sizes)) == (True, True), (peak, limit, sizes)
     assert unequal(other, expected) == []
+    assert [id(parameter) for parameter in other.parameters()] == [id(parameter) for parameter in ours]
+    assert kept_by(resumed)[0] == kept_by(wanted)[0]
     for found, state in zip(kept_by(resumed)[1], kept_by(wanted)[1], strict=True):
         assert all(torch.equal(found[key], state[key]) for key in state)
     for state in kept_by(optimizer)[1]:
         assert state["exp_avg"].isnan().all()
         assert state["exp_avg_sq"].untyped_storage().nbytes() == 4
+    wanted.zero_grad()
+    for each in (other, expected):
+        each(IDS, IDS).backward()
+    for by in (resumed, wanted):
+        by.step()
+    assert unequal(other, expected) == []
 
 
 @on_ranks(2)
@@ -124,7 +147,13 @@ def test_parameters_of_a_filled_model_stay_the_same_and_expanded_ones_are_not_ta
     assert next(target.parameters()) is weight
     assert weight.mine == 3
     expanded = {"0.weight": torch.zeros(()).expand(4)}
-    assert refused("ValueError", "'0.weight' is expanded", reshard, {"0.weight": torch.ones(4)}, to=expanded)
+    assert refused(
+        "ValueError",
+        "several elements of '0.weight' are one memory",
+        reshard,
+        {"0.weight": torch.ones(4)},
+        to=expanded,
+    )
     module = nn.Module()
     module.register_buffer("steps", torch.ones(()).expand(4))
     to = {"steps": torch.zeros(4)}

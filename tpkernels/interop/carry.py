@@ -11,8 +11,9 @@ addresses, and for blocks that are not read where they belong, since they are ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -21,13 +22,14 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import Call, all_or_fail, begin
 from tpkernels.comm.groups import exchange_device
 from tpkernels.comm.transports.c10d import Transfers
-from tpkernels.comm.transports.peer_memory import MOST_BYTES, Located, read
+from tpkernels.comm.transports.peer_memory import MOST_BYTES, Located, Runs, read
 from tpkernels.interop.shards import Chunk
 from tpkernels.topology.moves import Block, Message, Move, parts_of
 
 Chunks = Mapping[str, Sequence[Chunk]]  # by the tensor's name
 _WORTH_READING = 256  # bytes in one piece of the receiver's memory, else they are read into a buffer
-_BYTES_OF_A_RUN = 96  # of addresses on both sides, and of what computes them
+_BYTES_OF_A_RUN = 160  # of addresses on both sides, and of what computes them
+_MOST_KEPT = 2**22  # of these
 
 
 @dataclass(frozen=True)
@@ -69,36 +71,87 @@ def copy_own(moves: Sequence[Move], sources: Chunks, targets: Chunks) -> None:
             target.copy_(source)
 
 
-@torch.no_grad()
-def read_from_peers(
-    moves: Sequence[Move],
-    peers: Mapping[int, Peer],
-    targets: Chunks,
-    dtypes: Mapping[str, torch.dtype],
-    most_bytes: int,
-) -> None:
-    """Read this rank's blocks out of the memory of others. dtypes: of the sources"""
-    for move in moves:
-        peer, dtype = peers[move.sender], dtypes[move.name]
-        tensors, target = peer.tensors[move.name], part_of(targets[move.name], move.block)
-        there, here = _located(tensors, move.block), Located.of(target)
-        is_direct = target.dtype == dtype and here.run_bytes >= min(_WORTH_READING, move.size)
-        run = min(there.run_bytes, here.run_bytes if is_direct else move.size)
-        # of an element: its share of the addresses of a run, and its place in a buffer
-        taken = _BYTES_OF_A_RUN * dtype.itemsize / run + (0 if is_direct else dtype.itemsize)
-        most = min(int(most_bytes / taken), MOST_BYTES // dtype.itemsize)
-        for block in parts_of(move.block, max(1, most)):
-            source, target = _located(tensors, block), part_of(targets[move.name], block)
-            if is_direct:
-                read(peer.process, source, target)
+@dataclass
+class Reads:
+    """Blocks that one rank reads out of the memory of others, whose tensors lie where they lie.
+
+    dtypes: of the sources
+    """
+
+    moves: Sequence[Move]
+    peers: Mapping[int, Peer]
+    dtypes: Mapping[str, torch.dtype]
+
+    def __post_init__(self) -> None:
+        self.kept: list[tuple[int, Runs]] | None = None  # runs by process: few enough for a later call
+        self.others: list[Move] = []  # that are read into a buffer
+
+    def straight(self, targets: Chunks, most_bytes: int) -> Iterable[tuple[int, Runs]]:
+        """Runs, by process, that are read to where they belong: as many as their addresses may take."""
+        if self.kept is not None:
+            return self.kept
+        self.others = []
+        pairs: list[tuple[int, Located, Located]] = []
+        for move in sorted(self.moves, key=lambda move: move.sender):
+            target = part_of(targets[move.name], move.block)
+            here = Located.of(target)
+            if target.dtype == self.dtypes[move.name] and here.run_bytes >= min(_WORTH_READING, move.size):
+                peer = self.peers[move.sender]
+                pairs.append((peer.process, _located(peer.tensors[move.name], move.block), here))
             else:
-                target.copy_(_as_read(peer.process, source, dtype))
+                self.others.append(move)
+        found = _batches(pairs, most_bytes)
+        runs = sum(there.byte_count // min(there.run_bytes, here.run_bytes) for _, there, here in pairs)
+        if runs * _BYTES_OF_A_RUN > min(most_bytes, _MOST_KEPT):
+            return found
+        self.kept = [*found]
+        return self.kept
 
 
-def _as_read(process: int, source: Located, dtype: torch.dtype) -> Tensor:
+@torch.no_grad()
+def read_from_peers(reads: Reads, targets: Chunks, most_bytes: int) -> None:
+    """Read this rank's blocks out of the memory of others, by few calls of the system."""
+    for process, runs in reads.straight(targets, most_bytes):
+        read(process, runs)
+    for move in reads.others:
+        peer, dtype = reads.peers[move.sender], reads.dtypes[move.name]
+        there = _located(peer.tensors[move.name], move.block)
+        # of an element: its share of the addresses of a run, and its place in a buffer
+        of_item = _BYTES_OF_A_RUN * dtype.itemsize / min(there.run_bytes, move.size) + dtype.itemsize
+        for block in parts_of(move.block, max(1, int(most_bytes / of_item))):
+            target = part_of(targets[move.name], block)
+            target.copy_(_as_read(peer.process, _located(peer.tensors[move.name], block), dtype, most_bytes))
+
+
+def _batches(pairs: Sequence[tuple[int, Located, Located]], most_bytes: int) -> Iterator[tuple[int, Runs]]:
+    """pairs: (process, there, here), by process"""
+    for process, some in groupby(pairs, lambda pair: pair[0]):
+        batch, taken = list[Runs](), 0
+        for _, there, here in some:
+            for runs in _runs_of(there, here, most_bytes):
+                size = len(runs.here) * _BYTES_OF_A_RUN
+                if batch and taken + size > most_bytes:
+                    yield process, Runs.joined(batch)
+                    batch, taken = [], 0
+                batch.append(runs)
+                taken += size
+        yield process, Runs.joined(batch)
+
+
+def _as_read(process: int, source: Located, dtype: torch.dtype, most_bytes: int) -> Tensor:
     buffer = torch.empty(source.shape, dtype=dtype)
-    read(process, source, buffer)
+    for _, runs in _batches([(process, source, Located.of(buffer))], most_bytes):
+        read(process, runs)
     return buffer
+
+
+def _runs_of(there: Located, here: Located, most_bytes: int) -> Iterator[Runs]:
+    """Runs of two tensors of one shape, of which no more are made at once than their addresses may take."""
+    run = min(there.run_bytes, here.run_bytes)
+    most = min(most_bytes * run // _BYTES_OF_A_RUN, MOST_BYTES) // here.item_bytes
+    for block in parts_of(tuple((0, size) for size in here.shape), max(1, most)):
+        begins, shape = [begin for begin, _ in block], [end - begin for begin, end in block]
+        yield Runs.of(there.part(begins, shape), here.part(begins, shape))
 
 
 def _located(tensors: Sequence[tuple[Block, Located]], block: Block) -> Located:

@@ -9,7 +9,7 @@ strides. `give_memory` makes it a tensor like any other again, with arbitrary nu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -78,32 +78,37 @@ def give_memory(tensor: Tensor) -> None:
 
 
 def leave_meta_device(model: nn.Module, device: torch.device) -> None:
-    """As `model.to_empty(device=device)`, with parameters that are freed tensors."""
-    passing = {
-        id(buffer)
-        for owner in model.modules()
-        for name, buffer in owner._buffers.items()
-        if name in owner._non_persistent_buffers_set  # which do not move: their module fills them
-    }
+    """As `model.to_empty(device=device)`, with parameters that are freed tensors, and the same objects.
 
-    def on_device(tensor: Tensor) -> Tensor:
-        if not _is_plain_meta(tensor):
-            return tensor
-        if isinstance(tensor, nn.Parameter):
-            return freed_like(tensor, device=device)
-        if id(tensor) not in passing:
-            return torch.empty_like(tensor, device=device)
-        if tensor.is_floating_point():
-            return torch.full_like(tensor, torch.nan, device=device)
-        return tensor  # torch refuses to compute with it
+    So an optimizer that was built over them goes on with them.
+    """
+    for name, parameter in model.named_parameters():
+        if _is_plain_meta(parameter):
+            _leave_meta(name, parameter, device)
+    for owner in model.modules():
+        if any(map(_is_plain_meta, owner._buffers.values())):  # others may have DTensors, which it replaces
+            owner._apply(partial(_with_memory, owner, device), recurse=False)
 
-    held = {owner: [*owner._parameters.values(), *owner._buffers.values()] for owner in model.modules()}
-    without = [owner for owner, some in held.items() if any(map(_is_plain_meta, some))]
-    if without and not any(isinstance(each, DTensor) for some in held.values() for each in some):
-        model._apply(on_device)
-        return
-    for owner in without:  # torch's `_apply` makes other objects of all DTensors that it meets
-        owner._apply(on_device, recurse=False)
+
+def _leave_meta(name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    kind, attributes = type(parameter), vars(parameter)
+    freed = nn.Parameter(freed_like(parameter, device=device), parameter.requires_grad)
+    try:
+        torch.utils.swap_tensors(parameter, freed)
+    except RuntimeError as error:
+        raise ValueError(f"'{name}' is on the meta device, and something else holds it: {error}") from error
+    parameter.__class__, parameter.__dict__ = kind, attributes
+
+
+def _with_memory(owner: nn.Module, device: torch.device, tensor: Tensor) -> Tensor:
+    """A buffer in place of one on the meta device; NaN, if it can be, for one that does not move."""
+    if not _is_plain_meta(tensor):
+        return tensor
+    if not any(owner._buffers.get(name) is tensor for name in owner._non_persistent_buffers_set):
+        return torch.empty_like(tensor, device=device)
+    if tensor.is_floating_point():
+        return torch.full_like(tensor, torch.nan, device=device)
+    return tensor  # torch refuses to compute with it
 
 
 def _is_plain_meta(tensor: Tensor | None) -> bool:

@@ -72,6 +72,16 @@ class OptimizerState:
                 "build it as it was when saved"
             )
 
+    def require_options(self, given: list[dict[str, Any]]) -> None:
+        """Raise if the other optimizer lacks options of this one: it is of another kind."""
+        options = self.optimizer.defaults.keys() - _OWN
+        lacking = [key for key in sorted(options) if any(key not in group for group in given)]
+        if lacking:
+            raise ValueError(
+                f"to_optimizer: {type(self.optimizer).__name__} has the options {lacking}, which the "
+                "optimizer lacks: its state would mean something else; build it as one of the same class"
+            )
+
     def place_for(self, entries: Mapping[str, Described | None]) -> dict[str, TensorShard | Tensor | None]:
         """New tensors to fill, for the entries of another optimizer; None for values that are no tensors."""
         owned = self._owned()

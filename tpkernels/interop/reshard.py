@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from tpkernels.comm.agreement import bytes_of_all
 from tpkernels.comm.transports import select
-from tpkernels.interop.carry import Peer, copy_own, exchange, read_from_peers
+from tpkernels.interop.carry import Reads, copy_own, exchange, read_from_peers
 from tpkernels.interop.freed import freed_like, leave_meta_device, refuse_shared
 from tpkernels.interop.optimizer_state import GROUPS, Described, OptimizerState
 from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
@@ -143,7 +143,7 @@ def reshard(
                 target.give_memory(step.names)
                 sources, targets = source.chunks, target.chunks
                 copy_own(step.copied, sources, targets)
-                read_from_peers(step.read, plan.peers, targets, plan.dtypes, bucket_bytes * buckets)
+                read_from_peers(step.reads, targets, bucket_bytes * buckets)
             if step.is_sent:
                 with raise_on_all_ranks("reshard: messages"):
                     exchange("messages", step.messages, buckets, group, sources, targets, plan.dtypes)
@@ -186,7 +186,7 @@ def _done(plan: _Plan, rank: int) -> Resharded:
     messages = [message for step in plan.steps for message in step.messages]
     copied, read = (
         sum(move.size for moves in each for move in moves)
-        for each in ([step.copied for step in plan.steps], [step.read for step in plan.steps])
+        for each in ([step.copied for step in plan.steps], [step.reads.moves for step in plan.steps])
     )
     received = sum(message.size for message in messages if message.receiver == rank)
     sent = sum(message.size for message in messages if message.sender == rank)
@@ -198,7 +198,7 @@ class _Step(NamedTuple):
 
     names: list[str]
     copied: list[Move]  # of what it holds itself
-    read: list[Move]  # out of the memory of others
+    reads: Reads
     messages: list[Message]  # that it sends or receives
     is_sent: bool  # whether any rank sends a message
 
@@ -209,7 +209,6 @@ class _Plan(NamedTuple):
     number: int  # the same on all ranks
     renaming: Renaming | None  # of this rank's `to`
     dtypes: dict[str, torch.dtype]  # of the sources
-    peers: dict[int, Peer]  # whose memory it reads
     steps: list[_Step]
 
 
@@ -288,7 +287,7 @@ def _planned(
         _Step(
             some,
             [move for move in own_moves if move.sender == move.receiver],
-            [move for move in own_moves if move.receiver == rank and move.sender in peers],
+            Reads([m for m in own_moves if m.receiver == rank and m.sender in peers], peers, dtypes),
             messages_of(
                 [m for m in own_moves if m.sender not in read_by_all[m.receiver]],
                 bucket_bytes,
@@ -302,7 +301,7 @@ def _planned(
     steps = [
         step._replace(is_sent=any(count[number] for count in counts)) for number, step in enumerate(steps)
     ]
-    return _Plan(number, renaming, dtypes, peers, steps), _States(groups, entries, placed)
+    return _Plan(number, renaming, dtypes, steps), _States(groups, entries, placed)
 
 
 def _gathered(own: T) -> list[T]:
@@ -363,6 +362,7 @@ def _placed(
 ) -> dict[str, TensorShard | Tensor | None]:
     """New tensors of an optimizer's state; numbers that are tensors have their values."""
     resumed.require_groups(groups)
+    resumed.require_options(groups)
     placed = resumed.place_for(
         {
             name: Described(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value

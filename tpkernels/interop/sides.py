@@ -64,16 +64,13 @@ class Side:
     def add(self, shards: Mapping[str, TensorShard]) -> None:
         """Let these move, too, under the names that they have. An error if a rank would hold a row twice."""
         for name, shard in shards.items():
-            blocks = [block_of(chunk) for chunk in shard.chunks()]
-            if any(common(one, other) for one, other in combinations(blocks, 2)):
+            chunks = list(shard.chunks())
+            if any(common(block_of(one), block_of(other)) for one, other in combinations(chunks, 2)):
                 raise ValueError(
                     f"'{name}': expected ranges that do not overlap on a rank, got some twice; give each "
                     "copy a name of its own"
                 )
-        self.shards |= shards
-        self.tensors |= {
-            name: Part(shard.shape, shard.local.dtype, list(shard.chunks())) for name, shard in shards.items()
-        }
+            self.shards[name], self.tensors[name] = shard, Part(shard.shape, shard.local.dtype, chunks)
 
     def give_memory(self, names: Iterable[str]) -> None:
         """Let those of these tensors that were freed hold numbers again."""
@@ -152,12 +149,33 @@ def _require_known_shards(model: nn.Module) -> None:
                 f"'{name}' is wrapped by FullyShardedDataParallel, whose flat parameters say nothing of the "
                 "tensors in them; use fully_shard, or pass a full state_dict"
             )
+        if getattr(module, "merged_adapters", None):
+            raise ValueError(
+                f"'{name}' has an adapter of peft merged into its weight, which the other model does "
+                "not know; call unmerge_adapter() before, and merge_adapter() of both after"
+            )
+        if type(module).get_extra_state is not nn.Module.get_extra_state and _is_more(
+            module.get_extra_state()
+        ):
+            raise ValueError(
+                f"'{name}' ({type(module).__name__}) has state beside its tensors, such as scales of fp8 "
+                "(get_extra_state), which is not moved; pass a mapping of the tensors that do without"
+            )
     for name, parameter in model.named_parameters():
         if not getattr(parameter, "allreduce", True):
             raise ValueError(
                 f"'{name}' is of an expert (allreduce=False): other ranks may have other experts under this "
                 "name; pass the experts' tensors under names of their own"
             )
+        if any(getattr(parameter, key, None) is not None for key in ("quant_state", "SCB")):
+            raise ValueError(
+                f"'{name}' is quantized by bitsandbytes, whose scales are no tensors of the model; "
+                "dequantize it"
+            )
+
+
+def _is_more(state: object) -> bool:
+    return state is not None and not (isinstance(state, Tensor) and not state.numel())
 
 
 class Part(NamedTuple):
@@ -191,11 +209,10 @@ def refuse_shared_memory(source: Side, target: Side, *, is_freed_later: bool) ->
         for chunk in part.chunks:
             if not chunk.view.numel() or is_freed(chunk.view):
                 continue
-            sizes = zip(chunk.view.shape, chunk.view.stride(), strict=True)
-            if any(size > 1 and not stride for size, stride in sizes):
+            if _overlaps(chunk.view):
                 raise ValueError(
-                    f"to: '{name}' is expanded: several of its elements are one memory; give it memory of "
-                    "its own"
+                    f"to: several elements of '{name}' are one memory, as of an expanded tensor; "
+                    "give it memory of its own"
                 )
             first = chunk.view.data_ptr()
             is_dense = chunk.view.is_contiguous()
@@ -214,6 +231,16 @@ def refuse_shared_memory(source: Side, target: Side, *, is_freed_later: bool) ->
                 f"to: '{name}' and '{other}' are one memory, at least in part, and two tensors of the model "
                 "that it is filled from; leave one of the names out"
             )
+
+
+def _overlaps(view: Tensor) -> bool:
+    """Whether elements may be one memory: whether a stride is within what smaller strides span."""
+    span = 1
+    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
+        if size > 1 and stride < span:
+            return True
+        span += (size - 1) * stride
+    return False
 
 
 class Told(NamedTuple):

@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 Block = tuple[tuple[int, int], ...]
 Blocks = tuple[Block, ...]  # that one rank holds, or needs, of a tensor
-Holders = tuple[int, ...]  # ranks
 
 
 class Placement(NamedTuple):
@@ -179,7 +178,7 @@ class _Share:
     """
 
     block: Block
-    senders: Holders
+    senders: tuple[int, ...]
     receivers: list[int] = field(default_factory=list)
     place: int | None = None
     own: Sequence[int] = ()
@@ -242,7 +241,7 @@ class _Cell(NamedTuple):
 
     number: int  # the same for cells that are the same
     block: Block
-    holders: Holders | None  # None: it holds that itself
+    holders: tuple[int, ...] | None  # None: it holds that itself
 
 
 def _cells_of(name: str, held: Sequence[Blocks], wanted: Sequence[Blocks]) -> list[list[_Cell]]:
@@ -266,7 +265,7 @@ def _cells_of(name: str, held: Sequence[Blocks], wanted: Sequence[Blocks]) -> li
     return found
 
 
-def _cells(index: _Index, own: Blocks, needed: Block) -> Iterator[tuple[Block, Holders | None]]:
+def _cells(index: _Index, own: Blocks, needed: Block) -> Iterator[tuple[Block, tuple[int, ...] | None]]:
     if not all(begin < end for begin, end in needed):
         return
     lacking = [needed]
@@ -296,9 +295,9 @@ class _Index:
         self._begins = [block[0][0] if block else 0 for block, _ in self._entries]
         self._longest = max((block[0][1] - block[0][0] for block, _ in self._entries if block), default=1)
 
-    def cells(self, needed: Block) -> Iterator[tuple[Block, Holders]]:
+    def cells(self, needed: Block) -> Iterator[tuple[Block, tuple[int, ...]]]:
         """Parts of a block, each with all that hold it."""
-        cells: list[tuple[Block, Holders]] = [(needed, ())]
+        cells: list[tuple[Block, tuple[int, ...]]] = [(needed, ())]
         begin, end = needed[0] if needed else (0, 1)
         first = bisect_left(self._begins, begin - self._longest + 1)
         for block, ranks in self._entries[first : bisect_left(self._begins, end)]:

@@ -90,36 +90,56 @@ def own_trial() -> Trial:
 def can_read(trial: Trial) -> bool:
     """Whether this process can read the memory of the one that made `trial`."""
     found = torch.zeros(_TRIAL, dtype=torch.uint8)
-    source = Located(trial.address, (_TRIAL,), (1,), 1)
+    runs = Runs.of(Located(trial.address, (_TRIAL,), (1,), 1), Located.of(found))
     try:
-        read(trial.process, source, found)
+        read(trial.process, runs)
     except (OSError, AttributeError, ValueError):  # forbidden, not there, or no such call in this system
         return False
     return bytes(found.tolist()) == trial.content
 
 
-def read(process: int, source: Located, into: Tensor) -> None:
-    """Copy a tensor of another process into `into`, on the CPU, of the same shape and size of items."""
-    target = Located.of(into)
-    assert (target.shape, target.item_bytes) == (source.shape, source.item_bytes), (source, target)
-    if not target.byte_count:
-        return
-    length = min(
-        source.run_bytes, target.run_bytes
-    )  # both are products of the last sizes: one divides the other
-    there, here = (
-        torch.stack([starts, torch.full_like(starts, length)], dim=1)
-        for starts in (source.runs(length), target.runs(length))
-    )
-    at_once = min(_MOST_RUNS, max(1, MOST_BYTES // length))
-    for first in range(0, len(here), at_once):
-        runs = min(at_once, len(here) - first)
-        offset = first * 2 * here.element_size()
-        done = _call()(process, here.data_ptr() + offset, runs, there.data_ptr() + offset, runs, 0)
-        if done != runs * length:
-            number = ctypes.get_errno() if done < 0 else 0
-            why = os.strerror(number) if number else f"{done} of {runs * length} bytes could be read"
+class Runs(NamedTuple):
+    """Runs of bytes of another process, and where they belong in this one: addresses and sizes, (runs, 2)."""
+
+    there: Tensor
+    here: Tensor
+
+    @classmethod
+    def of(cls, source: Located, target: Located) -> Runs:
+        """To copy one to the other, of the same shape and size of items; no run is longer than a call may."""
+        assert (target.shape, target.item_bytes) == (source.shape, source.item_bytes), (source, target)
+        # both are products of the last sizes: one divides the other
+        length = min(source.run_bytes, target.run_bytes)
+        if not source.byte_count:
+            return cls(torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2, dtype=torch.int64))
+        if length == source.byte_count:
+            return cls(torch.tensor([[source.address, length]]), torch.tensor([[target.address, length]]))
+        sides = (
+            torch.stack([starts, torch.full_like(starts, length)], dim=1)
+            for starts in (source.runs(length), target.runs(length))
+        )
+        return cls(*sides)
+
+    @classmethod
+    def joined(cls, some: Sequence[Runs]) -> Runs:
+        return some[0] if len(some) == 1 else cls(*(torch.cat(side) for side in zip(*some, strict=True)))
+
+
+def read(process: int, runs: Runs) -> None:
+    """Copy what lies in another process to where it belongs, in as few calls as the system allows."""
+    there, here = runs
+    ends = here[:, 1].cumsum(0)
+    first = done = 0
+    while first < len(ends):
+        last = min(first + _MOST_RUNS, int(torch.searchsorted(ends, done + MOST_BYTES, right=True)))
+        expected = int(ends[last - 1]) - done
+        offset, count = first * 2 * here.element_size(), last - first
+        found = _call()(process, here.data_ptr() + offset, count, there.data_ptr() + offset, count, 0)
+        if found != expected:
+            number = ctypes.get_errno() if found < 0 else 0
+            why = os.strerror(number) if number else f"{found} of {expected} bytes could be read"
             raise ConnectionError(f"the memory of process {process} cannot be read: {why}")
+        first, done = last, done + expected
 
 
 @cache
