@@ -12,6 +12,7 @@
 
 #if __has_include(<Python.h>)  // else Python does the steps of each call
 #include "launch_plans.cpp"
+#include "operands.cpp"
 #include "pushes.cpp"
 #include "python_module.cpp"
 #endif

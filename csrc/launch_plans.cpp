@@ -17,6 +17,7 @@ namespace {
 struct Bound {
   PyObject* launch = nullptr;       // the module; tests replace its `allocate`
   PyObject* allocate = nullptr;     // its own
+  PyObject* start = nullptr;        // its `unobserved`
   PyObject* settings = nullptr;     // a tuple: what launchers look at besides their arguments, see `value_of`
   PyObject* plain_types = nullptr;  // of values that hold no tensor, and stay as they are
   PyObject* is_plain = nullptr;     // (value) -> whether it is such a value, of another type
@@ -293,8 +294,7 @@ struct Start : Step {
         constants(Reference::shared(PyTuple_GET_ITEM(step, 4))) {}
 
   void run(Tensors& tensors) const override {
-    Reference on(PyObject_GetAttrString(bound.launch, "on"));
-    Reference start(PyObject_CallObject(on.get(), where.get()));
+    Reference start(PyObject_CallObject(bound.start, where.get()));
     PyObject* options = PyDict_GET_SIZE(constants.get()) ? constants.get() : nullptr;
     Reference(PyObject_Call(start.get(), arguments.of(tensors).get(), options));
   }
@@ -307,6 +307,7 @@ struct Start : Step {
 // `launch_plans.LaunchPlan`.
 class Plan {
  public:
+  // returns: a type of tuple; None: the only result itself
   Plan(PyObject* steps, PyObject* results, PyObject* returns, PyObject* apart)
       : results_(results), returns_(Reference::shared(returns)) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); ++i) {
@@ -342,8 +343,11 @@ class Plan {
     tensors.reserve(tensors.size() + steps_.size());
     for (const auto& step : steps_) step->run(tensors);
     Reference found = results_.of(tensors);
-    if (returns_.get() == reinterpret_cast<PyObject*>(&PyTuple_Type)) return found.release();
-    return checked(PyObject_CallOneArg(returns_.get(), found.get()));
+    if (returns_.get() == Py_None) return Py_NewRef(PyTuple_GET_ITEM(found.get(), 0));
+    auto* type = reinterpret_cast<PyTypeObject*>(returns_.get());
+    if (type == &PyTuple_Type) return found.release();
+    const Reference given(PyTuple_Pack(1, found.get()));
+    return checked(PyTuple_Type.tp_new(type, given.get(), nullptr));  // a named tuple, whose fields are right
   }
 
  private:
@@ -362,6 +366,11 @@ PyObject* new_plan(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *steps, *results, *returns, *apart;
   if (!PyArg_ParseTuple(args, "O!O!OO!", &PyTuple_Type, &steps, &PyTuple_Type, &results, &returns,
                         &PyTuple_Type, &apart)) {
+    return nullptr;
+  }
+  if (returns != Py_None &&
+      !(PyType_Check(returns) && PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(returns), &PyTuple_Type))) {
+    PyErr_SetString(PyExc_TypeError, "Plan: expected a type of tuple, or None, as what it returns");
     return nullptr;
   }
   auto plan = std::make_unique<Plan>(steps, results, returns, apart);
@@ -392,9 +401,13 @@ PyObject* bind(PyObject*, PyObject* args) {
                         &share_memory)) {
     return nullptr;
   }
-  bound = {Py_NewRef(launch),   checked(PyObject_GetAttrString(launch, "allocate")),
-           Py_NewRef(settings), Py_NewRef(plain_types),
-           Py_NewRef(is_plain), Py_NewRef(share_memory)};
+  bound = {Py_NewRef(launch),
+           checked(PyObject_GetAttrString(launch, "allocate")),
+           checked(PyObject_GetAttrString(launch, "unobserved")),
+           Py_NewRef(settings),
+           Py_NewRef(plain_types),
+           Py_NewRef(is_plain),
+           Py_NewRef(share_memory)};
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

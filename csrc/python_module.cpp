@@ -9,8 +9,10 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "tpkernels._C", "The steps of e
 
 PyMODINIT_FUNC PyInit__C() {
   PyObject* module = PyModule_Create(&definition);
-  if (module != nullptr && tpkernels::add_launch_plans(module) && tpkernels::add_pushes(module))
+  if (module != nullptr && tpkernels::add_launch_plans(module) && tpkernels::add_operands(module) &&
+      tpkernels::add_pushes(module)) {
     return module;
+  }
   Py_XDECREF(module);
   return nullptr;
 }

@@ -54,6 +54,7 @@ class WithoutGil {
 };
 
 bool add_launch_plans(PyObject* module);
+bool add_operands(PyObject* module);
 bool add_pushes(PyObject* module);
 
 }  // namespace tpkernels

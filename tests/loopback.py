@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import gather_plan, reduce_plan
+from tpkernels.comm.schedule import Round, gather_plan, reduce_plan
 from tpkernels.comm.side_stream import StreamOrder
 from tpkernels.comm.transports.host import HostExchange
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
@@ -28,9 +28,9 @@ def start(
     delivery = exchange.begin(call, plan, cols, shards[0])
     if reducing:
         for swap in plan.swaps:
-            delivery.move([swap], shards[swap.to], swap.to * size)
+            delivery.move(Round(swap.sent, (swap,)), shards[swap.to], swap.to * size)
     else:
-        delivery.move(plan.swaps, shards[exchange.rank], plan.own.start)
+        delivery.move(Round(plan.own, plan.swaps), shards[exchange.rank], plan.own.start)
     delivery.keep(shards[exchange.rank])
     return delivery
 

@@ -291,6 +291,24 @@ def test_a_reduce_by_rounds_fills_the_slots_that_a_reduce_fills():
                 assert sorted(sent) == rows_of([round.rows]), "all rows of the product, and no other"
 
 
+def test_a_collective_of_a_reduce_moves_what_its_swaps_do_and_own_rows_once():
+    for rows, ranks, rounds in ROUNDS:
+        plans = plans_of(collective_reduce_plan, rows, ranks, rounds)
+        for number, (rank, plan) in product(range(rounds), enumerate(plans)):
+            here, moved = plan.rounds[number], plan.rounds[number].all_to_all
+            if not rows or not here.swaps:
+                assert moved is None
+                continue
+            others = [each.rounds[number].all_to_all for each in plans]
+            assert moved.received == [each.sent[rank] for each in others]
+            assert moved.sources == [swap.source for swap in here.swaps]
+            assert sum(moved.sent) == here.rows.stop - here.rows.start
+            assert moved.has_own == (number == rounds - 1)
+            kept = [plan.kept] if moved.has_own else []
+            lands = [*kept, *(swap.received for swap in here.swaps)]
+            assert sorted(rows_of(lands)) == rows_of([moved.into]), "as the collective writes them"
+
+
 @pytest.mark.parametrize("plan_of", [gather_plan, reduce_plan])
 def test_a_round_of_chunks_is_one_chunk(plan_of):
     for rows, ranks, chunks in product((0, 5, 33), range(1, 5), (1, 3)):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.loopback import CountingKernels, VirtualHandle, open_symmetric_loopback, start
-from tpkernels.comm.schedule import flag_of, gather_plan, reduce_plan
+from tpkernels.comm.schedule import Round, flag_of, gather_plan, reduce_plan
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports import rendezvous, symmetric
 from tpkernels.comm.transports.mailbox import machine, same_machine
@@ -273,7 +273,7 @@ def test_a_push_of_several_chunks_raises_the_flags_of_all(chunks):
     plan = gather_plan(16, 2, 0, chunks, tapered=False)
     mine, theirs = end.begin(None, plan, 2, torch.empty(0)), other.begin(None, plan, 2, torch.empty(0))
     rows = torch.arange(16.0).view(8, 2)
-    mine.move(plan.swaps, rows, 0)
+    mine.move(Round(plan.own, plan.swaps), rows, 0)
     assert torch.equal(theirs.slots[0], rows)
     assert theirs.flags.tolist() == [flag_of(1, 0)] * 4 + [0] * 4
 

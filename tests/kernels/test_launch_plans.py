@@ -24,6 +24,7 @@ from tests.kernels.checks import normal
 from tpkernels import tp_invariance
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.record import Layer
+from tpkernels.extension import steps
 from tpkernels.kernels import invariance, launch, launch_plans
 from tpkernels.kernels.flags import advance
 from tpkernels.kernels.gather_linear import gather_linear_fwd
@@ -465,3 +466,9 @@ def test_a_plan_starts_what_triton_has_compiled_with_the_same_arguments(compiler
     assert anew == observed == repeated
     assert anew[1] == 7
     assert "x" in str(anew[3])
+
+
+@pytest.mark.parametrize("returns", [int, list, "x", 5])
+def test_a_plan_in_the_extension_returns_a_tuple_or_one_result(returns):
+    with pytest.raises(TypeError, match="Plan: expected a type of tuple, or None"):
+        steps().Plan((), ([], (), ()), returns, ())

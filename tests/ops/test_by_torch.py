@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from torch.nn import functional as F
 
 from tests.on_ranks import on_ranks
 from tpkernels import ops
-from tpkernels.ops import vocab_cross_entropy, vocab_embedding
+from tpkernels.ops import inputs, vocab_cross_entropy, vocab_embedding
+
+linear_module = import_module("tpkernels.ops.linear")  # whose name `ops` has given to its function
 
 
 def test_linear_casts_weights_anew_in_each_call_of_an_autocast_region():
@@ -23,6 +27,62 @@ def test_linear_casts_weights_anew_in_each_call_of_an_autocast_region():
             weight.mul_(2)
         second = ops.linear(x, weight)
     assert torch.equal(second, 2 * first)
+
+
+class _Watched(Tensor):
+    """A tensor that has its own say in what torch does with it."""
+
+
+def test_linear_computes_and_says_the_same_without_the_quick_look_at_its_operands(monkeypatch):
+    """Operands that differ from usual ones in one respect or in several, and usual ones."""
+    assert inputs.linear_fits() is not None, "the suite runs with the extension"
+    x, weight, bias = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8)
+    xs = [
+        x,
+        x[0],
+        x[0, 0],
+        x.view(2, 2, 8),
+        x[:0],
+        x[:, :7],
+        x.t(),
+        torch.randn(8, 4).t(),
+        x.as_subclass(_Watched),
+    ]
+    xs += [
+        x.double(),
+        x.int(),
+        x.bfloat16(),
+        x.cfloat(),
+        x.to("meta"),
+        x.to_sparse(),
+        x.clone().requires_grad_(),
+    ]
+    weights = [weight, weight[:5], weight[:, :7], weight[0], weight[None], weight.to("meta"), weight.double()]
+    weights += [torch.nn.Parameter(weight), weight.as_subclass(_Watched), weight.t()]
+    biases = [None, bias, bias[:5], bias[:1], bias[None], bias[0], bias.double(), bias.to("meta")]
+    biases += [torch.nn.Parameter(bias), bias.expand(4, 8), bias.as_subclass(_Watched)]
+    looks = []
+    for cast, operands in product((False, True), product(xs, weights, biases)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+            looks.append(inputs.linear_fits()(*operands))
+            assert not (cast and looks[-1])
+            by_look = _outcome(operands)
+            with monkeypatch.context() as patch:
+                patch.setattr(linear_module, "linear_fits", lambda: None)
+                assert _outcome(operands) == by_look, [(each.shape, each.dtype) for each in operands[:2]]
+    assert 20 < sum(looks) < 200
+    assert not inputs.linear_fits()(None, 1, "bias")
+    with pytest.raises(TypeError, match="linear_fits"):
+        inputs.linear_fits()(x)
+
+
+def _outcome(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    try:
+        y = ops.linear(*operands)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        return type(error), str(error)
+    numbers = None if y.is_meta else y.detach().as_subclass(Tensor).to_dense().view(torch.uint8).tolist()
+    return type(y), y.shape, y.dtype, y.requires_grad, numbers
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])

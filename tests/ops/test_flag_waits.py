@@ -20,7 +20,8 @@ from tpkernels.ops.tensor_parallel.ways import _why_not_timed
 def test_slots_of_ranks_are_added_in_the_tree_of_the_mode(segments, bias, monkeypatch):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     slots, b = torch.randn(8, 6, 40, device=device), torch.randn(40, device=device) if bias else None
-    delivery = SimpleNamespace(slots=slots, plan=SimpleNamespace(rows=6), await_rows=lambda rows: None)
+    plan, memory = SimpleNamespace(ranks=8, rows=48), slots.view(48, 40)
+    delivery = SimpleNamespace(slots=slots, memory=memory, plan=plan, await_rows=lambda rows: None)
     monkeypatch.setattr(tp_invariance.mode, "segments", segments)
     total = KERNEL_SUMS.total(delivery, b)
     assert torch.equal(total, reduce_slots_ref(slots, b, tree=segments > 0))

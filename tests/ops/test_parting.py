@@ -139,9 +139,10 @@ def _points(step: Step) -> tuple[int, int]:
     with Planted(None) as mode:
         original = GroupCalls.begin
 
-        def noting(self: GroupCalls, *arguments: Any) -> calls.Call:
-            begins.append(mode.seen)
-            return original(self, *arguments)
+        def noting(self: GroupCalls, *arguments: Any, travels: bool = True) -> calls.Call:
+            if travels:
+                begins.append(mode.seen)
+            return original(self, *arguments, travels=travels)
 
         with patch.object(GroupCalls, "begin", noting):
             _run(step, group, 0)

@@ -118,7 +118,7 @@ class GroupCalls:
         self._signed = self._listened = 0.0  # when this rank has last given, and looked for, a sign of life
         self._heard: dict[int, tuple[int, float]] = {}  # signs of each far rank, and since when
         self._seen = 0  # the last number at the last look of the thread that watches
-        self._kinds: dict[Key, Kind] = {}
+        self.kinds: dict[Key, Kind] = {}  # of the calls that there were
         self._times: dict[str, int] = {}
 
     def require_usable(self, op: str) -> None:
@@ -131,15 +131,11 @@ class GroupCalls:
         if not self._is_alive():
             raise RuntimeError(f"{op}: process group '{self.name}' was destroyed; make a new one")
 
-    def kind(self, key: Key) -> Kind | None:
-        """What calls with this key are; None if there was none yet."""
-        return self._kinds.get(key)
-
     def add_kind(self, key: Key, kind: Kind) -> None:
         """All ranks add the same, and forget them alike."""
-        if len(self._kinds) >= MOST_DESCRIBED:
-            self._kinds.clear()
-        self._kinds[key] = kind
+        if len(self.kinds) >= MOST_DESCRIBED:
+            self.kinds.clear()
+        self.kinds[key] = kind
 
     def is_due(self, look: str) -> bool:
         """Whether a look that costs something, which is asked for once more, is to be taken."""
@@ -152,19 +148,17 @@ class GroupCalls:
         self._recent.append((self._number, what))
         self._noted = zlib.crc32(what.encode(), self._noted)
 
-    def handshake(self, op: str, kind: Kind, group: ProcessGroup) -> Call:
-        """The next call, in which ranks tell each other what they want: all succeed, or none."""
+    def begin(self, op: str, kind: Kind, group: ProcessGroup, *, travels: bool = True) -> Call:
+        """The next call. travels: rows do; else it is a handshake, in which all ranks succeed, or none"""
         if self.failure or group not in distributed_c10d._world.pg_map:
             self.require_usable(op)
         self._number = number = self._number + 1
         self._recent.append((number, kind.described))
-        return Call(op, group, self, number, tag_of(kind.checksum ^ self._noted, number))
-
-    def begin(self, op: str, kind: Kind, group: ProcessGroup) -> Call:
-        """The next call, in which rows travel."""
-        call = self.handshake(op, kind, group)
-        self.begun_at, self.begun_by = next(_clock), threading.get_ident()
-        return call
+        if travels:
+            self.begun_at, self.begun_by = next(_clock), threading.get_ident()
+        # below 2**31 - 1, and hardly shared by calls of another kind or number
+        tag = (kind.checksum ^ self._noted ^ number * 0x9E3779B1) % _NEVER_SENT
+        return Call(op, group, self, number, tag)
 
     def matches_tags(self, device: torch.device) -> bool:
         """Whether the backend delivers a message only to who asks for its tag. NCCL goes by order alone."""
@@ -337,6 +331,11 @@ def is_alive(group: ProcessGroup) -> bool:
 _of_group: dict[int, GroupCalls] = {}
 
 
+def calls_so_far(group: object) -> GroupCalls | None:
+    """Those of a group that has had a call, hence is one."""
+    return _of_group.get(id(group))
+
+
 def calls_of(group: ProcessGroup) -> GroupCalls:
     found = _of_group.get(id(group))
     if found is None:
@@ -392,11 +391,6 @@ class Call:
         return result
 
 
-def tag_of(checksum: int, number: int) -> int:
-    """A number below 2**31 - 1 that calls of another kind or number hardly share."""
-    return (checksum ^ number * 0x9E3779B1) % _NEVER_SENT
-
-
 def begin(op: str, what: str, group: ProcessGroup) -> Call:
     """The next call of the group, in which rows travel."""
     return calls_of(group).begin(op, kind_of((op, what, (), None)), group)
@@ -407,7 +401,8 @@ def handshake(op: str, what: str, group: ProcessGroup) -> Call:
 
     op: for errors; ranks may be there for different ones
     """
-    return calls_of(group).handshake(op, kind_of(("ranks tell each other", what, (), None)), group)
+    kind = kind_of(("ranks tell each other", what, (), None))
+    return calls_of(group).begin(op, kind, group, travels=False)
 
 
 def all_or_fail(function: Callable[P, R]) -> Callable[P, R]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import Counter
 from typing import Any
 
 import torch
@@ -34,24 +33,24 @@ class CollectivesInFlight:
         self._lock = (
             threading.RLock()
         )  # autograd has threads of its own; a collection may end a call in `begin`
-        self._in_flight: Counter[str] = Counter()  # collectives, by the name of their group
-        self._blocks: dict[str, int] = {}  # of the groups among these
+        self._in_flight: dict[int, int] = {}  # collectives, by the id of their group, which they hold
+        self._blocks: dict[int, int] = {}  # of the groups among these
 
     def begin(self, group: ProcessGroup, device: torch.device) -> None:
         """A collective of the group has been started."""
-        name = str(group.group_name)
+        name = id(group)
         with self._lock:
-            self._in_flight[name] += 1
-            if name not in self._blocks:
+            self._in_flight[name] = number = self._in_flight.get(name, 0) + 1
+            if number == 1:
                 self._blocks[name] = blocks_of(group, device)
                 _add(self._blocks[name])
 
     def end(self, group: ProcessGroup) -> None:
         """The stream that computes waits for the collective, or nobody will."""
-        name = str(group.group_name)
+        name = id(group)
         with self._lock:
-            self._in_flight[name] -= 1
-            if not self._in_flight[name]:
+            self._in_flight[name] = left = self._in_flight[name] - 1
+            if not left:
                 del self._in_flight[name]
                 _add(-self._blocks.pop(name))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 from weakref import ref
 
 import torch
@@ -13,23 +14,27 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp, Work, distributed_c10d
 
-from tpkernels.comm.calls import calls_of, is_alive
+from tpkernels.comm.calls import calls_of, calls_so_far, is_alive
 from tpkernels.messages import cause_of
 
 
-def required_group(group: object, argument: str = "group", op: str = "") -> ProcessGroup:
+def required_group(group: Any, argument: str = "group", op: str = "") -> ProcessGroup:
     """`group`, if this rank is a member of it and may use it now."""
-    if not isinstance(group, ProcessGroup):
-        got = "not a member's group" if group is dist.GroupMember.NON_GROUP_MEMBER else repr(group)
-        raise ValueError(
-            f"{argument}: expected a process group that rank {_world_rank()} is a member of, got {got}; "
-            "torch.distributed.group.WORLD holds all ranks"
-        )
-    if not torch.compiler.is_compiling():  # that is, when it runs
+    runs = not torch.compiler.is_compiling()
+    calls = calls_so_far(group) if runs else None
+    if calls is None:  # asked first: `isinstance` of torch's class runs Python
+        if not isinstance(group, ProcessGroup):
+            got = "not a member's group" if group is dist.GroupMember.NON_GROUP_MEMBER else repr(group)
+            raise ValueError(
+                f"{argument}: expected a process group that rank {_world_rank()} is a member of, got {got}; "
+                "torch.distributed.group.WORLD holds all ranks"
+            )
+        if not runs:
+            return group
         calls = calls_of(group)
-        if calls.failure or group not in distributed_c10d._world.pg_map:
-            calls.require_usable(op or argument)
-    return group
+    if calls.failure or group not in distributed_c10d._world.pg_map:
+        calls.require_usable(op or argument)
+    return group  # type: ignore[no-any-return]
 
 
 def group_or_world(group: object) -> ProcessGroup:

@@ -46,11 +46,23 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True)
+class AllToAll:
+    """What one collective of a reduce moves, own rows included if they are among those of its round."""
+
+    sent: list[int]  # how many rows to each rank
+    received: list[int]  # from each
+    sources: list[int]  # the other ranks that rows come from
+    into: slice  # where they land in this rank's memory
+    has_own: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """Rows that are multiplied at once when they are there, or computed at once and then sent."""
 
     rows: slice  # of the matrix
     swaps: tuple[Swap, ...]  # what travels for them, in one launch
+    all_to_all: AllToAll | None = None  # the same, where a collective moves it; None without rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +165,7 @@ def collective_gather_plan(rows: int, ranks: int, rank: int, rounds: int) -> Pla
 def collective_reduce_plan(rows: int, ranks: int, rank: int, rounds: int) -> Plan:
     """How `rank` gets what all others have for its own rows in so many rounds; its own block last."""
     own = slice(*bounds(rows, ranks, rank))
+    kept = _in_slot(rank, own, own)
     planned = []
     for _, behind, peers in _blocks(ranks, rank, rounds):
         shards = [(to, source, slice(*bounds(rows, ranks, to))) for to, source in peers]
@@ -160,10 +173,25 @@ def collective_reduce_plan(rows: int, ranks: int, rank: int, rounds: int) -> Pla
             Swap(to, sent, _in_slot(rank, sent, sent), source, _in_slot(source, own, own))
             for to, source, sent in shards
         )
-        planned.append(Round(_rows_of_ranks(rows, ranks, behind), swaps))
-    kept = _in_slot(rank, own, own)
+        ours = kept if rank in behind else None
+        moved = _all_to_all(swaps, ranks, rank, ours) if rows and swaps else None
+        planned.append(Round(_rows_of_ranks(rows, ranks, behind), swaps, moved))
     own_last = (*planned[1:], planned[0])
     return Plan(rank, ranks, ranks * (own.stop - own.start), own, kept, True, own_last)
+
+
+def _all_to_all(swaps: Sequence[Swap], ranks: int, rank: int, kept: slice | None) -> AllToAll:
+    """kept: where own rows belong, if they are in this round"""
+    sent, received = [0] * ranks, [0] * ranks
+    for swap in swaps:
+        sent[swap.to] = swap.sent.stop - swap.sent.start
+        received[swap.source] = swap.received.stop - swap.received.start
+    starts = [swap.received.start for swap in swaps]
+    if kept is not None:
+        sent[rank] = received[rank] = kept.stop - kept.start
+        starts.append(kept.start)
+    into = slice(min(starts), min(starts) + sum(received))
+    return AllToAll(sent, received, [swap.source for swap in swaps], into, kept is not None)
 
 
 def _blocks(ranks: int, rank: int, count: int) -> Iterator[tuple[range, range, list[tuple[int, int]]]]:

@@ -22,6 +22,7 @@ import torch
 
 from tpkernels.dispatch import log
 from tpkernels.kernels import invariance
+from tpkernels.tp_invariance import mode
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -34,19 +35,19 @@ Resolved = Literal["torch", "triton", "fastest", "invariant"]
 
 def resolve_backend(device: torch.device) -> Resolved:
     """Who computes on `device`. An explicit choice never falls back silently."""
-    return _resolved(backend, device, invariance.batch_invariant, bool(invariance.why_fixed()))
+    return _resolved(backend, device, invariance.batch_invariant, mode.segments)
 
 
 @cache
-def _resolved(backend: str, device: torch.device, batch_invariant: bool, fixed: bool) -> Resolved:
-    """fixed: no choice may depend on sizes, or on times"""
+def _resolved(backend: str, device: torch.device, batch_invariant: bool, segments: int) -> Resolved:
+    """segments: of TP-invariance; with them, as with batch_invariant, no choice depends on sizes or times"""
     if backend not in BACKENDS:
         raise ValueError(f"TPKERNELS_BACKEND is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if backend == "triton":
         return "triton"
     if backend == "auto" and device.type == "cuda":
         if find_spec("triton") is not None:
-            return "invariant" if fixed else "fastest"
+            return "invariant" if batch_invariant or segments else "fastest"
         log.warnings.warning("torch computes on %s: Triton is not installed", device)
     if batch_invariant:
         log.warnings.warning(

@@ -72,6 +72,7 @@ class LaunchObserver(Protocol):
 _recorded: ContextVar[list[Launch]] = ContextVar("recorded")
 _emulated: ContextVar[EmulatedStart | None] = ContextVar("emulated", default=None)
 _observer: ContextVar[LaunchObserver | None] = ContextVar("observer", default=None)
+observing = _observer.get
 
 
 @contextmanager
@@ -99,13 +100,14 @@ def emulation(target: Target, start: EmulatedStart) -> Iterator[None]:
 
 def on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """The kernel, to be called with its arguments: launched on the device of the tensors, or recorded."""
-    start = _start_on(device, kernel, grid)
-    if observer := _observer.get():
+    start = unobserved(device, kernel, grid)
+    if observer := observing():
         return partial(observer.started, start, device, kernel, grid)
     return start
 
 
-def _start_on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+def unobserved(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+    """`on`, as plans repeat it."""
     kind = device.type
     if kind == "meta":
         return partial(_record, kernel, grid)
@@ -140,10 +142,6 @@ def observed_by(observer: LaunchObserver) -> Iterator[None]:
         _observer.reset(token)
 
 
-def is_observed() -> bool:
-    return _observer.get() is not None
-
-
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """What `empty` and plans return; tests put a frame of canaries around it."""
     return torch.empty(shape, dtype=dtype, device=device)
@@ -151,7 +149,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Where launchers allocate what they are not given as `out`."""
-    observer = _observer.get()
+    observer = observing()
     return observer.allocated(shape, dtype, device) if observer else allocate(shape, dtype, device)
 
 
@@ -172,7 +170,7 @@ def results(
     if out is not None:
         given = (out,) if isinstance(out, Tensor) else tuple(out)
         require_results(launcher, wanted, given, inputs, sums, dtype)
-        if observer := _observer.get():
+        if observer := observing():
             observer.kept_apart(given, [tensor for _, tensor in inputs if tensor is not None])
         return given
     like = inputs[0][1]

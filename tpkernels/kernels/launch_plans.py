@@ -130,7 +130,8 @@ class Start(NamedTuple):
     constants: Mapping[str, Any]
 
     def run(self, tensors: list[Tensor]) -> None:
-        launch.on(self.device, self.kernel, self.grid)(*self.arguments.of_tensors(tensors), **self.constants)
+        start = launch.unobserved(self.device, self.kernel, self.grid)
+        start(*self.arguments.of_tensors(tensors), **self.constants)
 
 
 Step = Allocate | TakeView | Start
@@ -142,7 +143,7 @@ class LaunchPlan:
 
     steps: tuple[Step, ...]
     results: Arguments
-    returns: Callable[[list[Any]], Any]  # makes of the list of results what is returned
+    returns: type | None  # the kind of tuple; None: the only result itself
     apart: tuple[tuple[int, int], ...]  # operands that may not share memory
 
     def fits(self, operands: Sequence[Tensor]) -> bool:
@@ -152,11 +153,8 @@ class LaunchPlan:
     def run(self, operands: list[Tensor]) -> Any:
         for step in self.steps:
             step.run(operands)
-        return self.returns(self.results.of_tensors(operands))
-
-
-def _only(results: list[Any]) -> Any:
-    return results[0]
+        results = self.results.of_tensors(operands)
+        return results[0] if self.returns is None else tuple.__new__(self.returns, results)
 
 
 class _Observer(TorchDispatchMode, launch.LaunchObserver):
@@ -177,8 +175,7 @@ class _Observer(TorchDispatchMode, launch.LaunchObserver):
         """The plan, if what was done can be repeated."""
         several = isinstance(result, tuple)
         results = self._arguments(result if several else (result,))
-        returns = getattr(result, "_make", tuple) if several else _only
-        made = LaunchPlan(tuple(self._steps), results, returns, tuple(self._apart))
+        made = LaunchPlan(tuple(self._steps), results, type(result) if several else None, tuple(self._apart))
         return made if self._repeatable else None
 
     def allocated(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -272,7 +269,7 @@ def planned(launcher: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(launcher)
     def run(*args: P.args, **options: P.kwargs) -> R:
-        if launch.is_observed():  # by the plan of another launcher
+        if launch.observing():  # by the plan of another launcher
             return launcher(*args, **options)
         if (native := _native()) is not None and not debug:
             repeated = native.repeat(plans, args, options)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +14,7 @@ from torch.compiler import is_compiling
 
 from tpkernels.dispatch import backends
 from tpkernels.dispatch.operators import in_forward_mode as in_forward_mode
+from tpkernels.extension import steps
 from tpkernels.kernels import invariance
 
 
@@ -92,6 +95,14 @@ def is_torchs(x: Tensor) -> bool:
         and forward_ad._current_level < 0
         and not _functorch_is_active()
     )
+
+
+@cache
+def linear_fits() -> Callable[[Tensor, Tensor, Tensor | None], bool] | None:
+    """Says of (x, weight, bias) in one look, instead of ten from Python, that they are matrices of the CPU
+    and a vector, which `F.linear` takes as they are; False says nothing. None without the extension.
+    """
+    return getattr(steps(), "linear_fits", None)
 
 
 def is_casting(x: Tensor) -> bool:

@@ -110,7 +110,12 @@ def asked_for(
     needs: of the weights, of `ctx.needs_input_grad`
     first: place of the first weight among the tensors of forward
     """
-    if torch.compiler.is_compiling() or all(into is None for into in main_grads):
+    for into in main_grads:
+        if into is not None:
+            break
+    else:  # without the frames of `any`
+        return needs
+    if torch.compiler.is_compiling():
         return needs
     nodes = [ctx.next_functions[first + i][0] for i in range(len(main_grads))]
     for node, into in zip(nodes, main_grads, strict=True):

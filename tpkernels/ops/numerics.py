@@ -124,10 +124,9 @@ class Plain:
     ) -> None:
         """Write act(x wᵀ + bias) into out[0], and if keep_z, its argument into out[1] where it differs."""
         if transposed:
-            split = Along(weight, 0), Along(bias, 0)
-            self.compute(primitives.linear, _columns(out), x, *split, activation, keep_z)
+            primitives.into(primitives.linear, out, x, weight, bias, activation, keep_z)
         else:
-            self.compute(primitives.dgrad, _columns(out), x, Along(weight, 1))
+            primitives.into(primitives.dgrad, out, x, weight)
 
     def compute(
         self, primitive: Callable[..., Any], out: Sequence[Along], x: Tensor, *args: Along | object
@@ -163,7 +162,7 @@ class Plain:
         up, gate = (Along(weight, 0) for weight in ups)
 
         def compute(_: slice, chunk: Tensor, h_u_g: list[Tensor]) -> None:
-            out = _columns([h_u_g[0], *reversed(h_u_g[1:])])
+            out = columns([h_u_g[0], *reversed(h_u_g[1:])])
             self.compute(primitives.glu, out, chunk, gate, up, unit, keep)
 
         h, *zs = rows.each([ups[0].shape[0]] * (3 if keep else 1), compute)
@@ -189,13 +188,13 @@ class Plain:
             h, *dzs = h_and_dzs
             saved = [rows_of(z, chunk_rows) for z in zs]
             if len(zs) == 2:
-                u, g = _columns(saved)
-                self.compute(primitives.dglu, _columns([*reversed(dzs), h]), dy, down, g, u, unit)
+                u, g = columns(saved)
+                self.compute(primitives.dglu, columns([*reversed(dzs), h]), dy, down, g, u, unit)
                 return
             if sums:
                 dbs.append(h.new_empty(width, dtype=sums_dtype(h.dtype)))
-            dz_and_db = (*_columns(dzs), *(Along(db, 0) for db in dbs[-1:]))
-            self.compute(primitives.dgrad_act, dz_and_db, dy, down, *_columns(saved), unit, sums)
+            dz_and_db = (*columns(dzs), *(Along(db, 0) for db in dbs[-1:]))
+            self.compute(primitives.dgrad_act, dz_and_db, dy, down, *columns(saved), unit, sums)
             self.act_into(h, saved[0], unit)  # type: ignore[arg-type]
 
         h, *dzs = rows.each([width] * (1 + len(zs)), compute)
@@ -213,7 +212,7 @@ class Plain:
         return act_grad_ref(dy, z, activation)
 
 
-def _columns(tensors: Sequence[Tensor]) -> list[Along]:
+def columns(tensors: Sequence[Tensor]) -> list[Along]:
     """Tensors whose columns are split over ranks."""
     return [Along(tensor, 1) for tensor in tensors]
 

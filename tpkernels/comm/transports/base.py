@@ -2,7 +2,7 @@
 
     plan = exchange.plan_gather(...)         or plan_reduce
     delivery = exchange.begin(call, plan, cols, like)
-    delivery.move(swaps, rows, first_row)    returns at once; what a round sends and receives, as planned
+    delivery.move(round, rows, first_row)    returns at once; what a round sends and receives, as planned
     delivery.keep(rows)                      this rank's own rows, after all rounds have been moved
     delivery.memory                          (plan.rows, cols); rows are valid once they are awaited
     delivery.end()                           memory has been read, and what was sent may change
@@ -13,17 +13,16 @@ Whose code waits for the chunks is the caller's choice, see `rows.Waits`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
 
 from torch import Tensor
 
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import Plan, Swap, gather_plan, reduce_plan
+from tpkernels.comm.schedule import Plan, Round, Swap, gather_plan, reduce_plan
 from tpkernels.messages import cause_of
 
 
-class Exchange(ABC):
+class Exchange:  # no ABC, whose `isinstance` runs Python
     """How one rank moves rows in a group. All ranks begin the same calls, in one order."""
 
     tapered: bool  # whether chunks that nothing hides may be smaller than others
@@ -47,7 +46,7 @@ class Exchange(ABC):
         """like: a tensor of the dtype and device of what is moved"""
 
 
-class Delivery(ABC):
+class Delivery:
     """One call in flight."""
 
     plan: Plan
@@ -63,12 +62,12 @@ class Delivery(ABC):
     def swap(self, swap: Swap, outgoing: Tensor) -> None:
         """Send a chunk, and receive one."""
 
-    def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
+    def move(self, round: Round, outgoing: Tensor, first_row: int) -> None:
         """Send and receive what belongs to a round.
 
         outgoing: rows of the matrix from `first_row` on, all that are sent among them
         """
-        for swap in swaps:
+        for swap in round.swaps:
             self.swap(swap, rows_sent(swap, outgoing, first_row))
 
     @abstractmethod

@@ -18,7 +18,7 @@ with gloo all goes point to point, in whole shards where nothing overlaps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from tpkernels.comm.groups import (
 )
 from tpkernels.comm.schedule import (
     Plan,
+    Round,
     Swap,
     collective_gather_plan,
     collective_reduce_plan,
@@ -110,7 +111,8 @@ class Transfers:
     def await_sends(self) -> None:
         """Until then nobody may overwrite what was sent."""
         for work, peers, _ in self._sends:
-            self._await(work, peers, "rank {} did not take its rows")
+            if id(work) not in self._awaited:
+                self._await(work, peers, "rank {} did not take its rows")
         self._sends.clear()
         self._awaited.clear()
 
@@ -257,45 +259,39 @@ class _CollectiveDelivery(_C10dDelivery):
 
     _has_own = False
 
-    def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
-        plan, cols = self.plan, self.memory.shape[1]
-        matrix_rows = max(round.rows.stop for round in plan.rounds)
-        if not (swaps and cols and matrix_rows):  # the same on all ranks, whose own rows may be none
-            return
+    def move(self, round: Round, outgoing: Tensor, first_row: int) -> None:
+        plan, memory = self.plan, self.memory
         if plan.reduces:
-            start, first = self._all_to_all(swaps, outgoing, first_row)
-        elif len(plan.rounds) == 1 and matrix_rows % plan.ranks == 0:
-            start, first, self._has_own = self._all_gather(outgoing), 0, True
+            self._reduce(round, outgoing)
+        elif not (round.swaps and plan.rows and memory.shape[1]):
+            return  # the same on all ranks, whose own rows may be none
+        elif len(plan.rounds) == 1 and plan.rows % plan.ranks == 0:
+            self._has_own = True
+            sources = [swap.source for swap in round.swaps]
+            start = partial(start_all_gather, gathered=memory, part=outgoing)
+            self._arriving[0] = self._transfers.collective(start, sources, outgoing), sources
         else:
-            self._sends_and_receives(swaps, outgoing)
-            return
-        sources = [swap.source for swap in swaps]
-        self._arriving[first] = self._transfers.collective(start, sources, outgoing), sources
+            self._sends_and_receives(round.swaps, outgoing)
 
     def keep(self, rows: Tensor) -> None:
         if not self._has_own:
             super().keep(rows)
 
-    def _all_gather(self, shard: Tensor) -> Start:
-        return lambda group: start_all_gather(group, self.memory, shard)
-
-    def _all_to_all(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> tuple[Start, int]:
-        """What starts it, and the first row of memory that it writes."""
-        plan = self.plan
-        sent, received = [0] * plan.ranks, [0] * plan.ranks
-        for swap in swaps:
-            sent[swap.to] = swap.sent.stop - swap.sent.start
-            received[swap.source] = swap.received.stop - swap.received.start
-        first = min(swap.received.start for swap in swaps)
-        if first_row <= plan.own.start and plan.own.stop <= first_row + outgoing.shape[0]:
-            sent[plan.rank] = received[plan.rank] = plan.own.stop - plan.own.start
-            first, self._has_own = min(first, plan.kept.start), True
-        into = self.memory[first : first + sum(received)]
+    def _reduce(self, round: Round, outgoing: Tensor) -> None:
+        moved, memory = round.all_to_all, self.memory
+        if moved is None or not memory.shape[1]:  # the same on all ranks
+            return
+        assert outgoing.shape[0] == round.rows.stop - round.rows.start, (
+            "a collective moves all rows of a round"
+        )
+        self._has_own |= moved.has_own
+        into = memory[moved.into] if len(self.plan.rounds) > 1 else memory
 
         def start(group: ProcessGroup) -> Work:
-            return start_all_to_all(group, into, outgoing, received, sent)
+            return start_all_to_all(group, into, outgoing, moved.received, moved.sent)
 
-        return start, first
+        work = self._transfers.collective(start, moved.sources, outgoing)
+        self._arriving[moved.into.start] = work, moved.sources
 
     def _sends_and_receives(self, swaps: Sequence[Swap], shard: Tensor) -> None:
         """In one launch where the backend can: a lone send of NCCL takes another communicator."""

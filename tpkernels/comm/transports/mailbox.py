@@ -127,6 +127,8 @@ class MailboxExchange(Exchange):
         self.splits, self._chunk_rows = layout.splits, layout.chunk_rows
         self._all_chunks = range(layout.splits)
         self.same_machine = frozenset(peer for peer, mailbox in enumerate(mailboxes) if mailbox is not None)
+        # whether a kernel of ours can store into the memory of all ranks
+        self.kernels_can_push = len(self.same_machine) == self.ranks
         self._mailboxes = tuple(mailboxes)
         own = self.mailbox(rank)
         device = own.flags.device
@@ -165,11 +167,12 @@ class MailboxExchange(Exchange):
                 f"{self.name}: expected pieces of shape {self.shape} in {self.dtype}, got {shape} in "
                 f"{like.dtype}: open an exchange for each shape"
             )
-        refusal = self.order.refusal() if self._mailboxes else "it is closed: open another"
-        if refusal:
+        order = self.order
+        if not self._mailboxes or order.begun - order.read >= SLOTS:  # quicker to see than to say
+            refusal = order.refusal() if self._mailboxes else "it is closed: open another"
             op = "" if call is None else f"{call.op}: "
             raise RuntimeError(f"{op}{self.name} on rank {self.rank}: {refusal}")
-        epoch, needs_barrier = self.order.begin()
+        epoch, needs_barrier = order.begin()
         return self._delivery(epoch, needs_barrier, plan, call)
 
     def mailbox(self, peer: int) -> Mailbox:
@@ -193,11 +196,6 @@ class MailboxExchange(Exchange):
             return self._all_chunks
         first = self.rank * self.splits
         return range(there.start // self._chunk_rows - first, there.stop // self._chunk_rows - first)
-
-    @property
-    def kernels_can_push(self) -> bool:
-        """Whether a kernel of ours can store into the memory of all ranks."""
-        return len(self.same_machine) == self.ranks
 
     def departing(self, slot: int) -> Departing:
         departing = self._departing[slot]

@@ -117,7 +117,7 @@ class Gathering:
         self.delivery = delivery = exchange.begin(call, plan, cols, shard)
         for round in plan.rounds:
             if round.swaps:
-                delivery.move(round.swaps, shard, first)
+                delivery.move(round, shard, first)
         delivery.keep(shard)
 
     def arrivals(self, *, keep: bool = True) -> Iterator[tuple[slice, Tensor]]:
@@ -178,7 +178,7 @@ class Reducing:
             return
         for round in plan.rounds:
             partial, first = partial_of(round.rows).contiguous(), round.rows.start
-            delivery.move(round.swaps, partial, first)
+            delivery.move(round, partial, first)
         delivery.keep(partial[plan.own.start - first : plan.own.stop - first])  # the last round has them
 
     def wait(self) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import CannotTakePart, Claim, agree, offers_of_all
-from tpkernels.comm.calls import calls_of, handshake, is_alive, ranks_of
+from tpkernels.comm.calls import calls_of, handshake, is_alive
 from tpkernels.comm.groups import timeout_of
 from tpkernels.comm.schedule import even_chunks, parts_of_shard, pushed_chunks, worth_sharing
 from tpkernels.comm.supported import Problem
@@ -70,6 +70,7 @@ class Exchanges:
         against_sharing: why `auto` shares no memory of the CPU; nothing if it does
         """
         self.transport, self._against_sharing, self.machines = transport, against_sharing, machines
+        self.ranks = group.size()
         self.chosen: dict[tuple[object, ...], Exchange] = {}  # on GPUs, see `ways`
         self.dropped: dict[str, str] = {}  # ways that failed once, and why: not tried again
         self._group = ref(group)
@@ -78,13 +79,13 @@ class Exchanges:
 
     def asked_for(self, op: str, key: Key, group: ProcessGroup) -> MailboxExchange:
         """Over the transport that was asked for."""
-        if key not in self._open:
+        if (found := self._open.get(key)) is None:
             if not self.has_room():
                 self._close_oldest()
-            self.open(self.transport, op, key, group)
+            found = self.open(self.transport, op, key, group)
             self._note(key, self.transport, "asked for")
         self._open.move_to_end(key)
-        return self._open[key]
+        return found
 
     def best(self, op: str, key: Key, group: ProcessGroup, *, to_all: bool) -> MailboxExchange | None:
         """Shared memory, or None for c10d, as `auto` chooses: from what all ranks share, hence all alike."""
@@ -192,8 +193,8 @@ def exchange_for(
     to_all: whether the sums of a reduce go to all ranks afterwards
     against_sharing: why this rank would rather share no memory of the CPU; asked at a group's first transfer
     """
-    exchanges, ranks = exchanges_of(op, group, against_sharing), ranks_of(group)
-    found: MailboxExchange | None = None
+    exchanges = exchanges_of(op, group, against_sharing)
+    ranks, found = exchanges.ranks, None
     if exchanges.transport != "c10d" and rows and cols and not rows % ranks:
         if not is_alive(group):
             exchanges.close()

@@ -50,10 +50,19 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import CODE_BITS, SLOTS, Plan, Swap, flag_of, pushing_gather_plan, slot_of
+from tpkernels.comm.schedule import (
+    CODE_BITS,
+    SLOTS,
+    Plan,
+    Round,
+    Swap,
+    flag_of,
+    pushing_gather_plan,
+    slot_of,
+)
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports.base import rows_sent
-from tpkernels.comm.transports.mailbox import FlagKernels, MailboxDelivery, MailboxExchange, Opening, code_of
+from tpkernels.comm.transports.mailbox import FlagKernels, MailboxDelivery, MailboxExchange, Opening
 from tpkernels.comm.transports.memory import Layout, Mailbox
 from tpkernels.comm.transports.rendezvous import (
     Handle,
@@ -148,7 +157,6 @@ class SymmetricExchange(MailboxExchange):
             self._seen = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=memory.is_cuda)
         self._seen_word = self._seen.numpy()  # quick to look at
         self.in_flight: set[SymmetricDelivery] = set()
-        self._rehearses = False
         # C++ writes words as `handle` does, if that is torch's own or says so
         writes = getattr(handle, "native_words", type(handle).__module__.startswith("torch."))
         self.native_push = getattr(steps(), "push", None) if writes else None
@@ -162,16 +170,11 @@ class SymmetricExchange(MailboxExchange):
     def rehearsing(self) -> Iterator[None]:
         """Before the first call: what is begun moves nothing; its kernels are compiled, and do not wait."""
         assert not self.order.begun, "flags have told of a call"
-        self._rehearses = True
+        self.begin = lambda call, plan, *_: _Rehearsal(self, 0, False, plan, 0, call)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            self._rehearses = False
-
-    def begin(self, call: Call | None, plan: Plan, cols: int, like: Tensor) -> MailboxDelivery:
-        if self._rehearses:
-            return _Rehearsal(self, 0, False, plan, 0, call)
-        return super().begin(call, plan, cols, like)
+            del self.begin
 
     def pushes(self, slot: int, swaps: Sequence[Swap], first_row: int) -> Pushes:
         """Where rows go that are swapped with ranks of this machine. Made once for each part of a plan.
@@ -248,7 +251,7 @@ class SymmetricExchange(MailboxExchange):
 
     def _delivery(self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None) -> SymmetricDelivery:
         self.stream_order.current()  # now comes after the calls before
-        slot, code = slot_of(epoch), code_of(call)
+        slot, code = slot_of(epoch), 0 if call is None else call.tag
         capturing = self.stream_order.capturing()
         if self.captured or capturing:
             kernels = self._counting_kernels()
@@ -301,8 +304,8 @@ class SymmetricDelivery(MailboxDelivery):
         start = swap.sent.start
         self._push(self.exchange.new_pushes(self.slot, [swap], start), [swap], outgoing, start)
 
-    def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
-        if swaps:
+    def move(self, round: Round, outgoing: Tensor, first_row: int) -> None:
+        if swaps := round.swaps:
             self._push(self.exchange.pushes(self.slot, swaps, first_row), swaps, outgoing, first_row)
 
     def _push(self, pushes: Pushes, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
@@ -375,7 +378,7 @@ class SymmetricDelivery(MailboxDelivery):
 
     def release(self) -> None:
         self.exchange.stream_order.current()  # the next call comes after it
-        self.exchange.released(self.number)
+        self.exchange.order.released(self.number)
 
     def wait(self) -> None:
         """After `release`: a capture fails unless the streams that push have been joined at its end."""
@@ -398,7 +401,7 @@ class _Rehearsal(SymmetricDelivery):
     comes later in its stream, and overwrites them.
     """
 
-    def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None: ...
+    def move(self, round: Round, outgoing: Tensor, first_row: int) -> None: ...
 
     def keep(self, rows: Tensor) -> None: ...
 

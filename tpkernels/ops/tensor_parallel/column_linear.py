@@ -113,12 +113,14 @@ def column_linear(
     """
     op = "column_linear"
     activation = activation or "none"
-    require_activation(op, activation)
+    if activation != "none":
+        require_activation(op, activation)
     weights = [weight_shard] if isinstance(weight_shard, Tensor) else list(weight_shard)
     if not weights:
         raise ValueError(f"{op}: expected at least one weight_shard, got an empty list")
-    biases = _listed(op, "bias_shard", bias_shard, len(weights))
-    main_grads = _listed(op, "main_grad", main_grad, len(weights))
+    without: list[Tensor | None] = [None] * len(weights)
+    biases = without if bias_shard is None else _listed(op, "bias_shard", bias_shard, len(weights))
+    main_grads = without if main_grad is None else _listed(op, "main_grad", main_grad, len(weights))
     layout = checked_layout(
         op,
         x,
@@ -134,21 +136,22 @@ def column_linear(
     features = features_of(op, x)
     for weight, bias, into in zip(weights, biases, main_grads, strict=True):
         check_linear(op, x, features, weight, bias, ("weight_shard", "bias_shard"))
-        check_main_grad(op, into, weight)
-        require_segments(op, layout.numerics.segments, [("rows of weight_shard", weight.shape[0])])
-    layout = layout.in_fp8(op, quantize, x)
-    ys = column(op, tokens_of(x), weights, biases, main_grads, layout, activation, save_gathered)
-    if x.ndim != 2:
+        if into is not None:
+            check_main_grad(op, into, weight)
+        if layout.numerics.segments:
+            require_segments(op, layout.numerics.segments, [("rows of weight_shard", weight.shape[0])])
+    if quantize is not None:
+        layout = layout.in_fp8(op, quantize, x)
+    if x.ndim == 2:
+        ys = column(op, x, weights, biases, main_grads, layout, activation, save_gathered)
+    else:
+        ys = column(op, tokens_of(x), weights, biases, main_grads, layout, activation, save_gathered)
         ys = [shaped_like(y, x, x.shape[0] * layout.token_shards) for y in ys]
     return ys[0] if isinstance(weight_shard, Tensor) else tuple(ys)
 
 
-def _listed(
-    op: str, name: str, values: Tensor | Sequence[Tensor | None] | None, count: int
-) -> list[Tensor | None]:
+def _listed(op: str, name: str, values: Tensor | Sequence[Tensor | None], count: int) -> list[Tensor | None]:
     """Return `values` as a list, one for each weight; an error if there are more or fewer."""
-    if values is None:
-        return [None] * count
     listed: list[Tensor | None] = [values] if isinstance(values, Tensor) else list(values)
     if len(listed) != count:
         raise ValueError(
@@ -231,7 +234,7 @@ def _column_forward(
     kept: KeptRows,
 ) -> list[Tensor]:
     """Compute y of each weight; if keep, return z of each, if there is an activation; and kept rows of x."""
-    narrowest = min(weight.shape[0] for weight in weights)
+    narrowest = min([weight.shape[0] for weight in weights])
     gathering = layout.gather(
         "column_linear", "x", x, layout.numerics.activations, features=narrowest, keep=kept == "all"
     )

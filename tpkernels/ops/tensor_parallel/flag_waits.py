@@ -64,16 +64,16 @@ class KernelWaits:
 
     def product(
         self,
-        delivery: Delivery,
+        delivery: MailboxDelivery,
         weight: Tensor,
         bias: Tensor | None,
         activation: Activation,
         keep_z: bool,
     ) -> ProductResult:
         """Compute act(x weightᵀ + bias) of all rows, each tile once its rows have arrived; z if keep_z."""
-        delivery = cast("MailboxDelivery", delivery)
         if not weight.shape[0]:
             self.all_rows(delivery)  # no tile waits: rows would count as read before they are there
+        exchange = delivery.exchange
         y, z = _home("gather_linear").gather_linear_fwd(
             delivery.memory,
             weight,
@@ -82,8 +82,8 @@ class KernelWaits:
             first_row=delivery.plan.own.start,
             activation=activation,
             keep_z=keep_z,
-            margin=delivery.exchange.margin,
-            counted=delivery.exchange.counted,
+            margin=exchange.margin,
+            counted=exchange.counted,
         )
         _raise_if_late(delivery)
         return y, z
@@ -113,11 +113,15 @@ class KernelSums(HostWaits):
 
     def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
         delivery.await_rows(slice(0, delivery.plan.rows))
-        slots = delivery.slots
-        ranks, rows, cols = slots.shape
-        if bias is None:  # any rows will do; the kernel wants wide ones, and a region's may have one column
-            slots = slots.view(ranks, -1, gcd(rows * cols, _WIDE_ROW))
-        total: Tensor = _home("reduce").reduce_slots(slots, bias, tree=_in_tree())
+        reduce_slots, tree = _home("reduce").reduce_slots, _in_tree()
+        total: Tensor
+        if bias is not None:
+            total = reduce_slots(delivery.slots, bias, tree=tree)
+            return total
+        # any rows will do; the kernel wants wide ones, and a region's may have one column
+        plan, memory = delivery.plan, delivery.memory
+        rows, cols = plan.rows // plan.ranks, memory.shape[1]
+        total = reduce_slots(memory.view(plan.ranks, -1, gcd(rows * cols, _WIDE_ROW)), None, tree=tree)
         return total.view(rows, cols)
 
 
@@ -157,20 +161,23 @@ class MultipliedRows(Gathering):
         keep_z: bool,
         *,
         keep_rows: bool,
-    ) -> list[ProductResult]:
-        """Compute act(x weightᵀ + bias) of all rows, from this rank's own on, as they arrive.
+    ) -> list[Tensor]:
+        """Compute y = act(x weightᵀ + bias) of all rows, from this rank's own on, as they arrive.
 
+        returns: y of each weight, then z of each, if it is kept
         keep_rows: `wait` is called later
         """
-        found = [
-            KERNEL_WAITS.product(self.delivery, weight, bias, activation, keep_z)
-            for weight, bias in zip(weights, biases, strict=True)
-        ]
+        ys, zs, delivery = [], [], cast("MailboxDelivery", self.delivery)
+        for weight, bias in zip(weights, biases, strict=True):
+            y, z = KERNEL_WAITS.product(delivery, weight, bias, activation, keep_z)
+            ys.append(y)
+            if z is not None:
+                zs.append(z)
         if keep_rows:
             self.wait()
         else:
-            self.delivery.end()
-        return found
+            delivery.end()
+        return ys + zs
 
 
 def waits_for(op: str, exchange: Exchange, like: Tensor, *, sums: bool = True) -> Waits:
@@ -189,7 +196,8 @@ def waits_for(op: str, exchange: Exchange, like: Tensor, *, sums: bool = True) -
                 f"{op}: kernels that wait take bfloat16, float16 and float32, got {like.dtype}: convert "
                 "it, or set TPKERNELS_TRANSPORT=c10d"
             )
-        exchange.count_by(KERNEL_WAITS)
+        if exchange.flag_kernels is not KERNEL_WAITS:
+            exchange.count_by(KERNEL_WAITS)
         return KERNEL_WAITS
     if exchange.host_waits:
         return HOST_WAITS

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
+from tpkernels.comm.calls import ranks_of
 from tpkernels.comm.transports.rows import Pending
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Packed
@@ -29,7 +30,6 @@ from tpkernels.ops.tensor_parallel.parallel import (
     checked_group,
     compare_in_backward,
     group_named,
-    multiplying,
     name_of,
     start_rows,
     start_sum,
@@ -78,9 +78,8 @@ class Layout(NamedTuple):
 
     def kept(self, save_gathered: bool = False) -> KeptRows:
         """Which rows of x, as they were sent, forward saves in place of x."""
-        if self.token_shards == 1:
-            return "none"
-        return "all" if save_gathered else self.numerics.kept
+        kept: KeptRows = "all" if save_gathered else self.numerics.kept
+        return "none" if kept == "none" or self.token_shards == 1 else kept
 
     def empty_kept(self, x: Tensor, kept: KeptRows) -> Tensor:
         """An empty tensor like the rows that are kept of x."""
@@ -111,14 +110,14 @@ class Layout(NamedTuple):
         keep: `wait` is called later, and rows stay
         beside: what is in flight; two calls of one exchange at once would cost barriers of all ranks
         """
-        if self.token_shards == 1:
+        group = self.group
+        if group is None or not self.sequence_parallel or ranks_of(group) == 1:
             return GatheredRows(self, prepare, matrix, None, keep)
-        assert self.group is not None, "several ranks have a group"
         own = prepare(matrix)
         what = f"gather of {name}{self.numerics.described(own)}"
         sent = self.numerics.sent(own)
         purpose = f"gathers of {name}" if beside is not None and beside.moves_like(sent) else "gathers"
-        gathering = start_rows(op, what, sent, self.group, features, self.overlap, purpose=purpose)
+        gathering = start_rows(op, what, sent, group, features, self.overlap, purpose=purpose)
         return GatheredRows(self, prepare, own, gathering, keep)
 
     def gather_kept(
@@ -154,7 +153,7 @@ class Layout(NamedTuple):
         hidden: the caller hides the transfers by other work before it waits, so that nothing is cut for it
         """
         terms = self.numerics.terms(pairs, transposed)
-        if self.group is None or self.group.size() == 1:
+        if self.group is None or ranks_of(self.group) == 1:
             return Done(terms.alone(bias))
         like = terms.like
         total = start_sum(
@@ -186,18 +185,14 @@ class GatheredRows:
         """own: the operand of this rank's rows; or without a gathering the matrix that `prepare` takes"""
         self._layout, self._numerics, self._keep = layout, layout.numerics, keep
         self._prepare, self._own, self._gathering = prepare, own, gathering
+        # the gather, if one kernel multiplies its rows as they arrive
+        self._multiplying = gathering if layout.overlap and isinstance(gathering, MultipliedRows) else None
 
     @property
     def arrives(self) -> bool:
         """Whether `each` gives rows as they arrive."""
         under_way = self._gathering is not None and not isinstance(self._gathering, Done)
         return under_way and self._layout.overlap and self._multiplying is None
-
-    @property
-    def _multiplying(self) -> MultipliedRows | None:
-        """The gather, if one kernel multiplies its rows as they arrive."""
-        gathering = self._gathering
-        return gathering if gathering is not None and multiplying(gathering, self._layout.overlap) else None
 
     def moves_like(self, rows: Tensor) -> bool:
         """Whether these rows would go through the same exchange."""
@@ -242,9 +237,7 @@ class GatheredRows:
     ) -> list[Tensor]:
         """Compute y = act(x wᵀ + b) of each weight; if keep_z, return z of each, too."""
         if (kernel := self._multiplying) is not None:
-            found = kernel.products(weights, biases, activation, keep_z, keep_rows=self._keep)
-            ys, zs = zip(*found, strict=True)
-            return [*ys, *(z for z in zs if z is not None)]
+            return kernel.products(weights, biases, activation, keep_z, keep_rows=self._keep)
         prepared = [self._numerics.weight(weight, True) for weight in weights]
 
         def multiply(_: slice, chunk: Operand, out: list[Tensor]) -> None:
@@ -258,7 +251,7 @@ class GatheredRows:
     def product(self, weight: Tensor, also: ComputeRows | None = None) -> Tensor:
         """Compute dy w. also: called with rows as they arrive"""
         if (kernel := self._multiplying) is not None:
-            return kernel.products([weight.t()], [None], "none", False, keep_rows=self._keep)[0][0]
+            return kernel.products([weight.t()], [None], "none", False, keep_rows=self._keep)[0]
         if self._gathering is None and self._numerics is PLAIN:  # tiny products take half the time at once
             return primitives.dgrad(self._own, weight)
         prepared = self._numerics.weight(weight, False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, TypeGuard
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,7 @@ def begin_call(op: str, what: str, shape: tuple[int, ...], like: Tensor, group: 
     calls of one description, once, before the first.
     """
     calls, key = calls_of(group), (op, what, shape, like.dtype)
-    kind = calls.kind(key)
+    kind = calls.kinds.get(key)
     if kind is None:
         kind = kind_of(key)
         _compare_new_kind(op, kind, like, calls, group)
@@ -253,8 +253,3 @@ def arrivals(gathering: Rows, overlap: bool, keep: bool = True) -> Iterator[tupl
     else:
         full = gathering.wait()
         yield slice(0, full.shape[0]), full
-
-
-def multiplying(gathering: Rows, overlap: bool) -> TypeGuard[MultipliedRows]:
-    """Whether one kernel multiplies the rows as they arrive."""
-    return overlap and isinstance(gathering, MultipliedRows)

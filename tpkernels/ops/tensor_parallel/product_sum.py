@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -41,28 +40,14 @@ class Terms(Protocol):
         """Compute the sum of a group of one rank, plus bias."""
 
 
-@dataclass(frozen=True, slots=True)
 class ProductSum:
     """Terms that are the sum of products of pairs, by `product_sum`."""
 
-    pairs: Sequence[Pair]
-    transposed: bool
-
-    @property
-    def rows(self) -> int:
-        return self.like.shape[0]
-
-    @property
-    def cols(self) -> int:
-        return self.pairs[0][1].shape[0 if self.transposed else 1]
-
-    @property
-    def like(self) -> Tensor:
-        return self.pairs[0][0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.like.dtype
+    def __init__(self, pairs: Sequence[Pair], transposed: bool) -> None:
+        self.pairs, self.transposed = pairs, transposed
+        self.like, weight = pairs[0]
+        self.rows, self.cols = self.like.shape[0], weight.shape[0 if transposed else 1]
+        self.dtype = self.like.dtype
 
     def __call__(self, rows: slice) -> Tensor:
         return product_sum([(rows_of(a, rows), w) for a, w in self.pairs], transposed=self.transposed)

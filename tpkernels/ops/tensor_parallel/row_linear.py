@@ -91,11 +91,15 @@ def row_linear(
     if is_casting(x_shard):
         x_shard, weight_shard, bias = autocast(x_shard, weight_shard, bias)
     check_linear(op, x_shard, features_of(op, x_shard), weight_shard, bias, ("weight_shard", "bias"))
-    check_main_grad(op, main_grad, weight_shard)
-    require_segments(op, layout.numerics.segments, [("columns of weight_shard", weight_shard.shape[1])])
+    if main_grad is not None:
+        check_main_grad(op, main_grad, weight_shard)
+    if layout.numerics.segments:
+        require_segments(op, layout.numerics.segments, [("columns of weight_shard", weight_shard.shape[1])])
     if sequence_parallel:
         require_divisible(op, x_shard, group)
-    layout, tokens = layout.in_fp8(op, quantize, x_shard), tokens_of(x_shard)
+    if quantize is not None:
+        layout = layout.in_fp8(op, quantize, x_shard)
+    tokens = x_shard if x_shard.ndim == 2 else tokens_of(x_shard)
     y: Tensor
     if recorded(x_shard, weight_shard, bias):
         y = apply_distinct(_RowLinear, layout, main_grad, tensors=[tokens, weight_shard, bias])

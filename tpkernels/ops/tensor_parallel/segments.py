@@ -22,7 +22,7 @@ from tpkernels.dispatch.segments import canonical as canonical
 from tpkernels.kernels.activations import Activation, act_ref
 from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
-from tpkernels.ops.numerics import Along, Plain
+from tpkernels.ops.numerics import Along, Plain, columns
 from tpkernels.ops.tensor_parallel.product_sum import rows_of
 from tpkernels.tp_invariance import mode
 
@@ -133,6 +133,22 @@ class Segmented(Plain):
 
     def blocks(self, arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterable[tuple[slice, Tensor]]:
         return in_blocks(arriving, rows)
+
+    def product_into(
+        self,
+        out: Sequence[Tensor],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transposed: bool,
+        activation: Activation,
+        keep_z: bool,
+    ) -> None:
+        if transposed:
+            split = Along(weight, 0), Along(bias, 0)
+            self.compute(primitives.linear, columns(out), x, *split, activation, keep_z)
+        else:
+            self.compute(primitives.dgrad, columns(out), x, Along(weight, 1))
 
     def compute(
         self, primitive: Callable[..., Any], out: Sequence[Along], x: Tensor, *args: Along | object

@@ -283,7 +283,7 @@ class _Ways:
             multiplying = MultipliedRows(call, shard, rows, exchange, waits)
             if not self._features:
                 return multiplying.wait()
-            ((product, _),) = multiplying.products([weight], [None], "none", False, keep_rows=False)
+            (product,) = multiplying.products([weight], [None], "none", False, keep_rows=False)
             return product
         gathering = Gathering(call, shard, rows, exchange, waits)
         if not self._features:
