@@ -343,7 +343,7 @@ class Plan {
     tensors.reserve(tensors.size() + steps_.size());
     for (const auto& step : steps_) step->run(tensors);
     Reference found = results_.of(tensors);
-    if (returns_.get() == Py_None) return Py_NewRef(PyTuple_GET_ITEM(found.get(), 0));
+    if (returns_.get() == Py_None) return checked(Py_XNewRef(PyTuple_GetItem(found.get(), 0)));
     auto* type = reinterpret_cast<PyTypeObject*>(returns_.get());
     if (type == &PyTuple_Type) return found.release();
     const Reference given(PyTuple_Pack(1, found.get()));
