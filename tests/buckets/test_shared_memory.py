@@ -34,6 +34,7 @@ from tests.checks import error_of
 from tests.forks import forked
 from tests.ops.transport_cases import heard
 from tests.patience import patient
+from tests.products import combined
 from tests.ranks import RankPool
 from tpkernels import GradientBuckets
 from tpkernels.buckets import memory
@@ -315,23 +316,21 @@ def wrong_steps(group, dtype, result, wide, options):
     return found
 
 
-def plain_cases():
+def plain_cases(combined, *dtypes):
+    buckets = (300, 2**20)  # many, and one
+    reductions = ({}, {"reduce": "reduce_scatter"})
     return [
         (dtype, dtype, torch.float64 if dtype == torch.float64 else torch.float32, options)
-        for dtype in (torch.float64, torch.float32, *HALVES)
-        for average in (True, False)
-        for reduce in ({}, {"reduce": "reduce_scatter"})
-        for bucket_bytes in (300, 2**20)  # many, and one
+        for dtype, average, reduce, bucket_bytes in combined(dtypes, (True, False), reductions, buckets)
         if (options := {"average": average, "bucket_bytes": bucket_bytes, **reduce})
     ]
 
 
+@combined
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_sums_are_those_in_the_order_of_ranks_rounded_once(ranks4, ranks):
-    assert (
-        ranks4.run(wrong_bits, ranks, plain_cases()[ranks % 2 :: 2] if ranks < 4 else plain_cases())
-        == [[]] * 4
-    )
+def test_sums_are_those_in_the_order_of_ranks_rounded_once(ranks4, ranks, combined):
+    cases = plain_cases(combined, torch.float64, torch.float32, *HALVES)
+    assert ranks4.run(wrong_bits, ranks, cases) == [[]] * 4
 
 
 def test_wild_gradients_tell_orders_and_dtypes_apart():
@@ -382,7 +381,8 @@ def test_threads_that_divide_a_shard_change_nothing():
     assert torch.equal(module.p0.grad, *added_up(of_ranks, torch.float32, torch.float32, average=True))
 
 
-def test_two_ranks_have_those_bits_over_c10d_too(ranks4):
+@combined
+def test_two_ranks_have_those_bits_over_c10d_too(ranks4, combined):
     """Halves of either are added, or the sum is halved: the same, as no float here is tiny."""
-    cases = [case for case in plain_cases() if case[0] == torch.float32]
+    cases = plain_cases(combined, torch.float32)
     assert ranks4.pool.run(under, "c10d", wrong_bits, 2, cases) == [[]] * 4

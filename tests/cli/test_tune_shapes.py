@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.cli.posed_problems import GPTS, problems_of_a_step
+from tests.products import pairwise
 from tpkernels.cli.tuning import TUNED, SplitModel, model_calls, parsed_shapes
 from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
 
@@ -71,9 +72,7 @@ def test_biases_are_those_of_the_model():
     assert biased("gpt3-175b", 8) == [True, True, False, False, True, False]
 
 
-@pytest.mark.parametrize("kind", GPTS)
-@pytest.mark.parametrize("tokens", [64, 160], ids=["one_chunk", "two_chunks"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pairwise(kind=list(GPTS), tokens={"one_chunk": 64, "two_chunks": 160}, ranks=[1, 2])
 def test_products_are_those_that_a_step_computes(ranks, tokens, kind, request, monkeypatch):
     """Of a model on real ranks, with weight gradients of its own and added to `main_grad`."""
     pool = request.getfixturevalue(f"ranks{ranks}")

@@ -1,6 +1,6 @@
 """Models that tensor-parallel ranks and fully_shard split train, clip, save and load as unsharded ones."""
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ from tpkernels.layers.world import tensor_world
 
 IDS = torch.arange(32).view(4, 8) * 5 % 37
 TARGETS = (IDS * 3 + 1) % 37
-STEPS, MAX_NORM = 3, 0.5
+STEPS, MORE, MAX_NORM = 2, 1, 0.5
 KINDS = ("toy", "as_dtensor", "gpt2", "llama")
 
 
@@ -107,17 +107,17 @@ def adamw(model):
 
 
 def run(kind, data, tensor, folder):
-    """Losses, norms and full weights of a run that is saved, then goes on for two steps."""
+    """Losses, norms and full weights of a run that is saved, then goes on."""
     mesh = mesh_of(data, tensor)
     model = built(kind, mesh) if dist.get_world_size() == 1 else sharded(kind, mesh)
     optimizer = adamw(model)
     told = train(model, optimizer, mesh)
     dcp.save(Path(folder), model, optimizer, extra={"step": STEPS}, state=mesh)
-    return told + train(model, optimizer, mesh, 2), full_state_dict(model, state=mesh)
+    return told + train(model, optimizer, mesh, MORE), full_state_dict(model, state=mesh)
 
 
 def resume(kind, data, tensor, folder):
-    """The two steps again, from the checkpoint, on another mesh, with an evaluation before and after."""
+    """What came after the checkpoint again, on another mesh, with an evaluation before and after."""
     mesh = mesh_of(data, tensor)
     model = built(kind, mesh) if dist.get_world_size() == 1 else sharded(kind, mesh)
     optimizer = adamw(model)
@@ -128,7 +128,7 @@ def resume(kind, data, tensor, folder):
     assert dcp.load(Path(folder), model, optimizer, state=mesh) == {"step": STEPS}
     if dist.get_world_size() > 1:
         require_zero_padding(model, mesh)
-    told = train(model, optimizer, mesh, 2)
+    told = train(model, optimizer, mesh, MORE)
     with torch.no_grad():
         mean_loss(model, IDS, TARGETS)
     return told, full_state_dict(model, state=mesh)
@@ -157,7 +157,7 @@ def by_torch(folder, reference, place):
         set_state_dict(
             model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"]
         )
-        if train_by_torch(model, optimizer, mesh, 2) != reference[STEPS:]:
+        if train_by_torch(model, optimizer, mesh, MORE) != reference[STEPS:]:
             wrong.append(f"going on with {data} x {tensor}")
     return wrong
 
@@ -171,7 +171,7 @@ def train_by_torch(model, optimizer, mesh, steps):
 def unsharded_by_torch():
     mesh = mesh_of(1, 1)
     model = built("as_dtensor", mesh)
-    return train_by_torch(model, adamw(model), mesh, STEPS + 2)
+    return train_by_torch(model, adamw(model), mesh, STEPS + MORE)
 
 
 def from_meta():
@@ -275,13 +275,26 @@ PLACES = {
 }
 
 
+@pytest.fixture(scope="module")
+def runs_of(ranks1, ranks4, tmp_path_factory):
+    """(the unsharded run of a kind, that of two by two ranks, their folder), made once."""
+
+    @cache
+    def of(kind):
+        folder = tmp_path_factory.mktemp(kind)
+        (expected,) = ranks1.run(run, kind, 1, 1, str(folder / "unsharded"))
+        return expected, ranks4.run(run, kind, 2, 2, str(folder / "split")), folder
+
+    return of
+
+
 @once(kind=KINDS, place=PLACES)
-def test_runs_of_2_by_2_are_the_unsharded_one_and_go_on_anywhere(kind, place, ranks4, ranks1, tmp_path):
-    (expected,) = ranks1.run(run, kind, 1, 1, str(tmp_path / "unsharded"))
-    require_alike(ranks4.run(run, kind, 2, 2, str(tmp_path / "split")), expected, STEPS + 2)
+def test_runs_of_2_by_2_are_the_unsharded_one_and_go_on_anywhere(kind, place, ranks4, ranks1, runs_of):
+    expected, split, saved = runs_of(kind)
+    require_alike(split, expected, STEPS + MORE)
     data, tensor, folder = place
     pool = ranks1 if data * tensor == 1 else ranks4
-    require_alike(pool.run(resume, kind, data, tensor, str(tmp_path / folder)), expected, 2)
+    require_alike(pool.run(resume, kind, data, tensor, str(saved / folder)), expected, MORE)
 
 
 @pytest.mark.parametrize("place", [(1, 4, False), pytest.param((4, 1, True), marks=pytest.mark.sweep)])

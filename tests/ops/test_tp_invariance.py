@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import cycle
 from random import Random
 
 import pytest
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.on_ranks import on_ranks
 from tests.ops.invariant_cases import Setting, drawn, hashes, hashes_by_kernels, norm, whole_of
+from tests.products import once
 from tests.ranks import RankPool
 from tests.segments import tp_invariance
 from tpkernels import ops
@@ -30,16 +31,20 @@ OPTIONS = {
     "norm": ("rms_norm", "layer_norm"),
     "heads": ("1", "2", "4"),
 }
-ASKED = [
-    (name, Setting(dtype, sequence_parallel, option=option))
-    for name, options in OPTIONS.items()
-    for option, dtype, sequence_parallel in product(options, DTYPES, (False, True))
-]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_size_gives_the_same_bits(name, ranks1, ranks2, ranks4):
-    asked = [(program, setting) for program, setting in ASKED if program == name]
+def asked_of(name: str, rest: bool) -> list[tuple[str, Setting]]:
+    """Each option in one of the dtypes, in turn; `rest`: in the other one. With and without split tokens."""
+    return [
+        (name, Setting(DTYPES[(number + rest) % 2], sequence_parallel, option=option))
+        for number, option in enumerate(OPTIONS[name])
+        for sequence_parallel in (False, True)
+    ]
+
+
+@once(name=list(OPTIONS), rest=[False, True])
+def test_every_size_gives_the_same_bits(name, rest, ranks1, ranks2, ranks4):
+    asked = asked_of(name, rest)
     by_size = [ranks.run(hashes, 8, asked)[0] for ranks in (ranks1, ranks2, ranks4)]
     for number, (_, setting) in enumerate(asked):
         alone = by_size[0][number]
@@ -50,12 +55,17 @@ def test_every_size_gives_the_same_bits(name, ranks1, ranks2, ranks4):
             assert alone == by_size[0][number // 2 * 2], f"{setting}: as without sequence parallelism"
 
 
+@pytest.fixture(scope="module")
+def ranks8():
+    with RankPool(8) as pool:
+        yield pool
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", OPTIONS)
-def test_as_many_ranks_as_segments_give_the_same_bits(name, ranks1):
-    asked = [(program, setting) for program, setting in ASKED if program == name]
-    with RankPool(8) as ranks8:
-        assert ranks8.run(hashes, 8, asked)[0] == ranks1.run(hashes, 8, asked)[0]
+def test_as_many_ranks_as_segments_give_the_same_bits(name, ranks1, ranks8):
+    asked = asked_of(name, False) + asked_of(name, True)
+    assert ranks8.run(hashes, 8, asked)[0] == ranks1.run(hashes, 8, asked)[0]
 
 
 def drawn_setting(seed: int) -> tuple[str, Setting]:
@@ -166,9 +176,9 @@ SOME = ((torch.float32, False), (torch.bfloat16, True))
 def test_without_it_bits_depend_on_the_size(ranks1, ranks4):
     """So the tests above can fail."""
     asked = [
-        (name, setting)
-        for name, setting in ASKED
-        if name in ("column", "row", "mlp", "head") and (setting.dtype, setting.sequence_parallel) in SOME
+        (name, Setting(dtype, sequence_parallel, option=option))
+        for name in ("column", "row", "mlp", "head")
+        for option, (dtype, sequence_parallel) in zip(OPTIONS[name], cycle(SOME))
     ]
     alone, four = ranks1.run(hashes, 0, asked)[0], ranks4.run(hashes, 0, asked)[0]
     for number, (name, _) in enumerate(asked):

@@ -20,7 +20,7 @@ from tests.checks import error_of
 from tests.layers.test_watch import every
 from tests.layers.worlds import posing
 from tests.on_ranks import on_ranks
-from tests.products import once
+from tests.products import once, once_then_pairs
 from tests.training.small import TINY, config_for, losses_of, trainer_for
 from tpkernels import GPT, manual_seed
 from tpkernels.buckets import gradients as buckets_module
@@ -131,10 +131,10 @@ LAYOUTS = {4: [2, 4], 2: [2, 1], 1: [1]}  # ranks, and how many of them are tens
 
 @once(ranks=[*LAYOUTS], changes={"parts": {"accumulate": 2, "sequence_parallel": True}, "plain": {}})
 def test_ranks_learn_what_one_process_learns(ranks, changes, text, request):
-    expected = by_hand(config_for(text, steps=4))
+    expected = by_hand(config_for(text, steps=3))
     pool = request.getfixturevalue(f"ranks{ranks}")
     for tensor in LAYOUTS[ranks]:
-        for found in pool.run(run, tensor, config_for(text, steps=4, **changes)):
+        for found in pool.run(run, tensor, config_for(text, steps=3, **changes)):
             for (loss, norm), (true_loss, true_norm) in zip(found, expected, strict=True):
                 # gradients are added and kept in fp32
                 assert math.isclose(loss, true_loss, rel_tol=2e-6)
@@ -184,7 +184,7 @@ ROUTES = {  # ranks and tensor-parallel ranks: at home, and abroad
 }
 
 
-@once(route=ROUTES, dtype=[torch.float32, torch.bfloat16, torch.float64], steps=[3, 0])
+@once_then_pairs(route=ROUTES, dtype=[torch.float32, torch.bfloat16, torch.float64], steps=[3, 0])
 def test_there_and_back_goes_on_to_the_digit(route, dtype, steps, text, tmp_path, request):
     (ranks, tensor), (others, other_tensor) = route
     home, abroad = (request.getfixturevalue(f"ranks{count}") for count in (ranks, others))
