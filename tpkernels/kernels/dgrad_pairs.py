@@ -94,7 +94,7 @@ def dgrad_pairs(
     operands = (("dy", dy), ("weight", weight), ("dy2", dy2), ("weight2", weight2))
     (dx,) = launch.results(name, out, {"dx": (T, K)}, operands, sums=True)
     product = launch.product(name, "dgrad", (*operands, ("the result", dx)), (T, K), tile, form)
-    product = product._replace(tile=without_spills(name, product.tile))
+    product = product._replace(tile=without_spills("dgrad_pairs", product.tile))
     if dx.numel() and product.tile.consumers:
         gluon.multiply("dgrad", product, (dy, weight, dy2, weight2), (dx,))
     elif dx.numel():
