@@ -69,7 +69,11 @@ def failed_with_faults(rooms, folder):
     tests = [f"tests/{FAULTS[room][-1]}" for room in rooms]
     plain = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *(["-x"] if len(rooms) == 1 else [])]
     command = [sys.executable, "-m", "pytest", *plain, *tests]
-    environment = os.environ | {"PYTHONPATH": str(folder), "TPKERNELS_SWEEP": "0"}
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        "TPKERNELS_SWEEP": "0",
+        "TPKERNELS_REQUIRE_EXT": "1",  # so that a missing extension fails tests, and skips none
+    }
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     told = [line.split()[1] for line in ran.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
