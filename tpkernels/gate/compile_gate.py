@@ -118,8 +118,8 @@ def check(
             raise UsageError(f"cannot write the budgets: {error}") from error
         notes.append(f"{len(new)} budgets for Triton {minor} written into {suite.budgets}")
     elif minor not in table:
-        known = ", ".join(sorted(table)) or "none"
-        notes.append(f"no budgets for Triton {minor} (there are for {known}): rules only; see --update")
+        known = f", only for {', '.join(sorted(table))}" if table else ""
+        notes.append(f"no budgets for Triton {minor}{known}: rules only; --update writes them")
     elif gone := table[minor].keys() - current:
         notes.append(f"{len(gone)} budgets of what is no longer in {suite.name}: --update drops them")
     if suite.budgets == TABLE and (anew := sum(cost.program not in shipped() for _, cost in costs)):

@@ -103,7 +103,7 @@ def _addresses(entry: Entry, facts: Facts) -> Iterator[str]:
     if lost and not is_ragged(entry):
         yield f"16-byte alignment lost: {', '.join(lost)}"
     for product in facts.narrow_offsets:
-        yield f"32-bit product in an address, wraps past 2**31 elements: {product}"
+        yield f"32-bit product in an address, wraps past 2**31 elements; cast a factor to tl.int64: {product}"
 
 
 def _order(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:

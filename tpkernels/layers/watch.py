@@ -1,6 +1,6 @@
-"""An automatic check that replicated parameters are equal, every so many steps of an optimizer.
+"""An automatic check that replicated parameters are equal: after steps 1, 2, 4, 8, ..., and every N-th one.
 
-TPKERNELS_CHECK_REPLICAS    the number of steps, by default 100; 0: never. For inputs (`batches`), too
+TPKERNELS_CHECK_REPLICAS    N, by default 100; 0: never. For inputs (`batches`), too
 
 `torch.nn.utils.clip_grad_norm_` sees one rank's shards only: each rank scales by another norm, and replicas
 drift apart, which no loss shows. The same happens if partial gradients are not summed. torch calls a hook
@@ -46,7 +46,7 @@ steps_between = _read(os.environ.get(VARIABLE))  # read once: a step must be che
 
 
 class Watch:
-    """Counts the steps of one optimizer, and compares replicas every `steps_between` steps."""
+    """Counts the steps of one optimizer, and compares replicas after some of them."""
 
     def __init__(self) -> None:
         self._steps = self._looks = self._number = 0
@@ -54,8 +54,9 @@ class Watch:
 
     def after_step(self, copies: Callable[[], Copies | None]) -> None:
         """Count a step, and compare if it is time to. Called by all ranks with replicas."""
-        self._steps += 1
-        if steps_between and self._steps % steps_between == 0:
+        self._steps = steps = self._steps + 1
+        # powers of two: a short run may end before the first interval
+        if steps_between and (steps & (steps - 1) == 0 or steps % steps_between == 0):
             self.look(copies())
 
     def look(self, found: Copies | None) -> None:

@@ -55,8 +55,8 @@ class Snapshot:
 def _checked_cuda_only(cuda_only: bool) -> bool:
     if cuda_only and not torch.cuda.is_available():
         raise RuntimeError(
-            "cuda_only=True: expected a CUDA device, whose generator alone the streams are of, found none; "
-            "leave it out, and they are of the CPU's"
+            "cuda_only=True: expected a CUDA device, found none; "
+            "leave cuda_only out to seed the CPU's generator"
         )
     return cuda_only
 

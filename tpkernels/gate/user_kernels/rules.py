@@ -46,7 +46,7 @@ def _descriptors(architecture: str, facts: Facts) -> Iterator[str]:
 
 def _wide_offsets(architecture: str, facts: Facts) -> Iterator[str]:
     for product in facts.narrow_offsets:
-        yield f"32-bit product in an address, wraps past 2**31 elements: {product}"
+        yield f"32-bit product in an address, wraps past 2**31 elements; cast a factor to tl.int64: {product}"
 
 
 def _some(what: str, *instructions: str) -> Rule:
