@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.calls import GroupCalls
-from tpkernels.comm.schedule import Swap, slot_of
+from tpkernels.comm.schedule import Round, Swap, slot_of
 from tpkernels.comm.transports import c10d, host
 from tpkernels.comm.transports.base import Delivery, rows_sent
 from tpkernels.comm.transports.mailbox import MailboxDelivery
@@ -171,8 +171,8 @@ class _Adversary:
             works[index] = starts[index](group)
         return [works[index] for index in range(len(starts))]
 
-    def _moved(self, delivery: Delivery, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
-        for swap in swaps:
+    def _moved(self, delivery: Delivery, round: Round, outgoing: Tensor, first_row: int) -> None:
+        for swap in round.swaps:
             rows = rows_sent(swap, outgoing, first_row)
             if self._schedule.sends == "planned":
                 self.pause()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.checks import DTYPES, EMPTY_SHAPES, LAYOUTS, SHAPES, TILE, assert_accurate, normal
-from tests.products import once, once_then_pairs
+from tests.products import once, pairwise
 from tpkernels.gate.accuracy import Frames
 from tpkernels.kernels import launch
 from tpkernels.kernels.dgrad import dgrad
@@ -48,7 +48,7 @@ def test_wgrad_writes_fp32_of_16_bit_operands(form, device):
     assert_accurate(dw, wgrad_ref(dy.double(), x.double()))
 
 
-@once_then_pairs(shape=SHAPES, dtype=DTYPES, grad_dtype=DTYPES)
+@pairwise(shape=SHAPES, dtype=DTYPES, grad_dtype=DTYPES)
 def test_wgrad_accumulate_matches_float64(shape, dtype, grad_dtype, device, frames):
     assert_accumulates(framed_grad(shape, grad_dtype, device, frames), *operands(shape, dtype, device))
 

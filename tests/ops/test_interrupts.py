@@ -25,7 +25,7 @@ def test_the_group_fails_on_all_ranks(error):
         call(group, *operands)
         if dist.get_rank() == 0:
             number = calls_of(group)._number
-            with patch.object(GroupCalls, "handshake", side_effect=error), pytest.raises(type(error)):
+            with patch.object(GroupCalls, "begin", side_effect=error), pytest.raises(type(error)):
                 call(group, *operands)
             assert calls_of(group)._number == number
         else:

@@ -122,7 +122,7 @@ def after_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[Any, Any]) -> 
 
 def _copies_of(optimizer: Optimizer) -> Copies | None:
     """The replicas among an optimizer's parameters, and their ranks; None if these are not known."""
-    if is_capturing():
+    if is_capturing() or dist.get_backend() == "fake":  # a single process
         return None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     groups = {Attributes.of(parameter).tensor_parallel_ranks for parameter in parameters} - {()}
