@@ -11,7 +11,7 @@ addresses, and for blocks that are not read where they belong, since they are ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -29,7 +29,6 @@ from tpkernels.topology.moves import Block, Message, Move, parts_of
 Chunks = Mapping[str, Sequence[Chunk]]  # by the tensor's name
 _WORTH_READING = 256  # bytes in one piece of the receiver's memory, else they are read into a buffer
 _BYTES_OF_A_RUN = 160  # of addresses on both sides, and of what computes them
-_MOST_KEPT = 2**22  # of these
 
 
 @dataclass(frozen=True)
@@ -83,13 +82,13 @@ class Reads:
     dtypes: Mapping[str, torch.dtype]
 
     def __post_init__(self) -> None:
-        self.kept: list[tuple[int, Runs]] | None = None  # runs by process: few enough for a later call
         self.others: list[Move] = []  # that are read into a buffer
 
-    def straight(self, targets: Chunks, most_bytes: int) -> Iterable[tuple[int, Runs]]:
-        """Runs, by process, that are read to where they belong: as many as their addresses may take."""
-        if self.kept is not None:
-            return self.kept
+    def straight(self, targets: Chunks, most_bytes: int) -> Iterator[tuple[int, Runs]]:
+        """Runs, by process, that are read to where they belong: as many as their addresses may take.
+
+        Made anew in each call: a target that was freed has other memory each time that it is filled.
+        """
         self.others = []
         pairs: list[tuple[int, Located, Located]] = []
         for move in sorted(self.moves, key=lambda move: move.sender):
@@ -100,12 +99,7 @@ class Reads:
                 pairs.append((peer.process, _located(peer.tensors[move.name], move.block), here))
             else:
                 self.others.append(move)
-        found = _batches(pairs, most_bytes)
-        runs = sum(there.byte_count // min(there.run_bytes, here.run_bytes) for _, there, here in pairs)
-        if runs * _BYTES_OF_A_RUN > min(most_bytes, _MOST_KEPT):
-            return found
-        self.kept = [*found]
-        return self.kept
+        return _batches(pairs, most_bytes)
 
 
 @torch.no_grad()
