@@ -13,11 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import pytest
-import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-Call = TypeVar("Call", bound=Callable[..., Any])
 Body = Callable[..., None]
 
 
@@ -56,17 +54,6 @@ def equal_on_all(value: T) -> T:
     values = of_all(value)
     assert values == [value] * len(values)
     return value
-
-
-def compiled_on_last_rank(function: Call, **options: Any) -> Call:
-    """The last rank compiles, whose shards begin past zero. Others run eagerly: its transfers must be theirs.
-
-    Each rank would take seconds to trace the same graph.
-    """
-    if dist.get_rank() < dist.get_world_size() - 1:
-        return function
-    compiled: Call = torch.compile(function, **{"fullgraph": True, "backend": "aot_eager"} | options)
-    return compiled
 
 
 def _body_of(module: str, test: str, arguments: Mapping[str, Any]) -> None:

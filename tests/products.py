@@ -8,8 +8,7 @@
         for dtype, sequence_parallel, bias in combined(DTYPES, (False, True), (False, True)): ...
 
 `once` takes each value at least once, `pairwise` each pair of values of two arguments: a fault that needs one
-value, or two together, shows. `once_then_pairs`, for long runs, has only pairs in `make sweep`, too.
-`pytest.mark.sweep` on a test or a parameter leaves it to `make sweep` alone.
+value, or two together, shows. `pytest.mark.sweep` on a test or a parameter leaves it to `make sweep` alone.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,10 +39,6 @@ def pairwise(**axes: Values) -> Callable[[Test], Test]:
     return partial(_parametrized, axes, 2)
 
 
-def once_then_pairs(**axes: Values) -> Callable[[Test], Test]:
-    return partial(_parametrized, axes, 1, most=2)
-
-
 def paired(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Combinations that hold each pair of values of two axes."""
     cover = covering([len(values) for values in axes], strength=2)
@@ -62,33 +57,28 @@ combined = pytest.mark.parametrize(
 
 
 def covering(sizes: Sequence[int], strength: int) -> set[Combination]:
-    """Combinations that hold all values of any `strength` axes."""
-    return chosen_of(list(itertools.product(*map(range, sizes))), strength)
-
-
-def chosen_of(everything: Collection[tuple[Any, ...]], strength: int) -> set[tuple[Any, ...]]:
-    """Of combinations some that hold all that `strength` axes have: the one that adds most, then the next."""
-    held = {
-        each: set(itertools.combinations(enumerate(each), min(strength, len(each)))) for each in everything
-    }
-    missing = set().union(*held.values())
+    """Combinations that hold all values of any `strength` axes: the one that adds most, then the next."""
+    strength = min(strength, len(sizes))
+    everything = list(itertools.product(*map(range, sizes)))
+    missing = set().union(*(_held(combination, strength) for combination in everything))
     chosen = set()
     while missing:
-        best = max(everything, key=lambda combination: len(held[combination] & missing))
+        best = max(everything, key=lambda combination: len(_held(combination, strength) & missing))
         chosen.add(best)
-        missing -= held[best]
+        missing -= _held(best, strength)
     return chosen
 
 
-def _parametrized(axes: Mapping[str, Values], strength: int, test: Test, most: int = 0) -> Test:
-    """most: how many axes the sweep combines; 0: all"""
+def _held(combination: Combination, strength: int) -> set[tuple[tuple[int, int], ...]]:
+    return set(itertools.combinations(enumerate(combination), strength))
+
+
+def _parametrized(axes: Mapping[str, Values], strength: int, test: Test) -> Test:
     listed = [_listed(values) for values in axes.values()]
-    sizes = [len(values) for values in listed]
-    cover = covering(sizes, strength)
+    cover = covering([len(values) for values in listed], strength)
     all_in_sweep = "combined" in inspect.signature(test).parameters  # in `make test` it is `paired`
     params = []
-    everything = itertools.product(*map(range, sizes))
-    for combination in sorted(covering(sizes, most)) if SWEEP and most else everything:
+    for combination in itertools.product(*(range(len(values)) for values in listed)):
         # collecting what is not run would take longer than much that is
         if (combination in cover) != SWEEP or (SWEEP and all_in_sweep):
             ids, values = zip(*(axis[i] for axis, i in zip(listed, combination, strict=True)), strict=True)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tests import products
-from tests.products import covering, once, once_then_pairs, paired, pairwise
+from tests.products import covering, once, paired, pairwise
 
 SIZES = [(3, 4), (2, 3, 4), (4, 6, 3, 2), (1, 5), (7,)]
 
@@ -68,18 +68,6 @@ def test_sweep_runs_all_where_a_body_took_pairs(decorator, monkeypatch):
     monkeypatch.setattr(products, "SWEEP", True)
     _, params = params_of(decorator(**AXES), takes_pairs=True)
     assert sorted(param.values for param in params) == EVERYTHING
-
-
-def test_pairs_may_be_all_that_sweep_has(monkeypatch):
-    runs = []
-    for sweep in (False, True):
-        monkeypatch.setattr(products, "SWEEP", sweep)
-        _, params = params_of(once_then_pairs(**AXES), takes_pairs=sweep)
-        runs.append({param.values for param in params})
-    for one, other in itertools.combinations(range(3), 2):
-        assert len({(values[one], values[other]) for values in runs[1]}) == 4
-    assert len(runs[0]) == 2
-    assert len(runs[1]) < 8
 
 
 def test_ids_are_keys_and_names():

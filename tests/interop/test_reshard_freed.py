@@ -128,6 +128,23 @@ def test_a_model_that_is_freed_and_filled_again_has_its_new_memory_written():
 
 
 @on_ranks(2)
+def test_parameters_on_the_meta_device_that_others_hold_or_hook_into_are_refused():
+    """They would stay the same objects, of which others see nothing, and whose hooks do not run."""
+    state, source = over(1), nn.Linear(4, 4, bias=False)
+    held, hooked, stepping = (nn.Linear(4, 4, bias=False, device="meta") for _ in range(3))
+    view = held.weight.view(-1)
+    hooked.weight.register_hook(lambda gradient: gradient)
+    stepping.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    for model, text in (
+        (held, "'weight' is on the meta device, and something else holds it"),
+        (hooked, "'weight' is on the meta device and has hooks"),
+        (stepping, "'weight' is on the meta device and has hooks"),
+    ):
+        refused("ValueError", text, reshard, source, to=model, state=state, to_state=state)
+    assert view.is_meta
+
+
+@on_ranks(2)
 def test_nothing_is_written_through_a_freed_tensor():
     """Fused optimizers go by address; states that were freed are no states to move."""
     world = dist.group.WORLD

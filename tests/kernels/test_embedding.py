@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
-from tests.products import once
+from tests.products import pairwise
 from tpkernels.kernels.embedding import embedding_bwd, embedding_fwd
 from tpkernels.kernels.reference import embedding_bwd_ref, embedding_ref
 
@@ -24,7 +24,7 @@ def padded(weight, rows):
     return functional.pad(weight, (0, 0, 0, rows - weight.shape[0]))
 
 
-@once(shape=SHAPES, id_dtype=[torch.int64, torch.int32], dtype=DTYPES)
+@pairwise(shape=SHAPES, id_dtype=[torch.int64, torch.int32], dtype=DTYPES)
 def test_shards_add_up_to_the_whole_table(shape, id_dtype, dtype, device):
     tokens, table, features = shape
     weight, ids = normal(table, features, dtype, device), torch.randint(table, (tokens,), device=device)

@@ -18,7 +18,7 @@ from tests.kernels.checks import (
 from tests.kernels.launchers import arguments
 from tests.kernels.ring import first_tile
 from tests.kernels.waiting import EPOCH, PATIENCE, arrivals, at_each_look, interpreted
-from tests.products import once_then_pairs
+from tests.products import pairwise
 from tpkernels.kernels.dgrad import dgrad
 from tpkernels.kernels.gather_linear import gather_linear_fwd, ring_tile_at
 from tpkernels.kernels.linear import linear_fwd
@@ -36,7 +36,7 @@ def evenly(shape: tuple[int, int, int], chunks: int) -> tuple[int, int, int]:
     return (shape[0] + -shape[0] % chunks, *shape[1:])
 
 
-@once_then_pairs(shape=SHAPES, chunks=[1, 3, 8], dtype=DTYPES)
+@pairwise(shape=SHAPES, chunks=[1, 3, 8], dtype=DTYPES)
 def test_gather_linear_has_the_bits_of_linear(shape, chunks, dtype, device):
     x, w, b = operands(evenly(shape, chunks), dtype, device)
     here = arrivals(device, *[EPOCH] * chunks)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.checks import DTYPES, LAYOUTS, assert_written, normal, rows_for
-from tests.products import once_then_pairs, pairwise
+from tests.products import pairwise
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF, act_ref
 from tpkernels.kernels.dequantize import dequantize
@@ -73,7 +73,7 @@ def strange_rows(dtype, device):
     return rows
 
 
-@once_then_pairs(dtype=DTYPES, scaling=SCALINGS, options=OPTIONS)
+@pairwise(dtype=DTYPES, scaling=SCALINGS, options=OPTIONS)
 def test_rows_that_are_zero_tiny_huge_or_no_numbers(dtype, scaling, options, device):
     x = strange_rows(dtype, device)
     for by_rows_or_columns in (x, LAYOUTS["transposed"](x)):
@@ -145,9 +145,7 @@ def assert_one_step_apart(ours, oracles, like, format, scaling):
     assert differ <= 0.01, f"{100 * differ:.1f} % of the numbers are not the oracle's"
 
 
-@once_then_pairs(
-    activation=ACTIVATIONS, scaling=["rows", "blocks"], by=["rows", "columns"], format=list(DTYPE_OF)
-)
+@pairwise(activation=ACTIVATIONS, scaling=["rows", "blocks"], by=["rows", "columns"], format=list(DTYPE_OF))
 def test_activation_is_applied_in_fp32_on_the_way_in(activation, scaling, by, format, device):
     z = 2 * normal(37, 301, torch.bfloat16, device)
     z[3, 5], z[4, 5], z[5] = float("nan"), float("inf"), 0
@@ -187,7 +185,7 @@ def assert_same(ours, oracles):
     torch.testing.assert_close(ours, oracles, rtol=0, atol=0, equal_nan=True)
 
 
-@once_then_pairs(shape=WIDENED, scaling=["rows", "blocks"], format=list(DTYPE_OF), dtype=DTYPES)
+@pairwise(shape=WIDENED, scaling=["rows", "blocks"], format=list(DTYPE_OF), dtype=DTYPES)
 def test_widened_numbers_are_the_oracles(shape, scaling, format, dtype, device):
     x = normal(*shape, torch.float32, device) * torch.logspace(-3, 3, shape[0], device=device)[:, None]
     x[-1, -1] = float("nan")

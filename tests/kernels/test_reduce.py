@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.checks import DTYPES, assert_accurate, raise_if_late
 from tests.kernels.waiting import EPOCH, PATIENCE, arrivals, at_each_look, interpreted
-from tests.products import once, once_then_pairs
+from tests.products import once, pairwise
 from tpkernels.kernels import launch
 from tpkernels.kernels.reduce import add_slots, reduce_slots
 from tpkernels.kernels.reference import reduce_slots_ref
@@ -22,7 +22,7 @@ def random_slots(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.
     return torch.randn(shape, device=device).to(dtype)
 
 
-@once_then_pairs(shape=SHAPES, out=OUT, dtype=DTYPES)
+@pairwise(shape=SHAPES, out=OUT, dtype=DTYPES)
 def test_reduce_slots_is_the_fp32_sum_in_order_to_the_bit(shape, out, dtype, device):
     slots, bias = random_slots(shape, dtype, device), torch.randn(shape[2], device=device).to(dtype)
     for b in (None, bias):
@@ -52,7 +52,7 @@ def test_reduce_slots_takes_any_strides(device):
     assert torch.equal(reduce_slots(slots), reduce_slots_ref(slots))
 
 
-@once_then_pairs(shape=SHAPES, dtype=DTYPES, accumulate=[False, True])
+@pairwise(shape=SHAPES, dtype=DTYPES, accumulate=[False, True])
 def test_slots_are_added_into_a_matrix_of_any_dtype_and_strides(shape, dtype, accumulate, device):
     """The old values last, in fp32; where they are not asked for they may be NaN."""
     slots = random_slots(shape, torch.float32, device)

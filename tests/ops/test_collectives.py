@@ -20,7 +20,7 @@ from tests.ops import test_mappings as region_cases
 from tests.ops.parallel_behaviour import message_of, operands_of
 from tests.ops.parallel_cases import Setting, assert_within, run_all
 from tests.ops.transport_cases import using
-from tests.products import once
+from tests.products import pairwise
 from tpkernels.comm import schedule
 from tpkernels.comm.calls import GroupCalls, begin
 from tpkernels.comm.groups import start_together
@@ -311,7 +311,7 @@ def test_rows_move_as_they_do_point_to_point(rounds):
             assert rows_moved.equal(expected[name]), f"{name} of {(count, cols)} {dtype}"
 
 
-@once(place=["2 ranks, 1 round", "2 ranks, 2 rounds", "4 ranks, 4 rounds"], name=["column", "row", "mlp"])
+@pairwise(place=["2 ranks, 1 round", "2 ranks, 2 rounds", "4 ranks, 4 rounds"], name=["column", "row", "mlp"])
 def test_ops_give_the_unsharded_numbers(request, place, name):
     ranks, rounds = request.getfixturevalue(f"ranks{place[0]}"), int(place[9])
     activation = "swiglu" if name == "mlp" else None

@@ -17,7 +17,7 @@ from tests.on_ranks import on_ranks
 from tests.ops import parallel_cases
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.parallel_cases import Setting, assert_within, prepare, run_all
-from tests.products import combined, once
+from tests.products import combined, pairwise
 from tpkernels.comm.calls import begin
 from tpkernels.comm.schedule import bounds
 from tpkernels.comm.transports.rows import AllReducing, Swapping
@@ -30,7 +30,7 @@ ACTIVATIONS = {"column": [None, "gelu"], "row": [None], "mlp": ["gelu_tanh", "sw
 
 
 @combined
-@once(
+@pairwise(
     world=WORLDS, name=list(ACTIVATIONS), dtype=[torch.float32, torch.bfloat16, torch.float16, torch.float64]
 )
 def test_any_number_of_ranks_gives_the_unsharded_numbers(ranks, name, dtype, combined):

@@ -41,7 +41,7 @@ from tests.ops.test_quantized import _Act, _Gated
 from tests.ops.test_second_derivatives import WORDS
 from tests.ops.transport_cases import under
 from tests.patience import patient
-from tests.products import combined, once
+from tests.products import combined, once, pairwise
 from tests.ranks import RankPool
 from tpkernels import Recipe, ops, reuse_quantized_weights
 from tpkernels.gate.accuracy import relative_error
@@ -235,7 +235,7 @@ def check(ranks: RankPool, name: str, settings: list[tuple[Setting, str]]) -> No
 
 
 @combined
-@once(
+@pairwise(
     world=["ranks1", "ranks2", "ranks4"],
     name=["column", "row"],
     dtype=[torch.bfloat16, torch.float16, torch.float32],

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import is_fake
 from tests.ops.transport_cases import under
 from tests.patience import patient
 from tests.planning.shapes import LLAMA, MODELS
-from tests.products import once, once_then_pairs
+from tests.products import once, pairwise
 from tpkernels import GPT, create_parallel_state, initialize_model_parallel, plan_groups
 from tpkernels.buckets.layout import ALIGNMENT
 from tpkernels.planning.job import Job, RankLayout
@@ -64,7 +64,7 @@ def kept_and_predicted(name, dtype, options):
     return kept(GPT(MODELS[name], dtype=dtype, **options), ids, ids), expected
 
 
-@once_then_pairs(
+@pairwise(
     name=["llama", "gpt2"],
     dtype=[torch.bfloat16, torch.float32],
     recompute=["full", "none", "selective"],

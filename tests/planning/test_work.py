@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.layers.worlds import posing
 from tests.ops.transport_cases import under
 from tests.planning.shapes import LLAMA, MODELS
-from tests.products import once, once_then_pairs
+from tests.products import once, pairwise
 from tpkernels import GPT, create_parallel_state, initialize_model_parallel, model_config, plan_groups
 from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.parameters import parameters_of_stage
@@ -69,7 +69,7 @@ def sent_and_predicted(name, options):
     return wire.sent, sum(work.sent for work in works)
 
 
-@once_then_pairs(
+@pairwise(
     ranks=[4, 2],  # on four a head of llama is shared
     name=["llama", "gpt2"],
     sequence_parallel=[False, True],

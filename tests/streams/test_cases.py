@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from tests.products import SWEEP, chosen_of
+from tests.products import SWEEP
 from tpkernels.streams.cases import all_programs
 from tpkernels.streams.search import search
 
@@ -34,14 +34,13 @@ def test_what_is_run_exists():
     assert PROGRAMS.keys() >= IN_SHORT
 
 
-def rest() -> list[str]:
-    """Each pair that programs have of operator, transport, mode and ranks, in half of the programs."""
-    pairs = chosen_of([tuple(name.split("/")) for name in PROGRAMS], strength=2)
-    return [name for name in PROGRAMS if tuple(name.split("/")) in pairs and name not in IN_SHORT]
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.sweep) for name in rest()] if SWEEP else sorted(IN_SHORT)
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.sweep if SWEEP else ())
+        for name in PROGRAMS
+        if (name in IN_SHORT) != SWEEP
+    ],
 )
 def test_every_order_gives_the_same_numbers(name):
     program, expected = PROGRAMS[name]()

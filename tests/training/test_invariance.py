@@ -26,7 +26,7 @@ LLAMA = GPTConfig(
     bias=False,
     tied=False,
 )
-GPT2 = GPTConfig(vocab_size=251, hidden_size=32, num_layers=1, num_heads=8, max_positions=16)
+GPT2 = GPTConfig(vocab_size=251, hidden_size=32, num_layers=2, num_heads=8, max_positions=16)
 MODELS = {"llama": LLAMA, "gpt2": GPT2}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STEPS = 3
@@ -40,7 +40,7 @@ def config(text):
         data=str(text),
         steps=STEPS,
         batch=4,
-        tokens=8,
+        tokens=16,
         accumulate=2,
         warmup=1,
         max_norm=0.5,  # less than the gradients' norm: it clips

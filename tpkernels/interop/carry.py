@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,51 +71,32 @@ def copy_own(moves: Sequence[Move], sources: Chunks, targets: Chunks) -> None:
             target.copy_(source)
 
 
-@dataclass
-class Reads:
-    """Blocks that one rank reads out of the memory of others, whose tensors lie where they lie.
-
-    dtypes: of the sources
-    """
+class Reads(NamedTuple):
+    """Blocks that one rank reads out of the memory of others, whose tensors lie where they lay."""
 
     moves: Sequence[Move]
     peers: Mapping[int, Peer]
-    dtypes: Mapping[str, torch.dtype]
-
-    def __post_init__(self) -> None:
-        self.others: list[Move] = []  # that are read into a buffer
-
-    def straight(self, targets: Chunks, most_bytes: int) -> Iterator[tuple[int, Runs]]:
-        """Runs, by process, that are read to where they belong: as many as their addresses may take.
-
-        Made anew in each call: a target that was freed has other memory each time that it is filled.
-        """
-        self.others = []
-        pairs: list[tuple[int, Located, Located]] = []
-        for move in sorted(self.moves, key=lambda move: move.sender):
-            target = part_of(targets[move.name], move.block)
-            here = Located.of(target)
-            if target.dtype == self.dtypes[move.name] and here.run_bytes >= min(_WORTH_READING, move.size):
-                peer = self.peers[move.sender]
-                pairs.append((peer.process, _located(peer.tensors[move.name], move.block), here))
-            else:
-                self.others.append(move)
-        return _batches(pairs, most_bytes)
+    dtypes: Mapping[str, torch.dtype]  # of the sources
 
 
 @torch.no_grad()
 def read_from_peers(reads: Reads, targets: Chunks, most_bytes: int) -> None:
     """Read this rank's blocks out of the memory of others, by few calls of the system."""
-    for process, runs in reads.straight(targets, most_bytes):
-        read(process, runs)
-    for move in reads.others:
+    straight: list[tuple[int, Located, Located]] = []  # (process, there, here), found anew: targets may move
+    for move in sorted(reads.moves, key=lambda move: move.sender):
         peer, dtype = reads.peers[move.sender], reads.dtypes[move.name]
-        there = _located(peer.tensors[move.name], move.block)
+        target = part_of(targets[move.name], move.block)
+        there, here = _located(peer.tensors[move.name], move.block), Located.of(target)
+        if target.dtype == dtype and here.run_bytes >= min(_WORTH_READING, move.size):
+            straight.append((peer.process, there, here))
+            continue
         # of an element: its share of the addresses of a run, and its place in a buffer
         of_item = _BYTES_OF_A_RUN * dtype.itemsize / min(there.run_bytes, move.size) + dtype.itemsize
         for block in parts_of(move.block, max(1, int(most_bytes / of_item))):
-            target = part_of(targets[move.name], block)
-            target.copy_(_as_read(peer.process, _located(peer.tensors[move.name], block), dtype, most_bytes))
+            into, source = part_of(targets[move.name], block), _located(peer.tensors[move.name], block)
+            into.copy_(_as_read(peer.process, source, dtype, most_bytes))
+    for process, runs in _batches(straight, most_bytes):
+        read(process, runs)
 
 
 def _batches(pairs: Sequence[tuple[int, Located, Located]], most_bytes: int) -> Iterator[tuple[int, Runs]]:

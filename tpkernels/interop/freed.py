@@ -91,6 +91,11 @@ def leave_meta_device(model: nn.Module, device: torch.device) -> None:
 
 
 def _leave_meta(name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"'{name}' is on the meta device and has hooks, which it would lose; register them "
+            "once the model is filled"
+        )
     kind, attributes = type(parameter), vars(parameter)
     freed = nn.Parameter(freed_like(parameter, device=device), parameter.requires_grad)
     try:
