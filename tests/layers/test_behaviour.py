@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.checks import error_of
 from tests.layers.small import Block, K, N, built, cut, cut_of, drawn, joined_world, outcome, tokens
-from tests.on_ranks import compiled_on_last_rank, on_ranks
+from tests.on_ranks import on_ranks
 from tests.ops.parallel_cases import close, equal
 from tpkernels import (
     ColumnParallelLinear,
@@ -43,7 +43,7 @@ compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
 def test_compiled_layers_equal_eager_ones_at_any_number_of_tokens():
     block = built()
     torch._dynamo.reset()
-    whole = compiled_on_last_rank(block, dynamic=True)
+    whole = compiled(block, dynamic=True)
     for x in (cut(0)(drawn((rows, 3, K), rows)) for rows in (8, 16)):
         assert close(outcome(whole, block, x), outcome(block, block, x), 1e-6)
 

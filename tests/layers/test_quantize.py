@@ -12,7 +12,7 @@ import torch
 from tests.layers.small import cut, drawn, joined_world, outcome
 from tests.layers.worlds import posing
 from tests.models.small import CONFIGS
-from tests.on_ranks import compiled_on_last_rank, on_ranks
+from tests.on_ranks import on_ranks
 from tests.ops.parallel_cases import equal
 from tests.products import once
 from tests.segments import tp_invariance
@@ -208,7 +208,7 @@ def test_compiled_in_one_graph_a_block_computes_the_same(recipe, fused):
     x = cut(0)(drawn((8, 2, 32), 1))
     torch._dynamo.reset()
     found = []
-    for run in (layer, compiled_on_last_rank(layer)):
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         matrices = [parameter for parameter in layer.parameters() if fused and parameter.ndim == 2]
         for parameter in matrices:
             parameter.main_grad = torch.zeros_like(parameter)

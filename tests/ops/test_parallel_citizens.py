@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import opcheck
 
-from tests.on_ranks import compiled_on_last_rank, on_ranks
+from tests.on_ranks import on_ranks
 from tests.ops.parallel_behaviour import block, mlp, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, close, leaf, prepare, shard
 from tests.products import once
@@ -138,12 +138,12 @@ def row(x: Tensor, w: Tensor, w2: Tensor, **options: Any) -> Tensor:
 
 
 def unlike_compiled(function: Callable[..., Tensor], operands: Sequence[Sequence[Tensor]]) -> list[str]:
-    """Which of y, gradients and bytes saved for backward are others on the last rank, under torch.compile.
+    """Which of y, gradients and bytes saved for backward are others under torch.compile than eagerly.
 
     operands: of calls that one graph serves; their `requires_grad` counts
     """
     torch._dynamo.reset()
-    compiled = compiled_on_last_rank(function, dynamic=len(operands) > 1 or None)
+    compiled = torch.compile(function, fullgraph=True, dynamic=len(operands) > 1 or None, backend="aot_eager")
     wrong = []
     for given in operands:
         found = []
@@ -305,7 +305,7 @@ def unlike_main_grads(
     wrong = []
     torch._dynamo.reset()
     eager = partial(model, **options)
-    compiled = compiled_on_last_rank(eager, dynamic=True, backend=backend)
+    compiled = torch.compile(eager, fullgraph=True, dynamic=True, backend=backend)
     for x_needs, up_needs in needs:
         expected, ours = (_accumulated(function, x_needs, up_needs) for function in (eager, compiled))
         if not close(ours, expected, 1e-6):

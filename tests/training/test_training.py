@@ -20,7 +20,7 @@ from tests.checks import error_of
 from tests.layers.test_watch import every
 from tests.layers.worlds import posing
 from tests.on_ranks import on_ranks
-from tests.products import once, once_then_pairs
+from tests.products import once
 from tests.training.small import TINY, config_for, losses_of, trainer_for
 from tpkernels import GPT, manual_seed
 from tpkernels.buckets import gradients as buckets_module
@@ -184,7 +184,7 @@ ROUTES = {  # ranks and tensor-parallel ranks: at home, and abroad
 }
 
 
-@once_then_pairs(route=ROUTES, dtype=[torch.float32, torch.bfloat16, torch.float64], steps=[3, 0])
+@once(route=ROUTES, dtype=[torch.float32, torch.bfloat16, torch.float64], steps=[3, 0])
 def test_there_and_back_goes_on_to_the_digit(route, dtype, steps, text, tmp_path, request):
     (ranks, tensor), (others, other_tensor) = route
     home, abroad = (request.getfixturevalue(f"ranks{count}") for count in (ranks, others))
