@@ -1,12 +1,14 @@
-"""Sentences of README and docs that a reader would stumble over: `python -m tests.prose`.
+"""Sentences of pages and docstrings that a reader would stumble over: `python -m tests.prose`.
 
-It reads paragraphs and list items, not code, tables, headings or generated pages. It refuses words of
-`UNCLEAR`, sentences of more than `MOST_WORDS`, and pages where more than `LONG_SHARE` of the sentences have
-more than `LONG_WORDS`, or more than `PASSIVE_SHARE` are passive.
+It reads README and docs, and docstrings of public names of the package; not code, tables, headings or
+generated pages. It refuses words of `UNCLEAR`, sentences of more than `MOST_WORDS`, first sentences of
+docstrings with more than `LONG_WORDS`, and pages where more than `LONG_SHARE` of the sentences have more than
+`LONG_WORDS`, or more than `PASSIVE_SHARE` are passive.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -35,6 +37,20 @@ FENCES = re.compile(r"^```.*?^```\s*?$", re.MULTILINE | re.DOTALL)
 MARKUP = re.compile(r"!?\[([^]]*)\]\([^)]*\)")
 ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+", re.MULTILINE)
 END = re.compile(r"(?<=[.!?:;])[\"')*_`]*\s+(?=[\"'(*_`]*[A-Z0-9`])")
+ARGUMENT = re.compile(
+    r"^[a-z_]\w*(?:, [a-z_]\w*)*: ", re.MULTILINE
+)  # begins a line such as "x: (tokens, features)"
+NO_SENTENCE = re.compile(
+    r"^(?:.*\S {3,}\S.*|>>> .*(?:\n(?!\n).*)*)$", re.MULTILINE
+)  # rows of tables, and doctests
+UNREAD = {
+    "dispatch",
+    "gate",
+    "kernels",
+    "ops",
+    "pictures",
+}  # rooms whose docstrings have faults still
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 GENERATED = {
     "measured-kernels.md",
     "models-supported.md",
@@ -61,16 +77,21 @@ def sentences(text: str) -> list[str]:
     return found
 
 
+def sentence_faults(sentence: str) -> Iterator[str]:
+    """What is wrong with a sentence, a line each."""
+    start = " ".join(sentence.split()[:8])
+    if (count := len(sentence.split())) > MOST_WORDS:
+        yield f"{count} words, at most {MOST_WORDS}: {start} ..."
+    lowered = sentence.lower()
+    for words, better in UNCLEAR.items():
+        if words in lowered and re.search(rf"\b{words}\b", sentence, re.IGNORECASE):
+            yield f"{words!r} ({better}): {start} ..."
+
+
 def faults(text: str) -> Iterator[str]:
     """What is wrong with a page, a line each."""
     found = sentences(text)
-    for sentence in found:
-        start = " ".join(sentence.split()[:8])
-        if (count := len(sentence.split())) > MOST_WORDS:
-            yield f"{count} words, at most {MOST_WORDS}: {start} ..."
-        for words, better in UNCLEAR.items():
-            if re.search(rf"\b{words}\b", sentence, re.IGNORECASE):
-                yield f"{words!r} ({better}): {start} ..."
+    yield from (fault for sentence in found for fault in sentence_faults(sentence))
     if len(found) < FEW_SENTENCES:
         return
     long = sum(len(sentence.split()) > LONG_WORDS for sentence in found) / len(found)
@@ -81,9 +102,36 @@ def faults(text: str) -> Iterator[str]:
         yield f"{passive:.0%} of its sentences are passive, at most {PASSIVE_SHARE:.0%}"
 
 
+def modules() -> list[Path]:
+    """The modules of the package whose docstrings are read."""
+    package = ROOT / "tpkernels"
+    return [
+        path for path in sorted(package.rglob("*.py")) if path.relative_to(package).parts[0] not in UNREAD
+    ]
+
+
+def docstrings(source: str) -> Iterator[tuple[str, str]]:
+    """Yield name and docstring of a module, as "", and of its public classes and functions."""
+    for node in ast.walk(ast.parse(source)):
+        name = getattr(node, "name", "")
+        if isinstance(node, DOCUMENTED) and name[:1] != "_" and (text := ast.get_docstring(node)):
+            yield name, text
+
+
+def docstring_faults(text: str) -> Iterator[str]:
+    """What is wrong with a docstring, a line each."""
+    found = sentences(ARGUMENT.sub("\n\n", NO_SENTENCE.sub("", text)))
+    if found and (count := len(found[0].split())) > LONG_WORDS and text.startswith(found[0][:20]):
+        yield f"{count} words, at most {LONG_WORDS} in a first sentence: {found[0][:60]} ..."
+    yield from (fault for sentence in found for fault in sentence_faults(sentence))
+
+
 def main() -> int:
-    """Print each fault with its page; 1 if there is one."""
+    """Print each fault with its page or module; 1 if there is one."""
     found = [f"{page.relative_to(ROOT)}: {fault}" for page in pages() for fault in faults(page.read_text())]
+    for module in modules():
+        for name, text in docstrings(module.read_text()):
+            found += [f"{module.relative_to(ROOT)}: {name}: {fault}" for fault in docstring_faults(text)]
     for line in found:
         print(line)
     return int(bool(found))

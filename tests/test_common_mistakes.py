@@ -120,7 +120,7 @@ def one_rank_of_four() -> Iterator[Mistake]:
     yield lambda: parallelize(model), "none of its layers is known by name", "see docs/huggingface.md"
     yield lambda: parallelize(column, plan={"": "column"}), "fits no module", "there are "
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    yield lambda: parallelize(model, plan={"0": "head"}), "one has '0.weight'", "call parallelize first, then"
+    yield lambda: parallelize(model, plan={"0": "head"}), "optimizer has '0.weight'", "parallelize first,"
     del optimizer
     yield lambda: DistributedDataParallel(column), "average different shards", 'state.process_group("dp")'
     yield (
@@ -155,7 +155,7 @@ def two_ranks(folder: Path) -> Iterator[Mistake]:
     )
     yield (
         lambda: clip_grad_norm_(norm.parameters(), 1.0),
-        "other gradients of it",
+        "different gradients",
         "call finalize_gradients(model",
     )
     yield (

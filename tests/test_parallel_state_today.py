@@ -334,4 +334,4 @@ def test_ranks_agree_on_megatrons_arguments(ranks2):
     assert "get_embedding_ranks: expected None" in first[2][1]
     assert "rank 0 asked for initialize_model_parallel(tensor_model_parallel_size=2), but" in first[3][1]
     assert "rank 1 asked for parallel_state.initialize_model_parallel(tensor_mod" in first[3][1]
-    assert "no timeout= beside it" in first[4][1]
+    assert "no timeout= with it" in first[4][1]

@@ -1,4 +1,4 @@
-"""README and docs keep to the rules of `tests/prose.py`, and its rules see what is planted."""
+"""README, docs and docstrings keep to the rules of `tests/prose.py`, and its rules see what is planted."""
 
 import pytest
 
@@ -42,3 +42,27 @@ def test_planted_sentence_is_found(text, fault):
 )
 def test_what_is_no_sentence_or_plain_is_left_alone(text):
     assert list(prose.faults(text)) == []
+
+
+@pytest.mark.parametrize("module", prose.modules(), ids=lambda module: f"{module.parent.name}/{module.name}")
+def test_docstrings_read_plainly(module):
+    texts = prose.docstrings(module.read_text())
+    assert [(name, fault) for name, text in texts for fault in prose.docstring_faults(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('"""' + "word " * prose.LONG_WORDS + 'more."""', ["", "words, at most 25 in a first sentence"]),
+        ('def f():\n    """Short.\n\n    Ranks lie beside it.\n    """', ["f", "'beside'"]),
+        ('class A:\n    """Short.\n\n    x: ' + "word " * 41 + '\n    """', ["A", "41 words, at most 40"]),
+        ('def _f():\n    """Ranks lie beside others."""', []),
+        ('def f():\n    """Short.\n\n    a   beside b\n    >>> beside()\n    1\n    """', []),
+    ],
+    ids=["first", "word", "argument", "private", "table and doctest"],
+)
+def test_planted_docstring_is_found(source, found):
+    texts = prose.docstrings(source)
+    faults = [(name, fault) for name, text in texts for fault in prose.docstring_faults(text)]
+    assert len(faults) == bool(found)
+    assert all(name == found[0] and found[1] in fault for name, fault in faults)

@@ -1,8 +1,7 @@
-"""A child process that cannot hold up who started it, whatever it does, and how one that ended is told.
+"""A child process that cannot block its parent, and the words for how it ended.
 
-It reads and writes files without a name: no pipe can be full, or stay open in a grandchild. The parent asks
-whether it has ended and what it has written, and never waits for either; at the end its process group is
-killed.
+It reads and writes files without a name: no pipe can be full, or stay open in a grandchild. The parent polls
+its end and its output, and never waits for either; at the end the child's process group is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def ending(code: int) -> str:
-    """How a process of this exit code ended.
+    """Return in words how a process with this exit code ended.
 
     >>> ending(7), ending(-9), ending(-40)
     ('with exit code 7', 'by SIGKILL', 'by signal 40')
@@ -37,7 +36,7 @@ def ending(code: int) -> str:
 
 
 def end_with_parent() -> None:
-    """On Linux, be killed when the thread that started this process has ended, even while stopped."""
+    """On Linux, let the kernel kill this process, even if stopped, when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
 
@@ -46,7 +45,7 @@ def end_with_parent() -> None:
 def started(
     command: Sequence[str], text: str = "", environment: Mapping[str, str] | None = None
 ) -> Iterator[Child]:
-    """A child with this text on its stdin. OSError where no process or file can be made."""
+    """Start a child with this text on its stdin; OSError if no process or file can be made."""
     with TemporaryFile() as asked, TemporaryFile() as told, TemporaryFile() as errors:
         asked.write(text.encode())
         asked.seek(0)
@@ -66,7 +65,7 @@ def started(
 
 
 class Child:
-    """What a parent may do with its child without waiting for it."""
+    """A parent's view of its child, without waits."""
 
     def __init__(self, process: subprocess.Popen[bytes], told: IO[bytes], errors: IO[bytes]) -> None:
         self._process = process
@@ -77,7 +76,7 @@ class Child:
         self._unfinished = b""
 
     def ended(self) -> bool:
-        """Whether it has; it is not reaped yet, so that its number still belongs to its group."""
+        """Whether the child has ended; it is not reaped yet, so its number still belongs to its group."""
         if self._process.returncode is not None:
             return True
         try:
@@ -87,14 +86,14 @@ class Child:
             return True
 
     def lines(self) -> list[str]:
-        """Those that it has finished since the last call."""
+        """Return the complete lines of output since the last call."""
         new = os.pread(self._told.fileno(), 1 << 20, self._position)  # `read` would move where it writes
         self._position += len(new)
         *finished, self._unfinished = (self._unfinished + new).split(b"\n")
         return [line.decode(errors="replace") for line in finished]
 
     def lines_until_end(self, seconds: float = inf) -> Iterator[str]:
-        """All lines that it finishes, as they come; TimeoutError once it has run for so long."""
+        """Yield complete lines of output as they come; TimeoutError after `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             ended = self.ended()  # asked first, so that no line is missed
@@ -108,13 +107,13 @@ class Child:
             time.sleep(POLL_SECONDS)
 
     def last_words(self, count: int = 1) -> str:
-        """The last lines on its stderr: of a Python program that failed, its exception."""
+        """Return the last lines on stderr: of a failed Python program, its exception."""
         start = max(0, os.fstat(self._errors.fileno()).st_size - WORDS)
         tail = os.pread(self._errors.fileno(), WORDS, start).decode(errors="replace")
         return "; ".join([line.strip() for line in tail.splitlines() if line.strip()][-count:])
 
     def end(self) -> int | None:
-        """Kill its group; its exit code, as `subprocess` has it, or None if it cannot be made to end."""
+        """Kill the child's group; return its exit code, as in `subprocess`, or None if it does not end."""
         if self._process.returncode is None:
             self.ended()  # looks whether it is still this process's to reap
             if not self._reaped_elsewhere:

@@ -1,4 +1,4 @@
-"""Finds the C++ extension, and loads it only if it was built for the torch that runs."""
+"""Finds the C++ extension, and loads it only if it was built for the running torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Extension:
 
 @cache
 def extension() -> Extension:
-    """Load the extension, once; say what became of it. Builds nothing."""
+    """Load the extension once, without building it; return its state."""
     library = installed_library() or library_of_first_use()
     try:
         exists = library is not None and library.exists()
@@ -53,24 +53,24 @@ def extension() -> Extension:
 
 
 def steps() -> Any:
-    """The steps of calls in C++, see `csrc/python_module.h`; None where Python does them."""
+    """Return the C++ functions for steps of calls, see `csrc/python_module.h`; None: Python does them."""
     return extension().module
 
 
 def installed_library() -> Path | None:
-    """What the install has built: beside this code, and of no other install that Python would find."""
+    """Return the library that the install has built next to this code, and no other install's."""
     spec = PathFinder.find_spec("tpkernels._C", [str(_PACKAGE)])
     return Path(spec.origin) if spec and spec.origin else None
 
 
 def sources() -> Path:
-    """The folder of the C++ sources: in the package, or beside it in a checkout."""
+    """Return the folder of the C++ sources: in the package, or next to it in a checkout."""
     shipped = _PACKAGE / "csrc"
     return shipped if shipped.exists() else _PACKAGE.parent / "csrc"
 
 
 def library_of_first_use() -> Path | None:
-    """Where the first use puts the extension: by torch, Python, machine and text of the sources."""
+    """Return the path of the extension built at first use, by torch, Python, machine and source text."""
     folder = cache_folder()
     if folder is None or not sources().exists():
         return None
@@ -108,7 +108,7 @@ def load(library: Path) -> Extension:
 
 
 def _python_module(library: Path) -> Any:
-    """The Python module in a library that is loaded; None if it was built without Python's headers.
+    """Return the Python module in a loaded library; None if it was built without Python's headers.
 
     Also None without the GIL, which its borrowed references need.
     """

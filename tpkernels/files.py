@@ -11,7 +11,7 @@ from typing import Any
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The content of a regular file; ValueError for others, such as a FIFO, on which a reader could hang."""
+    """Return the content of a regular file; ValueError for others, such as a FIFO, which could block."""
     # checked after opening, so that it cannot be replaced in between
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -27,7 +27,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def parsed(text: str) -> Any:
-    """The value of a JSON text; ValueError if it is no JSON, or nested too deeply."""
+    """Return the value of a JSON text; ValueError if it is no JSON, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -37,7 +37,7 @@ def parsed(text: str) -> Any:
 def clear(path: Path) -> None:
     """Remove the temporary file or folder that a run left when it ended early.
 
-    A symbolic link is refused: its target may be somebody else's.
+    A symbolic link is refused: its target may belong to others.
     """
     if path.is_symlink():
         raise FileExistsError(f"expected no symbolic link at {path}; remove it, nothing was written")
@@ -64,7 +64,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def unused(path: Path) -> Path:
-    """The path, or the path with a number, that does not exist yet."""
+    """Return the path, or the path with a number, that does not exist yet."""
     number, candidate = 1, path
     while os.path.lexists(candidate):
         number += 1
@@ -73,7 +73,7 @@ def unused(path: Path) -> Path:
 
 
 def cache_folder() -> Path | None:
-    """TPKERNELS_CACHE_DIR, or else tpkernels in the user's cache folder; None if there is no home."""
+    """Return TPKERNELS_CACHE_DIR, or tpkernels in the user's cache folder; None without a home folder."""
     if chosen := os.environ.get("TPKERNELS_CACHE_DIR"):
         return Path(chosen)
     if shared := os.environ.get("XDG_CACHE_HOME"):

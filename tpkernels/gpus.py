@@ -1,4 +1,4 @@
-"""What is known of GPUs without having one: names, and the rates of data sheets."""
+"""Names of GPUs, and the rates of their data sheets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class RatedGpu(Gpu):
-    """With what its data sheet allows. Bytes a second are of one direction."""
+    """A GPU with the rates of its data sheet; bytes a second are of one direction."""
 
     processors: int  # streaming multiprocessors
     flops: float  # dense bf16 products
@@ -25,7 +25,7 @@ class RatedGpu(Gpu):
     network: float  # to other nodes: one adapter for each GPU, as in NVIDIA's own machines
 
     def floor(self, flops: float, traffic: float) -> float:
-        """Seconds that no kernel can go below."""
+        """Return a lower bound of a kernel's seconds."""
         return max(flops / self.flops, traffic / self.bytes)
 
 

@@ -1,4 +1,4 @@
-"""Public names that are imported when they are first used, each said once: in the package's stub."""
+"""Imports public names at their first use; the package's stub lists each name once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _IMPORT = re.compile(r"^from (\S+) import \(?\s*(\w+) as \w+", re.MULTILINE)
 
 
 def homes_in_stub(init: str) -> Mapping[str, str]:
-    """Public names -> the module to import each from, as the stub beside an `__init__.py` says.
+    """Return the module of each public name, from the stub next to an `__init__.py`.
 
     Type checkers read the stub itself, and so see the same names.
 

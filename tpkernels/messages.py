@@ -1,4 +1,4 @@
-"""What an error says first: where ranks differ, and why a transfer failed, without the words of a backend."""
+"""Texts for errors: where ranks differ, and why a transfer failed, without a backend's internals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHATTER: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def cause_of(error: object) -> str:
-    """What a backend says, without places in its source, back traces and addresses.
+    """Return a backend's message without places in its source, back traces and addresses.
 
     >>> cause_of(RuntimeError("[/pytorch/gloo/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:213"))
     'Connection closed by peer [127.0.0.1]:213'
@@ -32,7 +32,7 @@ def cause_of(error: object) -> str:
 
 
 def difference(calls: Sequence[str]) -> tuple[str, list[str]]:
-    """(which argument of the calls differs first, what each has there), both short.
+    """Return the first argument in which the calls differ, and its value in each call, both short.
 
     calls: in Python's words. Texts that are no calls of one function differ as a whole: the argument is ""
 
@@ -61,7 +61,7 @@ def difference(calls: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def short(call: str) -> str:
-    """A call, or of a long one the function's name.
+    """Return a call, shortened to the function's name if it is long.
 
     >>> short(f"parallelize({'plan, ' * 100})")
     'parallelize(...)'
@@ -70,7 +70,7 @@ def short(call: str) -> str:
 
 
 def quoted(texts: Sequence[str]) -> list[str]:
-    """Texts as they are, or of long ones how they begin, and what is about the first place that differs."""
+    """Return short texts, or of long texts the beginning and the surroundings of the first difference."""
     if max(map(len, texts)) <= LONGEST:
         return list(texts)
     alike = takewhile(lambda letters: len({*letters}) == 1, zip(*texts, strict=False))

@@ -1,4 +1,4 @@
-"""What all ranks find alike is said by one of them: of the world, or of each machine."""
+"""Reports findings of all ranks once: from one rank of the world, or of each machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _of_parent: list[Store] = []  # a fork must not use its parent's connection
 
 
 def is_first_to_say(text: str, place: str = "") -> bool:
-    """Whether no other rank has said so before at this place; nobody waits.
+    """Whether no other rank has reported this text at this place before; does not wait.
 
     Without a process group the first rank of a machine says everything.
     """
@@ -38,13 +38,13 @@ def is_first_to_say(text: str, place: str = "") -> bool:
 
 
 def warn(text: str, *, stacklevel: int) -> None:
-    """`warnings.warn`, once a machine of what several of its ranks would say."""
+    """Call `warnings.warn` on one rank of each machine."""
     if is_first_to_say(text, socket.gethostname()):
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 def logger_of_machine(name: str) -> logging.Logger:
-    """A logger whose every line is written by one rank of a machine."""
+    """Return a logger that writes each line on one rank of a machine."""
     logger = logging.getLogger(name)
     logger.addFilter(_is_for_us)
     return logger

@@ -1,9 +1,9 @@
 """TP-invariance: the same bits at every tensor-parallel size.
 
-What is split over tensor-parallel ranks is cut into `segments` parts of fixed sizes, of which a rank of R has
-segments / R neighbours. Each part is computed as a rank of `segments` ranks would, by the same calls, and
-parts are added in one binary tree, first a rank's own, then those of the ranks. So neither a call nor the
-order of a sum depends on R. A tree has such subtrees for all R only if `segments` is a power of two.
+Dimensions split over R tensor-parallel ranks are divided into `segments` of fixed sizes; each rank has
+segments / R neighbouring ones. Each segment is computed by the same calls as on a rank of `segments` ranks.
+Partial sums are added in one binary tree, first a rank's own, then those of the ranks. So neither a call nor
+the order of a sum depends on R. A tree has such subtrees for all R only if `segments` is a power of two.
 
 TPKERNELS_TP_INVARIANT=8, read when this module is imported, or `tp_invariant(segments=8)` turns it on.
 """
@@ -24,23 +24,23 @@ T = TypeVar("T", bound=Any)
 
 @dataclass
 class Mode:
-    """Of the process. segments: 0: off; used_by: what was built or computed with it, after which it stays"""
+    """The mode of the process. segments: 0: off; used_by: the first user, which fixes the mode"""
 
     segments: int = 0
     used_by: str = ""
 
     @property
     def described(self) -> str:
-        """What ranks compare, beside what else they ask for."""
+        """The mode as text, which ranks compare with their requests."""
         return f" and {VARIABLE}={self.segments}" if self.segments else ""
 
     def fix(self, user: str) -> int:
-        """The segments, which stay from now on."""
+        """Fix the mode for the rest of the process; return the segments."""
         self.used_by = self.used_by or user
         return self.segments
 
     def own_segments(self, user: str, ranks: int) -> int:
-        """How many parts each of so many ranks has: 0 if the mode is off; an error if they do not divide."""
+        """Return the segments of each of `ranks` ranks, or 0 if off; raise if ranks do not divide them."""
         segments = self.fix(user)
         if segments % ranks:
             raise ValueError(
@@ -72,9 +72,9 @@ mode = Mode(_of_environment())
 
 
 def tp_invariant(segments: int = 8) -> None:
-    """From now on compute the same bits at every tensor-parallel size that divides `segments`; 0: do not.
+    """Make later results bitwise equal at every tensor-parallel size that divides `segments`; 0: off.
 
-    Called on all ranks alike, before groups and layers are made. They keep what they were made with.
+    Called on all ranks alike, before groups and layers are made; these keep their mode.
     """
     segments = _checked(segments, "tp_invariant")
     if mode.used_by and segments != mode.segments:
@@ -86,9 +86,9 @@ def tp_invariant(segments: int = 8) -> None:
 
 
 def tree_sum(parts: Iterable[T], add: Callable[[T, T], T] = operator.add) -> T:
-    """The sum of a power of two of parts: neighbours first, then neighbours of these sums, and so on.
+    """Add up a power of two of parts: neighbours first, then neighbouring sums, and so on.
 
-    Parts may be made one by one: 8 are never there at once, but 4 at most.
+    Parts may be made one by one: of 8 parts at most 4 sums are in memory.
 
     >>> tree_sum("abcd", lambda one, other: f"({one} {other})")
     '((a b) (c d))'

@@ -161,7 +161,7 @@ def test_failure_is_the_error_of_all_who_waited(library):
     with RankPool(4) as own:
         answers = own.run(built_by_many, library, FAILS)
     failure = library.with_name("failure.txt")
-    text = f"all.cpp:1: error: no such header (all that was said is in {failure})"
+    text = f"all.cpp:1: error: no such header (the full output is in {failure})"
     assert answers == [("CannotBuild", text, False)] * 4
     assert failure.read_text() == "all.cpp:1: error: no such header\nand more of it\n"
     assert len(builders(library)) == 1

@@ -65,7 +65,7 @@ def test_best_is_the_first_that_fits_and_that_train_runs(options, capsys):
         assert best(printed) == f"tp={tensor} pp={stages} dp={data}, {numbers[-1]:.3f} s"
     else:
         assert best(printed) == (
-            "none, for no layout without pipeline stages fits; tp=8 pp=1 dp=8 lacks 12.6 GB, the least"
+            "none, because no layout without pipeline stages fits; tp=8 pp=1 dp=8 lacks 12.6 GB, the least"
         )
 
 

@@ -104,7 +104,7 @@ def declared():
     split = parallelize(stack(), plan=STACK_PLAN | halves, verify=False)
     whole, reentrant = stack(), stack()
     reentrant.checkpointing = True
-    untold = "'layers.0.attention.scale' stands beside layers that are split"
+    untold = "'layers.0.attention.scale' is next to split layers"
     of_queries, of_all = {"layers.*.attention.q_norm": "replicated"}, {"layers.*.norm1": "partial"}
     return [
         unlike(split, whole, losses_of(split), losses_of(whole)),
@@ -132,7 +132,7 @@ def refusals():
     """What is said where gradients are not summed."""
     initialize_model_parallel(2)
     torch.manual_seed(0)
-    both = "reaches both full features and, past no column, those that ranks split"
+    both = "reaches full features, and split features without a column before them"
     said = [refused("ValueError", both, parallelize, Gated(), plan={"up": "column", "down": "row"})]
     with patch.object(verify, "sum_gradients", lambda *_: None):
         said.append(refused("ValueError", "the gradient of 'layers.", parallelize, stack(), plan=STACK_PLAN))

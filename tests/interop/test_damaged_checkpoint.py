@@ -194,7 +194,7 @@ def with_an_object(folder):
     dcp.save(path, model, extra=SimpleNamespace(step=2))
     before = deepcopy(model.state_dict())
     text = refused("ValueError", "'extra' cannot be read (UnpicklingError", dcp.load, path, model)
-    assert "pass weights_only=False if you trust who wrote it" in text
+    assert "pass weights_only=False if you trust its author" in text
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     return dcp.load(path, model, weights_only=False)
 

@@ -78,7 +78,7 @@ def test_models_of_other_sizes_and_kinds_are_refused():
         parallel_state.set_tensor_model_parallel_world_size(4)
         model["other"] = ColumnParallelLinear(4, 8)
         with pytest.raises(
-            ValueError, match="'other' was built as rank 0 of 4, but the tensor-parallel group"
+            ValueError, match="'other' was built as rank 0 of 4, but in the tensor-parallel group"
         ):
             shards_of(model)
         assert shards_of(model["inner"], state)

@@ -192,7 +192,7 @@ def refusals():
     mesh = mesh_of(1, 2)
     stacked, other = toy(), stack("tied", scalar=False)
     before = [type(module) for model in (stacked, other) for module in model.modules()]
-    one_range = "plan: 'blocks.*.qkv': expected weights of which each rank holds one range of rows"
+    one_range = "plan: 'blocks.*.qkv': expected weights with one range of rows or columns on each rank"
     as_dtensor = partial(parallelize, verify=False, as_dtensor=True)
     group, plan = mesh.get_group("tp"), PLANS["as_dtensor"]
     said = [

@@ -142,7 +142,7 @@ def test_configs_of_older_and_newer_files():
         ({"model_type": "llama", **LLAMA, "rope_scaling": {"type": "linear"}}, "rope_type: expected 'def"),
         (
             {"model_type": "llama", **LLAMA, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
-            "rope_type: expected 'default', which is all that a GPT can do, got 'llama3'",
+            "rope_type: expected 'default', the only value that a GPT supports, got 'llama3'",
         ),
         ({"model_type": "gpt2", **GPT2, "activation_function": "tanh"}, "activation_function: expected one"),
         ({"model_type": "gpt2", **GPT2, "add_cross_attention": True}, "add_cross_attention: expected False"),
@@ -155,7 +155,7 @@ def test_what_a_gpt_cannot_do_is_named(theirs, text):
 
 
 def test_strange_names_are_named():
-    with pytest.raises(ValueError, match=r"got besides \['model.layers.0.mlp.router.weight'\]"):
+    with pytest.raises(ValueError, match=r"got also \['model.layers.0.mlp.router.weight'\]"):
         huggingface.from_huggingface({"model.layers.0.mlp.router.weight": torch.zeros(2)})
-    with pytest.raises(ValueError, match=r"got besides \['extra'\]"):
+    with pytest.raises(ValueError, match=r"got also \['extra'\]"):
         huggingface.to_huggingface({"extra": torch.zeros(2)})

@@ -226,7 +226,7 @@ def refusals(when):
     model, plan = unsharded("Llama")
     initial = {"path_initial_model_for_weight_conversion": "initial"}
     refused = {
-        "expected None, for it loads full factors": partial(
+        "expected None, because it loads full factors": partial(
             with_lora("Llama", when).save_pretrained, "nowhere", **initial
         ),
         "expected plain LoRA, got Dora": partial(with_lora, "Llama", when, use_dora=True),

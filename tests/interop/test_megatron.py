@@ -76,9 +76,9 @@ def test_names_of_megatron_core():
 
 
 def test_strange_names_are_named():
-    with pytest.raises(ValueError, match=r"got besides \['decoder.layers.0.mlp.router.weight'\]"):
+    with pytest.raises(ValueError, match=r"got also \['decoder.layers.0.mlp.router.weight'\]"):
         from_megatron({"decoder.layers.0.mlp.router.weight": torch.zeros(2)}, num_heads=2)
-    with pytest.raises(ValueError, match=r"all parts of each, got besides \['blocks.0.attention.qkv.query"):
+    with pytest.raises(ValueError, match=r"all parts of each, got also \['blocks.0.attention.qkv.query"):
         to_megatron({"blocks.0.attention.qkv.query.weight": torch.zeros(4, 2)}, num_heads=2)
     with pytest.raises(ValueError, match=r"expected at least 9 rows, got \(8, 2\)"):
         from_megatron({"output_layer.weight": torch.zeros(8, 2)}, num_heads=2, vocab_size=9)

@@ -115,11 +115,11 @@ def refuse():
         (model, {"*.out": Split("row", unit=16)}, "'blocks.0.out': expected in_features that 2 ranks x"),
         (model, {"blocks.?": Divided("height")}, "'blocks.0.height': expected a number that 2 ranks"),
         (hooked, PLAN, "'head': expected a module without hooks or"),
-        (bare, {"embed": "embedding"}, "'head' shares a weight with 'embed', and must be split as that is"),
+        (bare, {"embed": "embedding"}, "'head' shares a weight with 'embed', and must be split like it"),
         (toy(seed=rank), PLAN, "'embed.weight': expected the same weights on all tensor-parallel ranks"),
         (outer, of_outer, f"{wrapped} 'module.embed.weight'"),
         (inner, PLAN, f"{wrapped} 'embed.weight', and"),
-        (stepped, PLAN, "expected a model without optimizer, but one has 'embed.weight', and would go on"),
+        (stepped, PLAN, "expected a model without optimizer, but an optimizer has 'embed.weight', and would"),
         (model, PLAN if rank else {"head": "head"}, "ranks disagree"),
         (*unlike, "ranks disagree"),
     ]

@@ -306,13 +306,13 @@ def refusals():
     before = deepcopy(crooked.state_dict())
     style = "'layers.5.down_proj': expected a style among all_reduce, colwise"
     nameless = "the model brings none and none of its layers is known by name"
-    unlike = "the split model does not do what the unsharded one does"
+    unlike = "the split model computes something else than the unsharded model"
     said = [
         refused("ValueError", style, parallelize, strange),
         refused("ValueError", nameless, parallelize, narrow),
         refused("ValueError", unlike, parallelize, crooked),
     ]
-    assert "that were tried splits Crooked rightly. Pass a plan" in said[2][:100]
+    assert "that were tried splits Crooked correctly. Pass a plan" in said[2][:100]
     uncalled = Asking().double(), {"plan": {"mlp.fc1": "column", "mlp.fc2": "row"}}
     unrunnable = "the unsharded model does not run with these inputs. Call it with them"
     cases = [
@@ -330,7 +330,7 @@ def refusals():
         assert (error, lead in text[:200]) == ("NotCompared", True), text
         said.append(text)
     assert "with ((3, 5),) it raises TypeError" in said[3]
-    assert "'mlp.middle.weight' stands beside layers that are split" in said[4]
+    assert "'mlp.middle.weight' is next to split layers" in said[4]
     assert "got 'sideways'" in said[0]
     assert all(torch.equal(tensor, before[name]) for name, tensor in crooked.state_dict().items())
     assert torch.is_tensor(crooked(IDS))

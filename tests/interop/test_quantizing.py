@@ -201,7 +201,7 @@ def refusals():
     model, unlike = toy().float(), rowwise if dist.get_rank() else Recipe.blockwise()
     ends, wrong = {"embed": "embedding", "head": "head"}, {**PLAN, "blocks.*.down": "row_of_full"}
     recipes = "parallelize: expected quantize=tpkernels.Recipe.rowwise(), .blockwise() or None"
-    layers = "quantize: expected a plan that splits linear layers besides the head"
+    layers = "quantize: expected a plan that splits linear layers other than the head"
     differ = "ranks disagree on quantize.scaling of parallelize: rank 0 has 'blocks'; rank 1 has 'rows'"
     said = [
         refused("TypeError", recipes, parallelize, model, plan=PLAN, quantize="rowwise"),

@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_alike():
     in_fp8 = {"weight": torch.zeros(4, dtype=torch.float8_e4m3fn)}
     in_whole_numbers = {"weight": torch.zeros(4, dtype=torch.int32)}
     calls = {
-        "has besides ['blocks.2.attention.qkv.query.weight', ": (model, deep),
+        "has also ['blocks.2.attention.qkv.query.weight', ": (model, deep),
         "and lacks ['norm.weight']": (model, lacking),
         "'blocks.0.mlp.up.weight': expected (24, 16)": (model, wide),
         "pass cast=True to convert": (model, half),
@@ -321,7 +321,7 @@ def refusals_of_shards(rank):
         "'embed' and 'head' are one memory, at": (both, overlapping),
         "several elements of 'weight' are one memory": (here, {"weight": expanded}),
         "elements of 'weight' are one memory, as": (here, {"weight": torch.zeros(5).unfold(0, 2, 1)}),
-        "'' (Scaled) has state beside its tensors": (Scaled(2, 4, bias=False), {"weight": full}),
+        "'' (Scaled) has extra state, such as": (Scaled(2, 4, bias=False), {"weight": full}),
         "'' has an adapter of peft merged": (merged, {"weight": full}),
         "'weight' is quantized by bitsandbytes": (quantized, {"weight": full}),
         "expected plain numbers, got Tensor torch.sparse_coo": ({"weight": sparse}, {"weight": full}),
@@ -417,7 +417,7 @@ def test_options_move_but_those_of_how_an_optimizer_steps():
     assert group["lr"] is not kept.param_groups[0]["lr"]
     assert [float(resumed.state[parameter]["step"]) for parameter in theirs.parameters()] == [1, 1]
     sharding = Sharding(theirs.parameters())
-    assert refused("ValueError", "Sharding keeps its state in another optimizer", move, kept, sharding)
+    assert refused("ValueError", "got Sharding, which keeps it in another optimizer", move, kept, sharding)
     kept.param_groups[0]["what"] = lambda: rank  # which no other process can take
     assert refused("RuntimeError", "pickle", move, kept, resumed)
     del kept.param_groups[0]["what"]
@@ -456,8 +456,8 @@ def test_optimizers_that_do_not_fit_are_refused_on_all_ranks_alike():
     said = [
         refused("ValueError", text, reshard, model, to=other, **optimizers)
         for text, optimizers in {
-            "to_optimizer: expected one on at least one rank": {"optimizer": optimizer},
-            ": optimizer: expected one": {"to_optimizer": resumed},
+            "to_optimizer: expected an optimizer on at least one rank": {"optimizer": optimizer},
+            ": optimizer: expected an optimizer": {"to_optimizer": resumed},
             "parameter groups of [21] parameters": {"optimizer": optimizer, "to_optimizer": one_group},
             "that is not a parameter of the model": {"optimizer": resumed, "to_optimizer": resumed},
         }.items()
@@ -527,7 +527,7 @@ def test_names_that_do_not_fit_are_refused_on_all_ranks_alike():
     alias["lm_head.weight"] = alias["transformer.wte.weight"]
     calls = {
         "'lm_head.weight': expected (37, 16) in `to`, got (38, 16)": (model, wrong, "huggingface"),
-        "`to` has besides ['model.extra'], and lacks nothing": (model, surplus, "huggingface"),
+        "`to` has also ['model.extra'], and lacks nothing": (model, surplus, "huggingface"),
         "and lacks ['embedding.word_embeddings.weight'": (model, theirs, "megatron"),
         "to take the numbers of heads from": (shards_of(model), theirs, "megatron"),
         "names: expected one of own, huggingface, megatron": (model, theirs, "vllm"),

@@ -206,7 +206,7 @@ def test_what_cannot_be_freed_is_refused_and_a_failure_says_that_weights_are_los
     second.data = both[first.numel() :].view(second.shape)
     mesh, state = init_device_mesh("cpu", (2,)), over(2)
     calls = {
-        "'embedding.weight' shares memory with what lies beside it": (flat, other),
+        "'embedding.weight' shares memory with the rest of its buffer": (flat, other),
         "is a DTensor": (fully_shard(nn.Linear(4, 4), mesh=mesh), nn.Linear(4, 4)),
         "which is freed": (model, model),
     }

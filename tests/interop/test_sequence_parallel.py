@@ -63,15 +63,15 @@ def refusals():
     flat = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     each_once = "expected one call of each of the layers 'layers.0' to 'layers.1', in this order"
     random = "'layers.0.between' draws random numbers for hidden states"
-    beside = "'layers.0.between.conv.weight' is in a layer, but not beside columns and rows"
+    beside = "'layers.0.between.conv.weight' is in a layer, but not next to columns and rows"
     odd = "a number of tokens that 2 ranks divide, for sequence_parallel, got 5 in 'layers.0'"
     no_list = "expected all columns and rows in layers of an nn.ModuleList, got '0'"
     said = [
         refused("ValueError", random, shared, "dropout"),
         refused("ValueError", beside, shared, "convolution"),
-        refused("ValueError", "the split model does not do what the unsharded one does", shared, "mean"),
+        refused("ValueError", "split model computes something else than the unsharded", shared, "mean"),
         refused("ValueError", each_once, shared, "backward"),
-        refused("ValueError", "expected layers of their own in 'layers', got one twice", shared, "twice"),
+        refused("ValueError", "expected distinct layers in 'layers', got one twice", shared, "twice"),
         refused("ValueError", "expected a verify that is not False", shared, verify=False),
         refused("ValueError", odd, shared, verify=(ODD[0],)),
         refused("ValueError", no_list, parallelize, flat, plan=of_flat, sequence_parallel=True),
@@ -88,7 +88,7 @@ def faults_seen():
     """The comparison refuses what would be wrong."""
     initialize_model_parallel(2)
     with patch.object(sequence, "sum_gradients", lambda *_: None):
-        norms = refused("ValueError", "sequence_parallel: the split model does not", shared, "mixture")
+        norms = refused("ValueError", "sequence_parallel: the split model computes", shared, "mixture")
     assert ".weight' is off by" in norms
     with patch.object(tokens, "_gather_replicated", gather_from_sequence_region):
         return [norms, refused("ValueError", "off by", shared, "mixture")]

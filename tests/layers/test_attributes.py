@@ -116,7 +116,7 @@ def test_setting_twice_is_setting_once():
     for _ in range(2):
         set_tensor_model_parallel_attributes(weight, True, 0, 1)
     assert Attributes.of(weight) == Attributes(True, 0, 1)
-    with pytest.raises(ValueError, match=r"partition_dim: expected 0, which was said .* got 1"):
+    with pytest.raises(ValueError, match=r"expected 0, with which this tensor is marked already, got 1"):
         set_tensor_model_parallel_attributes(weight, True, 1, 1)
 
 

@@ -197,7 +197,7 @@ def test_a_home_made_optimizer_of_parameters_that_are_replaced_is_told(groups):
     holder, optimizer = Holder(list(model.parameters())), HomeMade(groups(list(other.parameters())))
     refuse_wrapped("parallelize", model)
     optimizer.groups = groups(list(model.parameters()))
-    with pytest.raises(ValueError, match="expected a model without optimizer, but one has 'weight'"):
+    with pytest.raises(ValueError, match="expected a model without optimizer, but an optimizer has 'weight'"):
         refuse_wrapped("parallelize", model)
     del optimizer.groups
     refuse_wrapped("parallelize", model)

@@ -109,7 +109,7 @@ def test_external_weight_takes_the_place_of_its_own(in_two):
     torch.testing.assert_close(y, x @ weight.t())
     y.sum().backward()
     assert weight.grad is not None
-    with pytest.raises(ValueError, match=r"expected a weight in forward, .* and has none"):
+    with pytest.raises(ValueError, match=r"expected a weight in forward: .* and has none"):
         layer(x)
 
 
@@ -148,7 +148,7 @@ def row(**options):
 
 BAD_INPUTS = {
     "column width": (lambda: column()(torch.randn(3, 5)), r"expected input \(..., 4\), got \(3, 5\)"),
-    "row width": (lambda: row()(torch.randn(3, 4)), r"expected input \(..., 2\).*=False takes the whole"),
+    "row width": (lambda: row()(torch.randn(3, 4)), r"expected input \(..., 2\).*=False takes all features"),
     "row whole width": (lambda: row(input_is_parallel=False)(torch.randn(3, 2)), r"input \(..., 4\).*=True"),
     "no dimensions": (lambda: column()(torch.tensor(1.0)), r"got \(\)"),
     "sequence": (

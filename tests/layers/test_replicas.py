@@ -129,10 +129,8 @@ def test_forgotten_finalizing_is_told_on_all_ranks(ranks4):
     assert said == [said[0]] * 4
     (kind, clip), (_, check) = said[0]
     assert kind == "RuntimeError"
-    told = "clip_grad_norm_: tensor-parallel ranks hold copies of 'norm.weight', but other gradients"
-    assert clip.startswith(
-        f"{told} of it. Likeliest is a sum that is missing: call finalize_gradients(model) "
-    )
+    told = "clip_grad_norm_: tensor-parallel ranks hold copies of 'norm.weight', but different gradients"
+    assert clip.startswith(f"{told}. Likeliest is a sum that is missing: call finalize_gradients(model) ")
     assert "check_replicas: 'norm.weight' differs" in check
 
 
@@ -146,7 +144,7 @@ def test_no_stage_waits_for_one_that_refuses():
     weight.grad = before.clone()
     words = "refused on pipeline stage 1, whose ranks say why; nothing is clipped"
     if stage == 1:
-        words = r"copies of a parameter of \(2,\), but other gradients of it. Likeliest is other data"
+        words = r"copies of a parameter of \(2,\), but different gradients. Likeliest is other data"
     with pytest.raises(RuntimeError, match=words):
         clip_grad_norm_([weight], 0.1)
     assert weight.grad.equal(before)
@@ -229,7 +227,7 @@ def test_replicas_under_fully_shard_are_summed_and_compared(drifting):
     told = pytest.raises(RuntimeError, match="check_replicas: 'weight' differs")
     with told if drifting else nullcontext():
         check_replicas(model, state=group)
-    with pytest.raises(TypeError, match="which has lost what was said of it"):
+    with pytest.raises(TypeError, match="which has lost its attributes"):
         finalize_gradients(other, state=group)
 
 

@@ -178,5 +178,5 @@ def test_what_holds_a_group_as_tp_will_do():
             world = tensor_world(SimpleNamespace(tp=held))
             assert (world.rank, world.size) == (1, 2)
         for wrong in (SimpleNamespace(tp=None), SimpleNamespace(tp=2)):
-            with pytest.raises(TypeError, match="what has one of these as its `tp`"):
+            with pytest.raises(TypeError, match="an object with such a group `tp`"):
                 tensor_world(wrong)

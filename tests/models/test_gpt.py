@@ -198,7 +198,7 @@ def test_mistakes_are_told():
             model(IDS, TARGETS[:, :7])
         with pytest.raises(ValueError, match="expected at most 8 tokens, as many as positions, got 9"):
             model(torch.zeros(1, 9, dtype=torch.long))
-        with pytest.raises(ValueError, match="at least one token to go on from"):
+        with pytest.raises(ValueError, match="at least one token to continue from"):
             model.generate(IDS[:, :0], 1)
     with posing(0, 2), pytest.raises(ValueError, match=r"that the 2 tensor-parallel ranks divide, got 7"):
         built("llama", sequence_parallel=True)(IDS[:, :7])

@@ -7,7 +7,7 @@ from tpkernels.streams.device import MachineError
 from tpkernels.streams.search import search
 
 ORDERS = 200
-SHOWN = "in no order|no rank can go on|not as expected|processors while|a capture"
+SHOWN = "in no order|no rank can continue|differ from expected|processors while|a capture"
 
 
 def shown_by(fault: Fault) -> None:

@@ -45,9 +45,9 @@ def test_resources_are_shared_and_the_scarcest_counts():
 
 def test_tasks_that_cannot_run_are_told():
     tasks = [task("first", "stream", 1.0, after=["second"]), task("second", "stream", 1.0)]
-    with pytest.raises(RuntimeError, match=r"these wait for each other: .*'first'.*'second'"):
+    with pytest.raises(RuntimeError, match=r"these tasks wait for each other: .*'first'.*'second'"):
         run(tasks)
-    with pytest.raises(ValueError, match=r"waits for .*'gone'.*, which nobody does"):
+    with pytest.raises(ValueError, match=r"waits for .*'gone'.*, which do not exist"):
         run([task("a", "one", 1.0, after=["gone"])])
     with pytest.raises(ValueError, match="same key"):
         run([task("a", "one", 1.0), task("a", "two", 1.0)])

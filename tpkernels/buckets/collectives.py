@@ -1,7 +1,7 @@
 """Collectives for lists of tensors of mixed dtypes and shapes: packed into buckets, sent, and unpacked.
 
-Each does what a loop of plain collectives does, in fewer launches. All are in flight at once; where the
-backend can, they are one launch.
+Each computes the same as a loop of plain collectives, in fewer launches. All buckets are in flight at once;
+they are one launch if the backend can combine them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def bucketed_all_reduce_(
 ) -> None:
     """All-reduce each tensor in place.
 
-    check: compare names, shapes and dtypes over ranks first: one small exchange
+    check: first compare names, shapes and dtypes over ranks, by one small exchange
     """
     call = _BucketedCall("bucketed_all_reduce_", f"op={op!r}", tensors, group, bucket_bytes)
     call.validate(check, FLOATING if op == "avg" else REDUCIBLE, _op_problem(op), written=True)
@@ -67,7 +67,7 @@ def bucketed_broadcast_(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     check: bool = True,
 ) -> None:
-    """Overwrite each tensor with that of rank `src` of the world."""
+    """Broadcast each tensor of rank `src` of the world into the other ranks' tensors."""
     call = _BucketedCall("bucketed_broadcast_", f"src={src}", tensors, group, bucket_bytes)
     members = dist.get_process_group_ranks(call.group)
     problem = None
@@ -90,7 +90,7 @@ def bucketed_all_gather(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     check: bool = True,
 ) -> list[Tensor]:
-    """For each shard, the shards of all ranks joined along dimension 0."""
+    """All-gather each shard along dimension 0; return a full tensor for each."""
     call = _BucketedCall("bucketed_all_gather", "", shards, group, bucket_bytes)
     call.validate(check, REDUCIBLE, None, written=False)
     ranks = call.group.size()
@@ -119,7 +119,7 @@ def bucketed_reduce_scatter(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     check: bool = True,
 ) -> list[Tensor]:
-    """For each tensor, this rank's shard along dimension 0 of the reduced tensor."""
+    """Reduce-scatter each tensor along dimension 0; return this rank's shard of each."""
     call = _BucketedCall("bucketed_reduce_scatter", f"op={op!r}", tensors, group, bucket_bytes)
     ranks = call.group.size()
     call.validate(check, FLOATING if op == "avg" else REDUCIBLE, _op_problem(op), written=False, shards=ranks)
@@ -162,9 +162,9 @@ class _BucketedCall:
         written: bool,
         shards: int | None = None,
     ) -> None:
-        """Raise the same error on all ranks if arguments of one are wrong; without `check`, on that one.
+        """Raise on all ranks if a rank's arguments are wrong; without `check`, on that rank only.
 
-        shards: into how many each tensor is to be divided along dimension 0
+        shards: the number of shards of each tensor along dimension 0
         """
         named = [(str(position), tensor) for position, tensor in enumerate(self.tensors)]
         problem = problem or problem_of(named, dtypes, written=written)
@@ -180,7 +180,7 @@ class _BucketedCall:
 
     @torch.no_grad()
     def run(self, operation: str, begin: Callable[[list[Tensor]], _Begun]) -> list[Tensor]:
-        """Pack the tensors by dtype, start all buckets in order, wait; return a result for each tensor."""
+        """Pack the tensors by dtype, start all buckets in order and wait; return a result for each tensor."""
         layout = lay_out_buckets(
             [tensor.numel() for tensor in self.tensors],
             [tensor.dtype for tensor in self.tensors],
@@ -214,10 +214,10 @@ def _pack(bucket: list[Tensor]) -> Tensor:
 
 
 def _unpack(flat: Tensor, bucket: list[Tensor]) -> list[Tensor]:
-    """Copy what was packed back into the tensors."""
+    """Copy the packed elements back into the tensors."""
     if len(bucket) > 1 or flat.data_ptr() != bucket[0].data_ptr():
         torch._foreach_copy_(bucket, _split(flat, [tensor.shape for tensor in bucket]))
-    elif not bucket[0].is_inference():  # of which autograd keeps no versions
+    elif not bucket[0].is_inference():  # inference tensors have no versions
         increment_version(bucket[0])  # torch's collectives do not: a backward that saved it must raise
     return bucket
 

@@ -26,10 +26,10 @@ class EngineOptions:
     rank: int  # of this process in the world, for messages
     reduce_scatter: bool  # else all-reduce
     average: bool  # over `group`; else sum
-    main_grad: bool  # gradients are accumulated beside `grad`, which stays None
+    main_grad: bool  # gradients are accumulated in `main_grad`; `grad` stays None
     check_nan: bool
     grad_dtype: torch.dtype | None  # of buckets; the parameters' own if None
-    wire_dtype: torch.dtype | None  # of what is sent; if None the buckets' own, or wider
+    wire_dtype: torch.dtype | None  # of sent data; if None the buckets' own, or wider
     timeout: timedelta | None  # of a collective; the group's own if None
 
     def shown_tensor_parallel_group(self) -> str:
@@ -38,9 +38,9 @@ class EngineOptions:
 
 
 class Engine(Protocol):
-    """Accumulates gradients in flat buckets and reduces them while backward goes on.
+    """Accumulates gradients in flat buckets and reduces them during backward.
 
-    csrc/bucket_engine.h says what each method does. Parameters are known by their position.
+    csrc/bucket_engine.h documents each method. Parameters are numbered by their position.
     """
 
     def arrange(self, bucket_of: list[int], offset_of: list[int], buckets: list[Tensor], /) -> None: ...
@@ -77,9 +77,9 @@ class Engine(Protocol):
 def make_engine(
     parameters: Sequence[Tensor], names: Sequence[str], marked: Sequence[bool], options: EngineOptions
 ) -> Engine:
-    """Make an engine, whose hooks are registered on `parameters`.
+    """Make an engine and register its hooks on `parameters`.
 
-    marked: whether the gradient is summed over the tensor-parallel group as well
+    marked: for each parameter, whether its gradient is summed over the tensor-parallel group as well
     """
     tensor_parallel_group, timeout = options.tensor_parallel_group, options.timeout
     engine: Engine = torch.classes.tpkernels.BucketEngine(
@@ -104,7 +104,7 @@ def make_engine(
 def problem_of_options(
     bucket_bytes: object, reduce: str, grad_dtype: object, wire_dtype: object, timeout: object
 ) -> Problem | None:
-    """Why options of `GradientBuckets` are refused; None if they are valid."""
+    """Return why options of `GradientBuckets` are refused; None if they are valid."""
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         return "ValueError", f"bucket_bytes: expected a whole number of at least 1, got {bucket_bytes!r}"
     if timeout is not None and not isinstance(timeout, timedelta):

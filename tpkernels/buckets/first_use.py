@@ -1,8 +1,8 @@
 """Builds the C++ extension at its first use if the install did not: once for all ranks of a machine.
 
 The rank that takes the lock first builds in a temporary folder and moves the finished library to its place;
-the others wait for the lock and find the library. The operating system holds the lock: it is free when a
-builder dies, and the next rank builds. A failed build is the error of all ranks that waited for it.
+the other ranks wait for the lock and find the library. The operating system frees the lock when a builder
+dies, and the next rank builds. If a build fails, all ranks that waited for it raise the same error.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import TextIO
 from tpkernels.comm.supported import Problem
 from tpkernels.extension import ExtensionState, extension, library_of_first_use, sources
 
-BUILD_SECONDS = 600.0  # then a build is given up
-WAIT_SECONDS = BUILD_SECONDS + 60.0  # for another's build
+BUILD_SECONDS = 600.0  # time limit of a build
+WAIT_SECONDS = BUILD_SECONDS + 60.0  # time limit of the wait for another rank's build
 INSTEAD = "until then use torch.nn.parallel.DistributedDataParallel"
-# In a process of its own, which can be ended. Loading the library is the last thing that it does.
+# Runs in its own process, which can be killed. Loading the library is its last step.
 _BUILD = """
 import sys
 from torch.utils.cpp_extension import load
@@ -38,11 +38,11 @@ load("tpkernels_C", [source], flags.split(), build_directory=folder, is_python_m
 
 
 class CannotBuild(Exception):
-    """The extension cannot be built here; the message says why, and what to do."""
+    """The extension cannot be built here; the message has the reason and the remedy."""
 
 
 def problem_with_extension() -> Problem | None:
-    """Load the extension, after building it if the install did not; why it cannot be used, or None."""
+    """Load the extension, and build it first if needed; return why it cannot be used, or None."""
     if extension().state is ExtensionState.ABSENT:
         try:
             build(library_of_first_use())
@@ -76,7 +76,7 @@ def _build_alone(library: Path, environment: dict[str, str]) -> None:
     with _locked(library.with_name("lock")):
         if library.exists():
             return
-        if _identity(failure) != before:  # of the build that this rank has waited for
+        if _identity(failure) != before:  # the build that this rank waited for has failed
             raise CannotBuild(_reason(failure))
         for abandoned in library.parent.glob("building-*"):  # by builders that died
             shutil.rmtree(abandoned, ignore_errors=True)
@@ -97,7 +97,7 @@ def _build_alone(library: Path, environment: dict[str, str]) -> None:
 
 
 def _with_tools() -> dict[str, str]:
-    """The environment to build in, with ninja found also beside a Python that is not on the PATH."""
+    """Return the environment for a build; its PATH includes the scripts folder of this Python, for ninja."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
     compiler = os.environ.get("CXX", "c++")  # as torch chooses
     if not shutil.which((shlex.split(compiler) or [""])[0], path=path):
@@ -115,7 +115,7 @@ def _compile(folder: Path, environment: dict[str, str]) -> None:
     flags = (sources() / "cxx_flags").read_text()
     command = [sys.executable, "-c", _BUILD, str(sources() / "all.cpp"), flags, str(folder)]
     with (folder / "log.txt").open("w") as log:
-        # a file and a session of its own: no compiler outlives the time limit, and none keeps a pipe open
+        # its own file and session: no compiler outlives the time limit, or keeps a pipe open
         builder = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
@@ -133,14 +133,14 @@ def _compile(folder: Path, environment: dict[str, str]) -> None:
 
 
 def _reason(failure: Path) -> str:
-    """The compiler's first error, or the last line of its output."""
+    """Return the compiler's first error, or the last line of its output."""
     lines = failure.read_text(errors="replace").strip().splitlines() or ["no reason was given"]
     first = next((line for line in lines if "error:" in line), lines[-1])
-    return f"{first.strip()} (all that was said is in {failure})"
+    return f"{first.strip()} (the full output is in {failure})"
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
-    """A value that changes whenever the file is replaced. Not an age: clocks of machines differ."""
+    """Return a value that changes whenever the file is replaced; not its age: machines' clocks differ."""
     try:
         found = file.stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""`GradientBuckets`: gradients in flat buckets, reduced over ranks while backward goes on.
+"""`GradientBuckets`: gradients in flat buckets, reduced over ranks during backward.
 
 buckets = GradientBuckets(model, state.process_group("dp"))
 for batch in batches:
@@ -59,24 +59,24 @@ from tpkernels.comm.transports import select
 
 
 class GradientBuckets:
-    """Gradients of parameters, averaged (or summed) over the ranks of `group` in flat buckets.
+    """Averages (or sums) gradients of parameters over the ranks of `group` in flat buckets, during backward.
 
-    After `finish`, each `grad` is a view of its bucket and holds the result. The order of buckets is learnt
-    in the first step, in which nothing overlaps yet.
+    After `finish`, each `grad` is a view of its bucket and holds the result. The first step learns the order
+    of buckets, and does not overlap yet.
 
-    module_or_named_parameters: a module, or pairs of name and parameter; frozen ones are left alone
-    group: the data-parallel one; ranks that hold other shards of a parameter are refused
-    bucket_bytes: of a bucket at most; the first and the last ones are smaller
+    module_or_named_parameters: a module, or pairs of name and parameter; frozen parameters are ignored
+    group: the data-parallel group; ranks that hold different shards of a parameter are refused
+    bucket_bytes: the largest size of a bucket; the first and the last buckets are smaller
     reduce: "reduce_scatter" leaves each rank only its shard of the result: `gradient_shards`
     grad_dtype: of the buckets and of `grad`, if not the parameters' own: float32 sums of bfloat16 gradients
-    wire_dtype: of what is sent; by default the buckets' own, but float32 for halves where the backend would
-        add them as halves (gloo)
-    check_nan: look at each bucket before it is sent; slow, for debugging
-    tensor_parallel_group: where gradients of parameters marked `sequence_parallel` are summed first
+    wire_dtype: of sent data; by default the buckets' own, but float32 for halves if the backend would add
+        them as halves (gloo)
+    check_nan: check each bucket for NaN before it is sent; slow, for debugging
+    tensor_parallel_group: gradients of parameters marked `sequence_parallel` are summed over it first
     main_grad: Megatron's protocol: gradients are summed in `parameter.main_grad` and `grad` stays None
     timeout: of each collective, if not the group's own
 
-    Runs in C++. Where the extension was not built by the install, the first call builds it.
+    Runs in C++. If the install did not build the extension, the first call builds it.
     """
 
     def __init__(
@@ -147,23 +147,23 @@ class GradientBuckets:
             self._attach()
 
     def summed_parameters(self) -> list[Tensor]:
-        """Parameters whose gradients are summed over the tensor-parallel group before they are reduced."""
+        """Return parameters whose gradients are summed over the tensor-parallel group first."""
         return [each for each, marked in zip(self._parameters, self._marked, strict=True) if marked]
 
     def zero(self) -> None:
         """Clear all gradients, also those of a backward that raised."""
         if self._engine is None:
             return
-        give_back_unused()  # of an arrangement before: work in flight may have held it then
+        give_back_unused()  # of an earlier arrangement: work in flight may have held it then
         gave_up = self._memory.zero()
         gave_up |= self._engine.zero()
-        if gave_up and self._learning and not self._options.check_nan:  # others learn in finish()
+        if gave_up and self._learning and not self._options.check_nan:  # other ranks learn in finish()
             self._learn(self._engine, gave_up=True)
 
     def finish(self) -> tuple[str, ...]:
-        """Wait until all gradients are reduced; return names of parameters that received none on this rank.
+        """Wait until all gradients are reduced; return names of parameters without gradient on this rank.
 
-        Called by every rank after each backward (or the last of several), and by a rank that had none; a
+        Called by every rank after each backward (or the last of several), also by a rank without backward. A
         second call changes nothing, unless gradients were cleared.
         """
         if self._engine is None:
@@ -177,7 +177,7 @@ class GradientBuckets:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them: for all but the last of several backwards."""
+        """Accumulate gradients without reducing them, for all but the last of several backwards."""
         if self._engine is None:
             yield
             return
@@ -201,37 +201,37 @@ class GradientBuckets:
 
     @property
     def buckets(self) -> tuple[Tensor, ...]:
-        """The flat buckets, in the order in which they are sent."""
+        """The flat buckets, in the order of sending."""
         return tuple(self._engine.buckets()) if self._engine is not None else ()
 
     @property
     def launched_in_backward(self) -> int:
-        """How many buckets of the last step were sent before `finish`."""
+        """The number of buckets that the last step sent before `finish`."""
         return self._engine.launched_in_backward() if self._engine is not None else 0
 
     def unfinished(self) -> list[nn.Parameter]:
-        """Return all parameters if gradients have come that are not reduced; else none."""
+        """Return all parameters if there are gradients that are not reduced yet; else none."""
         return self._parameters if self._engine is not None and self._engine.is_midway() else []
 
     def gradient_shards(self) -> list[Tensor]:
-        """This rank's shard of each bucket: what reduce="reduce_scatter" leaves after `finish`."""
+        """Return this rank's shard of each bucket: the result of reduce="reduce_scatter" after `finish`."""
         if self.unfinished():
             raise RuntimeError("GradientBuckets.gradient_shards: nothing is reduced yet; call finish() first")
         return [self._own_shard(bucket) for bucket in self.buckets]
 
     def parameter_shards(self) -> list[Tensor]:
-        """Copies of the parameters' values, sharded like the gradients: what a sharded optimizer works on."""
+        """Return copies of the parameters' values, sharded like the gradients, for a sharded optimizer."""
         return self.shard(self._parameters)
 
     def gather_parameters(self, shards: Sequence[Tensor]) -> None:
-        """Copy all ranks' `parameter_shards` into the parameters."""
+        """All-gather the ranks' `parameter_shards` into the parameters."""
         kinds = [self._parameters[self._members(bucket)[0]].dtype for bucket in range(len(self.buckets))]
         with torch.no_grad():
             for index, value in self._gathered(shards, kinds):  # cast first: less to send
                 self._parameters[index].copy_(value)
 
     def shard(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Pack tensors, one of the shape of each parameter; return this rank's shard of each bucket."""
+        """Pack tensors of the parameters' shapes into buckets; return this rank's shard of each bucket."""
         if [tensor.shape for tensor in tensors] != [parameter.shape for parameter in self._parameters]:
             raise ValueError(
                 f"tensors: expected one for each of {len(self._parameters)} parameters, of its shape"
@@ -240,7 +240,7 @@ class GradientBuckets:
             return [self._own_shard(flat).clone() for flat in self._packed(tensors)]
 
     def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Gather all ranks' `shard` and unpack: a full tensor of the shape of each parameter."""
+        """All-gather the ranks' `shard` results; return full tensors of the parameters' shapes."""
         with torch.no_grad():
             full = dict(self._gathered(shards, [shard.dtype for shard in shards]))
         return [full[index] for index in range(len(self._parameters))]
@@ -255,12 +255,12 @@ class GradientBuckets:
         self._memory = BucketMemory(self._options, self._parameters[0].device, marked=any(self._marked))
         if self._options.grad_dtype is not None and not self._options.main_grad:
             protocol.set_grad_dtype(self._parameters, self._options.grad_dtype)
-        # Autograd reaches parameters about in the reverse order of their use: a first guess.
+        # First guess: autograd reaches parameters about in the reverse order of their use.
         self._arrange(self._engine, list(range(len(self._parameters)))[::-1])
         protocol.refuse_copies(self._parameters)
         handles = protocol.drop_dummies(self._parameters) if self._options.main_grad else []
         refuse_early_steps(self)
-        # not left to the engine's end, which has Python's lock in its hand and cannot wait for a backend
+        # not in the engine's destructor, which holds Python's lock and cannot wait for a backend
         self._release = weakref.finalize(self, _let_go, self._engine, self._memory, self._parameters, handles)
         self._release.atexit = False
 
@@ -293,7 +293,7 @@ class GradientBuckets:
         """Reorder buckets as gradients arrived on the first rank in this step."""
         times = engine.last_arrivals()
         guess = list(range(len(times)))[::-1]
-        # those that never came go last, for they hold back what comes after them
+        # gradients that never arrived go last, because they hold back later ones
         observed = sorted(guess, key=lambda index: times[index] or float("inf"))
         device = exchange_device(self._options.group.get())
         order = torch.tensor(observed, device=device)
@@ -303,10 +303,10 @@ class GradientBuckets:
             start_broadcast(group, order, 0).wait()
             start_all_reduce(group, arrivals, ReduceOp.MAX, self._options.timeout).wait()
         *counts, given_up = arrivals.tolist()
-        if given_up or not any(counts):  # half a step, or one without backward, teaches nothing
+        if given_up or not any(counts):  # half a step, or a step without backward, shows no order
             return
         require_equal_weights(self._module.weights(), groups)
-        # Shards stay where a sharded optimizer has seen them.
+        # With reduce_scatter a sharded optimizer knows the buckets already.
         if not self._options.reduce_scatter and order.tolist() != guess:
             self._arrange(engine, order.tolist())
         engine.expect([max(1, count) for count in counts])
@@ -337,7 +337,7 @@ class GradientBuckets:
         return [index for index, place in enumerate(self._bucket_of) if place == bucket]
 
     def _packed(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield tensors laid out like the buckets, each of the widest dtype of those it holds."""
+        """Yield tensors laid out like the buckets, each in the widest dtype of its members."""
         if self._engine is None:
             return
         views = self._engine.views()
@@ -353,13 +353,13 @@ class GradientBuckets:
         """Raise the same error on all ranks of both groups unless all make the same buckets."""
         pairs = list(zip(self._names, self._parameters, self._marked, strict=True))
         if problem is not None:
-            # what cannot be used may be impossible to describe, and options are not the matter
+            # unusable parameters may be impossible to describe, and options are not the problem
             pairs, request = [], "GradientBuckets"
         over_data = tuple(
             describe(name, parameter) + " summed over tensor-parallel ranks" * marked
             for name, parameter, marked in pairs
         )
-        # Shards of one parameter may differ in shape between tensor-parallel ranks, but for the marked.
+        # Between tensor-parallel ranks shards of one parameter may differ in shape, marked ones may not.
         over_tensor = tuple(
             describe(name, parameter) if marked else f"'{name}'" for name, parameter, marked in pairs
         )
@@ -369,7 +369,7 @@ class GradientBuckets:
             return
         try:
             agree(Claim(request, over_data, problem), group.get())
-        except (TypeError, ValueError, ImportError) as error:  # other data-parallel groups have to hear of it
+        except (TypeError, ValueError, ImportError) as error:  # other data-parallel groups must raise, too
             heard = dist.get_process_group_ranks(group.get())
             if set(dist.get_process_group_ranks(tensor_parallel_group.get())) <= set(heard):
                 raise
@@ -384,7 +384,7 @@ def _let_go(
     handles: Sequence[RemovableHandle],
 ) -> None:
     try:
-        memory.leave(FAREWELL_SECONDS)  # garbage may be collected while others wait for us
+        memory.leave(FAREWELL_SECONDS)  # garbage may be collected while other ranks wait for this one
     finally:  # after Ctrl-C, too
         engine.detach()
         memory.close()
@@ -392,5 +392,5 @@ def _let_go(
 
 
 def _at(view: Tensor, flat: Tensor) -> Tensor:
-    """A view of `flat` with the shape, strides and offset of `view`, a view of a bucket."""
+    """Return a view of `flat` with the shape, strides and offset of `view`, a view of a bucket."""
     return flat.as_strided(view.shape, view.stride(), flat.storage_offset() + view.storage_offset())

@@ -11,24 +11,24 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
-SMALLEST_BUCKET_BYTES = 2**20  # a collective of less takes hardly less time
+SMALLEST_BUCKET_BYTES = 2**20  # a smaller collective takes hardly less time
 ALIGNMENT = 64  # elements: whole cache lines and 16-byte vectors in every dtype
-GATHERED_BYTES = 2**28  # of parameters in flight: whole models would be there twice
+GATHERED_BYTES = 2**28  # of parameters in flight: else a full model would be in memory twice
 
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """How large buckets grow, in bytes, and where tensors start and buckets end, in elements."""
+    """Sizes of buckets, in bytes; alignment of tensors and padding of buckets, in elements."""
 
     bucket_bytes: int
-    smallest_bytes: int  # a bucket of less takes more tensors; equal to `bucket_bytes`: all buckets alike
+    smallest_bytes: int  # a smaller bucket takes more tensors; equal to `bucket_bytes`: all buckets alike
     alignment: int
     padding: int
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where tensors lie: `bucket_of` and `offset_of` by tensor, in elements; `elements` by bucket."""
+    """The bucket and the offset of each tensor, and the size of each bucket, in elements."""
 
     bucket_of: list[int]
     offset_of: list[int]
@@ -37,20 +37,20 @@ class BucketLayout:
 
 @dataclass
 class _OpenBucket:
-    """A bucket that still takes tensors. Bytes count its own kind alone: ranks may differ in others."""
+    """A bucket that still takes tensors. Bytes count its own kind only: ranks may differ in other kinds."""
 
     number: int
     before: int  # bytes in the buckets before
     size: int = 0  # bytes in this bucket
 
     def takes(self, size: int, after: int, rules: LayoutRules) -> bool:
-        """Whether the next tensor may join, with `after` bytes left behind it.
+        """Whether the next tensor may join, with `after` bytes left after it.
 
-        A bucket is no larger than all before it, nor than all after it. So the first is small, and starts
-        the link early; the last, which nothing hides, is small; and where the link takes half to twice as
-        long as backward, sizes that double from either end make none wait that need not.
+        A bucket is no larger than all buckets before it, nor than all tensors after it. So the first bucket
+        is small and starts the link early, and the last is small, because nothing hides it. If the link takes
+        half to twice as long as backward, sizes that double from either end add no waits.
         """
-        if min(self.size, size + after) < rules.smallest_bytes:  # of what would stay alone
+        if min(self.size, size + after) < rules.smallest_bytes:  # else it would stay alone
             return self.size + size <= rules.bucket_bytes
         return self.size + size <= min(rules.bucket_bytes, self.before, after)
 
@@ -58,7 +58,7 @@ class _OpenBucket:
 def lay_out_buckets(
     numels: Sequence[int], kinds: Sequence[Hashable], element_bytes: Sequence[int], rules: LayoutRules
 ) -> BucketLayout:
-    """Fill buckets with tensors, given in the order in which they become ready.
+    """Assign tensors to buckets in the given order, in which they become ready.
 
     kinds: tensors of different kinds never share a bucket
     """
@@ -81,8 +81,8 @@ def lay_out_buckets(
         offset_of.append(elements[bucket.number])
         elements[bucket.number] += numel
         bucket.size += numel * width
-    # Numbered by their last tensors. Otherwise a bucket that is opened first and filled last (the norm
-    # weights of a whole model, say) would hold back all others, since buckets are launched in order.
+    # Numbered by their last tensors. Otherwise a bucket that is opened first and filled last (such as a
+    # model's norm weights) would hold back all others, since buckets are launched in order.
     last_tensor = {bucket: tensor for tensor, bucket in enumerate(bucket_of)}
     order = sorted(last_tensor, key=last_tensor.__getitem__)
     number_of = {bucket: number for number, bucket in enumerate(order)}
@@ -94,7 +94,7 @@ def lay_out_buckets(
 
 
 def runs_within(sizes: Sequence[int], most: int) -> Iterator[range]:
-    """Split into runs of neighbours whose sizes sum to at most `most`; a larger one is a run of its own.
+    """Yield runs of neighbours whose sizes sum to at most `most`; a larger item is a run of its own.
 
     >>> list(runs_within([3, 4, 9, 1], most=7))
     [range(0, 2), range(2, 3), range(3, 4)]

@@ -1,9 +1,9 @@
-"""Where buckets lie: in memory of this process, or in memory that ranks of a machine share and add up in.
+"""Allocates buckets, in memory of this process or in memory that ranks of one machine share and reduce in.
 
-Ranks on one machine need no wire: each adds up its shard of what all have, and writes the sum where all read
-it (csrc/shared_sums.h). So it is for buckets on the CPU if the ranks of the group are processes of one
-machine, or as many of each of several; and those of the tensor-parallel group, where that adds up some of
-them first, of one. TPKERNELS_TRANSPORT=c10d keeps ranks apart. The log says which it is.
+In shared memory each rank adds up its shard of all ranks' gradients, and writes the sum for all to read
+(csrc/shared_sums.h). Buckets on the CPU share memory if the ranks of the group are on one machine, or equally
+many on each of several. A tensor-parallel group that sums some buckets first must be on one machine.
+TPKERNELS_TRANSPORT=c10d keeps memory apart. The log shows the choice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BUCKET_WORDS = 2  # as in csrc/shared_sums.h
 
 
 class Bucket(NamedTuple):
-    """Size, dtype and kind of one bucket, for which memory is allocated."""
+    """Size, dtype and kind of one bucket to allocate."""
 
     elements: int
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class BucketMemory:
     """Allocates the buckets of one `GradientBuckets`; all ranks call its methods at once."""
 
     def __init__(self, options: EngineOptions, device: torch.device, *, marked: bool) -> None:
-        """All ranks decide whether to share memory. marked: the tensor-parallel group adds up some buckets"""
+        """Agree on whether to share memory. marked: the tensor-parallel group sums some buckets"""
         self._options, self._device, self._opener = options, device, os.getpid()
         self._groups = [options.group]
         if marked and options.tensor_parallel_group is not None:
@@ -60,8 +60,8 @@ class BucketMemory:
         self._machines: dict[LiveGroup, Machines] = {}
         self._against = self._why_apart()
         self._noted = ""
-        self._across: ProcessGroup | None = None  # of the owners of this rank's shards
-        self._neighbours: Neighbours | None = None  # who add up with us; none if the backend does it
+        self._across: ProcessGroup | None = None  # the owners of this rank's shard on all machines
+        self._neighbours: Neighbours | None = None  # ranks that add up with this one; None: the backend does
 
     def arrange(
         self, engine: Engine, bucket_of: list[int], offset_of: list[int], buckets: Sequence[Bucket]
@@ -77,7 +77,7 @@ class BucketMemory:
             engine.arrange(bucket_of, offset_of, flats)
             self._neighbours = None
             del flats
-            give_back_unused()  # what the arrangement before had
+            give_back_unused()  # memory of the earlier arrangement
             return
         layout, buffers, processes = shared
         across, seconds = self._group_across(), self._seconds()
@@ -109,18 +109,18 @@ class BucketMemory:
         return self._neighbours is not None and self._neighbours.zero()
 
     def leave(self, patience: float | None = None) -> None:
-        """Wait for what is on its way. patience: seconds, if not the timeout of other waits"""
+        """Wait for sums in flight. patience: seconds, if not the timeout of other waits"""
         if self._neighbours is not None:
             self._neighbours.leave(patience)
 
     def close(self) -> None:
-        """Destroy the group across machines; the memory goes with its last tensor."""
+        """Destroy the inter-node group; memory is freed with its last tensor."""
         if self._across is not None and self._opener == os.getpid():
             c10d.destroy_group(self._across)
         self._across = self._neighbours = None
 
     def _group_across(self) -> str:
-        """The name of the group of owners across machines, made at the first call; empty on one machine."""
+        """Return the name of the inter-node group of owners, made at the first call; "" on one machine."""
         group = self._options.group.get()
         owners = self._machines[self._options.group].owners
         if not owners:
@@ -131,13 +131,13 @@ class BucketMemory:
         return str(self._across.group_name)
 
     def _seconds(self) -> float:
-        """How long ranks wait for each other, by `timeout` or the group's own."""
+        """Return the seconds that ranks wait for each other, by `timeout` or the group's own."""
         timeout = self._options.timeout
         seconds = timeout.total_seconds() if timeout else timeout_of(self._options.group.get(), CPU)
         return min(seconds, LONGEST_TIMEOUT.total_seconds() - 1)
 
     def _registered(self, buckets: Sequence[Bucket]) -> list[Tensor] | None:
-        """Registered memory, where it is at least as fast; else, or if a cast copy is sent, None."""
+        """Return buckets in registered memory if at least as fast; else, or if a cast copy is sent, None."""
         options = self._options
         if any(own.dtype != (options.wire_dtype or own.dtype) for own in buckets):
             return None
@@ -150,7 +150,7 @@ class BucketMemory:
         )
 
     def _why_apart(self) -> str:
-        """Why ranks share no memory, the same on all ranks of both groups; empty if they do."""
+        """Return why ranks share no memory, the same on all ranks of both groups; "" if they do."""
         if select.requested_transport not in ("auto", "shared"):
             return f"TPKERNELS_TRANSPORT={select.requested_transport}"
         if self._device.type != "cpu":
@@ -175,13 +175,13 @@ class BucketMemory:
         return [self._options.group, *self._groups[:-1], *self._groups[1:]]
 
     def _shared(self, buckets: Sequence[Bucket]) -> _SharedMemory | None:
-        """Map the memory of all ranks; if one cannot, None on all, and `_against` says why."""
+        """Map the memory of all ranks; if one cannot, return None on all, with the reason in `_against`."""
         layout, descriptor, problem = MemoryMap(buckets), -1, ""
         try:
             descriptor = new_memory("gradient buckets", layout.byte_count)
             own = mmap.mmap(descriptor, layout.byte_count)
             copy_in_forks(own, descriptor)
-        except Exception as error:  # whatever it is, the others wait to be told
+        except Exception as error:  # any error: the other ranks wait for this one's answer
             problem = f"{type(error).__name__}: {error}"
         found: dict[LiveGroup, _MappedRanks] = {}
         try:
@@ -190,7 +190,7 @@ class BucketMemory:
                 meeting = Meeting("memory of gradient buckets", group.get(), op=OP)
                 build = partial(_MappedRanks, group.rank, self._machines[group].members)
                 try:
-                    if group in found:  # a second time, to hear of the others
+                    if group in found:  # a second time, for the other group's errors
                         offers_of_all(meeting.title, meeting.begin(), problem)
                         continue
                     found[group] = mapped_by_all(meeting, f"{count} bytes", count, problem, descriptor, build)
@@ -224,7 +224,7 @@ class BucketMemory:
 
 
 class _SharedMemory(NamedTuple):
-    """Memory and processes of the ranks of each group, the data-parallel one last, by rank."""
+    """Memory and processes of the ranks of each group, by rank; the data-parallel group is last."""
 
     layout: MemoryMap
     buffers: list[dict[int, mmap.mmap]]
@@ -239,21 +239,21 @@ class _MappedRanks:
         self.processes = {peer: process_of(mapped[peer].process) for peer in members if peer != rank}
 
     def close(self) -> None:
-        """Nothing to do: memory goes with the last object that holds it."""
+        """Do nothing: memory is freed with the last object that holds it."""
 
 
 def refuse_backend(ranks: int, why: str) -> None:
-    """Raise if TP-invariance does not allow a backend to add up `ranks` ranks. why: the backend does it"""
+    """Raise if TP-invariance forbids a backend's sums over `ranks` ranks. why: the backend adds"""
     if ranks > 2 and mode.fix("GradientBuckets"):
         raise ValueError(
             f"GradientBuckets: expected 1 or 2 data-parallel ranks with TP-invariance, got {ranks} ({why}): "
-            "with more, backends add a gradient in an order that depends on where in its bucket it lies; "
-            "ranks of one machine, which share memory, add in their own order"
+            "with more, backends add a gradient in an order that depends on its offset in the bucket; "
+            "ranks of one machine, which share memory, add in a fixed order"
         )
 
 
 class VisibleMemory(NamedTuple):
-    """The tensors in a rank's memory that ranks of one group see."""
+    """Tensors in a rank's memory that the ranks of one group read."""
 
     doorbell: Tensor
     words: Tensor
@@ -263,7 +263,7 @@ class VisibleMemory(NamedTuple):
 class MemoryMap:
     """Byte offsets of doorbell, words and buckets in the memory that a rank shares.
 
-    What tensor-parallel ranks see comes first: sizes of their other buckets differ.
+    The part that tensor-parallel ranks read comes first: sizes of their other buckets differ.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -279,7 +279,7 @@ class MemoryMap:
         self._place(marked=False)
 
     def visible(self, memory: mmap.mmap, *, marked: bool) -> VisibleMemory:
-        """The tensors in a rank's memory that tensor-parallel (`marked`) or data-parallel ranks see."""
+        """Return tensors in a rank's memory that tensor-parallel (`marked`) or data-parallel ranks read."""
         numbers = self._marked if marked else range(len(self._buckets))
         words, bucket_words = self._marked_words if marked else self._words, BUCKET_WORDS * len(numbers)
         wanted = [(*self._buckets[number][:2], self._offsets[number]) for number in numbers]
@@ -301,7 +301,7 @@ class MemoryMap:
 
 
 def _view(memory: mmap.mmap, count: int, dtype: torch.dtype, offset: int) -> Tensor:
-    """A flat tensor on `memory`, which its storage keeps alive."""
+    """Return a flat tensor on `memory`; its storage keeps `memory` alive."""
     if count == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)

@@ -1,7 +1,7 @@
-"""Which ranks of this machine add up buckets in shared memory with this one, and how it waits for them.
+"""The ranks of this machine that add up buckets in shared memory with this one, and waits for them.
 
-As in an exchange of rows (`comm.transports.host`), a wait can be interrupted, checks now and then whether
-the processes waited for still run, and fails the group if not, so that all ranks learn the first cause.
+As in an exchange of rows (`comm.transports.host`), a wait can be interrupted. It checks now and then whether
+the awaited processes still run, and fails the group if not, so that all ranks raise the first cause.
 
 machine    one              other
 ranks      0  1  2          3  4  5
@@ -31,16 +31,16 @@ FAREWELL_SECONDS = 2.0  # as at the end of a process, see csrc/bucket_memory.cpp
 
 
 class Machines(NamedTuple):
-    """The machines of a group as one rank sees them; ranks are numbered within the group."""
+    """The machines of a group, for one rank; ranks are numbered within the group."""
 
     members: list[int]  # on this machine, this rank among them
-    owners: list[int]  # who add up the same shard, one on each machine; none if there is one machine
+    owners: list[int]  # of the same shard, one on each machine; empty on one machine
 
 
 def machines_of(places: Sequence[str], rank: int) -> tuple[str, Machines]:
-    """Why ranks at these places share no memory (empty if they do), and this rank's `Machines`.
+    """Return why ranks at these places share no memory ("" if they do), and this rank's `Machines`.
 
-    places: by rank, the machine that it runs on
+    places: the machine of each rank
 
     >>> machines_of(["a", "a", "b", "b"], rank=1)[1]
     Machines(members=[0, 1], owners=[1, 3])
@@ -60,10 +60,10 @@ def machines_of(places: Sequence[str], rank: int) -> tuple[str, Machines]:
 
 
 def group_across(group: ProcessGroup, owners: Sequence[int], timeout: float, number: int) -> ProcessGroup:
-    """Make the process group of the owners of one shard; all ranks of `group` call this at once.
+    """Make the process group of the owners of one shard. Called by all ranks of `group` at once.
 
-    For one engine: collectives pair by their order, and between engines that depends on who comes first.
-    number: of the call, which tells its name from others
+    For one engine only: collectives match by their order, and the order of engines differs between ranks.
+    number: of the call, to make the name unique
     """
     return c10d.new_group(
         tuple(dist.get_global_rank(group, owner) for owner in owners),
@@ -93,22 +93,22 @@ class Neighbours:
         """
         self._engine, self._groups, self._processes = engine, groups, processes
         self._calls = [calls_of(group.get()) for group in groups]
-        # of a call of its own, which tells these buckets from others of the group
+        # its own call number distinguishes these buckets from others of the group
         self._numbers = [handshake(OP, "who add up buckets", group.get()).number for group in groups]
         self._refuses, self._timeout = options.check_nan, timeout
         self._opener = os.getpid()
 
     def finish(self) -> None:
-        """Launch what is left and wait until it is added up, so that `engine.finish` does not wait."""
+        """Launch the remaining buckets and wait for their sums, so that `engine.finish` does not wait."""
         self._require_usable()
         began = False
         try:
             began = self._engine.launch_rest()
-        finally:  # what was sent before the rest was refused is on its way
+        finally:  # buckets sent before the rest was refused are in flight
             self._settle(numbered=began)
 
     def zero(self) -> bool:
-        """Interrupt a round and wait for what is on its way; return whether there was one."""
+        """Interrupt a round and wait for its buckets in flight; return whether there was a round."""
         self._require_usable()
         interrupted = False
         try:
@@ -118,7 +118,7 @@ class Neighbours:
         return interrupted
 
     def leave(self, patience: float | None = None) -> None:
-        """Wait for what is on its way, so that `engine.detach` does not; a timeout is no error.
+        """Wait for buckets in flight, so that `engine.detach` does not; a timeout is no error.
 
         patience: seconds, if not the timeout of other waits
         """
@@ -133,7 +133,7 @@ class Neighbours:
             raise
 
     def _require_usable(self) -> None:
-        """Raise if a group has failed, and fail the others with it: their ranks would wait for this one."""
+        """Raise if a group has failed, and fail the other groups: their ranks would wait for this one."""
         try:
             for group in self._groups:
                 group.get()
@@ -142,24 +142,24 @@ class Neighbours:
             raise
 
     def _settle(self, *, numbered: bool) -> None:
-        """Wait until all buckets on their way have been added up.
+        """Wait until all buckets in flight have been summed.
 
         numbered: a round is complete on all ranks, and counts as a call of its groups
         """
         wait: Callable[[], None] = self._await
         try:
-            # a round that is refused for NaN ends in finish() here, in zero() there
+            # a round refused for NaN ends in finish() on this rank, in zero() on others
             if numbered and not self._refuses:
                 for group, number in zip(self._groups, self._numbers, strict=True):
                     what = f"gradients of a step, buckets of call {number}"
                     wait = _watched(handshake(OP, what, group.get()), wait)
             wait()
-        except BaseException as error:  # Ctrl-C, too: the others do not know
+        except BaseException as error:  # Ctrl-C, too: other ranks do not know of it
             self._fail(error)
             raise
 
     def _fail(self, error: BaseException) -> None:
-        if os.getpid() != self._opener:  # a fork has no part in the group, nor in its store
+        if os.getpid() != self._opener:  # a fork belongs neither to the group nor to its store
             return
         self._engine.lose_others()
         for calls in self._calls:
@@ -171,7 +171,7 @@ class Neighbours:
             what, tensor_parallel, late, left = self._engine.awaited()
             which = 0 if tensor_parallel else -1
             cause = self._cause(self._processes[which], late, left, time.monotonic() - started, patience)
-            if cause and not self._engine.settle(0.0):  # what they did before they ended counts
+            if cause and not self._engine.settle(0.0):  # their work before they ended counts
                 group = self._groups[which]
                 raise failed(f"{OP}: {what}", group.name, group.size, cause)
 
@@ -183,7 +183,7 @@ class Neighbours:
         seconds: float,
         patience: float,
     ) -> str:
-        """Why a wait ends in an error: a failure, a process that has ended, a timeout; empty if none."""
+        """Return why a wait must raise: a failure, an ended process, a timeout; "" if none."""
         for calls in self._calls:
             if first := calls.first_failure():
                 return first

@@ -1,9 +1,9 @@
-"""Requirements of `GradientBuckets` on parameters and their training loop, and attributes that it sets.
+"""Checks of `GradientBuckets` on parameters and the training loop, and attributes that it sets.
 
-Three mistakes would give wrong numbers without an error, and are refused here: a parameter that joined the
-module later has a gradient that nobody reduces; an optimizer that steps before `finish` uses this rank's
-gradients alone; and ranks that begin with different weights stay apart, since averaged gradients keep the
-distance.
+Three mistakes would give wrong numbers without an error, and are refused here. The gradient of a parameter
+that joined the module later is not reduced. An optimizer that steps before `finish` uses this rank's
+gradients only. Ranks that begin with different weights stay different, because averaged gradients keep the
+difference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _END = (object(),)
 
 
 def given_parameters(module_or_named_parameters: object) -> tuple[NamedParameters, Problem | None]:
-    """Names and parameters, tied ones once, frozen ones too; or nothing, and why they are refused."""
+    """Return names and parameters, tied ones once, with frozen ones; or none, and why they are refused."""
     if isinstance(module_or_named_parameters, nn.Module):
         pairs: Iterable[object] = module_or_named_parameters.named_parameters()
     elif isinstance(module_or_named_parameters, Iterable):
@@ -68,9 +68,9 @@ def given_parameters(module_or_named_parameters: object) -> tuple[NamedParameter
 
 
 def problem_of_order(named: Sequence[tuple[str, Tensor]], marked: Sequence[bool]) -> Problem | None:
-    """Why TP-invariance cannot reduce buckets of these parameters; None if it can.
+    """Return why these parameters are refused with TP-invariance; None if they are not.
 
-    marked: by parameter, whether its gradient is summed over the tensor-parallel group as well
+    marked: for each parameter, whether its gradient is summed over the tensor-parallel group as well
     """
     if not mode.fix("GradientBuckets"):
         return None
@@ -78,7 +78,7 @@ def problem_of_order(named: Sequence[tuple[str, Tensor]], marked: Sequence[bool]
         if is_marked:
             return "ValueError", (
                 f"'{name}' is marked sequence_parallel: its gradient would be added over tensor-parallel "
-                "ranks in an order that TP-invariance does not know; give ops the group, as norms do"
+                "ranks in an order that TP-invariance does not fix; give ops the group, as norms do"
             )
     return None
 
@@ -88,11 +88,11 @@ def is_under_buckets(parameter: Tensor) -> bool:
 
 
 class _RefuseCopy:
-    """Stands in for a parameter's `__deepcopy__`: copies would lack the hooks, and be trained unreduced."""
+    """A `__deepcopy__` of parameters that raises: a copy's gradients would not be reduced."""
 
     def __call__(self, memo: object) -> NoReturn:
         raise RuntimeError(
-            "a module under GradientBuckets cannot be copied, for copies would not be reduced; copy it "
+            "a module under GradientBuckets cannot be copied, because copies would not be reduced; copy it "
             "before, or call detach() on its GradientBuckets"
         )
 
@@ -107,7 +107,7 @@ def refuse_copies(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def release(parameters: Sequence[nn.Parameter], handles: Sequence[RemovableHandle]) -> None:
-    """Remove the attributes and hooks that were set on the parameters; gradients stay."""
+    """Remove the attributes and hooks of `GradientBuckets` from the parameters; gradients stay."""
     for parameter in parameters:
         vars(parameter).pop("__deepcopy__", None)
         vars(parameter).pop("main_grad", None)
@@ -117,26 +117,26 @@ def release(parameters: Sequence[nn.Parameter], handles: Sequence[RemovableHandl
 
 
 def publish_main_grads(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
-    """Set `main_grad` and `grad_added_to_main_grad`, by which fused kernels of Megatron accumulate."""
+    """Set `main_grad` and `grad_added_to_main_grad`, in which Megatron's fused kernels accumulate."""
     for parameter, view in zip(parameters, views, strict=True):
         parameter.main_grad = view  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 
 def drop_dummies(parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
-    """Register hooks that drop the dummy gradients of fused kernels, to run before the engine's hooks."""
+    """Register hooks that drop the dummy gradients of fused kernels before the engine's hooks run."""
     return [parameter.register_post_accumulate_grad_hook(_drop_dummy) for parameter in parameters]
 
 
 def _drop_dummy(parameter: Tensor) -> None:
     if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
-        if not getattr(parameter, "zero_out_wgrad", False):  # else zeros, and what other uses added to them
+        if not getattr(parameter, "zero_out_wgrad", False):  # else zeros plus gradients of other uses
             parameter.grad = None
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 
 def set_grad_dtype(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-    """Let autograd accumulate in `dtype`."""
+    """Make autograd accumulate gradients in `dtype`."""
     for parameter in parameters:
         parameter.grad = None
         parameter.grad_dtype = dtype
@@ -150,12 +150,12 @@ class _Walk:
 
     def __init__(self, own: set[int]) -> None:
         self._own = own
-        self._dicts: list[ValuesView[Any]] = []  # of each module its parameters, and its modules
-        self._held: list[Any] = []  # all that they held
+        self._dicts: list[ValuesView[Any]] = []  # parameters and submodules of each module
+        self._held: list[Any] = []  # their values at the last walk
         self._others: list[Tensor] = []
 
     def others_in(self, module: nn.Module) -> list[Tensor]:
-        # at the speed of C; the end belongs to the comparison, for one may be longer
+        # at the speed of C; the end marker is compared, too, because one may be longer
         held = chain(chain.from_iterable(self._dicts), _END)
         if not self._dicts or not all(map(is_, held, chain(self._held, _END))):
             self._dicts = [d.values() for each in module.modules() for d in (each._parameters, each._modules)]
@@ -164,15 +164,15 @@ class _Walk:
         return self._others
 
     def forget(self, _: object) -> None:
-        """Drop all references, when the module ends."""
+        """Drop all references when the module is freed."""
         self._dicts, self._held, self._others = [], [], []
 
 
 class Members:
-    """Which parameters of a module are under one `GradientBuckets`, and which are not."""
+    """The parameters of a module that are under one `GradientBuckets`, and those that are not."""
 
     def __init__(self, module_or_named_parameters: object, given: NamedParameters) -> None:
-        """given: names and parameters of the module, or the pairs; frozen ones are not under the buckets"""
+        """given: names and parameters of the module, or the pairs; frozen ones are outside the buckets"""
         source = module_or_named_parameters
         self._named = [(name, parameter) for name, parameter in given if parameter.requires_grad]
         self._frozen = [(name, parameter) for name, parameter in given if not parameter.requires_grad]
@@ -181,20 +181,20 @@ class Members:
         self._module = ref(source, self._walk.forget) if isinstance(source, nn.Module) else None
 
     def weights(self) -> list[tuple[str, Tensor]]:
-        """Names and weights to compare over ranks: those under buckets, and the readable frozen ones."""
+        """Return names and weights to compare over ranks: those under buckets, and readable frozen ones."""
         frozen = [(name, p) for name, p in self._of_module() if not (p.requires_grad or p.is_meta)]
         return [*self._named, *(pair for pair in frozen if type(pair[1].data) is torch.Tensor)]
 
     def refuse_others(self) -> None:
-        """Raise if a parameter that is not under the buckets has a gradient."""
+        """Raise if a parameter outside the buckets has a gradient."""
         module = None if self._module is None else self._module()
         others = [p for _, p in self._frozen] if module is None else self._walk.others_in(module)
         if any(map(_is_unreduced, others)):
             name = next(name for name, p in [*self._of_module(), *self._frozen] if self._is_other(p))
             raise RuntimeError(
                 f"GradientBuckets: the gradient of '{name}' is not reduced; detach() these buckets and make "
-                "new ones: it was added to the module, unfrozen, or replaced (load_state_dict(assign=True), "
-                "say) after they were made"
+                "new ones: it was added to the module, unfrozen, or replaced (as by "
+                "load_state_dict(assign=True)) after they were made"
             )
 
     def _is_other(self, parameter: Tensor) -> bool:
@@ -210,10 +210,10 @@ def _is_unreduced(parameter: Tensor) -> bool:
 
 
 class Watched(Protocol):
-    """Buckets whose parameters no optimizer may step yet."""
+    """Buckets whose parameters an optimizer must not step before `finish`."""
 
     def unfinished(self) -> Sequence[Tensor]:
-        """Return all parameters if gradients have come that are not reduced; else none."""
+        """Return all parameters if there are gradients that are not reduced yet; else none."""
 
 
 _watched: WeakSet[Watched] = WeakSet()
@@ -231,7 +231,7 @@ def _look_before_steps() -> None:
 
 
 def _before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
-    """Torch's hook before each step of each optimizer; raises if its gradients are not reduced."""
+    """torch's hook before each optimizer step: raise if its gradients are not reduced."""
     if torch.compiler.is_compiling():
         return
     unfinished = {id(parameter) for buckets in list(_watched) for parameter in buckets.unfinished()}
@@ -243,7 +243,7 @@ def _before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -
 
 
 def require_equal_weights(named: Iterable[tuple[str, Tensor]], groups: Sequence[ProcessGroup]) -> None:
-    """Raise on all ranks of all groups if ranks of the first group have weights of different bits."""
+    """Raise on all ranks of all groups if weights differ in a bit between ranks of the first group."""
     names, tensors = zip(*named, strict=True) if groups[0].size() > 1 else ((), ())
     sums = zip(names, sums_of_bits(tensors), strict=True)
     claims = tuple(f"'{name}' with checksum {checksum}" for name, checksum in sums)
@@ -254,8 +254,8 @@ def require_equal_weights(named: Iterable[tuple[str, Tensor]], groups: Sequence[
         problem = (
             "ValueError",
             (
-                f"{error}. Averaged gradients would not bring them together, and weights are not sent, as "
-                "DistributedDataParallel does: draw them by one seed, load one checkpoint, or "
+                f"{error}. Averaged gradients would keep the difference, and weights are not broadcast, as "
+                "by DistributedDataParallel: draw them by one seed, load one checkpoint, or call "
                 "bucketed_broadcast_(list(model.parameters()), src, group) before the first step"
             ),
         )

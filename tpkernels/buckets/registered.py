@@ -1,21 +1,21 @@
-"""Buckets in memory registered with NCCL, where reductions there are at least as fast as in plain memory.
+"""Buckets in memory registered with NCCL, if reductions in it are at least as fast as in plain memory.
 
 All ranks of a group choose alike: NCCL takes registered memory of all ranks, or of none. So each rank tries,
-and tells the others what came of it, before a collective touches the memory. The first buckets of a size
-class are then timed in both memories, and the slowest rank of each decides. The choice holds for this group
-and process; one line on the logger "tpkernels.choices" tells it.
+and ranks exchange their results, before a collective touches the memory. The first buckets of a size class
+are then timed in both memories, and the slowest rank of each decides. The choice holds for this group and
+process; a line on the logger "tpkernels.choices" reports it.
 
 NCCL reads and writes registered memory without copies into its own buffers. A pool has NCCL's allocator
 (`ncclMemAlloc`), tensors are made in it, and then its segments are registered with the group's communicator
-(`ncclCommRegister`), of which other ranks hear nothing. What NCCL and torch ask for:
+(`ncclCommRegister`), without communication. Requirements of NCCL and torch:
 
-- If one rank sends from registered memory, all do, at one offset of their segments; else anything may come.
-- A segment is deregistered before it is freed: what lies at its address next would be taken for it.
-- A communicator that has ended knows no segments any more, and must not be asked.
+- If one rank sends from registered memory, all must, at one offset of their segments; else results are wrong.
+- A segment must be deregistered before it is freed: NCCL would take later memory at its address for it.
+- A communicator that has ended has no segments any more, and must not be asked.
 
-Symmetric windows (`register_mem_pool(pool, symm=True)`, NCCL 2.27) are left alone. To register one is a
-collective, which hangs where another rank has failed; and in some versions of torch segments go in the order
-of their addresses, which differ between ranks, and to abort a communicator with windows aborts the process.
+Symmetric windows (`register_mem_pool(pool, symm=True)`, NCCL 2.27) are not used. Registering one is a
+collective, which hangs if another rank has failed. Some versions of torch register segments in the order of
+their addresses, which differ between ranks, and abort the process with a communicator that has windows.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class SizeClass(NamedTuple):
     size: int  # bytes of the largest bucket, up to a power of two
 
 
-# Whether a group can have registered memory at all, under None, and whether a key takes it.
+# Under None whether a group can have registered memory at all, under a key whether its buckets use it.
 _chosen: WeakKeyDictionary[ProcessGroup, dict[SizeClass | None, bool]] = WeakKeyDictionary()
-_held: list[NcclMemory] = []  # until nothing uses it
+_held: list[NcclMemory] = []  # until no tensor uses it
 
 
 def registered_zeros(
@@ -65,9 +65,9 @@ def registered_zeros(
     device: torch.device,
     collective: Collective,
 ) -> list[Tensor] | None:
-    """A flat tensor of zeros for each bucket; None, on all ranks alike, if plain memory is to be taken.
+    """Return a flat tensor of zeros for each bucket; None, on all ranks alike, to use plain memory.
 
-    All ranks of the group call this at once with equal arguments, and send these tensors, not copies of them.
+    Called by all ranks of the group at once with equal arguments; they must send these tensors, not copies.
     """
     give_back_unused()
     if not elements or group.size() == 1 or not may_serve(device):
@@ -105,19 +105,19 @@ def registered_zeros(
 
 
 def give_back_unused() -> None:
-    """Free the registered memory of which no tensor is left.
+    """Free registered memory without tensors.
 
-    Called before each step, say, and not by the tensors' end, which comes amid anything, in any thread. Work
-    in flight holds tensors a little longer than its caller does.
+    Called before each step, for example; not when a tensor is freed, which happens anywhere, in any thread.
+    Work in flight holds tensors a little longer than its caller.
     """
     _held[:] = [memory for memory in _held if memory.in_use() or not memory.end()]
 
 
 def connected_by_all(group: ProcessGroup, device: torch.device) -> None:
-    """Connect the communicator if all ranks want registered memory; else CannotTakePart on all ranks."""
+    """Connect the communicator if all ranks want registered memory; else raise CannotTakePart on all."""
     try:
         problem = why_not(group, device)
-    except Exception as error:  # whatever it is, the others wait to be told
+    except Exception as error:  # any error: the other ranks wait for this one's answer
         problem = f"{type(error).__name__}: {error}"
     offers_of_all(_name(group), handshake(_OP, "who wants it", group), problem)
     start_all_reduce(group, torch.zeros(1, device=device), ReduceOp.SUM, None).wait()
@@ -130,9 +130,11 @@ def registered_by_all(
     device: torch.device,
     beside: int | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Allocate and register a tensor for each bucket, and a plain one like that at `beside`, to time against.
+    """Allocate and register a tensor for each bucket, and a plain tensor to compare with one of them.
 
-    CannotTakePart on all ranks if one rank fails.
+    beside: number of this bucket; None: no plain tensor
+
+    Raises CannotTakePart on all ranks if one fails.
     """
     flats: list[Tensor] = []
     plain: list[Tensor] = []
@@ -143,7 +145,7 @@ def registered_by_all(
         flats = memory.zeros(elements, dtypes)
         memory.register()
         layout = memory.layout(flats)
-        if beside is not None:  # now: nobody fails between two collectives
+        if beside is not None:  # now: no rank may fail between two collectives
             plain = [torch.zeros_like(flats[beside])]
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
@@ -155,7 +157,7 @@ def registered_by_all(
         differing = [rank for rank, offer in enumerate(found) if offer != found[0]]
         if differing:  # all ranks see the same answers
             raise CannotTakePart(
-                f"{_name(group)}: buckets of rank {differing[0]} lie elsewhere in segments than rank 0's"
+                f"{_name(group)}: buckets of rank {differing[0]} have other offsets in segments than rank 0's"
             )
     except CannotTakePart:
         flats.clear()
@@ -166,7 +168,7 @@ def registered_by_all(
 
 
 def slowest(group: ProcessGroup, flats: Sequence[Tensor], collective: Collective) -> list[float]:
-    """Time the collective over each tensor of zeros; milliseconds of the slowest rank."""
+    """Time the collective over each tensor of zeros; return milliseconds of the slowest rank."""
     own = milliseconds(group, flats, collective)
     call = handshake(_OP, "how long it took", group)
     found = offers_of_all(_name(group), call, "", "", [repr(time) for time in own])
@@ -186,7 +188,7 @@ def _say(group: ProcessGroup, key: SizeClass, what: str) -> None:
 
 
 def may_serve(device: torch.device) -> bool:
-    """Whether buckets can be registered now: on CUDA, outside a graph capture. Alike on all ranks."""
+    """Whether buckets can be registered now: on CUDA, outside a graph capture; alike on all ranks."""
     return device.type == "cuda" and not is_capturing(device)
 
 
@@ -195,7 +197,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def why_not(group: ProcessGroup, device: torch.device) -> str:
-    """Why this rank cannot or must not use registered memory; empty if it can."""
+    """Return why this rank cannot or must not use registered memory; "" if it can."""
     if select.requested_transport == "c10d":
         return "TPKERNELS_TRANSPORT=c10d"
     if mode.segments or torch.are_deterministic_algorithms_enabled():
@@ -215,13 +217,13 @@ def backend_of(group: ProcessGroup, device: torch.device) -> Any:
 
 
 class NcclMemory:
-    """A memory pool of NCCL's allocator, registered with the communicator of `group`, and the tensors in it.
+    """A memory pool of NCCL's allocator, registered with the communicator of `group`, and its tensors.
 
-    The group is held weakly: it may end before the tensors do.
+    The group is referenced weakly: it may end before the tensors.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        """Make the pool, empty. The communicator must be connected: no pool can be registered before."""
+        """Make an empty pool. The communicator must be connected: a pool cannot be registered before."""
         self._group, self._device, self._process = ref(group), device, os.getpid()
         with torch.cuda.device(device):  # a pool belongs to the current one
             self._pool = torch.cuda.MemPool(backend_of(group, device).mem_allocator)
@@ -239,16 +241,16 @@ class NcclMemory:
         return flats
 
     def register(self) -> None:
-        """Register the pool with this rank's communicator; not a collective."""
+        """Register the pool with this rank's communicator, without communication."""
         group = self._group()
-        assert group is not None, "whoever registers has the group"
-        self._registered = True  # whatever comes of it: some segments may be, when another fails
+        assert group is not None, "the caller has the group"
+        self._registered = True  # also after an error: some segments may be registered
         backend_of(group, self._device).register_mem_pool(self._pool)
 
     def layout(self, flats: Sequence[Tensor]) -> str:
-        """A digest of the offsets of tensors in their segments, to compare over ranks.
+        """Return a digest of the offsets of tensors in their segments, to compare over ranks.
 
-        They can differ: each rank's environment configures its allocator.
+        Offsets can differ: each rank's environment configures its allocator.
         """
         places = []
         for flat in flats:
@@ -257,15 +259,15 @@ class NcclMemory:
                 (address - start, size) for start, size in self._segments() if start <= address < start + size
             ]
         if len(places) != len(flats):
-            raise RuntimeError(f"{len(flats)} buckets were allocated, and the pool has {len(places)} of them")
+            raise RuntimeError(f"{len(flats)} buckets were allocated, but the pool has {len(places)} of them")
         return hashlib.blake2b(repr(places).encode(), digest_size=16).hexdigest()
 
     def in_use(self) -> bool:
-        """Whether a tensor of the pool, or a view of one, still exists: a gradient, say."""
+        """Whether a tensor of the pool, or a view such as a gradient, still exists."""
         return not all(storage.expired() for storage in self._storages)
 
     def end(self) -> bool:
-        """Deregister and free the pool, once nothing uses it; whether that could be done now."""
+        """Deregister and free the unused pool; return whether that was possible now."""
         if os.getpid() != self._process:
             return False  # CUDA does not survive a fork, nor does the communicator
         if is_capturing(self._device):
@@ -285,9 +287,9 @@ class NcclMemory:
 
 
 def milliseconds(group: ProcessGroup, flats: Sequence[Tensor], collective: Collective) -> list[float]:
-    """Time the collective over each tensor on this rank: interleaved, the lower quartile of the rounds.
+    """Time the collective over each tensor on this rank, interleaved; return each lower quartile.
 
-    All ranks of the group call this at once. flats: full of zeros, which stay
+    Called by all ranks of the group at once. flats: zeros, which stay zeros
     """
     marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in flats]
     with torch.no_grad(), torch.cuda.device(flats[0].device):

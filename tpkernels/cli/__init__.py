@@ -1,7 +1,7 @@
 """`python -m tpkernels COMMAND`: one module a command, each imported only when it is called.
 
-The module of a command has `add_options(parser, words)`, words being all that follows the name, and
-`main(options)`, which returns the exit code. Bad use is a `BadUse`, told in one line with exit code 2.
+The module of a command has `add_options(parser, words)`, with the words after the command's name, and
+`main(options)`, which returns the exit code. A `BadUse` is reported in one line with exit code 2.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ COMMANDS = {
     "typecheck": "check one step of a training script by types over its ranks, in one process",
     "tune": "time who computes each step of a layer fastest on this GPU, and remember it",
 }
-USUAL_TOKENS = 8192  # that a rank computes at once, where nothing else is said
-SAID_EVERY = 15.0  # seconds, of how far a command is, in a log
+USUAL_TOKENS = 8192  # that a rank computes at once, by default
+SAID_EVERY = 15.0  # seconds between progress lines in a log
 EXIT_CODES = "Exit codes: 0 all is well, 1 something is not, 2 bad use."
 
 
@@ -52,7 +52,7 @@ class OneLineParser(ArgumentParser):
 
 
 class BadUse(ValueError):
-    """What a command was given cannot be; its text is the line that is told."""
+    """Invalid arguments of a command; its text is the reported line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,14 +65,14 @@ def run_command(
 ) -> int:
     """Run `python -m PROGRAM COMMAND ...` and return its exit code; without a command list them.
 
-    commands: name -> what it does, the name being that of a module of `package`
+    commands: the purpose of each command by name, which is a module of `package`
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(prog=f"python -m {program}", description=description)
     parser.add_argument("--version", action="version", version=f"tpkernels {__version__}")
     choices = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, purpose in commands.items():
-        # everything after the name is the command's own business
+        # the command itself parses all words after its name
         choices.add_parser(name, help=purpose, add_help=False)
     command, words = parser.parse_known_args(arguments[:1])[0].command, arguments[1:]
     if command is None:
@@ -88,7 +88,7 @@ def run_command(
         code: int = module.main(own.parse_args(words))
     except BadUse as error:
         own.error(str(error))
-    except ModuleNotFoundError as error:  # some import what they need once they have read their arguments
+    except ModuleNotFoundError as error:  # some commands import packages after they have read their arguments
         if (error.name or "").startswith(package.split(".")[0]):  # our own mistake
             raise
         parser.error(f"{command} needs {error.name}, which is not installed")
@@ -100,7 +100,7 @@ def run_command(
 
 @contextmanager
 def bad_use_if(*errors: type[Exception]) -> Iterator[None]:
-    """Turn errors of these types into bad use, in their own words."""
+    """Turn errors of these types into `BadUse` with the same text."""
     try:
         yield
     except errors as error:
@@ -123,7 +123,7 @@ def add_number(
     least: int | None = None,
     **more: Any,
 ) -> None:
-    """Add an option that takes a whole number, not below `least`; its help says the default."""
+    """Add an option that takes a whole number, not below `least`; its help shows the default."""
     usual = "" if default is None else f" (default {default})"
     kind = int if least is None else partial(_at_least, least)
     parser.add_argument(
@@ -138,7 +138,7 @@ def _at_least(least: int, text: str) -> int:
 
 
 def written_to(text: str) -> Path:
-    """Return the path of a file to write, which an argument names; refused before the work, not after it."""
+    """Return the path of a file to write, from an argument; refuse it before the work if not writable."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ArgumentTypeError(f"cannot write to {text!r}")
@@ -146,14 +146,14 @@ def written_to(text: str) -> Path:
 
 
 def drawn_into(text: str) -> Path:
-    """Return the path of a picture to write, likewise; refused where nothing can draw it."""
+    """Return the path of a picture to write, from an argument; refuse it if nothing can draw it."""
     if not can_draw():
         raise ArgumentTypeError(NO_MATPLOTLIB)
     return written_to(text)
 
 
 def write_json(path: Path | None, content: object) -> None:
-    """Write what a command found as JSON, if it was given a path for it."""
+    """Write a command's results as JSON, if it was given a path."""
     if path is not None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -170,10 +170,10 @@ def size_of(text: str) -> tuple[str, Any]:
 
 
 class Progress:
-    """Says on standard error how far a long command is: on a terminal in one line that changes.
+    """Shows the progress of a long command on standard error: on a terminal in one changing line.
 
     `with Progress("compiling", total) as step: step("what was done")`; a total may be unknown.
-    seconds: where standard error is no terminal, write a line after so many at the earliest; None: nothing
+    seconds: without a terminal, write a line at most every `seconds`; None: no lines
     """
 
     def __init__(self, verb: str, total: int | None = None, *, seconds: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`python -m tpkernels plan --model NAME`: which layout of ranks suits a model, as a table."""
+"""`python -m tpkernels plan --model NAME`: a table of layouts of ranks for a model, the best first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tpkernels.planning.parameters import parameters_of_stage
 if TYPE_CHECKING:
     from argparse import _ActionsContainer
 
-_USUAL_SEQUENCES = 8  # of a step, for each GPU: every number of data-parallel ranks divides them
+_USUAL_SEQUENCES = 8  # of a step, for each GPU, so that any data-parallel size divides them
 _ASSUMED = {
     "efficiency": "of the peak rate, that products reach",
     "link_efficiency": "of links, that transfers reach",
@@ -30,7 +30,7 @@ _STAGES = "not for `train`: stages"
 
 
 def advise_on(options: Namespace) -> int:
-    """Print which layouts suit a model; return 1 if none fits."""
+    """Print the layouts for a model; return 1 if none fits."""
     assumed = {name: getattr(options, name) for name in ("gpus_per_node", *_ASSUMED)}
     job, machine = _job(options), Hardware(gpu_named(options.gpu), **assumed)
     most = machine.gpus_per_node if options.max_tp is None else options.max_tp
@@ -150,15 +150,15 @@ def _table(predictions: Sequence[Prediction]) -> str:
 
 
 def _best(advice: Advice) -> list[str]:
-    """Return in a line the best layout that `train` can run; the table says what beats it."""
+    """Return in a line the best layout that `train` can run; the table has layouts that beat it."""
     runnable = [found for found in advice.fitting if found.layout.pipeline == 1]
     if runnable:
         return [f"best for `train`: {runnable[0].layout}, {runnable[0].time.total:.3f} s"]
     flat = [found for found in advice.too_large if found.layout.pipeline == 1]
     if not flat:
-        return ["best for `train`: none, for no layout without pipeline stages can be"]
+        return ["best for `train`: none, because no layout without pipeline stages is possible"]
     return [
-        f"best for `train`: none, for no layout without pipeline stages fits; {flat[0].layout} lacks "
+        f"best for `train`: none, because no layout without pipeline stages fits; {flat[0].layout} lacks "
         f"{flat[0].excess / _GB:.1f} GB{', the least' if len(flat) > 1 else ''}"
     ]
 

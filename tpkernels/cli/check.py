@@ -1,8 +1,8 @@
-"""`python -m tpkernels check`: would the kernels still be right and fast? Answered without a GPU.
+"""`python -m tpkernels check`: checks without a GPU whether kernels are still right and fast.
 
-Compiles every catalog entry and holds what the compiler made of it to rules and budgets, then runs every
-launcher in Triton's interpreter against float64. Exit code 1 means a regression. With --config
-it does the same for kernels of others.
+It compiles every catalog entry and checks the result against rules and budgets, then runs every launcher in
+Triton's interpreter against float64. Exit code 1 means a regression. With --config it does the same for a
+user's kernels.
 """
 
 from __future__ import annotations

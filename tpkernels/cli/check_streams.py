@@ -1,7 +1,7 @@
-"""`python -m tpkernels check --streams`: what ranks enqueue, executed in many orders without a GPU.
+"""`python -m tpkernels check --streams`: executes ranks' programs in many orders without a GPU.
 
-Our operators over every transport, eager and captured; with --config the programs of others that a gate.toml
-names. An order that shows a race, a deadlock or other numbers is a failure, and its seed shows it again.
+The programs are our operators over every transport, eager and captured; with --config those of a gate.toml.
+An order with a race, a deadlock or other results is a failure; its seed reproduces it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEYS = ("program", "ranks", "machines", "processors", "models", "orders", "wave
 
 @dataclass(frozen=True)
 class Searched:
-    """What the orders of one program have shown."""
+    """The result of searching the orders of one program."""
 
     name: str
     orders: int
@@ -42,18 +42,18 @@ class UserProgram:
     """A table [streams.NAME] of a gate.toml."""
 
     name: str
-    folder: str  # modules are looked for there first
-    program: str  # module:function, a rank's host code: given its group, it returns tensors
+    folder: str  # the first folder to search for modules
+    program: str  # module:function, a rank's host code: takes its group, returns tensors
     ranks: int
     machines: int = 1
     processors: int = 8
-    models: str = ""  # module:table, of what kernels do by their names
+    models: str = ""  # module:table, of models of kernels by name
     orders: int = 200
-    waves: bool = False  # whether products must leave collectives in flight their processors
+    waves: bool = False  # whether products must leave processors to collectives in flight
 
 
 def programs_of(path: Path) -> list[UserProgram]:
-    """Those that a gate.toml names; ConfigError says what is wrong."""
+    """Return the programs of a gate.toml; raise ConfigError if it is invalid."""
     path = path.absolute()
     try:
         tables = parsed(path).get("streams")
@@ -87,7 +87,7 @@ def _user_program(path: Path, name: str, table: Any) -> UserProgram:
 
 
 def main(only: str, config: Path | None, orders: int | None, json_path: Path | None) -> int:
-    """1 if an order has shown a failure."""
+    """Search all orders and print the results; return 1 if there is a failure."""
     start = time.perf_counter()
     searches: dict[str, Callable[[], Searched]]
     if config is None:

@@ -1,7 +1,7 @@
-"""`python -m tpkernels clock KERNEL --shape 8192x4096x3584`: how long kernels take on an H100, by a model.
+"""`python -m tpkernels clock KERNEL --shape 8192x4096x3584`: predicts times of kernels on an H100 by a model.
 
 Cycles are those of the machine code, run by `gate.clock` on a model of one SM; times follow from them.
-Nothing is measured, and no GPU is needed. The name of an op is handed on to `clock_ops`.
+Nothing is measured, and no GPU is needed. For the name of an op `clock_ops` does the work.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def _require_tools() -> None:
-    """Refuse a Triton that lacks what it should have brought along."""
+    """Refuse a Triton without its tools."""
     import triton
 
     for tool in ("ptxas", "cuobjdump"):
@@ -107,7 +107,7 @@ def _require_tools() -> None:
 
 
 def _entries(wanted: str) -> list[Entry]:
-    """Return the entries of the catalog with this in their names that the clock knows."""
+    """Return the catalog entries with this part in their names that the clock supports."""
     from tpkernels.gate.ahead_of_time import CLOCKED
     from tpkernels.gate.catalog import catalog, has_parts
 

@@ -1,4 +1,4 @@
-"""One kernel compiled, clocked and predicted at a shape, and what `clock` says of it."""
+"""Compiles, clocks and predicts one kernel at a shape, and formats the results of `clock`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tpkernels.pictures.lanes import Doing, Lane, joined, processor
 
 DIED: Clocked | str = "the compiler died"
 PEAK = 989.4  # TFLOP/s of an H100 SXM with 16-bit operands, by its data sheet
-DRAWN = 12  # steps of a tile that are drawn at most: more of the same
+DRAWN = 12  # the most steps of a tile to draw: others are alike
 NOTE = "by a model of an H100 SXM; nothing here was measured, see docs/clock.md"
 GROUP = 4  # warps that multiply together, and mostly do the same
-MOST_GROUPS = 12  # that are drawn
+MOST_GROUPS = 12  # to draw
 ENGINES = {"products": "tensor cores", "copies": "copies in flight", "stores": "stores in flight"}
 
 
@@ -46,11 +46,11 @@ class Clocked:
     waves: float
     predicted: KernelPrediction
     drawn: tuple[Run, int, int] | None = None  # of tiles and steps on one SM
-    peak: float = PEAK  # TFLOP/s of what it multiplies
+    peak: float = PEAK  # TFLOP/s for its operands
 
 
 def clock_kernel(request: ClockRequest) -> Clocked | str:
-    """Compile and clock a kernel in this process; return a text where that fails."""
+    """Compile and clock a kernel in this process; return an error text if that fails."""
     facts = facts_or_error(CompileJob(request.entry, CLOCKED[0]))
     if isinstance(facts, str):
         return f"does not compile: {facts}"
@@ -117,7 +117,7 @@ def _time(predicted: KernelPrediction) -> str:
 
 
 def awaited(stretch: Stretch) -> str:
-    """Return what warps wait for longest; "nothing" where they mostly issue."""
+    """Return the longest wait of warps; "nothing" if they mostly issue."""
     cause = next(iter(stretch.waits), "instructions")
     return "nothing" if cause == "instructions" else cause.removeprefix("scoreboard: ")
 
@@ -152,7 +152,7 @@ def as_json(shape: tuple[int, int, int], found: Sequence[Clocked], failures: Seq
 
 
 def picture_of(one: Clocked) -> Picture:
-    """Return a picture of what one SM does: its engines, then a lane for each group of warps."""
+    """Draw one SM's work: its engines, then a lane for each group of warps."""
     assert one.drawn is not None, "asked for with --picture"
     timed, tiles, steps = one.drawn
     groups = [*_groups(timed)]
@@ -189,7 +189,7 @@ def _groups(run: Run) -> Iterator[Lane]:
 
 
 def _most(spans: Iterable[WarpSpan]) -> str:
-    """Return in words what the warps waited for longest."""
+    """Return in words the longest wait of the warps."""
     causes: dict[str, float] = {}
     for span in spans:
         if span.lane == "waits":

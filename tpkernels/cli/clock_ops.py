@@ -1,8 +1,7 @@
-"""`python -m tpkernels clock column_linear ...`: what a tensor-parallel call takes on R GPUs in each way,
-modelled.
+"""`python -m tpkernels clock column_linear ...`: predicts a tensor-parallel call's time in each way.
 
-Naive is `F.linear` behind a blocking collective; c10d and symmetric are ours; decomposed has the shape of
-what others do. Needs no GPU.
+Naive is `F.linear` after a blocking collective; c10d and symmetric are ours; decomposed has the schedule of
+other libraries' kernels. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    with bad_use_if(ValueError, MachineError):  # the latter of sizes that no GPU holds
+    with bad_use_if(ValueError, MachineError):  # MachineError: sizes that no GPU holds
         if options.tp > MOST_RANKS:
             raise ValueError(f"--tp: expected at most {MOST_RANKS} ranks of one machine, got {options.tp}")
         node = Node.of(gpu_named(options.gpu))
@@ -105,7 +104,7 @@ def _said(way: str) -> str:
 
 
 def _hiding(each: Predicted) -> Iterator[str]:
-    """Yield what each transfer has beside it."""
+    """Yield the products that hide each transfer."""
     yield f"\n{each.way}, {each.direction}:"
     for name, beside in each.hidden.items():
         behind = ", ".join(f"{1e6 * seconds:.0f} behind {other}" for other, seconds in beside.items())

@@ -1,6 +1,6 @@
-"""`python -m tpkernels doctor`: looks at this installation, and at variables, and says what is wrong with it.
+"""`python -m tpkernels doctor`: checks this installation and environment variables, and reports problems.
 
-Whatever could crash runs in a process of its own: a torch that dies on import is a finding, too.
+Code that could crash runs in a process of its own: a torch that dies on import is a finding, too.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ SELF_TEST_SECONDS = 120
 OUR_VARIABLES = ("TPKERNELS_", "TRITON_", "TORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MASTER_")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
-ALIKE = 0.85  # a name without the prefix that is so similar to one of ours is taken for a misspelling
+ALIKE = 0.85  # similarity from which a name without the prefix counts as a misspelling of ours
 
 
 @dataclass(frozen=True)
 class AllowedValues:
-    """What a variable may be, as a pattern and in words."""
+    """Allowed values of a variable, as a pattern and in words."""
 
     pattern: str
     expected: str
-    words: tuple[str, ...] = ()  # all that there are, where these are few
+    words: tuple[str, ...] = ()  # all allowed values, if these are few
 
     def has(self, value: str) -> bool:
         return re.fullmatch(self.pattern, value) is not None
@@ -78,9 +78,9 @@ def main(options: Namespace) -> int:
     version = ".".join(map(str, sys.version_info[:3]))
     python = ok("python", f"{version} at {sys.executable}")
     findings = [python, *_probes(), _compiler(), *_environment()]
-    if isinstance(sys.stdout, TextIOWrapper):  # a terminal that cannot show a character is no reason to stop
+    if isinstance(sys.stdout, TextIOWrapper):  # continue on terminals that cannot show a character
         sys.stdout.reconfigure(errors="backslashreplace")
-    # without a torch there is nothing to test, and the finding above says so already
+    # without torch there is nothing to test, and there is a finding already
     if not any(finding.name == "torch" and finding.health == "problem" for finding in findings):
         findings.append(_self_test())
     problems = [finding for finding in findings if finding.health == "problem"]
@@ -97,7 +97,7 @@ def main(options: Namespace) -> int:
 
 
 def _probes() -> list[Finding]:
-    """Return the findings of `tpkernels.cli.probe`, and one of how it ended if it failed."""
+    """Return the findings of `tpkernels.cli.probe`, with a finding of its failure if it failed."""
     lines, failure = _run("tpkernels.cli.probe", PROBE_SECONDS)
     findings: list[Finding] = []
     probing = "probe"
@@ -110,7 +110,7 @@ def _probes() -> list[Finding]:
             probing = said
         elif isinstance(said, dict):
             findings.append(Finding(**said))
-        # anything else is a library's own chatter
+        # other lines are output of libraries
     if failure:
         findings.append(problem(probing, f"looking at it {failure}"))
     return findings
@@ -156,9 +156,9 @@ def _self_test() -> Finding:
 
 
 def _run(module: str, seconds: float, *arguments: str, words: int = 1) -> tuple[list[str], str]:
-    """Run `python -m module arguments`; return its lines, and in words how it failed, "" if it did not.
+    """Run `python -m module arguments`; return its lines, and its failure in words, "" for none.
 
-    words: how many of its last lines about errors to cite
+    words: how many of its last lines on stderr to cite
     """
     lines: list[str] = []
     with started([sys.executable, "-m", module, *arguments]) as child:
@@ -184,11 +184,11 @@ def _print(findings: Sequence[Finding], problems: Sequence[Finding]) -> None:
         print("healthy")
 
 
-# The environment variables TPKERNELS_*: which there are, what each may be, and which one was meant.
+# Checks of environment variables TPKERNELS_*: their names and values, with suggestions.
 
 
 def mistakes(environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
-    """Yield variables that nobody reads, or whose value is refused, and what to do about each."""
+    """Yield unknown variables and variables with invalid values, each with advice."""
     for name, value in sorted(environment.items()):
         if name in VARIABLES:
             if not VARIABLES[name].has(value):
@@ -202,7 +202,7 @@ def mistakes(environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str,
 
 
 def _nearest(name: str) -> tuple[float, str]:
-    """Return how like the most similar variable is, 1 for the same, and its name."""
+    """Return the similarity of the most similar variable, 1 for equal, and its name."""
     return max((_likeness(name.upper(), known), known) for known in VARIABLES)
 
 

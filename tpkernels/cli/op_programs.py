@@ -1,6 +1,6 @@
-"""Ops over a group as programs: what `qualify` holds against float64, and `bench bits` against adversaries.
+"""Ops over a group as programs: `qualify` compares them with float64, `bench bits` runs them delayed.
 
-A program is given full operands, the same on all ranks, and each rank takes its shards of them. Letters are
+A program takes full operands, the same on all ranks, and each rank takes its shards of them. Letters are
 sizes: T tokens, F features, B features between two layers, O out_features, V rows of the vocabulary.
 """
 
@@ -24,15 +24,15 @@ from tpkernels.ops import (
     vocab_embedding,
 )
 
-Dim = int | Literal["tokens"] | None  # that ranks split; "tokens": the first, under sequence parallelism
-IDS = "ids"  # the operand that holds rows of the vocabulary, and has no gradient
+Dim = int | Literal["tokens"] | None  # split over ranks; "tokens": the first, under sequence parallelism
+IDS = "ids"  # the operand with ids of the vocabulary, without gradient
 
 
 @dataclass(frozen=True)
 class OpProgram:
-    """An op over a group, with the sizes of its operands and of its result, and how ranks split each.
+    """An op over a group, with sizes and split dimensions of its operands and of its result.
 
-    run: of this rank's shards, then the group and whether it is sequence-parallel
+    run: takes this rank's shards, the group, and whether it is sequence-parallel
     """
 
     run: Callable[..., Tensor]
@@ -45,20 +45,20 @@ class OpProgram:
         return {name: tuple(sizes[letter] for letter in its) for name, its in letters.items()}
 
     def dims(self, sequence_parallel: bool) -> list[int | None]:
-        """Return the dimension that ranks split of each operand, and of the result."""
+        """Return the dimension of each operand, and of the result, that is split over ranks."""
         split = [dim for _, dim in self.operands.values()] + [self.result[1]]
         tokens = 0 if sequence_parallel else None
         return [tokens if dim == "tokens" else dim for dim in split]
 
     def results(self, leaves: Sequence[Tensor], dy: Tensor, group: ProcessGroup, split: bool) -> list[Tensor]:
-        """Return this rank's result, then the gradients of its operands: forward and backward."""
+        """Run forward and backward; return this rank's result, then the gradients of its operands."""
         wanted = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point()]
         y = self.run(*leaves, group, split)
         return [y.detach(), *torch.autograd.grad(y, wanted, dy.to(y.dtype))]
 
 
 def shards(full: Sequence[Tensor], dims: Sequence[int | None], group: ProcessGroup) -> list[Tensor]:
-    """Return this rank's shard of each full tensor; of dim None it has all."""
+    """Return this rank's shard of each full tensor; for dim None the full tensor."""
     ranks, rank = group.size(), group.rank()
     return [
         tensor.detach() if dim is None else tensor.detach().chunk(ranks, dim)[rank].contiguous()

@@ -1,7 +1,7 @@
-"""`python -m tpkernels plan`: which rank is in which group, in words and as a picture.
+"""`python -m tpkernels plan`: describes and draws the groups of ranks.
 
-With --model it chooses the sizes of the groups, see `advice`; with --reshard, too, it says what moving the
-model between two layouts takes.
+With --model it chooses the sizes of the groups, see `advice`; with --reshard it predicts the traffic to move
+the model between two layouts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tpkernels.topology.plan import plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER
 
 _GB = 1e9
-MOST_RANKS = 10_000_000  # more than any machine has, and described in seconds
+MOST_RANKS = 10_000_000  # more than any machine has; still described in seconds
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""The part of `doctor` that imports what may be broken. Prints one JSON line a finding.
+"""The part of `doctor` that imports packages that may be broken; prints a JSON line for each finding.
 
-Before each probe it prints the probe's name, so that the parent knows what a crash was about. Called with
-`self-test` it starts two ranks instead, as `train` starts its ranks, and lets them talk.
+Before each probe it prints the probe's name, so that the parent can name the cause of a crash. With
+`self-test` it starts two ranks instead, as `train` starts its ranks, and lets them communicate.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-PREFIX = "tpkernels-finding: "  # before each line, to tell it from what libraries print
+PREFIX = "tpkernels-finding: "  # distinguishes our lines from output of libraries
 RANKS = 2  # of the self-test
 SELF_TEST, RANK_OF_SELF_TEST = "self-test", "self-test-rank"
-# What pyproject.toml allows: the oldest and the newest that were tried, see docs/ci.md.
+# Versions that pyproject.toml allows: the oldest and the newest tested, see docs/ci.md.
 TESTED_TORCH = ("2.11", "2.15")
 TESTED_TRITON = ("3.6", "3.9")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing, how it is, and in words what that means."""
+    """A checked item, its health, and an explanation."""
 
     name: str
     health: Literal["ok", "note", "problem"]  # a note costs something, a problem stops work
@@ -52,7 +52,7 @@ def probe_torch() -> list[Finding]:
 
 
 def _version(name: str, version: str, tested: tuple[str, str]) -> Finding:
-    """Return whether a version is too old, newer than any that was tested, or fine."""
+    """Return the finding for a version: too old, newer than the newest tested, or fine."""
     minor, oldest, newest = (tuple(map(int, text.split(".")[:2])) for text in (version, *tested))
     if minor < oldest:
         return problem(name, f"{version} is too old: tpkernels needs {tested[0]} or newer")
@@ -179,15 +179,14 @@ def probe_qualified() -> list[Finding]:
     return findings
 
 
-EXCHANGE = "torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp"  # of torch's own headers
+EXCHANGE = "torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp"  # in torch's headers
 
 
 def probe_symmetric() -> list[Finding]:
-    """Whether a rendezvous on some ranks makes a later one of more ranks hang, as in torch 2.13.
+    """Report whether a rendezvous on some ranks makes a later one of more ranks hang, as in torch 2.13.
 
-    Ranks then count the rendezvous of a process, not those of a group, and wait under different keys (pytorch
-    issue 196082, mended by pull request 196350). The header tells releases apart: one that holds the counter
-    of the process has the defect.
+    Ranks then count rendezvous by process, not by group, and wait under different keys (pytorch issue 196082,
+    fixed by pull request 196350). A release with the process's counter in its header has the defect.
     """
     import torch
 
@@ -230,12 +229,12 @@ def main() -> None:
         print(PREFIX + json.dumps(name), flush=True)
         try:
             findings = probe()
-        except Exception as error:  # whatever a broken install raises is what we are here to report
+        except Exception as error:  # any error of a broken install is a finding
             findings = [problem(name, f"{type(error).__name__}: {error}")]
         for finding in findings:
             print(PREFIX + json.dumps(asdict(finding)), flush=True)
         if name == "torch" and findings[0].health == "problem":
-            return  # the rest stands on it
+            return  # other probes need torch
 
 
 def self_test() -> int:

@@ -1,7 +1,7 @@
-"""`python -m tpkernels qualify`: try this machine's GPUs, or its CPU: is all right here, and how fast is it?
+"""`python -m tpkernels qualify`: tests results and times on this machine's GPUs, or its CPU.
 
-Alone it starts its ranks itself; under torchrun it takes that world. Rank 0 writes each line as it is known:
-a rank that dies takes none of them along.
+Alone it starts its ranks itself; under torchrun it uses that world. Rank 0 writes each result at once, so
+that a rank that dies loses none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SECONDS = 120.0
 CPU_RANKS = 2
-PROGRESS = "TPKERNELS_QUALIFY_PROGRESS"  # a file, from those who start ranks to the first of them
+PROGRESS = "TPKERNELS_QUALIFY_PROGRESS"  # a file, from the process that starts ranks to rank 0
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
@@ -54,7 +54,7 @@ def main(options: Namespace) -> int:
 
 
 def _alone(options: Namespace) -> int:
-    """Start ranks, print what they found, and return the exit code."""
+    """Start ranks, print their findings, and return the exit code."""
     import torch
 
     from tpkernels.training.launch import run_ranks
@@ -67,7 +67,7 @@ def _alone(options: Namespace) -> int:
         progress.touch()
         os.environ[PROGRESS] = str(progress)
         try:
-            with redirect_stderr(io.StringIO()) as told:  # by this process: ranks have the real one
+            with redirect_stderr(io.StringIO()) as told:  # of this process only: ranks keep the real one
                 code = run_ranks(command, ranks)
         finally:
             del os.environ[PROGRESS]
@@ -81,7 +81,7 @@ def _alone(options: Namespace) -> int:
 def _report(
     options: Namespace, ranks: int, lines: list[dict[str, Any]], code: int, told: str
 ) -> Qualification:
-    """Return the report from what rank 0 wrote, and how the ranks ended."""
+    """Return the report of rank 0's lines, and of the ranks' exit code."""
     from tpkernels.cli.qualify_world import Check, Qualification, versions_here
 
     checks = [Check(**line["check"]) for line in lines if "check" in line]
@@ -94,7 +94,7 @@ def _report(
 
 
 def _as_rank(options: Namespace) -> int:
-    """Try this machine as one rank of a world that somebody has started; return the exit code."""
+    """Test this machine as one rank of a running world; return the exit code."""
     import torch
     import torch.distributed as dist
 
@@ -102,8 +102,8 @@ def _as_rank(options: Namespace) -> int:
     from tpkernels.training.launch import device_of_rank, hold_lifeline
 
     hold_lifeline()
-    assert sys.__stderr__ is not None, "a rank has its launcher's"
-    longest = 3 * options.seconds + 180  # nothing hangs for ever
+    assert sys.__stderr__ is not None, "a rank has its launcher's stderr"
+    longest = 3 * options.seconds + 180  # ends a rank that hangs
     faulthandler.dump_traceback_later(longest, exit=True, file=sys.__stderr__)
     try:
         torch.set_num_threads(1)
@@ -118,13 +118,13 @@ def _as_rank(options: Namespace) -> int:
     finally:
         faulthandler.cancel_dump_traceback_later()
     if PROGRESS in os.environ:
-        return 0  # whoever started us has read what was found
+        return 0  # the process that started this rank has read the findings
     report = _report(options, world.ranks, lines, 0, "")
     return _finish(report, options) if world.rank == 0 else 0 if report.right else 1
 
 
 def _lines(world: QualifyWorld) -> Iterator[dict[str, Any]]:
-    """Yield what is about to be tried, what came of it, and at last what `auto` will do."""
+    """Yield the name of each part, its results, and at last the choice of `auto`."""
     from tpkernels.cli.qualify_buckets import check_buckets
     from tpkernels.cli.qualify_calls import check_graphs, check_transports
     from tpkernels.cli.qualify_kernels import check_kernels, check_trials
@@ -171,7 +171,7 @@ def _finish(report: Qualification, options: Namespace) -> int:
             from tpkernels.files import replace_text
 
             replace_text(options.json, report.as_json())
-        if not options.quick:  # of which nobody shall think that a GPU has been tried
+        if not options.quick:  # a quick run does not qualify a GPU
             keep(report)
     except OSError as error:
         print(f"the report could not be written: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Gradient buckets: known sums, in the memory that TPKERNELS_TRANSPORT chooses, and how long they take."""
+"""Tests and times gradient buckets: exact sums, in the memory that TPKERNELS_TRANSPORT chooses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tpkernels.extension import ExtensionState, extension
 
 WAYS = "c10d", "auto"
 REDUCTIONS: tuple[Collective, ...] = "all_reduce", "reduce_scatter"
-STEPS, STEPS_QUICK, LEARNING = 12, 3, 2  # in the first step the order of buckets is learnt
+STEPS, STEPS_QUICK, LEARNING = 12, 3, 2  # the first step learns the order of buckets
 PARAMETERS = 12
 GPU_ELEMENTS, CPU_ELEMENTS = 2**20, 2**16  # of each
 
@@ -34,13 +34,13 @@ def check_buckets(world: QualifyWorld) -> Iterator[Check]:
         yield _gradients(world)
     else:
         yield Check("buckets", "gradients", "left out", "the C++ extension is not built")
-    if world.on_gpu:  # memory that NCCL has registered, whatever a choice by time would say
+    if world.on_gpu:  # memory registered with NCCL, whatever timing would choose
         with world.group_over("auto") as group:
             yield world.check("buckets", "registered", partial(_in_registered_memory, world, group))
 
 
 def _gradients(world: QualifyWorld) -> Check:
-    """Return the line of interleaved steps with buckets of each way."""
+    """Return the check of interleaved steps with buckets of each way."""
     with ExitStack() as opened:
         groups = {way: opened.enter_context(world.group_over(way)) for way in WAYS}
         steps = partial(_steps, world, groups)
@@ -48,7 +48,7 @@ def _gradients(world: QualifyWorld) -> Check:
 
 
 def _steps(world: QualifyWorld, groups: dict[str, ProcessGroup]) -> dict[str, list[float]]:
-    """Return milliseconds of each step of each way; a wrong sum raises once no rank waits for this one."""
+    """Return milliseconds of each step of each way; raise for a wrong sum once no rank waits for this one."""
     elements = GPU_ELEMENTS if world.on_gpu else CPU_ELEMENTS
     found: dict[str, list[float]] = {way: [] for way in groups}
     models, buckets = {}, {}
@@ -83,12 +83,12 @@ def _steps(world: QualifyWorld, groups: dict[str, ProcessGroup]) -> dict[str, li
 
 
 def numbers(world: QualifyWorld, elements: int, step: int, factor: int) -> Tensor:
-    """Return whole numbers, of which no sum is rounded."""
+    """Return whole numbers whose sums are exact."""
     return torch.arange(step, step + elements, device=world.device).remainder_(251).mul_(factor).float()
 
 
 def _in_registered_memory(world: QualifyWorld, group: ProcessGroup) -> str:
-    """Return how long sums in it take, or why there is none."""
+    """Return times of sums in registered memory, or why there is none."""
     elements, said, wrong = PARAMETERS * GPU_ELEMENTS // world.ranks * world.ranks, [], ""
     try:
         registered.connected_by_all(group, world.device)

@@ -1,4 +1,4 @@
-"""Ops over a group, on each transport: against float64, a thousand delayed calls, and a captured graph."""
+"""Tests ops over a group on each transport: against float64, by delayed calls, and in a captured graph."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tpkernels.comm.transports.symmetric import EPOCHS, LOOK_CALLS
 from tpkernels.gate.accuracy import BOUND, relative_error
 
 DTYPES = (torch.float32, torch.bfloat16)
-TIMES_BOUND = 4.0  # two products in a row, an activation, a sum over ranks: each rounds
-IN_TURN, IN_A_ROW = 3, LOOK_CALLS + 8  # calls of each problem; a row is longer than until the host looks
-LAST_ROW = EPOCHS + 8  # of the last problem: flags begin again
+TIMES_BOUND = 4.0  # two products, an activation and a sum over ranks round once each
+IN_TURN, IN_A_ROW = 3, LOOK_CALLS + 8  # calls of each problem; a row spans a check of the host
+LAST_ROW = EPOCHS + 8  # of the last problem: flags wrap around
 CALLS_QUICK, AT_ONCE = 32, 8
-BEGIN, END = 0.4, 0.85  # of all the time: kernels have ended, and delayed calls have
+BEGIN, END = 0.4, 0.85  # fractions of the time at which kernels and delayed calls end
 DELAYS = (0.0, 0.0, 0.0, 5e-4, 2e-3)  # seconds of a rank before a call
 REPLAYS = 20
 
@@ -40,7 +40,7 @@ def _exact_mlp(x: Tensor, up: Tensor, b: Tensor, down: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TriedOp:
-    """An op program, and what it shall compute of full operands."""
+    """An op program, and its exact computation on full operands."""
 
     program: OpProgram
     exact: Callable[..., Tensor]
@@ -57,7 +57,7 @@ OPS = {
     "parallel_mlp": TriedOp(OP_PROGRAMS["parallel_mlp"], _exact_mlp),
     "parallel_mlp of all tokens": TriedOp(OP_PROGRAMS["parallel_mlp"], _exact_mlp, sequence_parallel=False),
 }
-SIZES = ("small", "large")  # a shard that moves is one chunk, or four
+SIZES = ("small", "large")  # a shard is sent as one chunk, or as four
 
 
 def operands_of(name: str, size: str, ranks: int, draw: random.Random, dtype: torch.dtype) -> list[Tensor]:
@@ -133,7 +133,7 @@ def _word(what: int) -> str:
 
 
 def _order(problems: int, quick: bool) -> list[int]:
-    """Return which problem each call poses.
+    """Return the problem of each call.
 
     In turn they need more exchanges than stay open, so that these close and open. In a row an exchange goes
     through its slots again and again, and at last through all numbers that its flags can hold.
@@ -146,7 +146,7 @@ def _order(problems: int, quick: bool) -> list[int]:
 
 
 def _delayed_calls(world: QualifyWorld, transport: str, group: ProcessGroup, end: float) -> Check:
-    """The bits of each call are those of the first with its operands, whoever comes late."""
+    """Check that each call has the bits of the first call with its operands, whatever ranks are late."""
     draw, delay = random.Random(world.seed + 1), random.Random(f"{world.seed} {world.rank}")
     problems = [
         (name, operands_of(name, size, world.ranks, draw, dtype))
@@ -204,7 +204,7 @@ def _delay(world: QualifyWorld, draw: random.Random) -> None:
 
 
 def check_graphs(world: QualifyWorld) -> Iterator[Check]:
-    """A captured graph, replayed on other numbers, has the bits of eager calls."""
+    """Check that a captured graph, replayed on other numbers, has the bits of eager calls."""
     for transport, obstacle in world.transports().items():
         if obstacle or not world.on_gpu:
             yield Check("graphs", transport, "left out", obstacle or "CUDA graphs are of GPUs")
@@ -222,7 +222,7 @@ def _replayed(world: QualifyWorld, group: ProcessGroup) -> str:
             stream = torch.cuda.Stream(world.device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for _ in range(3):  # kernels are chosen, memory is opened
+                for _ in range(3):  # choose kernels, open memory
                     op.program.run(*inputs, group, op.sequence_parallel)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Every kernel against float64, at shapes that nobody has seen before."""
+"""Tests every kernel against float64, at random shapes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tpkernels.kernels.target import fp8_obstacle, target_of
 
 SHARE = 0.4  # of all the time
 MOST_QUICK = 4  # cases of a rank
-# Descriptors take rows of whole 16-byte units. The interpreter's tiles are small, and straddled all the same.
+# Descriptors take rows of whole 16-byte units. The interpreter's tiles are small, so shapes straddle tiles.
 GPU_UNITS, CPU_UNITS = (16, 160), (8, 14)
 POINTER = (65, 97)
-# which older GPUs do not multiply
+# launchers for fp8, which older GPUs cannot multiply
 IN_FP8 = ("scaled_linear_fwd", "quantize", "quantize_act", "quantize_glu", "dequantize")
 
 
 def check_kernels(world: QualifyWorld) -> Iterator[Check]:
-    """Yield a line for each launcher, with the worst of its cases on all ranks."""
+    """Yield a check for each launcher, with the worst of its cases on all ranks."""
     faults, found = world.all_do(lambda: _computed(world))
     if faults:
         yield Check("kernels", "all", "wrong", "; ".join(faults))
@@ -51,7 +51,7 @@ def check_kernels(world: QualifyWorld) -> Iterator[Check]:
 
 
 def check_trials(world: QualifyWorld) -> Iterator[Check]:
-    """Yield a line for each kernel that child processes have tried on this model of GPU."""
+    """Yield a check for each kernel that child processes have tried on this model of GPU."""
     for variant, found in recorded(Cache(cache_folder(), versions_here())):
         step, _, candidate = variant.rpartition(" ")
         yield Check("trials", step, "right" if found == "passed" else "left out", f"{candidate} {found}")

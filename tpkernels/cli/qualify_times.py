@@ -1,4 +1,4 @@
-"""How long an MLP takes over each transport, and what TPKERNELS_TRANSPORT=auto makes of it."""
+"""Times an MLP over each transport, and reports the choice of TPKERNELS_TRANSPORT=auto."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _naive(operands: list[Tensor], group: ProcessGroup) -> Tensor:
 
 
 def _interleaved(world: QualifyWorld, ways: dict[str, Callable[[], Tensor]]) -> dict[str, list[float]]:
-    """Return milliseconds of each way in each round; another way goes first each time."""
+    """Return milliseconds of each way in each round; each round begins with another way."""
     times: dict[str, list[float]] = {way: [] for way in ways}
     order = list(ways)
     with torch.no_grad():
@@ -85,7 +85,7 @@ def _interleaved(world: QualifyWorld, ways: dict[str, Callable[[], Tensor]]) -> 
 
 
 def auto_line(world: QualifyWorld, times: dict[str, float]) -> str:
-    """Return in a line what TPKERNELS_TRANSPORT=auto takes here for an MLP of the timed size, and why."""
+    """Return in a line the transport that TPKERNELS_TRANSPORT=auto takes for the timed MLP, and why."""
     if world.ranks == 1:
         return "auto: nothing to send, a rank is alone"
     operands, heard = _operands(world, *(GPU_SIZES if world.on_gpu else CPU_SIZES)), _Heard()
@@ -107,7 +107,7 @@ def auto_line(world: QualifyWorld, times: dict[str, float]) -> str:
 
 
 class _Heard(logging.Handler):
-    """Keeps what is logged."""
+    """Keeps logged messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -117,5 +117,5 @@ class _Heard(logging.Handler):
         self.messages.append(record.getMessage())
 
     def of_transports(self) -> list[str]:
-        """The choice and its reason, behind the group that it is for."""
+        """Return each choice with its reason, without its group."""
         return [text.rpartition(" ranks: ")[2] for text in self.messages if "process group" in text]

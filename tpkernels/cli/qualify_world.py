@@ -1,7 +1,7 @@
-"""The ranks that `qualify` runs on, the lines of its table that they make, and the report that is kept.
+"""The ranks of `qualify`, the lines of its table, and its saved report.
 
-Ranks do each step all together, and know what became of it everywhere. A report is kept for a model of GPU
-and these versions, in the user's cache.
+All ranks do each step together, and each gets all ranks' results. A report is kept for a model of GPU and
+these versions, in the user's cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tpkernels.training.launch import join_world
 
 T = TypeVar("T")
 
-# of one call: a rank that is later has failed. On GPUs the first call compiles kernels.
+# of one call: a rank that takes longer has failed. On GPUs the first call compiles kernels.
 CALL_SECONDS, GPU_CALL_SECONDS = 30.0, 300.0
 STEP_SECONDS = 600.0  # in which all ranks end a step, failed or not
 FORMAT = 1
@@ -38,7 +38,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table of `qualify`: what was tried, and what came of it."""
+    """One line of the table of `qualify`: a test and its result."""
 
     part: str  # kernels, transports, calls, graphs, times, buckets, trials, ranks
     name: str
@@ -50,13 +50,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Qualification:
-    """A run of `qualify`."""
+    """The report of a run of `qualify`."""
 
     versions: Versions
     ranks: int
     seed: int
     checks: Sequence[Check]
-    auto: str  # what TPKERNELS_TRANSPORT=auto will do, and why
+    auto: str  # the choice of TPKERNELS_TRANSPORT=auto, and why
 
     @property
     def right(self) -> bool:
@@ -80,13 +80,13 @@ def versions_here() -> Versions:
 
 
 def path_for(versions: Versions) -> Path | None:
-    """Return where a report is kept; None where there is no folder for caches."""
+    """Return the path of a report; None without a cache folder."""
     folder = cache_folder()
     return None if folder is None else folder / f"qualified_{versions.slug}.json"
 
 
 def keep(report: Qualification) -> None:
-    """Keep a report instead of the one of these versions; OSError where it cannot be written."""
+    """Save a report in place of the one for these versions; OSError if it cannot be written."""
     path = path_for(report.versions)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def keep(report: Qualification) -> None:
 
 
 def known(versions: Versions) -> dict[str, Any] | None:
-    """Return the report kept of these versions; None if there is none that can be read."""
+    """Return the saved report for these versions; None without a readable one."""
     path = path_for(versions)
     try:
         content = None if path is None else parsed(read_text(path))
@@ -106,12 +106,12 @@ def known(versions: Versions) -> dict[str, Any] | None:
 
 
 class LeftOut(str):
-    """What a step returns that cannot be tried here, on all ranks alike: why."""
+    """The result of a step that cannot be tried here: the reason, the same on all ranks."""
 
 
 @dataclass
 class QualifyWorld:
-    """This rank among those that `qualify` runs on. All do each step together, even if one of them fails."""
+    """One rank of `qualify`. All ranks do each step together, even if one of them fails."""
 
     rank: int
     ranks: int
@@ -135,15 +135,15 @@ class QualifyWorld:
         return self.device.type == "cuda"
 
     def all_do(self, step: Callable[[], Any]) -> tuple[list[str], list[Any]]:
-        """Do a step on all ranks, whatever fails; return what went wrong where, and each rank's result."""
+        """Do a step on all ranks, also if it fails on some; return each rank's error and result."""
         fault, value = "", None
         try:
             value = step()
             self.synchronize()
-        except Exception as error:  # whatever it is, the table has a line for it
+        except Exception as error:  # any error becomes a line of the table
             fault = f"rank {self.rank}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         answers: list[Any] = [None] * self.ranks
-        dist.all_gather_object(answers, (fault, value))  # on the default group nothing is tried
+        dist.all_gather_object(answers, (fault, value))  # tests never use the default group
         return [fault for fault, _ in answers if fault], [value for _, value in answers]
 
     def check(self, part: str, name: str, step: Callable[[], str]) -> Check:
@@ -171,7 +171,7 @@ class QualifyWorld:
         step: Callable[[], T],
         told: Callable[[list[T]], tuple[str, dict[str, float]]],
     ) -> Check:
-        """told: from the results of all ranks to the text of the line, and the numbers in it"""
+        """told: converts the results of all ranks to the text of the line, and its numbers"""
         began = time.monotonic()
         faults, found = self.all_do(step)
         seconds = round(time.monotonic() - began, 2)
@@ -182,7 +182,7 @@ class QualifyWorld:
         return Check(part, name, status, text, seconds, numbers)
 
     def late(self, share: float) -> bool:
-        """Return whether that share of all the time is over, by the clock of this rank."""
+        """Whether that fraction of the time is over, by this rank's clock."""
         return time.monotonic() - self.began > share * self.seconds
 
     def synchronize(self) -> None:
@@ -191,7 +191,7 @@ class QualifyWorld:
 
     @contextmanager
     def group_over(self, transport: str) -> Iterator[ProcessGroup]:
-        """A new group of all ranks, whose ops go over a transport; what fails in it is lost with it."""
+        """Make a new group of all ranks whose ops use a transport; a failure affects this group only."""
         self.groups += 1
         group = new_group(
             tuple(range(self.ranks)),
@@ -206,7 +206,7 @@ class QualifyWorld:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Compute by our kernels on a GPU, without timing any first; by torch on a CPU."""
+        """Compute by our kernels on a GPU, without timing candidates; by torch on a CPU."""
         before, backends.backend = backends.backend, "triton" if self.on_gpu else "torch"
         try:
             yield
@@ -215,7 +215,7 @@ class QualifyWorld:
 
     @contextmanager
     def asking_for(self, transport: str) -> Iterator[None]:
-        """Choose the transport as if TPKERNELS_TRANSPORT said so."""
+        """Choose the transport as by TPKERNELS_TRANSPORT, inside the block."""
         before, select.requested_transport = select.requested_transport, transport
         try:
             yield
@@ -223,7 +223,7 @@ class QualifyWorld:
             select.requested_transport = before
 
     def transports(self) -> dict[str, str]:
-        """Return the transports of this device, each with why it is left out here, or ""."""
+        """Return the transports of this device, each with the reason to leave it out, or ""."""
         if self.ranks == 1:
             return dict.fromkeys(
                 ("c10d", "symmetric" if self.on_gpu else "shared"), "a rank alone sends nothing"

@@ -1,4 +1,4 @@
-"""`python -m tpkernels train`: a GPT over the ranks of this machine, or under torchrun over those of many."""
+"""`python -m tpkernels train`: trains a GPT on ranks of this machine, or under torchrun on many machines."""
 
 from __future__ import annotations
 
@@ -100,17 +100,17 @@ def main(options: Namespace) -> int:
     _require_options(options)
     if "RANK" in os.environ:  # under torchrun, or as one of our own ranks
         return _as_rank(options)
-    with bad_use_if(ValueError, TypeError, ArithmeticError):  # a rank may be ended before it has said so
+    with bad_use_if(ValueError, TypeError, ArithmeticError):  # a rank may be ended before it reports
         config = _config(options)
         require_sizes(config, options.tp)
-        if not torch.cuda.is_available():  # ranks look at GPUs, which this process leaves alone
+        if not torch.cuda.is_available():  # ranks check GPUs' memory, which this process does not touch
             local = options.tp * options.dp
             require_room(config, options.tp, options.dp, local=local, device=torch.device("cpu"))
     return run_ranks([sys.executable, "-m", "tpkernels", "train", *options.words], options.tp * options.dp)
 
 
 def _fields() -> list[Field[Any]]:
-    """Return the fields of a run that are options; a model has options of its own."""
+    """Return the fields of TrainConfig that are options; a model has its own options."""
     return [option for option in fields(TrainConfig) if option.name != "model"]
 
 
@@ -121,7 +121,7 @@ def _add(parser: ArgumentParser, option: Field[Any]) -> None:
     usual = f"{told} (default {default})"
     if option.name == "data":
         parser.add_argument(name, metavar="FILE", help=f"{told} (required)")
-    elif option.name == "dtype":  # whose default is known once there are devices
+    elif option.name == "dtype":  # its default depends on the devices
         parser.add_argument(name, choices=_DTYPES, help=told)
     elif option.name == "fp8":
         parser.add_argument(
@@ -147,13 +147,13 @@ def _add(parser: ArgumentParser, option: Field[Any]) -> None:
 
 
 def _require_options(options: Namespace) -> None:
-    """Refuse what can be seen without a model."""
+    """Refuse options that are invalid for any model."""
     if options.tp < 1 or options.dp < 1:
         raise BadUse(f"--tp and --dp: expected at least one rank each, got {options.tp} and {options.dp}")
     if options.data is None:
         raise BadUse("--data: expected a file to learn from")
     if options.prove and (options.dropout or options.resume):
-        raise BadUse("--prove: expected a run from the start without dropout, which ranks draw apart")
+        raise BadUse("--prove: expected a run from the start without dropout: ranks draw different numbers")
     for name in ("timeout", "peak_tflops"):
         value = getattr(options, name)
         if value is not None and not 0 < value < 1e9:
@@ -165,7 +165,7 @@ def _require_options(options: Namespace) -> None:
 
 
 def _options_in(path: Path) -> dict[str, Any]:
-    """Return what a file of options holds, by name."""
+    """Return the options in a file, by name."""
     try:
         given = parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -176,7 +176,7 @@ def _options_in(path: Path) -> dict[str, Any]:
 
 
 def _as_typed(parser: ArgumentParser, given: dict[str, Any]) -> list[str]:
-    """Return options of a file as words of a command line, so that they are checked alike."""
+    """Return options of a file as words of a command line, so that they are checked in the same way."""
     known = {name: action for action in parser._actions for name in action.option_strings}
     typed = []
     for name, value in given.items():
@@ -194,7 +194,7 @@ def _as_typed(parser: ArgumentParser, given: dict[str, Any]) -> list[str]:
 
 
 def _is_value_of(action: Action, value: Any) -> bool:
-    """Return whether an option takes the value: a flag a truth, one that repeats a list as well."""
+    """Whether an option takes the value: a flag takes a boolean, a repeatable option also a list."""
     if action.nargs == 0 or (action.nargs == "?" and isinstance(value, bool)):
         return isinstance(value, bool)
     values = value if isinstance(value, list) and isinstance(action.default, list) else [value]
@@ -202,7 +202,7 @@ def _is_value_of(action: Action, value: Any) -> bool:
 
 
 def _page_at(text: str) -> Path:
-    """Return the path of a file whose folder may have to be made; refused before the run."""
+    """Return the path of a file whose folder may be missing; refuse it before the run if not writable."""
     path = Path(text).absolute()
     there = next(place for place in (path, *path.parents) if place.exists())
     if there.is_dir() == (there == path) or not os.access(there, os.W_OK):
@@ -224,7 +224,7 @@ def _as_rank(options: Namespace) -> int:
         _run(session, options, lines)
     except (ValueError, TypeError, ArithmeticError, OSError, RuntimeError, MemoryError) as error:
         text = shown(f"{type(error).__name__}: {cause_of(error)}")
-        if is_first_to_say(text):  # often all ranks find the same
+        if is_first_to_say(text):  # often all ranks have the same error
             sys.stderr.write(f"python -m tpkernels train: rank {os.environ['RANK']}: {text}\n")
         ours = isinstance(error, RuntimeError | MemoryError) and not isinstance(error, InvalidSizes)
         return 1 if is_prepared or ours else 2
@@ -245,7 +245,7 @@ def _config(options: Namespace) -> TrainConfig:
 
 
 def _prepare(session: Session, options: Namespace) -> TextIO | None:
-    """Refuse what can be refused before the first step; return where the first rank writes lines."""
+    """Check the run before the first step; return the first rank's file for lines, if any."""
     if options.prove:
         session.require_proof()
     if options.sample:

@@ -1,4 +1,4 @@
-"""`python -m tpkernels tune`: time the candidates of given shapes ahead, or list them without a GPU."""
+"""`python -m tpkernels tune`: times candidates of given shapes in advance, or lists them without a GPU."""
 
 from __future__ import annotations
 

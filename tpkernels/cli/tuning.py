@@ -1,11 +1,11 @@
-"""The products that `tune` is asked for: listed, or timed.
+"""Lists or times the products that `tune` is called for.
 
 `--shapes` names layers by their sizes, and models whose layers are split over ranks:
 
     8192x4096x4096                        a layer: tokens x out_features x in_features
     model:llama3-8b,tp:8,tokens:4096      the layers of a model on one of 8 tensor-parallel ranks
 
-Items are separated by commas; `tp:` and `tokens:` are of the model before them.
+Items are separated by commas; `tp:` and `tokens:` belong to the model before them.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _sizes(text: str) -> tuple[int, int, int]:
 
 
 def primitive_calls(options: Namespace) -> list[PrimitiveCall]:
-    """Return the primitive calls of every step of every layer that is asked for, each once."""
+    """Return the primitive calls of every requested step of every requested layer, each once."""
     steps = options.steps.split(",")
     for step in steps:
         if step not in PRODUCTS:
@@ -114,7 +114,7 @@ def primitive_calls(options: Namespace) -> list[PrimitiveCall]:
                 for record, arguments in (call, *(in_fp8(call) if options.fp8 else ())):
                     calls[record.problem(*arguments).key] = record, arguments
         except (RuntimeError, TypeError) as error:  # a matrix larger than any address
-            said = str(error).partition("\n")[0]  # in torch's words, without its stack
+            said = str(error).partition("\n")[0]  # torch's message, without its stack
             shape = named if isinstance(named, SplitModel) else "x".join(map(str, named))
             raise ValueError(f"--shapes {shape}: {said}") from error
     return list(calls.values())
@@ -128,18 +128,18 @@ def _primitive_calls(
         yield from (call for call in model_calls(named, dtype, training) if call[0].name in steps)
         return
     for step in steps:
-        # an MLP has linear layers with and without an activation behind them
+        # an MLP has linear layers with and without an activation after them
         for activation in ("none", options.activation) if step == "linear" else (options.activation,):
             layer = Layer(*named, dtype, activation, options.glu, not options.no_bias, training)
             yield PRODUCTS[step], PRODUCTS[step].sample(layer)
 
 
 def model_calls(wanted: SplitModel, dtype: torch.dtype, training: bool) -> Iterator[PrimitiveCall]:
-    """Yield the products of each layer and of the head, over all tokens, as a step of training makes them.
+    """Yield the products of each layer and of the head, over all tokens, of a training step.
 
-    training: else forward alone. Weight gradients are listed as new tensors and as added to fp32.
+    training: False: forward only. Weight gradients are listed as new tensors and as sums in fp32.
 
-    What overlaps with transfers may be cut into chunks of fewer tokens, which are timed as they come.
+    Products that overlap with transfers may use chunks of fewer tokens, which are timed at run time.
     """
     model, ranks, tokens = TUNED[wanted.name], wanted.tensor, wanted.tokens
     job = Job(model=replace(model, max_positions=None), tokens=1, batch=1, sequence_parallel=False)
@@ -151,7 +151,7 @@ def model_calls(wanted: SplitModel, dtype: torch.dtype, training: bool) -> Itera
     biased = replace(of, bias=model.bias or wanted.name in BIASED_QKV)
     for features in (heads, kv):
         yield _call("linear", replace(biased, out_features=features))
-    # what several ranks add up gets its bias afterwards
+    # the sum over several ranks gets its bias afterwards
     summed = replace(of, bias=model.bias and ranks == 1)
     yield _call("linear", replace(summed, in_features=heads))
     yield _call("linear", replace(summed, in_features=ffn))
@@ -213,7 +213,7 @@ def _pair(first: Layer, second: Layer) -> PrimitiveCall:
 
 
 def _announce(calls: Sequence[PrimitiveCall], gpu: TargetGpu, thorough: bool) -> None:
-    """Print what is to be timed, and about how long that will take."""
+    """Print the numbers of problems and candidates to time, and an estimate of the duration."""
     offered, kernels = 0, set[tuple[object, ...]]()
     for record, arguments in calls:
         problem = record.problem(*arguments)
@@ -257,9 +257,9 @@ def has_gpu() -> bool:
 
 
 def tuned(calls: Sequence[PrimitiveCall], again: bool, thorough: bool, seconds: float) -> str:
-    """Print the choice for each call, and return all of them as the text of a cache file.
+    """Time and print the choice for each call; return all choices as the text of a cache file.
 
-    seconds: after which no more is timed
+    seconds: after this time no further problem is timed
     """
     chooser = chooser_on(torch.device("cuda", torch.cuda.current_device()))
     deadline = monotonic() + seconds

@@ -1,7 +1,7 @@
-"""`python -m tpkernels typecheck SCRIPT`: the first step of a training script, checked by types over ranks.
+"""`python -m tpkernels typecheck SCRIPT`: checks the first step of a training script by types over ranks.
 
-The script runs in this process as rank 0 of a world without others (torch's "fake" backend): what it computes
-are not its numbers, but their types over the tensor-parallel ranks are (`interop.typecheck`).
+The script runs in this process as the only rank of a world (torch's "fake" backend): its numbers are wrong,
+but their types over the tensor-parallel ranks are right (`interop.typecheck`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs a script for `typecheck`, and checks it until an optimizer would step parameters of its model again.
+"""Runs a script for `typecheck`, and checks it until an optimizer would step its model again.
 
-From the first call of a model with tensor-parallel layers on all operators are checked. At each step of an
-optimizer partial gradients must have been summed, once.
+All operators are checked from the first call of a model with tensor-parallel layers. At each optimizer step
+partial gradients must have been summed exactly once.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from tpkernels.runtime.initialize import destroy_model_parallel
 
 
 class CheckedSteps:
-    """Runs a script until an optimizer would step again; checks it from the first call of a model on."""
+    """Runs a script until an optimizer would step again; checks it from a model's first call."""
 
     def __init__(self) -> None:
-        self.group: ProcessGroup | None = None  # of the model's layers, once it was called
-        self.ranks = 0  # of it
-        self.stepped = False  # whether parameters of it were
+        self.group: ProcessGroup | None = None  # of the model's layers, after its first call
+        self.ranks = 0  # of this group
+        self.stepped = False  # whether an optimizer has stepped the model's parameters
         self._errors: list[Exception] = []  # also those that the script has caught
         self._checking = ExitStack()
         self._sums: dict[int, _Sums] = {}  # of marked parameters, by id
         self._parameters: set[int] = set()  # ids of the model's
-        self._optimizers: set[int] = set()  # ids of those that have stepped some of them
+        self._optimizers: set[int] = set()  # ids of optimizers that have stepped some of them
         self._ended = False
 
     def run(self, script: str) -> str:
-        """Run it; return what is wrong, or nothing."""
+        """Run the script; return the first error in words, or ""."""
         from spmd_types import SpmdTypeError
 
         hooks = [
@@ -95,7 +95,7 @@ class CheckedSteps:
             and module.world.group is not self.group
         ):
             raise BadUse(
-                "expected layers of one tensor-parallel group, got those of another, which nothing checks"
+                "expected layers of one tensor-parallel group, got those of another, which is not checked"
             )
         if self.group is not None:
             for parameter in module.parameters():
@@ -106,7 +106,7 @@ class CheckedSteps:
         self._checking.callback(lambda: self._errors.extend(errors))
 
     def _follow(self, parameter: Tensor) -> None:
-        """Count the sums of a partial gradient of the model's."""
+        """Count the sums of a parameter's partial gradient."""
         if id(parameter) in self._parameters:
             return
         self._parameters.add(id(parameter))
@@ -133,10 +133,10 @@ class CheckedSteps:
         if not stepped or self.group is None:
             return
         if self._ended or id(optimizer) in self._optimizers:
-            self._ended = True  # should the script go on all the same
+            self._ended = True  # in case the script continues
             raise _Ended
         self._optimizers.add(id(optimizer))
-        self._checking.close()  # what an optimizer computes has other types
+        self._checking.close()  # an optimizer's computation has other types
         by_buckets = {
             id(parameter)
             for buckets in gc.get_objects()
@@ -165,7 +165,7 @@ class CheckedSteps:
 
 
 class _Sums:
-    """How often a partial gradient was summed since the last step."""
+    """The number of sums of a partial gradient since the last step."""
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
@@ -186,7 +186,7 @@ class _Sums:
             mutate_type(gradient, axis, src=P, dst=R)
 
     def wrong(self, by_buckets: bool, group: ProcessGroup) -> str:
-        """What is wrong with it, in words; empty if nothing is."""
+        """Return the fault of the gradient in words; "" for none."""
         from spmd_types import R, maybe_get_axis_local_type, normalize_axis
 
         gradient, count = self.parameter.grad, self._count + by_buckets
@@ -199,7 +199,7 @@ class _Sums:
 
 
 class PartialGradient(RuntimeError):
-    """An optimizer takes the gradient of this rank's tokens for that of all, or sums were made twice."""
+    """An optimizer takes a partial gradient for the full one, or a sum was made twice."""
 
 
 class _Ended(BaseException):
@@ -207,14 +207,14 @@ class _Ended(BaseException):
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error, and those in whose handling it was raised."""
+    """Yield an error, its cause or context, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def told(error: BaseException) -> str:
-    """The error, after the line of the user's that it came from: the last outside of torch and of us."""
+    """Return the error with the user's line that raised it: the last outside torch and tpkernels."""
     ours = [
         Path(module.__file__).parent
         for module in (torch, sys.modules["tpkernels"], sys.modules["spmd_types"])
@@ -234,7 +234,7 @@ def told(error: BaseException) -> str:
 
 @contextmanager
 def as_rank_of(ranks: int) -> Iterator[None]:
-    """Let any process group that is made be one whose other ranks send what this one does."""
+    """Make process groups fake inside the block: the other ranks send the same as this one."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     init, make = dist.init_process_group, dist.new_group
@@ -251,7 +251,7 @@ def as_rank_of(ranks: int) -> Iterator[None]:
         patch.object(dist, "init_process_group", init_fake),
         patch.object(device_mesh, "init_process_group", init_fake),
         patch.object(dist, "new_group", new_fake),
-        # whole collectives, which the fake backend answers; it has no messages point to point
+        # collectives in one round, which the fake backend answers; it has no point-to-point messages
         patch.object(c10d, "_processors", lambda device: 1),
     ):
         try:
@@ -264,7 +264,7 @@ def as_rank_of(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def as_script(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """With the arguments and the path of a script that Python was given."""
+    """Set `sys.argv` and `sys.path` as Python does for a script, inside the block."""
     with (
         patch.object(sys, "argv", [str(script), *arguments]),
         patch.object(sys, "path", [str(script.parent), *sys.path]),

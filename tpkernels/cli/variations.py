@@ -1,10 +1,10 @@
-"""Beyond the tiles that are shipped: variations of the fastest of them, step by step (`tune --thorough`).
+"""Searches variations of the fastest shipped tiles, step by step (`tune --thorough`).
 
-From the fastest tile of each kind of kernel, all that differ from it in one number are timed beside it, in
-turns; then those that differ from the fastest of these, until none gains GAIN. What cannot be launched, by
-arithmetic, is not compiled. What is left is compiled in several processes at once; what spills there, waits
-for each product, or takes the registers of the block beside it, is not timed. The winner is timed once more,
-beside torch and the fastest that is shipped.
+From the fastest tile of each kind of kernel, all tiles that differ from it in one number are timed with it,
+interleaved; then tiles that differ from the fastest of these, until none gains GAIN. Tiles that cannot be
+launched, by arithmetic, are not compiled. The others are compiled in several processes at once. Tiles that
+spill, wait for each product, or take the registers of a neighbouring block are not timed. The winner is timed
+once more, with torch and the fastest shipped tile.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.operands import Form
 
 GAIN = 0.01  # less is noise
-NEAR = 1.25  # times the fastest, torch included: what is slower by so much is left as it is
-SECONDS = 120.0  # of a problem; a step that has begun then is finished
+NEAR = 1.25  # times the fastest, torch included: slower kinds are not varied
+SECONDS = 120.0  # of a problem; a step in progress is finished
 GROUPS = (4, 8, 16)
 MOST_STAGES = 6
 
@@ -39,7 +39,7 @@ def neighbours(tile: MatmulTile, form: Form) -> Iterator[MatmulTile]:
     changes: list[dict[str, Any]] = [{"group": group} for group in GROUPS if group != tile.group]
     changes += [{"num_stages": tile.num_stages + step} for step in (-1, 1)]
     changes += [{"parts": tile.parts * 2}, {"parts": tile.parts // 2}]
-    if form == "descriptor" and not tile.consumers:  # others have one loop, and as many programs as they have
+    if form == "descriptor" and not tile.consumers:  # others have one loop and fixed programs
         changes += [{"flatten": not tile.flatten}, {"per_processor": 3 - tile.per_processor}]
     for change in changes:
         if change.get("num_stages", 1) <= MOST_STAGES and change.get("per_processor", 1) > 0:
@@ -51,7 +51,7 @@ def neighbours(tile: MatmulTile, form: Form) -> Iterator[MatmulTile]:
 
 @dataclass(frozen=True)
 class Variations:
-    """Times tiles beyond those that are shipped, and finds the fastest candidate of a problem."""
+    """Finds the fastest candidate of a problem among shipped tiles and their variations."""
 
     chooser: Chooser
     prune: Prune
@@ -59,7 +59,7 @@ class Variations:
     clock: Callable[[], float] = perf_counter
 
     def timed(self, record: Primitive[..., Any], arguments: tuple[Any, ...]) -> Decision[Candidate]:
-        """Return the fastest candidate, which is kept on disk."""
+        """Return the fastest candidate, and keep it on disk."""
         shipped = self.chooser.timed(record, arguments, seconds=float("inf"))
         if shipped.source != "timed":
             return shipped
@@ -74,7 +74,7 @@ class Variations:
                 return shipped
             wanted = list(finalists.values())
             return self.chooser.keep(problem, wanted, self.chooser.times(record, problem, wanted, arguments))
-        except Exception as error:  # out of memory, say: what is shipped has been timed
+        except Exception as error:  # such as out of memory: the shipped tiles have been timed
             log.warnings.warning("cannot vary the tiles of %s: %s", problem.key, error)
             return shipped
 
@@ -86,7 +86,7 @@ class Variations:
         problem: Problem,
         arguments: tuple[Any, ...],
     ) -> Candidate:
-        """Return the last of a chain of candidates, each of which gains on the one before."""
+        """Return the last of a chain of candidates, each faster than the one before."""
         seen = {best.name}
         while self.clock() < ends:
             fresh = [one for one in self._around(best, problem) if one.name not in seen]
@@ -102,7 +102,7 @@ class Variations:
         return best
 
     def _around(self, one: Candidate, problem: Problem) -> list[Candidate]:
-        """Return the candidates that differ from it in one number and can be launched."""
+        """Return launchable candidates that differ from this one in one number."""
         form, tile = one.form, one.tile
         assert form is not None, "torch is not varied"
         assert tile is not None
@@ -112,7 +112,7 @@ class Variations:
 
 
 def fastest_of_each_kind(timed: Sequence[Candidate], milliseconds: Mapping[str, float]) -> list[Candidate]:
-    """Return the fastest of our kernels of each form and consumers, without kinds that are far behind."""
+    """Return the fastest of our kernels of each form and consumers, without much slower kinds."""
     ours = sorted((one for one in timed if one.tile is not None), key=lambda one: milliseconds[one.name])
     near = [one for one in ours if milliseconds[one.name] <= NEAR * min(milliseconds.values())]
     kinds: dict[tuple[object, object], Candidate] = {}
@@ -123,7 +123,7 @@ def fastest_of_each_kind(timed: Sequence[Candidate], milliseconds: Mapping[str, 
 
 @dataclass(frozen=True)
 class CompiledTiles:
-    """Prunes candidates that the check would not let pass, compiled in other processes."""
+    """Removes candidates that fail the rules of `check`, compiled in other processes."""
 
     gpu: TargetGpu
     processes: int = max(1, min(8, (os.cpu_count() or 1) - 1))
@@ -137,7 +137,7 @@ class CompiledTiles:
         target = self.gpu.target
         architecture = f"sm_{target.capability}"
         if target.backend != "cuda" or architecture not in ahead_of_time.ARCHITECTURES:
-            return list(wanted)  # its rules are not known
+            return list(wanted)  # there are no rules for it
         launched: list[Candidate] = []
         jobs = []
         for one in wanted:
@@ -160,7 +160,7 @@ class CompiledTiles:
 def _entry(
     record: Primitive[..., Any], arguments: tuple[Any, ...], one: Candidate, gpu: TargetGpu, architecture: str
 ) -> Any:
-    """Return the catalog entry of what this candidate would launch."""
+    """Return the catalog entry of this candidate's launch."""
     from tpkernels.gate.recording import MetaOperands, recorded
 
     problem = record.problem(*arguments)

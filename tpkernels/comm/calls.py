@@ -1,22 +1,22 @@
-"""The calls of a group, numbered: ranks that part ways find out, and a broken call ends its group.
+"""Numbers the calls of a group: ranks whose calls differ raise an error, and a broken call ends its group.
 
 All ranks of a group make the same calls in the same order. So a call's number and description, such as
-"row_linear: sum of (64, 128) float32", are the same on all of them, and every message bears both: as its tag
-where it is sent point to point, in its flag where memory is shared. A message of one call is never taken for
-that of another. A rank that waits for long shows the others its last calls, see `watch`.
+"row_linear: sum of (64, 128) float32", are the same on all of them. Every message bears both: as its tag if
+it is sent point to point, in its flag if memory is shared. A message of one call is never taken for that of
+another. A rank that waits for long shows the others its last calls, see `watch`.
 
 What sends nothing and must be alike all the same is noted: it takes a number, and a checksum of all notes is
 in the tags of later calls. So ids that differ, or an op that one rank refuses, are told at the next message.
 
-After an exception in the middle of a call nobody can say which messages are on their way. The group has
-failed then: the cause is put into its store, its connections are closed, so that nobody waits in vain, and
-every later call on it is an error on all ranks that names the first cause.
+After an exception in the middle of a call no rank can know which messages are on their way. The group has
+failed then: the cause is put into its store, and its connections are closed, so that no rank waits in vain.
+Every later call on the group raises an error on all ranks, which names the first cause.
 
-With NCCL the host never waits: a kernel does, for as long as the group's time-out. So a rank that has begun
-no call between two looks of the thread that watches asks how the others are: what they say by `fail`, which
-calls they have made last, and whether their processes still run: those of its own machine by a look at them,
-others by the signs of life that they give. If the group fails by that, its communicator is aborted: kernels
-end, and with them what the host waits for.
+With NCCL the host never waits: a kernel does, for as long as the group's time-out. So the thread that
+watches looks at the other ranks if this rank has begun no call since its last look: whether they have called
+`fail`, their last calls, and whether their processes still run. It looks at processes of its own machine
+directly, and at others by the signs of life that they give. If the group fails by that, its communicator is
+aborted: kernels end, and the host no longer waits for them.
 
 A destroyed group that is still held must end its threads before the interpreter ends: gloo's take Python's
 lock to free a finished collective's tensors, and a thread that asks for the lock while the interpreter ends

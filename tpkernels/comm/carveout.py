@@ -1,11 +1,11 @@
 """Processors of a GPU that collectives in flight occupy; products launched meanwhile leave them free.
 
-NCCL runs a kernel of some blocks, each on a processor of its own. A persistent product that counts on these
-processors, too, takes a second full wave if NCCL came first, and keeps NCCL out until it ends if it came
-first itself. torch has a setting of how many processors products leave free, which cuBLASLt and our kernels
-read when they are launched (`kernels.target.left_free`). It is raised while a collective is in flight, as the
-host sees it: from when it is started until the stream that computes waits for it. What was launched before
-has ended when it begins. Collectives of one group follow each other, those of several run at once.
+NCCL runs a kernel of some blocks, each on a processor of its own. A persistent product counts on these
+processors, too: it takes a second full wave if NCCL came first, else it keeps NCCL out until it ends. torch
+has a setting of how many processors products leave free, which cuBLASLt and our kernels read when they are
+launched (`kernels.target.left_free`). It is raised while a collective is in flight, as the host sees it:
+from its start until the stream that computes waits for it. Kernels launched before have ended when it
+begins. Collectives of one group follow each other, those of several run at once.
 
 Not with TP-invariance: where fewer processors are left cuBLAS may take a kernel with other bits, and a rank
 alone has nothing in flight.

@@ -123,7 +123,7 @@ def gather_plan(rows: int, ranks: int, rank: int, chunks: int, tapered: bool = T
 
 @lru_cache(maxsize=256)
 def pushing_gather_plan(rows: int, ranks: int, rank: int, chunks: int) -> Plan:
-    """A gather of which `rank` sends all at once, and that still arrives chunk by chunk."""
+    """Plan of a gather: `rank` sends its rows all at once, and the others' rows arrive chunk by chunk."""
     plan = gather_plan(rows, ranks, rank, chunks, tapered=False)
     arriving = (Round(round.rows, ()) for round in plan.rounds[1:])
     return replace(plan, rounds=(Round(plan.own, plan.swaps), *arriving))
@@ -230,8 +230,9 @@ def parts_of_shard(shard_bytes: int) -> int:
 def collective_rounds(
     rows: int, features: int, ranks: int, processors: int, tile: tuple[int, int] = (128, 256)
 ) -> int:
-    """Into how many rounds a gather or a reduce by collectives is cut: the most of up to MOST_CHUNKS that
-    divide the ranks, and whose products still fill a GPU's processors twice; else one.
+    """Return the number of rounds into which a gather or a reduce by collectives is cut.
+
+    The largest up to MOST_CHUNKS that divides the ranks and whose products fill a GPU twice; else one.
 
     features: width of the product that hides the transfers; 0: there is none
     tile: rows and features of a product that one processor computes at once

@@ -1,4 +1,4 @@
-"""Streams that compute, and streams beside them. A CPU has none: it does everything at once, in order."""
+"""Streams next to those that compute. A CPU has none: it does everything at once, in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class SideStream:
-    """A stream beside those that compute."""
+    """A stream of high priority next to those that compute."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = None if device.type == "cpu" else torch.Stream(device, priority=-1)

@@ -57,7 +57,7 @@ def problem_of(
 
 
 def mixing_of(name: str, holders: Collection[int], ranks: Collection[int], wrapper: str) -> str | None:
-    """What is wrong if `wrapper` averages over `ranks` a parameter of which `holders` have a shard each."""
+    """What is wrong if `wrapper` averages a parameter over `ranks`; each of `holders` has its own shard."""
     peers = set(holders) & set(ranks)
     if len(peers) < 2:
         return None

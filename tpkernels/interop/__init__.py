@@ -1,4 +1,4 @@
-"""Other libraries' names and formats. The modules in `__init__.pyi` are imported when they are first used."""
+"""Other libraries' names and formats. The modules in `__init__.pyi` are imported at their first use."""
 
 from __future__ import annotations
 

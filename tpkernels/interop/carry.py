@@ -1,4 +1,4 @@
-"""Carries out moves of blocks between tensors of ranks.
+"""Moves blocks between the tensors of ranks.
 
     between                              a block
     a rank and itself                    is copied
@@ -6,7 +6,7 @@
     any others                           travels in a message of at most `bucket_bytes`, packed with others
 
 Beyond its tensors a rank takes at most `buckets` x `bucket_bytes` of memory: for messages, for
-addresses, and for blocks that are not read where they belong, since they are cast or transposed there.
+addresses, and for blocks that are read into a buffer first, to be cast or transposed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tpkernels.interop.shards import Chunk
 from tpkernels.topology.moves import Block, Message, Move, parts_of
 
 Chunks = Mapping[str, Sequence[Chunk]]  # by the tensor's name
-_WORTH_READING = 256  # bytes in one piece of the receiver's memory, else they are read into a buffer
-_BYTES_OF_A_RUN = 160  # of addresses on both sides, and of what computes them
+_WORTH_READING = 256  # contiguous bytes of the receiver's memory; shorter runs are read into a buffer
+_BYTES_OF_A_RUN = 160  # for addresses on both sides, and for computing them
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def block_of(chunk: Chunk) -> Block:
 
 
 def part_of(chunks: Sequence[Chunk], block: Block) -> Tensor:
-    """The view of a block that lies in one of the chunks."""
+    """Return the view of a block that lies in one of the chunks."""
     for chunk in chunks:
         if (begins := _begins_in(block_of(chunk), block)) is not None:
             view = chunk.view
@@ -63,7 +63,7 @@ def _begins_in(outer: Block, block: Block) -> list[int] | None:
 
 @torch.no_grad()
 def copy_own(moves: Sequence[Move], sources: Chunks, targets: Chunks) -> None:
-    """Copy what this rank holds itself."""
+    """Copy the blocks that this rank holds itself."""
     for move in moves:
         source = part_of(sources[move.name], move.block)
         target = part_of(targets[move.name], move.block)
@@ -72,7 +72,7 @@ def copy_own(moves: Sequence[Move], sources: Chunks, targets: Chunks) -> None:
 
 
 class Reads(NamedTuple):
-    """Blocks that one rank reads out of the memory of others, whose tensors lie where they lay."""
+    """Blocks that one rank reads out of the memory of its peers, whose tensors have not moved."""
 
     moves: Sequence[Move]
     peers: Mapping[int, Peer]
@@ -81,7 +81,7 @@ class Reads(NamedTuple):
 
 @torch.no_grad()
 def read_from_peers(reads: Reads, targets: Chunks, most_bytes: int) -> None:
-    """Read this rank's blocks out of the memory of others, by few calls of the system."""
+    """Read this rank's blocks out of the memory of its peers, by few system calls."""
     straight: list[tuple[int, Located, Located]] = []  # (process, there, here), found anew: targets may move
     for move in sorted(reads.moves, key=lambda move: move.sender):
         peer, dtype = reads.peers[move.sender], reads.dtypes[move.name]
@@ -90,7 +90,7 @@ def read_from_peers(reads: Reads, targets: Chunks, most_bytes: int) -> None:
         if target.dtype == dtype and here.run_bytes >= min(_WORTH_READING, move.size):
             straight.append((peer.process, there, here))
             continue
-        # of an element: its share of the addresses of a run, and its place in a buffer
+        # bytes an element: its share of the addresses of a run, and its place in a buffer
         of_item = _BYTES_OF_A_RUN * dtype.itemsize / min(there.run_bytes, move.size) + dtype.itemsize
         for block in parts_of(move.block, max(1, int(most_bytes / of_item))):
             into, source = part_of(targets[move.name], block), _located(peer.tensors[move.name], block)
@@ -122,7 +122,7 @@ def _as_read(process: int, source: Located, dtype: torch.dtype, most_bytes: int)
 
 
 def _runs_of(there: Located, here: Located, most_bytes: int) -> Iterator[Runs]:
-    """Runs of two tensors of one shape, of which no more are made at once than their addresses may take."""
+    """Yield runs of two tensors of one shape, at most as many at once as their addresses may take."""
     run = min(there.run_bytes, here.run_bytes)
     most = min(most_bytes * run // _BYTES_OF_A_RUN, MOST_BYTES) // here.item_bytes
     for block in parts_of(tuple((0, size) for size in here.shape), max(1, most)):
@@ -148,10 +148,10 @@ def exchange(
     targets: Chunks,
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Send and receive so many messages at a time. All ranks of the group call this.
+    """Send and receive messages, `buckets` at a time. Called by all ranks of the group.
 
-    what: describes all of it, the same on all ranks
-    messages: of `topology.moves`, those of this rank
+    what: a description of the call, the same on all ranks
+    messages: this rank's, from `topology.moves`
     dtypes: of the sources
     """
     call = begin("reshard", what, group)
@@ -189,7 +189,7 @@ def _exchange_some(
 
 
 def _slots(message: Message, packed: Tensor, dtypes: Mapping[str, torch.dtype]) -> list[tuple[Move, Tensor]]:
-    """Where each block of a message lies in it. Large items come first: so each is aligned."""
+    """Return the slot of each block in a message. Large items come first, so that each is aligned."""
     slots, offset = [], 0
     for move in sorted(message.moves, key=lambda move: -dtypes[move.name].itemsize):
         memory = packed[offset : offset + move.size].view(dtypes[move.name])

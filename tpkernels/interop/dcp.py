@@ -8,7 +8,7 @@ A checkpoint holds full tensors under the unsharded model's names, in as many fi
     random.STREAM.DEVICE            random streams, a row for each rank
     extra                           what the caller adds: steps done, place in the data
 
-It is written under a temporary name and renamed when all ranks are done; then `latest` beside it is set to
+Ranks write it under a temporary name and rename it when all are done; then the file `latest` next to it gets
 its name. So a checkpoint under its own name is complete. `SHA256SUMS` in it has a sum of each file; `load`
 checks them.
 """
@@ -64,7 +64,7 @@ def save(
     extra: Any = None,
     state: State = None,
 ) -> None:
-    """Write a new checkpoint, a folder at `path`, and write its name into `latest` beside it.
+    """Write a new checkpoint, a folder at `path`, and write its name into the file `latest` next to it.
 
     Called by all ranks of the world, which share the file system.
 
@@ -110,13 +110,13 @@ def load(
     weights_only: bool = True,
     state: State = None,
 ) -> Any:
-    """Read a checkpoint into the model, the optimizer and the random streams; returns its `extra`.
+    """Load a checkpoint into the model, the optimizer and the random streams; return its `extra`.
 
     Called by all ranks of the world. Sums of files, names, shapes and dtypes are compared before anything is
-    changed. Random streams are restored if the world and tensor-parallel sizes are those that saved them;
-    otherwise they stay as they are, with a warning.
+    changed. Random streams are restored if the world and tensor-parallel sizes are the saved ones; otherwise
+    they stay as they are, with a warning.
 
-    weights_only: False: `extra` and the optimizer's options may be of any class, whose code is run
+    weights_only: False: `extra` and the optimizer's options may be of any class; loading runs its code
     """
     path = Path(path)
     request = f"dcp.load({path})"
@@ -168,7 +168,7 @@ def load(
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint that `latest` in `folder` names; None without one."""
+    """Return the checkpoint that the file `latest` in `folder` names; None without this file."""
     try:
         name = read_bytes(Path(folder, LATEST)).decode(errors="replace").strip()
     except FileNotFoundError:
@@ -203,7 +203,7 @@ def _removed_on_failure(path: Path) -> Iterator[None]:
 
 
 def _gathered(own: dict[str, str]) -> dict[str, str]:
-    """Gather the sums of all ranks' files; returns them on all ranks."""
+    """All-gather the sums of the ranks' files."""
     everybody: list[dict[str, str]] = [own] * dist.get_world_size()
     if dist.get_world_size() > 1:
         dist.all_gather_object(everybody, own)
@@ -213,8 +213,7 @@ def _gathered(own: dict[str, str]) -> dict[str, str]:
 def _warn_of_no_sums(path: Path) -> None:
     if dist.get_rank() == 0:
         warnings.warn(
-            f"{path} has no {SUMS}, as checkpoints had before there were sums: whether its files "
-            "are damaged is not known",
+            f"{path} has no {SUMS}, as older checkpoints: its files cannot be checked for damage",
             stacklevel=3,
         )
 
@@ -248,15 +247,13 @@ def _compare(shards: dict[str, TensorShard], saved: Metadata) -> None:
     missing, surplus = [n for n in shards if n not in there], [n for n in there if n not in shards]
     if missing or surplus:
         raise ValueError(
-            f"the checkpoint is of another model: it lacks {missing or 'nothing'}, and has besides "
-            f"{surplus or 'nothing'}"
+            f"the checkpoint is of another model: it lacks {missing or 'nothing'}, and has also "
+            f"{surplus or 'nothing'}; build the model that was saved"
         )
     for name, shard in shards.items():
         entry = there[name]
         if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(
-                f"'{name}': expected a tensor as in the model, the checkpoint has something else"
-            )
+            raise ValueError(f"'{name}': expected a tensor as in the model, got an object in the checkpoint")
         expected = shard.shape, shard.local.dtype
         if (tuple(entry.size), entry.properties.dtype) != expected:
             raise ValueError(
@@ -273,7 +270,7 @@ def _as_dtensors(content: dict[str, Any], group: ProcessGroup) -> dict[str, Any]
 
 
 def _entries_of_optimizer(saved: Metadata) -> dict[str, Described | None]:
-    """Shape and dtype of tensors of an optimizer's state; None for what is pickled."""
+    """Shape and dtype of the tensors of an optimizer's state; None for pickled values."""
     return {
         name: Described(tuple(entry.size), entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)

@@ -1,4 +1,4 @@
-"""Shards as DTensors, which torch's checkpoints read and write.
+"""Shards as DTensors, for torch's checkpoints to read and write.
 
     tensor                                              DTensor
     replicated                                          Replicate
@@ -26,9 +26,9 @@ from tpkernels.layers.world import TENSOR_DIM, State
 
 
 def as_dtensors(model: nn.Module, state: State = None) -> dict[str, DTensor]:
-    """Each parameter and persistent buffer as a DTensor of the full shape, without vocabulary padding.
+    """Return each parameter and persistent buffer as a DTensor of the full shape, without vocabulary padding.
 
-    They share memory with the model; `torch.distributed.checkpoint` saves and loads them as they are.
+    The DTensors share memory with the model; `torch.distributed.checkpoint` saves and loads them.
     """
     group = world_of(model, state).group
     return {name: as_dtensor(shard, group) for name, shard in shards_of(model, state).items()}
@@ -70,7 +70,7 @@ def over_mesh(shard: TensorShard, mesh: DeviceMesh) -> DTensor:
 
 
 def is_chunked(shard: TensorShard) -> bool:
-    """Whether ranks hold what `torch.chunk` would give them, as `Shard` assumes."""
+    """Whether ranks hold the ranges that `torch.chunk` would give them, as `Shard` assumes."""
     assert shard.dim is not None
     size, ranks = shard.shape[shard.dim], len(shard.ranges)
     each = -(-size // ranks)

@@ -1,9 +1,9 @@
-"""Tensors whose memory is given back while a model moves: they keep their shape, and every number is NaN.
+"""Frees the memory of tensors while a model moves: they keep their shape, and every element is NaN.
 
 A freed tensor is the same object as before, so optimizers and tied layers still hold it. All of its elements
-are one number, which all freed tensors of a dtype and device share: what computes with it finds NaN, and
-torch refuses most writes. An optimizer that would write through it is stopped; fused ones do not look at
-strides. `give_memory` makes it a tensor like any other again, with arbitrary numbers.
+are one NaN in memory, which all freed tensors of a dtype and device share: computing with it gives NaN, and
+torch refuses most writes. An optimizer step on it is refused, because fused optimizers ignore strides.
+`give_memory` makes it a tensor like any other again, with arbitrary numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-_numbers: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # that freed tensors show
+_numbers: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # the NaN of all freed tensors
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether a plain tensor, or what it is a view of, was freed."""
+    """Whether a plain tensor, or its base, was freed."""
     number = _numbers.get((tensor.dtype, tensor.device))
     return number is not None and tensor.untyped_storage().data_ptr() == number.data_ptr()
 
@@ -30,7 +30,7 @@ def is_freed(tensor: Tensor) -> bool:
 def freed_like(
     tensor: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """A freed tensor of this shape, or one of zeros where NaN is no number."""
+    """Return a freed tensor of this shape, or zeros if its dtype has no NaN."""
     dtype, device = dtype or tensor.dtype, device or tensor.device
     if not dtype.is_floating_point:
         return torch.zeros(tensor.shape, dtype=dtype, device=device)
@@ -43,16 +43,16 @@ def freed_like(
 
 @torch.no_grad()
 def free(tensor: Tensor) -> None:
-    """Give back the memory of a plain tensor and its gradient, unless it holds no floating-point numbers."""
+    """Free the memory of a plain floating-point tensor and of its gradient."""
     if tensor.is_floating_point() and tensor.numel() > 1:
         torch.autograd.graph.increment_version(tensor)  # graphs that have saved it raise
         tensor.data = freed_like(tensor)
-        tensor.grad = None  # an optimizer leaves it out
+        tensor.grad = None  # so optimizers skip it
 
 
 @cache
 def _stop_optimizers() -> None:
-    """From the first tensor that is freed: of any optimizer."""
+    """Refuse steps of any optimizer on freed tensors; called when the first tensor is freed."""
     register_optimizer_step_pre_hook(_refuse_step)
 
 
@@ -73,14 +73,14 @@ def _refuse_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 @torch.no_grad()
 def give_memory(tensor: Tensor) -> None:
-    """Let a freed tensor hold numbers again."""
+    """Give a freed tensor memory again, with arbitrary numbers."""
     tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def leave_meta_device(model: nn.Module, device: torch.device) -> None:
-    """As `model.to_empty(device=device)`, with parameters that are freed tensors, and the same objects.
+    """As `model.to_empty(device=device)`, but parameters become freed tensors and stay the same objects.
 
-    So an optimizer that was built over them goes on with them.
+    So an optimizer built over them stays valid.
     """
     for name, parameter in model.named_parameters():
         if _is_plain_meta(parameter):
@@ -106,7 +106,7 @@ def _leave_meta(name: str, parameter: nn.Parameter, device: torch.device) -> Non
 
 
 def _with_memory(owner: nn.Module, device: torch.device, tensor: Tensor) -> Tensor:
-    """A buffer in place of one on the meta device; NaN, if it can be, for one that does not move."""
+    """Return a buffer with memory for one on the meta device; a buffer that does not move becomes NaN."""
     if not _is_plain_meta(tensor):
         return tensor
     if not any(owner._buffers.get(name) is tensor for name in owner._non_persistent_buffers_set):
@@ -121,18 +121,18 @@ def _is_plain_meta(tensor: Tensor | None) -> bool:
 
 
 def refuse_shared(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise for tensors whose memory others may use, too, and which cannot be freed for this reason."""
+    """Raise for tensors that share memory with other tensors, and so cannot be freed."""
     owners: dict[int, str] = {}
     for name, tensor in named:
         if isinstance(tensor, DTensor):
             raise ValueError(
-                f"free_source: '{name}' is a DTensor, of whose memory fully_shard keeps a view; "
+                f"free_source: '{name}' is a DTensor, and fully_shard keeps a view of its memory; "
                 "move without free_source"
             )
         storage = tensor.untyped_storage()
         first = owners.setdefault(storage.data_ptr(), name) if tensor.numel() else name
         if first != name or storage.nbytes() != tensor.numel() * tensor.element_size():
-            other = f"'{first}'" if first != name else "what lies beside it in one buffer"
+            other = f"'{first}'" if first != name else "the rest of its buffer"
             raise ValueError(
                 f"free_source: '{name}' shares memory with {other}, which may be used later; "
                 "move without free_source"

@@ -1,4 +1,4 @@
-"""Between a model whose weights ranks share and the full tensors of the unsharded model."""
+"""Gathers a sharded model's weights to the unsharded model's full tensors, and loads these."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
 def full_state_dict(
     model: nn.Module, *, names: Container[str] | None = None, state: State = None
 ) -> dict[str, Tensor]:
-    """The unsharded model's tensors by name, on the CPU of global rank 0; an empty dict on other ranks.
+    """Return the unsharded model's tensors by name, on the CPU of global rank 0; an empty dict elsewhere.
 
     Called by all ranks of the world. Tensors are gathered one by one; each takes twice its full size on each
     device of the tensor-parallel group of rank 0, and under `fully_shard` a shard on the others. A tensor
-    with several names is there under its first one.
+    with several names is returned under its first name.
 
     names: gather these only, the same on all ranks
     state: as the model was built with; by default found in its layers
@@ -31,7 +31,7 @@ def full_state_dict(
         require_one_stage(state)
         group = world_of(model, state).group
         shards = shards_of(model, state)
-    has_rank_0 = dist.get_process_group_ranks(group)[0] == 0  # others are another replica of the model
+    has_rank_0 = dist.get_process_group_ranks(group)[0] == 0  # other groups hold replicas of the model
     full: dict[str, Tensor] = {}
     for name, shard in shards.items():
         if names is not None and name not in names:
@@ -49,7 +49,7 @@ def full_state_dict(
 def load_full_state_dict(
     model: nn.Module, full: Mapping[str, Tensor], *, cast: bool = False, state: State = None
 ) -> None:
-    """Copy this rank's shard of each full tensor into the model; padding of a vocabulary becomes zero.
+    """Copy this rank's shard of each full tensor into the model; vocabulary padding becomes zero.
 
     Called by all ranks of the world. Names, shapes and dtypes are compared before anything is changed.
 

@@ -1,7 +1,7 @@
-"""Weights of Llama and GPT-2 of `transformers`, which is not needed, as weights of `tpkernels.GPT`, and back.
+"""Converts weights of Llama and GPT-2 of `transformers` to weights of `tpkernels.GPT`, and back.
 
-Llama's weights are only renamed: both rotate feature i with feature i + d/2. GPT-2's weights are transposed,
-and those of queries, keys and values are one tensor.
+`transformers` need not be installed. Llama's weights are only renamed: both rotate feature i with feature
+i + d/2. GPT-2's weights are transposed, and its queries, keys and values are one tensor.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def _join_conv(*parts: Tensor) -> Tensor:
 
 
 def from_huggingface(theirs: Mapping[str, Tensor], *, tied: bool = False) -> dict[str, Tensor]:
-    """The tensors of a `LlamaForCausalLM` or `GPT2LMHeadModel` under a GPT's names; views where possible.
+    """Return the tensors of a `LlamaForCausalLM` or `GPT2LMHeadModel` under a GPT's names; views if possible.
 
-    tied: drop the head, which is the embedding; one that shares its memory is dropped anyhow
+    tied: drop the head, because it is the embedding; a head that shares its memory is always dropped
     """
     prefix = "transformer." if any(name.endswith("wte.weight") for name in theirs) else "model."
     found = {
@@ -96,16 +96,17 @@ def from_huggingface(theirs: Mapping[str, Tensor], *, tied: bool = False) -> dic
 
 
 def to_huggingface(ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A GPT's full tensors under the names of `GPT2LMHeadModel` if it has learnt positions, else of
-    `LlamaForCausalLM`; without a head if it is tied to the embedding, as in their files.
+    """Return a GPT's full tensors under the names of `LlamaForCausalLM`, or of `GPT2LMHeadModel`.
+
+    Learnt positions make it a GPT-2. A head tied to the embedding is left out, as in their files.
     """
     return to_theirs(ours, _gpt2() if "positions.weight" in ours else _llama())
 
 
 def gpt_config(theirs: Any) -> GPTConfig:
-    """The GPTConfig of a `LlamaConfig` or `GPT2Config`, or of the content of its `config.json`.
+    """Return the GPTConfig of a `LlamaConfig` or `GPT2Config`, or of the content of its `config.json`.
 
-    Raises for what a GPT cannot do, such as scaled rotary positions.
+    Raises for options that a GPT does not have, such as scaled rotary positions.
     """
     found: dict[str, Any] = dict(theirs if isinstance(theirs, Mapping) else theirs.to_dict())
     kind = found.get("model_type")
@@ -165,7 +166,7 @@ def _gpt2_config(found: dict[str, Any]) -> GPTConfig:
 
 def _require(value: object, expected: object, name: str) -> None:
     if value != expected:
-        raise ValueError(f"{name}: expected {expected!r}, which is all that a GPT can do, got {value!r}")
+        raise ValueError(f"{name}: expected {expected!r}, the only value that a GPT supports, got {value!r}")
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

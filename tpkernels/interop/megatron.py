@@ -1,4 +1,4 @@
-"""Full weights under Megatron-Core's names as weights of `tpkernels.GPT`, and back.
+"""Converts full weights under Megatron-Core's names to weights of `tpkernels.GPT`, and back.
 
 H query heads, G groups that share a head of keys and values, d features a head, F features of an MLP:
 
@@ -30,13 +30,13 @@ _APART |= {f"{_LAYER}.pre_mlp_layernorm.": f"{_BLOCK}.mlp_norm."}
 
 
 def join_qkv(query: Tensor, key: Tensor, value: Tensor, *, groups: int) -> Tensor:
-    """Weights (features, hidden), or biases (features,), as one tensor, group by group."""
+    """Join weights (features, hidden), or biases (features,), to one tensor, group by group."""
     parts = [_by_group(part, groups) for part in (query, key, value)]
     return torch.cat(parts, dim=1).flatten(0, 1)
 
 
 def split_qkv(fused: Tensor, *, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of what `join_qkv` gave."""
+    """Return query, key and value of a tensor that `join_qkv` returned."""
     if groups < 1 or heads % groups:
         raise ValueError(f"num_kv_heads: expected a divisor of num_heads {heads}, got {groups}")
     each = heads // groups
@@ -52,9 +52,9 @@ def from_megatron(
     num_kv_heads: int | None = None,
     vocab_size: int | None = None,
 ) -> dict[str, Tensor]:
-    """A GPT's tensors from a `GPTModel`'s, whose norms may be modules or parts of the layers after them.
+    """Return a GPT's tensors, from those of a `GPTModel` with norms as modules or fused into the next layers.
 
-    vocab_size: without the rows that pad the tables; None: they have none
+    vocab_size: the rows of the tables without padding; None: they have no padding
     """
     found = {name: tensor for name, tensor in theirs.items() if not name.endswith("_extra_state")}
     for name in _TABLES:
@@ -76,10 +76,10 @@ def to_megatron(
     vocab_divisible_by: int = 1,
     fused_norms: bool = True,
 ) -> dict[str, Tensor]:
-    """A `GPTModel`'s tensors from a GPT's full ones.
+    """Return a `GPTModel`'s tensors, from a GPT's full ones.
 
     vocab_divisible_by: pad tables with zeros to a multiple of it: `make_vocab_size_divisible_by` x ranks
-    fused_norms: norms are in the layers after them, as with Transformer Engine; False: norms are modules
+    fused_norms: norms are fused into the next layers, as with Transformer Engine; False: norms are modules
     """
     gated = any(name.endswith("mlp.gate.weight") for name in ours)
     norms = _FUSED if fused_norms else _APART

@@ -1,4 +1,4 @@
-"""The older Megatron's `mpu.initialize`, over `parallel_state`: its spellings, and what only it has."""
+"""The older Megatron's `mpu.initialize`, over `parallel_state`: its spellings and its own functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LayerArguments(Protocol):
 
 
 def is_unitialized() -> bool:
-    """Whether there are no groups yet. The misspelling is the original's."""
+    """Whether there are no groups yet. The misspelling is Megatron's."""
     return not parallel_state.model_parallel_is_initialized()
 
 
@@ -40,7 +40,7 @@ def initialize_model_parallel(
     virtual_pipeline_model_parallel_size_: int | None = None,
     pipeline_model_parallel_split_rank_: int | None = None,
 ) -> ParallelState:
-    """As in `parallel_state`, but a size larger than the world is reduced to it, with a warning."""
+    """As in `parallel_state`, but a size larger than the world is reduced to the world's, with a warning."""
     return initialize_in_runtime(
         _at_most_world(tensor_model_parallel_size_, "tensor_model_parallel_size_"),
         _at_most_world(pipeline_model_parallel_size_, "pipeline_model_parallel_size_"),
@@ -50,12 +50,12 @@ def initialize_model_parallel(
 
 
 def get_num_layers(args: LayerArguments, is_encoder_and_decoder_model: bool) -> int:
-    """How many transformer layers this stage holds."""
+    """Return the number of transformer layers that this stage holds."""
     return _layers_here(args.num_layers, args, is_encoder_and_decoder_model)
 
 
 def get_num_layers_decoder(args: LayerArguments, is_encoder_and_decoder_model: bool) -> int:
-    """How many transformer layers this stage holds, of a decoder with a depth of its own."""
+    """Return the number of layers that this stage holds, for a decoder with a depth of its own."""
     return _layers_here(args.num_layers_decoder, args, is_encoder_and_decoder_model)
 
 
@@ -98,6 +98,6 @@ def _divide(layers: int, stages: int, what: str) -> int:
     return layers // stages
 
 
-if not TYPE_CHECKING:  # a checker goes by the names themselves
+if not TYPE_CHECKING:  # type checkers read the names themselves
     own = {"destroy_model_parallel", *public_names(globals())}
     __all__ = sorted(own.union(table.__all__, todays.__all__))

@@ -1,4 +1,4 @@
-"""An optimizer's state by the parameters' names, and sharded as the parameters are."""
+"""An optimizer's state by the parameters' names, sharded as the parameters are."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch.optim import Optimizer
 from tpkernels.interop.freed import freed_like, is_freed
 from tpkernels.interop.shards import TensorShard
 
-STATE = "optimizer.state."  # what names of entries begin with: optimizer.state.NAME.KEY
+STATE = "optimizer.state."  # prefix of entries: optimizer.state.NAME.KEY
 GROUPS = "optimizer.groups"
-# options that are each optimizer's own
+# options that are not copied from one optimizer to another
 _OWN = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
 
 
 class Described(NamedTuple):
-    """A tensor of an optimizer's state."""
+    """Shape and dtype of a tensor in an optimizer's state."""
 
     shape: tuple[int, ...]  # full
     dtype: torch.dtype
 
 
 class OptimizerState:
-    """An optimizer's state as named entries, to be carried to one whose ranks split it in another way."""
+    """An optimizer's state as named entries, to copy into an optimizer over other shards."""
 
     def __init__(self, optimizer: Optimizer, shards: Mapping[str, TensorShard]) -> None:
         """shards: of the model's parameters, which the optimizer updates"""
         if isinstance(getattr(optimizer, "optim", None), Optimizer):
             raise ValueError(
-                f"optimizer: {type(optimizer).__name__} keeps its state in another optimizer, shared as it "
-                "sees fit; expected one that has its own"
+                f"optimizer: expected an optimizer with its own state, got {type(optimizer).__name__}, which "
+                "keeps it in another optimizer, sharded in a way of its own"
             )
         self.optimizer = optimizer
         self.shards = shards
@@ -51,7 +51,7 @@ class OptimizerState:
             self.names.append([by_id[id(parameter)] for parameter in options["params"]])
 
     def content(self) -> dict[str, Any]:
-        """The entries: shards, numbers, and the groups' options."""
+        """Return the entries: shards, numbers, and the groups' options."""
         groups = [
             {**{key: _portable(value) for key, value in options.items() if key != "params"}, "params": names}
             for options, names in zip(self.optimizer.param_groups, self.names, strict=True)
@@ -63,7 +63,7 @@ class OptimizerState:
         return found
 
     def require_groups(self, saved: list[dict[str, Any]]) -> None:
-        """Raise unless the other optimizer has the same parameters in the same groups."""
+        """Raise unless the saved optimizer has the same parameters in the same groups."""
         there = [sorted(options["params"]) for options in saved]
         if there != [sorted(names) for names in self.names]:
             raise ValueError(
@@ -73,17 +73,17 @@ class OptimizerState:
             )
 
     def require_options(self, given: list[dict[str, Any]]) -> None:
-        """Raise if the other optimizer lacks options of this one: it is of another kind."""
+        """Raise if the given optimizer lacks options of this one, and so is of another kind."""
         options = self.optimizer.defaults.keys() - _OWN
         lacking = [key for key in sorted(options) if any(key not in group for group in given)]
         if lacking:
             raise ValueError(
                 f"to_optimizer: {type(self.optimizer).__name__} has the options {lacking}, which the "
-                "optimizer lacks: its state would mean something else; build it as one of the same class"
+                "optimizer lacks: its state would mean something else; build both of the same class"
             )
 
     def place_for(self, entries: Mapping[str, Described | None]) -> dict[str, TensorShard | Tensor | None]:
-        """New tensors to fill, for the entries of another optimizer; None for values that are no tensors."""
+        """Return new tensors to fill for the entries of another optimizer; None for values without tensor."""
         owned = self._owned()
         place: dict[str, TensorShard | Tensor | None] = {}
         for entry, described in entries.items():
@@ -107,7 +107,7 @@ class OptimizerState:
         return place
 
     def take(self, groups: list[dict[str, Any]], content: Mapping[str, Any]) -> None:
-        """Continue from the entries, of which tensors were placed and filled."""
+        """Take over the entries' options and values; `place_for` made their tensors, now filled."""
         for options, saved in zip(self.optimizer.param_groups, groups, strict=True):
             for key in saved.keys() - _OWN:
                 value, now = saved[key], options.get(key)
@@ -139,14 +139,14 @@ class OptimizerState:
         ):
             raise ValueError(
                 f"optimizer: expected {key!r} of '{name}' to be a number or of the parameter's shape "
-                f"{tuple(shard.tensor.shape)} and kind, got {type(value).__name__} {tuple(value.shape)}: how "
-                "ranks share it is not known"
+                f"{tuple(shard.tensor.shape)} and kind, got {type(value).__name__} {tuple(value.shape)}: its "
+                "sharding is not known"
             )
         return shard.of(value)
 
 
 def _portable(value: object) -> object:
-    """A copy that other processes can take: of a tensor, such as a learning rate, on the CPU."""
+    """Return a copy that other processes can unpickle: tensors, such as a learning rate, on the CPU."""
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 

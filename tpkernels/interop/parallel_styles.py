@@ -1,4 +1,4 @@
-"""torch's parallel styles, computed by tpkernels' ops: for plans of torch's `parallelize_module`.
+"""torch's parallel styles computed by tpkernels' ops, for plans of torch's `parallelize_module`.
 
     style               module                      input_layouts                   output_layouts
     ColwiseParallel     nn.Linear                   Replicate, tokens, features     features, Replicate
@@ -7,7 +7,7 @@
     SequenceParallel    nn.LayerNorm, nn.RMSNorm    tokens                          tokens
 
 Features are Shard(-1), the last dimension; tokens are Shard(d) of any other, which the ranks must divide.
-Other layouts are errors. Inputs are local tensors of the layout that is said, or DTensors, which say it.
+Other layouts are errors. Inputs are local tensors of the style's layout, or DTensors.
 
 As with torch's styles, parameters become DTensors under their old names; a module stays the same object, of a
 subclass of its type. Gradients are complete after backward.
@@ -47,7 +47,7 @@ class _Style(ParallelStyle):
         self.use_local_output = use_local_output
 
     def refusal(self, what: str, got: object, expected: str) -> ValueError:
-        """An error that says what to do instead."""
+        """Return an error that says what to do instead."""
         return ValueError(
             f"{type(self).__name__}: {what}: expected {expected}, got {got}; redistribute it outside of the "
             "module, or use torch's own style for this module: a plan may have both"
@@ -56,15 +56,15 @@ class _Style(ParallelStyle):
     def take(
         self, module: nn.Module, mesh: DeviceMesh, kind: type[_Styled], split: dict[str, int]
     ) -> nn.Module:
-        """Distribute the parameters, and make the module one of `kind`.
+        """Distribute the parameters, and change the module's class to `kind`.
 
-        split: by parameter, the dimension that is split; others are replicated
+        split: the dimension along which each parameter is split; other parameters are replicated
         """
         name = type(self).__name__
         if mode.fix(name):
             raise ValueError(
-                f"{name}: expected TP-invariance to be off, for it does not reach what the model computes "
-                "between its layers; use tpkernels.GPT or the parallel layers, or turn it off"
+                f"{name}: expected TP-invariance to be off, because it does not cover computation "
+                "between layers; use tpkernels.GPT or the parallel layers, or turn it off"
             )
         if mesh.ndim != 1:
             raise ValueError(f"{name}: expected a mesh of one dimension, such as mesh['tp'], got {mesh}")
@@ -94,7 +94,7 @@ class _Style(ParallelStyle):
 
 
 class ColwiseParallel(_Style):
-    """An nn.Linear whose output features are split; arguments as of torch's style."""
+    """Splits the output features of an nn.Linear; takes torch's arguments."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class ColwiseParallel(_Style):
 
 
 class RowwiseParallel(_Style):
-    """An nn.Linear whose input features are split, or an nn.Embedding whose rows are; as torch's style."""
+    """Splits the input features of an nn.Linear or the rows of an nn.Embedding; takes torch's arguments."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class RowwiseParallel(_Style):
 
 
 class SequenceParallel(_Style):
-    """An nn.LayerNorm or nn.RMSNorm of this rank's tokens; arguments as of torch's style."""
+    """Lets an nn.LayerNorm or nn.RMSNorm compute this rank's tokens; takes torch's arguments."""
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         super().__init__(Shard(sequence_dim), Shard(sequence_dim), use_local_output)
@@ -155,13 +155,13 @@ class SequenceParallel(_Style):
 
 
 class _Styled(nn.Module):
-    """A module that a style has taken."""
+    """Base class of modules that a style has distributed."""
 
     style: _Style
     world: TensorWorld
 
     def local(self, name: str) -> Tensor | None:
-        """What this rank has of a parameter."""
+        """Return this rank's local tensor of a parameter."""
         parameter: Tensor | None = self._parameters[name]
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -180,7 +180,7 @@ class _Styled(nn.Module):
         return weight.device_mesh
 
     def taken(self, x: Tensor) -> tuple[Tensor, Placement]:
-        """What this rank has of the input, and how it is laid out."""
+        """Return this rank's local tensor of the input, and its layout."""
         layout = self.style.input_layouts
         if isinstance(x, DTensor):
             layout = x.placements[0]
@@ -190,7 +190,7 @@ class _Styled(nn.Module):
         return x, self.layout_of("input_layouts", layout, x.ndim)
 
     def layout_of(self, what: str, layout: Placement, ndim: int) -> Placement:
-        """Features as Shard(-1), tokens as Shard of 0 or more."""
+        """Normalize a layout: features to Shard(-1), tokens to Shard(0) or more."""
         if not isinstance(layout, Shard):
             return layout
         if not -ndim <= layout.dim < ndim:
@@ -198,7 +198,7 @@ class _Styled(nn.Module):
         return FEATURES if layout.dim % ndim == ndim - 1 else Shard(layout.dim % ndim)
 
     def summed(self, op: Callable[[Tensor, bool], Tensor], x: Tensor, ndim: int) -> Tensor:
-        """op(x, sequence_parallel) for an output of `ndim` dimensions, all of it or this rank's tokens."""
+        """Compute op(x, sequence_parallel) for an output of `ndim` dimensions, full or this rank's tokens."""
         layout = self.layout_of("output_layouts", self.style.output_layouts, ndim)
         if layout == FEATURES:
             raise self.style.refusal("output_layouts", layout, "Replicate() or Shard of another dimension")
@@ -207,14 +207,14 @@ class _Styled(nn.Module):
         return self.returned(op(x, False))
 
     def returned(self, y: Tensor) -> Tensor:
-        """The output as the style asks for it: local, or a DTensor."""
+        """Return the output in the style's form: a local tensor, or a DTensor."""
         if self.style.use_local_output:
             return y
         return DTensor.from_local(y, self.mesh, [self.style.output_layouts], run_check=False)
 
 
 class ColwiseLinear(_Styled, nn.Linear):
-    """The nn.Linear that `ColwiseParallel` makes of one."""
+    """An nn.Linear that `ColwiseParallel` has distributed."""
 
     def forward(self, input: Tensor) -> Tensor:
         x, layout = self.taken(input)
@@ -238,7 +238,7 @@ class ColwiseLinear(_Styled, nn.Linear):
 
 
 class RowwiseLinear(_Styled, nn.Linear):
-    """The nn.Linear that `RowwiseParallel` makes of one."""
+    """An nn.Linear that `RowwiseParallel` has distributed."""
 
     def forward(self, input: Tensor) -> Tensor:
         x, layout = self.taken(input)
@@ -255,7 +255,7 @@ class RowwiseLinear(_Styled, nn.Linear):
 
 
 class RowwiseEmbedding(_Styled, nn.Embedding):
-    """The nn.Embedding that `RowwiseParallel` makes of one."""
+    """An nn.Embedding that `RowwiseParallel` has distributed."""
 
     def forward(self, input: Tensor) -> Tensor:
         ids, layout = self.taken(input)
@@ -278,7 +278,7 @@ class RowwiseEmbedding(_Styled, nn.Embedding):
 
 
 class TokenLayerNorm(_Styled, nn.LayerNorm):
-    """The nn.LayerNorm that `SequenceParallel` makes of one."""
+    """An nn.LayerNorm that `SequenceParallel` has distributed."""
 
     def forward(self, input: Tensor) -> Tensor:
         x, group = _own_tokens(self, input), self.world.group
@@ -287,7 +287,7 @@ class TokenLayerNorm(_Styled, nn.LayerNorm):
 
 
 class TokenRMSNorm(_Styled, nn.RMSNorm):
-    """The nn.RMSNorm that `SequenceParallel` makes of one."""
+    """An nn.RMSNorm that `SequenceParallel` has distributed."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = _own_tokens(self, x)
@@ -303,7 +303,7 @@ def _own_tokens(module: _Styled, x: Tensor) -> Tensor:
 
 
 def _require_type(style: _Style, module: nn.Module, *expected: type[nn.Module]) -> None:
-    """Exactly: a subclass may compute something else."""
+    """Raise unless the type is exactly one of these: a subclass may compute something else."""
     if type(module) not in expected or "forward" in vars(module):
         names = " or ".join(f"nn.{kind.__name__}" for kind in expected)
         raise TypeError(

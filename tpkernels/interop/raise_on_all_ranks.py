@@ -1,4 +1,4 @@
-"""An error on one rank becomes the same error on all ranks: none waits for a rank that gave up."""
+"""Raises one rank's error on all ranks, so that no rank waits for a rank that gave up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.runtime import c10d
 
-_KEPT = (  # other errors become a RuntimeError that names them
+_KEPT = (  # types that stay; other errors become a RuntimeError that names them
     ValueError,
     TypeError,
     FileExistsError,
@@ -23,7 +23,7 @@ _KEPT = (  # other errors become a RuntimeError that names them
 
 @contextmanager
 def raise_on_all_ranks(request: str) -> Iterator[None]:
-    """Raise on all ranks what any raises inside. Called by all ranks of the world, which compare requests.
+    """Raise on all ranks if one raises in the block. Called by all ranks of the world; requests must agree.
 
     request: the call in words, the same on all ranks
     """

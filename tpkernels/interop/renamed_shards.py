@@ -1,7 +1,7 @@
-"""Shards of tensors under others' names, as views that are blocks of ours.
+"""Shards of tensors under another library's names, as views that are blocks of our tensors.
 
-Which of our rows is which of theirs is found by renaming: `to_huggingface` and `to_megatron` are given the
-numbers of rows in place of weights. So nothing is said twice, and no weight is gathered to be renamed.
+Renaming row numbers in place of weights, by `to_huggingface` and `to_megatron`, shows which of our rows is
+which of theirs. So each rule exists once, and no weight is gathered to be renamed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAY_BE_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # 
 
 
 class Heads(NamedTuple):
-    """What Megatron's fused weights depend on, and shapes do not tell."""
+    """Numbers of heads, on which Megatron's fused weights depend; shapes do not show them."""
 
     query: int
     key: int
@@ -32,7 +32,7 @@ class Renamed(NamedTuple):
     """Shards under our names.
 
     chunks: by our name
-    padding: views of theirs that none of our rows fills
+    padding: views of their shards that no row of ours fills
     """
 
     chunks: dict[str, list[Chunk]]
@@ -40,7 +40,7 @@ class Renamed(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Rows of theirs, or columns if theirs is transposed, that are consecutive rows of one of ours."""
+    """Rows of their tensor, or columns if it is transposed, that are consecutive rows of one of ours."""
 
     begin: int
     end: int
@@ -51,7 +51,7 @@ class _Run(NamedTuple):
 def under_our_names(
     theirs: Mapping[str, TensorShard], ours: Mapping[str, tuple[int, ...]], names: Names, heads: Heads | None
 ) -> Renamed:
-    """What shards of theirs are of ours. An error unless they are all that ours are there, in full shape.
+    """Return their shards as views under our names; raise unless names and full shapes match.
 
     ours: full shapes by name, of all ranks
     """
@@ -60,7 +60,7 @@ def under_our_names(
     theirs = _without_aliases(theirs, rows)
     missing, surplus = [name for name in rows if name not in theirs], [n for n in theirs if n not in rows]
     if missing or surplus:
-        raise ValueError(f"names={names!r}: `to` has besides {listed(surplus)}, and lacks {listed(missing)}")
+        raise ValueError(f"names={names!r}: `to` has also {listed(surplus)}, and lacks {listed(missing)}")
     found = Renamed({}, [])
     for name, shard in theirs.items():
         is_turned = rows[name].ndim == 2 and not _is_by_row(rows[name])
@@ -74,7 +74,7 @@ def under_our_names(
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Some names, for errors."""
+    """Format some of the names, for errors."""
     if not names:
         return "nothing"
     more = f" and {len(names) - most} more" if len(names) > most else ""
@@ -82,7 +82,7 @@ def listed(names: Sequence[str], most: int = 4) -> str:
 
 
 def _numbered(ours: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], list[tuple[int, str]]]:
-    """(the number of each row, in each of two columns, by name; the first number of each name)"""
+    """Return the numbers of rows by name, in two columns for a weight, and the first number of each name."""
     numbered, owner, count = {}, [], 0
     for name, shape in ours.items():
         if not 1 <= len(shape) <= 2:
@@ -114,7 +114,7 @@ def _renamed(
 def _without_aliases(
     theirs: Mapping[str, TensorShard], known: Mapping[str, object]
 ) -> dict[str, TensorShard]:
-    """Without second names of the memory of a known tensor, such as a tied head."""
+    """Drop second names of a known tensor's memory, such as a tied head."""
     held = {shard.local.data_ptr() for name, shard in theirs.items() if name in known}
     return {name: s for name, s in theirs.items() if name in known or s.local.data_ptr() not in held}
 

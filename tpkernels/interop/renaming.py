@@ -1,4 +1,4 @@
-"""Tensors under one library's names from those of another: a table of rules, read both ways."""
+"""Renames tensors between two libraries by a table of rules that is read both ways."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _same(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Renaming:
-    """One tensor of theirs is one of ours, or several of ours fused.
+    """A rule: one of their tensors is one of ours, or several of ours fused.
 
     theirs, ours: names, with {i} for the number of a layer
-    split: theirs into ours; fuse: back
+    split: splits their tensor into ours; fuse: the inverse
     """
 
     theirs: str
@@ -32,7 +32,7 @@ class Renaming:
 
 
 def to_ours(theirs: Mapping[str, Tensor], rules: Iterable[Renaming]) -> dict[str, Tensor]:
-    """Tensors under our names. A name without a rule is an error."""
+    """Return tensors under our names; raise for a name without a rule."""
     rules = list(rules)
     ours: dict[str, Tensor] = {}
     unknown = []
@@ -45,12 +45,12 @@ def to_ours(theirs: Mapping[str, Tensor], rules: Iterable[Renaming]) -> dict[str
         else:
             unknown.append(name)
     if unknown:
-        raise ValueError(f"expected tensors of a known architecture, got besides {unknown}")
+        raise ValueError(f"expected tensors of a known architecture, got also {unknown}")
     return ours
 
 
 def to_theirs(ours: Mapping[str, Tensor], rules: Iterable[Renaming]) -> dict[str, Tensor]:
-    """Tensors under their names, by the first rule for each. A name without a rule is an error."""
+    """Return tensors under their names, by the first rule for each; raise for a name without a rule."""
     theirs: dict[str, Tensor] = {}
     left = dict(ours)
     for rule in rules:
@@ -61,14 +61,12 @@ def to_theirs(ours: Mapping[str, Tensor], rules: Iterable[Renaming]) -> dict[str
                 continue
             theirs[_filled(rule.theirs, layer)] = rule.fuse(*(left.pop(each) for each in names))
     if left:
-        raise ValueError(
-            f"expected tensors of a GPT by name, and all parts of each, got besides {list(left)}"
-        )
+        raise ValueError(f"expected tensors of a GPT by name, and all parts of each, got also {list(left)}")
     return theirs
 
 
 def _layer(template: str, name: str) -> str | None:
-    """The number of the layer in a name that matches, "" if it has none; None if it does not match."""
+    """Return the layer's number in a matching name, "" without a number; None if the name does not match."""
     found = re.fullmatch(re.escape(template).replace(re.escape("{i}"), r"(\d+)"), name)
     return None if found is None else (found.groups() or ("",))[0]
 

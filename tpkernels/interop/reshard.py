@@ -1,14 +1,13 @@
-"""Moves the weights of a live model to ranks that split them in another way: no files, no full tensors.
+"""Moves the weights of a live model to another sharding, without files or full tensors.
 
     reshard(trainer, to=generator)
 
-Each rank describes the blocks that it holds and those that it needs, all ranks gather these descriptions, and
-each finds the same plan by arithmetic (`topology.moves`), which `carry` carries out. A model that does not
-fit is refused on all ranks before anything is sent. While all tensors lie where they lay, on all ranks, later
-calls take the plan of the first.
+Each rank describes the blocks that it holds and needs, all ranks gather these descriptions, and each computes
+the same plan (`topology.moves`), which `carry` carries out. A model that does not fit is refused on all ranks
+before anything is sent. Later calls reuse the plan while no rank's tensors have moved in memory.
 
-A model that is freed meanwhile moves in steps: a few tensors of `to` get memory and are filled, and when all
-ranks have what they need of these, the source's are freed.
+With free_source the model moves in steps: a few tensors of `to` get memory and are filled, and when all ranks
+have their blocks of these tensors, the source's are freed.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ T = TypeVar("T")
 
 
 class Resharded(NamedTuple):
-    """What one rank did, in bytes and messages."""
+    """The bytes that one rank moved, and its messages."""
 
-    copied: int = 0  # of what it held itself
+    copied: int = 0  # from its own tensors
     read: int = 0  # out of the memory of other processes
     received: int = 0
     sent: int = 0
@@ -76,21 +75,21 @@ def reshard(
     bucket_bytes: int = 32 * 2**20,
     buckets: int = 4,
 ) -> Resharded:
-    """Fill `to` with the weights of `model_or_state`, which other ranks may hold, and hold in another way.
+    """Fill `to` with the weights of `model_or_state`, which may have another sharding or other ranks.
 
     Called by all ranks of the world. Parameters and persistent buffers move; padding of `to` becomes zero.
-    After an error `model_or_state` is as it was, unless it is freed, and `to` may be filled in part.
+    After an error `model_or_state` is unchanged, except with free_source, and `to` may be partly filled.
 
-    model_or_state: None on a rank that has none
-    to: None on a rank that needs none; a model that is on the meta device, or was freed, gets memory as it is
-        filled
-    names: of `to`: those of `model_or_state`, or for a GPT those of Hugging Face's or Megatron's model
-    optimizer, to_optimizer: of the models, whose state and options move, too
+    model_or_state: None on a rank without weights
+    to: None on a rank that needs no weights; a model that is on the meta device, or was freed, gets memory
+        while it is filled
+    names: of `to`: the same as of `model_or_state`, or for a GPT those of Hugging Face's or Megatron's model
+    optimizer, to_optimizer: the models' optimizers; their state and options move, too
     cast: convert tensors of another floating-point dtype
-    free_source: free the model's parameters, and its optimizer's state, as they have moved
+    free_source: free the model's parameters, and its optimizer's state, once they have moved
     state, to_state: as the models were built with; by default found in their layers
-    bucket_bytes, buckets: a rank has at most so many messages of so many bytes in flight, and takes no more
-        memory than these
+    bucket_bytes, buckets: a rank has at most `buckets` messages of `bucket_bytes` in flight, and takes no
+        more memory than these
     """
     request = (
         f"reshard(names={names!r}, cast={cast}, free_source={free_source}, bucket_bytes={bucket_bytes}, "
@@ -170,7 +169,7 @@ def _require_freeable(given: object, source: Side, kept: Mapping[str, Any]) -> N
 
 @contextmanager
 def _told_if_halved(is_freed: bool) -> Iterator[None]:
-    """Say after an error that no model has all weights."""
+    """After an error, raise that no model has all weights if the source is freed."""
     try:
         yield
     except Exception as error:
@@ -194,17 +193,17 @@ def _done(plan: _Plan, rank: int) -> Resharded:
 
 
 class _Step(NamedTuple):
-    """What one rank does with some of the tensors."""
+    """One rank's work on some of the tensors."""
 
     names: list[str]
-    copied: list[Move]  # of what it holds itself
+    copied: list[Move]  # from its own tensors
     reads: Reads
     messages: list[Message]  # that it sends or receives
     is_sent: bool  # whether any rank sends a message
 
 
 class _Plan(NamedTuple):
-    """What ranks find out of each other in a call. It holds no tensors."""
+    """One rank's plan of a call, without tensors; later calls may reuse it."""
 
     number: int  # the same on all ranks
     renaming: Renaming | None  # of this rank's `to`
@@ -213,7 +212,7 @@ class _Plan(NamedTuple):
 
 
 class _Plans:
-    """Plans of a world, by what they depend on: of one rank, hence used if all ranks find theirs."""
+    """One rank's plans in a world, by all that they depend on; used only if all ranks find theirs."""
 
     def __init__(self) -> None:
         self.known: dict[object, _Plan] = {}
@@ -234,7 +233,7 @@ _plans_of: WeakKeyDictionary[ProcessGroup, _Plans] = WeakKeyDictionary()
 
 
 class _States(NamedTuple):
-    """Of the optimizer whose state moves: its groups and entries, and new tensors for this rank's part."""
+    """Groups and entries of the optimizer whose state moves, and new tensors for this rank's shards."""
 
     groups: list[dict[str, Any]]
     entries: dict[str, Any]
@@ -254,7 +253,7 @@ def _planned(
     bucket_bytes: int,
     buckets: int,
 ) -> tuple[_Plan, _States]:
-    """Let all ranks tell each other what they have; an error on all of them if that does not fit."""
+    """Exchange descriptions of all ranks' tensors and plan the moves; all ranks raise if they do not fit."""
     with raise_on_all_ranks("reshard: what is told"):
         own_words = pickle.dumps(told)  # an optimizer's options may be anything
     words, renaming = _gathered(own_words), None
@@ -311,9 +310,9 @@ def _gathered(own: T) -> list[T]:
 
 
 class _Told(NamedTuple):
-    """What one rank tells all others before they know what is needed."""
+    """What one rank sends to all ranks first, before tensors are compared."""
 
-    shapes: dict[str, tuple[int, ...]]  # full, of the tensors that it holds
+    shapes: dict[str, tuple[int, ...]]  # full shapes of the tensors that it holds
     heads: Heads | None
     groups: list[dict[str, Any]] | None  # of the optimizer whose state moves; None: it has none
     entries: dict[str, Any]  # of its state: tensors as `Described`, numbers as they are
@@ -346,13 +345,13 @@ def _described(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _told_of_optimizers(everybody: Sequence[_Told]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Groups and entries of the optimizer whose state moves; each by the first rank that has it."""
+    """Return groups and entries of the optimizer whose state moves; each from the first rank that has it."""
     entries = {name: value for told in reversed(everybody) for name, value in told.entries.items()}
     groups = next((told.groups for told in everybody if told.groups is not None), None)
     if (groups is not None) != any(told.is_resumed for told in everybody):
         missing = "optimizer" if groups is None else "to_optimizer"
         raise ValueError(
-            f"{missing}: expected one on at least one rank, for the state of the other, got none"
+            f"{missing}: expected an optimizer on at least one rank, for the state of the other, got none"
         )
     return groups or [], entries
 
@@ -360,7 +359,7 @@ def _told_of_optimizers(everybody: Sequence[_Told]) -> tuple[list[dict[str, Any]
 def _placed(
     resumed: OptimizerState, groups: list[dict[str, Any]], entries: Mapping[str, Any]
 ) -> dict[str, TensorShard | Tensor | None]:
-    """New tensors of an optimizer's state; numbers that are tensors have their values."""
+    """Return new tensors for an optimizer's state; numbers that are tensors get their values."""
     resumed.require_groups(groups)
     resumed.require_options(groups)
     placed = resumed.place_for(

@@ -1,4 +1,4 @@
-"""One `safetensors` file of the full model, which any number of ranks can load, and others can read.
+"""Saves the full model to one `safetensors` file that any number of ranks, or other programs, can load.
 
 Needs the package `safetensors`.
 """
@@ -22,7 +22,7 @@ from tpkernels.layers.world import State
 def save(path: str | os.PathLike[str], model: nn.Module, *, state: State = None) -> None:
     """Write full tensors under the unsharded model's names, without vocabulary padding, to a new file.
 
-    Called by all ranks of the world; rank 0 holds the full model in memory, and writes it.
+    Called by all ranks of the world; rank 0 gathers the full model in memory, and writes it.
 
     state: as the model was built with; by default found in its layers
     """
@@ -60,9 +60,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, cast: bool = False, 
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a file, or of a folder with `model.safetensors` or `model.safetensors.index.json`.
+    """Return tensors of a file, or of a folder with `model.safetensors` or `model.safetensors.index.json`.
 
-    They are memory-mapped: what is copied of them is read then.
+    They are memory-mapped: a part is read from disk when it is copied.
     """
     full: dict[str, Tensor] = {}
     for file, expected in _files(Path(path)).items():
@@ -77,7 +77,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 def _tensors(file: Path) -> dict[str, Tensor]:
     package = _package("safetensors")
-    if not file.is_file():  # a FIFO would be waited for
+    if not file.is_file():  # opening a FIFO would block
         raise FileNotFoundError(f"there is no file {file}")
     try:
         with package.safe_open(file, framework="pt") as opened:
@@ -88,7 +88,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _files(path: Path) -> dict[Path, list[str]]:
-    """Each file, and the names of its tensors according to the index, if there is one."""
+    """Return each file with the names of its tensors from the index, or with none without an index."""
     index = path / "model.safetensors.index.json"
     if not index.exists():
         return {path / "model.safetensors" if path.is_dir() else path: []}
@@ -106,7 +106,7 @@ def _files(path: Path) -> dict[Path, list[str]]:
 
 
 def _within(folder: Path, file: Path, index: Path) -> Path:
-    """A file that an index names; refused unless it is in the index's own folder."""
+    """Return the path of a file that an index names; raise unless it is in the index's own folder."""
     top = folder.resolve()
     inside = [top]
     if top.parent.name == "snapshots":  # of Hugging Face's cache, whose files are links to its blobs

@@ -1,9 +1,9 @@
-"""A checkpoint's folder read as data: no code in it is run, and no file outside it is opened.
+"""Reads a checkpoint's folder as data: runs no code in it, and opens no file outside it.
 
 torch pickles a checkpoint's `.metadata`, and unpickling runs any code that a file names. Here only the
-classes of torch's own metadata are allowed, and their numbers are checked before they are used. SHA-256 sums
-of all files stand in a file beside them, so that a damaged file is an error; `sha256sum --check SHA256SUMS`
-in the checkpoint's folder checks them without this package.
+classes of torch's own metadata are allowed, and their numbers are checked before they are used. The folder
+also has a file of SHA-256 sums of all files, so that a damaged file is an error; `sha256sum --check
+SHA256SUMS` in the folder checks them without this package.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OF_RECORDS = ("torch.distributed.checkpoint.metadata", "torch.distributed.check
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The entries of the checkpoint in `folder`, and their files."""
+    """Return the checked metadata of the checkpoint in `folder`: its entries and their files."""
     content = read_bytes(folder / METADATA)
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()
@@ -57,12 +57,12 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def files_of(metadata: Metadata) -> set[str]:
-    """The names of the checkpoint's files."""
+    """Return the names of the checkpoint's files."""
     return {METADATA} | {info.relative_path for info in metadata.storage_data.values()}
 
 
 class Reader(storage.FileSystemReader):
-    """A reader that uses `metadata`, which was checked, instead of reading it again."""
+    """A reader that uses checked `metadata` instead of reading it again."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -73,7 +73,7 @@ class Reader(storage.FileSystemReader):
 
 
 class Planner(storage.DefaultLoadPlanner):
-    """Fills tensors, and replaces None by values, which torch loads without running code if weights_only."""
+    """Fills tensors, and replaces None by loaded values; with weights_only torch runs no code for these."""
 
     def __init__(self, *, weights_only: bool) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -90,13 +90,13 @@ class Planner(storage.DefaultLoadPlanner):
 
 
 _OF_OTHER_CLASSES = (
-    "; where it holds other classes than torch's and Python's plain ones, pass weights_only=False if you "
-    "trust who wrote it, or name them to torch.serialization.add_safe_globals"
+    "; if it holds other classes than torch's and Python's plain ones, pass weights_only=False if you trust "
+    "its author, or pass the classes to torch.serialization.add_safe_globals"
 )
 
 
 class _Unpickler(pickle.Unpickler):
-    """Allows dataclasses, enums, sizes and dtypes of torch, and the one function that looks up a layout."""
+    """Allows torch's dataclasses, enums, sizes and dtypes, and its function that looks up a layout."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _OF_RECORDS:
@@ -115,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _require_sound(metadata: Metadata, folder: Path) -> None:
-    """Raise any exception unless every name and number in it is valid."""
+    """Raise, with any exception, unless every name and number in the metadata is valid."""
     _require(isinstance(metadata, Metadata), f"expected Metadata, got {type(metadata).__name__}")
     for name, entry in metadata.state_dict_metadata.items():
         _require(isinstance(name, str), f"expected a name, got {name!r}")
@@ -140,7 +140,7 @@ def _require_sound(metadata: Metadata, folder: Path) -> None:
 
 
 def _require_covered(name: str, entry: TensorStorageMetadata) -> None:
-    """Every chunk is in the tensor, and every element in a chunk: torch would not load others."""
+    """Raise unless chunks lie in the tensor and cover it: torch would leave other elements unloaded."""
     size = tuple(entry.size)
     _require(isinstance(entry.properties.dtype, torch.dtype), f"'{name}': got no dtype")
     for chunk in entry.chunks:
@@ -159,13 +159,13 @@ def _require(condition: bool, problem: str) -> None:
 
 
 def sums_of_own(folder: Path, rank: int, ranks: int) -> dict[str, str]:
-    """The sums of this rank's files by name; each file belongs to one rank."""
+    """Return the sums of this rank's files by name; each file belongs to one rank."""
     names = [path.name for path in folder.iterdir()]
     return {name: _sum(folder / name) for name in names if _is_ours(name, rank, ranks)}
 
 
 def write_sums(folder: Path, sums: dict[str, str]) -> None:
-    """Write the sums of all files beside them."""
+    """Write the sums of all files into the folder."""
     replace_text(folder / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
 
 
@@ -205,7 +205,7 @@ def _parsed(folder: Path, text: str) -> dict[str, str]:
 
 
 def _is_ours(name: str, rank: int, ranks: int) -> bool:
-    """A file that torch named after a rank is that rank's, modulo the ranks now; other files are rank 0's."""
+    """Whether a file is this rank's, by the rank in torch's name modulo `ranks`; other files are rank 0's."""
     match = re.match(r"__(\d+)_", name)
     return (int(match[1]) if match else 0) % ranks == rank
 

@@ -1,8 +1,8 @@
-"""The shard that this rank holds of each tensor of the unsharded model.
+"""This rank's shard of each tensor of the unsharded model.
 
 A tensor-parallel shard is one or more ranges of the full tensor along one dimension, concatenated: several if
-the tensor is a concatenation of weights (stride > 1). What pads a vocabulary or heads follows the ranges; the
-full tensor has none. Under `fully_shard` a rank holds a block of its tensor-parallel shard.
+the tensor is a concatenation of weights (stride > 1). Padding of a vocabulary or of heads follows the ranges;
+the full tensor has no padding. Under `fully_shard` a rank holds a block of its tensor-parallel shard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tpkernels.topology.shard import HeadSplit, VocabularySplit, ranges_of, stac
 
 @dataclass(frozen=True)
 class TensorShard:
-    """What this rank holds of one tensor of the unsharded model.
+    """This rank's shard of one tensor of the unsharded model.
 
     tensor: the model's own, padding included; under `fully_shard` a DTensor
     shape: of the full tensor
@@ -48,22 +48,22 @@ class TensorShard:
 
     @property
     def local(self) -> Tensor:
-        """What this rank holds, as a plain tensor that shares memory with the model."""
+        """This rank's shard as a plain tensor that shares memory with the model."""
         return local_of(self.tensor)
 
     def of(self, tensor: Tensor) -> TensorShard:
-        """The same ranges of another tensor of this shape, such as an optimizer's."""
+        """Return the same shard of another tensor of this shape, such as an optimizer's."""
         return replace(self, tensor=tensor)
 
     def gathered(self) -> TensorShard:
-        """The tensor-parallel shard of which this rank holds a block. Called by all ranks of its mesh."""
+        """Gather this rank's tensor-parallel shard from its blocks. Called by all ranks of its mesh."""
         if not isinstance(self.tensor, DTensor):
             return self
         with torch.no_grad():
             return replace(self, tensor=self.tensor.full_tensor(), start=(0,) * len(self.shape))
 
     def chunks(self, local: Tensor | None = None, rank: int | None = None) -> Iterator[Chunk]:
-        """What a rank, by default this one, holds of the full tensor, as views of `local`."""
+        """Yield a rank's, by default this rank's, chunks of the full tensor as views of `local`."""
         local = self.local if local is None else local
         ends = [start + size for start, size in zip(self.start, local.shape, strict=True)]
         block = tuple(map(slice, self.start, ends))
@@ -85,7 +85,7 @@ class TensorShard:
             yield Chunk(local.narrow(self.dim, 0, 0), (*block[: self.dim], held, *block[self.dim + 1 :]))
 
     def zero_padding(self) -> None:
-        """Set what pads this rank's shard to zero."""
+        """Set the padding of this rank's shard to zero."""
         if self.dim is not None:
             held = sum(len(each) for each in self.ranges[self.rank])
             size = self.local.shape[self.dim]
@@ -106,12 +106,12 @@ class Chunk:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where the range begins in the full tensor, by dimension."""
+        """The first index of the range in the full tensor, by dimension."""
         return tuple(index.start for index in self.where)
 
 
 def shards_of(model: nn.Module, state: State = None) -> dict[str, TensorShard]:
-    """Parameters and persistent buffers by name; a tied tensor has its first name only."""
+    """Return the shards of parameters and persistent buffers by name; tied tensors have their first name."""
     model = unwrapped(model)
     reshard(model)
     world = world_of(model, state)
@@ -133,11 +133,10 @@ def shards_of(model: nn.Module, state: State = None) -> dict[str, TensorShard]:
 def shards_in(
     tensors: Mapping[str, Tensor | TensorShard], state: State = None
 ) -> tuple[dict[str, TensorShard], dict[str, tuple[int, ...]]]:
-    """(the shards of tensors by name; the ranks that hold a plain tensor or a DTensor together, by name)
+    """Return the shards of tensors by name, and by name the ranks that together hold each full tensor.
 
-    A plain tensor is taken for a full one, a DTensor for one that its mesh has all of.
-
-    Tensors with Megatron's attributes are shards of the tensor-parallel ranks of `state`.
+    A plain tensor counts as full, a DTensor as sharded over its mesh. A tensor with Megatron's attributes is
+    a shard of the tensor-parallel ranks of `state`, and has no entry in the second result.
     """
     shards: dict[str, TensorShard] = {}
     together: dict[str, tuple[int, ...]] = {}
@@ -151,7 +150,7 @@ def shards_in(
         if attributes.tensor_model_parallel and attributes.partition_stride > 1:
             raise ValueError(
                 f"'{name}': has {attributes.partition_stride} weights in one, whose sizes its layer knows, "
-                "and a mapping does not; pass the model, or what interop.shards.shards_of(model) gives"
+                "and a mapping does not; pass the model, or the result of interop.shards.shards_of(model)"
             )
         if attributes.tensor_model_parallel:
             shards[name] = shard_of(name, nn.Module(), tensor, tensor_world(state))
@@ -165,7 +164,7 @@ def shards_in(
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DDP and torch.compile, which prefix names."""
+    """Return the model inside DDP and torch.compile, which prefix names."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -176,7 +175,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def world_of(model: nn.Module, state: State = None) -> TensorWorld:
-    """The tensor-parallel ranks of `state`; by default those that the model's layers were built for."""
+    """Return the tensor-parallel world of `state`, by default the world of the model's layers."""
     worlds = [
         (name, module.world) for name, module in model.named_modules() if isinstance(module, ParallelModule)
     ]
@@ -184,8 +183,8 @@ def world_of(model: nn.Module, state: State = None) -> TensorWorld:
     for name, other in worlds:
         if (other.rank, other.size) != (world.rank, world.size):
             raise ValueError(
-                f"'{name}' was built as {other}, but the tensor-parallel group is one where this is {world}; "
-                "pass the state that the model was built with"
+                f"'{name}' was built as {other}, but in the tensor-parallel group this is {world}; pass the "
+                "state that the model was built with"
             )
     return world
 
@@ -195,7 +194,7 @@ def require_one_stage(state: State = None) -> None:
     found = current_or_none() if state is None else state
     if isinstance(found, ParallelState):
         stages = found.size("pp")
-    else:  # what holds groups, as Megatron's ProcessGroupCollection
+    else:  # an object with groups, as Megatron's ProcessGroupCollection
         pipeline = getattr(found, "pp", None)
         stages = 1 if pipeline is None else pipeline.size()
     if stages > 1:
@@ -206,7 +205,7 @@ def require_one_stage(state: State = None) -> None:
 
 
 def shard_of(name: str, owner: nn.Module, tensor: Tensor, world: TensorWorld) -> TensorShard:
-    """The shard of one tensor of the module `owner`."""
+    """Return the shard of one tensor of the module `owner`."""
     attributes = Attributes.of(tensor)
     start = _start_of(name, tensor)
     if not attributes.tensor_model_parallel or getattr(owner, "holds_dtensors", False):
@@ -233,7 +232,7 @@ def shard_of(name: str, owner: nn.Module, tensor: Tensor, world: TensorWorld) ->
 
 
 def _start_of(name: str, tensor: Tensor) -> tuple[int, ...]:
-    """Where this rank's block begins in the tensor that a DTensor stands for."""
+    """Return the first index of this rank's block in a DTensor; zeros for other tensors."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
     if any(placement.is_partial() for placement in tensor.placements):

@@ -1,6 +1,6 @@
-"""The two sides of a move between layouts: what each rank holds, what it needs, and whether that fits.
+"""The two sides of `reshard`: the tensors that each rank holds and needs, and whether they fit.
 
-What ranks tell each other is gathered by all of them. So each finds out for itself, and all alike.
+All ranks gather the descriptions of all ranks, so that each finds the same errors and the same plan.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Tensors = Mapping[str, Tensor | TensorShard]  # by name; a plain tensor is a ful
 
 @dataclass
 class Side:
-    """What one rank holds, or needs, of each tensor.
+    """One rank's shards of the tensors that it holds, or needs.
 
     shards: by the names of this side
     tensors: by the names under which tensors move
-    together: of tensors of the caller's own mapping, the ranks that have all of each, as far as it says
+    together: for tensors of the caller's own mapping, the ranks that together hold each full tensor
     """
 
     shards: dict[str, TensorShard] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Side:
         return side
 
     def add(self, shards: Mapping[str, TensorShard]) -> None:
-        """Let these move, too, under the names that they have. An error if a rank would hold a row twice."""
+        """Add shards to move under their own names; raise if a rank would hold a row twice."""
         for name, shard in shards.items():
             chunks = list(shard.chunks())
             if any(common(block_of(one), block_of(other)) for one, other in combinations(chunks, 2)):
@@ -73,7 +73,7 @@ class Side:
             self.shards[name], self.tensors[name] = shard, Part(shard.shape, shard.local.dtype, chunks)
 
     def give_memory(self, names: Iterable[str]) -> None:
-        """Let those of these tensors that were freed hold numbers again."""
+        """Give the freed ones among these tensors memory again."""
         for name in names:
             shard = self.shards.get(name)
             if shard is not None and is_freed(shard.local):
@@ -81,13 +81,13 @@ class Side:
                 self.add({name: shard})
 
     def free(self, names: Iterable[str]) -> None:
-        """Give back the memory of these tensors."""
+        """Free the memory of these tensors."""
         for name in names:
             if self.tensors.pop(name, None) is not None:  # it has views
                 free(self.shards[name].tensor)
 
     def rename(self, ours: Mapping[str, tuple[int, ...]], names: Names, heads: Heads | None) -> None:
-        """Let all move under our names. ours: full shapes by name"""
+        """Let all tensors move under our names. ours: full shapes by name"""
         found = under_our_names(self.shards, ours, names, heads)
         self.tensors = {
             name: Part(ours[name], chunks[0].view.dtype, chunks) for name, chunks in found.chunks.items()
@@ -100,7 +100,7 @@ class Side:
 
     @property
     def places(self) -> tuple[object, ...]:
-        """What says which part of which tensor lies where: all that a plan depends on."""
+        """Names, ranges and memory of all shards: everything on this side that a plan depends on."""
         found: list[object] = [*self.together.items()]
         for name, shard in self.shards.items():
             local, ranges = shard.local, tuple(map(tuple, shard.ranges))  # which callers may give as lists
@@ -119,16 +119,16 @@ class Side:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Once it is filled."""
+        """Zero the padding once the tensors are filled, and let autograd know of the new values."""
         for view in self.padding:
             view.zero_()
         for shard in self.shards.values():
             shard.zero_padding()
-            torch.autograd.graph.increment_version(shard.local)  # bytes that were read came unnoticed
+            torch.autograd.graph.increment_version(shard.local)  # torch did not see the read bytes
 
 
 def _require_plain(name: str, local: Tensor) -> None:
-    """Raise for tensors whose elements are not where torch says, each in a place of its own."""
+    """Raise for tensors without plain, strided elements in memory."""
     if local.is_meta:
         raise ValueError(f"'{name}' is on the meta device; call model.to_empty(device=...) first")
     if local.is_inference() and not torch.is_inference_mode_enabled():
@@ -142,11 +142,11 @@ def _require_plain(name: str, local: Tensor) -> None:
 
 
 def _require_known_shards(model: nn.Module) -> None:
-    """Raise for shards that are under one name on all ranks, and not the same tensor."""
+    """Raise for models with state other than tensors, or with different tensors under one name on ranks."""
     for name, module in model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ValueError(
-                f"'{name}' is wrapped by FullyShardedDataParallel, whose flat parameters say nothing of the "
+                f"'{name}' is wrapped by FullyShardedDataParallel, whose flat parameters do not name the "
                 "tensors in them; use fully_shard, or pass a full state_dict"
             )
         if getattr(module, "merged_adapters", None):
@@ -158,8 +158,8 @@ def _require_known_shards(model: nn.Module) -> None:
             module.get_extra_state()
         ):
             raise ValueError(
-                f"'{name}' ({type(module).__name__}) has state beside its tensors, such as scales of fp8 "
-                "(get_extra_state), which is not moved; pass a mapping of the tensors that do without"
+                f"'{name}' ({type(module).__name__}) has extra state, such as scales of fp8 "
+                "(get_extra_state), which is not moved; pass a mapping of the tensors that do not need it"
             )
     for name, parameter in model.named_parameters():
         if not getattr(parameter, "allreduce", True):
@@ -179,7 +179,7 @@ def _is_more(state: object) -> bool:
 
 
 class Part(NamedTuple):
-    """What one rank has of a tensor."""
+    """One rank's chunks of a tensor."""
 
     shape: tuple[int, ...]  # full
     dtype: torch.dtype
@@ -187,16 +187,16 @@ class Part(NamedTuple):
 
 
 def refuse_freed(shards: Mapping[str, TensorShard], why: str) -> None:
-    """Raise if a tensor was freed. why: it cannot be, in words"""
+    """Raise if a tensor was freed. why: the end of the message"""
     for name, shard in shards.items():
         if is_freed(shard.local):
             raise ValueError(f"'{name}' was freed by a call with free_source=True, and {why}")
 
 
 def refuse_shared_memory(source: Side, target: Side, *, is_freed_later: bool) -> None:
-    """Raise if what this rank needs would be written over what it holds, or over what it needs besides.
+    """Raise if a tensor to be filled shares memory with a held tensor, or with another one to be filled.
 
-    is_freed_later: the source is
+    is_freed_later: whether the source is freed
     """
     held, same = {}, set()
     for name, part in source.tensors.items():
@@ -204,7 +204,7 @@ def refuse_shared_memory(source: Side, target: Side, *, is_freed_later: bool) ->
             held[chunk.view.untyped_storage().data_ptr()] = name
             if not is_freed_later:
                 same.add((name, block_of(chunk), chunk.view.data_ptr(), chunk.view.stride()))
-    spans: list[tuple[int, int, str]] = []  # of memory, that is filled
+    spans: list[tuple[int, int, str]] = []  # memory to be filled
     for name, part in target.tensors.items():
         for chunk in part.chunks:
             if not chunk.view.numel() or is_freed(chunk.view):
@@ -234,7 +234,7 @@ def refuse_shared_memory(source: Side, target: Side, *, is_freed_later: bool) ->
 
 
 def _overlaps(view: Tensor) -> bool:
-    """Whether elements may be one memory: whether a stride is within what smaller strides span."""
+    """Whether elements may share memory: whether a stride is below the span of smaller strides."""
     span = 1
     for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
         if size > 1 and stride < span:
@@ -244,12 +244,12 @@ def _overlaps(view: Tensor) -> bool:
 
 
 class Told(NamedTuple):
-    """What a rank tells of its part of a tensor."""
+    """One rank's description of its blocks of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     blocks: tuple[Block, ...]
-    together: tuple[int, ...] | None = None  # the ranks that have all of it, if a mapping has it
+    together: tuple[int, ...] | None = None  # ranks that together hold it, if it is from a mapping
 
     @classmethod
     def of(cls, side: Side) -> dict[str, Told]:
@@ -260,13 +260,13 @@ class Told(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What one rank tells all others.
+    """One rank's description for all ranks.
 
     place: its machine
-    trial: to read the tensors that it holds; None: they are not on the CPU
-    reads: whether what it needs is on the CPU
-    tensors: pickled (what it holds, what it needs), each `Told` by name: replicas tell the same
-    located: pickled places of what it holds, by name, for ranks that read it
+    trial: memory to try reading from this process; None: the tensors that it holds are not on the CPU
+    reads: whether the tensors that it needs are on the CPU
+    tensors: pickled (held, needed), each `Told` by name: replicas send the same
+    located: pickled addresses of its held tensors, by name, for ranks that read them
     """
 
     place: str
@@ -287,11 +287,11 @@ class Description(NamedTuple):
         return cls(machine(), trial, reads, tensors, pickle.dumps(located if trial else {}))
 
 
-ByRank = list[dict[str, Told]]  # replicas have one and the same
+ByRank = list[dict[str, Told]]  # replicas share one dict
 
 
 def told_by(everybody: Sequence[Description]) -> tuple[ByRank, ByRank]:
-    """What each rank holds, and what it needs."""
+    """Return the tensors that each rank holds, and those that it needs."""
     known: dict[bytes, tuple[dict[str, Told], dict[str, Told]]] = {}
     for each in everybody:
         if each.tensors not in known:
@@ -301,12 +301,12 @@ def told_by(everybody: Sequence[Description]) -> tuple[ByRank, ByRank]:
 
 
 def dtypes_of(held: ByRank, needed: ByRank, *, cast: bool) -> dict[str, torch.dtype]:
-    """The dtype of each tensor that is held. An error unless what is needed is what is held."""
+    """Return the dtype of each held tensor; raise unless needed tensors and held tensors match."""
     found, wanted = _agreed("holds", held), _agreed("needs", needed)
     missing, surplus = [name for name in wanted if name not in found], [n for n in found if n not in wanted]
     if missing or surplus:
         raise ValueError(
-            f"the models have other tensors: `to` has besides {listed(missing)}, and lacks {listed(surplus)}"
+            f"the models differ in tensors: `to` has also {listed(missing)}, and lacks {listed(surplus)}"
         )
     for name, (shape, dtype) in wanted.items():
         if found[name][0] != shape:
@@ -318,8 +318,8 @@ def dtypes_of(held: ByRank, needed: ByRank, *, cast: bool) -> dict[str, torch.dt
             holders = [rank for rank, own in enumerate(held) if name in own]
             raise ValueError(
                 f"'{name}': ranks {', '.join(map(str, holders))} hold plain tensors, or DTensors of several "
-                "meshes, of this name, which may be shards or copies: pass the model, DTensors, or what "
-                "interop.shards.shards_of(model) gives"
+                "meshes, of this name, which may be shards or replicas: pass the model, DTensors, or the "
+                "result of interop.shards.shards_of(model)"
             )
     return {name: dtype for name, (_, dtype) in found.items()}
 
@@ -337,7 +337,7 @@ def _require_dtype(name: str, held: torch.dtype, needed: torch.dtype, *, cast: b
 
 
 def _agreed(what: str, tensors: ByRank) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Full shape and dtype of each tensor, which are the same on all ranks that have it."""
+    """Return full shape and dtype of each tensor; raise if ranks differ in them."""
     found: dict[str, tuple[int, Told]] = {}
     distinct = {id(own): rank for rank, own in reversed([*enumerate(tensors)])}
     for rank in sorted(distinct.values()):
@@ -354,7 +354,7 @@ def _agreed(what: str, tensors: ByRank) -> dict[str, tuple[tuple[int, ...], torc
 
 
 def placements_of(held: ByRank, needed: ByRank, dtypes: Mapping[str, torch.dtype]) -> list[Placement]:
-    """Where each tensor is and shall be."""
+    """Return the held and the needed blocks of each tensor, by rank."""
 
     def blocks(tensors: ByRank, name: str) -> list[tuple[Block, ...]]:
         return [own[name].blocks if name in own else () for own in tensors]
@@ -366,7 +366,7 @@ def placements_of(held: ByRank, needed: ByRank, dtypes: Mapping[str, torch.dtype
 
 
 def readable(moves: Sequence[Move], everybody: Sequence[Description], rank: int) -> dict[int, Peer]:
-    """The ranks whose memory this rank reads, each tried."""
+    """Return the ranks whose memory this rank reads, after a trial read of each."""
     peers = {}
     for sender in {move.sender for move in moves if move.receiver == rank != move.sender}:
         theirs = everybody[sender]

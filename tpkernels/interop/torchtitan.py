@@ -1,10 +1,10 @@
-"""torchtitan's `tp_gemm_backend="dist_gemm"` computed by our ops, on GPUs and CPUs, without symmetric memory.
+"""torchtitan's `tp_gemm_backend="dist_gemm"` on our ops, on GPUs and CPUs, without symmetric memory.
 
 torchtitan.install()
 spec = model_registry("8B", tp_gemm_backend="dist_gemm")
 
-torchtitan has no registry of such backends. Its layers for "dist_gemm" call three autograd functions by names
-of their module, and `install` puts ours there. Layers, names of weights and checkpoints remain torchtitan's.
+torchtitan has no registry of such backends. Its layers for "dist_gemm" call three autograd functions of their
+module by name, and `install` replaces these. Layers, names of weights and checkpoints remain torchtitan's.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ _OURS = (_AllGatherLinear, _AllGatherLinearMulti, _LinearReduceScatter)
 
 
 def install() -> None:
-    """Have torchtitan's "dist_gemm" layers, those built already among them, call our ops in this process.
+    """Make torchtitan's "dist_gemm" layers call our ops in this process, also layers built already.
 
-    All ranks call it, before the first forward. A torchtitan whose functions take other arguments is refused.
+    All ranks call it, before the first forward. Raises if torchtitan's functions take other arguments.
     """
     try:
         caller = import_module(_CALLER)

@@ -5,14 +5,14 @@
         loss.backward()
 
 A sum over ranks that is missing, made twice, or over another group changes no shape and raises no error: the
-model trains on wrong gradients. Types tell. Over the ranks a tensor is
+model trains on wrong gradients. Types show it. Over the ranks a tensor is
 
     I   replicated, with the full gradient          R   replicated, its gradient a term of a sum
     V   a shard                                     P   a term of a sum
 
-`ops.spmd_rules` says what our ops take and give, spmd_types what torch's operators do. Leaves get their type
-when an operator first takes them: parameters by their marks (`layers.attributes`), split ones V, those marked
-`sequence_parallel` R, others I; other leaves, such as ids, are the same on all ranks: R.
+`ops.spmd_rules` has the types that our ops take and return, spmd_types those of torch's operators. A leaf
+gets its type when an operator first takes it: parameters by their marks (`layers.attributes`), split ones V,
+those marked `sequence_parallel` R, others I; other leaves, such as ids, are replicated: R.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tpkernels.layers.world import State, tensor_world
 
 @contextmanager
 def typecheck(group: ProcessGroup | None = None, *, state: State = None) -> Iterator[list[Exception]]:
-    """Raise `spmd_types.SpmdTypeError` where a tensor is used as another type over the ranks than it has.
+    """Raise `spmd_types.SpmdTypeError` if a tensor is used as another type over the ranks than it has.
 
-    Works with any backend, also torch's "fake", with which one process is a rank of a world without others.
+    Works with any backend, also with torch's "fake": one process is then a rank of a larger world.
 
     group: the tensor-parallel group; by default that of `state`
-    yields: a list to which each such error is added, also one that somebody catches
+    yields: a list to which each such error is added, also if it is caught
     """
     try:
         import spmd_types
@@ -95,7 +95,7 @@ class _TypedLeaves(TorchFunctionMode):
         return result
 
     def _give_type(self, leaf: Tensor, like: Tensor | None = None, gradient_of: Tensor | None = None) -> None:
-        """like: what it is the data of; gradient_of: what it is the gradient of"""
+        """Give a leaf its type. like, gradient_of: the tensor whose data, or whose gradient, it is"""
         from spmd_types import I, P, R, V, assert_type, maybe_get_axis_local_type, mutate_type, normalize_axis
 
         if is_dtensor(leaf):
@@ -125,12 +125,12 @@ class _TypedLeaves(TorchFunctionMode):
             vars(leaf)[_GIVEN] = found
 
     def _let_be_written(self, target: Tensor, given: Sequence[Any]) -> None:
-        """Let a replicated tensor without a gradient, such as zeros, become what is written to it."""
+        """Give a replicated tensor without gradient, such as zeros, the type of the values written to it."""
         from spmd_types import I, R, V, maybe_get_axis_local_type, mutate_type, normalize_axis
 
         axis = normalize_axis(self._group)
         if target.requires_grad or target._is_view() or maybe_get_axis_local_type(target, axis) is not R:
-            return  # of a view the base would stay as it is
+            return  # a view's base would keep its type
         written = {maybe_get_axis_local_type(each, axis) for each in given if isinstance(each, Tensor)}
         if I in written and written <= {I, None}:
             mutate_type(target, axis, src=R, dst=I)
@@ -139,7 +139,7 @@ class _TypedLeaves(TorchFunctionMode):
 
 
 def _writes(func: Callable[..., Any]) -> bool:
-    """Whether it writes into its first argument."""
+    """Whether a function writes into its first argument."""
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 

@@ -1,4 +1,4 @@
-"""Self-attention whose heads are split over ranks, over all tokens; its rotary positions and its dropout."""
+"""Self-attention with heads split over the tensor-parallel ranks, its rotary positions and its dropout."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tpkernels.tp_invariance import mode
 
 
 class ParallelAttention(nn.Module):
-    """Self-attention, of which each rank has some of the heads: softmax(Q Kᵀ / √d) V and its projections.
+    """Self-attention softmax(Q Kᵀ / √d) V and its projections; each rank computes its shard of the heads.
 
-    num_kv_heads: heads of keys and values, each shared by num_heads / num_kv_heads query heads; may be fewer
-        than there are ranks
+    num_kv_heads: heads of keys and values, each shared by num_heads / num_kv_heads query heads; there may be
+        fewer than ranks
     head_size: by default hidden_size / num_heads
     rotary: rotate queries and keys by their positions
     causal: a token attends to itself and those before it
-    dropout: of attention weights, in training; each rank draws for its own heads
+    dropout: probability for attention weights, in training; each rank draws for its own heads
     recompute: save queries, keys and values only, and compute attention again in backward
-    output_layer_init_method: of the output weight; by default init_method
+    output_layer_init_method: fills the full output weight; by default init_method
     Others as in ColumnParallelLinear and RowParallelLinear. Attention itself is never computed in fp8.
     """
 
@@ -106,9 +106,9 @@ class ParallelAttention(nn.Module):
 
         hidden: (tokens, batch, hidden_size), or this rank's tokens if sequence_parallel
         attention_mask: broadcastable to (batch, heads, tokens, tokens): boolean, True where a token may
-            attend, or numbers that are added to the scores; besides `causal`
-        rotary: for these tokens' positions, by default 0, 1, ...
-            Both are the same on all ranks, and may be learnt: gradients are those of all heads
+            attend, or numbers that are added to the scores; combined with `causal`
+        rotary: the rotation of the tokens' positions, by default 0, 1, ...
+            Mask and rotation are replicated. Their gradients, if required, are summed over all heads
         output: like hidden
         """
         if hidden.ndim != 3:
@@ -126,16 +126,16 @@ class ParallelAttention(nn.Module):
         return output, output_bias
 
     def _of_all_heads(self, given: Tensor) -> Tensor:
-        """A tensor that all ranks are given alike; if it is learnt, its gradient is all-reduced."""
+        """Return a replicated tensor; if it requires gradients, backward all-reduces its gradient."""
         is_learnt = given.requires_grad and torch.is_grad_enabled()
         return copy_to_region(given, self.qkv.world.group) if is_learnt else given
 
     def _own_heads(self, mask: Tensor) -> Tensor:
-        """This rank's heads of a mask that has one for each head; else the mask."""
+        """This rank's heads of a mask with an entry per head; any other mask as it is."""
         heads = mask.shape[-3] if mask.ndim > 2 else 1
         if heads not in (1, self.num_heads):
             raise ValueError(
-                f"attention_mask: expected one broadcastable to (batch, {self.num_heads} heads, tokens, "
+                f"attention_mask: expected a mask broadcastable to (batch, {self.num_heads} heads, tokens, "
                 f"tokens), got {tuple(mask.shape)}"
             )
         world = self.qkv.world
@@ -148,14 +148,14 @@ class ParallelAttention(nn.Module):
         return rotation(tokens, self.head_size, self.rotary_base, dtype=wide, device=device)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Compute attention of this rank's heads: (tokens, batch, features of these)."""
+        """Compute attention of this rank's heads; return (tokens, batch, features of these heads)."""
         tokens = query.shape[0]
         if mask is not None and self.causal:
             mask = _and_before(mask, tokens)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if not self.segments:
             return self._mixed(query, key, value, mask).permute(2, 0, 1, 3).flatten(2)
-        count = self.segments  # a call each: libraries may choose their way by the number of heads
+        count = self.segments  # one call a segment: libraries may choose an algorithm by the number of heads
         heads = [[part.contiguous() for part in x.chunk(count, 1)] for x in (query, key, value)]
         by_head = mask is not None and mask.ndim > 2 and mask.shape[-3] > 1
         masks = mask.chunk(count, -3) if mask is not None and by_head else [mask] * count
@@ -203,7 +203,7 @@ def rotation(
 ) -> Rotation:
     """Cosine and sine of angles t / base^(2i / head_size), for positions t and pairs i of features.
 
-    positions: or their number, for 0, 1, ...
+    positions: a tensor of positions, or their number n for 0, ..., n - 1
 
     Computed in float64: in float32, angles of late positions are off in the fourth digit.
     """
@@ -231,14 +231,14 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def own_stream(is_split: bool) -> AbstractContextManager[None]:
-    """Draw from this rank's own random stream if is_split, else from the one that ranks share."""
+    """Draw from this rank's own random stream if is_split, else from the stream that all ranks share."""
     return get_rng_tracker().fork() if is_split else nullcontext()
 
 
 class ParallelDropout(nn.Module):
     """Dropout: in training, zeroes each element with probability `p`, and scales the others by 1 / (1 - p).
 
-    is_split: the input is a shard, for which each rank draws its own numbers; False: ranks draw the same
+    is_split: True: the input is a shard, and each rank draws its own numbers; False: all ranks draw the same
     """
 
     def __init__(self, p: float, *, is_split: bool) -> None:
@@ -262,8 +262,8 @@ def refuse_dropout(p: float) -> None:
     """Raise if p is not 0, where TP-invariance is on."""
     if p:
         raise ValueError(
-            f"dropout: expected 0 with TP-invariance, got {p}: ranks draw for what they hold, so that what "
-            "is dropped depends on their number"
+            f"dropout: expected 0 with TP-invariance, got {p}: each rank draws for its own shard, so the "
+            "dropped elements depend on the number of ranks; set dropout to 0"
         )
 
 

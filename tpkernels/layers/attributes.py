@@ -40,7 +40,7 @@ class Attributes:
 
     @staticmethod
     def of(tensor: Tensor) -> Attributes:
-        """Read the attributes of `tensor`; those that it lacks have defaults."""
+        """Return the attributes of `tensor`; missing ones have their defaults."""
         found = vars(tensor)  # a plain tensor has none of them
         return Attributes(**{name: found[name] for name in Attributes.__dataclass_fields__ if name in found})
 
@@ -51,7 +51,7 @@ class Attributes:
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark `tensor` as split along `dim`. Marking it otherwise than before is an error."""
+    """Mark `tensor` as split along `dim`; raise if it already has other marks."""
     said = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
     _check(tensor, said)
     vars(tensor).update(said)
@@ -66,13 +66,13 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Copy all attributes, to a parameter's fp32 copy for instance."""
+    """Copy all attributes of the source, for example to a parameter's fp32 copy."""
     names = Attributes.__dataclass_fields__
     vars(destination_tensor).update({k: v for k, v in vars(source_tensor).items() if k in names})
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor, state: State = None) -> bool:
-    """Whether this rank counts `param`: shards count on every rank, replicated ones on the first."""
+    """Whether this rank counts `param`: shards count on every rank, replicated parameters on the first."""
     return Attributes.of(param).tensor_model_parallel or tensor_world(state).rank == 0
 
 
@@ -80,6 +80,6 @@ def _check(tensor: Tensor, said: dict[str, Any]) -> None:
     for name, value in said.items():
         if vars(tensor).get(name, value) != value:
             raise ValueError(
-                f"{name}: expected {vars(tensor)[name]!r}, which was said of this tensor before, "
+                f"{name}: expected {vars(tensor)[name]!r}, with which this tensor is marked already, "
                 f"got {value!r}"
             )

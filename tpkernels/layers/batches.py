@@ -1,13 +1,13 @@
 """Checks that tensor-parallel ranks call a model with the same inputs; an error names those that differ.
 
-A rank that reads a batch of its own trains on numbers that mean nothing, and no replica need drift: masks and
-pixel values act between layers, where nobody compares. So before its first call a layer looks for the
-outermost module that is being called, the root, and ranks compare checksums of the tensors that the root is
-called with: in its first, second, fourth, eighth, ... call, and in every 100th (TPKERNELS_CHECK_REPLICAS).
+If tensor-parallel ranks read different batches, their results are meaningless, yet replicas need not drift:
+masks and pixel values act between layers. So in its first call a layer finds the outermost module that is
+being called, the root. Ranks compare checksums of the root's input tensors in its first, second, fourth,
+eighth, ... call, and in every 100th (TPKERNELS_CHECK_REPLICAS).
 
-Not compared are tensors that are meant to differ:
+Tensors that may differ are not compared:
 
-DTensors       say themselves what differs
+DTensors       their placements say what differs
 activations    tensors that require gradients; in calls without gradients any floating ones, such as keys and
                values of this rank's heads
 shards         all inputs, if layers of the root take shards of tokens or features, and none of them makes any
@@ -33,23 +33,23 @@ from tpkernels.runtime.checksums import sums_on_device
 from tpkernels.runtime.random import is_capturing
 from tpkernels.runtime.state import current_or_none
 
-_MOST_ELEMENTS = 2**22  # of a tensor that are looked at
+_MOST_ELEMENTS = 2**22  # of one tensor that are compared
 _DEEPEST = 6  # containers in containers
 _CALL = nn.Module._wrapped_call_impl.__code__  # what runs when a module is called
 
 
 def find_root_before(layer: nn.Module) -> None:
-    """Register a hook by which the first call of `layer` finds the root.
+    """Register a hook that finds the root in the first call of `layer`.
 
-    layer: has a `world`, or layers that have one
+    layer: a module with a `world`, or with such modules inside
     """
     layer.register_forward_pre_hook(_find_root)
 
 
 def look_at_compiled(parent: nn.Module, name: str, module: nn.Module) -> None:
-    """Torch's hook when a module becomes an attribute of another: find the root before compiled modules.
+    """torch's hook for a module that becomes an attribute: find the root from the wrapper of a compiled one.
 
-    Hooks of layers that are compiled do not run.
+    Hooks of layers inside a compiled module do not run.
     """
     if name == "_orig_mod" and any(map(_is_split, module.modules())):
         find_root_before(parent)
@@ -68,7 +68,7 @@ def _find_root(layer: nn.Module, _: object) -> None:
     assert isinstance(world, TensorWorld)
     state = current_or_none()
     if world.size == 1 or (state is not None and not set(world.ranks) <= set(state.ranks("tp"))):
-        return  # of experts, say, whose ranks have batches of their own
+        return  # ranks of experts, for example, have batches of their own
     found = _outermost_call()
     if not any(isinstance(hook, Batches) for hook in found["self"]._forward_pre_hooks.values()):
         batches = Batches(world)
@@ -87,12 +87,12 @@ def _outermost_call() -> Mapping[str, Any]:
 
 
 class Batches:
-    """A forward pre-hook of a root, which compares its inputs over ranks in some of its calls."""
+    """A forward pre-hook of the root that compares its inputs between ranks in some calls."""
 
     def __init__(self, world: TensorWorld) -> None:
         self._world = world
         self._calls = 0
-        self._comparing: _Comparing | None = None  # what the call before has begun on a GPU
+        self._comparing: _Comparing | None = None  # begun by the call before, on a GPU
 
     def __call__(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or not watch.steps_between or _is_no_ordinary_call():
@@ -118,7 +118,7 @@ class Batches:
 class _Comparing:
     """A comparison of checksums over ranks.
 
-    arrival: the event after which the host has the result; None: it has it
+    arrival: the event after which the host has the result; None: the host has it
     """
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class _Comparing:
 
 
 def _on_host(flag: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """Copy a flag to the host; return it, and the event after which it is there, or None."""
+    """Copy a flag to the host; return it with the event after which the copy is done, or None."""
     if flag.is_cpu:
         return flag, None
     there = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
@@ -167,7 +167,7 @@ def _takes_shards(root: nn.Module) -> bool:
 
 
 def _data_of(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of the inputs that are to be the same on all ranks."""
+    """Yield names and tensors of the inputs that must be the same on all ranks."""
     names = _names_of(_unwrapped(root))[: len(args)]
     names += [f"argument {number}" for number in range(len(names), len(args))]
     for name, value in chain(zip(names, args, strict=True), kwargs.items()):
@@ -216,7 +216,7 @@ def _is_data(tensor: Tensor) -> bool:
 
 
 def _some_of(tensor: Tensor) -> Tensor:
-    """The tensor, or if it is huge, evenly spread elements of it."""
+    """The tensor, or evenly spread elements of a huge tensor."""
     tensor = tensor.as_subclass(Tensor).detach().resolve_conj().resolve_neg()
     while (excess := -(-tensor.numel() // _MOST_ELEMENTS)) > 1:
         longest = max(range(tensor.ndim), key=tensor.size)

@@ -1,7 +1,7 @@
-"""Activation checkpointing: intermediate results are not saved for backward, but computed again in it.
+"""Activation checkpointing: backward computes intermediate results again instead of saving them.
 
-Random numbers are drawn again with the same bits, and then all streams continue where they were. While a CUDA
-graph is captured random states cannot be set, and operators that draw are refused.
+Backward draws the same random numbers again, then sets all streams back to where they were. While a CUDA
+graph is captured random states cannot be set, and operators that draw random numbers are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Compute function(*args, **kwargs), of which only the arguments are saved for backward.
+    """Compute function(*args, **kwargs), and save only the arguments for backward.
 
     A bool as the first argument is Megatron's `distribute_saved_activations`, and is not passed to
     `function`. If it is True, each tensor-parallel rank saves its shard of the next argument, a tensor that
@@ -58,7 +58,7 @@ def recomputed(
 
 
 class _NoDraws(TorchDispatchMode):
-    """Refuses operators that draw: in backward they would draw other numbers."""
+    """Refuses operators that draw random numbers: in backward they would draw other numbers."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,11 +1,11 @@
 """Clipping by the norm of the full model's gradients.
 
 tensor ranks      shards are counted on every rank, replicated parameters once
-pipeline stages   their norms are added; parameters with Megatron's attribute `shared`, the last stage's
+pipeline stages   their squares are added; parameters with Megatron's attribute `shared`, the last stage's
                   replica of the embedding, are not counted
-data ranks        have the same gradients, and nothing is added; under `fully_shard` blocks of them, which are
+data ranks        have the same gradients: nothing is added; blocks under `fully_shard` are added
 
-With TP-invariance the norm that is returned, and clips, is added exactly (`exact_norm`).
+With TP-invariance the norm is added exactly (`exact_norm`).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _TOLERANCE = 0.01
 def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, state: State = None) -> Tensor:
     """Scale gradients so that their norm over the full model is at most max_norm; return the norm before.
 
-    parameters: all of this rank's; called by all ranks of the model. `main_grad` is used before `grad`
+    parameters: all parameters of this rank; `main_grad` is used before `grad`
     state: with a process group or a mesh there are no pipeline stages
 
-    If gradients of a replicated parameter differ between tensor ranks, all ranks raise: `finalize_gradients`
-    was forgotten.
+    Called by all ranks of the model. If gradients of a replicated parameter differ between tensor ranks, all
+    ranks raise: often `finalize_gradients` was forgotten.
     """
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
     owned = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    owned = list({id(parameter): parameter for parameter in owned}.values())  # tied ones once
+    owned = list({id(parameter): parameter for parameter in owned}.values())  # tied parameters once
     with unobserved():
         return _clipped(owned, max_norm, state)
 
@@ -75,7 +75,7 @@ def _clipped(owned: Sequence[Tensor], max_norm: float, state: State) -> Tensor:
 def _square_over_tensor_ranks(
     parameters: Sequence[Tensor], group: ProcessGroup, device: torch.device
 ) -> tuple[Tensor, Exception | None]:
-    """The sum of squares of gradients, replicas once, with the same bits on all ranks; or an error."""
+    """Return the gradients' sum of squares, replicas counted once, same bits on all ranks; or an error."""
     counted = {n: p for n, p in enumerate(parameters) if not getattr(p, "shared", False)}
     gradients = {number: gradient_of(parameter) for number, parameter in counted.items()}
     split = [number for number, p in counted.items() if Attributes.of(p).tensor_model_parallel]
@@ -84,7 +84,7 @@ def _square_over_tensor_ranks(
     problem: Exception | None = None
     try:
         if group.size() > 1:
-            agree_on("clip_grad_norm_", named, group)  # so that all ranks bring as many numbers
+            agree_on("clip_grad_norm_", named, group)  # so that all ranks send equally many numbers
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error
     numbers = [_square_and_sum(gradients[number], device) for number in (*split, *copied)]
@@ -113,7 +113,7 @@ def _square_and_sum(gradient: Tensor | None, device: torch.device) -> Tensor:
 
 
 def _add_blocks_(table: Tensor, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Add up, in place, columns of gradients of which ranks hold blocks of the tensor-parallel shard.
+    """Sum, in place, the columns of gradients whose tensor-parallel shard is split into blocks over ranks.
 
     table: (2, parameters)
     """
@@ -128,7 +128,7 @@ def _add_blocks_(table: Tensor, parameters: Sequence[Tensor], group: ProcessGrou
 def _block_groups(parameter: Tensor, group: ProcessGroup) -> list[ProcessGroup]:
     """The groups whose ranks hold blocks of a parameter's tensor-parallel shard, or of a replica.
 
-    group: the tensor-parallel one; in a DTensor of the full shape it has shards
+    group: the tensor-parallel group, whose ranks hold shards of a DTensor of the full shape, not blocks
     """
     found = groups_with_blocks(parameter)
     is_split = Attributes.of(parameter).tensor_model_parallel
@@ -142,7 +142,7 @@ def _ranks(group: ProcessGroup) -> tuple[int, ...]:
 def _square_over_stages(
     square: Tensor, problem: Exception | None, group: ProcessGroup
 ) -> tuple[Tensor, Exception | None]:
-    """The sum over pipeline stages; or an error of this stage or another, so that all stages raise."""
+    """Return the sum over pipeline stages, or the error of any stage, so that all stages raise."""
     refused = torch.full_like(square, problem is not None)
     squares, refusals = from_all_ranks(torch.stack([square, refused]), group).unbind(1)
     stages = refusals.nonzero().flatten().tolist()
@@ -154,9 +154,9 @@ def _square_over_stages(
 
 
 def _counts_here(parameter: Tensor, group: ProcessGroup, added: Sequence[ProcessGroup]) -> bool:
-    """Whether this rank adds its gradient: of groups whose ranks hold the same, only the first rank does.
+    """Whether this rank counts its gradient: where ranks hold the same gradient, only the first counts it.
 
-    group: the tensor-parallel one
+    group: the tensor-parallel group
     added: the groups over which gradients are added
     """
     if getattr(parameter, "shared", False):
@@ -188,6 +188,6 @@ def _difference(copies: Sequence[Tensor], numbers: Tensor, group: ProcessGroup) 
     copy = copies[wrong[0]]
     name = f"'{name_of(copy)}'" if name_of(copy) else f"a parameter of {tuple(copy.shape)}"
     return RuntimeError(
-        f"clip_grad_norm_: tensor-parallel ranks hold copies of {name}{more}, but other gradients of it. "
+        f"clip_grad_norm_: tensor-parallel ranks hold copies of {name}{more}, but different gradients. "
         f"{likely_causes(copy)}. {found}"
     )

@@ -1,4 +1,4 @@
-"""Refuses optimizers that are wrong on shards: those that do not update each element by its gradients alone.
+"""Refuses optimizers that are wrong on shards because they do not update each element by its gradients alone.
 
 torch calls `before_step` before each step of each optimizer, wherever layers are used.
 """
@@ -31,7 +31,7 @@ _WHY = {
     "SOAP": "its factors are products of the matrix with itself",
     r"\dbit": "blocks of elements share a scale, and a shard has other blocks",
 }
-_looked_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with how many parameters
+_looked_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and their numbers of parameters
 
 
 def before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
@@ -65,9 +65,9 @@ def problem_on_shards(optimizer: Optimizer, shards: Sequence[str]) -> str:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is elementwise, by its name, or one of tpkernels.
+    """Whether an optimizer is elementwise by its class name, or is one of tpkernels.
 
-    bitsandbytes' are not: states of its AdamW may have 8 bits.
+    Optimizers of bitsandbytes are not: states of its AdamW may have 8 bits.
     """
     kind, module = type(optimizer).__name__, type(optimizer).__module__
     ours = module.startswith("tpkernels.")

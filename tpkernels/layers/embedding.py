@@ -16,14 +16,14 @@ from tpkernels.topology.shard import split_vocabulary
 
 
 class VocabParallelEmbedding(ParallelModule):
-    """An embedding table (num_embeddings, embedding_dim), of which each rank holds equally many rows.
+    """An embedding table (num_embeddings, embedding_dim) whose rows are split evenly over ranks.
 
     init_method: fills the full table, without padding; rows of padding are zero and stay so
     padding_idx: an id whose row starts at zero and gets no gradient
-    divisible_by: each rank's rows are padded to a multiple of it, Megatron's `make_vocab_size_divisible_by`
+    divisible_by: pad each rank's rows to a multiple of it, Megatron's `make_vocab_size_divisible_by`
     sequence_parallel: the output is this rank's tokens (dimension 0); no effect on one rank
     perform_initialization: as in `ColumnParallelLinear`
-    state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
+    state: the tensor-parallel group: a ParallelState, process group or device mesh; None: the current state
     """
 
     weight: nn.Parameter
@@ -48,7 +48,7 @@ class VocabParallelEmbedding(ParallelModule):
                 f"VocabParallelEmbedding: expected a padding_idx from {-num_embeddings} to "
                 f"{num_embeddings - 1}, got {padding_idx}"
             )
-        if segments := self.world.segments:  # as many rows each, which fill 16 bytes of any dtype
+        if segments := self.world.segments:  # equal segments whose rows fill 16 bytes of any dtype
             divisible_by = segments * math.lcm(divisible_by, 8)
         self.split = split_vocabulary(num_embeddings, ranks=self.world.size, divisible_by=divisible_by)
         self.num_embeddings = num_embeddings

@@ -1,4 +1,4 @@
-"""An exactly added norm: its bits do not depend on the order of elements, nor on how ranks share them.
+"""The exact norm of sharded tensors: its bits depend neither on the order of elements nor on their sharding.
 
 Elements are scaled by a power of two, so that the largest lies in [1/2, 1). Their squares in float64, exact
 for fp32 and narrower, are cut into limbs of 22 bits. Limbs are whole numbers, whose sums are exact in any
@@ -25,9 +25,9 @@ LEAST_EXPONENT = -1023  # below, 2.0**-exponent is no float64; only subnormals o
 
 @torch.no_grad()
 def exact_norm(tensors: Sequence[Tensor], device: torch.device, groups: Sequence[ProcessGroup]) -> float:
-    """The norm of all elements that ranks hold: summed over the first group, then over the second, ...
+    """Return the norm of all ranks' elements, summed over the first group, then over the second, ...
 
-    Called by all ranks of the groups, with different elements. If there is infinity or NaN, it is returned.
+    Called by all ranks of the groups, with different elements. Infinity or NaN among them is returned.
     """
     largest = _largest(tensors, device)
     for group in groups:

@@ -1,4 +1,4 @@
-"""Refuses torch's data-parallel wrappers around layers if their ranks hold different shards of a weight.
+"""Refuses torch's data-parallel wrappers over ranks that hold different shards of a layer's weight.
 
 Such a wrapper would average different rows, and no loss would show it. torch asks no module whether it may be
 wrapped, so this is checked at three moments, all of them before the first step:
@@ -81,7 +81,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def look_at_wrapper(parent: nn.Module, _: str, module: nn.Module) -> None:
-    """Torch's hook when a module becomes an attribute of another: raise if that is a wrong wrapper."""
+    """torch's hook for a module that becomes an attribute: raise if its parent averages different shards."""
     if isinstance(parent, DistributedDataParallel):
         ignored = parent.parameters_to_ignore
         shards = ((name, ranks) for name, ranks in _marked(module) if name not in ignored)
@@ -108,16 +108,16 @@ def refuse_wrapped(caller: str, model: nn.Module) -> None:
         )
     if optimized:
         raise ValueError(
-            f"{caller}: expected a model without optimizer, but one has '{optimized}', and would go on with "
-            f"the parameters that {caller} replaces; call {caller} first, then build the optimizer"
+            f"{caller}: expected a model without optimizer, but an optimizer has '{optimized}', and would "
+            f"keep the parameters that {caller} replaces; call {caller} first, then build the optimizer"
         )
 
 
 def _held_in(model: nn.Module) -> tuple[str, str]:
-    """The first parameter that a wrapper has, and the first that an optimizer has; "" for none.
+    """Names of the first parameter that a wrapper has and of the first that an optimizer has; "" for none.
 
-    Optimizers are torch's, and objects of other classes that have a `step`. Types are judged before objects:
-    a process has few of these, and hundreds of thousands of those.
+    Optimizers are objects of any class with a `step`, except modules. Types are checked before objects: a
+    process has few types, and hundreds of thousands of objects.
     """
     objects = gc.get_objects()
     kinds = set(map(type, objects))
@@ -175,7 +175,7 @@ def _marked(module: nn.Module) -> Shards:
 def _of_layers(module: nn.Module, ignored: set[Tensor]) -> Shards:
     """Yield names and ranks of shards, layer by layer.
 
-    Not by parameters, which may be views of a flat one by now, without attributes.
+    Parameters may be views of a flat parameter by now, without attributes.
     """
     for prefix, layer in module.named_modules():
         world = getattr(layer, "world", None)

@@ -1,4 +1,4 @@
-"""Megatron's regions, and losses, over the current tensor-parallel group unless another is given.
+"""Megatron's regions and losses, over the current tensor-parallel group unless another is given.
 
 Forward and backward of each region: `tpkernels/ops/tensor_parallel/mappings.py`.
 """
@@ -104,7 +104,7 @@ def linear_cross_entropy(
     gradient_accumulation_fusion: bool = False,
     quantize: Recipe | None = None,
 ) -> Tensor:
-    """Compute the cross-entropy of logits hidden weightᵀ, for one chunk of tokens at a time.
+    """Compute the cross-entropy of logits hidden weightᵀ, one chunk of tokens at a time.
 
     hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     weight_shard: (this rank's columns, features), the same number on every rank
@@ -151,16 +151,16 @@ def linear_logprobs(
     gradient_accumulation_fusion: bool = False,
     quantize: Recipe | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute log-probabilities of targets of logits hidden weightᵀ / temperature, for one chunk at a time.
+    """Compute log-probabilities of targets under logits hidden weightᵀ / temperature, one chunk at a time.
 
     hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     weight_shard: (this rank's columns, features), the same number on every rank
-    target: (tokens, ...) ids, the same on all ranks, or (tokens, ..., n): several of each token
+    target: (tokens, ...) ids, the same on all ranks, or (tokens, ..., n): n targets of each token
     group: a ParallelState, process group or device mesh; None: the current state
-    top_k: probabilities are of the so many largest logits of a token, and of what equals the last of these,
-        as `TopKLogitsWarper` of transformers has it; other targets have minus infinity and no gradient
-    return_entropy: of the ids that count, at the temperature
-    ignore_index: a target whose log-probability and gradient are 0; so is the entropy where all n are
+    top_k: only the k largest logits of a token count, and logits equal to the smallest of these, as in
+        `TopKLogitsWarper` of transformers; other targets have minus infinity and no gradient
+    return_entropy: also return the entropy over the ids that count, at the temperature
+    ignore_index: a target whose log-probability and gradient are 0; the entropy is 0 if all n are ignored
     vocab_size: of the full vocabulary, if rows of weight past it are padding
     chunk_tokens: tokens in a chunk; by default its logits have as many elements as hidden
     gradient_accumulation_fusion: add the weight's gradient to `weight_shard.main_grad`

@@ -1,4 +1,4 @@
-"""Initialization of weights that does not depend on the number of ranks.
+"""Initialization of weights, independent of the number of ranks.
 
 Every rank draws the full weight in fp32 from the default random stream, which is the same on all ranks,
 casts it and keeps its shard. So one seed gives one model, whatever the tensor-parallel size and dtype. The
@@ -71,7 +71,7 @@ def _full_weight(init_method: InitMethod, shape: tuple[int, int], device: torch.
     if made.shape != shape or master.shape != shape:
         got = tuple(made.shape if made.shape != shape else master.shape)
         raise ValueError(
-            f"init_method: expected a weight of shape {shape}, (out_features, in_features) of the whole "
+            f"init_method: expected a weight of shape {shape}, (out_features, in_features) of the full "
             f"layer, got {got}; fill the tensor that it is given in place"
         )
     return made.to(device)

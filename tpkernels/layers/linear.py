@@ -5,7 +5,7 @@ R ranks; each holds of the weight (N, K), out_features by in_features:
     ColumnParallelLinear    (N / R, K)   computes its own output features
     RowParallelLinear       (N, K / R)   computes a partial sum of all output features; ranks add theirs
 
-`forward` returns (output, output_bias). output_bias is None, or the bias that the caller adds: skip_bias_add.
+`forward` returns (output, output_bias): the bias with skip_bias_add, for the caller to add; otherwise None.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _ParallelLinear(ParallelModule):
         weight = self.weight if weight is None else weight
         if weight is None:
             raise ValueError(
-                f"{type(self).__name__}: expected a weight in forward, for the layer was built with "
+                f"{type(self).__name__}: expected a weight in forward: the layer was built with "
                 "skip_weight_param_allocation=True and has none"
             )
         fused = self.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
@@ -126,7 +126,7 @@ def with_recipe(said: str, quantize: Recipe | None) -> str:
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """A linear layer Y = act(X Aᵀ + b), of which each rank computes columns: A is split along out_features.
+    """A linear layer Y = act(X Aᵀ + b) with A split along out_features: each rank computes its columns of Y.
 
     gather_output: all ranks get the full Y, of all tokens; otherwise each gets its columns
     init_method: fills the full (output_size, input_size) weight; the bias starts at zero
@@ -140,8 +140,8 @@ class ColumnParallelLinear(_ParallelLinear):
     overlap: transfer some chunks while others are computed
     perform_initialization: draw the weight; False: draw nothing, allocate the shard only, and fill it with
         NaN until it is loaded
-    quantize: compute the products in fp8, by a `Recipe`; the weight is what it was
-    state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
+    quantize: compute the products in fp8, by a `Recipe`; the weight keeps its dtype
+    state: the tensor-parallel group: a ParallelState, process group or device mesh; None: the current state
     """
 
     def __init__(
@@ -204,10 +204,10 @@ class ColumnParallelLinear(_ParallelLinear):
         weight: (output_size_per_partition, input_size), to be used in place of the layer's own
         output: (tokens, ..., output_size_per_partition), or output_size if gather_output
         """
-        self.require_features(input_, self.input_size, "every rank needs all of them")
+        self.require_features(input_, self.input_size, "every rank needs all features")
         if weight is not None:
             self._require_shard(weight)
-            if self.gradient_accumulation_fusion:  # its other use has a gradient, which must not be dropped
+            if self.gradient_accumulation_fusion:  # the weight's other use has a gradient, too
                 weight.zero_out_wgrad = True  # type: ignore[attr-defined]
         weight, main_grad = self.weight_and_main_grad(weight)
         output = ops.column_linear(
@@ -229,21 +229,21 @@ class ColumnParallelLinear(_ParallelLinear):
         expected = self.output_size_per_partition, self.input_size
         if tuple(weight.shape) != expected:
             raise ValueError(
-                f"ColumnParallelLinear: expected a weight {expected} in forward, this rank's part of it, got "
+                f"ColumnParallelLinear: expected a weight {expected} in forward, this rank's shard, got "
                 f"{tuple(weight.shape)}"
             )
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A linear layer Y = X Aᵀ + b, summed over ranks: A is split along in_features, X along its features.
+    """A linear layer Y = X Aᵀ + b with A split along in_features: ranks sum their partial Y.
 
     input_is_parallel: X is this rank's features; False: X is full, and is split here
     sequence_parallel: Y is this rank's tokens (dimension 0); no effect on one rank
     Others as in ColumnParallelLinear.
 
-    The bias is replicated, and is added once, after the sum. Its gradient is full on each rank, also under
-    sequence parallelism; but partial if the caller adds the bias to this rank's tokens (skip_bias_add with
-    sequence_parallel): then the bias is marked `sequence_parallel`.
+    The bias is replicated and added once, after the sum; each rank computes its full gradient. With
+    skip_bias_add and sequence_parallel the caller adds the bias to this rank's tokens: its gradient is
+    partial, and the bias is marked `sequence_parallel`.
     """
 
     def __init__(
@@ -283,8 +283,8 @@ class RowParallelLinear(_ParallelLinear):
         )
         if sequence_parallel and not input_is_parallel:
             raise ValueError(
-                "RowParallelLinear: expected input_is_parallel=True with sequence_parallel, for what comes "
-                "in has all tokens and this rank's features; pass input_is_parallel=True"
+                "RowParallelLinear: expected input_is_parallel=True with sequence_parallel, because the "
+                "input has all tokens and this rank's features; pass input_is_parallel=True"
             )
         if sequence_parallel and skip_bias_add and bias and self.world.segments:
             raise ValueError(
@@ -309,7 +309,7 @@ class RowParallelLinear(_ParallelLinear):
         group = self.world.group
         if self.input_is_parallel:
             own = self.input_size_per_partition
-            self.require_features(input_, own, "input_is_parallel=False takes the whole input")
+            self.require_features(input_, own, "input_is_parallel=False takes all features")
         else:
             full = self.input_size
             self.require_features(input_, full, "input_is_parallel=True takes this rank's features")

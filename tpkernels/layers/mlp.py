@@ -19,7 +19,7 @@ from tpkernels.ops.quantize import Recipe
 
 
 class ParallelMLP(ParallelModule):
-    """The MLP act(X Uᵀ + b) Dᵀ + c, or with the gated unit f(X Gᵀ) * (X Uᵀ) in place of the activation.
+    """The MLP act(X Uᵀ + b) Dᵀ + c, or with a gated unit (f(X Gᵀ) * (X Uᵀ)) Dᵀ + c.
 
     activation: gelu_tanh, gelu, silu, relu or relu2; gated: swiglu, geglu or geglu_tanh
     bias: of both projections; with a gated unit of the down-projection only
@@ -99,7 +99,7 @@ class ParallelMLP(ParallelModule):
         output: like the input
         """
         group = self.world.group
-        self.require_features(input_, self.up.input_size, "every rank needs all of them")
+        self.require_features(input_, self.up.input_size, "every rank needs all features")
         layers = [self.up, self.down] if self.gate is None else [self.up, self.gate, self.down]
         weights, main_grads = zip(*(layer.weight_and_main_grad() for layer in layers), strict=True)
         output = ops.parallel_mlp(

@@ -25,7 +25,7 @@ class RMSNorm(MarkedModule):
     """Normalizes x by its root mean square over the last dimension: x / rms(x) * weight.
 
     sequence_parallel: x is this rank's tokens
-    state: whose tensor group has the others, looked up with TP-invariance only; None: the current state
+    state: the tensor-parallel group, looked up with TP-invariance only; None: the current state
     """
 
     weight: nn.Parameter

@@ -50,7 +50,7 @@ class MarkedModule(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Register a parameter that `reset_parameters` fills; shape None: no parameter, by this name."""
+        """Register a parameter that `reset_parameters` fills, or None under this name if shape is None."""
         if shape is None:
             self.register_parameter(name, None)
             return
@@ -77,9 +77,9 @@ class MarkedModule(nn.Module):
         self._mark()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Notice what torch's `fully_shard` sets on each module whose parameters it has replaced by DTensors.
+        """Set an attribute; notice that torch's `fully_shard` has replaced parameters by DTensors.
 
-        No property, which torch.compile would take for its value: since 2.14 it looks no further.
+        Not a property: since torch 2.14 torch.compile would take its value alone.
         """
         super().__setattr__(name, value)
         if name == "_is_fsdp_managed_module":
@@ -117,9 +117,9 @@ class ParallelModule(MarkedModule):
         batches.find_root_before(self)
 
     def adopt(self, state: State, attributes: dict[str, Attributes]) -> None:
-        """Initialize a module that was built as one of another class.
+        """Initialize a module that was built as an instance of another class.
 
-        attributes: of the parameters that the caller sets next, in place of those that are there
+        attributes: of the parameters that the caller sets next, in place of the module's own
         """
         self.world = tensor_world(state)
         for name in attributes:

@@ -1,4 +1,4 @@
-"""The projections to queries, keys and values of this rank's heads, with one gather of tokens for all.
+"""The projections to queries, keys and values of this rank's heads, with one all-gather of tokens for all.
 
 R ranks, H query heads, G heads of keys and values (G divides H; each serves H / G query heads):
 
@@ -8,7 +8,7 @@ R ranks, H query heads, G heads of keys and values (G divides H; each serves H /
 
 In the last case weights are still sharded, not replicated: each rank computes a shard of the features of all
 keys, shards are gathered, and each rank takes its head. In backward the gradients of ranks that share a head
-are summed. With TP-invariance the same holds of its segments, see `ops/tensor_parallel/segment_heads.py`.
+are summed. With TP-invariance the same holds for its segments, see `ops/tensor_parallel/segment_heads.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ParallelQKV(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value, each (tokens, batch, heads of this rank, head_size).
 
-        With TP-invariance, if segments share heads of keys and values: the head of each segment.
+        With TP-invariance, if segments share heads of keys and values, these have a head for each segment.
         """
         query, key, value = columns_of(hidden, self.query, self.key, self.value)
         if self.num_kv_heads < self.world.segments * self.world.size:
@@ -62,7 +62,7 @@ class ParallelQKV(nn.Module):
         return query, key, value
 
     def _own_head(self, shard: Tensor) -> Tensor:
-        """Gather the features of all heads, of which each rank has a shard; return this rank's head."""
+        """Gather the features of all heads from the ranks' shards; return this rank's head."""
         features_first = shard.movedim(-1, 0).contiguous()
         heads = gather_from_sequence_region(features_first, self.world.group)
         own = self.world.rank * self.num_kv_heads // self.world.size

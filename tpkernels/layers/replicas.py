@@ -1,9 +1,9 @@
 """Sums of partial gradients of replicated parameters, and checks that replicas are equal on all ranks.
 
-Under sequence parallelism the gradient of a norm is of this rank's tokens only. Such a parameter is marked
-`sequence_parallel`, and `finalize_gradients` sums its gradients, once after the (last) backward of a step.
-If that is forgotten, replicas drift apart: `clip_grad_norm_` refuses gradients that differ, `check_replicas`
-parameters that differ, and `watch.py` runs such a check every so many steps.
+Under sequence parallelism a norm's gradient is partial: it covers this rank's tokens only. Such a parameter
+is marked `sequence_parallel`, and `finalize_gradients` sums its gradients, once after the (last) backward of
+a step. Without this sum replicas drift apart: `clip_grad_norm_` refuses gradients that differ,
+`check_replicas` refuses parameters that differ, and `watch.py` checks parameters after some of the steps.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _WRAPPERS = re.compile(r"^((_forward_module|_orig_mod|module)\.)+")  # Fabric, t
 def require_marks(caller: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Raise if a DTensor has lost its attribute `sequence_parallel`.
 
-    fully_shard makes new parameters: those of our layers are marked again, those of other modules are not.
+    fully_shard makes new parameters: our layers mark theirs again, other modules do not.
     """
     for name, parameter in parameters:
         if is_dtensor(parameter) and "sequence_parallel" not in vars(parameter):
             raise TypeError(
-                f"{caller}: expected parameters that say which gradients are partial, got the DTensor "
-                f"'{name}' of a module that is not of tpkernels, which has lost what was said of it; after "
+                f"{caller}: expected parameters with the attribute sequence_parallel, got the DTensor "
+                f"'{name}' of a module that is not of tpkernels, which has lost its attributes; after "
                 "fully_shard, set its attribute sequence_parallel to True or False"
             )
 
@@ -45,7 +45,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     if is_dtensor(gradient) and any(placement.is_partial() for placement in gradient.placements):
         raise ValueError(
             f"expected gradients that are summed, got one of {tuple(gradient.shape)} with the placements "
-            f"{gradient.placements}; redistribute it as its parameter is first"
+            f"{gradient.placements}; redistribute it to its parameter's placements first"
         )
     return None if gradient is None else local_of(gradient)
 
@@ -74,8 +74,8 @@ def finalize_gradients(module: nn.Module, *, state: State = None) -> None:
 def check_replicas(module: nn.Module, *, state: State = None) -> None:
     """Raise unless replicated parameters have the same bits on all ranks of the tensor group.
 
-    Called by all its ranks. The error is the same on all, and names a parameter and the ranks that differ.
-    Each parameter is sent and copied: not for every step.
+    Called by all its ranks. All raise the same error, which names a parameter and the ranks that differ.
+    Each parameter is sent and copied, too slow for every step.
     """
     world = tensor_world(state)
     reshard(module)
@@ -101,7 +101,7 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
 def drift(
     copy: Tensor, name: str, others: Sequence[int], first: int, wrong: int, total: int, when: str = ""
 ) -> RuntimeError:
-    """Make the error that replicas of a parameter on ranks `others` differ from rank `first`'s."""
+    """Return the error that replicas of a parameter on ranks `others` differ from rank `first`'s."""
     more = f"; so do {wrong - 1} more of {total} parameters" if wrong > 1 else ""
     return RuntimeError(
         f"check_replicas: '{name}' differs between tensor-parallel ranks that hold copies of it. "
@@ -114,7 +114,7 @@ def drift(
 
 
 def likely_causes(copy: Tensor) -> str:
-    """Why gradients of copies differ between ranks and what to do, likeliest first."""
+    """Return why gradients of replicas differ between ranks and what to do, the likeliest cause first."""
     causes = [
         "other data: give each rank the same batch, by a sampler over state.rank_in('dp')",
         "other dropout: seed by tpkernels.manual_seed(seed), alike on all ranks",

@@ -4,8 +4,8 @@ TPKERNELS_CHECK_REPLICAS    N, by default 100; 0: never. For inputs (`batches`),
 
 `torch.nn.utils.clip_grad_norm_` sees one rank's shards only: each rank scales by another norm, and replicas
 drift apart, which no loss shows. The same happens if partial gradients are not summed. torch calls a hook
-after each step of each optimizer; ranks then compare checksums through torch.distributed's store. If a rank
-has taken another number of steps, a time-out says so, where a collective would match another message.
+after each step of each optimizer; ranks then compare checksums through torch.distributed's store. If ranks
+have taken different numbers of steps, a time-out reports it; a collective would match another message.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Watch:
         self._store: Store | None = None
 
     def after_step(self, copies: Callable[[], Copies | None]) -> None:
-        """Count a step, and compare if it is time to. Called by all ranks with replicas."""
+        """Count a step, and compare replicas after some steps. Called by all ranks with replicas."""
         self._steps = steps = self._steps + 1
         # powers of two: a short run may end before the first interval
         if steps_between and (steps & (steps - 1) == 0 or steps % steps_between == 0):
@@ -66,7 +66,7 @@ class Watch:
         ranks, copies = found
         try:
             rows = self._sums_of_all(ranks, copies)
-        except DistNetworkError as error:  # rank 0 may have ended because the run has
+        except DistNetworkError as error:  # rank 0 may have ended with the run
             warnings.warn(
                 f"copies of parameters could not be compared: {error}", RuntimeWarning, stacklevel=2
             )
@@ -115,7 +115,7 @@ _watches: WeakKeyDictionary[Optimizer, Watch] = WeakKeyDictionary()
 
 
 def after_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[Any, Any]) -> None:
-    """Torch's hook after each step of each optimizer: count it, and compare replicas if it is time to."""
+    """torch's hook after each optimizer step: count the step, and compare replicas after some steps."""
     if not torch.compiler.is_compiling() and dist.is_initialized():
         _watches.setdefault(optimizer, Watch()).after_step(lambda: _copies_of(optimizer))
 
@@ -133,5 +133,5 @@ def _copies_of(optimizer: Optimizer) -> Copies | None:
 
 
 def _is_copy(parameter: Tensor, ranks: Sequence[int]) -> bool:
-    """Whether a parameter is a replica: no shard, and not of Megatron's experts, which differ by rank."""
+    """Whether a parameter is a replica: neither a shard nor a weight of Megatron's experts."""
     return not is_split_over(ranks, parameter) and getattr(parameter, "allreduce", True)

@@ -25,7 +25,7 @@ class TensorGroupHolder(Protocol):
 
 
 class RankAndSize(Protocol):
-    """A rank and a size without a group: enough to compute on one rank, and to hold weights of more."""
+    """A rank and a size without a group: enough to compute on one rank, or to hold shards of several."""
 
     def rank(self) -> int: ...
 
@@ -42,7 +42,7 @@ class TensorWorld:
     """Rank and size within a tensor-parallel group, and the group itself.
 
     The group is referenced weakly: a destroyed group that is still referenced keeps its threads, which may
-    outlive the interpreter. Copies of a layer share its group; a layer that is unpickled takes that of the
+    outlive the interpreter. Copies of a layer share its group; an unpickled layer takes the group of the
     current state.
     """
 
@@ -56,7 +56,7 @@ class TensorWorld:
 
     @property
     def group(self) -> ProcessGroup:
-        """The process group; an error if there is none, it was destroyed, or a parent process made it."""
+        """The process group; raises if there is none, it was destroyed, or a parent process made it."""
         group = None if self._group is None else self._group()
         if torch.compiler.is_compiling() and group is not None:
             return group  # the checks below would run once, while tracing
@@ -87,7 +87,7 @@ class TensorWorld:
 
     @property
     def segments(self) -> int:
-        """Segments of TP-invariance of each rank; 0 without it; an error if ranks do not divide them."""
+        """Segments of TP-invariance of each rank, or 0 without it; raises if ranks do not divide them."""
         return mode.own_segments("tensor-parallel layers", self.size)
 
     @property
@@ -111,11 +111,11 @@ class TensorWorld:
 
 
 def tensor_world(state: State = None) -> TensorWorld:
-    """The tensor-parallel world of `state`.
+    """Return the tensor-parallel world of `state`.
 
-    state: a parallel state, the process group itself, a device mesh, or what has such a group as its `tp`,
-        as Megatron's ProcessGroupCollection; what has rank() and size() only will do for one rank; None: the
-        current parallel state, with rank and size that were set on the fly
+    state: a parallel state, a process group, a device mesh, or an object with a group `tp`, as Megatron's
+        ProcessGroupCollection; an object with only rank() and size() computes on one rank; None: the current
+        parallel state, with rank and size that were set on the fly
     """
     given: object = state  # callers need not be type-checked
     if given is None:
@@ -132,8 +132,8 @@ def tensor_world(state: State = None) -> TensorWorld:
         return _of_rank_and_size(given)
     got = "the group of other ranks" if given is dist.GroupMember.NON_GROUP_MEMBER else repr(given)
     raise TypeError(
-        "state: expected a ParallelState, a process group that this rank is in, a DeviceMesh, what has one "
-        f"of these as its `tp`, or None for the current parallel state, got {got}"
+        "state: expected a ParallelState, a process group that this rank is in, a DeviceMesh, an object with "
+        f"such a group `tp`, or None for the current parallel state, got {got}"
     )
 
 
@@ -170,7 +170,7 @@ def _of_rank_and_size(given: Any) -> TensorWorld:
     rank, size = not_negative(given.rank(), "rank()"), positive(given.size(), "size()")
     if rank >= size:
         raise ValueError(f"state: expected a rank() below size() {size}, got {rank} of {given!r}")
-    return TensorWorld(rank, size, None, f"said by {type(given).__name__}, which is no process group")
+    return TensorWorld(rank, size, None, f"given by {type(given).__name__}, which is no process group")
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroup:
@@ -186,7 +186,7 @@ def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroup:
 
 
 def _found_again(rank: int, size: int) -> TensorWorld:
-    """The current world for a layer that is unpickled; an error unless rank and size are the same."""
+    """Return the current world for an unpickled layer; raise unless rank and size are the same."""
     world = tensor_world()
     if (world.rank, world.size) != (rank, size):
         raise ParallelStateError(

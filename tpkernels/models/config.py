@@ -1,4 +1,4 @@
-"""Sizes and options of a decoder-only transformer, and those of well-known models by name."""
+"""Sizes and options of a decoder-only transformer, and configurations of well-known models by name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class GPTConfig:
 
     num_kv_heads: heads of keys and values; num_heads if None
     ffn_hidden_size: 4 * hidden_size if None
-    max_positions: how many positions have a learnt embedding; None: positions are rotary
-    tied: the head is the embedding's table
+    max_positions: the number of positions with a learnt embedding; None: positions are rotary
+    tied: the head uses the embedding's table
     """
 
     vocab_size: int
@@ -52,7 +52,7 @@ class GPTConfig:
             raise ValueError(f"rotary_base: expected a number above 0, got {self.rotary_base!r}")
 
     def with_sizes(self, **sizes: Any) -> GPTConfig:
-        """Return a copy with other values of some fields; an error lists the fields if one is unknown."""
+        """Return a copy with new values of some fields; raise with a list of fields if one is unknown."""
         known = [field.name for field in fields(self)]
         for name in sizes:
             if name not in known:
@@ -105,7 +105,7 @@ MODELS = {
 }
 
 
-SMALL = GPTConfig(  # learns English in a minute on two cores
+SMALL = GPTConfig(  # trains on English text in a minute on two cores
     vocab_size=256,
     hidden_size=128,
     num_layers=4,
@@ -119,7 +119,7 @@ SMALL = GPTConfig(  # learns English in a minute on two cores
 
 
 def model_config(name: str, **sizes: Any) -> GPTConfig:
-    """The configuration of a known model, with other values of some fields."""
+    """Return the configuration of a known model, with new values of some fields."""
     if name not in MODELS:
         raise ValueError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
     return MODELS[name].with_sizes(**sizes)

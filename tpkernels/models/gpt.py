@@ -1,7 +1,7 @@
-"""A decoder-only transformer over a tensor-parallel group, in the shapes of GPT-2 and of Llama.
+"""A decoder-only transformer over a tensor-parallel group, with the architectures of GPT-2 and of Llama.
 
-Ids come as (batch, tokens), the same on all tensor-parallel ranks. Inside, tokens are the first dimension,
-and under sequence parallelism each rank has its shard of them between the products.
+Ids are (batch, tokens), the same on all tensor-parallel ranks. Inside, tokens are the first dimension, and
+under sequence parallelism each rank has its shard of the tokens between the products.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tpkernels.ops.tensor_parallel.mappings import (
 from tpkernels.tp_invariance import mode
 
 INITIAL_SPREAD = (
-    0.02  # standard deviation of weights; of those that add to the residual 1 / sqrt(2 layers) of it
+    0.02  # standard deviation of weights; for weights that add to the residual times 1 / sqrt(2 layers)
 )
 
 
@@ -68,7 +68,7 @@ class PositionEmbedding(ParallelModule):
             raise ValueError(
                 f"expected at most {self.weight.shape[0]} tokens, as many as positions, got {tokens}"
             )
-        if self.is_gathered:  # in backward: the gradient of all tokens is added up on every rank alike
+        if self.is_gathered:  # backward sums the gradient of all tokens alike on every rank
             return scatter_to_sequence_region(self.weight[:tokens, None], self.world.group)
         first, count = 0, tokens
         if self.sequence_parallel:
@@ -81,8 +81,8 @@ class GPT(nn.Module):
     """A decoder-only transformer: embedding, blocks, a norm, and a head with logits split over ranks.
 
     recompute: as in `TransformerBlock`
-    quantize: compute the blocks' products in fp8, and with `Recipe(..., head=True)` the head's
-    Others as in the layers.
+    quantize: compute the blocks' products in fp8, and the head's with `Recipe(..., head=True)`
+    Other arguments as in the layers.
     """
 
     quantize: Recipe | None = None
@@ -171,10 +171,10 @@ class GPT(nn.Module):
         )  # a table too: padded, split and drawn like the embedding
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, *, ignore_index: int = -100) -> Tensor:
-        """Compute the mean loss of the targets, or without them all logits, (batch, tokens, vocab_size).
+        """Return the mean loss of the targets, or without targets all logits, (batch, tokens, vocab_size).
 
         ids: (batch, tokens)
-        targets: (batch, tokens), the id that should come after each; those equal to ignore_index do not count
+        targets: (batch, tokens), the id after each token; targets equal to ignore_index do not count
         """
         hidden = self.hidden(ids)
         if targets is None:
@@ -242,20 +242,20 @@ class GPT(nn.Module):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Return `ids` with `count` more after each row, drawn one by one; the same on all ranks.
+        """Return `ids` with `count` more ids in each row, drawn one by one; the same on all ranks.
 
         ids: (batch, tokens)
-        temperature, top_k, top_p, generator: as of `ops.vocab_sample`
+        temperature, top_k, top_p, generator: as in `ops.vocab_sample`
 
-        Each id costs a pass over all that come before it: nothing is kept in between.
+        Each id takes a forward over all ids before it: there is no cache of keys and values.
         """
         if not ids.shape[-1]:
-            raise ValueError("ids: expected at least one token to go on from")
+            raise ValueError("ids: expected at least one token to continue from")
         ranks = self.world.size
         for _ in range(count):
             padding = (
                 -ids.shape[1] % ranks if self.sequence_parallel else 0
-            )  # after the tokens: not seen by them
+            )  # after the tokens, which do not attend to it
             hidden = self.hidden(nn.functional.pad(ids, (0, padding)))
             if self.sequence_parallel:
                 hidden = gather_from_sequence_region(hidden, self.world.group)

@@ -1,4 +1,4 @@
-"""Optimizers for parameters that are shards, where torch's take a shard for the full parameter."""
+"""Optimizers that are right on sharded parameters, where torch's take a shard for the full parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several optimizers as one, and whether an optimizer is right on shards."""
+"""Combines several optimizers into one, and checks whether an optimizer is right on shards."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from tpkernels.optim.muon import Muon, keep_momentum
 
 
 class CombinedOptimizer(Optimizer):
-    """Optimizers over different parameters: one `step`, one list of parameter groups, one state.
+    """Combines optimizers over different parameters: one `step`, one list of parameter groups, one state.
 
-    Parameter groups are those of the optimizers, in their order. The optimizers share their state with this
-    one from then on.
+    Parameter groups are those of the optimizers, in their order. The optimizers share this one's state.
     """
 
     def __init__(self, *optimizers: Optimizer) -> None:
@@ -41,7 +40,7 @@ class CombinedOptimizer(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Give each optimizer its groups, and all of them one state."""
+        """Give each optimizer its groups, and all optimizers one state."""
         start = 0
         for optimizer, count in zip(self.optimizers, self._counts, strict=True):
             optimizer.param_groups = self.param_groups[start : start + count]
@@ -50,7 +49,7 @@ class CombinedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step all optimizers; returns what `closure` returned."""
+        """Step all optimizers; return the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -68,7 +67,7 @@ class CombinedOptimizer(Optimizer):
                 keep_momentum(optimizer, self, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: groups belong to the optimizers."""
+        """Raise, because groups belong to the combined optimizers."""
         if len(self.param_groups) >= sum(self._counts):
             raise ValueError(
                 "CombinedOptimizer: add the group to one of the optimizers before they are combined"
@@ -77,11 +76,11 @@ class CombinedOptimizer(Optimizer):
 
 
 def require_elementwise(optimizer: Optimizer, model: nn.Module, *, state: State = None) -> None:
-    """Raise if the optimizer would take a shard of a matrix for the full one, or is not known not to.
+    """Raise unless the optimizer is known to be right on shards of matrices.
 
-    Without effect on one tensor-parallel rank, and on optimizers of replicated parameters only. Subclasses of
-    known optimizers under other names are not known: what they add is theirs to say. The first step of an
-    optimizer over layers raises the same error if it is known to be wrong, and warns if it is not known.
+    No effect on one tensor-parallel rank, or for replicated parameters only. Subclasses of known optimizers
+    under other names are unknown. The first step of an optimizer over our layers raises the same error if it
+    is known to be wrong, and warns if it is unknown.
 
     state: as the model was built with; by default found in its layers
     """

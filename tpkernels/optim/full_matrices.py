@@ -1,4 +1,4 @@
-"""A function of full matrices, computed once each, of which every rank of a group holds shards.
+"""Computes a function of full matrices, once for each matrix, from shards on all ranks of a group.
 
 Each matrix has one owner among the R ranks of the group. In a round:
 
@@ -6,10 +6,10 @@ Each matrix has one owner among the R ranks of the group. In a round:
     compute    each owner, on its full matrices
     scatter    all-to-all: each owner sends to each rank the shards of its results
 
-Shards travel in bfloat16, in one flat buffer a round and direction: two collectives, however many matrices.
-The next round is gathered while this one is computed. A matrix that is replicated is computed by all ranks.
+Shards are sent in bfloat16, in one flat buffer a round and direction: two collectives for all its matrices.
+The next round is gathered while this one is computed. All ranks compute replicated matrices.
 
-With D data-parallel replicas of the group, each replica does that for its own matrices only; then
+With D data-parallel replicas of the group, each replica computes its own matrices only; then
 
     replicas   all-gather over the data-parallel ranks, which hold the same shards: of the results
 """
@@ -27,11 +27,11 @@ from tpkernels.comm.groups import failed, start_all_gather, start_all_to_all
 from tpkernels.interop.shards import TensorShard
 
 WIRE = torch.bfloat16
-MatrixFunction = Callable[[int, Tensor], Tensor]  # of the matrix at a position; may overwrite it
+MatrixFunction = Callable[[int, Tensor], Tensor]  # takes a position and its matrix, which it may overwrite
 
 
 class FullMatrices:
-    """The exchange that brings each matrix to its owner, and shards of the results back."""
+    """Gathers each matrix on its owner, and scatters shards of the results back."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class FullMatrices:
         replicas: ProcessGroup | None,
         round_bytes: int,
     ) -> None:
-        """shards: the same matrices on all ranks; costs: of `compute`, of each"""
+        """shards: of the same matrices on all ranks; costs: of `compute` for each matrix"""
         self.shards = shards
         self.group = group
         self.replicas = replicas
@@ -56,7 +56,7 @@ class FullMatrices:
     def _dealt(
         self, positions: Sequence[int], costs: Sequence[int], ranks: int, round_bytes: int
     ) -> list[list[OwnedMatrix]]:
-        """This replica's matrices, by round; their owners are among so many ranks of it."""
+        """Return this replica's matrices by round, with owners among its `ranks` ranks."""
         count, here = (1, 0) if self.replicas is None else (self.replicas.size(), self.replicas.rank())
         sizes = [WIRE.itemsize * self.shards[i].shape[0] * self.shards[i].shape[1] for i in positions]
         rounds = []
@@ -72,7 +72,7 @@ class FullMatrices:
 
     @torch.no_grad()
     def apply(self, compute: MatrixFunction, held: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """This rank's shard of each result, with its position.
+        """Yield this rank's shard of each result, with its position.
 
         held: this rank's shards without padding, by position; the same positions on all ranks
         """
@@ -82,7 +82,7 @@ class FullMatrices:
     def _of_all(
         self, own: Mapping[int, Tensor], held: Mapping[int, Tensor], replicas: ProcessGroup
     ) -> Iterator[tuple[int, Tensor]]:
-        """The results of all replicas, gathered over `replicas`."""
+        """All-gather the results over `replicas`, and yield them."""
         positions = [[i for i in held if self.replica_of[i] == replica] for replica in range(replicas.size())]
         longest = max(sum(held[i].numel() for i in some) for some in positions)
         if not longest:
@@ -137,7 +137,7 @@ class FullMatrices:
     def _compute(
         self, compute: MatrixFunction, matrices: Sequence[OwnedMatrix], received: Sequence[Sequence[Tensor]]
     ) -> _TransferUnderWay:
-        """Compute what this rank owns, from what each rank has sent, and send shards of it."""
+        """Compute this rank's matrices from the received shards, and start to send shards of the results."""
         me = self.group.rank()
         results: list[list[Tensor]] = [[] for _ in self._ranks()]
         for number, matrix in enumerate(matrix for matrix in matrices if matrix.owner == me):
@@ -167,7 +167,7 @@ class FullMatrices:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
     ) -> _TransferUnderWay:
-        """sent: what each rank gets; sizes: the numbers of elements that each rank sends here"""
+        """Start an all-to-all. sent: tensors for each rank; sizes: numbers of elements from each rank"""
         flat = [tensor.reshape(-1).to(WIRE) for tensors in sent for tensor in tensors]
         device = self.shards[0].tensor.device
         data = torch.cat(flat) if flat else torch.empty(0, dtype=WIRE, device=device)
@@ -193,7 +193,7 @@ class FullMatrices:
 
 @dataclass(frozen=True)
 class _TransferUnderWay:
-    """An exchange under way; `sent` is kept until it is over."""
+    """An all-to-all in flight; `sent` is kept until it has ended."""
 
     work: Work
     sent: Tensor
@@ -202,7 +202,7 @@ class _TransferUnderWay:
     group: ProcessGroup
 
     def wait(self) -> list[list[Tensor]]:
-        """What each rank has sent, tensor by tensor."""
+        """Wait; return the tensors from each rank."""
         _wait(self.work, "all-to-all of matrices", self.group)
         by_rank = self.received.split(list(map(sum, self.sizes)))
         return [list(own.split(list(sizes))) for own, sizes in zip(by_rank, self.sizes, strict=True)]
@@ -215,7 +215,7 @@ def _wait(work: Work, what: str, group: ProcessGroup) -> None:
         raise failed(f"optim: an {what}", group.group_name, group.size(), error) from error
 
 
-# Which rank orthogonalizes which matrix, and in which round it is gathered.
+# The plan: the rank that orthogonalizes each matrix, and its round.
 
 
 @dataclass(frozen=True)
@@ -229,10 +229,10 @@ class OwnedMatrix:
 def plan_rounds(
     costs: Sequence[int], sizes: Sequence[int], ranks: int, round_bytes: int
 ) -> list[tuple[OwnedMatrix, ...]]:
-    """Each matrix goes to the rank that has least to do in its round, expensive matrices first.
+    """Assign each matrix to the rank with the least work in its round, expensive matrices first.
 
-    costs: of orthogonalizing each
-    sizes: of each full matrix, in bytes; a round has ranks x round_bytes or more, and a multiple of `ranks`
+    costs: of orthogonalizing each matrix
+    sizes: of each full matrix, in bytes; a round has at least ranks x round_bytes, and a multiple of `ranks`
         matrices
     """
     expensive_first = sorted(range(len(costs)), key=lambda position: (-costs[position], position))
@@ -249,7 +249,7 @@ def plan_rounds(
 
 
 def _shared_out(positions: Sequence[int], costs: Sequence[int], work: list[int]) -> tuple[OwnedMatrix, ...]:
-    """Deal matrices of a round to ranks; adds to `work`, which decides between equally busy ones."""
+    """Assign matrices of a round to ranks, and add to `work`, which decides between equally busy ranks."""
     here = [0] * len(work)
     matrices = []
     for position in positions:

@@ -1,7 +1,7 @@
-"""Muon for tensor-parallel models: one rank orthogonalizes each full matrix, as if it were not sharded.
+"""Muon for tensor-parallel models: one rank orthogonalizes each full matrix.
 
-Momentum, weight decay and the update are elementwise, and stay with the shards. A step sends each shard twice
-in bfloat16: its momentum to the matrix's owner, and the result's shard back.
+Momentum, weight decay and the update are elementwise, and work on shards. A step sends each shard twice in
+bfloat16: its momentum to the matrix's owner, and the result's shard back.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class _MatrixStep:
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon of the unsharded model, to the bit: the same arguments, defaults and state.
+    """torch.optim.Muon of the unsharded model, bit for bit, with the same arguments, defaults and state.
 
-    Called by all ranks of the tensor-parallel group, with the same arguments. A replicated matrix is
-    orthogonalized by every rank. Data-parallel ranks all take the same step, from reduced gradients, or share
-    the work, if you pass their group.
+    Called by all ranks of the tensor-parallel group, with the same arguments. Every rank orthogonalizes
+    replicated matrices. Data-parallel ranks take the same step from reduced gradients; pass their group to
+    divide the work between them.
 
     params: matrices of `model`: see `hidden_matrices`. `main_grad` is used before `grad`
-    model: whose layers say how matrices are sharded
-    split_stacked: each of the weights stacked in one parameter (`partition_stride`), as gate and up may be,
-        is a matrix by itself; False: the parameter is one matrix, as torch takes it
-    data_parallel_group: ranks that hold the same shards, and whose gradients are reduced: each replica
-        orthogonalizes some of the matrices. Called by all of them then
-    round_bytes: about how much each rank holds of full matrices at a time
+    model: its layers determine how matrices are sharded
+    split_stacked: treat each of the weights stacked in one parameter (`partition_stride`), such as gate and
+        up, as a matrix; False: the parameter is one matrix, as in torch
+    data_parallel_group: ranks with the same shards and reduced gradients; each replica orthogonalizes some of
+        the matrices, and all of them must call `step`
+    round_bytes: bytes of full matrices that each rank holds at a time, approximately
     state: as the model was built with; by default found in its layers
     """
 
@@ -99,7 +99,7 @@ class Muon(torch.optim.Muon):
         self._positions: dict[Tensor, int] = {}  # in the exchange
         super().__init__(
             params,
-            lr,  # type: ignore[arg-type]  # torch's takes a tensor, too, and says so in its documentation only
+            lr,  # type: ignore[arg-type]  # torch's accepts a tensor, too, but only by its documentation
             weight_decay,
             momentum,
             nesterov,
@@ -143,7 +143,7 @@ class Muon(torch.optim.Muon):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, with the momentum in the dtype that it was saved in."""
+        """As torch's, but keep the momentum in its saved dtype."""
         super().load_state_dict(state_dict)
         keep_momentum(self, self, state_dict)
 
@@ -156,7 +156,7 @@ class Muon(torch.optim.Muon):
                     yield _MatrixStep(name, shard, group, gradient)
 
     def _agree(self, work: list[_MatrixStep]) -> None:
-        """Ranks have gradients of the same matrices and the same options, or all raise."""
+        """Raise on all ranks unless they have gradients of the same matrices, and the same options."""
         problem: Problem | None = None
         sparse = [each.name for each in work if each.gradient.is_sparse]
         if sparse:
@@ -183,7 +183,7 @@ class Muon(torch.optim.Muon):
         return self._exchange
 
     def _direction(self, work: _MatrixStep) -> Tensor:
-        """What is orthogonalized, after the momentum has taken the gradient in."""
+        """Update the momentum by the gradient; return the matrix to orthogonalize."""
         state, options, gradient = self.state[work.shard.tensor], work.options, work.gradient
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
@@ -192,7 +192,7 @@ class Muon(torch.optim.Muon):
         return gradient.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
 
     def _require_matrix(self, parameter: Tensor) -> None:
-        """Before any rank communicates: torch's Muon looks at the first groups only."""
+        """Raise, before any communication, unless a parameter fits: torch checks the first groups only."""
         known = self._shards.get(parameter)
         if known is None:
             raise ValueError(
@@ -215,10 +215,10 @@ class Muon(torch.optim.Muon):
 
 
 def keep_momentum(muon: Muon, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Give the momentum back the dtype it was saved in: torch rounds it to its parameter's, loading states.
+    """Restore the momentum in its saved dtype: torch's `load_state_dict` casts it to the parameter's.
 
-    It is of the gradient's, which may be an fp32 main_grad beside a narrower parameter.
-    optimizer: which has loaded, and has muon's parameters among its own
+    It has the gradient's dtype, which may be that of an fp32 main_grad of a narrower parameter.
+    optimizer: the optimizer that has loaded; it has muon's parameters among its own
     """
     own = {parameter for group in muon.param_groups for parameter in group["params"]}
     saved, loaded = (
@@ -232,7 +232,7 @@ def keep_momentum(muon: Muon, optimizer: Optimizer, state_dict: Mapping[str, Any
 
 
 def _orthogonalized(work: _MatrixStep, full: Tensor) -> Tensor:
-    """A full matrix; with `split_stacked` each of the weights in it by itself."""
+    """Orthogonalize a full matrix, with `split_stacked` each of its weights separately."""
     options, dim = work.options, work.shard.dim or 0
     return torch.cat(
         [
@@ -249,7 +249,7 @@ def _orthogonalized(work: _MatrixStep, full: Tensor) -> Tensor:
 
 
 def _update(work: _MatrixStep, result: Tensor) -> None:
-    """Weight decay and one step along this rank's shard of the orthogonal matrix; padding stays as it is."""
+    """Apply weight decay and the step by this rank's shard of the orthogonal matrix, not to padding."""
     lr, options, dim = work.options["lr"], work.options, work.shard.dim or 0
     lr = lr.item() if isinstance(lr, Tensor) else lr
     stacked = _stacked(work)
@@ -263,7 +263,7 @@ def _update(work: _MatrixStep, result: Tensor) -> None:
 
 
 def _stacked(work: _MatrixStep) -> list[tuple[int, int]]:
-    """Size of each matrix that the parameter is along its split dimension, and what this rank holds of it."""
+    """Return sizes of the parameter's matrices along its split dimension, full and on this rank."""
     shard = work.shard
     if shard.dim is None:
         return [(shard.shape[0], shard.shape[0])]
@@ -281,18 +281,18 @@ def _adjustment(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
 
 
 def _held(shard: TensorShard, tensor: Tensor) -> Tensor:
-    """A tensor of the shard's shape without the padding of a vocabulary."""
+    """Return a tensor of the shard's shape without vocabulary padding."""
     if shard.dim is None:
         return tensor
     return tensor.narrow(shard.dim, 0, sum(len(each) for each in shard.ranges[shard.rank]))
 
 
 def hidden_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The matrices of hidden layers, for Muon, and all other parameters, for AdamW; frozen ones in neither.
+    """Return the matrices of hidden layers, for Muon, and all other trainable parameters, for AdamW.
 
-    Others are vectors, tensors of more dimensions, what modules called ...Embedding... own, and heads: those
-    with a sharded vocabulary, and what `transformers` calls output embeddings. A plain nn.Linear that is the
-    head of a model without `get_output_embeddings` is not recognised: move it.
+    Others are vectors, tensors of more dimensions, parameters of modules with Embedding in their class name,
+    and heads: with a sharded vocabulary, or from `get_output_embeddings` of `transformers`. A plain nn.Linear
+    as head of a model without `get_output_embeddings` is not recognised: move it to the others.
     """
     tables: set[nn.Parameter] = set()
     for module in model.modules():
@@ -304,7 +304,7 @@ def hidden_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
             tables.update(head.parameters(recurse=False))
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
-    for parameter in model.parameters():  # tied ones once
+    for parameter in model.parameters():  # tied parameters once
         if parameter.requires_grad:
             (matrices if parameter.ndim == 2 and parameter not in tables else others).append(parameter)
     return matrices, others
@@ -318,9 +318,9 @@ def orthogonalize(
     ns_steps: int = NS_STEPS,
     eps: float = EPS,
 ) -> Tensor:
-    """Return U Vᵀ, roughly, of a full matrix U S Vᵀ, by Newton-Schulz in bfloat16: torch's Muon's bits.
+    """Return approximately U Vᵀ of a full matrix U S Vᵀ, by Newton-Schulz in bfloat16, bit for bit as torch.
 
-    eps: what a smaller Frobenius norm counts as
+    eps: the least Frobenius norm to divide by
     """
     if matrix.ndim != 2:
         raise ValueError(f"orthogonalize: expected a matrix, got a tensor {tuple(matrix.shape)}")
@@ -336,6 +336,6 @@ def orthogonalize(
 
 
 def multiplications(shape: tuple[int, ...]) -> int:
-    """The number of multiplications in one step of Newton-Schulz, for a matrix of this shape."""
+    """Return the number of multiplications in a step of Newton-Schulz for a matrix of this shape."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)

@@ -1,8 +1,8 @@
-"""Megatron's `parallel_state` by name, argument and answer, over the state in `tpkernels.runtime`.
+"""Megatron's `parallel_state`, with its names, arguments and results, over the state in `tpkernels.runtime`.
 
-Getters before `initialize_model_parallel` raise `ParallelStateError`, which is both the `RuntimeError` and
-the `AssertionError` that callers may catch. The `set_...` functions change sizes and ranks on the fly, with
-or without an initialized state; None takes a change back (of the virtual pipeline: to None).
+Before `initialize_model_parallel` getters raise `ParallelStateError`, which is both a `RuntimeError` and an
+`AssertionError`, as callers may catch either. The `set_...` functions change sizes and ranks on the fly, with
+or without an initialized state; None undoes a change (of the virtual pipeline: it sets None).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tpkernels.runtime.state import ParallelState
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind, plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER, InvalidSizes
 
-if not TYPE_CHECKING:  # a checker goes by the imports
+if not TYPE_CHECKING:  # type checkers read the imports
     __all__ = ["destroy_model_parallel", "initialize_model_parallel", *table.__all__, *todays.__all__]
 
 EmbeddingRanks = Callable[..., Any] | None
@@ -59,15 +59,15 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     local_world_size: int | None = None,
 ) -> ParallelState:
-    """As `tpkernels.initialize_model_parallel`, and also makes combined groups, such as tensor x data.
+    """As `tpkernels.initialize_model_parallel`, but also make combined groups, such as tensor x data.
 
     Takes the arguments of today's Megatron, too.
 
-    distributed_timeout_minutes: `timeout` in minutes; by default that of the default process group, too
+    distributed_timeout_minutes: `timeout` in minutes; by default the default process group's, too
     create_gloo_process_groups: no effect, see `get_data_parallel_group_gloo`
     expert_tensor_parallel_size: None or the tensor-parallel size
 
-    For the others only Megatron's defaults are supported; `docs/megatron.md` says what to use instead.
+    Other arguments support Megatron's defaults only; `docs/megatron.md` has alternatives.
     """
     given = dict(locals())
     # "parallel_state.": it makes other groups than tpkernels.initialize_model_parallel
@@ -88,7 +88,7 @@ def initialize_model_parallel(
             )
         if distributed_timeout_minutes is not None and (timeout is not None or limit is None):
             raise InvalidSizes(
-                "distributed_timeout_minutes: expected a positive number, and no timeout= beside it, got "
+                "distributed_timeout_minutes: expected a positive number, and no timeout= with it, got "
                 f"{distributed_timeout_minutes!r} and timeout={timeout!r}"
             )
         return plan_groups(
@@ -106,7 +106,7 @@ def initialize_model_parallel(
 
 
 _PARAMETERS = signature(initialize_model_parallel).parameters
-# From this argument on all must have their default, which is Megatron's, or another empty value.
+# From this argument on each must have its default, which is Megatron's, or another empty value.
 _ONLY: Mapping[str, object] = {
     name: _PARAMETERS[name].default
     for name in dropwhile(lambda name: name != "pipeline_model_parallel_comm_backend", _PARAMETERS)

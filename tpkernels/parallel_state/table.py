@@ -1,7 +1,7 @@
-"""The groups that Megatron names, a row each, and its functions that all three faces have.
+"""Megatron's groups, a row each, and the functions that all three Megatron modules share.
 
-The same arguments and answers are in `tpkernels.parallel_state` and `interop.mpu`, which add those of today's
-Megatron (`todays`), and in `interop.megatron_core.parallel_state`, which adds those of Megatron-Core 0.16.
+`tpkernels.parallel_state` and `interop.mpu` add functions of today's Megatron (`todays`), and
+`interop.megatron_core.parallel_state` adds those of Megatron-Core 0.16.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tpkernels.topology.groups import Ranks
 from tpkernels.topology.plan import Kind
 from tpkernels.topology.sizes import not_negative, positive
 
-# None if check_initialized=False finds no group: Any, so that callers need not check for None otherwise.
+# None if check_initialized=False finds no group; Any, so that other callers need not check for None.
 GroupOrNone = ProcessGroup | Any
 
 
 def state_for(what: str) -> ParallelState:
-    """The current state; without one an error that `what` is not initialized."""
+    """Return the current state; raise that `what` is not initialized if there is none."""
     state = current_or_none()
     if state is None:
         raise ParallelStateError(f"{what} is not initialized: call initialize_model_parallel(...) first")
@@ -38,7 +38,7 @@ def state_for(what: str) -> ParallelState:
 
 
 def change_number(name: str, number: int | None) -> None:
-    """Change a size or a rank on the fly; None takes the change back.
+    """Change a size or a rank on the fly; None undoes the change.
 
     name: a field of `OnTheFly`
     """
@@ -50,10 +50,10 @@ def change_number(name: str, number: int | None) -> None:
 
 @dataclass(frozen=True)
 class NamedGroup:
-    """This rank's group of a kind: its methods are Megatron's functions.
+    """This rank's group of a kind; its methods are Megatron's functions.
 
-    said: what errors call it
-    size_set, rank_set: fields of `OnTheFly` that have what callers have set; "": nothing can be set
+    said: its name in errors
+    size_set, rank_set: fields of `OnTheFly` with numbers that callers have set; "": no number can be set
     """
 
     kind: Kind
@@ -62,38 +62,38 @@ class NamedGroup:
     rank_set: str = ""
 
     def group(self, check_initialized: bool = True) -> GroupOrNone:
-        """This rank's process group; without one an error, or None if check_initialized is False."""
+        """Return this rank's process group; without it raise, or return None if not check_initialized."""
         state = current_or_none()
         if not check_initialized and (state is None or not state.is_member(self.kind)):
             return None
         return state_for(self.said).process_group(self.kind)
 
     def world_size(self) -> int:
-        """The number of ranks in this rank's group, or the one that was set."""
+        """Return the number of ranks in this rank's group, or the size that was set."""
         changed = self._changed(self.size_set)
         return state_for(self.said).size(self.kind) if changed is None else changed
 
     def rank(self) -> int:
-        """This rank's position in its group, or the one that was set."""
+        """Return this rank's position in its group, or the rank that was set."""
         changed = self._changed(self.rank_set)
         return state_for(self.said).rank_in(self.kind) if changed is None else changed
 
     def global_ranks(self, check_initialized: bool = True) -> list[int] | None:
-        """The global ranks of this rank's group; without a state an error, or None, as of `group`."""
+        """Return the global ranks of this rank's group; without a state raise or return None, as `group`."""
         if not check_initialized and current_or_none() is None:
             return None
         return list(state_for(self.said).ranks(self.kind))
 
     def source_rank(self) -> int:
-        """The first global rank of this rank's group."""
+        """Return the first global rank of this rank's group."""
         return state_for(self.said).ranks(self.kind)[0]
 
     def set_world_size(self, world_size: int | None) -> None:
-        """Let `world_size` answer this number; None: the group's."""
+        """Make `world_size` return this number; None: the group's size."""
         change_number(self.size_set, world_size)
 
     def set_rank(self, rank: int | None) -> None:
-        """Let `rank` answer this number; None: the one in the group."""
+        """Make `rank` return this number; None: the rank in the group."""
         change_number(self.rank_set, rank)
 
     def _changed(self, name: str) -> int | None:
@@ -118,17 +118,17 @@ EXPERT_TENSOR = NamedGroup(
 EXPERT_TENSOR_AND_MODEL = NamedGroup("expert_tp_ep", "expert tensor and model parallel group")
 ALL_STAGES = NamedGroup("expert_tp_ep_pp", "expert tensor-model-pipeline parallel group")
 OPTIMIZER_INSTANCE = NamedGroup("world", "intra distributed optimizer instance group")
-# The ranks that a weight is gathered from for each use: this rank alone.
+# The ranks among which a weight is gathered for each use: this rank alone.
 REMAT = NamedGroup("alone", "generalized tensor parallel group")
 EXPERT_REMAT = NamedGroup("alone", "expert generalized tensor parallel group")
 
 
 def data_group(with_context_parallel: bool, partial_data_parallel: bool = False) -> NamedGroup:
-    """The row of the data ranks, or of data and context ranks."""
+    """Return the row of the data ranks, or of data and context ranks."""
     if partial_data_parallel and not with_context_parallel:
         raise ValueError(
-            "partial_data_parallel=True: expected with_context_parallel=True, for an instance of the "
-            "distributed optimizer counts context ranks too"
+            "partial_data_parallel=True: expected with_context_parallel=True, because an instance of the "
+            "distributed optimizer counts context ranks, too"
         )
     return DATA_AND_CONTEXT if with_context_parallel else DATA
 
@@ -140,16 +140,16 @@ def all_ranks(
     *,
     remat: Sequence[Callable[[], int]] = (),
 ) -> str:
-    """This rank's tensor, weight-gathering, data, context, pipeline and expert ranks, joined by "_".
+    """Join this rank's tensor, weight-gathering, data, context, pipeline and expert ranks by "_".
 
-    The tensor and pipeline getters are those of the table; the others are the face's own.
+    The tensor and pipeline getters are the table's; the caller passes its own for the others.
     remat: today's Megatron counts weight-gathering ranks, Megatron-Core 0.16 does not
     """
     return "_".join(str(rank()) for rank in (TENSOR.rank, *remat, data, context, PIPELINE.rank, expert))
 
 
 def public_names(module: Mapping[str, Any]) -> list[str]:
-    """Names of the functions that a module defines or takes of a `NamedGroup`, without what it imports.
+    """Return names of functions that a module defines or takes from a `NamedGroup`, without its imports.
 
     module: its globals
     """
@@ -167,7 +167,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether data parallel groups exist: when model parallel groups do."""
+    """Whether data parallel groups exist, that is, whether model parallel groups exist."""
     return model_parallel_is_initialized()
 
 
@@ -183,7 +183,7 @@ set_tensor_model_parallel_rank = TENSOR.set_rank
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The first global rank of this rank's tensor group, also where its size was set."""
+    """The first global rank of this rank's tensor group, also for a size that was set."""
     state, size = current_or_none(), on_the_fly().tensor_size
     if size is None:
         return TENSOR.source_rank()
@@ -225,29 +225,29 @@ def _pipeline() -> Ranks:
     if get_pipeline_model_parallel_world_size() > len(ranks):
         raise ParallelStateError(
             f"the pipeline size was set to {get_pipeline_model_parallel_world_size()} on the fly, but this "
-            f"rank's pipeline group has {len(ranks)} ranks; take it back by "
+            f"rank's pipeline group has {len(ranks)} ranks; undo it by "
             "set_pipeline_model_parallel_world_size(None)"
         )
     return ranks
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """The virtual stage that is being worked on; None without a virtual pipeline."""
+    """The current virtual stage; None without a virtual pipeline."""
     return on_the_fly().virtual_rank
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """How many virtual stages there are; None without a virtual pipeline."""
+    """The number of virtual stages; None without a virtual pipeline."""
     return on_the_fly().virtual_size
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Say which virtual stage is being worked on."""
+    """Set the current virtual stage."""
     change_number("virtual_rank", rank)
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Say how many virtual stages there are; None: no virtual pipeline."""
+    """Set the number of virtual stages; None: no virtual pipeline."""
     change_number("virtual_size", world_size)
 
 
@@ -276,15 +276,15 @@ def get_tensor_and_data_parallel_group(
 def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup:
-    """The ranks that share fp8 scales: tensor, data unless tp_only_amax_red, context if asked for."""
+    """The ranks that share fp8 scales: tensor, data unless tp_only_amax_red, optionally context."""
     kinds: tuple[Kind, Kind] = ("tp", "tp_cp") if tp_only_amax_red else ("tp_dp", "tp_dp_cp")
     return NamedGroup(kinds[with_context_parallel], "FP8 amax reduction group").group()
 
 
 get_embedding_group = EMBEDDING.group
-"""The stages of this pipeline that share the word embedding. On others an error, or None."""
+"""The stages of this pipeline that share the word embedding; on other stages it raises, or returns None."""
 get_position_embedding_group = POSITION_EMBEDDING.group
-"""The stages of this pipeline that share the position embedding. On others an error, or None."""
+"""The stages of this pipeline that share the position embedding; on others it raises, or returns None."""
 
 get_expert_model_parallel_group = EXPERT.group
 get_expert_model_parallel_src_rank = EXPERT.source_rank
@@ -292,7 +292,7 @@ set_expert_model_parallel_world_size = EXPERT.set_world_size
 set_expert_model_parallel_rank = EXPERT.set_rank
 
 get_expert_tensor_parallel_group = EXPERT_TENSOR.group
-"""The ranks that one expert's weights are split over."""
+"""The ranks over which one expert's weights are split."""
 set_expert_tensor_parallel_world_size = EXPERT_TENSOR.set_world_size
 set_expert_tensor_parallel_rank = EXPERT_TENSOR.set_rank
 
@@ -319,6 +319,6 @@ get_expert_gtp_weight_remat_rank = EXPERT_REMAT.rank
 get_expert_gtp_weight_remat_global_ranks = EXPERT_REMAT.global_ranks
 
 
-if not TYPE_CHECKING:  # a checker goes by the names themselves
+if not TYPE_CHECKING:  # type checkers read the names themselves
     MEGATRONS = ("get_", "set_", "is_", "model_parallel_is_")
     __all__ = [name for name in public_names(globals()) if name.startswith(MEGATRONS)]

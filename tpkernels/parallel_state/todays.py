@@ -1,4 +1,4 @@
-"""Functions of today's Megatron whose arguments or answers differ from those of Megatron-Core 0.16.
+"""Functions of today's Megatron whose arguments or results differ from those of Megatron-Core 0.16.
 
 First groups of ranks, then stages of the pipeline.
 
@@ -6,7 +6,7 @@ with_gtp_remat has no effect: no weights are gathered for each use; nor has part
 one instance of the distributed optimizer.
 ignore_virtual: the virtual stage does not count; the default is True in today's Megatron, and in
     `tpkernels.interop.megatron_core`
-vp_stage: the virtual stage asked about; by default the one that was set, at first 0
+vp_stage: a virtual stage; by default the current one, initially 0
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ get_expert_tensor_parallel_rank = table.EXPERT_TENSOR.rank
 get_expert_tensor_and_model_parallel_world_size = table.EXPERT_TENSOR_AND_MODEL.world_size
 get_expert_tensor_and_model_parallel_rank = table.EXPERT_TENSOR_AND_MODEL.rank
 get_intra_distributed_optimizer_instance_group = table.OPTIMIZER_INSTANCE.group
-"""All ranks: there is one instance."""
+"""All ranks, because there is one instance."""
 
 
 def get_data_parallel_group(
@@ -60,14 +60,14 @@ def get_data_parallel_world_size(
 def get_data_parallel_rank(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
-    """This rank's position in `get_data_parallel_group`, or the one that was set."""
+    """This rank's position in `get_data_parallel_group`, or the rank that was set."""
     return data_group(with_context_parallel, partial_data_parallel).rank()
 
 
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """The data group, if gloo moves its CPU tensors."""
+    """The data group; raises unless gloo moves its CPU tensors."""
     return _by_gloo(data_group(with_context_parallel, partial_data_parallel))
 
 
@@ -93,7 +93,7 @@ def get_expert_data_parallel_rank(
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
-    """The expert data group, if gloo moves its CPU tensors."""
+    """The expert data group; raises unless gloo moves its CPU tensors."""
     return _by_gloo(table.EXPERT_DATA)
 
 
@@ -102,31 +102,31 @@ def _by_gloo(row: NamedGroup) -> ProcessGroup:
     if not takes_cpu_tensors_by_gloo(group):
         raise ParallelStateError(
             f"the {row.kind} group does not move CPU tensors by gloo, and has no twin that does: make groups "
-            'that do both, by init_process_group("cpu:gloo,cuda:nccl") or initialize_model_parallel(..., '
+            'of both, by init_process_group("cpu:gloo,cuda:nccl") or initialize_model_parallel(..., '
             'backend="cpu:gloo,cuda:nccl")'
         )
     return group
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> None:
-    """None: there is one instance. An error unless check_initialized is False, as in Megatron."""
+    """Return None, because there is one instance; raise if check_initialized, as in Megatron."""
     _not_here("inter distributed optimizer instance group", check_initialized)
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> None:
-    """None, or an error unless check_initialized is False, as in Megatron without these groups."""
+    """Return None; raise if check_initialized, as in Megatron without these groups."""
     _not_here("hierarchical context parallel groups", check_initialized)
 
 
 def get_hybrid_data_context_parallel_groups(
     check_initialized: bool = True, group_size: int | None = None
 ) -> ProcessGroup:
-    """The data and context group, if it has group_size ranks; there are no smaller ones."""
+    """The data and context group; raises unless it has group_size ranks: there are no smaller groups."""
     size = table.DATA_AND_CONTEXT.world_size()
     if group_size != size:
         raise ParallelStateError(
-            f"hybrid data and context parallel groups of {group_size} ranks do not exist, only that of all "
-            f"{size} data and context ranks"
+            f"hybrid data and context parallel groups of {group_size} ranks do not exist, only the group of "
+            f"all {size} data and context ranks"
         )
     return table.DATA_AND_CONTEXT.group()
 
@@ -146,7 +146,7 @@ def get_all_ranks() -> str:
 
 
 def set_pipeline_model_parallel_split_rank(rank: int | None) -> None:
-    """Say which stage is the decoder's first."""
+    """Set the decoder's first stage."""
     change_number("split_rank", rank)
 
 
@@ -157,19 +157,19 @@ def get_pipeline_model_parallel_split_rank() -> int | None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
-    """Whether this is the first stage, and of a virtual pipeline also its first virtual stage."""
+    """Whether this is the first stage, in a virtual pipeline also the first virtual stage."""
     first = PIPELINE.rank() == 0
     return _at(first, lambda stage, stages: stage == 0, ignore_virtual, vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
-    """Whether this is the last stage, and of a virtual pipeline also its last virtual stage."""
+    """Whether this is the last stage, in a virtual pipeline also the last virtual stage."""
     last = PIPELINE.rank() == PIPELINE.world_size() - 1
     return _at(last, lambda stage, stages: stage == stages - 1, ignore_virtual, vp_stage)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
-    """Whether this rank holds the word embedding, and of a virtual pipeline in this virtual stage."""
+    """Whether this rank holds the word embedding, in a virtual pipeline in this virtual stage."""
     state = state_for("embedding group")
     ranks = state.plan.members_near(state.rank, "embedding")
 
@@ -192,7 +192,7 @@ def is_rank_in_position_embedding_group() -> bool:
 def _at(
     at_stage: bool, at: Callable[[int | None, int], bool], ignore_virtual: bool, vp_stage: int | None
 ) -> bool:
-    """The answer for the pipeline stage, `at_stage`, and for the virtual stage, `at(stage, stages)`."""
+    """Combine the answer for the pipeline stage with that for the virtual stage, `at(stage, stages)`."""
     stages = on_the_fly().virtual_size
     if vp_stage is not None and stages is not None and not 0 <= vp_stage < stages:
         raise ValueError(f"vp_stage: expected a virtual stage from 0 to {stages - 1}, got {vp_stage}")
@@ -202,13 +202,13 @@ def _at(
 
 
 def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
-    """Whether a stage (default: this rank's) belongs to the encoder. True in a model without a split."""
+    """Whether a stage, by default this rank's, belongs to the encoder; True in a model without a split."""
     split = _split_if_parallel()
     return split is None or (PIPELINE.rank() if rank is None else rank) < split
 
 
 def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
-    """Whether a stage (default: this rank's) belongs to the decoder. True in a model without a split."""
+    """Whether a stage, by default this rank's, belongs to the decoder; True in a model without a split."""
     split = _split_if_parallel()
     return split is None or (PIPELINE.rank() if rank is None else rank) >= split
 
@@ -218,7 +218,7 @@ def _split_if_parallel() -> int | None:
 
 
 def is_pipeline_stage_at_split() -> bool:
-    """Whether this is the encoder's last stage, and the next one belongs to the decoder."""
+    """Whether this is the encoder's last stage and the next stage belongs to the decoder."""
     stage = PIPELINE.rank()
     return is_pipeline_stage_before_split(stage) and is_pipeline_stage_after_split(stage + 1)
 

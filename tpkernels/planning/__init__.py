@@ -1,1 +1,1 @@
-"""Which layout of ranks suits a model: memory and time as arithmetic on sizes. Loads no torch."""
+"""Predicts memory and time of layouts of ranks for a model, by arithmetic on sizes. Loads no torch."""

@@ -1,4 +1,4 @@
-"""All layouts of so many GPUs for a job: those that fit, fastest first, and what becomes of the others."""
+"""Sorts all layouts of a number of GPUs for a job: layouts that fit by time, others by excess memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tpkernels.planning.step_time import BlockExposed, StepTime, step_time
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a layout takes."""
+    """The predicted memory and time of a layout."""
 
     layout: RankLayout
     memory: MemoryUse  # on a GPU of the stage that needs most
     time: StepTime
-    excess: int  # bytes more than there are; below zero what is left
+    excess: int  # bytes above the usable memory; negative: bytes left
 
     @property
     def fits(self) -> bool:
@@ -36,11 +36,11 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Each layout is in one of these."""
+    """All layouts, each in one of these lists."""
 
     fitting: list[Prediction]  # the fastest first
     too_large: list[Prediction]  # the least excess first
-    impossible: list[tuple[RankLayout, str]]  # and what it does not divide
+    impossible: list[tuple[RankLayout, str]]  # and the error of the sizes
 
 
 def advise(

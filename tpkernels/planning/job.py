@@ -1,4 +1,4 @@
-"""What is to be trained, and the layouts of ranks that it can be split over."""
+"""A training job, and the layouts of ranks over which it can be split."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Ranks by axis: neighbours are tensor-parallel, then data-parallel, pipeline stages are outermost."""
+    """Ranks by axis: tensor-parallel ranks are neighbours, then data-parallel ranks, then pipeline stages."""
 
     tensor: int
     pipeline: int
@@ -28,7 +28,7 @@ class RankLayout:
 
 
 def layouts(gpus: int, most_tensor: int) -> Iterator[RankLayout]:
-    """All of so many GPUs, whether or not a model can be split so."""
+    """Yield all layouts of a number of GPUs, whether or not a model can be split over them."""
     for tensor in _divisors(gpus):
         if tensor <= most_tensor:
             for pipeline in _divisors(gpus // tensor):
@@ -42,7 +42,7 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A model, its batches, and how a rank computes them."""
+    """A model, its batches, and the options of its computation."""
 
     model: GPTConfig
     tokens: int  # in a sequence
@@ -83,22 +83,22 @@ class Job:
 
     @property
     def ups(self) -> int:
-        """Products into the middle of the MLP: a gated unit has two."""
+        """The number of up-projections of the MLP: a gated unit has two."""
         return 2 if self.model.activation in GATE_OF else 1
 
     def kv_heads_of_rank(self, tensor: int) -> int:
-        """A rank attends with full heads, even if it has computed a shard of one."""
+        """Return a rank's heads of keys and values in attention: full ones, if it computes a shard, too."""
         return max(1, self.kv_heads // tensor)
 
     def vocabulary_rows(self, tensor: int) -> int:
-        """Of the embedding and of the head, padding included."""
+        """Return a rank's rows of the embedding and of the head, padding included."""
         return split_vocabulary(self.model.vocab_size, ranks=tensor).shard_size
 
     def tokens_at_once(self) -> int:
         return self.tokens * self.micro_batch
 
     def micro_batches(self, layout: RankLayout) -> int:
-        """How many a rank computes in a step."""
+        """Return the number of microbatches that a rank computes in a step."""
         return self.batch // layout.data // self.micro_batch
 
     def is_split(self, tensor: int) -> bool:
@@ -106,7 +106,7 @@ class Job:
         return self.sequence_parallel and tensor > 1
 
     def require_split(self, layout: RankLayout, *, batch: bool = True) -> None:
-        """An error where the model, or the batch, cannot be split so: in the layers' own words."""
+        """Raise if the model, or the batch, cannot be split over a layout, with the layers' own messages."""
         model, ranks = self.model, layout.tensor
         require_heads(model.num_heads, self.kv_heads, self.head_size, ranks)
         shard_size(self.ffn, ranks, "ffn_hidden_size")

@@ -1,6 +1,6 @@
-"""How fast a machine computes and moves: a share of what data sheets say, by the place of a group in it.
+"""Speeds of a machine's GPUs and links, as fractions of data-sheet rates, by a group's position.
 
-Groups are of every `stride`-th rank, nodes of neighbouring ranks.
+A group has every `stride`-th rank, a node has neighbouring ranks.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from tpkernels.gpus import RatedGpu
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A GPU, how many make a node, and what of the data sheet is expected to be reached."""
+    """A GPU, the number in a node, and the expected fractions of data-sheet rates."""
 
     gpu: RatedGpu
     gpus_per_node: int = 8
-    efficiency: float = 0.5  # of products, and of what lies between them
+    efficiency: float = 0.5  # of products, with the kernels between them
     link_efficiency: float = 0.8  # of bytes a second
-    reserve: float = 0.1  # of memory: CUDA, libraries, temporaries, fragments
+    reserve: float = 0.1  # of memory, for CUDA, libraries, temporaries, fragmentation
 
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1:
@@ -37,7 +37,7 @@ class Hardware:
         return flops / (self.gpu.flops * self.efficiency)
 
     def exchanging(self, sent: float, size: int, stride: int) -> float:
-        """Seconds of a rank that sends as many bytes to each other member: ours, point to point.
+        """Seconds for a rank to send `sent` bytes evenly to all members, point to point, as our transports.
 
         size, stride: of the group, whose members are every `stride`-th rank
         """
@@ -47,7 +47,7 @@ class Hardware:
         return max((sent - across) / self.gpu.nvlink, across / self.gpu.network) / self.link_efficiency
 
     def circling(self, sent: float, size: int, stride: int) -> float:
-        """Seconds of a ring, where a node's members of the group share their adapters: the backend's."""
+        """Seconds of a ring, as of a backend; a node's members of the group share their network adapters."""
         if size == 1:
             return 0.0
         inside = self._members_in_node(size, stride)
@@ -55,7 +55,7 @@ class Hardware:
         return sent / rate / self.link_efficiency
 
     def handing_on(self, sent: float, size: int, stride: int) -> float:
-        """Seconds from a member to the next, where it is farthest."""
+        """Seconds from a member to the next, for the farthest pair."""
         inside = self._members_in_node(size, stride) == size
         return sent / (self.gpu.nvlink if inside else self.gpu.network) / self.link_efficiency
 

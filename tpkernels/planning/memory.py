@@ -1,4 +1,4 @@
-"""Bytes on a rank: what a run holds all the time, and what it holds between forward and backward.
+"""Bytes on a rank: of weights, gradients and optimizer states, and of activations.
 
 P parameters on the rank, D data-parallel ranks, e bytes an element:
 
@@ -8,8 +8,8 @@ P parameters on the rank, D data-parallel ranks, e bytes an element:
     activations   of each microbatch in flight: what its blocks keep, ids, positions, and the loss
     update        4 P / D        square roots in AdamW, when no activations are left
 
-Not counted: what pads buckets, less than 64 elements a parameter and 64 D a bucket; what an operator or a
-transfer holds for a moment.
+Not counted: padding of buckets, less than 64 elements a parameter and 64 D a bucket; temporaries of operators
+and transfers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tpkernels.planning.parameters import parameters_of_stage, table_elements
 
 GRADIENT = 4  # bytes of a sum of gradients
 OPTIMIZER = 12  # of exp_avg, exp_avg_sq and the copy of a weight
-ROOT = 4  # of exp_avg_sq's root, which torch takes of many tensors at once
+ROOT = 4  # of exp_avg_sq's root, which torch computes for many tensors at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class MemoryUse:
 
 
 def memory_of(job: Job, layout: RankLayout) -> MemoryUse:
-    """Of the stage that needs most."""
+    """Return the memory of a rank in the stage that needs most."""
     return max(
         (memory_of_stage(job, layout, stage) for stage in range(layout.pipeline)), key=lambda m: m.peak
     )
@@ -58,7 +58,7 @@ def memory_of_stage(job: Job, layout: RankLayout, stage: int) -> MemoryUse:
 
 
 def activations_of_stage(job: Job, layout: RankLayout, stage: int) -> int:
-    """With as many microbatches in flight as the schedule "one forward, one backward" has on this stage."""
+    """Return bytes of a stage's activations, with the microbatches in flight of a 1F1B schedule."""
     in_flight = min(layout.pipeline - stage, job.micro_batches(layout))
     blocks = job.model.num_layers // layout.pipeline
     held = blocks * kept_by_block(job, layout.tensor) + kept_by_rotation(job)
@@ -70,14 +70,14 @@ def activations_of_stage(job: Job, layout: RankLayout, stage: int) -> int:
 
 
 def kept_by_block(job: Job, tensor: int) -> int:
-    """What a block keeps of one microbatch for backward: the table in docs/models.md."""
+    """Return the bytes that a block saves of one microbatch for backward: the table in docs/models.md."""
     tokens, hidden, element = job.tokens_at_once(), job.model.hidden_size, job.element
     own_tokens = tokens // tensor if job.is_split(tensor) else tokens
     if job.recompute == "full":
         return own_tokens * hidden * element
     heads = job.model.num_heads // tensor
     between = 4 * own_tokens * hidden  # inputs of two norms and of two products
-    # queries, keys, values, and what attention made of them
+    # queries, keys, values, and the output of attention
     attention = tokens * (2 * heads + 2 * job.kv_heads_of_rank(tensor)) * job.head_size
     mlp = tokens * job.ups * job.ffn // tensor
     sums = 0 if job.recompute == "selective" else tokens * heads
@@ -85,25 +85,25 @@ def kept_by_block(job: Job, tensor: int) -> int:
 
 
 def kept_by_rotation(job: Job) -> int:
-    """Sines and cosines of all positions, once for all blocks of a forward."""
+    """Return bytes of the sines and cosines of all positions, once for all blocks of a forward."""
     return 0 if job.model.max_positions else 4 * job.tokens * job.head_size
 
 
 def kept_by_head(job: Job, tensor: int) -> int:
-    """The input of the last norm, and the gradients that the loss has computed in forward already."""
+    """Return bytes of the last norm's input, and of gradients that the loss computes in forward already."""
     tokens, hidden = job.tokens_at_once(), job.model.hidden_size
     own_tokens = tokens // tensor if job.is_split(tensor) else tokens
-    of_loss = tokens * hidden * job.element + 4 * table_elements(job, tensor) + 4  # 4: what a token counts
+    of_loss = tokens * hidden * job.element + 4 * table_elements(job, tensor) + 4  # 4: the count of tokens
     return own_tokens * hidden * job.element + _kept_statistics(job, own_tokens) + of_loss
 
 
 def recomputed_at_once(job: Job, tensor: int) -> int:
-    """What backward holds of the one block that it has computed again."""
+    """Return bytes of the one block that backward has recomputed."""
     if job.recompute != "full":
         return 0
     return kept_by_block(replace(job, recompute="none"), tensor) - kept_by_block(job, tensor)
 
 
 def _kept_statistics(job: Job, own_tokens: int) -> int:
-    """Of a norm, in fp32."""
+    """Return bytes of a norm's statistics, in fp32."""
     return 4 * own_tokens * (2 if job.model.norm == "layer_norm" else 1)

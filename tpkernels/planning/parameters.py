@@ -1,7 +1,7 @@
-"""Which weights a GPT has, and how many parameters a rank holds.
+"""The weights of a GPT, and the number of parameters on a rank.
 
-The first stage of a pipeline holds the embedding, the last one the head; a tied head is there a copy of the
-embedding's table.
+The first stage of a pipeline holds the embedding, the last stage the head; a tied head is there a replica of
+the embedding's table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tpkernels.topology.shard import head_size_of
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of a model, of which there are `count` alike.
+    """A tensor of a model, and the number of equal ones.
 
     split: "rows" or "columns" over tensor-parallel ranks, "vocabulary" for rows with padding, "" replicated
     is_marked: its gradient is partial under sequence parallelism
@@ -32,7 +32,7 @@ class Weight:
 
 
 def weights_of(model: GPTConfig) -> Iterator[Weight]:
-    """All of a GPT's, those of its layers once."""
+    """Yield the weights of a GPT; weights of layers come once, with their count."""
     hidden, layers = model.hidden_size, model.num_layers
     ffn = model.ffn_hidden_size or 4 * hidden
     head = head_size_of(hidden, model.num_heads, rotary=model.max_positions is None)
@@ -62,7 +62,7 @@ def weights_of(model: GPTConfig) -> Iterator[Weight]:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """Elements on one rank."""
+    """Numbers of elements on one rank."""
 
     sharded: int = 0
     replicated: int = 0

@@ -14,9 +14,9 @@ from tpkernels.topology.shard import head_size_of, ranges_of, require_heads, sha
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """Ranks that hold a model: neighbours are tensor-parallel, and each such group holds all of it.
+    """Ranks that hold a model: neighbours are tensor-parallel, and each such group holds a full model.
 
-    ranks: of the world; not all need be among them
+    ranks: of the world, or some of them
     """
 
     tensor: int
@@ -36,15 +36,15 @@ class Holders:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What moving a model takes, in bytes and messages over all ranks."""
+    """Bytes and messages to move a model, over all ranks."""
 
     held: int  # bytes of the model
-    copied: int  # what ranks hold themselves
+    copied: int  # from ranks' own tensors
     sent: int
-    between_nodes: int  # of what is sent
+    between_nodes: int  # of the bytes sent
     most_sent: int  # by one rank
     most_received: int
-    pairs: int  # of ranks, of which one sends to the other
+    pairs: int  # of sending and receiving ranks
     least_messages: int
 
 
@@ -58,7 +58,7 @@ def traffic(
     gpus_per_node: int = 8,
     bucket_bytes: int = 32 * 2**20,
 ) -> Traffic:
-    """What moves when ranks that need a model get it from its holders. One layer is planned for all."""
+    """Return the traffic to move a model from `source` to `target`; one layer is planned for all."""
     for holders in (source, target):
         _require_fit(model, world, holders)
     nodes = [rank // gpus_per_node for rank in range(world)]
@@ -103,7 +103,7 @@ def _require_fit(model: GPTConfig, world: int, holders: Holders) -> None:
 
 
 def blocks_of(weight: Weight, holders: Holders, world: int) -> list[Blocks]:
-    """What each rank of the world holds of a weight."""
+    """Return the blocks of a weight that each rank of the world holds."""
     own: list[Blocks] = [(_shard(weight, holders.tensor, rank),) for rank in range(holders.tensor)]
     found: list[Blocks] = [()] * world
     for place, rank in enumerate(holders.ranks):

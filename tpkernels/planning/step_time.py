@@ -1,18 +1,17 @@
-"""Seconds of a step: products at a share of the peak rate, and what of the transfers they cannot hide.
+"""Seconds of a step: products at a fraction of the peak rate, plus transfers that they do not hide.
 
-Of blocks whose tensor group lies in one node that is what a model of single calls says, which the caller
-gives (`BlockExposed`). For others, and beside blocks, it is a formula. Where some of the transfers have
-nothing computed beside them, and some of the products nothing that travels,
+For blocks whose tensor group lies in one node, the caller passes a model of single calls (`BlockExposed`).
+Other blocks and other work use a formula. With transfers alone (no product runs at the same time) and
+products alone (no transfer does),
 
-    exposed = max(transfers alone, transfers - products that something travels beside)
+    exposed = max(transfers alone, transfers - (products - products alone))
 
-A gather over collectives in C rounds of R / C ranks begins with a round of which only the rank's own rows
-are there, and the products of the last round wait for all others: R / C - 1 of the R - 1 shards and 1 / C
-of the products are alone. So it is with a reduce-scatter, the other way round. In one round all is alone,
-but what another product hides as a whole. An all-reduce gathers its sums when all are there: half of its
-transfers are alone at least. Gradients travel in buckets during the last backward, the last bucket after
-it. A pipeline of p stages that alternates one forward and one backward computes m microbatches in m + p - 1
-turns of its slowest stage.
+A gather over collectives in C rounds of R / C ranks begins with a round that has only the rank's own rows,
+and the products of the last round wait for all others: R / C - 1 of the R - 1 shards and 1 / C of the
+products are alone. A reduce-scatter is the same in reverse. In one round all is alone, unless another product
+hides the full transfer. An all-reduce gathers its sums at the end: at least half of its transfers are alone.
+Gradients are sent in buckets during the last backward, the last bucket after it. A pipeline of p stages with
+a 1F1B schedule computes m microbatches in m + p - 1 turns of its slowest stage.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from tpkernels.planning.work import (
     shared_heads,
 )
 
-BlockExposed = Callable[[Job, int, RatedGpu], float]  # of so many ranks of a node: `streams.prediction`
+BlockExposed = Callable[[Job, int, RatedGpu], float]  # by the number of ranks in a node: `streams.prediction`
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +72,12 @@ def step_time(job: Job, layout: RankLayout, machine: Hardware, block_exposed: Bl
 def _turn(
     job: Job, layout: RankLayout, machine: Hardware, stage: int, block_exposed: BlockExposed
 ) -> tuple[float, float]:
-    """Of one microbatch on a stage, forward and backward: seconds of products, and of waiting for rows."""
+    """Return seconds of products and of waits, for forward and backward of one microbatch on a stage."""
     tensor, stages = layout.tensor, layout.pipeline
     processors = machine.gpu.processors
     block = block_forward(job, tensor, processors) + block_backward(job, tensor, processors)
     compute, waiting = _seconds(block, machine, tensor)
-    if tensor <= machine.gpus_per_node:  # else over the network, which the model of calls does not know
+    if tensor <= machine.gpus_per_node:  # else over the network, which the model of calls does not cover
         times = 3 if job.recompute == "full" else 2
         _, shared = _seconds(times * shared_heads(job, tensor), machine, tensor)
         waiting = block_exposed(job, tensor, machine.gpu) + shared
@@ -87,7 +86,7 @@ def _turn(
         head_work(job, tensor) if stage == stages - 1 else []
     )
     compute_at_end, waiting_at_end = _seconds(ends, machine, tensor)
-    if stages > 1:  # a message comes while another goes, once forward and once back
+    if stages > 1:  # a message arrives while another is sent, once in forward and once in backward
         message = message_between_stages(job, tensor)
         waiting_at_end += 2 * machine.handing_on(message, stages, tensor * layout.data)
     return blocks * compute + compute_at_end, blocks * waiting + waiting_at_end
@@ -103,30 +102,30 @@ def _seconds(works: Iterable[OverlappedWork], machine: Hardware, tensor: int) ->
 
 
 def gradient_bytes(layout: RankLayout, parameters: ParameterCount) -> float:
-    """What a rank sends to reduce gradients over data-parallel ranks."""
+    """Return the bytes that a rank sends to reduce gradients over data-parallel ranks."""
     return GRADIENT * parameters.total * (layout.data - 1) / layout.data
 
 
 def update_bytes(job: Job, layout: RankLayout, parameters: ParameterCount) -> float:
-    """What it sends to give its new weights to the others."""
+    """Return the bytes that a rank sends to all-gather its new weights."""
     return job.element * parameters.total * (layout.data - 1) / layout.data
 
 
 def marked_bytes(job: Job, layout: RankLayout, parameters: ParameterCount) -> float:
-    """What it sends to sum partial gradients of replicated parameters over tensor-parallel ranks."""
+    """Return the bytes that a rank sends to sum partial gradients over tensor-parallel ranks."""
     if not job.is_split(layout.tensor):
         return 0.0
     return 2 * GRADIENT * parameters.marked * (layout.tensor - 1) / layout.tensor
 
 
 def _once_a_step(job: Job, layout: RankLayout, machine: Hardware, stage: int) -> float:
-    """Seconds of transfers that follow the last backward of a stage, or outlast it."""
+    """Return seconds of transfers after the last backward of a stage."""
     tensor, data = layout.tensor, layout.data
     parameters = parameters_of_stage(job, layout, stage)
     backward, _ = _seconds(block_backward(job, tensor, machine.gpu.processors), machine, tensor)
     backward *= job.model.num_layers // layout.pipeline
     gradients = max(1, GRADIENT * parameters.total)
-    # both ends are small, but for a table; what would leave less than that for one of them is one bucket
+    # both ends are small, except a table; gradients of less than two smallest buckets are one bucket
     first_bucket = SMALLEST_BUCKET_BYTES if gradients >= 2 * SMALLEST_BUCKET_BYTES else gradients
     last_bucket = max(first_bucket, GRADIENT * table_elements(job, tensor) if stage == 0 else 0)
     reducing = machine.circling(gradient_bytes(layout, parameters), data, tensor)
@@ -139,7 +138,7 @@ def _once_a_step(job: Job, layout: RankLayout, machine: Hardware, stage: int) ->
 
 
 def _tied_table(job: Job, layout: RankLayout, machine: Hardware) -> float:
-    """Seconds in which first and last stage sum the gradients of the table that both hold."""
+    """Return seconds in which first and last stage sum the gradients of the table that both hold."""
     if not job.model.tied or layout.pipeline == 1:
         return 0.0
     stride = layout.tensor * layout.data * (layout.pipeline - 1)

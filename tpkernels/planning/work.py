@@ -1,9 +1,9 @@
-"""What a rank computes and sends for one microbatch, in the order of the operators.
+"""FLOPs and bytes sent by a rank for one microbatch, in the order of the operators.
 
-R tensor-parallel ranks, t tokens of h features in e bytes, s tokens in a sequence, a heads of d features of
-which g have keys and values, f features in the MLP (`ups` products into it, two of a gated unit), V rows of
-vocabulary a rank. U = t h e (R - 1) / R is what a rank sends in a gather of all tokens, or in a
-reduce-scatter; an all-reduce is one after the other, or with little data t h e (R - 1) at once. With and
+R tensor-parallel ranks, t tokens of h features in e bytes, s tokens in a sequence, a heads of d features.
+There are g heads of keys and values, f features in the MLP (`ups` products into it, two for a gated unit),
+and V rows of the vocabulary on a rank. A rank sends U = t h e (R - 1) / R bytes in an all-gather of tokens,
+or a reduce-scatter. An all-reduce is both in turn, or with little data t h e (R - 1) bytes at once. With and
 without sequence parallelism:
 
     forward     queries, keys, values    2 t h (a + 2 g) d / R     U      -
@@ -22,7 +22,7 @@ without sequence parallelism:
                 losses                   -                   12 t (R - 1)       three numbers in fp32 a token
 
 With fewer heads of keys and values than ranks, shards of keys and of values are gathered, and their gradients
-reduced. Recomputation repeats the forward of a block, or of attention alone, transfers included.
+reduced. Recomputation repeats the forward of a block with its transfers, or of attention only.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ class OverlappedWork:
     """Products, and the transfers that they hide."""
 
     flops: float = 0.0
-    sent: float = 0.0  # bytes, by each rank, to the others of its tensor group
-    products_alone: float = 1.0  # the share of them that nothing travels beside
-    transfers_alone: float = 1.0  # the share of them that nothing is computed beside
+    sent: float = 0.0  # bytes by each rank to the others of its tensor group
+    products_alone: float = 1.0  # the fraction of products without a transfer at the same time
+    transfers_alone: float = 1.0  # the fraction of transfers without a product at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class _TransferTimes:
-    """Of all tokens between the ranks of a tensor group, over c10d on GPUs."""
+    """Transfers of all tokens between the ranks of a tensor group, over c10d on GPUs."""
 
     job: Job
     tensor: int
     processors: int = 1  # of a GPU, for products
 
     def gathers(self, flops: float, features: int = 0, *, beside: bool = False) -> OverlappedWork:
-        """Under sequence parallelism a gather or a reduce-scatter, else no transfer.
+        """Return a product with, only under sequence parallelism, a gather or a reduce-scatter.
 
-        features: width of the product that takes or gives rows in rounds; 0: there is none
-        beside: the flops are of a product that does not need these rows, and hides them as a whole
+        features: width of the product that takes or gives rows in rounds; 0: none
+        beside: the flops are of a product that does not need these rows, and hides the full transfer
         """
         if not self.job.is_split(self.tensor):
             return OverlappedWork(flops)
@@ -63,7 +63,7 @@ class _TransferTimes:
         return OverlappedWork(flops, self._once, *((0.0, 0.0) if beside else self._alone(rounds)))
 
     def sums(self, flops: float, features: int = 0, *, beside: bool = False) -> OverlappedWork:
-        """An all-reduce, or under sequence parallelism the half that reduces; arguments as of `gathers`."""
+        """Return a product with an all-reduce, or a reduce-scatter with sequence parallelism."""
         if self.job.sequence_parallel or self.tensor == 1:
             return self.gathers(flops, features, beside=beside)
         rounds = self._rounds(features)
@@ -78,7 +78,7 @@ class _TransferTimes:
         return collective_rounds(self.job.tokens_at_once(), features, self.tensor, self.processors)
 
     def _alone(self, rounds: int) -> tuple[float, float]:
-        """Shares of products and transfers, see `step_time`."""
+        """Return the fractions of products and transfers that are alone, see `step_time`."""
         return 1 / rounds, (self.tensor / rounds - 1) / (self.tensor - 1)
 
     @property
@@ -91,7 +91,7 @@ class _TransferTimes:
 
 
 def block_forward(job: Job, tensor: int, processors: int) -> list[OverlappedWork]:
-    """processors: of a GPU"""
+    """Return the work of a block's forward. processors: of a GPU"""
     moving, flops = _TransferTimes(job, tensor, processors), FlopsOfBlock.of(job, tensor)
     keys, hidden = job.kv_heads * job.head_size // tensor, job.model.hidden_size
     return [
@@ -105,7 +105,7 @@ def block_forward(job: Job, tensor: int, processors: int) -> list[OverlappedWork
 
 
 def block_backward(job: Job, tensor: int, processors: int) -> list[OverlappedWork]:
-    """What is computed again comes first. dgrad and wgrad are as large as the product in forward."""
+    """Return the work of a block's backward, recomputation first; dgrad and wgrad cost a product each."""
     moving, flops = _TransferTimes(job, tensor, processors), FlopsOfBlock.of(job, tensor)
     recomputed = {
         "none": [],
@@ -128,13 +128,13 @@ def block_backward(job: Job, tensor: int, processors: int) -> list[OverlappedWor
 
 
 def embedding_work(job: Job, tensor: int) -> list[OverlappedWork]:
-    """Forward and backward."""
+    """Return the work of the embedding's forward and backward."""
     moving = _TransferTimes(job, tensor)
     return [moving.sums(0.0), moving.gathers(0.0)]
 
 
 def head_work(job: Job, tensor: int) -> list[OverlappedWork]:
-    """Forward and backward. The transfers wait for the products, or these for them."""
+    """Return the work of the head's forward and backward, where transfers and products do not overlap."""
     moving = _TransferTimes(job, tensor)
     product = 2.0 * job.tokens_at_once() * job.model.hidden_size * job.vocabulary_rows(tensor)
     losses = OverlappedWork(sent=12.0 * job.tokens_at_once() * (tensor - 1))
@@ -142,7 +142,7 @@ def head_work(job: Job, tensor: int) -> list[OverlappedWork]:
 
 
 def message_between_stages(job: Job, tensor: int) -> float:
-    """Bytes that a rank sends to the next stage, or back, for one microbatch."""
+    """Return the bytes that a rank sends to the next stage, or back, for one microbatch."""
     full = job.tokens_at_once() * job.model.hidden_size * job.element
     return full / tensor if job.is_split(tensor) else full
 
@@ -158,7 +158,7 @@ class FlopsOfBlock:
     @staticmethod
     def of(job: Job, tensor: int) -> FlopsOfBlock:
         model = job.model
-        product = 2.0 * job.tokens_at_once() * model.hidden_size / tensor  # a feature on the other side
+        product = 2.0 * job.tokens_at_once() * model.hidden_size / tensor  # for each other feature
         of_heads = model.num_heads * job.head_size
         return FlopsOfBlock(
             qkv=product * (of_heads + 2 * job.kv_heads * job.head_size),
@@ -170,7 +170,7 @@ class FlopsOfBlock:
 
 
 def shared_heads(job: Job, tensor: int) -> list[OverlappedWork]:
-    """Keys and values, where a rank has computed a shard of a head only. Nothing hides it."""
+    """Return the gather of keys and values if a rank computes a shard of a head only; nothing hides it."""
     if job.kv_heads >= tensor:
         return []
     features = 2 * job.kv_heads * job.head_size

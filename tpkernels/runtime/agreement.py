@@ -1,7 +1,7 @@
 """Agreement through the key-value store: all ranks make the same request, or all raise the same error.
 
-Each takes a handful of store operations. A collective would need a device, and would hang if a rank does not
-come.
+An agreement takes a few store operations. A collective would need a device, and would hang if a rank does not
+call it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FAKE_CALLS = count(1)
 
 
 def agree(request: str, timeout: timedelta | None, ranks: Ranks | None = None) -> int:
-    """Raise unless `ranks`, by default all, make the same request; return a number, new to each call."""
+    """Raise unless `ranks`, by default all, make the same request; return a new number for each call."""
     if not dist.is_available() or not dist.is_initialized():
         raise ParallelStateError(
             "torch.distributed is not initialized: call torch.distributed.init_process_group(...) first"
@@ -42,7 +42,7 @@ def agree(request: str, timeout: timedelta | None, ranks: Ranks | None = None) -
 def meet(
     request: str, call: int, problem: str, timeout: timedelta | None, ranks: Ranks | None = None
 ) -> None:
-    """Return once `ranks`, by default all, have done what they agreed on. problem: why this one has not"""
+    """Wait until `ranks`, by default all, have fulfilled their request. problem: why this rank has not"""
     if dist.get_backend() != "fake":
         _world(timeout, ranks).meet(request, call, problem)
     elif problem:
@@ -59,7 +59,7 @@ def _world(timeout: timedelta | None, ranks: Ranks | None = None) -> World:
 
 
 def digest(ranks: object) -> str:
-    """A short hash of ranks, the same in every process."""
+    """Return a short hash of ranks, the same in every process."""
     return sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
 
 
@@ -69,35 +69,34 @@ def is_timeout(timeout: object) -> TypeGuard[timedelta]:
 
 @dataclass(frozen=True)
 class World:
-    """The store through which ranks agree, and how long they wait for each other."""
+    """The ranks that agree, their store, and how long they wait for each other."""
 
     store: Store
     rank: int
     size: int
     timeout: timedelta
-    ranks: tuple[int, ...] | None = None  # those that agree, if not ranks 0 to size - 1
+    ranks: tuple[int, ...] | None = None  # if not ranks 0 to size - 1
 
     @property
     def members(self) -> tuple[int, ...]:
         return tuple(range(self.size)) if self.ranks is None else self.ranks
 
     def agree(self, request: str) -> int:
-        """Compare `request` with the first rank's; return how many requests this world has made so far.
+        """Compare `request` with the first rank's; return the number of requests of this world so far.
 
-        Raises the same error on every rank if any rank's request differs, and within `timeout` if a rank
-        never makes one.
+        All ranks raise the same error if a rank's request differs, or within `timeout` if a rank makes none.
         """
         with _lost_store_told(request):
-            # Each rank counts its own calls, in the store so that the count lives and dies with the world.
+            # Each rank counts its calls in the store, so that the count ends with the world.
             call = PrefixStore("tpkernels/calls", self.store).add(str(self.rank), 1)
             _Ballot(self, request, PrefixStore(f"tpkernels/agreement/{call}", self.store)).compare()
         return call
 
     def meet(self, request: str, call: int, problem: str) -> None:
-        """Return once all ranks have done what they agreed on; all raise the same error if one has not.
+        """Wait until all ranks have fulfilled the request; all raise the same error if a rank has not.
 
-        call: as `agree` returned it
-        problem: why this rank has not, if so
+        call: the number that `agree` returned
+        problem: why this rank has not; "" if it has
         """
         request = f"the end of {request}"
         with _lost_store_told(request):
@@ -117,7 +116,7 @@ def _lost_store_told(request: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Ballot:
-    """The store's keys for one call. The first verdict that a rank writes holds for all ranks."""
+    """The store's keys for one call; the first verdict that a rank writes holds for all ranks."""
 
     world: World
     request: str
@@ -128,7 +127,7 @@ class _Ballot:
         self.store.set(f"arrived/{rank}", "")
         if rank == first:
             self.store.set("request", self.request)
-        late = self.store.check(["verdict"])  # the others have given up
+        late = self.store.check(["verdict"])  # other ranks have given up
         if not late and self._wait("request"):
             asked = self.store.get("request").decode()
             self._say("" if asked == self.request else _disagreement(first, asked, rank, self.request))
@@ -142,7 +141,7 @@ class _Ballot:
         self._raise_unless_agreed()
 
     def _say(self, problem: str) -> None:
-        """Report this rank's problem or its consent, and wait for the verdict."""
+        """Write this rank's problem or its consent, and wait for the verdict."""
         if problem:
             self._write(problem)
         elif self.store.add("alike", 1) == self.world.size:
@@ -156,9 +155,9 @@ class _Ballot:
             raise ParallelStateError(verdict)
 
     def _give_up(self) -> None:
-        """Write which ranks are missing, after a time-out, unless there is a verdict by now."""
+        """Write which ranks are missing after a time-out, unless there is a verdict by now."""
         rank, seconds = self.world.rank, f"{self.world.timeout.total_seconds():g} s"
-        # One rank looks for the others, so that a large world does not ask the store world x world questions.
+        # One rank looks for the missing ones, so that a large world does not make world x world queries.
         if self.store.add("overdue", 1) == 1:
             missing = [str(r) for r in self.world.members if not self.store.check([f"arrived/{r}"])]
             who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else "some rank"
@@ -188,11 +187,11 @@ def _disagreement(first: int, asked: str, rank: int, request: str) -> str:
 
 
 def are_set(store: Store, keys: list[str], timeout: timedelta) -> bool:
-    """Wait until all keys are set; return whether they were in time."""
+    """Wait until all keys are set; return whether they were set in time."""
     try:
         store.wait(keys, timeout)
     except DistNetworkError:
         raise
-    except RuntimeError:  # stores differ in what they raise for a time-out, such as DistStoreError
+    except RuntimeError:  # stores raise different errors for a time-out, such as DistStoreError
         return store.check(keys)
     return True

@@ -1,10 +1,10 @@
 """The only file that uses private functions of torch.distributed.
 
-`torch.distributed.new_group(ranks, use_local_synchronization=True)` lets only members take part, but derives
-the group's name from the ranks and the number of groups that this process has. Members that have made
-different groups before wait under different names forever, and a group that is made again after it was
-destroyed finds stale addresses under its name in the store. So we name groups ourselves and call the
-function beneath. Its signature is the same in torch 2.11 and 2.13.
+`torch.distributed.new_group(ranks, use_local_synchronization=True)` needs calls of members only, but derives
+the group's name from the ranks and the number of groups of this process. Members that have made different
+groups before wait under different names forever, and a group that is made again after it was destroyed finds
+stale addresses under its name in the store. So we name groups ourselves and call torch's inner function. Its
+signature is the same in torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tpkernels.topology.groups import Ranks
 
 
 def default_group() -> ProcessGroup:
-    """The default process group; an error if there is none."""
+    """Return the default process group; raise if there is none."""
     return distributed_c10d._get_default_group()
 
 
@@ -30,17 +30,17 @@ def is_default(group: ProcessGroup) -> bool:
 
 
 def is_alive(group: ProcessGroup) -> bool:
-    """Whether neither `group` nor the default group was destroyed."""
+    """Whether `group` and the default group still exist."""
     return group in distributed_c10d._world.pg_map
 
 
 def default_store() -> Store:
-    """The key-value store that the default process group was made with."""
+    """Return the key-value store of the default process group."""
     return distributed_c10d._get_default_store()
 
 
 def default_timeout() -> timedelta:
-    """The time-out of the default process group."""
+    """Return the time-out of the default process group."""
     group = default_group()
     try:
         return group._get_backend(group._device_types[0]).options._timeout
@@ -49,18 +49,18 @@ def default_timeout() -> timedelta:
 
 
 def splits_the_world(backend: str | None) -> bool:
-    """Whether groups of `backend` are split off the default communicator, in which every rank takes part.
+    """Whether groups of `backend` are split off the default communicator, with calls of every rank.
 
-    So it is with NCCL when a device is bound to the default group: init_process_group("nccl", device_id=...).
+    NCCL does so if a device is bound to the default group: init_process_group("nccl", device_id=...).
     """
     return _split_source() is not None and _is_nccl(backend)
 
 
 def options_beside_products(backend: str | None, timeout: timedelta) -> Any:
-    """NCCL options of a group whose collectives run beside products; None for other backends.
+    """Return NCCL options for a group whose collectives overlap with products; None for other backends.
 
-    A high-priority stream, whose blocks are scheduled before those of products, and no more blocks than
-    products leave processors free for (`comm.carveout`).
+    They set a high-priority stream, whose blocks are scheduled before those of products, and at most as many
+    blocks as products leave processors free for (`comm.carveout`).
     """
     if not _is_nccl(backend):
         return None
@@ -77,7 +77,7 @@ def _is_nccl(backend: str | None) -> bool:
 
 
 def stand_aside() -> None:
-    """Take part in a split of the default communicator without being in the new group."""
+    """Take part in a split of the default communicator without joining the new group."""
     _split_source().perform_nocolor_split(default_group().bound_device_id)
 
 
@@ -89,7 +89,7 @@ def _split_source() -> Any:
 def new_group(
     ranks: Ranks, *, name: str, description: str, timeout: timedelta, backend: str | None, options: Any
 ) -> ProcessGroup:
-    """Make a process group of `ranks`, which include this one; `name` is the same on all of them."""
+    """Make a process group of `ranks`, with this rank among them; all pass the same `name`."""
     default = default_group()
     default_backend, store = distributed_c10d._world.pg_map[default]
     group: ProcessGroup
@@ -110,7 +110,7 @@ def new_group(
 
 
 def group_of_this_rank() -> ProcessGroup:
-    """The process group of this rank alone, made at the first call; torch keeps it until shutdown."""
+    """Return the process group of this rank alone, made at the first call; torch keeps it until shutdown."""
     if dist.get_world_size() == 1:
         return default_group()
     name, known = f"tpkernels/this rank/{dist.get_rank()}", distributed_c10d._world.pg_names
@@ -139,6 +139,6 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 
 
 def destroy_group(group: ProcessGroup) -> None:
-    """Destroy `group`, unless it is destroyed already, perhaps with the default group."""
+    """Destroy `group`, unless it was destroyed already, by itself or with the default group."""
     if dist.is_initialized() and group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Checksums of tensors, by which ranks find out whether their tensors are equal."""
+"""Checksums of tensors, to compare tensors between ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _COLUMNS = 1024  # words are summed in columns with weights, so that a sum depen
 
 
 def sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
-    """A checksum of each tensor that depends on each bit, and almost always on its position."""
+    """Return a checksum of each tensor that depends on each bit, and almost always on its position."""
     return sums_on_device(tensors).tolist()
 
 
 @torch.no_grad()
 def sums_on_device(tensors: Sequence[Tensor]) -> Tensor:
-    """Checksums (tensors,) without a synchronization, on the device of the first tensor that has one."""
+    """Return checksums (tensors,) without synchronization, on the first device that is not the CPU."""
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
     device = next((tensor.device for tensor in tensors if not tensor.is_cpu), tensors[0].device)

@@ -43,19 +43,19 @@ def initialize_model_parallel(
     backend: str | None = None,
     group_options: Mapping[Kind, Any] | None = None,
 ) -> ParallelState:
-    """Split the world into groups and make them this process's parallel state.
+    """Split the world into groups and install them as this process's parallel state.
 
-    Every rank calls it with the same arguments, after `torch.distributed.init_process_group`. Ranks that
-    disagree all raise the same error, which says what two of them asked for.
+    Called by all ranks with the same arguments, after `torch.distributed.init_process_group`. If ranks
+    disagree, all raise the same error with the arguments of two of them.
 
     virtual_pipeline_model_parallel_size: interleaved stages on each rank; needs 2 or more pipeline stages
-    pipeline_model_parallel_split_rank: the first stage of the decoder, in a model that has an encoder too
+    pipeline_model_parallel_split_rank: the first stage of the decoder, in a model with an encoder, too
     order: axes from the fastest varying to the slowest
     timeout: for the agreement and for every group's collectives; default: the default process group's
     backend: of every group; default: the default process group's
     group_options: backend options by kind, such as {"tp": ProcessGroupNCCL.Options(...)} for high-priority
-        streams; a kind with options shares no communicator with other kinds or the default group. Without,
-        tensor groups of NCCL get such a stream and at most 16 blocks; {"tp": None} leaves all to NCCL
+        streams; a kind with options shares no communicator with other kinds or the default group. By default
+        NCCL's tensor groups get such a stream and at most 16 blocks; {"tp": None}: NCCL's own options
     """
     request = as_text(initialize_model_parallel, locals())
     plan = partial(
@@ -72,9 +72,9 @@ def initialize_model_parallel(
 
 
 def start(request: str, plan: Callable[..., GroupPlan], settings: GroupSettings) -> ParallelState:
-    """Agree on `request`; then check it, by making the plan; then create groups and install the state.
+    """Agree on `request`, check it by making the plan, create the groups and install the state.
 
-    plan: of the keyword `world_size`
+    plan: called with the keyword `world_size`
     """
     if current_or_none() is not None:
         request += " while its model parallel groups are already initialized"
@@ -83,7 +83,7 @@ def start(request: str, plan: Callable[..., GroupPlan], settings: GroupSettings)
     if current_or_none() is not None:
         raise ParallelStateError(
             "model parallel groups are already initialized: call destroy_model_parallel() first, or "
-            "create_parallel_state(plan) for a second state beside this one"
+            "create_parallel_state(plan) for a second state"
         )
     state = _create(plan(world_size=dist.get_world_size()), request, call, settings)
     install(state)
@@ -97,9 +97,9 @@ def create_parallel_state(
     backend: str | None = None,
     group_options: Mapping[Kind, Any] | None = None,
 ) -> ParallelState:
-    """The process groups of `plan` as a second state, to pass to layers or to enter by `use(state)`.
+    """Make the process groups of `plan` as a second state, to pass to layers or to enter by `use(state)`.
 
-    Every rank calls it with an equal plan. `destroy_parallel_state(state)` destroys the groups.
+    Called by all ranks with an equal plan. `destroy_parallel_state(state)` destroys the groups.
     """
     request = as_text(create_parallel_state, locals())
     call = agree(request, timeout)
@@ -113,7 +113,7 @@ def create_parallel_state(
 
 
 def destroy_model_parallel() -> None:
-    """Destroy the groups of the current state and forget it. Harmless when there is none."""
+    """Destroy the groups of the current state and remove the state. Harmless without a state."""
     state = current_or_none()
     uninstall()
     if state is not None:
@@ -136,7 +136,7 @@ def _create(plan: GroupPlan, request: str, call: int, settings: GroupSettings) -
     except ParallelStateError as error:
         problem = str(error)
     try:
-        # A rank that went on, perhaps to the end of a short program, would break connections that slower
+        # A rank that continues, perhaps to the end of a short program, would break connections that slower
         # ranks are still making. If one rank has failed, all raise.
         meet(request, call, problem, settings.timeout)
     except ParallelStateError:
@@ -148,7 +148,7 @@ def _create(plan: GroupPlan, request: str, call: int, settings: GroupSettings) -
 
 
 def as_text(function: Callable[..., object], given: Mapping[str, object]) -> str:
-    """Write a call as text, the same on all ranks; arguments with default values are left out."""
+    """Format a call as text, the same on all ranks, without arguments that have default values."""
     said = [
         f"{name}={plain(given[name])!r}"
         for name, parameter in inspect.signature(function).parameters.items()
@@ -160,7 +160,7 @@ def as_text(function: Callable[..., object], given: Mapping[str, object]) -> str
 def plain(value: object) -> object:
     """Convert a value so that its text is the same on all ranks.
 
-    Integers of other libraries become Python's, functions and mappings their names.
+    Other libraries' integers become Python's, functions their names, mappings their keys.
     """
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         return operator.index(value)

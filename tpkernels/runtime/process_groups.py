@@ -1,7 +1,7 @@
-"""Creates process groups: those of a plan over the whole world, or of listed ranks, by their members alone.
+"""Creates process groups: of a plan over the world, or of listed ranks, with calls of members only.
 
-Each rank makes those that it belongs to, each group once. Groups of listed ranks are Megatron's instances of
-an optimizer, a grid over half of the world, a second communicator.
+Each rank makes the groups that it belongs to, each once. Listed ranks are for Megatron's instances of an
+optimizer, a grid over half of the world, or a second communicator.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tpkernels.topology.sizes import InvalidSizes
 class ProcessGroups(Mapping[Kind, ProcessGroup]):
     """The process groups of one rank by kind; kinds with equal ranks share one.
 
-    A group of this rank alone is seldom used, and is created when it is first looked up.
+    A group of this rank alone is seldom used, and is created at its first look-up.
     """
 
     def __init__(self, first_alike: Mapping[Kind, Kind]) -> None:
         self._first_alike = first_alike  # only kinds with a group that this rank is in
         self._process = os.getpid()
-        self._lock = Lock()  # autograd's threads may be the first to ask for a group
+        self._lock = Lock()  # autograd's threads may be the first to look up a group
         self.made: dict[Kind, ProcessGroup] = {}
         self.to_make: dict[Kind, Callable[[], ProcessGroup]] = {}
         self.destroyed = False
@@ -70,10 +70,10 @@ class ProcessGroups(Mapping[Kind, ProcessGroup]):
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """How the groups of a plan are made, as `initialize_model_parallel` is asked.
+    """Settings for the groups of a plan, as for `initialize_model_parallel`.
 
     options: of a backend, by kind
-    kinds: those whose groups are made
+    kinds: the kinds of groups to make
     """
 
     timeout: timedelta | None = None
@@ -95,10 +95,10 @@ class GroupSettings:
 def create_process_groups(plan: GroupPlan, rank: int, call: int, settings: GroupSettings) -> ProcessGroups:
     """Create the process groups of `rank`, in the same order of kinds on every rank.
 
-    call: a number that no earlier call in this world had; part of the groups' names
+    call: a number unique to this call in this world; part of the groups' names
 
     A group of all ranks is the default group itself, as in torch's DeviceMesh, unless it has another
-    time-out, backend or options: a second communicator over the world is the most expensive one.
+    time-out, backend or options: a second communicator over the world is expensive.
     """
     options = settings.options or {}
     as_default = settings.timeout is None and settings.backend is None
@@ -129,11 +129,11 @@ def create_process_groups(plan: GroupPlan, rank: int, call: int, settings: Group
 def kinds_alike(
     plan: GroupPlan, options: Mapping[Kind, Any], kinds: Sequence[Kind] = KINDS
 ) -> dict[Kind, Kind]:
-    """Map each kind to the first kind with the same groups; a kind with its own options to itself.
+    """Map each kind to the first kind with the same groups, and a kind with its own options to itself.
 
-    Rank 0, which is in a group of every kind, decides for all ranks, members or not: they take part in the
-    same creations. Embedding kinds come last: some ranks are in no such group, so no other kind can share
-    theirs.
+    Rank 0's groups decide for all ranks, members or not, because all take part in the same creations; rank 0
+    has a group of every kind. Embedding kinds come last: some ranks are in no such group, so no other kind
+    can share it.
     """
     alike: dict[Kind, Kind] = {}
     seen: dict[Ranks, Kind] = {}
@@ -175,7 +175,7 @@ def _make(kind: Kind, ranks: Ranks, call: int, settings: GroupSettings) -> Proce
 
 @dataclass(frozen=True)
 class Listed:
-    """Groups without a common rank, their backend and its options."""
+    """Disjoint groups of ranks, their backend and its options."""
 
     groups: Sequence[Sequence[int]]
     backend: str | None = None
@@ -188,10 +188,10 @@ def create_listed_groups(
     what: str = "groups of listed ranks",
     timeout: timedelta | None = None,
 ) -> dict[str, ProcessGroup]:
-    """Create process groups; return by name those that this rank is in, each with its own communicator.
+    """Create process groups, each with its own communicator; return this rank's groups by name.
 
-    Every rank of `wanted` calls it with the same lists and names, in the same order as its other calls for
-    these ranks; of other ranks only those that share a split communicator (`init_process_group(device_id=)`).
+    Called by every listed rank with the same lists and names, in the same order as its other calls for these
+    ranks. Other ranks must call only if communicators are split (`init_process_group(device_id=)`).
     """
     lists = {name: tuple(tuple(sorted(ranks)) for ranks in its.groups) for name, its in wanted.items()}
     everyone = dist.is_initialized() and any(c10d.splits_the_world(its.backend) for its in wanted.values())

@@ -1,4 +1,4 @@
-"""Named random streams, some the same on all tensor-parallel ranks, some different.
+"""Named random streams, the same on all tensor-parallel ranks or different on each.
 
     default                 the same on all tensor-parallel ranks (dropout between layers)
     data-parallel-rng       seeded like the default stream, but a stream of its own
@@ -6,8 +6,8 @@
     expert-parallel-rng     different for each expert shard
 
 The generators are torch's own global ones, for the CPU and for the current CUDA device: inside `fork(name)`
-all random numbers come from that stream. Megatron's streams do not change the CPU's generator; neither do
-these after `manual_seed(seed, cuda_only=True)`.
+all random numbers come from that stream. Megatron's streams do not change the CPU's generator, nor do these
+after `manual_seed(seed, cuda_only=True)`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ DATA_PARALLEL_STREAM = "data-parallel-rng"
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
 
-# Megatron's offsets between the streams' seeds: a run that started there continues here with the same
+# Megatron's offsets between the streams' seeds: a run that began with Megatron continues with the same
 # numbers.
 _MODEL_PARALLEL_OFFSET = 2718
 _EXPERT_PARALLEL_OFFSET = 1024
 _EXPERT_RANK_STRIDE = 100
 
-_NO_BACKWARD = -1  # what torch says outside of any
+_NO_BACKWARD = -1  # torch's id outside of a backward
 
 Generators = dict[str, Tensor]  # device type -> state of that device's generator
-# Accepted forms of a stream's state: by device type, or of one device as in Megatron
+# A stream's state: by device type, or for one device as in Megatron
 GivenState = Mapping[str, Tensor] | Tensor | torch.Generator
 
 
@@ -62,7 +62,7 @@ def _checked_cuda_only(cuda_only: bool) -> bool:
 
 
 class RngTracker:
-    """Streams by name. One is live in torch's generators; the states of the others are kept here.
+    """Random streams by name; one is live in torch's generators, the states of the others are kept here.
 
     cuda_only: streams do not include the CPU's generator, and forks do not change it
     """
@@ -71,19 +71,19 @@ class RngTracker:
         self._waiting: dict[str, Generators] = {}
         self._seeds: set[int] = set()
         self._live = DEFAULT_STREAM
-        self._restored_in = _NO_BACKWARD  # the backward that has set all streams itself
+        self._restored_in = _NO_BACKWARD  # the backward in which all streams were restored
         self._cuda_only = _checked_cuda_only(cuda_only)
 
     @property
     def _devices(self) -> list[str]:
-        """The device types that a stream has generators of."""
+        """The device types of a stream's generators."""
         found = ["cuda"] if torch.cuda.is_available() else []
         return found if self._cuda_only else ["cpu", *found]
 
     def reset(self, *, cuda_only: bool | None = None) -> None:
-        """Forget every named stream. The default stream continues.
+        """Remove every named stream. The default stream continues.
 
-        cuda_only: whether streams are CUDA-only from now on; None: as before
+        cuda_only: whether later streams are CUDA-only; None: as before
         """
         self._check_not_forked("reset")
         self._cuda_only = _checked_cuda_only(self._cuda_only if cuda_only is None else cuda_only)
@@ -119,7 +119,7 @@ class RngTracker:
         if is_capturing():
             raise RuntimeError(
                 f"random stream {name!r}: a CUDA graph is being captured, in which torch sets no random "
-                "states; set dropout to 0, or leave what draws from this stream out of the graph"
+                "states; set dropout to 0, or keep layers that draw from this stream out of the graph"
             )
         self._switch(name)
         try:
@@ -132,10 +132,10 @@ class RngTracker:
         return {**self._waiting, self._live: _read(self._devices)}
 
     def set_states(self, states: Mapping[str, GivenState]) -> None:
-        """Continue from what `get_states` returned. Streams that are not among `states` are forgotten.
+        """Set all streams to states from `get_states`, and remove streams without a state.
 
-        states: or those of Megatron's tracker, a tensor or generator for each stream but the default one. The
-            default stream and the CPU's states, which Megatron does not have, continue.
+        states: or those of Megatron's tracker: a tensor or generator for each stream except the default
+            stream. The default stream and the CPU's states, which Megatron does not have, continue.
         """
         needed = sorted({DEFAULT_STREAM, self._live})
         if isinstance(states, Mapping) and _is_megatrons(states) and needed == [DEFAULT_STREAM]:
@@ -149,8 +149,8 @@ class RngTracker:
             given = {name: self._sorted(state) for name, state in states.items()}
         else:
             raise ValueError(
-                f"expected the states that get_states() gave, among them those of {needed}; outside of any "
-                "fork also those of Megatron's tracker, a tensor or generator for each named stream"
+                f"expected states from get_states(), with those of {needed}; outside of a fork also those of "
+                "Megatron's tracker, a tensor or generator for each named stream"
             )
         for name, generators in given.items():
             _check_state(name, generators, self._devices[0])
@@ -170,12 +170,12 @@ class RngTracker:
         return {"cpu" if is_cpus else "cuda": state}
 
     def snapshot(self) -> Snapshot:
-        """Take a snapshot of all streams, and of which one is live, for `replay`."""
+        """Return a snapshot of all streams, and of the live stream's name, for `replay`."""
         return Snapshot(self._live, self.get_states(), torch.get_rng_state())
 
     @contextmanager
     def replay(self, moment: Snapshot) -> Iterator[None]:
-        """Draw the same numbers as after `moment`; after the block all streams continue where they were."""
+        """Draw the same numbers as after `moment` inside the block; afterwards all streams continue."""
         present, restored_in = self.snapshot(), self._restored_in
         self.return_to(moment)
         self._restored_in = _this_backward()
@@ -186,7 +186,7 @@ class RngTracker:
             self._restored_in = restored_in
 
     def return_to(self, moment: Snapshot) -> None:
-        """Set all streams, and which one is live, to a snapshot."""
+        """Set all streams, and the choice of the live stream, to a snapshot."""
         self._live = moment.live
         self._waiting = dict(moment.states)
         torch.set_rng_state(moment.cpu)
@@ -198,12 +198,12 @@ class RngTracker:
         self._live = name
 
     def _check_not_recomputed_by_others(self, name: str) -> None:
-        """Raise in a backward that has restored torch's generators at most, not the waiting streams."""
+        """Raise in a backward whose recomputation has not restored the waiting streams."""
         backward = _this_backward()
         if backward not in (_NO_BACKWARD, self._restored_in):
             raise RuntimeError(
-                f"random stream {name!r}: expected tpkernels.checkpoint around what draws from it, got a "
-                "backward that computes it again by other means, such as torch.utils.checkpoint, which "
+                f"random stream {name!r}: expected tpkernels.checkpoint around layers that draw from it, got "
+                "a backward that computes them again by other means, such as torch.utils.checkpoint, which "
                 "restores torch's own generators only: it would draw other numbers than forward did; use "
                 "tpkernels.checkpoint, or recompute= of the layers"
             )
@@ -264,7 +264,7 @@ def seed_streams(
 
 
 def checked_seed(seed: int) -> int:
-    """Return `seed` as an int that torch accepts; raise if it is none."""
+    """Return `seed` as an int that torch accepts; raise otherwise."""
     if isinstance(seed, bool) or not isinstance(seed, SupportsIndex):
         raise TypeError(f"a seed must be an integer, got {seed!r}")
     number = operator.index(seed)
@@ -288,7 +288,7 @@ def is_capturing() -> bool:
 
 
 def _this_backward() -> int:
-    """The id of the backward that runs in this thread."""
+    """Return the id of the backward that runs in this thread."""
     return torch._C._current_graph_task_id()
 
 
@@ -297,7 +297,7 @@ def _generator(device: str) -> torch.Generator:
 
 
 def _is_megatrons(states: Mapping[str, object]) -> bool:
-    """Whether each state is of one device, and the default stream has none."""
+    """Whether each state is of one device, and there is none for the default stream."""
     return (
         bool(states)
         and DEFAULT_STREAM not in states
@@ -308,27 +308,27 @@ def _is_megatrons(states: Mapping[str, object]) -> bool:
 def _check_devices(name: str, given: Generators, devices: list[str]) -> None:
     """Raise unless states fit generators of `devices`.
 
-    For Megatron's states, whose devices are guessed from their types and sizes.
+    For Megatron's states: their devices are inferred from types and sizes.
     """
     for device, state in given.items():
         if device not in devices:
             raise ValueError(
-                f"the state of random stream {name!r} is of a generator of {device}, which these streams "
-                f"have no generator of: theirs are of {', '.join(devices)}"
+                f"the state of random stream {name!r} is of a generator of {device}, but these streams have "
+                f"generators of {', '.join(devices)} only"
             )
         _try(name, device, state)
 
 
 def _check_state(name: str, generators: Generators, device: str) -> None:
-    """Raise unless a stream's states have one of `device`'s generator.
+    """Raise unless a stream's states include one of `device`'s generator.
 
-    Called before anything is replaced, so that an error leaves the streams unchanged.
+    Called before any change, so that an error leaves the streams unchanged.
     """
     if device not in generators:
         raise ValueError(
             f"the state of random stream {name!r} holds no state of the {device.upper()}'s generator, and "
-            "there is none to go on from; manual_seed(seed) adds the usual streams, and "
-            "manual_seed(seed, cuda_only=True) has Megatron's, of a CUDA device alone"
+            "there is none to continue from; manual_seed(seed) adds the usual streams, and "
+            "manual_seed(seed, cuda_only=True) adds Megatron's, of a CUDA device only"
         )
     _try(name, device, generators[device])
 

@@ -59,7 +59,7 @@ class ParallelState:
 
 @dataclass(frozen=True, slots=True)
 class OnTheFly:
-    """Sizes and ranks that callers have set while the program runs; None: as in the plan."""
+    """Sizes and ranks that callers have set at run time; None: as in the plan."""
 
     tensor_size: int | None = None
     pipeline_size: int | None = None
@@ -72,11 +72,11 @@ class OnTheFly:
     expert_tensor_rank: int | None = None
     split_rank: int | None = None
     virtual_size: int | None = None  # None: no virtual pipeline
-    virtual_rank: int | None = None  # the virtual pipeline stage being worked on
+    virtual_rank: int | None = None  # the current virtual pipeline stage
 
 
 class _PerProcess:
-    """The current state. No ContextVar: autograd and recomputation run on threads that inherit no context."""
+    """The current state; not a ContextVar: threads of autograd and recomputation inherit no context."""
 
     state: ParallelState | None = None
     on_the_fly: OnTheFly = OnTheFly()
@@ -87,7 +87,7 @@ def current_or_none() -> ParallelState | None:
 
 
 def current() -> ParallelState:
-    """The state of the model-parallel groups that are initialized; without one a `ParallelStateError`."""
+    """Return the current parallel state; raise `ParallelStateError` if there is none."""
     if _PerProcess.state is None:
         raise ParallelStateError(
             "model parallel state is not initialized: call tpkernels.initialize_model_parallel(...) "
@@ -116,14 +116,14 @@ def install(state: ParallelState) -> None:
 
 
 def uninstall() -> None:
-    """Forget the current state, and all that was set on the fly."""
+    """Remove the current state, and all numbers that were set on the fly."""
     _PerProcess.state = None
     _PerProcess.on_the_fly = OnTheFly()
 
 
 @contextmanager
 def use(state: ParallelState) -> Iterator[ParallelState]:
-    """Make `state` current inside the block (tests; two models in one process)."""
+    """Make `state` current inside the block, for tests or for two models in one process."""
     if not isinstance(state, ParallelState):
         raise TypeError(f"state: expected a ParallelState, got {state!r}")
     outside = _PerProcess.state, _PerProcess.on_the_fly

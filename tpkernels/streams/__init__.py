@@ -1,12 +1,12 @@
-"""Streams, processors and flags of the GPUs of several ranks, as a machine that runs on a CPU.
+"""A machine of several ranks' streams, processors and flags that runs on a CPU.
 
-The host code of every rank runs once, on tensors that stand for those of a GPU; what it enqueues is a
-`Program`. That is then executed in many orders, each from a seed:
+The host code of every rank runs once, on tensors that stand in for a GPU's; it enqueues a `Program`. The
+program is then executed in many orders, each from a seed:
 
     program = record(Machine(ranks=4), host)       host(group) of each rank returns its results
     report = search(program, orders=200)           MachineError: a race, a deadlock, other numbers
 
-Kernels are models in Python: which flags they wait for, what they read and write (`Step`).
+Kernels are models in Python: the flags that they wait for, and the memory that they read and write (`Step`).
 """
 
 from tpkernels.streams.device import MachineError as MachineError

@@ -1,4 +1,4 @@
-"""Our operators on the machine: with small whole numbers, whose products and sums are exact in fp32."""
+"""Programs of our operators for the machine, with small integers: products and sums are exact in fp32."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tpkernels.ops.vocab import vocabulary
 from tpkernels.streams.program import Program
 from tpkernels.streams.record import Machine, record
 
-SHARD, NARROW, WIDE = 16, 16, 64  # rows of a rank; features: of a matrix, and of a rank's part of another
-CALLS = 4  # of each operator: two slots, each used again
+SHARD, NARROW, WIDE = 16, 16, 64  # rows of a rank; features of a matrix, and of a rank's shard of another
+CALLS = 4  # of each operator: two slots, each used twice
 Split = str  # "rows", "cols" or "whole"
 
 
 @dataclass(frozen=True)
 class Case:
-    """An operator of the group, and what it computes of matrices that are not split."""
+    """An operator over a group, and its unsharded computation."""
 
     op: Callable[..., Tensor]
     whole: Callable[..., Tensor]
@@ -141,13 +141,13 @@ def _numbers(shape: Sequence[int], seed: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _inputs(case: Case, ranks: int, call: int) -> tuple[list[Tensor], Tensor]:
-    """(inputs, gradient of the result) of a call, unsplit."""
+    """Return full inputs of a call, and the full gradient of its result."""
     inputs = [_numbers(shape, 100 * call + index) for index, shape in enumerate(case.shapes(ranks))]
     return inputs, _numbers(case.whole(*inputs).shape, 100 * call + 99)
 
 
 def expected(case: Case, rank: int, ranks: int, calls: Sequence[int]) -> list[Tensor]:
-    """What a rank gets by those calls: the result, and the gradient of each input."""
+    """Return a rank's expected results of those calls: the output, and the gradient of each input."""
     found = []
     for call in calls:
         inputs, dy = _inputs(case, ranks, call)
@@ -168,10 +168,10 @@ def program_of(
     rounds: int = 1,
     backward: bool = True,
 ) -> tuple[Program, list[list[Tensor]]]:
-    """(what the ranks enqueue, what each is to get)
+    """Return the program that ranks enqueue, and each rank's expected results.
 
-    captured: in a graph that is replayed, behind two calls that are not
-    rounds: into which collectives are cut, over c10d
+    captured: capture calls in a graph that is replayed, after two eager calls
+    rounds: of each collective, over c10d
     """
     case, ranks = CASES[name], machine.ranks
     eager = range(2 if captured else CALLS)
@@ -219,7 +219,7 @@ def program_of(
 
 
 def gathers_in_flight(machine: Machine) -> tuple[Program, list[list[Tensor]]]:
-    """Two gathers at once through one exchange: the second of them, and later ones, make a barrier."""
+    """Return a program of two gathers at once through one exchange; from the second on each has a barrier."""
     ranks, cols = machine.ranks, NARROW
 
     def body(group: ProcessGroup) -> list[Tensor]:
@@ -244,7 +244,7 @@ def gathers_in_flight(machine: Machine) -> tuple[Program, list[list[Tensor]]]:
 def without_reference(
     name: str, machine: Machine, transport: str, *, captured: bool = False
 ) -> tuple[Program, None]:
-    """Of operators whose numbers are not exact: all orders are to give the same."""
+    """Return a program of operators with inexact numbers: all orders must give the same results."""
     op, shapes = INEXACT[name]
 
     def body(group: ProcessGroup) -> list[Tensor]:
@@ -277,9 +277,9 @@ def _gated_mlp(group: ProcessGroup, x: Tensor, w_up: Tensor, w_gate: Tensor, w_d
 
 
 def _of_a_vocabulary(group: ProcessGroup, table: Tensor, head: Tensor) -> Tensor:
-    """The loss of each token, of rows that are looked up: from these, and from logits.
+    """Compute the loss of each token twice, from embeddings by a fused loss and from logits.
 
-    Ids are not compared between ranks, for which the host would read them.
+    Ids are not compared between ranks, because the host would read them.
     """
     ids = torch.arange(SHARD * group.size(), device="cuda") * 7 % (WIDE * group.size())
     hidden = vocab_embedding(ids, table, group, sequence_parallel=True)
@@ -303,7 +303,7 @@ INEXACT: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[tuple[int, 
 
 
 def two_streams(machine: Machine, transport: str) -> tuple[Program, list[list[Tensor]]]:
-    """Calls of one group in two streams in turn, which the caller does not order."""
+    """Return a program of calls of one group, alternating between two unordered streams."""
     case, ranks = CASES["column, sequence-parallel"], machine.ranks
 
     def body(group: ProcessGroup) -> list[Tensor]:
@@ -334,11 +334,11 @@ def two_streams(machine: Machine, transport: str) -> tuple[Program, list[list[Te
     ]
 
 
-Recorded = tuple[Program, list[list[Tensor]] | None]  # and what each rank is to get, where it is exact
+Recorded = tuple[Program, list[list[Tensor]] | None]  # and each rank's results, if they are exact
 
 
 def all_programs() -> dict[str, Callable[[], Recorded]]:
-    """Every operator, transport and mode, for 2, 4 and 8 ranks, on one machine and on two."""
+    """Return programs of every operator, transport and mode, for 2, 4 and 8 ranks, on one or two machines."""
     found: dict[str, Callable[[], Recorded]] = {}
     for ranks in (2, 4, 8):
         one, two = Machine(ranks), Machine(ranks, machines=2)
@@ -367,7 +367,7 @@ def all_programs() -> dict[str, Callable[[], Recorded]]:
 
 @contextmanager
 def _in_chunks(rounds: int) -> Iterator[None]:
-    """Small matrices are cut as large ones are."""
+    """Split small matrices into chunks and rounds, as large ones."""
     with (
         patch.object(schedule, "LEAST_BYTES", 256),
         patch.object(c10d, "collective_rounds", lambda rows, features, *_: rounds if features else 1),

@@ -1,4 +1,4 @@
-"""One rank's GPU as its host sees it: memory that is handed out again, streams, events, graphs."""
+"""One rank's GPU as its host uses it: an allocator that reuses memory, streams, events, graphs."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from tpkernels.planning.calls import MOST_RANKS
 from tpkernels.streams.program import NO_WORK, End, Program, Step, Task, Work
 
 MEMORY = 1 << 21  # bytes of a rank
-ADDRESSES = 1 << 40  # of a rank, where there are no numbers
+ADDRESSES = 1 << 40  # of a rank, in programs without numbers
 ROUNDED = 512  # bytes, as torch's allocator does
 FREED = "memory is freed"
 POISON = 0xFF  # a NaN in every dtype of numbers
 
 
 class MachineError(RuntimeError):
-    """What a GPU would not do, or would do wrong."""
+    """A GPU would refuse the program, or compute wrong results."""
 
 
 class Block:
-    """A piece of memory that torch's allocator has handed out; freed with the last tensor in it."""
+    """A block of memory from the allocator; it is freed with the last tensor in it."""
 
     __slots__ = ("__weakref__", "capture", "device", "size", "start", "stream", "used_elsewhere")
 
     def __init__(self, device: Device, start: int, size: int, stream: Stream) -> None:
         self.device, self.start, self.size, self.stream = device, start, size, stream
-        self.capture = device.capture  # a graph has memory of its own
+        self.capture = device.capture  # a graph has its own memory
         self.used_elsewhere = False  # `record_stream`
 
     def __del__(self) -> None:
@@ -42,12 +42,12 @@ class Block:
 
 
 class Stream:
-    """Stands for `torch.Stream` and `torch.cuda.Stream`."""
+    """Replaces `torch.Stream` and `torch.cuda.Stream`."""
 
     def __init__(self, device: object = None, priority: int = 0, **_: object) -> None:
         self.virtual = current_device()
         self.number = next(self.virtual.stream_numbers)
-        self.before: frozenset[int] = frozenset()  # what the next task comes after
+        self.before: frozenset[int] = frozenset()  # the tasks before the next one
         self.capture: Graph | None = None
         self._entered: list[Stream] = []
 
@@ -64,7 +64,7 @@ class Stream:
             event.capture.join(self)
         elif event.capture is not self.capture:
             raise MachineError(
-                "a captured stream waits for what no graph captures, or the reverse: the capture fails"
+                "a captured stream waits for an event outside the capture, or the reverse: the capture fails"
             )
         self.before |= event.tasks
 
@@ -88,7 +88,7 @@ class Stream:
 
 
 class Event:
-    """Stands for `torch.Event` and `torch.cuda.Event`."""
+    """Replaces `torch.Event` and `torch.cuda.Event`."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.tasks: frozenset[int] = frozenset()
@@ -106,7 +106,7 @@ class Event:
         current_device().host_waits(self.tasks)
 
     def query(self) -> bool:
-        raise MachineError("whether an event has come is not known here: the machine records before it runs")
+        raise MachineError("an event is queried, but the machine records before it runs: wait for the event")
 
     def require_recorded(self) -> None:
         if not self._recorded:
@@ -114,11 +114,11 @@ class Event:
 
 
 class Graph:
-    """Stands for `torch.cuda.CUDAGraph`."""
+    """Replaces `torch.cuda.CUDAGraph`."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self._tasks: list[Task] = []
-        self._streams: list[tuple[Stream, frozenset[int]]] = []  # with what each comes after again at the end
+        self._streams: list[tuple[Stream, frozenset[int]]] = []  # with each one's tasks before
 
     def capture_begin(self, *_: object, **__: object) -> None:
         device = current_device()
@@ -138,7 +138,7 @@ class Graph:
         device = current_device()
         origin, _ = self._streams[0]
         device.capture = None
-        enqueued = {task.number for task in self._tasks if task.name != FREED}  # a GPU does nothing then
+        enqueued = {task.number for task in self._tasks if task.name != FREED}  # no task of a GPU
         joined = set(origin.before)
         for task in reversed(self._tasks):
             if task.number in joined:
@@ -150,7 +150,7 @@ class Graph:
             raise MachineError(f"a capture ends while a stream has not been joined: {first}")
 
     def replay(self) -> None:
-        """All tasks once more, behind what the current stream has so far, which goes on behind them."""
+        """Enqueue all tasks again, after the current stream's tasks; the stream continues after them."""
         device = current_device()
         current, renamed, streams = device.stream, dict[int, int](), dict[int, int]()
         for task in self._tasks:
@@ -163,7 +163,7 @@ class Graph:
 
 
 class Device:
-    """One rank's GPU, which records what it is to do."""
+    """One rank's GPU, which records its tasks."""
 
     device = torch.device("cuda", 0)
 
@@ -178,17 +178,17 @@ class Device:
         self.stream_numbers = itertools.count()
         self.capture: Graph | None = None
         self._free: defaultdict[tuple[int, int, object], list[int]] = defaultdict(list)
-        self._host: frozenset[int] = frozenset()  # what the host has waited for
-        self._loading: frozenset[int] = frozenset()  # what it may have waited for, as it loaded kernels
+        self._host: frozenset[int] = frozenset()  # tasks that the host has waited for
+        self._loading: frozenset[int] = frozenset()  # tasks that loading a kernel may have waited for
         self._loaded: set[str] = set()
         self._last: dict[int, int] = {}  # task of each stream
         self._captured = itertools.count(-1, -1)  # numbers of tasks that run when their graph is replayed
         self._zeroed: list[Tensor] = []
-        self.moves = ""  # what transfers are called from now on; else by their kind
+        self.moves = ""  # the name of later transfers; "": their kind
         self._open = True
         with self:
             self.stream = Stream()  # the default one
-        self.everlasting = Block(self, 0, 0, self.stream)  # of memory that nobody frees
+        self.everlasting = Block(self, 0, 0, self.stream)  # for memory that is never freed
         self.everlasting.used_elsewhere = True
 
     def __enter__(self) -> Device:
@@ -199,7 +199,7 @@ class Device:
         _devices.pop()
 
     def allocate(self, size: int) -> Block:
-        """From what was freed in the same stream, the latest first, as torch's allocator does."""
+        """Allocate, first from memory freed last in the same stream, as torch's allocator does."""
         rounded = max(ROUNDED, -(-size // ROUNDED) * ROUNDED)
         free = self._free[self.stream.number, rounded, self.capture]
         if free:
@@ -214,7 +214,7 @@ class Device:
             raise MachineError(f"out of memory: a rank has {self.memory.numel()} bytes")
 
     def freed(self, block: Block) -> None:
-        """Overwrite it in its stream, which may hand it out again: whoever still reads it is in a race."""
+        """Overwrite a freed block in its stream and allow its reuse: a later reader is in a race."""
         if not self._open or block.used_elsewhere or block.capture is not self.capture:
             return
         start, end = block.start, block.start + block.size
@@ -229,17 +229,17 @@ class Device:
         return self.memory[block.start : block.start + block.size].view(dtype).as_strided(shape, stride)
 
     def shared(self, size: int) -> Tensor:
-        """Zeroed bytes that are never freed."""
+        """Allocate zeroed bytes that are never freed."""
         start, self.used = self.used, self.used + -(-size // ROUNDED) * ROUNDED
         self._require_room()
         zeroed = self.memory[start : start + size]
-        if self.program.numbers:  # else nobody has written there
+        if self.program.numbers:  # else it has not been written
             zeroed.zero_()
         self._zeroed.append(zeroed)
         return zeroed
 
     def reset(self) -> None:
-        """Memory as it is before anything runs."""
+        """Set the memory to its state before any task runs."""
         self.memory[: self.used].fill_(POISON)
         for memory in self._zeroed:
             memory.zero_()
@@ -249,7 +249,7 @@ class Device:
         return any(0 <= offset < zeroed.numel() for offset, zeroed in zip(offsets, self._zeroed, strict=True))
 
     def holds(self, address: int) -> bool:
-        """Whether it is of this rank's memory."""
+        """Whether an address is in this rank's memory."""
         return self.first <= address < self.first + self.memory.numel()
 
     def tensor_at(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -270,9 +270,9 @@ class Device:
         leaves: int | None = None,
         work: Work = NO_WORK,
     ) -> None:
-        """In a stream, by default the current one."""
+        """Enqueue a task in a stream, by default the current one."""
         if not all(programs):
-            raise MachineError(f"{name}: a program of a kernel without a step")
+            raise MachineError(f"{name}: expected at least one step in each program of a kernel, got none")
         programs = programs or [[Step()]]  # a grid of nothing
         if self.moves and (ends or work.kind == "copy"):
             name = self.moves if ends else f"{self.moves} to {work.to}"
@@ -295,7 +295,7 @@ class Device:
         stream.before = frozenset({number})
 
     def repeat(self, task: Task, stream: int, after: frozenset[int]) -> int:
-        """A task of a graph, once more; returns its number."""
+        """Enqueue a task of a graph again; return its number."""
         number = len(self.program.tasks)
         times = self.program.number(("replays", task.number), self.rank)
         ends = tuple(end._replace(message=(end.message, times)) for end in task.ends)
@@ -309,7 +309,7 @@ class Device:
         self._last[task.stream] = task.number
 
     def load(self, kernel: str) -> None:
-        """A kernel's first launch loads it, and may wait for all that the device does."""
+        """Load a kernel at its first launch, which may wait for all tasks of the device."""
         if kernel not in self._loaded:
             self._loaded.add(kernel)
             if self.capture is not None:
@@ -317,7 +317,7 @@ class Device:
             self._loading = frozenset(self._last.values())
 
     def host_waits(self, tasks: frozenset[int]) -> None:
-        """What the host enqueues from now on comes after these."""
+        """Order all later tasks of the host after these."""
         if self.capture is not None:
             raise MachineError("the host waits for the device in a capture")
         self._host = tasks if tasks >= self._host else tasks | self._host
@@ -326,14 +326,14 @@ class Device:
         self.host_waits(frozenset(self._last.values()))
 
     def close(self) -> None:
-        """The host ends: what is freed from now on is nobody's."""
+        """End the host code: memory freed from now on is not recorded."""
         self._open = False
 
 
 @lru_cache(maxsize=1)
 def _addresses() -> Tensor:
-    """Of all programs that have no numbers; the system has pages only where somebody writes."""
-    no_reserve = 0x4000  # of Linux; a name in `mmap` since Python 3.13
+    """Return addresses for programs without numbers; the system allocates only pages that are written."""
+    no_reserve = 0x4000  # MAP_NORESERVE of Linux, in `mmap` since Python 3.13
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
     return torch.frombuffer(mmap.mmap(-1, MOST_RANKS * ADDRESSES, flags=flags), dtype=torch.uint8)
 
@@ -346,7 +346,7 @@ _devices: list[Device] = []
 
 
 def current_device() -> Device:
-    """That of the rank whose host code runs."""
+    """Return the device of the rank whose host code runs."""
     if not _devices:
         raise MachineError("no rank's host code runs: see tpkernels.streams.record")
     return _devices[-1]

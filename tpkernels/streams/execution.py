@@ -1,4 +1,4 @@
-"""A program executed in one order, which a seed chooses: streams, processors and peers hold each other up."""
+"""Executes a program in one order, chosen by a seed; tasks wait for streams, processors and peers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tpkernels.streams.races import Races
 
 
 class _Running:
-    """A task whose turn has come: its programs that have a processor, and how far each is."""
+    """A task that can run: its programs with a processor, and the next step of each."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.next = [0] * len(task.programs)  # step of each program
-        self.resident: list[int] = []  # programs with a processor, not at their end
+        self.resident: list[int] = []  # unfinished programs with a processor
         self.placed = 0  # programs that have got one
-        self.left = len(task.programs)  # programs not at their end
+        self.left = len(task.programs)  # unfinished programs
         self.arrived = False  # at a collective
         self.moved = 0  # ends of its messages
-        self.sources: list[Task] = []  # where messages came from
+        self.sources: list[Task] = []  # senders of its messages
         self.terms: dict[int, Tensor] = {}  # of a sum, by rank
 
 
@@ -34,16 +34,16 @@ class Execution:
     def __init__(self, program: Program, seed: int, *, races: bool = True) -> None:
         self.program, self.seed = program, seed
         self._random = Random(seed)
-        self._even = self._random.random() < 0.5  # whether all tasks are as likely, or streams differ
+        self._even = self._random.random() < 0.5  # whether tasks are equally likely, or streams have speeds
         self._speed: dict[tuple[int, int], float] = {}
         self._free = [program.processors] * program.ranks
         self._waits_for = [len(task.after | task.held_up_by) for task in program.tasks]
-        self._ends: dict[tuple[Hashable, bool], tuple[_Running, End]] = {}  # those that wait for the other
+        self._ends: dict[tuple[Hashable, bool], tuple[_Running, End]] = {}  # ends that wait for the other end
         self._races = Races(program.cells) if races else None
         self.steps = 0
 
     def run(self) -> None:
-        """All of it, or an error that says what has come of this order."""
+        """Run all tasks; raise a MachineError that names the problem of this order."""
         for memory in self.program.memories:
             memory.reset()
         running = [_Running(task) for task in self.program.tasks if not self._waits_for[task.number]]
@@ -54,7 +54,7 @@ class Execution:
             index = self._choose(running)
             one = running[index]
             ended = self._advance(one)
-            if ended is None:  # it cannot go on as things are
+            if ended is None:  # it cannot continue now
                 running[index] = running[-1]
                 running.pop()
                 stuck.append(one)
@@ -85,7 +85,7 @@ class Execution:
         return found
 
     def _advance(self, one: _Running) -> list[_Running] | None:
-        """A step of it. The tasks that have ended by it, or None if it cannot take one."""
+        """Run a step of a task; return the tasks that it ends, or None if no step can run."""
         task = one.task
         placed = self._place(one)
         if task.ends:
@@ -110,7 +110,7 @@ class Execution:
         return [] if placed else None
 
     def _place(self, one: _Running) -> bool:
-        """Give its programs processors, as many as there are."""
+        """Give a task's programs the free processors; return whether a program got one."""
         task = one.task
         before = one.placed
         while one.placed < len(task.programs) and (not task.on_processors or self._free[task.rank]):
@@ -130,7 +130,7 @@ class Execution:
             self._races.raised(task, program, step.raises())
 
     def _meet(self, one: _Running) -> list[_Running]:
-        """A message moves once both ends are there; who has all of its messages goes on."""
+        """Move messages whose two ends have arrived; return tasks that have all of their messages."""
         task = one.task
         if one.arrived or len(one.resident) < task.needs_at_once:
             return []
@@ -151,7 +151,7 @@ class Execution:
         return self._ended(found)
 
     def _finish(self, one: _Running) -> None:
-        """A collective ends on its rank."""
+        """End a collective on its rank."""
         task = one.task
         if task.sums:
             _add_up(one)
@@ -170,7 +170,7 @@ class Execution:
         return tasks
 
     def _deadlock(self, stuck: list[_Running]) -> str:
-        lines = [f"no rank can go on (seed {self.seed}):"]
+        lines = [f"no rank can continue (seed {self.seed}):"]
         for one in sorted(stuck, key=lambda one: one.task.number)[:12]:
             task = one.task
             if not one.placed:
@@ -196,8 +196,8 @@ def _word(address: int) -> int:
 def _move(source: _Running, sent: End, to: _Running, expected: End) -> None:
     if sent.what != expected.what:
         raise MachineError(
-            f"ranks part: '{sent.what}' of rank {source.task.rank} meets '{expected.what}' of "
-            f"rank {to.task.rank}"
+            f"ranks call different collectives: '{sent.what}' of rank {source.task.rank} meets "
+            f"'{expected.what}' of rank {to.task.rank}"
         )
     source.moved += 1
     to.moved += 1
@@ -206,8 +206,8 @@ def _move(source: _Running, sent: End, to: _Running, expected: End) -> None:
         return
     if sent.rows.numel() != expected.rows.numel():
         raise MachineError(
-            f"ranks part: rank {source.task.rank} sends {sent.rows.numel()} numbers by '{sent.what}', and "
-            f"rank {to.task.rank} expects {expected.rows.numel()}"
+            f"ranks disagree on sizes: rank {source.task.rank} sends {sent.rows.numel()} numbers by "
+            f"'{sent.what}', and rank {to.task.rank} expects {expected.rows.numel()}"
         )
     if to.task.sums:
         to.terms[source.task.rank] = sent.rows.clone()
@@ -216,7 +216,7 @@ def _move(source: _Running, sent: End, to: _Running, expected: End) -> None:
 
 
 def _add_up(one: _Running) -> None:
-    """What came from all ranks, in their order."""
+    """Add up the rows from all ranks, in the order of ranks."""
     into = next(end.rows for end in one.task.ends if not end.sends)
     assert into is not None, "sums carry rows"
     first, *others = (one.terms[rank].view(into.shape) for rank in sorted(one.terms))

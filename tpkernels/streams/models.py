@@ -1,4 +1,4 @@
-"""What kernels do in which order, as far as other streams and ranks can see: flags, rows, processors.
+"""Models of kernels: the flags, rows and processors that other streams and ranks can observe, in order.
 
 A model takes the device, the number of programs, and a launch's arguments by name; it returns the programs.
 """
@@ -29,14 +29,14 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def elem_of(operand: Any) -> Tensor:
-    """Of a tensor, or of a descriptor of one."""
+    """Return the memory of a tensor, or of a descriptor of a tensor."""
     tensor = getattr(operand, "base", operand)
     assert isinstance(tensor, VirtualTensor), "operands are on the device"
     return tensor.elem
 
 
 def dealt(steps: Sequence[Step], programs: int) -> list[list[Step]]:
-    """Step i to program i modulo their number, as persistent kernels do."""
+    """Assign step i to program i modulo `programs`, as in persistent kernels."""
     return [list(steps[first::programs]) for first in range(min(programs, len(steps)))]
 
 
@@ -45,7 +45,7 @@ def words_at(addresses: Sequence[int]) -> list[Any]:
 
 
 def _waits(arguments: Mapping[str, Any], chunks: range) -> tuple[tuple[Awaited, ...], tuple[Span, ...]]:
-    """(the flags of chunks, the word that says what they must hold)"""
+    """Return the flags of chunks, and the span of the word whose value they must have."""
     flags, word = elem_of(arguments["flags_ptr"]), elem_of(arguments["awaited_ptr"])
     first = flags.data_ptr()
     return tuple(Awaited(first + 4 * chunk, word.data_ptr()) for chunk in chunks), spans_of(word)
@@ -85,7 +85,7 @@ def gather_linear(device: Device, programs: int, arguments: Mapping[str, Any]) -
 
 
 def scatter_linear(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
-    """A chunk is one step: who raises its flag last among programs is not looked at here."""
+    """Model a chunk as one step; the order of programs within a chunk is not modelled."""
     pairs = [(elem_of(arguments["a"]), elem_of(arguments["w"]))]
     if arguments["TWO_PAIRS"]:
         pairs.append((elem_of(arguments["a2"]), elem_of(arguments["w2"])))
@@ -167,7 +167,7 @@ def advance(device: Device, programs: int, arguments: Mapping[str, Any]) -> list
     return [[Step(run, (), (*spans_of(word), *spans_of(awaited)))]]
 
 
-_PRODUCTS = {  # rows, columns and depth of what a kernel multiplies, by names of its arguments
+_PRODUCTS = {  # rows, columns and depth of a kernel's product, by names of its arguments
     "_linear_fwd_kernel": "T N K",
     "_glu_fwd_kernel": "T N+N K",
     "_dgrad_kernel": "T K N",
@@ -188,14 +188,14 @@ OURS: dict[str, Model] = {
 def launched(
     device: Device, models: Mapping[str, Model], kernel: Any, grid: Any, *given: Any, **named: Any
 ) -> None:
-    """A launch of a Triton kernel, by its model."""
+    """Record a launch of a Triton kernel by its model."""
     name = kernel.__name__
     sized = not device.program.numbers
     if name not in models and not sized:
-        raise MachineError(f"no model says what the kernel {name} does: give one by its name")
+        raise MachineError(f"kernel {name} has no model: pass Machine(models={{'{name}': ...}})")
     device.load(name)
     arguments = dict(zip(kernel.arg_names, given, strict=False)) | named
-    if sized:  # a step for all that arrives, or is sent, at once
+    if sized:  # a step for all rows that arrive, or are sent, at once
         rows = arguments.get("chunk_rows") or arguments.get("T", 1) // (arguments.get("splits") or 1)
         arguments |= {
             "BLOCK_ROWS": max(1, rows),
@@ -206,7 +206,7 @@ def launched(
     for extent in grid(arguments) if callable(grid) else grid:
         programs *= extent
     steps = models[name](device, programs, arguments) if name in models else [[Step()]]
-    # those that wait leave more by themselves
+    # waiting products leave processors free by themselves
     leaves = (
         torch._C._get_sm_carveout_experimental() or 0 if name not in models and name in _PRODUCTS else None
     )
@@ -220,7 +220,7 @@ def _work(name: str, arguments: Mapping[str, Any], programs: Sequence[Sequence[S
         return Work("product", tuple(sum(arguments[each] for each in its) for its in lengths))
     if name not in OURS:
         operands = [getattr(each, "base", each) for each in arguments.values()]
-        # one that is given twice is read, and written in place
+        # an operand that is passed twice is read, and written in place
         return Work("kernel", (sum(each.nbytes for each in operands if isinstance(each, VirtualTensor)),))
     spans = [span for steps in programs for step in steps for span in (*step.reads, *step.writes)]
     return Work("kernel", (sum(last - first for first, last in spans),))

@@ -1,8 +1,8 @@
-"""GPUs of one machine: what kernels, the links between them and their hosts take. Each figure has its source.
+"""Times of kernels, links and hosts of one machine's GPUs; each figure has its source.
 
-A processor (SM) computes the tiles of a product one after the other. Of a tile it takes `edge` cycles, and
-`step` cycles for each step of depth; a launch takes `start` cycles beside. Any other kernel takes as long as
-its bytes.
+A processor (SM) computes the tiles of a product one after the other. A tile takes `edge` cycles, plus `step`
+cycles for each step of depth; a launch takes `start` cycles more. Any other kernel takes the time of its
+bytes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.target import Target
 from tpkernels.kernels.tiles import default_tile
 
-_FLOPS_A_CYCLE = 4096  # of the tensor cores of one processor of an H100, dense bf16: data sheet
-_H100_RATE = 989e12 / 132  # of one processor: others are as much slower or faster as their data sheets say
+_FLOPS_A_CYCLE = 4096  # tensor cores of one processor of an H100, dense bf16: data sheet
+_H100_RATE = 989e12 / 132  # of one processor; other GPUs are scaled by their data sheets
 
 
 @dataclass(frozen=True, slots=True)
 class Cycles:
-    """Of a product on one processor."""
+    """Cycles of a product on one processor."""
 
     step: float  # a step of depth
     edge: float  # a tile beyond its steps
@@ -30,13 +30,12 @@ class Cycles:
 
 
 def usual_cycles(tile: MatmulTile, asking: float) -> Cycles:
-    """What kernels of ours come to by the count of their machine code, within some percent.
+    """Return cycles of our kernels, within some percent of the count of their machine code.
 
-    The tensor cores are busy 95 % of a step at most, or operands come too slowly: 40 bytes a cycle from the
-    L2 where all processors ask, 64 where few do. An edge is what `linear` takes to fill its stages and to
-    store.
+    The tensor cores are busy at most 95 % of a step, or wait for operands: the L2 gives 40 bytes a cycle if
+    all processors ask, 64 if few do. An edge is the time of `linear` to fill its stages and to store.
 
-    asking: the share of processors that have a tile
+    asking: the fraction of processors with a tile
     """
     rows, cols, depth = tile.block_rows, tile.block_cols, tile.block_depth
     ideal = 2 * rows * cols * depth / _FLOPS_A_CYCLE
@@ -47,11 +46,11 @@ def usual_cycles(tile: MatmulTile, asking: float) -> Cycles:
 
 @dataclass(frozen=True, slots=True)
 class KernelTimes:
-    """Seconds of kernels that nothing holds up: products in waves, at the clock that power allows.
+    """Seconds of kernels without waits: products in waves, at the clock that power allows.
 
-    power_clock: Hz with all tensor cores busy. Power goes with f V², and V with f, so that a kernel which
-        keeps them busy for a part of the time runs at power_clock * part^(-1/3), up to `boost`. Boards
-        differ: published times of one product lie 20 % apart.
+    power_clock: Hz with all tensor cores busy. Power grows as f V², and V as f, so a kernel that keeps them
+        busy for a fraction of the time runs at power_clock * fraction^(-1/3), up to `boost`. Boards differ:
+        published times of one product vary by 20 %.
     """
 
     gpu: RatedGpu
@@ -61,7 +60,7 @@ class KernelTimes:
     launch: float = 2e-6  # from one kernel to the next in a stream
 
     def product(self, rows: int, cols: int, depth: int, left_free: int = 0) -> float:
-        """left_free: processors that it does not use"""
+        """Return seconds of a product. left_free: processors that it does not use"""
         if not (rows and cols and depth):
             return 0.0
         processors = self.gpu.processors
@@ -78,11 +77,11 @@ class KernelTimes:
         return self.launch + max(computing, traffic / self._bytes_a_second)
 
     def streamed(self, traffic: float) -> float:
-        """A kernel that reads and writes so many bytes, and computes next to nothing."""
+        """Return seconds of a kernel that reads and writes `traffic` bytes and computes almost nothing."""
         return self.launch + traffic / self._bytes_a_second
 
     def clock(self, busy: float) -> float:
-        """Hz, where tensor cores are busy for this part of the time."""
+        """Return Hz if tensor cores are busy for this fraction of the time."""
         return min(self.boost, self.power_clock * float(max(busy, 0.05) ** (-1 / 3)))
 
     @property
@@ -92,16 +91,16 @@ class KernelTimes:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Microseconds of the thread that launches. Ours: docs/launches.md, and about 5 of CUDA a launch.
+    """Microseconds of the host's launching thread: docs/launches.md, and about 5 of CUDA for each launch.
 
-    A CUDA graph is launched at once, and its kernels follow each other without a host.
+    A CUDA graph is one launch; its kernels follow each other without the host.
     """
 
-    call: float = 75.0  # of an operator, beside what it launches
+    call: float = 75.0  # of an operator, without its launches
     collective: float = 50.0
     product: float = 35.0
     kernel: float = 35.0  # any other
-    copy: float = 9.0  # with the word that the stream writes behind it
+    copy: float = 9.0  # with the word that the stream writes after it
     naive_product: float = 12.0  # F.linear without autograd
     naive_collective: float = 25.0
     decomposed_product: float = 16.0  # 8 chunks with their copies take 277 in all (kraken, PR 2)
@@ -112,36 +111,35 @@ GRAPH = Host(5.0, *[0.0] * 7)
 
 @dataclass(frozen=True, slots=True)
 class Nccl:
-    """Of collectives in a node of NVLink switches, R ranks.
+    """Times of NCCL collectives of R ranks in a node with NVLink switches.
 
-    NCCL takes the faster of its protocols: one with little latency, one with much bandwidth. Fitted to the
-    device times of all-gathers of 2 to 128 MiB on 8 H100 (Megatron-LM, pull request 5596): 20.2, 43.4,
-    118.9, 385.3 µs.
+    NCCL uses the faster of two protocols: of low latency, or of high bandwidth. Fitted to the device times of
+    all-gathers of 2 to 128 MiB on 8 H100 (Megatron-LM, pull request 5596): 20.2, 43.4, 118.9, 385.3 µs.
     """
 
-    protocols: tuple[tuple[float, float], ...] = ((12.5e-6, 0.527), (30e-6, 0.735))  # s, share of the link
-    channels: int = NCCL_BLOCKS  # blocks that occupy a processor each
-    latency_ranks: int = 8  # of those figures: latency grows with the steps of a ring
+    protocols: tuple[tuple[float, float], ...] = ((12.5e-6, 0.527), (30e-6, 0.735))  # s, fraction of the link
+    channels: int = NCCL_BLOCKS  # blocks, each on one processor
+    latency_ranks: int = 8  # of these figures; latency grows with the steps of a ring
 
     def seconds(self, sent: float, link: float, ranks: int) -> float:
-        """sent: bytes that each rank sends; link: bytes a second of the data sheet"""
+        """Return seconds. sent: bytes that each rank sends; link: bytes a second of the data sheet"""
         steps = (ranks - 1) / (self.latency_ranks - 1)
         return min(latency * (0.5 + 0.5 * steps) + sent / (share * link) for latency, share in self.protocols)
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What a model of a call needs to know."""
+    """Figures of a node for the model of a call."""
 
     gpu: RatedGpu
     times: KernelTimes
     host: Host = field(default_factory=Host)
     nccl: Nccl = field(default_factory=Nccl)
-    copy_share: float = 0.82  # of the link, that a copy engine reaches: 370 GB/s of 450 in public tests
+    copy_share: float = 0.82  # of the link, reached by a copy engine: 370 GB/s of 450 in public tests
     copy_latency: float = 3e-6  # from one copy of a stream to the next, flag included
-    store_share: float = 0.75  # of the link, that stores of a kernel reach
-    flag_latency: float = 2e-6  # until a kernel sees that rows are there
-    waiting: float = 1.036  # a product that waits is not flattened; by the count of its machine code
+    store_share: float = 0.75  # of the link, reached by a kernel's stores
+    flag_latency: float = 2e-6  # until a kernel sees the flag of rows
+    waiting: float = 1.036  # a waiting product is not flattened; by the count of its machine code
 
     @staticmethod
     def of(gpu: RatedGpu) -> Node:

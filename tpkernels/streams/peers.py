@@ -1,4 +1,4 @@
-"""What a rank's host code asks of its peers: a group over NCCL, and memory that ranks share."""
+"""The peers of a rank's host code: a process group over NCCL, and memory that ranks share."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from tpkernels.streams.tensors import VirtualTensor, spans_of, wrapped
 
 
 def nccl_blocks(processors: int) -> int:
-    """Processors of a collective, as many as products leave it: see `comm.carveout`."""
+    """Return the processors of a collective, which products leave free: see `comm.carveout`."""
     return max(1, processors // 8)
 
 
 class SharedMemory:
-    """What ranks open together: one piece of memory each, by the order in which they open them."""
+    """Shared memory: at each opening every rank has a piece, numbered by the order of openings."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices, self._opened = devices, dict[int, list[Tensor]]()
 
     def open(self, number: int, size: int) -> list[Tensor]:
-        """Of all ranks; zeroed before anything runs."""
+        """Return the pieces of all ranks, zeroed before any task runs."""
         if number not in self._opened:
             self._opened[number] = [device.shared(size) for device in self._devices]
         return self._opened[number]
 
 
 class Handle:
-    """Stands for torch's `_SymmetricMemory`."""
+    """Replaces torch's `_SymmetricMemory`."""
 
     def __init__(self, number: int, memories: Sequence[Tensor], here: Sequence[int], rank: int) -> None:
         """number: of the exchange; here: the ranks of this machine; rank: this one among them"""
@@ -46,7 +46,7 @@ class Handle:
         return wrapped(current_device(), self._memories[self._here[rank]][:count].view(dtype).view(sizes))
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
-        """A kernel of one block, which waits for those of the other ranks."""
+        """Enqueue a kernel of one block that waits for the other ranks' kernels."""
         device, kind = current_device(), ("barrier", self._number, self._here, channel)
         number = device.program.number(kind, device.rank)
         ends = [
@@ -57,7 +57,7 @@ class Handle:
         device.enqueue("barrier", [[Step()]], ends=ends)
 
     def stream_write_value32(self, tensor: Tensor, offset: int, val: int) -> None:
-        """Behind a fence, by no kernel."""
+        """Enqueue a write of a word, after a fence, without a kernel."""
         assert isinstance(tensor, VirtualTensor), "words of a device"
         word, value = tensor.elem[offset : offset + 1].view(torch.int32), val - 2**32 * (val >= 2**31)
         device, address = current_device(), word.data_ptr()
@@ -65,7 +65,7 @@ class Handle:
         def write() -> None:
             word.fill_(value)
 
-        plain = () if device.program.is_shared(address) else spans_of(word)  # a flag is what orders others
+        plain = () if device.program.is_shared(address) else spans_of(word)  # a flag orders other accesses
         step = Step(write, writes=plain, raises=lambda: [address])
         there = device.program.rank_at(address)
         work = Work("flag", (), there) if there != device.rank else NO_WORK
@@ -73,7 +73,7 @@ class Handle:
 
 
 class _Work:
-    """A collective in flight. NCCL's holds its tensors until somebody waits."""
+    """A collective in flight; as NCCL's, it holds its tensors until a wait."""
 
     def __init__(self, stream: Stream, held: object) -> None:
         self._done, self._held = stream.record_event(), held
@@ -84,11 +84,11 @@ class _Work:
         return True
 
     def is_completed(self) -> bool:
-        raise MachineError("whether a collective has ended is not known here")
+        raise MachineError("a collective is queried, but the machine records before it runs: call wait()")
 
 
 class EndedWork:
-    """A transfer that has ended, such as a message between hosts: all ranks say the same."""
+    """A transfer that has ended, such as a message between hosts, where all ranks send the same."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -102,7 +102,7 @@ class _Options:
 
 
 class NcclBackend:
-    """What is asked of a group's backend."""
+    """Replaces a group's backend."""
 
     options, supports_coalescing = _Options(), True
 
@@ -112,10 +112,10 @@ class NcclBackend:
 
 def _require_sum(options: Any) -> None:
     if options is not None and options.reduceOp != dist.ReduceOp.SUM:
-        raise MachineError(f"collectives add up here, got {options.reduceOp}")
+        raise MachineError(f"expected ReduceOp.SUM, the machine's only reduction, got {options.reduceOp}")
 
 
-_Messages = list[tuple[int, Tensor]]  # the other rank, and what it gets or sends
+_Messages = list[tuple[int, Tensor]]  # the other rank, and the rows that it receives or sends
 
 
 class NcclGroup(dist.ProcessGroup):
@@ -125,7 +125,7 @@ class NcclGroup(dist.ProcessGroup):
         super().__init__(rank, ranks)  # type: ignore[call-arg]  # as torch's own test groups do
         device = current_device()
         if device.program.number("group", device.rank) > 1:
-            raise MachineError("a rank has one group of all ranks here, and makes no other")
+            raise MachineError("expected one group of all ranks, got a second group; use the first")
         self._stream, self._blocks = Stream(), nccl_blocks(device.program.processors)
         self._together: list[tuple[_Messages, _Messages]] | None = None
 
@@ -146,7 +146,7 @@ class NcclGroup(dist.ProcessGroup):
     def _start(
         self, name: str, sends: _Messages, receives: _Messages, *, among: str = "", sums: bool = False
     ) -> Any:
-        """among: of messages between two ranks, over which communicator; else all ranks take part"""
+        """Enqueue a collective, or messages between two ranks. among: their communicator"""
         if self._together is not None:
             self._together.append((sends, receives))
             return None
@@ -228,7 +228,7 @@ class NcclGroup(dist.ProcessGroup):
             return self._start("broadcast", sends, [])
         return self._start("broadcast", [], [(root, tensor)])
 
-    # under torch's names of today
+    # by torch's newer names
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
     all_to_all_single = alltoall_base  # type: ignore[assignment]

@@ -1,6 +1,6 @@
-"""What a call takes in each way, and what of its transfers is hidden behind which products: a model.
+"""Predicts a call's time in each way, and which products hide its transfers: a model.
 
-Operators enqueue calls of the sizes asked for, on tensors without numbers, and `times` says when these run.
+Operators enqueue calls of given sizes, on tensors without numbers, and `times` computes when their tasks run.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from tpkernels.streams.simulation import HOST, LAUNCH, NOTHING, PRODUCT, TRANSFE
 from tpkernels.streams.times import times_of
 from tpkernels.streams.ways import TRANSPORTS, Decomposed, going
 
-CALLS = 3  # in a row: the last takes what each takes where many follow each other
+CALLS = 3  # in a row: the last takes the time of a call among many
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Seconds of a call among many like it. A model, in which all ranks take as long."""
+    """Predicted seconds of a call among many equal ones; in the model all ranks are equally fast."""
 
     way: str
     direction: str
     seconds: float
-    products: float  # if each had the GPU for itself
-    transfers: float  # likewise, of links
-    host: float  # its thread is busy for so long
+    products: float  # if each ran alone
+    transfers: float  # if each ran alone
+    host: float  # while its thread is busy
     hidden: Mapping[str, Mapping[str, float]]  # transfer -> product -> seconds that both ran
     ran: Sequence[Ran]  # of the last call
 
@@ -61,7 +61,7 @@ class Predicted:
 
 
 def predict(operator: str, direction: str, way: str, sizes: Sizes, node: Node) -> Predicted:
-    """operator: one of OPERATORS; direction: forward or backward; way: one of WAYS"""
+    """Predict a call. operator: one of OPERATORS; direction: forward or backward; way: one of WAYS"""
     program, calls = enqueued(operator, direction, way, sizes, node.gpu.processors)
     *_, before, last = times_of(program, calls, replace(node, host=_host(way, node.host)))
     seconds = max(ran.stop for ran in last) - max(ran.stop for ran in before)
@@ -75,10 +75,10 @@ def predict(operator: str, direction: str, way: str, sizes: Sizes, node: Node) -
 
 
 def block_exposed(job: Job, tensor: int, gpu: RatedGpu) -> float:
-    """Seconds of a block's transfers that its products do not hide, where a tensor group lies in one node.
+    """Return seconds of a block's transfers that its products do not hide, for a tensor group in one node.
 
-    Of one microbatch, forward and backward, over c10d and launched by a graph; what is computed again is
-    forward once more.
+    For one microbatch, forward and backward, over c10d and launched by a graph; recomputation is a second
+    forward.
     """
     if tensor == 1:
         return 0.0
@@ -106,7 +106,7 @@ def _exposed(operator: str, direction: str, sizes: Sizes, gpu: RatedGpu) -> floa
 def enqueued(
     operator: str, direction: str, way: str, sizes: Sizes, processors: int, overlap: bool = True
 ) -> tuple[Program, list[range]]:
-    """(what a rank enqueues, the numbers of the tasks of each call)"""
+    """Return the program of a rank, and the numbers of the tasks of each call."""
     for what, known, name in (
         ("operator", OPERATORS, operator), ("direction", DIRECTIONS, direction), ("way", WAYS, way),
     ):  # fmt: skip
@@ -147,7 +147,7 @@ def _empty(*shape: int) -> Tensor:
 
 
 def _shapes(operator: str, sizes: Sizes) -> list[tuple[int, int]]:
-    """Of a rank's x, and of its weights."""
+    """Return the shapes of a rank's x, and of its weights."""
     tokens, features_in = sizes.tokens, sizes.features_in
     here = tokens // sizes.ranks if sizes.sequence_parallel else tokens
     if operator == "row_linear":
@@ -186,7 +186,7 @@ def _host(way: str, host: Host) -> Host:
 
 
 def _numbered(ran: Sequence[Ran]) -> list[Ran]:
-    """Tasks of one name get numbers, but for flags and launches."""
+    """Number tasks with the same name, except flags and launches."""
     names = Counter((each.task.name, each.task.kind) for each in ran)
     counts: Counter[tuple[str, str]] = Counter()
     found = []

@@ -1,4 +1,4 @@
-"""What ranks have enqueued: tasks, and what each must come after."""
+"""The program that ranks enqueue: tasks, and the tasks that must precede each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Span = tuple[int, int]  # addresses: of the first byte, and of the one past the 
 
 
 class Awaited(NamedTuple):
-    """A flag that must hold what another word holds. Both are addresses of int32."""
+    """A flag that must equal another word; both are addresses of int32."""
 
     flag: int
     word: int
@@ -23,7 +23,7 @@ class Awaited(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a program of a kernel does at once, when its flags are up."""
+    """An atomic step of a kernel's program, run when its flags are raised."""
 
     run: Callable[[], None] = lambda: None
     reads: tuple[Span, ...] = ()
@@ -38,19 +38,19 @@ class End(NamedTuple):
     message: Hashable  # the other end has it, too
     peer: int
     sends: bool
-    rows: Tensor | None  # None of what carries nothing, as a barrier
-    what: str  # it is part of
+    rows: Tensor | None  # None: no data, as in a barrier
+    what: str  # the collective that it is part of
 
     def __hash__(self) -> int:
         return hash((self.message, self.sends))
 
 
 class Work(NamedTuple):
-    """What a task computes or moves, for who asks how long it takes."""
+    """Sizes of a task's computation or transfer, to predict its time."""
 
     kind: str  # "product", "kernel", "copy" to another rank, "flag" or "none"
     size: tuple[int, ...] = ()  # of a product its rows, columns and depth; else bytes
-    to: int | None = None  # the rank that gets it
+    to: int | None = None  # the receiving rank
 
 
 NO_WORK = Work("none")
@@ -58,43 +58,43 @@ NO_WORK = Work("none")
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A kernel, a copy or a word that a stream writes."""
+    """A kernel, a copy, or a word that a stream writes."""
 
     number: int
     rank: int
-    stream: int  # or a stream of a graph's replay: tasks of one are ordered
+    stream: int  # or a stream of a graph's replay; tasks of a stream are ordered
     name: str
     after: frozenset[int]  # numbers of tasks of this rank
-    held_up_by: frozenset[int]  # likewise, while a kernel was loaded: the host may have waited, and may not
+    held_up_by: frozenset[int]  # tasks of this rank that loading a kernel may have waited for
     programs: tuple[tuple[Step, ...], ...]  # of a kernel, each on a processor; of a copy one
     on_processors: bool
-    ends: tuple[End, ...] = ()  # of a collective, which goes on once the other ends are there
-    sums: bool = False  # what is received is added up, in the order of ranks
+    ends: tuple[End, ...] = ()  # of a collective, which continues once the other ends have arrived
+    sums: bool = False  # received rows are added up, in the order of ranks
     work: Work = NO_WORK
-    leaves: int | None = None  # processors, by a product that takes all others; None: it is none
-    needs_at_once: int = 1  # processors before it goes on
+    leaves: int | None = None  # processors left free by a product that takes all others; None: no product
+    needs_at_once: int = 1  # processors before it continues
 
     def __str__(self) -> str:
         return f"rank {self.rank}, stream {self.stream}: {self.name} (task {self.number})"
 
 
 class Memory(Protocol):
-    """A rank's."""
+    """One rank's memory."""
 
     rank: int
     first: int  # address
 
     def reset(self) -> None:
-        """Let it hold what it does before anything runs."""
+        """Set the memory to its state before any task runs."""
 
     def holds(self, address: int) -> bool:
-        """Whether it is of this memory."""
+        """Whether an address is in this memory."""
 
     def has_shared(self, address: int) -> bool:
-        """Whether ranks have opened it together."""
+        """Whether an address is in memory that ranks share."""
 
     def tensor_at(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """What lies there, contiguous."""
+        """Return the contiguous tensor at an address."""
 
 
 @dataclass
@@ -103,21 +103,21 @@ class Program:
 
     ranks: int
     processors: int  # of each rank's GPU
-    numbers: bool = True  # else tasks have sizes alone, and those of rank 0 stand for all: see `times`
+    numbers: bool = True  # False: tasks have sizes only, and rank 0's stand for all ranks': see `times`
     tasks: list[Task] = field(default_factory=list)
     results: list[list[Tensor]] = field(default_factory=list)  # of each rank, as `body` has returned them
     memories: list[Memory] = field(default_factory=list)
-    turned: dict[int, int] = field(default_factory=dict)  # a flag of a peer -> which of ours one raises then
+    turned: dict[int, int] = field(default_factory=dict)  # a peer's flag -> our flag raised then
     _sent: Counter[Hashable] = field(default_factory=Counter)
 
     def number(self, kind: Hashable, rank: int) -> int:
-        """How many of a kind this rank has had: ranks number alike what they do together."""
+        """Count and return this rank's calls of a kind, so that ranks give a common call the same number."""
         self._sent[kind, rank] += 1
         return self._sent[kind, rank]
 
     @cached_property
     def then(self) -> list[list[int]]:
-        """The tasks that come after each, by number."""
+        """The tasks after each task, by number."""
         found: list[list[int]] = [[] for _ in self.tasks]
         for task in self.tasks:
             for number in task.after | task.held_up_by:
@@ -126,7 +126,7 @@ class Program:
 
     @cached_property
     def cells(self) -> dict[Span, range]:
-        """Each span as a range of pieces of memory, which no span cuts."""
+        """Each span as a range of cells of memory, which no span splits."""
         spans = {
             span
             for task in self.tasks
@@ -139,15 +139,15 @@ class Program:
         return {span: range(number[span[0]], number[span[1]]) for span in spans}
 
     def tensor_at(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Contiguous memory of any rank."""
+        """Return a contiguous tensor in any rank's memory."""
         return self._memory_at(address).tensor_at(address, shape, dtype)
 
     def is_shared(self, address: int) -> bool:
-        """Whether it is in memory that ranks have opened together."""
+        """Whether an address is in memory that ranks share."""
         return self._memory_at(address).has_shared(address)
 
     def rank_at(self, address: int) -> int:
-        """Whose memory it is."""
+        """Return the rank whose memory has an address."""
         return self._memory_at(address).rank
 
     def place(self, address: int) -> str:

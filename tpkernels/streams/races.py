@@ -1,8 +1,8 @@
-"""Whether accesses to memory are ordered, by torch's own account of what streams have waited for.
+"""Finds unordered accesses to memory, by torch's own tracking of streams and events.
 
-Each program of a kernel that waits is a stream of its own there: it begins behind what came before the
-kernel, and what comes after the kernel is behind all of its programs. A flag is an event: whoever writes it
-records, whoever has seen it waits.
+Each program of a kernel that waits counts as a stream of its own: it begins after the tasks before the
+kernel, and tasks after the kernel begin after all of its programs. A flag is an event: a writer of the flag
+records it, a reader waits for it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _Access = tuple[Task, int, int]  # with stream and number, as torch counts them
 
 
 class Races:
-    """Of one execution."""
+    """Finds races in one execution."""
 
     def __init__(self, cells: Mapping[Span, range]) -> None:
-        """cells: which bytes, cut where some task cuts them, each span holds"""
+        """cells: of each span, the ranges of bytes that no task's span splits"""
         self._cells, self._syncs, self._number = cells, StreamSynchronizations(), 0
         self._streams: dict[Hashable, int] = {}
         self._events: dict[Hashable, int] = {}
-        self._writes: dict[int, _Access] = {}  # the last one of each cell
-        self._reads: dict[int, list[_Access]] = {}  # since then
+        self._writes: dict[int, _Access] = {}  # the last write of each cell
+        self._reads: dict[int, list[_Access]] = {}  # reads since then
 
     def begin(self, task: Task) -> None:
         stream = self._stream(task)
@@ -38,16 +38,16 @@ class Races:
                 self._acquire(self._stream(task, program), ("begun", task.number))
 
     def arrive(self, task: Task) -> None:
-        """Others may go on behind what a rank has done before a collective."""
+        """Release a rank's accesses before a collective to its peers."""
         self._release(self._stream(task), ("arrived", task.number))
 
     def meet(self, task: Task, sources: Iterable[Task]) -> None:
-        """A rank goes on behind those that it gets something from."""
+        """Order a rank's later accesses after those of ranks from which it receives."""
         for source in sources:
             self._acquire(self._stream(task), ("arrived", source.number))
 
     def step(self, task: Task, program: int, step: Step) -> None:
-        """An error if what it reads or writes is not ordered after what was written, or read, before."""
+        """Record a step's accesses; raise if they are not ordered after earlier conflicting accesses."""
         stream = self._stream(task, program if _waits(task) else None)
         for flag, _ in step.awaits:
             self._acquire(stream, ("flag", flag))
@@ -104,5 +104,5 @@ class Races:
 
 
 def _waits(task: Task) -> bool:
-    """Whether programs of a kernel see flags, which then order what they do themselves alone."""
+    """Whether programs of a kernel wait for flags, which then order each program by itself."""
     return len(task.programs) > 1 and any(step.awaits for steps in task.programs for step in steps)

@@ -1,4 +1,4 @@
-"""Record what the host code of each rank enqueues, with torch's API of streams standing on the machine."""
+"""Records the tasks that each rank's host code enqueues; the machine replaces torch's stream API."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ Body = Callable[[ProcessGroup], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Machine:
-    """What ranks run on."""
+    """The GPUs and machines of the ranks."""
 
     ranks: int
-    machines: int = 1  # of as many ranks each
+    machines: int = 1  # with equally many ranks each
     processors: int = PROCESSORS  # of each GPU
     models: Mapping[str, models.Model] = field(default_factory=dict)  # of kernels that are not ours
-    numbers: bool = True  # else tensors have sizes alone, and rank 0 is recorded alone
+    numbers: bool = True  # False: tensors have sizes only, and only rank 0 is recorded
     exchange: type[SymmetricExchange] = SymmetricExchange  # over symmetric memory
 
 
 def record(machine: Machine, body: Body, transport: str = "symmetric") -> Program:
-    """The program of all ranks.
+    """Return the program of all ranks.
 
-    body: a rank's host code; given its group, it returns tensors of its results
+    body: a rank's host code; takes its group, returns its result tensors
     transport: as TPKERNELS_TRANSPORT
     """
     program = Program(machine.ranks, machine.processors, machine.numbers)
@@ -76,11 +76,11 @@ def record(machine: Machine, body: Body, transport: str = "symmetric") -> Progra
 def _group(rank: int, ranks: int) -> Iterator[ProcessGroup]:
     if not hasattr(dist.Backend, "VIRTUAL"):
         dist.Backend.register_backend("virtual", _make_group, devices=["cpu", "cuda"])
-    with patch.object(sys, "excepthook", sys.excepthook):  # torch's tells of each group that there was
+    with patch.object(sys, "excepthook", sys.excepthook):  # torch's hook reports each group
         dist.init_process_group("virtual", store=dist.HashStore(), rank=rank, world_size=ranks)
         try:
             group = dist.group.WORLD
-            assert group is not None, "it has just been made"
+            assert group is not None, "init_process_group made it"
             yield group
         finally:
             dist.destroy_process_group()
@@ -101,7 +101,7 @@ def _standing_in(
     known = {**models.OURS, **machine.models}
 
     def open_virtual(opening: Opening) -> SymmetricExchange:
-        """Without the rendezvous, which is torch's."""
+        """Open an exchange without torch's rendezvous."""
         number, layout = next(numbers), opening.layout
         memories = memory.open(number, layout.byte_count)
         handle = Handle(number, memories, here, here.index(gpu.rank))
@@ -116,7 +116,7 @@ def _standing_in(
     opened: dict[int, tuple[int, list[Tensor]]] = {}  # by the address of our own
 
     def empty(*size: int, dtype: torch.dtype = torch.float32, device: object = None) -> Tensor:
-        """Stands for that of torch's symmetric memory; zeroed, as all ranks open it before anything runs."""
+        """Replaces `symmetric_memory.empty`; zeroed, because all ranks open it before any task runs."""
         shape = torch.Size(size)
         number = next(numbers)
         memories = memory.open(number, shape.numel() * dtype.itemsize)
@@ -139,7 +139,7 @@ def _standing_in(
         patch.object(select, "requested_transport", transport),
         patch.object(c10d, "_processors", lambda device: machine.processors * (device.type == "cuda")),
         patch.object(backends, "backend", "auto"),
-        # products that wait for nothing: ours have no models
+        # products without waits: our kernels for these have no models
         patch.object(backends, "_resolved", lambda *_: "torch" if machine.numbers else "triton"),
         patch.object(KernelInterface, "__getitem__", on_grid),
         patch.object(symmetric_memory, "empty", empty),
@@ -154,7 +154,7 @@ def _standing_in(
         for change in changes:
             entered.enter_context(change)
         entered.enter_context(OnDevice())  # type: ignore[no-untyped-call]
-        launch_plans.forget()  # none of another machine's
+        launch_plans.forget()  # plans of another machine
         try:
             yield
         finally:
@@ -165,8 +165,7 @@ def _standing_in(
 
 
 def _turned(layout: Layout, memories: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield the address of each flag of a peer, with that of rank 0's own which another raises when
-    rank 0 raises this one: all ranks do the same, turned round the ring."""
+    """Yield pairs of flags: a peer's, and rank 0's own that a peer raises when rank 0 raises the first."""
     own, words = layout.mailbox(memories[0]).flags, layout.ranks * layout.splits
     for peer, memory in enumerate(memories):
         for theirs, ours in zip(layout.mailbox(memory).flags, own, strict=True):
@@ -176,7 +175,7 @@ def _turned(layout: Layout, memories: Sequence[Tensor]) -> Iterator[tuple[int, i
 
 
 def _torchs_api(device: Device, properties: object) -> list[Any]:
-    """What host code calls of torch's streams, events and graphs."""
+    """Return patches of torch's functions for streams, events and graphs."""
     cuda = torch.cuda
     return [
         patch.object(torch, "tensor", made_of_numbers),
@@ -204,7 +203,7 @@ def _torchs_api(device: Device, properties: object) -> list[Any]:
 def _capturing(
     graph: Graph, pool: object = None, stream: Stream | None = None, **_: object
 ) -> Iterator[None]:
-    """Stands for `torch.cuda.graph`: in a stream of its own, after all that the device does."""
+    """Replaces `torch.cuda.graph`: capture in a new stream, after all tasks of the device."""
     device = current_device()
     device.synchronize()
     with stream or Stream():

@@ -1,4 +1,4 @@
-"""A program in many orders: each must end, with ordered accesses and the same numbers."""
+"""Executes a program in many orders: each must end, with ordered accesses and the same results."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from tpkernels.streams.execution import Execution
 from tpkernels.streams.program import Program
 from tpkernels.streams.waves import require_waves_beside
 
-RACES_EVERY = (
-    4  # orders: whether accesses are ordered takes half of the time, and hardly depends on the order
-)
+RACES_EVERY = 4  # orders: finding races takes half of the time, and hardly depends on the order
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,10 @@ def search(
     *,
     waves: bool = False,
 ) -> Report:
-    """Execute it in so many orders, one for each seed. A MachineError says what one shows, and its seed.
+    """Execute a program in `orders` orders, one for each seed; a MachineError has the seed of a failure.
 
-    expected: of each rank; by default what the first order gives
-    waves: afterwards see that products leave collectives that may be in flight their processors
+    expected: results of each rank; by default those of the first order
+    waves: also check that products leave processors to collectives that may be in flight
     """
     wanted = None if expected is None else [list(results) for results in expected]
     steps = 0
@@ -65,5 +63,5 @@ def _require_equal(found: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[
             if not torch.equal(result, value):
                 wrong = int((result != value).sum())
                 raise MachineError(
-                    f"result {number} of rank {rank}: {wrong} of {value.numel()} numbers are not as expected"
+                    f"result {number} of rank {rank}: {wrong} of {value.numel()} numbers differ from expected"
                 )

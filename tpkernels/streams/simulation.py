@@ -1,12 +1,11 @@
-"""Tasks in queues that share resources, run event by event.
+"""Simulates tasks in queues that share resources, event by event.
 
-    queue      tasks start in the order in which they were given, one after the other: a stream, a host
-    thread line       likewise, but first come first served: the socket to a peer
-    resource   tasks that run at once share it: the processors of a GPU, one direction of a link
+    queue      tasks start in the given order, one after the other: a stream, a host
+    thread line       one task after the other, first come first served: the socket to a peer
+    resource   concurrent tasks share it: the processors of a GPU, one direction of a link
 
-A task that is alone takes its `seconds`. Of a resource it then uses a share. Where tasks want more than all
-of a resource, none gets less than an equal part unless it wants less; a task is as fast as its scarcest
-resource.
+A task alone takes its `seconds`, and uses a share of each resource. If tasks want more than all of a
+resource, each gets at least an equal share, unless it wants less; its scarcest resource sets its speed.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from dataclasses import dataclass, field
 HOST, COMPUTE, NCCL, COPIES = "host", "compute", "NCCL", "copies"  # queues of a rank
 PRODUCT, KERNEL, TRANSFER, LAUNCH, NOTHING = "product", "kernel", "transfer", "launch", "nothing"  # kinds
 TaskKey = tuple[Hashable, ...]
-Queue = tuple[Hashable, ...]  # what it is, and which
+Queue = tuple[Hashable, ...]  # its kind, and its number
 Resource = tuple[Hashable, ...]
 
-_DONE = 1e-12  # seconds: what is left of a task by rounding
+_DONE = 1e-12  # seconds left of a task by rounding
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineTask:
-    """Something that takes time on a queue."""
+    """A task of a queue, and its duration."""
 
     key: TaskKey
     queue: Queue
@@ -34,7 +33,7 @@ class TimelineTask:
     after: tuple[TaskKey, ...] = ()  # tasks that end before it starts
     uses: Mapping[Resource, float] = field(default_factory=dict)  # shares, of 1, while it runs at full speed
     name: str = ""
-    kind: str = ""  # what it does, for those who read the result
+    kind: str = ""  # for readers of the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Ran:
 
 
 def run(tasks: Sequence[TimelineTask], lines: Collection[Queue] = ()) -> dict[TaskKey, Ran]:
-    """When each task ran, in seconds from the start of the first.
+    """Run all tasks; return when each ran, in seconds from the start of the first.
 
     lines: queues whose tasks start in the order in which they become ready
     """
@@ -60,14 +59,14 @@ class _Scheduler:
         if len(self._tasks) < len(tasks):
             raise ValueError("two tasks have the same key")
         self._followers: dict[TaskKey, list[TaskKey]] = defaultdict(list)
-        self._missing: dict[TaskKey, int] = {}  # how many tasks it still waits for
+        self._missing: dict[TaskKey, int] = {}  # the number of tasks that it still waits for
         self._queues: dict[Queue, deque[TaskKey]] = defaultdict(deque)
         self._ready: set[TaskKey] = set()
         self._lines = lines
         for task in tasks:
             after = set(task.after)
             if unknown := after - self._tasks.keys():
-                raise ValueError(f"{task.key} waits for {sorted(map(str, unknown))}, which nobody does")
+                raise ValueError(f"{task.key} waits for {sorted(map(str, unknown))}, which do not exist")
             for key in after:
                 self._followers[key].append(task.key)
             self._missing[task.key] = len(after)
@@ -94,7 +93,7 @@ class _Scheduler:
                     ended.append(key)
             self._end(ended)
         if waiting := self._tasks.keys() - self._ran.keys():
-            raise RuntimeError(f"these wait for each other: {sorted(map(str, waiting))[:8]}")
+            raise RuntimeError(f"these tasks wait for each other: {sorted(map(str, waiting))[:8]}")
         return self._ran
 
     def _end(self, keys: Iterable[TaskKey]) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that Python takes for those of a GPU, in memory of the CPU; what they compute is recorded."""
+"""Tensors that look like a GPU's, in memory of the CPU; their computation is recorded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class VirtualTensor(Tensor):
     """A tensor of a virtual GPU."""
 
     elem: Tensor  # in the memory of its device
-    block: Block  # which is freed with the last tensor in it
+    block: Block  # freed with the last tensor in it
 
     @staticmethod
     def __new__(cls, elem: Tensor, block: Block) -> VirtualTensor:
@@ -31,7 +31,7 @@ class VirtualTensor(Tensor):
         made.elem, made.block = elem, block
         return made
 
-    # properties are our own
+    # properties are defined below
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     device = property(lambda self: self.block.device.device)
@@ -63,11 +63,11 @@ class VirtualTensor(Tensor):
 
 
 class OnDevice(TorchDispatchMode):
-    """What is made on, or moved to, a CUDA device is made on the virtual one."""
+    """Makes tensors for a CUDA device on the virtual device."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch wraps each call, which costs more than the call."""
+        """Return False, so that torch does not wrap each call, which would cost more than the call."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
@@ -88,13 +88,13 @@ _tensor, _to = torch.tensor, Tensor.to
 
 
 def made_of_numbers(data: object, *, device: Any = None, **options: Any) -> Tensor:
-    """Stands for `torch.tensor`."""
+    """Replaces `torch.tensor`."""
     made = _tensor(data, **options)
     return uploaded(made) if _is_cuda(device) else made
 
 
 def moved(tensor: Tensor, *given: Any, **options: Any) -> Tensor:
-    """Stands for `Tensor.to`."""
+    """Replaces `Tensor.to`."""
     wanted = options.get("device", given[0] if given else None)
     if not _is_cuda(wanted):
         to_host = isinstance(wanted, (str, torch.device)) and torch.device(wanted).type == "cpu"
@@ -116,7 +116,7 @@ def _is_cuda(device: object) -> bool:
 
 
 def uploaded(values: Tensor) -> VirtualTensor:
-    """A copy on the device, made in the current stream."""
+    """Return a copy on the device, made in the current stream."""
     device = current_device()
     requires_grad, values = values.requires_grad, values.detach().clone()
     found, step = _new(device, values)
@@ -139,12 +139,12 @@ def _new(device: Device, values: Tensor) -> tuple[VirtualTensor, Step]:
 
 
 def wrapped(device: Device, elem: Tensor) -> VirtualTensor:
-    """Memory that ranks have opened together as a tensor of this rank's; nobody frees it."""
+    """Return shared memory as a tensor of this rank; it is never freed."""
     return VirtualTensor(elem, device.everlasting)
 
 
 def spans_of(elem: Tensor) -> tuple[Span, ...]:
-    """Addresses of a tensor's elements; more than one where its rows do not touch."""
+    """Return spans of a tensor's elements; several if its rows are not adjacent."""
     if not elem.numel():
         return ()
     dense = elem.is_contiguous() or elem.ndim < 2
@@ -156,7 +156,7 @@ def spans_of(elem: Tensor) -> tuple[Span, ...]:
 
 
 def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """Run on what memory holds now, for the shapes of the results; and recorded, for when its turn comes."""
+    """Run an operator on the memory's current values, for the results' shapes, and record it to run later."""
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor)]
     device, name = current_device(), func.overloadpacket.__name__
     if name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero"):
@@ -167,7 +167,7 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
     written_here = {id(tensor) for tensor in changed}
 
     def operand(leaf: object) -> object:
-        """What the host has is read now, as a copy that blocks does."""
+        """Read host tensors now, as a blocking copy does."""
         if type(leaf) is Tensor and id(leaf) not in written_here:
             return leaf.clone()
         return _elem(leaf)
@@ -208,14 +208,14 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
 
     written = {id(elem) for elem in writes}
     reads = [tensor.elem for tensor in inputs if id(tensor.elem) not in written and "like" not in name]
-    # a word in memory that ranks share is a flag: it orders others
+    # a word in memory that ranks share is a flag: it orders other accesses
     flags = [
         elem.data_ptr() for elem in writes if elem.nbytes == 4 and device.program.is_shared(elem.data_ptr())
     ]
     plain = [elem for elem in writes if elem.data_ptr() not in flags]
     step = Step(run, _all_spans(reads), _all_spans(plain), raises=lambda: flags)
     on_processors = not _by_copy_engine(device, name, [*writes, *reads])
-    # torch's libraries take all processors but those that its setting says
+    # torch's libraries take all processors except those that its setting leaves free
     leaves = torch._C._get_sm_carveout_experimental() or 0 if name in _PRODUCTS else None
     work = _work(device, name, plain_args, step)
     device.enqueue(name, [[step]], on_processors=on_processors, leaves=leaves, work=work)
@@ -223,7 +223,7 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
 
 
 def _computed(device: Device, func: Any, args: Any, kwargs: Any) -> object:
-    """What it returns: of floating-point numbers that are not there, shapes."""
+    """Compute an operator's results; without numbers, only the shapes of floating-point results."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if device.program.numbers or func.is_view or not any(map(torch.is_floating_point, tensors)):
         return func(*args, **kwargs)
@@ -256,7 +256,7 @@ def _work(device: Device, name: str, args: Sequence[Any], step: Step) -> Work:
 
 
 def _by_copy_engine(device: Device, name: str, elems: Sequence[Tensor]) -> bool:
-    """Whole rows that go to another rank, or to the host; within a device a kernel copies."""
+    """Whether a copy engine copies: contiguous rows to another rank or to the host; else a kernel does."""
     dense = all(elem.is_contiguous() for elem in elems)
     return (
         name == "copy_"
@@ -278,7 +278,7 @@ def _elem(leaf: object) -> object:
 
 
 def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operator writes in place."""
+    """Yield the tensors that an operator writes in place."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = (

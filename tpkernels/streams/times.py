@@ -1,9 +1,9 @@
-"""When tasks run: those of a program of sizes, on the GPUs, links and hosts of a `Node`.
+"""Computes when a program's tasks run on the GPUs, links and hosts of a `Node`.
 
-All ranks of a group do the same, turned round the ring of ranks, so one is recorded and stands for all. What
-it sends takes its link both ways: another sends it as much meanwhile. A collective begins when it is there,
-since the others are. And what it awaits comes when it has itself sent the same to the rank on the other side
-(`Program.turned`): in its program that lies before.
+All ranks of a group do the same, rotated round the ring, so one recorded rank stands for all. Its sends
+occupy its link both ways, because a peer sends to it at the same time. A collective begins when the rank
+arrives, because its peers arrive at the same time. Awaited rows arrive when the rank has sent the same rows
+to the rank on its other side (`Program.turned`), earlier in its own program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _US = 1e-6
 
 @dataclass(frozen=True)
 class Costs:
-    """What a task takes."""
+    """The time and resources of a task."""
 
     place: str
     kind: str
@@ -47,25 +47,25 @@ class Costs:
 
 
 def times_of(program: Program, calls: Sequence[range], node: Node) -> list[list[Ran]]:
-    """When the tasks of each call ran, if all before the first were done.
+    """Return when the tasks of each call ran, if all tasks before the first call were done.
 
-    calls: numbers of their tasks, and of no other
+    calls: the numbers of each call's tasks
     """
     ran = run(list(_Timed(program, calls, node).tasks())).values()
     return [[each for each in ran if each.task.key[0] == call] for call in range(len(calls))]
 
 
 class _Timed:
-    """The program's tasks as those of a simulation."""
+    """Converts a program's tasks to tasks of a simulation."""
 
     def __init__(self, program: Program, calls: Sequence[range], node: Node) -> None:
         self._program, self._node, self._first = program, node, calls[0].start
         self._call_of = {task: call for call, tasks in enumerate(calls) for task in tasks}
-        self._last: dict[int, TaskKey] = {}  # piece of each task
-        self._raised: dict[int, TaskKey] = {}  # by flag of ours: what ends when it is up
+        self._last: dict[int, TaskKey] = {}  # the last piece of each task
+        self._raised: dict[int, TaskKey] = {}  # by our flag: the piece whose end raises it
 
     def tasks(self) -> Iterator[TimelineTask]:
-        """Each call first takes the host some time."""
+        """Yield all tasks; each call begins with some time of the host."""
         latest = None
         for task in self._program.tasks[self._first :]:
             call = self._call_of.get(task.number)
@@ -76,7 +76,7 @@ class _Timed:
             yield from self._parts(task, call)
 
     def _parts(self, task: Task, call: int | None) -> Iterator[TimelineTask]:
-        """Yield its launch, and what it does piece by piece."""
+        """Yield a task's launch, and its pieces."""
         costs, launch = self._costs(task), (call, task.number)
         yield TimelineTask(launch, (HOST,), _US * costs.launch, name=task.name, kind=LAUNCH)
         before = (launch, *(self._last[number] for number in task.after if number >= self._first))
@@ -99,7 +99,7 @@ class _Timed:
                 self._raised.update((flag, key) for flag in turned if flag is not None)
 
     def _pieces(self, task: Task) -> list[tuple[list[Step], set[TaskKey]]]:
-        """Steps that await the same; one that raises a flag is a piece of its own."""
+        """Group steps that await the same flags; a step that raises a flag is a piece of its own."""
         in_turn = [
             steps[number]
             for number in range(max(map(len, task.programs)))
@@ -116,7 +116,7 @@ class _Timed:
         return pieces
 
     def _costs(self, task: Task) -> Costs:
-        """Of a task that has the GPU for itself."""
+        """Return the costs of a task that runs alone."""
         work, node, host = task.work, self._node, self._node.host
         if task.ends and task.ends[0].rows is not None:
             share = node.nccl.channels / node.gpu.processors
@@ -143,7 +143,7 @@ class _Timed:
         return Costs(COMPUTE, NOTHING)
 
     def _stores(self, task: Task, steps: Sequence[Step], seconds: float) -> dict[Resource, float]:
-        """The part of the link that a product takes which stores to another rank."""
+        """Return the fraction of the link that a product's stores to other ranks take."""
         if task.work.kind != "product":
             return {}
         spans = [span for step in steps for span in step.writes if self._program.rank_at(span[0])]
@@ -153,6 +153,6 @@ class _Timed:
 
 
 def _sent(task: Task, ranks: int) -> float:
-    """Bytes that a rank sends; of an all-reduce twice those of a reduce-scatter."""
+    """Return the bytes that a rank sends; of an all-reduce twice those of a reduce-scatter."""
     leaving = [end.rows.nbytes for end in task.ends if end.sends and end.peer and end.rows is not None]
     return sum(leaving) * (2 / ranks if task.ends[0].what == "all-reduce" else 1)

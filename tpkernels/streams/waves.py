@@ -1,8 +1,8 @@
-"""Products that take all processors while a collective may be in flight: a second wave, or no overlap.
+"""Finds products that take all processors while a collective may be in flight.
 
-A persistent product has as many programs as it counts on processors. Where a collective holds some of these,
-the programs that are left run when the others have ended, and the product takes twice as long. Where the
-product comes first, the collective waits until it ends.
+A persistent product has a program for each processor that it counts on. If a collective holds some of these,
+the remaining programs run in a second wave, and the product takes twice as long. If the product comes first,
+the collective waits until it ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tpkernels.streams.program import Program, Task
 
 
 def require_waves_beside(program: Program) -> None:
-    """An error if a product is launched while a collective may be in flight, and they do not fit together."""
+    """Raise if a product and a collective that may be in flight together need too many processors."""
     before = _all_before(program)
     products = [task for task in program.tasks if task.leaves is not None]
     collectives = [task for task in program.tasks if task.ends and task.ends[0].rows is not None]
@@ -24,7 +24,7 @@ def require_waves_beside(program: Program) -> None:
         if later and not ordered and _too_wide(product, collective):
             raise MachineError(
                 f"{product} leaves {product.leaves} processors while {collective} may be in flight, which "
-                f"needs {collective.needs_at_once}: one of the two waits for the other"
+                f"needs {collective.needs_at_once}: one of them waits for the other"
             )
 
 
@@ -34,7 +34,7 @@ def _too_wide(product: Task, collective: Task) -> bool:
 
 
 def _all_before(program: Program) -> list[int]:
-    """Of each task those that have ended when it begins, on its rank, as bits."""
+    """Return for each task the tasks of its rank that have ended when it begins, as bits."""
     found: list[int] = []
     for task in program.tasks:
         bits = 0

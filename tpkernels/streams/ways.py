@@ -1,6 +1,6 @@
-"""Ways to move rows: those of our operators, and two of others by changes to these.
+"""Ways to move rows: our operators' transports, and two other ways by patches of our operators.
 
-naive         `F.linear` behind a blocking all-gather, or before a blocking reduce-scatter that NCCL sums
+naive         `F.linear` after a blocking all-gather, or before a blocking reduce-scatter that NCCL sums
 decomposed    a product for each rank's rows, once copy engines have brought them; a kernel adds up sums
 """
 
@@ -31,7 +31,7 @@ TRANSPORTS = {"naive": "c10d", "c10d": "c10d", "symmetric": "symmetric", "decomp
 
 
 class Decomposed(SymmetricExchange):
-    """Pushes as ours, of which each rank's rows are one round."""
+    """Pushes rows as our exchange, with one round for each rank's rows."""
 
     def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
         _, *others = gather_plan(rows, ranks, rank, 1, tapered=False).rounds
@@ -47,15 +47,15 @@ class Decomposed(SymmetricExchange):
 
 
 class _Delivery(SymmetricDelivery):
-    lasts = True  # nobody copies rows
+    lasts = True  # rows are not copied
 
     def keep(self, rows: Tensor) -> None:
-        """A product writes its own rows of a sum where they belong."""
+        """Keep nothing for a sum: the product writes the rank's own rows to their place."""
         if not self.plan.reduces:
             super().keep(rows)
 
     def await_rows(self, rows: slice) -> None:
-        """By the stream."""
+        """Make the current stream wait for rows."""
         first, word = self.flags.data_ptr(), self.awaited.data_ptr()
         awaits = tuple(Awaited(first + 4 * chunk, word) for chunk in self.exchange.chunk_numbers(rows))
         current_device().enqueue("rows are awaited", [[Step(awaits=awaits)]], on_processors=False)
@@ -63,7 +63,7 @@ class _Delivery(SymmetricDelivery):
 
 @contextmanager
 def going(way: str) -> Iterator[None]:
-    """While operators enqueue, they go this way, and transfers are called by what they move."""
+    """Make operators go this way inside the block, and name transfers by the data that they move."""
     begin_call = parallel.begin_call
 
     def begin(op: str, what: str, *given: Any) -> Call:
@@ -99,7 +99,7 @@ def _decomposed() -> list[Any]:
         op: str, purpose: str, like: Tensor, rows: int, cols: int, group: Any, features: int, overlap: bool,
         **options: Any,
     ) -> Exchange:  # fmt: skip
-        """What no product takes as it arrives moves by collectives, and so do sums for all."""
+        """Use collectives for rows that no product takes as they arrive, and for sums for all ranks."""
         if not features or options.get("to_all"):
             return c10d_for(like, rows, features, group.size(), overlap)
         return found(op, purpose, like, rows, cols, group, features, overlap, **options)

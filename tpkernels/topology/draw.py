@@ -1,4 +1,4 @@
-"""Describes a plan in words, in the form of Megatron's documentation."""
+"""Describes a plan in words, in the style of Megatron's documentation."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NAMES: dict[Kind, str] = {
     "embedding": "embedding",
     "position_embedding": "position embedding",
 }
-Unit = Literal["GPU", "rank"]  # what a place of the world is called: a rank on a CPU is no GPU
+Unit = Literal["GPU", "rank"]  # the word for a position in the world: a rank on a CPU is no GPU
 LINE_WIDTH = 96
 MAX_MEMBERS = 16  # a longer group is shown by its first ranks and its last
 
 
 def shown_kinds(plan: Groups) -> list[Kind]:
-    """The kinds worth showing: always data, tensor and pipeline, the others where they say something."""
+    """Return the kinds to show: always data, tensor and pipeline, others if their size is above 1."""
     kinds: list[Kind] = ["dp", "tp", "pp"]
     if plan.context > 1:
         kinds += ["cp", "dp_cp"]
@@ -37,7 +37,7 @@ def shown_kinds(plan: Groups) -> list[Kind]:
 
 
 def headline(plan: Groups) -> str:
-    """Write the world's size and parallel sizes in one line."""
+    """Format the world's size and parallel sizes as one line."""
     sizes = [f"tensor {plan.tensor}", f"data {plan.data}", f"pipeline {plan.pipeline}"]
     if plan.context > 1:
         sizes.insert(1, f"context {plan.context}")
@@ -52,7 +52,7 @@ def headline(plan: Groups) -> str:
 
 
 def name_of(rank: int, unit: Unit) -> str:
-    """The short name of a rank.
+    """Return the short name of a rank.
 
     >>> name_of(3, "GPU"), name_of(3, "rank")
     ('g3', 'r3')
@@ -61,12 +61,12 @@ def name_of(rank: int, unit: Unit) -> str:
 
 
 def group_text(ranks: Ranks, unit: Unit = "GPU") -> str:
-    """Write a group's ranks as "[g0, g2]", shortened in the middle if there are many."""
+    """Format a group's ranks as "[g0, g2]", shortened in the middle if there are many."""
     return "[" + ", ".join(_shortened(ranks, name_of(0, unit)[:-1])) + "]"
 
 
 def describe(plan: Groups, *, max_groups: int, unit: Unit) -> str:
-    """Describe the groups of every kind worth showing, and which ranks hold each copy of the model."""
+    """Describe the groups of each shown kind, and the ranks of each replica of the model."""
     lines = [headline(plan), ""]
     for kind in shown_kinds(plan):
         count = plan.count_groups(kind)

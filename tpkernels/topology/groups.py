@@ -1,4 +1,4 @@
-"""Computes which rank belongs to which group, by strides of named axes. Loads the standard library only.
+"""Computes the ranks of each group by strides of named axes. Loads the standard library only.
 
 >>> grid = Grid({"tp": 2, "dp": 2, "pp": 2})
 >>> grid.coordinate(5, "tp"), grid.coordinate(5, "dp"), grid.coordinate(5, "pp")
@@ -39,7 +39,7 @@ Kind = Literal[
     "world",
     "alone",
 ]
-COMBINED_KINDS: tuple[Kind, ...] = get_args(Kind)[10:]  # made where Megatron's names are asked for
+COMBINED_KINDS: tuple[Kind, ...] = get_args(Kind)[10:]  # made for Megatron's names only
 KINDS: tuple[Kind, ...] = get_args(Kind)[:10]
 
 _AXES_OF: Mapping[Kind, tuple[str, ...]] = {
@@ -55,7 +55,7 @@ _AXES_OF: Mapping[Kind, tuple[str, ...]] = {
     "world": ("tp", "dp", "cp", "pp"),
     "alone": (),
 }
-# Experts lie on a grid of their own, where what was data and context is expert and data.
+# Experts have their own grid: expert and data axes in place of data and context.
 _EXPERT_AXES_OF: Mapping[Kind, tuple[str, ...]] = {
     "ep": ("ep",),
     "expert_dp": ("dp",),
@@ -80,12 +80,12 @@ class Grid:
         return rank // self.strides[axis] % self.sizes[axis]
 
     def group_of(self, rank: int, axes: Collection[str]) -> Ranks:
-        """The ranks that differ from `rank` on `axes` only, with itself, ascending."""
+        """Return the ranks that differ from `rank` on `axes` only, with `rank` itself, ascending."""
         origin = rank - sum(self.coordinate(rank, axis) * self.strides[axis] for axis in axes)
         return tuple(origin + offset for offset in self._offsets(axes))
 
     def groups(self, axes: Collection[str]) -> Iterator[Ranks]:
-        """Every group along `axes`, by ascending first rank."""
+        """Yield every group along `axes`, by ascending first rank."""
         offsets = list(self._offsets(axes))
         for origin in self._offsets([axis for axis in self.sizes if axis not in axes]):
             yield tuple(origin + offset for offset in offsets)
@@ -101,7 +101,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a world, computed from its sizes when they are asked for."""
+    """The groups of a world, computed from its sizes on demand."""
 
     world_size: int
     tensor: int
@@ -118,11 +118,11 @@ class Groups:
 
     @cached_property
     def groups(self) -> Mapping[Kind, tuple[Ranks, ...]]:
-        """Every group of a kind, computed when that kind is first asked for."""
+        """All groups by kind, computed at the first look-up of a kind."""
         return _ByKind(self)
 
     def group_of(self, rank: int, kind: Kind) -> Ranks:
-        """The ranks of the one `kind` group that `rank` belongs to, ascending. O(its size)."""
+        """Return the ranks of `rank`'s `kind` group, ascending, in time O(size of the group)."""
         self._check(rank, kind)
         ranks = self._group_at(rank, kind)
         if rank not in ranks:
@@ -133,24 +133,24 @@ class Groups:
         return ranks
 
     def index_in(self, rank: int, kind: Kind) -> int:
-        """The position of `rank` within its `kind` group."""
+        """Return the position of `rank` within its `kind` group."""
         return self.group_of(rank, kind).index(rank)
 
     def is_member(self, rank: int, kind: Kind) -> bool:
-        """Whether `rank` is in a `kind` group: always, but for the embedding kinds."""
+        """Whether `rank` is in a `kind` group: always, except for the embedding kinds."""
         self._check(rank, kind)
         return rank in self._group_at(rank, kind)
 
     def members_near(self, rank: int, kind: Kind) -> Ranks:
-        """The `kind` group in `rank`'s region of the world, whether or not it holds `rank` itself.
+        """Return `rank`'s `kind` group; for the embedding kinds its pipeline's group, with or without `rank`.
 
-        For the embedding kinds: the ranks of `rank`'s own pipeline that hold that embedding.
+        Ranks of this group hold that embedding.
         """
         self._check(rank, kind)
         return self._group_at(rank, kind)
 
     def stage_of(self, rank: int) -> int:
-        """The pipeline stage of `rank`."""
+        """Return the pipeline stage of `rank`."""
         self._check(rank, "pp")
         return self._dense.coordinate(rank, "pp")
 
@@ -186,7 +186,7 @@ class Groups:
         return grid.group_of(rank, axes)
 
     def first_groups(self, kind: Kind, count: int) -> list[Ranks]:
-        """The first `count` groups of a kind; the others are not computed."""
+        """Return the first `count` groups of a kind, without computing the others."""
         return list(islice(self._each_group(kind), count))
 
     def count_groups(self, kind: Kind) -> int:

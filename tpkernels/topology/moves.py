@@ -1,8 +1,8 @@
-"""Which rank sends which block of a tensor to which rank, when ranks hold blocks of it and need others.
+"""Plans which rank sends which block of a tensor to which rank, from the blocks that ranks hold and need.
 
-A block is a range of indices in each dimension of the full tensor, as (begin, end). Of what a rank needs, it
-copies what it holds itself. Every other element is sent to it once, by a rank that holds it: one of its own
-machine if there is one, and of several each in turn. So a rank finds its own moves without those of others.
+A block is a range of indices in each dimension of the full tensor, as (begin, end). A rank copies needed
+elements that it holds itself. Every other element is sent to it once, by a holder on its own machine if there
+is one; several holders send in turn. So a rank computes its own moves without those of other ranks.
 
 >>> rows = [(((0, 4), (0, 2)),), (((4, 8), (0, 2)),)]  # two ranks that hold half of the rows each
 >>> columns = [(((0, 8), (0, 1)),), (((0, 8), (1, 2)),)]
@@ -13,9 +13,9 @@ machine if there is one, and of several each in turn. So a rank finds its own mo
 1 1 ((4, 8), (1, 2)) 8
 0 1 ((0, 4), (1, 2)) 8
 
-What ranks send is packed into messages of at most `bucket_bytes`. All messages of all ranks have one order,
-in which each rank starts its own, a few at a time. So the first one that has not arrived is under way on both
-of its ranks, and nobody waits for somebody who waits.
+Blocks are packed into messages of at most `bucket_bytes`. All messages of all ranks have one order, in which
+each rank starts its own, a few at a time. So the first message that has not arrived is in flight on both of
+its ranks, and no deadlock is possible.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Blocks = tuple[Block, ...]  # that one rank holds, or needs, of a tensor
 
 
 class Placement(NamedTuple):
-    """Where the elements of one tensor are, and where they shall be.
+    """The blocks of one tensor that each rank holds and wants.
 
-    item_bytes: of an element
+    item_bytes: bytes of an element
     held, wanted: by rank; the blocks of one rank do not overlap
     """
 
@@ -44,7 +44,7 @@ class Placement(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A block that goes from one rank to another, or is copied, if they are the same."""
+    """A block sent from one rank to another, or copied if both are the same."""
 
     name: str
     sender: int
@@ -55,7 +55,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Blocks that travel together from one rank to another."""
+    """Blocks that one rank sends to another together."""
 
     sender: int
     receiver: int
@@ -67,12 +67,12 @@ class Message:
 
 
 def elements(block: Block) -> int:
-    """How many a block has; 1 if the tensor has no dimension."""
+    """Return the number of elements of a block; 1 for a tensor without dimensions."""
     return prod(end - begin for begin, end in block)
 
 
 def common(a: Block, b: Block) -> Block | None:
-    """What two blocks share, if anything."""
+    """Return the intersection of two blocks; None if it is empty."""
     found = []
     for (a_begin, a_end), (b_begin, b_end) in zip(a, b, strict=True):
         begin, end = max(a_begin, b_begin), min(a_end, b_end)
@@ -83,7 +83,7 @@ def common(a: Block, b: Block) -> Block | None:
 
 
 def without(block: Block, cut: Block) -> Iterator[Block]:
-    """The rest of a block as blocks that do not overlap. cut: lies in the block"""
+    """Yield the rest of a block without `cut`, which lies in it, as blocks that do not overlap."""
     for dim, ((begin, end), (low, high)) in enumerate(zip(block, cut, strict=True)):
         for rest in ((begin, low), (high, end)):
             if rest[0] < rest[1]:
@@ -91,7 +91,7 @@ def without(block: Block, cut: Block) -> Iterator[Block]:
 
 
 def parts_of(block: Block, most: int) -> Iterator[Block]:
-    """The block in parts of at most so many elements, in the order of its elements."""
+    """Yield parts of a block with at most `most` elements, in the order of its elements."""
     if elements(block) <= most:
         yield block
         return
@@ -105,9 +105,9 @@ def parts_of(block: Block, most: int) -> Iterator[Block]:
 def moves_of(
     placements: Iterable[Placement], machines: Sequence[Hashable], rank: int | None = None
 ) -> list[Move]:
-    """All moves, or those of one rank, in an order that all ranks have in common.
+    """Return all moves, or those of one rank, in an order that is the same on all ranks.
 
-    machines: on which each rank is
+    machines: the machine of each rank
     """
     layouts: dict[tuple[tuple[Blocks, ...], tuple[Blocks, ...]], _Layout] = {}
     moves = []
@@ -125,7 +125,7 @@ def moves_of(
 
 
 def steps_of(placements: Iterable[Placement], most_bytes: int) -> list[list[str]]:
-    """Names of tensors that move together, as many as need no more than so many bytes on any rank."""
+    """Group names of tensors into steps that need at most `most_bytes` on any rank, or one tensor."""
     steps: list[list[str]] = []
     taken = 0
     for name, item_bytes, _, wanted in placements:
@@ -139,9 +139,9 @@ def steps_of(placements: Iterable[Placement], most_bytes: int) -> list[list[str]
 
 
 def messages_of(moves: Iterable[Move], bucket_bytes: int, ranks: int) -> list[Message]:
-    """What is sent, packed, in the order that all ranks have in common: a block larger than a bucket is cut.
+    """Pack moves into messages, in an order that is the same on all ranks; split blocks larger than a bucket.
 
-    ranks: of the world
+    ranks: the size of the world
     """
     packed: dict[tuple[int, int], list[list[Move]]] = {}
     room: dict[tuple[int, int], int] = {}  # in the last message of a pair of ranks
@@ -157,7 +157,7 @@ def messages_of(moves: Iterable[Move], bucket_bytes: int, ranks: int) -> list[Me
                 room[pair] = bucket_bytes
             packed[pair][-1].append(part)
             room[pair] -= part.size
-    # each pair's first message, then each one's second; of these by distance, at which each rank has one peer
+    # each pair's first message, then each pair's second, ...; by distance, at which each rank has one peer
     ordered = sorted(
         (number, (receiver - sender) % ranks, sender, receiver)
         for (sender, receiver), messages in packed.items()
@@ -171,10 +171,10 @@ def messages_of(moves: Iterable[Move], bucket_bytes: int, ranks: int) -> list[Me
 
 @dataclass
 class _Share:
-    """A block that some ranks need, and those that send it to them in turn.
+    """A block that some ranks need, and the ranks that send it in turn.
 
-    place: of the rank whose moves are wanted among the senders, if it is one
-    own: which of the receivers are that rank; all of them if those of all ranks are wanted
+    place: the position, among the senders, of the rank whose moves are wanted; None: it is no sender
+    own: positions of that rank among the receivers; all positions if all moves are wanted
     """
 
     block: Block
@@ -184,7 +184,7 @@ class _Share:
     own: Sequence[int] = ()
 
     def find(self, rank: int | None) -> bool:
-        """Note which moves are wanted. returns: whether there may be any"""
+        """Note whose moves are wanted; return whether there may be any."""
         if rank is None:
             self.own = range(len(self.receivers))
         else:
@@ -193,7 +193,7 @@ class _Share:
         return self.place is not None or len(self.own) > 0
 
     def pairs(self, turn: int) -> Iterator[tuple[int, int]]:
-        """Senders and receivers. turn: who is the first to send"""
+        """Yield senders and receivers. turn: the position of the first sender"""
         count, numbers = len(self.senders), self.own
         if self.place is not None:
             numbers = sorted({*numbers, *range((self.place - turn) % count, len(self.receivers), count)})
@@ -203,7 +203,7 @@ class _Share:
 
 @dataclass
 class _Layout:
-    """What has to move of each of the tensors that lie alike. turn: of the next one's senders"""
+    """The shares of tensors with the same placement. turn: the first sender's position for the next tensor"""
 
     shares: list[_Share]
     turn: int
@@ -237,15 +237,15 @@ def _shares_of(
 
 
 class _Cell(NamedTuple):
-    """What a rank needs, and all of which has the same holders."""
+    """A block that a rank needs, with the same holders for all of it."""
 
-    number: int  # the same for cells that are the same
+    number: int  # equal cells have one number
     block: Block
-    holders: tuple[int, ...] | None  # None: it holds that itself
+    holders: tuple[int, ...] | None  # None: the rank holds it itself
 
 
 def _cells_of(name: str, held: Sequence[Blocks], wanted: Sequence[Blocks]) -> list[list[_Cell]]:
-    """By rank."""
+    """Return the cells that each rank needs; raise if no rank holds one."""
     index = _Index(held)
     numbers: dict[object, int] = {}
     known: dict[tuple[Blocks, Blocks], list[_Cell]] = {}
@@ -296,7 +296,7 @@ class _Index:
         self._longest = max((block[0][1] - block[0][0] for block, _ in self._entries if block), default=1)
 
     def cells(self, needed: Block) -> Iterator[tuple[Block, tuple[int, ...]]]:
-        """Parts of a block, each with all that hold it."""
+        """Yield parts of a block, each with all of its holders."""
         cells: list[tuple[Block, tuple[int, ...]]] = [(needed, ())]
         begin, end = needed[0] if needed else (0, 1)
         first = bisect_left(self._begins, begin - self._longest + 1)
@@ -310,7 +310,7 @@ class _Index:
                     finer.append((shared, (*holders, *ranks)))
                     finer += [(rest, holders) for rest in without(cell, shared)]
                 elif cell and cell[0][1] <= block[0][0]:
-                    yield cell, holders  # all later blocks begin behind it
+                    yield cell, holders  # all later blocks begin after it
                 else:
                     finer.append((cell, holders))
             cells = finer

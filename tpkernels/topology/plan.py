@@ -1,4 +1,4 @@
-"""Plans which rank belongs to which group: arithmetic, without torch and process groups.
+"""Plans the groups of ranks by arithmetic, without torch and process groups.
 
 >>> plan = plan_groups(world_size=16, tensor=2, pipeline=4)
 >>> plan.groups["tp"][:3]
@@ -26,10 +26,10 @@ from tpkernels.topology.groups import Kind as Kind
 
 @dataclass(frozen=True)
 class GroupPlan(Groups):
-    """The groups of a world, which can be described and drawn. Immutable."""
+    """An immutable plan of the groups of a world, with methods to describe and draw it."""
 
     def describe(self, *, max_groups: int = 32, unit: draw.Unit = "GPU") -> str:
-        """Describe the groups in words, in the form of Megatron's documentation."""
+        """Describe the groups in words, in the style of Megatron's documentation."""
         return draw.describe(self, max_groups=max_groups, unit=unit)
 
     def to_svg(self, *, gpus_per_node: int = 8, max_nodes: int = 16, unit: draw.Unit = "GPU") -> str:
@@ -48,10 +48,10 @@ def plan_groups(
     split_rank: int | None = None,
     order: str = check.DEFAULT_ORDER,
 ) -> GroupPlan:
-    """Plan the groups of `world_size` ranks on a grid, whose first axis in `order` varies fastest.
+    """Plan the groups of `world_size` ranks on a grid; the first axis in `order` varies fastest.
 
-    Data parallelism takes what the other sizes leave. Experts are spread over data and context ranks, as
-    in Megatron-Core, so `expert` must divide world_size / (tensor x pipeline).
+    The data-parallel size is world_size / (tensor x pipeline x context). Experts are spread over data and
+    context ranks, as in Megatron-Core, so `expert` must divide world_size / (tensor x pipeline).
     """
     world_size = check.positive(world_size, "world_size")
     tensor = check.positive(tensor, "tensor_model_parallel_size")
@@ -83,9 +83,9 @@ def plan_groups(
 
 @dataclass(frozen=True)
 class ListedPlan(GroupPlan):
-    """A plan of groups that are listed: by Megatron, or by a caller with grids of its own.
+    """A plan of groups given as lists, by Megatron or by a caller with its own grids.
 
-    lists: the groups of a kind, which may hold some ranks of the world only
+    lists: returns the groups of a kind; they may leave out ranks of the world
     """
 
     lists: Callable[[Kind], Sequence[Sequence[int]]] = field(compare=False)
@@ -110,7 +110,7 @@ class ListedPlan(GroupPlan):
                 return ranks
         if "embedding" in kind and not listed:
             return ()
-        if "embedding" in kind:  # that of the rank's own pipeline
+        if "embedding" in kind:  # the group of the rank's own pipeline
             pipeline = set(self._group_at(rank, "pp"))
             return next((ranks for ranks in listed if not pipeline.isdisjoint(ranks)), ())
         raise ValueError(f"rank {rank} is in none of the {kind} groups that were listed")

@@ -1,8 +1,7 @@
-"""Which rows or columns of a weight each rank holds; which ids of a vocabulary; which heads.
+"""Splits dimensions of weights, vocabularies and attention heads over ranks.
 
 A dimension is split into ranks x stride equal ranges; rank r holds ranges r, r + ranks, r + 2 ranks, ...
-With stride 1 that is one contiguous range. A stride of n is for n weights concatenated in one: each of them
-is split.
+With stride 1 that is one contiguous range. Stride n is for n weights concatenated in one: each is split.
 
 >>> ranges_of(1, size=8, ranks=2)
 (range(4, 8),)
@@ -20,15 +19,15 @@ rows; rows past the last id are padding, and the last ranks may hold nothing els
 >>> split_vocabulary(50257, ranks=2, divisible_by=128).padded_size
 50432
 
-Heads that ranks do not divide are padded. Those that read one head of keys and values stay on ranks of their
-own, where a rank would otherwise need several.
+Heads that ranks do not divide are padded. If a rank would need several heads of keys and values, the query
+heads that read one of them get ranks of their own.
 
 >>> [list(split_heads(6, ranks=4).heads_of(rank)) for rank in range(4)]
 [[0, 1], [2, 3], [4, 5], []]
 >>> [list(split_heads(6, kv_heads=2, ranks=4).heads_of(rank)) for rank in range(4)]
 [[0, 1], [2], [3, 4], [5]]
 
-Layers of our own want query heads that are a multiple of the ranks. Heads of keys and values may be fewer.
+tpkernels' layers need a multiple of the ranks as query heads. There may be fewer heads of keys and values.
 
 >>> head_size_of(64, num_heads=8)
 8
@@ -46,9 +45,9 @@ from tpkernels.topology.sizes import InvalidSizes, positive
 
 
 def shard_size(size: int, ranks: int, name: str = "size", stride: int = 1) -> int:
-    """Size of one rank's shard of a dimension.
+    """Return the size of one rank's shard of a dimension.
 
-    name: of the dimension, for the error where ranks x stride do not divide it
+    name: of the dimension, for the error if ranks x stride do not divide it
     """
     size, ranks, stride = positive(size, name), positive(ranks, "ranks"), positive(stride, "stride")
     if size % (ranks * stride):
@@ -62,7 +61,7 @@ def shard_size(size: int, ranks: int, name: str = "size", stride: int = 1) -> in
 
 
 def ranges_of(rank: int, *, size: int, ranks: int, stride: int = 1, name: str = "size") -> tuple[range, ...]:
-    """The ranges of the full dimension that `rank` holds, in the order of its shard."""
+    """Return the ranges of the full dimension that `rank` holds, in the order of its shard."""
     length = shard_size(size, ranks, name, stride) // stride
     if not 0 <= rank < ranks:
         raise InvalidSizes(f"rank {rank} is not in the tensor-parallel group: expected 0 to {ranks - 1}")
@@ -70,7 +69,7 @@ def ranges_of(rank: int, *, size: int, ranks: int, stride: int = 1, name: str = 
 
 
 def stacked_ranges(rank: int, stacks: tuple[int, ...], ranks: int) -> tuple[range, ...]:
-    """The ranges that `rank` holds of weights of these sizes, concatenated in one, of which each is split.
+    """Return the ranges that `rank` holds of concatenated weights of these sizes, each split over the ranks.
 
     >>> stacked_ranges(1, (8, 4, 4), ranks=2)
     (range(4, 8), range(10, 12), range(14, 16))
@@ -86,7 +85,7 @@ def stacked_ranges(rank: int, stacks: tuple[int, ...], ranks: int) -> tuple[rang
 
 @dataclass(frozen=True, slots=True)
 class VocabularySplit:
-    """A vocabulary of `size` ids over `ranks` ranks, each with `shard_size` rows."""
+    """A vocabulary of `size` ids, split over `ranks` ranks with `shard_size` rows each."""
 
     size: int
     ranks: int
@@ -94,11 +93,11 @@ class VocabularySplit:
 
     @property
     def padded_size(self) -> int:
-        """Rows of the full table."""
+        """The number of rows of the full table, padding included."""
         return self.shard_size * self.ranks
 
     def rows_of(self, rank: int) -> range:
-        """The rows of the full table that `rank` holds, padding included."""
+        """Return the rows of the full table that `rank` holds, padding included."""
         if not 0 <= rank < self.ranks:
             raise InvalidSizes(
                 f"rank {rank} is not in the tensor-parallel group: expected 0 to {self.ranks - 1}"
@@ -106,7 +105,7 @@ class VocabularySplit:
         return range(rank * self.shard_size, (rank + 1) * self.shard_size)
 
     def ids_of(self, rank: int) -> range:
-        """The ids that `rank` holds; none if all of its rows are padding."""
+        """Return the ids that `rank` holds; none if all of its rows are padding."""
         rows = self.rows_of(rank)
         return range(min(rows.start, self.size), min(rows.stop, self.size))
 
@@ -114,7 +113,7 @@ class VocabularySplit:
 def split_vocabulary(size: int, *, ranks: int, divisible_by: int = 1) -> VocabularySplit:
     """Pad a vocabulary to a multiple of `divisible_by` x `ranks`, and split it into equal shards.
 
-    divisible_by: each rank's rows are a multiple of it: Megatron's `make_vocab_size_divisible_by`, there 128
+    divisible_by: each rank's rows are a multiple of it: Megatron's `make_vocab_size_divisible_by`
     """
     size, ranks = positive(size, "vocabulary size"), positive(ranks, "ranks")
     unit = positive(divisible_by, "divisible_by")
@@ -123,9 +122,9 @@ def split_vocabulary(size: int, *, ranks: int, divisible_by: int = 1) -> Vocabul
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """Heads over ranks, of which each has as many slots: its own heads, then padding.
+    """Heads split over ranks; each rank has the same number of slots: its own heads, then padding.
 
-    runs: of as many heads each, over ranks of their own
+    runs: the number of equal runs of heads, each over ranks of its own
     unit: features of a head
     """
 
@@ -140,12 +139,12 @@ class HeadSplit:
 
     @property
     def size(self) -> int:
-        """Features of all heads."""
+        """The number of features of all heads."""
         return self.heads * self.unit
 
     @property
     def shard_size(self) -> int:
-        """Features of a rank, padding included."""
+        """The number of features of a rank, padding included."""
         return self.slots * self.unit
 
     def heads_of(self, rank: int) -> range:
@@ -160,13 +159,13 @@ class HeadSplit:
 
 
 def split_heads(heads: int, *, ranks: int, kv_heads: int | None = None) -> HeadSplit:
-    """Query heads over ranks, so that each rank reads as few heads of keys and values as can be.
+    """Split query heads over ranks, so that each rank reads as few heads of keys and values as possible.
 
-    kv_heads: how many there are of these, a divisor of the heads; None: as many
+    kv_heads: the number of heads of keys and values, a divisor of `heads`; None: the same number
     """
     group = heads // (kv_heads or heads)
     slots = -(-heads // ranks)
-    # in order, a rank reads heads of keys of its own, or one of them, or else as many as it has queries
+    # in order, a rank reads its own heads of keys, or one head, or else one for each of its queries
     in_order = slots % group == 0 or group % slots == 0
     runs = kv_heads if kv_heads and not in_order and ranks % kv_heads == 0 else 1
     return HeadSplit(heads, ranks, runs)
@@ -175,7 +174,7 @@ def split_heads(heads: int, *, ranks: int, kv_heads: int | None = None) -> HeadS
 def head_size_of(
     hidden_size: int, num_heads: int, head_size: int | None = None, *, rotary: bool = False
 ) -> int:
-    """Features of a head: `head_size`, or hidden_size / num_heads. With rotary it must be even."""
+    """Return the features of a head: `head_size`, or hidden_size / num_heads; with rotary it must be even."""
     if num_heads < 1:
         raise ValueError(f"num_heads: expected at least one head, got {num_heads}")
     if head_size is None:
@@ -196,9 +195,9 @@ def head_size_of(
 def require_heads(
     num_heads: int, num_kv_heads: int, head_size: int, ranks: int, holders: str = "tensor-parallel ranks"
 ) -> None:
-    """Ranks divide the query heads, and hold one or more heads of keys and values each, or share one.
+    """Raise unless ranks divide the query heads, and each holds heads of keys and values or shares one.
 
-    holders: what `ranks` counts, for errors
+    holders: the word for `ranks` in errors
     """
     if num_heads % ranks:
         raise ValueError(f"num_heads: expected a multiple of the {ranks} {holders}, got {num_heads}")

@@ -1,4 +1,4 @@
-"""Checks of sizes and ranks: one clear error for each way in which they can be wrong."""
+"""Checks of sizes and ranks, with an error for each mistake."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
 class InvalidSizes(ValueError, RuntimeError, AssertionError):
-    """Sizes that a world cannot be split into.
+    """The world cannot be split by the given sizes.
 
-    A `ValueError` by nature; also the `RuntimeError` and the `AssertionError` that Megatron's two
-    initializers raise for the same mistake, so that existing `except` clauses still hold.
+    It is a `ValueError`, and also the `RuntimeError` and the `AssertionError` that Megatron's two
+    initializers raise for the same mistake, so that existing `except` clauses still work.
     """
 
 
 def positive(value: int, name: str) -> int:
-    """Return `value` as an int of at least 1; an error names it."""
+    """Return `value` as an int of at least 1; raise an error with its name otherwise."""
     return _at_least(1, "a positive integer", value, name)
 
 
 def not_negative(value: int, name: str) -> int:
-    """Return `value` as an int of at least 0, such as a rank; an error names it."""
+    """Return `value` as an int of at least 0, such as a rank; raise an error with its name otherwise."""
     return _at_least(0, "an integer of 0 or more", value, name)
 
 
@@ -39,7 +39,7 @@ def _at_least(least: int, wanted: str, value: int, name: str) -> int:
 
 
 def data_parallel_size(world_size: int, *, tensor: int, pipeline: int, context: int) -> int:
-    """The data-parallel size: what the other sizes leave of the world."""
+    """Return the data-parallel size: world_size / (tensor x pipeline x context)."""
     parts = f"tensor_model_parallel_size ({tensor}) x pipeline_model_parallel_size ({pipeline})"
     if context > 1:
         parts += f" x context_parallel_size ({context})"
@@ -82,8 +82,8 @@ def check_split(split_rank: int | None, pipeline: int) -> int | None:
         raise TypeError(
             f"split_rank must be an integer, got {split_rank!r}: the fourth argument of "
             "initialize_model_parallel is pipeline_model_parallel_split_rank, the decoder's first stage; "
-            "in today's Megatron it is pipeline_model_parallel_comm_backend, for which there is backend=..., "
-            "of every group"
+            "in today's Megatron it is pipeline_model_parallel_comm_backend; pass backend=... instead, for "
+            "every group"
         )
     if not 0 <= split_rank < pipeline:
         raise InvalidSizes(
@@ -94,7 +94,7 @@ def check_split(split_rank: int | None, pipeline: int) -> int | None:
 
 
 def parse_order(order: str, sizes: dict[str, int]) -> tuple[str, ...]:
-    """Parse "tp-cp-ep-dp-pp" to axes, the fastest first. An axis of size 1 may be left out."""
+    """Parse "tp-cp-ep-dp-pp" into axes, the fastest first; an axis of size 1 may be left out."""
     if not isinstance(order, str):
         raise TypeError(f"order must be a string such as {DEFAULT_ORDER!r}, got {order!r}")
     axes = order.lower().split("-")

@@ -24,11 +24,11 @@ PURPOSES: dict[Kind, str] = {
     "position_embedding": "stages that hold the position embedding",
 }
 
-# Paul Tol's "light" scheme, made for cells with text and for colour-blind readers, but indigo for olive;
-# ordered so that fills that some readers confuse, such as pink and mint, lie apart.
+# Paul Tol's "light" scheme for cells with text and for colour-blind readers, with indigo in place of olive;
+# ordered so that fills that some readers confuse, such as pink and mint, are not neighbours.
 SAFE_FILLS = ("#77aadd", "#ee8866", "#eedd88", "#5b5ea6", "#ffaabb", "#bbcc33", "#99ddff", "#44bb99")
 # Lightness and chroma of more fills. Three bands, because hues 8 golden angles apart are close, and
-# groups 8 apart often lie at the same place of neighbouring nodes.
+# groups 8 apart often have the same position on neighbouring nodes.
 BANDS = ((0.86, 0.08), (0.47, 0.11), (0.70, 0.12))
 GOLDEN_ANGLE = math.radians(137.508)
 
@@ -67,7 +67,7 @@ class _Lattice:
 
 @dataclass(frozen=True)
 class _DrawnNodes:
-    """The nodes that are drawn, and the GPUs in each."""
+    """The drawn nodes, and the GPUs in each."""
 
     ranks: range
     tiles: _Lattice
@@ -167,7 +167,7 @@ def _panel(plan: Groups, kind: Kind, machine: _DrawnNodes) -> _Panel:
 
 
 def _cards(panels: list[_Panel], machine: _DrawnNodes) -> _Lattice:
-    """The grid of panels, with cells as wide and high as the largest of them."""
+    """Return the grid of panels, with cells as wide and high as the largest panel."""
     titles = [_width_of(panel.title, 15, bold=True) for panel in panels]
     purposes = [_width_of(panel.purpose, 12) for panel in panels]
     inner = max(machine.nodes.size[0], *titles, *purposes)
@@ -179,7 +179,7 @@ def _cards(panels: list[_Panel], machine: _DrawnNodes) -> _Lattice:
 
 
 def _legend(panel: _Panel, width: int) -> tuple[_Lattice, list[str]]:
-    """The cells of a legend and the texts of its groups; the last row counts the groups left out."""
+    """Return the cells of a legend and its groups' texts; the last row counts groups left out."""
     texts = [_shortened(group, width - SWATCH - 6, panel.unit) for group in panel.groups]
     cell = SWATCH + 6 + max(_width_of(text, 12) for text in texts)
     columns = max(1, (width + LEGEND_GAP) // (cell + LEGEND_GAP))
@@ -249,7 +249,7 @@ def _draw_legend(parent: ET.Element, panel: _Panel, width: int) -> None:
 
 
 def _columns(count: int) -> int:
-    """The number of columns that fills a rectangle, at most three times as wide as high, or else a square."""
+    """Return the columns of a full rectangle at most three times as wide as high, else of a square."""
     narrowest = math.ceil(math.sqrt(count))
     full = [n for n in range(narrowest, math.isqrt(3 * count) + 1) if count % n == 0]
     return full[0] if full else narrowest
@@ -262,7 +262,7 @@ def _fills(count: int) -> list[str]:
 
 
 def _oklch(lightness: float, chroma: float, *, hue: float) -> str:
-    """Convert OKLCH to an sRGB fill; equal lightness looks equally light, whatever the hue."""
+    """Convert OKLCH to an sRGB fill; equal lightness looks equally light in each hue."""
     a, b = chroma * math.cos(hue), chroma * math.sin(hue)
     long = (lightness + 0.3963 * a + 0.2158 * b) ** 3
     medium = (lightness - 0.1056 * a - 0.0639 * b) ** 3
@@ -276,13 +276,13 @@ def _oklch(lightness: float, chroma: float, *, hue: float) -> str:
 
 
 def _ink_on(fill: str) -> str:
-    """The colour of text on a fill: white on dark fills, by WCAG's luminance."""
+    """Return the colour of text on a fill: white on dark fills, by WCAG's luminance."""
     red, green, blue = ((int(fill[i : i + 2], 16) / 255) ** 2.2 for i in (1, 3, 5))
     return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.2 else INK
 
 
 def _shortened(group: _DrawnGroup, width: int, unit: Unit) -> str:
-    """Write a group's ranks, as many as fit into `width`."""
+    """Format as many of a group's ranks as fit into `width`."""
     text = group.text
     kept = min(len(group.ranks), 16) - 2
     while _width_of(text, 12) > width and kept > 1:
@@ -292,7 +292,7 @@ def _shortened(group: _DrawnGroup, width: int, unit: Unit) -> str:
 
 
 def _width_of(text: str, size: int, *, bold: bool = False) -> int:
-    """Estimate the width of text from above, as of a wide font such as DejaVu Sans."""
+    """Estimate an upper bound of a text's width, as in a wide font such as DejaVu Sans."""
     return math.ceil(len(text) * size * (0.64 if bold else 0.58))
 
 

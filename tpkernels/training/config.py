@@ -1,4 +1,4 @@
-"""What a run is, but for its ranks: one field for each option of `train`, with its one default."""
+"""The configuration of a training run: one field for each option of `train`, with its default."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tpkernels.tp_invariance import mode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """A run, but for the ranks that it runs on: they do not change what is learnt."""
+    """The configuration of a run, independent of its ranks: they do not change the result."""
 
     model: GPTConfig
     data: str = field(metadata={"help": "any text, or ids: .bin (16 bits), .bin32"})
@@ -57,14 +57,14 @@ class TrainConfig:
             raise ValueError(f"max_norm: expected more than 0, got {self.max_norm}")
         if self.dropout and (self.tp_invariant or mode.segments):
             raise ValueError(
-                f"dropout: expected 0 with TP-invariance, got {self.dropout}: ranks draw each for itself"
+                f"dropout: expected 0 with TP-invariance, got {self.dropout}: each rank draws its own numbers"
             )
         if self.recipe is None:
             return
         if self.tp_invariant or mode.segments:
             raise ValueError(
-                f"fp8: expected none with TP-invariance, got {self.fp8}: scales depend on how many features "
-                "a rank has, and with them the bits"
+                f"fp8: expected none with TP-invariance, got {self.fp8}: scales, and with them the bits, "
+                "depend on the number of features of a rank"
             )
         if self.dtype == torch.float64:
             raise ValueError(f"fp8: expected weights in bfloat16 or float32, got float64 with {self.fp8}")
@@ -76,9 +76,9 @@ class TrainConfig:
 
 
 def learning_rate(step: int, *, steps: int, warmup: int, peak: float, floor: float) -> float:
-    """Return the rate of step `step`, from 0: up in a line, then down half a cosine.
+    """Return the learning rate of step `step`, from 0: linear warm-up, then cosine decay.
 
-    `peak` is reached after `warmup` steps, `floor` at the last.
+    The rate is `peak` after `warmup` steps, and `floor` at the last step.
     """
     if step < warmup:
         return peak * (step + 1) / warmup

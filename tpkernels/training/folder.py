@@ -1,4 +1,4 @@
-"""The files of a run: its folder of checkpoints, looked at before the first step, and its lines of JSON."""
+"""The files of a run: its folder of checkpoints, checked before the first step, and its JSON lines."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def prepare(folder: Path, *, resume: bool) -> None:
                 pass
             if not resume and _steps(folder):
                 raise FileExistsError(
-                    f"{folder} holds checkpoints of another run; pass --resume to go on from the last, or "
+                    f"{folder} holds checkpoints of another run; pass --resume to continue from the last, or "
                     "another folder"
                 )
-            for path in folder.iterdir():  # of a save that was interrupted; the next one will clear it
+            for path in folder.iterdir():  # of an interrupted save; the next save clears it
                 if path.name.endswith(".unfinished") and path.is_symlink():
                     raise FileExistsError(f"expected no symbolic link at {path}; remove it")
 
 
 def set_aside_after(folder: Path, done: int) -> None:
-    """Rename checkpoints of later steps, which this run will make again; called by all ranks.
+    """Rename checkpoints of later steps, because this run will write them again; called by all ranks.
 
-    There are some if a run died before `latest` named them, or if somebody wrote an earlier one into it.
+    They exist if a run died before `latest` named them, or if a user wrote an earlier name into `latest`.
     """
     with raise_on_all_ranks(f"--resume from {folder}, after {done} steps"):
         if dist.get_rank() == 0:
@@ -55,10 +55,10 @@ def _steps(folder: Path) -> dict[int, Path]:
 
 
 def opened_after(path: Path, done: int) -> tuple[TextIO, str]:
-    """Open a file for the lines of later steps; return it, and what to say of the lines before.
+    """Open a file for the lines of later steps; return it, and a warning about damaged lines, or "".
 
-    What a run wrote beyond its last checkpoint is dropped, for those steps are made again. Lines that hold no
-    step, as a run leaves one that is killed while it writes, stay in a copy of the file.
+    Lines of steps after the last checkpoint are dropped, because these steps run again. Lines without a step,
+    as of a run killed while it wrote, stay in a copy of the file.
     """
     said = ""
     if done and path.is_file():

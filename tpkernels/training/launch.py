@@ -1,6 +1,6 @@
-"""Ranks as processes of this machine: torchrun's environment, and one message when one of them fails.
+"""Starts ranks as processes of this machine with torchrun's environment; reports the first that fails.
 
-torchrun's engine, `torch.distributed.launcher.api.elastic_launch`, would do as well, but its stores are open
+torchrun's engine, `torch.distributed.launcher.api.elastic_launch`, is not used, because its stores are open
 to other machines: with torch 2.13 `ss -ltnp` shows `*:PORT` in spite of `rdzv_endpoint="127.0.0.1:0"`, two
 ports of `rdzv_backend="c10d"` and one of "static".
 """
@@ -26,16 +26,16 @@ from torch.distributed import PrefixStore, TCPStore
 from tpkernels.child import ending
 
 LIFELINE = "TPKERNELS_LIFELINE"  # a pipe that ends with the launcher
-GRACE_SECONDS = 10.0  # between asking the others to end and making them
-EXIT_SECONDS = 120.0  # of a rank that has done its work, for the threads of backends to end
+GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+EXIT_SECONDS = 120.0  # for the threads of backends to end after a rank's work
 POLL_SECONDS = 0.05
 
 
 def run_ranks(command: Sequence[str], ranks: int) -> int:
-    """Run `command` once for each rank; return the exit code, 0 if all of them ended well.
+    """Run `command` once for each rank; return the exit code, 0 if all ranks succeeded.
 
-    The first that fails is named, and ends the others. So does Ctrl-C. SIGTERM is passed on. Ranks that
-    `hold_lifeline` end with us even if we are killed.
+    The first rank that fails is named, and the others are ended, as by Ctrl-C. SIGTERM is passed on. Ranks
+    that call `hold_lifeline` end with this process even if it is killed.
     """
     store = loopback_store()
     common = environment_of_ranks(store, ranks)
@@ -63,9 +63,9 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
 
 
 def environment_of_ranks(store: TCPStore, ranks: int) -> dict[str, str]:
-    """Return the variables that all ranks share; each has its RANK and LOCAL_RANK beside.
+    """Return the environment variables that all ranks share; each also needs its RANK and LOCAL_RANK.
 
-    store: found by the ranks as they find torchrun's
+    store: the ranks find it as they find torchrun's
     """
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -76,12 +76,12 @@ def environment_of_ranks(store: TCPStore, ranks: int) -> dict[str, str]:
     }
     common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # ranks share the cores
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _loopback_interface()):
-        common["GLOO_SOCKET_IFNAME"] = interface  # gloo listens on the address of the host's name otherwise
+        common["GLOO_SOCKET_IFNAME"] = interface  # otherwise gloo listens on the address of the host's name
     return common
 
 
 def loopback_store() -> TCPStore:
-    """Return a store for the ranks of this machine, which no other machine can reach."""
+    """Return a store for the ranks of this machine that other machines cannot reach."""
     # given a name and a port, TCPStore listens on every interface
     listening = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
     port = listening.getsockname()[1]
@@ -96,7 +96,7 @@ def loopback_store() -> TCPStore:
 
 
 def _loopback_interface() -> str:
-    """Its name: lo on Linux, lo0 elsewhere; "" where there is neither."""
+    """Return the loopback interface: lo on Linux, lo0 elsewhere; "" if there is neither."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
 
 
@@ -112,20 +112,20 @@ def device_of_rank() -> torch.device:
 def join_world(backend: str, timeout: timedelta | None = None) -> None:
     """As `init_process_group(backend)`, also in a process that torchrun has restarted.
 
-    A restart meets no process of the attempt before.
+    A restarted process does not connect to processes of an earlier attempt.
 
     timeout: of each collective; by default the backend's own
     """
     store, rank, size = next(dist.rendezvous("env://"))
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        # torchrun keeps its store over restarts, and with it addresses of processes that are dead. On several
-        # machines each counts its own restarts, so that the number cannot tell attempts apart.
+        # torchrun keeps its store over restarts, with addresses of dead processes. On several machines each
+        # counts its own restarts, so the number cannot identify an attempt.
         store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def hold_lifeline() -> None:
-    """End this process when the launcher that started it has ended, in whatever way."""
+    """End this process when its launcher ends, for any reason."""
     if LIFELINE in os.environ:
         descriptor = int(os.environ[LIFELINE])
         threading.Thread(target=_exit_with, args=(descriptor,), daemon=True).start()
@@ -134,7 +134,7 @@ def hold_lifeline() -> None:
 
 
 def exit_in_time() -> None:
-    """Once this process exits it does so within `EXIT_SECONDS`, or shows where it hangs, and fails."""
+    """Limit this process's exit to `EXIT_SECONDS`; after that print where it hangs, and fail."""
     atexit.register(faulthandler.dump_traceback_later, EXIT_SECONDS, exit=True)
 
 
@@ -150,7 +150,7 @@ def _exit_without(parent: int) -> None:
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank that fails first, or None once all have ended well."""
+    """Return the rank that fails first, or None once all have succeeded."""
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):

@@ -1,11 +1,12 @@
-"""FLOPs of a step, as a share of the peak (MFU, as in the PaLM paper), and bytes that a rank keeps.
+"""FLOPs of a step, as a fraction of the peak (MFU, as in the PaLM paper), and memory of a rank.
 
-Counted are the products of linear layers, the head's among them, and of attention, over all tokens as if it
-were not causal; forward once, and twice that for backward. Not counted are lookups, norms, activations, the
-optimizer, padding of a vocabulary, and what is computed again: recomputation lowers MFU.
+FLOPs are those of linear layers, with the head, and of attention, over all tokens as if it were not causal:
+forward once, backward twice. Not counted are lookups, norms, activations, the optimizer, vocabulary padding,
+and recomputation, which therefore lowers MFU.
 
-What a run needs at least is reckoned before anything is allocated: weights, gradients, the optimizer, ids,
-what enters each block, and on a CPU each process. Most take more: no run is refused that would have worked.
+The memory that a run needs at least is computed before any allocation: weights, gradients, the optimizer,
+ids, inputs of blocks, and on a CPU each process. Most runs take more: no run is refused that would have
+worked.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.trainer import StepReport, Trainer
 
-PROCESS = 100 * 2**20  # of memory that it shares with no other, once torch is imported; seen: 225 MiB
+PROCESS = 100 * 2**20  # of a process's own memory once torch is imported; measured: 225 MiB
 
 
 def flops_per_token(model: GPTConfig, tokens: int) -> int:
@@ -44,12 +45,12 @@ def flops_per_token(model: GPTConfig, tokens: int) -> int:
     block = 2 * width * width + 2 * width * key_features  # query and output; key and value
     block += (ups + 1) * width * (model.ffn_hidden_size or 4 * width)
     weights = model.num_layers * block + width * model.vocab_size
-    attention = 2 * model.num_layers * tokens * width  # scores, and what they weigh
+    attention = 2 * model.num_layers * tokens * width  # scores, and their products with values
     return 3 * 2 * (weights + attention)  # a multiplication and an addition each
 
 
 def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of the device in this dtype, where a data sheet says it."""
+    """Return the peak FLOP/s of the device in this dtype by its data sheet; None if unknown."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
@@ -58,9 +59,9 @@ def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast the model's work is done.
+    """The rate of a run's FLOPs.
 
-    peak: FLOP/s of a rank's device; None: not known
+    peak: FLOP/s of a rank's device; None: unknown
     """
 
     flops_per_token: int
@@ -69,7 +70,7 @@ class Speed:
 
     @staticmethod
     def of_run(config: TrainConfig, device: torch.device, peak_tflops: float | None) -> Speed:
-        """peak_tflops: where the user knows better than data sheets"""
+        """Return the speed of a run. peak_tflops: the user's peak, in place of the data sheet's"""
         peak = known_peak(device, config.dtype) if peak_tflops is None else 1e12 * peak_tflops
         return Speed(flops_per_token(config.model, config.tokens), dist.get_world_size(), peak)
 
@@ -80,7 +81,7 @@ class Speed:
         return found if self.peak is None else {**found, "mfu": flops / self.peak}
 
     def line(self, report: StepReport) -> str:
-        """The same in words."""
+        """Format the speed of a step."""
         found = self.of(report)
         tera = found["tflops_per_rank"]
         flops = f"{tera:.3g} TFLOP/s" if tera >= 1 else f"{1e3 * tera:.3g} GFLOP/s"
@@ -91,20 +92,20 @@ class Speed:
 
 
 def median_step(reports: Sequence[StepReport]) -> StepReport:
-    """Return the step of median time: the first steps, and other users of the machine, disturb a mean."""
+    """Return the step of median time: first steps and other users of the machine would distort a mean."""
     return sorted(reports, key=lambda report: report.seconds)[len(reports) // 2]
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes that one rank holds, by what they are for."""
+    """Bytes of one rank, by purpose."""
 
     rank: int
     weights: int
     gradients: int
     optimizer: int
     peak: int
-    peak_is: str  # what was measured
+    peak_is: str  # the kind of measurement
 
     def as_dict(self) -> dict[str, int | str]:
         return asdict(self)
@@ -149,7 +150,7 @@ def _shown(count: int) -> str:
 
 
 def least_bytes(config: TrainConfig, tensor: int, data: int) -> int:
-    """Return the bytes that each rank needs at least."""
+    """Return a lower bound of the bytes that each rank needs."""
     at_once = max(1, config.batch // data // config.accumulate)
     job = Job(
         model=config.model,
@@ -168,7 +169,7 @@ def least_bytes(config: TrainConfig, tensor: int, data: int) -> int:
 def require_room(config: TrainConfig, tensor: int, data: int, *, local: int, device: torch.device) -> None:
     """Raise if the ranks of this machine cannot fit into its memory.
 
-    local: how many ranks run here, which share its memory; GPUs they have to themselves
+    local: the number of ranks here, which share the machine's memory; each has its own GPU
     """
     needed = least_bytes(config, tensor, data)
     if device.type == "cuda":

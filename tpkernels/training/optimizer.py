@@ -1,4 +1,4 @@
-"""AdamW whose states are split over data-parallel ranks: each updates its shard, then all gather.
+"""AdamW with states sharded over data-parallel ranks: each updates its shard, then all gather parameters.
 
 Gradients are reduced in buckets during backward, and each rank keeps its shard of each. States and a copy of
 the parameters are fp32 and exist for that shard only: 12 bytes an element, divided by the number of ranks.
@@ -26,7 +26,7 @@ MASTER = "master"  # a parameter in fp32
 
 
 class ShardedAdamW:
-    """One optimizer over the tensor- and data-parallel ranks of `state`."""
+    """AdamW over the tensor- and data-parallel ranks of `state`, with sharded states."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ShardedAdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.1,
     ) -> None:
-        """weight_decay: of matrices; vectors do not decay"""
+        """weight_decay: for matrices; vectors do not decay"""
         self._state = state
         self._is_invariant = mode.fix("ShardedAdamW") > 0
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -60,13 +60,13 @@ class ShardedAdamW:
         self.buckets.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context for all backwards of a step but the last."""
+        """Return a context for all backwards of a step except the last."""
         return self.buckets.no_sync()
 
     @phase("optimizer step")
     @torch.no_grad()
     def step(self, learning_rate: float, max_norm: float) -> float:
-        """Update parameters by all ranks' gradients, whose norm is cut at `max_norm`; returns it uncut."""
+        """Update parameters by all ranks' gradients, clipped to `max_norm`; return the unclipped norm."""
         self.buckets.finish()
         gradients = self.buckets.gradient_shards()
         norm = self._norm(gradients)
@@ -87,14 +87,14 @@ class ShardedAdamW:
         return norm
 
     def tensors(self) -> list[Tensor]:
-        """Return what this rank keeps: its shard of the fp32 copies, and Adam's states of it."""
+        """Return this rank's tensors: its shard of the fp32 parameters, and Adam's states for it."""
         states = [tensor for state in self._adam.state.values() for tensor in state.values()]
         return [*self._shards, *states]
 
     def unsharded(self) -> torch.optim.AdamW:
-        """Return the full AdamW that a checkpoint keeps: its states, and the fp32 parameters beside them.
+        """Gather a full AdamW for a checkpoint, with states and fp32 parameters.
 
-        Called by all ranks, for each has a part. It takes 12 bytes an element on each of them.
+        Called by all ranks. It takes 12 bytes an element on each rank.
         """
         whole = self.blank()
         wholes = {MASTER: self.buckets.unshard(self._shards)}
@@ -108,18 +108,18 @@ class ShardedAdamW:
         return whole
 
     def blank(self) -> torch.optim.AdamW:
-        """Return a full AdamW without states, for a checkpoint to be read into."""
+        """Return a full AdamW without states, into which a checkpoint is loaded."""
         return torch.optim.AdamW([parameter for _, parameter in self._named], lr=0.0, weight_decay=0.0)
 
     @torch.no_grad()
     def take(self, whole: torch.optim.AdamW) -> None:
-        """Go on from what `unsharded` gave, on any number of ranks."""
+        """Take over the states of an `unsharded` optimizer, on any number of ranks."""
         kept = [whole.state[parameter] for _, parameter in self._named]
         expected = {MASTER, *((*STATES, "step") if "step" in kept[0] else ())}
         for (name, _), state in zip(self._named, kept, strict=True):
             if not expected <= state.keys():
                 raise ValueError(
-                    f"optimizer: expected {sorted(expected)} of '{name}', as runs keep, got {sorted(state)}"
+                    f"optimizer: expected {sorted(expected)} of '{name}', as runs save, got {sorted(state)}"
                 )
         for shard, value in zip(
             self._shards, self.buckets.shard([state[MASTER] for state in kept]), strict=True
@@ -136,7 +136,7 @@ class ShardedAdamW:
         self.buckets.gather_parameters(self._shards)
 
     def _runs(self, holds: Callable[[nn.Parameter], bool]) -> list[list[slice]]:
-        """Return, for each shard, the slices of its elements that belong to such parameters."""
+        """Return, for each shard, slices of the elements whose parameters fulfil `holds`."""
         marks = self.buckets.shard(
             [torch.tensor(holds(p), device=p.device).expand(p.shape) for _, p in self._named]
         )
@@ -144,7 +144,7 @@ class ShardedAdamW:
 
     @phase("clipping: norm of the gradients")
     def _norm(self, gradients: Sequence[Tensor]) -> float:
-        """Return the norm over the full model: shards of all ranks, replicated parameters once."""
+        """Return the norm over the full model: all ranks' shards, replicated parameters once."""
         groups = [self._state.process_group(kind) for kind in ("dp", "tp")]
         if self._is_invariant:
             own = [g[run] for g, counted in zip(gradients, self._counted, strict=True) for run in counted]
@@ -159,7 +159,7 @@ class ShardedAdamW:
 
 
 def _runs_of(mark: Tensor) -> list[slice]:
-    """Return the slices in which the mark is true."""
+    """Return the slices in which a mark is true."""
     values, lengths = mark.unique_consecutive(return_counts=True)
     stops = lengths.cumsum(0).tolist()
     runs = zip(values.tolist(), lengths.tolist(), stops, strict=True)
@@ -168,11 +168,11 @@ def _runs_of(mark: Tensor) -> list[slice]:
 
 @torch.no_grad()
 def exact_step(adam: torch.optim.AdamW) -> None:
-    """Do what `adam.step()` does, by operations that are rounded once each, as IEEE 754 says.
+    """Compute the step of `adam.step()` by operations that each round once, as in IEEE 754.
 
     torch's own step multiplies and adds in one kernel, where a compiler may round once (fma) or twice. A
-    kernel's vectors and the elements left over at its end are compiled apart, so that what an element becomes
-    may depend on where it lies: in a shard whose length depends on the tensor-parallel size. Here it cannot.
+    kernel's vectors and its remaining elements are compiled separately, so an element's result may depend on
+    its position in a shard, and with it on the tensor-parallel size. This step's results do not.
 
     adam: without weight decay, amsgrad and maximize
     """

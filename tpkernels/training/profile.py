@@ -1,4 +1,4 @@
-"""One step as torch's profiler sees it: names for its parts, a trace of it, and when a rank did what.
+"""Profiles one step with torch's profiler: names of phases, a trace, and spans of each rank's work.
 
 A trace is for chrome://tracing or ui.perfetto.dev.
 """
@@ -21,10 +21,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from tpkernels.pictures.lanes import Span, joined
 
-WARM_UP = 3  # the first steps learn the buckets' order and touch memory that later ones have
-SHOWN_RANKS = 8  # the first ones; a picture of more is too high to be looked at
-_GAP = 1e-3  # of the step: what is less apart is drawn as one
-_BACKWARD = "autograd::engine::evaluate_function"  # how autograd names each node that it runs
+WARM_UP = 3  # the first steps learn the buckets' order and touch memory for the first time
+SHOWN_RANKS = 8  # the first ranks; a picture of more is too high
+_GAP = 1e-3  # of the step: spans with smaller gaps are drawn as one
+_BACKWARD = "autograd::engine::evaluate_function"  # autograd's name of each node
 _TRANSFERS = ("gloo:", "nccl", "Memcpy PtoP")
 
 Result = TypeVar("Result")
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Name what runs within, in traces and on GPUs as a range of NVTX; also a decorator."""
+    """Name a block, or a decorated function, in traces, and on GPUs as an NVTX range."""
     named = f"tpkernels: {name}"
     with record_function(named):
         if not torch.cuda.is_available():
@@ -43,10 +43,10 @@ def phase(name: str) -> Iterator[None]:
 
 
 class StepProfile:
-    """A context of every step of a run, which records one; a trace that cannot be written ends no run."""
+    """A context for every step of a run that records one step; a run survives a failed write of the trace."""
 
     def __init__(self, folder: Path, rank: int, *, done: int, steps: int, step: int | None = None) -> None:
-        """done, steps: where the run begins and ends; step: by default one after warming up"""
+        """done, steps: the steps before and at the end of the run; step: by default one after warm-up"""
         folder.mkdir(parents=True, exist_ok=True)
         self.step = min(done + WARM_UP + 1, steps) if step is None else step
         self.path = folder / f"step-{self.step:08}-rank-{rank}.json"
@@ -59,7 +59,7 @@ class StepProfile:
         return self._done < self.step <= self._steps
 
     def outcome(self) -> str:
-        """Return in a line what became of the profile."""
+        """Return the profile's outcome in a line."""
         if not self.came:
             began = f"this run began after {self._done} of {self._steps}"
             return f"no profile: step {self.step} did not come; {began}"
@@ -93,7 +93,7 @@ class ProfiledEvent:
     thread: int
     on_device: bool
     number: int  # of an operator
-    launched_by: int  # of a kernel, and of the call that launched it: the operator's number
+    launched_by: int  # the operator's number, for a kernel and for the call that launched it
 
 
 def traced(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
@@ -108,7 +108,7 @@ def traced(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
 
 
 def _recorded(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it writes on stderr that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it reports start and stop on stderr
     with profile(activities=_activities()) as profiler:
         result = step()
     kineto = profiler.profiler
@@ -133,7 +133,7 @@ def _recorded(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
 def spans_of(rank: int, events: Sequence[ProfiledEvent], *, on_gpu: bool) -> list[Span]:
     """Return the spans in which a rank computed, by phase, and in which it had transfers in flight.
 
-    On a GPU kernels count, on a CPU operators of torch: what Python does between them does not.
+    On a GPU kernels count, on a CPU operators of torch, without Python code between them.
     """
     nodes = _Nodes([event for event in events if event.name.startswith(_BACKWARD)])
     operators = [event for event in events if not event.on_device and not event.launched_by]
@@ -182,12 +182,12 @@ class _Nodes:
 
 
 def union(events: Iterable[ProfiledEvent], gap: float) -> list[tuple[float, float]]:
-    """Return the intervals in which some event went on, in order, joined over pauses up to `gap`."""
+    """Return the union of the events' intervals, in order, joined over gaps up to `gap`."""
     return joined([(event.start, event.stop) for event in events], gap)
 
 
 def seconds_at_once(spans: Sequence[Span]) -> tuple[float, float]:
-    """Return the seconds with transfers in flight, and those of them with computation, over all ranks."""
+    """Return seconds with transfers in flight, and seconds of these with computation, over all ranks."""
     in_flight = hidden = 0.0
     for rank in {span.rank for span in spans}:
         own = sorted((span.start, span.stop, span.doing) for span in spans if span.rank == rank)
@@ -199,7 +199,7 @@ def seconds_at_once(spans: Sequence[Span]) -> tuple[float, float]:
 
 
 def _common(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
-    """Return the seconds that lie in intervals of both, each list in order."""
+    """Return the seconds in the intersection of two ordered lists of intervals."""
     total, i, j = 0.0, 0, 0
     while i < len(one) and j < len(other):
         total += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))

@@ -1,6 +1,6 @@
-"""What is left of a run to look at: a page that stands by itself, its pictures beside it, and its proof.
+"""The report of a run: a self-contained page, its pictures as files, and its proof.
 
-A proof has losses of the run's first steps beside those of other layouts of the same ranks.
+A proof compares losses of the run's first steps with those of other layouts of the same ranks.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from tpkernels.training.config import TrainConfig
 from tpkernels.training.profile import SHOWN_RANKS, seconds_at_once
 from tpkernels.training.trainer import StepReport
 
-_ROWS = 10  # of the table that stands where there is no curve
-# Of a loss, after a few steps whose gradients are added in another order.
+_ROWS = 10  # of the table that replaces the curve
+# Relative to a loss, after a few steps with another order of sums.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2}
-FP8_TOLERANCE = 1e-2  # a row-parallel operand's scales are of this rank's features: layouts round unlike
+FP8_TOLERANCE = 1e-2  # scales of row-parallel operands are of a rank's features: layouts round differently
 
 
 def allowed_by(config: TrainConfig) -> float:
-    """Return how far the losses of two layouts may be apart, as a fraction."""
+    """Return the allowed relative difference between losses of two layouts."""
     allowed = TOLERANCES[config.dtype]
     return allowed if config.recipe is None else max(allowed, FP8_TOLERANCE)
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Losses of each layout: the run itself first, unsharded last.
+    """Losses of each layout: the run's own first, the unsharded run's last.
 
-    losses: of each layout, step by step
+    losses: of each layout, by step
     """
 
     layouts: Sequence[str]
@@ -51,7 +51,7 @@ class Proof:
         return len(self.losses[0])
 
     def difference(self, step: int) -> float:
-        """Return the largest difference from the run's own loss in this step, from 0, as a fraction of it."""
+        """Return the largest relative difference from the run's own loss in a step, counted from 0."""
         own, *others = (losses[step] for losses in self.losses)
         apart = [abs(loss - own) / abs(own) for loss in others]
         return math.nan if any(map(math.isnan, apart)) else max(apart)
@@ -63,7 +63,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        return self.worst <= self.allowed  # a loss that is no number proves nothing
+        return self.worst <= self.allowed  # NaN proves nothing
 
     def head(self) -> list[str]:
         return ["step", *self.layouts, "largest difference"]
@@ -96,11 +96,11 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a page about a run shows.
+    """The content of a page about a run.
 
     spans: of the last step, if it was recorded
-    known: name and value of what else is worth knowing
-    sample: what the model wrote, or nothing
+    known: names and values of further facts
+    sample: text that the model wrote, or ""
     """
 
     title: str
@@ -118,7 +118,7 @@ class RunRecord:
 
 
 def pictures_of(run: RunRecord) -> dict[str, Picture]:
-    """Return pictures by name: the loss, the last step where it was recorded, the groups."""
+    """Return pictures by name: the loss, the last step if it was recorded, the groups."""
     reports, spans, plan = run.reports, run.spans, run.plan
     first, last = reports[0], reports[-1]
     losses = f"Loss: {first.loss:.3f} at step {first.step}, {last.loss:.3f} at step {last.step}"
@@ -133,7 +133,7 @@ def pictures_of(run: RunRecord) -> dict[str, Picture]:
 
 
 def at_once(spans: Sequence[Span]) -> str:
-    """Return in words what share of the time in flight ranks computed."""
+    """Return in words the fraction of the time in flight during which ranks computed."""
     in_flight, hidden = seconds_at_once(spans)
     if not in_flight:
         return "nothing was in flight between ranks"
@@ -142,7 +142,7 @@ def at_once(spans: Sequence[Span]) -> str:
 
 
 def write(path: Path, run: RunRecord) -> str:
-    """Write the page, and the pictures as PNG into its folder; return what to say of these."""
+    """Write the page, and the pictures as PNG into its folder; return a line about the pictures."""
     pictures = pictures_of(run)
     sections = [("", facts([*run.known, *facts_of(run.reports)]))]
     if run.proof is not None:
@@ -176,7 +176,7 @@ def _proof(proof: Proof) -> str:
 
 
 def _losses(reports: Sequence[StepReport]) -> str:
-    """Return a table of the losses of some steps, the last among them."""
+    """Return a table of the losses of some steps, with the last."""
     stride = -(-len(reports) // _ROWS)
     rows = [[str(report.step), f"{report.loss:.4f}"] for report in reversed(reports[::-stride])]
     return table(["step", "loss, nats per token"], rows)
@@ -194,7 +194,7 @@ def _how_to_read(on_gpu: bool) -> str:
 
 
 def facts_of(reports: Sequence[StepReport]) -> list[tuple[str, str]]:
-    """Return name and value of what is known of a run's steps."""
+    """Return names and values of facts about a run's steps."""
     first, last = reports[0], reports[-1]
     seconds = sum(report.seconds for report in reports)
     speed = statistics.median(report.tokens / report.seconds for report in reports)

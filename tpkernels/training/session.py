@@ -1,4 +1,4 @@
-"""A rank from its start to its end: process group, state, run, and what is said about it."""
+"""One rank of a run from start to end: process group, parallel state, training, and reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tpkernels.training.trainer import StepReport, Trainer
 
 
 def shown(text: str) -> str:
-    """Return the text for a terminal: characters that would steer it, or hide others, as escapes.
+    """Escape characters that would control a terminal, or hide other characters.
 
     >>> shown("red \\x1b[31m and \\u202e back")
     'red \\\\x1b[31m and \\\\u202e back'
@@ -42,7 +42,7 @@ def shown(text: str) -> str:
 
 
 def require_sizes(config: TrainConfig, tensor: int) -> None:
-    """Turn TP-invariance on where the run asks for it; raise if so many ranks cannot share its segments."""
+    """Turn TP-invariance on if the run asks for it; raise if `tensor` ranks do not divide its segments."""
     if config.tp_invariant:
         tp_invariant(config.tp_invariant)
     if mode.segments:
@@ -55,9 +55,9 @@ class Session:
     def __init__(
         self, config: TrainConfig, tensor: int, *, saves: bool = False, timeout: float | None = None
     ) -> None:
-        """tensor: tensor-parallel ranks; the others are data-parallel
-        saves: SIGTERM ends the run after the step at hand, when it has been saved
-        timeout: seconds until a rank that does not come to a collective is given up
+        """tensor: the tensor-parallel size; other ranks are data-parallel
+        saves: on SIGTERM finish the current step, save, and end the run
+        timeout: seconds to wait for a rank in a collective
         """
         require_sizes(config, tensor)
         self.config, self.tensor = config, tensor
@@ -80,7 +80,7 @@ class Session:
         self.trainer = Trainer(config, self._state, self.device)
 
     def say(self, text: str) -> None:
-        """Once, by the first rank."""
+        """Print text on the first rank only."""
         if self.rank == 0:
             print(shown(text), flush=True)
 
@@ -96,7 +96,7 @@ class Session:
         )
 
     def resume(self, folder: Path) -> None:
-        """Go on from the last checkpoint that was completed in `folder`, if there is one."""
+        """Continue from the last complete checkpoint in `folder`, if there is one."""
         with raise_on_all_ranks(f"--resume from {folder}"):
             found = dcp.latest(folder)
         if found is None:
@@ -110,9 +110,9 @@ class Session:
     def steps(
         self, folder: Path | None = None, every: int = 0, *, record_last: bool = False
     ) -> Iterator[StepReport]:
-        """Run and yield step by step; with a folder save there at the end, and when asked to stop.
+        """Run the steps and yield their reports; with a folder save at the end, and when asked to stop.
 
-        record_last: what ran when in the last step goes to the page
+        record_last: record the spans of the last step for the page
         """
         while self.trainer.done < self.config.steps and not self.was_asked_to_stop:
             if record_last and self.trainer.done == self.config.steps - 1:
@@ -126,10 +126,10 @@ class Session:
             last = self.was_asked_to_stop or self.trainer.done == self.config.steps
             if last or (every and self.trainer.done % every == 0):
                 self.say(f"saved {self.trainer.save(folder)}")
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what comes now need not be saved
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # later work need not be saved
 
     def lines(self, path: Path) -> TextIO | None:
-        """Open where the first rank writes a line for each step to come; called by all ranks."""
+        """Open the first rank's file for a line per step; called by all ranks."""
         opened, said = None, ""
         with raise_on_all_ranks(f"--json {path}"):
             if self.rank == 0:
@@ -157,7 +157,7 @@ class Session:
         )
 
     def write_page(self, path: Path, reports: Sequence[StepReport], proof: Proof | None, sample: str) -> str:
-        """Write a page about the run and its pictures beside it; return what to say of these."""
+        """Write a page about the run, and its pictures into the same folder; return a line about these."""
         run = RunRecord(
             title=f"Training from {self.config.data}",
             reports=reports,
@@ -171,12 +171,12 @@ class Session:
         return write(path, run)
 
     def require_proof(self) -> None:
-        """Raise if the unsharded run, whose ranks are all data-parallel, cannot have the same batches."""
+        """Raise if the unsharded run, with data-parallel ranks only, cannot have the same batches."""
         ranks, config = dist.get_world_size(), self.config
         if mode.segments and ranks > 2:
             raise ValueError(
-                f"prove: expected at most 2 ranks with TP-invariance, got {ranks}, which are all "
-                "data-parallel in the unsharded run"
+                f"prove: expected at most 2 ranks with TP-invariance, got {ranks}: all are data-parallel in "
+                "the unsharded run"
             )
         if config.batch % ranks or config.batch // ranks % config.accumulate:
             raise ValueError(
@@ -193,14 +193,14 @@ class Session:
                 f"{self.config.data}"
             )
         if not prompt:
-            raise ValueError("sample: expected a prompt to go on from, got an empty one")
+            raise ValueError("sample: expected a prompt to continue from, got an empty one")
         if model.max_positions is not None and length > model.max_positions:
             raise ValueError(
                 f"sample: expected at most {model.max_positions} bytes with the prompt, got {length}"
             )
 
     def profile(self, folder: Path, step: int | None) -> StepProfile:
-        """Profile one of the steps to come; say so at once if it is none of these."""
+        """Profile a later step; report at once if the run has no such step."""
         trainer = self.trainer
         profile = StepProfile(folder, self.rank, done=trainer.done, steps=self.config.steps, step=step)
         trainer.step_context = profile
@@ -209,9 +209,9 @@ class Session:
         return profile
 
     def prove(self, losses: Sequence[float]) -> Proof:
-        """Print losses of the first steps beside those of other layouts.
+        """Print losses of the first steps next to those of other layouts.
 
-        An error if they differ by more than rounding.
+        Raises if they differ by more than rounding.
         """
         count, overlap = len(losses), self.config.overlap
         other = self.losses(count, replace(self.config, overlap=not overlap), self.tensor)
@@ -236,7 +236,7 @@ class Session:
             destroy_parallel_state(state)
 
     def sample(self, prompt: str, count: int) -> str:
-        """Return what the model writes after `prompt`, byte by byte."""
+        """Return `prompt` and the model's continuation, byte by byte."""
         model = self.trainer.model.eval()
         ids = torch.tensor([list(prompt.encode())], device=self.device)
         generator = torch.Generator(self.device).manual_seed(self.config.seed)

@@ -1,8 +1,8 @@
 """A training run: a model, its batches and its optimizer, one step after the other.
 
-Batches are of ids from a file: the same sequence for any number of ranks, and from any step on. The bytes of
-a text are its ids. A `.bin` file holds ids as little-endian 16-bit numbers, as many tools write them, and a
-`.bin32` file as 32-bit ones. Files are mapped, not read: they may be larger than memory.
+Batches of ids come from a file, in the same sequence for any number of ranks and from any step on. The bytes
+of a text are its ids. A `.bin` file holds ids as little-endian 16-bit numbers, as many tools write them, and
+a `.bin32` file as 32-bit numbers. Files are memory-mapped: they may be larger than memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TokenFile:
         return len(self.ids)
 
     def slices(self, starts: Tensor, tokens: int) -> Tensor:
-        """Return the ids from each start on: (starts, tokens)."""
+        """Return the ids after each start: (starts, tokens)."""
         places = starts[:, None] + torch.arange(tokens)
         return self.ids[places].long()
 
@@ -67,8 +67,8 @@ class TokenFile:
 class Excerpts:
     """Random excerpts of a file, step by step.
 
-    The excerpts of a step depend on the seed and the step alone, and each data-parallel rank takes its share:
-    so another number of ranks sees the same, and a run that goes on at step n sees what it would have seen.
+    The excerpts of a step depend on the seed and the step only, and each data-parallel rank takes its shard.
+    So any number of ranks, and a run that continues at step n, see the same excerpts.
     """
 
     def __init__(self, file: TokenFile, *, batch: int, tokens: int, seed: int, rank: int, ranks: int) -> None:
@@ -77,14 +77,14 @@ class Excerpts:
             raise ValueError(f"batch: expected a multiple of the {ranks} data-parallel ranks, got {batch}")
         if not 1 <= tokens < len(file):
             raise ValueError(
-                f"tokens: expected 1 to {len(file) - 1}, for {file.path} has {len(file)} ids, got {tokens}"
+                f"tokens: expected 1 to {len(file) - 1}, as {file.path} has {len(file)} ids, got {tokens}"
             )
         self.file, self._tokens, self._seed = file, tokens, seed
         self._batch, self._own = batch, slice(rank * batch // ranks, (rank + 1) * batch // ranks)
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return ids and the ids that follow them, (excerpts of this rank, tokens) each."""
-        # one generator a step: nothing has to be drawn again to reach it
+        """Return ids and the next ids, each (excerpts of this rank, tokens)."""
+        # one generator a step: a resumed run need not draw earlier steps' numbers
         generator = torch.Generator().manual_seed((self._seed * 0x9E3779B1 + step) % 2**63)
         starts = torch.randint(len(self.file) - self._tokens, (self._batch,), generator=generator)
         excerpts = self.file.slices(starts[self._own], self._tokens + 1)
@@ -93,7 +93,7 @@ class Excerpts:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The figures of one step, equal on all ranks but for the time."""
+    """Figures of one step, equal on all ranks except the time."""
 
     step: int  # from 1
     loss: float
@@ -104,7 +104,7 @@ class StepReport:
 
 
 class Trainer:
-    """One rank of a run: model, batches and optimizer, which take a step together."""
+    """One rank of a run: its model, batches and optimizer."""
 
     def __init__(self, config: TrainConfig, state: ParallelState, device: torch.device) -> None:
         if config.tp_invariant not in (0, mode.segments):
@@ -157,7 +157,7 @@ class Trainer:
         self.step_context: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
 
     def step(self) -> StepReport:
-        """Take the next step, within `step_context` of its number, from 1; return its figures."""
+        """Take the next step inside `step_context(number)`, counted from 1; return its figures."""
         with self.step_context(self.done + 1):
             return self._step()
 
@@ -174,7 +174,7 @@ class Trainer:
         ids, targets = (rows.to(self.device) for rows in self.batches.at(self.done))
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         microbatches = list(zip(ids.chunk(config.accumulate), targets.chunk(config.accumulate), strict=True))
-        # weights change in `optimizer.step` only; of a single microbatch each is quantized once anyway
+        # weights change in `optimizer.step` only; with one microbatch each is quantized once anyway
         with reuse_quantized_weights() if len(microbatches) > 1 else nullcontext():
             for number, (own_ids, own_targets) in enumerate(microbatches, start=1):
                 with nullcontext() if number == len(microbatches) else self.optimizer.no_sync():
@@ -192,8 +192,8 @@ class Trainer:
         )
 
     def save(self, folder: Path) -> Path:
-        """Write a checkpoint into `folder`, and let `latest` in it name it; called by all ranks."""
-        self._watch.look(self._copies())  # a checkpoint keeps one rank's
+        """Write a checkpoint into `folder`, and its name into `latest`; called by all ranks."""
+        self._watch.look(self._copies())  # a checkpoint keeps one rank's replicas
         path = checkpoint_of(folder, self.done)
         extra = {
             "done": self.done,
@@ -206,7 +206,7 @@ class Trainer:
         return path
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint, which any number of ranks may have written; called by all ranks."""
+        """Continue from a checkpoint of any number of ranks; called by all ranks."""
         full = self.optimizer.blank()
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -241,7 +241,7 @@ class Trainer:
         self.done = extra["done"]
         self.optimizer.take(full)
         if extra["ranks"] != self._ranks():
-            with use(self.state):  # streams of other ranks cannot go on, and must not begin again
+            with use(self.state):  # other ranks' streams cannot continue, and must not begin again
                 manual_seed((self.config.seed + 0x9E3779B1 * self.done) % 2**62)
 
     def _copies(self) -> Copies:
@@ -250,7 +250,7 @@ class Trainer:
         return self.state.ranks("tp"), parameters
 
     def _batches(self) -> dict[str, int]:
-        """Return what decides which excerpts a step sees."""
+        """Return the options that determine the excerpts of a step."""
         config = self.config
         return {
             "seed": config.seed,
@@ -261,7 +261,7 @@ class Trainer:
 
     @property
     def _fp8(self) -> str:
-        """The recipe in words, equal for recipes that mean the same."""
+        """The recipe as text, equal for equivalent recipes."""
         return str(self.config.recipe or "")
 
     def _ranks(self) -> list[int]:

@@ -192,7 +192,7 @@ def test_what_stands_for_a_group_of_more_holds_weights_and_says_so():
     world = tensor_world(Stands(1, 2))
     assert (world.rank, world.size, world.ranks) == (1, 2, ())
     with pytest.raises(
-        ParallelStateError, match=r"was said by Stands, which is no process group: a layer may"
+        ParallelStateError, match=r"was given by Stands, which is no process group: a layer may"
     ):
         _ = world.group
     with pytest.raises(ValueError, match=r"rank\(\) below size\(\) 2, got 2"):
@@ -216,7 +216,7 @@ def test_collections_refuse_unknown_names_and_say_what_they_hold():
             adopted.size("dp")
         with pytest.raises(ParallelStateError, match="expected a tensor-parallel group"):
             from_megatron(ProcessGroupCollection())
-        with pytest.raises(TypeError, match="what has one of these as its `tp`"):
+        with pytest.raises(TypeError, match="an object with such a group `tp`"):
             tensor_world(ProcessGroupCollection())
 
 
@@ -238,7 +238,7 @@ def test_a_grid_lists_ranks_from_its_offset():
                 grid.create_pg(wrong)
         with pytest.raises(InvalidSizes, match="has 24 ranks, but from rank 0 on the world of 16 has 16"):
             HyperCommGrid([2, 12], ["tp", "dp"])
-        with pytest.raises(ValueError, match="a name of its own"):
+        with pytest.raises(ValueError, match="expected one distinct name for each"):
             HyperCommGrid([2, 2], ["tp", "tp"])
         theirs = pytest.importorskip("megatron.core.hyper_comm_grid", reason="needs megatron-core")
         pytest.importorskip("einops", reason="Megatron lists ranks by einops")

@@ -234,7 +234,7 @@ def test_a_tracker_of_its_own_forks_nests_and_is_restored():
     tracker.set_states({})
     assert tracker.states_ == {}
     assert not tracker.is_initialized()
-    with pytest.raises(ValueError, match="expected the states"):
+    with pytest.raises(ValueError, match="expected states from get_states"):
         tracker.set_states({"a": 1234})
     assert "a" not in get_rng_tracker().get_states()
 

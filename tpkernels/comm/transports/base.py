@@ -72,7 +72,7 @@ class Delivery:
 
     @abstractmethod
     def keep(self, rows: Tensor) -> None:
-        """Put this rank's own rows beside those that arrive, if nothing that was moved has brought them."""
+        """Put this rank's own rows next to those that arrive, if no transfer has brought them."""
 
     @abstractmethod
     def await_rows(self, rows: slice) -> None:

@@ -185,7 +185,7 @@ def exchange_for(
     to_all: bool = False,
     against_sharing: str = "",
 ) -> Exchange:
-    """Our end of the exchange of a matrix of (rows, cols), of which each rank owns a shard.
+    """Return this rank's end of the exchange of a matrix of (rows, cols); each rank owns a shard of it.
 
     purpose: what else is in flight at the same time goes through another exchange
     like: a tensor of its dtype and device

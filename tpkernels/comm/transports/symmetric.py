@@ -1,6 +1,6 @@
 """The `symmetric` transport: GPUs of one machine write into each other's memory, by torch's symmetric memory.
 
-Copy engines push rows on a stream beside the one that computes, and behind each chunk its flag, in two modes:
+Copy engines push rows on a stream of their own, and behind each chunk its flag, in two modes:
 
 - Eager, the default: the host knows the number of the call, and the stream writes it into the flags, behind a
   fence for the whole system (`cuStreamWriteValue32`). No kernel runs for it.

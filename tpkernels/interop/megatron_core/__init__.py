@@ -1,4 +1,4 @@
-"""Megatron-Core on our ops: its layers, and its names. Nothing here imports Megatron before it is used.
+"""Megatron-Core's layers and names on our ops. Nothing here imports Megatron before its first use.
 
 with megatron_core.layers():
     model = GPTModel(config, get_gpt_layer_local_spec(), ...)
@@ -28,6 +28,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What can be had: tools that list a module ask for all of it."""
+    """Names that can be imported: tools that list a module get each of them."""
     there = find_spec("megatron") is not None
     return sorted(name for name, home in _HOMES.items() if there or home.rpartition(".")[2] in _ALONE)

@@ -1,6 +1,6 @@
-"""What becomes of a weight's gradient that the product itself does not compute.
+"""Autograd functions that handle a weight's gradient where the product itself does not compute it.
 
-The product then takes the weight as a constant, and `y` passes through one of these, for backward to see dy.
+The product takes the weight as a constant, and `y` passes through one of these functions, which gets dy.
 
     AddToMainGrad   main_grad += dyᵀ x
     KeepForLater    dy is appended to a list; Megatron computes dyᵀ x after the last backward

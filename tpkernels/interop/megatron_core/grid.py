@@ -1,7 +1,7 @@
-"""A grid of ranks with named dimensions, whose process groups are made one by one: Megatron's HyperCommGrid.
+"""A grid of ranks with named dimensions that makes process groups one by one: Megatron's HyperCommGrid.
 
-Several grids may lie beside each other in one world. A grid's groups are made by its own ranks: others may
-call `create_pg`, as torch's functions demand, or not; they get None.
+One world may have several grids. A grid's own ranks make its groups; other ranks may call `create_pg`, as
+torch's functions demand, or not; they get None.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Dims = str | Sequence[str]
 
 
 class HyperCommGrid:
-    """The ranks from `rank_offset` on, the first dimension varying fastest."""
+    """A grid of the ranks from `rank_offset` on; the first dimension varies fastest."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class HyperCommGrid:
         backend: str | None = None,
     ) -> None:
         if len(shape) != len(dim_names) or len(set(dim_names)) < len(dim_names):
-            raise ValueError(f"expected a name of its own for each of the sizes {shape}, got {dim_names}")
+            raise ValueError(f"expected one distinct name for each of the sizes {shape}, got {dim_names}")
         self.shape = [positive(size, name) for size, name in zip(shape, dim_names, strict=True)]
         self.dim_names = list(dim_names)
         self.rank_offset = not_negative(rank_offset, "rank_offset")
@@ -57,7 +57,7 @@ class HyperCommGrid:
         pg_options: Any = None,
         group_desc: str | None = None,
     ) -> ProcessGroup | None:
-        """This rank's group along `dims`, made by all ranks of the grid; None on a rank outside of it."""
+        """Make and return this rank's group along `dims`; None on a rank outside the grid."""
         key = self._key(dims)
         if key in self._pgs:
             raise KeyError(f"the group along {key} exists: get_pg({dims!r}) returns it")
@@ -71,7 +71,7 @@ class HyperCommGrid:
         return self._pgs[key]
 
     def get_pg(self, dims: Dims) -> ProcessGroup | None:
-        """What `create_pg` returned."""
+        """Return the group that `create_pg` made along `dims`."""
         key = self._key(dims)
         if key not in self._pgs:
             raise KeyError(f"no group along {key} exists: call create_pg({dims!r}) first")

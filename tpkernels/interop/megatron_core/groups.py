@@ -1,4 +1,4 @@
-"""Process groups by Megatron's short names, passed explicitly, and Megatron's groups as a state of ours."""
+"""Process groups by Megatron's short names, and a parallel state made of Megatron's groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tpkernels.topology.plan import ListedPlan
 class ProcessGroupCollection:
     """Groups of one model, to pass to Megatron's functions, or to tpkernels' layers as `state=`.
 
-    A group that was not set is no attribute; one that this rank is not in may be None.
+    A group that was not set is no attribute; a group without this rank may be None.
     """
 
     tp: ProcessGroup
@@ -73,9 +73,9 @@ class ProcessGroupCollection:
 
 @dataclass(frozen=True)
 class _Getter:
-    """How a module like Megatron's `parallel_state` is asked for a group.
+    """The function of a module like Megatron's `parallel_state` that returns a group, and its arguments.
 
-    kind: ours; None: of no kind in a plan
+    kind: our kind of group; None: none in a plan
     """
 
     name: str
@@ -116,16 +116,16 @@ _GETTERS: Mapping[str, _Getter] = {
 
 
 class HasTensorGroup(Protocol):
-    """What has a tensor-parallel group, such as Megatron's ProcessGroupCollection, or ours."""
+    """An object with a tensor-parallel group, such as Megatron's ProcessGroupCollection, or ours."""
 
     @property
     def tp(self) -> ProcessGroup: ...
 
 
 def from_megatron(collection: HasTensorGroup | None = None) -> ParallelState:
-    """A parallel state of groups that Megatron has made, to pass to layers or to enter by `use(state)`.
+    """Return a parallel state of groups that Megatron has made, for layers or for `use(state)`.
 
-    Only this rank's groups are known. They stay Megatron's: `destroy_parallel_state` leaves them alone.
+    It knows this rank's groups only. They stay Megatron's: `destroy_parallel_state` does not destroy them.
 
     collection: Megatron's ProcessGroupCollection, or ours; None: the groups of `megatron.core.parallel_state`
     """

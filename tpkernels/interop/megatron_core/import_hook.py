@@ -4,8 +4,8 @@
     install()  # before anything of Megatron is imported
     from megatron.core import parallel_state, tensor_parallel
 
-`parallel_state` is ours alone. A module of `tensor_parallel` is Megatron's, executed aside, with our names in
-place of its own: what we do not have, such as `CheckpointWithoutOutput`, stays Megatron's, and calls ours.
+`parallel_state` is ours alone. A module of `tensor_parallel` is Megatron's, executed under another name, with
+our names in place of its own: other names, such as `CheckpointWithoutOutput`, stay Megatron's, and call ours.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ SERVED: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 class MegatronImportedError(RuntimeError):
-    """Megatron's modules were imported before `install`: what they have imported of each other stays."""
+    """Megatron's modules were imported before `install`, and keep the names that they have imported."""
 
 
 def install() -> None:
-    """From now on `import megatron.core.parallel_state` and the modules of `tensor_parallel` give ours."""
+    """Make imports of `megatron.core.parallel_state` and the modules of `tensor_parallel` return ours."""
     if _PerProcess.finder is not None:
         return
     imported = sorted(name for name in sys.modules if name == "megatron.core" or name in SERVED)
@@ -78,9 +78,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Forget all of `megatron.core` that was imported since: a later import gives Megatron's own modules.
+    """Remove the hook and all imported modules of `megatron.core`: a later import gives Megatron's own.
 
-    Modules that hold names of the forgotten ones keep them.
+    Modules that hold names of the removed modules keep them.
     """
     if _PerProcess.finder is None:
         return
@@ -108,7 +108,7 @@ def installed() -> Iterator[None]:
 
 
 class _PerProcess:
-    """The finder in `sys.meta_path`, if replacing was asked for."""
+    """The finder in `sys.meta_path`; None if not installed."""
 
     finder: _Finder | None = None
 
@@ -126,7 +126,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads Megatron's module aside, and puts our names over its."""
+    """Loads Megatron's module under another name, and replaces its names by ours."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         assert spec.loader is not None
@@ -150,12 +150,12 @@ class _Loader(Loader):
         vars(module).update(ours)
         vars(module)["__aside__"] = original
         module.__class__ = _Served
-        # What stays Megatron's looks in its own module for functions; its classes may be bases of ours.
+        # Megatron's remaining functions look up others in their module; its classes may be bases of ours.
         vars(original).update({key: value for key, value in ours.items() if isfunction(value)})
 
 
 class _Served(ModuleType):
-    """What is set here, by a test that replaces a function, is set for Megatron's own code, too."""
+    """A module that passes attributes set on it, as by monkeypatching, to Megatron's own module."""
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
@@ -175,7 +175,7 @@ def _ours(name: str) -> dict[str, Any]:
 
 
 def _is_of_megatron(name: str) -> bool:
-    """Whether a module of ours has names of Megatron's."""
+    """Whether one of our modules has names from Megatron."""
     return any(
         (
             value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""

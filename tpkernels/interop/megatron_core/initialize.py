@@ -1,6 +1,6 @@
-"""Megatron's functions that make and destroy groups, by its positional arguments, over our agreement.
+"""Megatron's functions that make and destroy groups, with its arguments, over our agreement of ranks.
 
-And its global memory buffer: named scratch tensors that Megatron's own code asks `parallel_state` for.
+Also its global memory buffer: named scratch tensors that Megatron's own code takes from `parallel_state`.
 tpkernels' layers do not use it: a second gather would overwrite the first.
 """
 
@@ -67,17 +67,17 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     local_world_size: int | None = None,
 ) -> None:
-    """Split the world into Megatron's groups and make them this process's parallel state.
+    """Split the world into Megatron's groups and install them as this process's parallel state.
 
-    Every rank calls it with the same arguments; ranks that disagree all raise the same error.
+    Called by all ranks with the same arguments; if ranks disagree, all raise the same error.
 
     pipeline_model_parallel_comm_backend: None, or the backend of the default process group
     use_sharp, sharp_enabled_group: not supported: NCCL's environment decides
-    get_embedding_ranks, get_position_embedding_ranks: of a pipeline's ranks those that hold an embedding
+    get_embedding_ranks, get_position_embedding_ranks: return the ranks of a pipeline that hold an embedding
     distributed_timeout_minutes: 30, the default, stands for the time-out of the default process group
-    create_gloo_process_groups: twins of data-parallel groups that gloo moves CPU tensors for, where the
-        groups' own backends do not
-    gtp_remat_size and after: arguments of newer Megatrons, of which only the defaults are supported
+    create_gloo_process_groups: make gloo twins of data-parallel groups whose own backends do not move CPU
+        tensors by gloo
+    gtp_remat_size and after: arguments of newer Megatrons; only their defaults are supported
     """
     given = dict(locals())
     request = f"megatron_core.{as_text(initialize_model_parallel, given)}"
@@ -108,7 +108,7 @@ def initialize_model_parallel(
         for kind in _ALL_KINDS:
             if found := settings.get(OPTION_NAMES.get(kind, kind)):
                 options[kind] = found
-        # chosen by a function of each pipeline: rank 0's may look like another kind, and others' not
+        # a function chooses them per pipeline: rank 0's ranks may equal another kind's, others' not
         if get_embedding_ranks is not None:
             options.setdefault("embedding", None)
         if get_position_embedding_ranks is not None:
@@ -132,7 +132,7 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Destroy all groups and forget what was set. Harmless when there are none."""
+    """Destroy all groups and reset values that were set. Harmless when there are none."""
     destroy_global_memory_buffer()
     destroy_global_symmetric_memory_buffer()
     runtime.destroy_model_parallel()
@@ -143,9 +143,9 @@ def create_all_gather_groups(
     timeout: timedelta | None = None,
     nccl_comm_cfgs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Second communicators of the data and context ranks, and of the expert data ranks if asked for.
+    """Make second communicators of the data and context ranks, and optionally of the expert data ranks.
 
-    They are the caller's: `torch.distributed.destroy_process_group` destroys them.
+    The caller owns them and destroys them by `torch.distributed.destroy_process_group`.
     """
     plan, configs = runtime_state.current().plan, nccl_comm_cfgs or {}
     wanted = {"dp_cp": Listed(plan.groups["dp_cp"], options=get_nccl_options("dp_cp", configs))}
@@ -163,9 +163,9 @@ def create_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> ProcessGroup | object:
-    """A group of `ranks`, by default all; on other ranks torch's `GroupMember.NON_GROUP_MEMBER`.
+    """Make a group of `ranks`, by default all; other ranks get torch's `GroupMember.NON_GROUP_MEMBER`.
 
-    use_local_synchronization: no effect: members make it, and the others may or may not call
+    use_local_synchronization: no effect: members make the group, and other ranks may call or not
     """
     members = range(dist.get_world_size()) if ranks is None else ranks
     name = group_desc or "group"
@@ -184,9 +184,9 @@ def create_hierarchical_groups(
     timeout: timedelta | None = None,
     group_desc: str | None = None,
 ) -> tuple[list[ProcessGroup], list[ProcessGroup | None]]:
-    """This rank's groups by level, neighbours first, and their twins by gloo; empty on other ranks.
+    """Make this rank's groups by level, neighbours first, and their gloo twins; return empty lists elsewhere.
 
-    rank: not looked at: it is this process's
+    rank: ignored: it is this process's rank
     """
     levels = hierarchy(ranks, hierarchical_group_sizes)
     options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
@@ -199,7 +199,7 @@ def create_hierarchical_groups(
 
 
 def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, ProcessGroup]:
-    """This rank's group of each power of two of neighbours, by size. rank: not looked at"""
+    """Make groups of neighbours for each power of two; return this rank's by size. rank: ignored"""
     wanted = {
         str(size): Listed([ranks[i : i + size] for i in range(0, len(ranks), size)], None, pg_options)
         for size in hybrid_sizes(len(ranks))
@@ -253,7 +253,7 @@ def _communicators(path: str | None, high_priority: Sequence[str] | None) -> dic
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """`ProcessGroupNCCL.Options` of the settings for `pg_name`; None if there are none."""
+    """Return `ProcessGroupNCCL.Options` with the settings for `pg_name`; None without settings."""
     if pg_name not in nccl_comm_cfgs:
         return None
     if not dist.is_nccl_available():
@@ -279,7 +279,7 @@ def overwrite_nccl_comm_cfgs(
 
 
 class GlobalMemoryBuffer:
-    """One tensor for each name and dtype, as large as the largest that was asked for."""
+    """One scratch tensor for each name and dtype, as large as the largest request."""
 
     def __init__(self) -> None:
         self.buffer: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -291,9 +291,9 @@ class GlobalMemoryBuffer:
         name: str,
         mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> Tensor:
-        """Return the first elements of a tensor in this shape, with whatever is in them.
+        """Return the first elements of the scratch tensor in this shape, with arbitrary values.
 
-        mem_alloc_context: in which memory is allocated
+        mem_alloc_context: makes the context in which memory is allocated
         """
         needed = prod(tensor_shape)
         held = self.buffer.get((name, dtype))

@@ -1,6 +1,6 @@
 """Megatron's linear layers and vocabulary-parallel embedding on one rank's weights, computed by our ops.
 
-What Megatron may ask of them that they do not do is an error that names it.
+An option of Megatron's that they do not support is an error that names the option.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tpkernels.ops.tensor_parallel.mappings import scatter_to_region
 from tpkernels.tp_invariance import VARIABLE, mode
 
 OP = "linear_with_grad_accumulation_and_async_allreduce"
-DRAINING = "fused_weight_gradient_mlp_cuda"  # with what Megatron computes gradients that were deferred
+DRAINING = "fused_weight_gradient_mlp_cuda"  # Megatron computes deferred gradients with it
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -40,16 +40,16 @@ def linear_with_grad_accumulation_and_async_allreduce(
     gtp_remat_size: int = 1,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """input weightᵀ + bias.
+    """Compute input weightᵀ + bias.
 
     gradient_accumulation_fusion: the weight's gradient is added to `weight.main_grad`
     allreduce_dgrad: the gradient of input is summed over the tensor group
-    sequence_parallel: input is this rank's tokens (dimension 0), and is gathered; given both, as after
-        Megatron's `set_model_to_sequence_parallel`, this one counts
-    grad_output_buffer: the weight's gradient is not computed, but the output's is appended to this list
-    wgrad_deferral_limit: must be 0, no limit: a layer decides in forward what it defers
+    sequence_parallel: input is this rank's tokens (dimension 0), and is gathered; it takes precedence over
+        allreduce_dgrad, as after Megatron's `set_model_to_sequence_parallel`
+    grad_output_buffer: append the output's gradient to this list, and do not compute the weight's gradient
+    wgrad_deferral_limit: must be 0, no limit: a layer decides in forward which gradients it defers
     async_grad_allreduce: has no effect, as in Megatron
-    gtp_remat_size, output_dtype: of later sources than 0.16; 1, and None or the dtype of input
+    gtp_remat_size, output_dtype: arguments of later sources than 0.16; 1, and None or the dtype of input
     """
     require_whole_weight(OP, gtp_remat_size)
     require_dtype(OP, output_dtype, input)
@@ -83,7 +83,7 @@ def linear_with_frozen_weight(
     gtp_remat_size: int = 1,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """input weightᵀ + bias, of whose backward the weight gets no gradient; input is not saved for it.
+    """Compute input weightᵀ + bias for a weight without gradient; the input is not saved.
 
     gradient_accumulation_fusion, async_grad_allreduce: have no effect, as in Megatron
     gtp_remat_size, output_dtype: as in `linear_with_grad_accumulation_and_async_allreduce`
@@ -99,7 +99,7 @@ def linear_with_frozen_weight(
 
 
 def _fused(caller: str, weight: Tensor, fusion: bool) -> tuple[Tensor, Tensor | None]:
-    """The weight, and the `main_grad` that backward adds to; None without the fusion or a gradient."""
+    """Return the weight, and the `main_grad` that backward adds to; None without the fusion or a gradient."""
     if not (fusion and weight.requires_grad and is_grad_enabled()):
         return weight, None
     if hasattr(weight, "__fsdp_param__"):  # Megatron-FSDP owns the `main_grad`
@@ -137,12 +137,12 @@ def _product(
 class ColumnParallelLinear(theirs.ColumnParallelLinear):  # type: ignore[misc] # Megatron is not typed
     """Megatron's column-parallel layer with its parameters, initial weights and checkpoints, on our ops.
 
-    Transfers overlap with products without CUDA_DEVICE_MAX_CONNECTIONS=1, and `gradient_accumulation_fusion`
-    does without apex.
+    Transfers overlap with products without CUDA_DEVICE_MAX_CONNECTIONS=1; `gradient_accumulation_fusion`
+    needs no apex.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
-        """options: those of Megatron's constructor, which each version has more of"""
+        """options: the other arguments of Megatron's constructor, of any version"""
         # Megatron would find out after the last backward
         if config.defer_embedding_wgrad_compute and find_spec(DRAINING) is None:
             raise NotImplementedError(
@@ -169,9 +169,9 @@ class ColumnParallelLinear(theirs.ColumnParallelLinear):  # type: ignore[misc] #
         gtp_remat_size: int = 1,
         output_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Megatron's `forward` calls it, and gathers the output where that is asked for.
+        """Compute the product for Megatron's `forward`, which gathers the output if needed.
 
-        wgrad_deferral_limit: `forward` has kept as many inputs; outputs' gradients are kept for these
+        wgrad_deferral_limit: unused: gradients are kept for the inputs that `forward` has kept
         """
         require_supported(self)
         if not weight.requires_grad:
@@ -201,14 +201,14 @@ class ColumnParallelLinear(theirs.ColumnParallelLinear):  # type: ignore[misc] #
 
 
 class RowParallelLinear(theirs.RowParallelLinear):  # type: ignore[misc] # Megatron is not typed
-    """Megatron's, with its constructor, parameters, initial weights, attributes and checkpoints.
+    """Megatron's row-parallel layer with its parameters, initial weights and checkpoints, on our ops.
 
-    The product and its sum over ranks are one op. The bias is added after it, by each rank to its tokens, so
-    that its gradient is partial under sequence parallelism, as its attribute says.
+    The product and its sum over ranks are one op. Each rank adds the bias to its tokens afterwards, so that
+    its gradient is partial under sequence parallelism, as its attribute says.
     """
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(output, output_bias)
+        """Return (output, output_bias).
 
         input_: (tokens, ..., input_size_per_partition), or input_size unless input_is_parallel
         """
@@ -235,17 +235,17 @@ class RowParallelLinear(theirs.RowParallelLinear):  # type: ignore[misc] # Megat
         return (output if self.bias is None else output + self.bias), None
 
     def backward_dw(self) -> None:
-        """Nothing is left to do: backward computes the weight's gradient, `delay_wgrad_compute` or not."""
+        """Do nothing: backward computes the weight's gradient, also with `delay_wgrad_compute`."""
 
 
 class VocabParallelEmbedding(theirs.VocabParallelEmbedding):  # type: ignore[misc] # Megatron is not typed
-    """Megatron's, with its constructor, parameters, initial weights, attributes and checkpoints.
+    """Megatron's embedding with its parameters, initial weights and checkpoints, on our ops.
 
-    An id that does not exist is an error; Megatron's gives a row of zeros.
+    An id outside the vocabulary is an error; Megatron's layer returns zeros for it.
     """
 
     def forward(self, input_: Tensor) -> Tensor:
-        """The row of each id.
+        """Look up the row of each id.
 
         input_: (batch, sequence) ids, the same on all ranks
         returns: (batch, sequence, features), or this rank's (sequence, batch, features) if
@@ -260,7 +260,7 @@ class VocabParallelEmbedding(theirs.VocabParallelEmbedding):  # type: ignore[mis
 
 
 def require_supported(layer: Any) -> None:
-    """Raise if a layer's config asks for what ours do not do; in each forward, for it may change."""
+    """Raise if a layer's config has an unsupported option; called in each forward, because it may change."""
     name, config = type(layer).__name__, layer.config
     require_no_invariance(name)
     offloading = config._cpu_offloading_context
@@ -273,7 +273,7 @@ def require_supported(layer: Any) -> None:
 
 
 def require_whole_weight(caller: str, gtp_remat_size: int) -> None:
-    """Raise if Megatron asks for weights that are gathered for each use."""
+    """Raise if Megatron would gather weights for each use."""
     if gtp_remat_size > 1:
         raise NotImplementedError(
             f"{caller}: expected gtp_weight_remat_size 1, got {gtp_remat_size}: weights are not gathered for "
@@ -282,7 +282,7 @@ def require_whole_weight(caller: str, gtp_remat_size: int) -> None:
 
 
 def require_dtype(caller: str, output_dtype: torch.dtype | None, x: Tensor) -> None:
-    """Raise unless outputs are asked for in the input's dtype."""
+    """Raise unless the output's dtype is the input's."""
     if output_dtype not in (None, x.dtype):
         raise NotImplementedError(
             f"{caller}: expected no output_dtype, or that of the input, {x.dtype}, got {output_dtype}"

@@ -1,7 +1,7 @@
 """Megatron's `tensor_parallel.mappings`: regions of a group, also with shards of unequal size.
 
-Backward follows by composition: unequal shards are padded to the longest before they travel.
-use_global_buffer has no effect: results are tensors of their own.
+Unequal shards are padded to the longest before they are sent. use_global_buffer has no effect: results are
+new tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def gather_from_sequence_parallel_region(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """The ranks' inputs, concatenated along dimension 0.
+    """All-gather the ranks' inputs along dimension 0.
 
     output_split_sizes: each rank's rows; None: the same number
     """
@@ -70,7 +70,7 @@ def reduce_scatter_to_sequence_parallel_region(
     input_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """This rank's rows of the sum of the ranks' inputs.
+    """Reduce-scatter the ranks' inputs along dimension 0.
 
     input_split_sizes: each rank's rows; None: the same number
     """
@@ -86,13 +86,13 @@ def reduce_scatter_to_sequence_parallel_region(
 
 
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: State = None) -> Tensor:
-    """The ranks' inputs, concatenated along the last dimension; their gradients are summed."""
+    """All-gather the ranks' inputs along the last dimension; backward reduce-scatters the gradient."""
     gathered = functional.gather_from_sequence_parallel_region(_last_first(input_), True, group)
     return gathered.movedim(0, -1)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: State = None) -> Tensor:
-    """This rank's shard of the last dimension of the sum of the ranks' inputs."""
+    """Reduce-scatter the ranks' inputs along the last dimension."""
     return functional.reduce_scatter_to_sequence_parallel_region(_last_first(input_), group).movedim(0, -1)
 
 
@@ -103,10 +103,10 @@ def all_to_all(
     input_split_sizes: Sequence[int] | None = None,
     use_nccl_stream: bool = False,
 ) -> Tensor:
-    """Rows from every rank for rows to every rank.
+    """Send rows to every rank, and return the rows received from every rank.
 
     output_split_sizes_, input_split_sizes: rows from and to each rank; None: the same number
-    use_nccl_stream: of later sources than 0.16; has no effect, rows travel on the group's stream
+    use_nccl_stream: an argument of later sources than 0.16; no effect: rows travel on the group's stream
     """
     ranks = group.size()
     if ranks == 1:
@@ -120,14 +120,14 @@ def all_to_all(
 
 
 def all_to_all_sp2hp(input_: Tensor, group: State = None) -> Tensor:
-    """All tokens of this rank's features (tokens, features / ranks), of (tokens / ranks, features)."""
+    """Exchange this rank's tokens (tokens / ranks, features) for its features (tokens, features / ranks)."""
     own = group_of(group)
     rows = input_.reshape(-1, input_.shape[-1])
     return all_to_all(own, torch.cat(_even(rows, own.size(), dim=-1)))
 
 
 def all_to_all_hp2sp(input_: Tensor, group: State = None) -> Tensor:
-    """This rank's tokens of all features (tokens / ranks, features), of (tokens, features / ranks)."""
+    """Exchange this rank's features (tokens, features / ranks) for its tokens (tokens / ranks, features)."""
     own = group_of(group)
     rows = all_to_all(own, input_.reshape(-1, input_.shape[-1]))
     return torch.cat(_even(rows, own.size(), dim=0), dim=-1)
@@ -140,7 +140,7 @@ def _even(x: Tensor, ranks: int, dim: int) -> tuple[Tensor, ...]:
 
 
 def _checked(sizes: Sequence[int], group: State) -> list[int]:
-    """As integers, one a rank."""
+    """Return the sizes as integers, one for each rank."""
     found = [int(size) for size in sizes]
     ranks = tensor_world(group).size
     if len(found) != ranks or min(found) < 0:

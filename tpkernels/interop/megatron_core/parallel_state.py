@@ -1,9 +1,9 @@
-"""The names of Megatron-Core 0.16's `parallel_state`, with its arguments and answers.
+"""The functions of Megatron-Core 0.16's `parallel_state`, with its arguments and results.
 
-Most are those of `tpkernels.parallel_state`. These differ: what newer and older Megatrons define otherwise
-(arguments of data-parallel getters, `vp_stage`), what is only here (`RankGenerator`, second communicators,
-instances of the distributed optimizer, gloo twins, the memory buffer), and zeros where torch.distributed is
-not initialized, on which Megatron's code relies. Keyword-only arguments are those of newer Megatrons.
+Most are those of `tpkernels.parallel_state`. Here are functions that differ between Megatrons (arguments of
+data-parallel getters, `vp_stage`), and Megatron-Core's own (`RankGenerator`, second communicators, instances
+of the distributed optimizer, gloo twins, the memory buffer). Before torch.distributed is initialized sizes
+and ranks are zero: Megatron relies on it. Newer Megatrons' arguments are keyword-only.
 with_gtp_remat: no effect: no weights are gathered for each use.
 """
 
@@ -43,7 +43,7 @@ from tpkernels.topology.plan import Kind
 
 
 def _further(name: str) -> ProcessGroup | None:
-    """This rank's group of no kind in the plan, if it was made."""
+    """Return this rank's further group `name`, of no kind in the plan; None if it was not made."""
     state = current_or_none()
     return None if state is None else state.further.get(name)
 
@@ -74,7 +74,7 @@ get_expert_tensor_and_model_parallel_rank = _or_zero(table.EXPERT_TENSOR_AND_MOD
 
 
 def is_unitialized() -> bool:
-    """Whether there are no groups yet. The misspelling is the original's."""
+    """Whether there are no groups yet. The misspelling is Megatron's."""
     warnings.warn("is_unitialized is deprecated: use is_initialized", DeprecationWarning, stacklevel=2)
     return current_or_none() is None
 
@@ -86,9 +86,9 @@ def get_data_parallel_group(
     *,
     with_gtp_remat: bool = True,
 ) -> ProcessGroup:
-    """The ranks that hold the same shards of the model, and of the sequence unless with_context_parallel.
+    """The group that holds the same shards of the model, and of the sequence unless with_context_parallel.
 
-    partial_data_parallel: those of one instance of the distributed optimizer
+    partial_data_parallel: only the ranks of one instance of the distributed optimizer
     independent_all_gather: the second communicator of these ranks, see `create_all_gather_group`
     """
     row = data_group(with_context_parallel, partial_data_parallel)
@@ -114,7 +114,7 @@ def get_data_parallel_world_size(
 def get_data_parallel_rank(
     with_context_parallel: bool = False, partial_data_parallel: bool = False, *, with_gtp_remat: bool = True
 ) -> int:
-    """This rank's position in `get_data_parallel_group`, or the one that was set."""
+    """This rank's position in `get_data_parallel_group`, or the rank that was set."""
     changed = on_the_fly().data_rank
     if changed is not None:
         return changed
@@ -127,9 +127,9 @@ def get_expert_data_parallel_group(
     *,
     with_gtp_remat: bool = True,
 ) -> GroupOrNone:
-    """The ranks that hold the same shards of the same experts.
+    """The group that holds the same shards of the same experts.
 
-    partial_expert_data_parallel: those of one instance of the distributed optimizer
+    partial_expert_data_parallel: only the ranks of one instance of the distributed optimizer
     """
     intra = _further("intra_expert_dp") if partial_expert_data_parallel else None
     return intra or table.EXPERT_DATA.group(check_initialized)
@@ -173,19 +173,22 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> GroupOrNone:
-    """The ranks of one instance of the distributed optimizer."""
+    """The group of one instance of the distributed optimizer."""
     return _further("intra_dist_opt") or table.OPTIMIZER_INSTANCE.group(check_initialized)
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> GroupOrNone:
-    """The same shard in each instance of the distributed optimizer. With one instance an error, or None."""
+    """The group that holds one shard in each instance of the distributed optimizer; raises for one instance.
+
+    check_initialized: False: return None instead
+    """
     if not check_initialized:
         return _further("inter_dist_opt")
     return _required("inter_dist_opt", "initialize_model_parallel(num_distributed_optimizer_instances=2)")
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup] | None:
-    """This rank's context groups by level, neighbours first. Without them an error, or None."""
+    """This rank's context groups by level, neighbours first; without them it raises, or returns None."""
     state = current_or_none()
     made = {} if state is None else state.further
     found = [group for name, group in made.items() if name.startswith("hcp_") and name[4:].isdigit()]
@@ -209,14 +212,14 @@ def get_hybrid_data_context_parallel_groups(
 
 
 def get_expert_tensor_parallel_world_size() -> int | None:
-    """The number of ranks that split an expert; without groups the tensor-parallel size set, or None."""
+    """The number of ranks that split an expert; without groups the tensor size that was set, or None."""
     own = on_the_fly().expert_tensor_size
     lacking = current_or_none() is None and own is None
     return on_the_fly().tensor_size if lacking else table.EXPERT_TENSOR.world_size()
 
 
 def get_expert_tensor_parallel_rank() -> int | None:
-    """This rank among those that split an expert; without groups the tensor-parallel rank set, or None."""
+    """This rank among those that split an expert; without groups the tensor rank that was set, or None."""
     own = on_the_fly().expert_tensor_rank
     lacking = current_or_none() is None and own is None
     return on_the_fly().tensor_rank if lacking else table.EXPERT_TENSOR.rank()
@@ -248,16 +251,16 @@ def _by_gloo(name: str, kind: Kind) -> ProcessGroup:
     return twin
 
 
-# Stages: asked for by `vp_stage`, virtual ones ignored unless told.
+# Stages: `vp_stage` counts unless ignore_virtual.
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this is the first stage; unless ignore_virtual, whether `vp_stage` is the first of all."""
+    """Whether this is the first stage; unless ignore_virtual, whether `vp_stage` is the first virtual one."""
     return todays.is_pipeline_first_stage(ignore_virtual, _counted_stage(ignore_virtual, vp_stage))
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this is the last stage; unless ignore_virtual, whether `vp_stage` is the last of all."""
+    """Whether this is the last stage; unless ignore_virtual, whether `vp_stage` is the last virtual one."""
     return todays.is_pipeline_last_stage(ignore_virtual, _counted_stage(ignore_virtual, vp_stage))
 
 
@@ -281,7 +284,7 @@ def is_rank_in_position_embedding_group() -> bool:
 
 
 def _counted_stage(ignore_virtual: bool, vp_stage: int | None) -> int | None:
-    """`vp_stage`, which must be passed where virtual stages count; else None."""
+    """Return `vp_stage` if virtual stages count, else None; raise if it is needed and missing."""
     if ignore_virtual or on_the_fly().virtual_size is None:
         return None
     if vp_stage is None:
@@ -289,7 +292,7 @@ def _counted_stage(ignore_virtual: bool, vp_stage: int | None) -> int | None:
     return vp_stage
 
 
-if not TYPE_CHECKING:  # a checker goes by the imports and the names themselves
+if not TYPE_CHECKING:  # type checkers read the imports and names themselves
     own = {
         "RankGenerator",
         "_set_global_memory_buffer",

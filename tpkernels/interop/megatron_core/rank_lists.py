@@ -1,7 +1,7 @@
-"""The groups that today's Megatron makes for given sizes, as lists of ranks, over the strides of `Grid`.
+"""The groups that Megatron-Core makes for given sizes, as lists of ranks, over the strides of `Grid`.
 
-Dense layers and experts lie on two grids with the same pipelines. The kinds of `topology.groups.Kind` are
-those that tpkernels' layers know; `further_groups` are what only Megatron's optimizers and attention ask for.
+Dense layers and experts have two grids with the same pipelines. tpkernels' layers use the kinds of
+`topology.groups.Kind`; only Megatron's optimizers and attention use `further_groups`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ OPTION_NAMES = {
 
 
 class RankGenerator:
-    """The groups of a world along axes such as "tp" or "tp-dp": of its dense layers, or of its experts."""
+    """Lists the groups of a world along axes such as "tp" or "tp-dp", for dense layers or for experts."""
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class RankGenerator:
         rank_offset: int = 0,
         gtp_remat: int = 1,
     ) -> None:
-        """gtp_remat: 1, as newer Megatrons pass it"""
+        """gtp_remat: must be 1; newer Megatrons pass it"""
         if ep > 1 and cp > 1:
             raise InvalidSizes(f"expected context or expert ranks in one grid, got cp={cp} and ep={ep}")
         if gtp_remat != 1:
             raise InvalidSizes(
-                f"gtp_remat: expected 1, for weights are not gathered for each use, got {gtp_remat}"
+                f"gtp_remat: expected 1, because weights are not gathered for each use, got {gtp_remat}"
             )
         self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
         self.rank_offset = rank_offset
@@ -122,7 +122,7 @@ def generate_masked_orthogonal_rank_groups(
 
 
 def hierarchy(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[list[int]]]:
-    """For each level its groups: first of neighbours, then of what lies sizes[0] apart, and so on."""
+    """Return the groups of each level: first of neighbours, then of ranks sizes[0] apart, and so on."""
     if prod(sizes) != len(ranks):
         raise InvalidSizes(f"expected sizes whose product is {len(ranks)}, got {list(sizes)}")
     grid = Grid({str(level): size for level, size in enumerate(sizes)})
@@ -192,7 +192,7 @@ class MegatronSizes:
         return [list(choose(ranks)) for ranks in self.lists("pp")]
 
     def checked(self, virtual_pipeline: int | None) -> ListedPlan:
-        """The plan of these groups, if there is one."""
+        """Return the plan of these groups; raise if the sizes do not fit."""
         check.data_parallel_size(
             self.world_size, tensor=self.tensor, pipeline=self.pipeline, context=self.context
         )
@@ -238,10 +238,10 @@ class MegatronSizes:
         )
 
     def further_groups(self, options: Mapping[str, Any], gloo: Sequence[str]) -> dict[str, Listed]:
-        """Groups of no kind in the plan, by name.
+        """Return groups of no kind in the plan, by name.
 
-        options: a backend's, by Megatron's names of groups
-        gloo: those of GLOO_TWINS that need a twin
+        options: of the backend, by Megatron's names of groups
+        gloo: the names in GLOO_TWINS that need a twin
         """
         found: dict[str, Lists] = {}
         if self.instances > 1:

@@ -1,6 +1,6 @@
-"""Our layers where Megatron names its own: in GPTModel, in its functions that make specs, in specs of users.
+"""Builds our layers where Megatron names its own: in GPTModel, in its spec functions, in users' specs.
 
-Norms are built here, also under sequence parallelism, which Megatron's local norm refuses.
+Our norms work under sequence parallelism, too, which Megatron's local norm refuses.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tpkernels.layers import norm
 
 @contextmanager
 def layers() -> Iterator[None]:
-    """Inside, Megatron's layers and local norms are built as ours, whoever names them.
+    """Build our layers and norms in place of Megatron's layers and local norms inside the block.
 
-    They stay ours afterwards. Subclasses of Megatron's layers are built as they are; linear layers of
+    Models keep these layers afterwards. Subclasses of Megatron's layers stay what they are; linear layers of
     Transformer Engine are refused.
     """
     with ExitStack() as stack:
@@ -44,7 +44,7 @@ def layers() -> Iterator[None]:
 
 
 def _pairs() -> list[tuple[type[nn.Module], type[nn.Module]]]:
-    """Megatron's class and ours: its own, by whatever names it may be reached."""
+    """Return pairs of Megatron's class and ours."""
     kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
     pairs: list[tuple[type[nn.Module], type[nn.Module]]] = [(kind.__base__, kind) for kind in kinds]
     if find_spec("apex") is not None:  # else Megatron does not name it
@@ -61,9 +61,9 @@ def _of_transformer_engine() -> list[type[nn.Module]]:
 
 
 def _building(theirs: type[nn.Module], ours: type[nn.Module]) -> Callable[..., None]:
-    """An `__init__` of `theirs` that makes it one of `ours`.
+    """Return an `__init__` of `theirs` that changes the instance's class to `ours`.
 
-    The class itself changes, not the names that refer to it: specs may have taken it long before.
+    Names that refer to `theirs` stay: specs may hold the class already.
     """
     initialize = theirs.__init__
 
@@ -93,9 +93,9 @@ def _with_attribute(owner: type, name: str, value: object) -> Iterator[None]:
 
 
 def _require_no_transformer_engine(layer: object, *_: object, **__: object) -> None:
-    """The `__init__` of Transformer Engine's linear layers where ours are wanted."""
+    """Refuse to build a linear layer of Transformer Engine, as its `__init__`."""
     raise NotImplementedError(
-        f"{type(layer).__name__}: expected no linear layer of Transformer Engine inside layers(), it would "
+        f"{type(layer).__name__}: expected no linear layer of Transformer Engine inside layers(): it would "
         "not be ours; make the spec by get_gpt_layer_local_spec"
     )
 
@@ -121,9 +121,9 @@ def build_norm(
 
 
 class _BuiltByMegatron:
-    """Megatron's constructor; parameters are marked `sequence_parallel` where config says so."""
+    """Adds Megatron's constructor; parameters are marked `sequence_parallel` by its config."""
 
-    returns_residual = False  # asked by later sources than 0.16
+    returns_residual = False  # read by later sources than 0.16
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class _SpecProvider(LocalSpecProvider):  # type: ignore[misc] # Megatron is not 
         return build_norm
 
     def grouped_mlp_modules(self, *asked: bool) -> Any:
-        """The experts' module and submodules; those of grouped products are Megatron's own."""
+        """Return the experts' module and submodules; grouped products stay Megatron's own."""
         made = super().grouped_mlp_modules(*asked)
         if isinstance(made, partial):  # of later sources than 0.16
             return partial(made, submodules=_ours(made.keywords["submodules"]))
@@ -185,8 +185,8 @@ def _ours(submodules: Any) -> Any:
 
 
 def spec_provider() -> BackendSpecProvider:
-    """A `BackendSpecProvider`, for functions such as `get_mlp_module_spec_for_backend`.
+    """Return a `BackendSpecProvider` for functions such as `get_mlp_module_spec_for_backend`.
 
-    The embedding and the output layer are not in a spec: GPTModel names them. See `layers`.
+    The embedding and the output layer are not in a spec: GPTModel names them. Use `layers` for these.
     """
     return _SpecProvider()

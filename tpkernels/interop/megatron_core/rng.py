@@ -1,8 +1,8 @@
 """Megatron's random streams and `checkpoint`, over `runtime.random`: the streams that our layers draw from.
 
-Where there is CUDA the streams are of its generator alone, as Megatron's. Where there is none they are of the
-CPU's, so that programs run there, too. Neither seeds or moves the CPU's generator that the caller draws from:
-only inside `fork(name)` does the CPU's give the numbers of a stream, and only where there is no CUDA.
+With CUDA the streams are states of its generator alone, as in Megatron. Without CUDA they are states of the
+CPU's generator, so that programs run there, too. Seeding does not change the CPU's generator that the caller
+draws from: it gives the numbers of a stream only inside `fork(name)`, and only without CUDA.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ States = Mapping[str, Tensor | torch.Generator]
 
 
 class CudaRNGStatesTracker:
-    """Megatron's face of a tracker: a state is one tensor; the default stream is not among them."""
+    """Megatron's tracker over ours: a state is one tensor; the default stream is not included."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class CudaRNGStatesTracker:
         self.tracker.reset()
 
     def get_states(self) -> dict[str, Tensor]:
-        """The state of each stream: of the CUDA generator, or of the CPU's where there is no CUDA."""
+        """Return the state of each stream: of the CUDA generator, or of the CPU's without CUDA."""
         states: dict[str, Tensor] = states_to_megatron(self.tracker.get_states())["rng_tracker_states"]
         return states
 
@@ -84,14 +84,14 @@ class CudaRNGStatesTracker:
         return self.get_states()
 
     def set_states(self, states: States) -> None:
-        """Continue from what `get_states` returned, here or in Megatron. Other streams are forgotten."""
+        """Set the streams to states from `get_states`, ours or Megatron's, and drop other streams."""
         if states:
             self.tracker.set_states(states)
         else:
             self.tracker.reset()
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream that starts from `seed`."""
+        """Add a stream that starts from `seed`."""
         self.tracker.add(name, seed)
 
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> AbstractContextManager[None]:
@@ -100,7 +100,7 @@ class CudaRNGStatesTracker:
 
 
 class _InferenceTracker(CudaRNGStatesTracker):
-    """Inference draws from one stream: the default one."""
+    """A tracker for inference, which draws from the default stream only."""
 
     def add(self, name: str, seed: int) -> None:
         """Nothing."""
@@ -114,7 +114,7 @@ class _InferenceTracker(CudaRNGStatesTracker):
 
 
 class _PerProcess:
-    """The tracker that `get_cuda_rng_tracker` returns, and how deep checkpoints are nested."""
+    """The tracker that `get_cuda_rng_tracker` returns, and the depth of running checkpoints."""
 
     tracker: CudaRNGStatesTracker | None = None
     checkpoints: int = 0  # that are running
@@ -126,7 +126,7 @@ def initialize_rng_tracker(
     use_cudagraphable_rng: bool = False,
     force_reset: bool = False,
 ) -> None:
-    """Make the face of this process's streams, unless there is one."""
+    """Make the tracker of this process, unless there is one."""
     if use_te_rng_tracker:
         raise NotImplementedError("use_te_rng_tracker: expected False: the streams are tpkernels'")
     if force_reset or _PerProcess.tracker is None:
@@ -139,7 +139,7 @@ def initialize_rng_tracker(
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> CudaRNGStatesTracker:
-    """The streams of this process. The arguments count for the first call."""
+    """Return the tracker of this process. Only the first call's arguments count."""
     initialize_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     assert _PerProcess.tracker is not None
     return _PerProcess.tracker
@@ -165,7 +165,7 @@ def model_parallel_cuda_manual_seed(
     gtp_remat_world_size: int | None = None,
     egtp_remat_world_size: int | None = None,
 ) -> None:
-    """Seed the CUDA generator and the named streams of this rank. The CPU's generator does not change.
+    """Seed the CUDA generator and the named streams of this rank, not the CPU's generator.
 
     tp_rank, ep_rank, etp_rank: by default those of the current parallel state
     gtp_remat_rank and after: arguments of newer Megatrons, which change nothing for one rank
@@ -204,7 +204,7 @@ def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: object) -> bool:
 def convert_cuda_rng_state(
     state: Tensor | torch.Generator, to_graphable: bool = False
 ) -> Tensor | torch.Generator:
-    """A state as a tensor, or as a generator that CUDA graphs can register."""
+    """Convert a state to a tensor, or to a generator that CUDA graphs can register."""
     if not isinstance(state, Tensor | torch.Generator):
         raise ValueError(f"state: expected a tensor or a generator, got {type(state).__name__}")
     if isinstance(state, Tensor) and to_graphable:
@@ -219,7 +219,7 @@ def convert_cuda_rng_state(
 
 
 def states_to_megatron(states: Mapping[str, Generators]) -> dict[str, Any]:
-    """What `get_rng_tracker().get_states()` gave, as Megatron saves it."""
+    """Convert states from `get_rng_tracker().get_states()` to the form that Megatron saves."""
     default = states[DEFAULT_STREAM]
     named = {"cpu": "torch_rng_state", "cuda": "cuda_rng_state"}
     saved: dict[str, Any] = {named[device]: state for device, state in default.items()}
@@ -232,7 +232,7 @@ def states_to_megatron(states: Mapping[str, Generators]) -> dict[str, Any]:
 
 
 def states_from_megatron(saved: Mapping[str, Any]) -> dict[str, Generators]:
-    """What Megatron saved, for `get_rng_tracker().set_states`, whose streams must be of the same device."""
+    """Convert states that Megatron saved, on the same device, for `get_rng_tracker().set_states`."""
     missing = {"torch_rng_state", "rng_tracker_states"} - saved.keys()
     if missing:
         raise ValueError(
@@ -253,10 +253,10 @@ def states_from_megatron(saved: Mapping[str, Any]) -> dict[str, Generators]:
 
 
 def checkpoint(function: Callable[..., T], distribute_saved_activations: bool | None, *args: Any) -> T:
-    """function(*args), recomputed in backward.
+    """Compute function(*args), and compute it again in backward.
 
     distribute_saved_activations: each tensor-parallel rank saves its shard of args[0]. The argument itself
-        stays as it is, while Megatron puts the shard into it.
+        does not change; Megatron replaces its data by the shard.
     """
 
     def running(*given: Any) -> T:
@@ -274,7 +274,7 @@ def is_checkpointing() -> bool:
     return _PerProcess.checkpoints > 0
 
 
-# What Megatron's own CheckpointWithoutOutput asks its module for.
+# Functions that Megatron's own CheckpointWithoutOutput takes from its module.
 
 
 def _get_all_rng_states() -> tuple[Snapshot]:

@@ -1,4 +1,4 @@
-"""Megatron's small functions: to split, gather and broadcast, attributes of parameters, the loss."""
+"""Megatron's functions to split, gather and broadcast tensors, to mark parameters, and its loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The quotient, which must be exact."""
+    """Return the quotient; raise if it is not exact."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
@@ -30,7 +30,7 @@ def divide(numerator: int, denominator: int) -> int:
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Equal views of the last dimension, or equal copies."""
+    """Split the last dimension into equal views, or contiguous copies."""
     chunks = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
     return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else tuple(chunks)
 
@@ -38,7 +38,7 @@ def split_tensor_along_last_dim(
 def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, new_buffer: bool = False, tp_group: State = None
 ) -> Tensor:
-    """This rank's elements, as a view or a copy. The ranks must divide their number."""
+    """Return this rank's equal shard of the elements, as a view or a copy."""
     world = tensor_world(tp_group)
     size = shard_size(tensor.numel(), world.size, "the number of elements")
     chunk = tensor.view(-1)[size * world.rank : size * (world.rank + 1)]
@@ -46,7 +46,7 @@ def split_tensor_into_1d_equal_chunks(
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: State = None) -> Tensor:
-    """All ranks' elements, what `split_tensor_into_1d_equal_chunks` has split."""
+    """All-gather the elements that `split_tensor_into_1d_equal_chunks` has split."""
     group = group_of(tp_group)
     gathered = tensor.new_empty(tensor.numel() * group.size())
     dist.all_gather_into_tensor(gathered, tensor.detach().reshape(-1).contiguous(), group=group)
@@ -54,20 +54,20 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: State = None) -> Tensor:
 
 
 class VocabUtility:
-    """First and last + 1 id of a rank's equal share of the vocabulary."""
+    """First and last + 1 id of a rank's equal shard of the vocabulary."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """The range of a rank, of each rank's number of ids."""
+        """Return a rank's range, from the number of ids of each rank."""
         return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
 
     @staticmethod
     def vocab_range_from_global_vocab_size(
         global_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """The range of a rank, of the number of all ids."""
+        """Return a rank's range, from the number of all ids."""
         each = divide(global_vocab_size, world_size)
         return VocabUtility.vocab_range_from_per_partition_vocab_size(each, rank, world_size)
 
@@ -75,9 +75,9 @@ class VocabUtility:
 def broadcast_data(
     keys: Sequence[Any], data: Mapping[Any, Tensor], datatype: torch.dtype, tp_group: State = None
 ) -> dict[Any, Tensor]:
-    """data[key] of the group's first rank, on all its ranks: on the current GPU, where there is one.
+    """Broadcast data[key] from the group's first rank to all its ranks, on the current GPU if there is one.
 
-    keys: the same on all ranks; data: only looked at on the first
+    keys: the same on all ranks; data: read on the first rank only
     datatype: of all these tensors
     """
     group = group_of(tp_group)
@@ -102,7 +102,7 @@ def broadcast_data(
 def _shapes(
     keys: Sequence[Any], data: Mapping[Any, Tensor], datatype: torch.dtype
 ) -> list[tuple[Any, tuple[int, ...]]] | str:
-    """Each key's, or what is wrong."""
+    """Return each key with its shape, or the problem in words."""
     for key in keys:
         if key not in data:
             return f"expected {key!r} in data of the first rank, which has {list(data)}"
@@ -121,10 +121,10 @@ copy_tensor_model_parallel_attributes = attributes.copy_tensor_model_parallel_at
 def param_is_not_tensor_parallel_duplicate(
     param: Tensor, tp_group: State = None, *, expert_tp_group: State = None
 ) -> bool:
-    """Whether this rank counts `param`: shards count on every rank, replicated ones on the first.
+    """Whether this rank counts `param`: shards count on every rank, replicated parameters on the first.
 
-    tp_group, expert_tp_group: also what has a rank() only; of a parameter with allreduce=False, an expert's,
-        the second counts, if it is given
+    tp_group, expert_tp_group: a state, or an object with a rank(); for an expert's parameter
+        (allreduce=False) expert_tp_group counts, if it is given
     """
     said = attributes.Attributes.of(param)
     group: Any = tp_group if said.allreduce or expert_tp_group is None else expert_tp_group
@@ -136,7 +136,7 @@ def param_is_not_tensor_parallel_duplicate(
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: State = None
 ) -> Tensor:
-    """The loss of each token. vocab_parallel_logits: (..., this rank's columns)"""
+    """Compute the loss of each token. vocab_parallel_logits: (..., this rank's columns)"""
     return functional.vocab_parallel_cross_entropy(
         vocab_parallel_logits, target, label_smoothing, group=tp_group
     )

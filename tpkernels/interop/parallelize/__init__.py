@@ -1,15 +1,15 @@
-"""A model of torch's own layers, split over tensor-parallel ranks in place.
+"""Splits a model of torch's own layers over tensor-parallel ranks, in place.
 
-default_plan  without a caller's plan: the one that a model of `transformers` brings (transformers_plan), or
-          one by names of layers (layer_names); both are made of entries
-plan      patterns of module names, and what becomes of the modules that match
-changes   the plan on this rank: modules of hf_modules, or those that stay; which compute in fp8
-trial     the plan on copies (twins) of the model, with inputs that are made up: which gradients are partial
-          (probe), and whether outputs and gradients are the unsharded model's (verify); sequence parallelism
-sequence  which modules share tokens (tokens): sequence_parallel
+default_plan  the plan if the caller gives none: from the model of `transformers` (transformers_plan), or by
+          names of layers (layer_names); both are made of entries
+plan      patterns of module names, and how matching modules are split
+changes   the plan on this rank: modules replaced (hf_modules) or kept; which layers compute in fp8
+trial     the plan on copies (twins) of the model, with made-up inputs: finds partial gradients (probe), and
+          compares outputs and gradients with the unsharded model's (verify); sequence parallelism
+sequence  which modules compute on shards of the tokens (tokens): sequence_parallel
 as_dtensor  parameters as DTensors of the unsharded ones
-buffers   what a model on the meta device needs when it gets memory
-guards    what callers may not ask for later, and random numbers in training
+buffers   tied weights and buffers of a model on the meta device, for when it gets memory
+guards    refused calls of the split model, and random numbers in training
 """
 
 from __future__ import annotations
@@ -48,34 +48,34 @@ def parallelize(
     as_dtensor: bool = False,
     quantize: Recipe | None = None,
 ) -> nn.Module:
-    """Replace layers by those that hold this rank's shard of the weights; returns the same model.
+    """Split a model in place over tensor-parallel ranks; return the same model.
 
-    Called by all ranks of the tensor-parallel group. Before anything is replaced, ranks compare names, shapes
-    and plan, and a copy of the model is split and compared with the model; a plan that does not fit is an
-    error that names the module, on all of them. Build the optimizer, wrap the model and register hooks
-    afterwards: the parameters are new ones.
+    Layers are replaced by layers that hold this rank's shard of the weights. Called by all ranks of the
+    tensor-parallel group. First ranks compare names, shapes and plan, and a split copy is compared with the
+    model; if the plan does not fit, all ranks raise an error that names the module. Build the optimizer, wrap
+    the model and register hooks afterwards: its parameters are new.
 
-    state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
-    plan: what becomes of which module: see `.plan`; None: the plan that a model of `transformers` brings, or
-        one by names of layers: see `.default_plan`
+    state: the tensor-parallel group: a ParallelState, process group or device mesh; None: the current state
+    plan: how each module is split: see `.plan`; None: the plan of the model of `transformers`, or a plan by
+        names of layers: see `.default_plan`
     weights: "check" that all ranks have the same weights, or "broadcast" those of the first rank; weights on
         the meta device are neither checked nor sent
     verify: example inputs, the same on all ranks: a tensor, a tuple, or a mapping of arguments by name.
         Outputs and gradients of the split model are compared with the unsharded one's in float64. "auto":
-        made up, if the model is one of `transformers` or takes ids or features, and for models of up to
-        2**27 parameters. False: no comparison
-    sequence_parallel: ranks share the tokens of hidden states from the first layer to the last, too
+        inputs are made up for models of `transformers`, or that take ids or features, of up to 2**27
+        parameters. False: no comparison
+    sequence_parallel: also shard the tokens of hidden states from the first layer to the last
     as_dtensor: parameters become DTensors over the tensor-parallel dimension of `state`, a DeviceMesh, so
         that torch's own clipping, checkpoints and optimizers see the unsharded model
-    quantize: compute the products of split linear layers in fp8, but for the head: see `.changes`;
-        `print(model)` shows which. The comparison above is made without it
+    quantize: compute the products of split linear layers in fp8, except the head: see `.changes`;
+        `print(model)` shows which. The comparison above is made without fp8
     """
     if mode.fix("parallelize"):
         raise ValueError(
-            "parallelize: expected TP-invariance to be off, for it does not reach what the model computes "
-            "between its layers; use tpkernels.GPT or the parallel layers, or turn it off"
+            "parallelize: expected TP-invariance to be off, because it does not cover computation "
+            "between layers; use tpkernels.GPT or the parallel layers, or turn it off"
         )
-    base = base_model(model)  # names of the plan are its
+    base = base_model(model)  # the plan's names are names in it
     world = tensor_world(state)
     named = [*base.named_parameters(), *base.named_buffers()]
     request = _Request(plan, weights, verify, sequence_parallel, as_dtensor, quantize)
@@ -106,7 +106,7 @@ def parallelize(
 
 @dataclass(frozen=True)
 class _Request:
-    """What the caller asks for, the same on all ranks."""
+    """The caller's request, the same on all ranks."""
 
     plan: ParallelizePlan | None
     weights: object
@@ -118,7 +118,7 @@ class _Request:
     def agreed(
         self, model: nn.Module, named: list[tuple[str, Tensor]], world: TensorWorld, state: State
     ) -> list[PossiblePlan]:
-        """The plans that may be taken; all ranks ask for the same, and it can be done, or all raise alike."""
+        """Return the possible plans; all ranks raise alike if requests differ or cannot be fulfilled."""
         problem: Exception | None = None
         possible: list[PossiblePlan] = []
         try:
@@ -135,17 +135,17 @@ class _Request:
         return possible
 
     def _possible(self, model: nn.Module, world: TensorWorld, state: State) -> list[PossiblePlan]:
-        """The plans that may be taken; an error if the first does not fit."""
+        """Return the possible plans; raise if the first does not fit."""
         if self.weights not in ("check", "broadcast"):
             raise ValueError(f"weights: expected 'check' or 'broadcast', got {self.weights!r}")
         require_verify(self.verify)
         if self.sequence_parallel and self.verify is False:
             raise ValueError(
-                "sequence_parallel: expected a verify that is not False, for a copy of the model is called "
-                "to find what works on which tokens"
+                "sequence_parallel: expected a verify that is not False, because a copy of the model is "
+                "called to find which modules need all tokens"
             )
         if self.sequence_parallel and self.as_dtensor:
-            raise ValueError("sequence_parallel: expected as_dtensor=False, with which it was never tried")
+            raise ValueError("sequence_parallel: expected as_dtensor=False: both were never tried together")
         require_recipe("parallelize", self.quantize, next((p.device for p in model.parameters()), None))
         refuse_wrapped("parallelize", model)
         given = self.plan is not None and PossiblePlan("the plan", self.plan)
@@ -160,8 +160,8 @@ def _require_equal(named: list[tuple[str, Tensor]], world: TensorWorld) -> None:
     for name, tensor in named:  # one by one: each is copied for a moment
         if bool(unlike_first_rank([tensor.detach()], world.group).any()):
             raise ValueError(
-                f"'{name}': expected the same weights on all tensor-parallel ranks, got others; load or draw "
-                "them alike, or pass weights='broadcast'"
+                f"'{name}': expected the same weights on all tensor-parallel ranks, got different ones; load "
+                "or draw them alike, or pass weights='broadcast'"
             )
 
 

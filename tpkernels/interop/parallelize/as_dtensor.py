@@ -1,10 +1,10 @@
-"""Parameters of a parallelized model as DTensors of the unsharded ones, which torch's own tools understand.
+"""Parameters of a parallelized model as DTensors of the unsharded parameters, for torch's own tools.
 
     split along dimension d     Shard(d); without the rows that pad a vocabulary
     others                      Replicate
 
-While a module's forward runs, its parameters are the local tensors, padded again. Gradients that are partial
-sums are summed over the ranks in backward.
+In a module's forward its parameters are the local tensors, padded again. Backward sums partial gradients over
+the ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def require_mesh(state: State) -> None:
     """Raise unless parameters can be DTensors over `state`."""
     if not isinstance(state, DeviceMesh):
         raise ValueError(
-            "as_dtensor=True: expected a DeviceMesh, as in parallelize(model, mesh, ...): of the mesh that "
-            f"fully_shard gets a dimension of, got {type(state).__name__}"
+            "as_dtensor=True: expected a DeviceMesh, as in parallelize(model, mesh, ...), from the mesh that "
+            f"fully_shard gets another dimension of, got {type(state).__name__}"
         )
 
 
@@ -76,23 +76,23 @@ def hold_dtensors(model: nn.Module, state: State, world: TensorWorld) -> None:
 
 def _dtensor(shard: TensorShard, mesh: DeviceMesh) -> nn.Parameter:
     parameter = nn.Parameter(over_mesh(shard, mesh), requires_grad=shard.tensor.requires_grad)
-    # backward sums it: nobody else is to do it again
+    # backward sums it: finalize_gradients must not
     replace(Attributes.of(shard.tensor), sequence_parallel=False).put_on(parameter)
     return parameter
 
 
 def _refusal(what: str, how: str) -> str:
     return (
-        f"as_dtensor=True: {what}: expected weights of which each rank holds one range of rows or columns, "
-        f"as DTensor's Shard has it, got {how}; leave as_dtensor out: tpkernels' clip_grad_norm_, dcp and "
+        f"as_dtensor=True: {what}: expected weights with one range of rows or columns on each rank, as "
+        f"DTensor's Shard, got {how}; leave as_dtensor out: tpkernels' clip_grad_norm_, dcp and "
         "full_state_dict take the model as it is, under fully_shard, too"
     )
 
 
 class _LocalParameters:
-    """Returns the local tensor that stands for a module's DTensor in its forward.
+    """Returns the local tensor that replaces a module's DTensor in its forward.
 
-    summed: names of those that were marked `sequence_parallel`: their gradients are partial
+    summed: names of parameters marked `sequence_parallel`: their gradients are partial
     shapes: of the local tensors, padding included
     """
 

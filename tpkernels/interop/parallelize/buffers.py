@@ -1,10 +1,10 @@
-"""What `to_empty` forgets of a model that was built on the meta device: tied weights, and some buffers.
+"""Keeps tied weights and fills buffers when `to_empty` gives memory to a model from the meta device.
 
-`to_empty` gives each module a parameter of its own. Here modules that shared one share one again.
+`to_empty` gives each module a parameter of its own. Here modules that shared a parameter share it again.
 
 It leaves non-persistent buffers with arbitrary numbers, and no checkpoint holds them. They are computed
 again by the `_init_weights` of `transformers`, by `reset_parameters`, or by the module's class with its
-config; a module whose buffers none of these computes refuses to run until they are set.
+config. If none of these computes a module's buffers, the module refuses to run until they are set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ParameterPlace = tuple[nn.Module, str]  # a module, and the name of one of its p
 
 
 def keep_ties(model: nn.Module) -> None:
-    """Let parameters on the meta device that modules share stay shared when they get memory."""
+    """Keep parameters on the meta device shared between modules when they get memory."""
     places: dict[int, list[ParameterPlace]] = {}
     for owner in model.modules():
         for name, parameter in owner._parameters.items():
@@ -40,7 +40,7 @@ def _apply_and_tie(
     fn: Callable[[Tensor], Tensor],
     recurse: bool = True,
 ) -> nn.Module:
-    """The model's `_apply`, which `to_empty`, `to` and their like call."""
+    """Replace the model's `_apply`, which `to_empty`, `to` and similar methods call."""
     tied = [places for places in shared if len({id(owner._parameters[name]) for owner, name in places}) == 1]
     inner(fn, recurse) if inner else type(model)._apply(model, fn, recurse)
     for (first, short), *others in tied:
@@ -50,7 +50,7 @@ def _apply_and_tie(
 
 
 def remember_buffers(model: nn.Module) -> None:
-    """Let non-persistent buffers on the meta device be filled when they get memory, or refuse to run."""
+    """Fill non-persistent buffers on the meta device when they get memory, or refuse to run without them."""
     filled: dict[nn.Module, list[str]] = {}
     for prefix, owner in model.named_modules():
         names = [
@@ -71,9 +71,9 @@ def remember_buffers(model: nn.Module) -> None:
 
 
 class _Later:
-    """Buffers of one module that are to be filled.
+    """Buffers of one module that must be filled.
 
-    values: by name; None: not known
+    values: by name; None: unknown
     unset: buffers that hold arbitrary numbers, each with its version when it got them
     """
 
@@ -91,7 +91,7 @@ class _Later:
         return buffer is unset and buffer._version == version
 
     def fill(self, owner: nn.Module, name: str) -> None:
-        """Write the value of a buffer that has got memory; without one, note that it is unset."""
+        """Write the value of a buffer that has got memory; without a value, note that it is unset."""
         buffer, value = owner._buffers[name], self.values[name]
         assert buffer is not None
         if value is not None:
@@ -102,7 +102,7 @@ class _Later:
         self.unset[name] = owner, buffer, buffer._version
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, whose tensors start at version 0."""
+        """Return the state for a copy, whose tensors start at version 0."""
         unset = {name: where for name, where in self.unset.items() if self.is_unset(where[0], name)}
         return vars(self) | {"unset": unset}
 
@@ -127,7 +127,7 @@ class _Later:
 def _apply_and_fill(
     owner: nn.Module, later: _Later, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """The module's `_apply`, which `to_empty`, `to` and their like call."""
+    """Replace the module's `_apply`, which `to_empty`, `to` and similar methods call."""
     empty = [
         name
         for name in later.values
@@ -145,9 +145,9 @@ def _apply_and_fill(
 def _to_empty(
     model: nn.Module, filled: dict[nn.Module, list[str]], *, device: Any, recurse: bool = True
 ) -> nn.Module:
-    """torch's `to_empty`, which alone would also empty buffers that have values.
+    """Run torch's `to_empty`, but keep the values of buffers that are not on the meta device.
 
-    filled: by module, the buffers that `_apply_and_fill` fills
+    filled: the buffers that `_apply_and_fill` fills, by module
     """
     valued = [
         (owner, name, buffer)
@@ -165,7 +165,7 @@ def _to_empty(
 
 
 def _computed(model: nn.Module, prefix: str, owner: nn.Module, names: list[str]) -> dict[str, Tensor]:
-    """Values on the CPU, of all of these buffers or of none."""
+    """Compute values on the CPU for all of these buffers; return none if one cannot be computed."""
     for compute in _ways(model, prefix, owner):
         empty = _writable_copy(owner, names)
         before = {name: (empty._buffers[name], _version(empty, name)) for name in names}
@@ -187,7 +187,7 @@ def _computed(model: nn.Module, prefix: str, owner: nn.Module, names: list[str])
 
 
 def _ways(model: nn.Module, prefix: str, owner: nn.Module) -> Iterator[Callable[[nn.Module], Any]]:
-    """Functions of a module like `owner` that may write its buffers, or return a module that has them."""
+    """Yield functions of a copy of `owner` that may write its buffers, or return a module with them."""
     steps = prefix.split(".") if prefix else []
     for length in range(len(steps), -1, -1):  # the nearest ancestor first
         ancestor = model.get_submodule(".".join(steps[:length]))

@@ -1,4 +1,4 @@
-"""What a plan does to a model on this rank: modules replaced, numbers changed, products computed in fp8."""
+"""Applies a plan to a model on this rank: replaces modules, changes numbers, computes products in fp8."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from tpkernels.ops.tensor_parallel.mappings import copy_to_region
 from tpkernels.topology.shard import HeadSplit, split_vocabulary
 
 QUANTIZED_KINDS = ("column", "row", "row_of_full", "shared_heads", "head")
-# Where torch keeps hooks for what a module returns, such as `enable_input_require_grads` adds to a table
+# torch's attributes with hooks on a module's output, such as `enable_input_require_grads` adds to a table
 _AFTER_FORWARD = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 @dataclass(frozen=True)
 class Changes:
-    """All that a plan changes in one model: its modules, and what is listed here.
+    """All changes of one model by a plan.
 
-    numbers: module, attribute, and the number that becomes of it
-    kept: for each module that the plan keeps, whether gradients of its parameters are partial sums
-    tails: how many of a module's last outputs go to this rank's heads
-    shared: modules of whose output each rank counts a share
+    numbers: module, attribute, and its new number
+    kept: for each module that the plan keeps, whether gradients of its parameters are partial
+    tails: modules, and how many of their last output features go to this rank's heads
+    shared: modules whose output each rank divides by the number of ranks
     """
 
     modules: list[ModuleChange]
@@ -60,23 +60,23 @@ class Changes:
     shared: list[nn.Module]
 
     def set_numbers(self) -> None:
-        """Put the numbers into the attributes of their modules."""
+        """Set the numbers in the attributes of their modules."""
         for module, path, number in self.numbers:
             *above, attribute = path.split(".")
             holder: Any = module
-            for name in above:  # others hold the same config
+            for name in above:  # other modules hold the same config
                 setattr(holder, name, copy(getattr(holder, name)))
                 holder = getattr(holder, name)
             setattr(holder, attribute, number)
 
     @property
     def handled(self) -> set[int]:
-        """Parameters, by id, whose gradients `modules` care for."""
+        """Ids of the parameters whose gradients the replaced modules handle."""
         return {id(change.old._parameters[short]) for change in self.modules for short in change.cuts}
 
 
 def planned(model: nn.Module, plan: ParallelizePlan, world: TensorWorld) -> Changes:
-    """What a plan would do to a model on this rank; an error names a module that it does not fit."""
+    """Return the changes of a model by a plan on this rank; raise if the plan does not fit a module."""
     changes = Changes([], [], {}, [], [])
     for match in matches(model, plan):
         module, entry = match.module, match.entry
@@ -138,8 +138,8 @@ def _padded(name: str, old: nn.Module, entry: Split, size: int, world: TensorWor
     heads, rest = divmod(size, entry.unit)
     if rest or heads % entry.padded or world.size % entry.padded:
         raise ValueError(
-            f"'{name}': expected features of complete heads of {entry.unit}, whose number "
-            f"padded={entry.padded} divides, as it does the {world.size} ranks, got {size}"
+            f"'{name}': expected features of complete heads of {entry.unit}, and padded={entry.padded} to "
+            f"divide both their number and the {world.size} ranks, got {size} features"
         )
     if entry.kind not in ("column", "row") or not is_linear(old):
         raise ValueError(f"'{name}': expected an nn.Linear that is a column or a row for padded, got {old}")
@@ -150,14 +150,14 @@ def _padded(name: str, old: nn.Module, entry: Split, size: int, world: TensorWor
 
 
 def _cuts_along(features: Cut, old: nn.Module, kind: str) -> dict[str, Cut | None]:
-    """The cuts of weight and bias where features of the input are split, for a row, or of the output."""
+    """Return the cuts of weight and bias, with split input features for a row, else split output features."""
     if kind.startswith("row"):
         return _cuts(old, weight=_at(features, old, 1), bias=None)
     return _cuts(old, weight=_at(features, old, 0), bias=replace(features, dim=0))
 
 
 def _at(features: Cut, old: nn.Module, dim: int) -> Cut:
-    """The cut of a weight whose (out_features, in_features) is split along `dim`."""
+    """Return the cut of a weight (out_features, in_features) along `dim`, in the weight's own orientation."""
     turned = is_conv1d(old) or isinstance(old, nn.Embedding)
     return replace(features, dim=1 - dim if turned else dim)
 
@@ -256,7 +256,7 @@ def _number_of(match: Match, path: str) -> Any:
 
 
 def _require_tied_alike(model: nn.Module, changes: list[ModuleChange]) -> None:
-    """Modules that share a weight are split alike, all of them."""
+    """Raise unless modules that share a weight are all split alike."""
     how = {change.old: change for change in changes}
     owners: dict[int, list[tuple[str, nn.Module, Cut | None]]] = {}
     for name, module in model.named_modules():
@@ -269,13 +269,13 @@ def _require_tied_alike(model: nn.Module, changes: list[ModuleChange]) -> None:
         for name, module, cut in shared:
             if split and (cut != split[0][1] or module not in how):
                 raise ValueError(
-                    f"'{name}' shares a weight with '{split[0][0]}', and must be split as that is; give the "
+                    f"'{name}' shares a weight with '{split[0][0]}', and must be split like it; give the "
                     "plan a pattern for both"
                 )
 
 
 def _require_called(model: nn.Module, changes: list[ModuleChange]) -> None:
-    """In eval mode torch's encoder layer reads its layers' weights itself, and would take a shard for all."""
+    """Raise for layers of torch's encoder layer: in eval mode it reads their weights itself, as full ones."""
     for name, parent in model.named_modules():
         if isinstance(parent, nn.TransformerEncoderLayer):
             for change in changes:
@@ -302,7 +302,7 @@ def carry_out(model: nn.Module, changes: Changes, world: TensorWorld, state: Sta
         for short, parameter in held.items():
             setattr(new, short, parameter)
         new.train(change.old.training)
-        for hooks in _AFTER_FORWARD if change.kind == "embedding" else ():  # it returns what the old one does
+        for hooks in _AFTER_FORWARD if change.kind == "embedding" else ():  # its output is the old one's
             vars(new)[hooks] = vars(change.old)[hooks]
         if new is not change.old:
             for parent, short in places[change.old]:
@@ -317,7 +317,7 @@ def carry_out(model: nn.Module, changes: Changes, world: TensorWorld, state: Sta
 
 
 def _shard_once(change: ModuleChange, short: str, made: dict[int, nn.Parameter]) -> nn.Parameter:
-    """This rank's shard of a parameter, the same one for all modules that share it."""
+    """Return this rank's shard of a parameter, the same object for all modules that share it."""
     old = change.old._parameters[short]
     assert old is not None
     if id(old) not in made:
@@ -328,7 +328,7 @@ def _shard_once(change: ModuleChange, short: str, made: dict[int, nn.Parameter])
 
 
 class _SummedTail:
-    """After a module's forward, gradients of the last features are summed over ranks: see `Tail`."""
+    """A forward hook: backward sums gradients of the last features over ranks: see `Tail`."""
 
     def __init__(self, features: int, world: TensorWorld) -> None:
         self.features = features
@@ -340,7 +340,7 @@ class _SummedTail:
 
 
 class _OwnShare:
-    """After a module's forward: this rank's share of a sum to which every rank adds the same."""
+    """A forward hook that divides an output by the number of ranks: every rank adds the same to a sum."""
 
     def __init__(self, world: TensorWorld) -> None:
         self.world = world
@@ -350,7 +350,7 @@ class _OwnShare:
 
 
 def quantizable(model: nn.Module, changes: Changes, recipe: Recipe) -> list[str]:
-    """Names of the layers whose products are computed in fp8, before they are replaced; or an error.
+    """Return names of the layers that will compute in fp8; raise if there are none.
 
     nn.Linear that is split as column, row or row_of_full, shared heads    yes
     the head: an output that is gathered, or as wide as the vocabulary     with `Recipe(..., head=True)`
@@ -377,14 +377,14 @@ def quantizable(model: nn.Module, changes: Changes, recipe: Recipe) -> list[str]
     ]
     if not names:
         raise ValueError(
-            "quantize: expected a plan that splits linear layers besides the head, got one that does not; "
-            "leave out quantize"
+            "quantize: expected a plan that splits linear layers other than the head, got none; leave out "
+            "quantize"
         )
     return names
 
 
 def quantize_products(model: nn.Module, names: list[str], recipe: Recipe) -> None:
-    """Let the layers of these names, which were replaced, compute in fp8."""
+    """Let the replaced layers of these names compute in fp8."""
     for name in names:
         layer: Any = model.get_submodule(name)
         layer.quantize = recipe

@@ -1,4 +1,4 @@
-"""The shard of a dimension, and of a module, that one rank holds; dropout of features that are split so."""
+"""One rank's shard of a dimension and of a module, and dropout of split features."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tpkernels.topology.shard import HeadSplit, stacked_ranges
 class Cut:
     """This rank's ranges along one dimension.
 
-    size: of the shard, padding included
-    full: of the dimension
+    size: the shard's size, padding included
+    full: the dimension's size
     """
 
     dim: int
@@ -28,12 +28,12 @@ class Cut:
 
     @staticmethod
     def along(dim: int, stacks: tuple[int, ...], world: TensorWorld) -> Cut:
-        """The cut of this rank's shard of each of the concatenated sizes."""
+        """Return the cut for this rank's shard of each concatenated weight."""
         full = sum(stacks)
         return Cut(dim, stacked_ranges(world.rank, stacks, world.size), full // world.size, full)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This rank's shard, padded, in memory of its own."""
+        """Return this rank's shard, padded, in new memory."""
         dim = self.dim % tensor.ndim
         own = torch.cat([tensor.narrow(dim, each.start, len(each)) for each in self.ranges], dim)
         missing = self.size - own.shape[dim]
@@ -41,9 +41,9 @@ class Cut:
 
 
 def stacks_of(size: int, stacked: int | tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes of the weights that are concatenated along a dimension.
+    """Return the sizes of the weights that are concatenated along a dimension.
 
-    stacked: how many of one size, or their sizes
+    stacked: the number of equal weights, or the size of each
     """
     if isinstance(stacked, tuple):
         return stacked
@@ -52,13 +52,13 @@ def stacks_of(size: int, stacked: int | tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ModuleChange:
-    """A module whose parameters ranks split: replaced, or kept with shards in it (`parameters`, `table`).
+    """A module with split parameters: replaced, or kept with shards in it (`parameters`, `table`).
 
-    kind: one of `Split`'s, shared_heads, parameters or table
-    cuts: what this rank holds of each parameter; None: all of it
-    features: this rank's of the output, for a column, or of the input, for a row
-    reads: the features of the output that this rank computes, for shared heads
-    split: how features are padded that ranks do not divide
+    kind: a kind of `Split`, shared_heads, parameters or table
+    cuts: this rank's cut of each parameter; None: the full parameter
+    features: this rank's features of the output, for a column, or of the input, for a row
+    reads: the output features that this rank computes, for shared heads
+    split: how features are padded if ranks do not divide them
     """
 
     name: str
@@ -72,7 +72,7 @@ class ModuleChange:
     split: HeadSplit | None = None
 
     def shard_of(self, short: str, tensor: Tensor) -> Tensor:
-        """This rank's shard of a parameter, or of its gradient, in memory of its own."""
+        """Return this rank's shard of a parameter, or of its gradient, in new memory."""
         cut = self.cuts.get(short)
         return tensor.clone() if cut is None else cut.of(tensor)
 
@@ -82,7 +82,7 @@ class ModuleChange:
         return self.kind in ("column", "shared_heads")
 
     def own_output(self, output: Tensor) -> Tensor:
-        """What this rank's layer returns where the module returns `output`."""
+        """Return this rank's layer's output, given the module's full `output`."""
         if self.kind == "shared_heads":
             return output.index_select(-1, torch.tensor(self.reads, device=output.device))
         if self.kind == "column" and self.features is not None:
@@ -91,9 +91,9 @@ class ModuleChange:
 
 
 class SplitDropout(nn.Dropout):
-    """Dropout of features that ranks split, in the last dimension.
+    """Dropout of features split over ranks in the last dimension.
 
-    features: this rank's
+    features: this rank's cut
     """
 
     def __init__(self, p: float, features: Cut) -> None:

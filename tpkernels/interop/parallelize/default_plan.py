@@ -1,9 +1,9 @@
-"""Which plan a model is split by when the caller gives none.
+"""Chooses the plan that splits a model if the caller gives none.
 
-The plan that a model of `transformers` brings comes first, with layers that it leaves out; then plans by
-names of layers, from the one that splits most to the one that splits least. The first that passes its trial
-is taken, and a warning says what was wrong with those before it. A plan by names must be compared with the
-unsharded model, but for models with which that was done: docs/models-supported.md.
+The own plan of a model of `transformers` comes first, completed by names of layers; then plans by names of
+layers, from the plan that splits most to the plan that splits least. The first plan that passes its trial is
+taken, and a warning says why earlier plans failed. A plan by names must be compared with the unsharded model,
+except for models in docs/models-supported.md, which were compared before.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class PossiblePlan:
-    """A plan that may be taken.
+    """A plan that can be tried.
 
     certain: it need not be compared with the unsharded model
-    whole: what it leaves on every rank, in words
+    whole: the layers that it leaves unsplit on every rank, in words
     """
 
     name: str
@@ -51,7 +51,7 @@ class PossiblePlan:
 
 
 def possible_plans(model: nn.Module, ranks: int) -> list[PossiblePlan]:
-    """The plans that may be taken, in the order in which they are tried; an error if there is none."""
+    """Return the plans to try, in order; raise if there is none."""
     found: list[PossiblePlan] = []
     config: Any = getattr(model, "config", None)
     known = getattr(config, "model_type", None) in KNOWN
@@ -81,7 +81,7 @@ def possible_plans(model: nn.Module, ranks: int) -> list[PossiblePlan]:
 def first_that_works(
     trial: PlanTrial, possible: list[PossiblePlan], *, as_dtensor: bool
 ) -> tuple[ParallelizePlan, Names]:
-    """Try the plans in turn; returns the first that passes, and the parameters whose gradients to sum."""
+    """Try the plans in turn; return the first that passes, and the parameters with partial gradients."""
     example = trial.example()
     failed: list[tuple[PossiblePlan, Exception]] = []
     for one in possible:
@@ -100,14 +100,14 @@ def first_that_works(
 
 
 def _refusal(model: nn.Module, failed: list[tuple[PossiblePlan, Exception]]) -> Exception:
-    """What is wrong first, then what to do, and the details of each plan."""
+    """Return the error that no plan works, with advice and the reason for each plan."""
     for _, error in failed:
         if len(failed) == 1 or isinstance(error, NotCompared):
             return error
     details = "; ".join(f"{one.name}: {shorten(str(error), 400)}" for one, error in failed)
     return ValueError(
-        f"plan: none of the {len(failed)} that were tried splits {type(model).__name__} rightly. Pass a plan "
-        f"(docs/huggingface.md says how); the model is as it was. {details}"
+        f"plan: none of the {len(failed)} that were tried splits {type(model).__name__} correctly. Pass a "
+        f"plan (docs/huggingface.md says how); the model is unchanged. {details}"
     )
 
 

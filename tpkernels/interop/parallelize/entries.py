@@ -1,4 +1,4 @@
-"""Entries of plans: how an attention's layers are split over ranks, an MLP's, experts, and the vocabulary.
+"""Makes entries of plans: for the layers of an attention, of an MLP, of experts, and for the vocabulary.
 
 Layers are named from a module that holds them: `self_attn` has q_proj, k_proj, v_proj and o_proj.
 """
@@ -29,8 +29,8 @@ Say = Callable[[str], None]
 
 KEYS_AND_VALUES = {"k_proj", "v_proj", "key", "value", "k", "v", "k_lin", "v_lin", "key_proj", "value_proj"}
 KEYS_AND_VALUES |= {"Wk", "Wv"}
-# Attributes by which a module folds what its layers return: features of a head, numbers of heads, and of all
-# heads.
+# Attributes by which a module reshapes its layers' outputs: features of a head, numbers of heads, features of
+# all heads.
 HEAD_SIZES: tuple[str, ...] = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 HEAD_SIZES += ("kv_channels", "v_head_dim")
 HEADS: tuple[str, ...] = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads")
@@ -38,14 +38,14 @@ HEADS += ("num_kv_heads", "all_head_size", "inner_dim")
 FEATURES: tuple[str, ...] = ("embed_dim", "hidden_size", "dim", "d_model", "embed_size")
 SHARED = ("num_key_value_heads", "num_kv_heads")
 KV_GROUPS = "num_key_value_groups"
-COUNTED_TOKENS = 2048  # of the sequence for which FLOPs of an attention are counted
+COUNTED_TOKENS = 2048  # length of the sequence for which an attention's FLOPs are counted
 
 
 @dataclass(frozen=True)
 class Layers:
     """Linear layers of a module, by their full names.
 
-    holder: the module that folds features into heads, for an attention; else the one that holds the layers
+    holder: for an attention the module that folds features into heads; else the module with the layers
     """
 
     holder: str
@@ -54,7 +54,7 @@ class Layers:
 
 
 def head_size_of_holder(holder: nn.Module) -> int | None:
-    """The features of a head, by the holder's attributes; None if it has none."""
+    """Return the features of a head, from the holder's attributes; None without such an attribute."""
     for name in HEAD_SIZES:
         if type(size := getattr(holder, name, None)) is int:
             return size
@@ -64,11 +64,11 @@ def head_size_of_holder(holder: nn.Module) -> int | None:
 def split_attention(
     layers: Layers, holder: nn.Module, ranks: int, say: Say, *, numbers: tuple[str, ...] = ()
 ) -> Entries:
-    """Each rank gets its own heads; keys and values with fewer heads than ranks are computed by several.
+    """Return entries that give each rank its own heads.
 
-    Heads that ranks do not divide are padded with zeros, or all computed by every rank.
-
-    numbers: attributes of the holder that are divided, where it has them
+    If keys and values have fewer heads than ranks, several ranks compute the same head. Heads that ranks do
+    not divide are padded with zeros, or all computed by every rank.
+    numbers: attributes of the holder to divide, if it has them
     """
     row = next(iter(layers.rows.values()))
     features, size = oriented_shape(row)[1], head_size_of_holder(holder)
@@ -91,7 +91,7 @@ def split_attention(
     entries: Entries = {name: [Split("row", features // queries, padded=padded)] for name in layers.rows}
     for name, column in layers.columns.items():
         unit = oriented_shape(column)[0] // heads[name]
-        in_groups = split.slots * heads[name] % queries == 0  # of queries that read one of these heads
+        in_groups = split.slots * heads[name] % queries == 0  # a rank's queries fill whole groups
         if in_groups or is_conv1d(column):
             entries[name] = [Split("column", unit, padded=padded)]
         else:
@@ -105,7 +105,7 @@ def split_attention(
 def _numbers(
     entries: Entries, heads: Mapping[str, int], holder: nn.Module, split: HeadSplit, names: tuple[str, ...]
 ) -> list[PlanEntry]:
-    """What becomes of numbers of heads, and of their features, in attributes of the holder."""
+    """Return entries for attributes of the holder with numbers of heads, or of their features."""
     here = min((_heads_computed(count, split) for count in heads.values()), default=split.slots)
     shared = any(isinstance(entry, SharedHeads) for each in entries.values() for entry in each)
     padded = split.heads % split.ranks > 0
@@ -123,14 +123,14 @@ def _numbers(
 
 
 def _heads_computed(heads: int, split: HeadSplit) -> int:
-    """How many of so many heads each rank computes, padding and those that it computes twice included."""
+    """Return how many of `heads` each rank computes, counting padding and repeated heads."""
     return len(heads_read(0, heads=heads, queries=split.heads, ranks=split.ranks))
 
 
 def _padding_pays(
     layers: Layers, heads: Mapping[str, int], holder: nn.Module, split: HeadSplit, say: Say
 ) -> bool:
-    """Whether padded heads can be had, for fewer FLOPs than all heads on every rank; `say` is told."""
+    """Whether padded heads are possible, for fewer FLOPs than all heads on every rank; report to `say`."""
     slots = split.slots / split.heads
     products = [(layer, slots) for layer in layers.rows.values()]
     products += [
@@ -155,14 +155,14 @@ def _padding_pays(
 
 
 def _has_numbers_of_heads(holder: nn.Module) -> bool:
-    """Whether it has a number for each head, as sinks, or is called with such, as biases of another layer."""
+    """Whether it has parameters per head, such as sinks, or is called with biases per head."""
     biased = any(name.startswith("relative_attention") for name in vars(holder))
     tables = [child for child in holder.children() if isinstance(child, nn.Embedding)]
     return biased or any(True for module in (holder, *tables) for _ in module.parameters(recurse=False))
 
 
 def split_evenly(layers: Layers, ranks: int, say: Say, *, stacked: int = 1) -> Entries:
-    """Each rank gets an equal shard of the features between columns and rows, if the ranks divide them."""
+    """Return entries that split features between columns and rows evenly, if ranks divide them."""
     sizes = [oriented_shape(each)[0] // stacked for each in layers.columns.values()]
     sizes += [oriented_shape(each)[1] for each in layers.rows.values()]
     if any(size % ranks for size in sizes):
@@ -173,7 +173,7 @@ def split_evenly(layers: Layers, ranks: int, say: Say, *, stacked: int = 1) -> E
 
 
 def gathered(layers: Layers, ranks: int) -> Entries:
-    """Weights are split, and every rank computes what lies between columns and rows with all features."""
+    """Return entries that split weights, but let every rank compute all features between columns and rows."""
     entries: Entries = {
         name: [Split("head")] for name, column in layers.columns.items() if not is_conv1d(column)
     }
@@ -184,7 +184,7 @@ def gathered(layers: Layers, ranks: int) -> Entries:
 
 
 def merged(parts: Iterable[Entries]) -> dict[str, PlanEntry | tuple[PlanEntry, ...]]:
-    """One plan of several, by full names."""
+    """Merge entries by full names into one plan."""
     found: Entries = {}
     for part in parts:
         for name, entries in part.items():
@@ -193,7 +193,7 @@ def merged(parts: Iterable[Entries]) -> dict[str, PlanEntry | tuple[PlanEntry, .
 
 
 def _queries(holder: nn.Module, features: int, size: int | None) -> int | None:
-    """How many heads there are whose features enter a row."""
+    """Return the number of heads whose features enter a row layer; None if unknown."""
     value_size = getattr(holder, "v_head_dim", None)  # of latent attention
     size = value_size if type(value_size) is int else size
     return features // size if size and features % size == 0 else None
@@ -204,7 +204,7 @@ def _is_number(holder: nn.Module, name: str) -> bool:
 
 
 def packed_attention(layers: Layers, holder: nn.Module, ranks: int) -> Entries | None:
-    """Phi-3's: queries, keys and values of other sizes in one weight, parted by numbers in its attributes."""
+    """Return entries for Phi-3's attention: queries, keys and values of different sizes in one weight."""
     size, keys = head_size_of_holder(holder), getattr(holder, "num_key_value_heads", None)
     queries = getattr(getattr(holder, "config", None), "num_attention_heads", None)
     if len(layers.columns) != 1 or not size or type(keys) is not int or type(queries) is not int:
@@ -223,7 +223,7 @@ def packed_attention(layers: Layers, holder: nn.Module, ranks: int) -> Entries |
 def split_parameters(
     name: str, module: nn.Module, split: Sequence[tuple[str, int, int]], summed: bool, ranks: int, say: Say
 ) -> Entries:
-    """Parameters of a module are split; none of them, and `say` is told, where one is too narrow.
+    """Return an entry that splits parameters of a module; none, reported to `say`, if one is too narrow.
 
     split, summed: as in `Parameters`
     """
@@ -235,16 +235,16 @@ def split_parameters(
 
 
 def _narrow(module: nn.Module, short: str, dim: int, stacked: int, ranks: int) -> str:
-    """In words, why a weight is too narrow for so many ranks; "" if it is not."""
+    """Return why a weight is too narrow for this many ranks; "" if it is not."""
     weight = module._parameters[short]
     assert weight is not None
     size = weight.shape[dim]
     if size % (ranks * stacked):
         return f"'{short}' has {size // stacked} features"
-    # grouped products of torch want rows of a multiple of 16 bytes
+    # torch's grouped products need rows of a multiple of 16 bytes
     row = weight.shape[-1] * weight.element_size()
     if weight.ndim == 3 and dim % 3 == 2 and row % 16 == 0 and row % (16 * ranks):
-        return f"'{short}' has rows of {row} bytes, of which a rank's share is no multiple of 16"
+        return f"'{short}' has rows of {row} bytes, and a rank's shard of a row is no multiple of 16"
     return ""
 
 
@@ -252,10 +252,10 @@ Said = dict[str, PlanEntry | tuple[PlanEntry, ...]]
 
 
 def with_vocabulary(model: nn.Module, plan: Said) -> Said:
-    """The plan with entries for the input embeddings and the head of a model of `transformers`.
+    """Add entries for the input embeddings and the head of a model of `transformers` to a plan.
 
-    Layers that share a parameter are split alike: all of them, or none where one cannot be, whatever the plan
-    says of them.
+    Layers that share a parameter are split alike, whatever the plan says: all of them, or none if one cannot
+    be split.
     """
     said = dict(plan)
     for table in tables(model):
@@ -271,13 +271,13 @@ def with_vocabulary(model: nn.Module, plan: Said) -> Said:
 
 
 def tables(model: nn.Module) -> list[nn.Module]:
-    """The input embeddings and the head that a model of `transformers` names."""
+    """Return the input embeddings and the head that a model of `transformers` names."""
     found = [_called(model, "get_input_embeddings"), _called(model, "get_output_embeddings")]
     return [table for table in found if table is not None]
 
 
 def _sharing(model: nn.Module, table: nn.Module) -> dict[str, nn.Module]:
-    """The modules that share a parameter with a table, or with one that does."""
+    """Return the modules that share a parameter with a table, directly or through other modules."""
     found = {id(parameter) for parameter in table._parameters.values() if parameter is not None}
     owners: dict[str, nn.Module] = {}
     grown = True

@@ -1,9 +1,9 @@
-"""Hooks that refuse, on all ranks, calls of a split model that each rank would answer from its shard alone.
+"""Hooks that refuse, on all ranks, calls of a split model that one rank's shard cannot answer.
 
-That is what only all heads, or all tokens, could answer; and, in training, random streams that differ: ranks'
-streams agree, as seeded alike, and go on alike. For a tensor that all ranks hold, torch's own dropout draws
-the same mask on each; for features that ranks split, each takes its own of the mask of all. So
-`torch.utils.checkpoint` draws them again as it does without tensor parallelism.
+Such calls need all heads, or all tokens. In training, random streams that differ between ranks are refused,
+too: ranks must be seeded alike, and draw alike. For a replicated tensor torch's own dropout draws the same
+mask on each rank; for split features each rank takes its shard of the full mask. So `torch.utils.checkpoint`
+draws them again as it does without tensor parallelism.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tpkernels.runtime.random import is_capturing
 
 
 def refuse_shards_of_heads(model: nn.Module, changes: Changes) -> None:
-    """Let a model refuse calls that ask for attention weights, if attentions are split by heads."""
+    """Make a model refuse calls that ask for attention weights, if attentions are split by heads."""
     names = [change.name.lower() for change in changes.modules if change.narrows_output]
     if any("attn" in name or "attention" in name for name in names):
         for module in model.modules():
@@ -33,10 +33,10 @@ def refuse_shards_of_heads(model: nn.Module, changes: Changes) -> None:
 
 
 def refuse_hidden_states(module: nn.Module, _: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a call that asks for hidden states between layers, whose tokens ranks share: a pre-hook."""
+    """A pre-hook that refuses calls for hidden states between layers, where tokens are sharded."""
     if _is_asked(module, kwargs, "output_hidden_states"):
         raise ValueError(
-            "sequence_parallel: expected output_hidden_states=False, for between layers each rank has its "
+            "sequence_parallel: expected output_hidden_states=False: between layers each rank has its "
             "shard of the tokens; parallelize the model without sequence_parallel"
         )
 
@@ -44,13 +44,13 @@ def refuse_hidden_states(module: nn.Module, _: Any, kwargs: Mapping[str, Any]) -
 def _refuse_shards(module: nn.Module, _: Any, kwargs: Mapping[str, Any]) -> None:
     if _is_asked(module, kwargs, "output_attentions"):
         raise ValueError(
-            "output_attentions: expected False, for each tensor-parallel rank has those of its own heads "
-            "only. Ask the model for them before parallelize"
+            "output_attentions: expected False: each tensor-parallel rank has those of its own heads only. "
+            "Ask the model for them before parallelize"
         )
     if any(keys.requires_grad for keys in _keys(kwargs.get("past_key_values"))):
         raise ValueError(
-            "past_key_values: expected keys without gradients, got those of peft's prefix tuning, say, which "
-            "have all heads where each tensor-parallel rank has its own. Use prompt tuning, or LoRA"
+            "past_key_values: expected keys without gradients, got learnt ones, as of peft's prefix tuning: "
+            "they have all heads, but each tensor-parallel rank has its own. Use prompt tuning, or LoRA"
         )
 
 
@@ -60,14 +60,14 @@ def _is_asked(module: nn.Module, kwargs: Mapping[str, Any], option: str) -> bool
 
 
 def _keys(cache: Any) -> Iterator[Tensor]:
-    """The keys of each layer of a cache; of two caches of a decoder, those of its self-attention."""
+    """Yield the keys of each layer of a cache, or of a decoder's self-attention cache."""
     for layer in getattr(getattr(cache, "self_attention_cache", cache), "layers", ()):
         if isinstance(keys := getattr(layer, "keys", None), Tensor):
             yield keys
 
 
 def require_equal_draws(model: nn.Module, world: TensorWorld) -> None:
-    """From now on an error in training, on all ranks, if the model draws and random streams differ."""
+    """Make a model raise in training, on all ranks, if it draws and random streams differ."""
     if world.size > 1 and dist.get_backend(world.group) != "fake":
         draws = _Draws(world)
         model.register_forward_pre_hook(draws.before)
@@ -75,7 +75,7 @@ def require_equal_draws(model: nn.Module, world: TensorWorld) -> None:
 
 
 class _Draws:
-    """Compares in the first call of a model in train mode, then in every N-th: see `layers.watch`."""
+    """Compares random streams in a model's first call in train mode and in every N-th: see `layers.watch`."""
 
     def __init__(self, world: TensorWorld) -> None:
         self.world = world
@@ -102,9 +102,9 @@ class _Draws:
         others = [str(rank) for rank, row in enumerate(rows) if row != rows[0]]
         if others:
             raise RuntimeError(
-                "parallelize: dropout differs between tensor-parallel ranks, for their random streams do. "
-                "Seed torch alike on all ranks of a tensor group, and draw as much on each: in this forward "
-                f"tensor rank {', '.join(others)} drew other numbers than rank 0"
+                "parallelize: dropout differs between tensor-parallel ranks, because their random streams "
+                "do. Seed torch alike on all ranks of a tensor group, and draw as often on each: in this "
+                f"forward tensor rank {', '.join(others)} drew other numbers than rank 0"
             )
 
 

@@ -1,9 +1,9 @@
-"""Modules of a split model: layers that replace others, and modules that stay and hold this rank's shards.
+"""Modules of a split model: layers that replace others, and kept modules that hold this rank's shards.
 
 Layers that replace `nn.Linear`, `nn.Embedding` and `Conv1D`, the linear layer of GPT-2 in `transformers`, are
-called alike; their parameters are on the meta device until the caller sets them. The class of a module that
-stays becomes one of its own that is also ours: parameters keep their marks, as in our layers, and the module
-computes what it did, on shards.
+called alike; their parameters are on the meta device until the caller sets them. A kept module gets a new
+class, derived from its own and from ours: its parameters keep their marks, and it computes as before, on
+shards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tpkernels.topology.shard import HeadSplit, VocabularySplit, shard_size, spl
 
 
 def split_module(change: ModuleChange, state: State) -> nn.Module:
-    """Return the layer that replaces a module on this rank, or the module itself; the caller sets shards."""
+    """Return the layer that replaces a module on this rank, or the kept module; the caller sets shards."""
     kind, old = change.kind, change.old
     if kind == "parameters":
         return _adopt_parameters(change, state)
@@ -65,14 +65,14 @@ def split_module(change: ModuleChange, state: State) -> nn.Module:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is the `Conv1D` of `transformers`, whose weight is (in_features, out_features)."""
+    """Whether a module is the `Conv1D` of `transformers`, whose weight is (in_features, out_features)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and not isinstance(module, nn.Conv1d)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is an nn.Linear, or of a class derived from it that computes what that does.
+    """Whether a module is an nn.Linear, or of a derived class that computes the same.
 
-    A derived one is called, with small numbers and with large ones, which it might cut off.
+    A derived module is called with small and with large numbers, because it might clamp them.
     """
     if type(module) is nn.Linear or not isinstance(module, nn.Linear) or isinstance(module, ParallelModule):
         return type(module) is nn.Linear
@@ -90,7 +90,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def oriented_shape(module: nn.Module) -> tuple[int, int]:
-    """(out_features, in_features) of the module's weight; of an embedding (ids, features) for its rows."""
+    """Return (out_features, in_features) of a module's weight; of an embedding (ids, features)."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     first, second = weight.shape
@@ -98,13 +98,13 @@ def oriented_shape(module: nn.Module) -> tuple[int, int]:
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """Called like nn.Linear; returns this rank's features.
+    """A column-parallel nn.Linear: takes all features, returns this rank's.
 
     stacks: sizes of the weights that are concatenated in this one
-    split: how its features are padded, if ranks do not divide them: with zeros
+    split: how features are padded with zeros if ranks do not divide them
     """
 
-    tokens: Tokens | None = None  # if set, what gathers them computes this layer, too
+    tokens: Tokens | None = None  # if set, `Columns` computes this layer when it gathers tokens
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class ColumnLinear(ColumnParallelLinear):
         return super().forward(input_)[0] if self.tokens is None else ready(self)
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias, as those of nn.Linear."""
+        """Return weight and bias in nn.Linear's layout."""
         assert self.weight is not None
         return self.weight, self.bias
 
@@ -144,10 +144,10 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """Called like nn.Linear, with this rank's features.
+    """A row-parallel nn.Linear: takes this rank's features, returns all.
 
-    split: how they are padded, if ranks do not divide them: padding enters no product, and its gradients are
-        zero, in this layer and in those before it
+    split: how features are padded if ranks do not divide them: padding enters no product, and its gradients
+        are zero, in this layer and in the layers before it
     """
 
     tokens: Tokens | None = None
@@ -180,21 +180,21 @@ class RowLinear(RowParallelLinear):
 
 
 def with_padding(said: str, split: HeadSplit | None) -> str:
-    """A layer's `extra_repr` with the features that it had before padding."""
+    """Append the number of features before padding to a layer's `extra_repr`."""
     return said if split is None else f"{said}, padded from {split.size} features"
 
 
 class RowOfFullLinear(RowLinear):
-    """Called like nn.Linear, with all features, of which it takes this rank's."""
+    """A row-parallel nn.Linear that is called with all features and takes this rank's."""
 
     def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(scatter_to_region(input_, self.world.group))
 
 
 class SharedHeadsLinear(ParallelModule):
-    """Called like nn.Linear; returns the features that this rank's queries read. The weight is replicated.
+    """An nn.Linear with a replicated weight that returns the features that this rank's queries read.
 
-    reads: which features
+    reads: these features
     """
 
     weight: nn.Parameter
@@ -226,7 +226,7 @@ class SharedHeadsLinear(ParallelModule):
 
 
 class ColumnEmbedding(ParallelModule):
-    """Called like nn.Embedding; returns this rank's features of each row."""
+    """An nn.Embedding that returns this rank's features of each row."""
 
     weight: nn.Parameter
 
@@ -242,12 +242,12 @@ class ColumnEmbedding(ParallelModule):
 
 
 def uneven(stacks: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes, where a stride does not say it all: see `interop.shards`."""
+    """Return the sizes if they differ; equal sizes need a stride only: see `interop.shards`."""
     return stacks if len(set(stacks)) > 1 else ()
 
 
 class ColumnConv1D(ParallelModule):
-    """Called like Conv1D; returns this rank's features.
+    """A column-parallel Conv1D: takes all features, returns this rank's.
 
     The weight keeps Conv1D's layout, (in_features, out_features / R), so that checkpoints fit.
     """
@@ -276,7 +276,7 @@ class ColumnConv1D(ParallelModule):
         return features
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """As those of nn.Linear."""
+        """Return weight and bias in nn.Linear's layout."""
         return self.weight.t(), self.bias
 
     def extra_repr(self) -> str:
@@ -284,7 +284,7 @@ class ColumnConv1D(ParallelModule):
 
 
 class RowConv1D(ParallelModule):
-    """Called like Conv1D, with this rank's features; the weight is (in_features / R, out_features)."""
+    """A row-parallel Conv1D: takes this rank's features; its weight is (in_features / R, out_features)."""
 
     weight: nn.Parameter
     bias: nn.Parameter
@@ -310,7 +310,7 @@ class RowConv1D(ParallelModule):
 
 
 class HeadLinear(ParallelModule):
-    """Called like nn.Linear; returns all features. Their number need not be a multiple of the ranks."""
+    """An nn.Linear with split, gathered output features; their number need not be a multiple of the ranks."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -339,9 +339,9 @@ class HeadLinear(ParallelModule):
 
 
 def _adopt_parameters(change: ModuleChange, state: State) -> nn.Module:
-    """Make a module one that holds shards of its parameters, which the caller sets; returns it.
+    """Change a module's class to hold shards of its parameters, which the caller sets; return the module.
 
-    Cuts that are None are of biases that ranks add once.
+    A cut of None is a bias that is added once for all ranks.
     """
     module, split = change.old, {name: cut for name, cut in change.cuts.items() if cut is not None}
     once = tuple(name for name in change.cuts if name not in split)
@@ -359,7 +359,7 @@ def _adopt_parameters(change: ModuleChange, state: State) -> nn.Module:
 
 
 def _adopt_table(module: nn.Module, state: State) -> nn.Module:
-    """Make an embedding of a derived class one that holds shards of its rows; the caller sets them."""
+    """Change the class of a derived embedding to hold a shard of its rows, which the caller sets."""
     assert isinstance(module, nn.Embedding)
     own: Any = type(module)
     module.__class__ = _derived(own.__name__, own, SplitTable)  # its forward calls ours
@@ -370,7 +370,7 @@ def _adopt_table(module: nn.Module, state: State) -> nn.Module:
 
 
 class SummedModule(ParallelModule):
-    """Takes full features, and adds over ranks what each computes with its shards: experts."""
+    """A module, such as experts, that takes full features and sums the ranks' partial outputs."""
 
     added_once: tuple[str, ...]
 
@@ -381,7 +381,7 @@ class SummedModule(ParallelModule):
         return self._moved(reduce_from_region, partial)
 
     def _moved(self, move: Callable[[Tensor, Any], Tensor], values: Any) -> Any:
-        """The values with `move` of each floating-point tensor."""
+        """Apply `move` to each floating-point tensor in the values."""
         group = self.world.group
         return tree_map(
             lambda x: move(x, group) if isinstance(x, Tensor) and x.is_floating_point() else x, values
@@ -389,7 +389,7 @@ class SummedModule(ParallelModule):
 
     @contextmanager
     def _biases_of_first_rank(self) -> Iterator[None]:
-        """Every rank would add them; gradients are the first rank's, on all ranks."""
+        """Zero biases on all ranks but the first inside the block; all ranks get the first's gradients."""
         try:
             for name in self.added_once:
                 parameter = getattr(self, name)
@@ -403,7 +403,7 @@ class SummedModule(ParallelModule):
 
 
 class SplitTable(ParallelModule, nn.Embedding):
-    """What a class derived from nn.Embedding calls as its base: a lookup of rows that ranks split."""
+    """The base of a class derived from nn.Embedding: looks up rows that are split over ranks."""
 
     split: VocabularySplit
 

@@ -1,8 +1,8 @@
-"""Plans of models that bring none, by how their layers are called.
+"""Plans by names of layers, for models without a plan of their own.
 
-An attention is a module with linear layers for queries, keys and values, or for all three, and one for its
-output; an MLP has one or two that widen and one that narrows. Nothing else is split. Names do not say what a
-module does with its features: such a plan is to be compared with the unsharded model.
+An attention is a module with linear layers for queries, keys and values, or one layer for all three, and an
+output layer. An MLP has one or two layers that widen and one layer that narrows. Nothing else is split. Names
+do not say how a module uses its features: such a plan must be compared with the unsharded model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tpkernels.interop.parallelize.plan import Divided, ParallelizePlan, Paramet
 Depth = Literal["heads", "heads and features", "gathered attention", "gathered", "mlp"]
 
 NUMBERS: dict[Depth, tuple[str, ...]] = {"heads": HEADS, "heads and features": HEADS + FEATURES}
-# From the module that holds them.
+# Names relative to the attention module.
 APART = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -60,23 +60,23 @@ NARROWS = {
     "output.dense": (("intermediate.dense",),),
     "Wo": (("Wi",),),
 }
-# Of positions relative to each other: one number for each head.
+# Biases of relative positions: one number for each head.
 HEAD_BIASES = ("relative_attention_bias",)
 HEAD_NUMBERS = ("sinks",)
-# What stacked experts say of how their weights lie.
+# Attributes of stacked experts that give the layout of their weights.
 EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def plan_by_names(
     model: nn.Module, ranks: int, depth: Depth, say: Say, besides: ParallelizePlan | None = None
 ) -> ParallelizePlan:
-    """The plan for a number of ranks; empty if no layers are known by name.
+    """Return the plan for a number of ranks; empty if no layers are known by name.
 
-    depth: "heads": each rank computes its own heads; "heads and features": the same, where an attention holds
-        the number of their features; "gathered attention": attention weights are split, but every rank
-        computes all heads; "gathered": every rank computes all that is between layers; "mlp": attentions stay
-    say: is told what is not split
-    besides: another plan, which says what becomes of its layers
+    depth: "heads": each rank computes its own heads; "heads and features": the same, if an attribute has
+        their features; "gathered attention": attention weights are split, but every rank computes all heads;
+        "gathered": every rank computes everything between layers; "mlp": attentions stay
+    say: called with what is not split
+    besides: another plan, whose layers keep their entries
     """
     parts: list[Entries] = []
     for name, module in model.named_modules():
@@ -92,7 +92,7 @@ def plan_by_names(
 
 
 def _meets(name: str, other: str) -> bool:
-    """Whether one is the other, or inside it."""
+    """Whether one module is the other, or inside it."""
     return f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")
 
 
@@ -128,7 +128,7 @@ def _attention(
 
 
 def _three_in_one(layers: Layers, module: nn.Module, ranks: int) -> Iterator[Entries]:
-    """GPT-2's: three weights beside each other, parted by a number in an attribute."""
+    """Yield entries for GPT-2's attention: three weights in one, split by a number in an attribute."""
     size, parted = head_size_of_holder(module), getattr(module, "split_size", None)
     (column, linear), (row, _) = *layers.columns.items(), *layers.rows.items()
     width = oriented_shape(linear)[0]
@@ -141,7 +141,7 @@ def _three_in_one(layers: Layers, module: nn.Module, ranks: int) -> Iterator[Ent
 
 
 def _of_heads(attention: nn.Module, ranks: int) -> Iterator[Entries]:
-    """What else an attention has one number for each head of, by names from there."""
+    """Yield entries for an attention's other parameters with one number per head, by relative names."""
     for short in HEAD_BIASES:
         table = attention._modules.get(short)
         if isinstance(table, nn.Embedding) and table.embedding_dim % ranks == 0:
@@ -169,7 +169,7 @@ def _mlp(name: str, module: nn.Module, ranks: int, split: bool, say: Say) -> Ite
 
 
 def _experts(name: str, module: nn.Module, ranks: int, say: Say) -> Iterator[Entries]:
-    """Stacked experts of `transformers`, which say how their weights lie."""
+    """Yield entries for stacked experts of `transformers`, by their attributes for the weights' layout."""
     said = [getattr(module, each, None) for each in EXPERT_FLAGS]
     if not all(isinstance(each, bool) for each in said):
         return
@@ -187,7 +187,7 @@ def _experts(name: str, module: nn.Module, ranks: int, say: Say) -> Iterator[Ent
 
 
 def _found(name: str, module: nn.Module, shorts: tuple[str, ...]) -> dict[str, nn.Module]:
-    """The layers of these names, or none, if one is missing or is no linear layer."""
+    """Return the layers of these names; none if a layer is missing or is not linear."""
     found = {}
     for short in shorts:
         layer: nn.Module | None = module

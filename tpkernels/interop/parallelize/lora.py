@@ -1,4 +1,4 @@
-"""LoRA layers of peft in a model that is split: a plan's entry for a layer is for the layer that LoRA wraps.
+"""Splits peft's LoRA layers with the model: a plan's entry for a layer applies to the layer that LoRA wraps.
 
 Y = W X + scaling * B A X. Where W is split along its out_features, B is too, and A is replicated; where W is
 split along its in_features, A is too, and B is replicated. peft is not imported: a model without it has none.
@@ -14,9 +14,9 @@ from tpkernels.interop.parallelize.cut import Cut, SplitDropout
 
 
 def split_with(name: str, module: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that a plan's entry for `module` is for: itself, or those that an adapter of peft has in it.
+    """Yield the layers to which a plan's entry for `module` applies: itself, or the layers in peft's adapter.
 
-    kind: how the plan splits it, as in `Split`; "" if it keeps the module
+    kind: how the plan splits the module, as in `Split`; "" if it keeps the module
     """
     if not is_of_peft(module):
         yield name, module
@@ -39,13 +39,13 @@ def split_with(name: str, module: nn.Module, kind: str) -> Iterator[tuple[str, n
 
 
 def is_factor(model: nn.Module, name: str) -> bool:
-    """Whether the layer of that name is A or B of an adapter."""
+    """Whether the layer `name` is A or B of an adapter."""
     layer, _, inside = name.rpartition(".")[0].rpartition(".")
     return inside in ("lora_A", "lora_B") and is_of_peft(model.get_submodule(layer))
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model inside a PeftModel, whose names plans are for; any other model itself."""
+    """Return the model inside a PeftModel, whose names plans use; any other model itself."""
     find = getattr(model, "get_base_model", None)
     inner = find() if is_of_peft(model) and callable(find) else model
     assert isinstance(inner, nn.Module)
@@ -53,7 +53,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def split_dropouts(layer: nn.Module, features: Cut) -> None:
-    """Where the features that a layer takes are split, LoRA's dropout of them is."""
+    """Split the dropout of a LoRA layer whose input features are split."""
     rates: nn.ModuleDict = getattr(layer, "lora_dropout", nn.ModuleDict())
     for adapter, dropout in rates.items():
         if isinstance(dropout, nn.Dropout):
@@ -61,16 +61,16 @@ def split_dropouts(layer: nn.Module, features: Cut) -> None:
 
 
 def activate_adapters(model: nn.Module) -> None:
-    """All that LoRA layers have, at once: what is tried is right for whichever is active later."""
+    """Activate all adapters of LoRA layers, so that a trial covers any adapter that is active later."""
     for module in model.modules():
         if is_of_peft(module) and (names := [*getattr(module, "lora_A", ())]):
             vars(module).update(_active_adapter=names, _disable_adapters=False)
 
 
 def refuse_what_differs(name: str, *, variant: str, initialization: object = True) -> None:
-    """An error for options of LoRA that would not be right on shards.
+    """Raise for options of LoRA that would be wrong on shards.
 
-    name: of the layer
+    name: the layer's
     variant: such as DoRA; "" for none
     """
     if variant:
@@ -104,5 +104,5 @@ def is_of_peft(module: nn.Module) -> bool:
 
 
 def _below(inside: dict[str, nn.Module], prefix: str) -> list[str]:
-    """One level below: a layer for each adapter."""
+    """Return the paths one level below `prefix`: a layer for each adapter."""
     return [path for path in inside if path.startswith(prefix) and "." not in path.removeprefix(prefix)]

@@ -1,15 +1,15 @@
-"""Plans of how a model is split: patterns of module names, and what becomes of the modules that match.
+"""Plans to split a model: patterns of module names, and how matching modules are split.
 
     column       nn.Linear whose output features are split; the next module gets this rank's features
     row          nn.Linear whose input features are split already; its output has all features
-    row_of_full  the same, called with all features, of which it takes this rank's
+    row_of_full  the same, called with all features, and takes this rank's
     head         nn.Linear whose output features are split and gathered: any number of them
     embedding    nn.Embedding whose rows are split: any number of them
     partial      any module that is kept and works on this rank's features: gradients are summed over ranks
     replicated   any module that is kept and works on full features, wherever it stands
 
-The entries below say more. Patterns are those of `fnmatch`: * matches anything, dots too. A head of attention
-is never split.
+The entries below have options. Patterns are those of `fnmatch`: * matches anything, dots too. A head of
+attention is never split.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ KEPT = ("partial", "replicated")
 
 @dataclass(frozen=True)
 class Split:
-    """One of the kinds, in detail. A column may be an nn.Embedding: its features are split.
+    """An entry that splits a module, by kind. A column may be an nn.Embedding: its features are split.
 
     unit: features that stay on one rank, such as those of an attention head
-    stacked: how many weights of one size are concatenated in this one, or the size of each; each of them is
-        split; column only
-    padded: units that ranks do not divide are padded with zeros: those of each of so many runs, over ranks of
-        their own; 0: ranks divide them; an nn.Linear that is a column or a row only: see `HeadSplit`
+    stacked: how many equal weights are concatenated in this one, or the size of each; each of them is split;
+        column only
+    padded: pad units with zeros if ranks do not divide them; the number of runs of units, each split over
+        ranks of its own; 0: ranks divide the units; for an nn.Linear as column or row only: see `HeadSplit`
     """
 
     kind: SplitKind
@@ -48,12 +48,12 @@ class Split:
 
 @dataclass(frozen=True)
 class SharedHeads:
-    """An nn.Linear of keys or values with heads that ranks do not divide, such as one head.
+    """An entry for an nn.Linear of keys or values with heads that ranks do not divide, such as one head.
 
-    Each rank keeps all of it, and computes the heads that its queries read: see `heads_read`.
+    Each rank keeps the full weight, and computes the heads that its queries read: see `heads_read`.
 
     unit: features of a head
-    queries: number of query heads, which are padded if ranks do not divide them
+    queries: number of query heads; they are padded if ranks do not divide them
     """
 
     unit: int
@@ -62,9 +62,9 @@ class SharedHeads:
 
 @dataclass(frozen=True, init=False)
 class Divided:
-    """A module that is kept, with numbers of features or heads in attributes that ranks divide.
+    """An entry that keeps a module, and divides numbers of features or heads in its attributes by the ranks.
 
-    In an attribute such as "config.num_heads" it is a number of the config; the module gets a copy of that.
+    For an attribute such as "config.num_heads" the module gets a copy of its config with the new number.
     """
 
     attributes: tuple[str, ...]
@@ -75,7 +75,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class Number:
-    """A module that is kept, with a number in an attribute that is another one on each rank."""
+    """An entry that keeps a module, and sets a number in one of its attributes."""
 
     attribute: str
     value: int
@@ -83,11 +83,11 @@ class Number:
 
 @dataclass(frozen=True)
 class Parameters:
-    """A module that is kept, with parameters of its own that are split.
+    """An entry that keeps a module, and splits its own parameters.
 
-    split: for each of them the dimension that is split, and how many weights are concatenated along it
-    summed: it takes full features, and ranks add what they compute, as in a mixture of experts, where a bias
-        that is not split is added once; False: it works on this rank's features
+    split: of each parameter the name, the dimension to split, and the number of weights concatenated along it
+    summed: the module takes full features, and ranks sum its outputs, as in a mixture of experts; a bias that
+        is not split is added once; False: the module works on this rank's features
     """
 
     split: tuple[tuple[str, int, int], ...]
@@ -96,9 +96,9 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Tail:
-    """A module that is kept and works on full features; the last of its outputs go to this rank's heads.
+    """An entry that keeps a module on full features whose last output features go to this rank's heads.
 
-    Such as positions of keys in latent attention: their gradients are summed over ranks.
+    Such as positions of keys in latent attention. The gradients of these features are summed over ranks.
     """
 
     features: int
@@ -106,21 +106,21 @@ class Tail:
 
 @dataclass(frozen=True)
 class Shared:
-    """A module that is kept inside one that is summed: each rank counts its 1/R of what it returns."""
+    """An entry that keeps a module inside a summed module, and divides its output by the number of ranks."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A module whose parameters every rank keeps: "partial" or "replicated".
+    """An entry that keeps a module's full parameters on every rank: "partial" or "replicated".
 
-    partial: each rank sees its own features only, so that its gradient is one term of a sum
+    partial: each rank sees its own features only, so its gradient is partial
     """
 
     partial: bool
 
 
 PlanEntry = Split | SharedHeads | Divided | Number | Parameters | Tail | Shared | Kept
-# One module may have several of these.
+# A module may have several of these entries.
 BESIDE = (Divided, Number, Parameters, Tail)
 ParallelizePlan = Mapping[
     str, SplitKind | Literal["partial", "replicated"] | PlanEntry | tuple[PlanEntry, ...]
@@ -137,7 +137,7 @@ class Match:
 
 
 def matches(model: nn.Module, plan: ParallelizePlan) -> list[Match]:
-    """The plan's entries for each module; an error names a pattern without module, or a module with two."""
+    """Return the plan's entries for each module; raise for a pattern without module, or a module with two."""
     if not plan:
         raise ValueError("plan: expected at least one pattern, got none")
     named = dict(model.named_modules(remove_duplicate=False))
@@ -165,9 +165,9 @@ def matches(model: nn.Module, plan: ParallelizePlan) -> list[Match]:
 
 
 def heads_read(rank: int, *, heads: int, queries: int, ranks: int) -> tuple[int, ...]:
-    """Which heads of keys and values a rank's queries read, in their order, and as many on every rank.
+    """Return the heads of keys and values that a rank's queries read, in order; equally many on every rank.
 
-    Each once, if as many of the rank's queries read each; else one for each query. Padding reads any.
+    Each head once if equally many of the rank's queries read it, else one for each query. Padding reads any.
 
     >>> heads_read(1, heads=2, queries=8, ranks=4)
     (0,)
@@ -181,7 +181,7 @@ def heads_read(rank: int, *, heads: int, queries: int, ranks: int) -> tuple[int,
         return (rank * heads // ranks,)
     first, slots = split.heads_of(rank).start, split.slots
     read = [min(query // group, heads - 1) for query in range(first, first + slots)]
-    # queries of a rank lie in one group, or are complete groups
+    # a rank's queries lie in one group, or are complete groups
     step = slots if group % slots == 0 else group if slots % group == 0 else 1
     return tuple(read[::step])
 

@@ -1,10 +1,10 @@
-"""Which replicated parameters see only this rank's features, found by one forward without communication.
+"""Finds replicated parameters with partial gradients by one forward without communication.
 
-The gradient of a parameter between a column and a row layer, such as a norm of queries or keys, is a term of
-a sum over ranks. To find such parameters, a twin of the unsharded model is called: its column layers return
-this rank's features only, its row layers get zeros for the features of other ranks. In the graph that
-autograd records, a parameter is partial if a path leads from a row layer to it without passing a column
-layer. Without such a graph, parameters are judged by where their modules stand.
+The gradient of a parameter between a column and a row layer, such as a norm of queries or keys, is partial:
+each rank sees its own features only. To find such parameters, a copy of the unsharded model is called: its
+column layers return this rank's features, its row layers get zeros for the features of other ranks. In
+autograd's graph a gradient is partial if a path leads from a row layer to the parameter without a column
+layer on it. Without such a graph, the positions of modules decide.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Names = frozenset[str]
 
 
 def partial_parameters(model: nn.Module, changes: Changes, seen: dict[str, bool]) -> Names:
-    """Names of the parameters whose gradients must be summed; an error names one that cannot be judged.
+    """Return names of parameters with partial gradients; raise if it is unknown for a parameter.
 
     seen: from `graph_of_rank`: by name, whether a parameter sees this rank's features only
     """
@@ -40,10 +40,10 @@ def partial_parameters(model: nn.Module, changes: Changes, seen: dict[str, bool]
             continue
         if key not in said and name not in seen and key in beside:
             raise ValueError(
-                f"'{name}' stands beside layers that are split, and no call shows whether its gradient is "
-                "full or partial. Pass verify=example inputs that use it, or give the plan an entry for its "
+                f"'{name}' is next to split layers, and no call shows whether its gradient is full or "
+                "partial. Pass verify=example inputs that use it, or give the plan an entry for its "
                 "module: 'replicated', if it works on full features, or 'partial', if on this rank's. "
-                "Reentrant checkpointing in eval mode hides what uses it; turn that on afterwards"
+                "Reentrant checkpointing in eval mode hides its use; turn checkpointing on afterwards"
             )
         if said.get(key, seen.get(name, False)):
             names.append(name)
@@ -51,9 +51,9 @@ def partial_parameters(model: nn.Module, changes: Changes, seen: dict[str, bool]
 
 
 def graph_of_rank(twin: nn.Module, changes: Changes, inputs: Inputs) -> dict[str, bool]:
-    """For each parameter that the twin uses: whether it sees this rank's features only.
+    """Return for each parameter that the twin uses whether it sees this rank's features only.
 
-    changes: of the twin, whose numbers this call divides
+    changes: of the twin; this call divides its numbers
     """
     entering: set[Node] = set()  # walking backward: inputs of row layers, where features become split
     leaving: set[Node] = set()  # and outputs of column layers, where they are full again
@@ -85,17 +85,17 @@ def graph_of_rank(twin: nn.Module, changes: Changes, inputs: Inputs) -> dict[str
         place = (running or [""])[-1] or type(twin).__name__
         raise ValueError(
             f"plan: '{place}' does not take this rank's features, though it takes all of them. If it reads "
-            "their number from an attribute, give the plan a Divided; otherwise split it, or what feeds it, "
-            f"in another way. It raises {type(error).__name__}: {error}"
+            "their number from an attribute, give the plan a Divided; otherwise split it, or the layers "
+            f"before it, in another way. It raises {type(error).__name__}: {error}"
         ) from error
     found = _walk([*output, *roots], entering, leaving)
     said = {id(p) for module in changes.kept for p in module.parameters()}
     both = [names[p] for p, where in found.items() if len(where) == 2 and p in names and p not in said]
     if both:
         raise ValueError(
-            f"plan: '{both[0]}' reaches both full features and, past no column, those that ranks split"
+            f"plan: '{both[0]}' reaches full features, and split features without a column before them"
             f"{f'; so do {len(both) - 1} more parameters' if len(both) > 1 else ''}: their gradients would "
-            "be neither full nor partial. Let what it computes enter through a column, or split less"
+            "be neither full nor partial. Let its results enter through a column, or split less"
         )
     return {names[p]: True in where for p, where in found.items() if p in names and p not in replaced}
 
@@ -111,7 +111,7 @@ def _returns_shard(change: ModuleChange, leaving: set[Node]) -> Any:
 
 
 def _leaves(leaving: set[Node], _: nn.Module, __: Any, output: Tensor) -> Tensor:
-    """All of it: what comes before the tail goes on to a column."""
+    """Treat the full output as leaving split features: features before the tail enter a column."""
     output = output.clone()
     if output.grad_fn is not None:
         leaving.add(output.grad_fn)
@@ -135,7 +135,7 @@ def _pads_input(change: ModuleChange, entering: set[Node]) -> Any:
 
 
 def _walk(roots: Iterable[Tensor], entering: set[Node], leaving: set[Node]) -> dict[int, set[bool]]:
-    """For each parameter by id: whether split features reach it, full ones, or both (True, False)."""
+    """Return for each parameter, by id, whether split features (True), full ones (False) or both reach it."""
     todo = deque((x.grad_fn, False) for x in roots)
     visited: set[tuple[Node, bool]] = set()
     found: dict[int, set[bool]] = {}
@@ -152,7 +152,7 @@ def _walk(roots: Iterable[Tensor], entering: set[Node], leaving: set[Node]) -> d
 
 
 def _beside_split(model: nn.Module, changes: list[ModuleChange]) -> set[nn.Module]:
-    """Modules without a split layer whose parent has one among its children; and these parents."""
+    """Return parents with a split layer among their children, and their children's modules without one."""
     split = {change.old for change in changes if change.narrows_output or change.kind == "row"}
 
     def children(module: nn.Module) -> Iterable[nn.Module]:

@@ -1,8 +1,8 @@
-"""`save_pretrained` and `push_to_hub` of a split model write the unsharded one.
+"""Makes `save_pretrained` and `push_to_hub` of a split model write full weights.
 
 Both belong to the model's own library, and read `state_dict()`, which has this rank's shards. So all ranks
-gather the full tensors on global rank 0, which alone goes on into the library, with a `state_dict()` that
-returns these. Of a PeftModel only those are gathered that peft will read: adapters, and what is saved beside.
+gather the full tensors on global rank 0, and rank 0 alone calls the library, with a `state_dict()` that
+returns full tensors. For a PeftModel only the tensors that peft saves are gathered: adapters and others.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _METHODS = ("save_pretrained", "push_to_hub")
 
 
 def save_full_weights(model: nn.Module) -> None:
-    """Let `save_pretrained` and `push_to_hub` of the model and of models in it write full weights.
+    """Make `save_pretrained` and `push_to_hub` of the model and of models in it write full weights.
 
-    From now on they are called by all ranks of the world, and return when the files are written.
+    Afterwards all ranks of the world must call them; they return when the files are written.
     """
     for module in model.modules():
         _save_full_weights_of(module)
@@ -42,7 +42,7 @@ def _save_full_weights_of(module: nn.Module) -> None:
 
 
 def _look_at_adapters(parent: nn.Module, _: str, module: nn.Module | None) -> None:
-    """torch calls this whenever a module becomes an attribute of another: a PeftModel's, say."""
+    """torch's hook for a module that becomes an attribute of another, such as a PeftModel."""
     saves = callable(getattr(type(parent), _METHODS[0], None)) and is_of_peft(parent)
     if saves and module is not None and any(isinstance(each, ParallelModule) for each in module.modules()):
         _save_full_weights_of(parent)
@@ -52,7 +52,7 @@ register_module_module_registration_hook(_look_at_adapters)
 
 
 def _by_first_rank(module: nn.Module, method: str, *args: Any, **named: Any) -> Any:
-    """The library's method, with its own arguments; what it returns, on global rank 0."""
+    """Call the library's method on global rank 0 with full tensors; return its result there."""
     request = f"{type(module).__name__}.{method}"
     has_adapters = base_model(module) is not module
     names: Collection[str] | None = None
@@ -83,7 +83,7 @@ def _is_first_rank() -> bool:
 
 
 def _read_by_peft(module: Any, method: str, *args: Any, **named: Any) -> set[str]:
-    """Names of the tensors that the PeftModel's `method` will write, each under its first name."""
+    """Return the first names of the tensors that the PeftModel's `method` will write."""
     from peft import get_peft_model_state_dict  # type: ignore[import-not-found]
 
     said: dict[str, Any] = {}
@@ -91,8 +91,8 @@ def _read_by_peft(module: Any, method: str, *args: Any, **named: Any) -> set[str
         said = inspect.signature(type(module).save_pretrained).bind(module, *args, **named).arguments
     if said.get("path_initial_model_for_weight_conversion") is not None:
         raise ValueError(
-            "path_initial_model_for_weight_conversion: expected None, for it loads full factors into a model "
-            "that holds shards; leave it out, and convert what is saved on an unsharded model"
+            "path_initial_model_for_weight_conversion: expected None, because it loads full factors into a "
+            "model of shards; leave it out, and convert the saved files on an unsharded model"
         )
     held = module.state_dict(keep_vars=True)
     first: dict[int, str] = {}
@@ -120,7 +120,7 @@ def _require_full(module: nn.Module, given: Mapping[str, Tensor] | None) -> None
 
 @contextmanager
 def _unsharded(module: nn.Module, full: Mapping[str, Tensor]) -> Iterator[None]:
-    """The methods of the library, and full tensors where it asks for the model's."""
+    """Restore the library's methods inside the block, and let `state_dict` return full tensors."""
     named = _under_all_names(module, full)
     shown: dict[str, Callable[..., Any]] = {"state_dict": lambda *_, **__: dict(named)}
     if callable(getattr(type(module), "num_parameters", None)):  # for the index of several files
@@ -138,7 +138,7 @@ def _unsharded(module: nn.Module, full: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def _under_all_names(module: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As in the unsharded model's `state_dict()`, where tied tensors have several names and one memory."""
+    """Return full tensors under all names of the unsharded model's `state_dict()`; tied ones share memory."""
     first: dict[int, str] = {}
     named = {}
     for name, tensor in module.state_dict(keep_vars=True).items():

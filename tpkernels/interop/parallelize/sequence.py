@@ -1,12 +1,12 @@
-"""Which modules share tokens under sequence parallelism: found in a plan and by one call of a copy.
+"""Finds the modules that compute on sharded tokens under sequence parallelism, by one call of a copy.
 
-The layers are those of the nn.ModuleList that the plan's columns and rows lie in. In a layer, a child with
-split layers, such as attention or an MLP, gets all tokens; all other children, such as norms, must work on
-each token by itself, and get this rank's. Columns and rows that are children themselves do so, too.
+The layers are the modules of the nn.ModuleList with the plan's columns and rows. In a layer, a child with
+split layers, such as attention or an MLP, gets all tokens. All other children, such as norms, must work on
+each token by itself, and get this rank's tokens; so do columns and rows that are children themselves.
 
-A child is plain if it has nothing but columns, a row and what works on this rank's features, if its columns
-take what it is called with, and if it returns what its row does. Its all-reduces become transfers of tokens:
-see `tokens`. Others, such as a mixture of experts, compute what they do without sequence parallelism.
+A child is plain if it has only columns, one row and modules on this rank's features, if its columns take the
+child's input, and if it returns its row's output. Its all-reduces become transfers of tokens: see `tokens`.
+Other children, such as a mixture of experts, compute as without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tpkernels.runtime.random import draws
 
 @dataclass(frozen=True)
 class Sharing:
-    """Names of what shares tokens.
+    """Names of the modules and parameters that compute on sharded tokens.
 
     layers: in the order of their calls
-    columns: by module, column layers that take what it is called with
+    columns: by module, column layers that take the module's input
     rows: row layers that return this rank's tokens
-    whole: modules that gather tokens, and whose output is scattered
+    whole: modules with all tokens: their input is gathered, and their output scattered
     partial: parameters that see this rank's tokens only
     """
 
@@ -51,7 +51,7 @@ class Sharing:
 
 
 def share_tokens(model: nn.Module, sharing: Sharing, world: TensorWorld) -> None:
-    """Let the layers of a split model share tokens, as was found on a copy."""
+    """Shard the tokens of a split model's layers, as found on a copy."""
     tokens = Tokens(world)
     named = dict(model.named_modules(remove_duplicate=False))
     first, last = named[sharing.layers[0]], named[sharing.layers[-1]]
@@ -80,12 +80,12 @@ def share_tokens(model: nn.Module, sharing: Sharing, world: TensorWorld) -> None
 
 
 def first_argument(module: nn.Module) -> str:
-    """The name of a module's first argument."""
+    """Return the name of a module's first argument."""
     return next(iter(inspect.signature(module.forward).parameters), "")
 
 
 def sharing_of(twin: nn.Module, changes: Changes, inputs: Inputs, by_features: Names, ranks: int) -> Sharing:
-    """Find what shares tokens by one call of the twin; an error names a module that cannot. No communication.
+    """Find modules with sharded tokens by one call of the twin; raise if one cannot. No communication.
 
     changes: of the twin
     by_features: parameters between columns and rows, which see this rank's features
@@ -126,8 +126,8 @@ def sharing_of(twin: nn.Module, changes: Changes, inputs: Inputs, by_features: N
 class _LayerChild:
     """A child of a layer that gets all tokens.
 
-    direct: it is a split layer itself
-    plain: its columns take what it is called with, and it returns what its row does, as far as is known
+    direct: the child is a split layer itself
+    plain: as far as known, its columns take its input, and it returns its row's output
     """
 
     changes: list[ModuleChange]
@@ -137,7 +137,7 @@ class _LayerChild:
 
 
 def _layers(model: nn.Module, changes: Changes) -> list[str]:
-    """Names of the layers: the outermost nn.ModuleList that columns and rows lie in has them."""
+    """Return names of the layers in the outermost nn.ModuleList with columns and rows."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, str] = {}
     for change in changes.modules:
@@ -158,9 +158,9 @@ def _layers(model: nn.Module, changes: Changes) -> list[str]:
             f"{', '.join(repr(name) for name in found.values()) or 'none'}"
         )
     (stack,) = found
-    layers = modules[stack]._modules.values()  # `children` leaves out what comes again
+    layers = modules[stack]._modules.values()  # `children` leaves out repeated modules
     if len(set(layers)) != len(layers):
-        raise ValueError(f"sequence_parallel: expected layers of their own in '{stack}', got one twice")
+        raise ValueError(f"sequence_parallel: expected distinct layers in '{stack}', got one twice")
     return [f"{stack}.{number}" for number in range(len(layers))]
 
 
@@ -183,7 +183,7 @@ def _children_of(model: nn.Module, layer: str, changes: Changes) -> dict[str, _L
 def _sharded_parameters(
     model: nn.Module, layer: str, entries: dict[str, _LayerChild], names: dict[int, str]
 ) -> set[str]:
-    """Of the children that get this rank's tokens; an error names one that may need all of them."""
+    """Return parameters of children that get this rank's tokens; raise for one that may need all tokens."""
     found = set()
     for child, module in [("", model.get_submodule(layer)), *model.get_submodule(layer).named_children()]:
         name = f"{layer}.{child}".rstrip(".")
@@ -195,9 +195,9 @@ def _sharded_parameters(
                     continue
                 if not child or (parameter.ndim > 1 and type(part) is not nn.Linear):
                     raise ValueError(
-                        f"sequence_parallel: '{names[id(parameter)]}' is in a layer, but not beside columns "
-                        "and rows, and it cannot be told whether what it does needs all tokens; split it, "
-                        "too, or parallelize the model without sequence_parallel"
+                        f"sequence_parallel: '{names[id(parameter)]}' is in a layer, but not next to columns "
+                        "and rows, and it is not known whether its module needs all tokens; split it, too, "
+                        "or parallelize the model without sequence_parallel"
                     )
                 found.add(names[id(parameter)])
     return found
@@ -216,7 +216,7 @@ class _Refused(Exception):
 
 @dataclass
 class _Seen:
-    """What is seen in one call of the unsharded model."""
+    """Records one call of the unsharded model."""
 
     ranks: int
     layers: list[str]
@@ -224,8 +224,8 @@ class _Seen:
     tokens: int = 0
     order: list[str] = field(default_factory=list)
     running: list[str] = field(default_factory=list)
-    hidden: Tensor | None = None  # what the current entry was called with
-    rows: list[Tensor] = field(default_factory=list)  # what row layers returned in it
+    hidden: Tensor | None = None  # the current entry's input
+    rows: list[Tensor] = field(default_factory=list)  # outputs of row layers in it
 
     def __post_init__(self) -> None:
         changes = [change for entry in self.entries.values() for change in entry.changes]
@@ -239,7 +239,7 @@ class _Seen:
             module.register_forward_hook(after)
 
     def before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What a module is called with."""
+        """Record a module's input, as a pre-hook."""
         self.running.append(name)
         if name in self.layers:
             self.order.append(name)
@@ -263,7 +263,7 @@ class _Seen:
                 self.entries[current].plain = False
 
     def after(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
-        """What a module returns."""
+        """Record a module's output, as a hook."""
         self.running.pop()
         if self.kinds.get(module) == "row":
             self.rows.append(output)
@@ -278,11 +278,11 @@ class _Seen:
             raise _Refused(f"sequence_parallel: expected a tensor from '{name}', got {type(output)}")
 
     def current_entry(self) -> str | None:
-        """The child that runs."""
+        """Return the name of the running child; None outside."""
         return next((name for name in self.running if name in self.entries), None)
 
     def first(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The hidden states that a module is called with; refused if there are none."""
+        """Return the hidden states that a module is called with; refuse it if there are none."""
         x = args[0] if args else kwargs.get(first_argument(module))
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
             raise _Refused(
@@ -291,7 +291,7 @@ class _Seen:
         return x
 
     def require_all_tokens(self, name: str, x: Tensor) -> None:
-        """Refuse hidden states of another number of tokens."""
+        """Refuse hidden states with another number of tokens."""
         if x.shape[-2] != self.tokens:
             raise _Refused(
                 f"sequence_parallel: expected {self.tokens} tokens in dimension -2 of the hidden states of "
@@ -311,7 +311,7 @@ class _Seen:
 
 
 class _NoDraws(TorchDispatchMode):
-    """Refuses random numbers for tokens that ranks share: ranks would draw the same for other tokens."""
+    """Refuses random numbers for sharded tokens: ranks would draw the same numbers for different tokens."""
 
     def __init__(self, seen: _Seen) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What stands for a module's parameters while its forward runs: tensors whose gradients are summed, say."""
+"""Tensors that replace a module's parameters in its forward, for example to sum gradients over ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tpkernels.ops.tensor_parallel.mappings import copy_to_region
 
 
 class StandIns:
-    """Hides parameters of a module during its forward: attributes of their names hold what `make` returns.
+    """Replaces parameters of a module during its forward by tensors that `make` returns.
 
-    Nothing is attached to a parameter, because wrappers such as fully_shard replace it: `make` takes what the
-    module has under its name at the time.
+    Nothing is attached to a parameter, because wrappers such as fully_shard replace it: `make` reads the
+    module's current parameter.
 
-    make: called with the module and the name; None: the parameter is not hidden
+    make: called with the module and the name; returns None to keep the parameter
     """
 
     def __init__(self, names: Iterable[str], make: Callable[[nn.Module, str], Tensor | None]) -> None:
@@ -26,7 +26,7 @@ class StandIns:
         self.make = make
 
     def put_on(self, module: nn.Module, *, first: bool = False) -> None:
-        """Register the hooks. first: before others, which see the stand-ins, too"""
+        """Register the hooks. first: before other hooks, so that these see the stand-ins, too"""
         module.register_forward_pre_hook(self._enter, prepend=first)
         module.register_forward_hook(self._leave, always_call=True)
 
@@ -43,9 +43,9 @@ class StandIns:
 def sum_gradients(
     model: nn.Module, names: Collection[str], world: TensorWorld, tokens: Tokens | None = None
 ) -> None:
-    """Sum gradients of these parameters, of which each rank has a term, over the ranks in every backward.
+    """Sum the partial gradients of these parameters over the ranks in every backward.
 
-    tokens: if given, only when these are sharded
+    tokens: if given, sum only while these are sharded
     """
     chosen = {id(parameter) for name, parameter in model.named_parameters() if name in names}
     for module in model.modules():
@@ -55,9 +55,9 @@ def sum_gradients(
 
 
 class _Summed:
-    """What stands for a parameter whose gradient is summed.
+    """Returns the stand-in of a parameter whose gradient is summed.
 
-    An object, because a copy of the model has tokens of its own.
+    An object, not a closure: a copy of the model needs `tokens` of its own.
     """
 
     def __init__(self, world: TensorWorld, tokens: Tokens | None) -> None:
@@ -65,7 +65,7 @@ class _Summed:
         self.tokens = tokens
 
     def __call__(self, module: nn.Module, name: str) -> Tensor | None:
-        parameter: Tensor | None = getattr(module, name)  # or what stands for it
+        parameter: Tensor | None = getattr(module, name)  # or its stand-in
         if parameter is None or (self.tokens is not None and not self.tokens.sharded):
             return None
         return copy_to_region(parameter.reshape(-1), self.world.group).view(parameter.shape)

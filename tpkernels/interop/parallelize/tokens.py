@@ -1,4 +1,4 @@
-"""Layers whose tokens ranks share: hidden states are sharded from the first layer to the last.
+"""Sequence parallelism of layers: hidden states are sharded over tokens from the first layer to the last.
 
 R ranks; hidden states (..., S tokens, H features) are (..., S / R, H) between modules of a layer:
 
@@ -10,12 +10,12 @@ R ranks; hidden states (..., S tokens, H features) are (..., S / R, H) between m
     after it                               our shard of the tokens     all-gather
     after the last layer                   all-gather                  our shard
 
-Columns of a module, such as queries, keys and values, are computed before it is called, as one operator that
-keeps this rank's tokens for backward. The module gets NaN in the shape of the full hidden states, which only
+Columns of a module, such as queries, keys and values, are computed before it is called, by one operator that
+saves this rank's tokens for backward. The module gets NaN in the shape of the full hidden states, which only
 its columns may read.
 
-In eval mode a number of tokens that the ranks do not divide, such as the one of a step of generation, is not
-sharded: then every rank has all tokens, and row layers all-reduce.
+In eval mode tokens are not sharded if the ranks do not divide their number, as in a step of generation: then
+every rank has all tokens, and row layers all-reduce.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tpkernels.ops.tensor_parallel.mappings import (
 
 
 class Tokens:
-    """How the tokens of a model's layers lie in the current call."""
+    """Shards and gathers the tokens of a model's layers, if the current call shards them."""
 
     def __init__(self, world: TensorWorld) -> None:
         self.world = world
         self.sharded = False
 
     def begin(self, x: Tensor, layer: nn.Module) -> Tensor:
-        """x: what the first layer is called with; returns what it gets"""
+        """Decide whether this call shards tokens; return the first layer's input x, sharded if so."""
         count, ranks = x.shape[-2], self.world.size
         if count % ranks and layer.training:
             raise ValueError(
@@ -54,11 +54,11 @@ class Tokens:
         return self.own(x)
 
     def own(self, x: Tensor, _: object = None) -> Tensor:
-        """This rank's tokens of x, which is the same on all ranks."""
+        """Return this rank's tokens of a replicated x."""
         return _along_tokens(scatter_to_sequence_region, x, self.world) if self.sharded else x
 
     def all(self, x: Tensor, _: object = None) -> Tensor:
-        """All tokens, for what computes the same on all ranks."""
+        """Return all tokens, for computation that is replicated."""
         return _along_tokens(_gather_replicated, x, self.world) if self.sharded else x
 
     def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, quantize: Recipe | None) -> Tensor:
@@ -72,7 +72,7 @@ class Tokens:
 
 
 def _along_tokens(move: Callable[..., Tensor], x: Tensor, world: TensorWorld) -> Tensor:
-    """`move` works along dimension 0; without a batch, or with a batch of one, nothing is copied."""
+    """Apply `move`, which works along dimension 0, along dimension -2; no copy for a batch of one."""
     return move(x.transpose(0, -2), world.group).transpose(0, -2).contiguous()
 
 
@@ -81,19 +81,19 @@ def _gather_replicated(x: Tensor, group: Any) -> Tensor:
 
 
 class Columns:
-    """Column layers that take what their module is called with."""
+    """Computes the column layers that take their module's input."""
 
     def __init__(self, tokens: Tokens, layers: list[nn.Module]) -> None:
         self.tokens = tokens
         self.layers = layers
 
     def __call__(self, x: Tensor, _: nn.Module) -> Tensor:
-        """Computes them all; returns what the module is called with instead."""
+        """Compute all layers; return the module's new input."""
         group, sharded = self.tokens.world.group, self.tokens.sharded
         pairs = [layer.weight_and_bias() for layer in self.layers]  # type: ignore[operator]
         weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
         first = x.transpose(0, -2) if sharded else x
-        recipe: Any = self.layers[0].quantize  # that of all: see `quantizing`
+        recipe: Any = self.layers[0].quantize  # the same for all layers
         outputs = ops.column_linear(
             first,
             weights,
@@ -109,7 +109,7 @@ class Columns:
 
 
 def ready(layer: nn.Module) -> Tensor:
-    """What `Columns` computed for this call of the layer."""
+    """Return the output that `Columns` computed for this call of the layer."""
     output: Tensor | None = vars(layer).pop(READY, None)
     if output is None:
         raise RuntimeError(
@@ -124,7 +124,7 @@ TokenMove = Callable[[Tensor, nn.Module], Tensor]
 
 
 class Before:
-    """Before a module's forward: moves its first argument, which callers may name."""
+    """A forward pre-hook that moves a module's first argument, positional or by name."""
 
     def __init__(self, move: TokenMove, name: str) -> None:
         self.move = move
@@ -139,7 +139,7 @@ class Before:
 
 
 class After:
-    """After a module's forward: moves what it returns, or the first of several."""
+    """A forward hook that moves a module's output, or the first of several."""
 
     def __init__(self, move: TokenMove) -> None:
         self.move = move

@@ -1,4 +1,4 @@
-"""The plan that a model of `transformers` brings along, in our words.
+"""Translates the own plan of a model of `transformers` into ours.
 
 Its `_tp_plan` names a style for patterns of modules and parameters, in which * is one part of a name:
 
@@ -16,8 +16,8 @@ Its `_tp_plan` names a style for patterns of modules and parameters, in which * 
     local_params                                          Parameters of the module, on this rank's features
     moe_identity_expert                                   Shared
 
-A style of a parameter, such as one of stacked experts, says along which dimension its module splits it. A
-pattern that fits nothing, as of layers that this config has not, is passed over, as in `transformers`.
+A style of a parameter, such as one of stacked experts, gives the dimension to split. A pattern that fits
+nothing, such as layers that this config lacks, is ignored, as in `transformers`.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ STYLES |= {"local_params", TAIL_STYLE, "moe_identity_expert"}
 
 
 def styles_of(model: nn.Module) -> dict[str, str]:
-    """The model's own plan, empty if it has none."""
+    """Return the model's own plan, in `transformers`' styles; empty if it has none."""
     return dict(getattr(model, "_tp_plan", None) or {})
 
 
 def own_plan(model: nn.Module, ranks: int, say: Say) -> ParallelizePlan:
-    """The model's own plan for a number of ranks.
+    """Return the model's own plan for a number of ranks, in our entries.
 
-    say: is told what is not split
+    say: called with what is not split
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     named: dict[str, str] = {}
@@ -106,7 +106,7 @@ def own_plan(model: nn.Module, ranks: int, say: Say) -> ParallelizePlan:
         for name, styles in of_parameters.items()
     ]
     plan = merged(parts)
-    for name, style in named.items():  # what was not split has full features, and all heads
+    for name, style in named.items():  # unsplit layers have full features and all heads
         beside = name.rpartition(".")[0]
         if (KEPT_STYLES.get(style) or style == TAIL_STYLE) and not any(
             isinstance(entry, Split) and entry.kind == "row" and each.rpartition(".")[0] == beside
@@ -119,7 +119,7 @@ def own_plan(model: nn.Module, ranks: int, say: Say) -> ParallelizePlan:
 def _linear(
     modules: Mapping[str, nn.Module], named: Mapping[str, str], ranks: int, say: Say
 ) -> Iterator[Entries]:
-    """Linear layers, in groups of those that one module holds."""
+    """Yield entries for linear layers, grouped by the module that holds them."""
     holders: dict[str, Layers] = {}
     for name, style in named.items():
         if isinstance(modules[name], nn.Embedding):
@@ -147,14 +147,14 @@ def _linear(
 
 
 def _of(layers: Layers, named: Mapping[str, str], fits: Callable[[str], bool]) -> Layers:
-    """Those whose style fits."""
+    """Return the layers whose style fits."""
     columns = {name: layer for name, layer in layers.columns.items() if fits(named[name])}
     rows = {name: layer for name, layer in layers.rows.items() if fits(named[name])}
     return Layers(layers.holder, columns, rows)
 
 
 def _holder(modules: Mapping[str, nn.Module], name: str) -> str:
-    """The module that holds a linear layer; past one that only wraps it."""
+    """Return the module that holds a linear layer, skipping a module that only wraps it."""
     holder = name.rpartition(".")[0]
     wraps = sum(1 for _ in modules[holder].children()) == 1 and "." in holder
     return holder.rpartition(".")[0] if wraps else holder
@@ -188,7 +188,7 @@ def _kept(model: nn.Module, modules: Mapping[str, nn.Module], named: Mapping[str
 def _parameters(
     name: str, module: nn.Module, styles: Mapping[str, str], of_module: str | None, ranks: int, say: Say
 ) -> Entries:
-    """Parameters that are split inside a module that stays."""
+    """Return the entry for split parameters of a kept module."""
     split = []
     for short, style in styles.items():
         parameter = module._parameters[short]

@@ -1,4 +1,4 @@
-"""A plan, and sequence parallelism, are tried on copies of a model first; all ranks raise the same error."""
+"""Tries a plan and sequence parallelism on copies of a model; all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tpkernels.saying import warn
 
 Verify = Inputs | Literal["auto", False]
 
-# A comparison takes 26 bytes for each, gradients of both models included: 3.3 GiB.
+# A comparison takes 26 bytes for each parameter, with gradients of both models: 3.3 GiB.
 VERIFIED_PARAMETERS = 2**27
 GIVE_INPUTS = "Pass verify=example inputs (a tensor, a tuple, or a mapping of arguments by name)"
 
@@ -40,15 +40,15 @@ def require_verify(verify: object) -> None:
 
 
 class NotCompared(ValueError):
-    """The unsharded model cannot be compared with, whatever the plan."""
+    """No plan can be compared with the unsharded model."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """Inputs with which the unsharded model runs; or why there are none; or neither, if none are wanted.
+    """Inputs with which the unsharded model runs, or the reason that it cannot be compared; or neither.
 
     fits: whether the model may be compared: it is small enough, or the caller gave the inputs
-    lacking: why the model cannot be compared; refusal: where it must be
+    lacking: why the model cannot be compared; refusal: the error if it must be
     """
 
     inputs: Inputs | None = None
@@ -71,9 +71,9 @@ class PlanTrial:
         return twin_of(self.model, device=device_of(self.world) if fits else None)
 
     def example(self, *, divided: bool = False) -> Example:
-        """The first inputs, given or made up, with which a copy of the model runs.
+        """Return the first inputs, given or made up, with which a copy of the model runs.
 
-        divided: ranks share the tokens, whose number is a multiple of theirs
+        divided: tokens will be sharded: make their number a multiple of the ranks
         """
         model, world = self.model, self.world
         if self.verify is False or world.size == 1:
@@ -95,7 +95,7 @@ class PlanTrial:
             made = made_up_inputs(model, world.size, divided=divided) if given is None else iter([given])
             try:
                 found = next((inputs for inputs in made if _runs(twin, inputs, failed)), None)
-            except Exception as error:  # of a config that is unlike others
+            except Exception as error:  # an unusual config
                 failed.append(f"making them up raises {_said(error)}")
             if found is None and given is not None:
                 lacking = "the unsharded model does not run with these inputs"
@@ -115,11 +115,11 @@ class PlanTrial:
         )
 
     def plan(self, plan: ParallelizePlan, example: Example, *, certain: bool) -> Names:
-        """Try a plan on copies; returns names of parameters whose gradients must be summed.
+        """Try a plan on copies; return names of parameters with partial gradients.
 
-        Raises if the split model computes something else, or if a parameter cannot be judged.
+        Raises if the split model computes something else, or if it is unknown for a parameter.
 
-        certain: if it cannot be compared with the unsharded model, take it with a warning; else refuse it
+        certain: take a plan that cannot be compared, with a warning; False: refuse it
         """
         model, world = self.model, self.world
         if world.size == 1:
@@ -155,11 +155,11 @@ class PlanTrial:
         return partial
 
     def sharing(self, plan: ParallelizePlan, partial: Names) -> Sharing | None:
-        """Try sequence parallelism on copies; returns what shares tokens, None on one rank.
+        """Try sequence parallelism on copies; return the modules with sharded tokens, None on one rank.
 
-        Raises if a module cannot share tokens, or if the model computes something else when they do.
+        Raises if a module cannot compute on sharded tokens, or if the model then computes something else.
 
-        partial: parameters whose gradients are summed without sequence parallelism, too
+        partial: parameters with partial gradients without sequence parallelism, too
         """
         world = self.world
         if world.size == 1:
@@ -183,9 +183,9 @@ class PlanTrial:
     def _compared(
         self, example: Example, plan: ParallelizePlan, partial: Names, sharing: Sharing | None = None
     ) -> str:
-        """Raise on all ranks if a rank's split model does something else than the unsharded one.
+        """Raise on all ranks if a rank's split model computes something else than the unsharded model.
 
-        Returns why they were not compared, or "". That is an error if the caller gave the inputs.
+        Returns why they were not compared, or "". If the caller gave the inputs, it raises instead.
         """
         assert example.inputs is not None
         world = self.world
@@ -213,15 +213,15 @@ class PlanTrial:
         for rank, different in enumerate(differences):
             if different is not None:
                 raise ValueError(
-                    f"{subject}: the split model does not do what the unsharded one does. {advice}; the "
-                    f"model is as it was. On tensor rank {rank}, {different} ({found.tolerance:.0e} is "
+                    f"{subject}: the split model computes something else than the unsharded model. {advice}; "
+                    f"the model is unchanged. On tensor rank {rank}, {different} ({found.tolerance:.0e} is "
                     f"allowed, in {found.dtype})"
                 )
         return ""
 
 
 def _runs(twin: nn.Module, inputs: Inputs, failed: list[str]) -> bool:
-    """failed: is told what is raised"""
+    """Whether the twin runs with these inputs; append the error to `failed`."""
     try:
         with aside(twin), torch.no_grad():
             call(twin, inputs)
@@ -232,12 +232,12 @@ def _runs(twin: nn.Module, inputs: Inputs, failed: list[str]) -> bool:
 
 
 def device_of(world: TensorWorld) -> torch.device:
-    """Where a model on the meta device is run."""
+    """Return the device on which a model from the meta device is run."""
     return torch.device("cuda" if dist.get_backend(world.group) == "nccl" else "cpu")
 
 
 def raise_alike(problem: ValueError | None, found: str, world: TensorWorld) -> None:
-    """Raise the first rank's problem on all ranks; without one, all ranks must have found the same."""
+    """Raise the first rank's problem on all ranks; without a problem, raise unless all found the same."""
     if dist.get_backend(world.group) == "fake":
         if problem:
             raise problem
@@ -255,7 +255,7 @@ def _require_same(inputs: Inputs, world: TensorWorld) -> None:
     agree_on("parallelize: verify", [(f"input {i}", x) for i, x in enumerate(tensors)], world.group)
     real = [x.detach() for x in tensors if not x.is_meta]
     if real and bool(unlike_first_rank(real, world.group).any()):
-        raise ValueError("verify: expected the same inputs on all tensor-parallel ranks, got others")
+        raise ValueError("verify: expected the same inputs on all tensor-parallel ranks, got different ones")
 
 
 def _said(error: Exception) -> str:
@@ -263,5 +263,5 @@ def _said(error: Exception) -> str:
 
 
 def _shapes(inputs: Inputs) -> str:
-    """Such as {'input_ids': (3, 5)}."""
+    """Return shapes of inputs, such as {'input_ids': (3, 5)}."""
     return str(tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, inputs))

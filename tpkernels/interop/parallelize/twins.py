@@ -1,8 +1,7 @@
-"""A copy of a model to try a plan on, how it is called, and inputs made up from what is known of it.
+"""Copies a model to try a plan on, makes up inputs for it, and calls it.
 
 The numbers of sequences and tokens are coprime to the ranks: a model that folds features into them, because
-it has a rank's share of its heads, returns another shape. The last id of a sequence ends it, and no other is
-special.
+it has one rank's heads only, returns another shape. The last id of a sequence ends it; no other is special.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ IMAGE_SIDE = 64  # of a model that takes images of any size
 def twin_of(
     model: nn.Module, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> nn.Module:
-    """A copy in eval mode, all of whose floating-point parameters require gradients.
+    """Return a copy in eval mode; all of its floating-point parameters require gradients.
 
     dtype: of its floating-point tensors; None: the parameters share memory with the model's
-    device: where tensors on the meta device become zeros; None: they stay
+    device: tensors on the meta device become zeros on it; None: they stay
     """
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -50,7 +49,7 @@ def twin_of(
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """model(inputs), with tensors on the model's device, and floating-point ones in its dtype."""
+    """Call model(inputs), with tensors on the model's device, and floating-point tensors in its dtype."""
     weights = [p for p in model.parameters() if p.is_floating_point()]
 
     def fitting(value: Any) -> Any:
@@ -66,13 +65,13 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def floating_tensors(output: Any) -> list[Tensor]:
-    """The floating-point tensors in what a module returned, in order."""
+    """Return the floating-point tensors in a module's output, in order."""
     return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 @contextmanager
 def aside(model: nn.Module) -> Iterator[None]:
-    """Compute with gradients and off the meta device; random streams are restored afterwards."""
+    """Compute with gradients, not on the meta device; restore random streams afterwards."""
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     default = torch.get_default_device()
     default = torch.device("cpu") if default.type == "meta" else default
@@ -81,12 +80,12 @@ def aside(model: nn.Module) -> Iterator[None]:
 
 
 def made_up_inputs(model: nn.Module, ranks: int, *, divided: bool = False) -> Iterator[Inputs]:
-    """Inputs made up for a model, the likeliest first.
+    """Yield inputs made up for a model, the likeliest first.
 
-    For a model of `transformers` arguments by name; else ids, if the first embedding or linear layer is an
-    embedding, or features; none without such a layer.
+    For a model of `transformers` arguments by name. Otherwise ids if the first embedding or linear layer is
+    an embedding, else features; none without such a layer.
 
-    divided: ranks share the tokens, whose number is a multiple of theirs
+    divided: make the number of tokens a multiple of the ranks
     """
     batch, tokens = islice((n for n in count(2) if gcd(n, ranks) == 1), 2)
     tokens = 2 * ranks if divided else tokens
@@ -104,7 +103,7 @@ def made_up_inputs(model: nn.Module, ranks: int, *, divided: bool = False) -> It
 
 
 def _named(model: Any, config: Any, main: str, batch: int, tokens: int) -> Iterator[dict[str, Tensor]]:
-    """Arguments of a model of `transformers`: all that are known, then what models of some tasks want."""
+    """Yield arguments of a model of `transformers`: all that are known, then those for some tasks."""
     inputs: dict[str, Tensor] = {}
     if main == "input_ids":
         if (size := _vocabulary(model, config)) is None:
@@ -126,7 +125,7 @@ def _named(model: Any, config: Any, main: str, batch: int, tokens: int) -> Itera
     if getattr(config, "is_encoder_decoder", False) and hasattr(decoder, "vocab_size"):
         inputs["decoder_input_ids"] = _text(decoder, batch, tokens + 1, decoder.vocab_size)
     yield inputs
-    if "decoder_input_ids" in inputs:  # a classifier makes them of the encoder's
+    if "decoder_input_ids" in inputs:  # a classifier makes them from the encoder's
         yield {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
     if main == "input_ids":  # multiple choice, of two
         yield {main: torch.stack([inputs[main], inputs[main].roll(1, 1)], 1)}
@@ -134,7 +133,7 @@ def _named(model: Any, config: Any, main: str, batch: int, tokens: int) -> Itera
 
 
 def _sound(config: Any, main: str, batch: int, tokens: int) -> Tensor | None:
-    """Waves, of which a model makes tokens ** 2, or frames of a spectrum; None if it cannot be told."""
+    """Return waves that a model turns into tokens ** 2, or frames of a spectrum; None if unknown."""
     mels, kernels = _held(config, "num_mel_bins"), _held(config, "conv_kernel")
     if main == "input_values" and isinstance(kernels, list | tuple):  # as Wav2Vec2's
         samples = tokens**2
@@ -150,7 +149,7 @@ def _sound(config: Any, main: str, batch: int, tokens: int) -> Tensor | None:
 
 
 def _held(config: Any, name: str) -> Any:
-    """The attribute of a config, or of the first that it holds and that has one; None without."""
+    """Return an attribute of a config, or of the first inner config that has it; None without."""
     for each in (config, *(value for value in vars(config).values() if hasattr(value, "model_type"))):
         if (found := getattr(each, name, None)) is not None:
             return found
@@ -168,7 +167,7 @@ def _vocabulary(model: Any, config: Any) -> int | None:
 
 
 def _text(config: Any, batch: int, tokens: int, size: int) -> Tensor:
-    """Ids, none of which is special but the last of each sequence, which ends it, if the config says how."""
+    """Return plain ids; the last of each sequence is the config's end of sequence, if it has one."""
     named = {
         name: value for name, value in vars(config).items() if name.endswith(("token_id", "token_index"))
     }

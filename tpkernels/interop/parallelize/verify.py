@@ -1,8 +1,8 @@
-"""Outputs and gradients of the split model compared with the unsharded one's.
+"""Compares outputs and gradients of the split model with the unsharded model's.
 
 Both compute in float64, or in float32 if the model does not run in float64: half precision would hide faults.
-Both are made from a twin; the model is not touched. Noise is added to the twin's weights first, because zeros
-and ones hide what is added or multiplied too often.
+Both are made from a twin; the model does not change. Noise is added to the twin's weights first, because
+zeros and ones hide terms and factors that are applied too often.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tpkernels.layers.world import State, TensorWorld
 
 # Relative to a tensor's largest value.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
-# Relative to tolerance x the largest gradient: some gradients, as of keys' biases, are zero but for rounding.
+# Relative to tolerance x the largest gradient: some gradients, as of keys' biases, are zero except rounding.
 NOISE = 1e-2
 
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What a model returned; and each of its modules, by name and number of the call."""
+    """The outputs of a model, and of each of its modules by name and number of the call."""
 
     returned: list[Tensor]
     outputs: dict[tuple[str, int], list[Tensor]]
@@ -39,7 +39,7 @@ class ModelOutputs:
 
 @dataclass(frozen=True)
 class Reference:
-    """The unsharded model's twin, its inputs, and what it returned."""
+    """The unsharded model's twin, its inputs and outputs."""
 
     model: nn.Module
     inputs: Inputs
@@ -48,14 +48,14 @@ class Reference:
 
     @property
     def tolerance(self) -> float:
-        """How far the split model may be off, relative to a tensor's largest value."""
+        """The largest error allowed, relative to a tensor's largest value."""
         return TOLERANCE[self.dtype]
 
 
 def reference_of(model: nn.Module, inputs: Inputs, device: torch.device) -> Reference:
-    """The unsharded model's run; raises what the model raises. No communication.
+    """Run the unsharded model's twin; raise what the model raises. No communication.
 
-    device: where tensors on the meta device get memory
+    device: tensors on the meta device get memory on it
     """
     try:
         return _reference(model, inputs, device, torch.float64)
@@ -75,7 +75,7 @@ def _reference(model: nn.Module, inputs: Inputs, device: torch.device, dtype: to
     if not any(x.requires_grad for x in run.returned):
         raise ValueError("expected floating tensors with gradients from the unsharded model, got none")
     if not all(bool(x.isfinite().all()) for x in run.returned):
-        raise ValueError("expected finite numbers from the unsharded model, got others")
+        raise ValueError("expected finite numbers from the unsharded model, got infinity or NaN")
     return Reference(twin, inputs, run, dtype)
 
 
@@ -87,7 +87,7 @@ def difference(
     state: State,
     sharing: Sharing | None = None,
 ) -> str | None:
-    """What the split model does differently, in words. Called by all ranks; splits the reference's model."""
+    """Return the split model's first difference, in words, or None. Called by all ranks; splits the twin."""
     model, full, tolerance = reference.model, reference.run, reference.tolerance
     changes, old = planned(model, plan, world), dict(model.named_parameters())
     by_id = {id(change.old): change for change in changes.modules}
@@ -105,7 +105,7 @@ def difference(
     if len(full.returned) != len(split.returned) or full.returned[0].shape != split.returned[0].shape:
         return f"it returns {_shapes(split.returned)} instead of {_shapes(full.returned)}{located}"
     alike = _of_one_shape(full.returned, split.returned)
-    for expected, found in alike:  # not caches of keys and values: each rank has those of its own heads
+    for expected, found in alike:  # except caches of keys and values: each rank has its own heads'
         if not _close(found, expected, tolerance):
             return f"what it returns is off by {_off(found, expected)} of the largest value{located}"
     new = dict(model.named_parameters())
@@ -143,7 +143,7 @@ def _first_output(
     shares: Set[str],
     tolerance: float,
 ) -> str:
-    """The first module, in the order of execution, that returns something else and is not to: a share."""
+    """Name the first module, in order of execution, whose output is wrong; skip modules in `shares`."""
     before = ""
     for (name, number), found in split.outputs.items():
         if name in shares:
@@ -177,7 +177,7 @@ def _wrong_gradient(
     order: list[str],
     tolerance: float,
 ) -> str | None:
-    """The first wrong gradient in the order of backward."""
+    """Describe the first wrong gradient in the order of backward; None if all are right."""
     largest = max((float(x.abs().max()) for x in full.values() if x.numel()), default=0.0)
     place = {name: index for index, name in enumerate(order)}
     wrong = []
@@ -194,7 +194,7 @@ def _wrong_gradient(
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float, noise: float = 1e-12) -> bool:
-    """All numbers are within tolerance, and none is NaN."""
+    """Whether all numbers are within tolerance, and none is NaN."""
     if not found.numel():
         return True
     return bool((found - expected).abs().max() <= tolerance * expected.abs().max() + noise)

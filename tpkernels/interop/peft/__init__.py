@@ -1,4 +1,4 @@
-"""LoRA of peft on a model that `parallelize` has split. Imports peft at first use."""
+"""peft's LoRA on a model that `parallelize` has split. Imports peft at first use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for type checkers
     from tpkernels.interop.peft.sharded_lora import on_shards as on_shards
 
-if not TYPE_CHECKING:  # a checker that saw it would believe every misspelt name
+if not TYPE_CHECKING:  # a type checker would accept every misspelt name
 
     def __getattr__(name: str) -> Any:
         if name != "on_shards":

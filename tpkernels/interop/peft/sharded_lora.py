@@ -1,9 +1,9 @@
-"""LoRA of peft on a model that `parallelize` has split.
+"""peft's LoRA on a model that `parallelize` has split.
 
     split along out_features    A is replicated, B is split as the layer is
     split along in_features     A is split as the layer is, B is replicated
 
-Ranks exchange as many features as the rank of the adapter, in forward or backward.
+Tensor-parallel ranks exchange r features, r being the adapter's rank, in forward or backward.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _SPLIT_OUT, _SPLIT_IN = (ColumnLinear, ColumnConv1D), (RowLinear, RowConv1D)
 
 
 def on_shards(config: LoraConfig) -> LoraConfig:
-    """The same configuration, for `get_peft_model` of a model that is split already."""
+    """Return the same configuration, adapted for `get_peft_model` on a model that is split already."""
     config._register_custom_module({ParallelModule: ShardedLora})
     return config
 
 
 class ShardedLora(lora.Linear):  # type: ignore[misc]  # untyped where peft is not installed
-    """peft's LoRA of a linear layer, whose factors are split as the layer is."""
+    """peft's LoRA of a linear layer, with factors split as the layer is."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
         target = base_layer.get_base_layer() if isinstance(base_layer, lora.LoraLayer) else base_layer
@@ -45,7 +45,7 @@ class ShardedLora(lora.Linear):  # type: ignore[misc]  # untyped where peft is n
         super().__init__(base_layer, adapter_name, config, **kwargs)
 
     def _get_in_out_features(self, module: ParallelModule) -> tuple[int, int]:
-        """Of the full layer: factors are drawn as for the unsharded model, then cut."""
+        """Return the full layer's features: factors are drawn as for the unsharded model, then split."""
         weight = module.weight
         assert isinstance(weight, Tensor)
         sizes = list(weight.shape)
@@ -55,7 +55,7 @@ class ShardedLora(lora.Linear):  # type: ignore[misc]  # untyped where peft is n
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
     ) -> None:
-        """Add an adapter: the first rank's, whatever other ranks have drawn."""
+        """Add an adapter with the first rank's factors on all ranks."""
         base = self.get_base_layer()
         variant = self.resolve_lora_variant(config=config)
         refuse_what_differs(
@@ -117,7 +117,7 @@ def _row_factor(full: nn.Linear, base: ParallelModule) -> RowFactor:
 
 @torch.no_grad()
 def _take(new: ParallelModule, full: nn.Linear, base: ParallelModule, *, dim: int, stride: int) -> None:
-    """This rank's shard of each parameter."""
+    """Set this rank's shard of each parameter."""
     world = base.world
     ranges = ranges_of(world.rank, size=full.weight.shape[dim], ranks=world.size, stride=stride)
     for short, old in full.named_parameters():
