@@ -17,7 +17,7 @@ $(PYTHON) -m venv $(@D) 2>/dev/null || { $(PYTHON) -m pip install -q --target $(
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test affected test-profile sweep mutants check lint types docs reference site plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton check-torch check-transformers check-megatron wheel sdist clean
+.PHONY: help setup demo groups test affected test-profile sweep mutants check lint types docs reference pictures site plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton check-torch check-transformers check-megatron wheel sdist clean
 
 ifneq (,$(filter check-torch check-triton,$(MAKECMDGOALS)))
 ifeq (,$(VERSION))
@@ -122,6 +122,9 @@ docs: $(READY) ## run the code blocks and commands of README and docs
 
 reference: $(READY) ## the API reference, from docstrings, as HTML in out/reference
 	$(BIN)/python docs/reference.py out/reference
+
+pictures: $(READY) ## the pictures of the pages, docs/*.svg, from recorded runs and from groups that are made
+	$(BIN)/python -m docs.pictures
 
 site: $(READY) ## pages and API reference as a site to search, in out/site, with mkdocs-material, which it installs (15 MB)
 	$(PIP) install -q -c constraints.txt mkdocs-material

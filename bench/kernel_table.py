@@ -15,13 +15,16 @@ from bench import waves
 
 HEADER = """# Kernels as compiled
 
-Of every catalog entry, read off compiled code without a GPU: registers a thread, shared memory a block
-(bytes), spill instructions, blocks that an SM holds, what an epilogue waits for, what can run while it
-stores, and instructions, with the registers of each role of warps; on sm_90 also cycles of a step and of an
-edge, by [a model](clock.md) of one SM. Nothing here is a time that was measured. Compiled {date} with
-Triton {versions}, by `python -m tpkernels check --json FILE` and `python -m bench.kernel_table`; two
-numbers in a column are of these versions in this order, the last two columns of the last. What is asserted of
-a row, and what the columns count: [the check](check.md#epilogues).
+For those who choose or change kernels: what the compiler made of every catalog entry, read off compiled
+code without a GPU.
+
+Columns: registers a thread, shared memory a block (bytes), spill instructions, blocks that an SM holds,
+what an epilogue waits for, what can run while it stores, and instructions, with the registers of each role
+of warps. sm_90 also has cycles of a step and of an edge, by [a model](clock.md) of one SM. Nothing here is
+a measured time. Compiled {date} with Triton {versions}, by `python -m tpkernels check --json FILE` and
+`python -m bench.kernel_table`. Two numbers in a column are of these versions in this order; the last two
+columns are of the last version. [The check](check.md#epilogues) says what it asserts of a row, and what the
+columns count.
 """
 COLUMNS = {  # fact -> what the page calls it
     "registers": "registers",

@@ -21,8 +21,9 @@ from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(!?)\[([^]]*)\]\(([^)#:\s]+)((?:#[^)\s]*)?)\)")
-GROUP = re.compile(r"^- \*\*(\w+):\*\* (.*)$", re.MULTILINE)  # README's lists of pages
+PART = re.compile(r"^## (.*)$([^#]*)", re.MULTILINE)  # of docs/README.md: a heading, and pages
 SHOWN = (".svg", ".json", ".yml")  # files of docs/ that pages link to
+ASSETS = (".js", ".css")
 TITLE = re.compile(r"^# (.*)$", re.MULTILINE)
 
 
@@ -50,23 +51,24 @@ def copied(folder: Path) -> None:
         (folder / page).parent.mkdir(parents=True, exist_ok=True)
         (folder / page).write_text(with_links_of_the_site((ROOT / page).read_text(), page))
     for shown in (ROOT / "docs").glob("*.*"):
-        if shown.suffix in SHOWN:
+        if shown.suffix in (*SHOWN, *ASSETS):
             shutil.copy(shown, folder / "docs")
 
 
 def navigation() -> list[dict[str, Any]]:
-    """README's groups of pages, the decisions, all other pages, and the reference."""
-    groups: list[dict[str, Any]] = [{"Home": "README.md"}]
-    named = {Path("README.md")}
-    for group, links in GROUP.findall((ROOT / "README.md").read_text()):
-        listed = [Path(target) for _, _, target, _ in LINK.findall(links) if target.endswith(".md")]
+    """The parts of docs/README.md, the API reference with the third, then what is for those who change it."""
+    index = Path("docs/README.md")
+    parts: list[dict[str, Any]] = [{"Home": "README.md"}, {"All pages": str(index)}]
+    named = {Path("README.md"), index}
+    for part, links in PART.findall((ROOT / index).read_text()):
+        listed = [index.parent / target for _, _, target, _ in LINK.findall(links)]
         named.update(listed)
-        groups.append({group: listing(listed)})
+        api = [{"API": "reference/tpkernels.html"}] if part == "Reference" else []
+        parts.append({part: api + listing(listed)})
     others = [page for page in pages() if page not in named]
     decisions = [page for page in others if page.parent.name == "adr"]
-    groups.append({"Tables and more": listing(page for page in others if page not in decisions)})
-    groups.append({"Decisions": listing(decisions)})
-    return [*groups, {"API reference": "reference/tpkernels.html"}]
+    parts.append({"Project": listing(page for page in others if page not in decisions)})
+    return [*parts, {"Decisions": listing(decisions)}]
 
 
 def listing(of: Iterable[Path]) -> list[dict[str, str]]:
@@ -92,6 +94,8 @@ def write(folder: Path) -> None:
             site_dir=str(folder.resolve()),
             theme={"name": "material", "font": False, "features": ["navigation.sections", "toc.follow"]},
             plugins=["search"],
+            extra_javascript=["docs/tables.js"],
+            extra_css=["docs/tables.css"],
             nav=navigation(),
             markdown_extensions=[
                 "tables",

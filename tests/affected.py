@@ -32,7 +32,11 @@ READ_BY = {
     ".ci/run": ["tests/test_docs.py"],
     "csrc/*.*": ["tpkernels/extension.py", "tests/test_troubleshooting.py"],
     "csrc/cxx_flags": ["tpkernels/buckets/first_use.py"],
+    "docs/*.svg": ["tests/test_docs_pictures.py"],
+    "docs/*.json": ["tests/test_docs_pictures.py"],
+    "docs/pictures.py": ["tests/test_docs_pictures.py"],
     "docs/reference.py": ["tests/test_reference.py"],
+    "docs/tables.*": ["tests/test_reference.py"],
     "docs/site.py": ["tests/test_reference.py"],
     "examples/*.py": ["tests/test_docs.py"],
     "tpkernels/dispatch/shipped/*.json": ["tpkernels/dispatch/cache.py"],
@@ -52,7 +56,7 @@ READ_BY_NONE = {
     "csrc/tests/*": "`make asan` and `make tsan` run them",
     "bench/test_*.py": "benchmarks: `make bench` runs them",
     "bench/conftest.py": "of benchmarks: `make bench` uses it",
-    "docs/*.svg": "a picture on a page",
+    "docs/record_runs.py": "records what pictures show, for minutes and as root",
 }
 OF_ALL_SOURCES = {  # fast tests that read sources, for files like these
     "tests/test_architecture.py": ("*.py", "reads all sources"),

@@ -37,7 +37,7 @@ COLLECTION, OTHERWISE = "collection, imports", "tests themselves"
 TIMES = "tests | seconds | processor seconds"
 HEAD = """# Where the time of `make test` goes
 
-Written by `make test-profile`; what it means stands with [the tests](testing.md).
+For those who make tests faster: written by `make test-profile`; [the tests](testing.md) explain it.
 """
 MACHINE = "A loop of three million products took the machine {:.2f} s before the tests, {:.2f} s after.\n"
 TICKS = os.sysconf("SC_CLK_TCK")

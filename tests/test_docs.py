@@ -14,7 +14,6 @@ from tests.blocks import Block, blocks_of, write_files
 from tests.cli.living_ranks import SIZES, TORCHRUN
 from tests.patience import patient
 from tests.warm_python import ran
-from tpkernels.topology.plan import plan_groups
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -144,6 +143,31 @@ def test_ci_runs_the_readmes_test_command():
     assert "make test" in COMMANDS
 
 
+def test_index_lists_every_page_once_and_the_readme_is_short():
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert re.findall("^## (.*)$", index, re.MULTILINE) == [
+        "Quick start",
+        "How-to",
+        "Reference",
+        "Explanations",
+        "Measured",
+    ]
+    listed = re.findall(r"^- \[.*?\]\((.*?)\): .*\.$", index, re.MULTILINE)
+    assert sorted(listed) == sorted(
+        page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md"
+    )
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_says_for_whom_it_is(page):
+    if page.parent.name == "adr" or page == ROOT / "README.md":
+        return
+    _, blank, first = page.read_text().splitlines()[:3]
+    assert not blank
+    assert first.startswith("For ")
+
+
 def test_links_lead_somewhere():
     links = [(page, *link) for page in PAGES for link in LINK.findall(page.read_text())]
     leading_nowhere = [
@@ -160,11 +184,6 @@ def anchors_of(page: Path) -> set[str]:
     """Of headings, as GitHub forms them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
-
-
-def test_picture_in_the_readme_is_what_the_planner_draws():
-    drawn = plan_groups(world_size=16, tensor=2, pipeline=4).to_svg()
-    assert (ROOT / "docs" / "plan.svg").read_text(encoding="utf-8") == drawn
 
 
 SAID_BY = {  # what an example prints last or most

@@ -80,6 +80,7 @@ SAMPLES = {
     "curve_strange": losses(STRANGE, [(0, NAN), *FALLING], STRANGE),
     "lanes": lanes("One step", {"step 3": STEP}, note="two ranks"),
     "lanes_of_panels": lanes("Calls", {"at once": CALLS, "half as long": LATER}),
+    "lanes_narrow": lanes("Calls", {"at once": CALLS}, width=5.0),
     "lanes_of_nothing": lanes("Nothing", {"empty": []}),
     "lanes_of_an_instant": lanes("Instant", {"": [Span(123, "transfers", "x", 7.0, 7.0)]}),
     "lanes_strange": lanes(

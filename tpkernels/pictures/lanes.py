@@ -69,10 +69,13 @@ class Span:
         return self.rank, self.doing
 
 
-def lanes(heading: str, panels: Mapping[str, Sequence[Span]], *, note: str = "") -> Picture:
+def lanes(
+    heading: str, panels: Mapping[str, Sequence[Span]], *, note: str = "", width: float = WIDTH
+) -> Picture:
     """Return a picture of panels, one below the other, each from its own first moment on.
 
     note: a line below the heading
+    width: of the picture, in inches
     """
     shown = {title: spans for title, spans in panels.items() if spans}
     seen = {span.phase or span.doing for spans in shown.values() for span in spans}
@@ -89,15 +92,16 @@ def lanes(heading: str, panels: Mapping[str, Sequence[Span]], *, note: str = "")
         for axes, (title, spans) in zip(grid[:, 0], shown.items(), strict=True):
             length = f"{factor * _length(spans):.3g} {unit}"
             said = f"{title}: {length}" if title else length
-            axes.set_title(shortened(said, 9, WIDTH - NAME_WIDTH))
-            _draw_panel(axes, spans, factor, longest)
+            axes.set_title(shortened(said, 9, width - NAME_WIDTH))
+            _draw_panel(axes, spans, factor, longest, width - NAME_WIDTH)
         axes.set_xlabel(f"time, {unit}")
 
     height = 0.5 + 0.3 * sum(counts) + 0.4 * len(shown)
-    return Picture(heading, height, draw, note, legend)
+    return Picture(heading, height, draw, note, legend, width)
 
 
-def _draw_panel(axes: Axes, spans: Sequence[Span], factor: float, longest: float) -> None:
+def _draw_panel(axes: Axes, spans: Sequence[Span], factor: float, longest: float, width: float) -> None:
+    """width: of the longest panel, in inches"""
     begin, rows = min(span.start for span in spans), _lanes_of(spans)
     starts = [factor * (span.start - begin) for span in spans]
     widths = [factor * (span.stop - span.start) for span in spans]
@@ -108,7 +112,7 @@ def _draw_panel(axes: Axes, spans: Sequence[Span], factor: float, longest: float
         unit, scale = unit_of(span.stop - span.start)
         lasted = f"{scale * (span.stop - span.start):.3g} {unit}"
         hint(bar, f"{span.name or span.phase or span.doing}: {lasted}")
-        inches = (WIDTH - NAME_WIDTH) * (span.stop - span.start) / longest
+        inches = width * (span.stop - span.start) / longest
         if inches < 0.02:
             bar.set_edgecolor(fill)  # else nothing of it would be seen
         short = span.name.rpartition(" ")[2]  # of "piece 3" the number
