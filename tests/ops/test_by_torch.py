@@ -103,9 +103,10 @@ def test_the_gradient_of_a_huge_gelu_is_one_or_zero(size):
     assert grad.tolist() == [[1.0], [0.0]]
 
 
-@pytest.mark.parametrize("features", [64, 512])
-def test_gradients_of_a_norm_have_memory_of_their_own(features):
-    x, weight, bias = torch.randn(256, features), torch.ones(features), torch.zeros(features)
+@pytest.mark.parametrize(("tokens", "features"), [(256, 64), (512, 64), (512, 1024)])
+def test_gradients_of_a_norm_have_memory_of_their_own(tokens, features):
+    """Summed in one call, in passes, and in blocks."""
+    x, weight, bias = torch.randn(tokens, features), torch.ones(features), torch.zeros(features)
     weight.requires_grad_(), bias.requires_grad_()
     ops.layer_norm(x, weight, bias).sum().backward()
     assert weight.grad is not None

@@ -77,7 +77,7 @@ def computed(function: type[torch.autograd.Function], *args: object) -> Any:
         or _functorch_is_active()
         or is_observed()
     ):
-        return function.apply(*args)
+        return apply(function, *args)
     return function.forward(_Unrecorded(), *args)
 
 
