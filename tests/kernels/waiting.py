@@ -19,7 +19,9 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the host can
 
 def arrivals(device: torch.device, *flags: int, spin_limit: int | None = None) -> Arrivals:
     epoch, status = (torch.tensor([value], dtype=torch.int32, device=device) for value in (EPOCH, 0))
-    return Arrivals(torch.tensor(flags, dtype=torch.int32, device=device), epoch, status, spin_limit)
+    return Arrivals(
+        torch.tensor(flags, dtype=torch.int32, device=device), epoch, status, spin_limit=spin_limit
+    )
 
 
 @contextmanager

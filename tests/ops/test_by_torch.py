@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from tests.on_ranks import on_ranks
 from tpkernels import ops
+from tpkernels.extension import extension
 from tpkernels.ops import inputs, vocab_cross_entropy, vocab_embedding
 
 linear_module = import_module("tpkernels.ops.linear")  # whose name `ops` has given to its function
@@ -35,7 +37,7 @@ class _Watched(Tensor):
 
 def test_linear_computes_and_says_the_same_without_the_quick_look_at_its_operands(monkeypatch):
     """Operands that differ from usual ones in one respect or in several, and usual ones."""
-    assert inputs.linear_fits() is not None, "the suite runs with the extension"
+    assert extension().module is not None, "the suite runs with the extension"
     x, weight, bias = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8)
     xs = [
         x,
@@ -64,16 +66,26 @@ def test_linear_computes_and_says_the_same_without_the_quick_look_at_its_operand
     looks = []
     for cast, operands in product((False, True), product(xs, weights, biases)):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
-            looks.append(inputs.linear_fits()(*operands))
+            looks.append(inputs.quick_linear()(*operands) is not None)
             assert not (cast and looks[-1])
             by_look = _outcome(operands)
             with monkeypatch.context() as patch:
-                patch.setattr(linear_module, "linear_fits", lambda: None)
+                patch.setattr(linear_module, "quick_linear", lambda: lambda x, weight, bias: None)
                 assert _outcome(operands) == by_look, [(each.shape, each.dtype) for each in operands[:2]]
     assert 20 < sum(looks) < 200
-    assert not inputs.linear_fits()(None, 1, "bias")
-    with pytest.raises(TypeError, match="linear_fits"):
-        inputs.linear_fits()(x)
+    assert inputs.quick_linear()(None, 1, "bias") is None
+    with pytest.raises(TypeError, match="linear"):
+        inputs.quick_linear()(x)
+    seen = []
+
+    class Seeing(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Seeing():
+        ops.linear(x, weight)
+    assert F.linear in seen
 
 
 def _outcome(operands: tuple[Any, ...]) -> tuple[Any, ...]:

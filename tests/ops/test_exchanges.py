@@ -61,7 +61,7 @@ def weight_of(rank: int) -> Tensor:
 
 
 def arrivals_of(delivery: MailboxDelivery, spin_limit: int | None = None) -> Arrivals:
-    return Arrivals(delivery.flags, delivery.awaited, delivery.exchange.status, spin_limit)
+    return Arrivals(delivery.flags, delivery.awaited, delivery.exchange.status, spin_limit=spin_limit)
 
 
 def opened(way: str, shape: tuple[int, int], splits: int = 1, timeout: float = 20.0) -> MailboxExchange:

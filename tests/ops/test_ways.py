@@ -297,7 +297,7 @@ def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_sec
 def test_kernels_are_compiled_before_the_time_of_a_trial_begins_to_run():
     """The first launch of each waits as long as the group does, and is of rows that are there."""
     prepare(Setting())
-    group, limits = dist.new_group(), dict[str, list[int]]()
+    group, limits = dist.new_group(), dict[str, list[float]]()
 
     def noting(
         kernel: Callable[..., Any], *args: Any, arrivals: Arrivals | None = None, **options: Any
@@ -306,7 +306,7 @@ def test_kernels_are_compiled_before_the_time_of_a_trial_begins_to_run():
             return kernel(*args, **options)
         if not limits.setdefault(kernel.__name__, []):
             assert arrivals.flags.eq(arrivals.awaited).all()
-        limits[kernel.__name__].append(arrivals.spin_limit)
+        limits[kernel.__name__].append(arrivals.seconds)
         return kernel(*args, arrivals=arrivals, **options)
 
     times_of = {"1 collective": 3.0, "2 collectives": 2.0, "symmetric": 1.0}

@@ -86,10 +86,10 @@ FAULTS = {
         _D, "_push", "exchange.side.wait_for(current)", _column()
     ),
     "who sent goes on while rows are being pushed": _lost(
-        _D, "wait", "exchange.side.let(current)", _column()
+        _D, "_join", "exchange.side.let(current)", _column()
     ),
     "a capture ends while pushes are under way": _lost(
-        _D, "wait", "exchange.side.let(current)", _column(captured=True)
+        _D, "_join", "exchange.side.let(current)", _column(captured=True)
     ),
     "pushed rows are not held": _lost(
         _D, "_push", "self._held.append(outgoing)", _program("row"), "self._held.append(outgoing[:0].clone())"
@@ -140,9 +140,9 @@ FAULTS = {
     "rows stay in a slot that is written again": _lost(
         KernelWaits,
         "all_rows",
-        "return self.rows(",
+        "return self._sum(",
         _in_flight,
-        "return (self.rows(delivery, slice(0, delivery.plan.rows)), delivery.memory)[1]; (",
+        "return (self._sum(delivery, slots, None, slice(0, delivery.plan.rows)), delivery.memory)[1]; (",
     ),
     # processors
     "a kernel waits for rows behind a barrier without a processor": _lost(
@@ -168,7 +168,7 @@ FAULTS = {
         _D, "_push", "exchange.inter_node_side.wait_for(current)", _apart("row, sequence-parallel")
     ),
     "who sent goes on while rows leave for another machine": _lost(
-        _D, "wait", "exchange.inter_node_side.let(current)", _apart("column, sequence-parallel")
+        _D, "_join", "exchange.inter_node_side.let(current)", _apart("column, sequence-parallel")
     ),
     # collectives
     "rows are read before their collective has ended": _lost(

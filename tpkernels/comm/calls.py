@@ -119,6 +119,8 @@ class GroupCalls:
         self._heard: dict[int, tuple[int, float]] = {}  # signs of each far rank, and since when
         self._seen = 0  # the last number at the last look of the thread that watches
         self.kinds: dict[Key, Kind] = {}  # of the calls that there were
+        # how many processors products leave to a collective, by device and segments of TP-invariance
+        self.blocks: dict[tuple[torch.device, int], int] = {}
         self._times: dict[str, int] = {}
 
     def require_usable(self, op: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from tpkernels.comm.calls import calls_so_far
 from tpkernels.gpus import NCCL_BLOCKS
 from tpkernels.tp_invariance import mode
 
@@ -42,7 +43,7 @@ class CollectivesInFlight:
         with self._lock:
             self._in_flight[name] = number = self._in_flight.get(name, 0) + 1
             if number == 1:
-                self._blocks[name] = blocks_of(group, device)
+                self._blocks[name] = _known_blocks_of(group, device)
                 _add(self._blocks[name])
 
     def end(self, group: ProcessGroup) -> None:
@@ -62,6 +63,17 @@ def _add(processors: int) -> None:
     """Raise torch's setting: what the user has set, or gradient buckets have (`csrc/carveout.h`), stays."""
     total = (torch._C._get_sm_carveout_experimental() or 0) + processors
     torch._C._set_sm_carveout_experimental(total if total > 0 else None)
+
+
+def _known_blocks_of(group: ProcessGroup, device: torch.device) -> int:
+    """`blocks_of`, asked once of a group that has calls: it keeps the options that it was made with."""
+    calls, key = calls_so_far(group), (device, mode.segments)
+    blocks = None if calls is None else calls.blocks.get(key)
+    if blocks is None:
+        blocks = blocks_of(group, device)
+        if calls is not None:
+            calls.blocks[key] = blocks
+    return blocks
 
 
 def blocks_of(group: ProcessGroup, device: torch.device) -> int:

@@ -118,6 +118,8 @@ def start_together(group: ProcessGroup, device: torch.device, starts: Sequence[S
 
 # ProcessGroup's own methods, because only they take a time-out; under names that torch 2.11 to 2.14 share.
 
+_ALL_GATHER, _ALL_TO_ALL = c10d.AllgatherOptions(), c10d.AllToAllOptions()  # made once; nobody changes them
+
 
 def start_all_reduce(
     group: ProcessGroup, data: Tensor, reduction: ReduceOp.RedOpType, timeout: timedelta | None
@@ -147,14 +149,14 @@ def start_reduce_scatter(
 
 def start_all_gather(group: ProcessGroup, gathered: Tensor, part: Tensor) -> Work:
     """The parts of all ranks, one after the other."""
-    return group._allgather_base(gathered, part, c10d.AllgatherOptions())
+    return group._allgather_base(gathered, part, _ALL_GATHER)
 
 
 def start_all_to_all(
     group: ProcessGroup, received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int]
 ) -> Work:
     """To each rank so many rows of `sent`, from each so many of `received`, both in the order of ranks."""
-    return group.alltoall_base(received, sent, received_rows, sent_rows, c10d.AllToAllOptions())
+    return group.alltoall_base(received, sent, received_rows, sent_rows, _ALL_TO_ALL)
 
 
 def start_broadcast(group: ProcessGroup, data: Tensor, group_source: int) -> Work:

@@ -29,6 +29,14 @@ RECORDS: dict[str, Primitive[..., Any]] = {}
 OPERATORS: dict[str, Operator[..., Any]] = {}  # but of those that change an argument
 
 
+def _any_requires_grad(args: Sequence[object]) -> bool:
+    """Whether one of them does, as autograd is to record it."""
+    for arg in args:  # noqa: SIM110  # a generator takes twice its time
+        if isinstance(arg, Tensor) and arg.requires_grad:
+            return True
+    return False
+
+
 def _eager(record: Primitive[P, R]) -> Callable[P, R]:
     """The primitive, by whoever computes where its first argument lies."""
     RECORDS[record.name] = record
@@ -38,7 +46,7 @@ def _eager(record: Primitive[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         like = args[0]
         assert isinstance(like, Tensor), "a primitive's first argument is a tensor"
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        if torch.is_grad_enabled() and _any_requires_grad(args):
             return by_torch(*args, **kwargs)
         match backends.resolve_backend(like.device):
             case "triton":
@@ -109,7 +117,7 @@ def into(primitive: Callable[P, object], out: Sequence[Tensor], *args: P.args, *
     record, like = RECORDS[primitive.__name__], args[0]
     assert isinstance(like, Tensor), "a primitive's first argument is a tensor"
     assert not kwargs, "arguments of primitives are given in order"
-    assert not (torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args))
+    assert not (torch.is_grad_enabled() and _any_requires_grad(args))
     backend = backends.resolve_backend(like.device)
     if record.into is None:
         copied_into(primitive, out, *args)

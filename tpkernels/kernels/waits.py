@@ -34,10 +34,11 @@ class Arrivals(NamedTuple):
     flags: Tensor  # (chunks,) int32: the call that each chunk was last written in
     awaited: Tensor  # (1,) int32: the call that is waited for
     status: Tensor  # (1,) int32: 0, or where a spin ran out
-    spin_limit: int | None = None  # looks at a flag; by default about half a minute
+    seconds: float = SECONDS  # until a kernel gives up, about
+    spin_limit: int | None = None  # after so many looks at a flag instead
 
     def limit(self, target: Target) -> int:
-        return spins_in(SECONDS, target) if self.spin_limit is None else self.spin_limit
+        return spins_in(self.seconds, target) if self.spin_limit is None else self.spin_limit
 
 
 class Departures(NamedTuple):

@@ -98,11 +98,13 @@ def is_torchs(x: Tensor) -> bool:
 
 
 @cache
-def linear_fits() -> Callable[[Tensor, Tensor, Tensor | None], bool] | None:
-    """Says of (x, weight, bias) in one look, instead of ten from Python, that they are matrices of the CPU
-    and a vector, which `F.linear` takes as they are; False says nothing. None without the extension.
+def quick_linear() -> Callable[[Tensor, Tensor, Tensor | None], Tensor | None]:
+    """Computes `F.linear` of matrices of the CPU and a vector, as nearly all calls bring them.
+
+    It looks at them once, instead of ten times from Python, and returns None if they, or a mode, need more.
+    Without the extension it does so always.
     """
-    return getattr(steps(), "linear_fits", None)
+    return getattr(steps(), "linear", None) or (lambda x, weight, bias: None)
 
 
 def is_casting(x: Tensor) -> bool:

@@ -38,7 +38,7 @@ from tpkernels.ops.inputs import (
     is_casting,
     is_torchs,
     like_tokens,
-    linear_fits,
+    quick_linear,
     tokens_of,
 )
 from tpkernels.ops.tensor_parallel.column_linear import column
@@ -64,8 +64,8 @@ def linear(
     """
     if activation is not None:
         require_activation("linear", activation)
-    elif quantize is None and is_torchs(x) and (fits := linear_fits()) and fits(x, weight, bias):
-        return functional.linear(x, weight, bias)
+    elif quantize is None and is_torchs(x) and (y := quick_linear()(x, weight, bias)) is not None:
+        return y
     if (
         quantize is None
         and is_torchs(x)

@@ -43,7 +43,7 @@ class Decomposed(SymmetricExchange):
 
     def _delivery(self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None) -> SymmetricDelivery:
         made = super()._delivery(epoch, needs_barrier, plan, call)
-        return _Delivery(self, epoch, needs_barrier, plan, made._word, call)
+        return _Delivery(self, epoch, needs_barrier, plan, made._word, call, made._current)
 
 
 class _Delivery(SymmetricDelivery):

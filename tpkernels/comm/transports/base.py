@@ -3,7 +3,7 @@
     plan = exchange.plan_gather(...)         or plan_reduce
     delivery = exchange.begin(call, plan, cols, like)
     delivery.move(round, rows, first_row)    returns at once; what a round sends and receives, as planned
-    delivery.keep(rows)                      this rank's own rows, after all rounds have been moved
+    delivery.keep(rows)                      this rank's own rows, after all rounds, unless it `has_own`
     delivery.memory                          (plan.rows, cols); rows are valid once they are awaited
     delivery.end()                           memory has been read, and what was sent may change
 
@@ -52,6 +52,7 @@ class Delivery:
     plan: Plan
     memory: Tensor  # (plan.rows, cols)
     lasts: bool  # whether memory belongs to this call alone; else the call after the next writes it
+    has_own = False  # whether what was moved has brought this rank's own rows, too: `keep` is not called
 
     @property
     def slots(self) -> Tensor:
@@ -72,7 +73,7 @@ class Delivery:
 
     @abstractmethod
     def keep(self, rows: Tensor) -> None:
-        """Put this rank's own rows next to those that arrive, if no transfer has brought them."""
+        """Put this rank's own rows next to those that arrive, unless `has_own`."""
 
     @abstractmethod
     def await_rows(self, rows: slice) -> None:

@@ -17,12 +17,12 @@ with gloo all goes point to point, in whole shards where nothing overlaps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from tpkernels.comm.calls import Call
 from tpkernels.comm.carveout import IN_FLIGHT
@@ -92,13 +92,15 @@ class Transfers:
         self._sends += [(work, [to], rows) for work, (to, rows) in zip(sent, outgoing, strict=True)]
         return received
 
-    def collective(self, start: Start, peers: list[int], outgoing: Tensor) -> Work:
-        """One in which all ranks send and receive.
+    def collective(
+        self, start: Callable[..., Work], peers: list[int], outgoing: Tensor, *arguments: object
+    ) -> Work:
+        """One in which all ranks send and receive: `start(group, *arguments)`.
 
         peers: those this rank gets rows from; returns: to wait for before these are read
         """
         try:
-            work = start(self._call.group)
+            work = start(self._call.group, *arguments)
         except RuntimeError as error:
             raise self._unreachable(peers, outgoing.device, error) from error
         self._occupies([work], outgoing.device)
@@ -257,8 +259,6 @@ class _CollectiveDelivery(_C10dDelivery):
     It also brings this rank's own rows, where these are among what was moved.
     """
 
-    _has_own = False
-
     def move(self, round: Round, outgoing: Tensor, first_row: int) -> None:
         plan, memory = self.plan, self.memory
         if plan.reduces:
@@ -266,16 +266,14 @@ class _CollectiveDelivery(_C10dDelivery):
         elif not (round.swaps and plan.rows and memory.shape[1]):
             return  # the same on all ranks, whose own rows may be none
         elif len(plan.rounds) == 1 and plan.rows % plan.ranks == 0:
-            self._has_own = True
+            self.has_own = True
             sources = [swap.source for swap in round.swaps]
-            start = partial(start_all_gather, gathered=memory, part=outgoing)
-            self._arriving[0] = self._transfers.collective(start, sources, outgoing), sources
+            self._arriving[0] = (
+                self._transfers.collective(start_all_gather, sources, outgoing, memory, outgoing),
+                sources,
+            )
         else:
             self._sends_and_receives(round.swaps, outgoing)
-
-    def keep(self, rows: Tensor) -> None:
-        if not self._has_own:
-            super().keep(rows)
 
     def _reduce(self, round: Round, outgoing: Tensor) -> None:
         moved, memory = round.all_to_all, self.memory
@@ -284,13 +282,11 @@ class _CollectiveDelivery(_C10dDelivery):
         assert outgoing.shape[0] == round.rows.stop - round.rows.start, (
             "a collective moves all rows of a round"
         )
-        self._has_own |= moved.has_own
+        self.has_own |= moved.has_own
         into = memory[moved.into] if len(self.plan.rounds) > 1 else memory
-
-        def start(group: ProcessGroup) -> Work:
-            return start_all_to_all(group, into, outgoing, moved.received, moved.sent)
-
-        work = self._transfers.collective(start, moved.sources, outgoing)
+        work = self._transfers.collective(
+            start_all_to_all, moved.sources, outgoing, into, outgoing, moved.received, moved.sent
+        )
         self._arriving[moved.into.start] = work, moved.sources
 
     def _sends_and_receives(self, swaps: Sequence[Swap], shard: Tensor) -> None:

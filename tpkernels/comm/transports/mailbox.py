@@ -138,6 +138,9 @@ class MailboxExchange(Exchange):
         self.captured = False  # whether a graph writes its memory, which is kept as long as the group then
         self.flag_kernels: FlagKernels | None = None
         self.memories = tuple(own.buffers.unbind())  # of each slot
+        # the same as kernels add it up, made once: as slots of all ranks, and as one
+        self.slots = tuple(memory.view(self.ranks, *self.shape) for memory in self.memories)
+        self.single_slots = tuple(memory[None] for memory in self.memories)
         self.flags = tuple(own.flags.unbind())
         words = torch.zeros(SLOTS, ALIGNED_WORDS, dtype=torch.int32, device=device)
         self.awaited = tuple(words[:, :1].unbind())
@@ -229,7 +232,7 @@ class MailboxExchange(Exchange):
     def let_go(self) -> None:
         """Of the memory of all ranks."""
         self._mailboxes, self._landings, self._departing = (), [], []
-        self.memories, self.flags = (), ()
+        self.memories, self.slots, self.single_slots, self.flags = (), (), (), ()
 
     @abstractmethod
     def _delivery(
@@ -258,6 +261,10 @@ class MailboxDelivery(Delivery):
         if not exchange.kernels_can_push:
             assert call is not None, "ranks on other machines are reached through their group"
             self.inter_node = Transfers(call, awaited_by_products=False)
+
+    @property
+    def slots(self) -> Tensor:
+        return self.exchange.slots[self.slot]
 
     def departures(self) -> Departing:
         """Where a kernel stores this rank's rows itself, once `before_kernels_push` has returned."""

@@ -118,7 +118,8 @@ class Gathering:
         for round in plan.rounds:
             if round.swaps:
                 delivery.move(round, shard, first)
-        delivery.keep(shard)
+        if not delivery.has_own:
+            delivery.keep(shard)
 
     def arrivals(self, *, keep: bool = True) -> Iterator[tuple[slice, Tensor]]:
         """Row ranges and their rows, each as soon as it is there: own rows first, then as planned.
@@ -179,7 +180,8 @@ class Reducing:
         for round in plan.rounds:
             partial, first = partial_of(round.rows).contiguous(), round.rows.start
             delivery.move(round, partial, first)
-        delivery.keep(partial[plan.own.start - first : plan.own.stop - first])  # the last round has them
+        if not delivery.has_own:
+            delivery.keep(partial[plan.own.start - first : plan.own.stop - first])  # the last round has them
 
     def wait(self) -> Tensor:
         """The sums of this rank's rows, over ranks in their order, plus bias; rounded once."""

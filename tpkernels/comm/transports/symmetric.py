@@ -155,7 +155,7 @@ class SymmetricExchange(MailboxExchange):
         self._seen = self.status  # which the host sees on a CPU
         if not memory.is_cpu:
             self._seen = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=memory.is_cuda)
-        self._seen_word = self._seen.numpy()  # quick to look at
+        self._seen_word = memoryview(self._seen.numpy().data)  # quick to look at
         self.in_flight: set[SymmetricDelivery] = set()
         # C++ writes words as `handle` does, if that is torch's own or says so
         writes = getattr(handle, "native_words", type(handle).__module__.startswith("torch."))
@@ -170,7 +170,7 @@ class SymmetricExchange(MailboxExchange):
     def rehearsing(self) -> Iterator[None]:
         """Before the first call: what is begun moves nothing; its kernels are compiled, and do not wait."""
         assert not self.order.begun, "flags have told of a call"
-        self.begin = lambda call, plan, *_: _Rehearsal(self, 0, False, plan, 0, call)  # type: ignore[method-assign]
+        self.begin = lambda call, plan, *_: _Rehearsal(self, 0, False, plan, 0, call, None)  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -221,7 +221,7 @@ class SymmetricExchange(MailboxExchange):
 
     def late(self) -> int:
         """On a GPU as of the last `look` that is done: an error comes with a later call."""
-        return int(self._seen_word[0])
+        return self._seen_word[0]
 
     def look(self) -> None:
         """Let the host know what is in `status`, once the current stream has come so far."""
@@ -250,7 +250,7 @@ class SymmetricExchange(MailboxExchange):
         self.handle.barrier(channel, int(1000 * self.timeout))
 
     def _delivery(self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None) -> SymmetricDelivery:
-        self.stream_order.current()  # now comes after the calls before
+        current = self.stream_order.current()  # now comes after the calls before
         slot, code = slot_of(epoch), 0 if call is None else call.tag
         capturing = self.stream_order.capturing()
         if self.captured or capturing:
@@ -264,7 +264,7 @@ class SymmetricExchange(MailboxExchange):
             self.handle.stream_write_value32(self.awaited_words[slot], 0, word)
         if epoch % LOOK_CALLS == 0 and not capturing:
             self.look()
-        return SymmetricDelivery(self, epoch, needs_barrier or word is None, plan, word, call)
+        return SymmetricDelivery(self, epoch, needs_barrier or word is None, plan, word, call, current)
 
     def _counting_kernels(self) -> FlagKernels:
         """From now on calls are counted on the device."""
@@ -290,9 +290,14 @@ class SymmetricDelivery(MailboxDelivery):
         plan: Plan,
         word: int | None,
         call: Call | None,
+        current: torch.Stream | None,
     ) -> None:
-        """word: what flags are set to; None if only the device knows"""
+        """word: what flags are set to; None if only the device knows
+
+        current: the stream that was current when the call began, in which rows are computed and sent
+        """
         super().__init__(exchange, number, plan, call)
+        self._current = current
         self._needs_barrier, self._word = needs_barrier, word
         self._barrier: torch.Event | None = None
         self._held: list[Tensor] = []  # what the other stream reads must not be freed in this one
@@ -310,8 +315,7 @@ class SymmetricDelivery(MailboxDelivery):
 
     def _push(self, pushes: Pushes, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
         """All behind what the current stream has so far."""
-        exchange = self.exchange
-        current = exchange.stream_order.current()
+        exchange, current = self.exchange, self._current
         exchange.side.wait_for(current)
         if self.inter_node is not None:
             exchange.inter_node_side.wait_for(current)
@@ -360,7 +364,6 @@ class SymmetricDelivery(MailboxDelivery):
         self.inter_node.await_sends()  # likewise
 
     def before_kernels_push(self) -> None:
-        self.exchange.stream_order.current()
         if self._needs_barrier:
             self._needs_barrier = False
             self.exchange.barrier(1)
@@ -372,9 +375,10 @@ class SymmetricDelivery(MailboxDelivery):
             current.wait_event(self._barrier)
 
     def end(self) -> None:
-        """Neither of them waits, or fails."""
-        self.release()
-        self.wait()
+        """Both at once. Neither of them waits, or fails."""
+        current = self.exchange.stream_order.current()
+        self.exchange.order.released(self.number)
+        self._join(current)
 
     def release(self) -> None:
         self.exchange.stream_order.current()  # the next call comes after it
@@ -382,10 +386,13 @@ class SymmetricDelivery(MailboxDelivery):
 
     def wait(self) -> None:
         """After `release`: a capture fails unless the streams that push have been joined at its end."""
+        self._join(self.exchange.stream_order.current() if self._held else None)
+
+    def _join(self, current: torch.Stream | None) -> None:
+        """Have the current stream wait for the pushes."""
         exchange = self.exchange
         if not self._held:
             return
-        current = exchange.stream_order.current()
         exchange.side.let(current)
         if self.inter_node is not None:
             exchange.inter_node_side.let(current)

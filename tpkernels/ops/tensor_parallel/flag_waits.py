@@ -20,7 +20,6 @@ from tpkernels.dispatch import backends
 from tpkernels.kernels import invariance
 from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.operands import DTYPES
-from tpkernels.kernels.target import target_of
 from tpkernels.ops.tensor_parallel.product_sum import ProductSum
 
 if TYPE_CHECKING:
@@ -40,7 +39,9 @@ class KernelWaits:
         return self._sum(delivery, delivery.memory[rows][None], None, rows)
 
     def all_rows(self, delivery: Delivery) -> Tensor:
-        return self.rows(delivery, slice(0, delivery.plan.rows))
+        delivery = cast("MailboxDelivery", delivery)
+        slots = delivery.exchange.single_slots[delivery.slot]
+        return self._sum(delivery, slots, None, slice(0, delivery.plan.rows))
 
     def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
         return self._sum(delivery, delivery.slots, bias, slice(0, delivery.plan.rows))
@@ -85,7 +86,8 @@ class KernelWaits:
             margin=exchange.margin,
             counted=exchange.counted,
         )
-        _raise_if_late(delivery)
+        if word := exchange.late():
+            raise _late(delivery, word)
         return y, z
 
     def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
@@ -104,7 +106,8 @@ class KernelWaits:
             counted=exchange.counted,
             tree=_in_tree(),
         )
-        _raise_if_late(delivery)
+        if word := exchange.late():
+            raise _late(delivery, word)
         return total
 
 
@@ -121,6 +124,9 @@ class KernelSums(HostWaits):
         # any rows will do; the kernel wants wide ones, and a region's may have one column
         plan, memory = delivery.plan, delivery.memory
         rows, cols = plan.rows // plan.ranks, memory.shape[1]
+        if cols % _WIDE_ROW == 0:
+            total = reduce_slots(delivery.slots, None, tree=tree)
+            return total
         total = reduce_slots(memory.view(plan.ranks, -1, gcd(rows * cols, _WIDE_ROW)), None, tree=tree)
         return total.view(rows, cols)
 
@@ -138,16 +144,17 @@ ProductResult = tuple[Tensor, Tensor | None]  # y, and z if it is kept
 
 def _arrivals(delivery: MailboxDelivery) -> Arrivals:
     delivery.before_kernels_wait()
-    exchange, waits = delivery.exchange, _home("waits")
-    limit = waits.spins_in(exchange.timeout, target_of(delivery.flags.device))
-    arrivals: Arrivals = waits.Arrivals(delivery.flags, delivery.awaited, exchange.status, limit)
+    exchange = delivery.exchange
+    arrivals: Arrivals = _home("waits").Arrivals(
+        delivery.flags, delivery.awaited, exchange.status, exchange.timeout
+    )
     return arrivals
 
 
-def _raise_if_late(delivery: MailboxDelivery) -> None:
-    if word := delivery.exchange.late():
-        kernel, chunk = _home("waits").kernel_and_chunk(word)
-        raise delivery.late_chunk(chunk, f"a wait of {kernel} ran out; results are not valid")
+def _late(delivery: MailboxDelivery, word: int) -> RuntimeError:
+    """The error of a wait that has run out, as `word` says."""
+    kernel, chunk = _home("waits").kernel_and_chunk(word)
+    return delivery.late_chunk(chunk, f"a wait of {kernel} ran out; results are not valid")
 
 
 class MultipliedRows(Gathering):

@@ -31,6 +31,7 @@ from tpkernels.ops.tensor_parallel.parallel import (
     compare_in_backward,
     group_named,
     name_of,
+    size_of,
     start_rows,
     start_sum,
 )
@@ -74,7 +75,7 @@ class Layout(NamedTuple):
     @property
     def token_shards(self) -> int:
         """How many ranks tokens are split over; 1 without sequence parallelism."""
-        return self.group.size() if self.group is not None and self.sequence_parallel else 1
+        return size_of(self.group) if self.group is not None and self.sequence_parallel else 1
 
     def kept(self, save_gathered: bool = False) -> KeptRows:
         """Which rows of x, as they were sent, forward saves in place of x."""

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from tpkernels.comm.agreement import Claim, agree
-from tpkernels.comm.calls import Call, GroupCalls, Kind, calls_of, kind_of, ranks_of
+from tpkernels.comm.calls import Call, GroupCalls, Kind, calls_of, calls_so_far, kind_of, ranks_of
 from tpkernels.comm.groups import refuse_other_devices, required_group
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.backend_sums import (
@@ -138,12 +138,19 @@ def group_named(name: str) -> ProcessGroup:
 Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
 
 
+def size_of(group: ProcessGroup) -> int:
+    """`group.size()`: as known from its calls, or where there were none, or torch.compile traces, asked."""
+    calls = None if torch.compiler.is_compiling() else calls_so_far(group)
+    return group.size() if calls is None else calls.ranks
+
+
 def require_divisible(op: str, x: Tensor, group: ProcessGroup) -> None:
     """Raise unless the ranks of the group divide dimension 0 of x."""
-    if x.shape[0] % group.size():
+    ranks = size_of(group)
+    if x.shape[0] % ranks:
         raise ValueError(
-            f"{op}: expected dimension 0 of x divisible by the {group.size()} ranks of the group, got "
-            f"{tuple(x.shape)}; pad the sequence to a multiple of {group.size()}"
+            f"{op}: expected dimension 0 of x divisible by the {ranks} ranks of the group, got "
+            f"{tuple(x.shape)}; pad the sequence to a multiple of {ranks}"
         )
 
 

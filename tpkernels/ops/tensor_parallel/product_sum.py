@@ -50,7 +50,9 @@ class ProductSum:
         self.dtype = self.like.dtype
 
     def __call__(self, rows: slice) -> Tensor:
-        return product_sum([(rows_of(a, rows), w) for a, w in self.pairs], transposed=self.transposed)
+        if self.transposed:  # of one pair
+            return product_sum([(rows_of(self.like, rows), self.pairs[0][1])], transposed=True)
+        return product_sum([(rows_of(a, rows), w) for a, w in self.pairs], transposed=False)
 
     def alone(self, bias: Tensor | None) -> Tensor:
         if self.transposed:  # the product adds the bias
