@@ -15,7 +15,7 @@ from tpkernels.gate.ahead_of_time import Entry, ast_source, compile_key, gpu_tar
 from tpkernels.gate.catalog import entry_specs, has_parts
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.launch import Built
-from tpkernels.gate.clock.model import ERROR, predict
+from tpkernels.gate.clock.model import ERROR, predict_built
 from tpkernels.gate.clock.workload import of_entry
 from tpkernels.kernels.disk_cache import DiskCache
 
@@ -103,11 +103,12 @@ def _cell(entry: Entry, built: Built, cost: Cost, layer: tuple[int, int, int]) -
     try:
         if work.product is None:  # a block's cost depends on the shape
             cost = cost_of(built, work)
-        found = predict(cost, work)
+        found = predict_built(built, work, cost)
     except ValueError:  # a norm, say, of other features than it is compiled for
         return ""
     speed = f", {found.tflops:.0f} TFLOP/s" if found.tflops else ""
-    return f"{found.seconds * 1e6:,.0f} µs{speed}; {found.bound}"
+    longer = f" to {found.slowest * 1e6:,.0f}" if found.open else ""
+    return f"{found.seconds * 1e6:,.0f}{longer} µs{speed}; {found.bound}"
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ def judged(
     costs = costs or Costs()
     for one in figures:
         cost = costs(one, machine or SmRates())
-        yield Judged(one, cost, predict(cost, one, board))
+        yield Judged(one, cost, predict(cost, one, board, machine))
 
 
 @dataclass(frozen=True, slots=True)

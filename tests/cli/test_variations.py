@@ -14,6 +14,7 @@ from tpkernels.dispatch.cache import Cache
 from tpkernels.dispatch.candidates import TARGET_GPUS, TORCH, TargetGpu, of_tile
 from tpkernels.dispatch.chooser import Chooser
 from tpkernels.dispatch.record import Layer
+from tpkernels.dispatch.timing import Times
 from tpkernels.gate import ahead_of_time
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.target import INTERPRETER
@@ -78,7 +79,8 @@ def vary(tmp_path):
         def timer(runs):
             asked.append(list(runs))
             clock.now += 50
-            return {name: next(ms for part, ms in times.items() if part in name) for name in runs}
+            found = {name: next(ms for part, ms in times.items() if part in name) for name in runs}
+            return Times(found, found)
 
         chooser = Chooser(CPU, TargetGpu(VERSIONS.gpu, INTERPRETER), timer, Cache(tmp_path, VERSIONS), {})
         return Variations(chooser, prune, seconds, clock).timed(products.linear, ARGUMENTS), asked
@@ -200,7 +202,7 @@ def test_what_cannot_be_launched_is_not_compiled(monkeypatch):
     record = products.dgrad
     arguments = record.sample(Layer(8192, 4096, 4096))
     asked = []
-    chooser = Chooser(CPU, TARGET_GPUS["h100"], lambda runs: {}, Cache(None, VERSIONS), {})
+    chooser = Chooser(CPU, TARGET_GPUS["h100"], lambda runs: Times({}, {}), Cache(None, VERSIONS), {})
     search = Variations(chooser, lambda record, arguments, wanted: asked.extend(wanted) or [])
     start = of_tile("descriptor", MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True))
     ends = variations.perf_counter() + 1e9

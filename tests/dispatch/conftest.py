@@ -11,6 +11,7 @@ import torch
 from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.dispatch.candidates import TargetGpu
 from tpkernels.dispatch.chooser import Chooser
+from tpkernels.dispatch.timing import Times
 from tpkernels.dispatch.trial import TrialReport, Verdict
 from tpkernels.dispatch.variant import Variant
 from tpkernels.dispatch.verdicts import Verdicts
@@ -26,13 +27,20 @@ class FakeTimer:
 
     milliseconds: Mapping[str, float]  # by the beginning of a name
     asked: list[list[str]] = field(default_factory=list)
+    on_gpu: Mapping[str, float] | None = None  # None: as long
 
-    def __call__(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    def __call__(self, runs: Mapping[str, Callable[[], object]]) -> Times:
         self.asked.append(list(runs))
-        return {name: self._of(name) for name in runs}
+        return Times(
+            *(
+                {name: _of(name, each) for name in runs}
+                for each in (self.milliseconds, self.on_gpu or self.milliseconds)
+            )
+        )
 
-    def _of(self, name: str) -> float:
-        return next(ms for beginning, ms in self.milliseconds.items() if name.startswith(beginning))
+
+def _of(name: str, milliseconds: Mapping[str, float]) -> float:
+    return next(ms for beginning, ms in milliseconds.items() if name.startswith(beginning))
 
 
 MakeChooser = Callable[..., Chooser]

@@ -94,6 +94,19 @@ def test_tiles_that_do_not_fit_the_gpu_are_left_out(monkeypatch):
     assert "triton/descriptor/128x256x64-w8-s4-p2-flat" not in [c.name for c in ours]
 
 
+@pytest.mark.parametrize("step", ["linear", "dgrad_act", "dglu"])
+def test_kernels_with_consumers_are_tried_first_after_torchs(step, monkeypatch):
+    monkeypatch.setattr(module, "triton_version", lambda: (3, 7))
+    record, problem = posed(step, BIG)
+    with_consumers = [
+        bool(one.tile and one.tile.consumers) for one in candidates(record, problem, TARGET_GPUS["h100"])
+    ]
+    torchs = sum(one.tile is None for one in candidates(record, problem, TARGET_GPUS["h100"]))
+    assert with_consumers[torchs]
+    assert with_consumers[torchs:] == sorted(with_consumers[torchs:], reverse=True)
+    assert not all(with_consumers[torchs:])
+
+
 def test_what_was_compiled_for_this_gpu_leaves_tiles_out(monkeypatch):
     """By registers of two blocks that are to share a processor, and by spills."""
     monkeypatch.setattr(module, "triton_version", lambda: (3, 7))  # of which the table has figures

@@ -134,6 +134,44 @@ def test_after_some_seconds_no_further_candidate_is_tried(make_chooser, monkeypa
     assert tried == [*shipped, *extra]
 
 
+SLOW_TO_LAUNCH = {"torch": 1.0, "triton": 2.0}, {"torch": 1.0, "triton": 0.5}  # eagerly, on the GPU alone
+
+
+def test_a_captured_graph_is_computed_by_what_is_fastest_without_the_host(make_chooser, monkeypatch):
+    by = []
+
+    @wraps(products.linear.by_torch)
+    def by_torch(*args):
+        by.append("torch")
+        return products.linear.by_torch(*args)
+
+    def by_kernel(*args, tile, form):
+        by.append("kernel")
+        return products.linear.by_torch(*args)
+
+    record = replace(products.linear, by_torch=by_torch, by_kernel=by_kernel)
+    eager, on_gpu = SLOW_TO_LAUNCH
+    chooser = make_chooser(FakeTimer(eager, on_gpu=on_gpu))
+    chooser.call(record, *ARGUMENTS)
+    assert chooser.cache.get(KEY) == Choice("torch", {"torch": 1.0, POINTER: 2.0}, POINTER)
+    for process in (chooser, make_chooser(FakeTimer({}))):  # the next one reads it
+        assert str(process.known(record, ARGUMENTS)) == (
+            f"{KEY}: torch, in captured graphs {POINTER} (cached: torch 1 ms, {POINTER} 2 ms)"
+        )
+        by.clear()
+        for captures in (False, True, False):
+            monkeypatch.setattr(chooser_module, "capturing", lambda device, captures=captures: captures)
+            process.call(record, *ARGUMENTS)
+        assert by == ["torch", "kernel", "torch"]
+    one_for_both = make_chooser(FakeTimer(TRITON_WINS)).timed(products.linear, ARGUMENTS)
+    assert (one_for_both.candidate.name, one_for_both.captured) == (POINTER, None)
+
+
+def test_what_may_not_run_here_is_not_captured_either(make_chooser):
+    gone = Choice("torch", {"torch": 1.0}, "triton/pointer/8x8x8-w1-s1")
+    assert make_chooser(shipped={KEY: gone}).known(*KNOWN) is None
+
+
 def test_winner_must_beat_torch_by_a_margin():
     assert winner({"torch": 1.0, "a": 0.99, "b": 1.5}) == "torch"
     assert winner({"torch": 1.0, "a": 0.97, "b": 0.96}) == "b"
@@ -355,6 +393,19 @@ def test_ranks_with_contradictory_clocks_choose_what_the_first_does(times, rank)
     assert not asked_second.asked, "what others have timed is timed no more"
     assert chosen(second) == alone[0]
     assert second.known(linear, OPERANDS).candidate == first.known(linear, OPERANDS).candidate, "on disk, too"
+
+
+def test_ranks_agree_on_what_graphs_capture_too(rank, caplog):
+    caplog.set_level(logging.INFO, "tpkernels.choices")
+    store, (eager, on_gpu) = HashStore(), SLOW_TO_LAUNCH
+    first, _ = rank(FakeTimer(eager, on_gpu=on_gpu))
+    second, timer = rank(TRITON_WINS)  # its own clock would say our kernel, always
+    agree(store, first, second)
+    for chooser in (first, second):
+        chooser.call(products.linear, *OPERANDS)
+        assert chooser.cache.get(KEY).names == ("torch", POINTER)
+    assert not timer.asked
+    assert caplog.messages[-1].startswith(f"{KEY}: torch, in captured graphs {POINTER} (agreed")
 
 
 def test_ranks_that_time_at_once_choose_what_is_published_first(rank):

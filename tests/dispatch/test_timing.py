@@ -36,13 +36,19 @@ def times_on(stream, **kernels):
 
 def test_launching_is_no_time_of_the_gpu_but_without_a_hold_it_would_be():
     # Though it takes longer than the flush, which alone cannot hide it.
-    times = times_on(SimulatedStream(), torch=TORCH, descriptor=DESCRIPTOR)
+    times = times_on(SimulatedStream(), torch=TORCH, descriptor=DESCRIPTOR).eager
     assert times == pytest.approx({"torch": 0.075, "descriptor": 0.07})
     assert winner(times) == "descriptor"
-    times = times_on(NeverHeld(), torch=TORCH, descriptor=DESCRIPTOR)
+    times = times_on(NeverHeld(), torch=TORCH, descriptor=DESCRIPTOR).eager
     assert times["torch"] == pytest.approx(0.075)
     assert times["descriptor"] > 0.08
     assert winner(times) == "torch"
+
+
+def test_in_a_captured_graph_the_hosts_time_does_not_count():
+    eager, captured = times_on(SimulatedStream(), torch=(0.02, 0.06), descriptor=DESCRIPTOR)
+    assert eager == pytest.approx({"torch": 0.06, "descriptor": 0.07})
+    assert captured == pytest.approx({"torch": 0.06, "descriptor": 0.05})
 
 
 def test_many_launches_cost_what_the_host_takes():
@@ -52,7 +58,7 @@ def test_many_launches_cost_what_the_host_takes():
         for _ in range(10):
             stream.enqueue(0.02, 0.005)
 
-    times = StreamTimer(stream, stream.clock)({"ten": ten_small_ones})
+    times = StreamTimer(stream, stream.clock)({"ten": ten_small_ones}).eager
     assert times == pytest.approx({"ten": 0.2})
 
 
@@ -70,7 +76,7 @@ def test_a_run_that_was_held_too_shortly_is_timed_again():
         launches.append(len(launches))
         stream.enqueue(2.0 if launches[-1] == timing.WARM_UPS else 0.01, 0.05)
 
-    times = StreamTimer(stream, stream.clock)({"kernel": slow_now_and_then})
+    times = StreamTimer(stream, stream.clock)({"kernel": slow_now_and_then}).eager
     assert times == pytest.approx({"kernel": 0.05})
     assert len(launches) == timing.WARM_UPS + timing.MOST_ROUNDS + 1
 
@@ -82,7 +88,7 @@ def test_a_run_that_waits_for_the_gpu_is_timed_all_the_same():
         stream.enqueue(0.01, 0.05)
         stream.now = stream.done
 
-    times = StreamTimer(stream, stream.clock)({"kernel": waits})
+    times = StreamTimer(stream, stream.clock)({"kernel": waits}).eager
     assert times["kernel"] == pytest.approx(0.05 + 0.01 + FLUSH, abs=0.02)
     assert len(stream.held) == timing.TRIES, "then it is held no more"
 
@@ -113,5 +119,5 @@ def test_scratch_lies_like_the_operand_in_other_memory(layout, dtype):
 def test_gpu_timer_tells_a_large_product_from_a_small_one():
     device = torch.device("cuda", torch.cuda.current_device())
     small, large = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for n in (1024, 8192))
-    times = CudaTimer(device)({"small": lambda: small @ small, "large": lambda: large @ large})
+    times = CudaTimer(device)({"small": lambda: small @ small, "large": lambda: large @ large}).captured
     assert 0 < 4 * times["small"] < times["large"]

@@ -66,9 +66,9 @@ def test_only_what_passed_runs_here(record, ran, make_chooser, caplog):
     timer, trial = FakeTimer(TIMES), FakeTrial({1: PASSED, 2: WRONG})
     decision = make_chooser(timer, trial=trial).timed(record, ARGUMENTS)
     assert decision.candidate.name == NAMES[1]
-    assert timer.asked == [["torch", NAMES[0], NAMES[1]]]
+    assert timer.asked == [["torch", NAMES[1], NAMES[0]]]
     assert trial.asked == [[1, 2]]
-    assert ran == [0, 1]
+    assert ran == [1, 0]
     said = f"{VARIANT}-c2 is left out on Test GPU 1, tried in a child process: wrong: by 3"
     assert [(told.levelno, told.getMessage()) for told in caplog.records] == [(logging.WARNING, said)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tpkernels.gate.ahead_of_time import CLOCKED, CompileJob, Entry, Facts, facts_or_error
 from tpkernels.gate.clock.cost import SHORT, Cost, Stretch
-from tpkernels.gate.clock.model import Board, KernelPrediction, predict, steps_of
+from tpkernels.gate.clock.model import Board, KernelPrediction, predict_built, steps_of
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.semantics import translate
 from tpkernels.gate.clock.timeline import Run, WarpSpan
@@ -74,7 +74,8 @@ def _clocked(request: ClockRequest, facts: Facts) -> Clocked:
         drawn = run(translate(compiled.code), workload.on_one(compiled, tiles, deep)), tiles, deep
     waves = workload.tiles / (board.processors * cost.resident)
     peak = 2 * PEAK if workload.product and workload.product.itemsize == 1 else PEAK
-    return Clocked(entry.name, cost, steps, waves, predict(cost, workload, board), drawn, peak)
+    predicted = predict_built(compiled, workload, cost, board)
+    return Clocked(entry.name, cost, steps, waves, predicted, drawn, peak)
 
 
 def table(shape: tuple[int, int, int], found: Sequence[Clocked]) -> str:
@@ -113,7 +114,8 @@ def _row(one: Clocked) -> str:
 
 def _time(predicted: KernelPrediction) -> str:
     unit, size = ("ms", 1e3) if predicted.seconds >= 1e-3 else ("us", 1e6)
-    return f"{predicted.seconds * size:.3g} {unit} +-{predicted.error:.0%}"
+    longer = f"-{predicted.slowest * size:.3g}" if predicted.open else ""
+    return f"{predicted.seconds * size:.3g}{longer} {unit} +-{predicted.error:.0%}"
 
 
 def awaited(stretch: Stretch) -> str:
@@ -129,6 +131,8 @@ def _explanations(found: Sequence[Clocked]) -> Iterator[str]:
     if without:
         some = f"{len(without)} kernels" if len(without) > 1 else without[0]
         yield f"without a main loop of products: {some}; edge is of a block, and waves are of blocks"
+    if any(one.predicted.open for one in found):
+        yield "two times: some SMs load while others compute; all SMs in step, and memory rests meanwhile"
     if guessed := [one.name for one in found if one.cost.guessed]:
         yield f"branches that depend on data were guessed in {', '.join(guessed)}"
 

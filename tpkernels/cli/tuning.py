@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.cli import USUAL_TOKENS, Progress, variations
-from tpkernels.dispatch.cache import Choice, render, versions_for
+from tpkernels.dispatch.cache import render, versions_for
 from tpkernels.dispatch.candidates import TARGET_GPUS, TargetGpu, candidates
 from tpkernels.dispatch.chooser import chooser_on
 from tpkernels.dispatch.problem import layout_class
@@ -283,5 +283,5 @@ def tuned(calls: Sequence[PrimitiveCall], again: bool, thorough: bool, seconds: 
         "\n".join([*map(str, decisions), *(f"{key}: left, --seconds {seconds:g} are over" for key in left)])
     )
     timed = (decision for decision in decisions if decision.milliseconds)
-    choices = {d.key: Choice(d.candidate.name, d.milliseconds) for d in timed}
+    choices = {d.key: d.choice for d in timed}
     return render(versions_for(chooser.gpu.name), choices)

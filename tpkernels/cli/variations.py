@@ -94,7 +94,7 @@ class Variations:
             fresh = self.prune(record, arguments, fresh)
             if not fresh:
                 break
-            milliseconds = self.chooser.times(record, problem, [best, *fresh], arguments)
+            milliseconds = self.chooser.times(record, problem, [best, *fresh], arguments).eager
             name = min(milliseconds, key=milliseconds.__getitem__)
             if best.name not in milliseconds or milliseconds[name] > (1 - GAIN) * milliseconds[best.name]:
                 break

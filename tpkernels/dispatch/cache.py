@@ -2,6 +2,8 @@
 
     {"format": 1, "versions": {"gpu": ..., ...}, "choices": {key: {"name": ..., "milliseconds": {...}}}}
 
+A choice may also have "captured": who computes the problem in captured graphs, where it is another.
+
 A file is only ever replaced as a whole, under a lock, by the union of what it held and what is new: readers
 never see half of one, and writers lose nothing of each other's. Where there is no lock to be had (on some
 network file systems) two writers at one moment may lose a choice, which is then timed again one day.
@@ -93,6 +95,14 @@ class Choice:
 
     name: str
     milliseconds: Mapping[str, float]
+    captured: str = ""  # who computes it in a captured graph; "": the same
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, self.captured) if self.captured else (self.name,)
+
+    def as_json(self) -> dict[str, object]:
+        return {name: value for name, value in asdict(self).items() if name != "captured" or value}
 
 
 class ForeignFile(ValueError):
@@ -116,15 +126,19 @@ def parse(text: str) -> tuple[dict[str, object], dict[str, Choice]]:
 def choice_of(entry: object) -> Choice:
     """The choice that JSON says."""
     if isinstance(entry, dict):
-        name, milliseconds = entry.get("name"), entry.get("milliseconds")
-        if isinstance(name, str) and isinstance(milliseconds, dict):
+        name, milliseconds, captured = (
+            entry.get("name"),
+            entry.get("milliseconds"),
+            entry.get("captured", ""),
+        )
+        if isinstance(name, str) and isinstance(milliseconds, dict) and isinstance(captured, str):
             with suppress(TypeError, ValueError, OverflowError):
-                return Choice(name, {str(k): float(v) for k, v in milliseconds.items()})
+                return Choice(name, {str(k): float(v) for k, v in milliseconds.items()}, captured)
     raise ForeignFile(f"{entry!r:.60} is not a choice")
 
 
 def render(versions: Versions, choices: Mapping[str, Choice]) -> str:
-    entries = {key: asdict(choices[key]) for key in sorted(choices)}
+    entries = {key: choices[key].as_json() for key in sorted(choices)}
     return json.dumps({"format": FORMAT, "versions": asdict(versions), "choices": entries}, indent=1) + "\n"
 
 
@@ -255,7 +269,7 @@ class Published:
 
     def put(self, key: str, choice: Choice) -> Choice:
         """What all ranks take: this, unless somebody was first."""
-        return self._compare_set(key, "", json.dumps(asdict(choice))) or choice
+        return self._compare_set(key, "", json.dumps(choice.as_json())) or choice
 
     def _compare_set(self, key: str, expected: str, desired: str) -> Choice | None:
         if self._lost:

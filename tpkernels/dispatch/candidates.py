@@ -89,11 +89,15 @@ BUSY_TURNS = 4  # of all processors: a smaller tile could save a part of the las
 
 
 def candidates(record: Primitive[..., Any], problem: Problem, gpu: TargetGpu) -> tuple[Candidate, ...]:
-    """All that may be worth timing, plain torch first. Names are unique and do not change between runs."""
+    """All that may be worth timing, plain torch first. Names are unique and do not change between runs.
+
+    Then come kernels with consumers: where time runs out before all were tried, those are the ones to know.
+    """
     if problem.empty:  # nothing to win
         return (TORCH,)
     fused = (Candidate(library.name) for library in record.library if library.fits(problem, gpu.target))
-    return TORCH, *fused, *_ours(problem, gpu)
+    ours = sorted(_ours(problem, gpu), key=lambda one: one.tile is None or not one.tile.consumers)
+    return TORCH, *fused, *ours
 
 
 def named(name: str, record: Primitive[..., Any], problem: Problem, gpu: TargetGpu) -> Candidate | None:

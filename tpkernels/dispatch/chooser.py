@@ -7,8 +7,9 @@
     5. plain torch, where timing is not allowed
 
 A candidate other than torch must win by MARGIN, and plain torch is always among those timed: nobody is made
-slower than with `F.linear`. Timing is not allowed while a CUDA graph is captured or torch.compile traces,
-since neither may wait for the GPU, nor with TPKERNELS_TUNE=0.
+slower than with `F.linear`. A small product costs what launching it takes, but not where a captured graph is
+replayed: one candidate is chosen for eager calls and one for graphs. Timing is not allowed while a CUDA graph
+is captured or torch.compile traces, since neither may wait for the GPU, nor with TPKERNELS_TUNE=0.
 
 Choosing takes half a minute at most: when CHECKING_SECONDS are over, what was not tried yet stays so, and is
 told. A kernel with consumers (see `MatmulTile`) was never run by whoever shipped it: it runs here only once
@@ -40,7 +41,7 @@ from tpkernels.dispatch.candidates import TORCH, Candidate, TargetGpu, candidate
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive, R
 from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like, spoil_freed
-from tpkernels.dispatch.timing import CudaTimer, Runs, Timer
+from tpkernels.dispatch.timing import CudaTimer, Runs, Timer, Times
 from tpkernels.dispatch.verdicts import Verdicts, verdicts_on
 from tpkernels.env_flag import env_flag
 from tpkernels.extension import steps
@@ -85,11 +86,18 @@ class Decision(Generic[Chosen]):
     source: Source
     milliseconds: Mapping[str, float] = field(default_factory=dict)
     detail: str = ""
+    captured: Chosen | None = None  # in a captured graph; None: the same
+
+    @property
+    def choice(self) -> Choice:
+        """What is kept of it."""
+        return Choice(self.candidate.name, self.milliseconds, self.captured.name if self.captured else "")
 
     def __str__(self) -> str:
         times = sorted(self.milliseconds.items(), key=lambda item: item[1])
         words = self.detail or ", ".join(f"{name} {ms:.4g} ms" for name, ms in times)
-        return f"{self.key}: {self.candidate.name} ({self.source}{': ' * bool(words)}{words})"
+        also = f", in captured graphs {self.captured.name}" if self.captured else ""
+        return f"{self.key}: {self.candidate.name}{also} ({self.source}{': ' * bool(words)}{words})"
 
 
 def winner(milliseconds: Mapping[str, float], usual: str = TORCH.name) -> str:
@@ -102,9 +110,13 @@ def obstacle(device: torch.device) -> str | None:
     """Why nothing can be timed at this moment; None if it can."""
     if torch.compiler.is_compiling():
         return "torch.compile is tracing"
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         return "a CUDA graph is being captured"
     return None
+
+
+def capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Chooser:
@@ -176,12 +188,26 @@ class Chooser:
             lasts = self._obstacle(self._device) is None
             decision = self._agreed(record, arguments, out, self._published, "" if lasts else " now")
         log.choices.info("%s", decision)
-        function = decision.candidate.bind_into(record) if out else decision.candidate.bind(record)
+        function = self._bound(decision, record, bool(out))
         if lasts:
             if len(self._functions) >= MOST_REMEMBERED:
                 self._functions.clear()  # what is chosen again is in the cache
             self._functions[signature] = function
         return function
+
+    def _bound(
+        self, decision: Decision[Candidate], record: Primitive[..., Any], into: bool
+    ) -> Callable[..., Any]:
+        """What computes a problem; where graphs have another candidate, it looks at each call."""
+
+        def of(candidate: Candidate) -> Callable[..., Any]:
+            return candidate.bind_into(record) if into else candidate.bind(record)
+
+        eager = of(decision.candidate)
+        if decision.captured is None:
+            return eager
+        captured = of(decision.captured)
+        return lambda *arguments: (captured if capturing(self._device) else eager)(*arguments)
 
     def _own(
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor]
@@ -207,20 +233,23 @@ class Chooser:
         own, choice = None, published.get(problem.key + moment)
         if choice is None:
             own = self._own(record, arguments, out)
-            choice = published.put(problem.key + moment, Choice(own.candidate.name, own.milliseconds))
-            if choice.name == own.candidate.name:
+            choice = published.put(problem.key + moment, own.choice)
+            if choice.names == own.choice.names:
                 return own
-        candidate = named(choice.name, record, problem, self.gpu)
-        if candidate is None or not self._is_trusted(candidate, record, problem, arguments):
-            log.warnings.warning(
-                "other ranks compute %s by %s, which is no candidate here: results may differ in bits",
-                problem.key,
-                choice.name,
-            )
-            return own or self._own(record, arguments, out)
+        found: list[Candidate] = []
+        for name in choice.names:
+            candidate = named(name, record, problem, self.gpu)
+            if candidate is None or not self._is_trusted(candidate, record, problem, arguments):
+                log.warnings.warning(
+                    "other ranks compute %s by %s, which is no candidate here: results may differ in bits",
+                    problem.key,
+                    name,
+                )
+                return own or self._own(record, arguments, out)
+            found.append(candidate)
         if choice.milliseconds:  # else nobody has timed it
             self.cache.put(problem.key, choice)
-        return Decision(problem.key, candidate, "agreed", choice.milliseconds)
+        return _decision(problem, found, "agreed", choice)
 
     def _is_trusted(
         self,
@@ -233,7 +262,7 @@ class Chooser:
         if candidate.tile is None or not candidate.tile.consumers:
             return True
         known = self.cache.get(problem.key)
-        if known is not None and candidate.name == known.name and self._verdicts.permits(problem, candidate):
+        if known is not None and candidate.name in known.names and self._verdicts.permits(problem, candidate):
             return True
         if self._obstacle(self._device) is not None:
             return False
@@ -267,14 +296,18 @@ class Chooser:
             "shipped": self._shipped.get(problem.key),
         }
         for source, choice in sources.items():
-            candidate = None if choice is None else named(choice.name, record, problem, self.gpu)
-            if choice is None or candidate is None:
+            if choice is None:
                 continue
-            if source == "shipped" and candidate.tile is not None and candidate.tile.consumers:
-                continue  # nobody has compared it with torch here
-            if self._verdicts.permits(problem, candidate):
-                return Decision(problem.key, candidate, source, choice.milliseconds)
+            found = [named(name, record, problem, self.gpu) for name in choice.names]
+            allowed = [one for one in found if one and self._may_run(one, problem, source)]
+            if len(allowed) == len(found):
+                return _decision(problem, allowed, source, choice)
         return None
+
+    def _may_run(self, candidate: Candidate, problem: Problem, source: Source) -> bool:
+        if source == "shipped" and candidate.tile is not None and candidate.tile.consumers:
+            return False  # nobody has compared it with torch here
+        return self._verdicts.permits(problem, candidate)
 
     def timed(
         self,
@@ -292,11 +325,11 @@ class Chooser:
         problem = record.problem(*arguments, out=out)
         wanted = self.candidates(record, problem)
         try:
-            milliseconds = self.times(record, problem, wanted, arguments, seconds=seconds)
+            times = self.times(record, problem, wanted, arguments, seconds=seconds)
         except Exception as error:  # out of memory, most likely: a comparison takes more than torch alone
             log.warnings.warning("cannot time %s (%s): torch computes it", problem.key, error)
             return Decision(problem.key, TORCH, "timing failed", detail=str(error))
-        return self.keep(problem, wanted, milliseconds)
+        return self.keep(problem, wanted, times)
 
     def candidates(self, record: Primitive[..., Any], problem: Problem) -> tuple[Candidate, ...]:
         """What is tried, in this order."""
@@ -310,18 +343,17 @@ class Chooser:
         arguments: tuple[Any, ...],
         *,
         seconds: float = inf,
-    ) -> dict[str, float]:
-        """Milliseconds of those that agree with torch, by name."""
+    ) -> Times:
+        """Of those that agree with torch."""
         return self._timer(self._sound_runs(record, problem, wanted, arguments, seconds))
 
-    def keep(
-        self, problem: Problem, timed: Sequence[Candidate], milliseconds: Mapping[str, float]
-    ) -> Decision[Candidate]:
-        """The winner of these times, kept on disk."""
-        name = winner(milliseconds)
-        self.cache.put(problem.key, Choice(name, milliseconds))
-        candidate = next(candidate for candidate in timed if candidate.name == name)
-        return Decision(problem.key, candidate, "timed", milliseconds)
+    def keep(self, problem: Problem, timed: Sequence[Candidate], times: Times) -> Decision[Candidate]:
+        """The winners of these times, kept on disk."""
+        eager, captured = winner(times.eager), winner(times.captured)
+        choice = Choice(eager, times.eager, captured if captured != eager else "")
+        self.cache.put(problem.key, choice)
+        by_name = {candidate.name: candidate for candidate in timed}
+        return _decision(problem, [by_name[name] for name in choice.names], "timed", choice)
 
     def _sound_runs(
         self,
@@ -357,6 +389,14 @@ class Chooser:
                 *(problem.key, seconds, ", ".join(untried)),
             )
         return runs
+
+
+def _decision(
+    problem: Problem, found: Sequence[Candidate], source: Source, choice: Choice
+) -> Decision[Candidate]:
+    """found: those that the choice names"""
+    candidate, *captured = found
+    return Decision(problem.key, candidate, source, choice.milliseconds, captured=next(iter(captured), None))
 
 
 def _signature(name: str, arguments: tuple[Any, ...], out: Sequence[Tensor] = ()) -> object:

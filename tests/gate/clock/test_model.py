@@ -10,7 +10,8 @@ import pytest
 from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.gate.clock.faults import TooFast
-from tpkernels.gate.clock.model import ERROR, Board, predict
+from tpkernels.gate.clock.model import ERROR, Board, predict, sharing
+from tpkernels.gate.clock.rates import SmRates
 from tpkernels.gate.clock.workload import Product, of_entry
 
 PAGE = Path(__file__).parents[3] / "docs" / "clock.md"
@@ -67,6 +68,39 @@ def test_rows_are_bound_by_memory_or_by_what_their_blocks_wait_for():
     assert predict(cost, blocks, BOARD).seconds == pytest.approx(10**10 / BOARD.memory)
     slow = replace(cost, edge=replace(cost.edge, cycles=10**5))
     assert predict(slow, blocks, BOARD).bound == "scoreboard: LDG"
+
+
+def test_stores_cannot_hide_under_a_few_steps():
+    """An edge of no cycles, beside 4 steps and 40: L2 moves what a tile reads and writes at one rate."""
+    cost = replace(COST, step=Stretch(1229.0, {}, 0), edge=Stretch(0.0, {}, 0), start=0.0)
+    assert PRODUCT.bytes == 49_152
+    for steps, edge in (
+        (4, (4 * 49_152 + 65_536) / 40 - 4 * 1229),
+        (40, (40 * 49_152 + 65_536) / 40 - 40 * 1229),
+    ):
+        found = predict(cost, replace(Work(), shape=(128 * 12, 256 * 11, 64 * steps)), BOARD)
+        assert found.seconds * found.clock == pytest.approx(steps * 1229 + edge)
+        assert edge == pytest.approx(1638, abs=10)
+    faster = predict(cost, Work(), BOARD, SmRates(fetch=80.0))
+    assert faster.seconds * faster.clock == pytest.approx(16 * 1229)
+
+
+def test_rows_are_told_two_times_where_sms_in_step_would_take_longer():
+    blocks = replace(Work(), product=None, tiles=132, traffic=132 * 10**6)
+    alone = Cost(None, Stretch(50_000.0, {}, 1), 0.0, 0.0, 1, 10**6, 0)
+    rates = sharing(alone, blocks, BOARD)
+    assert rates == SmRates(memory=rates.memory)
+    assert rates.memory == pytest.approx(0.9 * 3.35e12 / 132 / 1.98e9)
+    # where blocks read twice what memory holds, half of it comes from L2
+    assert sharing(replace(alone, bytes=2 * 10**6), blocks, BOARD).memory == pytest.approx(2 * rates.memory)
+    memory = 132e6 / BOARD.memory
+    in_step = replace(alone, edge=Stretch(50_000 + 10**6 / rates.memory, {}, 1))
+    found = predict(alone, blocks, BOARD, in_step=in_step)
+    assert (found.seconds, found.bound) == (pytest.approx(memory), "memory")
+    assert found.slowest == pytest.approx(memory + 50_000 / 1.98e9)
+    assert found.open
+    assert not predict(alone, blocks, BOARD, in_step=alone).open
+    assert predict(alone, blocks, BOARD, in_step=alone).slowest == found.seconds
 
 
 def test_a_time_below_the_bytes_of_the_launch_is_an_error():

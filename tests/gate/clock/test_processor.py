@@ -1,5 +1,7 @@
 """The clock's SM on programs whose cycles follow from its constants."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.gate.clock.assembler import MACHINE, Assembly, SmLaunch, ring, timed
@@ -41,6 +43,18 @@ def test_a_fence_waits_until_what_was_stored_is_seen_by_whom_it_is_for():
     assert cycles["CTA"] < 50  # memory that the block shares answers in order
     assert cycles["GPU"] == pytest.approx(drained + MACHINE.gpu_fence, abs=10)
     assert cycles["SYS"] == pytest.approx(drained + MACHINE.system_fence, abs=10)
+
+
+def test_loads_come_behind_stores_in_an_sms_share_of_memory():
+    """16,000 bytes each at 10 a cycle; L2 alone would have sent the load in 400 cycles."""
+    program = Assembly()
+    program("STG [R2], R0", effects.Global(16_000, 500, store=True, shared=False))
+    program("LDG R4, [R2]", effects.Global(16_000, 500, store=False, shared=False), writes=0)
+    program("FADD R5, R4, R4", waits=(0,))
+    program.end()
+    assert timed(program).cycles == pytest.approx(400 + MACHINE.load_latency, abs=60)
+    shared = timed(program, machine=replace(MACHINE, memory=10.0))
+    assert shared.cycles == pytest.approx(3_200 + MACHINE.load_latency, abs=60)
 
 
 def test_products_run_at_the_peak_when_their_operands_are_there():

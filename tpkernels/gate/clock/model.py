@@ -5,10 +5,12 @@ A model: nothing here is measured. `ERROR` says how far it was from published ti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tpkernels.gate.clock.cost import Cost
+from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.faults import TooFast
+from tpkernels.gate.clock.launch import Built
+from tpkernels.gate.clock.rates import SmRates
 from tpkernels.gate.clock.workload import Workload
 
 # Root mean square of the errors of what no constant was fitted to, see docs/clock.md; a test compares.
@@ -44,25 +46,67 @@ class KernelPrediction:
     memory: float  # share of the time that traffic to memory alone would take
     bound: str
     error: float = ERROR
+    # Seconds if all SMs stay in step, as at the start: memory rests while all compute. `seconds` is for SMs
+    # of which some always load. Products take the same.
+    slowest: float = 0.0
+
+    @property
+    def open(self) -> bool:
+        """Whether the two lie apart by more than the error."""
+        return self.slowest > (1 + self.error) * self.seconds
 
 
-def predict(cost: Cost, workload: Workload, board: Board | None = None) -> KernelPrediction:
-    """What a launch takes; TooFast where memory cannot move its bytes in that time."""
+def sharing(cost: Cost, workload: Workload, board: Board | None = None) -> SmRates:
+    """The rates of an SM that takes its share of memory's bandwidth, and no more when others rest.
+
+    cost: of a block of rows, by the rates of an SM alone
+    """
     board = board or Board()
+    moved = workload.tiles * cost.bytes
+    of_memory = min(moved, workload.traffic) / max(1, moved)  # what all blocks read lies in L2
+    return replace(SmRates(), memory=board.memory / board.processors / board.boost / of_memory)
+
+
+def predict_built(
+    built: Built, workload: Workload, cost: Cost, board: Board | None = None
+) -> KernelPrediction:
+    """As `predict`; a kernel without products is clocked once more, for what it takes in step."""
+    in_step = None if workload.product else cost_of(built, workload, sharing(cost, workload, board))
+    return predict(cost, workload, board, in_step=in_step)
+
+
+def predict(
+    cost: Cost,
+    workload: Workload,
+    board: Board | None = None,
+    machine: SmRates | None = None,
+    in_step: Cost | None = None,
+) -> KernelPrediction:
+    """What a launch takes; TooFast where memory cannot move its bytes in that time.
+
+    machine: the rates that `cost` was taken at
+    in_step: the cost by the rates of `sharing`
+    """
+    board, machine = board or Board(), machine or SmRates()
     share = workload.tiles / board.processors
     rounds = -(-workload.tiles // board.processors)  # on the SM with the most tiles
     if workload.persistent:  # fixed shares: each block as many as the first
         blocks = board.processors * cost.resident
         rounds = min(-(-workload.tiles // blocks) * cost.resident, workload.tiles)
     product, steps = workload.product, steps_of(workload)
-    step = cost.step.cycles if cost.step else 0.0
-    total = cost.start + rounds * (step * steps + cost.edge.cycles)
+    tile = (cost.step.cycles if cost.step else 0.0) * steps + cost.edge.cycles
+    if product:  # L2 serves an SM so many bytes a cycle, whether they are read or written
+        tile = max(tile, (product.bytes * steps + cost.bytes) / machine.fetch)
+    total = cost.start + rounds * tile
     busy = cost.ideal * steps * share / total
     clock = board.clock(busy)
     bytes_ = _traffic(workload, cost, board)
     memory = bytes_ / board.memory
     seconds = max(total / clock, memory) + board.overhead
     _require_time_for_bytes(workload, seconds, bytes_, board)
+    slowest = seconds
+    if in_step:
+        slowest = max(slowest, (in_step.start + rounds * in_step.edge.cycles) / clock + board.overhead)
     flops = product.flops * steps * workload.tiles if product else 0
     return KernelPrediction(
         seconds,
@@ -71,7 +115,8 @@ def predict(cost: Cost, workload: Workload, board: Board | None = None) -> Kerne
         clock,
         1 - share / rounds,
         memory / seconds,
-        _bound(cost, steps, 1 - share / rounds, memory / seconds),
+        _bound(cost, steps, tile, 1 - share / rounds, memory / seconds),
+        slowest=slowest,
     )
 
 
@@ -90,16 +135,18 @@ def steps_of(workload: Workload) -> int:
     return -(-workload.shape[2] // workload.product.depth) if workload.product else 0
 
 
-def _bound(cost: Cost, steps: int, idle: float, memory: float) -> str:
-    """What costs most beyond the products."""
+def _bound(cost: Cost, steps: int, tile: float, idle: float, memory: float) -> str:
+    """What costs most beyond the products.
+
+    tile: its cycles
+    """
     if memory > 0.9:
         return "memory"
     if cost.step is None:
         return next(iter(cost.edge.waits), "instructions")
-    tile = cost.step.cycles * steps + cost.edge.cycles
     lost = {
         "main loop": (cost.step.cycles - cost.ideal) * steps,
-        "edge of a tile": cost.edge.cycles,
+        "edge of a tile": tile - cost.step.cycles * steps,
         "last wave": tile * idle / max(1e-9, 1 - idle),
         "start": cost.start,
     }

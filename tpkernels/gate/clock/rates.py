@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -11,6 +12,7 @@ class SmRates:
 
     fetch: float = 40.0  # from L2, when all SMs ask: fitted; A100's published 5120 / 132 would be 38.8
     store: float = 96.0  # to L2: fitted, weakly determined
+    memory: float = math.inf  # to and from memory, stores and loads together; inf: all of it is in L2
     shared: float = 128.0  # through shared memory: data sheet
     copy_latency: float = 550.0  # of the copy engine, hits and misses of L2 mixed: fitted
     load_latency: float = 550.0  # of LDG and LDGSTS, mixed alike: fitted

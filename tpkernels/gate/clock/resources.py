@@ -16,7 +16,7 @@ class Bandwidth:
 
     def __init__(self, machine: SmRates) -> None:
         self.machine = machine
-        self.copies = self.loads = self.stores = self.shared = 0.0
+        self.copies = self.loads = self.stores = self.memory = self.shared = 0.0
         self.landed = 0.0  # bytes of copies whose way into shared memory products have not made room for yet
         self.fetched = self.stored = 0  # bytes in all
         self.copied = 0  # of what is fetched, by the engine
@@ -26,7 +26,7 @@ class Bandwidth:
         self.fetched += size
         self.copied += size
         self.copies = max(self.copies, now) + size / self.machine.fetch
-        return self.copies + self.machine.copy_latency
+        return max(self.copies, self._from_memory(now, size)) + self.machine.copy_latency
 
     def load(self, now: float, size: int) -> float:
         """When L2 has served a warp's load. It passes the engine's queue, and takes of its bandwidth."""
@@ -34,7 +34,7 @@ class Bandwidth:
         cycles = size / self.machine.fetch
         self.loads = max(self.loads, now) + cycles
         self.copies = max(self.copies, now) + cycles
-        return self.loads
+        return max(self.loads, self._from_memory(now, size))
 
     def put(self, now: float, size: int) -> float:
         """When the engine has read from shared memory what it stores."""
@@ -44,6 +44,11 @@ class Bandwidth:
     def store(self, now: float, size: int) -> None:
         self.stored += size
         self.stores = max(self.stores, now) + size / self.machine.store
+        self._from_memory(now, size)  # L2 takes it at once, but later loads come behind it
+
+    def _from_memory(self, now: float, size: int) -> float:
+        self.memory = max(self.memory, now) + size / self.machine.memory
+        return self.memory
 
     def access(self, now: float, cycles: float) -> float:
         """When the shared memory has served a warp."""
