@@ -269,7 +269,7 @@ def test_generators_and_states_of_the_cpu_load_in_megatrons_form(tracker):
 def test_states_of_megatrons_that_cannot_go_on_here_are_refused(tracker):
     with pytest.raises(ValueError, match="of a generator of cuda, but these streams have"):
         tracker.set_states(megatrons(a=41))
-    with tracker.fork("a"), pytest.raises(ValueError, match="outside of any fork also those of Megatron's"):
+    with tracker.fork("a"), pytest.raises(ValueError, match="outside of a fork also those of Megatron's"):
         tracker.set_states({"a": torch.get_rng_state()})
     with pytest.raises(ValueError, match="'a' is not one of a generator"):
         tracker.set_states({"a": torch.get_rng_state()[:-1].clone().new_zeros(5056)})
