@@ -75,7 +75,7 @@ def test_batches_that_cannot_be_are_told(text):
     file = TokenFile(text)
     with pytest.raises(ValueError, match="batch: expected a multiple of the 4 data-parallel ranks, got 6"):
         Excerpts(file, batch=6, tokens=5, seed=3, rank=0, ranks=4)
-    with pytest.raises(ValueError, match=r"tokens: expected 1 to 1759, for .* has 1760 ids, got 1760"):
+    with pytest.raises(ValueError, match=r"tokens: expected 1 to 1759, as .* has 1760 ids, got 1760"):
         Excerpts(file, batch=4, tokens=1760, seed=3, rank=0, ranks=4)
 
 
