@@ -152,7 +152,7 @@ def schedules() -> Picture:
         name: [replace(span, name=span.name.replace("piece", "chunk")) for span in spans]
         for name, spans in {"sequential": sequential, "overlapped": overlapped}.items()
     }
-    note = f"Two CPU ranks on a throttled link; a run of {made_on(TIMELINE)} on a busy machine."
+    note = f"Two CPU ranks on a throttled link; one run of {made_on(TIMELINE)}."
     return lanes("Forward of a column-parallel linear layer", panels, note=note, width=WIDTH)
 
 

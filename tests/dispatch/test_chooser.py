@@ -159,12 +159,30 @@ def test_a_captured_graph_is_computed_by_what_is_fastest_without_the_host(make_c
             f"{KEY}: torch, in captured graphs {POINTER} (cached: torch 1 ms, {POINTER} 2 ms)"
         )
         by.clear()
+        process.call(record, *ARGUMENTS)
+        assert by == ([] if process is chooser else ["kernel"]) + ["torch"], "loaded before any capture"
+        by.clear()
         for captures in (False, True, False):
             monkeypatch.setattr(chooser_module, "capturing", lambda device, captures=captures: captures)
             process.call(record, *ARGUMENTS)
         assert by == ["torch", "kernel", "torch"]
     one_for_both = make_chooser(FakeTimer(TRITON_WINS)).timed(products.linear, ARGUMENTS)
     assert (one_for_both.candidate.name, one_for_both.captured) == (POINTER, None)
+
+
+def test_a_candidate_for_graphs_that_fails_when_it_is_loaded_is_dropped_with_a_warning(make_chooser, caplog):
+    def by_kernel(*args, out, tile, form):
+        raise RuntimeError("out of memory")
+
+    record = replace(products.linear, by_kernel=by_kernel)
+    chooser = make_chooser(shipped={KEY: Choice("torch", {"torch": 1.0}, POINTER)})
+    x, weight, *_ = ARGUMENTS
+    out = torch.zeros(x.shape[0], weight.shape[0])
+    chooser.call_into(record, (out,), *ARGUMENTS)
+    assert torch.equal(out, products.linear.by_torch(*ARGUMENTS)[0])
+    assert [told.getMessage() for told in caplog.records if told.levelno == logging.WARNING] == [
+        f"{POINTER} dropped for {KEY} in captured graphs: out of memory"
+    ]
 
 
 def test_what_may_not_run_here_is_not_captured_either(make_chooser):

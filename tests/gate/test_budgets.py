@@ -4,16 +4,13 @@ import re
 from dataclasses import replace
 
 import pytest
-import triton
 
 from tests.gate.samples import COST, FACTS
 from tpkernels.gate import budgets, compile_gate
-from tpkernels.gate.ahead_of_time import ARCHITECTURES
 from tpkernels.gate.budgets import Budget
-from tpkernels.gate.catalog import catalog, entry_specs
+from tpkernels.gate.catalog import catalog
 from tpkernels.gate.clocking import Examined
-from tpkernels.gate.compile_gate import CompileJob, Suite, judge
-from tpkernels.kernels import triton_versions
+from tpkernels.gate.compile_gate import CompileJob, judge
 
 
 def test_budget_is_exact_but_for_the_unit_of_registers():
@@ -80,6 +77,15 @@ def test_instructions_are_those_of_one_version_and_are_told_after_what_is_worse(
     assert judge(job, larger, table, "3.7.1").failures == ("shared 2,000 > 1,000",)
 
 
+@pytest.mark.parametrize("lost", [("sm_80", "another"), ("sm_90", "another")], ids=["row", "architecture"])
+def test_what_a_table_has_lost_fails(monkeypatch, lost):
+    monkeypatch.setattr(compile_gate, "violations", lambda *_: [])
+    measured = {lost: Budget.of(FACTS)}
+    table = budgets.updated(None, measured, measured, {})
+    judged = judge(CompileJob(catalog()[0], "sm_80"), Examined(FACTS), table, "3.7.1")
+    assert judged.failures == ("no budget yet: record one with --update",)
+
+
 def test_table_of_budgets_survives_a_round_trip_and_drops_what_is_gone(tmp_path):
     path = tmp_path / "budgets.json"
     measured = {("sm_90", name): Budget.of(FACTS, COST) for name in ("one", "two")}
@@ -91,41 +97,13 @@ def test_table_of_budgets_survives_a_round_trip_and_drops_what_is_gone(tmp_path)
     assert list(later.rows["sm_90"]) == ["two"]
 
 
-def test_an_architecture_without_budgets_is_held_to_the_rules_alone(monkeypatch, tmp_path):
-    monkeypatch.setattr(compile_gate, "examine_all", lambda tasks, *_: [Examined(FACTS) for _ in tasks])
-    path, entry = tmp_path / "budgets.json", catalog()[0]
-    jobs = [CompileJob(entry, architecture) for architecture in ("sm_80", "sm_90")]
-    suite = Suite("mine", {entry.name: ("sm_80", "sm_90")}, {}.get, path, lambda *_: (), lambda _: None)
-    minor = budgets.minor_version(triton.__version__)
-    of_another = {("sm_90", "another"): Budget.of(FACTS)}
-    budgets.write({minor: budgets.updated(None, of_another, of_another, {})}, path)
-    compiled, notes = compile_gate.check(suite, jobs, 1, print, False)
-    assert [one.failures for one in compiled] == [(), ("no budget yet: record one with --update",)]
-    assert notes == [
-        f"no budgets for Triton {minor} on sm_80: rules only; --update writes them",
-        "1 budgets of what is no longer in mine: --update drops them",
-    ]
-
-
-WRITTEN = {"3.6": ARCHITECTURES, "3.7": ARCHITECTURES}  # Triton -> GPUs with budgets
-
-
-def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing(monkeypatch):
+def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing():
+    current = {(gpu, entry.name) for entry in catalog() for gpu in entry.architectures}
     table = budgets.read()
-    assert table.keys() == WRITTEN.keys()
-    for minor, gpus in WRITTEN.items():
-        entries = entries_of(minor, monkeypatch)
-        expected = {(gpu, e.name) for e in entries for gpu in gpus if gpu in e.architectures}
-        assert table[minor].keys() == {key for key in expected if compiled_by(minor, key[1])}, (
-            f"run `check --update` on Triton {minor}"
-        )
-
-
-def entries_of(minor, monkeypatch):
-    """The catalog of another Triton, where some tiles are others."""
-    version = tuple(map(int, minor.split(".")))
-    monkeypatch.setattr(triton_versions, "triton_version", lambda: version)
-    return [spec.entry() for spec in entry_specs().values()]
+    assert set(table) == {"3.6", "3.7"}
+    for minor, rows in table.items():
+        expected = {(gpu, name) for gpu, name in current if compiled_by(minor, name)}
+        assert rows.keys() == expected, f"run `check --update` on Triton {minor}"
 
 
 def test_every_entry_for_hopper_has_the_cycles_of_its_edge_and_products_those_of_a_step():

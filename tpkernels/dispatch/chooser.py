@@ -188,7 +188,7 @@ class Chooser:
             lasts = self._obstacle(self._device) is None
             decision = self._agreed(record, arguments, out, self._published, "" if lasts else " now")
         log.choices.info("%s", decision)
-        function = self._bound(decision, record, bool(out))
+        function = self._bound(decision, record, arguments, out)
         if lasts:
             if len(self._functions) >= MOST_REMEMBERED:
                 self._functions.clear()  # what is chosen again is in the cache
@@ -196,17 +196,32 @@ class Chooser:
         return function
 
     def _bound(
-        self, decision: Decision[Candidate], record: Primitive[..., Any], into: bool
+        self,
+        decision: Decision[Candidate],
+        record: Primitive[..., Any],
+        arguments: tuple[Any, ...],
+        out: Sequence[Tensor],
     ) -> Callable[..., Any]:
         """What computes a problem; where graphs have another candidate, it looks at each call."""
 
         def of(candidate: Candidate) -> Callable[..., Any]:
-            return candidate.bind_into(record) if into else candidate.bind(record)
+            return candidate.bind_into(record) if out else candidate.bind(record)
 
         eager = of(decision.candidate)
         if decision.captured is None:
             return eager
         captured = of(decision.captured)
+        if self._obstacle(self._device) is None:
+            # a kernel is compiled and loaded by its first call, which eager warm-ups would not make
+            depth = record.problem(*arguments, out=out).depth
+            try:
+                scratch = scratch_like((*out, *arguments), depth, self._device)
+                captured(*([scratch[: len(out)]] if out else []), *scratch[len(out) :])
+            except Exception as error:  # out of memory, most likely
+                log.warnings.warning(
+                    "%s dropped for %s in captured graphs: %s", decision.captured.name, decision.key, error
+                )
+                return eager
         return lambda *arguments: (captured if capturing(self._device) else eager)(*arguments)
 
     def _own(

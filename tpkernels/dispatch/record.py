@@ -176,7 +176,7 @@ def launcher(
 
     def launch(*args: Any, **tile_and_form: Any) -> Any:
         count = len(args) - len(keywords)
-        named = dict(zip(keywords, args[count:], strict=False)) if keywords else {}  # there are as many
+        named = dict(zip(keywords, args[count:], strict=True)) if keywords else {}
         results = getattr(home(), function)(*args[:count], **named, **told, **tile_and_form)
         return tuple(getattr(results, name) for name in gives) if gives else results
 
