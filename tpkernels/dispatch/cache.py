@@ -11,8 +11,8 @@ network file systems) two writers at one moment may lose a choice, which is then
 A cache is a help, not a need: whatever is wrong with it costs one warning and the choices that it held.
 
 Ranks that compute the same thing must choose the same kernel, or differ in bits. They come to a problem at
-different moments, or never, so no collective can settle it: the first rank to decide publishes its choice in
-a key-value store, where the first value under a key stays, and all others take it (`Published`).
+different moments, or never, so no collective can settle it. The first rank to decide publishes its choice in
+a key-value store, where the first value under a key stays; all others take it (`Published`).
 """
 
 from __future__ import annotations

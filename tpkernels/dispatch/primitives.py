@@ -112,7 +112,7 @@ def into(primitive: Callable[P, object], out: Sequence[Tensor], *args: P.args, *
     out: one for each result that is asked for. Without activation z of `linear` aliases y; pass it once
 
     Autograd cannot record it, and compiled code never sees it. A primitive without `Primitive.into` is
-    computed beside and copied.
+    computed elsewhere and copied.
     """
     record, like = RECORDS[primitive.__name__], args[0]
     assert isinstance(like, Tensor), "a primitive's first argument is a tensor"

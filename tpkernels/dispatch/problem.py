@@ -50,7 +50,7 @@ class Problem:
         """matrices: that are read, those that are multiplied first
 
         dtype: of the result, if it is another
-        written: results beside them; None: one that is allocated
+        written: results as well as operands; None: one that is allocated
         pairs: of matrices whose products are summed, which is one product of as much more depth
         """
         first, second = matrices[0], matrices[1]

@@ -85,7 +85,8 @@ class Primitive(Generic[P, R]):
     """2-D tensors in, new tensors out; a result that was not asked for is None.
 
     by_torch: torch's way, whose signature is the primitive's; derivatives of any order follow it
-    by_kernel: ours; takes `tile` and `form`, too, if it has tiles to choose from, and `out` beside `into`
+    by_kernel: ours; takes `tile` and `form`, too, if it has tiles to choose from, and `out` if there is
+    `into`
     sample: arguments as a training step would make them, on the meta device
     given: which results a call gives; None: always all
     into: torch's way into given tensors, its first argument, without a copy; None: computed, then copied

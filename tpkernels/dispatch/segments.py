@@ -1,7 +1,7 @@
 """Products whose depth is split over ranks, so that their sums have the same bits at every number of ranks.
 
-The depth of this rank is cut into equal segments. The product of each is accumulated in fp32 or wider, by
-the same call whatever the rank has beside it, and products are added in a tree: see `tp_invariance`.
+The depth of this rank is cut into equal segments. The product of each is accumulated in fp32 or wider, by the
+same call whatever else the rank has. Products are added in a tree: see `tp_invariance`.
 """
 
 from __future__ import annotations

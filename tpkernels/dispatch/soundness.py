@@ -63,7 +63,7 @@ Outputs = tuple[Tensor | None, ...]
 
 
 def results_of(record: Primitive[..., Any], run: Callable[..., Any], arguments: tuple[Any, ...]) -> Outputs:
-    """What a candidate gives for these arguments, none of which stays changed."""
+    """Return a candidate's results for these arguments, and leave all arguments unchanged."""
     if record.changes_first:
         changed, *others = arguments
         changed = changed.clone()
@@ -124,8 +124,11 @@ def bound_of(problem: Problem) -> float:
 
 
 def allowed(bound: float, count: int) -> float:
-    """The bound where only `count` values make up the norm: a single one may round by its whole last bit, and
-    may lie where its function multiplies errors. What remains of that falls like any average's."""
+    """Return the bound for a norm of only `count` values.
+
+    A single value may round by its whole last bit, and may lie where its function multiplies errors. What
+    remains of that falls like any average's.
+    """
     return bound * (1 + FEW / sqrt(count))
 
 

@@ -100,8 +100,8 @@ def sizes_for(tile: MatmulTile, target: Target, unit: int) -> dict[str, tuple[in
     """(rows, cols, depth) of products that take a persistent kernel through all that it can meet.
 
     A single tile of a single step leaves most buffers, and all but one group of warps, without work. Of the
-    larger ones each resident program gets three tiles or more, each of its groups two, one program one more;
-    a tile takes one step more than fills each buffer twice, so that the next tile begins with another buffer.
+    larger ones each resident program gets three tiles or more, each of its groups two, one program one more.
+    A tile takes one step more than fills each buffer twice, so that the next tile begins with another buffer.
     Ragged ones end within a tile and within a step, and their sizes are not divisible by 16.
 
     unit: the elements that TMA moves at least; rows of matrices are made of whole ones

@@ -1,7 +1,7 @@
 """Which kernels that were never run may run in this process: those that passed a trial on this GPU's model.
 
 Before a tile with consumers runs here, a child process tries its kernel, once for each model of GPU and set
-of versions. A verdict is a key in the cache, beside the choices:
+of versions. A verdict is a key in the cache, as choices are:
 
     passed: linear bfloat16 none triton/descriptor/...
     failed: linear bfloat16 none triton/descriptor/...

@@ -3,7 +3,7 @@
 Compiling is deterministic, so a budget has no tolerance: shared memory to the byte, registers to the next
 multiple of 8, in which the hardware hands them out. Another minor version of Triton allocates registers
 differently, hence a table of its own for each. Spills are budgeted where no rule forbids them altogether.
-What an epilogue waits for may not grow either, and what runs beside it may not be lost.
+What an epilogue waits for may not grow either, and what runs during it may not be lost.
 The counts of instructions are no ceilings: any other count is told, by the very version that they come from.
 So are other cycles of a step and of an edge, slower or faster (see `cycles`).
 """

@@ -5,7 +5,7 @@ by machine code, launch and the clock's own sources. So an edit of the clock com
 a kernel clocks that kernel alone.
 
 The clock takes longer than the compiler, and gives the same cycles for the same program. So the cycles of our
-own kernels are also kept beside this file, by a hash of the program: what compiles to the same instructions
+own kernels are also kept in this folder, by a hash of the program: what compiles to the same instructions
 and is launched alike is not clocked again on any machine. `check --update` writes them.
 """
 
@@ -173,7 +173,7 @@ def clocked(job: CompileJob, facts: Facts, launching: Launching) -> Cost:
 
 @cache
 def shipped() -> Mapping[str, Cost]:
-    """The costs that were kept beside this file, by program."""
+    """Return the costs kept in this folder, by program."""
     costs = [Cost.from_json(row) for rows in _shipped_rows().values() for row in rows.values()]
     return {cost.program: cost for cost in costs}
 

@@ -1,4 +1,4 @@
-"""What PTX proves of the time between products: what is waited for, and what runs beside. Pure text.
+"""What PTX proves of the time between products: what is waited for, and what runs meanwhile. Pure text.
 
 Only what the order of instructions proves: nothing here is a time.
 """

@@ -1,4 +1,4 @@
-"""How each launcher is called, beside its oracle: by the numeric gate on numbers, by the catalog on none.
+"""How each launcher is called, and its oracle: by the numeric gate on numbers, by the catalog on none.
 
 A call makes its operands, and returns by name what the launcher computed and what the oracle says of the same
 operands in float64.
@@ -164,7 +164,7 @@ def gather_dgrad(of: Operands) -> Results:
 
 
 def scatter_linear(of: Operands, pairs: int = 1, depth_first: bool = False) -> Results:
-    """The second of two ranks, each of which gets its rows in as many chunks as there are.
+    """The second of two ranks; each gets its rows in as many chunks as there are.
 
     depth_first: the product is a dgrad, whose weight lies as (depth, cols)
     """
@@ -212,7 +212,7 @@ def row_sums(of: Operands, launcher: Callable[[Tensor], Tensor] = bias_grad) -> 
 def slot_sums(
     of: Operands, wait: bool = True, slots: int = 3, tree: bool = False, tile: SlotSumTile | None = None
 ) -> Results:
-    """So many slots, each of which arrives in two parts; the flags before theirs are of others."""
+    """So many slots, each in two parts; the flags before theirs are of others."""
     rows = of.tokens // 2 * 2
     given = of.tensor(slots * rows, of.in_features).unflatten(0, (slots, rows))
     bias = of.tensor(of.in_features)

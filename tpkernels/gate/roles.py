@@ -8,9 +8,9 @@ all threads of the role. So the warps of a role wait for each other
 - after each has staged its results and fenced them (`fence.proxy.async`), before they are copied out;
 - after a copy has read what was staged, before anything else is staged there.
 
-And products are awaited before their results are staged, copies are waited for before a role ends, and
-barriers in shared memory are made, and the copy engine told of them, before the roles begin. A barrier is
-made once, unless it was ended (`mbarrier.inval`), and nothing else lies in its 8 bytes meanwhile.
+Products are awaited before their results are staged, and copies before a role ends. Barriers in shared memory
+are made, and fenced for the copy engine, before the roles begin. A barrier is made once, unless it was ended
+(`mbarrier.inval`), and nothing else lies in its 8 bytes meanwhile.
 """
 
 from __future__ import annotations

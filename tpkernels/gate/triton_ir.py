@@ -1,6 +1,6 @@
 """What Triton's first intermediate code (TTIR; of Gluon: TTGIR) proves of addresses. Pure text, no Triton.
 
-Two things that no test of small tensors can see: whether the compiler was told of 16-byte alignment, and
+Two things that no test of small tensors can see: whether the compiler knows the 16-byte alignment, and
 whether offsets stay right past 2**31 elements.
 """
 

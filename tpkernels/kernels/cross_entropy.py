@@ -1,4 +1,4 @@
-"""Cross-entropy of which this rank holds some columns, forward and backward. Oracles: `reference`.
+"""Cross-entropy over this rank's columns, forward and backward. Oracles: `reference`.
 
 T tokens; the first `columns` of this rank's V columns stand for ids from first_id on, the rest is padding.
 In one pass over the logits:
@@ -22,7 +22,7 @@ For entropies there is a second form of both, of x = scale * logits:
 
 The smoothed target is on_target + off_target for the right id and off_target for any other. A row whose
 target is negative does not count and is not read; its gradient, like that of padding columns, is zero.
-Padding may hold anything: what of it is loaded beside the last columns is dropped.
+Padding may hold anything: what is loaded of it with the last columns is dropped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Embedding of which this rank holds some rows, forward and backward. Oracles: `reference`.
+"""Embedding over this rank's rows, forward and backward. Oracles: `reference`.
 
 T tokens, H features; this rank's V rows of the table are those of ids first_id ... first_id + V - 1:
 

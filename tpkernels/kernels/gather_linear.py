@@ -132,7 +132,7 @@ def gather_linear_fwd(
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> LinearForward:
-    """act(x weightᵀ + bias) in the dtype of x, of which each chunk is read once its flag is up.
+    """act(x weightᵀ + bias) in the dtype of x; each chunk of x is read once its flag is up.
 
     x: (tokens, in_features), as many equal chunks of rows as there are flags
     weight: (out_features, in_features); one that lies as (in_features, out_features) is read as it lies

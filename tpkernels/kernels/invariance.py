@@ -2,15 +2,15 @@
 
 Batch invariance: a row of tokens gets the same bits whatever other rows are computed with it.
 TPKERNELS_BATCH_INVARIANT=1, read when this module is imported, asks for it. A row's bits depend on the form
-and the tile of the kernel, so neither may be chosen by the number of rows: the tile is the one that suits
+and the tile of the kernel, so neither may be chosen by the number of rows. The tile is the one that suits
 USUAL_ROWS, and a matrix of one row is judged as if more rows followed. Sums over tokens (weight and bias
 gradients) have no rows to keep apart, and choose as ever.
 
 TP-invariance, see `tp_invariance`, asks for more: shards are narrower the more ranks there are, so that the
-number of columns says nothing either, and weight gradients choose likewise. The form would change where rows
-are whole 16-byte units at some tensor-parallel sizes only, such as rows of 12 elements, cut into 3 at another
-size. A launcher knows its shard alone, so it refuses every 16-bit product of which a matrix could not be
-described at this size: what passes at all sizes has one form at all sizes.
+number of columns says nothing either, and weight gradients choose by neither. The form would change where
+rows are whole 16-byte units at some tensor-parallel sizes only, such as rows of 12 elements, cut into 3 at
+another size. A launcher knows its shard alone, so it refuses every 16-bit product with a matrix that could
+not be described at this size: what passes at all sizes has one form at all sizes.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Arguments(NamedTuple):
 
 
 class Allocate(NamedTuple):
-    """Makes a result, or memory that a kernel needs beside."""
+    """Allocates a result, or scratch memory of a kernel."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

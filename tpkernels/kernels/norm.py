@@ -14,7 +14,7 @@ T tokens, K features; sums over the features of a token, in fp32:
 
 A program holds full rows, so x is read once and the variance is that of centred values. The backward is
 deterministic: each program sums dweight over a fixed number of tokens, and `sum_partials` adds those up;
-dbias is left to `bias_grad`, as a second accumulator would not fit beside rows of 16k features.
+dbias is left to `bias_grad`, as a second accumulator would not fit with rows of 16k features.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows rounded to fp8, beside their scales: kernels and launchers. The oracle is `scaled.quantize_ref`.
+"""Rows rounded to fp8, and their scales: kernels and launchers. The oracle is `scaled.quantize_ref`.
 
 T rows, K columns, S scales a row; `scaled` says how words hold them:
 

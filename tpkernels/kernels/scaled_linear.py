@@ -141,7 +141,7 @@ def scaled_linear_fwd(
     """act(x̂ ŵᵀ + bias) in `dtype`, with x̂ = x * x_scale and ŵ = weight * w_scale.
 
     x: (tokens, in_features) in e4m3 or e5m2, its rows contiguous
-    weight: (out_features, in_features), likewise
+    weight: (out_features, in_features), in e4m3 or e5m2, its rows contiguous
     x_scale: (tokens, S) in fp32; S is 1, or in_features / 128, rounded up
     w_scale: (out_features, S), or (out_features / 128, rounded up, S), a row for each 128 rows of weight
     bias: (out_features,)

@@ -1,6 +1,6 @@
 """`Σ a wᵀ` whose rows belong to other ranks: each tile is stored where its owner reads it.
 
-R ranks, T tokens, N features, one or two pairs of a (T, K) and w (N, K), of which each pair has its own K:
+R ranks, T tokens, N features, one or two pairs of a (T, K) and w (N, K), each pair with its own K:
 
     p = Σ over pairs of a wᵀ    (T, N)    accumulated in fp32 over all pairs, rounded once
 

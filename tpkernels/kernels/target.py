@@ -116,7 +116,7 @@ def resident_programs(launcher: str, target: Target, per_processor: int, margin:
     """How many programs a persistent kernel has, if it leaves `margin` processors to other kernels.
 
     GPUs place programs on all processors in turn before any gets a second: several for each of some
-    processors would lie on all of them. So beside a margin each processor has one.
+    processors would lie on all of them. So with a margin each processor gets one.
     """
     if not 0 <= margin < target.processors:
         raise ValueError(

@@ -278,7 +278,7 @@ def _fp8_tiles(form: Form, target: Target, ragged: bool) -> tuple[MatmulTile, ..
 
 
 def serves(kernel: Kernel, tile: MatmulTile, options: Container[str]) -> bool:
-    """Whether a shipped tile is one for this epilogue, of which options names activation or gate."""
+    """Whether a shipped tile is one for this epilogue; `options` names activation or gate."""
     spills = _SPILLING.get((kernel, tile.name), ()) + spilling(kernel, tile.name)
     return not any(option in options for option in spills)
 
@@ -328,7 +328,7 @@ def without_spills(kernel: Kernel | Literal["dgrad_pairs"], tile: MatmulTile) ->
 
 
 def pushing_tile(tile: MatmulTile, others: tuple[MatmulTile, ...], chunk_rows: int) -> MatmulTile:
-    """A tile of `linear` for rows that leave in chunks, none of which shares a tile with the next.
+    """A tile of `linear` for rows that leave in chunks; no chunk shares a tile with the next.
 
     It is `tile`, unless one of the others computes a quarter fewer rows, beyond the ends of chunks, too.
     """

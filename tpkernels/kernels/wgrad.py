@@ -10,7 +10,7 @@ values never pass through registers. Each element has one writer, hence the same
 main_grad is read, added in fp32 and rounded once.
 
 Where a result has too few tiles for all processors, a tile with `splits` computes each of them that often, of
-every `splits`-th block of tokens: the fp32 sums go into as many slots, which a second kernel adds in order.
+every `splits`-th block of tokens. The fp32 sums go into as many slots, which a second kernel adds in order.
 """
 
 from __future__ import annotations

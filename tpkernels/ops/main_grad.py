@@ -211,7 +211,7 @@ def add_if_traced(
 
     Eagerly the op has added them already. Under torch.compile it is done here, since no operator may
     change a main_grad: to one that changes two parts of a bucket, Inductor hands a copy, which it takes from
-    the wrong place. A main_grad is kept in the autograd function's ctx beside what is saved for backward, for
+    the wrong place. A main_grad is kept in the autograd function's ctx, not saved for backward, for
     another backward may add to it meanwhile.
     """
     if not torch.compiler.is_compiling():

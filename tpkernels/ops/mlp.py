@@ -17,7 +17,7 @@ with the inputs: second derivatives come back to backward as dz. With w_gate ins
               dw_down = dyᵀ h,  db_down = dy.sum(0)
               dx = dg w_gate + du w_up,  dw_gate = dgᵀ x,  dw_up = duᵀ x
 
-Saved for backward: x, g, u and the weights; h is emitted again beside dg and du.
+Saved for backward: x, g, u and the weights; h is emitted again with dg and du.
 """
 
 from __future__ import annotations

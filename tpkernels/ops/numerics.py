@@ -37,7 +37,7 @@ class Along(NamedTuple):
 
 
 class Gathered(Protocol):
-    """Rows of an operand from all ranks, some of which may be in flight: `layout.GatheredRows`."""
+    """Rows of an operand from all ranks; some may be in flight: `layout.GatheredRows`."""
 
     def each(self, widths: Sequence[int], compute: ComputeRows) -> list[Tensor]: ...
 

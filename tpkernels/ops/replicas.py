@@ -60,7 +60,7 @@ def from_all_ranks(numbers: Tensor, group: ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def unlike_first_rank(tensors: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """Which tensors of which rank differ in any bit from the first rank's: (ranks, tensors)."""
+    """Whether each rank's tensors differ in any bit from the first rank's: (ranks, tensors)."""
     firsts = _first_rank_bits(tensors, group)
     unlike = [not torch.equal(_bits(ours), first) for ours, first in zip(tensors, firsts, strict=True)]
     return from_all_ranks(torch.tensor(unlike, dtype=torch.uint8, device=tensors[0].device), group).bool()

@@ -3,7 +3,7 @@
     R   replicated; each rank's gradient is a term of its own     P   a term of a sum over the ranks
     I   replicated ("invariant"), with the full gradient          V   this rank's own: a shard
 
-An autograd function has its rule beside its forward: a static method `spmd_typecheck`, which the checker
+An autograd function has its rule next to its forward: a static method `spmd_typecheck`, which the checker
 calls after the forward. A rule is composed of the steps below. Each says what is moved in forward and in
 backward: rows that are gathered in forward and whose gradients are reduce-scattered go from V to R.
 
@@ -34,7 +34,7 @@ def einsum(equation: str, *operands: Typed | None, linear_in: Sequence[int] = ()
 
 
 def split(x: Typed, group: ProcessGroup | None, dim: int) -> Typed:
-    """x, of which each rank must have its shard of a dimension."""
+    """x; each rank must have its shard of a dimension."""
     from spmd_types import S, rules
 
     return x if x is None or group is None else rules.convert(x, group, src=S(dim), dst=S(dim))

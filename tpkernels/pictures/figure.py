@@ -1,4 +1,4 @@
-"""Drawing with matplotlib, an optional package: SVG for a page, PNG beside it.
+"""Drawing with matplotlib, an optional package: SVG for a page, PNG with it.
 
 Nothing here imports matplotlib before a picture is drawn, and without it a page has no pictures.
 """

@@ -168,7 +168,7 @@ class Doing:
 class Lane:
     """An engine, or warps that do the same.
 
-    said: what is written beside it, such as a share of the time
+    said: what is written next to it, such as a share of the time
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The state of warps and blocks beside values in registers: what they wait for, and who waits for them.
+"""The state of warps and blocks, without values in registers: what they wait for, and who waits for them.
 
 Warps of a block meet at named barriers, and at mbarriers, which lie in shared memory and count bytes, too.
 """

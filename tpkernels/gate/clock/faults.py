@@ -44,7 +44,7 @@ class TooFast(ClockFault):
 
 
 class UnknownBox(ClockFault):
-    """A copy of which neither the code nor the launch says how many bytes it moves."""
+    """Neither the code nor the launch says how many bytes a copy moves."""
 
 
 class UnfitRegisters(ClockFault):

@@ -104,7 +104,7 @@ def pair(text: str) -> tuple[str, str]:
 
 
 def results(one: Instruction) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """The destination, the predicates written beside it, the operands that are read."""
+    """Return the destination, the predicates written with it, and the operands that are read."""
     operands = one.operands[1:]
     count = 0
     while count < len(operands) and is_predicate(operands[count]) and operands[count][0] != "!":

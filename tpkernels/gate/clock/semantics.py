@@ -32,7 +32,7 @@ class DecodedStep:
 def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[DecodedStep]:
     """UnknownInstruction for what is not known here.
 
-    wanted: registers whose values are asked for, beside those that decide something
+    wanted: registers whose values are asked for, as well as those that decide something
     """
     index_of = {one.address: index for index, one in enumerate(cubin.instructions)}
     meanings = [meaning(one, index_of, cubin.kernel) for one in cubin.instructions]

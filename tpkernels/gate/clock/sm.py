@@ -1,8 +1,8 @@
 """What an instruction does on an SM beyond its issue: where it queues, what its effect changes.
 
 Of what queues the code alone says what it does (`limits`, `issues`); effects depend on values (`reactions`).
-Both say when the instruction's scoreboard is released: NOBODY_KNOWS if the warp waits for something of which
-nobody knows yet when it comes.
+Both say when the instruction's scoreboard is released: NOBODY_KNOWS if the warp waits for something whose
+time is not known yet.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Trace:
-    """One program: its segments follow each other, the roles of a segment run beside each other."""
+    """One program: its segments follow each other, the roles of a segment run at the same time."""
 
     segments: tuple[tuple[Role, ...], ...]
     barriers: tuple[str, ...]  # names

@@ -67,7 +67,7 @@ def explore(kernel: Any, grid: LaunchGrid, *arguments: Any, **constants: Any) ->
 def emulating(schedule: Schedule | None = EAGER, *, processors: int = 2) -> Iterator[list[Launched]]:
     """Launchers on CPU tensors launch as on an H100 of so few processors; Gluon kernels run in the machine.
 
-    Yields the list of Gluon kernels that were launched, each of which can be run or explored again. Other
+    Yield the list of launched Gluon kernels; each can be run or explored again. Other
     kernels run in Triton's interpreter.
 
     schedule: None runs no Gluon kernel, but lists it

@@ -2,8 +2,8 @@
 
 Between two steps other roles may go on; within one they need not. A role can only learn of others by a wait,
 and others learn of it by its arrivals. So a step begins with a wait, or with whatever follows an arrival, and
-ends with arrivals: what lies between could as well happen at any one moment, unless somebody else touches the
-same memory without being ordered, and then some order of whole steps has it touched at the wrong time.
+ends with arrivals: what lies between could as well happen at any one moment, unless another role touches the
+same memory without being ordered. Then some order of whole steps has it touched at the wrong time.
 """
 
 from __future__ import annotations

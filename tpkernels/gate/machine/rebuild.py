@@ -1,7 +1,7 @@
 """A kernel as a Python function: its own code, with other globals.
 
-What it calls of Triton is replaced by what stands in for it here, and the kernels it calls are rebuilt
-likewise. Layouts and dtypes are values that the machine takes as they are.
+What it calls of Triton is replaced by what stands in for it here, and the kernels it calls are rebuilt, too.
+Layouts and dtypes are values that the machine takes as they are.
 """
 
 from __future__ import annotations

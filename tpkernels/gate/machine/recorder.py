@@ -70,7 +70,7 @@ class Recorder:
         return self._barriers[key]
 
     def specialize(self, roles: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
-        """Record the roles of a segment, the first of which returns what the segment does."""
+        """Record the roles of a segment; the first role returns what the segment does."""
         if self._specialized:
             raise Misuse(f"{_where(_kernel_frame())}: warp_specialize within a role")
         self._close([("main", self._take())])

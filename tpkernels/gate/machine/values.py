@@ -112,7 +112,7 @@ def _flat(sizes: Sequence[Any]) -> list[int]:
 
 
 def apply(function: Callable[..., Tensor], *arguments: Any) -> TensorBlock:
-    """function(*arguments), computed later; arguments are blocks, and what torch takes beside tensors."""
+    """function(*arguments), computed later; arguments are blocks, and what else torch takes."""
     blocks = [argument for argument in arguments if isinstance(argument, TensorBlock)]
     for block in blocks:
         block.require_ready()

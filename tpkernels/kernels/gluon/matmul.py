@@ -7,7 +7,7 @@
     dglu      dy w                           g, u     dg, du; h on request
 
 Each computes what the plain kernel of its name does, whose launcher checks what it is given. One consumer
-of 8 warps works on every tile; or two of 4 warps take tiles in turn, and the products of one run beside the
+of 8 warps works on every tile; or two of 4 warps take tiles in turn, and the products of one run during the
 epilogue of the other.
 """
 

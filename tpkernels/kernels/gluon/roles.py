@@ -67,7 +67,7 @@ def turn_barriers(P: gl.constexpr):
 
 @gluon.jit
 def operand_ring(a, b, P: gl.constexpr):
-    """Buffers for blocks of a, and for those of b, or of b and what lies beside it."""
+    """Buffers for blocks of a, and for those of b, or of both weights."""
     STAGES: gl.constexpr = P.stages
     B_ROWS: gl.constexpr = P.block_depth if P.depth_first else P.width
     B_COLS: gl.constexpr = P.width if P.depth_first else P.block_depth
@@ -109,7 +109,7 @@ def load(a, b, a2, b2, operands, rows, cols, depth, depth2, P: gl.constexpr):
 
 @gluon.jit
 def load_step(a, b, beside, operands, use, row, col, k, P: gl.constexpr):
-    """Fill a buffer with what is multiplied at depth k; `beside` comes behind b if there are two weights."""
+    """Fill a buffer with what is multiplied at depth k; a second weight comes behind b."""
     STAGES: gl.constexpr = P.stages
     a_ring, b_ring, full, empty = operands
     buffer, phase = place_of(use, STAGES)
@@ -155,7 +155,7 @@ def fetch(in0, in1, inputs, rows, cols, P: gl.constexpr):
 
 @gluon.jit
 def await_turn(turns, tile, FIRST: gl.constexpr, P: gl.constexpr):
-    """Let the other consumer finish its tile, of which there is none before the program's first."""
+    """Let the other consumer finish its tile; there is none before the program's first."""
     if P.consumers == 2:
         mbarrier.wait(turns.index(FIRST), ((tile // 2) & 1) ^ (1 - FIRST))
 

@@ -101,7 +101,7 @@ def column_linear(
     save_gathered: bool = False,
     quantize: Recipe | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Compute act(x weightᵀ + bias), of which each rank computes its features.
+    """Compute act(x weightᵀ + bias); each rank computes its own features.
 
     x: (tokens, ..., in_features), or this rank's tokens of dimension 0 if sequence_parallel
     weight_shard: (out_features / R, in_features), or several such that share x

@@ -131,7 +131,7 @@ class Layout(NamedTuple):
         *,
         beside: GatheredRows | None = None,
     ) -> GatheredRows:
-        """Gather all tokens of a matrix of `features`, of which forward kept these rows.
+        """Gather all tokens of a matrix of `features` from the rows that forward kept.
 
         beside: as of `gather`
         """
@@ -173,7 +173,7 @@ class Layout(NamedTuple):
 
 
 class GatheredRows:
-    """Rows of an operand from all ranks, some of which may be in flight."""
+    """Rows of an operand from all ranks; some may be in flight."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ def checked_layout(
 
 
 def shaped_like(y: Tensor, x: Tensor, tokens: int) -> Tensor:
-    """Give (rows, features) the leading dimensions of x, of which the first becomes `tokens`."""
+    """Give (rows, features) the leading dimensions of x; the first becomes `tokens`."""
     return y.view(*(tokens, *x.shape[1:-1])[: x.ndim - 1], y.shape[1])
 
 

@@ -65,7 +65,7 @@ def scatter_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
 
 @from_entry
 def gather_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All-gather features, of which each rank has a shard."""
+    """All-gather features; each rank has a shard."""
     return _region("gather_from_region", x, group, "all_features", "our_features")
 
 
@@ -79,7 +79,7 @@ def scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
 def gather_from_sequence_region(
     x: Tensor, group: ProcessGroup, *, tensor_parallel_output_grad: bool = True
 ) -> Tensor:
-    """All-gather tokens, of which each rank has a shard.
+    """All-gather tokens; each rank has a shard.
 
     tensor_parallel_output_grad: the next op is split over ranks, so that gradients are partial, and are
         reduce-scattered; False: all ranks have the full gradient, and each takes its tokens

@@ -8,10 +8,14 @@ is possible when a group first moves a shape, on scratch and with the product th
     n collectives    each with a part of the product, where there is a product and n divides the ranks
     symmetric        where all ranks are on one machine and kernels compute
 
-Nothing is timed while a CUDA graph is captured or torch.compile traces; with TPKERNELS_TUNE=0; with
-TPKERNELS_BATCH_INVARIANT=1 or TPKERNELS_TP_INVARIANT, as the way would depend on the batch that came first;
-without overlap, where one collective moves all; nor beyond MOST_TIMED shapes of a group, for lengths that
-change from batch to batch. Then collectives move the rows, as many as arithmetic says. Not run on a GPU yet.
+In these cases nothing is timed, and collectives move the rows, as many as arithmetic says:
+
+- a CUDA graph is captured, torch.compile traces, or TPKERNELS_TUNE=0
+- TPKERNELS_BATCH_INVARIANT=1 or TPKERNELS_TP_INVARIANT: the way would depend on the batch that came first
+- without overlap: one collective moves all
+- beyond MOST_TIMED shapes of a group: lengths may change from batch to batch
+
+None of this was run on a GPU yet.
 
 Ways are collective, so no rank decides by itself (`WayChooser`): each decision is taken from what all have
 told each other, and each rank runs each way equally often. A way that a rank cannot open, or that gives other
@@ -76,7 +80,7 @@ def exchange_for(
     partial_of: PartialOf | None = None,
     to_all: bool = False,
 ) -> Exchange:
-    """This rank's end of the exchange for a matrix (rows, cols), of which each rank owns a shard.
+    """This rank's end of the exchange for a matrix (rows, cols); each rank owns a shard.
 
     purpose: transfers that are in flight at the same time have exchanges of different purposes
     like: a tensor of the matrix's dtype and device

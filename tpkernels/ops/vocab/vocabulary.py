@@ -123,8 +123,8 @@ def require_in_vocabulary(
     Ranks are given the same ids, so that all raise before anything is sent. Checking ids on a GPU would block
     the host: there a kernel checks them, and ends the program, as in F.embedding and F.cross_entropy. Ids
     that differ between ranks, because a sampler deals batches out to all of them or a rank skips a batch,
-    would give plausible numbers: ranks compare theirs on the host in the first, second, fourth, eighth, ...
-    call, and with TPKERNELS_DEBUG=1 in each. On the CPU other calls are noted.
+    would give plausible numbers. So ranks compare theirs on the host in the first, second, fourth, eighth,
+    ... call, and with TPKERNELS_DEBUG=1 in each. On the CPU other calls are noted.
     """
     is_shared = shard.group.size() > 1
     compared = is_shared and _is_compared(f"{op} {name}", ids, shard.group)
