@@ -33,6 +33,7 @@ def test_picture_is_drawn_from_what_is_committed_and_its_words_lie_apart(name):
     picture = DRAWN[name]()
     drawn, committed = (CLIP.sub("", text) for text in (picture.svg, (DOCS / name).read_text()))
     assert NUMBER.sub("", drawn) == NUMBER.sub("", committed), "run `make pictures`"
+    assert words(drawn) == words(committed), "run `make pictures`"
     numbers, before = ([float(number) for number in NUMBER.findall(text)] for text in (drawn, committed))
     assert numbers == pytest.approx(before, abs=DOTS), "run `make pictures`"
 
