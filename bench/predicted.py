@@ -22,7 +22,7 @@ from bench.cases.linear_overlap import IN, TOKENS
 from bench.cases.predicted_head import HEADS, head_seconds
 from bench.cases.predicted_link import CASES, Constants, measure, paused
 from bench.linked_ranks import MeasuredRanks, ran
-from bench.published_overlap import PUBLISHED, Published
+from bench.published_overlap import PUBLISHED, THEIR_HOST, Published
 from bench.slow_link import SlowLink, why_not
 from tpkernels.cli import BadUse
 from tpkernels.gpus import gpu_named
@@ -100,7 +100,8 @@ def main(options: Namespace) -> int:
 def model_of(each: Published) -> float:
     """Microseconds."""
     sizes = Sizes(each.tokens, each.features_in, each.features_out, each.ranks)
-    return 1e6 * predict(each.operator, "forward", each.way, sizes, Node.of(gpu_named("h100"))).seconds
+    node = Node.of(gpu_named("h100")).with_host(THEIR_HOST)
+    return 1e6 * predict(each.operator, "forward", each.way, sizes, node).seconds
 
 
 def _published() -> tuple[list[dict[str, Any]], str]:

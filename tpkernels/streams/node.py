@@ -96,11 +96,11 @@ class Host:
     A CUDA graph is one launch; its kernels follow each other without the host.
     """
 
-    call: float = 75.0  # of an operator, without its launches
-    collective: float = 50.0
-    product: float = 35.0
-    kernel: float = 35.0  # any other
-    copy: float = 9.0  # with the word that the stream writes after it
+    call: float = 22.0  # of an operator, without its launches
+    collective: float = 20.0
+    product: float = 21.0
+    kernel: float = 21.0  # any other
+    copy: float = 8.0  # with the word that the stream writes after it
     naive_product: float = 12.0  # F.linear without autograd
     naive_collective: float = 25.0
     decomposed_product: float = 16.0  # 8 chunks with their copies take 277 in all (kraken, PR 2)
