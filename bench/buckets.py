@@ -1,4 +1,4 @@
-"""`python -m bench buckets`: gradient buckets beside both forms of DistributedDataParallel, as a table.
+"""`python -m bench buckets`: gradient buckets against both forms of DistributedDataParallel, as a table.
 
 DDP has 25 MB buckets, and gradients that are set to None: in the other form, they are views of its buckets.
 Rounds are interleaved, and last as long as on their slowest rank. Ways that take much memory, GPT-2 small's,
@@ -53,7 +53,7 @@ class Row:
         return f"| {' | '.join(map(str, cells))} |"
 
     def _to_ours(self, way: str) -> float:
-        """What it took, in parts of what ours took beside it."""
+        """Its time as a multiple of ours, measured interleaved with it."""
         (beside,) = (seconds for seconds in self.compared if way in seconds)
         return low(beside[way]) / low(beside["ours"])
 

@@ -1,4 +1,4 @@
-"""How benchmarks hand over what they timed, and what is told of it at the end."""
+"""Fixtures by which benchmarks hand over their times, and the summary at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Today's code beside that of a baseline's revision, timed in turns here and now.
+"""Times today's code and that of a baseline's revision, interleaved, here and now.
 
 How many times faster ours is than the naive way depends on the processor, and on what else it has to do: a
 ratio lower than that of another day has come from either, or from our code. The two codes in turns share

@@ -1,4 +1,4 @@
-"""`python -m bench fp8_loss`: what a small GPT learns in fp8, beside bf16 and fp32, on tensor-parallel ranks.
+"""`python -m bench fp8_loss`: trains a small GPT in fp8, bf16 and fp32 on tensor-parallel ranks.
 
 The model and the text of `make demo`, trained by what `train` uses: the same weights and excerpts in all
 runs. Without options it writes docs/fp8-loss.json and, by matplotlib, docs/fp8-loss.svg, too.

@@ -1,6 +1,6 @@
 """`python -m bench gpu`: all that is to be done on a machine with a GPU, in stages with limits.
 
-Tests come before `qualify`, that before tuning, tuning before benchmarks, so that nothing is timed beside
+Tests come before `qualify`, that before tuning, tuning before benchmarks, so that nothing is timed next to
 something else. Kernels come first and alone: on wrong ones nothing else is worth trying, and compiling them
 takes most of the time. A stage can be run again alone, and one that fails does not lose the others.
 """

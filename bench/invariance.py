@@ -46,7 +46,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Row:
-    """A run, and the CPU time of a step beside a plain one: the lower quartile, of the slowest rank."""
+    """A run, and the CPU time of a step against a plain one: the lower quartile, of the slowest rank."""
 
     ranks: int
     sequence_parallel: bool

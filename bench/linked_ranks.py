@@ -1,8 +1,8 @@
 """Ranks on CPUs as tasks of a simulation: what operators do, message by message, on a link of known speed.
 
 One thread a rank posts messages and multiplies; gloo's thread moves them. Between two ranks there is one
-socket each way, whose bytes go one after the other. gloo sends a message when its receiver has said, over
-its own socket, that it waits for it; what it says queues behind what it sends.
+socket each way, whose bytes go one after the other. gloo sends a message once its receiver has asked for it
+over its own socket. Such a request queues behind the receiver's own messages.
 
 The host code of each rank runs once, with a group that notes what it sends and receives, and products that
 are noted instead of computed.

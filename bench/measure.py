@@ -70,9 +70,9 @@ def seconds_on_clock(way: Way) -> float:
 
 
 def seconds_of_processor(calls: int) -> Clock:
-    """For ways of one process: what a busy neighbour makes us wait does not count.
+    """Return a clock of processor time, for ways of one process: a busy neighbour does not count.
 
-    calls: in a row, of which one is told, as one may be too short for a clock
+    calls: timed in a row and divided, as one call may be too short for a clock
     """
 
     def clock(way: Way) -> float:

@@ -1,4 +1,4 @@
-"""`python -m bench muon`: a step of Muon on shards, beside gathering every matrix on every rank."""
+"""`python -m bench muon`: a step of Muon on shards, against gathering every matrix on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m bench peers`: ours beside the peers that run on a CPU, as a table of ratios, losses among them.
+"""`python -m bench peers`: ours against the libraries that run on a CPU, as a table of ratios.
 
 Forward and backward. Rounds are interleaved: of one rank they are its processor time, of two they last as
 long as on the slower one. A peer that computes something else is an error and has no time. A peer that is

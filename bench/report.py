@@ -204,7 +204,7 @@ def _unless_kept(case: Case) -> str:
 
 
 def _overlap(one: Overlaps) -> tuple[str, Pictures]:
-    """Where copies and products ran at once, beside one after the other."""
+    """Time lines of copies and products: at once, and one after the other."""
     rows, shown = [], []
     for result in one.results:
         shape, times = (as_object(result.get(key)) for key in ("shape", "milliseconds"))

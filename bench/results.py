@@ -30,7 +30,7 @@ class Results:
 
     @property
     def device(self) -> str:
-        """The GPU, if one was used; cases of ranks are timed on the CPU beside it."""
+        """The GPU, if one was used; cases of ranks are timed on that machine's CPU."""
         devices = {info["device"] for info in self.infos.values()}
         return min(devices - {"cpu"}, default="cpu")
 
@@ -58,7 +58,7 @@ def read(path: Path) -> Results:
 
 
 def pooled(runs: Sequence[Results]) -> Results:
-    """Several runs as one: medians of what they say of a case, and beside them the ratio of each run."""
+    """Several runs as one: the medians of each case, and the ratio of each run."""
     names = dict.fromkeys(name for run in runs for name in run.infos)
     infos = {name: _pooled([run.infos[name] for run in runs if name in run.infos]) for name in names}
     failures = {name: why for run in runs for name, why in run.failures.items()}

@@ -10,7 +10,7 @@ from bench.results import duration
 
 
 def summary(infos: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """infos: what is said of each case, in the order in which they ran"""
+    """infos: the results of each case, in the order in which they ran"""
 
     def heading(info: dict[str, Any]) -> tuple[str, str]:
         return info["op"], info["shape"]

@@ -1,4 +1,4 @@
-"""What an op costs on the host beside `F.linear`: products so tiny that nothing else counts."""
+"""The host cost of an op against `F.linear`: products so tiny that nothing else counts."""
 
 from __future__ import annotations
 

@@ -49,5 +49,5 @@ def test_linear(link: SlowLink, record: Record, case: str, megabits: float) -> N
 
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_time_line(link: SlowLink, kind: str) -> None:
-    """Not timed: a picture, and a trace for chrome://tracing beside it."""
+    """Draw a picture and write a trace for chrome://tracing; nothing is timed."""
     assert write(link, kind, Path("out/overlap", kind)).exists()

@@ -1,4 +1,4 @@
-"""Results beside a baseline: what fell, and by how much; what is missing, wrong, new or something else."""
+"""Compares results with a baseline: what fell, and by how much; what is missing, wrong, new or changed."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
+from urllib.parse import quote
 
 import pdoc
 
@@ -23,6 +24,7 @@ MODULES = (
     "tpkernels.interop.safetensors",
     "tpkernels.interop.huggingface",
 )
+EMPTY = re.compile(r"<h2>Submodules</h2>\s*<ul>\s*</ul>")  # of modules whose submodules are left out
 
 
 def write(folder: Path) -> None:
@@ -33,12 +35,19 @@ def write(folder: Path) -> None:
     ops.__all__ = [
         name for name, thing in vars(ops).items() if isinstance(thing, FunctionType) and name[0] != "_"
     ]
-    pdoc.render.configure(show_source=False, footer_text=f"tpkernels {package.__version__}")
+    icon = quote(Path(__file__).with_name("favicon.svg").read_text())
+    pdoc.render.configure(
+        show_source=False,
+        footer_text=f"tpkernels {package.__version__}",
+        favicon=f"data:image/svg+xml,{icon}",
+    )
     pdoc.render_helpers.markdown_extensions["breaks"] = {
         "on_newline": True
     }  # arguments have lines of their own
     others = f"!(?!({'|'.join(map(re.escape, MODULES))})$)"
     pdoc.pdoc("tpkernels", "tpkernels.gate", others, output_directory=folder)
+    for page in folder.rglob("*.html"):
+        page.write_text(EMPTY.sub("", page.read_text()))
 
 
 if __name__ == "__main__":

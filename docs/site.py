@@ -20,10 +20,12 @@ from mkdocs.config import load_config
 from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[1]
+INDEX = Path("docs/README.md")
 LINK = re.compile(r"(!?)\[([^]]*)\]\(([^)#:\s]+)((?:#[^)\s]*)?)\)")
 PART = re.compile(r"^## (.*)$([^#]*)", re.MULTILINE)  # of docs/README.md: a heading, and pages
 SHOWN = (".svg", ".json", ".yml")  # files of docs/ that pages link to
 ASSETS = (".js", ".css")
+FOUND_LAST = "---\nsearch:\n  boost: 0.1\n---\n\n"  # by a search: tables have every word
 TITLE = re.compile(r"^# (.*)$", re.MULTILINE)
 
 
@@ -47,28 +49,36 @@ def with_links_of_the_site(text: str, page: Path) -> str:
 
 def copied(folder: Path) -> None:
     """Put pages, and what they show, into the folder, as they lie here."""
+    of_tables = parts()["Measured"]
     for page in pages():
         (folder / page).parent.mkdir(parents=True, exist_ok=True)
-        (folder / page).write_text(with_links_of_the_site((ROOT / page).read_text(), page))
+        text = with_links_of_the_site((ROOT / page).read_text(), page)
+        (folder / page).write_text(FOUND_LAST + text if page in of_tables else text)
     for shown in (ROOT / "docs").glob("*.*"):
         if shown.suffix in (*SHOWN, *ASSETS):
             shutil.copy(shown, folder / "docs")
 
 
+def parts() -> dict[str, list[Path]]:
+    """The pages of each part of docs/README.md."""
+    return {
+        part: [INDEX.parent / target for _, _, target, _ in LINK.findall(links)]
+        for part, links in PART.findall((ROOT / INDEX).read_text())
+    }
+
+
 def navigation() -> list[dict[str, Any]]:
     """The parts of docs/README.md, the API reference with the third, then what is for those who change it."""
-    index = Path("docs/README.md")
-    parts: list[dict[str, Any]] = [{"Home": "README.md"}, {"All pages": str(index)}]
-    named = {Path("README.md"), index}
-    for part, links in PART.findall((ROOT / index).read_text()):
-        listed = [index.parent / target for _, _, target, _ in LINK.findall(links)]
+    found: list[dict[str, Any]] = [{"Home": "README.md"}, {"All pages": str(INDEX)}]
+    named = {Path("README.md"), INDEX}
+    for part, listed in parts().items():
         named.update(listed)
         api = [{"API": "reference/tpkernels.html"}] if part == "Reference" else []
-        parts.append({part: api + listing(listed)})
+        found.append({part: api + listing(listed)})
     others = [page for page in pages() if page not in named]
     decisions = [page for page in others if page.parent.name == "adr"]
-    parts.append({"Project": listing(page for page in others if page not in decisions)})
-    return [*parts, {"Decisions": listing(decisions)}]
+    found.append({"Project": listing(page for page in others if page not in decisions)})
+    return [*found, {"Decisions": listing(decisions)}]
 
 
 def listing(of: Iterable[Path]) -> list[dict[str, str]]:
@@ -92,7 +102,12 @@ def write(folder: Path) -> None:
             site_name="tpkernels",
             docs_dir=str(source),
             site_dir=str(folder.resolve()),
-            theme={"name": "material", "font": False, "features": ["navigation.sections", "toc.follow"]},
+            theme={
+                "name": "material",
+                "font": False,
+                "favicon": "docs/favicon.svg",
+                "features": ["navigation.sections", "toc.follow"],
+            },
             plugins=["search"],
             extra_javascript=["docs/tables.js"],
             extra_css=["docs/tables.css"],

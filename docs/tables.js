@@ -40,6 +40,12 @@ function filterOf(rows) {
   return line;
 }
 
+// Names of tests and of files may go on in the next line, so that the words next to them have room.
+for (const cell of document.querySelectorAll("article td")) {
+  if (!cell.children.length && cell.textContent.includes("::"))
+    cell.innerHTML = cell.innerHTML.replace(/::|[/_]/g, "$&<wbr>");
+}
+
 for (const table of document.querySelectorAll("article table")) {
   const body = table.tBodies[0];
   if (!table.tHead || !body || body.rows.length <= FEW) continue;

@@ -137,9 +137,9 @@ def test_make_asks_for_the_version_to_try(target):
     assert f"{target}: expected the version to try, as in VERSION=" in told.stderr
 
 
-def test_ci_runs_the_readmes_test_command():
+def test_ci_runs_the_readmes_test_command_and_builds_the_site():
     script = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert any(line.split(" # ")[0].strip() == "make test" for line in script)
+    assert {"make test", "make site"} <= {line.split(" # ")[0].strip() for line in script}
     assert "make test" in COMMANDS
 
 

@@ -12,6 +12,22 @@ def test_page_reads_plainly(page):
     assert list(prose.faults(page.read_text())) == []
 
 
+def test_pages_are_short_enough_to_be_read():
+    assert prose.words_of_pages() <= prose.WORDS_OF_PAGES
+
+
+def test_words_are_those_of_sentences():
+    said = "A rank sends its [own\nshard](page.md). It waits then."
+    text = f"# A heading\n\n{said}\n\n| a | b |\n\n```sh\nls -l\n```\n"
+    assert prose.words_of(text) == 9
+
+
+def test_too_many_words_are_told(monkeypatch, capsys):
+    monkeypatch.setattr(prose, "WORDS_OF_PAGES", 100)
+    assert prose.main() == 1
+    assert "words in the sentences of all pages, at most 100" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [

@@ -1,5 +1,6 @@
 """The API reference is complete: every public name has a docstring, and is on its page."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,6 +43,12 @@ def test_arguments_stand_on_lines_of_their_own(reference):
     assert "<br />" in page[page.index("act(x weightᵀ + bias)") :][:300]
 
 
+def test_no_part_of_a_page_is_empty(reference):
+    pages = {page.stem: page.read_text() for page in reference.rglob("*.html")}
+    assert "Submodules" not in pages["ops"]
+    assert "Submodules" in pages["tpkernels"]
+
+
 @pytest.mark.sweep
 def test_site_has_all_pages_and_the_reference(tmp_path):
     if find_spec("mkdocs") is None:
@@ -52,7 +59,12 @@ def test_site_has_all_pages_and_the_reference(tmp_path):
     assert pages <= {page.parent.name for page in tmp_path.glob("docs/*/index.html")}
     assert (tmp_path / "reference" / "tpkernels.html").exists()
     assert 'src="../tables.js"' in (tmp_path / "docs" / "measured-kernels" / "index.html").read_text()
-    assert "reduce-scatter" in (tmp_path / "search" / "search_index.json").read_text()
+    found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    assert "reduce-scatter" in str(found)
+    boosts = {one["location"].split("#")[0]: one.get("boost", 1) for one in found}
+    assert boosts["docs/measured-kernels/"] < boosts["docs/overlap/"] == 1  # tables have every word
+    assert "favicon.svg" in (tmp_path / "index.html").read_text()
+    assert 'rel="icon"' in (tmp_path / "reference" / "tpkernels.html").read_text()
 
 
 def test_every_public_name_says_what_it_is():

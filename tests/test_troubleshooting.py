@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE, CAUGHT = (ROOT / "docs" / "troubleshooting.md").read_text().split("\n## What is caught\n")
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+CAUGHT = (ROOT / "docs" / "caught.md").read_text()
 ROWS = re.findall(r"^\| (?!message|---)(.*) \|$", PAGE, re.MULTILINE)
 CAUGHT_ROWS = re.findall(r"^\| (?!what is caught|---)(.*) \|$", CAUGHT, re.MULTILINE)
 VALUE = "\0"  # stands for what differs from case to case

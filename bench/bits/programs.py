@@ -152,7 +152,7 @@ def run_program(name: str, place: Place) -> dict[str, Tensor]:
 
 
 def _gradient_buckets(place: Place, reduce: Literal["all_reduce", "reduce_scatter"]) -> Results:
-    """Two steps, of which the first learns the order of buckets; two microbatches each."""
+    """Two steps of two microbatches each; the first step learns the order of buckets."""
     grid = place.grid
     groups = {
         "one group": (place.group, None),

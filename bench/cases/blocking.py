@@ -76,13 +76,13 @@ class Sum(torch.autograd.Function):
 
 
 def copied(x: Tensor) -> Tensor:
-    """What is the same on all ranks, each of which uses it for a part of the work."""
+    """Return x, which is the same on all ranks; backward sums its gradient over them."""
     y: Tensor = Copy.apply(x)  # type: ignore[no-untyped-call]
     return y
 
 
 def entered(x: Tensor, sequence_parallel: bool) -> Tensor:
-    """What a column-parallel product takes."""
+    """Return the operand of a column-parallel product: all tokens."""
     gathered: Tensor = Gather.apply(x) if sequence_parallel else copied(x)  # type: ignore[no-untyped-call]
     return gathered
 

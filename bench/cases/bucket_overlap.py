@@ -1,8 +1,8 @@
 """How much of the reduction of gradients is hidden behind backward, on a throttled link.
 
-Ways are timed in turn: the reduction after backward, during it in buckets as they are laid out, the same in
-buckets that are all alike, and the floor: the same backward and the same bytes at once, neither waiting for
-the other. Backward's and the reduction's own times are told beside. Computed products show what moving bytes
+Ways are timed in turn: the reduction after backward, during it in buckets as they are laid out, and during it
+in buckets of one size. The floor is the same backward and the same bytes at once, neither waiting for the
+other. The times of backward and reduction are reported, too. Computed products show what moving bytes
 takes from them; paused ones only wait, so that a busy machine does not disturb them, and show the schedule.
 
 The model is a large one with buckets of 25 MiB, in which all sizes are divided by 25.
@@ -100,7 +100,7 @@ def measure(megabits: float, *, paused: bool, rounds: int = ROUNDS) -> tuple[Wor
 
 
 class _Backward:
-    """Of one model, in buckets of which the first and last may hold `smallest` bytes."""
+    """Buckets of one model; the first and the last may hold `smallest` bytes."""
 
     def __init__(self, smallest: int, *, paused: bool) -> None:
         group = dist.group.WORLD

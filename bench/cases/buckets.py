@@ -140,7 +140,7 @@ STEPS: dict[str, Callable[[Shapes, dist.ProcessGroup], Step]] = {
 
 
 def reduced(op: str, list_name: str, pass_: str, naive: str) -> Work:
-    """What is said of a case whose point is the reduction of a list by all ranks."""
+    """Describes a case that reduces a list over all ranks."""
     ranks = dist.get_world_size()
     list_bytes = sum(4 * torch.Size(shape).numel() for shape in LISTS[list_name]())
     return Work(

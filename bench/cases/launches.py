@@ -120,7 +120,7 @@ class CountingGroup(dist.ProcessGroup):
 
 @contextmanager
 def group_of(ranks: int) -> Iterator[CountingGroup]:
-    """The default group of this process, of which it is one rank in the middle."""
+    """The default group of this process, which is one rank in the middle of it."""
     made: list[CountingGroup] = []
 
     def make(store: object, rank: int, size: int, timeout: timedelta) -> CountingGroup:

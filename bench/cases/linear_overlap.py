@@ -2,8 +2,8 @@
 
 Three ways are timed in turn: one after the other (`overlap=False`), overlapped, and the floor: the same
 products and the same bytes at once, neither waiting for the other. The floor is measured, because moving
-bytes takes processor time, too: a product lasts longer beside a transfer. The products' and the transfers'
-own times are told beside.
+bytes takes processor time, too: a product lasts longer during a transfer. The products' and the transfers'
+own times are reported, too.
 """
 
 from __future__ import annotations

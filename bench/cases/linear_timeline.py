@@ -128,7 +128,7 @@ def _sample() -> Sample:
 
 
 def write(link: SlowLink, kind: str, target: Path, ratio: float = 1.0, rounds: int = 5) -> Path:
-    """The trace and the picture beside each other; returns the path of the picture."""
+    """Writes the trace and the picture into one folder; returns the path of the picture."""
     by_rank = link.run(record, kind, ratio, rounds, timeout=300)
     panels = {title: [span for spans in by_rank for span in spans[title]] for title in PANELS}
     target.parent.mkdir(parents=True, exist_ok=True)

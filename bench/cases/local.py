@@ -1,4 +1,4 @@
-"""Ops of one rank beside torch's own: linear, gated unit, MLP, norms, and those over a vocabulary.
+"""Ops of one rank against torch's own: linear, gated unit, MLP, norms, and those over a vocabulary.
 
     python -m bench.cases.local [--rounds N] [PATTERN ...]
 

@@ -8,7 +8,7 @@ slower than NVLink: of each part only as many rows are really copied as make the
 product's time.
 
 Times are the product's alone, the transfer's alone, one after the other, at once; at once with a transfer
-that starts later and later, beside what the model says; and a control, whose flags all rise after the last
+that starts later and later, and what the model says; and a control, whose flags all rise after the last
 copy: it has to hide nothing, or the run fails.
 """
 

@@ -1,4 +1,4 @@
-"""Ours beside the peers that run on a CPU, with the same weights, compared before anything is timed.
+"""Ours against the libraries that run on a CPU, with the same weights, compared before anything is timed.
 
 On one rank torch's own functions, eager and compiled. On tensor-parallel ranks a Llama's block by torch's
 `parallelize_module`, eager and compiled, and a whole Llama of transformers by that, by transformers' own

@@ -1,7 +1,7 @@
 """On both ranks of a throttled link: the constants of a model of it, and the ways that the model predicts.
 
 All are timed in one run, interleaved. Constants are of single products, of transfers alone and of products
-beside unrelated messages; none is of an operator.
+during unrelated messages; none is of an operator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`reshard` beside what it replaces, and beside one copy of the bytes that it moves: in one run, interleaved.
+"""`reshard` against what it replaces, and against one copy of the bytes that it moves, interleaved.
 
 torchrun --nproc-per-node 2 -m bench.cases.reshard [--processor]
 

@@ -21,7 +21,7 @@ async_load, async_store = gluon_copies()
 
 @gluon.jit
 def awaited_kernel(a, b, c, MMA: gl.constexpr, BUFFERS: gl.constexpr, num_warps: gl.constexpr):
-    """One tile a block; each copy is awaited at once. With two buffers products run beside the next copy."""
+    """One tile a block; each copy is awaited at once. With two buffers products run during the next copy."""
     ROWS: gl.constexpr = c.block_type.shape[0]
     COLS: gl.constexpr = c.block_type.shape[1]
     DEPTH: gl.constexpr = a.block_type.shape[1]

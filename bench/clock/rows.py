@@ -3,7 +3,7 @@
 python -m bench.clock.rows
 
 Liger-Kernel (linkedin/Liger-Kernel, commit ead96b61): `benchmark/data/all_benchmark_data.csv`, medians of
-`do_bench`; 4,096 rows, of each of which a program has all columns. And of its backward before commit
+`do_bench`; 4,096 rows; a program has all columns of each. And of its backward before commit
 b7025a70 what Nsight Compute said of memory's throughput: 2,048 rows, which a block on each SM takes in turn.
 Kernels of ours with their blocks stand in for theirs.
 """

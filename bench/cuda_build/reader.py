@@ -1,8 +1,8 @@
 """What our code takes from torch, read from its syntax and looked up in the torch that is installed.
 
 A name that is chained to an import of torch is followed (`torch.cuda.Stream`), and so is what is asked of
-values whose class is known from an annotation, a constructor or what a function is said to return. A value
-of which nothing is known is not followed. Calls are compared with the signature: Python's own, the one in the
+values whose class is known from an annotation, a constructor or what a function is said to return. Other
+values are not followed. Calls are compared with the signature: Python's own, the one in the
 documentation of a binding, or the schema of an operator, which must also have an entry for the device type.
 
 A name that is asked for by `hasattr`, or under `except AttributeError` or `ImportError`, may be missing.
@@ -353,7 +353,7 @@ class _Reader:
         return result(callee)
 
     def _annotated(self, node: ast.expr) -> Thing | None:
-        """The class of torch that an annotation means: alone, or beside None."""
+        """The class of torch that an annotation means: alone, or with None."""
         match node:
             case ast.BinOp(op=ast.BitOr()):
                 sides = [self._annotated(node.left), self._annotated(node.right)]

@@ -77,7 +77,7 @@ def test_page_of_the_clock_shows_what_it_says(compiler):
     rows = [line for line in table(found) if AWAITED in line or "rotated" in line]
     assert len(rows) == 3
     for row in rows:
-        assert row in (DOCS / "clock.md").read_text()
+        assert row in (DOCS / "clock-validation.md").read_text()
     assert summary(found).figures == 3
     assert summary(found).rank == 1.0  # 495 < 540 < 670
     assert abs(summary(found).worst) == max(abs(100 * one.error) for one in found)
@@ -86,7 +86,7 @@ def test_page_of_the_clock_shows_what_it_says(compiler):
 
 
 def test_page_of_the_clock_has_every_figure():
-    text = (DOCS / "clock.md").read_text()
+    text = (DOCS / "clock-validation.md").read_text()
     shown = re.findall(r"^\| (fitted|kept back) \| (.*?) \| (\d+) \|", text, re.MULTILINE)
     assert shown == [
         ("fitted" if one.fitted else "kept back", one.name, f"{one.tflops:.0f}") for one in measured()
@@ -101,11 +101,10 @@ def test_page_of_overlap_has_todays_wins():
 
 
 @pytest.mark.sweep  # records thirty calls
-def test_page_of_vocabularies_has_todays_times_of_heads():
+def test_page_of_overlap_has_todays_times_of_heads():
     _, heads = predicted._heads()
-    assert heads in (DOCS / "vocabulary.md").read_text(), (
-        "write the table anew: python -m bench predicted heads"
-    )
+    told = (DOCS / "overlap-predicted.md").read_text()
+    assert heads in told, "write the table anew: python -m bench predicted heads"
 
 
 def test_page_of_overlap_has_todays_model_of_published_times():
@@ -142,10 +141,9 @@ def test_a_product_between_two_sizes_lies_between_their_times():
 
 def test_page_of_fp8_shows_the_losses_that_were_measured():
     found = json.loads(fp8_loss.LOSSES.read_text())
-    page = (DOCS / "fp8.md").read_text()
-    assert fp8_loss.table(found) in page
+    assert fp8_loss.table(found) in (DOCS / "fp8-figures.md").read_text()
     assert [len(losses) for losses in found.values()] == [300] * len(fp8_loss.WAYS)
-    assert f"]({fp8_loss.PICTURE.name})" in page
+    assert f"]({fp8_loss.PICTURE.name})" in (DOCS / "fp8.md").read_text()
 
 
 def test_differences_of_losses_are_of_the_last_steps():

@@ -23,7 +23,7 @@ from tpkernels.ops.quantized.products import Quantized
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 T, K, N, BETWEEN = 37, 200, 136, 152  # a second block that is not full, in each direction
-PAGE = (Path(__file__).parents[2] / "docs/fp8.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/fp8-figures.md").read_text()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -195,7 +195,7 @@ ROWS_OF_PAGE = [
 
 @pytest.mark.parametrize("name", ROWS_OF_PAGE)
 def test_errors_against_unquantized_products_are_those_on_the_page(name):
-    """docs/fp8.md, to one unit of its last digit."""
+    """docs/fp8-figures.md, to one unit of its last digit."""
     (told,) = (line for line in PAGE.splitlines() if line.startswith(f"| {name} |"))
     for told_cell, cell in zip(told.split("|")[2:-1], row_of(name).split("|")[2:-1], strict=True):
         for number, found in zip(told_cell.split("/"), cell.split("/"), strict=True):

@@ -272,7 +272,7 @@ def test_operands_that_lie_within_ranks_are_those_of_one_rank(recipe):
     """x and rows of the weight in column forward, dy and columns of the weight in row backward; dw exactly.
 
     Others have scales of shards, unless blocks and shards have common borders: then only what ranks send each
-    other is rounded. Figures are in docs/fp8.md.
+    other is rounded. Figures are in docs/fp8-figures.md.
     """
     found = apart_from_one_rank(RECIPES[recipe])
     assert found["column dw"] == found["row dw"] == 0

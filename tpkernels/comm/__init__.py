@@ -1,1 +1,1 @@
-"""Collectives in flight, transports and buckets, over torch.distributed and the C++ extension."""
+"""Calls of a group, agreement of its ranks, and the transports that move rows between them."""

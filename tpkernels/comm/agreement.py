@@ -33,7 +33,7 @@ _OFFER_CHARACTERS, _OFFER_BYTES = 256, 16 * 1024  # of a text, and of what a ran
 
 @dataclass(frozen=True)
 class Claim:
-    """What one rank brings to a call.
+    """The arguments of a call on one rank, which `agree` compares with those of the other ranks.
 
     request: the call and its options
     tensors: each one's name, shape, dtype and layout
@@ -53,7 +53,7 @@ class Claim:
 
 
 def agree(claim: Claim, group: ProcessGroup) -> None:
-    """Return on all ranks, or raise the same error on all ranks."""
+    """Compare the claims of all ranks: return on all of them, or raise the same error on all of them."""
     text = json.dumps([claim.request, claim.tensors, claim.problem]).encode()
     digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
     message = torch.frombuffer(bytearray(digest + len(text).to_bytes(8, "little")), dtype=torch.uint8)
@@ -83,7 +83,7 @@ def agree(claim: Claim, group: ProcessGroup) -> None:
 def offers_of_all(
     name: str, call: Call, problem: str, wanted: str = "", offer: Sequence[str] = ()
 ) -> list[list[str]]:
-    """What each rank offers; all raise if a rank asks for something else or cannot take part.
+    """Return the offers of all ranks; all raise if a rank asks for something else or cannot take part.
 
     problem: why this rank cannot take part, if so
     wanted: what all must ask for alike. Long texts are cut.
@@ -104,7 +104,7 @@ def offers_of_all(
 
 
 def bytes_of_all(name: str, own: bytes, group: ProcessGroup) -> list[bytes]:
-    """What each rank brings, which may be of any lengths. name: of the call, for errors"""
+    """Return the bytes of all ranks, whose lengths may differ. name: of the call, for errors"""
     call = handshake(name, "bytes of all ranks", group)
     lengths = _all_gather(torch.tensor([len(own)]), call).flatten().tolist()
     padded = torch.frombuffer(bytearray(own.ljust(max(lengths))), dtype=torch.uint8)
@@ -113,7 +113,7 @@ def bytes_of_all(name: str, own: bytes, group: ProcessGroup) -> list[bytes]:
 
 
 def describe(name: str, tensor: Tensor, *, strides: bool = True) -> str:
-    """What must be equal on all ranks, in words."""
+    """Describe in words what must be equal on all ranks: name, shape, dtype and, if asked, strides."""
     layout = ""
     if strides and not tensor.is_contiguous():
         dense = torch.empty_like(tensor, device="meta").stride()

@@ -76,11 +76,11 @@ _clock = count()  # of calls that begin, in any group
 
 
 class CannotTakePart(RuntimeError):
-    """A rank has told the others why, and all raise this alike: nothing is on its way."""
+    """Raised on all ranks alike when one of them cannot take part in a call; no message is in flight."""
 
 
 class Kind(NamedTuple):
-    """Calls that differ in their number only."""
+    """Describes calls that differ in their number only."""
 
     described: str
     checksum: int
@@ -93,12 +93,12 @@ def kind_of(key: Key) -> Kind:
 
 
 def is_looked_at(times: int) -> bool:
-    """For looks that cost: the first, second, fourth, eighth, ... time."""
+    """Whether an expensive check is made this time: the first, second, fourth, eighth, ... one."""
     return times & (times - 1) == 0
 
 
 class GroupCalls:
-    """What this rank knows of the calls of one group. An operator should cost little: so do calls."""
+    """The calls of one group, as this rank knows them: their numbers, kinds and failures."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.name, self.rank, self.ranks = str(group.group_name), group.rank(), group.size()
@@ -124,7 +124,7 @@ class GroupCalls:
         self._times: dict[str, int] = {}
 
     def require_usable(self, op: str) -> None:
-        """An error if the group was destroyed, has failed, or is another process's."""
+        """Raise an error if the group was destroyed, has failed, or belongs to another process."""
         if self.failure:
             raise RuntimeError(
                 f"{op}: process group '{self.name}' has failed and cannot be used any more: {self.failure}. "
@@ -134,24 +134,24 @@ class GroupCalls:
             raise RuntimeError(f"{op}: process group '{self.name}' was destroyed; make a new one")
 
     def add_kind(self, key: Key, kind: Kind) -> None:
-        """All ranks add the same, and forget them alike."""
+        """Remember a kind of calls; all ranks add the same kinds, and forget them alike."""
         if len(self.kinds) >= MOST_DESCRIBED:
             self.kinds.clear()
         self.kinds[key] = kind
 
     def is_due(self, look: str) -> bool:
-        """Whether a look that costs something, which is asked for once more, is to be taken."""
+        """Count a request for an expensive check, and return whether it is to be made."""
         self._times[look] = times = self._times.get(look, 0) + 1
         return is_looked_at(times)
 
     def note(self, what: str) -> None:
-        """All ranks do the same here, which sends nothing: messages from now on arrive only if they have."""
+        """Change the tags of later messages, which arrive only if all ranks have made the same note."""
         self._number += 1
         self._recent.append((self._number, what))
         self._noted = zlib.crc32(what.encode(), self._noted)
 
     def begin(self, op: str, kind: Kind, group: ProcessGroup, *, travels: bool = True) -> Call:
-        """The next call. travels: rows do; else it is a handshake, in which all ranks succeed, or none"""
+        """Begin the next call. travels: False for a handshake, in which all ranks succeed or none"""
         if self.failure or group not in distributed_c10d._world.pg_map:
             self.require_usable(op)
         self._number = number = self._number + 1
@@ -163,14 +163,14 @@ class GroupCalls:
         return Call(op, group, self, number, tag)
 
     def matches_tags(self, device: torch.device) -> bool:
-        """Whether the backend delivers a message only to who asks for its tag. NCCL goes by order alone."""
+        """Whether the backend matches messages by tag; NCCL matches them by order alone."""
         kind = device.type
         if kind not in self._matches_tags:
             self._matches_tags[kind] = self._required_group()._get_backend(device).name() == "gloo"
         return self._matches_tags[kind]
 
     def fail(self, cause: str) -> None:
-        """Let nobody use the group any more, here and on other ranks; the first cause stays."""
+        """End the group on all ranks: later calls raise an error that names the first cause."""
         if self.failure:
             return
         cause = f"rank {self.rank}: {cause}"[:LONGEST_CAUSE]
@@ -184,7 +184,7 @@ class GroupCalls:
                 backend.abort()
 
     def first_failure(self) -> str:
-        """What another rank has said by `fail`, if any has."""
+        """Return the cause that another rank has passed to `fail`, or an empty text."""
         if not self.failure:
             with suppress(RuntimeError):
                 if (store := self._store()) is not None and store.check([_FAILURE]):
@@ -192,7 +192,7 @@ class GroupCalls:
         return self.failure
 
     def compare(self) -> None:
-        """Show our last calls, look at those of other ranks, and fail if they have made others."""
+        """Publish this rank's last calls, read those of the other ranks, and fail if they differ."""
         if (store := self._store()) is None or self.failure:
             return
         recent = list(self._recent)
@@ -206,7 +206,7 @@ class GroupCalls:
             self.fail(cause)
 
     def look(self) -> None:
-        """By the thread that watches: compare, if this rank has been in one call since the last look."""
+        """Compare if this rank is in the same call as at the last look; the watching thread calls this."""
         blocked = self.waiting and self.waiting == self.waited
         still = self._number and self._number == self._seen and self._of_nccl()
         self.waited, self._seen = self.waiting, self._number
@@ -222,7 +222,7 @@ class GroupCalls:
                 self.compare()
 
     def introduce(self) -> None:
-        """Let ranks know our process and machine, where only a look at it tells that it has ended."""
+        """Publish this rank's process and machine, so that the other ranks notice when it ends."""
         if self.ranks > 1 and self._of_nccl() and (store := self._store()) is not None:
             store.set(f"{_PROCESS}{self.rank}", f"{os.getpid()} {machine()}")
 
@@ -283,7 +283,7 @@ class GroupCalls:
         return found
 
     def parted(self) -> str:
-        """Which calls differ, where it is known that some do: once another rank shows its own, or nothing."""
+        """Return which calls differ, once another rank has published its own; an empty text if none does."""
         ends = time.monotonic() + _SHOWN_WITHIN
         with suppress(RuntimeError):  # a store may have died with its rank
             while not self.failure and time.monotonic() < ends:
@@ -309,7 +309,7 @@ class GroupCalls:
         return (group := self._group()) is not None and is_alive(group)
 
     def end_threads(self) -> None:
-        """If the group was destroyed and is held. What runs after us at exit may need the others."""
+        """End the threads of a group that was destroyed but is still referenced."""
         group = self._group()
         if group is not None and not is_alive(group) and not self.inherited:
             torch.ops.tpkernels.end_backends(group.boxed(), _LONGEST_WAIT)
@@ -334,7 +334,7 @@ _of_group: dict[int, GroupCalls] = {}
 
 
 def calls_so_far(group: object) -> GroupCalls | None:
-    """Those of a group that has had a call, hence is one."""
+    """Return the calls of a group that has had one, else None."""
     return _of_group.get(id(group))
 
 
@@ -349,7 +349,7 @@ def calls_of(group: ProcessGroup) -> GroupCalls:
 
 
 def ranks_of(group: ProcessGroup) -> int:
-    """`group.size()`, whose way into C++ takes as long as a few lines."""
+    """Return `group.size()`, kept here because the call into C++ is slow."""
     return calls_of(group).ranks
 
 
@@ -376,7 +376,7 @@ atexit.register(_watcher.end)
 
 
 class Call:
-    """One call in a group."""
+    """A numbered call in a group."""
 
     __slots__ = ("calls", "group", "number", "op", "tag")
 
@@ -385,7 +385,7 @@ class Call:
         self.op, self.group, self.calls, self.number, self.tag = op, group, calls, number, tag
 
     def wait_for(self, wait: Callable[[], R]) -> R:
-        """Block in `wait`, watched."""
+        """Run `wait`, which blocks, and return its result; failures of other ranks end it with an error."""
         calls = self.calls
         calls.waiting = self.number
         result = wait()
@@ -394,12 +394,12 @@ class Call:
 
 
 def begin(op: str, what: str, group: ProcessGroup) -> Call:
-    """The next call of the group, in which rows travel."""
+    """Begin the next call of the group, in which rows move, and return it."""
     return calls_of(group).begin(op, kind_of((op, what, (), None)), group)
 
 
 def handshake(op: str, what: str, group: ProcessGroup) -> Call:
-    """The next call of the group, in which ranks tell each other what they want: all succeed, or none.
+    """Begin the next call of the group, in which ranks compare arguments: all succeed, or none.
 
     op: for errors; ranks may be there for different ones
     """
@@ -408,7 +408,7 @@ def handshake(op: str, what: str, group: ProcessGroup) -> Call:
 
 
 def all_or_fail(function: Callable[P, R]) -> Callable[P, R]:
-    """Let the groups fail in which `function` has begun calls, if it ends by an exception."""
+    """Wrap `function`: if it raises, the groups in which it has begun calls fail."""
 
     @wraps(function)
     def run(*args: P.args, **options: P.kwargs) -> R:
@@ -425,7 +425,7 @@ def all_or_fail(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def from_entry(op: Callable[P, R]) -> Callable[P, R]:
-    """Let the `group` of an op fail if it ends by anything but an error of its own checks, which is noted.
+    """Wrap an op: its `group` fails if it raises anything but an error of its own checks.
 
     This rank's next calls would else pair with those of other ranks that have begun theirs: after an
     interrupt that came before the op had begun its calls, or where this rank alone refuses its arguments.

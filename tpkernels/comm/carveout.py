@@ -38,7 +38,7 @@ class CollectivesInFlight:
         self._blocks: dict[int, int] = {}  # of the groups among these
 
     def begin(self, group: ProcessGroup, device: torch.device) -> None:
-        """A collective of the group has been started."""
+        """Count a collective of the group that has been started."""
         name = id(group)
         with self._lock:
             self._in_flight[name] = number = self._in_flight.get(name, 0) + 1
@@ -47,7 +47,7 @@ class CollectivesInFlight:
                 _add(self._blocks[name])
 
     def end(self, group: ProcessGroup) -> None:
-        """The stream that computes waits for the collective, or nobody will."""
+        """Count a collective as finished: the computing stream waits for it, or no stream will."""
         name = id(group)
         with self._lock:
             self._in_flight[name] = left = self._in_flight[name] - 1

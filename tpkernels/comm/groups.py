@@ -19,7 +19,7 @@ from tpkernels.messages import cause_of
 
 
 def required_group(group: Any, argument: str = "group", op: str = "") -> ProcessGroup:
-    """`group`, if this rank is a member of it and may use it now."""
+    """Return `group` if this rank is a member and may use it now; else raise an error."""
     runs = not torch.compiler.is_compiling()
     calls = calls_so_far(group) if runs else None
     if calls is None:  # asked first: `isinstance` of torch's class runs Python
@@ -38,7 +38,7 @@ def required_group(group: Any, argument: str = "group", op: str = "") -> Process
 
 
 def group_or_world(group: object) -> ProcessGroup:
-    """`group`, or the default group for None."""
+    """Return `group`, or the default group for None."""
     if group is not None:
         return required_group(group)
     if not dist.is_initialized():
@@ -61,7 +61,7 @@ class LiveGroup:
         self.size, self.rank = group.size(), group.rank()
 
     def get(self) -> ProcessGroup:
-        """The group, if it may be used now."""
+        """Return the group if it may be used now; else raise an error."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"GradientBuckets made in process {self._process} cannot be used in process {os.getpid()}, "
@@ -77,13 +77,13 @@ class LiveGroup:
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> float:
-    """Seconds that the group's backend for tensors of `device` waits for other ranks."""
+    """Return the time-out in seconds of the group's backend for tensors of `device`."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout.total_seconds()
 
 
 def refuse_other_devices(op: str, group: ProcessGroup, device: torch.device) -> None:
-    """An error if nothing in the group moves tensors of `device`; asked after a failure, as looking costs."""
+    """Raise an error if no backend of the group moves tensors of `device`; called after a failure only."""
     kinds = sorted(own.type for own in group._device_types)
     if device.type not in kinds:
         raise ValueError(
@@ -93,7 +93,7 @@ def refuse_other_devices(op: str, group: ProcessGroup, device: torch.device) -> 
 
 
 def failed(what: str, name: str, size: int, cause: object) -> RuntimeError:
-    """The error of a collective of the group of that name and size, to be raised."""
+    """Return the error to raise for a failed collective of the group of that name and size."""
     return RuntimeError(
         f"{what} failed in process group '{name}' of {size} ranks, here on rank {_world_rank()}; a rank "
         f"died, came too late, or left the common order of calls. Cause: {cause_of(cause)}"
@@ -104,7 +104,7 @@ Start = Callable[[ProcessGroup], Work]
 
 
 def start_together(group: ProcessGroup, device: torch.device, starts: Sequence[Start]) -> list[Work]:
-    """Start collectives in this order: in one launch, where the backend can.
+    """Start collectives in this order, in one launch where the backend supports it.
 
     One alone, too: NCCL sends it over another communicator than those of a launch, where its receiver may be.
     """
@@ -124,7 +124,7 @@ _ALL_GATHER, _ALL_TO_ALL = c10d.AllgatherOptions(), c10d.AllToAllOptions()  # ma
 def start_all_reduce(
     group: ProcessGroup, data: Tensor, reduction: ReduceOp.RedOpType, timeout: timedelta | None
 ) -> Work:
-    """All-reduce `data` in place. timeout: None for the group's own"""
+    """Start an all-reduce of `data` in place. timeout: None for the group's own"""
     options = c10d.AllreduceOptions()
     options.reduceOp = ReduceOp(reduction)
     if timeout is not None:
@@ -139,7 +139,7 @@ def start_reduce_scatter(
     reduction: ReduceOp.RedOpType,
     timeout: timedelta | None,
 ) -> Work:
-    """Reduce `data`; this rank's part of the result goes to `shard`, which may be that part of `data`."""
+    """Start a reduce-scatter of `data` into `shard`, which may be this rank's part of `data`."""
     options = c10d.ReduceScatterOptions()
     options.reduceOp = ReduceOp(reduction)
     if timeout is not None:
@@ -148,26 +148,26 @@ def start_reduce_scatter(
 
 
 def start_all_gather(group: ProcessGroup, gathered: Tensor, part: Tensor) -> Work:
-    """The parts of all ranks, one after the other."""
+    """Start an all-gather of `part` into `gathered`, in the order of ranks."""
     return group._allgather_base(gathered, part, _ALL_GATHER)
 
 
 def start_all_to_all(
     group: ProcessGroup, received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int]
 ) -> Work:
-    """To each rank so many rows of `sent`, from each so many of `received`, both in the order of ranks."""
+    """Start an all-to-all: rows of `sent` to each rank, of `received` from each, in the order of ranks."""
     return group.alltoall_base(received, sent, received_rows, sent_rows, _ALL_TO_ALL)
 
 
 def start_broadcast(group: ProcessGroup, data: Tensor, group_source: int) -> Work:
-    """`data` of the rank with number `group_source` in the group."""
+    """Start a broadcast of `data` from the rank with number `group_source` in the group."""
     options = c10d.BroadcastOptions()
     options.rootRank = group_source
     return group.broadcast([data], options)
 
 
 def exchange_device(group: ProcessGroup) -> torch.device:
-    """Where small messages between hosts travel: the CPU if the group's backend can, so that no GPU waits.
+    """Return the device of small messages between hosts: the CPU if the group's backend supports it.
 
     Else the GPU that the group is bound to (`device_id` of `init_process_group`), or the current one.
     """

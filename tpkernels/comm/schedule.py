@@ -47,7 +47,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """What one collective of a reduce moves, own rows included if they are among those of its round."""
+    """The rows that one collective of a reduce moves, own rows included if its round has them."""
 
     sent: list[int]  # how many rows to each rank
     received: list[int]  # from each
@@ -67,7 +67,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one rank swaps in a call, in this order, and where rows lie in its memory.
+    """The order in which one rank swaps chunks in a call, and where rows lie in its memory.
 
     Memory is the gathered matrix, or the slots of a reduce: what each rank sends, in rank order.
     """
@@ -82,19 +82,19 @@ class Plan:
 
     @property
     def swaps(self) -> tuple[Swap, ...]:
-        """Those of all rounds."""
+        """The swaps of all rounds."""
         return tuple(swap for round in self.rounds for swap in round.swaps)
 
 
 def bounds(rows: int, parts: int, part: int) -> tuple[int, int]:
-    """First and last-plus-one row of a part; the first parts are one row longer where it does not divide."""
+    """Return first and last-plus-one row of a part; the first parts take the rows of the remainder."""
     size, longer = divmod(rows, parts)
     start = part * size + min(part, longer)
     return start, start + size + (part < longer)
 
 
 def cut(rows: int, ranks: int, owner: int, shares: Sequence[int]) -> list[slice]:
-    """One rank's shard in chunks, in order; some are empty where it has fewer rows than that.
+    """Return one rank's shard in chunks, in order; some are empty where it has fewer rows than that.
 
     shares: sizes of the chunks, relative to each other
     """
@@ -104,14 +104,14 @@ def cut(rows: int, ranks: int, owner: int, shares: Sequence[int]) -> list[slice]
 
 
 def peers_by_step(ranks: int, rank: int) -> Iterator[tuple[int, int]]:
-    """(whom to send to, whom to receive from) in each step."""
+    """Yield the rank to send to and the rank to receive from in each step."""
     for step in range(1, ranks):
         yield (rank - step) % ranks, (rank + step) % ranks
 
 
 @lru_cache(maxsize=256)
 def gather_plan(rows: int, ranks: int, rank: int, chunks: int, tapered: bool = True) -> Plan:
-    """How `rank` gets the rows of all; each shard is cut into as many chunks."""
+    """Return the plan by which `rank` gathers the rows of all; each shard is cut into `chunks`."""
     own = slice(*bounds(rows, ranks, rank))
     rounds = [Round(own, ())]
     for step, (to, source) in enumerate(peers_by_step(ranks, rank), start=1):
@@ -123,7 +123,7 @@ def gather_plan(rows: int, ranks: int, rank: int, chunks: int, tapered: bool = T
 
 @lru_cache(maxsize=256)
 def pushing_gather_plan(rows: int, ranks: int, rank: int, chunks: int) -> Plan:
-    """Plan of a gather: `rank` sends its rows all at once, and the others' rows arrive chunk by chunk."""
+    """Return the plan of a gather: `rank` sends its rows all at once; other rows arrive chunk by chunk."""
     plan = gather_plan(rows, ranks, rank, chunks, tapered=False)
     arriving = (Round(round.rows, ()) for round in plan.rounds[1:])
     return replace(plan, rounds=(Round(plan.own, plan.swaps), *arriving))
@@ -131,7 +131,7 @@ def pushing_gather_plan(rows: int, ranks: int, rank: int, chunks: int) -> Plan:
 
 @lru_cache(maxsize=256)
 def reduce_plan(rows: int, ranks: int, rank: int, chunks: int, tapered: bool = True) -> Plan:
-    """How `rank` gets what all others have for its own rows; each shard is cut into as many chunks."""
+    """Return the plan by which `rank` receives all partial sums of its rows; shards are cut into `chunks`."""
     own, rounds = slice(*bounds(rows, ranks, rank)), list[Round]()
     for step, (to, source) in enumerate(peers_by_step(ranks, rank), start=1):
         shares = range(1, chunks + 1) if tapered and step == 1 else [1] * chunks
@@ -151,7 +151,7 @@ def reduce_plan(rows: int, ranks: int, rank: int, chunks: int, tapered: bool = T
 
 @lru_cache(maxsize=256)
 def collective_gather_plan(rows: int, ranks: int, rank: int, rounds: int) -> Plan:
-    """How `rank` gets the rows of all in so many rounds, which divide the ranks; its own block first."""
+    """Return the plan by which `rank` gathers the rows of all in rounds, its own block first."""
     own = slice(*bounds(rows, ranks, rank))
     planned = []
     for ahead, _, peers in _blocks(ranks, rank, rounds):
@@ -163,7 +163,7 @@ def collective_gather_plan(rows: int, ranks: int, rank: int, rounds: int) -> Pla
 
 @lru_cache(maxsize=256)
 def collective_reduce_plan(rows: int, ranks: int, rank: int, rounds: int) -> Plan:
-    """How `rank` gets what all others have for its own rows in so many rounds; its own block last."""
+    """Return the plan by which `rank` receives all partial sums of its rows in rounds, its own block last."""
     own = slice(*bounds(rows, ranks, rank))
     kept = _in_slot(rank, own, own)
     planned = []
@@ -222,7 +222,7 @@ def _in_slot(source: int, rows: slice, shard: slice) -> slice:
 
 
 def parts_of_shard(shard_bytes: int) -> int:
-    """How many chunks to cut a shard into. A function of sizes that all ranks share: all cut alike."""
+    """Return into how many chunks a shard is cut: a function of sizes that all ranks share."""
     return max(1, min(MOST_CHUNKS, shard_bytes // LEAST_BYTES))
 
 
@@ -256,7 +256,7 @@ def swaps_full_sums(sum_bytes: int, ranks: int) -> bool:
 
 
 def worth_sharing(shard_bytes: int, ranks: int, *, to_all: bool) -> bool:
-    """Whether what a rank receives is worth memory that ranks share, where sockets would do.
+    """Whether a rank receives enough for shared memory to be faster than sockets.
 
     to_all: an all-reduce, which is a reduce and a gather through memory. Where c10d swaps full sums instead,
     it is faster up to shards of MOST_CHUNKS chunks. A function of sizes that all ranks share.
@@ -267,17 +267,17 @@ def worth_sharing(shard_bytes: int, ranks: int, *, to_all: bool) -> bool:
 
 
 def even_chunks(shard_rows: int, wanted: int) -> int:
-    """The most chunks of a shard, up to `wanted`, that have as many rows each."""
+    """Return the largest number of equal chunks of a shard, up to `wanted`."""
     return next(chunks for chunks in range(max(1, wanted), 0, -1) if shard_rows % chunks == 0)
 
 
 def pushed_chunks(shard_rows: int, shard_bytes: int, ranks: int) -> int:
-    """Into how many chunks a GPU cuts the shard that it pushes to each of the others."""
+    """Return into how many chunks a GPU cuts the shard that it pushes to each other rank."""
     return even_chunks(shard_rows, min(parts_of_shard(shard_bytes), MOST_PUSHES // max(1, ranks - 1)))
 
 
 def chunk_rows(rows: int, ranks: int, chunks: int = 1) -> int:
-    """How many rows each chunk has, where all have as many."""
+    """Return the rows of a chunk, where all chunks are equal."""
     if ranks < 1 or chunks < 1 or rows % (ranks * chunks):
         raise ValueError(
             f"expected rows that {ranks} ranks times {chunks} chunks divide, got {rows}: pad the tokens"
@@ -289,7 +289,7 @@ CODE_BITS = 20  # of a flag: a code of the call; above them is its epoch
 
 
 def flag_of(epoch: int, code: int) -> int:
-    """What the flags of call number `epoch` hold, an int32; epochs wrap round."""
+    """Return the int32 that flags of call number `epoch` hold; epochs wrap round."""
     word = (epoch << CODE_BITS | code % (1 << CODE_BITS)) % 2**32
     return word - 2**32 if word >= 2**31 else word
 
@@ -300,10 +300,10 @@ def is_other_call(seen: int, awaited: int) -> bool:
 
 
 def slot_of(epoch: int) -> int:
-    """The buffer of call number `epoch`, which counts from 1."""
+    """Return the slot of call number `epoch`, which counts from 1."""
     return epoch % SLOTS
 
 
 def reusable_after(epoch: int) -> int:
-    """The call that all must have read before `epoch` may be written: the last one in the same slot."""
+    """Return the call that all ranks must have read before `epoch` is written: the last in its slot."""
     return epoch - SLOTS

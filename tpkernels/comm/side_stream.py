@@ -14,21 +14,21 @@ class SideStream:
         self._stream = None if device.type == "cpu" else torch.Stream(device, priority=-1)
 
     def wait_for(self, other: torch.Stream | None) -> None:
-        """What is enqueued here from now on waits for what `other` has so far. The host does not."""
+        """Make later work of this stream wait for all work of `other` so far; the host does not wait."""
         if self._stream is not None and other is not None:
             self._stream.wait_stream(other)
 
     def let(self, other: torch.Stream | None) -> None:
-        """The reverse: `other` waits for what is enqueued here so far."""
+        """Make later work of `other` wait for all work of this stream so far."""
         if self._stream is not None and other is not None:
             other.wait_stream(self._stream)
 
     def mark(self) -> torch.Event | None:
-        """What others wait for who wait for what is enqueued here so far, and for nothing behind it."""
+        """Return an event after all work of this stream so far."""
         return None if self._stream is None else self._stream.record_event()
 
     def entered(self) -> AbstractContextManager[object]:
-        """Makes this stream the current one."""
+        """Return a context in which this stream is the current one."""
         return nullcontext() if self._stream is None else self._stream
 
 
@@ -46,7 +46,7 @@ class StreamOrder:
         self._last: torch.Stream | None = None
 
     def current(self) -> torch.Stream | None:
-        """The stream that is current in this thread, from now on behind those of earlier calls."""
+        """Return this thread's current stream, made to wait for the streams of earlier calls."""
         if self._computes_in_order:
             return None
         current = torch.accelerator.current_stream(self._device)
@@ -56,7 +56,7 @@ class StreamOrder:
         return current
 
     def capturing(self) -> bool:
-        """Whether what is enqueued in the current stream goes into a graph."""
+        """Whether the current stream is being captured into a graph."""
         return self._can_capture and torch.cuda.is_current_stream_capturing()
 
     def _captures(self, stream: torch.Stream) -> bool:

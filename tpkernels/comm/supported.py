@@ -19,7 +19,7 @@ REDUCIBLE = (*FLOATING, torch.int64, torch.int32, torch.int8, torch.uint8)
 def problem_of(
     named_tensors: Iterable[tuple[str, object]], dtypes: tuple[torch.dtype, ...], *, written: bool
 ) -> Problem | None:
-    """The first reason, if any, why the tensors cannot be sent: the type of the error and its text.
+    """Return why the tensors cannot be sent, as an error's type and text, or None.
 
     written: results are written into the tensors
     """
@@ -57,7 +57,7 @@ def problem_of(
 
 
 def mixing_of(name: str, holders: Collection[int], ranks: Collection[int], wrapper: str) -> str | None:
-    """What is wrong if `wrapper` averages a parameter over `ranks`; each of `holders` has its own shard."""
+    """Return what is wrong if `wrapper` averages over `ranks` a parameter whose shards `holders` have."""
     peers = set(holders) & set(ranks)
     if len(peers) < 2:
         return None
@@ -78,7 +78,7 @@ def problem_over(
     tensor_parallel_ranks: Collection[int],
     average: bool,
 ) -> Problem | None:
-    """Why `GradientBuckets` may not reduce gradients of these parameters over `ranks`, if so.
+    """Return why `GradientBuckets` may not reduce gradients of these parameters over `ranks`, or None.
 
     tensor_parallel_ranks: of the `tensor_parallel_group` that was given; parameters of layers know their own
     """

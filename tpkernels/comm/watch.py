@@ -19,7 +19,7 @@ def shown(recent: Sequence[tuple[int, str]]) -> str:
 
 
 def parting(rank: int, recent: Sequence[tuple[int, str]], others: Mapping[int, bytes]) -> str:
-    """The first call that another rank has made otherwise; empty if there is none."""
+    """Describe the first call in which another rank differs; return an empty text if there is none."""
     ours = dict(recent)
     found: list[tuple[int, int, str]] = []
     for other, text in others.items():
@@ -46,7 +46,7 @@ class Watcher:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Unless it runs in this process already."""
+        """Start the thread, unless it runs in this process already."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._watch, name="tpkernels watch", daemon=True)
             self._thread.start()
@@ -56,7 +56,7 @@ class Watcher:
             self._look()
 
     def end(self) -> None:
-        """Before the interpreter does: a thread in torch's store would abort the process then."""
+        """End the thread, before the interpreter ends: a thread in torch's store would abort the process."""
         self._ended.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(5.0)

@@ -34,7 +34,7 @@ from tpkernels.layers.world import State, tensor_world
 
 @contextmanager
 def typecheck(group: ProcessGroup | None = None, *, state: State = None) -> Iterator[list[Exception]]:
-    """Raise `spmd_types.SpmdTypeError` if a tensor is used as another type over the ranks than it has.
+    """Check types of tensors over ranks inside the block; raise `spmd_types.SpmdTypeError` for a wrong one.
 
     Works with any backend, also with torch's "fake": one process is then a rank of a larger world.
 

@@ -142,7 +142,7 @@ class ParallelAttention(nn.Module):
         return mask if heads == 1 else mask.chunk(world.size, -3)[world.rank]
 
     def rotation(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Rotation:
-        """The rotation of positions 0 to `tokens` - 1, which all layers of a model may share."""
+        """Return the rotation of positions 0 to `tokens` - 1, which all layers of a model may share."""
         assert self.rotary_base is not None, "attention without rotary positions"
         wide = torch.promote_types(dtype, torch.float32)
         return rotation(tokens, self.head_size, self.rotary_base, dtype=wide, device=device)

@@ -50,6 +50,7 @@ class RMSNorm(MarkedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Set the weight to one."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,6 +92,7 @@ class LayerNorm(MarkedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Set the weight to one and the bias to zero."""
         nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

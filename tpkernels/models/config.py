@@ -60,6 +60,7 @@ class GPTConfig:
         return replace(self, **sizes)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all fields by name."""
         return asdict(self)
 
 

@@ -29,20 +29,23 @@ class ParallelState:
     further: Mapping[str, ProcessGroup] = field(default_factory=dict)  # of no kind in the plan, by name
 
     def ranks(self, kind: Kind) -> Ranks:
-        """The global ranks of this process's `kind` group."""
+        """Return the global ranks of this process's `kind` group."""
         return self.plan.group_of(self.rank, kind)
 
     def size(self, kind: Kind) -> int:
+        """Return the number of ranks in this process's `kind` group."""
         return len(self.ranks(kind))
 
     def rank_in(self, kind: Kind) -> int:
-        """This process's position within its `kind` group."""
+        """Return this process's rank within its `kind` group."""
         return self.plan.index_in(self.rank, kind)
 
     def is_member(self, kind: Kind) -> bool:
+        """Whether this process belongs to a `kind` group, such as "embedding"."""
         return self.plan.is_member(self.rank, kind)
 
     def process_group(self, kind: Kind) -> ProcessGroup:
+        """Return this process's `kind` group; raise `ParallelStateError` if it belongs to none."""
         if not self.is_member(kind):
             raise ParallelStateError(
                 f"{kind.replace('_', ' ')} group is not initialized on rank {self.rank}: it is pipeline "

@@ -14,7 +14,7 @@ from tpkernels.gate.clock.model import ERROR, Board, predict, sharing
 from tpkernels.gate.clock.rates import SmRates
 from tpkernels.gate.clock.workload import Product, of_entry
 
-PAGE = Path(__file__).parents[3] / "docs" / "clock.md"
+PAGE = Path(__file__).parents[3] / "docs" / "clock-validation.md"
 
 
 PRODUCT = Product(128, 256, 64)

@@ -23,7 +23,7 @@ NOTE = " by the backend"  # in what such calls are called
 
 
 def require_backend_sums(op: str, device: torch.device, transport: str) -> None:
-    """An error where the option makes no sense."""
+    """Raise an error if the option is set where the backend cannot take the sums."""
     if device.type != "cuda" or transport not in ("auto", "c10d"):
         raise ValueError(
             f"{op}: TPKERNELS_BACKEND_SUMS=1 leaves sums of tensors on GPUs to NCCL, got {device.type} and "
@@ -59,6 +59,6 @@ class BackendSumming:
         )
 
     def wait(self) -> Tensor:
-        """The sums, plus bias."""
+        """Wait, and return the sums plus bias."""
         self._transfers.await_sends()
         return self._total if self._bias is None else self._total + self._bias

@@ -31,19 +31,19 @@ class Exchange:  # no ABC, whose `isinstance` runs Python
 
     @abstractmethod
     def chunks(self, shard_bytes: int) -> int:
-        """Into how many chunks a shard is cut; the same on all ranks."""
+        """Return into how many chunks a shard is cut, the same on all ranks."""
 
     def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
-        """How `rank` gets the rows of all. Without overlap nothing is cut."""
+        """Return the plan by which `rank` gathers the rows of all; without overlap no shard is cut."""
         return gather_plan(rows, ranks, rank, self.chunks(shard_bytes) if overlap else 1, self.tapered)
 
     def plan_reduce(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
-        """How `rank` gets what all others have for its own rows."""
+        """Return the plan by which `rank` receives all partial sums of its rows."""
         return reduce_plan(rows, ranks, rank, self.chunks(shard_bytes) if overlap else 1, self.tapered)
 
     @abstractmethod
     def begin(self, call: Call, plan: Plan, cols: int, like: Tensor) -> Delivery:
-        """like: a tensor of the dtype and device of what is moved"""
+        """Begin to move rows, and return the delivery. like: a tensor of their dtype and device"""
 
 
 class Delivery:
@@ -56,7 +56,7 @@ class Delivery:
 
     @property
     def slots(self) -> Tensor:
-        """(ranks, rows, cols): what each rank sends, if all send as many rows."""
+        """Return the received rows as (ranks, rows, cols), if all ranks send as many."""
         return self.memory.view(self.plan.ranks, self.plan.rows // self.plan.ranks, self.memory.shape[1])
 
     @abstractmethod
@@ -64,7 +64,7 @@ class Delivery:
         """Send a chunk, and receive one."""
 
     def move(self, round: Round, outgoing: Tensor, first_row: int) -> None:
-        """Send and receive what belongs to a round.
+        """Send and receive the rows of a round.
 
         outgoing: rows of the matrix from `first_row` on, all that are sent among them
         """
@@ -77,7 +77,7 @@ class Delivery:
 
     @abstractmethod
     def await_rows(self, rows: slice) -> None:
-        """Block until those rows of memory are there: a chunk that `plan` receives, or several."""
+        """Block until these rows have arrived: one chunk that `plan` receives, or several."""
 
     @abstractmethod
     def end(self) -> None:
@@ -86,7 +86,7 @@ class Delivery:
 
 
 def rows_sent(swap: Swap, outgoing: Tensor, first_row: int) -> Tensor:
-    """What a swap sends of `outgoing`, see `Delivery.move`. Often all, which need not be cut out."""
+    """Return the rows of `outgoing` that a swap sends; see `Delivery.move`."""
     sent = swap.sent
     if sent.stop - sent.start == outgoing.shape[0]:
         return outgoing
@@ -94,7 +94,7 @@ def rows_sent(swap: Swap, outgoing: Tensor, first_row: int) -> Tensor:
 
 
 def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object) -> RuntimeError:
-    """An error that says which rank did not do its part."""
+    """Return an error that names the rank whose rows did not come."""
     return RuntimeError(
         f"{op}: {what}: it died, came too late, or left the common order of calls. Ranks are numbered within "
         f"{where}, where this is {rank} of {ranks}. Cause: {cause_of(cause)}"

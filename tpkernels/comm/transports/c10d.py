@@ -48,7 +48,7 @@ Message = tuple[int, Tensor]  # the other rank, and what it gets or sends
 
 
 class Transfers:
-    """What one call sends and receives, with errors that say whose fault it is."""
+    """The sends and receives of one call, with errors that name the rank at fault."""
 
     def __init__(self, call: Call, *, awaited_by_products: bool = True) -> None:
         """awaited_by_products: the stream that computes waits; else `occupy_no_more` says when it does"""
@@ -58,7 +58,7 @@ class Transfers:
         self._in_flight: dict[int, Work] = {}  # likewise, of those that occupy processors
 
     def exchange(self, to: int, outgoing: Tensor, source: int, incoming: Tensor) -> Work | None:
-        """Send and receive at once, which NCCL needs to get past both; what is empty is left out.
+        """Send and receive in one launch, as NCCL needs; empty messages are left out.
 
         returns: to wait for before `incoming` is read; None if it is empty
         """
@@ -66,7 +66,7 @@ class Transfers:
         return received[0] if received else None
 
     def exchange_all(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> list[Work]:
-        """Several, in one launch where the backend can.
+        """Send and receive several messages, in one launch where the backend supports it.
 
         returns: to wait for before what is received is read, of each that is not empty; often one for all
         """
@@ -95,7 +95,7 @@ class Transfers:
     def collective(
         self, start: Callable[..., Work], peers: list[int], outgoing: Tensor, *arguments: object
     ) -> Work:
-        """One in which all ranks send and receive: `start(group, *arguments)`.
+        """Start a collective of all ranks by `start(group, *arguments)`.
 
         peers: those this rank gets rows from; returns: to wait for before these are read
         """
@@ -111,7 +111,7 @@ class Transfers:
         self._await(received, sources, "rows of rank {} did not arrive")
 
     def await_sends(self) -> None:
-        """Until then nobody may overwrite what was sent."""
+        """Wait until all sends are done and their tensors may be overwritten."""
         for work, peers, _ in self._sends:
             if id(work) not in self._awaited:
                 self._await(work, peers, "rank {} did not take its rows")
@@ -132,7 +132,7 @@ class Transfers:
         self._awaited[id(work)] = work
 
     def occupy_no_more(self) -> None:
-        """Products that are launched from now on come after all that was started."""
+        """Give processors back: later products come after all transfers that were started."""
         for _ in self._in_flight:
             IN_FLIGHT.end(self._call.group)
         self._in_flight.clear()
@@ -171,7 +171,7 @@ def _any(ranks: Sequence[int]) -> str:
 
 
 class C10dExchange(Exchange):
-    """Point to point. One for all groups and shapes: memory is each call's own."""
+    """Moves chunks point to point; one object serves all groups and shapes."""
 
     tapered = host_waits = True
 
@@ -183,7 +183,7 @@ class C10dExchange(Exchange):
 
 
 class Collectives(C10dExchange):
-    """One collective a round. Also one for all groups and shapes."""
+    """Moves each round by one collective; one object serves all groups and shapes."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
@@ -209,7 +209,7 @@ collectives_of = lru_cache(Collectives)  # by rounds
 
 
 def c10d_for(like: Tensor, rows: int, features: int, ranks: int, overlap: bool) -> Exchange:
-    """The c10d exchange of a matrix of so many rows.
+    """Return the c10d exchange for a matrix of that many rows.
 
     like: a tensor of its device
     features: width of the product that hides the transfers; 0: there is none, or it is computed at once

@@ -44,7 +44,7 @@ _CLOSED = -1  # in a `released` word: its owner makes no more calls
 
 
 class HostExchange(MailboxExchange):
-    """One rank's end in CPU memory."""
+    """One rank's end of an exchange in CPU memory."""
 
     host_waits = True
 
@@ -82,7 +82,7 @@ class HostExchange(MailboxExchange):
         return HostDelivery(self, epoch, plan, flag_of(epoch, code_of(call)), call)
 
     def released(self, number: int) -> None:
-        """And tell all ranks."""
+        """Mark a call as read, and tell all ranks."""
         super().released(number)
         self.mailbox(self.rank).released.fill_(self.order.read % _COUNTED)
 
@@ -93,7 +93,7 @@ class HostExchange(MailboxExchange):
         landing.flags[chunks.start : chunks.stop].fill_(delivery.flag)
 
     def pushing(self, swap: Swap, rows: Tensor, delivery: HostDelivery) -> Future[None]:
-        """In order of calls; a push that fails ends those behind it, too."""
+        """Push rows in the order of calls; a push that fails ends all later ones."""
 
         def push() -> None:
             self.wait_until_free(swap.to, delivery)
@@ -102,7 +102,7 @@ class HostExchange(MailboxExchange):
         return self._pusher.submit(push)
 
     def wait_until_free(self, peer: int, delivery: HostDelivery) -> None:
-        """Until `peer` has read the call before in this slot."""
+        """Wait until `peer` has read the previous call in this slot."""
         epoch, released = delivery.number, self.mailbox(peer).released
 
         def refusal() -> str:
@@ -118,7 +118,7 @@ class HostExchange(MailboxExchange):
             )
 
     def poll(self, peer: int, there: Callable[[], bool], refusal: Callable[[], str]) -> str:
-        """Wait until something is there that `peer` writes. Returns why it will not be; nothing once it is.
+        """Wait until `peer` has written; return why it will not, or an empty text once it has.
 
         refusal: why not to go on waiting, if so
         """
@@ -141,7 +141,7 @@ class HostExchange(MailboxExchange):
 
 
 class HostDelivery(MailboxDelivery):
-    """One call in CPU memory."""
+    """A call in flight in CPU memory."""
 
     exchange: HostExchange
 
@@ -168,7 +168,7 @@ class HostDelivery(MailboxDelivery):
 
     @property
     def failure(self) -> str:
-        """Why the group has failed, if it has."""
+        """Return why the group has failed, or an empty text."""
         return self.call.calls.failure if self.call is not None else ""
 
     def wait(self) -> None:
@@ -186,7 +186,7 @@ class HostDelivery(MailboxDelivery):
         return next((error for error in failed if error is not None), None)
 
     def before_kernels_wait(self) -> None:
-        """For chunks from other machines: no kernel can wait for them, as `missing` raises their flags."""
+        """Wait for chunks from other machines, for which no kernel can wait."""
         for chunk in list(self._received):
             self.await_chunk(chunk)
 
@@ -243,7 +243,7 @@ class _Pusher:
         return future
 
     def close(self) -> None:
-        """Once what is under way has ended. A caller may be anybody: objects are finalized in any thread."""
+        """End the thread once its current call has ended; any thread may call this."""
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()

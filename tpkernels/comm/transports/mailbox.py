@@ -48,14 +48,14 @@ _CPU = torch.device("cpu")
 
 
 class Closable(Protocol):
-    """What ranks build together, and let go of if one of them could not."""
+    """An object that all ranks build, and close if one of them could not build it."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What all ranks of a group ask for, at once and alike, when they make something together."""
+    """A request that all ranks of a group make alike when they build something together."""
 
     name: str
     group: ProcessGroup
@@ -63,7 +63,7 @@ class Meeting:
 
     @property
     def title(self) -> str:
-        """For errors."""
+        """The name of the request in errors."""
         return f"{self.op}: {self.name}"
 
     def begin(self) -> Call:
@@ -82,7 +82,7 @@ class Meeting:
         return here, [offer for _, offer in found]
 
     def built_by_all(self, call: Call, build: Callable[[], B]) -> B:
-        """What `build` returns, once it has returned on all ranks; all raise if it fails on one."""
+        """Return the result of `build` once it has succeeded on all ranks; all raise if it fails on one."""
         built, problem = None, ""
         try:
             built = build()
@@ -100,7 +100,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Opening(Meeting):
-    """An exchange that is opened."""
+    """The request to open an exchange."""
 
     layout: Layout
     device: torch.device = _CPU
@@ -108,7 +108,7 @@ class Opening(Meeting):
 
 
 class MailboxExchange(Exchange):
-    """One rank's end: `begin` a call, push, read its `MailboxDelivery`, `release` it."""
+    """One rank's end of an exchange: `begin` a call, push, read its `MailboxDelivery`, `release` it."""
 
     tapered = False
     margin = 0  # processors that a waiting kernel leaves to those who push
@@ -153,14 +153,14 @@ class MailboxExchange(Exchange):
         ]
 
     def count_by(self, kernels: FlagKernels) -> None:
-        """Kernels compute: in a captured graph, `kernels` count calls. Called before each call."""
+        """Let `kernels` count the calls of captured graphs; called before each call."""
         self.flag_kernels = kernels
 
     def chunks(self, shard_bytes: int) -> int:
         return self.splits
 
     def begin(self, call: Call | None, plan: Plan, cols: int, like: Tensor) -> MailboxDelivery:
-        """The next call; every rank must make it.
+        """Begin the next call, which every rank must make, and return its delivery.
 
         call: of the group; None for virtual ranks of one process, which have none
         """
@@ -184,17 +184,17 @@ class MailboxExchange(Exchange):
         return mailbox
 
     def landing(self, slot: int, peer: int) -> Landing:
-        """Where our rows land at `peer`."""
+        """Return where this rank's rows land in the memory of `peer`."""
         landing = self._landings[slot][peer]
         assert landing is not None, "ranks on other machines are not written to"
         return landing
 
     def chunk_numbers(self, rows: slice) -> range:
-        """The chunks, numbered as they lie in the slots, that rows of memory are."""
+        """Return the numbers of the chunks in these rows of the slots."""
         return range(rows.start // self._chunk_rows, rows.stop // self._chunk_rows)
 
     def chunks_of_ours(self, there: slice) -> range:
-        """The chunks, numbered as they lie in our shard, that land in rows of somebody's memory."""
+        """Return the numbers of this rank's chunks that land in these rows of another rank's memory."""
         if there.stop - there.start == self.shape[0]:  # which is quicker to see than to compute
             return self._all_chunks
         first = self.rank * self.splits
@@ -218,19 +218,19 @@ class MailboxExchange(Exchange):
         )
 
     def released(self, number: int) -> None:
-        """Call `number` has been read; one before it may still be."""
+        """Mark call `number` as read; an earlier call may still be in use."""
         self.order.released(number)
 
     @abstractmethod
     def late(self) -> int:
-        """What kernels have left in `status`, as far as the host can know without waiting for them."""
+        """Return the word that kernels have left in `status`, without waiting for them."""
 
     @abstractmethod
     def close(self) -> None:
         """Stop pushing and let go of the memory, which lives as long as some rank has it."""
 
     def let_go(self) -> None:
-        """Of the memory of all ranks."""
+        """Drop the references to the memory of all ranks."""
         self._mailboxes, self._landings, self._departing = (), [], []
         self.memories, self.slots, self.single_slots, self.flags = (), (), (), ()
 
@@ -248,7 +248,7 @@ class FlagKernels(Protocol):
 
 
 class MailboxDelivery(Delivery):
-    """One call in flight."""
+    """A call in flight in memory that ranks share."""
 
     lasts = False
 
@@ -267,15 +267,15 @@ class MailboxDelivery(Delivery):
         return self.exchange.slots[self.slot]
 
     def departures(self) -> Departing:
-        """Where a kernel stores this rank's rows itself, once `before_kernels_push` has returned."""
+        """Return where a kernel stores this rank's rows, once `before_kernels_push` has returned."""
         return self.exchange.departing(self.slot)
 
     @abstractmethod
     def before_kernels_push(self) -> None:
-        """What must come before a kernel that stores into the slots of others."""
+        """Wait for all that must precede a kernel that stores into other ranks' slots."""
 
     def swap_inter_node(self, swap: Swap, outgoing: Tensor) -> Work | None:
-        """Of a swap what goes to other machines, and comes from there.
+        """Send and receive the chunks of a swap whose other rank is on another machine.
 
         returns: what to wait for before rows are read, if they come from there
         """
@@ -298,14 +298,14 @@ class MailboxDelivery(Delivery):
             raise self.late_chunk(chunk, cause)
 
     def missing(self, chunk: int) -> str:
-        """Why the chunk is not there before time runs out, if the host can look; nothing once it is."""
+        """Return why the chunk did not arrive in time, as far as the host sees; an empty text once it has."""
         raise AssertionError("flags of a GPU are for kernels")
 
     def before_kernels_wait(self) -> None:
-        """What the host, or the stream, has to wait for itself."""
+        """Wait, on the host or in the stream, for all that a kernel cannot wait for."""
 
     def late_chunk(self, chunk: int, cause: str) -> RuntimeError:
-        """The error of a chunk that did not come."""
+        """Return the error of a chunk that did not arrive."""
         exchange, problem = self.exchange, self.problem()
         if first := self.call is not None and self.call.calls.first_failure():
             cause = first
@@ -319,7 +319,7 @@ class MailboxDelivery(Delivery):
         return self.exchange.name if self.call is None else self.call.op
 
     def problem(self) -> BaseException | None:
-        """Why pushing has failed, if it has, as far as the host knows."""
+        """Return why pushing has failed, as far as the host knows, or None."""
         return None
 
     def end(self) -> None:
@@ -329,16 +329,16 @@ class MailboxDelivery(Delivery):
 
     @abstractmethod
     def release(self) -> None:
-        """The slots have been read: other ranks may write the call after the next."""
+        """Mark the slots as read: other ranks may write the call after the next."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Until what we sent is out; an error if a rank does not take it in time."""
+        """Wait until all sends are done; raise an error if a rank does not take them in time."""
 
 
 @contextmanager
 def naming(call: Call | None) -> Iterator[None]:
-    """Errors of an exchange, which serves many operators, name the one it failed in."""
+    """Let errors of an exchange, which serves many operators, name the operator that failed."""
     try:
         yield
     except RuntimeError as error:
@@ -348,10 +348,10 @@ def naming(call: Call | None) -> Iterator[None]:
 
 
 def code_of(call: Call | None) -> int:
-    """What flags hold besides the epoch."""
+    """Return the bits of flags besides the epoch: the call's description."""
     return 0 if call is None else call.tag
 
 
 def same_machine(machines: Sequence[str], rank: int) -> list[int]:
-    """The ranks on the machine of `rank`, this one among them."""
+    """Return the ranks on the machine of `rank`, including `rank`."""
     return [peer for peer, theirs in enumerate(machines) if theirs == machines[rank]]

@@ -26,7 +26,7 @@ class Mailbox:
 
 @dataclass(frozen=True)
 class Layout:
-    """What mailboxes are for: each of some ranks sends each a matrix of one shape, in `splits` chunks."""
+    """The layout of mailboxes: each rank sends each a matrix of one shape, in `splits` chunks."""
 
     ranks: int
     shape: tuple[int, int]
@@ -53,7 +53,7 @@ class Layout:
         return self._word_bytes + SLOTS * self.ranks * rows * cols * self.dtype.itemsize
 
     def mailbox(self, memory: Tensor) -> Mailbox:
-        """The mailbox that zeroed bytes stand for."""
+        """Return the mailbox in these zeroed bytes."""
         integers = memory[: self._word_bytes].view(torch.int32)
         flags = integers[: SLOTS * self._slot_words].view(SLOTS, -1)[:, : self.ranks * self.splits]
         rows, cols = self.shape
@@ -63,7 +63,7 @@ class Layout:
         return Mailbox(flags, integers[SLOTS * self._slot_words :][:1], buffers)
 
     def require_rows(self, name: str) -> None:
-        """At least one row for each rank, in chunks that divide it."""
+        """Raise an error unless each rank has at least one row, in chunks that divide its rows."""
         if self.ranks < 1 or min(self.shape) < 1:
             raise ValueError(
                 f"{name}: expected at least one rank and pieces that are not empty, got {self.ranks}, "
@@ -88,7 +88,7 @@ class Landing:
         self.words = self.flags.view(torch.uint32)
 
     def rows_of(self, chunks: range) -> Tensor:
-        """Views are made once: cutting one out takes as long as a tiny copy."""
+        """Return the rows of these chunks; each view is made once."""
         if len(chunks) == len(self.chunks):
             return self.rows
         if len(chunks) == 1:

@@ -24,7 +24,7 @@ from tpkernels.comm.schedule import SLOTS, reusable_after
 
 
 class CallOrder:
-    """Which calls have begun, and which have been read."""
+    """Tracks which calls of an exchange have begun, and which have been read."""
 
     def __init__(self) -> None:
         self.begun = 0  # the last call that has begun
@@ -33,7 +33,7 @@ class CallOrder:
         self._follows = True  # whether the one before the last call had been read when that one began
 
     def refusal(self) -> str:
-        """Why the next call may not begin; nothing if it may."""
+        """Return why the next call may not begin, or an empty text."""
         epoch = self.begun + 1
         if self.read >= reusable_after(epoch):
             return ""
@@ -43,13 +43,13 @@ class CallOrder:
         )
 
     def begin(self) -> tuple[int, bool]:
-        """(the number of the next call, whether it needs a barrier before its first row is pushed)"""
+        """Begin the next call: return its number, and whether a barrier must precede its first push."""
         followed, self._follows = self._follows, self.read == self.begun
         self.begun += 1
         return self.begun, self.begun > SLOTS and not (followed and self._follows)
 
     def released(self, epoch: int) -> None:
-        """Call `epoch` has been read; one before it may still be."""
+        """Mark call `epoch` as read; an earlier call may still be in use."""
         if epoch == self.read + 1 and not self._read_ahead:  # the usual case
             self.read = epoch
             return

@@ -22,7 +22,7 @@ _TRIAL = 32
 
 
 class Located(NamedTuple):
-    """A tensor in the memory of some process."""
+    """The address, shape and strides of a tensor in the memory of some process."""
 
     address: int
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Located(NamedTuple):
         return cls(tensor.data_ptr(), tuple(tensor.shape), strides, size)
 
     def part(self, begins: Sequence[int], shape: Sequence[int]) -> Located:
-        """The view that begins at these indices."""
+        """Return the view that begins at these indices."""
         offset = sum(begin * stride for begin, stride in zip(begins, self.strides, strict=True))
         return self._replace(address=self.address + offset, shape=tuple(shape))
 
@@ -46,11 +46,11 @@ class Located(NamedTuple):
 
     @property
     def run_bytes(self) -> int:
-        """How many bytes lie in one piece, in the order of the elements."""
+        """Return how many bytes are contiguous, in the order of the elements."""
         return self._run()[0]
 
     def runs(self, length: int) -> Tensor:
-        """Where runs of so many bytes begin, in the order of the elements. length: divides `run_bytes`"""
+        """Return where runs of `length` bytes begin, in the order of elements. length: divides `run_bytes`"""
         whole, outer = self._run()
         starts = torch.tensor([self.address])
         for size, stride in (*zip(self.shape[:outer], self.strides, strict=False), (whole // length, length)):
@@ -69,7 +69,7 @@ class Located(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Bytes that another process reads to see whether it can."""
+    """Bytes that another process reads to find out whether it can."""
 
     process: int
     address: int
@@ -82,13 +82,13 @@ def _own_bytes() -> Tensor:
 
 
 def own_trial() -> Trial:
-    """What others try to read of this process."""
+    """Return the bytes that other processes try to read of this one."""
     own = _own_bytes()
     return Trial(os.getpid(), own.data_ptr(), bytes(own.tolist()))
 
 
 def can_read(trial: Trial) -> bool:
-    """Whether this process can read the memory of the one that made `trial`."""
+    """Whether this process can read the memory of the process that made `trial`."""
     found = torch.zeros(_TRIAL, dtype=torch.uint8)
     runs = Runs.of(Located(trial.address, (_TRIAL,), (1,), 1), Located.of(found))
     try:
@@ -99,14 +99,14 @@ def can_read(trial: Trial) -> bool:
 
 
 class Runs(NamedTuple):
-    """Runs of bytes of another process, and where they belong in this one: addresses and sizes, (runs, 2)."""
+    """Runs of bytes to copy from another process: addresses and sizes of both ends, (runs, 2)."""
 
     there: Tensor
     here: Tensor
 
     @classmethod
     def of(cls, source: Located, target: Located) -> Runs:
-        """To copy one to the other, of the same shape and size of items; no run is longer than a call may."""
+        """Return the runs that copy one tensor to another of the same shape and size of items."""
         assert (target.shape, target.item_bytes) == (source.shape, source.item_bytes), (source, target)
         # both are products of the last sizes: one divides the other
         length = min(source.run_bytes, target.run_bytes)
@@ -126,7 +126,7 @@ class Runs(NamedTuple):
 
 
 def read(process: int, runs: Runs) -> None:
-    """Copy what lies in another process to where it belongs, in as few calls as the system allows."""
+    """Copy runs of bytes from another process, in as few calls as the system allows."""
     there, here = runs
     ends = here[:, 1].cumsum(0)
     first = done = 0

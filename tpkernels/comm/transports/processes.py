@@ -31,7 +31,7 @@ class Process:
 
 
 def machine() -> str:
-    """Equal for two processes that see the same processes of the same machine."""
+    """Return a text that is equal for processes that see each other on one machine."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
@@ -43,7 +43,7 @@ _known: WeakValueDictionary[int, Process] = WeakValueDictionary()  # exchanges s
 
 
 def process_of(number: int) -> Process:
-    """The process that has this number now."""
+    """Return the process that has this number now."""
     process = _known.get(number)
     if process is None or process.has_ended():
         process = _known[number] = Process(number)

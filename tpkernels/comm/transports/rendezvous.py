@@ -29,7 +29,7 @@ _NVLINK, _ATOMICS = 2, 3  # what `nvmlDeviceGetP2PStatus` is asked for
 
 
 class Handle(Protocol):
-    """What is used of torch's `_SymmetricMemory`."""
+    """The part of torch's `_SymmetricMemory` that exchanges use."""
 
     @property
     def rank(self) -> int: ...
@@ -38,10 +38,10 @@ class Handle(Protocol):
     def world_size(self) -> int: ...
 
     def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The memory of a rank, as a tensor of ours."""
+        """Return the memory of a rank as a tensor."""
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
-        """All ranks, in their current streams."""
+        """Make the current streams of all ranks wait for each other."""
 
     def stream_write_value32(self, tensor: Tensor, offset: int, val: int) -> object:
         """Write a word of a flat uint32 tensor, after all that came before in the current stream.
@@ -51,7 +51,7 @@ class Handle(Protocol):
 
 
 def why_not(device: torch.device) -> str:
-    """What this rank lacks; nothing if it can take part."""
+    """Return what this rank lacks to take part, or an empty text."""
     if device.type != "cuda":
         return f"TPKERNELS_TRANSPORT=symmetric exchanges memory of GPUs, got {device}; use shared or c10d"
     if not torch.cuda.is_available():
@@ -80,7 +80,7 @@ def own_socket() -> str:
 
 
 def sockets_place() -> str:
-    """Equal for processes of a machine that find each other's sockets; else torch would wait for ever."""
+    """Return a text that is equal for processes of a machine that find each other's sockets."""
     try:
         folder = os.stat(sockets_folder())
     except OSError as error:
@@ -103,7 +103,7 @@ def require_gpu_each(name: str, gpus: list[str], rank: int) -> bool:
 
 
 def why_no_barrier(gpus: Mapping[int, str]) -> str:
-    """Why torch's barrier would not end between these ranks; nothing if it would, or if nobody knows.
+    """Return why torch's barrier would not end between these ranks, or an empty text if nothing says so.
 
     It swaps words in the memory of other GPUs, which NVLink does, and PCIe not everywhere. After its time-out
     it takes the whole context with it. The driver's management library knows all GPUs of the machine, also
@@ -150,7 +150,7 @@ def _swap_words(library: ctypes.CDLL, gpu: str, other: str) -> bool | None:
 
 @contextmanager
 def waiting_for(processes: Mapping[int, int], seconds: float) -> Iterator[None]:
-    """Torch waits for memory of other ranks without a limit: an error names the one that has ended, or time.
+    """Run torch's rendezvous with a time limit: an error names the rank that has ended, or the time.
 
     It holds Python's lock meanwhile, so that this takes a thread of the extension's. Without that one, torch
     waits.
@@ -176,7 +176,7 @@ def waiting_for(processes: Mapping[int, int], seconds: float) -> Iterator[None]:
 
 
 def new_memory(count: int, device: torch.device) -> Tensor:
-    """Zeroed bytes, an allocation of their own: a pool would hand out a part of a larger one."""
+    """Return zeroed bytes in an allocation of their own, not in a part of a pool's."""
     from torch._C._distributed_c10d import _SymmetricMemory
 
     return _SymmetricMemory.empty_strided_p2p((count,), (1,), torch.uint8, device).zero_()
@@ -205,7 +205,7 @@ _of_group: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()  
 
 
 def name_of_ranks(group: ProcessGroup, here: Sequence[int]) -> GroupName:
-    """A name by which torch's rendezvous finds the ranks `here` of `group`, known as long as the group lives.
+    """Return a name by which torch's rendezvous finds the ranks `here` of `group` while the group lives.
 
     Torch's barrier asks its backend for the name. Nothing is connected: no collective takes its tensors.
     """

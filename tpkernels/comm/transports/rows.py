@@ -36,27 +36,27 @@ class Pending(Protocol):
     """A result in flight."""
 
     def wait(self) -> Tensor:
-        """The result, once it is there."""
+        """Wait for the result, and return it."""
 
 
 class Waits(Protocol):
-    """Who waits for chunks: the host, or kernels."""
+    """How chunks are awaited: by the host, or by kernels."""
 
     def rows(self, delivery: Delivery, rows: slice) -> Tensor:
-        """Rows of a delivery's memory, which are there until it ends."""
+        """Return rows of a delivery's memory, which are valid until it ends."""
 
     def all_rows(self, delivery: Delivery) -> Tensor:
-        """All of them; no later call writes them."""
+        """Return all gathered rows; no later call overwrites them."""
 
     def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
-        """(rows, cols): the sum of the slots in the order of ranks, plus the bias once."""
+        """Return (rows, cols): the sum of the slots in the order of ranks, plus the bias once."""
 
     def pushed(self, delivery: Delivery, partial_of: PartialOf) -> bool:
         """Whether a kernel now computes all partial sums and stores them in their owners' slots."""
 
 
 class HostWaits:
-    """The host blocks until chunks are there."""
+    """The host blocks until chunks have arrived."""
 
     def rows(self, delivery: Delivery, rows: slice) -> Tensor:
         delivery.await_rows(rows)
@@ -78,7 +78,7 @@ HOST_WAITS = HostWaits()
 
 
 def sum_of_slots(slots: Tensor, bias: Tensor | None) -> Tensor:
-    """slots: (ranks, rows, cols), two or more; in fp32 or wider, in the order of ranks, rounded once."""
+    """Return the sum of two or more slots (ranks, rows, cols) in the order of ranks, rounded once."""
     wide = slots.dtype
     if wide.is_floating_point:
         wide = torch.promote_types(wide, torch.float32)
@@ -94,7 +94,7 @@ def sum_of_slots(slots: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Gathering:
-    """Shards of all ranks on their way into one matrix."""
+    """An all-gather in flight: the shards of all ranks move into one matrix."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Gathering:
             delivery.keep(shard)
 
     def arrivals(self, *, keep: bool = True) -> Iterator[tuple[slice, Tensor]]:
-        """Row ranges and their rows, each as soon as it is there: own rows first, then as planned.
+        """Yield row ranges and their rows as they arrive: own rows first, then as planned.
 
         keep: `wait` is called later, and rows stay; else they are there until the next are asked for
         """
@@ -137,7 +137,7 @@ class Gathering:
         delivery.end()
 
     def wait(self) -> Tensor:
-        """All rows."""
+        """Wait for all rows, and return them."""
         assert self._keep, "rows that nobody waits for are not kept"
         if (full := self._full) is None:
             full = self._full = self._waits.all_rows(self.delivery)
@@ -145,12 +145,12 @@ class Gathering:
         return full
 
     def total(self, bias: Tensor | None) -> Tensor:
-        """The sum of the shards, in the order of ranks, plus bias, if all ranks have as many rows."""
+        """Return the sum of the shards in the order of ranks, plus bias; all have equal numbers of rows."""
         return _total(self.delivery, self._waits, bias)
 
 
 class Reducing:
-    """Partial sums of all ranks on their way to the owners of the rows: a reduce-scatter."""
+    """A reduce-scatter in flight: partial sums of all ranks move to the owners of the rows."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Reducing:
         waits: Waits = HOST_WAITS,
         overlap: bool = True,
     ) -> None:
-        """Compute and send, others' rows first.
+        """Compute partial sums and send them, other ranks' rows first.
 
         partial_of: this rank's term of the sums of some rows
         like: a tensor of the dtype and device of partial sums
@@ -184,7 +184,7 @@ class Reducing:
             delivery.keep(partial[plan.own.start - first : plan.own.stop - first])  # the last round has them
 
     def wait(self) -> Tensor:
-        """The sums of this rank's rows, over ranks in their order, plus bias; rounded once."""
+        """Return the sums of this rank's rows in the order of ranks, plus bias, rounded once."""
         return _total(self.delivery, self._waits, self._bias)
 
 
@@ -206,7 +206,7 @@ def all_reducing(
     waits: Waits = HOST_WAITS,
     overlap: bool = True,
 ) -> Pending:
-    """Partial sums of all ranks on their way to all of them.
+    """An all-reduce in flight: partial sums of all ranks move to all of them.
 
     Arguments as of `Reducing`. Sizes alone choose the way, and all end with the same bits on all ranks. Point
     to point, chunks of tokens are reduced and gathered one after the other. Collectives cut a reduce into
@@ -226,7 +226,7 @@ def all_reducing(
 
 
 class Swapping:
-    """Each rank's partial sums go to all others, and all ranks add them: an all-reduce in one step."""
+    """An all-reduce in one step: each rank sends its partial sums to all others, and all add them."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class Swapping:
 
 
 class AllReducing:
-    """A chunk is reduced while the next one is computed, and gathered while the one after that is."""
+    """An all-reduce in chunks: one chunk is gathered and one reduced while the next is computed."""
 
     def __init__(
         self,
@@ -289,7 +289,7 @@ class AllReducing:
 
 
 def gather_small(call: Call, part: Tensor) -> Tensor:
-    """(ranks, *shape of part): a few numbers of all ranks, which have one shape, too small to be cut.
+    """Gather small tensors of one shape from all ranks: return (ranks, *shape of part).
 
     In one collective, but where tags can keep a rank in another call from being taken for one in this: gloo
     aborts a process that gets a message of another length than it expects.

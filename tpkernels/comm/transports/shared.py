@@ -26,7 +26,7 @@ B = TypeVar("B", bound=Closable)
 
 
 def open_shared(opening: Opening) -> HostExchange:
-    """Our end of an exchange; all ranks of the group call this at once."""
+    """Open this rank's end of an exchange; all ranks of the group call this together."""
     return open_mapped(opening, partial(_exchange_in, opening))
 
 
@@ -40,7 +40,7 @@ def _exchange_in(opening: Opening, shared: Mapping[int, Mapped]) -> HostExchange
 
 
 class Mapped(NamedTuple):
-    """A rank on this machine."""
+    """A rank on this machine, and its process."""
 
     buffer: mmap.mmap  # zeroed, and shared by it
     process: int
@@ -51,7 +51,7 @@ class Mapped(NamedTuple):
 
 
 def open_mapped(opening: Opening, build: Callable[[Mapping[int, Mapped]], E]) -> E:
-    """What `build` makes of the memory of the ranks on this machine, by their number in the group."""
+    """Build objects from the memory of this machine's ranks: return them by rank in the group."""
     name, layout, problem, descriptor = opening.name, opening.layout, "", -1
     try:
         if opening.device.type != "cpu":
@@ -89,7 +89,7 @@ def mapped_by_all(
     descriptor: int,
     build: Callable[[Mapping[int, Mapped]], B],
 ) -> B:
-    """What `build` makes of the first bytes that the ranks on this machine bring, by their number.
+    """Build objects from the first bytes of this machine's ranks: return them by rank.
 
     wanted: what all must want alike
     problem: why this rank brings nothing, if so: then all raise

@@ -90,7 +90,7 @@ EPOCHS = 2 ** (31 - CODE_BITS)  # that the other bits of a flag tell apart
 
 
 class Push(NamedTuple):
-    """Where rows land, and their flags: what `push` in C++ takes."""
+    """Addresses where rows land, and their flags, as `push` in C++ takes them."""
 
     landing: Tensor
     words: Tensor
@@ -115,7 +115,7 @@ class GroupStreams(NamedTuple):
 
 
 class SymmetricExchange(MailboxExchange):
-    """One rank's end in memory that all ranks of its machine can write."""
+    """One rank's end of an exchange in memory that all ranks of its machine can write."""
 
     host_waits = False
 
@@ -278,7 +278,7 @@ class SymmetricExchange(MailboxExchange):
 
 
 class SymmetricDelivery(MailboxDelivery):
-    """One call in the memory of GPUs."""
+    """A call in flight in the memory of GPUs."""
 
     exchange: SymmetricExchange
 
@@ -426,7 +426,7 @@ def streams_of(group: ProcessGroup, device: torch.device) -> GroupStreams:
 
 
 def open_symmetric(opening: Opening) -> SymmetricExchange:
-    """Our end of an exchange; all ranks of the group call this at once."""
+    """Open this rank's end of an exchange; all ranks of the group call this together."""
     name, group, layout, device = opening.name, opening.group, opening.layout, opening.device
     problem, gpu, memory = why_not(device), "", torch.empty(0)
     try:

@@ -214,7 +214,7 @@ def register(
 ) -> None:
     """Have `python -m tpkernels check --config FILE.py` check a Triton kernel that FILE imports or defines.
 
-    Raises ValueError at once for what cannot be meant; the same keys may stand in a gate.toml.
+    Raises ValueError at once for wrong arguments. A gate.toml has the same keys.
 
     kernel: under `triton.jit`, perhaps also under `triton.autotune`; at the top of its module
     signature: run-time argument -> its type as Triton writes it: "*bf16", "i32", "tensordesc<bf16[128, 64]>"

@@ -73,13 +73,13 @@ def vocab_cross_entropy(
 ) -> Tensor:
     """Compute the loss of each token, as `F.cross_entropy(..., reduction="none")` of the full logits.
 
-    logits_shard: (..., columns of this rank), as many on every rank
+    logits_shard: (..., columns of this rank), the same number on every rank
     target: (...) ids, the same on all ranks
-    label_smoothing: what is taken from the target for the other ids
+    label_smoothing: the probability that is moved from the target to the other ids
     ignore_index: a target whose loss is zero
     vocab_size: of the full vocabulary, if columns past it are padding
-    overwrite_logits: let backward put the gradient where the logits are, which are lost then (under
-        torch.compile, which plans memory itself, they are not)
+    overwrite_logits: let backward write the gradient into the memory of the logits (torch.compile plans
+        memory itself, and keeps them)
     returns: (...), in fp32 or wider
     """
     require_logits(OP, logits_shard)

@@ -61,7 +61,7 @@ def vocab_embedding(
     """Look up the rows of ids in the full table, as `F.embedding`.
 
     ids: (tokens, ...), the same on all ranks
-    weight_shard: (rows of this rank, features), as many on every rank
+    weight_shard: (rows of this rank, features), the same number on every rank
     padding_idx: an id whose row gets no gradient
     vocab_size: of the full vocabulary, if rows past it are padding
     returns: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel

@@ -96,11 +96,11 @@ def linear_cross_entropy(
     """Compute the loss of logits hidden weightᵀ, as `F.linear_cross_entropy` of the full weight.
 
     hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
-    weight_shard: (columns of this rank, features), as many on every rank
+    weight_shard: (columns of this rank, features), the same number on every rank
     target: (tokens, ...) ids, the same on all ranks
     reduction: "mean" over targets that are not ignored (0 without any), "sum", or "none"
     vocab_size: of the full vocabulary, if rows of weight past it are padding
-    chunk_tokens: in a chunk; by default its logits have as many elements as hidden
+    chunk_tokens: tokens in a chunk; by default its logits have as many elements as hidden
     main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
     quantize: compute the products in fp8
     returns: a scalar, or (tokens, ...) with "none"; in fp32 or wider
@@ -142,13 +142,13 @@ def linear_logprobs(
     """Compute log-probabilities of targets, log_softmax(hidden weightᵀ / temperature), and entropies.
 
     hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
-    weight_shard: (columns of this rank, features), as many on every rank
-    target: (tokens, ...) ids, the same on all ranks, or (tokens, ..., n): several of each token
-    top_k: probabilities are of the so many largest logits of a token, and of what equals the last of these,
-        as `TopKLogitsWarper` of transformers has it; other targets have minus infinity and no gradient
-    return_entropy: of the ids that count, at the temperature
-    ignore_index: a target whose log-probability and gradient are 0; so is the entropy where all n are
-    vocab_size, chunk_tokens, main_grad, quantize: as of `linear_cross_entropy`
+    weight_shard: (columns of this rank, features), the same number on every rank
+    target: (tokens, ...) ids, the same on all ranks, or (tokens, ..., n): n targets of each token
+    top_k: only the k largest logits of a token count, and logits equal to the smallest of these, as in
+        `TopKLogitsWarper` of transformers; other targets have minus infinity and no gradient
+    return_entropy: also return the entropy over the ids that count, at the temperature
+    ignore_index: a target whose log-probability and gradient are 0; the entropy is 0 if all n are ignored
+    vocab_size, chunk_tokens, main_grad, quantize: as in `linear_cross_entropy`
     returns: log-probabilities (like target), and entropies (tokens, ...) or None; in fp32 or wider
     """
     op = "linear_logprobs"

@@ -44,7 +44,7 @@ def vocab_gather(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int |
 @from_entry
 @all_or_fail
 def vocab_argmax(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int | None = None) -> Tensor:
-    """Return the id of the largest logit of each token; of equal ones the lowest.
+    """Return the id of the largest logit of each token, the lowest of equal ones.
 
     logits_shard: (..., columns of this rank)
     vocab_size: of the full vocabulary, if columns past it are padding
@@ -78,11 +78,11 @@ def vocab_sample(
     """Draw an id for each token with the probabilities softmax(logits / temperature).
 
     logits_shard: (..., columns of this rank)
-    top_k: only of the so many largest logits; of equal ones those with lower ids
-    top_p: only of the fewest most probable ids that have this probability together, after top_k
+    top_k: draw among the k ids with the largest logits only; among equal logits the lower ids count
+    top_p: draw among the fewest most probable ids whose probabilities add up to it only, after top_k
     vocab_size: of the full vocabulary, if columns past it are padding
-    generator: of the one number that each token needs, by default torch's own; rank 0's numbers count
-    uniform: (...) those numbers, from 0 to less than 1, instead
+    generator: draws a number for each token, by default torch's own; rank 0's numbers are used
+    uniform: (...) numbers from 0 to less than 1 to use instead
     returns: (...) int64
     """
     op = "vocab_sample"
