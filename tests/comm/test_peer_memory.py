@@ -1,12 +1,15 @@
 """Tensors are read out of another process's memory, whatever their strides: here out of one's own."""
 
+import ctypes
 import os
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tpkernels.comm.transports.peer_memory import Located, Runs, can_read, own_trial, read
+from tpkernels.comm.transports import peer_memory
+from tpkernels.comm.transports.peer_memory import Located, can_read, own_trial, read
 
 TENSORS = (
     torch.randint(256, (64, 48), dtype=torch.uint8),
@@ -32,9 +35,30 @@ def test_any_view_is_read_into_any_other(tensor):
         source = view_of(tensor, draw)
         wider = torch.zeros([2 * size for size in source.shape], dtype=source.dtype)
         target = torch.zeros_like(source) if number % 2 else wider[tuple(map(slice, source.shape))]
-        read(os.getpid(), Runs.of(Located.of(source), Located.of(target)))
+        read(os.getpid(), Located.of(source).runs(), Located.of(target).runs())
         assert torch.equal(target, source)
         assert wider.count_nonzero() <= source.count_nonzero()
+
+
+def test_calls_that_end_early_go_on_where_they_ended():
+    """As the system's do at 2 GiB, or at 1024 runs of a side; what lies in one piece is one run."""
+    source, target = torch.arange(640.0).view(64, 10), torch.zeros(64, 20)[:, :10]
+    calls = []
+
+    def ends_early(process, *vectors):
+        (here, runs, there, pieces), flags = vectors[:4], vectors[4]
+        calls.append((runs, pieces))
+        size = (ctypes.c_ulong * 2).from_address(there)
+        whole, size[1] = size[1], min(size[1], 500)
+        found = system_call(process, here, runs, there, pieces, flags)
+        size[1] = whole
+        return found
+
+    system_call = peer_memory._call()
+    with patch.multiple(peer_memory, _MOST_RUNS=32, _call=lambda: ends_early):
+        read(os.getpid(), Located.of(source).runs(), Located.of(target).runs())
+    assert torch.equal(target, source)
+    assert calls == [(32, 1), (32, 1), (32, 1), (27, 1), (14, 1), (2, 1)]
 
 
 def test_a_part_is_where_its_indices_are():
@@ -56,4 +80,4 @@ def test_what_cannot_be_read_is_an_error():
     with pytest.raises(
         ConnectionError, match=f"the memory of process {os.getpid()} cannot be read: Bad addr"
     ):
-        read(os.getpid(), Runs.of(located, Located.of(torch.zeros(4))))
+        read(os.getpid(), located.runs(), Located.of(torch.zeros(4)).runs())

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,8 +33,7 @@ from tpkernels import (
     reshard,
     use,
 )
-from tpkernels.comm.transports import peer_memory, select
-from tpkernels.interop import carry
+from tpkernels.comm.transports import select
 from tpkernels.interop import reshard as reshard_
 from tpkernels.interop.huggingface import to_huggingface
 from tpkernels.interop.megatron import to_megatron
@@ -341,23 +341,33 @@ def test_shards_that_are_not_what_they_seem_are_refused():
 
 
 @on_ranks(2)
-def test_no_call_of_the_system_reads_more_than_it_can():
-    """A call ends early at 2 GiB: a tensor in one piece is read in parts."""
-    rank, weight, found = dist.get_rank(), torch.arange(640.0).view(64, 10), torch.zeros(64, 10)
-    calls = []
-
-    def read(*given):
-        calls.append(system_call(*given))
-        return calls[-1]
-
-    system_call = peer_memory._call()
-    with (
-        patch.object(carry, "MOST_BYTES", 256),
-        patch.multiple(peer_memory, MOST_BYTES=512, _call=lambda: read),
+def test_views_that_meet_in_part_or_read_other_numbers_are_refused_and_neighbours_filled():
+    """Whatever their strides, and whether torch knows of the memory as one."""
+    grid, array = torch.zeros(4, 6), np.zeros(12, np.float32)
+    numbers, rounded = torch.complex(*torch.ones(2, 4)), torch.ones(4, dtype=torch.bfloat16)
+    sharing = [
+        (torch.from_numpy(array[:8]), torch.from_numpy(array[4:])),
+        (numbers, numbers.conj()),
+        (rounded, rounded.view(torch.float16)),
+    ]
+    for held, filled in sharing:
+        source, to = {"weight": held} if dist.get_rank() == 0 else None, {"weight": filled}
+        text = "'weight' shares memory with 'weight'"
+        assert refused("ValueError", text, reshard, source, to=to, cast=not held.is_complex())
+    for left, right, is_refused in (
+        (grid[:, :4], grid[:, 2:], True),
+        (grid[:3].t(), grid[2:].t(), True),
+        (grid[:, :3], grid[:, 3:], False),
+        (grid[:, ::2], grid[:, 1::2], False),
     ):
-        reshard({"weight": weight} if rank == 0 else None, to={"weight": found})
-    assert torch.equal(found, weight)
-    assert calls == ([32, 480, 480, 480, 480, 480, 160] if rank else [])  # the first one is a trial
+        given = {"left": left + 1, "right": right + 2} if dist.get_rank() == 0 else None
+        move = partial(reshard, given, to={"left": left, "right": right})
+        if is_refused:
+            assert refused("ValueError", "'left' and 'right' are one memory", move)
+            continue
+        move()
+        assert of_all([left.unique().tolist(), right.unique().tolist()]) == [[[1], [2]]] * 2
+        grid.zero_()
 
 
 @on_ranks(2)

@@ -126,7 +126,7 @@ def test_logprobs_and_entropies_are_the_unsharded_ones(ranks):
         LogprobSetting(vocab=1, leading=(4,), ignored=1),
         LogprobSetting(ignored=24),
     ]
-    extreme = [LogprobSetting(temperature=t, n=n) for t, n in ((1e-2, 0), (1e3, 0), (1e-2, 2))]
+    extreme = [LogprobSetting(temperature=t, n=n) for t, n in ((1e-2, 0), (1e3, 0), (1e-2, 2), (1e30, 2))]
     assert_right(ranks, logprobs, settings + several + extreme)
 
 
@@ -344,7 +344,7 @@ def most_bytes(
     dtype: torch.dtype, needs: tuple[bool, bool], rows: int, chunk: int, features: int, entropy: bool, k: int
 ) -> int:
     """What a call and its backward allocate at most beside inputs, as docs/vocabulary.md has it."""
-    size, scratch = dtype.itemsize, 4 * cross_entropy.IN_CACHE
+    size, scratch = dtype.itemsize, 4 * (cross_entropy.IN_CACHE // VOCABULARY) * VOCABULARY  # full rows
     logits, statistics = size * chunk * VOCABULARY, (8 + 3 * 4 + 24 * bool(k)) * rows
     mask = bool(k) * VOCABULARY * -(-chunk // head.MASKS)
     dhidden, dweight = needs[0] * size * rows * features, needs[1] * 4 * VOCABULARY * features
@@ -379,7 +379,8 @@ def test_memory_is_that_of_one_chunk_by_a_formula(dtype, needs):
         allowed = most_bytes(dtype, needs, rows, chunk, features, entropy, top_k or 0)
         found = live.peak - weight.nbytes - hidden.nbytes
         assert live.largest == chunk * VOCABULARY
-        assert 0.97 * allowed < found <= allowed, (found, allowed, entropy, top_k)
+        # but for a few numbers of a token
+        assert abs(found - allowed) <= 32 * rows, (found, allowed, entropy, top_k)
 
 
 @on_ranks(2)
@@ -420,8 +421,8 @@ def test_compiled_it_saves_and_computes_what_it_does_eagerly():
 def test_mistakes_are_errors_on_every_rank():
     x, w, ids = torch.randn(6, 8), torch.randn(8, 8), torch.arange(6)
     call: Callable[..., Any] = partial(linear_logprobs, group=dist.group.WORLD)
-    for wrong in (0, -1.0, 1e-31, math.nan, math.inf, torch.ones(6)):
-        words = "linear_logprobs: expected a finite number of at least 1e-30 as temperature, got"
+    for wrong in (0, -1.0, 1e-31, 1e31, 10**400, math.nan, math.inf, torch.ones(6)):
+        words = "linear_logprobs: expected a temperature from 1e-30 to 1e+30, got"
         assert words in message_of(partial(call, x, w, ids, temperature=wrong))
     calls: list[tuple[Callable[[], object], str]] = [
         (

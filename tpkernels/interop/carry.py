@@ -23,13 +23,13 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import Call, all_or_fail, begin
 from tpkernels.comm.groups import exchange_device
 from tpkernels.comm.transports.c10d import Transfers
-from tpkernels.comm.transports.peer_memory import MOST_BYTES, Located, Runs, read
+from tpkernels.comm.transports.peer_memory import Located, read
 from tpkernels.interop.shards import Chunk
 from tpkernels.topology.moves import Block, Message, Move, parts_of
 
 Chunks = Mapping[str, Sequence[Chunk]]  # by the tensor's name
 _WORTH_READING = 256  # contiguous bytes of the receiver's memory; shorter runs are read into a buffer
-_BYTES_OF_A_RUN = 160  # for addresses on both sides, and for computing them
+_BYTES_OF_A_RUN = 80  # for addresses on one side, and for computing them
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ def part_of(chunks: Sequence[Chunk], block: Block) -> Tensor:
         if (begins := _begins_in(block_of(chunk), block)) is not None:
             view = chunk.view
             for dim, (first, (begin, end)) in enumerate(zip(begins, block, strict=True)):
-                view = view.narrow(dim, first, end - begin)
+                if end - begin != view.shape[dim]:
+                    view = view.narrow(dim, first, end - begin)
             return view
     raise AssertionError(f"no chunk has {block}")
 
@@ -91,43 +92,41 @@ def read_from_peers(reads: Reads, targets: Chunks, most_bytes: int) -> None:
             straight.append((peer.process, there, here))
             continue
         # bytes an element: its share of the addresses of a run, and its place in a buffer
-        of_item = _BYTES_OF_A_RUN * dtype.itemsize / min(there.run_bytes, move.size) + dtype.itemsize
+        of_item = 2 * _BYTES_OF_A_RUN * dtype.itemsize / min(there.run_bytes, move.size) + dtype.itemsize
         for block in parts_of(move.block, max(1, int(most_bytes / of_item))):
             into, source = part_of(targets[move.name], block), _located(peer.tensors[move.name], block)
             into.copy_(_as_read(peer.process, source, dtype, most_bytes))
-    for process, runs in _batches(straight, most_bytes):
-        read(process, runs)
+    _read_pairs(straight, most_bytes)
 
 
-def _batches(pairs: Sequence[tuple[int, Located, Located]], most_bytes: int) -> Iterator[tuple[int, Runs]]:
-    """pairs: (process, there, here), by process"""
+def _read_pairs(pairs: Sequence[tuple[int, Located, Located]], most_bytes: int) -> None:
+    """Read tensors of other processes, by few system calls. pairs: (process, there, here), by process"""
     for process, some in groupby(pairs, lambda pair: pair[0]):
-        batch, taken = list[Runs](), 0
+        batch, taken = list[tuple[Tensor, Tensor]](), 0
         for _, there, here in some:
             for runs in _runs_of(there, here, most_bytes):
-                size = len(runs.here) * _BYTES_OF_A_RUN
+                size = sum(map(len, runs)) * _BYTES_OF_A_RUN
                 if batch and taken + size > most_bytes:
-                    yield process, Runs.joined(batch)
+                    read(process, *map(torch.cat, zip(*batch, strict=True)))
                     batch, taken = [], 0
                 batch.append(runs)
                 taken += size
-        yield process, Runs.joined(batch)
+        read(process, *map(torch.cat, zip(*batch, strict=True)))
 
 
 def _as_read(process: int, source: Located, dtype: torch.dtype, most_bytes: int) -> Tensor:
-    buffer = torch.empty(source.shape, dtype=dtype)
-    for _, runs in _batches([(process, source, Located.of(buffer))], most_bytes):
-        read(process, runs)
+    buffer = torch.empty(source.shape, dtype=dtype, device="cpu")
+    _read_pairs([(process, source, Located.of(buffer))], most_bytes)
     return buffer
 
 
-def _runs_of(there: Located, here: Located, most_bytes: int) -> Iterator[Runs]:
+def _runs_of(there: Located, here: Located, most_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield runs of two tensors of one shape, at most as many at once as their addresses may take."""
     run = min(there.run_bytes, here.run_bytes)
-    most = min(most_bytes * run // _BYTES_OF_A_RUN, MOST_BYTES) // here.item_bytes
+    most = most_bytes * run // (2 * _BYTES_OF_A_RUN) // here.item_bytes
     for block in parts_of(tuple((0, size) for size in here.shape), max(1, most)):
         begins, shape = [begin for begin, _ in block], [end - begin for begin, end in block]
-        yield Runs.of(there.part(begins, shape), here.part(begins, shape))
+        yield there.part(begins, shape).runs(), here.part(begins, shape).runs()
 
 
 def _located(tensors: Sequence[tuple[Block, Located]], block: Block) -> Located:

@@ -6,6 +6,7 @@ All ranks gather the descriptions of all ranks, so that each finds the same erro
 from __future__ import annotations
 
 import pickle
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
@@ -198,13 +199,18 @@ def refuse_shared_memory(source: Side, target: Side, *, is_freed_later: bool) ->
 
     is_freed_later: whether the source is freed
     """
-    held, same = {}, set()
+    held: list[tuple[int, int, str]] = []  # memory of storages; those of numpy's arrays may meet in part
+    same: set[tuple[object, ...]] = set()
     for name, part in source.tensors.items():
         for chunk in part.chunks:
-            held[chunk.view.untyped_storage().data_ptr()] = name
+            held.append((*_extent(chunk.view.untyped_storage()), name))
             if not is_freed_later:
-                same.add((name, block_of(chunk), chunk.view.data_ptr(), chunk.view.stride()))
-    spans: list[tuple[int, int, str]] = []  # memory to be filled
+                same.add((name, block_of(chunk), *_numbers(chunk.view)))
+    held.sort()
+    furthest = held[:1]  # of each and what begins before it, the one that ends last
+    for each in held[1:]:
+        furthest.append(each if each[1] > furthest[-1][1] else furthest[-1])
+    filled: list[tuple[int, int, str, Tensor]] = []  # from where to where in memory
     for name, part in target.tensors.items():
         for chunk in part.chunks:
             if not chunk.view.numel() or is_freed(chunk.view):
@@ -214,23 +220,51 @@ def refuse_shared_memory(source: Side, target: Side, *, is_freed_later: bool) ->
                     f"to: several elements of '{name}' are one memory, as of an expanded tensor; "
                     "give it memory of its own"
                 )
-            first = chunk.view.data_ptr()
-            is_dense = chunk.view.is_contiguous()
-            spans.append((first, first + (chunk.view.nbytes if is_dense else 1), name))
-            other = held.get(chunk.view.untyped_storage().data_ptr())
-            here = name, block_of(chunk), chunk.view.data_ptr(), chunk.view.stride()
-            if other is not None and here not in same:
+            begin, end = _extent(chunk.view.untyped_storage())
+            before = bisect_left(held, (end,))  # how many begin before the end
+            is_shared = before > 0 and furthest[before - 1][1] > begin
+            if is_shared and (name, block_of(chunk), *_numbers(chunk.view)) not in same:
                 raise ValueError(
-                    f"to: '{name}' shares memory with '{other}' of the model that it is filled from, "
-                    f"{'which is freed' if is_freed_later else 'in another layout'}; give it memory of its "
-                    "own"
+                    f"to: '{name}' shares memory with '{furthest[before - 1][2]}' of the model that it is "
+                    f"filled from, {'which is freed' if is_freed_later else 'in another layout'}; give it "
+                    "memory of its own"
                 )
-    for (_, end, name), (begin, _, other) in pairwise(sorted(spans)):
-        if begin < end and name != other:
-            raise ValueError(
-                f"to: '{name}' and '{other}' are one memory, at least in part, and two tensors of the model "
-                "that it is filled from; leave one of the names out"
-            )
+            first, last = chunk.view.data_ptr(), (chunk.view[(-1,) * chunk.view.ndim]).data_ptr()
+            filled.append((first, last + chunk.view.element_size(), name, chunk.view))
+    filled.sort(key=lambda each: each[:3])
+    extents_meet = any(begin < end for (_, end, *_), (begin, *_) in pairwise(filled))
+    if extents_meet and (names := _sharing([(name, view) for *_, name, view in filled])):
+        raise ValueError(
+            f"to: '{names[0]}' and '{names[1]}' are one memory, at least in part, and two tensors of the "
+            "model that it is filled from; leave one of the names out"
+        )
+
+
+def _extent(storage: torch.UntypedStorage) -> tuple[int, int]:
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _numbers(view: Tensor) -> tuple[object, ...]:
+    """What memory a view reads, and as which numbers; of views of one shape."""
+    return view.data_ptr(), view.stride(), view.dtype, view.is_conj(), view.is_neg()
+
+
+def _sharing(views: Sequence[tuple[str, Tensor]]) -> tuple[str, str] | None:
+    """Return the names of two views that share an element, if there are any."""
+    found = []
+    for number, (_, view) in enumerate(views):
+        by_stride = sorted(range(view.ndim), key=view.stride, reverse=True)
+        runs = Located.of(view.permute(by_stride)).runs()
+        found.append(torch.cat([runs, torch.full_like(runs[:, :1], number)], dim=1))
+    begins, sizes, owners = torch.cat(found).unbind(1)
+    order = begins.argsort()
+    ends, later = (begins + sizes)[order[:-1]], order[1:]
+    meet = (begins[later] < ends).nonzero()
+    if not len(meet):
+        return None
+    first = int(meet[0])
+    one, other = owners[order[first : first + 2]].tolist()
+    return views[one][0], views[other][0]
 
 
 def _overlaps(view: Tensor) -> bool:

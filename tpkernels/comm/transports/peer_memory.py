@@ -10,14 +10,12 @@ import ctypes
 import os
 from collections.abc import Sequence
 from functools import cache
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-_MOST_RUNS = 1024  # of a call: IOV_MAX
-MOST_BYTES = 2**30  # of a call, which ends early at 2 GiB: no run may be longer
+_MOST_RUNS = 1024  # of a call on either side: IOV_MAX
 _TRIAL = 32
 
 
@@ -41,21 +39,19 @@ class Located(NamedTuple):
         return self._replace(address=self.address + offset, shape=tuple(shape))
 
     @property
-    def byte_count(self) -> int:
-        return prod(self.shape) * self.item_bytes
-
-    @property
     def run_bytes(self) -> int:
         """Return how many bytes are contiguous, in the order of the elements."""
         return self._run()[0]
 
-    def runs(self, length: int) -> Tensor:
-        """Return where runs of `length` bytes begin, in the order of elements. length: divides `run_bytes`"""
-        whole, outer = self._run()
-        starts = torch.tensor([self.address])
-        for size, stride in (*zip(self.shape[:outer], self.strides, strict=False), (whole // length, length)):
-            starts = (starts[:, None] + torch.arange(size) * stride).flatten()
-        return starts
+    def runs(self) -> Tensor:
+        """Return addresses and sizes of the pieces, in the order of elements: (runs, 2)."""
+        length, outer = self._run()
+        if not outer:
+            return torch.tensor([[self.address, length]], device="cpu")
+        starts = torch.tensor([self.address], device="cpu")
+        for size, stride in zip(self.shape[:outer], self.strides, strict=False):
+            starts = (starts[:, None] + torch.arange(size, device="cpu") * stride).flatten()
+        return torch.stack([starts, torch.full_like(starts, length)], dim=1)
 
     def _run(self) -> tuple[int, int]:
         """Bytes of a run, and how many dimensions number the runs."""
@@ -89,57 +85,38 @@ def own_trial() -> Trial:
 
 def can_read(trial: Trial) -> bool:
     """Whether this process can read the memory of the process that made `trial`."""
-    found = torch.zeros(_TRIAL, dtype=torch.uint8)
-    runs = Runs.of(Located(trial.address, (_TRIAL,), (1,), 1), Located.of(found))
+    found = torch.zeros(_TRIAL, dtype=torch.uint8, device="cpu")
     try:
-        read(trial.process, runs)
+        read(trial.process, Located(trial.address, (_TRIAL,), (1,), 1).runs(), Located.of(found).runs())
     except (OSError, AttributeError, ValueError):  # forbidden, not there, or no such call in this system
         return False
     return bytes(found.tolist()) == trial.content
 
 
-class Runs(NamedTuple):
-    """Runs of bytes to copy from another process: addresses and sizes of both ends, (runs, 2)."""
+def read(process: int, there: Tensor, here: Tensor) -> None:
+    """Copy runs of another process, one after the other, into runs of this one, which may be cut otherwise.
 
-    there: Tensor
-    here: Tensor
-
-    @classmethod
-    def of(cls, source: Located, target: Located) -> Runs:
-        """Return the runs that copy one tensor to another of the same shape and size of items."""
-        assert (target.shape, target.item_bytes) == (source.shape, source.item_bytes), (source, target)
-        # both are products of the last sizes: one divides the other
-        length = min(source.run_bytes, target.run_bytes)
-        if not source.byte_count:
-            return cls(torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2, dtype=torch.int64))
-        if length == source.byte_count:
-            return cls(torch.tensor([[source.address, length]]), torch.tensor([[target.address, length]]))
-        sides = (
-            torch.stack([starts, torch.full_like(starts, length)], dim=1)
-            for starts in (source.runs(length), target.runs(length))
-        )
-        return cls(*sides)
-
-    @classmethod
-    def joined(cls, some: Sequence[Runs]) -> Runs:
-        return some[0] if len(some) == 1 else cls(*(torch.cat(side) for side in zip(*some, strict=True)))
-
-
-def read(process: int, runs: Runs) -> None:
-    """Copy runs of bytes from another process, in as few calls as the system allows."""
-    there, here = runs
-    ends = here[:, 1].cumsum(0)
-    first = done = 0
-    while first < len(ends):
-        last = min(first + _MOST_RUNS, int(torch.searchsorted(ends, done + MOST_BYTES, right=True)))
-        expected = int(ends[last - 1]) - done
-        offset, count = first * 2 * here.element_size(), last - first
-        found = _call()(process, here.data_ptr() + offset, count, there.data_ptr() + offset, count, 0)
-        if found != expected:
+    there, here: addresses and sizes, (runs, 2), of as many bytes; they are overwritten
+    """
+    sides = [(side, side[:, 1].cumsum(0)) for side in (here, there)]
+    firsts, done, size = [0, 0], 0, int(here[:, 1].sum())
+    while done < size:
+        vectors: list[int] = []
+        for (side, _), first in zip(sides, firsts, strict=True):
+            vectors += side[first:].data_ptr(), min(len(side) - first, _MOST_RUNS)
+        found = _call()(process, *vectors, 0)  # as many bytes as both sides have, or at most 2 GiB
+        if found <= 0:
             number = ctypes.get_errno() if found < 0 else 0
-            why = os.strerror(number) if number else f"{found} of {expected} bytes could be read"
+            why = os.strerror(number) if number else f"{done} of {size} bytes could be read"
             raise ConnectionError(f"the memory of process {process} cannot be read: {why}")
-        first, done = last, done + expected
+        done += found
+        if done == size:
+            return
+        for number, (side, ends) in enumerate(sides):
+            first = firsts[number] = int(torch.searchsorted(ends, done, right=True))
+            rest = int(ends[first]) - done
+            side[first, 0] += int(side[first, 1]) - rest
+            side[first, 1] = rest
 
 
 @cache

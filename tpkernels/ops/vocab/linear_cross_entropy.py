@@ -73,6 +73,7 @@ from tpkernels.tp_invariance import mode
 OP = "linear_cross_entropy"
 Reduction = Literal["mean", "sum", "none"]
 LEAST_TEMPERATURE = 1e-30  # logits over it must be finite in fp32
+MOST_TEMPERATURE = 1e30  # its inverse is above 0 in fp32
 LEAST_TOKENS = 128  # in a chunk by default; chosen without measuring
 MASKS = 16  # in which the tokens of a chunk are masked, so that a mask takes little beside its logits
 
@@ -152,9 +153,9 @@ def linear_logprobs(
     returns: log-probabilities (like target), and entropies (tokens, ...) or None; in fp32 or wider
     """
     op = "linear_logprobs"
-    if not isinstance(temperature, int | float) or not LEAST_TEMPERATURE <= temperature < math.inf:
+    if not isinstance(temperature, int | float) or not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
         raise ValueError(
-            f"{op}: expected a finite number of at least {LEAST_TEMPERATURE:g} as temperature, got "
+            f"{op}: expected a temperature from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}, got "
             f"{temperature!r}"
         )
     if top_k is not None and (type(top_k) is not int or top_k < 1):
