@@ -4,13 +4,16 @@ import re
 from dataclasses import replace
 
 import pytest
+import triton
 
 from tests.gate.samples import COST, FACTS
 from tpkernels.gate import budgets, compile_gate
+from tpkernels.gate.ahead_of_time import ARCHITECTURES
 from tpkernels.gate.budgets import Budget
-from tpkernels.gate.catalog import catalog
+from tpkernels.gate.catalog import catalog, entry_specs
 from tpkernels.gate.clocking import Examined
-from tpkernels.gate.compile_gate import CompileJob, judge
+from tpkernels.gate.compile_gate import CompileJob, Suite, judge
+from tpkernels.kernels import triton_versions
 
 
 def test_budget_is_exact_but_for_the_unit_of_registers():
@@ -97,13 +100,62 @@ def test_table_of_budgets_survives_a_round_trip_and_drops_what_is_gone(tmp_path)
     assert list(later.rows["sm_90"]) == ["two"]
 
 
-def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing():
-    current = {(gpu, entry.name) for entry in catalog() for gpu in entry.architectures}
+def test_a_table_begun_for_one_architecture_lists_it_and_may_not_lose_it(monkeypatch, tmp_path):
+    """Others are held to the rules alone, until an update has their rows."""
+    monkeypatch.setattr(compile_gate, "examine_all", lambda tasks, *_: [Examined(FACTS) for _ in tasks])
+    path, entry = tmp_path / "budgets.json", catalog()[0]
+    hopper, ampere = (CompileJob(entry, architecture) for architecture in ("sm_90", "sm_80"))
+    suite = Suite("mine", {entry.name: ("sm_80", "sm_90")}, {}.get, path, lambda *_: (), lambda _: None)
+    minor = budgets.minor_version(triton.__version__)
+
+    def check(*jobs, update=False):
+        compiled, notes = compile_gate.check(suite, jobs, 1, print, update)
+        return [one.failures for one in compiled], notes
+
+    check(hopper, update=True)
+    assert budgets.read(path)[minor].provenance["architectures"] == "sm_90"
+    bare = f"no budgets for Triton {minor} on sm_80: rules only; --update writes them"
+    assert check(hopper, ampere) == ([(), ()], [bare])
+    check(hopper, update=True)  # another update of the same leaves the list
+    assert check(hopper, ampere) == ([(), ()], [bare])
+
+    written = path.read_text()
+    whole = budgets.read(path)[minor]
+    budgets.write({minor: budgets.Budgets(whole.provenance, {})}, path)
+    assert check(hopper, ampere) == ([("no budget yet: record one with --update",), ()], [bare])
+
+    path.write_text(written)
+    check(ampere, update=True)
+    assert "architectures" not in budgets.read(path)[minor].provenance
+    assert check(hopper, ampere) == ([(), ()], [])
+
+
+HOPPER = ("sm_90",)
+WRITTEN = {  # Triton -> GPUs with budgets
+    "3.6": ARCHITECTURES,
+    "3.7": ARCHITECTURES,
+    "3.8": HOPPER,
+    "3.9": HOPPER,
+}
+
+
+def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing(monkeypatch):
     table = budgets.read()
-    assert set(table) == {"3.6", "3.7"}
-    for minor, rows in table.items():
-        expected = {(gpu, name) for gpu, name in current if compiled_by(minor, name)}
-        assert rows.keys() == expected, f"run `check --update` on Triton {minor}"
+    assert table.keys() == WRITTEN.keys()
+    for minor, gpus in WRITTEN.items():
+        assert {gpu for gpu in ARCHITECTURES if table[minor].hold(gpu)} == {*gpus}
+        entries = entries_of(minor, monkeypatch)
+        expected = {(gpu, e.name) for e in entries for gpu in gpus if gpu in e.architectures}
+        assert table[minor].keys() == {key for key in expected if compiled_by(minor, key[1])}, (
+            f"run `check --update` on Triton {minor}"
+        )
+
+
+def entries_of(minor, monkeypatch):
+    """The catalog of another Triton, where some tiles are others."""
+    version = tuple(map(int, minor.split(".")))
+    monkeypatch.setattr(triton_versions, "triton_version", lambda: version)
+    return [spec.entry() for spec in entry_specs().values()]
 
 
 def test_every_entry_for_hopper_has_the_cycles_of_its_edge_and_products_those_of_a_step():

@@ -22,7 +22,7 @@ def rows(minor):
             yield kernel, MatmulTile.named(rest[1]), rest[2], budget
 
 
-@pytest.mark.parametrize("minor", ["3.6", "3.7"])
+@pytest.mark.parametrize("minor", ["3.6", "3.7", "3.8", "3.9"])
 def test_shared_memory_is_what_was_compiled(minor):
     """But for barriers, and for what pairs of matrices are aligned to."""
     found = list(rows(minor))

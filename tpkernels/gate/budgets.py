@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,11 @@ class Budgets:
     def of(self, architecture: str, entry: str) -> Budget | None:
         return self.rows.get(architecture, {}).get(entry)
 
+    def hold(self, architecture: str) -> bool:
+        """Whether an architecture's entries are held to rows: where none are listed, all are."""
+        listed = self.provenance.get("architectures")
+        return listed is None or architecture in listed.split()
+
     def keys(self) -> set[tuple[str, str]]:
         """(architecture, entry) of every row."""
         return {(architecture, name) for architecture, entries in self.rows.items() for name in entries}
@@ -132,10 +137,12 @@ def _parsed(table: Any) -> dict[str, Budgets]:
 def updated(
     old: Budgets | None,
     new: Mapping[tuple[str, str], Budget],
-    current: Container[tuple[str, str]],
+    current: Collection[tuple[str, str]],
     provenance: dict[str, str],
 ) -> Budgets:
     """The old budgets with the new in place of theirs, without rows that are no longer current.
+
+    A table begun for some architectures lists them: only their rows may not be lost.
 
     new, current: by (architecture, name of the entry)
     """
@@ -149,7 +156,10 @@ def updated(
     rows: dict[str, dict[str, Budget]] = {}
     for (architecture, name), budget in flat.items():
         rows.setdefault(architecture, {})[name] = budget
-    return Budgets(provenance, rows)
+    every, begun = {gpu for gpu, _ in current}, {gpu for gpu, _ in new}
+    held = {gpu for gpu in every if gpu in begun or (old and old.hold(gpu))}
+    listed = {} if held == every else {"architectures": " ".join(sorted(held))}
+    return Budgets(provenance | listed, rows)
 
 
 def write(table: Mapping[str, Budgets], path: Path = TABLE) -> None:

@@ -120,8 +120,13 @@ def check(
     elif minor not in table:
         known = f", only for {', '.join(sorted(table))}" if table else ""
         notes.append(f"no budgets for Triton {minor}{known}: rules only; --update writes them")
-    elif gone := table[minor].keys() - current:
-        notes.append(f"{len(gone)} budgets of what is no longer in {suite.name}: --update drops them")
+    else:
+        if bare := dict.fromkeys(a for job in jobs if not table[minor].hold(a := job.architecture)):
+            notes.append(
+                f"no budgets for Triton {minor} on {', '.join(bare)}: rules only; --update writes them"
+            )
+        if gone := table[minor].keys() - current:
+            notes.append(f"{len(gone)} budgets of what is no longer in {suite.name}: --update drops them")
     if suite.budgets == TABLE and (anew := sum(cost.program not in shipped() for _, cost in costs)):
         notes.append(f"{anew} kernels were clocked anew: --update keeps their cycles for other machines")
     found = table.get(minor)
@@ -138,14 +143,17 @@ def judge(
     triton_version: str,
     rules: Rules | None = None,
 ) -> Compiled:
-    """Hold a result to the rules (ours, if none are given), and to its budget if this Triton has a table."""
+    """Hold a result to the rules (ours, if none are given), and to its budget.
+
+    Without a table of this Triton for this architecture there are the rules alone.
+    """
     facts, cost = result.facts, _known(result)
     if isinstance(facts, str):
         return Compiled(job, None, (f"does not compile: {facts}",))
     failures = [*(rules or violations)(job.entry, job.architecture, facts)]
     if isinstance(result.cost, str):
         failures.append(f"cannot be clocked: {result.cost}")
-    if budgets is not None:
+    if budgets is not None and budgets.hold(job.architecture):
         budget = budgets.of(job.architecture, job.entry.name)
         failures += budget.excesses(facts) if budget else ["no budget yet: record one with --update"]
         if budget and budgets.provenance.get("triton") == triton_version:

@@ -255,6 +255,24 @@ def test_the_face_and_the_process_share_streams():
         assert rng.get_all_rng_states().keys() == moved.keys()
 
 
+@pytest.mark.parametrize("rank", [0, 1, None])
+def test_a_rank_in_the_place_of_the_reset_is_refused(rank):
+    """Megatron 0.20 takes gtp_remat_rank there: a rank 1 would have reset the streams."""
+    with fake_rank(0, 1):
+        ps.initialize_model_parallel(create_gloo_process_groups=False)
+        rng.model_parallel_cuda_manual_seed(5, False, False, False, 0, 0, 0, False)
+        tracker = rng.get_cuda_rng_tracker()
+        before = rng.get_all_rng_states()
+        with pytest.raises(TypeError, match="newer Megatrons take gtp_remat_rank in its place"):
+            rng.model_parallel_cuda_manual_seed(6, False, False, False, 0, 0, 0, rank)
+        assert rng.get_cuda_rng_tracker() is tracker
+        assert all(torch.equal(before[name], state) for name, state in rng.get_all_rng_states().items())
+        rng.model_parallel_cuda_manual_seed(5, tp_rank=0, gtp_remat_rank=rank, force_reset_rng=True)
+        assert rng.get_cuda_rng_tracker() is not tracker
+        with pytest.raises(TypeError, match="positional"):
+            rng.model_parallel_cuda_manual_seed(5, False, False, False, 0, 0, 0, False, 0)
+
+
 def test_a_program_seeded_by_torch_draws_as_without_streams():
     torch.manual_seed(3)
     expected = torch.rand(4)

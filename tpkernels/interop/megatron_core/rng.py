@@ -170,6 +170,11 @@ def model_parallel_cuda_manual_seed(
     tp_rank, ep_rank, etp_rank: by default those of the current parallel state
     gtp_remat_rank and after: arguments of newer Megatrons, which change nothing for one rank
     """
+    if not isinstance(force_reset_rng, bool):
+        raise TypeError(
+            f"force_reset_rng: expected True or False, got {force_reset_rng!r}: newer Megatrons take "
+            "gtp_remat_rank in its place; pass both by keyword"
+        )
     for size in (gtp_remat_world_size, egtp_remat_world_size):
         if size not in (None, 1):
             raise NotImplementedError(f"gtp_remat_world_size: expected 1, got {size}")
