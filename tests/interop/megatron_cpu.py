@@ -40,6 +40,7 @@ def stand_in_for_cuda():
     cuda = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *_: None
+    cuda.current_stream = lambda *_: None
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.manual_seed = torch.manual_seed
     tensor = Tensor

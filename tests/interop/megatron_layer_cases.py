@@ -276,7 +276,9 @@ def named_by_spec_provider():
 
         provider = megatron_core.spec_provider()
         experts = get_moe_module_spec_for_backend(provider, num_experts=2, moe_grouped_gemm=False)
-        submodules = experts.submodules.experts.submodules
+        parts = experts.keywords["submodules"] if isinstance(experts, partial) else experts.submodules
+        built = parts.experts  # partials in later sources than 0.16
+        submodules = built.keywords["submodules"] if isinstance(built, partial) else built.submodules
         named = [
             provider.column_parallel_linear(),
             provider.row_parallel_linear(),

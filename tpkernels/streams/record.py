@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -76,7 +77,10 @@ def record(machine: Machine, body: Body, transport: str = "symmetric") -> Progra
 def _group(rank: int, ranks: int) -> Iterator[ProcessGroup]:
     if not hasattr(dist.Backend, "VIRTUAL"):
         dist.Backend.register_backend("virtual", _make_group, devices=["cpu", "cuda"])
-    with patch.object(sys, "excepthook", sys.excepthook):  # torch's hook reports each group
+    with (
+        patch.object(sys, "excepthook", sys.excepthook),  # torch's hook reports each group
+        patch.dict(os.environ, TORCH_FR_BUFFER_SIZE="0"),  # torch 2.15 cannot record a group without backends
+    ):
         dist.init_process_group("virtual", store=dist.HashStore(), rank=rank, world_size=ranks)
         try:
             group = dist.group.WORLD
