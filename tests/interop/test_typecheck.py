@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tests.fake_world import fake_rank
 from tests.interop.architectures import inputs_of, model_of
-from tests.interop.typed_programs import CASES, NOT_SEEN, weights_of
+from tests.interop.typed_programs import CASES, FAULTS, NOT_SEEN, weights_of
 from tests.on_ranks import on_ranks
 from tpkernels import (
     GPT,
@@ -25,6 +25,7 @@ from tpkernels import (
     parallelize,
     typecheck,
 )
+from tpkernels.cli.typecheck_steps import told
 from tpkernels.comm.transports import c10d
 from tpkernels.layers.replicas import finalize_gradients
 from tpkernels.ops.tensor_parallel import mappings
@@ -43,7 +44,7 @@ def rank_of_two():
 
 
 def verdict(program, fault):
-    """What the checker says of one forward and backward; nothing if it finds no fault."""
+    """What the command says of one forward and backward; nothing if it finds no fault."""
     with rank_of_two() as group:
         alone = dist.new_group([0])
         weights = weights_of(program, fault, 0, 2)
@@ -51,7 +52,7 @@ def verdict(program, fault):
             with typecheck(group):
                 program(weights, group, alone, fault).backward()
         except spmd_types.SpmdTypeError as error:
-            return str(error)
+            return told(error)
     return ""
 
 
@@ -60,8 +61,12 @@ def names(cases):
 
 
 @pytest.mark.parametrize(("program", "fault"), CASES, ids=names(CASES))
-def test_the_checker_names_each_fault_and_no_right_program(program, fault):
-    assert bool(verdict(program, fault)) == bool(fault)
+def test_the_checker_names_the_line_of_each_fault_and_no_right_program(program, fault):
+    said = verdict(program, fault)
+    assert bool(said) == bool(fault)
+    if fault:
+        _, line, *_ = said.splitlines()
+        assert line.strip().startswith(FAULTS[program][fault])
 
 
 @on_ranks(2, 4)

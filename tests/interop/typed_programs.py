@@ -131,34 +131,35 @@ def by_ids(w: Weights, group: dist.ProcessGroup, alone: dist.ProcessGroup, fault
 
 Program = Callable[[Weights, dist.ProcessGroup, dist.ProcessGroup, str], Tensor]
 PARTIAL: Mapping[Program, tuple[str, ...]] = {by_regions: (), by_tokens: ("scale",), by_ids: ()}
-FAULTS: Mapping[Program, tuple[str, ...]] = {
-    by_regions: (
-        "copy left out",
-        "copied twice",
-        "a replicated norm of split features",
-        "bias before the sum",
-        "sum left out",
-        "sum over another group",
-        "summed twice",
-        "output copied for a column layer that does not follow",
-    ),
-    by_tokens: (
-        "column layer without gather",
-        "replicated bias of split features",
-        "bias of each rank's tokens",
-        "loss of each rank's tokens",
-        "gather for a column layer that does not follow",
-        "norm not marked",
-    ),
-    by_ids: (
-        "rows of this rank's ids",
-        "column layer after a copy",
-        "head without copy",
-        "loss of this rank's ids",
-        "loss of gathered ids, gathered twice",
-        "loss summed over ranks",
-        "loss copied",
-    ),
+AT_LOSS = "program(weights"  # which backward begins from
+FAULTS: Mapping[Program, Mapping[str, str]] = {  # with the start of the line that the checker names
+    by_regions: {
+        "copy left out": "h = F.gelu(",
+        "copied twice": "h = mappings.copy_to_region(h",
+        "a replicated norm of split features": "h = h * w.scale",
+        "bias before the sum": "y = F.linear(h, w.down",
+        "sum left out": "y = y + w.down_bias",
+        "sum over another group": "y = y + w.down_bias",
+        "summed twice": "y = mappings.reduce_from_region(y, group)",
+        "output copied for a column layer that does not follow": AT_LOSS,
+    },
+    by_tokens: {
+        "column layer without gather": "h = F.linear(",
+        "replicated bias of split features": "h = h + w.down_bias",
+        "bias of each rank's tokens": "y = y + w.down_bias",
+        "loss of each rank's tokens": AT_LOSS,
+        "gather for a column layer that does not follow": AT_LOSS,
+        "norm not marked": "h = ops.column_linear(x * w.scale",
+    },
+    by_ids: {
+        "rows of this rank's ids": "hidden = hidden * w.scale",
+        "column layer after a copy": "logits = ops.column_linear(hidden",
+        "head without copy": "logits = F.linear(hidden",
+        "loss of this rank's ids": AT_LOSS,
+        "loss of gathered ids, gathered twice": "logits = mappings.gather_from_region(mappings",
+        "loss summed over ranks": "return mappings.reduce_from_region(loss",
+        "loss copied": AT_LOSS,
+    },
 }
 # To local types a term is a shard: functions may be taken of it, and means may be summed.
 NOT_SEEN: Mapping[Program, tuple[str, ...]] = {by_regions: ("gelu of a term",), by_tokens: ("sum of losses",)}
