@@ -2,12 +2,13 @@
 
 import json
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
 from tests.gate.samples import COST
 from tpkernels import cli
-from tpkernels.cli import clock_kernel, main
+from tpkernels.cli import clock_kernel, clock_ops, main
 from tpkernels.cli.clock_kernel import Clocked, ClockRequest
 from tpkernels.gate import workers
 from tpkernels.gate.catalog import entry_specs
@@ -15,6 +16,7 @@ from tpkernels.gate.clock.model import Board, KernelPrediction
 from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.pictures.figure import can_draw
 from tpkernels.planning.calls import OPERATORS, WAYS
+from tpkernels.streams.simulation import COMPUTE, HOST, NCCL, TRANSFER, Ran, TimelineTask
 
 NAME = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 PREDICTED = KernelPrediction(418e-6, 576.0, 0.75, 1.43e9, 0.03, 0.4, "main loop", 0.08)
@@ -171,3 +173,36 @@ def test_a_time_line_is_drawn(tmp_path, form, capsys):
     file = tmp_path / f"lines.{form}"
     assert main([*USUAL, "--ways", "c10d", "--picture", str(file)]) == 0
     assert (b"wgrad" in file.read_bytes()) == (form == "svg")
+
+
+def test_time_lines_begin_when_a_gpu_does():
+    """The host was three calls ahead: only what it does from then on is drawn."""
+
+    def ran(queue, start, stop, kind="product"):
+        return Ran(TimelineTask(("", 0), (queue, 0), stop - start, name=queue, kind=kind), start, stop)
+
+    found = SimpleNamespace(
+        way="c10d",
+        direction="forward",
+        ran=[
+            ran(HOST, 0.0, 12.0),
+            ran(COMPUTE, 10.0, 10.0001),
+            ran(NCCL, 15.0, 25.0, TRANSFER),
+            ran(COMPUTE, 20.0, 50.0),
+        ],
+    )
+    tenth = clock_ops._COLUMNS // 8
+    assert [line.split("|")[1].rstrip() for line in clock_ops._time_line(found)] == [
+        "#" + " " * (2 * tenth - 1) + "#" * 6 * tenth,
+        " " * tenth + "=" * 2 * tenth,
+    ]
+    drawn = {}
+    with patch.object(clock_ops, "lanes", lambda heading, panels, note: drawn.update(panels)):
+        clock_ops._picture(SimpleNamespace(op="linear"), SimpleNamespace(tokens=1, ranks=2), [found])
+    (spans,) = drawn.values()
+    assert [(span.start, span.stop) for span in spans] == [
+        (10.0, 12.0),
+        (10.0, 10.0001),
+        (15.0, 25.0),
+        (20.0, 50.0),
+    ]
