@@ -40,6 +40,14 @@ def test_any_view_is_read_into_any_other(tensor):
         assert wider.count_nonzero() <= source.count_nonzero()
 
 
+def test_memory_is_read_whatever_the_default_device_is():
+    source, target = torch.arange(6.0).view(2, 3)[:, :2], torch.zeros(2, 2)
+    with torch.device("meta"):
+        assert can_read(own_trial())
+        read(os.getpid(), Located.of(source).runs(), Located.of(target).runs())
+    assert torch.equal(target, source)
+
+
 def test_calls_that_end_early_go_on_where_they_ended():
     """As the system's do at 2 GiB, or at 1024 runs of a side; what lies in one piece is one run."""
     source, target = torch.arange(640.0).view(64, 10), torch.zeros(64, 20)[:, :10]

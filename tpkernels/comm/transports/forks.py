@@ -24,7 +24,7 @@ def copy_in_forks(memory: mmap.mmap, descriptor: int) -> None:
 
 def _copy_all() -> None:
     """In the child: pages are copied as it writes them. Its views find them where they were."""
-    system = ctypes.CDLL(None, use_errno=True)
+    system = ctypes.CDLL(None)
     system.mmap.restype = ctypes.c_void_p
     system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     access, fixed = mmap.PROT_READ | mmap.PROT_WRITE, 0x10  # MAP_FIXED
