@@ -13,7 +13,7 @@ from torch import Tensor
 from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import Round, gather_plan, reduce_plan
 from tpkernels.comm.side_stream import StreamOrder
-from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.host import HostExchange, Pusher
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.symmetric import GroupStreams, SymmetricExchange
@@ -35,10 +35,16 @@ def start(
     return delivery
 
 
-def open_loopback(name: str, layout: Layout, timeout: float = 60.0) -> list[HostExchange]:
-    """The ends of an exchange in CPU memory."""
+def open_loopback(
+    name: str, layout: Layout, timeout: float = 60.0, pushers: Sequence[Pusher] | None = None
+) -> list[HostExchange]:
+    """The ends of an exchange in CPU memory. pushers: of each rank, which other exchanges may share"""
     mailboxes = [layout.mailbox(memory) for memory in _memories(name, layout, torch.device("cpu"))]
-    return [HostExchange(name, rank, layout, mailboxes, timeout) for rank in range(layout.ranks)]
+    pushers = pushers or [Pusher(f"push of {name}") for _ in mailboxes]
+    return [
+        HostExchange(name, rank, layout, mailboxes, timeout, pusher=pusher)
+        for rank, pusher in enumerate(pushers)
+    ]
 
 
 def open_symmetric_loopback(

@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from tests.patience import patient
 from tests.warm_python import ran
 from tpkernels import GradientBuckets
 from tpkernels.comm.transports import shared
+from tpkernels.comm.transports.host import Pusher
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.processes import Process, process_of
 
@@ -162,6 +164,34 @@ def test_a_rank_that_closes_its_end_after_its_last_call_is_heard_out():
     ends[0].close()
 
 
+def test_exchanges_of_a_group_share_a_thread_but_no_failure():
+    def pushing() -> int:
+        return sum(thread.name == "shared by a test" for thread in threading.enumerate())
+
+    layout, pushers = Layout(2, (4, 3), torch.float32), [Pusher("shared by a test") for _ in range(2)]
+    failing, other = (open_loopback(name, layout, pushers=pushers) for name in ("failing", "other"))
+    assert pushing() == 2
+    with patch.object(failing[0], "wait_until_free", side_effect=OSError("planted")):
+        delivery = start(failing[0], [torch.ones(4, 3)] * 2)
+        with pytest.raises(OSError, match="planted"):
+            delivery.wait()
+    with pytest.raises(OSError, match="planted"):  # an end that has lost rows sends no more
+        start(failing[0], [torch.ones(4, 3)] * 2).wait()
+    for end in failing:
+        end.close()
+    deliveries = [start(end, [torch.full((4, 3), float(end.rank))] * 2) for end in other]
+    for delivery in deliveries:
+        delivery.await_rows(slice(0, 8))
+        assert delivery.memory[4:].eq(1).all()
+        assert delivery.memory[:4].eq(0).all()
+        delivery.end()
+    assert pushing() == 2
+    for end in other:
+        end.close()
+        end.close()
+    assert pushing() == 0
+
+
 def test_a_descriptor_of_another_file_is_refused(tmp_path):
     (tmp_path / "stranger").write_bytes(bytes(64))
     with open(tmp_path / "stranger", "r+b") as file:
@@ -175,5 +205,5 @@ def test_a_descriptor_of_another_file_is_refused(tmp_path):
 
 
 def test_a_pusher_that_nobody_closes_keeps_no_process_alive():
-    run = ran("-c", "from tpkernels.comm.transports.host import _Pusher; left = _Pusher('left')")
+    run = ran("-c", "from tpkernels.comm.transports.host import Pusher; Pusher('left').enter()")
     assert (run.returncode, run.stderr) == (0, "")

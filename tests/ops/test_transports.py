@@ -378,7 +378,7 @@ def test_few_exchanges_stay_open_but_those_used_last_or_written_by_a_graph(captu
             open_exchanges()[0].captured = captured
         gc.collect()
         assert [exchange.shape[0] for exchange in open_exchanges()] == [1, 4, 5]
-        assert (pushers(), _mappings()) == (3, 3 * 2)
+        assert (pushers(), _mappings()) == (1, 3 * 2)  # one thread a group
 
 
 @on_ranks(2)

@@ -1,5 +1,9 @@
 """Exchanges in memory of the CPU: a thread of each rank copies chunks to the others and raises their flags.
 
+All exchanges of a group share the thread: pushes go out in the order of calls. A push that waits for a slot
+holds up those of later calls only. No rank waits for rows of these before it has begun the call that is held
+up, and it began that once it had read the call before in the slot.
+
 The hazards of writing after reading, and what excludes each:
 
 - A chunk of epoch e lands in buffer e % 2 while its owner still reads epoch e - 2 there. Whoever writes first
@@ -21,14 +25,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import TypeVar
-from weakref import finalize
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
 from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import Plan, Swap, flag_of, is_other_call, peers_by_step, reusable_after
@@ -56,25 +60,36 @@ class HostExchange(MailboxExchange):
         mailboxes: Sequence[Mailbox | None],
         timeout: float,
         processes: Mapping[int, Process] | None = None,
+        pusher: Pusher | None = None,
     ) -> None:
-        """processes: of the other ranks on this machine; virtual ranks have none"""
+        """processes: of the other ranks on this machine; virtual ranks have none
+
+        pusher: of the group; virtual ranks have one each
+        """
         super().__init__(name, rank, layout, mailboxes, timeout)
         self._processes = dict(processes or {})
         self._closing = threading.Event()
         self._opener = os.getpid()
-        self._pusher = _Pusher(f"push of {name}")
+        self._pusher = pusher or Pusher(f"push of {name}")
+        self._pusher.enter()
         # what is dropped without `close` leaves no thread; nothing is under way then: a push holds its end
-        finalize(self, self._pusher.close).atexit = False
+        self._leave = finalize(self, self._pusher.leave)
+        self._leave.atexit = False
+        self._last_push: Future[None] | None = None
+        self._push_failure: BaseException | None = None
 
     def late(self) -> int:
         return int(self.status)
 
     def close(self) -> None:
         self._closing.set()
-        self._pusher.close()
+        if os.getpid() == self._opener:  # a fork has its parent's memory, and not its threads
+            if self._last_push is not None and not self._pusher.is_current_thread():
+                wait([self._last_push])
+            if self._mailboxes:
+                self.mailbox(self.rank).released.fill_(_CLOSED)
+        self._leave()
         self._processes.clear()
-        if self._mailboxes and os.getpid() == self._opener:  # a fork has its parent's memory
-            self.mailbox(self.rank).released.fill_(_CLOSED)
         self.let_go()
 
     def _delivery(self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None) -> HostDelivery:
@@ -93,13 +108,20 @@ class HostExchange(MailboxExchange):
         landing.flags[chunks.start : chunks.stop].fill_(delivery.flag)
 
     def pushing(self, swap: Swap, rows: Tensor, delivery: HostDelivery) -> Future[None]:
-        """Push rows in the order of calls; a push that fails ends all later ones."""
+        """Push rows in the order of calls; a push that fails ends all later ones of this exchange."""
 
         def push() -> None:
-            self.wait_until_free(swap.to, delivery)
-            self.put(swap.to, swap.lands, rows, delivery)
+            if self._push_failure is not None:
+                raise self._push_failure
+            try:
+                self.wait_until_free(swap.to, delivery)
+                self.put(swap.to, swap.lands, rows, delivery)
+            except BaseException as error:
+                self._push_failure = error
+                raise
 
-        return self._pusher.submit(push)
+        self._last_push = pushing = self._pusher.submit(push)
+        return pushing
 
     def wait_until_free(self, peer: int, delivery: HostDelivery) -> None:
         """Wait until `peer` has read the previous call in this slot."""
@@ -229,37 +251,70 @@ def _copy(into: Tensor, rows: Tensor) -> None:
         into.copy_(rows)
 
 
-class _Pusher:
-    """Calls functions one after the other, in a thread that keeps no process alive."""
+class Pusher:
+    """Calls functions one after the other, in a thread that keeps no process alive.
+
+    The thread runs while an exchange uses the pusher.
+    """
 
     def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
+        self._name, self._users = name, 0
+        self._lock = threading.RLock()  # `leave` may run wherever objects are freed
+        self._calls: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]
+        self._thread: threading.Thread
+
+    def enter(self) -> None:
+        """Start the thread for the first user."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._calls = SimpleQueue()
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._calls,), name=self._name, daemon=True
+                )
+                self._thread.start()
+
+    def leave(self) -> None:
+        """End the thread after the last user, once what was submitted has ended; any thread may call this."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            thread = self._thread
+            self._calls.put(None)
+        if threading.current_thread() is not thread:
+            thread.join()
 
     def submit(self, function: Callable[[], None]) -> Future[None]:
         future: Future[None] = Future()
         self._calls.put((function, future))
         return future
 
-    def close(self) -> None:
-        """End the thread once its current call has ended; any thread may call this."""
-        self._calls.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+    def is_current_thread(self) -> bool:
+        return threading.current_thread() is self._thread
 
-    @torch.no_grad()  # what is pushed may require gradients
-    def _serve(self) -> None:
-        failure: BaseException | None = None
-        while (call := self._calls.get()) is not None:
-            function, future = call
-            try:
-                if failure is None:
-                    function()
-            except BaseException as error:  # whoever waits for it gets it
-                failure = error
-            if failure is None:
-                future.set_result(None)
-            else:
-                future.set_exception(failure)
-            del call, function, future  # they hold tensors
+
+@torch.no_grad()  # what is pushed may require gradients
+def _serve(calls: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
+    while (call := calls.get()) is not None:
+        function, future = call
+        try:
+            function()
+        except BaseException as error:  # whoever waits for it gets it
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del call, function, future  # they hold tensors
+
+
+# By group and process: a fork has none of its parent's threads.
+_of_group: WeakValueDictionary[tuple[int, int], Pusher] = WeakValueDictionary()
+
+
+def pusher_of(group: ProcessGroup) -> Pusher:
+    """Return the pusher that all exchanges of a group share."""
+    key = id(group), os.getpid()
+    found = _of_group.get(key)
+    if found is None:
+        found = _of_group[key] = Pusher(f"push of process group '{group.group_name}'")
+    return found

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.host import HostExchange, pusher_of
 from tpkernels.comm.transports.mailbox import Closable, MailboxExchange, Meeting, Opening
 from tpkernels.comm.transports.memory import Mailbox
 from tpkernels.comm.transports.processes import process_of
@@ -36,7 +36,8 @@ def _exchange_in(opening: Opening, shared: Mapping[int, Mapped]) -> HostExchange
     for peer, mapped in shared.items():
         mailboxes[peer] = layout.mailbox(mapped.memory)
     processes = {peer: process_of(mapped.process) for peer, mapped in shared.items() if peer != rank}
-    return HostExchange(opening.name, rank, layout, mailboxes, opening.timeout, processes)
+    pusher = pusher_of(opening.group)
+    return HostExchange(opening.name, rank, layout, mailboxes, opening.timeout, processes, pusher)
 
 
 class Mapped(NamedTuple):
