@@ -9,8 +9,9 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
-from bench import fp8_loss, predicted, shapes, waves
+from bench import fp8_loss, predicted, shapes, waves, which_kernels
 from bench.cases.predicted_link import Constants
 from bench.clock.published import measured
 from bench.clock.validation import Judged, judged, pairs_in_order, summary, table
@@ -18,8 +19,10 @@ from bench.predicted import _between, efficiency, model_of, predict_link
 from bench.published_overlap import FITTED, KEPT_BACK, PUBLISHED
 from bench.shapes import MODELS, RATED_GPUS, all_shapes, shapes_of
 from tests.gate.test_budgets import compiled_by
+from tpkernels.cli.tuning import SplitModel, model_calls
 from tpkernels.gate import budgets
 from tpkernels.gate.budgets import REGISTER_UNIT
+from tpkernels.kernels.triton_versions import triton_version
 from tpkernels.planning import calls
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -179,3 +182,15 @@ def test_table_of_shapes_is_what_the_models_ask_for_and_its_bounds_follow_from_t
     for model in MODELS:
         for full, shard in zip(shapes_of(model, 1, 4096), shapes_of(model, 8, 4096), strict=True):
             assert shard.flops * 8 == full.flops
+
+
+@pytest.mark.skipif(triton_version() != (3, 7), reason="the page is of Triton 3.7")
+def test_page_of_chosen_kernels_has_the_tiles_of_today_and_costs_that_are_kept():
+    """Of the products three rows, as one function writes all."""
+    page = (DOCS / "which-kernels.md").read_text().splitlines()
+    assert [row for row in which_kernels.kernel_table() if row not in page] == []
+    rows = {tuple(row.split(" | ")[:2]): row for row in page if row.startswith("| 8 |")}
+    calls_of_model = [*model_calls(SplitModel("llama3-8b", 8, 8192), torch.bfloat16, True)]
+    for record, arguments in calls_of_model[:3]:
+        row = which_kernels.problem_row(8, record, record.problem(*arguments))
+        assert rows[tuple(row.split(" | ")[:2])] == row

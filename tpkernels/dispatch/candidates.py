@@ -147,13 +147,13 @@ def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> 
 
 def _footprint(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> Footprint:
     """Compiled for this GPU by this Triton, else for any; of a tile that was not compiled, by arithmetic."""
-    kernel = problem.step if problem.step in ("dgrad_pairs", "scaled_linear") else problem.kernel
+    kernel, epilogue = entry_of(problem)
     found = compiled_footprint(
         kernel,
         form,
         problem.dtype,
         tile,
-        _epilogue(problem),
+        epilogue,
         f"sm_{gpu.target.capability}" if gpu.target.backend == "cuda" else "gfx942",
         "{}.{}".format(*triton_version()),
     )
@@ -165,15 +165,19 @@ def _footprint(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -
             problem.kernel,
             problem.dtype,
             tile,
-            result=4 if tile.splits > 1 or "fp32" in _epilogue(problem) else problem.result.itemsize,
-            reads=problem.step in ("dgrad_act", "dglu")
-            or (tile.splits == 1 and _epilogue(problem) == "+=bf16"),
+            result=4 if tile.splits > 1 or "fp32" in epilogue else problem.result.itemsize,
+            reads=problem.step in ("dgrad_act", "dglu") or (tile.splits == 1 and epilogue == "+=bf16"),
         )
     return Footprint(least)
 
 
+def entry_of(problem: Problem) -> tuple[str, str]:
+    """Return the kernel and the epilogue as the catalog names them; fp16 is compiled as bf16."""
+    kernel = problem.step if problem.step in ("dgrad_pairs", "scaled_linear") else problem.kernel
+    return kernel, _epilogue(problem)
+
+
 def _epilogue(problem: Problem) -> str:
-    """What the catalog calls it; fp16 is compiled as bf16."""
     match problem.step:
         case "wgrad":
             return "=fp32" if problem.dtype == torch.float32 else "=bf16"

@@ -178,6 +178,11 @@ def shipped() -> Mapping[str, Cost]:
     return {cost.program: cost for cost in costs}
 
 
+def kept_costs(minor: str) -> Mapping[str, Cost]:
+    """Return the costs kept in this folder for a minor version of Triton, by entry."""
+    return {name: Cost.from_json(row) for name, row in _shipped_rows().get(minor, {}).items()}
+
+
 def ship(costs: Mapping[str, Cost], minor: str, current: Container[str]) -> None:
     """Keep the costs of entries for a minor version of Triton, and drop those that are no longer current."""
     table = _shipped_rows()
