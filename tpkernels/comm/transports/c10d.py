@@ -128,21 +128,24 @@ class Transfers:
         finally:
             if self._awaited_by_products and id(work) in self._in_flight:
                 del self._in_flight[id(work)]
-                IN_FLIGHT.end(self._call.group)
+                if not self._in_flight:
+                    IN_FLIGHT.end(self._call.group)
         self._awaited[id(work)] = work
 
     def occupy_no_more(self) -> None:
         """Give processors back: later products come after all transfers that were started."""
-        for _ in self._in_flight:
+        if self._in_flight:
+            self._in_flight.clear()
             IN_FLIGHT.end(self._call.group)
-        self._in_flight.clear()
 
     def _occupies(self, works: Sequence[Work], device: torch.device) -> None:
         """These are in flight: on a GPU products leave processors to them."""
-        if _processors(device):
-            for work in works:
-                self._in_flight[id(work)] = work
-                IN_FLIGHT.begin(self._call.group, device)
+        if not _processors(device):
+            return
+        if not self._in_flight:  # collectives of a group follow each other: one claim serves all of a call
+            IN_FLIGHT.begin(self._call.group, device)
+        for work in works:
+            self._in_flight[id(work)] = work
 
     def __del__(self) -> None:
         """After an error nobody waits for what is left."""
