@@ -89,7 +89,7 @@ $(VENV)-triton-%/.ready: constraints.txt
 check-triton: $(VENV)-triton-$(VERSION)/.ready ## the gate on another Triton, in a venv of its own: VERSION=3.9.0
 	PYTHONPATH=. $(VENV)-triton-$(VERSION)/bin/python -m tpkernels check
 
-TEST_NEEDS := numpy ninja setuptools build packaging pytest pytest-benchmark pytest-xdist hypothesis matplotlib mypy pdoc pyyaml safetensors
+TEST_NEEDS := numpy ninja setuptools build packaging pytest pytest-benchmark pytest-xdist hypothesis matplotlib mypy pdoc pyyaml safetensors spmd_types
 $(VENV)-torch-%/.ready: constraints.txt
 	$(make-venv)
 	grep -vE '^(torch|triton)==' $< > $(@D)/constraints.txt

@@ -8,9 +8,11 @@ from tests.gate.samples import FACTS as budgeted
 from tests.gate.samples import entry_of
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.ptx import NO_FLAG
+from tpkernels.kernels.tiles import MatmulTile, without_spills
 
 LINEAR = entry_of("linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z")
-TRUE_FP32 = entry_of("linear/pointer/fp32/64x64x16-w8-s3-p1/gelu_tanh+bias+z")
+FP32_TILE = without_spills("linear", MatmulTile.named("64x64x16-w8-s3-p1"))
+TRUE_FP32 = entry_of(f"linear/pointer/fp32/{FP32_TILE.name}/gelu_tanh+bias+z")
 POINTER = entry_of("linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z")
 SOUND = {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 2}
 FACTS = replace(budgeted, instructions=SOUND, aligned=LINEAR.aligned, narrow_offsets=())

@@ -53,7 +53,7 @@ def splits_the_world(backend: str | None) -> bool:
 
     NCCL does so if a device is bound to the default group: init_process_group("nccl", device_id=...).
     """
-    return _split_source() is not None and _is_nccl(backend)
+    return _split_source() is not None and is_nccl(backend)
 
 
 def options_beside_products(backend: str | None, timeout: timedelta) -> Any:
@@ -62,7 +62,7 @@ def options_beside_products(backend: str | None, timeout: timedelta) -> Any:
     They set a high-priority stream, whose blocks are scheduled before those of products, and at most as many
     blocks as products leave processors free for (`comm.carveout`).
     """
-    if not _is_nccl(backend):
+    if not is_nccl(backend):
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
@@ -71,7 +71,8 @@ def options_beside_products(backend: str | None, timeout: timedelta) -> Any:
     return options
 
 
-def _is_nccl(backend: str | None) -> bool:
+def is_nccl(backend: str | None) -> bool:
+    """Whether `backend`, or for None that of the default group, is NCCL for some device."""
     wanted = distributed_c10d.BackendConfig(dist.Backend(backend or dist.get_backend()))
     return "nccl" in wanted.get_device_backend_map().values()
 

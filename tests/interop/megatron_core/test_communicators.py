@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.fake_world import each_rank, fake_rank
 from tests.interop.megatron_core import test_groups as cases
+from tpkernels.interop.megatron_core import initialize
 from tpkernels.interop.megatron_core import parallel_state as ps
 from tpkernels.interop.megatron_core.groups import ProcessGroupCollection
 from tpkernels.interop.shards import require_one_stage
@@ -65,6 +66,7 @@ class Options(SimpleNamespace):
 def test_settings_of_communicators_reach_their_groups(made, monkeypatch, tmp_path):
     pytest.importorskip("yaml", reason="the file of settings is YAML")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(initialize, "is_nccl", lambda backend: True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     file = tmp_path / "nccl.yaml"
     file.write_text("tp:\n  max_ctas: 8\nmp: {net_name: Socket}\nintra_ep_dp: {min_ctas: 2}\n")
@@ -90,6 +92,16 @@ def test_settings_of_communicators_reach_their_groups(made, monkeypatch, tmp_pat
         with pytest.raises(InvalidSizes, match=r"not known|expected 'IB' or 'socket'"):
             ps.get_nccl_options("tp", wrong)
     assert ps.get_nccl_options("dp", {"tp": {}}) is None
+
+
+def test_settings_of_communicators_are_for_nccl_alone(monkeypatch):
+    """A torch with NCCL knows the settings, whatever moves the data of this group."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    with (
+        fake_rank(0, 2),
+        pytest.raises(InvalidSizes, match="expected NCCL as the default backend, got 'fake'"),
+    ):
+        ps.initialize_model_parallel(2, high_priority_stream_groups=["tp"])
 
 
 def test_ranks_outside_stand_aside_where_a_communicator_is_split(monkeypatch):

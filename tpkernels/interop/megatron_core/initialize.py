@@ -32,6 +32,7 @@ from tpkernels.parallel_state.table import public_names
 from tpkernels.runtime import c10d
 from tpkernels.runtime import initialize as runtime
 from tpkernels.runtime import state as runtime_state
+from tpkernels.runtime.c10d import is_nccl
 from tpkernels.runtime.initialize import as_text, start
 from tpkernels.runtime.process_groups import GroupSettings, Listed, create_listed_groups
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind
@@ -249,6 +250,11 @@ def _communicators(path: str | None, high_priority: Sequence[str] | None) -> dic
         configs = yaml.safe_load(Path(path).read_text()) or {}
     for name in high_priority or ():
         overwrite_nccl_comm_cfgs(configs, name, ("is_high_priority_stream", True))
+    if configs and not is_nccl(None):
+        raise InvalidSizes(
+            f"settings for communicators of {', '.join(configs)}: expected NCCL as the default backend, "
+            f"got {dist.get_backend()!r}"
+        )
     return {name: get_nccl_options(name, configs) for name in configs}
 
 
@@ -299,7 +305,7 @@ class GlobalMemoryBuffer:
         held = self.buffer.get((name, dtype))
         if held is None or held.numel() < needed:
             with (mem_alloc_context or nullcontext)():
-                device = torch.accelerator.current_accelerator() or torch.device("cpu")
+                device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
                 held = self.buffer[name, dtype] = torch.empty(needed, dtype=dtype, device=device)
         return held[:needed].view(*tensor_shape)
 
