@@ -98,7 +98,7 @@ def test_each_of_these_instructions_is_needed(name, architecture, instructions):
         ("reduce_slots/pointer/bf16/16x128/bias+wait", "unordered_reads"),
         ("reduce_slots/pointer/fp32/16x128/bias+tree8+wait", "unordered_reads"),
         ("scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/one", "unordered_flags"),
-        ("scatter_linear/pointer/fp32/64x64x16-w8-s3-p1/two+depth_first", "unordered_flags"),
+        (f"scatter_linear/pointer/fp32/{FP32_TILE.name}/two+depth_first", "unordered_flags"),
     ],
 )
 def test_kernels_with_flags_are_held_to_their_order(name, fact):

