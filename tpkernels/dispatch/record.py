@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from inspect import signature
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from tpkernels.dispatch.problem import Problem
-from tpkernels.kernels.activation_names import Activation, Glu
-from tpkernels.kernels.recipe import Format, Scaling
-from tpkernels.kernels.scaled import Scaled, words_of
-from tpkernels.kernels.target import Target
-from tpkernels.kernels.tiles import Kernel
+if TYPE_CHECKING:
+    from tpkernels.dispatch.problem import Problem
+    from tpkernels.kernels.activation_names import Activation, Glu
+    from tpkernels.kernels.recipe import Format, Scaling
+    from tpkernels.kernels.scaled import Scaled
+    from tpkernels.kernels.target import Target
+    from tpkernels.kernels.tiles import Kernel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,6 +63,8 @@ class Layer:
 
     def scaled(self, rows: int, features: int, format: Format, square: bool = False) -> Scaled:
         """In fp8, by the layer's scaling. square: a weight, whose blocks that share a scale are squares"""
+        from tpkernels.kernels.scaled import Scaled, words_of
+
         words = self.tensor(rows, words_of(features, self.scaling), dtype=torch.int32)
         return Scaled(words, features, format, self.scaling)
 
@@ -114,6 +117,8 @@ class Primitive(Generic[P, R]):
 
     def problem(self, *args: Any, out: Sequence[Tensor] = (), **kwargs: Any) -> Problem:
         """The problem that a call poses; its tensors may be on the meta device. out: what it writes into"""
+        from tpkernels.dispatch.problem import Problem  # what is timed has problems, on GPUs
+
         assert self.kernel is not None, "only what has tiles is timed"
         call = signature(self.by_torch).bind(*args, **kwargs).arguments
         matrices = [

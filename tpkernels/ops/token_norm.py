@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch import primitives
+from tpkernels.dispatch import norms
 from tpkernels.dispatch.operators import Operator
+from tpkernels.dispatch.segments import canonical
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply, as_dtype
@@ -31,8 +32,8 @@ from tpkernels.ops.tensor_parallel.parallel import (
     gather_numbers,
     group_named,
     name_of,
+    segments_of,
 )
-from tpkernels.ops.tensor_parallel.segments import canonical, segments_of
 from tpkernels.tp_invariance import mode, tree_sum
 
 Norm = Literal["rms_norm", "layer_norm"]
@@ -88,9 +89,9 @@ class _TokenNorm(torch.autograd.Function):
         group: ProcessGroup | None,
     ) -> Tensor:
         if kind == "rms_norm":
-            y, *statistics = primitives.rms_norm(x, weight, eps)
+            y, *statistics = norms.rms_norm(x, weight, eps)
         else:
-            y, *statistics = primitives.layer_norm(x, weight, bias, eps)
+            y, *statistics = norms.layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, *statistics)
         ctx.options = kind, segments, group
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -135,7 +136,7 @@ def _of_segments(
     summed_over: the group whose ranks have the other tokens, as of `name_of`; empty: x has all of them
     """
     norm_grad: Callable[..., tuple[Tensor, ...]] = (
-        primitives.rms_norm_grad if kind == "rms_norm" else primitives.layer_norm_grad
+        norms.rms_norm_grad if kind == "rms_norm" else norms.layer_norm_grad
     )
     size = x.shape[0] // segments
     dxs, terms = [], []

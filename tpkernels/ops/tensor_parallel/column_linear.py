@@ -51,8 +51,7 @@ from tpkernels.ops.tensor_parallel.layout import (
     recorded,
     shaped_like,
 )
-from tpkernels.ops.tensor_parallel.parallel import Done
-from tpkernels.ops.tensor_parallel.segments import require_segments
+from tpkernels.ops.tensor_parallel.parallel import Done, require_segments
 
 
 @overload
@@ -139,7 +138,7 @@ def column_linear(
         if into is not None:
             check_main_grad(op, into, weight)
         if layout.numerics.segments:
-            require_segments(op, layout.numerics.segments, [("rows of weight_shard", weight.shape[0])])
+            require_segments(op, layout.numerics.segments, "rows of weight_shard", weight.shape[0])
     if quantize is not None:
         layout = layout.in_fp8(op, quantize, x)
     if x.ndim == 2:

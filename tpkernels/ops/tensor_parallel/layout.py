@@ -19,8 +19,6 @@ from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import any_requires_grad, apply, as_dtype, in_forward_mode, is_observed
 from tpkernels.ops.numerics import PLAIN, ComputeRows, KeptRows, Operand, Plain
-from tpkernels.ops.quantize import require_quantizable
-from tpkernels.ops.quantized.products import Quantized, quantized_named
 from tpkernels.ops.tensor_parallel.flag_waits import MultipliedRows
 from tpkernels.ops.tensor_parallel.parallel import (
     Done,
@@ -31,12 +29,12 @@ from tpkernels.ops.tensor_parallel.parallel import (
     compare_in_backward,
     group_named,
     name_of,
+    segments_of,
     size_of,
     start_rows,
     start_sum,
 )
 from tpkernels.ops.tensor_parallel.product_sum import rows_of
-from tpkernels.ops.tensor_parallel.segments import Segmented, segments_of
 
 MaybeGroup = Annotated[
     ProcessGroup | None,
@@ -48,10 +46,23 @@ MaybeGroup = Annotated[
 ]
 
 
+def _segmented(segments: int) -> Plain:
+    """Return the numerics of TP-invariance. Imported here: who does not ask for it need not have it."""
+    from tpkernels.ops.tensor_parallel.segments import Segmented
+
+    return Segmented(segments)
+
+
 def _numerics_named(name: str) -> Plain:
-    """The strategy that `str` writes so."""
+    """Return the numerics of which this is the `str`."""
     number, _, word = name.partition(" ")
-    return PLAIN if not name else Segmented(int(number)) if word == "segments" else quantized_named(name)
+    if not name:
+        return PLAIN
+    if word == "segments":
+        return _segmented(int(number))
+    from tpkernels.ops.quantized.products import quantized_named
+
+    return quantized_named(name)
 
 
 Numerics = Annotated[Plain, Packed(str, str, _numerics_named)]
@@ -69,6 +80,9 @@ class Layout(NamedTuple):
         """The layout with fp8 by `recipe`; unchanged if that is None. x: checked and cast"""
         if recipe is None:
             return self
+        from tpkernels.ops.quantize import require_quantizable  # here: only ops in fp8 need it
+        from tpkernels.ops.quantized.products import Quantized
+
         require_quantizable(op, recipe, x)
         return self._replace(numerics=Quantized(recipe, x.dtype))
 
@@ -294,7 +308,7 @@ def checked_layout(
             f"{op}: expected {name} (tokens, ..., in_features) with sequence_parallel, got {x.ndim}-D"
         )
     segments = segments_of(op, group)  # or an error
-    return Layout(group, sequence_parallel, overlap, Segmented(segments) if segments else PLAIN)
+    return Layout(group, sequence_parallel, overlap, _segmented(segments) if segments else PLAIN)
 
 
 def shaped_like(y: Tensor, x: Tensor, tokens: int) -> Tensor:

@@ -54,7 +54,7 @@ from tpkernels.ops.main_grad import (
 )
 from tpkernels.ops.numerics import KeptRows
 from tpkernels.ops.tensor_parallel.layout import Layout, apply_distinct, checked_layout, recorded
-from tpkernels.ops.tensor_parallel.segments import require_segments
+from tpkernels.ops.tensor_parallel.parallel import require_segments
 
 
 @from_entry
@@ -124,7 +124,7 @@ def parallel_mlp(
     weights = [*ups, w_down]
     for main_grad, weight in zip(into, weights, strict=True):
         check_main_grad(op, main_grad, weight)
-    require_segments(op, layout.numerics.segments, [("rows of w_up_shard", w_up.shape[0])])
+    require_segments(op, layout.numerics.segments, "rows of w_up_shard", w_up.shape[0])
     layout = layout.in_fp8(op, quantize, x)
     return like_tokens(up_and_down(op, tokens_of(x), ups, b_up, w_down, b_down, into, layout, activation), x)
 

@@ -49,8 +49,7 @@ from tpkernels.ops.tensor_parallel.layout import (
     recorded,
     shaped_like,
 )
-from tpkernels.ops.tensor_parallel.parallel import require_divisible
-from tpkernels.ops.tensor_parallel.segments import require_segments
+from tpkernels.ops.tensor_parallel.parallel import require_divisible, require_segments
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # dx, dw, db
 
@@ -94,7 +93,7 @@ def row_linear(
     if main_grad is not None:
         check_main_grad(op, main_grad, weight_shard)
     if layout.numerics.segments:
-        require_segments(op, layout.numerics.segments, [("columns of weight_shard", weight_shard.shape[1])])
+        require_segments(op, layout.numerics.segments, "columns of weight_shard", weight_shard.shape[1])
     if sequence_parallel:
         require_divisible(op, x_shard, group)
     if quantize is not None:

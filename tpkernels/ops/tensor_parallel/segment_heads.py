@@ -26,8 +26,7 @@ from tpkernels.dispatch.products import sums_dtype
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply
-from tpkernels.ops.tensor_parallel.parallel import Group, checked_group, start_rows, start_sum
-from tpkernels.ops.tensor_parallel.segments import segments_of
+from tpkernels.ops.tensor_parallel.parallel import Group, checked_group, segments_of, start_rows, start_sum
 from tpkernels.tp_invariance import tree_sum
 
 OP = "segment_heads"

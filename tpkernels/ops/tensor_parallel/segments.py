@@ -13,12 +13,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.products import sums_dtype
-from tpkernels.dispatch.segments import Pair, segment_of, segment_sum, torch_computes
-from tpkernels.dispatch.segments import canonical as canonical
+from tpkernels.dispatch.segments import Pair, canonical, segment_of, segment_sum, torch_computes
 from tpkernels.kernels.activations import Activation, act_ref
 from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
@@ -27,21 +25,6 @@ from tpkernels.ops.tensor_parallel.product_sum import rows_of
 from tpkernels.tp_invariance import mode
 
 LEAST_ROWS = 256  # of a block; fewer cost a product more than what arrives early saves
-
-
-def segments_of(op: str, group: ProcessGroup) -> int:
-    """The number of segments that this rank has; 0 without TP-invariance."""
-    return mode.own_segments(op, group.size()) if mode.segments else mode.fix(op)
-
-
-def require_segments(op: str, segments: int, sizes: Sequence[tuple[str, int]]) -> None:
-    """Raise unless this rank's segments divide these sizes of its shards. sizes: (name, size)"""
-    for name, size in sizes:
-        if segments and size % segments:
-            raise ValueError(
-                f"{op}: expected {name} that this rank's {segments} of the {mode.segments} segments of "
-                f"TP-invariance divide, got {size}"
-            )
 
 
 def segment_calls(segments: int, device: torch.device) -> int:

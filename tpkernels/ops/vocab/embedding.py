@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch import primitives
+from tpkernels.dispatch import vocabulary
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import differentiated_once, first_order
@@ -136,11 +136,11 @@ def _rows(ids: Tensor, weight: Tensor, group: Group, vocab_size: int, sequence_p
     require_in_vocabulary(OP, "ids", ids, shard)
     first_id = shard.first_id
     if group.size() == 1:
-        rows = primitives.lookup(ids, weight, 0)
+        rows = vocabulary.lookup(ids, weight, 0)
         return rows.add_(0) if mode.segments else rows  # elsewhere zeros of others make +0 of -0
     return start_sum(
         OP,
-        lambda rows: primitives.lookup(ids[rows], weight, first_id),
+        lambda rows: vocabulary.lookup(ids[rows], weight, first_id),
         len(ids),
         weight.shape[1],
         weight,
@@ -171,7 +171,7 @@ def _gradient(
     if sequence_parallel:
         dy = start_rows(f"{OP} backward", "gather of dy", dy, group).wait()
     parts = VocabShard(group, rows, group.size() * rows).segments
-    found = [primitives.lookup_grad(dy, ids, rows // len(parts), part.first_id, dtype) for part in parts]
+    found = [vocabulary.lookup_grad(dy, ids, rows // len(parts), part.first_id, dtype) for part in parts]
     dweight = found[0] if len(found) == 1 else torch.cat(found)
     if padding_idx is not None and 0 <= padding_idx - first_id < rows:
         dweight[padding_idx - first_id] = 0

@@ -44,7 +44,7 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
-from tpkernels.ops.swiglu import check_gated, gate_and_up, input_and_weight_gradients
+from tpkernels.ops.local.swiglu import check_gated, gate_and_up, input_and_weight_gradients
 from tpkernels.ops.tensor_parallel.layout import Layout
 from tpkernels.ops.tensor_parallel.parallel_mlp import up_and_down
 
