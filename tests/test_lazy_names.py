@@ -1,4 +1,4 @@
-"""Public names, as the stubs beside the packages' `__init__` say them, and what the first use of one loads."""
+"""Public names, as the stubs beside the packages' `__init__` say them, and what the first use loads."""
 
 import json
 from importlib import import_module
@@ -36,9 +36,10 @@ def test_an_ops_name_is_its_function_whatever_was_imported_before():
 
 
 def test_an_op_loads_what_it_needs_and_little_else():
-    lines = json.loads(ran("-c", LOADED).stdout)
-    assert [
-        name for name in lines if any(word in name.removeprefix("tpkernels.ops.") for word in UNUSED)
-    ] == []
+    anew = {"TPKERNELS_TUNE": "1"}  # a fork with a variable of ours imports the package again
+    told = ran("-c", LOADED, environment=anew)
+    lines = json.loads(told.stdout)
+    ours = [name.removeprefix("tpkernels.ops.") for name in lines]
+    assert [name for name in ours if any(word in name for word in UNUSED)] == []
     assert len(lines) <= 60
     assert sum(lines.values()) <= 9500

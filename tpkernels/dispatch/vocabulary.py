@@ -1,8 +1,8 @@
 """Embeddings and losses, as primitives and their records.
 
 T tokens, V columns or rows of this rank, H features. Ids are of the full vocabulary; first_id is that of this
-rank's first row or column. All are bound by memory, and plain torch passes over the logits several times where
-a kernel does once, so nothing is timed.
+rank's first row or column. All are bound by memory, and plain torch passes over the logits several times
+where a kernel does once, so nothing is timed.
 """
 
 from __future__ import annotations
