@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -98,7 +98,9 @@ class _TokenNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def spmd_typecheck(*, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None) -> Any:
+    def spmd_typecheck(
+        *, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None
+    ) -> spmd_rules.Typed:
         parameters = (spmd_rules.full(weight, group), spmd_rules.full(bias, group))
         return spmd_rules.einsum("t_,_,_->t_", spmd_rules.split(x, group, 0), *parameters)
 

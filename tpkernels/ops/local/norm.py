@@ -15,8 +15,6 @@ x, in autocast regions too, where nothing is cast: the sums are wide anyway.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -119,7 +117,7 @@ class _RmsNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def spmd_typecheck(*, x: Tensor, weight: Tensor) -> Any:
+    def spmd_typecheck(*, x: Tensor, weight: Tensor) -> spmd_rules.Typed:
         return spmd_rules.einsum("t_,_->t_", x, weight)
 
     @staticmethod
@@ -144,7 +142,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def spmd_typecheck(*, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    def spmd_typecheck(*, x: Tensor, weight: Tensor, bias: Tensor | None) -> spmd_rules.Typed:
         return spmd_rules.einsum("t_,_,_->t_", x, weight, bias)
 
     @staticmethod

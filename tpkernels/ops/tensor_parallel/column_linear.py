@@ -23,7 +23,7 @@ there is an activation. How products are computed: `ops.numerics`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -205,8 +205,8 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def spmd_typecheck(
-        *, options: tuple[Any, Layout, Any, Any], x: Tensor, parameters: Sequence[Tensor]
-    ) -> tuple[Any, ...]:
+        *, options: tuple[str, Layout, Activation, bool], x: Tensor, parameters: Sequence[Tensor]
+    ) -> tuple[spmd_rules.Typed, ...]:
         count = len(parameters) // 2
         return tuple(spmd_rules.column(x, parameters[:count], parameters[count:], options[1]))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from math import gcd
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class KernelWaits:
         return self._sum(delivery, delivery.memory[rows][None], None, rows)
 
     def all_rows(self, delivery: Delivery) -> Tensor:
-        delivery = cast("MailboxDelivery", delivery)
+        assert isinstance(delivery, MailboxDelivery), "kernels wait for mailboxes alone"
         slots = delivery.exchange.single_slots[delivery.slot]
         return self._sum(delivery, slots, None, slice(0, delivery.plan.rows))
 
@@ -47,7 +47,7 @@ class KernelWaits:
         return self._sum(delivery, delivery.slots, bias, slice(0, delivery.plan.rows))
 
     def pushed(self, delivery: Delivery, partial_of: PartialOf) -> bool:
-        delivery = cast("MailboxDelivery", delivery)
+        assert isinstance(delivery, MailboxDelivery), "kernels wait for mailboxes alone"
         exchange = delivery.exchange
         if not kernel_pushes(exchange, partial_of):
             return False
@@ -95,7 +95,7 @@ class KernelWaits:
 
     def _sum(self, delivery: Delivery, slots: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
         """Add up slots, which are these rows of memory; a sum over one slot copies it, also of words."""
-        delivery = cast("MailboxDelivery", delivery)
+        assert isinstance(delivery, MailboxDelivery), "kernels wait for mailboxes alone"
         exchange, arrivals = delivery.exchange, _arrivals(delivery)
         chunks = exchange.chunk_numbers(rows)
         total: Tensor = _home("reduce").reduce_slots(
@@ -174,7 +174,8 @@ class MultipliedRows(Gathering):
         returns: y of each weight, then z of each, if it is kept
         keep_rows: `wait` is called later
         """
-        ys, zs, delivery = [], [], cast("MailboxDelivery", self.delivery)
+        ys, zs, delivery = [], [], self.delivery
+        assert isinstance(delivery, MailboxDelivery), "kernels wait for mailboxes alone"
         for weight, bias in zip(weights, biases, strict=True):
             y, z = KERNEL_WAITS.product(delivery, weight, bias, activation, keep_z)
             ys.append(y)

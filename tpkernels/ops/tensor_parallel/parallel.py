@@ -224,7 +224,7 @@ def start_sum(
         require_backend_sums(op, like.device, select.requested_transport)
         call = begin_call(op, what + NOTE, (rows, cols), like, group)
         return BackendSumming(call, partial_of(slice(0, rows)), bias, scatter=scatter)
-    reduces, gathers = _exchanges_for_sum(
+    reduces, gathers = exchanges_for_sum(
         op, like, rows, cols, group, features, overlap, partial_of=partial_of, scatter=scatter
     )
     waits = waits_for(op, reduces, like)
@@ -279,7 +279,7 @@ def exchange_for(
     )
 
 
-def _exchanges_for_sum(
+def exchanges_for_sum(
     op: str,
     like: Tensor,
     rows: int,

@@ -24,7 +24,6 @@ again. How products, and what lies between them, are computed: `ops.numerics`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,12 +171,12 @@ class _ParallelMlp(torch.autograd.Function):
     @staticmethod
     def spmd_typecheck(
         *,
-        options: tuple[Any, Layout, Any],
+        options: tuple[str, Layout, Activation | Glu],
         x: Tensor,
         b_up: Tensor | None,
         b_down: Tensor | None,
         weights: Sequence[Tensor],
-    ) -> Any:
+    ) -> spmd_rules.Typed:
         layout, (*ups, w_down) = options[1], weights
         up, *gates = spmd_rules.column(x, ups, [b_up, *[None] * (len(ups) - 1)], layout)
         return spmd_rules.row(

@@ -21,7 +21,6 @@ Saved for backward: x_shard and w_shard, as far as a gradient needs them. How pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +122,7 @@ class _RowLinear(torch.autograd.Function):
         return row_forward(x, weight, bias, layout)
 
     @staticmethod
-    def spmd_typecheck(*, layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    def spmd_typecheck(*, layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None) -> spmd_rules.Typed:
         return spmd_rules.row(x, weight, bias, layout)
 
     @staticmethod

@@ -14,8 +14,6 @@ So the gradient of a shared head has the same bits whether its segments are on o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -52,7 +50,7 @@ class _SegmentHeads(torch.autograd.Function):
         return _spread(x, group, heads)
 
     @staticmethod
-    def spmd_typecheck(*, x: Tensor, group: ProcessGroup) -> Any:
+    def spmd_typecheck(*, x: Tensor, group: ProcessGroup) -> spmd_rules.Typed:
         return spmd_rules.einsum("tbk->tbk_", spmd_rules.split(x, group, 2))
 
     @staticmethod

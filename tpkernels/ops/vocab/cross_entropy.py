@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,7 +127,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def spmd_typecheck(*, logits: Tensor, target: Tensor, options: LossOptions) -> Any:
+    def spmd_typecheck(*, logits: Tensor, target: Tensor, options: LossOptions) -> spmd_rules.Typed:
         return spmd_rules.losses(logits, target, options.group)
 
     @staticmethod

@@ -17,8 +17,6 @@ Saved for backward: ids.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -119,7 +117,9 @@ class _VocabEmbedding(torch.autograd.Function):
         return _rows_of_ids(ids, weight, group, vocab_size, sequence_parallel)
 
     @staticmethod
-    def spmd_typecheck(*, ids: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Any:
+    def spmd_typecheck(
+        *, ids: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool
+    ) -> spmd_rules.Typed:
         rows = spmd_rules.einsum("t,vh->th", spmd_rules.full(ids, group), spmd_rules.split(weight, group, 0))
         return spmd_rules.summed(rows, group, scatter=sequence_parallel)
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -244,7 +244,9 @@ class _ReducedLoss(torch.autograd.Function):
         return loss, share  # as an output share is connected with the inputs, which are not saved
 
     @staticmethod
-    def spmd_typecheck(*, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions) -> Any:
+    def spmd_typecheck(
+        *, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions
+    ) -> spmd_rules.Typed:
         losses = spmd_rules.head_losses(hidden, weight, target, options.group, options.sequence_parallel)
         loss = spmd_rules.einsum("t->", losses)
         return loss, loss
@@ -280,7 +282,9 @@ class _TokenLosses(torch.autograd.Function):
         return loss, known.entropy
 
     @staticmethod
-    def spmd_typecheck(*, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions) -> Any:
+    def spmd_typecheck(
+        *, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions
+    ) -> spmd_rules.Typed:
         losses = spmd_rules.head_losses(hidden, weight, target, options.group, options.sequence_parallel)
         return losses, losses if target.ndim == 1 else spmd_rules.einsum("tn->t", losses)
 
