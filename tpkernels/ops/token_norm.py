@@ -23,7 +23,6 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import norms
 from tpkernels.dispatch.operators import Operator
-from tpkernels.dispatch.segments import canonical
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply, as_dtype
@@ -34,6 +33,7 @@ from tpkernels.ops.tensor_parallel.parallel import (
     name_of,
     segments_of,
 )
+from tpkernels.ops.tensor_parallel.segments import canonical
 from tpkernels.tp_invariance import mode, tree_sum
 
 Norm = Literal["rms_norm", "layer_norm"]

@@ -190,15 +190,13 @@ class _ColumnLinear(torch.autograd.Function):
         count, (op, layout, activation, save_gathered) = len(main_grads), options
         weights, biases = parameters[:count], parameters[count:]  # some biases may be None
         needs_dx, needs_dws = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3 : 3 + count])
-        kept = layout.kept(save_gathered and needs_dws)
+        kept = layout.kept(save_gathered) if needs_dws else "none"
         results = column_forward(x, weights, biases, layout, activation, True, kept)
         rows = x if kept == "none" else results.pop()
         zs = results[count:]
-        ctx.reads_intermediates = reads = bool(zs) or (needs_dws and kept != "none")
-        weights_saved = (
-            weights if needs_dx or reads else [None] * count
-        )  # to refuse second derivatives by them
-        ctx.save_for_backward(rows if needs_dws else None, *weights_saved, *zs)
+        ctx.reads_intermediates = bool(zs) or kept != "none"
+        saved_weights = weights if needs_dx else [None] * count
+        ctx.save_for_backward(rows if needs_dws else None, *saved_weights, *zs)
         ctx.main_grads, ctx.op = main_grads, layout.numerics.named(op)
         ctx.options = x.shape[1], layout, activation, kept
         return tuple(results[:count])

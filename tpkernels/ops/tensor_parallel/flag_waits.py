@@ -20,7 +20,7 @@ from tpkernels.dispatch import backends
 from tpkernels.kernels import invariance
 from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.operands import DTYPES
-from tpkernels.ops.tensor_parallel.product_sum import ProductSum
+from tpkernels.ops.numerics import ProductSum
 
 if TYPE_CHECKING:
     from tpkernels.kernels.waits import Arrivals

@@ -18,7 +18,7 @@ from tpkernels.dispatch.operators import Packed
 from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import any_requires_grad, apply, as_dtype, in_forward_mode, is_observed
-from tpkernels.ops.numerics import PLAIN, ComputeRows, KeptRows, Operand, Plain
+from tpkernels.ops.numerics import PLAIN, ComputeRows, KeptRows, Operand, Plain, rows_of
 from tpkernels.ops.tensor_parallel.flag_waits import MultipliedRows
 from tpkernels.ops.tensor_parallel.parallel import (
     Done,
@@ -34,7 +34,6 @@ from tpkernels.ops.tensor_parallel.parallel import (
     start_rows,
     start_sum,
 )
-from tpkernels.ops.tensor_parallel.product_sum import rows_of
 
 MaybeGroup = Annotated[
     ProcessGroup | None,

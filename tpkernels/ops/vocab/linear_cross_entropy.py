@@ -46,7 +46,6 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
-from tpkernels.dispatch.segments import segment_sum
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
@@ -65,6 +64,7 @@ from tpkernels.ops.main_grad import asked_for, check_main_grad
 from tpkernels.ops.numerics import Operand, Plain
 from tpkernels.ops.tensor_parallel.layout import checked_layout
 from tpkernels.ops.tensor_parallel.parallel import start_rows, start_sum
+from tpkernels.ops.tensor_parallel.segments import segment_sum
 from tpkernels.ops.vocab.cross_entropy import IGNORED, NOWHERE, Known, LossOptions, sharded_loss
 from tpkernels.ops.vocab.sampling import kth_largest
 from tpkernels.ops.vocab.vocabulary import require_ids

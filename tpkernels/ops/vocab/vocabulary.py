@@ -18,12 +18,12 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import calls_of
 from tpkernels.comm.groups import required_group
-from tpkernels.dispatch.segments import segment_of
 from tpkernels.kernels.reference import surely_within
 from tpkernels.ops.inputs import is_torchs
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel import Group as Group
 from tpkernels.ops.tensor_parallel.parallel import require_segments, segments_of
+from tpkernels.ops.tensor_parallel.segments import segment_of
 from tpkernels.tp_invariance import mode
 
 
