@@ -1,4 +1,4 @@
-"""The primitives as callers have them: `primitives.dgrad_act(...)`.
+"""Primitives as functions, such as `primitives.dgrad_act(...)`.
 
 Compiling, a call is an operator of torch's dispatcher; else it is computed by torch, by our kernel, or by
 whoever was timed to be fastest (see `backends`). A kernel has no derivative: where autograd would record one,
@@ -34,13 +34,13 @@ OPERATORS: dict[str, Operator[..., Any]] = {}  # but of those that change an arg
 
 @cache
 def chooser_on(device: torch.device) -> Chooser:
-    """The chooser for a GPU, imported when it is first asked: on a CPU there is nothing to choose from."""
+    """Return the chooser of a GPU, imported at the first call: a CPU has nothing to choose from."""
     chooser: Chooser = import_module("tpkernels.dispatch.chooser").chooser_on(device)
     return chooser
 
 
 def _any_requires_grad(args: Sequence[object]) -> bool:
-    """Whether one of them does, as autograd is to record it."""
+    """Whether a tensor among the arguments requires a gradient."""
     for arg in args:  # noqa: SIM110  # a generator takes twice its time
         if isinstance(arg, Tensor) and arg.requires_grad:
             return True
@@ -109,7 +109,7 @@ wgrad_accumulate_ = primitive_in_place(products.wgrad_accumulate_)
 
 
 def into(primitive: Callable[P, object], out: Sequence[Tensor], *args: P.args, **kwargs: P.kwargs) -> None:
-    """A primitive's results, computed into given tensors, such as rows of larger matrices.
+    """Compute a primitive into given tensors, such as rows of larger matrices.
 
     out: one for each result that is asked for. Without activation z of `linear` aliases y; pass it once
 

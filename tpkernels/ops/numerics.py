@@ -1,4 +1,4 @@
-"""How an op computes: one of three strategies, for which each op is written once.
+"""How an op computes: each op is written once, and one of three strategies computes its steps.
 
     Plain       operands as they are; an activation is computed with the product before it
     Segmented   the same in calls of fixed sizes, for TP-invariance: see `tensor_parallel.segments`
@@ -53,7 +53,7 @@ class Gathered(Protocol):
 
 
 class Terms(Protocol):
-    """A rank's terms of a sum over ranks, (rows, cols), computed when they are asked for.
+    """A rank's terms of a sum over ranks, (rows, cols), computed on demand.
 
     Called with a range of rows; the result may be overwritten.
     """
@@ -66,7 +66,7 @@ class Terms(Protocol):
 
     @property
     def like(self) -> Tensor:
-        """A tensor of the dtype and device in which terms are sent."""
+        """A tensor of the dtype and device of what is sent."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,7 +80,7 @@ class Terms(Protocol):
 
 
 class ProductSum:
-    """Terms that are the sum of products of pairs, by `product_sum`."""
+    """Terms that are a sum of products, computed by `product_sum`."""
 
     def __init__(self, pairs: Sequence[Pair], transposed: bool) -> None:
         self.pairs, self.transposed = pairs, transposed
@@ -100,7 +100,7 @@ class ProductSum:
         return product_sum(self.pairs, transposed=False)
 
     def as_linear(self) -> tuple[Pair, ...]:
-        """The pairs with weights as `linear` takes them, (cols, depth)."""
+        """Return the pairs with weights as `linear` takes them, (cols, depth)."""
         return tuple((a, w if self.transposed else w.t()) for a, w in self.pairs)
 
 
@@ -146,24 +146,24 @@ class Plain:
         return weight
 
     def sent(self, operand: Operand) -> Tensor:
-        """The tensor that is sent of an operand, row by row."""
+        """Return the tensor of an operand whose rows are sent."""
         rows: Tensor = operand
         return rows
 
     def sent_as(self, x: Tensor) -> tuple[int, torch.dtype]:
-        """Width and dtype of the tensor that is sent of such a matrix."""
+        """Return width and dtype of the tensor that is sent of such a matrix."""
         return x.shape[1], x.dtype
 
     def received(self, like: Operand, rows: Tensor) -> Operand:
-        """An operand like `like`, of rows that were received."""
+        """Return the operand of rows that were received. like: another operand of its kind"""
         return rows
 
     def kept_operand(self, rows: Tensor, features: int) -> Operand:
-        """The operand of rows that `sent` returned in forward and that were kept."""
+        """Return the operand of rows that forward sent and kept."""
         return rows
 
     def numbers(self, operand: Operand) -> Tensor:
-        """Dequantize an operand: its numbers as a matrix."""
+        """Return the numbers of an operand as a matrix; those in fp8 are dequantized."""
         numbers: Tensor = operand
         return numbers
 
@@ -172,11 +172,11 @@ class Plain:
         return ""
 
     def dtype(self, rows: Tensor) -> torch.dtype:
-        """The dtype of products of rows that were received."""
+        """Return the dtype of products of rows that were received."""
         return rows.dtype
 
     def blocks(self, arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterable[tuple[slice, Tensor]]:
-        """Regroup rows that arrive in chunks into those that are multiplied at once."""
+        """Regroup rows that arrive in chunks into blocks, each of which is multiplied at once."""
         return arriving
 
     # products
@@ -205,7 +205,7 @@ class Plain:
         primitives.into(primitive, [each.tensor for each in out if each.tensor is not None], x, *whole)
 
     def terms(self, pairs: Sequence[tuple[Operand, Tensor]], transposed: bool) -> Terms:
-        """This rank's terms of a sum over ranks: the sum of the products of these pairs."""
+        """Return this rank's terms of a sum over ranks: the sum of the products of these pairs."""
         return ProductSum(pairs, transposed)
 
     def weight_gradient(
@@ -282,7 +282,7 @@ class Plain:
 
 
 def columns(tensors: Sequence[Tensor]) -> list[Along]:
-    """Tensors whose columns are split over ranks."""
+    """Say of tensors that ranks have shards of their columns."""
     return [Along(tensor, 1) for tensor in tensors]
 
 

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @cache
 def _home(kernel: str) -> Any:
-    """A module of kernels, imported when one is called: who computes on a CPU need not have Triton."""
+    """Return a module of kernels. It is imported at the first call: a CPU needs no Triton."""
     return import_module(f"tpkernels.kernels.{kernel}")
 
 
 class KernelWaits:
-    """Kernels wait for chunks, and the host goes on; it raises if it sees that a wait has timed out."""
+    """Has kernels wait for chunks while the host goes on; it raises if it sees that a wait has timed out."""
 
     def rows(self, delivery: Delivery, rows: slice) -> Tensor:
         return self._sum(delivery, delivery.memory[rows][None], None, rows)
@@ -94,7 +94,7 @@ class KernelWaits:
         _home("flags").advance(word, awaited, step, code)
 
     def _sum(self, delivery: Delivery, slots: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
-        """Add up slots, which are these rows of memory; a sum over one slot copies it, also of words."""
+        """Add up these rows of all slots; a sum over one slot copies it, words too."""
         assert isinstance(delivery, MailboxDelivery), "kernels wait for mailboxes alone"
         exchange, arrivals = delivery.exchange, _arrivals(delivery)
         chunks = exchange.chunk_numbers(rows)
@@ -112,7 +112,7 @@ class KernelWaits:
 
 
 class KernelSums(HostWaits):
-    """The host waits, on a GPU by its stream alone, and one kernel takes the sum."""
+    """Has the host wait (on a GPU its stream alone), and one kernel add up the slots."""
 
     def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
         delivery.await_rows(slice(0, delivery.plan.rows))
@@ -152,7 +152,7 @@ def _arrivals(delivery: MailboxDelivery) -> Arrivals:
 
 
 def _late(delivery: MailboxDelivery, word: int) -> RuntimeError:
-    """The error of a wait that has run out, as `word` says."""
+    """Return the error of a wait that timed out. word: which one, as its kernel wrote it"""
     kernel, chunk = _home("waits").kernel_and_chunk(word)
     return delivery.late_chunk(chunk, f"a wait of {kernel} ran out; results are not valid")
 
@@ -189,7 +189,7 @@ class MultipliedRows(Gathering):
 
 
 def waits_for(op: str, exchange: Exchange, like: Tensor, *, sums: bool = True) -> Waits:
-    """Kernels wait if kernels compute; else the host, which needs flags in its own memory.
+    """Return who waits for rows: kernels where kernels compute, else the host, if it can read the flags.
 
     like: a tensor of the dtype and device of the rows
     sums: whether rows are added up; else they may be words

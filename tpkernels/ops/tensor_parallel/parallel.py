@@ -1,4 +1,4 @@
-"""The steps that ops over a group share: check the group, begin a call, gather rows, reduce sums."""
+"""Steps that ops over a group share: check the group, begin a call, gather rows, sum over ranks."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _compare_new_kind(op: str, kind: Kind, like: Tensor, calls: GroupCalls, grou
 
 
 def agree_choices(device: torch.device) -> None:
-    """Make this GPU's chooser agree with those of other ranks on kernels, so that all compute alike.
+    """Have this GPU's chooser take the kernels that other ranks' choosers take, so that all compute alike.
 
     Through the store of the world: a rank may be in several tensor-parallel groups, and has one chooser.
     """
@@ -127,7 +127,7 @@ def gather_numbers(op: str, what: str, part: Tensor, group: ProcessGroup) -> Ten
 
 
 def name_of(group: ProcessGroup) -> str:
-    """The name by which an operator under torch.compile takes a group.
+    """Return the name by which an operator under torch.compile takes a group.
 
     With the size: compiled code is kept on disk, and must not serve a group of this name and another size.
     """
@@ -135,7 +135,7 @@ def name_of(group: ProcessGroup) -> str:
 
 
 def group_named(name: str) -> ProcessGroup:
-    """The group of a name, which is of `name_of` or torch's own."""
+    """Return the group of a name, of `name_of` or torch's own."""
     return required_group(c10d._resolve_process_group(GroupName(name.rpartition(" of ")[0] or name)))
 
 
@@ -144,7 +144,7 @@ Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
 
 
 def size_of(group: ProcessGroup) -> int:
-    """`group.size()`: as known from its calls, or where there were none, or torch.compile traces, asked."""
+    """Return `group.size()`, quickly where the group has had calls and nothing is traced."""
     calls = None if torch.compiler.is_compiling() else calls_so_far(group)
     return group.size() if calls is None else calls.ranks
 
@@ -305,7 +305,7 @@ def exchanges_for_sum(
 
 
 def times_on(like: Tensor) -> bool:
-    """Whether ways are timed for such a tensor: on GPUs; not for words, whose product is unknown here."""
+    """Whether ways to move such a tensor are timed: on GPUs, but for words, whose product is unknown here."""
     return like.is_cuda and like.is_floating_point()
 
 

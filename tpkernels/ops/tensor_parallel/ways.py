@@ -64,7 +64,7 @@ Tell = Callable[[Sequence[str]], list[list[str]]]  # our texts -> those of each 
 
 
 class Moved(NamedTuple):
-    """A transfer for which a way is chosen: all that ranks have in common. Widths of products may differ."""
+    """A transfer for which ranks choose a way: the same on all of them, but for widths of products."""
 
     op: str
     purpose: str
@@ -74,7 +74,7 @@ class Moved(NamedTuple):
     device: torch.device
 
     def key(self, features: int, ranks: int, machines: int) -> str:
-        """The line that names the transfer in files and logs.
+        """Return the line that names the transfer in files and logs.
 
         It has TF32, which `Moved` lacks: ranks may differ in it, and must choose together.
         """
@@ -124,7 +124,7 @@ def _name(exchange: Exchange) -> str:
 
 
 def cache_on(device: torch.device) -> Cache:
-    """The cache of choices, which is that of kernels."""
+    """Return the cache of choices, which kernels and ways share."""
     return chooser_on(device).cache
 
 
@@ -135,7 +135,7 @@ def _why_not_timed() -> str:
 
 
 class _Ways:
-    """The ways to move one shape, as functions that run on shared scratch tensors."""
+    """The ways to move one shape, each a function that runs on the same scratch tensors."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class _Ways:
         return partial(self._moving, exchange)
 
     def _reserve(self) -> None:
-        """Allocate what a run takes, and free it: a rank without the memory says so before others wait."""
+        """Allocate the memory of a run, and free it: a rank that lacks it says so before others wait."""
         rows, cols, (like, _) = self._moved.rows, self._moved.cols, self._scratch
         held = [like.new_empty(rows, width) for width in (cols, cols, self._features)]
         del held  # all rows, and the slots or terms that they came from; a product
@@ -198,7 +198,7 @@ class _Ways:
 
     @cached_property
     def _scratch(self) -> tuple[Tensor, Tensor]:
-        """A random shard to gather and a weight to multiply by, of a generator of their own."""
+        """A random shard to gather, and a weight to multiply by."""
         generator = torch.Generator(self._moved.device).manual_seed(self._group.rank())
         cols, features = self._moved.cols, self._features
 
@@ -359,12 +359,12 @@ class WayChooser:
         return run, ""
 
     def _first_problem(self, ours: str) -> str:
-        """The first problem of all ranks, in their order; empty if there is none."""
+        """Return the problem of the first rank that has one, or ""."""
         problems = enumerate(self._tell([ours]))
         return next((f"rank {rank}: {theirs}" for rank, (theirs,) in problems if theirs), "")
 
     def _slowest(self, runs: Mapping[str, WayRun]) -> dict[str, float]:
-        """Time each way; the median on the slowest rank."""
+        """Time each way, and return its median on the slowest rank."""
         medians = rounds(list(runs), lambda name: self._clock(name, runs[name]), exactly=ROUNDS)
         ours = " ".join(f"{milliseconds:.6g}" for milliseconds in medians.values())
         by_rank = [[float(word) for word in times.split()] for (times,) in self._tell([ours])]
@@ -372,7 +372,7 @@ class WayChooser:
 
 
 def _mismatch(found: Tensor, expected: Tensor) -> str:
-    """How far a result is off, in words; empty if it is right."""
+    """Return in words how far a result is off, or "" if it is right."""
     if found.shape != expected.shape:
         return f"its result is {tuple(found.shape)}, expected {tuple(expected.shape)}"
     # the caller's own numbers may overflow, in the first steps of fp16: what is left is compared
