@@ -6,7 +6,6 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import FunctionType
 from urllib.parse import quote
 
 import pdoc
@@ -29,12 +28,9 @@ EMPTY = re.compile(r"<h2>Submodules</h2>\s*<ul>\s*</ul>")  # of modules whose su
 
 def write(folder: Path) -> None:
     package = import_module("tpkernels")
-    for name in package.__all__:  # imported when first used, and pdoc takes what is there
-        setattr(package, name, getattr(package, name))
-    ops = import_module("tpkernels.ops")  # whose names live elsewhere
-    ops.__all__ = [
-        name for name, thing in vars(ops).items() if isinstance(thing, FunctionType) and name[0] != "_"
-    ]
+    for lazy in (package, package.ops):
+        for name in lazy.__all__:  # imported when first used, and pdoc takes what is there
+            setattr(lazy, name, getattr(lazy, name))
     icon = quote(Path(__file__).with_name("favicon.svg").read_text())
     pdoc.render.configure(
         show_source=False,

@@ -230,10 +230,12 @@ def test_changes_are_counted_from_where_the_branch_left_main(tmp_path):
 
 def test_listing_says_why_each_test_runs_and_what_is_left_out(monkeypatch, capsys, graph):
     monkeypatch.setattr(affected, "Graph", lambda _: graph)
-    monkeypatch.setattr(affected, "changed_since", lambda *_: ["tpkernels/ops/norm.py", ".clang-format"])
+    monkeypatch.setattr(
+        affected, "changed_since", lambda *_: ["tpkernels/ops/local/norm.py", ".clang-format"]
+    )
     assert affected.main(["--list"]) == 0
     told = capsys.readouterr().out
     assert "no test for .clang-format: `make lint` uses it\n" in told
-    assert "\ntests/ops/test_behaviour.py  tpkernels/ops/norm.py\n" in told
+    assert "\ntests/ops/test_behaviour.py  tpkernels/ops/local/norm.py\n" in told
     assert "\ntests/test_architecture.py  reads all sources\n" in told
     assert "test_docs.py" in told.partition("left out")[2]

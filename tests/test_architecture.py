@@ -25,7 +25,7 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "kernels": "env_flag extension files tp_invariance",
     "dispatch": "child env_flag extension files gpus kernels saying tp_invariance",
     "gate": "child dispatch files kernels",
-    "ops": "comm dispatch env_flag extension kernels tp_invariance",
+    "ops": "comm dispatch env_flag extension kernels lazy_names tp_invariance",
     "streams": "comm dispatch gpus kernels ops planning",
     "layers": "buckets ops runtime saying topology tp_invariance",
     "models": "layers ops runtime topology tp_invariance",

@@ -9,7 +9,7 @@ from tests.dispatch.conftest import TRITON_WINS, FakeTimer
 from tests.kernels.checks import assert_written, rows_for
 from tests.products import pairwise
 from tpkernels import tp_invariance
-from tpkernels.dispatch import backends, norms, primitives, products, scaled, vocabulary
+from tpkernels.dispatch import backends, norms, primitives, products, vocabulary
 from tpkernels.dispatch.record import Layer
 from tpkernels.dispatch.soundness import results_of, scratch_like
 from tpkernels.kernels import invariance
@@ -17,23 +17,14 @@ from tpkernels.kernels.activations import ACTIVATIONS
 
 T, N, K = 37, 48, 40
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
-OTHERS = {
-    record.name: record
-    for record in (
-        products.bias_grad,
-        norms.rms_norm,
-        norms.rms_norm_grad,
-        norms.layer_norm,
-        norms.layer_norm_grad,
-        vocabulary.lookup,
-        vocabulary.lookup_grad,
-        vocabulary.softmax_statistics,
-        vocabulary.cross_entropy_grad,
-    )
+NARROWING = ("quantize", "quantize_act", "quantize_glu", "dequantize")
+IN_FP8 = {name: primitives.RECORDS[name] for name in (*NARROWING, "scaled_linear")}
+RECORDS = {name: record for name, record in primitives.RECORDS.items() if name not in IN_FP8}
+OTHERS = {name: record for name, record in RECORDS.items() if name not in products.PRODUCTS}
+FUNCTIONS = {
+    name: next(getattr(home, name) for home in (primitives, norms, vocabulary) if hasattr(home, name))
+    for name in primitives.RECORDS
 }
-RECORDS = dict(products.PRODUCTS) | OTHERS
-NARROWING = (scaled.quantize, scaled.quantize_act, scaled.quantize_glu, scaled.dequantize)
-IN_FP8 = {record.name: record for record in (*NARROWING, scaled.scaled_linear)}
 WRITING = [name for name, record in products.PRODUCTS.items() if record.into is not None]
 LAYERS = {
     "training": {"activation": "gelu_tanh"},
@@ -85,7 +76,7 @@ def test_chosen_candidate_computes_what_torch_does_also_into_given_tensors(
 @pairwise(name=WRITING, layer=list(LAYERS), dtype=list(BOUND), backend=["torch", "triton"])
 def test_primitive_writes_the_same_bits_into_given_tensors(name, layer, dtype, backend, monkeypatch):
     monkeypatch.setattr(backends, "backend", backend)
-    primitive, record = getattr(primitives, name), RECORDS[name]
+    primitive, record = FUNCTIONS[name], RECORDS[name]
     arguments = samples(record, Layer(T, N, K, dtype, **LAYERS[layer]))
     tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
     before = [tensor.clone() for tensor in tensors]
@@ -112,9 +103,9 @@ def test_each_activation_has_the_same_bits_in_given_tensors(activation):
 
 def test_primitive_without_a_way_into_given_tensors_is_copied():
     x, weight = torch.randn(T, K), torch.randn(K)
-    results = primitives.rms_norm(x, weight, 1e-5)
+    results = norms.rms_norm(x, weight, 1e-5)
     out, around = rows_for(results)
-    primitives.into(primitives.rms_norm, out, x, weight, 1e-5)
+    primitives.into(norms.rms_norm, out, x, weight, 1e-5)
     assert_written(out, around, results)
 
 
@@ -165,7 +156,7 @@ def test_compiled_primitives_compute_the_same_bits():
     calls = {name: samples(records[name], layer) for name in primitives.OPERATORS}
 
     def call_all():
-        return {name: getattr(primitives, name)(*arguments) for name, arguments in calls.items()}
+        return {name: FUNCTIONS[name](*arguments) for name, arguments in calls.items()}
 
     with torch.no_grad():  # silu's gradient has another formula where it may be differentiated
         compiled, eager = torch.compile(call_all, fullgraph=True, backend="aot_eager")(), call_all()
@@ -229,33 +220,35 @@ def test_backend_of_a_device(backend, device, expected, monkeypatch):
 
 @pytest.mark.parametrize("resolved", ["fastest", "invariant"])
 @pytest.mark.parametrize(
-    ("record", "dtype", "width", "ours"),
+    ("name", "dtype", "width", "ours"),
     [
-        (norms.rms_norm, torch.float32, K, True),
-        (norms.rms_norm, torch.float64, K, False),
-        (norms.rms_norm, torch.float32, norms.MAX_FEATURES + 1, False),
-        (vocabulary.softmax_statistics, torch.bfloat16, K, True),
-        (vocabulary.softmax_statistics, torch.float64, K, False),
-        (scaled.quantize, torch.float32, K, True),
-        (scaled.quantize, torch.float64, K, False),
-        (scaled.quantize_act, torch.bfloat16, K, True),
-        (scaled.quantize_glu, torch.float64, K, False),
+        ("rms_norm", torch.float32, K, True),
+        ("rms_norm", torch.float64, K, False),
+        ("rms_norm", torch.float32, norms.MAX_FEATURES + 1, False),
+        ("softmax_statistics", torch.bfloat16, K, True),
+        ("softmax_statistics", torch.float64, K, False),
+        ("quantize", torch.float32, K, True),
+        ("quantize", torch.float64, K, False),
+        ("quantize_act", torch.bfloat16, K, True),
+        ("quantize_glu", torch.float64, K, False),
     ],
 )
-def test_what_kernels_do_not_take_is_torchs_on_a_gpu(record, dtype, width, ours, resolved, monkeypatch):
+def test_what_kernels_do_not_take_is_torchs_on_a_gpu(name, dtype, width, ours, resolved, monkeypatch):
     monkeypatch.setattr(backends, "backend", "elsewhere")
     monkeypatch.setattr(backends, "resolve_backend", lambda device: resolved)
-    monkeypatch.setitem(primitives.RECORDS, record.name, record)  # which `_eager` replaces
+    record = primitives.RECORDS[name]
+    monkeypatch.setitem(primitives.RECORDS, name, record)  # which `primitive_in_place` replaces
     told = replace(record, by_kernel=lambda *_: "kernel", by_torch=lambda *_: "torch")
-    computed = primitives._eager(told)(torch.ones(2, width, dtype=dtype), None, width, 0)
+    computed = primitives.primitive_in_place(told)(torch.ones(2, width, dtype=dtype), None, width, 0)
     assert computed == ("kernel" if ours else "torch")
 
 
 def test_float64_is_dequantized_by_torch():
     data, scale = torch.ones(2, K).to(torch.float8_e4m3fn), torch.ones(2, 1)
-    assert scaled.dequantize.takes is not None
-    assert scaled.dequantize.takes(data, scale, "bfloat16")
-    assert not scaled.dequantize.takes(data, scale, "float64")
+    takes = primitives.RECORDS["dequantize"].takes
+    assert takes is not None
+    assert takes(data, scale, "bfloat16")
+    assert not takes(data, scale, "float64")
 
 
 def test_the_chooser_is_asked_on_a_gpu_unless_batches_must_not_matter(monkeypatch, make_chooser):
@@ -317,4 +310,4 @@ def test_tp_invariance_takes_our_kernels_on_a_gpu_and_torch_on_a_cpu_without_a_w
 def test_unknown_backend_is_refused(monkeypatch):
     monkeypatch.setattr(backends, "backend", "cuda")
     with pytest.raises(ValueError, match="TPKERNELS_BACKEND is 'cuda'; expected one of auto, torch, triton"):
-        primitives.lookup(torch.tensor([1]), torch.ones(2, 2), 0)
+        vocabulary.lookup(torch.tensor([1]), torch.ones(2, 2), 0)

@@ -18,7 +18,7 @@ from tpkernels import ops
 from tpkernels.extension import extension
 from tpkernels.ops import inputs, vocab_cross_entropy, vocab_embedding
 
-linear_module = import_module("tpkernels.ops.linear")  # whose name `ops` has given to its function
+linear_module = import_module("tpkernels.ops.local.linear")
 
 
 def test_linear_casts_weights_anew_in_each_call_of_an_autocast_region():

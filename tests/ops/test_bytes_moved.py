@@ -21,9 +21,9 @@ from tests.ops.parallel_cases import Setting, leaf, prepare
 from tpkernels import ops
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.record import copied_into
+from tpkernels.ops.numerics import product_sum
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
-from tpkernels.ops.tensor_parallel.product_sum import product_sum
 
 ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 OVERWRITES = {"copy_", "zero_", "fill_"}  # what they change in place they do not read

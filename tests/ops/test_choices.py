@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tests.on_ranks import on_ranks
+from tpkernels.dispatch import backends, primitives
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 
@@ -23,7 +24,7 @@ class Chooser:
 @pytest.fixture
 def chooser(monkeypatch):
     made = Chooser()
-    monkeypatch.setattr(parallel, "chooser_on", lambda device: made)
+    monkeypatch.setattr(primitives, "chooser_on", lambda device: made)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: "the store")
     return made
@@ -34,7 +35,7 @@ def chooser(monkeypatch):
     [("cuda", "fastest", ["the store"]), ("cuda", "torch", []), ("cpu", "fastest", [])],
 )
 def test_the_chooser_of_a_gpu_is_given_the_worlds_store(device, resolved, given, chooser, monkeypatch):
-    monkeypatch.setattr(parallel, "resolve_backend", lambda device: resolved)
+    monkeypatch.setattr(backends, "resolve_backend", lambda device: resolved)
     parallel.agree_choices(torch.device(device))
     assert chooser.given == given
 

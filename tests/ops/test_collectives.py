@@ -32,7 +32,7 @@ from tpkernels.comm.transports.host import HostExchange
 from tpkernels.comm.transports.rows import Gathering, Reducing, all_reducing
 from tpkernels.dispatch import backends, primitives
 from tpkernels.ops import column_linear, row_linear
-from tpkernels.ops.tensor_parallel import mappings, parallel, ways
+from tpkernels.ops.tensor_parallel import mappings, parallel
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_SUMS, waits_for
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
 
@@ -268,7 +268,6 @@ def noting(ranks: int) -> Iterator[Noting]:
             (c10d, "_processors", lambda device: 132),
             (rows, "sum_of_slots", note_sum),
             (parallel, "exchange_for", exchange_for),
-            (ways, "exchange_for", exchange_for),
         ]:
             patches.enter_context(patch.object(target, name, value))
         patches.enter_context(patch.dict(distributed_c10d._world.pg_map, {group: ("nccl", None)}))

@@ -10,8 +10,8 @@ from tpkernels import tp_invariance
 from tpkernels.comm.transports.mailbox import MailboxExchange
 from tpkernels.kernels import invariance
 from tpkernels.kernels.reference import reduce_slots_ref
+from tpkernels.ops.numerics import ProductSum
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_SUMS, kernel_pushes
-from tpkernels.ops.tensor_parallel.product_sum import ProductSum
 from tpkernels.ops.tensor_parallel.ways import _why_not_timed
 
 

@@ -70,7 +70,7 @@ def test_operators_in_fp8_pass_opcheck(sequence_parallel):
         "gated mlp": (mlp_forward, (x, None, None, [w, w, w2], fp8, "swiglu", False, "none")),
         "mlp backward": (
             mlp_gradients,
-            ([True] * 5, dy, rows, [w, w2], [z], [None, w2], 8, fp8, "gelu", own),
+            ([True] * 5, dy, rows, [w], w2, [z], [None, w2], 8, fp8, "gelu", own),
         ),
     }
     pass_opcheck(calls)
@@ -80,8 +80,11 @@ def test_operators_in_fp8_pass_opcheck(sequence_parallel):
     ("world", "names"),
     [
         ("ranks1", ["columns", "plain column", "plain row", "gated mlp", "gated mlp backward"]),
-        ("ranks2", ["column", "column backward", "row", "row backward", "mlp", "mlp backward"]),
-        ("ranks2", ["columns", "wide column backward", "wide row backward", "gated mlp backward"]),
+        ("ranks2", ["column", "column backward", "row", "row backward", "mlp", "mlp backward of dw"]),
+        (
+            "ranks2",
+            ["columns", "wide column backward", "mlp backward", "gated mlp backward", "wide row backward"],
+        ),
     ],
 )
 @on_ranks()
@@ -115,13 +118,17 @@ def test_operators_pass_opcheck(names):
         ),
         "mlp": (mlp_forward, (x, b, b2, [w, w2], tokens, "gelu", True, "none")),
         "gated mlp": (mlp_forward, (x, None, b2, [w, w, w2], plain, "swiglu", False, "none")),
+        "mlp backward of dw": (
+            mlp_gradients,
+            ([False, True, False, True, True], dy, x, [None], w2, [z], [None, w2], 8, tokens, "gelu", "none"),
+        ),
         "mlp backward": (
             mlp_gradients,
-            ([True, True, False, False, True], dy, x, [w, w2], [z], [None, w2], 8, tokens, "gelu", "none"),
+            ([True, True, False, False, True], dy, x, [w], w2, [z], [None, w2], 8, tokens, "gelu", "none"),
         ),
         "gated mlp backward": (
             mlp_gradients,
-            ([True, False, *[True] * 4], dy, x, [w, w, w2], [z, h], [None] * 3, 8, tokens, "swiglu", "none"),
+            ([True, False, *[True] * 4], dy, x, [w, w], w2, [z, h], [None] * 3, 8, tokens, "swiglu", "none"),
         ),
     }
     pass_opcheck({name: calls[name] for name in names})
@@ -207,6 +214,12 @@ SAVED: dict[str, tuple[Callable[..., Tensor], dict[str, str]]] = {  # what needs
         lambda x, up, _, **options: column_linear(x, up, None, dist.group.WORLD, **options),
         {"x": "up", "up": "x", "x up": "x up"},
     ),
+    "columns, activated": (
+        lambda x, up, _, **options: column_linear(
+            x, up, None, dist.group.WORLD, activation="gelu", **options
+        ),
+        {"x": "up", "up": "x", "x up": "x up"},
+    ),
     "two columns": (
         lambda x, up, gate, **options: column_linear(x, [up, gate], None, dist.group.WORLD, **options)[1],
         {"x": "up gate", "up": "x", "gate x": "x up gate"},
@@ -215,7 +228,7 @@ SAVED: dict[str, tuple[Callable[..., Tensor], dict[str, str]]] = {  # what needs
         lambda x, up, gate, down, **options: parallel_mlp(
             x, up, None, down, None, dist.group.WORLD, w_gate_shard=gate, **options
         ),
-        {"x": "up gate down", "gate": "x up gate down", "down": "up gate down"},
+        {"x": "up gate down", "gate": "x down", "down": "down"},
     ),
 }
 

@@ -16,8 +16,8 @@ from tests.products import once
 from tests.ranks import RankPool
 from tests.segments import tp_invariance
 from tpkernels import ops
-from tpkernels.dispatch.segments import canonical
 from tpkernels.ops.tensor_parallel import mappings
+from tpkernels.ops.tensor_parallel.segments import canonical
 
 DTYPES = (torch.float32, torch.bfloat16)
 OPTIONS = {

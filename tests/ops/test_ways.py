@@ -29,7 +29,7 @@ from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.dispatch.timing import SLACK, StreamClock, StreamTimer
 from tpkernels.kernels import gather_linear, reduce
 from tpkernels.kernels.waits import Arrivals
-from tpkernels.ops.tensor_parallel import ways
+from tpkernels.ops.tensor_parallel import parallel, ways
 from tpkernels.ops.tensor_parallel.parallel import start_rows
 from tpkernels.ops.tensor_parallel.ways import ROUNDS, Way, WayChooser, WayRun, _mismatch
 
@@ -120,7 +120,7 @@ def as_on_gpus(of: Mapping[str, float], cache: Cache, opener: Any = open_stand_i
     """Ways are timed as between GPUs, on memory of the CPU and gloo; says what is logged."""
     with (
         using("auto", "triton"),
-        patch.object(ways, "times_on", lambda like: True),
+        patch.object(parallel, "times_on", lambda like: True),
         patch.object(ways, "cuda_clock", times(of)),
         patch.object(ways, "cache_on", lambda device: cache),
         patch.object(c10d, "_processors", lambda device: 1),

@@ -1,4 +1,4 @@
-"""Choices on disk: a JSON file for each GPU and set of versions, shared by the processes of a user.
+"""Keeps choices on disk: a JSON file for each GPU and set of versions, shared by the processes of a user.
 
     {"format": 1, "versions": {"gpu": ..., ...}, "choices": {key: {"name": ..., "milliseconds": {...}}}}
 
@@ -49,7 +49,7 @@ SHIPPED = Path(__file__).parent / "shipped"  # one <gpu>.json for each GPU that 
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Choices made under one of these say nothing under another."""
+    """The versions that choices depend on; under other versions they do not count."""
 
     gpu: str
     torch: str  # with the CUDA version behind it: "2.11.0+cu130"
@@ -58,12 +58,12 @@ class Versions:
 
     @property
     def slug(self) -> str:
-        """All of it as a file name."""
+        """The versions as a file name."""
         return f"{gpu_slug(self.gpu)}_torch-{self.torch}_triton-{self.triton}_kernels-{self.kernels}"
 
 
 def versions_for(gpu: str) -> Versions:
-    """Those of this process, on a GPU of this name."""
+    """Return the versions of this process, on a GPU of this name."""
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -81,7 +81,7 @@ def source_hash(folder: Path) -> str:
 
 
 def gpu_slug(gpu: str) -> str:
-    """A GPU's name as part of a file name.
+    """Return a GPU's name as part of a file name.
 
     >>> gpu_slug("NVIDIA H100 80GB HBM3")
     'nvidia-h100-80gb-hbm3'
@@ -91,7 +91,7 @@ def gpu_slug(gpu: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who computes a problem, and what was measured when that was decided."""
+    """The name of the candidate that computes a problem, and the times that decided for it."""
 
     name: str
     milliseconds: Mapping[str, float]
@@ -106,11 +106,11 @@ class Choice:
 
 
 class ForeignFile(ValueError):
-    """A file that holds no choices for us."""
+    """A file does not hold choices of our format and versions."""
 
 
 def parse(text: str) -> tuple[dict[str, object], dict[str, Choice]]:
-    """The versions and choices in the text of a file."""
+    """Return the versions and choices in the text of a file."""
     try:
         content = parsed(text)
     except ValueError as error:
@@ -124,7 +124,7 @@ def parse(text: str) -> tuple[dict[str, object], dict[str, Choice]]:
 
 
 def choice_of(entry: object) -> Choice:
-    """The choice that JSON says."""
+    """Return the choice in a JSON value."""
     if isinstance(entry, dict):
         name, milliseconds, captured = (
             entry.get("name"),
@@ -143,7 +143,7 @@ def render(versions: Versions, choices: Mapping[str, Choice]) -> str:
 
 
 class Cache:
-    """The choices of one set of versions; in memory only if `folder` is None or turns out not to work."""
+    """The choices of one set of versions; in memory alone if `folder` is None or cannot be used."""
 
     def __init__(self, folder: Path | None, versions: Versions) -> None:
         self.versions = versions
@@ -198,7 +198,7 @@ class Cache:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file so that at every moment there is the old one or the new one."""
+    """Replace a file at once: readers find the old one or the new one."""
     temporary = path.with_name(f"{path.stem}-{uuid4().hex}.tmp")  # not by `tempfile`: others may read it
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -211,7 +211,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keep other writers out, but for no longer than a write can take: a stuck one must not stop training."""
+    """Hold a lock against other writers, or after LOCK_SECONDS none: a stuck one must not stop training."""
     with open(path, "a", opener=_without_waiting) as file:
         deadline = time.monotonic() + LOCK_SECONDS
         while fcntl is not None and time.monotonic() < deadline:
@@ -226,12 +226,12 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """A FIFO that nobody reads is an error."""
+    """Open a file; a FIFO that nobody reads is an error, not a wait."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
 def shipped_choices(gpu: str, folder: Path = SHIPPED) -> Mapping[str, Choice]:
-    """What is shipped for a GPU of this name; nothing for most."""
+    """Return the choices that are shipped for a GPU of this name; none for most."""
     path = folder / f"{gpu_slug(gpu)}.json"
     try:
         versions, choices = parse(path.read_text(encoding="utf-8"))
@@ -249,14 +249,14 @@ _NOBODYS = "?"  # a value that nothing has: expecting it reads a key and never s
 
 
 class KeyValueStore(Protocol):
-    """A key-value store that ranks share, as far as choices need one of torch's."""
+    """The method of torch's key-value stores that choices need."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key that holds what is expected, or is absent where nothing is; returns what it holds now."""
+        """Set a key that holds `expected`, or nothing if that is empty; return what it then holds."""
 
 
 class Published:
-    """The choices that ranks of the same versions publish; a store that fails is warned of once, and left."""
+    """Choices that ranks of the same versions publish in a store; if it fails, they warn once and stop."""
 
     def __init__(self, store: KeyValueStore, versions: str) -> None:
         self.store = store
@@ -264,11 +264,11 @@ class Published:
         self._lost = False
 
     def get(self, key: str) -> Choice | None:
-        """What somebody has published."""
+        """Return the choice that a rank has published, or None."""
         return self._compare_set(key, _NOBODYS, _NOBODYS)
 
     def put(self, key: str, choice: Choice) -> Choice:
-        """What all ranks take: this, unless somebody was first."""
+        """Publish a choice, and return the one that all ranks take: the first that was published."""
         return self._compare_set(key, "", json.dumps(choice.as_json())) or choice
 
     def _compare_set(self, key: str, expected: str, desired: str) -> Choice | None:

@@ -1,4 +1,4 @@
-"""Who could compute a primitive on a GPU: torch, its fused operators, our kernels with each shipped tile."""
+"""Lists the candidates for a primitive on a GPU: torch, its fused operators, our kernels with each tile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tpkernels.kernels.triton_versions import triton_version
 
 @dataclass(frozen=True, slots=True)
 class TargetGpu(gpus.Gpu):
-    """A model of GPU and its compile target: a value, so that choices can be made without having one."""
+    """A model of GPU and its compile target. It is a value: choices can be made without such a GPU."""
 
     target: Target
 
@@ -48,7 +48,7 @@ TARGET_GPUS: Mapping[str, TargetGpu] = {
 
 
 def gpu_of(device: torch.device) -> TargetGpu:
-    """The GPU of a device; in a process that interprets kernels the CPU stands in for one."""
+    """Return the model of a device; in a process that interprets kernels the CPU stands in for a GPU."""
     target = target_of(device)
     if target.backend == "interpreter":
         return TargetGpu("interpreter", target)
@@ -64,7 +64,7 @@ class Candidate:
     form: Form | None = None
 
     def bind(self, record: Primitive[P, R]) -> Callable[P, R]:
-        """The function that computes the primitive so."""
+        """Return the function that computes the primitive in this way."""
         if self.tile is not None:
             return partial(record.by_kernel, tile=self.tile, form=self.form)
         if self == TORCH:
@@ -72,7 +72,7 @@ class Candidate:
         return self._library(record).run
 
     def bind_into(self, record: Primitive[..., Any]) -> Callable[..., object]:
-        """The function that computes the primitive so, into its first argument."""
+        """Return the function that computes the primitive in this way, into its first argument."""
         if self.tile is not None:
             return lambda out, *args: record.by_kernel(*args, out=out, tile=self.tile, form=self.form)
         into = record.into if self == TORCH else self._library(record).into
@@ -89,7 +89,7 @@ BUSY_TURNS = 4  # of all processors: a smaller tile could save a part of the las
 
 
 def candidates(record: Primitive[..., Any], problem: Problem, gpu: TargetGpu) -> tuple[Candidate, ...]:
-    """All that may be worth timing, plain torch first. Names are unique and do not change between runs.
+    """List what may be worth timing, plain torch first. Names are unique and do not change between runs.
 
     Then come kernels with consumers: where time runs out before all were tried, those are the ones to know.
     """
@@ -101,7 +101,7 @@ def candidates(record: Primitive[..., Any], problem: Problem, gpu: TargetGpu) ->
 
 
 def named(name: str, record: Primitive[..., Any], problem: Problem, gpu: TargetGpu) -> Candidate | None:
-    """The candidate of that name, or our kernel with a tile that is not shipped, but can be launched."""
+    """Return the candidate of a name, or our kernel with an unshipped tile, if it can be launched."""
     for candidate in candidates(record, problem, gpu):
         if candidate.name == name:
             return candidate
@@ -121,7 +121,7 @@ def of_tile(form: Form, tile: MatmulTile) -> Candidate:
 
 
 def forms_of(problem: Problem, gpu: TargetGpu) -> tuple[Form, ...]:
-    """The forms of our kernels that may serve; none where they cannot."""
+    """Return the forms in which our kernels can compute a problem; none if they cannot."""
     dtypes = DTYPES if problem.step != "scaled_linear" else FP8
     if problem.empty or problem.dtype not in dtypes or find_spec("triton") is None:
         return ()
@@ -133,7 +133,7 @@ def forms_of(problem: Problem, gpu: TargetGpu) -> tuple[Form, ...]:
 
 
 def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> str | None:
-    """Why a tile is no candidate, as far as that is known without compiling it; None if it is one."""
+    """Return why a tile is no candidate, as far as that is known without compiling it, or None."""
     if not available(tile):
         return "its kernel needs Triton 3.7, and TPKERNELS_GLUON not to be 0"
     if (problem.kernel == "wgrad" and tile.consumers) or (problem.kernel != "wgrad" and tile.splits > 1):
@@ -146,7 +146,7 @@ def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> 
 
 
 def _footprint(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> Footprint:
-    """Compiled for this GPU by this Triton, else for any; of a tile that was not compiled, by arithmetic."""
+    """Return what a kernel takes: as compiled for this GPU by this Triton, else for any; else an estimate."""
     kernel, epilogue = entry_of(problem)
     found = compiled_footprint(
         kernel,

@@ -1,4 +1,4 @@
-"""Which candidate computes a problem: remembered, read, shipped, or timed; else plain torch.
+"""Chooses the candidate that computes a problem on a GPU. The first of these that knows one decides:
 
     1. what this process has chosen before
     2. the user's cache on disk
@@ -16,9 +16,9 @@ told. A kernel with consumers (see `MatmulTile`) was never run before it was shi
 it passed a trial in a child process (see `verdicts`). It is chosen only where its results were then compared
 with torch's on this machine, now or when this machine's cache was written.
 
-No choice made here changes what is communicated, when, or in which shape, only who computes a product on this
-rank. What does change communication is decided elsewhere, from global shapes. Ranks choose for themselves
-until they are given a store to agree through (see `cache`): then a choice is the first rank's.
+A choice changes who computes a product on this rank, never what is communicated, when, or in which shape:
+that is decided elsewhere, from global shapes. Ranks choose for themselves until they are given a store to
+agree through (see `cache`): then a choice is the first rank's.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Source = Literal[
 
 
 class HasName(Protocol):
-    """What a chooser chooses from: it needs a name."""
+    """A candidate of a choice: anything with a name."""
 
     @property
     def name(self) -> str: ...
@@ -79,7 +79,7 @@ Chosen = TypeVar("Chosen", bound=HasName, covariant=True)  # a candidate, or a w
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[Chosen]):
-    """Who computes a problem, or what moves rows, and why."""
+    """A choice with its reason: the candidate that computes a problem, or the way that moves rows."""
 
     key: str
     candidate: Chosen
@@ -90,7 +90,7 @@ class Decision(Generic[Chosen]):
 
     @property
     def choice(self) -> Choice:
-        """What is kept of it."""
+        """What the cache keeps: names and times."""
         return Choice(self.candidate.name, self.milliseconds, self.captured.name if self.captured else "")
 
     def __str__(self) -> str:
@@ -101,13 +101,13 @@ class Decision(Generic[Chosen]):
 
 
 def winner(milliseconds: Mapping[str, float], usual: str = TORCH.name) -> str:
-    """The fastest, if it beats the usual one by MARGIN."""
+    """Return the name of the fastest, if it beats the usual one by MARGIN, else that of the usual one."""
     fastest = min(milliseconds, key=milliseconds.__getitem__)
     return fastest if milliseconds[fastest] < (1 - MARGIN) * milliseconds[usual] else usual
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Why nothing can be timed at this moment; None if it can."""
+    """Return why nothing can be timed at this moment, or None."""
     if torch.compiler.is_compiling():
         return "torch.compile is tracing"
     if capturing(device):
@@ -120,7 +120,7 @@ def capturing(device: torch.device) -> bool:
 
 
 class Chooser:
-    """Chooses who computes each problem on one device, and computes by them."""
+    """Chooses a candidate for each problem on one device, and calls it."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Chooser:
         self._lock = Lock()  # forward and backward run in two threads, which must not time at once
 
     def call(self, record: Primitive[..., R], *arguments: Any) -> R:
-        """Compute a primitive by whoever is chosen for it."""
+        """Compute a primitive by the candidate that is chosen for its arguments."""
         signature = _signature(record.name, arguments)
         function = self._functions.get(signature)
         if function is None:
@@ -156,7 +156,7 @@ class Chooser:
         return result
 
     def agree_through(self, store: KeyValueStore) -> None:
-        """Choose as all ranks do that were given this store.
+        """From now on choose as the other ranks that were given this store.
 
         What was chosen before is chosen again: others may have chosen otherwise.
         """
@@ -166,7 +166,7 @@ class Chooser:
                 self._functions.clear()
 
     def call_into(self, record: Primitive[..., Any], out: Sequence[Tensor], *arguments: Any) -> None:
-        """Compute a primitive into given tensors, by whoever is chosen for it."""
+        """Compute a primitive into given tensors, by the candidate that is chosen for its arguments."""
         signature = _signature(record.name, arguments, out)
         function = self._functions.get(signature)
         if function is None:
@@ -202,7 +202,7 @@ class Chooser:
         arguments: tuple[Any, ...],
         out: Sequence[Tensor],
     ) -> Callable[..., Any]:
-        """What computes a problem; where graphs have another candidate, it looks at each call."""
+        """Return what computes a problem; it looks whether a graph is captured, if that matters."""
 
         def of(candidate: Candidate) -> Callable[..., Any]:
             return candidate.bind_into(record) if out else candidate.bind(record)
@@ -237,7 +237,7 @@ class Chooser:
         published: Published,
         moment: str,
     ) -> Decision[Candidate]:
-        """The choice of the first rank that decides.
+        """Return the choice of the rank that decides first.
 
         moment: nothing can be timed now, and one rank may know more than another: what they agree on is not
             what they would agree on later, and is kept apart
@@ -273,7 +273,7 @@ class Chooser:
         problem: Problem,
         arguments: tuple[Any, ...],
     ) -> bool:
-        """Whether what another rank has chosen may run here: with consumers, once it agrees with torch."""
+        """Whether another rank's candidate may run here; one with consumers must agree with torch first."""
         if candidate.tile is None or not candidate.tile.consumers:
             return True
         known = self.cache.get(problem.key)
@@ -302,7 +302,7 @@ class Chooser:
     def known(
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor] = ()
     ) -> Decision[Candidate] | None:
-        """What needs no timing: it is on disk, or shipped, or there is nothing to choose."""
+        """Return the choice that is on disk or shipped, or the only candidate; None if timing must tell."""
         problem = record.problem(*arguments, out=out)
         if len(self.candidates(record, problem)) == 1:
             return Decision(problem.key, TORCH, "only candidate")
@@ -331,7 +331,7 @@ class Chooser:
         out: Sequence[Tensor] = (),
         seconds: float = CHECKING_SECONDS,
     ) -> Decision[Candidate]:
-        """The fastest now, kept on disk.
+        """Time the candidates now, and keep the fastest on disk.
 
         Tensors among the arguments are looked at, never read or written: they may be on the meta device.
         out: what the caller has written into; the ways are timed with results of their own
@@ -347,7 +347,7 @@ class Chooser:
         return self.keep(problem, wanted, times)
 
     def candidates(self, record: Primitive[..., Any], problem: Problem) -> tuple[Candidate, ...]:
-        """What is tried, in this order."""
+        """List the candidates, in the order in which they are tried."""
         return candidates(record, problem, self.gpu)
 
     def times(
@@ -359,11 +359,11 @@ class Chooser:
         *,
         seconds: float = inf,
     ) -> Times:
-        """Of those that agree with torch."""
+        """Time the candidates that agree with torch."""
         return self._timer(self._sound_runs(record, problem, wanted, arguments, seconds))
 
     def keep(self, problem: Problem, timed: Sequence[Candidate], times: Times) -> Decision[Candidate]:
-        """The winners of these times, kept on disk."""
+        """Choose by these times, and keep the choice on disk."""
         eager, captured = winner(times.eager), winner(times.captured)
         choice = Choice(eager, times.eager, captured if captured != eager else "")
         self.cache.put(problem.key, choice)
@@ -378,7 +378,7 @@ class Chooser:
         arguments: tuple[Any, ...],
         seconds: float = inf,
     ) -> Runs:
-        """The candidates that agree with torch, each bound to the same scratch operands."""
+        """Return the candidates that agree with torch, each bound to the same scratch operands."""
         wanted = self._verdicts.admitted(problem, wanted)
         began = self._clock()
         scratch = scratch_like(arguments, problem.depth, self._device)
@@ -409,13 +409,13 @@ class Chooser:
 def _decision(
     problem: Problem, found: Sequence[Candidate], source: Source, choice: Choice
 ) -> Decision[Candidate]:
-    """found: those that the choice names"""
+    """Make a decision of a choice. found: the candidates that it names"""
     candidate, *captured = found
     return Decision(problem.key, candidate, source, choice.milliseconds, captured=next(iter(captured), None))
 
 
 def _signature(name: str, arguments: tuple[Any, ...], out: Sequence[Tensor] = ()) -> object:
-    """All that a problem is made of, unexamined: this sits in every call, and must be quick."""
+    """Return a key of all that a problem depends on. It is made in every call, and must be quick."""
     # all products multiply their second argument
     precision = fp32_precision() if arguments[1].dtype is torch.float32 else ""
     if (native := steps()) is not None:
@@ -432,7 +432,7 @@ def _signature(name: str, arguments: tuple[Any, ...], out: Sequence[Tensor] = ()
 
 @cache
 def chooser_on(device: torch.device) -> Chooser:
-    """The chooser for a GPU of this machine, with its cache and what is shipped for it."""
+    """Return the chooser of a GPU of this machine, with its cache and the choices that are shipped for it."""
     log.show_choices_if_asked()
     gpu = gpu_of(device)
     cache = Cache(cache_folder(), versions_for(gpu.name))

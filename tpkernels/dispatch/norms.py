@@ -1,4 +1,7 @@
-"""Records of RMSNorm and LayerNorm. T tokens, K features; mean and rstd are (T,), in fp32 or wider."""
+"""RMSNorm and LayerNorm, as primitives and their records.
+
+T tokens, K features; mean and rstd are (T,), in fp32 or wider.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.dispatch.primitives import primitive
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.dispatch.record import Layer, Primitive, launcher
 from tpkernels.kernels.operands import DTYPES
@@ -37,12 +41,14 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y if s is x else y.to(x.dtype), rstd
 
 
-rms_norm = Primitive(
-    "rms_norm",
-    _rms_norm,
-    launcher("norm", "rms_norm_fwd", "eps", gives=("y", "rstd")),
-    lambda layer: (layer.x(), layer.tensor(layer.in_features), 1e-5),
-    takes=_takes,
+rms_norm = primitive(
+    Primitive(
+        "rms_norm",
+        _rms_norm,
+        launcher("norm", "rms_norm_fwd", "eps", gives=("y", "rstd")),
+        lambda layer: (layer.x(), layer.tensor(layer.in_features), 1e-5),
+        takes=_takes,
+    )
 )
 
 
@@ -61,12 +67,14 @@ def _rms_norm_grad(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple
     return dx if s is x else dx.to(x.dtype), dw
 
 
-rms_norm_grad = Primitive(
-    "rms_norm_grad",
-    _rms_norm_grad,
-    launcher("norm", "rms_norm_bwd", gives=("dx", "dweight")),
-    lambda layer: (layer.x(), layer.x(), layer.tensor(layer.in_features), _statistic(layer)),
-    takes=_takes,
+rms_norm_grad = primitive(
+    Primitive(
+        "rms_norm_grad",
+        _rms_norm_grad,
+        launcher("norm", "rms_norm_bwd", gives=("dx", "dweight")),
+        lambda layer: (layer.x(), layer.x(), layer.tensor(layer.in_features), _statistic(layer)),
+        takes=_takes,
+    )
 )
 
 
@@ -89,12 +97,14 @@ def _layer_norm_sample(layer: Layer) -> tuple[Any, ...]:
     return layer.x(), layer.tensor(layer.in_features), bias, 1e-5
 
 
-layer_norm = Primitive(
-    "layer_norm",
-    _layer_norm,
-    launcher("norm", "layer_norm_fwd", "eps", gives=("y", "mean", "rstd")),
-    _layer_norm_sample,
-    takes=_takes,
+layer_norm = primitive(
+    Primitive(
+        "layer_norm",
+        _layer_norm,
+        launcher("norm", "layer_norm_fwd", "eps", gives=("y", "mean", "rstd")),
+        _layer_norm_sample,
+        takes=_takes,
+    )
 )
 
 
@@ -144,11 +154,13 @@ def _layer_norm_grad_sample(layer: Layer) -> tuple[Any, ...]:
     return layer.x(), layer.x(), layer.tensor(layer.in_features), _statistic(layer), _statistic(layer)
 
 
-layer_norm_grad = Primitive(
-    "layer_norm_grad",
-    _layer_norm_grad,
-    launcher("norm", "layer_norm_bwd"),
-    _layer_norm_grad_sample,
-    fake=_layer_norm_grad_fake,  # by_torch would make it a guard how many tokens there are
-    takes=_takes,
+layer_norm_grad = primitive(
+    Primitive(
+        "layer_norm_grad",
+        _layer_norm_grad,
+        launcher("norm", "layer_norm_bwd"),
+        _layer_norm_grad_sample,
+        fake=_layer_norm_grad_fake,  # by_torch would make it a guard how many tokens there are
+        takes=_takes,
+    )
 )

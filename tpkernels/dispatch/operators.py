@@ -97,7 +97,7 @@ class Operator(Generic[P, R]):
         return results  # type: ignore[no-any-return]
 
     def packed(self, *args: Any) -> list[Any]:
-        """As `overload` takes them."""
+        """Return the arguments as `overload` takes them."""
         return [part for p, arg in zip(self._parameters, args, strict=False) for part in p.pack(arg)]
 
 
@@ -108,7 +108,7 @@ def in_forward_mode() -> bool:
 
 @dataclass(frozen=True)
 class _Parameter:
-    """Of `run`. schema: name and type of each argument of the operator that it is packed into"""
+    """A parameter of `run`. schema: name and type of each argument of the operator that it is packed into"""
 
     schema: list[tuple[str, Any]]
     pack: Callable[[Any], list[Any]]
@@ -133,7 +133,7 @@ def _parameter(name: str, hint: Any) -> _Parameter:
 
 
 def _schema_type(hint: Any) -> Any:
-    """Words are text to a schema, and all sequences are of one kind."""
+    """Return the type by which a schema takes a hint: str for literals, Sequence for lists."""
     if get_origin(hint) is Literal:
         return str
     if get_origin(hint) in (Union, UnionType):
@@ -142,7 +142,7 @@ def _schema_type(hint: Any) -> Any:
 
 
 def _listing(function: Callable[..., Any], parameters: list[_Parameter]) -> Callable[..., list[Tensor]]:
-    """`function` as an operator takes it: with types of its schema, and only tensors in a list out."""
+    """Return `function` as an operator takes it: with its schema's types, and only tensors in a list out."""
 
     def listed(*args: Any) -> list[Tensor]:
         passed = iter(args)

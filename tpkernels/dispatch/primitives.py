@@ -1,4 +1,4 @@
-"""The primitives as callers have them: `primitives.dgrad_act(...)`.
+"""Primitives as functions, such as `primitives.dgrad_act(...)`.
 
 Compiling, a call is an operator of torch's dispatcher; else it is computed by torch, by our kernel, or by
 whoever was timed to be fastest (see `backends`). A kernel has no derivative: where autograd would record one,
@@ -8,18 +8,21 @@ as in a backward that is to be differentiated again, torch computes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import cache, wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from tpkernels.dispatch import backends, norms, products, scaled, vocabulary
-from tpkernels.dispatch.chooser import chooser_on
+from tpkernels.dispatch import backends, products, scaled
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.record import Primitive, copied_into
 from tpkernels.kernels import invariance
+
+if TYPE_CHECKING:
+    from tpkernels.dispatch.chooser import Chooser
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,16 +32,23 @@ RECORDS: dict[str, Primitive[..., Any]] = {}
 OPERATORS: dict[str, Operator[..., Any]] = {}  # but of those that change an argument
 
 
+@cache
+def chooser_on(device: torch.device) -> Chooser:
+    """Return the chooser of a GPU, imported at the first call: a CPU has nothing to choose from."""
+    chooser: Chooser = import_module("tpkernels.dispatch.chooser").chooser_on(device)
+    return chooser
+
+
 def _any_requires_grad(args: Sequence[object]) -> bool:
-    """Whether one of them does, as autograd is to record it."""
+    """Whether a tensor among the arguments requires a gradient."""
     for arg in args:  # noqa: SIM110  # a generator takes twice its time
         if isinstance(arg, Tensor) and arg.requires_grad:
             return True
     return False
 
 
-def _eager(record: Primitive[P, R]) -> Callable[P, R]:
-    """The primitive, by whoever computes where its first argument lies."""
+def primitive_in_place(record: Primitive[P, R]) -> Callable[P, R]:
+    """Return the function that computes a primitive that changes an argument. Compiled code never sees it."""
     RECORDS[record.name] = record
     by_torch = record.by_torch
 
@@ -62,8 +72,9 @@ def _eager(record: Primitive[P, R]) -> Callable[P, R]:
     return run
 
 
-def _primitive(record: Primitive[P, R]) -> Callable[P, R]:
-    by_torch, eager = record.by_torch, _eager(record)
+def primitive(record: Primitive[P, R]) -> Callable[P, R]:
+    """Return the function that computes a primitive, and make its operator for torch.compile."""
+    by_torch, eager = record.by_torch, primitive_in_place(record)
     operator = Operator(record.name, eager, record.fake or by_torch, record.given)
     OPERATORS[record.name] = operator
 
@@ -80,34 +91,25 @@ def _primitive(record: Primitive[P, R]) -> Callable[P, R]:
     return call
 
 
-linear = _primitive(products.linear)
-glu = _primitive(products.glu)
-dgrad = _primitive(products.dgrad)
-dgrad_pairs = _primitive(products.dgrad_pairs)
-dgrad_act = _primitive(products.dgrad_act)
-dglu = _primitive(products.dglu)
-wgrad = _primitive(products.wgrad)
-bias_grad = _primitive(products.bias_grad)
-rms_norm = _primitive(norms.rms_norm)
-rms_norm_grad = _primitive(norms.rms_norm_grad)
-layer_norm = _primitive(norms.layer_norm)
-layer_norm_grad = _primitive(norms.layer_norm_grad)
-lookup = _primitive(vocabulary.lookup)
-lookup_grad = _primitive(vocabulary.lookup_grad)
-softmax_statistics = _primitive(vocabulary.softmax_statistics)
-quantize = _primitive(scaled.quantize)
-quantize_act = _primitive(scaled.quantize_act)
-quantize_glu = _primitive(scaled.quantize_glu)
-dequantize = _primitive(scaled.dequantize)
-scaled_linear = _primitive(scaled.scaled_linear)
+linear = primitive(products.linear)
+glu = primitive(products.glu)
+dgrad = primitive(products.dgrad)
+dgrad_pairs = primitive(products.dgrad_pairs)
+dgrad_act = primitive(products.dgrad_act)
+dglu = primitive(products.dglu)
+wgrad = primitive(products.wgrad)
+bias_grad = primitive(products.bias_grad)
+quantize = primitive(scaled.quantize)
+quantize_act = primitive(scaled.quantize_act)
+quantize_glu = primitive(scaled.quantize_glu)
+dequantize = primitive(scaled.dequantize)
+scaled_linear = primitive(scaled.scaled_linear)
 
-# these change an argument: compiled code never sees them
-wgrad_accumulate_ = _eager(products.wgrad_accumulate_)
-cross_entropy_grad = _eager(vocabulary.cross_entropy_grad)
+wgrad_accumulate_ = primitive_in_place(products.wgrad_accumulate_)
 
 
 def into(primitive: Callable[P, object], out: Sequence[Tensor], *args: P.args, **kwargs: P.kwargs) -> None:
-    """A primitive's results, computed into given tensors, such as rows of larger matrices.
+    """Compute a primitive into given tensors, such as rows of larger matrices.
 
     out: one for each result that is asked for. Without activation z of `linear` aliases y; pass it once
 

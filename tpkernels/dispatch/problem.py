@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tpkernels.kernels.operands import MatrixLayout
 from tpkernels.kernels.target import fp32_precision
-from tpkernels.kernels.tiles import Kernel
+
+if TYPE_CHECKING:
+    from tpkernels.kernels.tiles import Kernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
 from tpkernels.kernels.activations import (
     GATE_OF,
@@ -29,8 +28,11 @@ from tpkernels.kernels.reference import (
     wgrad_accumulate_ref_,
     wgrad_ref,
 )
-from tpkernels.kernels.target import Target
 from tpkernels.tp_invariance import mode
+
+if TYPE_CHECKING:
+    from tpkernels.dispatch.problem import Problem
+    from tpkernels.kernels.target import Target
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""What a primitive is, in one record: a computation on local tensors, by torch or by a kernel of ours.
+"""Records of primitives: computations on local tensors, by torch or by a kernel of ours.
 
 Whatever knows a primitive reads its record: `primitives`, through which it is called, the compiler, the
 chooser and the gate. To add one, write a kernel and a record.
@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from inspect import signature
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from tpkernels.dispatch.problem import Problem
-from tpkernels.kernels.activation_names import Activation, Glu
-from tpkernels.kernels.recipe import Format, Scaling
-from tpkernels.kernels.scaled import Scaled, words_of
-from tpkernels.kernels.target import Target
-from tpkernels.kernels.tiles import Kernel
+if TYPE_CHECKING:
+    from tpkernels.dispatch.problem import Problem
+    from tpkernels.kernels.activation_names import Activation, Glu
+    from tpkernels.kernels.recipe import Format, Scaling
+    from tpkernels.kernels.scaled import Scaled
+    from tpkernels.kernels.target import Target
+    from tpkernels.kernels.tiles import Kernel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,21 +54,23 @@ class Layer:
         return self.tensor(self.out_features, self.in_features)
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Sizes and layout without memory; of the gate's layers, numbers."""
+        """Return a tensor of these sizes, without memory; the gate's layers give it numbers."""
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
 
     def integers(self, count: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """From low to high - 1."""
+        """Return integers from low to high - 1."""
         return self.tensor(count, dtype=dtype)
 
     def scaled(self, rows: int, features: int, format: Format, square: bool = False) -> Scaled:
-        """In fp8, by the layer's scaling. square: a weight, whose blocks that share a scale are squares"""
+        """Return a matrix in fp8, by the layer's scaling. square: a weight with a scale for each square"""
+        from tpkernels.kernels.scaled import Scaled, words_of
+
         words = self.tensor(rows, words_of(features, self.scaling), dtype=torch.int32)
         return Scaled(words, features, format, self.scaling)
 
 
 class Library(NamedTuple):
-    """A fused operator of torch that some problems may be given to."""
+    """A fused operator of torch that computes some problems."""
 
     name: str
     run: Callable[..., Any]
@@ -113,7 +116,9 @@ class Primitive(Generic[P, R]):
     oracle: Callable[P, R] | None = None
 
     def problem(self, *args: Any, out: Sequence[Tensor] = (), **kwargs: Any) -> Problem:
-        """The problem that a call poses; its tensors may be on the meta device. out: what it writes into"""
+        """Return the problem of a call, whose tensors may be on the meta device. out: what it writes into"""
+        from tpkernels.dispatch.problem import Problem  # what is timed has problems, on GPUs
+
         assert self.kernel is not None, "only what has tiles is timed"
         call = signature(self.by_torch).bind(*args, **kwargs).arguments
         matrices = [
@@ -145,14 +150,14 @@ class Primitive(Generic[P, R]):
 
 
 def words_of_scales(x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor) -> list[str]:
-    """How a problem names what differs between products in fp8."""
+    """Return the words by which problems tell products in fp8 apart."""
     words = [] if weight.dtype == x.dtype else [str(weight.dtype).removeprefix("torch.")]
     words += ["blocks"] * (x_scale.shape[1] != 1)
     return words + ["square"] * (w_scale.shape[0] != weight.shape[0])
 
 
 def copied_into(compute: Callable[..., Any], out: Sequence[Tensor], *args: Any) -> None:
-    """What `compute` gives, copied into given tensors."""
+    """Copy the results of `compute` into given tensors."""
     results = compute(*args)
     results = (results,) if isinstance(results, Tensor) else results
     for tensor, result in zip(out, [result for result in results if result is not None], strict=True):
@@ -166,7 +171,7 @@ def launcher(
     always: Mapping[str, object] | None = None,
     gives: tuple[str, ...] = (),
 ) -> Callable[..., Any]:
-    """A launcher of `kernels`, imported when it is first called: a CPU user need not have Triton.
+    """Return a launcher of `kernels`, imported at its first call: a CPU needs no Triton.
 
     keywords: what it calls the last arguments, which it takes by name; always: more that it is told
     gives: which of its results the primitive has; by default all

@@ -1,4 +1,4 @@
-"""How long candidates take on a GPU.
+"""Times candidates on a GPU.
 
 Times are medians of rounds in which every candidate runs once, in turns, so that a drift of clocks or a busy
 neighbour hits all alike. Eagerly a run counts as the longer of its time on the GPU and its time on the host:
@@ -33,7 +33,7 @@ Clock = Callable[[str, Timeable], float]  # milliseconds of one run of a name; r
 
 
 class Times(NamedTuple):
-    """Milliseconds by name."""
+    """Milliseconds of each candidate, by its name."""
 
     eager: Mapping[str, float]  # the longer of the GPU's and the host's
     captured: Mapping[str, float]  # the GPU's
@@ -56,7 +56,7 @@ def rounds(
     *,
     exactly: int = 0,
 ) -> dict[str, float]:
-    """The median of what `once` says of each name; a different one goes first in each round.
+    """Return the median over rounds of `once(name)`, for each name; another name goes first in each round.
 
     exactly: so many rounds, however long they take
     """
@@ -74,7 +74,7 @@ def rounds(
 
 @contextmanager
 def _all_processors() -> Iterator[None]:
-    """Leave none to a collective that happens to be in flight: a choice is kept for other calls, too."""
+    """Let products take all processors, even beside a collective: other calls use the choice, too."""
     left_free = torch._C._get_sm_carveout_experimental()
     torch._C._set_sm_carveout_experimental(None)
     try:
@@ -84,13 +84,13 @@ def _all_processors() -> Iterator[None]:
 
 
 class TimedStream(Protocol):
-    """What timing asks of a GPU: all of it is enqueued, while the host goes on."""
+    """A stream as timing needs it. Each method enqueues work and returns at once."""
 
     def hold(self, milliseconds: float) -> None:
-        """What follows begins so much later."""
+        """Delay the work that follows."""
 
     def flush(self) -> None:
-        """Overwrite the cache."""
+        """Overwrite the L2 cache."""
 
     def mark(self) -> Mark: ...
 
@@ -101,16 +101,16 @@ class Mark(Protocol):
     def record(self) -> None: ...
 
     def query(self) -> bool:
-        """Whether the stream is past it."""
+        """Whether the stream has reached it."""
 
     def synchronize(self) -> None: ...
 
     def elapsed_time(self, end_event: Mark) -> float:
-        """Milliseconds from this one to a later one."""
+        """Return the milliseconds from this mark to a later one."""
 
 
 class StreamTimer:
-    """Times runs on a stream."""
+    """Times candidates on a stream, in rounds."""
 
     def __init__(self, stream: TimedStream, clock: Callable[[], float] = perf_counter) -> None:
         self._stream, self._clock = stream, clock
@@ -143,7 +143,7 @@ class StreamTimer:
         return self._once(name, run)
 
     def measured(self, run: Timeable, launching: float | None) -> tuple[float, float, bool]:
-        """Milliseconds on the GPU and on the host, and whether the host was done before the GPU began."""
+        """Return milliseconds on GPU and host, and whether the host was done before the GPU began."""
         start, end = self._stream.mark(), self._stream.mark()
         if launching is not None:
             self._stream.hold(2 * launching + SLACK)
@@ -162,7 +162,7 @@ class StreamTimer:
 
 
 class StreamClock:
-    """Times one run at a time, of what ranks run together: the longer of its time there and on the host.
+    """Times runs that all ranks make together, one at a time: the longer of its times on GPU and host.
 
     All of them run it equally often: a run that was not held for long enough is not repeated.
     """
@@ -212,7 +212,7 @@ class CudaStream:
 
 
 class CudaTimer:
-    """Times on the current stream of a device, and waits for nothing else."""
+    """Times candidates on the current stream of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -223,7 +223,7 @@ class CudaTimer:
 
 
 def cuda_clock(device: torch.device) -> Clock:
-    """A StreamClock on the current stream of a device, for one choice: what it flushes with is not kept."""
+    """Make a StreamClock on the current stream of a device, for one choice: its memory is not kept."""
     with torch.cuda.device(device):
         clock = StreamClock(StreamTimer(CudaStream(device)))
 

@@ -1,7 +1,8 @@
-"""Records of embeddings and losses. T tokens, V columns or rows of this rank, H features.
+"""Embeddings and losses, as primitives and their records.
 
-Ids are of the full vocabulary; first_id is that of this rank's first row or column. They are bound by memory,
-and plain torch passes over the logits several times where a kernel does once, so nothing is timed.
+T tokens, V columns or rows of this rank, H features. Ids are of the full vocabulary; first_id is that of this
+rank's first row or column. All are bound by memory, and plain torch passes over the logits several times
+where a kernel does once, so nothing is timed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.dispatch.primitives import primitive, primitive_in_place
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.dispatch.record import Layer, Primitive, launcher
 from tpkernels.kernels.operands import DTYPES
@@ -42,13 +44,15 @@ def _lookup_sample(layer: Layer) -> tuple[Any, ...]:
 
 
 # (T, H): rows of the table, zeros for ids of other ranks
-lookup = Primitive(
-    "lookup",
-    embedding_ref,
-    launcher("embedding", "embedding_fwd", "first_id"),
-    _lookup_sample,
-    fake=_lookup_fake,
-    takes=lambda ids, weight, first_id: weight.dtype in DTYPES,
+lookup = primitive(
+    Primitive(
+        "lookup",
+        embedding_ref,
+        launcher("embedding", "embedding_fwd", "first_id"),
+        _lookup_sample,
+        fake=_lookup_fake,
+        takes=lambda ids, weight, first_id: weight.dtype in DTYPES,
+    )
 )
 
 
@@ -57,13 +61,15 @@ def _lookup_grad_fake(dy: Tensor, ids: Tensor, rows: int, first_id: int, dtype: 
 
 
 # (rows, H): the gradient of this rank's shard of the table
-lookup_grad = Primitive(
-    "lookup_grad",
-    embedding_bwd_ref,
-    launcher("embedding", "embedding_bwd", "rows", "first_id", "dtype"),
-    lambda layer: (layer.x(), _ids(layer), *_rows(layer), layer.dtype),
-    fake=_lookup_grad_fake,
-    takes=lambda dy, *_: dy.dtype in DTYPES,
+lookup_grad = primitive(
+    Primitive(
+        "lookup_grad",
+        embedding_bwd_ref,
+        launcher("embedding", "embedding_bwd", "rows", "first_id", "dtype"),
+        lambda layer: (layer.x(), _ids(layer), *_rows(layer), layer.dtype),
+        fake=_lookup_grad_fake,
+        takes=lambda dy, *_: dy.dtype in DTYPES,
+    )
 )
 
 
@@ -72,13 +78,15 @@ def _softmax_statistics_fake(logits: Tensor, *_: object) -> Tensor:
 
 
 # (4, T): maximum, total, picked and summed of each row, of its first `columns`; with a scale weighted
-softmax_statistics = Primitive(
-    "softmax_statistics",
-    softmax_statistics_ref,
-    launcher("cross_entropy", "softmax_statistics", "columns", "first_id", "scale"),
-    lambda layer: (layer.dy(), _ids(layer), layer.out_features, 0, None),
-    fake=_softmax_statistics_fake,
-    takes=lambda logits, *_: logits.dtype in DTYPES,
+softmax_statistics = primitive(
+    Primitive(
+        "softmax_statistics",
+        softmax_statistics_ref,
+        launcher("cross_entropy", "softmax_statistics", "columns", "first_id", "scale"),
+        lambda layer: (layer.dy(), _ids(layer), layer.out_features, 0, None),
+        fake=_softmax_statistics_fake,
+        takes=lambda logits, *_: logits.dtype in DTYPES,
+    )
 )
 
 
@@ -88,15 +96,17 @@ def _cross_entropy_grad_sample(layer: Layer) -> tuple[Any, ...]:
 
 
 # (T, V): the gradient of the logits; in their memory if `in_place`
-cross_entropy_grad = Primitive(
-    "cross_entropy_grad",
-    cross_entropy_grad_ref,
-    launcher(
-        "cross_entropy",
+cross_entropy_grad = primitive_in_place(
+    Primitive(
         "cross_entropy_grad",
-        *("columns", "first_id", "on_target", "off_target", "in_place", "scale", "mean", "dentropy"),
-    ),
-    _cross_entropy_grad_sample,
-    changes_first=True,
-    takes=lambda logits, *_: logits.dtype in DTYPES,
+        cross_entropy_grad_ref,
+        launcher(
+            "cross_entropy",
+            "cross_entropy_grad",
+            *("columns", "first_id", "on_target", "off_target", "in_place", "scale", "mean", "dentropy"),
+        ),
+        _cross_entropy_grad_sample,
+        changes_first=True,
+        takes=lambda logits, *_: logits.dtype in DTYPES,
+    )
 )

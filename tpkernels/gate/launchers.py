@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tpkernels.dispatch import norms as norms  # these have records, too
+from tpkernels.dispatch import vocabulary as vocabulary
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer, Primitive

@@ -99,7 +99,7 @@ def is_torchs(x: Tensor) -> bool:
 
 @cache
 def quick_linear() -> Callable[[Tensor, Tensor, Tensor | None], Tensor | None]:
-    """Computes `F.linear` of matrices of the CPU and a vector, as nearly all calls bring them.
+    """Return the C++ function that computes `F.linear` of matrices of the CPU, or one that returns None.
 
     It looks at them once, instead of ten times from Python, and returns None if they, or a mode, need more.
     Without the extension it does so always.
@@ -166,7 +166,7 @@ def check_linear(
 
 
 def features_of(op: str, x: Tensor) -> int:
-    """The size of the last dimension of x; an error if it has none."""
+    """Return the size of the last dimension of x; raise if it has none."""
     shape = x.shape
     if not shape:
         raise ValueError(f"{op}: expected x (..., in_features), got a tensor without dimensions")
@@ -189,7 +189,7 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def connected(z: Tensor | None) -> Tensor | None:
-    """The saved z as an output of forward, so that second derivatives reach it.
+    """Return the saved z as an output of forward, so that second derivatives reach it.
 
     None when compiling, which has no second derivatives and would add the zeros that stand for its gradient.
     """

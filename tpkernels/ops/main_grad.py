@@ -45,7 +45,7 @@ def check_main_grad(op: str, main_grad: Tensor | None, weight: Tensor) -> None:
 
 
 def accumulating(weight: Tensor, owner: str) -> tuple[Tensor, Tensor]:
-    """The weight to pass to an op, which marks it in backward, and its `main_grad`.
+    """Return the weight to pass to an op, which marks it in backward, and its `main_grad`.
 
     owner: the layer, for the error if there is no `main_grad`
     """
@@ -149,17 +149,17 @@ _zeros_for_marked = Operator("say_it_was_added", _zeros_once_marked, torch.empty
 
 
 def empty_weight_gradient(dy: Tensor, x: Tensor, into: Into) -> Tensor:
-    """An empty tensor like dyᵀ x, with the dtype in which an operator returns it."""
+    """Return an empty tensor like dyᵀ x, with the dtype in which an operator returns it."""
     return x.new_empty(dy.shape[1], x.shape[1], dtype=dtype_of_gradient(x, into))
 
 
 def dtype_of_gradient(x: Tensor, into: Into) -> torch.dtype:
-    """The dtype of a weight gradient: that of x for autograd, fp32 or wider for a main_grad."""
+    """Return the dtype of a weight gradient: that of x for autograd, fp32 or wider for a main_grad."""
     return x.dtype if into is None else _dtype_of_sums(x)
 
 
 def _dtype_of_sums(x: Tensor) -> torch.dtype:
-    """The dtype of x, but at least fp32."""
+    """Return the dtype of x, or fp32 if that is wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -193,7 +193,7 @@ class WeightGradient:
         primitives.wgrad_accumulate_(self._sum, dy, x)
 
     def get(self) -> Tensor | None:
-        """The sum; None if it was added to a main_grad."""
+        """Return the sum, or None if it was added to a main_grad."""
         assert self._sum is not None, "this rank's own tokens always come, if there are none"
         if self._into is None:
             return self._sum.to(self._dtype)

@@ -1,4 +1,4 @@
-"""How an op computes: one of three strategies, for which each op is written once.
+"""How an op computes: each op is written once, and one of three strategies computes its steps.
 
     Plain       operands as they are; an activation is computed with the product before it
     Segmented   the same in calls of fixed sizes, for TP-invariance: see `tensor_parallel.segments`
@@ -22,9 +22,9 @@ from tpkernels.dispatch.products import sums_dtype
 from tpkernels.kernels.activations import Activation, Glu, act_grad_ref, act_into
 from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.main_grad import Into, weight_gradient
-from tpkernels.ops.tensor_parallel.product_sum import ProductSum, Terms, rows_of
 
 Operand = Any  # a tensor, or what else a strategy makes of it
+Pair = tuple[Tensor, Tensor]  # activations (tokens, depth), and a weight (cols, depth) or (depth, cols)
 KeptRows = Literal["none", "own", "all"]
 ComputeRows = Callable[[slice, Operand, list[Tensor]], object]  # the range of rows, these rows, and outputs
 
@@ -52,6 +52,75 @@ class Gathered(Protocol):
     def product(self, weight: Tensor) -> Tensor: ...
 
 
+class Terms(Protocol):
+    """A rank's terms of a sum over ranks, (rows, cols), computed on demand.
+
+    Called with a range of rows; the result may be overwritten.
+    """
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def cols(self) -> int: ...
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the dtype and device of what is sent."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the sum."""
+
+    def __call__(self, rows: slice) -> Tensor:
+        """Compute the terms of some rows."""
+
+    def alone(self, bias: Tensor | None) -> Tensor:
+        """Compute the sum of a group of one rank, plus bias."""
+
+
+class ProductSum:
+    """Terms that are a sum of products, computed by `product_sum`."""
+
+    def __init__(self, pairs: Sequence[Pair], transposed: bool) -> None:
+        self.pairs, self.transposed = pairs, transposed
+        self.like, weight = pairs[0]
+        self.rows, self.cols = self.like.shape[0], weight.shape[0 if transposed else 1]
+        self.dtype = self.like.dtype
+
+    def __call__(self, rows: slice) -> Tensor:
+        if self.transposed:  # of one pair
+            return product_sum([(rows_of(self.like, rows), self.pairs[0][1])], transposed=True)
+        return product_sum([(rows_of(a, rows), w) for a, w in self.pairs], transposed=False)
+
+    def alone(self, bias: Tensor | None) -> Tensor:
+        if self.transposed:  # the product adds the bias
+            return primitives.linear(*self.pairs[0], bias, "none", False)[0]
+        assert bias is None, "gradients have no bias"
+        return product_sum(self.pairs, transposed=False)
+
+    def as_linear(self) -> tuple[Pair, ...]:
+        """Return the pairs with weights as `linear` takes them, (cols, depth)."""
+        return tuple((a, w if self.transposed else w.t()) for a, w in self.pairs)
+
+
+def product_sum(pairs: Sequence[Pair], *, transposed: bool) -> Tensor:
+    """Compute a wᵀ if transposed, else Σ a w over the pairs, two at a time in one accumulator."""
+    (a, w), *others = pairs
+    if transposed:
+        assert not others, "only gradients add up products"
+        return primitives.linear(a, w, None, "none", False)[0]
+    if not others:
+        return primitives.dgrad(a, w)
+    total = primitives.dgrad_pairs(a, w, *others[0])
+    return total.add_(product_sum(others[1:], transposed=False)) if others[1:] else total
+
+
+def rows_of(tensor: Tensor, rows: slice) -> Tensor:
+    """Return tensor[rows], without indexing if that is all of it."""
+    return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
+
+
 class Plain:
     """Computes in the dtype of the operands."""
 
@@ -77,24 +146,24 @@ class Plain:
         return weight
 
     def sent(self, operand: Operand) -> Tensor:
-        """The tensor that is sent of an operand, row by row."""
+        """Return the tensor of an operand whose rows are sent."""
         rows: Tensor = operand
         return rows
 
     def sent_as(self, x: Tensor) -> tuple[int, torch.dtype]:
-        """Width and dtype of the tensor that is sent of such a matrix."""
+        """Return width and dtype of the tensor that is sent of such a matrix."""
         return x.shape[1], x.dtype
 
     def received(self, like: Operand, rows: Tensor) -> Operand:
-        """An operand like `like`, of rows that were received."""
+        """Return the operand of rows that were received. like: another operand of its kind"""
         return rows
 
     def kept_operand(self, rows: Tensor, features: int) -> Operand:
-        """The operand of rows that `sent` returned in forward and that were kept."""
+        """Return the operand of rows that forward sent and kept."""
         return rows
 
     def numbers(self, operand: Operand) -> Tensor:
-        """Dequantize an operand: its numbers as a matrix."""
+        """Return the numbers of an operand as a matrix; those in fp8 are dequantized."""
         numbers: Tensor = operand
         return numbers
 
@@ -103,11 +172,11 @@ class Plain:
         return ""
 
     def dtype(self, rows: Tensor) -> torch.dtype:
-        """The dtype of products of rows that were received."""
+        """Return the dtype of products of rows that were received."""
         return rows.dtype
 
     def blocks(self, arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterable[tuple[slice, Tensor]]:
-        """Regroup rows that arrive in chunks into those that are multiplied at once."""
+        """Regroup rows that arrive in chunks into blocks, each of which is multiplied at once."""
         return arriving
 
     # products
@@ -136,7 +205,7 @@ class Plain:
         primitives.into(primitive, [each.tensor for each in out if each.tensor is not None], x, *whole)
 
     def terms(self, pairs: Sequence[tuple[Operand, Tensor]], transposed: bool) -> Terms:
-        """This rank's terms of a sum over ranks: the sum of the products of these pairs."""
+        """Return this rank's terms of a sum over ranks: the sum of the products of these pairs."""
         return ProductSum(pairs, transposed)
 
     def weight_gradient(
@@ -213,7 +282,7 @@ class Plain:
 
 
 def columns(tensors: Sequence[Tensor]) -> list[Along]:
-    """Tensors whose columns are split over ranks."""
+    """Say of tensors that ranks have shards of their columns."""
     return [Along(tensor, 1) for tensor in tensors]
 
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch import primitives
+from tpkernels.dispatch import norms
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
@@ -31,8 +31,9 @@ from tpkernels.ops.tensor_parallel.parallel import (
     gather_numbers,
     group_named,
     name_of,
+    segments_of,
 )
-from tpkernels.ops.tensor_parallel.segments import canonical, segments_of
+from tpkernels.ops.tensor_parallel.segments import canonical
 from tpkernels.tp_invariance import mode, tree_sum
 
 Norm = Literal["rms_norm", "layer_norm"]
@@ -88,16 +89,18 @@ class _TokenNorm(torch.autograd.Function):
         group: ProcessGroup | None,
     ) -> Tensor:
         if kind == "rms_norm":
-            y, *statistics = primitives.rms_norm(x, weight, eps)
+            y, *statistics = norms.rms_norm(x, weight, eps)
         else:
-            y, *statistics = primitives.layer_norm(x, weight, bias, eps)
+            y, *statistics = norms.layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, *statistics)
         ctx.options = kind, segments, group
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
     @staticmethod
-    def spmd_typecheck(*, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None) -> Any:
+    def spmd_typecheck(
+        *, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None
+    ) -> spmd_rules.Typed:
         parameters = (spmd_rules.full(weight, group), spmd_rules.full(bias, group))
         return spmd_rules.einsum("t_,_,_->t_", spmd_rules.split(x, group, 0), *parameters)
 
@@ -135,7 +138,7 @@ def _of_segments(
     summed_over: the group whose ranks have the other tokens, as of `name_of`; empty: x has all of them
     """
     norm_grad: Callable[..., tuple[Tensor, ...]] = (
-        primitives.rms_norm_grad if kind == "rms_norm" else primitives.layer_norm_grad
+        norms.rms_norm_grad if kind == "rms_norm" else norms.layer_norm_grad
     )
     size = x.shape[0] // segments
     dxs, terms = [], []

@@ -28,7 +28,7 @@ from tpkernels.ops import (
 )
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.flag_waits import waits_for
-from tpkernels.ops.tensor_parallel.ways import exchange_for
+from tpkernels.ops.tensor_parallel.parallel import exchange_for
 from tpkernels.ops.vocab import vocabulary
 from tpkernels.streams.program import Program
 from tpkernels.streams.record import Machine, record

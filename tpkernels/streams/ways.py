@@ -21,7 +21,7 @@ from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import c10d_for
 from tpkernels.comm.transports.rows import Waits
 from tpkernels.comm.transports.symmetric import SymmetricDelivery, SymmetricExchange
-from tpkernels.ops.tensor_parallel import parallel, ways
+from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_SUMS, waits_for
 from tpkernels.streams.device import current_device
 from tpkernels.streams.peers import NcclGroup
@@ -93,7 +93,7 @@ def _naive() -> list[Any]:
 
 
 def _decomposed() -> list[Any]:
-    found = ways.exchange_for
+    found = parallel.exchange_for
 
     def exchange_for(
         op: str, purpose: str, like: Tensor, rows: int, cols: int, group: Any, features: int, overlap: bool,
@@ -108,7 +108,6 @@ def _decomposed() -> list[Any]:
         return KERNEL_SUMS if isinstance(exchange, Decomposed) else waits_for(op, exchange, like, **options)
 
     return [
-        patch.object(ways, "exchange_for", exchange_for),
         patch.object(parallel, "exchange_for", exchange_for),
         patch.object(parallel, "waits_for", waits),
     ]

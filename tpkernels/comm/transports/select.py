@@ -40,8 +40,6 @@ from tpkernels.comm.transports import mailbox
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import c10d_for
 from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
-from tpkernels.comm.transports.shared import open_shared
-from tpkernels.comm.transports.symmetric import open_symmetric
 from tpkernels.tp_invariance import mode
 
 TRANSPORTS = ("auto", "c10d", "shared", "symmetric")
@@ -53,9 +51,22 @@ requested_transport = os.environ.get("TPKERNELS_TRANSPORT", "auto")
 choices = logging.getLogger("tpkernels.choices")
 warnings = logging.getLogger("tpkernels.comm")
 
+
+def _open_shared(opening: Opening) -> MailboxExchange:
+    from tpkernels.comm.transports.shared import open_shared  # here: a process opens one kind, or none
+
+    return open_shared(opening)
+
+
+def _open_symmetric(opening: Opening) -> MailboxExchange:
+    from tpkernels.comm.transports.symmetric import open_symmetric
+
+    return open_symmetric(opening)
+
+
 openers: dict[str, Callable[[Opening], MailboxExchange]] = {
-    "shared": open_shared,
-    "symmetric": open_symmetric,
+    "shared": _open_shared,
+    "symmetric": _open_symmetric,
 }
 
 Key = tuple[str, tuple[int, int], torch.dtype, torch.device]  # purpose, shape of a shard

@@ -23,7 +23,7 @@ there is an activation. How products are computed: `ops.numerics`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -51,8 +51,7 @@ from tpkernels.ops.tensor_parallel.layout import (
     recorded,
     shaped_like,
 )
-from tpkernels.ops.tensor_parallel.parallel import Done
-from tpkernels.ops.tensor_parallel.segments import require_segments
+from tpkernels.ops.tensor_parallel.parallel import Done, require_segments
 
 
 @overload
@@ -139,7 +138,7 @@ def column_linear(
         if into is not None:
             check_main_grad(op, into, weight)
         if layout.numerics.segments:
-            require_segments(op, layout.numerics.segments, [("rows of weight_shard", weight.shape[0])])
+            require_segments(op, layout.numerics.segments, "rows of weight_shard", weight.shape[0])
     if quantize is not None:
         layout = layout.in_fp8(op, quantize, x)
     if x.ndim == 2:
@@ -191,23 +190,21 @@ class _ColumnLinear(torch.autograd.Function):
         count, (op, layout, activation, save_gathered) = len(main_grads), options
         weights, biases = parameters[:count], parameters[count:]  # some biases may be None
         needs_dx, needs_dws = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3 : 3 + count])
-        kept = layout.kept(save_gathered and needs_dws)
+        kept = layout.kept(save_gathered) if needs_dws else "none"
         results = column_forward(x, weights, biases, layout, activation, True, kept)
         rows = x if kept == "none" else results.pop()
         zs = results[count:]
-        ctx.reads_intermediates = reads = bool(zs) or (needs_dws and kept != "none")
-        weights_saved = (
-            weights if needs_dx or reads else [None] * count
-        )  # to refuse second derivatives by them
-        ctx.save_for_backward(rows if needs_dws else None, *weights_saved, *zs)
+        ctx.reads_intermediates = bool(zs) or kept != "none"
+        saved_weights = weights if needs_dx else [None] * count
+        ctx.save_for_backward(rows if needs_dws else None, *saved_weights, *zs)
         ctx.main_grads, ctx.op = main_grads, layout.numerics.named(op)
         ctx.options = x.shape[1], layout, activation, kept
         return tuple(results[:count])
 
     @staticmethod
     def spmd_typecheck(
-        *, options: tuple[Any, Layout, Any, Any], x: Tensor, parameters: Sequence[Tensor]
-    ) -> tuple[Any, ...]:
+        *, options: tuple[str, Layout, Activation, bool], x: Tensor, parameters: Sequence[Tensor]
+    ) -> tuple[spmd_rules.Typed, ...]:
         count = len(parameters) // 2
         return tuple(spmd_rules.column(x, parameters[:count], parameters[count:], options[1]))
 

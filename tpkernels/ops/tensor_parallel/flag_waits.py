@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from math import gcd
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from tpkernels.dispatch import backends
 from tpkernels.kernels import invariance
 from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.operands import DTYPES
-from tpkernels.ops.tensor_parallel.product_sum import ProductSum
+from tpkernels.ops.numerics import ProductSum
 
 if TYPE_CHECKING:
     from tpkernels.kernels.waits import Arrivals
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 @cache
 def _home(kernel: str) -> Any:
-    """A module of kernels, imported when one is called: who computes on a CPU need not have Triton."""
+    """Return a module of kernels. It is imported at the first call: a CPU needs no Triton."""
     return import_module(f"tpkernels.kernels.{kernel}")
 
 
 class KernelWaits:
-    """Kernels wait for chunks, and the host goes on; it raises if it sees that a wait has timed out."""
+    """Has kernels wait for chunks while the host goes on; it raises if it sees that a wait has timed out."""
 
     def rows(self, delivery: Delivery, rows: slice) -> Tensor:
         return self._sum(delivery, delivery.memory[rows][None], None, rows)
 
     def all_rows(self, delivery: Delivery) -> Tensor:
-        delivery = cast("MailboxDelivery", delivery)
+        assert isinstance(delivery, MailboxDelivery), "kernels wait for mailboxes alone"
         slots = delivery.exchange.single_slots[delivery.slot]
         return self._sum(delivery, slots, None, slice(0, delivery.plan.rows))
 
@@ -47,7 +47,7 @@ class KernelWaits:
         return self._sum(delivery, delivery.slots, bias, slice(0, delivery.plan.rows))
 
     def pushed(self, delivery: Delivery, partial_of: PartialOf) -> bool:
-        delivery = cast("MailboxDelivery", delivery)
+        assert isinstance(delivery, MailboxDelivery), "kernels wait for mailboxes alone"
         exchange = delivery.exchange
         if not kernel_pushes(exchange, partial_of):
             return False
@@ -94,8 +94,8 @@ class KernelWaits:
         _home("flags").advance(word, awaited, step, code)
 
     def _sum(self, delivery: Delivery, slots: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
-        """Add up slots, which are these rows of memory; a sum over one slot copies it, also of words."""
-        delivery = cast("MailboxDelivery", delivery)
+        """Add up these rows of all slots; a sum over one slot copies it, words too."""
+        assert isinstance(delivery, MailboxDelivery), "kernels wait for mailboxes alone"
         exchange, arrivals = delivery.exchange, _arrivals(delivery)
         chunks = exchange.chunk_numbers(rows)
         total: Tensor = _home("reduce").reduce_slots(
@@ -112,7 +112,7 @@ class KernelWaits:
 
 
 class KernelSums(HostWaits):
-    """The host waits, on a GPU by its stream alone, and one kernel takes the sum."""
+    """Has the host wait (on a GPU its stream alone), and one kernel add up the slots."""
 
     def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
         delivery.await_rows(slice(0, delivery.plan.rows))
@@ -152,7 +152,7 @@ def _arrivals(delivery: MailboxDelivery) -> Arrivals:
 
 
 def _late(delivery: MailboxDelivery, word: int) -> RuntimeError:
-    """The error of a wait that has run out, as `word` says."""
+    """Return the error of a wait that timed out. word: which one, as its kernel wrote it"""
     kernel, chunk = _home("waits").kernel_and_chunk(word)
     return delivery.late_chunk(chunk, f"a wait of {kernel} ran out; results are not valid")
 
@@ -174,7 +174,8 @@ class MultipliedRows(Gathering):
         returns: y of each weight, then z of each, if it is kept
         keep_rows: `wait` is called later
         """
-        ys, zs, delivery = [], [], cast("MailboxDelivery", self.delivery)
+        ys, zs, delivery = [], [], self.delivery
+        assert isinstance(delivery, MailboxDelivery), "kernels wait for mailboxes alone"
         for weight, bias in zip(weights, biases, strict=True):
             y, z = KERNEL_WAITS.product(delivery, weight, bias, activation, keep_z)
             ys.append(y)
@@ -188,7 +189,7 @@ class MultipliedRows(Gathering):
 
 
 def waits_for(op: str, exchange: Exchange, like: Tensor, *, sums: bool = True) -> Waits:
-    """Kernels wait if kernels compute; else the host, which needs flags in its own memory.
+    """Return who waits for rows: kernels where kernels compute, else the host, if it can read the flags.
 
     like: a tensor of the dtype and device of the rows
     sums: whether rows are added up; else they may be words

@@ -1,4 +1,4 @@
-"""How an op is split over ranks: `Layout` gathers operands, multiplies them, and sums products over ranks."""
+"""How an op is split over ranks: a `Layout` gathers rows, multiplies them, and sums products over ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from tpkernels.dispatch.operators import Packed
 from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import any_requires_grad, apply, as_dtype, in_forward_mode, is_observed
-from tpkernels.ops.numerics import PLAIN, ComputeRows, KeptRows, Operand, Plain
-from tpkernels.ops.quantize import require_quantizable
-from tpkernels.ops.quantized.products import Quantized, quantized_named
+from tpkernels.ops.numerics import PLAIN, ComputeRows, KeptRows, Operand, Plain, rows_of
 from tpkernels.ops.tensor_parallel.flag_waits import MultipliedRows
 from tpkernels.ops.tensor_parallel.parallel import (
     Done,
@@ -31,12 +29,11 @@ from tpkernels.ops.tensor_parallel.parallel import (
     compare_in_backward,
     group_named,
     name_of,
+    segments_of,
     size_of,
     start_rows,
     start_sum,
 )
-from tpkernels.ops.tensor_parallel.product_sum import rows_of
-from tpkernels.ops.tensor_parallel.segments import Segmented, segments_of
 
 MaybeGroup = Annotated[
     ProcessGroup | None,
@@ -48,10 +45,23 @@ MaybeGroup = Annotated[
 ]
 
 
+def _segmented(segments: int) -> Plain:
+    """Return the numerics of TP-invariance, imported where it is asked for."""
+    from tpkernels.ops.tensor_parallel.segments import Segmented
+
+    return Segmented(segments)
+
+
 def _numerics_named(name: str) -> Plain:
-    """The strategy that `str` writes so."""
+    """Return the numerics of which this is the `str`."""
     number, _, word = name.partition(" ")
-    return PLAIN if not name else Segmented(int(number)) if word == "segments" else quantized_named(name)
+    if not name:
+        return PLAIN
+    if word == "segments":
+        return _segmented(int(number))
+    from tpkernels.ops.quantized.products import quantized_named
+
+    return quantized_named(name)
 
 
 Numerics = Annotated[Plain, Packed(str, str, _numerics_named)]
@@ -66,9 +76,12 @@ class Layout(NamedTuple):
     numerics: Numerics = PLAIN
 
     def in_fp8(self, op: str, recipe: Recipe | None, x: Tensor) -> Layout:
-        """The layout with fp8 by `recipe`; unchanged if that is None. x: checked and cast"""
+        """Return the layout with fp8 by `recipe`, or itself if that is None. x: checked and cast"""
         if recipe is None:
             return self
+        from tpkernels.ops.quantize import require_quantizable  # here: only ops in fp8 need it
+        from tpkernels.ops.quantized.products import Quantized
+
         require_quantizable(op, recipe, x)
         return self._replace(numerics=Quantized(recipe, x.dtype))
 
@@ -78,12 +91,12 @@ class Layout(NamedTuple):
         return size_of(self.group) if self.group is not None and self.sequence_parallel else 1
 
     def kept(self, save_gathered: bool = False) -> KeptRows:
-        """Which rows of x, as they were sent, forward saves in place of x."""
+        """Return which rows of x, as they were sent, forward saves in place of x."""
         kept: KeptRows = "all" if save_gathered else self.numerics.kept
         return "none" if kept == "none" or self.token_shards == 1 else kept
 
     def empty_kept(self, x: Tensor, kept: KeptRows) -> Tensor:
-        """An empty tensor like the rows that are kept of x."""
+        """Return an empty tensor like the rows that are kept of x."""
         tokens = x.shape[0] * (self.token_shards if kept == "all" else 1)
         width, dtype = self.numerics.sent_as(x)
         return x.new_empty(tokens, width, dtype=dtype)
@@ -201,7 +214,7 @@ class GatheredRows:
         return ours.shape == rows.shape and ours.dtype == rows.dtype
 
     def own(self) -> Tensor:
-        """This rank's rows, as they are sent."""
+        """Return this rank's rows, as they are sent."""
         return self._numerics.sent(self._own)
 
     def wait(self) -> Tensor:
@@ -210,7 +223,7 @@ class GatheredRows:
         return full
 
     def numbers(self) -> Tensor:
-        """Wait for all rows, and dequantize them."""
+        """Wait for all rows, and return their numbers."""
         full = self.wait()
         if self._gathering is None:
             return full
@@ -250,7 +263,7 @@ class GatheredRows:
         return self.each([weight.shape[0] for weight in weights] * (2 if keep_z else 1), multiply)
 
     def product(self, weight: Tensor, also: ComputeRows | None = None) -> Tensor:
-        """Compute dy w. also: called with rows as they arrive"""
+        """Compute dy w. also: is called with rows as they arrive, too"""
         if (kernel := self._multiplying) is not None:
             return kernel.products([weight.t()], [None], "none", False, keep_rows=self._keep)[0]
         if self._gathering is None and self._numerics is PLAIN:  # tiny products take half the time at once
@@ -294,7 +307,7 @@ def checked_layout(
             f"{op}: expected {name} (tokens, ..., in_features) with sequence_parallel, got {x.ndim}-D"
         )
     segments = segments_of(op, group)  # or an error
-    return Layout(group, sequence_parallel, overlap, Segmented(segments) if segments else PLAIN)
+    return Layout(group, sequence_parallel, overlap, _segmented(segments) if segments else PLAIN)
 
 
 def shaped_like(y: Tensor, x: Tensor, tokens: int) -> Tensor:
@@ -303,7 +316,7 @@ def shaped_like(y: Tensor, x: Tensor, tokens: int) -> Tensor:
 
 
 def recorded(*tensors: Tensor | None) -> bool:
-    """Whether autograd records a call on these tensors; else it is quicker without `apply`."""
+    """Whether autograd records a call on these tensors; other calls do without `apply`, which takes time."""
     return any_requires_grad(*tensors) or in_forward_mode() or (not is_compiling() and is_observed())
 
 

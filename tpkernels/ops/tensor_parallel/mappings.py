@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -119,7 +119,7 @@ class _Region(torch.autograd.Function):
         return _move(op, x, group, forward)
 
     @staticmethod
-    def spmd_typecheck(*, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Any:
+    def spmd_typecheck(*, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> spmd_rules.Typed:
         return spmd_rules.moved(x, group, forward, backward)
 
     @staticmethod

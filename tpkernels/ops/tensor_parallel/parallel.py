@@ -1,8 +1,8 @@
-"""The steps that ops over a group share: check the group, begin a call, gather rows, reduce sums."""
+"""Steps that ops over a group share: check the group, begin a call, gather rows, sum over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import torch
@@ -22,9 +22,11 @@ from tpkernels.comm.transports.backend_sums import (
     backend_sums,
     require_backend_sums,
 )
-from tpkernels.comm.transports.rows import Gathering, Pending, Reducing, all_reducing, gather_small
-from tpkernels.dispatch.backends import resolve_backend
-from tpkernels.dispatch.chooser import chooser_on
+from tpkernels.comm.transports.base import Exchange
+from tpkernels.comm.transports.c10d import c10d_for
+from tpkernels.comm.transports.mailbox import MailboxExchange
+from tpkernels.comm.transports.rows import Gathering, PartialOf, Pending, Reducing, all_reducing, gather_small
+from tpkernels.dispatch import backends, log, primitives
 from tpkernels.dispatch.operators import Packed
 from tpkernels.env_flag import env_flag
 from tpkernels.ops.inputs import as_dtype
@@ -34,10 +36,13 @@ from tpkernels.ops.tensor_parallel.flag_waits import (
     kernel_pushes,
     waits_for,
 )
-from tpkernels.ops.tensor_parallel.ways import exchange_for, exchanges_for_sum
+from tpkernels.tp_invariance import mode
 
 # TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
 debug = env_flag("TPKERNELS_DEBUG", default=False)
+_INTERPRETED = "TPKERNELS_BACKEND=triton, whose kernels would wait in the interpreter"
+
+log.show_choices_if_asked()  # once: `select` cannot, as comm does not know dispatch
 
 
 def checked_group(
@@ -106,12 +111,12 @@ def _compare_new_kind(op: str, kind: Kind, like: Tensor, calls: GroupCalls, grou
 
 
 def agree_choices(device: torch.device) -> None:
-    """Make this GPU's chooser agree with those of other ranks on kernels, so that all compute alike.
+    """Have this GPU's chooser take the kernels that other ranks' choosers take, so that all compute alike.
 
     Through the store of the world: a rank may be in several tensor-parallel groups, and has one chooser.
     """
-    if device.type == "cuda" and dist.is_initialized() and resolve_backend(device) == "fastest":
-        chooser_on(device).agree_through(distributed_c10d._get_default_store())
+    if device.type == "cuda" and dist.is_initialized() and backends.resolve_backend(device) == "fastest":
+        primitives.chooser_on(device).agree_through(distributed_c10d._get_default_store())
 
 
 def gather_numbers(op: str, what: str, part: Tensor, group: ProcessGroup) -> Tensor:
@@ -122,7 +127,7 @@ def gather_numbers(op: str, what: str, part: Tensor, group: ProcessGroup) -> Ten
 
 
 def name_of(group: ProcessGroup) -> str:
-    """The name by which an operator under torch.compile takes a group.
+    """Return the name by which an operator under torch.compile takes a group.
 
     With the size: compiled code is kept on disk, and must not serve a group of this name and another size.
     """
@@ -130,7 +135,7 @@ def name_of(group: ProcessGroup) -> str:
 
 
 def group_named(name: str) -> ProcessGroup:
-    """The group of a name, which is of `name_of` or torch's own."""
+    """Return the group of a name, of `name_of` or torch's own."""
     return required_group(c10d._resolve_process_group(GroupName(name.rpartition(" of ")[0] or name)))
 
 
@@ -139,7 +144,7 @@ Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
 
 
 def size_of(group: ProcessGroup) -> int:
-    """`group.size()`: as known from its calls, or where there were none, or torch.compile traces, asked."""
+    """Return `group.size()`, quickly where the group has had calls and nothing is traced."""
     calls = None if torch.compiler.is_compiling() else calls_so_far(group)
     return group.size() if calls is None else calls.ranks
 
@@ -151,6 +156,20 @@ def require_divisible(op: str, x: Tensor, group: ProcessGroup) -> None:
         raise ValueError(
             f"{op}: expected dimension 0 of x divisible by the {ranks} ranks of the group, got "
             f"{tuple(x.shape)}; pad the sequence to a multiple of {ranks}"
+        )
+
+
+def segments_of(op: str, group: ProcessGroup) -> int:
+    """Return how many segments of TP-invariance this rank has; 0 without it."""
+    return mode.own_segments(op, group.size()) if mode.segments else mode.fix(op)
+
+
+def require_segments(op: str, segments: int, name: str, size: int) -> None:
+    """Raise unless this rank's segments divide a size of its shards. segments: 0 without TP-invariance"""
+    if segments and size % segments:
+        raise ValueError(
+            f"{op}: expected {name} that this rank's {segments} of the {mode.segments} segments of "
+            f"TP-invariance divide, got {size}"
         )
 
 
@@ -176,7 +195,7 @@ class Done:
 
 def start_sum(
     op: str,
-    partial_of: Callable[[slice], Tensor],
+    partial_of: PartialOf,
     rows: int,
     cols: int,
     like: Tensor,
@@ -219,6 +238,75 @@ def start_sum(
     if scatter:
         return Reducing(call, partial_of, rows, cols, like, bias, reduces, waits, overlap)
     return all_reducing(call, partial_of, rows, cols, like, bias, reduces, gathers, waits, overlap)
+
+
+def exchange_for(
+    op: str,
+    purpose: str,
+    like: Tensor,
+    rows: int,
+    cols: int,
+    group: ProcessGroup,
+    features: int,
+    overlap: bool,
+    *,
+    partial_of: PartialOf | None = None,
+    to_all: bool = False,
+) -> Exchange:
+    """Return this rank's end of the exchange for a matrix (rows, cols), of which each rank owns a shard.
+
+    TPKERNELS_TRANSPORT may name the transport (`comm/transports/select.py`). Else sizes decide on the CPU,
+    and on GPUs the ranks time the ways that there are (`ways`).
+
+    purpose: transfers that are in flight at the same time have exchanges of different purposes
+    like: a tensor of the matrix's dtype and device
+    features: width of the product that hides the transfer; 0: there is none
+    partial_of: computes the rows of a reduce; None for a gather
+    to_all: the sums of a reduce are gathered on all ranks afterwards
+    """
+    against = _INTERPRETED if backends.backend == "triton" else ""
+    if overlap and times_on(like) and rows and cols and not rows % ranks_of(group):
+        exchanges = select.exchanges_of(op, group, against)
+        if exchanges.transport == "auto":
+            moved = op, purpose, rows, cols, like.dtype, like.device
+            if found := exchanges.chosen.get(moved):
+                return found
+            from tpkernels.ops.tensor_parallel.ways import Moved, choose  # on GPUs, where ways are timed
+
+            return choose(Moved(*moved), like, features, group, exchanges, partial_of)
+    return select.exchange_for(
+        op, purpose, like, rows, cols, group, features, overlap, to_all=to_all, against_sharing=against
+    )
+
+
+def exchanges_for_sum(
+    op: str,
+    like: Tensor,
+    rows: int,
+    cols: int,
+    group: ProcessGroup,
+    features: int,
+    overlap: bool,
+    *,
+    partial_of: PartialOf,
+    scatter: bool,
+) -> tuple[Exchange, Exchange]:
+    """Return the exchanges that reduce, and that gather the sums: both through memory, or both by c10d."""
+    reduces = exchange_for(
+        op, "reduces", like, rows, cols, group, features, overlap, partial_of=partial_of, to_all=not scatter
+    )
+    if scatter:
+        return reduces, reduces
+    gathers = exchange_for(op, "gathers", like, rows, cols, group, 0, overlap, to_all=True)
+    if isinstance(reduces, MailboxExchange) == isinstance(gathers, MailboxExchange):
+        return reduces, gathers
+    ranks = group.size()
+    return c10d_for(like, rows, features, ranks, overlap), c10d_for(like, rows, 0, ranks, overlap)
+
+
+def times_on(like: Tensor) -> bool:
+    """Whether ways to move such a tensor are timed: on GPUs, but for words, whose product is unknown here."""
+    return like.is_cuda and like.is_floating_point()
 
 
 Rows = Gathering | Done

@@ -24,7 +24,6 @@ again. How products, and what lies between them, are computed: `ops.numerics`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +53,7 @@ from tpkernels.ops.main_grad import (
 )
 from tpkernels.ops.numerics import KeptRows
 from tpkernels.ops.tensor_parallel.layout import Layout, apply_distinct, checked_layout, recorded
-from tpkernels.ops.tensor_parallel.segments import require_segments
+from tpkernels.ops.tensor_parallel.parallel import require_segments
 
 
 @from_entry
@@ -124,7 +123,7 @@ def parallel_mlp(
     weights = [*ups, w_down]
     for main_grad, weight in zip(into, weights, strict=True):
         check_main_grad(op, main_grad, weight)
-    require_segments(op, layout.numerics.segments, [("rows of w_up_shard", w_up.shape[0])])
+    require_segments(op, layout.numerics.segments, "rows of w_up_shard", w_up.shape[0])
     layout = layout.in_fp8(op, quantize, x)
     return like_tokens(up_and_down(op, tokens_of(x), ups, b_up, w_down, b_down, into, layout, activation), x)
 
@@ -160,11 +159,13 @@ class _ParallelMlp(torch.autograd.Function):
         b_down: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        op, layout, unit = options
-        kept, needs_x = layout.kept(), any(ctx.needs_input_grad[5:-1])
+        (op, layout, unit), (*ups, w_down) = options, weights
+        needs_dx, needs_dws = ctx.needs_input_grad[2], any(ctx.needs_input_grad[5:-1])  # dws of the ups
+        kept = layout.kept() if needs_dws else "none"
         y, *zs = mlp_forward(x, b_up, b_down, weights, layout, unit, True, kept)
         rows = x if kept == "none" else zs.pop()
-        ctx.save_for_backward(rows if needs_x else None, *weights, *zs)
+        saved_ups = ups if needs_dx else [None] * len(ups)
+        ctx.save_for_backward(rows if needs_dws else None, *saved_ups, w_down, *zs)
         ctx.main_grads, ctx.op = main_grads, layout.numerics.named(op)
         ctx.options = x.shape[1], layout, unit, kept
         return y
@@ -172,12 +173,12 @@ class _ParallelMlp(torch.autograd.Function):
     @staticmethod
     def spmd_typecheck(
         *,
-        options: tuple[Any, Layout, Any],
+        options: tuple[str, Layout, Activation | Glu],
         x: Tensor,
         b_up: Tensor | None,
         b_down: Tensor | None,
         weights: Sequence[Tensor],
-    ) -> Any:
+    ) -> spmd_rules.Typed:
         layout, (*ups, w_down) = options[1], weights
         up, *gates = spmd_rules.column(x, ups, [b_up, *[None] * (len(ups) - 1)], layout)
         return spmd_rules.row(
@@ -189,10 +190,11 @@ class _ParallelMlp(torch.autograd.Function):
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         count, main_grads = len(ctx.main_grads), ctx.main_grads
         x, *saved = ctx.saved_tensors
-        weights, zs = saved[:count], saved[count:]
+        *ups, w_down = saved[:count]
         needs = ctx.needs_input_grad[2:]
         needs = (*needs[:-count], *asked_for(ctx, main_grads, needs[-count:], -count))
-        dx, db_up, db_down, *dws = mlp_gradients(needs, dy, x, weights, zs, main_grads, *ctx.options)
+        operands = dy, x, ups, w_down, saved[count:]
+        dx, db_up, db_down, *dws = mlp_gradients(needs, *operands, main_grads, *ctx.options)
         return None, None, dx, db_up, db_down, *add_if_traced(main_grads, dws)
 
 
@@ -241,7 +243,8 @@ def _mlp_gradients(
     needs: Sequence[bool],
     dy_shard: Tensor,
     x: Tensor | None,
-    weights: Sequence[Tensor],
+    ups: Sequence[Tensor | None],
+    w_down: Tensor,
     zs: Sequence[Tensor],
     main_grads: MainGrads,
     features: int,
@@ -249,9 +252,8 @@ def _mlp_gradients(
     unit: Activation | Glu,
     kept: KeptRows,
 ) -> list[Tensor | None]:
-    """Compute dx, db_up, db_down, dw of each weight. needs: of these; x, features: as in `column_linear`"""
+    """Compute dx, db_up, db_down, dw of each weight. needs: of these; other arguments: see `column_linear`"""
     op, numerics = "parallel_mlp backward", layout.numerics
-    *ups, w_down = weights
     *into_ups, into_down = main_grads
     needs_dx, needs_db_up, needs_db_down, *needs_ups, needs_down = needs
     layout.compare_in_backward(op, needs)
@@ -272,7 +274,7 @@ def _mlp_gradients(
         db_down = numerics.bias_gradient(dy, split=False) if needs_db_down else None
     full_x = None if gathering_x is None else gathering_x.numbers()
     if needs_dx:
-        pairs = [(numerics.gradients(dz), up) for dz, up in zip(dzs, ups, strict=True)]
+        pairs = [(numerics.gradients(dz), up) for dz, up in zip(dzs, ups, strict=True) if up is not None]
         summing = layout.sum_of_products(op, pairs, transposed=False, hidden=any(needs_ups))
     dws: list[Tensor | None] = [None] * len(ups)
     if full_x is not None:
@@ -287,7 +289,8 @@ def _mlp_gradient_shapes(
     needs: Sequence[bool],
     dy_shard: Tensor,
     x: Tensor | None,
-    weights: Sequence[Tensor],
+    ups: Sequence[Tensor | None],
+    w_down: Tensor,
     zs: Sequence[Tensor],
     main_grads: MainGrads,
     features: int,

@@ -21,7 +21,6 @@ Saved for backward: x_shard and w_shard, as far as a gradient needs them. How pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +48,7 @@ from tpkernels.ops.tensor_parallel.layout import (
     recorded,
     shaped_like,
 )
-from tpkernels.ops.tensor_parallel.parallel import require_divisible
-from tpkernels.ops.tensor_parallel.segments import require_segments
+from tpkernels.ops.tensor_parallel.parallel import require_divisible, require_segments
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # dx, dw, db
 
@@ -94,7 +92,7 @@ def row_linear(
     if main_grad is not None:
         check_main_grad(op, main_grad, weight_shard)
     if layout.numerics.segments:
-        require_segments(op, layout.numerics.segments, [("columns of weight_shard", weight_shard.shape[1])])
+        require_segments(op, layout.numerics.segments, "columns of weight_shard", weight_shard.shape[1])
     if sequence_parallel:
         require_divisible(op, x_shard, group)
     if quantize is not None:
@@ -124,7 +122,7 @@ class _RowLinear(torch.autograd.Function):
         return row_forward(x, weight, bias, layout)
 
     @staticmethod
-    def spmd_typecheck(*, layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    def spmd_typecheck(*, layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None) -> spmd_rules.Typed:
         return spmd_rules.row(x, weight, bias, layout)
 
     @staticmethod

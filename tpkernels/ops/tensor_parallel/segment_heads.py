@@ -14,8 +14,6 @@ So the gradient of a shared head has the same bits whether its segments are on o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -26,8 +24,7 @@ from tpkernels.dispatch.products import sums_dtype
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply
-from tpkernels.ops.tensor_parallel.parallel import Group, checked_group, start_rows, start_sum
-from tpkernels.ops.tensor_parallel.segments import segments_of
+from tpkernels.ops.tensor_parallel.parallel import Group, checked_group, segments_of, start_rows, start_sum
 from tpkernels.tp_invariance import tree_sum
 
 OP = "segment_heads"
@@ -53,7 +50,7 @@ class _SegmentHeads(torch.autograd.Function):
         return _spread(x, group, heads)
 
     @staticmethod
-    def spmd_typecheck(*, x: Tensor, group: ProcessGroup) -> Any:
+    def spmd_typecheck(*, x: Tensor, group: ProcessGroup) -> spmd_rules.Typed:
         return spmd_rules.einsum("tbk->tbk_", spmd_rules.split(x, group, 2))
 
     @staticmethod

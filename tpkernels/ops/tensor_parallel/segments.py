@@ -13,35 +13,59 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from tpkernels.dispatch import primitives
+from tpkernels.dispatch import backends, primitives
 from tpkernels.dispatch.products import sums_dtype
-from tpkernels.dispatch.segments import Pair, segment_of, segment_sum, torch_computes
-from tpkernels.dispatch.segments import canonical as canonical
+from tpkernels.dispatch.record import launcher
 from tpkernels.kernels.activations import Activation, act_ref
 from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
-from tpkernels.ops.numerics import Along, Plain, columns
-from tpkernels.ops.tensor_parallel.product_sum import rows_of
-from tpkernels.tp_invariance import mode
+from tpkernels.ops.numerics import Along, Pair, Plain, columns, rows_of
+from tpkernels.tp_invariance import mode, tree_sum
 
+_by_kernel = launcher("segments", "segment_sum", "transposed", "segments")
+_LINE = 64  # bytes: libraries may add in another order where memory begins elsewhere
 LEAST_ROWS = 256  # of a block; fewer cost a product more than what arrives early saves
 
 
-def segments_of(op: str, group: ProcessGroup) -> int:
-    """The number of segments that this rank has; 0 without TP-invariance."""
-    return mode.own_segments(op, group.size()) if mode.segments else mode.fix(op)
+def torch_computes(device: torch.device) -> bool:
+    """Whether libraries do, whose kernel, and with it the bits, depend on the sizes of a product."""
+    return backends.resolve_backend(device) == "torch"
 
 
-def require_segments(op: str, segments: int, sizes: Sequence[tuple[str, int]]) -> None:
-    """Raise unless this rank's segments divide these sizes of its shards. sizes: (name, size)"""
-    for name, size in sizes:
-        if segments and size % segments:
-            raise ValueError(
-                f"{op}: expected {name} that this rank's {segments} of the {mode.segments} segments of "
-                f"TP-invariance divide, got {size}"
-            )
+def canonical(tensor: Tensor) -> Tensor:
+    """The tensor as libraries find it at every number of ranks: contiguous and aligned."""
+    whole = tensor.contiguous()
+    whole = whole.clone() if whole.data_ptr() % _LINE else whole
+    # contiguous or not, a dimension of size 1 may have any stride, by which libraries choose their way
+    return whole.view(-1).view(whole.shape) if 1 in whole.shape else whole
+
+
+def segment_of(tensor: Tensor, dim: int, segment: int, segments: int) -> Tensor:
+    """One of `segments` equal parts along `dim`."""
+    width = tensor.shape[dim] // segments
+    return canonical(tensor.narrow(dim, segment * width, width))
+
+
+def segment_sum(pairs: Sequence[Pair], *, transposed: bool, segments: int) -> Tensor:
+    """Σ a wᵀ if transposed, else Σ a w, in fp32 or wider: of each segment of the depth, added in a tree."""
+    if torch_computes(pairs[0][0].device):
+        products = (_product(pairs, transposed, each, segments) for each in range(segments))
+        return tree_sum(products, Tensor.add_)
+    total: Tensor = _by_kernel(pairs, transposed, segments)
+    return total
+
+
+def _product(pairs: Sequence[Pair], transposed: bool, segment: int, segments: int) -> Tensor:
+    total: Tensor | None = None
+    for a, w in pairs:
+        wide = sums_dtype(a.dtype)
+        a_part = segment_of(a, 1, segment, segments).to(wide)
+        w_part = segment_of(w, 1 if transposed else 0, segment, segments).to(wide)
+        product = a_part @ (w_part.t() if transposed else w_part)
+        total = product if total is None else total.add_(product)
+    assert total is not None, "a sum of at least one product"
+    return total
 
 
 def segment_calls(segments: int, device: torch.device) -> int:

@@ -1,8 +1,7 @@
-"""Selects the transport that moves the rows of an op: `exchange_for`, which all ops call.
+"""Times the ways to move rows between GPUs, and chooses the fastest: `choose`.
 
-TPKERNELS_TRANSPORT may name it (`comm/transports/select.py`). On the CPU sizes do (`Exchanges.best` there),
-and they say how many collectives a call would take (`c10d_for`). On GPUs, under `auto`, the ranks time what
-is possible when a group first moves a shape, on scratch and with the product that hides the transfer:
+Under TPKERNELS_TRANSPORT=auto, the ranks time what is possible when a group first moves a shape, on scratch
+and with the product that hides the transfer:
 
     1 collective     and one product: always possible
     n collectives    each with a part of the product, where there is a product and n divides the ranks
@@ -36,7 +35,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import offers_of_all
-from tpkernels.comm.calls import Call, begin, handshake, ranks_of
+from tpkernels.comm.calls import Call, begin, handshake
 from tpkernels.comm.groups import timeout_of
 from tpkernels.comm.schedule import MOST_CHUNKS
 from tpkernels.comm.transports import select
@@ -54,84 +53,18 @@ from tpkernels.env_flag import env_flag
 from tpkernels.kernels import invariance
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS, MultipliedRows, kernels_take, waits_for
 
-log.show_choices_if_asked()  # once: `select` cannot, as comm does not know dispatch
-
 MOST_TIMED = 32  # a layer has about ten
 ROUNDS = 7  # a number, and not a time: all ranks must run as often
 TOLERANCE = 1e-2  # of the norm: ways round at different places
 TRIAL_SECONDS = 20.0  # until a rank that does not come is an error, while a way is tried
 _NO_MEMORY = "out of memory", "memoryerror"  # in what an error says
-_INTERPRETED = "TPKERNELS_BACKEND=triton, whose kernels would wait in the interpreter"
 
 WayRun = Callable[[], Tensor]
 Tell = Callable[[Sequence[str]], list[list[str]]]  # our texts -> those of each rank, in order
 
 
-def exchange_for(
-    op: str,
-    purpose: str,
-    like: Tensor,
-    rows: int,
-    cols: int,
-    group: ProcessGroup,
-    features: int,
-    overlap: bool,
-    *,
-    partial_of: PartialOf | None = None,
-    to_all: bool = False,
-) -> Exchange:
-    """This rank's end of the exchange for a matrix (rows, cols); each rank owns a shard.
-
-    purpose: transfers that are in flight at the same time have exchanges of different purposes
-    like: a tensor of the matrix's dtype and device
-    features: width of the product that hides the transfer; 0: there is none
-    partial_of: computes the rows of a reduce; None for a gather
-    to_all: the sums of a reduce are gathered on all ranks afterwards
-    """
-    against = _INTERPRETED if backends.backend == "triton" else ""
-    if overlap and times_on(like) and rows and cols and not rows % ranks_of(group):
-        exchanges = select.exchanges_of(op, group, against)
-        if exchanges.transport == "auto":
-            moved = Moved(op, purpose, rows, cols, like.dtype, like.device)
-            found = exchanges.chosen.get(moved)
-            return found or _choose(moved, like, features, group, exchanges, partial_of)
-    return select.exchange_for(
-        op, purpose, like, rows, cols, group, features, overlap, to_all=to_all, against_sharing=against
-    )
-
-
-def exchanges_for_sum(
-    op: str,
-    like: Tensor,
-    rows: int,
-    cols: int,
-    group: ProcessGroup,
-    features: int,
-    overlap: bool,
-    *,
-    partial_of: PartialOf,
-    scatter: bool,
-) -> tuple[Exchange, Exchange]:
-    """The exchanges that reduce, and that gather the sums afterwards: both through memory, or both c10d."""
-    reduces = exchange_for(
-        op, "reduces", like, rows, cols, group, features, overlap, partial_of=partial_of, to_all=not scatter
-    )
-    if scatter:
-        return reduces, reduces
-    gathers = exchange_for(op, "gathers", like, rows, cols, group, 0, overlap, to_all=True)
-    if isinstance(reduces, MailboxExchange) == isinstance(gathers, MailboxExchange):
-        return reduces, gathers
-    ranks = group.size()
-    return c10d_for(like, rows, features, ranks, overlap), c10d_for(like, rows, 0, ranks, overlap)
-
-
-def times_on(like: Tensor) -> bool:
-    """Whether ways are timed for such a tensor: on GPUs; not for words, whose product is unknown here."""
-    return like.is_cuda and like.is_floating_point()
-
-
 class Moved(NamedTuple):
-    """A transfer for which a way is chosen: all that ranks have in common. Widths of products may differ."""
+    """A transfer for which ranks choose a way: the same on all of them, but for widths of products."""
 
     op: str
     purpose: str
@@ -141,7 +74,7 @@ class Moved(NamedTuple):
     device: torch.device
 
     def key(self, features: int, ranks: int, machines: int) -> str:
-        """The line that names the transfer in files and logs.
+        """Return the line that names the transfer in files and logs.
 
         It has TF32, which `Moved` lacks: ranks may differ in it, and must choose together.
         """
@@ -150,7 +83,7 @@ class Moved(NamedTuple):
         return f"{self.op} {self.purpose} {dtype} {sizes} {ranks} ranks {machines} machines"
 
 
-def _choose(
+def choose(
     moved: Moved,
     like: Tensor,
     features: int,
@@ -158,6 +91,10 @@ def _choose(
     exchanges: select.Exchanges,
     partial_of: PartialOf | None,
 ) -> Exchange:
+    """Choose the exchange of a transfer, together with the other ranks of the group.
+
+    features, partial_of: as of `parallel.exchange_for`
+    """
     key = moved.key(features, group.size(), exchanges.machines)
     usual = c10d_for(like, moved.rows, features, group.size(), overlap=True)
     if why := obstacle(moved.device):  # no rank may talk now; all are in the same call
@@ -187,7 +124,7 @@ def _name(exchange: Exchange) -> str:
 
 
 def cache_on(device: torch.device) -> Cache:
-    """The cache of choices, which is that of kernels."""
+    """Return the cache of choices, which kernels and ways share."""
     return chooser_on(device).cache
 
 
@@ -198,7 +135,7 @@ def _why_not_timed() -> str:
 
 
 class _Ways:
-    """The ways to move one shape, as functions that run on shared scratch tensors."""
+    """The ways to move one shape, each a function that runs on the same scratch tensors."""
 
     def __init__(
         self,
@@ -236,7 +173,7 @@ class _Ways:
         return partial(self._moving, exchange)
 
     def _reserve(self) -> None:
-        """Allocate what a run takes, and free it: a rank without the memory says so before others wait."""
+        """Allocate the memory of a run, and free it: a rank that lacks it says so before others wait."""
         rows, cols, (like, _) = self._moved.rows, self._moved.cols, self._scratch
         held = [like.new_empty(rows, width) for width in (cols, cols, self._features)]
         del held  # all rows, and the slots or terms that they came from; a product
@@ -261,7 +198,7 @@ class _Ways:
 
     @cached_property
     def _scratch(self) -> tuple[Tensor, Tensor]:
-        """A random shard to gather and a weight to multiply by, of a generator of their own."""
+        """A random shard to gather, and a weight to multiply by."""
         generator = torch.Generator(self._moved.device).manual_seed(self._group.rank())
         cols, features = self._moved.cols, self._features
 
@@ -422,12 +359,12 @@ class WayChooser:
         return run, ""
 
     def _first_problem(self, ours: str) -> str:
-        """The first problem of all ranks, in their order; empty if there is none."""
+        """Return the problem of the first rank that has one, or ""."""
         problems = enumerate(self._tell([ours]))
         return next((f"rank {rank}: {theirs}" for rank, (theirs,) in problems if theirs), "")
 
     def _slowest(self, runs: Mapping[str, WayRun]) -> dict[str, float]:
-        """Time each way; the median on the slowest rank."""
+        """Time each way, and return its median on the slowest rank."""
         medians = rounds(list(runs), lambda name: self._clock(name, runs[name]), exactly=ROUNDS)
         ours = " ".join(f"{milliseconds:.6g}" for milliseconds in medians.values())
         by_rank = [[float(word) for word in times.split()] for (times,) in self._tell([ours])]
@@ -435,7 +372,7 @@ class WayChooser:
 
 
 def _mismatch(found: Tensor, expected: Tensor) -> str:
-    """How far a result is off, in words; empty if it is right."""
+    """Return in words how far a result is off, or "" if it is right."""
     if found.shape != expected.shape:
         return f"its result is {tuple(found.shape)}, expected {tuple(expected.shape)}"
     # the caller's own numbers may overflow, in the first steps of fp16: what is left is compared

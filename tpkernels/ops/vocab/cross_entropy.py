@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch import primitives
+from tpkernels.dispatch import vocabulary
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.kernels.reference import FLOOR, column_of
@@ -127,7 +127,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def spmd_typecheck(*, logits: Tensor, target: Tensor, options: LossOptions) -> Any:
+    def spmd_typecheck(*, logits: Tensor, target: Tensor, options: LossOptions) -> spmd_rules.Typed:
         return spmd_rules.losses(logits, target, options.group)
 
     @staticmethod
@@ -244,7 +244,7 @@ class ShardedLoss:
     def _statistics(self, part: VocabSegment, x: Tensor, target: Tensor, fourth: bool) -> Tensor:
         """maximum, total, the logit of each target and what else is needed of each row: (numbers, rows)"""
         where = part.columns, part.first_id
-        found = primitives.softmax_statistics(x, row_targets(target), *where, self.scale)
+        found = vocabulary.softmax_statistics(x, row_targets(target), *where, self.scale)
         if target.ndim == 1:
             return found[: 3 + fourth]
         picked = found.new_zeros(target.shape)
@@ -296,7 +296,7 @@ class ShardedLoss:
         rows, entropy = row_targets(target), (self.scale, mean, dentropy)
 
         def of_columns(x: Tensor, columns: int, first_id: int, in_place: bool) -> Tensor:
-            return primitives.cross_entropy_grad(
+            return vocabulary.cross_entropy_grad(
                 *(x, rows, maximum, total, dloss), columns, first_id, 1 - s, s / size, in_place, *entropy
             )
 

@@ -17,14 +17,12 @@ Saved for backward: ids.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch import primitives
+from tpkernels.dispatch import vocabulary
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import differentiated_once, first_order
@@ -119,7 +117,9 @@ class _VocabEmbedding(torch.autograd.Function):
         return _rows_of_ids(ids, weight, group, vocab_size, sequence_parallel)
 
     @staticmethod
-    def spmd_typecheck(*, ids: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Any:
+    def spmd_typecheck(
+        *, ids: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool
+    ) -> spmd_rules.Typed:
         rows = spmd_rules.einsum("t,vh->th", spmd_rules.full(ids, group), spmd_rules.split(weight, group, 0))
         return spmd_rules.summed(rows, group, scatter=sequence_parallel)
 
@@ -136,11 +136,11 @@ def _rows(ids: Tensor, weight: Tensor, group: Group, vocab_size: int, sequence_p
     require_in_vocabulary(OP, "ids", ids, shard)
     first_id = shard.first_id
     if group.size() == 1:
-        rows = primitives.lookup(ids, weight, 0)
+        rows = vocabulary.lookup(ids, weight, 0)
         return rows.add_(0) if mode.segments else rows  # elsewhere zeros of others make +0 of -0
     return start_sum(
         OP,
-        lambda rows: primitives.lookup(ids[rows], weight, first_id),
+        lambda rows: vocabulary.lookup(ids[rows], weight, first_id),
         len(ids),
         weight.shape[1],
         weight,
@@ -171,7 +171,7 @@ def _gradient(
     if sequence_parallel:
         dy = start_rows(f"{OP} backward", "gather of dy", dy, group).wait()
     parts = VocabShard(group, rows, group.size() * rows).segments
-    found = [primitives.lookup_grad(dy, ids, rows // len(parts), part.first_id, dtype) for part in parts]
+    found = [vocabulary.lookup_grad(dy, ids, rows // len(parts), part.first_id, dtype) for part in parts]
     dweight = found[0] if len(found) == 1 else torch.cat(found)
     if padding_idx is not None and 0 <= padding_idx - first_id < rows:
         dweight[padding_idx - first_id] = 0

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -46,7 +46,6 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
-from tpkernels.dispatch.segments import segment_sum
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
@@ -65,6 +64,7 @@ from tpkernels.ops.main_grad import asked_for, check_main_grad
 from tpkernels.ops.numerics import Operand, Plain
 from tpkernels.ops.tensor_parallel.layout import checked_layout
 from tpkernels.ops.tensor_parallel.parallel import start_rows, start_sum
+from tpkernels.ops.tensor_parallel.segments import segment_sum
 from tpkernels.ops.vocab.cross_entropy import IGNORED, NOWHERE, Known, LossOptions, sharded_loss
 from tpkernels.ops.vocab.sampling import kth_largest
 from tpkernels.ops.vocab.vocabulary import require_ids
@@ -244,7 +244,9 @@ class _ReducedLoss(torch.autograd.Function):
         return loss, share  # as an output share is connected with the inputs, which are not saved
 
     @staticmethod
-    def spmd_typecheck(*, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions) -> Any:
+    def spmd_typecheck(
+        *, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions
+    ) -> spmd_rules.Typed:
         losses = spmd_rules.head_losses(hidden, weight, target, options.group, options.sequence_parallel)
         loss = spmd_rules.einsum("t->", losses)
         return loss, loss
@@ -280,7 +282,9 @@ class _TokenLosses(torch.autograd.Function):
         return loss, known.entropy
 
     @staticmethod
-    def spmd_typecheck(*, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions) -> Any:
+    def spmd_typecheck(
+        *, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions
+    ) -> spmd_rules.Typed:
         losses = spmd_rules.head_losses(hidden, weight, target, options.group, options.sequence_parallel)
         return losses, losses if target.ndim == 1 else spmd_rules.einsum("tn->t", losses)
 

@@ -18,12 +18,12 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import calls_of
 from tpkernels.comm.groups import required_group
-from tpkernels.dispatch.segments import segment_of
 from tpkernels.kernels.reference import surely_within
 from tpkernels.ops.inputs import is_torchs
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel import Group as Group
-from tpkernels.ops.tensor_parallel.segments import require_segments, segments_of
+from tpkernels.ops.tensor_parallel.parallel import require_segments, segments_of
+from tpkernels.ops.tensor_parallel.segments import segment_of
 from tpkernels.tp_invariance import mode
 
 
@@ -76,7 +76,7 @@ class VocabSegment(NamedTuple):
 def vocab_shard(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> VocabShard:
     """This rank's shard, checked. vocab_size: ids of the full vocabulary; None: there is no padding"""
     if mode.fix(op):
-        require_segments(op, segments_of(op, group), [("a shard of the vocabulary", width)])
+        require_segments(op, segments_of(op, group), "a shard of the vocabulary", width)
     return VocabShard(group, width, checked_size(op, group, width, vocab_size))
 
 

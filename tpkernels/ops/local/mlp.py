@@ -22,8 +22,6 @@ Saved for backward: x, g, u and the weights; h is emitted again with dg and du.
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from torch import Tensor
 
@@ -44,7 +42,7 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
-from tpkernels.ops.swiglu import check_gated, gate_and_up, input_and_weight_gradients
+from tpkernels.ops.local.swiglu import check_gated, gate_and_up, input_and_weight_gradients
 from tpkernels.ops.tensor_parallel.layout import Layout
 from tpkernels.ops.tensor_parallel.parallel_mlp import up_and_down
 
@@ -74,9 +72,9 @@ def mlp(
     if w_gate is not None:
         if b_up is not None:
             raise ValueError("mlp: expected no b_up with w_gate, a gated unit has no biases; pass None")
-        glu = cast("Glu", activation or "swiglu")
-        return _gated_mlp(x, w_gate, w_up, w_down, b_down, kind=glu, quantize=quantize)
-    activation = cast("Activation", activation or "gelu_tanh")
+        kind = activation or "swiglu"
+        return _gated_mlp(x, w_gate, w_up, w_down, b_down, kind=kind, quantize=quantize)
+    activation = activation or "gelu_tanh"
     require_activation("mlp", activation)
     if is_casting(x):
         x, w_up, b_up, w_down, b_down = autocast(x, w_up, b_up, w_down, b_down)
@@ -114,7 +112,7 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     def spmd_typecheck(
         *, x: Tensor, w_up: Tensor, b_up: Tensor | None, w_down: Tensor, b_down: Tensor | None
-    ) -> Any:
+    ) -> spmd_rules.Typed:
         z = spmd_rules.einsum("tk,nk,n->tn", x, w_up, b_up)
         return spmd_rules.einsum("tn,kn,k->tk", z, w_down, b_down), z
 
@@ -150,8 +148,8 @@ def _gated_mlp(
     w_down: Tensor,
     b_down: Tensor | None,
     *,
-    kind: Glu,
-    quantize: Recipe | None = None,
+    kind: Activation | Glu,
+    quantize: Recipe | None,
 ) -> Tensor:
     """Compute (f(x w_gateᵀ) * (x w_upᵀ)) w_downᵀ + b_down, with the activation f of `kind`."""
     require_glu("mlp", kind)
@@ -189,7 +187,7 @@ class _GatedMlp(torch.autograd.Function):
     @staticmethod
     def spmd_typecheck(
         *, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, b_down: Tensor | None
-    ) -> Any:
+    ) -> spmd_rules.Typed:
         h = spmd_rules.einsum("tk,nk,nk->tn", x, w_gate, w_up)
         return spmd_rules.einsum("tn,kn,k->tk", h, w_down, b_down)
 

@@ -16,7 +16,6 @@ and du as it computes dh.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,7 +84,7 @@ class _Glu(torch.autograd.Function):
         return h
 
     @staticmethod
-    def spmd_typecheck(*, x: Tensor, w_gate: Tensor, w_up: Tensor) -> Any:
+    def spmd_typecheck(*, x: Tensor, w_gate: Tensor, w_up: Tensor) -> spmd_rules.Typed:
         return spmd_rules.einsum("tk,nk,nk->tn", x, w_gate, w_up)
 
     @staticmethod
@@ -107,7 +106,7 @@ class _Gate(torch.autograd.Function):
         return between((u, g), kind)
 
     @staticmethod
-    def spmd_typecheck(*, u: Tensor, g: Tensor) -> Any:
+    def spmd_typecheck(*, u: Tensor, g: Tensor) -> spmd_rules.Typed:
         return spmd_rules.einsum("tn,tn->tn", u, g)
 
     @staticmethod

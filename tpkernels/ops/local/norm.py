@@ -15,13 +15,11 @@ x, in autocast regions too, where nothing is cast: the sums are wide anyway.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.dispatch import primitives
+from tpkernels.dispatch import norms
 from tpkernels.kernels.reference import (
     layer_norm_bwd_ref,
     layer_norm_ref,
@@ -113,13 +111,13 @@ def _check_parameter(op: str, name: str, parameter: Tensor, x: Tensor, features:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, rstd = primitives.rms_norm(x, weight, eps)
+        y, rstd = norms.rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.eps = eps
         return y
 
     @staticmethod
-    def spmd_typecheck(*, x: Tensor, weight: Tensor) -> Any:
+    def spmd_typecheck(*, x: Tensor, weight: Tensor) -> spmd_rules.Typed:
         return spmd_rules.einsum("t_,_->t_", x, weight)
 
     @staticmethod
@@ -130,21 +128,21 @@ class _RmsNorm(torch.autograd.Function):
             _, rstd = rms_norm_ref(x, weight, ctx.eps)
             dx, dw = rms_norm_bwd_ref(dy, x, weight, rstd)
         else:
-            dx, dw = primitives.rms_norm_grad(dy, x, weight, rstd)
+            dx, dw = norms.rms_norm_grad(dy, x, weight, rstd)
         return dx if needs_dx else None, as_dtype(dw, weight.dtype) if needs_dw else None, None
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        y, mean, rstd = primitives.layer_norm(x, weight, bias, eps)
+        y, mean, rstd = norms.layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.eps = eps
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
     @staticmethod
-    def spmd_typecheck(*, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    def spmd_typecheck(*, x: Tensor, weight: Tensor, bias: Tensor | None) -> spmd_rules.Typed:
         return spmd_rules.einsum("t_,_,_->t_", x, weight, bias)
 
     @staticmethod
@@ -155,7 +153,7 @@ class _LayerNorm(torch.autograd.Function):
             _, mean, rstd = layer_norm_ref(x, weight, None, ctx.eps)
             dx, dw, db = layer_norm_bwd_ref(dy, x, weight, mean, rstd)
         else:
-            dx, dw, db = primitives.layer_norm_grad(dy, x, weight, mean, rstd)
+            dx, dw, db = norms.layer_norm_grad(dy, x, weight, mean, rstd)
         return (
             dx if needs_dx else None,
             as_dtype(dw, weight.dtype) if needs_dw else None,

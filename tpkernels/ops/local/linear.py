@@ -17,8 +17,6 @@ computes, these are torch's own operators, which save the same, and whose produc
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -123,7 +121,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def spmd_typecheck(
         *, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation = "none"
-    ) -> Any:
+    ) -> spmd_rules.Typed:
         y = spmd_rules.einsum("tk,nk,n->tn", x, weight, bias)
         return y if activation == "none" else (y, y)
 

@@ -1,0 +1,1 @@
+"""Ops on tensors of one rank."""
