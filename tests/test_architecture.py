@@ -187,7 +187,7 @@ def test_groups_are_created_in_four_files():
         "neighbours.py",
         "qualify_world.py",
         "c10d.py",
-        "process_groups.py",
+        "initialize.py",
     ]
 
 

@@ -19,7 +19,7 @@ from tpkernels import (
 )
 from tpkernels.layers.init import fill_shard
 from tpkernels.runtime.random import get_rng_tracker
-from tpkernels.topology.shard import ranges_of
+from tpkernels.topology.sizes import ranges_of
 
 SHAPE = (12, 24)
 

@@ -12,7 +12,7 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.init import InitMethod, fill_shard, leave_unset
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
-from tpkernels.topology.shard import split_vocabulary
+from tpkernels.topology.sizes import split_vocabulary
 
 
 class VocabParallelEmbedding(ParallelModule):

@@ -22,8 +22,7 @@ from tpkernels.ops.activations import Activation, require_activation
 from tpkernels.ops.main_grad import accumulating
 from tpkernels.ops.quantize import Recipe, require_recipe
 from tpkernels.ops.tensor_parallel.mappings import gather_from_region, scatter_to_region
-from tpkernels.topology.shard import ranges_of, shard_size
-from tpkernels.topology.sizes import InvalidSizes, positive
+from tpkernels.topology.sizes import InvalidSizes, positive, ranges_of, shard_size
 
 
 class _ParallelLinear(ParallelModule):
@@ -130,7 +129,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     gather_output: all ranks get the full Y, of all tokens; otherwise each gets its columns
     init_method: fills the full (output_size, input_size) weight; the bias starts at zero
-    stride: the number of weights that are concatenated in this one: see `topology/shard.py`
+    stride: the number of weights that are concatenated in this one: see `topology/sizes.py`
     keep_master_weight_for_test: keep the full initial weight as `master_weight`
     skip_bias_add: return the bias instead of adding it
     skip_weight_param_allocation: have no weight; it is passed to `forward`

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tpkernels.layers import batches, elementwise, foreign, watch
+from tpkernels.layers import batches, elementwise, foreign, replicas
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import State, tensor_world
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 register_module_module_registration_hook(foreign.look_at_wrapper)
 register_module_module_registration_hook(batches.look_at_compiled)
 register_optimizer_step_pre_hook(elementwise.before_step)
-if watch.steps_between:
-    register_optimizer_step_post_hook(watch.after_step)
+if replicas.steps_between:
+    register_optimizer_step_post_hook(replicas.after_step)
 
 
 class MarkedModule(nn.Module):

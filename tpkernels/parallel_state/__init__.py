@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from tpkernels.parallel_state import table, todays
 from tpkernels.parallel_state.table import *  # noqa: F403
 from tpkernels.parallel_state.todays import *  # noqa: F403
-from tpkernels.runtime.initialize import as_text, plain, start
+from tpkernels.runtime.initialize import GroupSettings, as_text, plain, start
 from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
-from tpkernels.runtime.process_groups import GroupSettings
 from tpkernels.runtime.state import ParallelState
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind, plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER, InvalidSizes

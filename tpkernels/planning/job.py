@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tpkernels.kernels.activation_names import ACTIVATIONS, GATE_OF
 from tpkernels.models.config import GPTConfig
-from tpkernels.topology.shard import head_size_of, require_heads, shard_size, split_vocabulary
+from tpkernels.topology.sizes import head_size_of, require_heads, shard_size, split_vocabulary
 
 if TYPE_CHECKING:
     from tpkernels.layers.block import Recompute

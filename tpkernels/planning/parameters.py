@@ -13,7 +13,7 @@ from math import prod
 from tpkernels.kernels.activation_names import GATE_OF
 from tpkernels.models.config import GPTConfig
 from tpkernels.planning.job import Job, RankLayout
-from tpkernels.topology.shard import head_size_of
+from tpkernels.topology.sizes import head_size_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tpkernels.topology import draw, svg
+from tpkernels.topology import draw
 from tpkernels.topology import sizes as check
 from tpkernels.topology.groups import COMBINED_KINDS as COMBINED_KINDS
 from tpkernels.topology.groups import KINDS as KINDS
@@ -34,7 +34,7 @@ class GroupPlan(Groups):
 
     def to_svg(self, *, gpus_per_node: int = 8, max_nodes: int = 16, unit: draw.Unit = "GPU") -> str:
         """Draw the groups as SVG: a panel for each kind, nodes of GPUs, a colour for each group."""
-        return svg.to_svg(self, gpus_per_node=gpus_per_node, max_nodes=max_nodes, unit=unit)
+        return draw.to_svg(self, gpus_per_node=gpus_per_node, max_nodes=max_nodes, unit=unit)
 
 
 def plan_groups(

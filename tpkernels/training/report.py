@@ -14,9 +14,19 @@ from pathlib import Path
 import torch
 
 from tpkernels.pictures.charts import curve
-from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, can_draw, save, sheet
+from tpkernels.pictures.figure import (
+    NO_MATPLOTLIB,
+    Picture,
+    can_draw,
+    facts,
+    page,
+    paragraph,
+    save,
+    sheet,
+    table,
+    verbatim,
+)
 from tpkernels.pictures.lanes import Span, lanes
-from tpkernels.pictures.page import facts, page, paragraph, table, verbatim
 from tpkernels.topology.draw import Unit
 from tpkernels.topology.plan import GroupPlan
 from tpkernels.training.config import TrainConfig

@@ -32,8 +32,7 @@ from tpkernels.parallel_state.table import public_names
 from tpkernels.runtime import c10d
 from tpkernels.runtime import initialize as runtime
 from tpkernels.runtime import state as runtime_state
-from tpkernels.runtime.initialize import as_text, start
-from tpkernels.runtime.process_groups import GroupSettings, Listed, create_listed_groups
+from tpkernels.runtime.initialize import GroupSettings, Listed, as_text, create_listed_groups, start
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind
 from tpkernels.topology.sizes import InvalidSizes, positive
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from tpkernels.runtime.process_groups import Listed
+from tpkernels.runtime.initialize import Listed
 from tpkernels.topology import sizes as check
 from tpkernels.topology.groups import Grid, Kind
 from tpkernels.topology.plan import ListedPlan

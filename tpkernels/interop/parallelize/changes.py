@@ -36,7 +36,7 @@ from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region
-from tpkernels.topology.shard import HeadSplit, split_vocabulary
+from tpkernels.topology.sizes import HeadSplit, split_vocabulary
 
 QUANTIZED_KINDS = ("column", "row", "row_of_full", "shared_heads", "head")
 # torch's attributes with hooks on a module's output, such as `enable_input_require_grads` adds to a table

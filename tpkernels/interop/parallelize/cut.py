@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpkernels.layers.world import TensorWorld
-from tpkernels.topology.shard import HeadSplit, stacked_ranges
+from tpkernels.topology.sizes import HeadSplit, stacked_ranges
 
 
 @dataclass(frozen=True)

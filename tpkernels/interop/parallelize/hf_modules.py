@@ -28,7 +28,7 @@ from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region, reduce_from_region, scatter_to_region
-from tpkernels.topology.shard import HeadSplit, VocabularySplit, shard_size, split_vocabulary
+from tpkernels.topology.sizes import HeadSplit, VocabularySplit, shard_size, split_vocabulary
 
 
 def split_module(change: ModuleChange, state: State) -> nn.Module:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from torch import nn
 
 from tpkernels.interop.parallelize.lora import split_with
-from tpkernels.topology.shard import split_heads
+from tpkernels.topology.sizes import split_heads
 
 SplitKind = Literal["column", "row", "row_of_full", "head", "embedding"]
 SPLIT_KINDS = ("column", "row", "row_of_full", "head", "embedding")

@@ -23,7 +23,7 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.ops.replicas import copy_first_rank_
-from tpkernels.topology.shard import ranges_of
+from tpkernels.topology.sizes import ranges_of
 
 _SPLIT_OUT, _SPLIT_IN = (ColumnLinear, ColumnConv1D), (RowLinear, RowConv1D)
 
