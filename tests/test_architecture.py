@@ -184,7 +184,7 @@ def test_groups_are_created_in_four_files():
     creating = ("_new_process_group_helper(", "new_group(")
     creators = [path for path in ROOM_FILES if any(name in text_of(path) for name in creating)]
     assert [path.name for path in creators] == [
-        "neighbours.py",
+        "memory.py",
         "qualify_world.py",
         "c10d.py",
         "initialize.py",

@@ -7,7 +7,7 @@ import pytest
 from tests.gate.samples import FACTS as budgeted
 from tests.gate.samples import entry_of
 from tpkernels.gate.expectations import violations
-from tpkernels.gate.ptx import NO_FLAG
+from tpkernels.gate.ptx_flow import NO_FLAG
 
 LINEAR = entry_of("linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z")
 TRUE_FP32 = entry_of("linear/pointer/fp32/64x64x16-w8-s3-p1/gelu_tanh+bias+z")

@@ -15,9 +15,9 @@ from tpkernels.pictures.figure import Picture
 from tpkernels.pictures.lanes import Span, lanes
 from tpkernels.planning.calls import DIRECTIONS, MOST_RANKS, OPERATORS, PUBLISHED, WAYS, Sizes
 from tpkernels.streams import MachineError
-from tpkernels.streams.node import GRAPH, Node
 from tpkernels.streams.prediction import Predicted, predict
 from tpkernels.streams.simulation import COMPUTE, COPIES, HOST, NCCL, TRANSFER, Ran
+from tpkernels.streams.times import GRAPH, Node
 
 _LANES = {
     HOST: "host, launches",

@@ -26,8 +26,15 @@ from torch.optim import Optimizer
 
 from tpkernels.comm.agreement import bytes_of_all
 from tpkernels.comm.transports import select
-from tpkernels.interop.carry import Reads, copy_own, exchange, read_from_peers
-from tpkernels.interop.freed import freed_like, leave_meta_device, refuse_shared
+from tpkernels.interop.carry import (
+    Reads,
+    copy_own,
+    exchange,
+    freed_like,
+    leave_meta_device,
+    read_from_peers,
+    refuse_shared,
+)
 from tpkernels.interop.optimizer_state import GROUPS, Described, OptimizerState
 from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.interop.renamed_shards import Heads, Names

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.peer_memory import Located, Trial, can_read, own_trial
 from tpkernels.comm.transports.processes import machine
-from tpkernels.interop.carry import Peer, block_of
-from tpkernels.interop.freed import free, give_memory, is_freed
+from tpkernels.interop.carry import Peer, block_of, free, give_memory, is_freed
 from tpkernels.interop.renamed_shards import Heads, Names, listed, under_our_names
 from tpkernels.interop.shards import Chunk, TensorShard, require_one_stage, shards_in, shards_of
 from tpkernels.layers.world import State

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from tpkernels import ops
 from tpkernels.layers.checkpoint import checkpoint
-from tpkernels.layers.init import InitMethod
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpkernels.layers.parallel_module import InitMethod
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region, gather_from_sequence_region

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from tpkernels import ops
 from tpkernels.layers.attention import ParallelAttention, ParallelDropout, Rotation
 from tpkernels.layers.checkpoint import checkpoint
-from tpkernels.layers.init import InitMethod
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear, with_recipe
 from tpkernels.layers.norm import LayerNorm, RMSNorm
-from tpkernels.layers.parallel_module import ParallelModule
+from tpkernels.layers.parallel_module import InitMethod, ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.ops.activations import ACTIVATIONS, GATE_OF, Activation, Glu
 from tpkernels.ops.quantize import Recipe

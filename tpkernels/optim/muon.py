@@ -25,8 +25,7 @@ from tpkernels.comm.groups import required_group
 from tpkernels.comm.supported import Problem
 from tpkernels.interop.shards import TensorShard, shards_of, world_of
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.elementwise import problem_on_shards
-from tpkernels.layers.foreign import is_dtensor
+from tpkernels.layers.foreign import is_dtensor, problem_on_shards
 from tpkernels.layers.replicas import gradient_of
 from tpkernels.layers.world import State
 from tpkernels.optim.full_matrices import FullMatrices

@@ -30,7 +30,7 @@ from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.flag_waits import waits_for
 from tpkernels.ops.tensor_parallel.ways import exchange_for
 from tpkernels.ops.vocab import vocabulary
-from tpkernels.streams.program import Program
+from tpkernels.streams.device import Program
 from tpkernels.streams.record import Machine, record
 
 SHARD, NARROW, WIDE = 16, 16, 64  # rows of a rank; features of a matrix, and of a rank's shard of another

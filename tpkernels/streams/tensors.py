@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tpkernels.streams.device import Block, Device, MachineError, current_device
-from tpkernels.streams.program import NO_WORK, Span, Step, Work
+from tpkernels.streams.device import NO_WORK, Block, Device, MachineError, Span, Step, Work, current_device
 
 _META = torch.device("meta")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "linear")

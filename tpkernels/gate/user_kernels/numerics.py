@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.gate.ahead_of_time import undecorated
+from tpkernels.gate.numerics import BOUND, relative_error
 from tpkernels.gate.user_kernels.children import Answer, Item, said, serve
 from tpkernels.gate.user_kernels.entries import meant
 from tpkernels.gate.user_kernels.inspection import found

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Constant, undecorated
 from tpkernels.gate.user_kernels.record import (
     DTYPES,
+    RULES,
     ConfigError,
     Expression,
     OwnKernel,
@@ -21,7 +22,6 @@ from tpkernels.gate.user_kernels.record import (
     TensorType,
     Values,
 )
-from tpkernels.gate.user_kernels.rules import RULES
 
 SCALARS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp32", "fp64")
 FILLS = ("normal", "uniform", "zeros", "ones")

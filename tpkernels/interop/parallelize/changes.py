@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.cut import Cut, ModuleChange, stacks_of
 from tpkernels.interop.parallelize.entries import tables
 from tpkernels.interop.parallelize.hf_modules import (
+    Cut,
+    ModuleChange,
     is_conv1d,
     is_linear,
     oriented_shape,
     split_module,
+    stacks_of,
 )
 from tpkernels.interop.parallelize.lora import is_factor, split_dropouts
 from tpkernels.interop.parallelize.plan import (

@@ -21,13 +21,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpkernels.interop.parallelize.changes import Changes
-from tpkernels.interop.parallelize.cut import ModuleChange
 from tpkernels.interop.parallelize.guards import refuse_hidden_states
-from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
-from tpkernels.interop.parallelize.probe import Names
-from tpkernels.interop.parallelize.stand_ins import sum_gradients
-from tpkernels.interop.parallelize.tokens import After, Before, Columns, TokenMove, Tokens
-from tpkernels.interop.parallelize.twins import Inputs, aside, call
+from tpkernels.interop.parallelize.hf_modules import (
+    ColumnConv1D,
+    ColumnLinear,
+    ModuleChange,
+    RowConv1D,
+    RowLinear,
+)
+from tpkernels.interop.parallelize.probe import Inputs, Names, aside, call
+from tpkernels.interop.parallelize.tokens import After, Before, Columns, TokenMove, Tokens, sum_gradients
 from tpkernels.layers.world import TensorWorld
 from tpkernels.runtime.random import draws
 

@@ -16,8 +16,7 @@ from peft import LoraConfig  # type: ignore[import-not-found]
 from peft.tuners import lora  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.cut import Cut
-from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
+from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, Cut, RowConv1D, RowLinear
 from tpkernels.interop.parallelize.lora import refuse_what_differs, split_dropouts
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
