@@ -16,7 +16,7 @@ import pytest
 from tests.products import once
 from tpkernels.topology import draw
 from tpkernels.topology.draw import shown_kinds
-from tpkernels.topology.plan import GroupPlan, Kind, plan_groups
+from tpkernels.topology.plan import GroupKind, GroupPlan, plan_groups
 
 SVG = "{http://www.w3.org/2000/svg}"
 EM = 0.55  # an average character of a wide font, in font sizes
@@ -50,8 +50,8 @@ class Tile:
 
 
 @cache
-def panels_of(plan: GroupPlan, **how: int) -> dict[Kind, ET.Element]:
-    kinds: list[Kind] = [*shown_kinds(plan), "model"]
+def panels_of(plan: GroupPlan, **how: int) -> dict[GroupKind, ET.Element]:
+    kinds: list[GroupKind] = [*shown_kinds(plan), "model"]
     panels = ET.fromstring(plan.to_svg(**how)).findall(f"{SVG}g")
     return dict(zip(kinds, panels, strict=True))
 

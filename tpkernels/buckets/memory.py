@@ -346,7 +346,7 @@ class BucketMemory:
         if self._options.group.size == 1:
             return "there is one rank"
         here, why = select.place() if select.requested_transport == "auto" else mailbox.machine(), ""
-        for group in self._those_who_hear():
+        for group in self._groups_in_relay_order():
             why, places = select.where_ranks_run(OP, group.get(), why, here)
             problem, self._machines[group] = machines_of(places, group.rank)
             if group is not self._options.group and len({*places}) > 1:
@@ -358,11 +358,11 @@ class BucketMemory:
             refuse_backend(self._options.group.size, "they are on several machines")
         return why
 
-    def _those_who_hear(self) -> list[LiveGroup]:
-        """Relay order, so that a refusal reaches the ranks of both groups."""
+    def _groups_in_relay_order(self) -> list[LiveGroup]:
+        """Return groups in the order in which a refusal of one rank reaches the ranks of all."""
         return [self._options.group, *self._groups[:-1], *self._groups[1:]]
 
-    def _shared(self, buckets: Sequence[Bucket]) -> _SharedMemory | None:
+    def _shared(self, buckets: Sequence[Bucket]) -> _MemoryOfGroups | None:
         """Map the memory of all ranks; if one cannot, return None on all, with the reason in `_against`."""
         layout, descriptor, problem = MemoryMap(buckets), -1, ""
         try:
@@ -373,7 +373,7 @@ class BucketMemory:
             problem = f"{type(error).__name__}: {error}"
         found: dict[LiveGroup, _MappedRanks] = {}
         try:
-            for group in self._those_who_hear():
+            for group in self._groups_in_relay_order():
                 count = layout.byte_count if group is self._options.group else layout.marked_byte_count
                 meeting = Meeting("memory of gradient buckets", group.get(), op=OP)
                 build = partial(_MappedRanks, group.rank, self._machines[group].members)
@@ -393,7 +393,7 @@ class BucketMemory:
             self._against = problem
             return None
         buffers = [{**found[group].buffers, group.rank: own} for group in self._groups]
-        return _SharedMemory(layout, buffers, [found[group].processes for group in self._groups])
+        return _MemoryOfGroups(layout, buffers, [found[group].processes for group in self._groups])
 
     def _note(self, buckets: Sequence[Bucket]) -> None:
         """Log the choice of memory when it changes; on GPUs `registered` logs."""
@@ -411,7 +411,7 @@ class BucketMemory:
             )  # fmt: skip
 
 
-class _SharedMemory(NamedTuple):
+class _MemoryOfGroups(NamedTuple):
     """Memory and processes of the ranks of each group, by rank; the data-parallel group is last."""
 
     layout: MemoryMap

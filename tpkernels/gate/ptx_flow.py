@@ -61,7 +61,7 @@ _COMPUTED = re.compile(
 _WRITTEN = re.compile(r"^(?:@\S+\s+)?\S+\s+(\{[^}]*\}|%[a-z]+\d+(?:\|%[a-z]+\d+)?)")
 
 FlowState = frozenset[tuple[str, int | str]]  # what may hold, and of what
-_Graph = Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
+_Edges = Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class Role:
                     todo.append(place)
         return states
 
-    def _closed(self, starts: Iterable[int], follows: _Graph) -> frozenset[int]:
+    def _closed(self, starts: Iterable[int], follows: _Edges) -> frozenset[int]:
         """The places on the ways from `starts`, which count."""
         seen, todo = set[int](), list(starts)
         while todo:

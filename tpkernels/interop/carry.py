@@ -36,7 +36,7 @@ from tpkernels.comm.groups import exchange_device
 from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.comm.transports.peer_memory import Located, read
 from tpkernels.interop.shards import Chunk
-from tpkernels.topology.moves import Block, Message, Move, parts_of
+from tpkernels.topology.moves import Block, BlockMessage, BlockMove, parts_of
 
 _numbers: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # the NaN of all freed tensors
 
@@ -195,7 +195,7 @@ def _begins_in(outer: Block, block: Block) -> list[int] | None:
 
 
 @torch.no_grad()
-def copy_own(moves: Sequence[Move], sources: Chunks, targets: Chunks) -> None:
+def copy_own(moves: Sequence[BlockMove], sources: Chunks, targets: Chunks) -> None:
     """Copy the blocks that this rank holds itself."""
     for move in moves:
         source = part_of(sources[move.name], move.block)
@@ -207,7 +207,7 @@ def copy_own(moves: Sequence[Move], sources: Chunks, targets: Chunks) -> None:
 class Reads(NamedTuple):
     """Blocks that one rank reads out of the memory of its peers, whose tensors have not moved."""
 
-    moves: Sequence[Move]
+    moves: Sequence[BlockMove]
     peers: Mapping[int, Peer]
     dtypes: Mapping[str, torch.dtype]  # of the sources
 
@@ -272,7 +272,7 @@ def _located(tensors: Sequence[tuple[Block, Located]], block: Block) -> Located:
 @torch.no_grad()
 def exchange(
     what: str,
-    messages: Sequence[Message],
+    messages: Sequence[BlockMessage],
     buckets: int,
     group: ProcessGroup,
     sources: Chunks,
@@ -292,7 +292,7 @@ def exchange(
 
 def _exchange_some(
     call: Call,
-    messages: Sequence[Message],
+    messages: Sequence[BlockMessage],
     sources: Chunks,
     targets: Chunks,
     dtypes: Mapping[str, torch.dtype],
@@ -319,7 +319,9 @@ def _exchange_some(
     transfers.await_sends()
 
 
-def _slots(message: Message, packed: Tensor, dtypes: Mapping[str, torch.dtype]) -> list[tuple[Move, Tensor]]:
+def _slots(
+    message: BlockMessage, packed: Tensor, dtypes: Mapping[str, torch.dtype]
+) -> list[tuple[BlockMove, Tensor]]:
     """Return the slot of each block in a message. Large items come first, so that each is aligned."""
     slots, offset = [], 0
     for move in sorted(message.moves, key=lambda move: -dtypes[move.name].itemsize):

@@ -128,10 +128,10 @@ class ParallelMLP(ParallelModule):
         return with_recipe(said, self.quantize)
 
 
-Norm = Literal["layer_norm", "rms_norm"]
+NormName = Literal["layer_norm", "rms_norm"]
 Recompute = Literal["none", "selective", "full"]
 
-_NORMS: dict[Norm, type[LayerNorm] | type[RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+_NORMS: dict[NormName, type[LayerNorm] | type[RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
 
 
 class TransformerBlock(nn.Module):
@@ -157,7 +157,7 @@ class TransformerBlock(nn.Module):
         rotary_base: float = 10_000.0,
         causal: bool = True,
         activation: Activation | Glu = "gelu_tanh",
-        norm: Norm = "layer_norm",
+        norm: NormName = "layer_norm",
         norm_eps: float = 1e-5,
         bias: bool = True,
         dropout: float = 0.0,

@@ -32,25 +32,25 @@ from tpkernels.runtime.state import (
     uninstall,
 )
 from tpkernels.topology.groups import Ranks
-from tpkernels.topology.plan import KINDS, GroupPlan, Kind, plan_groups
+from tpkernels.topology.plan import KINDS, GroupKind, GroupPlan, plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER, InvalidSizes
 
 
-class ProcessGroups(Mapping[Kind, ProcessGroup]):
+class ProcessGroups(Mapping[GroupKind, ProcessGroup]):
     """The process groups of one rank by kind; kinds with equal ranks share one.
 
     A group of this rank alone is seldom used, and is created at its first look-up.
     """
 
-    def __init__(self, first_alike: Mapping[Kind, Kind]) -> None:
+    def __init__(self, first_alike: Mapping[GroupKind, GroupKind]) -> None:
         self._first_alike = first_alike  # only kinds with a group that this rank is in
         self._process = os.getpid()
         self._lock = Lock()  # autograd's threads may be the first to look up a group
-        self.made: dict[Kind, ProcessGroup] = {}
-        self.to_make: dict[Kind, Callable[[], ProcessGroup]] = {}
+        self.made: dict[GroupKind, ProcessGroup] = {}
+        self.to_make: dict[GroupKind, Callable[[], ProcessGroup]] = {}
         self.destroyed = False
 
-    def __getitem__(self, kind: Kind) -> ProcessGroup:
+    def __getitem__(self, kind: GroupKind) -> ProcessGroup:
         first = self._first_alike[kind]
         if self.destroyed:
             raise ParallelStateError(
@@ -70,7 +70,7 @@ class ProcessGroups(Mapping[Kind, ProcessGroup]):
     def __contains__(self, kind: object) -> bool:
         return kind in self._first_alike  # Mapping's own would make the group to find out
 
-    def __iter__(self) -> Iterator[Kind]:
+    def __iter__(self) -> Iterator[GroupKind]:
         return iter(self._first_alike)
 
     def __len__(self) -> int:
@@ -87,8 +87,8 @@ class GroupSettings:
 
     timeout: timedelta | None = None
     backend: str | None = None
-    options: Mapping[Kind, Any] | None = None
-    kinds: Sequence[Kind] = KINDS
+    options: Mapping[GroupKind, Any] | None = None
+    kinds: Sequence[GroupKind] = KINDS
 
     def require_valid(self) -> None:
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
@@ -136,16 +136,16 @@ def create_process_groups(plan: GroupPlan, rank: int, call: int, settings: Group
 
 
 def kinds_alike(
-    plan: GroupPlan, options: Mapping[Kind, Any], kinds: Sequence[Kind] = KINDS
-) -> dict[Kind, Kind]:
+    plan: GroupPlan, options: Mapping[GroupKind, Any], kinds: Sequence[GroupKind] = KINDS
+) -> dict[GroupKind, GroupKind]:
     """Map each kind to the first kind with the same groups, and a kind with its own options to itself.
 
     Rank 0's groups decide for all ranks, members or not, because all take part in the same creations; rank 0
     has a group of every kind. Embedding kinds come last: some ranks are in no such group, so no other kind
     can share it.
     """
-    alike: dict[Kind, Kind] = {}
-    seen: dict[Ranks, Kind] = {}
+    alike: dict[GroupKind, GroupKind] = {}
+    seen: dict[Ranks, GroupKind] = {}
     for kind in sorted(kinds, key=lambda kind: "embedding" in kind):
         alike[kind] = kind if kind in options else seen.setdefault(plan.members_near(0, kind), kind)
     return alike
@@ -167,7 +167,7 @@ def destroy_groups(made: Mapping[Any, ProcessGroup]) -> None:
             c10d.destroy_group(group)
 
 
-def _make(kind: Kind, ranks: Ranks, call: int, settings: GroupSettings) -> ProcessGroup:
+def _make(kind: GroupKind, ranks: Ranks, call: int, settings: GroupSettings) -> ProcessGroup:
     timeout, given = settings.timeout or c10d.default_timeout(), settings.options or {}
     options = deepcopy(given.get(kind))  # torch writes into it
     if kind == "tp" and kind not in given:
@@ -264,7 +264,7 @@ def initialize_model_parallel(
     order: str = DEFAULT_ORDER,
     timeout: timedelta | None = None,
     backend: str | None = None,
-    group_options: Mapping[Kind, Any] | None = None,
+    group_options: Mapping[GroupKind, Any] | None = None,
 ) -> ParallelState:
     """Split the world into groups and install them as this process's parallel state.
 
@@ -318,7 +318,7 @@ def create_parallel_state(
     *,
     timeout: timedelta | None = None,
     backend: str | None = None,
-    group_options: Mapping[Kind, Any] | None = None,
+    group_options: Mapping[GroupKind, Any] | None = None,
 ) -> ParallelState:
     """Make the process groups of `plan` as a second state, to pass to layers or to enter by `use(state)`.
 

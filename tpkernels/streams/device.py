@@ -177,7 +177,7 @@ class MachineError(RuntimeError):
     """A GPU would refuse the program, or compute wrong results."""
 
 
-class Block:
+class AllocatorBlock:
     """A block of memory from the allocator; it is freed with the last tensor in it."""
 
     __slots__ = ("__weakref__", "capture", "device", "size", "start", "stream", "used_elsewhere")
@@ -338,7 +338,7 @@ class Device:
         self._open = True
         with self:
             self.stream = Stream()  # the default one
-        self.everlasting = Block(self, 0, 0, self.stream)  # for memory that is never freed
+        self.everlasting = AllocatorBlock(self, 0, 0, self.stream)  # for memory that is never freed
         self.everlasting.used_elsewhere = True
 
     def __enter__(self) -> Device:
@@ -348,7 +348,7 @@ class Device:
     def __exit__(self, *_: object) -> None:
         _devices.pop()
 
-    def allocate(self, size: int) -> Block:
+    def allocate(self, size: int) -> AllocatorBlock:
         """Allocate, first from memory freed last in the same stream, as torch's allocator does."""
         rounded = max(ROUNDED, -(-size // ROUNDED) * ROUNDED)
         free = self._free[self.stream.number, rounded, self.capture]
@@ -357,13 +357,13 @@ class Device:
         else:
             start, self.used = self.used, self.used + rounded
             self._require_room()
-        return Block(self, start, rounded, self.stream)
+        return AllocatorBlock(self, start, rounded, self.stream)
 
     def _require_room(self) -> None:
         if self.used > self.memory.numel():
             raise MachineError(f"out of memory: a rank has {self.memory.numel()} bytes")
 
-    def freed(self, block: Block) -> None:
+    def freed(self, block: AllocatorBlock) -> None:
         """Overwrite a freed block in its stream and allow its reuse: a later reader is in a race."""
         if not self._open or block.used_elsewhere or block.capture is not self.capture:
             return
@@ -375,7 +375,9 @@ class Device:
             self.enqueue(FREED, [[step]], on_processors=False, stream=block.stream)
         self._free[block.stream.number, block.size, self.capture].append(start)
 
-    def tensor(self, block: Block, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def tensor(
+        self, block: AllocatorBlock, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
         return self.memory[block.start : block.start + block.size].view(dtype).as_strided(shape, stride)
 
     def shared(self, size: int) -> Tensor:

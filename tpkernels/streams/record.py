@@ -55,7 +55,7 @@ def nccl_blocks(processors: int) -> int:
     return max(1, processors // 8)
 
 
-class SharedMemory:
+class MemoryOfRanks:
     """Shared memory: at each opening every rank has a piece, numbered by the order of openings."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -68,7 +68,7 @@ class SharedMemory:
         return self._opened[number]
 
 
-class Handle:
+class SymmetricMemoryStandIn:
     """Replaces torch's `_SymmetricMemory`."""
 
     def __init__(self, number: int, memories: Sequence[Tensor], here: Sequence[int], rank: int) -> None:
@@ -107,7 +107,7 @@ class Handle:
         device.enqueue("a word is written", [[step]], on_processors=False, work=work)
 
 
-class _Work:
+class _CollectiveInFlight:
     """A collective in flight; as NCCL's, it holds its tensors until a wait."""
 
     def __init__(self, stream: Stream, held: object) -> None:
@@ -200,7 +200,7 @@ class NcclGroup(dist.ProcessGroup):
         step = Step(reads=tuple(spans[True]), writes=tuple(spans[False]))
         programs = [[step], *[[Step()] for _ in range(self._blocks - 1)]]
         device.enqueue(name, programs, stream=stream, ends=ends, needs_at_once=self._blocks, sums=sums)
-        return _Work(stream, (sends, receives))
+        return _CollectiveInFlight(stream, (sends, receives))
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._together = []
@@ -271,7 +271,7 @@ class NcclGroup(dist.ProcessGroup):
 
 PROCESSORS = 8
 _TILE = MatmulTile(16, 16, 16, num_warps=4, num_stages=1, parts=1, group=1)  # waiting kernels fill a GPU
-Body = Callable[[ProcessGroup], Sequence[Tensor]]
+RankProgram = Callable[[ProcessGroup], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class Machine:
     exchange: type[SymmetricExchange] = SymmetricExchange  # over symmetric memory
 
 
-def record(machine: Machine, body: Body, transport: str = "symmetric") -> Program:
+def record(machine: Machine, body: RankProgram, transport: str = "symmetric") -> Program:
     """Return the program of all ranks.
 
     body: a rank's host code; takes its group, returns its result tensors
@@ -295,7 +295,7 @@ def record(machine: Machine, body: Body, transport: str = "symmetric") -> Progra
     program = Program(machine.ranks, machine.processors, machine.numbers)
     devices = [Device(program, rank) for rank in range(machine.ranks)]
     program.memories += devices
-    memory = SharedMemory(devices)
+    memory = MemoryOfRanks(devices)
     for device in devices if machine.numbers else devices[:1]:
         with (
             device,
@@ -330,7 +330,7 @@ def _make_group(store: object, rank: int, size: int, timeout: timedelta) -> Proc
 
 @contextmanager
 def _standing_in(
-    group: ProcessGroup, machine: Machine, memory: SharedMemory, transport: str
+    group: ProcessGroup, machine: Machine, memory: MemoryOfRanks, transport: str
 ) -> Iterator[None]:
     gpu, numbers = current_device(), itertools.count()
     a_machine = machine.ranks // machine.machines
@@ -342,7 +342,7 @@ def _standing_in(
         """Open an exchange without torch's rendezvous."""
         number, layout = next(numbers), opening.layout
         memories = memory.open(number, layout.byte_count)
-        handle = Handle(number, memories, here, here.index(gpu.rank))
+        handle = SymmetricMemoryStandIn(number, memories, here, here.index(gpu.rank))
         own = wrapped(gpu, memories[gpu.rank])
         if not machine.numbers:
             gpu.program.turned.update(_turned(layout, memories))
@@ -362,9 +362,9 @@ def _standing_in(
         opened[own.data_ptr()] = number, memories
         return wrapped(gpu, own)
 
-    def rendezvous(tensor: Tensor, group: object) -> Handle:
+    def rendezvous(tensor: Tensor, group: object) -> SymmetricMemoryStandIn:
         number, memories = opened[tensor.data_ptr()]
-        return Handle(number, memories, here, here.index(gpu.rank))
+        return SymmetricMemoryStandIn(number, memories, here, here.index(gpu.rank))
 
     def on_grid(kernel: Any, grid: Any) -> Callable[..., object]:
         return partial(models.launched, gpu, known, kernel, grid)

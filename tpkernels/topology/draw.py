@@ -12,9 +12,9 @@ from typing import Literal
 from xml.etree import ElementTree as ET
 
 from tpkernels.topology import sizes as check
-from tpkernels.topology.groups import Groups, Kind, Ranks
+from tpkernels.topology.groups import GroupKind, Groups, Ranks
 
-NAMES: dict[Kind, str] = {
+NAMES: dict[GroupKind, str] = {
     "dp": "data_parallel",
     "tp": "tensor model-parallel",
     "pp": "pipeline model-parallel",
@@ -30,9 +30,9 @@ LINE_WIDTH = 96
 MAX_MEMBERS = 16  # a longer group is shown by its first ranks and its last
 
 
-def shown_kinds(plan: Groups) -> list[Kind]:
+def shown_kinds(plan: Groups) -> list[GroupKind]:
     """Return the kinds to show: always data, tensor and pipeline, others if their size is above 1."""
-    kinds: list[Kind] = ["dp", "tp", "pp"]
+    kinds: list[GroupKind] = ["dp", "tp", "pp"]
     if plan.context > 1:
         kinds += ["cp", "dp_cp"]
     if plan.expert > 1:
@@ -129,7 +129,7 @@ def _wrap(parts: list[str]) -> list[str]:
     return [f"    {line}" for line in lines]
 
 
-PURPOSES: dict[Kind, str] = {
+PURPOSES: dict[GroupKind, str] = {
     "tp": "one layer's weights are split over these ranks",
     "cp": "one sequence is split over these ranks",
     "ep": "one layer's experts are spread over these ranks",
@@ -222,7 +222,7 @@ def to_svg(plan: Groups, *, gpus_per_node: int, max_nodes: int, unit: Unit) -> s
         max_nodes=check.positive(max_nodes, "max_nodes"),
         unit=unit,
     )
-    kinds: list[Kind] = [*shown_kinds(plan), "model"]
+    kinds: list[GroupKind] = [*shown_kinds(plan), "model"]
     panels = [_panel(plan, kind, machine) for kind in kinds]
     cards = _cards(panels, machine)
     width = cards.size[0] + 2 * MARGIN
@@ -259,7 +259,7 @@ def _drawn_nodes(world_size: int, *, gpus_per_node: int, max_nodes: int, unit: U
     return _DrawnNodes(ranks, tiles, _Lattice(drawn, _columns(drawn), width, height, NODE_GAP), note, unit)
 
 
-def _panel(plan: Groups, kind: Kind, machine: _DrawnNodes) -> _Panel:
+def _panel(plan: Groups, kind: GroupKind, machine: _DrawnNodes) -> _Panel:
     # the first rank is in a group of every kind, and the other groups of a kind are as large as its own
     ranks, unit = machine.ranks, machine.unit
     size = len(plan.group_of(0, kind))

@@ -90,7 +90,7 @@ DTYPES: Mapping[str, str] = {
     **{"fp8e4nv": "float8_e4m3fn", "fp8e5": "float8_e5m2"},
     **{"i64": "int64", "i32": "int32", "i16": "int16", "i8": "int8", "u8": "uint8", "i1": "bool"},
 }
-Place = NewType("Place", str)  # "module:function"
+FunctionPath = NewType("FunctionPath", str)  # "module:function"
 _DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[(\d+(?:, ?\d+)*)\](?:,(.*))?>")
 
 
@@ -139,7 +139,7 @@ class OwnKernel:
     """The keys of a table in gate.toml and their types; `docs/check-your-kernels.md` explains each."""
 
     name: str  # the table's: in findings and budgets
-    kernel: Place
+    kernel: FunctionPath
     signature: Mapping[str, str]  # run-time argument -> Triton's name of its type
     constants: Mapping[str, Constant] = field(default_factory=dict)
     aligned: tuple[str, ...] | None = None  # arguments that are multiples of 16; None: as `sizes` make them
@@ -154,7 +154,7 @@ class OwnKernel:
     grid: tuple[Expression, ...] = ()
     tile: Mapping[str, Expression] = field(default_factory=dict)  # of products: size -> what a block computes
     step: Mapping[str, Expression] = field(default_factory=dict)  # size -> what a turn of the loop takes
-    oracle: Place | None = None
+    oracle: FunctionPath | None = None
     oracle_sizes: tuple[Mapping[str, int], ...] = ()  # to compute at; (): `sizes`
     outputs: tuple[str, ...] = ()
     fill: Mapping[str, str | tuple[Expression, ...]] = field(default_factory=dict)

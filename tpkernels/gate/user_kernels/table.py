@@ -17,8 +17,8 @@ from tpkernels.gate.user_kernels.record import (
     RULES,
     ConfigError,
     Expression,
+    FunctionPath,
     OwnKernel,
-    Place,
     TensorType,
     Values,
 )
@@ -178,7 +178,7 @@ def _typed(key: str, value: Any, wanted: Any) -> Any:
         if not isinstance(value, list | tuple):
             raise ConfigError(key, f"expected a list, got {value!r}")
         return tuple(_typed(key, one, get_args(wanted)[0]) for one in value)
-    if wanted is Place:
+    if wanted is FunctionPath:
         if not isinstance(value, str) or not _PLACE.fullmatch(value):
             raise ConfigError(key, f'expected "module:function", got {value!r}')
         return value

@@ -33,7 +33,7 @@ from tpkernels.runtime import c10d
 from tpkernels.runtime import initialize as runtime
 from tpkernels.runtime import state as runtime_state
 from tpkernels.runtime.initialize import GroupSettings, Listed, as_text, create_listed_groups, start
-from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind
+from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupKind, GroupPlan
 from tpkernels.topology.sizes import InvalidSizes, positive
 
 _ALL_KINDS = (*KINDS, *COMBINED_KINDS)
@@ -83,7 +83,7 @@ def initialize_model_parallel(
     expert_tensor = expert_tensor_parallel_size or tensor_model_parallel_size
     settings: dict[str, Any] = {}
     asked: list[MegatronSizes] = []
-    options: dict[Kind, Any] = {}
+    options: dict[GroupKind, Any] = {}
 
     def plan(world_size: int) -> GroupPlan:
         _refuse(given)

@@ -72,7 +72,7 @@ from tpkernels.interop.parallelize.plan import (
     Split,
     Tail,
 )
-from tpkernels.interop.parallelize.probe import Names
+from tpkernels.interop.parallelize.probe import ParameterNames
 from tpkernels.interop.parallelize.trial import NotCompared, PlanTrial
 from tpkernels.saying import warn
 
@@ -456,7 +456,7 @@ def possible_plans(model: nn.Module, ranks: int) -> list[PossiblePlan]:
 
 def first_that_works(
     trial: PlanTrial, possible: list[PossiblePlan], *, as_dtensor: bool
-) -> tuple[ParallelizePlan, Names]:
+) -> tuple[ParallelizePlan, ParameterNames]:
     """Try the plans in turn; return the first that passes, and the parameters with partial gradients."""
     example = trial.example()
     failed: list[tuple[PossiblePlan, Exception]] = []

@@ -204,10 +204,10 @@ def _features(*shape: int) -> Tensor:
     return torch.arange(count, device="cpu").cos().view(shape)
 
 
-Names = frozenset[str]
+ParameterNames = frozenset[str]
 
 
-def partial_parameters(model: nn.Module, changes: Changes, seen: dict[str, bool]) -> Names:
+def partial_parameters(model: nn.Module, changes: Changes, seen: dict[str, bool]) -> ParameterNames:
     """Return names of parameters with partial gradients; raise if it is unknown for a parameter.
 
     seen: from `graph_of_rank`: by name, whether a parameter sees this rank's features only

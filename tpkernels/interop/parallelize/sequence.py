@@ -29,7 +29,7 @@ from tpkernels.interop.parallelize.hf_modules import (
     RowConv1D,
     RowLinear,
 )
-from tpkernels.interop.parallelize.probe import Inputs, Names, aside, call
+from tpkernels.interop.parallelize.probe import Inputs, ParameterNames, aside, call
 from tpkernels.interop.parallelize.tokens import After, Before, Columns, TokenMove, Tokens, sum_gradients
 from tpkernels.layers.world import TensorWorld
 from tpkernels.runtime.random import draws
@@ -87,7 +87,9 @@ def first_argument(module: nn.Module) -> str:
     return next(iter(inspect.signature(module.forward).parameters), "")
 
 
-def sharing_of(twin: nn.Module, changes: Changes, inputs: Inputs, by_features: Names, ranks: int) -> Sharing:
+def sharing_of(
+    twin: nn.Module, changes: Changes, inputs: Inputs, by_features: ParameterNames, ranks: int
+) -> Sharing:
     """Find modules with sharded tokens by one call of the twin; raise if one cannot. No communication.
 
     changes: of the twin
@@ -95,9 +97,9 @@ def sharing_of(twin: nn.Module, changes: Changes, inputs: Inputs, by_features: N
     """
     layers = _layers(twin, changes)
     entries = {name: entry for layer in layers for name, entry in _children_of(twin, layer, changes).items()}
-    seen = _Seen(ranks, layers, entries)
+    seen = _RecordedCall(ranks, layers, entries)
     seen.watch(twin)
-    with aside(twin), torch.no_grad(), _NoDraws(seen):
+    with aside(twin), torch.no_grad(), _NoDrawsForShardedTokens(seen):
         try:
             call(twin.train(), inputs)
         except _Refused as error:
@@ -207,7 +209,7 @@ def _sharded_parameters(
 
 
 def _has_sums_only(
-    model: nn.Module, name: str, entry: _LayerChild, names: dict[int, str], by_features: Names
+    model: nn.Module, name: str, entry: _LayerChild, names: dict[int, str], by_features: ParameterNames
 ) -> bool:
     split = {id(p) for change in entry.changes for p in change.old.parameters()}
     return all(id(p) in split or names[id(p)] in by_features for p in model.get_submodule(name).parameters())
@@ -218,7 +220,7 @@ class _Refused(Exception):
 
 
 @dataclass
-class _Seen:
+class _RecordedCall:
     """Records one call of the unsharded model."""
 
     ranks: int
@@ -313,10 +315,10 @@ class _Seen:
             raise ValueError(f"sequence_parallel: expected calls of '{missing[0]}', got none")
 
 
-class _NoDraws(TorchDispatchMode):
+class _NoDrawsForShardedTokens(TorchDispatchMode):
     """Refuses random numbers for sharded tokens: ranks would draw the same numbers for different tokens."""
 
-    def __init__(self, seen: _Seen) -> None:
+    def __init__(self, seen: _RecordedCall) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
 

@@ -24,7 +24,7 @@ from tpkernels.interop.parallelize.hf_modules import ModuleChange
 from tpkernels.interop.parallelize.plan import ParallelizePlan
 from tpkernels.interop.parallelize.probe import (
     Inputs,
-    Names,
+    ParameterNames,
     aside,
     call,
     floating_tensors,
@@ -98,7 +98,7 @@ def _reference(model: nn.Module, inputs: Inputs, device: torch.device, dtype: to
 def difference(
     reference: Reference,
     plan: ParallelizePlan,
-    partial: Names,
+    partial: ParameterNames,
     world: TensorWorld,
     state: State,
     sharing: Sharing | None = None,
@@ -322,7 +322,7 @@ class PlanTrial:
             f"{details and '. ' + details}"
         )
 
-    def plan(self, plan: ParallelizePlan, example: Example, *, certain: bool) -> Names:
+    def plan(self, plan: ParallelizePlan, example: Example, *, certain: bool) -> ParameterNames:
         """Try a plan on copies; return names of parameters with partial gradients.
 
         Raises if the split model computes something else, or if it is unknown for a parameter.
@@ -334,7 +334,7 @@ class PlanTrial:
             return frozenset()
         if example.refusal and not certain:
             raise example.refusal
-        partial: Names = frozenset()
+        partial: ParameterNames = frozenset()
         problem: ValueError | None = None
         try:
             seen: dict[str, bool] = {}
@@ -362,7 +362,7 @@ class PlanTrial:
             )
         return partial
 
-    def sharing(self, plan: ParallelizePlan, partial: Names) -> Sharing | None:
+    def sharing(self, plan: ParallelizePlan, partial: ParameterNames) -> Sharing | None:
         """Try sequence parallelism on copies; return the modules with sharded tokens, None on one rank.
 
         Raises if a module cannot compute on sharded tokens, or if the model then computes something else.
@@ -389,7 +389,7 @@ class PlanTrial:
         return sharing
 
     def _compared(
-        self, example: Example, plan: ParallelizePlan, partial: Names, sharing: Sharing | None = None
+        self, example: Example, plan: ParallelizePlan, partial: ParameterNames, sharing: Sharing | None = None
     ) -> str:
         """Raise on all ranks if a rank's split model computes something else than the unsharded model.
 
