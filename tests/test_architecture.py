@@ -44,7 +44,6 @@ SHARED_NAMES = {  # public classes and type aliases of one name in several files
     "of an op in ops, of memory that ranks share in comm": "Layout",
     "type aliases that their own rooms alone use": "Key Pair Problem Start",
     "of a launch plan in kernels, of a kernel's program in streams": "Step",
-    "the same argument of Megatron's, with and without its type": "EmbeddingRanks",
 }
 MAX_LINES = 600  # ask whether a longer file holds two ideas
 FILES = sorted(
