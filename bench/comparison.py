@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bench.recorded import Case, Run
 from tpkernels.pictures.charts import EVEN, Bar, bars
-from tpkernels.pictures.figure import Picture
-from tpkernels.pictures.page import figure, paragraph, table
+from tpkernels.pictures.figure import Picture, figure, paragraph, table
 
 
 def change(before: Case, after: Case) -> Bar | None:

@@ -27,8 +27,8 @@ from bench.slow_link import SlowLink, why_not
 from tpkernels.cli import BadUse
 from tpkernels.gpus import gpu_named
 from tpkernels.planning.calls import Sizes
-from tpkernels.streams.node import GRAPH, Node
 from tpkernels.streams.prediction import predict
+from tpkernels.streams.times import GRAPH, Node
 
 TARGET = 0.08  # of overlap efficiency
 WINS = (

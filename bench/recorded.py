@@ -11,7 +11,7 @@ from typing import Any
 
 from tpkernels.files import parsed
 from tpkernels.pictures.charts import Bar
-from tpkernels.pictures.lanes import Span
+from tpkernels.pictures.lanes import TimeSpan
 
 Object = Mapping[str, Any]
 _LANE = re.compile(r"rank (\d{1,9}) (.+)")  # as `timeline.chrome_trace` names its threads
@@ -80,7 +80,7 @@ class TimeLine:
     """What `bench/cases/linear_timeline.py` recorded."""
 
     path: Path
-    panels: Mapping[str, Sequence[Span]]
+    panels: Mapping[str, Sequence[TimeSpan]]
 
 
 def read(path: Path) -> Run | Overlaps | TimeLine:
@@ -125,11 +125,11 @@ def _facts(found: Object, cases: Sequence[Case]) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _panels(path: Path, events: Sequence[Object]) -> dict[str, list[Span]]:
+def _panels(path: Path, events: Sequence[Object]) -> dict[str, list[TimeSpan]]:
     """Seconds from the start of each panel; its threads are lanes."""
     titles: dict[str, str] = {}
     lanes: dict[tuple[str, str], tuple[int, str]] = {}
-    panels: dict[str, list[Span]] = {}
+    panels: dict[str, list[TimeSpan]] = {}
     for event in events:
         panel, lane = str(event.get("pid")), (str(event.get("pid")), str(event.get("tid")))
         name = str(as_object(event.get("args")).get("name"))
@@ -141,7 +141,7 @@ def _panels(path: Path, events: Sequence[Object]) -> dict[str, list[Span]]:
         panel, lane = str(event.get("pid")), (str(event.get("pid")), str(event.get("tid")))
         start, length = 1e-6 * _number(event.get("ts")), 1e-6 * _number(event.get("dur"))
         if event.get("ph") == "X" and lane in lanes and math.isfinite(start) and 0 <= length < math.inf:
-            span = Span(*lanes[lane], str(event.get("name")), start, start + length)
+            span = TimeSpan(*lanes[lane], str(event.get("name")), start, start + length)
             panels.setdefault(titles.get(panel, ""), []).append(span)
     if not panels:
         raise Unreadable(f"{path}: expected a trace with threads such as 'rank 0 computes', got none")

@@ -19,9 +19,8 @@ from bench.results import duration
 from tpkernels.cli import BadUse, bad_use_if
 from tpkernels.gpus import RATED_GPUS
 from tpkernels.pictures.charts import FILLS, Bar, TimedWork, bars, roofline
-from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, save
+from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, figure, page, paragraph, save, table, verbatim
 from tpkernels.pictures.lanes import lanes
-from tpkernels.pictures.page import figure, page, paragraph, table, verbatim
 
 MOST_BARS = 40  # of a picture
 OWN_PICTURE = 8  # cases of an op that are worth one

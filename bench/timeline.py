@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tpkernels.pictures.lanes import Span
+from tpkernels.pictures.lanes import TimeSpan
 
 STRAY = 0.005  # the part of all bytes, at either end, that may be something else
 
@@ -20,7 +20,7 @@ class Sample:
     received: int
 
 
-def pieces_received(rank: int, samples: Sequence[Sample], sizes: Sequence[int]) -> list[Span]:
+def pieces_received(rank: int, samples: Sequence[Sample], sizes: Sequence[int]) -> list[TimeSpan]:
     """When each of some pieces arrived, one after the other, by a counter of the bytes that came in.
 
     The counter also has headers of packets, and a little that says what came the other way: sizes are taken
@@ -31,7 +31,7 @@ def pieces_received(rank: int, samples: Sequence[Sample], sizes: Sequence[int]) 
     inner = [min(max(share, STRAY), 1 - STRAY) for share in shares]
     times = [_time_of(samples, first + share * total) for share in inner]
     return [
-        Span(rank, "receives", f"piece {number}", start, stop)
+        TimeSpan(rank, "receives", f"piece {number}", start, stop)
         for number, (start, stop) in enumerate(pairwise(times), 1)
     ]
 
@@ -45,7 +45,7 @@ def _time_of(samples: Sequence[Sample], received: float) -> float:
     return samples[-1].time
 
 
-def chrome_trace(panels: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
+def chrome_trace(panels: Mapping[str, Sequence[TimeSpan]]) -> dict[str, Any]:
     """A process for each panel, a thread for each lane."""
     events: list[dict[str, Any]] = []
     for number, (title, spans) in enumerate(panels.items()):

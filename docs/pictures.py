@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from bench.recorded import TimeLine, read
 from tpkernels.pictures.figure import BLUE, GREEN, GRID, INK, ORANGE, PAPER, QUIET, VIOLET, Picture, hint
 from tpkernels.pictures.lanes import lanes
-from tpkernels.topology.groups import Kind
+from tpkernels.topology.groups import GroupKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -156,14 +156,14 @@ def schedules() -> Picture:
     return lanes("Forward of a column-parallel linear layer", panels, note=note, width=WIDTH)
 
 
-def groups_built(world: int, tensor: int, pipeline: int) -> dict[Kind, list[list[int]]]:
+def groups_built(world: int, tensor: int, pipeline: int) -> dict[GroupKind, list[list[int]]]:
     """The groups that `initialize_model_parallel` makes, asked of each rank in turn."""
     import torch.distributed as dist
 
     from tests.fake_world import each_rank
     from tpkernels.runtime.initialize import initialize_model_parallel
 
-    found: dict[Kind, set[tuple[int, ...]]] = {"tp": set(), "dp": set(), "pp": set()}
+    found: dict[GroupKind, set[tuple[int, ...]]] = {"tp": set(), "dp": set(), "pp": set()}
     for _ in each_rank(world):
         state = initialize_model_parallel(tensor, pipeline)
         for kind in found:

@@ -31,7 +31,7 @@ READ_BY = {
     "*.md": ["tests/test_docs.py"],
     ".ci/run": ["tests/test_docs.py"],
     "csrc/*.*": ["tpkernels/extension.py", "tests/test_troubleshooting.py"],
-    "csrc/cxx_flags": ["tpkernels/buckets/first_use.py"],
+    "csrc/cxx_flags": ["tpkernels/buckets/engine.py"],
     "docs/*.svg": ["tests/test_docs_pictures.py"],
     "docs/*.json": ["tests/test_docs_pictures.py"],
     "docs/pictures.py": ["tests/test_docs_pictures.py"],

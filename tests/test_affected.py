@@ -14,7 +14,7 @@ from tests.imports import Graph
 
 ROOT = Path(__file__).parents[1]
 FAULTS = {  # room -> a file of it, one line of that, the line with a fault, and a test that must fail
-    "topology": ("shard.py", "return size // ranks", "return size // ranks + 1", "topology/test_shard.py"),
+    "topology": ("sizes.py", "return size // ranks", "return size // ranks + 1", "topology/test_shard.py"),
     "child": (".py", "if code >= 0", "if code > 0", "test_child.py"),
     "env_flag": (".py", 'return value == "1"', 'return value != "1"', "test_env_flag.py"),
     "files": (".py", 'decode("utf-8")', 'decode("utf-16")', "test_files.py"),
@@ -30,16 +30,16 @@ FAULTS = {  # room -> a file of it, one line of that, the line with a fault, and
     "buckets": ("layout.py", "-(-value // multiple)", "(value // multiple)", "buckets/test_bucket_layout.py"),
     "kernels": ("tiles.py", "return (_INTERPRETED,)", "return ()", "kernels/test_tiles.py"),
     "dispatch": ("problem.py", "tokens, self.in", "tokens, self.out", "dispatch/test_candidates.py"),
-    "gate": ("accuracy.py", "- exact", "+ exact", "gate/test_catalog.py"),
+    "gate": ("numerics.py", "- exact", "+ exact", "gate/test_catalog.py"),
     "ops": ("norm.py", "return dx if needs_dx", "return dx if not needs_dx", "ops/test_behaviour.py"),
-    "streams": ("execution.py", "before == 0 and", "before > 0 and", "streams/test_cases.py"),
-    "layers": ("init.py", "return master", "return -master", "layers/test_init.py"),
+    "streams": ("search.py", "before == 0 and", "before > 0 and", "streams/test_cases.py"),
+    "layers": ("parallel_module.py", "return master", "return -master", "layers/test_init.py"),
     "models": ("gpt.py", "first + count,", "first + count - 1,", "models/test_gpt.py"),
     "interop": ("safetensors.py", "return full", "return {}", "interop/test_safetensors.py"),
     "optim": ("muon.py", "return x.T if", "return x if", "optim/test_muon.py"),
     "planning": ("memory.py", "+ max(self.activ", "+ min(self.activ", "planning/test_memory.py"),
     "training": ("measures.py", "return 3 * 2 *", "return 3 *", "training/test_measures.py"),
-    "pictures": ("page.py", "return escape(writable(words))", "return words", "pictures/test_page.py"),
+    "pictures": ("figure.py", "return escape(writable(words))", "return words", "pictures/test_page.py"),
     "cli": ("plan.py", "return 0", "return 1", "cli/test_commands.py"),
 }
 IN_AN_INSTANT = ["topology", "env_flag"]

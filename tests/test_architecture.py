@@ -37,12 +37,13 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "parallel_state": "runtime topology",
     "cli": None,  # on top: anything
 }
-SHARED_NAMES = {  # public classes of one name in several files, and why
+SHARED_NAMES = {  # public classes and type aliases of one name in several files, and why
     "mechanisms of one GPU, in the emulator and on the clock": "Arrive Barrier Deadlock Global Role",
     "layers, and what Megatron is given under its own names": "ColumnParallelLinear RowParallelLinear "
     "VocabParallelEmbedding LayerNorm RMSNorm",
     "of an op in ops, of memory that ranks share in comm": "Layout",
-    "what is used of torch's `_SymmetricMemory`, and what stands for it": "Handle",
+    "type aliases that their own rooms alone use": "Key Pair Problem Start",
+    "of a launch plan in kernels, of a kernel's program in streams": "Step",
 }
 MAX_LINES = 600  # ask whether a longer file holds two ideas
 FILES = sorted(
@@ -119,16 +120,30 @@ def circles(sources: dict[str, str]) -> list[list[str]]:
     ]
 
 
-def classes_defined_twice(sources: dict[str, str]) -> dict[str, list[str]]:
-    """Public classes of one name, with the files that define them.
+def types_named_by(node: ast.stmt) -> list[str]:
+    """The public class or type alias that a statement of a module defines: alias names are CamelCase."""
+    if isinstance(node, ast.ClassDef):
+        names = [node.name]
+    elif isinstance(node, ast.Assign | ast.AnnAssign) and not ast.unparse(node.value or node).startswith(
+        "TypeVar("
+    ):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = [target.id for target in targets if isinstance(target, ast.Name) and not target.id.isupper()]
+    else:
+        names = []
+    return [name for name in names if name[0].isupper()]
+
+
+def types_defined_twice(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Public classes and type aliases of one name, with the files that define them.
 
     sources: text by name of the file
     """
     files: dict[str, list[str]] = {}
     for name, text in sources.items():
         for node in parsed(text).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                files.setdefault(node.name, []).append(name)
+            for defined in types_named_by(node):
+                files.setdefault(defined, []).append(name)
     return {name: its for name, its in files.items() if len(its) > 1}
 
 
@@ -151,9 +166,9 @@ def test_files_of_a_room_import_each_other_in_no_circle():
         assert circles({".".join(path.with_suffix("").parts): text_of(path) for path in paths}) == [], room
 
 
-def test_a_class_name_means_one_thing():
+def test_a_type_name_means_one_thing():
     named = {name for names in SHARED_NAMES.values() for name in names.split()}
-    found = classes_defined_twice({str(path): text_of(path) for path in ROOM_FILES})
+    found = types_defined_twice({str(path): text_of(path) for path in ROOM_FILES})
     assert {name: files for name, files in found.items() if name not in named} == {}, "rename one of them"
     assert named <= found.keys(), "no longer shared: strike it out"
 
@@ -184,10 +199,10 @@ def test_groups_are_created_in_four_files():
     creating = ("_new_process_group_helper(", "new_group(")
     creators = [path for path in ROOM_FILES if any(name in text_of(path) for name in creating)]
     assert [path.name for path in creators] == [
-        "neighbours.py",
+        "memory.py",
         "qualify_world.py",
         "c10d.py",
-        "process_groups.py",
+        "initialize.py",
     ]
 
 
@@ -202,7 +217,11 @@ def test_rules_see_planted_faults():
         "a": "class Plan: ...\nclass _Own: ...",
         "b": "class _Own: ...\nclass Plan: ...",
     }
-    assert classes_defined_twice(shared | {"c": "class Other: ..."}) == {"Plan": ["a", "b"]}
+    assert types_defined_twice(shared | {"c": "class Other: ..."}) == {"Plan": ["a", "b"]}
+    assert types_defined_twice({"a": "Key = tuple[int, str]", "b": "Key: TypeAlias = str"}) == {
+        "Key": ["a", "b"]
+    }
+    assert types_defined_twice({"a": 'T = TypeVar("T")\nSIZE = 1', "b": 'T = TypeVar("T")\nSIZE = 2'}) == {}
     assert has_global("def f():\n    global x\n    x = 1")
     there, back = "def f():\n    from r import b", "if TYPE_CHECKING:\n    from r.a import x"
     assert circles({"r.a": there, "r.b": back, "r.c": "import r.a"}) == [["r.a", "r.b"]]

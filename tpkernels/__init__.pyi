@@ -14,10 +14,10 @@ from tpkernels.interop.reshard import reshard as reshard
 from tpkernels.interop.typecheck import typecheck as typecheck
 from tpkernels.kernels.recipe import Recipe as Recipe
 from tpkernels.layers.attention import ParallelAttention as ParallelAttention
+from tpkernels.layers.block import ParallelMLP as ParallelMLP
 from tpkernels.layers.block import TransformerBlock as TransformerBlock
 from tpkernels.layers.checkpoint import checkpoint as checkpoint
 from tpkernels.layers.clip import clip_grad_norm_ as clip_grad_norm_
-from tpkernels.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from tpkernels.layers.functional import (
     copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
 )
@@ -44,7 +44,7 @@ from tpkernels.layers.functional import (
 from tpkernels.layers.functional import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from tpkernels.layers.linear import ColumnParallelLinear as ColumnParallelLinear
 from tpkernels.layers.linear import RowParallelLinear as RowParallelLinear
-from tpkernels.layers.mlp import ParallelMLP as ParallelMLP
+from tpkernels.layers.linear import VocabParallelEmbedding as VocabParallelEmbedding
 from tpkernels.layers.norm import LayerNorm as LayerNorm
 from tpkernels.layers.norm import RMSNorm as RMSNorm
 from tpkernels.layers.replicas import check_replicas as check_replicas

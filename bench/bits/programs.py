@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from tpkernels.buckets.gradients import GradientBuckets
-from tpkernels.cli.op_programs import IDS, OP_PROGRAMS, OpProgram, shards
+from tpkernels.cli.qualify_calls import IDS, OP_PROGRAMS, OpProgram, shards
 from tpkernels.comm import schedule
 from tpkernels.runtime.state import ParallelState
 

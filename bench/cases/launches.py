@@ -36,8 +36,8 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.target import H100, Target
 from tpkernels.ops import column_linear, row_linear
 from tpkernels.planning.calls import Sizes
-from tpkernels.streams.peers import EndedWork, NcclBackend
 from tpkernels.streams.prediction import enqueued
+from tpkernels.streams.record import EndedWork, NcclBackend
 
 TOKENS, RANKS, WIDTHS = (2048, 8192, 32768), (2, 4, 8), (4096, 8192)
 TRANSPORTS = ("c10d", "symmetric")

@@ -29,13 +29,13 @@ from tpkernels.comm.schedule import gather_plan, parts_of_shard
 from tpkernels.dispatch import primitives
 from tpkernels.ops import column_linear, row_linear
 from tpkernels.pictures.figure import NO_MATPLOTLIB, can_draw
-from tpkernels.pictures.lanes import Span, lanes
+from tpkernels.pictures.lanes import TimeSpan, lanes
 
 PANELS = {"one after the other": False, "at once, in pieces": True}
 SAMPLE_SECONDS = 0.5e-3
 
 
-def record(kind: str, ratio: float, rounds: int) -> dict[str, list[Span]]:
+def record(kind: str, ratio: float, rounds: int) -> dict[str, list[TimeSpan]]:
     """On a rank: what it did in the fastest of some calls of each panel."""
     torch.manual_seed(0)
     group = dist.group.WORLD
@@ -65,7 +65,7 @@ def _seconds(way: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _agreed_fastest(calls: list[list[Span]]) -> int:
+def _agreed_fastest(calls: list[list[TimeSpan]]) -> int:
     """The call that was soonest over on the slower rank: the same on both."""
     lasted = [max(span.stop for span in spans) - min(span.start for span in spans) for spans in calls]
     times = torch.tensor(lasted)
@@ -73,9 +73,9 @@ def _agreed_fastest(calls: list[list[Span]]) -> int:
     return int(times.argmin())
 
 
-def _spans(call: Callable[[bool], None], overlap: bool) -> list[Span]:
+def _spans(call: Callable[[bool], None], overlap: bool) -> list[TimeSpan]:
     rank = dist.get_rank()
-    spans: list[Span] = []
+    spans: list[TimeSpan] = []
 
     def timed(product: Callable[..., Any], x: int = 0) -> Callable[..., Any]:
         """x: which argument has the rows that are multiplied"""
@@ -85,7 +85,7 @@ def _spans(call: Callable[[bool], None], overlap: bool) -> list[Span]:
             start = time.perf_counter()
             result = product(*arguments)
             rows = arguments[x].shape[0]
-            spans.append(Span(rank, "computes", _name(rows, spans), start, time.perf_counter()))
+            spans.append(TimeSpan(rank, "computes", _name(rows, spans), start, time.perf_counter()))
             return result
 
         return call
@@ -113,7 +113,7 @@ def _spans(call: Callable[[bool], None], overlap: bool) -> list[Span]:
     return spans + pieces_received(rank, samples, [piece.stop - piece.start for piece in pieces])
 
 
-def _name(rows: int, before: list[Span]) -> str:
+def _name(rows: int, before: list[TimeSpan]) -> str:
     if rows == TOKENS:
         return "all rows"
     pieces = sum(span.name.startswith("piece") for span in before)

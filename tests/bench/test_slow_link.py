@@ -16,7 +16,7 @@ from bench.slow_link import SlowLink, throttle, why_not
 from bench.timeline import Sample, chrome_trace, pieces_received
 from tests import ranks
 from tests.patience import patient
-from tpkernels.pictures.lanes import Span
+from tpkernels.pictures.lanes import TimeSpan
 
 reason = why_not()
 needs_link = pytest.mark.skipif(reason is not None, reason=reason or "")
@@ -122,10 +122,10 @@ def test_says_which_commands_are_missing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 SPANS = [
-    Span(0, "computes", "own rows", 5.0, 5.3),
-    Span(0, "receives", "piece 1", 5.1, 5.2),
-    Span(0, "receives", "piece <2>", 5.2, 5.21),
-    Span(1, "computes", "all rows", 5.05, 5.4),
+    TimeSpan(0, "computes", "own rows", 5.0, 5.3),
+    TimeSpan(0, "receives", "piece 1", 5.1, 5.2),
+    TimeSpan(0, "receives", "piece <2>", 5.2, 5.21),
+    TimeSpan(1, "computes", "all rows", 5.05, 5.4),
 ]
 
 

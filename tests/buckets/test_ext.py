@@ -20,8 +20,8 @@ from tests.checks import error_of
 from tests.patience import patient
 from tests.ranks import RankPool
 from tpkernels import extension as _ext
-from tpkernels.buckets import first_use, gradients
-from tpkernels.buckets.first_use import CannotBuild, build, problem_with_extension
+from tpkernels.buckets import engine, gradients
+from tpkernels.buckets.engine import CannotBuild, build, problem_with_extension
 from tpkernels.extension import Extension, ExtensionState
 
 
@@ -137,15 +137,15 @@ def left_over(library):
 
 def built_by_many(library, program):
     """The builder does not end before every rank waits, or holds the lock."""
-    usual = first_use._identity
+    usual = engine._identity
 
     def announced(file):
         found = usual(file)
         (library.parent / f"rank{dist.get_rank()}").touch()
         return found
 
-    first_use._identity = announced
-    first_use._BUILD = program.replace(NOTE, NOTE + WAITS_FOR_ALL)
+    engine._identity = announced
+    engine._BUILD = program.replace(NOTE, NOTE + WAITS_FOR_ALL)
     return *error_of(build, library), library.exists()
 
 
@@ -169,10 +169,10 @@ def test_failure_is_the_error_of_all_who_waited(library):
 
 
 def test_who_comes_after_a_failure_tries_again(library, monkeypatch, capsys):
-    monkeypatch.setattr(first_use, "_BUILD", FAILS)
+    monkeypatch.setattr(engine, "_BUILD", FAILS)
     with pytest.raises(CannotBuild, match="no such header"):
         build(library)
-    monkeypatch.setattr(first_use, "_BUILD", BUILDS)
+    monkeypatch.setattr(engine, "_BUILD", BUILDS)
     capsys.readouterr()
     build(library)
     assert capsys.readouterr().err == f"tpkernels: building the C++ extension once, into {library.parent}\n"
@@ -182,7 +182,7 @@ def test_who_comes_after_a_failure_tries_again(library, monkeypatch, capsys):
 
 
 def test_builder_that_died_keeps_nobody_waiting(library, monkeypatch):
-    monkeypatch.setattr(first_use, "_BUILD", HANGS)
+    monkeypatch.setattr(engine, "_BUILD", HANGS)
     child = os.fork()
     if child == 0:
         try:
@@ -194,8 +194,8 @@ def test_builder_that_died_keeps_nobody_waiting(library, monkeypatch):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert len(left_over(library)) == 1
-    monkeypatch.setattr(first_use, "_BUILD", BUILDS)
-    monkeypatch.setattr(first_use, "WAIT_SECONDS", patient(5.0))
+    monkeypatch.setattr(engine, "_BUILD", BUILDS)
+    monkeypatch.setattr(engine, "WAIT_SECONDS", patient(5.0))
     try:
         build(library)
     finally:
@@ -205,7 +205,7 @@ def test_builder_that_died_keeps_nobody_waiting(library, monkeypatch):
 
 
 def test_lock_that_is_held_too_long_is_told(library, monkeypatch):
-    monkeypatch.setattr(first_use, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(engine, "WAIT_SECONDS", 0.2)
     library.parent.mkdir()
     lock = library.with_name("lock")
     with lock.open("a") as held:
@@ -217,8 +217,8 @@ def test_lock_that_is_held_too_long_is_told(library, monkeypatch):
 
 
 def test_build_that_hangs_is_ended(library, monkeypatch):
-    monkeypatch.setattr(first_use, "_BUILD", HANGS)
-    monkeypatch.setattr(first_use, "BUILD_SECONDS", seconds := round(patient(1.0)))
+    monkeypatch.setattr(engine, "_BUILD", HANGS)
+    monkeypatch.setattr(engine, "BUILD_SECONDS", seconds := round(patient(1.0)))
     with pytest.raises(CannotBuild, match=f"error: it took longer than {seconds} s"):
         build(library)
     (pid,) = builders(library)
@@ -236,7 +236,7 @@ def test_folder_that_cannot_be_written_is_told(tmp_path):
 
 @pytest.fixture
 def absent(monkeypatch, tmp_path):
-    monkeypatch.setattr(first_use, "extension", lambda: Extension(ExtensionState.ABSENT, "not built"))
+    monkeypatch.setattr(engine, "extension", lambda: Extension(ExtensionState.ABSENT, "not built"))
     monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path))
 
 
@@ -256,7 +256,7 @@ def test_what_stands_in_the_way_is_an_import_error_that_says_what_to_do(absent, 
     assert kind == "ImportError"
     assert "ninja is not on the PATH; install it: pip install ninja; until then use torch.nn.para" in text
     found = Extension(ExtensionState.UNUSABLE, "built for another")
-    monkeypatch.setattr(first_use, "extension", lambda: found)
+    monkeypatch.setattr(engine, "extension", lambda: found)
     expected = "ImportError", "tpkernels' C++ extension is unusable: built for another"
     assert problem_with_extension() == expected
 

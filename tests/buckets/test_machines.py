@@ -27,7 +27,7 @@ from tests.products import once
 from tests.ranks import RankFailure, RankPool
 from tests.segments import tp_invariance
 from tpkernels import GradientBuckets
-from tpkernels.buckets.neighbours import Machines, machines_of
+from tpkernels.buckets.memory import Machines, machines_of
 
 IN_TURN, IN_A_ROW, UNEVEN = ["a", "b", "a", "b"], ["a", "a", "b", "b"], ["a", "a", "a", "b"]
 

@@ -19,7 +19,7 @@ from tests.on_ranks import on_ranks
 from tests.patience import patient
 from tests.ranks import RankPool
 from tests.warm_python import children_of, is_running, ran, started
-from tpkernels.cli import main, qualify_calls, qualify_kernels, qualify_times
+from tpkernels.cli import main, qualify_calls, qualify_checks
 from tpkernels.cli import qualify as qualify_command
 from tpkernels.cli.qualify_world import Check, Qualification, QualifyWorld, keep, known, versions_here
 from tpkernels.comm.schedule import MOST_CHUNKS, even_chunks, parts_of_shard
@@ -61,8 +61,8 @@ def qualify(command, *faults):
     *arguments, folder = command
     with ExitStack() as planted:
         planted.enter_context(patch.dict(os.environ, {"TPKERNELS_CACHE_DIR": folder}))
-        planted.enter_context(patch.object(qualify_kernels, "MOST_QUICK", 1))
-        planted.enter_context(patch.object(qualify_times, "CPU_SIZES", (64, 32, 32)))
+        planted.enter_context(patch.object(qualify_checks, "MOST_QUICK", 1))
+        planted.enter_context(patch.object(qualify_checks, "CPU_SIZES", (64, 32, 32)))
         planted.enter_context(patch.object(qualify_calls, "SIZES", ("small",)))
         for fault in faults:
             planted.enter_context(fault)
@@ -108,7 +108,7 @@ def with_a_kernel_that_is_off(command):
     return qualify(
         command,
         patch.object(linear_kernel, "linear_fwd", off),
-        patch.object(qualify_kernels, "_one_of_each_first", _of_linear),
+        patch.object(qualify_checks, "_one_of_each_first", _of_linear),
     )
 
 
@@ -125,11 +125,11 @@ def test_a_kernel_that_is_off_is_named_with_how_far(ranks2, tmp_path):
 
 
 def test_every_kernel_is_tried_however_little_time_there_is(monkeypatch):
-    monkeypatch.setattr(qualify_kernels, "examine", lambda case, frames: Computed(case.name, 0.1, ""))
+    monkeypatch.setattr(qualify_checks, "examine", lambda case, frames: Computed(case.name, 0.1, ""))
     tried = set()
     for rank in range(2):
         world = QualifyWorld(rank, 2, torch.device("cpu"), 7, 1e-9, quick=False)
-        launchers, computed = qualify_kernels._computed(world)
+        launchers, computed = qualify_checks._computed(world)
         tried |= {name.partition("/")[0] for name, _, _ in computed}
         assert len(computed) <= len(launchers) / 2 + 1
     assert tried == launchers == {case.name.partition("/")[0] for case in cases()}
@@ -223,7 +223,7 @@ def test_a_transport_that_fails_on_one_rank_is_a_line_and_others_go_on(ranks2, t
 
 def a_rank_dies():
     if os.environ.get("RANK") == "0":
-        qualify_kernels.cases = lambda sizes: os._exit(7)
+        qualify_checks.cases = lambda sizes: os._exit(7)
 
 
 def test_a_rank_that_dies_is_named_and_leaves_no_process(tmp_path):
@@ -309,12 +309,12 @@ def test_gpus_are_tried_over_what_they_can(ranks, gpus, symmetric, monkeypatch):
 
 def test_kernels_that_child_processes_have_tried_are_listed(cache):
     world = QualifyWorld(0, 1, torch.device("cpu"), 7, 1.0, quick=False)
-    assert list(qualify_kernels.check_trials(world)) == []
+    assert list(qualify_checks.check_trials(world)) == []
     kept = Cache(cache, versions_here())
     kept.put("passed: linear bfloat16 none triton/descriptor/64x64x64-w4-s3-p1-c1", Choice("passed", {}))
     kept.put("failed: dglu bfloat16 swiglu triton/descriptor/64x64x64-w4-s3-p1-c2", Choice("hung: long", {}))
     kept.put("linear bfloat16 64x64x64 none rows,rows,rows", Choice("torch", {"torch": 1.0}))
-    assert list(qualify_kernels.check_trials(world)) == [
+    assert list(qualify_checks.check_trials(world)) == [
         Check(
             "trials", "dglu bfloat16 swiglu", "left out", "triton/descriptor/64x64x64-w4-s3-p1-c2 hung: long"
         ),

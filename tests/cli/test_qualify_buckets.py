@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from tests.buckets.nccl_stand_in import left_held, standing_in
 from tpkernels.buckets import registered
-from tpkernels.buckets.first_use import problem_with_extension
-from tpkernels.cli import qualify_buckets
+from tpkernels.buckets.engine import problem_with_extension
+from tpkernels.cli import qualify_checks
 from tpkernels.cli.qualify_world import QualifyWorld
 from tpkernels.comm.groups import LiveGroup
 
@@ -29,7 +29,7 @@ def this_rank():
 
 
 def checked(planted):
-    number = qualify_buckets.numbers
+    number = qualify_checks.numbers
 
     def off_by_one(world, elements, step, factor):
         right = number(world, elements, step, factor)
@@ -43,11 +43,11 @@ def checked(planted):
         raise RuntimeError("planted: gone")
 
     with (
-        patch.object(qualify_buckets, "numbers", off_by_one),
+        patch.object(qualify_checks, "numbers", off_by_one),
         patch.object(LiveGroup, "get", destroyed if planted == "it raises" else LiveGroup.get),
     ):
         return [(c.part, c.name, c.status, c.text, sorted(c.numbers)) for c in
-                qualify_buckets.check_buckets(this_rank())]  # fmt: skip
+                qualify_checks.check_buckets(this_rank())]  # fmt: skip
 
 
 def test_buckets_over_each_way_have_exact_sums_and_times(ranks2):
@@ -91,12 +91,12 @@ def in_registered_memory(planted):
     plain = registered.reduce
     fails_at = planted if rank == 1 and planted == "register" else ""
     with (
-        patch.object(qualify_buckets, "GPU_ELEMENTS", 100),
+        patch.object(qualify_checks, "GPU_ELEMENTS", 100),
         patch.object(registered, "reduce", reduce),
         standing_in(group, fails_at=fails_at, times=(1.0 + rank, 3.0)) as world,
     ):
         rank_here = this_rank()
-        step = partial(qualify_buckets._in_registered_memory, rank_here, group)
+        step = partial(qualify_checks._in_registered_memory, rank_here, group)
         line = rank_here.check("buckets", "registered", step)
         left = left_held(int(fails_at != ""))  # a segment that may be registered keeps its address
         assert not world.broken, world.broken

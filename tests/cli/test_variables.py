@@ -12,7 +12,7 @@ from tpkernels.cli.doctor import POWERS_OF_TWO, VARIABLES, mistakes
 from tpkernels.comm.transports.select import TRANSPORTS
 from tpkernels.dispatch.backends import BACKENDS
 from tpkernels.env_flag import env_flag
-from tpkernels.layers import watch
+from tpkernels.layers import replicas
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [*(ROOT / "tpkernels").rglob("*.py"), *(ROOT / "csrc").glob("*.cpp"), ROOT / "setup.py"]
@@ -42,8 +42,8 @@ VALUES = {
 def is_read(name: str, value: str) -> bool:
     """Whether those who ask for the variable take the value."""
     try:
-        if name == watch.VARIABLE:
-            watch._read(value)
+        if name == replicas.VARIABLE:
+            replicas._read(value)
         elif name == tp_invariance.VARIABLE:
             tp_invariance._of_environment()
         else:

@@ -11,7 +11,7 @@ from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
 from tpkernels.dispatch.chooser import chooser_on
 from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.dispatch.soundness import FP8_BOUND, ROUNDING, bound_of, mismatch, scratch_like
-from tpkernels.gate.accuracy import relative_error
+from tpkernels.gate.numerics import relative_error
 from tpkernels.kernels.activations import ACTIVATIONS
 from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words
 from tpkernels.kernels.target import fp8_obstacle, target_of

@@ -16,11 +16,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels.test_target import GPUS
 from tpkernels.dispatch import primitives, products
-from tpkernels.gate import launchers, numerics
-from tpkernels.gate.accuracy import Frames
+from tpkernels.gate import numerics, recording
 from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.catalog import catalog, has_parts
-from tpkernels.gate.machine_code import FP8_PRODUCTS
+from tpkernels.gate.disassembly import FP8_PRODUCTS
+from tpkernels.gate.numerics import Frames
 from tpkernels.gate.recording import MetaOperands, _is_aligned, _type_of, recorded
 from tpkernels.gate.scaled import E4M3
 from tpkernels.kernels import launch
@@ -120,9 +120,9 @@ def test_one_of_several_kernels_is_the_entry_and_stages_may_be_tritons():
         {"num_warps": 4, **LAUNCH_OPTIONS},
         None,
     )
-    last = entry_of(partial(launchers.norm, kind="rms"), of, function="_sum_rows_kernel")
+    last = entry_of(partial(recording.norm, kind="rms"), of, function="_sum_rows_kernel")
     assert last.function == "_sum_rows_kernel"
-    assert entry_of(partial(launchers.norm, kind="rms"), of).function == "_norm_fwd_kernel"
+    assert entry_of(partial(recording.norm, kind="rms"), of).function == "_norm_fwd_kernel"
 
 
 def swizzled(cols: int) -> NVMMASharedLayout:
@@ -145,7 +145,7 @@ def test_types_and_alignment_are_tritons_own():
 def test_tf32_is_recorded_where_it_is_asked_for_and_torch_is_left_as_it_was():
     before, of = torch.backends.cuda.matmul.fp32_precision, operands(torch.float32)
     for precision in ("tf32", "ieee"):
-        entry = entry_of(lambda of: launchers.primitive(of, "linear"), of, precision=precision)
+        entry = entry_of(lambda of: recording.primitive(of, "linear"), of, precision=precision)
         assert entry.constants["PRECISION"] == precision
     assert torch.backends.cuda.matmul.fp32_precision == before
 

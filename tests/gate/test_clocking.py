@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.gate.samples import COST, FACTS
-from tpkernels.gate import ahead_of_time, budgets, clocking, cycles
+from tpkernels.gate import ahead_of_time, budgets, clocking
 from tpkernels.gate.ahead_of_time import DIED, CompileError, CompileJob, facts_of, machine_code_of
 from tpkernels.gate.budgets import Budget
 from tpkernels.gate.catalog import entry_specs
@@ -180,8 +180,8 @@ def test_shipped_costs_are_those_of_the_budgets():
         assert rows.keys() <= known.keys()
         for name, row in rows.items():
             kept = Budget.of(FACTS, Cost.from_json(row)).as_json()
-            assert {part: kept.get(part) for part in cycles.NAMES} == {
-                part: known[name].as_json().get(part) for part in cycles.NAMES
+            assert {part: kept.get(part) for part in budgets.NAMES} == {
+                part: known[name].as_json().get(part) for part in budgets.NAMES
             }, name
 
 

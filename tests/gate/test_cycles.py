@@ -9,12 +9,11 @@ import pytest
 from tests.gate.samples import COST, FACTS
 from tpkernels.gate import budgets, compile_gate, report
 from tpkernels.gate.ahead_of_time import CompileJob
-from tpkernels.gate.budgets import Budget
+from tpkernels.gate.budgets import Budget, as_text, from_text, kept
 from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.gate.clocking import Examined
 from tpkernels.gate.compile_gate import Compiled, judge
-from tpkernels.gate.cycles import as_text, from_text, kept
 from tpkernels.gate.numerics import Computed
 
 JOB = CompileJob(next(iter(entry_specs().values())).entry(), "sm_90")

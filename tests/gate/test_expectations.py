@@ -7,7 +7,7 @@ import pytest
 from tests.gate.samples import FACTS as budgeted
 from tests.gate.samples import entry_of
 from tpkernels.gate.expectations import violations
-from tpkernels.gate.ptx import NO_FLAG
+from tpkernels.gate.ptx_flow import NO_FLAG
 from tpkernels.kernels.tiles import MatmulTile, without_spills
 
 LINEAR = entry_of("linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z")

@@ -1,6 +1,6 @@
 """What is read off a disassembly."""
 
-from tpkernels.gate import machine_code
+from tpkernels.gate import disassembly
 
 SERIALISED = """
         /*3b30*/                   HGMMA.64x128x16.F32.BF16 R88, gdesc[UR48], R88, gsb0 ;
@@ -11,9 +11,9 @@ SERIALISED = """
 
 
 def test_sass_is_counted_by_family_and_width():
-    assert machine_code.sass_mix(SERIALISED) == {"HGMMA": 1, "LDGSTS": 2, "LDGSTS.128": 1, "all": 4}
-    assert machine_code.wgmma_in_flight(SERIALISED) == 0
-    assert machine_code.wgmma_in_flight(SERIALISED.replace("0x0 ;", "0x1 ;")) == 1
+    assert disassembly.sass_mix(SERIALISED) == {"HGMMA": 1, "LDGSTS": 2, "LDGSTS.128": 1, "all": 4}
+    assert disassembly.wgmma_in_flight(SERIALISED) == 0
+    assert disassembly.wgmma_in_flight(SERIALISED.replace("0x0 ;", "0x1 ;")) == 1
 
 
 # fp8 that is promoted: a batch of two products, the first of which is added to zero, is awaited, and then
@@ -29,11 +29,11 @@ PROMOTED = """
 
 def test_products_of_fp8_are_counted_by_where_they_stand_in_a_sum():
     counts = {"QGMMA": 2, "QGMMA.RZ": 1, "QGMMA.gsb0": 1, "QMMA": 1, "QMMA.RZ": 1, "all": 5}
-    assert machine_code.sass_mix(PROMOTED) == counts
-    assert machine_code.wgmma_in_flight(PROMOTED) == 0
+    assert disassembly.sass_mix(PROMOTED) == counts
+    assert disassembly.wgmma_in_flight(PROMOTED) == 0
     product = PROMOTED.splitlines()[2]
     awaited_later = PROMOTED.replace("gsb0, 0x0 ;\n", f"gsb0, 0x0 ;\n{product}\n")
-    assert machine_code.wgmma_in_flight(awaited_later) == 1
+    assert disassembly.wgmma_in_flight(awaited_later) == 1
 
 
 AMD = """
@@ -49,5 +49,5 @@ AMD = """
 
 
 def test_amd_assembly_is_counted_by_family_and_short_products_apart():
-    assert machine_code.amd_mix(AMD) == {"v_mfma": 2, "v_mfma.xf32": 1, "ds_read": 1, "all": 4}
-    assert machine_code.amd_resources(AMD) == (94, 20, 5)
+    assert disassembly.amd_mix(AMD) == {"v_mfma": 2, "v_mfma.xf32": 1, "ds_read": 1, "all": 4}
+    assert disassembly.amd_resources(AMD) == (94, 20, 5)

@@ -10,11 +10,10 @@ import torch
 
 from tests.gate.planted import edited, mutants
 from tpkernels.gate import machine, numerics
-from tpkernels.gate.accuracy import Frames
-from tpkernels.gate.launchers import primitive
 from tpkernels.gate.machine import orders, program
 from tpkernels.gate.machine.steps import Steps
-from tpkernels.gate.numerics import NumericCase, RandomOperands, examine
+from tpkernels.gate.numerics import Frames, NumericCase, RandomOperands, examine
+from tpkernels.gate.recording import primitive
 from tpkernels.kernels.matmul_tile import MatmulTile, compiles
 
 # the same rows a warp as what is shipped, fewer columns

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from tpkernels.gate.accuracy import Frames
-from tpkernels.gate.numerics import NumericCase, cases, examine
+from tpkernels.gate.numerics import Frames, NumericCase, cases, examine
 
 EXACT = torch.linspace(1, 2, 12, dtype=torch.float64).view(3, 4)
 RESULTS = {

@@ -5,7 +5,7 @@ That compiled kernels are in order is asked in `test_ahead_of_time`.
 
 import pytest
 
-from tpkernels.gate.ptx import NO_FLAG, unordered_flags, unordered_reads
+from tpkernels.gate.ptx_flow import NO_FLAG, unordered_flags, unordered_reads
 
 LOOK = "@%p1 ld.global.sys.acquire.b32 %r1, [ %rd1 + 0 ];"
 FENCE = "fence.proxy.async.global; mov.u32 %r2, 0;"

@@ -11,14 +11,12 @@ from tests.gate.samples import FACTS as budgeted
 from tests.gate.samples import entry_of
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.gate import scaled
-from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.ahead_of_time import Facts, facts_of
 from tpkernels.gate.catalog import entry_specs
+from tpkernels.gate.disassembly import FP8_PRODUCTS
 from tpkernels.gate.expectations import violations
-from tpkernels.gate.launchers import primitive
-from tpkernels.gate.machine_code import FP8_PRODUCTS
-from tpkernels.gate.numerics import NumericCase, RandomOperands, examine
-from tpkernels.gate.recording import MetaOperands, recorded
+from tpkernels.gate.numerics import Frames, NumericCase, RandomOperands, examine
+from tpkernels.gate.recording import MetaOperands, primitive, recorded
 from tpkernels.kernels.target import A100, H100, MI300
 
 TILE = "128x128x128-w8-s4-p2-flat"

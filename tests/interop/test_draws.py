@@ -10,7 +10,7 @@ from tests.interop.torch_models import PLAN, toy
 from tests.models.small import IDS
 from tests.on_ranks import equal_on_all, on_ranks
 from tpkernels import initialize_model_parallel, parallelize
-from tpkernels.interop.parallelize.cut import Cut, SplitDropout
+from tpkernels.interop.parallelize.hf_modules import Cut, SplitDropout
 from tpkernels.layers.world import tensor_world
 
 

@@ -21,7 +21,7 @@ from tpkernels.interop.parallelize import trial
 from tpkernels.interop.parallelize.hf_modules import is_linear
 from tpkernels.interop.parallelize.plan import heads_read
 from tpkernels.layers.attributes import Attributes
-from tpkernels.topology.shard import split_heads
+from tpkernels.topology.sizes import split_heads
 
 WIDTH, HEAD, HEADS = 16, 4, 4
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tpkernels.gate.accuracy import BOUND, Frames, relative_error
+from tpkernels.gate.numerics import BOUND, Frames, relative_error
 from tpkernels.kernels.tiles import MatmulTile
 from tpkernels.kernels.waits import Arrivals, kernel_and_chunk
 

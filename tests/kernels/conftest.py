@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.checks import assert_framed
-from tpkernels.gate.accuracy import Frames
+from tpkernels.gate.numerics import Frames
 from tpkernels.kernels import launch, launch_plans
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.kernels.checks import TILE, assert_accurate, dense, normal
 from tpkernels.dispatch import products
 from tpkernels.dispatch.record import Layer
-from tpkernels.gate.accuracy import BOUND
+from tpkernels.gate.numerics import BOUND
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
 
 PRODUCTS = {name: record for name, record in products.PRODUCTS.items() if not record.changes_first}

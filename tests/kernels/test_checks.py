@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tests.kernels.checks import assert_accurate, assert_framed, normal
-from tpkernels.gate.accuracy import BOUND, Frames
+from tpkernels.gate.numerics import BOUND, Frames
 
 
 @triton.jit

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tpkernels.gate.accuracy import Frames
-from tpkernels.gate.numerics import NumericCase, cases, examine
+from tpkernels.gate.numerics import Frames, NumericCase, cases, examine
 from tpkernels.kernels import launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU `qualify` computes these cases")

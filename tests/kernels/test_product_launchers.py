@@ -8,7 +8,7 @@ import torch
 from tests.kernels.checks import DTYPES, EMPTY_SHAPES, LAYOUTS, SHAPES, TILE
 from tests.kernels.launchers import PRODUCTS, arguments, assert_product, computed, exact
 from tests.products import once, pairwise
-from tpkernels.gate.accuracy import BOUND, relative_error
+from tpkernels.gate.numerics import BOUND, relative_error
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad
 from tpkernels.kernels.dgrad_pairs import dgrad_pairs

@@ -11,7 +11,7 @@ from tests.products import once
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.dispatch.soundness import FP8_BOUND
-from tpkernels.gate.accuracy import BOUND, relative_error
+from tpkernels.gate.numerics import BOUND, relative_error
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import act_ref
 from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words, quantize_ref, spread

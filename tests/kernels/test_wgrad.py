@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.checks import DTYPES, EMPTY_SHAPES, LAYOUTS, SHAPES, TILE, assert_accurate, normal
 from tests.products import once, pairwise
-from tpkernels.gate.accuracy import Frames
+from tpkernels.gate.numerics import Frames
 from tpkernels.kernels import launch
 from tpkernels.kernels.dgrad import dgrad
 from tpkernels.kernels.linear import linear_fwd

@@ -34,7 +34,7 @@ from tpkernels import (
 from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.layers import linear
 from tpkernels.layers.world import State
-from tpkernels.topology.shard import ranges_of
+from tpkernels.topology.sizes import ranges_of
 
 compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
 

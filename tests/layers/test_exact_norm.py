@@ -10,9 +10,9 @@ from tests.on_ranks import on_ranks
 from tests.products import once
 from tests.segments import tp_invariance
 from tpkernels import clip_grad_norm_
-from tpkernels.layers import exact_norm as unit
+from tpkernels.layers import clip as unit
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.exact_norm import exact_norm
+from tpkernels.layers.clip import exact_norm
 
 CPU = torch.device("cpu")
 FLOAT64_MAX = torch.finfo(torch.float64).max

@@ -1,4 +1,4 @@
-"""`layers/init.py`: one seed gives one weight, however many ranks share it."""
+"""`layers/parallel_module.py`: one seed gives one weight, however many ranks share it."""
 
 import weakref
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from tpkernels import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from tpkernels.layers.init import fill_shard
+from tpkernels.layers.parallel_module import fill_shard
 from tpkernels.runtime.random import get_rng_tracker
-from tpkernels.topology.shard import ranges_of
+from tpkernels.topology.sizes import ranges_of
 
 SHAPE = (12, 24)
 

@@ -8,7 +8,7 @@ from tests.fake_world import each_rank
 from tests.layers.worlds import posing
 from tpkernels import ColumnParallelLinear, RowParallelLinear, initialize_model_parallel
 from tpkernels.comm.transports.c10d import Transfers
-from tpkernels.layers import watch
+from tpkernels.layers import replicas
 from tpkernels.layers.attributes import Attributes
 
 
@@ -26,7 +26,7 @@ def nothing_moves(monkeypatch):
         raise AssertionError("a transfer was made before the mistake was found")
 
     monkeypatch.setattr(Transfers, "exchange", refuse)
-    monkeypatch.setattr(watch, "steps_between", 0)
+    monkeypatch.setattr(replicas, "steps_between", 0)
 
 
 def test_lesson_pieces_are_the_lessons():

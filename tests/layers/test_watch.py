@@ -23,9 +23,9 @@ from tests.layers.worlds import posing
 from tests.on_ranks import on_ranks
 from tests.products import once
 from tpkernels import ColumnParallelLinear, RMSNorm, clip_grad_norm_, finalize_gradients, parallelize
-from tpkernels.layers import watch
+from tpkernels.layers import replicas
 from tpkernels.layers.attributes import Attributes
-from tpkernels.runtime.checksums import sums_of_bits
+from tpkernels.runtime.agreement import sums_of_bits
 
 Clip = Callable[..., object]
 Said = tuple[str, str]
@@ -34,7 +34,7 @@ NOTHING = ("nothing", "")
 
 def every(steps: int) -> AbstractContextManager[int]:
     """As if TPKERNELS_CHECK_REPLICAS had been this."""
-    return patch.object(watch, "steps_between", steps)
+    return patch.object(replicas, "steps_between", steps)
 
 
 def steps_until_told(interval: int, steps: int, one_step: Callable[[int], None]) -> tuple[int, Said]:
@@ -116,7 +116,7 @@ def test_a_step_that_one_rank_takes_alone_is_told():
     block = built()
     optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
     words = "rank 0 waited 1 s after 1 optimizer steps.*rank 1 took another number of steps, or died"
-    with every(1), patch.object(watch.c10d, "default_timeout", lambda: timedelta(seconds=1)):
+    with every(1), patch.object(replicas.c10d, "default_timeout", lambda: timedelta(seconds=1)):
         if dist.get_rank() == 0:
             with pytest.raises(RuntimeError, match=words):
                 optimizer.step()
@@ -195,14 +195,14 @@ def test_our_own_clipping_keeps_copies_equal(ranks4):
 
 
 def test_it_looks_by_itself_and_can_be_switched_off(ranks2):
-    assert watch.steps_between == 100
+    assert replicas.steps_between == 100
     assert ranks2.run(by_torch, 0) == [(7, NOTHING)] * 2
 
 
 def test_steps_that_are_compared():
     """The first ones, ever more rarely, and each that the interval divides."""
     for interval, compared in ((5, [1, 2, 4, 5, 8, 10, 15, 16, 20]), (0, [])):
-        watching, looks = watch.Watch(), []
+        watching, looks = replicas.Watch(), []
         with every(interval), patch.object(watching, "look", looks.append):
             for step in range(1, 21):
                 watching.after_step(lambda step=step: step)
@@ -216,11 +216,11 @@ def test_a_store_that_ended_is_no_error(monkeypatch):
         raise DistNetworkError("the store is gone")
 
     with posing(0, 2):
-        monkeypatch.setattr(watch.Watch, "_sums_of_all", gone)
+        monkeypatch.setattr(replicas.Watch, "_sums_of_all", gone)
         with pytest.warns(
             RuntimeWarning, match="copies of parameters could not be compared: the store is gone"
         ):
-            watch.Watch().look(([0, 1], []))
+            replicas.Watch().look(([0, 1], []))
 
 
 @pytest.mark.parametrize("kind", ["float64", "float32", "bfloat16", "float16", "complex64", "complex128"])
@@ -245,10 +245,10 @@ def test_nonsense_is_refused(value):
     with pytest.raises(
         ValueError, match=f"TPKERNELS_CHECK_REPLICAS is '{value}'; expected a number of optimizer"
     ):
-        watch._read(value)
+        replicas._read(value)
 
 
 @pytest.mark.parametrize(("value", "steps"), [("7", 7), ("0", 0), ("", 100)])
 def test_the_variable_is_read_at_import(value, steps, monkeypatch):
     monkeypatch.setenv("TPKERNELS_CHECK_REPLICAS", value)
-    assert runpy.run_path(watch.__file__)["steps_between"] == steps
+    assert runpy.run_path(replicas.__file__)["steps_between"] == steps

@@ -14,7 +14,7 @@ from tests.on_ranks import on_ranks
 from tests.products import once
 from tpkernels import GPT, initialize_model_parallel, model_config
 from tpkernels.planning.job import Job, RankLayout
-from tpkernels.planning.parameters import parameters_of_stage
+from tpkernels.planning.memory import parameters_of_stage
 
 
 def built(shape, **options):

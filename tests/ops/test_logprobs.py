@@ -37,7 +37,7 @@ from tests.ops.test_vocabulary import (
 )
 from tpkernels import Recipe
 from tpkernels.dispatch import backends
-from tpkernels.gate.accuracy import relative_error
+from tpkernels.gate.numerics import relative_error
 from tpkernels.ops import column_linear, linear_cross_entropy, linear_logprobs, vocab_cross_entropy
 from tpkernels.ops.vocab import cross_entropy
 from tpkernels.ops.vocab import linear_cross_entropy as head

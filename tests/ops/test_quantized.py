@@ -15,7 +15,7 @@ from tests.ops.quantized_oracle import FORMATS, RECIPES, Oracle, quantized, roun
 from tests.products import once, pairwise
 from tpkernels import ops
 from tpkernels.dispatch import primitives
-from tpkernels.gate.accuracy import BOUND, relative_error
+from tpkernels.gate.numerics import BOUND, relative_error
 from tpkernels.kernels.activations import GATE_OF, act_grad_ref, act_ref
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.kernels.scaled import DTYPE_OF, Scaled

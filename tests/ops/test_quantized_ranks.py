@@ -44,7 +44,7 @@ from tests.patience import patient
 from tests.products import combined, once, pairwise
 from tests.ranks import RankPool
 from tpkernels import Recipe, ops, reuse_quantized_weights
-from tpkernels.gate.accuracy import relative_error
+from tpkernels.gate.numerics import relative_error
 from tpkernels.kernels.activations import act_grad_ref
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.column_linear import column_linear

@@ -8,7 +8,7 @@ import sys
 
 from tpkernels.pictures.charts import Bar, TimedWork, bars, curve, roofline
 from tpkernels.pictures.figure import Picture, sheet
-from tpkernels.pictures.lanes import Doing, Lane, Span, lanes, processor
+from tpkernels.pictures.lanes import Doing, Lane, TimeSpan, lanes, processor
 from tpkernels.topology.plan import plan_groups
 
 NAN, INF = float("nan"), float("inf")
@@ -16,7 +16,7 @@ STRANGE = '<b> & "c" \x00\x1b\ud800 ' + "long " * 60
 
 FALLING = [(float(step), 5 * math.exp(-step / 40) + 2) for step in range(1, 151)]
 STEP = [
-    Span(rank, doing, "", start, start + 0.1, phase)
+    TimeSpan(rank, doing, "", start, start + 0.1, phase)
     for rank in (0, 1)
     for doing, phase, start in (
         ("computes", "forward", 0.0),
@@ -26,12 +26,12 @@ STEP = [
     )
 ]
 CALLS = [
-    Span(0, "computes", "own rows", 5.0, 5.3),
-    Span(0, "receives", "piece 1", 5.1, 5.2),
-    Span(0, "receives", "piece <2>", 5.2, 5.21),
-    Span(1, "computes", "all rows", 5.05, 5.4),
+    TimeSpan(0, "computes", "own rows", 5.0, 5.3),
+    TimeSpan(0, "receives", "piece 1", 5.1, 5.2),
+    TimeSpan(0, "receives", "piece <2>", 5.2, 5.21),
+    TimeSpan(1, "computes", "all rows", 5.05, 5.4),
 ]
-LATER = [Span(0, "computes", "all rows", 9.0, 9.2)]
+LATER = [TimeSpan(0, "computes", "all rows", 9.0, 9.2)]
 ENGINES = [
     Lane("tensor cores", [Doing("products", 100.0 * i, 100.0 * i + 80) for i in range(10)], "80 % busy"),
     Lane("copies", [Doing("copies", 0.0, 900.0)]),
@@ -82,9 +82,9 @@ SAMPLES = {
     "lanes_of_panels": lanes("Calls", {"at once": CALLS, "half as long": LATER}),
     "lanes_narrow": lanes("Calls", {"at once": CALLS}, width=5.0),
     "lanes_of_nothing": lanes("Nothing", {"empty": []}),
-    "lanes_of_an_instant": lanes("Instant", {"": [Span(123, "transfers", "x", 7.0, 7.0)]}),
+    "lanes_of_an_instant": lanes("Instant", {"": [TimeSpan(123, "transfers", "x", 7.0, 7.0)]}),
     "lanes_strange": lanes(
-        STRANGE, {STRANGE: CALLS, "": [Span(0, STRANGE, STRANGE, 1e300, 2e300)]}, note=STRANGE
+        STRANGE, {STRANGE: CALLS, "": [TimeSpan(0, STRANGE, STRANGE, 1e300, 2e300)]}, note=STRANGE
     ),
     "bars": bars("Ratios", ratios(40), note="medians"),
     "bars_one": bars("Ratio", [Bar("shape", 1.3, 1.2, 1.4)]),

@@ -2,7 +2,7 @@
 
 import re
 
-from tpkernels.pictures.page import facts, page, paragraph, table, verbatim
+from tpkernels.pictures.figure import facts, page, paragraph, table, verbatim
 
 
 def test_page_escapes_all_that_it_is_told():

@@ -11,8 +11,7 @@ from tests.products import once
 from tpkernels import GPT, model_config
 from tpkernels.gpus import RATED_GPUS
 from tpkernels.planning.advice import advise as _advise
-from tpkernels.planning.job import Job, RankLayout, layouts
-from tpkernels.planning.machine import Hardware
+from tpkernels.planning.job import Hardware, Job, RankLayout, layouts
 from tpkernels.streams.prediction import block_exposed
 
 H100 = Hardware(RATED_GPUS["h100"])

@@ -9,7 +9,7 @@ from tests.products import once
 from tpkernels import GPT, model_config
 from tpkernels.layers.attributes import Attributes
 from tpkernels.planning.job import Job, RankLayout
-from tpkernels.planning.parameters import ParameterCount, parameters_of_stage
+from tpkernels.planning.memory import ParameterCount, parameters_of_stage
 
 NAMED = {"gpt2-small": model_config("gpt2-small"), "llama3-8b": model_config("llama3-8b", num_layers=2)}
 

@@ -12,7 +12,7 @@ from tpkernels.cli import main
 from tpkernels.interop.carry import block_of
 from tpkernels.interop.shards import shards_of
 from tpkernels.models.config import model_config
-from tpkernels.planning.parameters import weights_of
+from tpkernels.planning.memory import weights_of
 from tpkernels.planning.reshard import Holders, blocks_of, traffic
 from tpkernels.topology.moves import elements
 

@@ -15,9 +15,17 @@ from tests.planning.shapes import LLAMA, MODELS
 from tests.products import once, pairwise
 from tpkernels import GPT, create_parallel_state, initialize_model_parallel, model_config, plan_groups
 from tpkernels.planning.job import Job, RankLayout
-from tpkernels.planning.parameters import parameters_of_stage
-from tpkernels.planning.step_time import gradient_bytes, marked_bytes, update_bytes
-from tpkernels.planning.work import FlopsOfBlock, block_backward, block_forward, embedding_work, head_work
+from tpkernels.planning.memory import parameters_of_stage
+from tpkernels.planning.step_time import (
+    FlopsOfBlock,
+    block_backward,
+    block_forward,
+    embedding_work,
+    gradient_bytes,
+    head_work,
+    marked_bytes,
+    update_bytes,
+)
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""`runtime/process_groups.py`: few creations, shared groups, the same order on every rank."""
+"""`runtime/initialize.py`: few creations, shared groups, the same order on every rank."""
 
 import os
 import threading
@@ -17,8 +17,13 @@ from tests.on_ranks import on_ranks
 from tests.ranks import COLLECTIVE_SECONDS
 from tpkernels import parallel_state as ps
 from tpkernels.runtime import c10d
-from tpkernels.runtime.initialize import destroy_model_parallel, initialize_model_parallel
-from tpkernels.runtime.process_groups import GroupSettings, create_process_groups, kinds_alike
+from tpkernels.runtime.initialize import (
+    GroupSettings,
+    create_process_groups,
+    destroy_model_parallel,
+    initialize_model_parallel,
+    kinds_alike,
+)
 from tpkernels.runtime.state import ParallelStateError, current_or_none
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, plan_groups
 

@@ -19,7 +19,7 @@ from tpkernels.comm.transports.order import CallOrder
 from tpkernels.comm.transports.symmetric import SymmetricDelivery, SymmetricExchange
 from tpkernels.ops.tensor_parallel.flag_waits import KernelSums, KernelWaits
 from tpkernels.streams.cases import gathers_in_flight, program_of, two_streams
-from tpkernels.streams.program import Program
+from tpkernels.streams.device import Program
 from tpkernels.streams.record import Machine
 
 Recorded = tuple[Program, list[list[Tensor]]]

@@ -5,8 +5,8 @@ from unittest.mock import patch
 import pytest
 
 from tpkernels.gpus import gpu_named
-from tpkernels.streams import node
-from tpkernels.streams.node import Cycles, KernelTimes
+from tpkernels.streams import times
+from tpkernels.streams.times import Cycles, KernelTimes
 
 TIMES = KernelTimes(gpu_named("h100"), boost=1e9, power_clock=1e9, launch=0.0)
 
@@ -15,7 +15,7 @@ ROUND = Cycles(step=1000.0, edge=4000.0, start=0.0)
 
 
 def product(*sizes, cycles=ROUND):
-    with patch.object(node, "usual_cycles", lambda tile, asking: cycles):
+    with patch.object(times, "usual_cycles", lambda tile, asking: cycles):
         return TIMES.product(*sizes)
 
 

@@ -14,7 +14,7 @@ from tpkernels.topology.moves import (
     moves_of,
     parts_of,
 )
-from tpkernels.topology.shard import ranges_of, split_heads, split_vocabulary, stacked_ranges
+from tpkernels.topology.sizes import ranges_of, split_heads, split_vocabulary, stacked_ranges
 
 WORLD, SIZE, COLUMNS = 6, 24, 6
 KINDS = ("plain", "strided", "fused", "padded", "heads", "experts", "replicated")

@@ -1,4 +1,4 @@
-"""`topology/shard.py`: every position, and every id of a vocabulary, belongs to one rank."""
+"""`topology/sizes.py`: every position, and every id of a vocabulary, belongs to one rank."""
 
 from itertools import product
 
@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpkernels.topology.shard import ranges_of, shard_size, split_vocabulary
-from tpkernels.topology.sizes import InvalidSizes
+from tpkernels.topology.sizes import InvalidSizes, ranges_of, shard_size, split_vocabulary
 
 
 def held(rank: int, size: int, ranks: int, stride: int = 1) -> list[int]:

@@ -14,9 +14,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from tests.products import once
-from tpkernels.topology import svg
+from tpkernels.topology import draw
 from tpkernels.topology.draw import shown_kinds
-from tpkernels.topology.plan import GroupPlan, Kind, plan_groups
+from tpkernels.topology.plan import GroupKind, GroupPlan, plan_groups
 
 SVG = "{http://www.w3.org/2000/svg}"
 EM = 0.55  # an average character of a wide font, in font sizes
@@ -50,8 +50,8 @@ class Tile:
 
 
 @cache
-def panels_of(plan: GroupPlan, **how: int) -> dict[Kind, ET.Element]:
-    kinds: list[Kind] = [*shown_kinds(plan), "model"]
+def panels_of(plan: GroupPlan, **how: int) -> dict[GroupKind, ET.Element]:
+    kinds: list[GroupKind] = [*shown_kinds(plan), "model"]
     panels = ET.fromstring(plan.to_svg(**how)).findall(f"{SVG}g")
     return dict(zip(kinds, panels, strict=True))
 
@@ -215,9 +215,9 @@ def test_to_svg_refuses_a_size_below_one() -> None:
     ids=["red", "green", "blue", "white"],
 )
 def test_fills_are_what_the_colour_space_says(lightness, chroma, hue, expected):
-    fill = svg._oklch(lightness, chroma, hue=math.radians(hue))
+    fill = draw._oklch(lightness, chroma, hue=math.radians(hue))
     assert [int(fill[i : i + 2], 16) for i in (1, 3, 5)] == pytest.approx(expected, abs=6)
 
 
 def test_bold_text_is_wider():
-    assert [svg._width_of("ranks", 10), svg._width_of("ranks", 10, bold=True)] == [29, 32]
+    assert [draw._width_of("ranks", 10), draw._width_of("ranks", 10, bold=True)] == [29, 32]

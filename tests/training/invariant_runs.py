@@ -18,8 +18,7 @@ from tpkernels.interop.full_state_dict import full_state_dict
 from tpkernels.models.config import GPTConfig
 from tpkernels.runtime.state import use
 from tpkernels.training.config import TrainConfig
-from tpkernels.training.optimizer import MASTER, STATES
-from tpkernels.training.trainer import StepReport, Trainer
+from tpkernels.training.trainer import MASTER, STATES, StepReport, Trainer
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tpkernels.training.optimizer import exact_step
+from tpkernels.training.trainer import exact_step
 
 LENGTHS = [1, 3, 7, 9, 15, 17, 31, 33, 63, 65, 129, 1001]  # with tails behind vectors of 4, 8 and 16
 MANY_THREADS = 2 * 32768 + 4097  # elements: kernels are split over threads, and each thread's part has a tail

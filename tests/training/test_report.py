@@ -7,13 +7,13 @@ import pytest
 
 from tpkernels import plan_groups
 from tpkernels.pictures.figure import NO_MATPLOTLIB
-from tpkernels.pictures.lanes import Span
+from tpkernels.pictures.lanes import TimeSpan
 from tpkernels.training.report import Proof, RunRecord, at_once, write
 from tpkernels.training.trainer import StepReport
 
 PLAN = plan_groups(world_size=4, tensor=2)
 SPANS = [
-    Span(rank, doing, "", start, stop, phase)
+    TimeSpan(rank, doing, "", start, stop, phase)
     for rank in (0, 1)
     for doing, phase, start, stop in (("computes", "forward", 0, 2), ("transfers", "", 1, 3))
 ]

@@ -31,7 +31,7 @@ from tpkernels.comm.groups import (
 )
 from tpkernels.comm.supported import FLOATING, REDUCIBLE, Problem, problem_of
 
-Reduction = Literal["sum", "avg"]
+BucketReduction = Literal["sum", "avg"]
 _REDUCTIONS = {"sum": ReduceOp.SUM, "avg": ReduceOp.AVG}
 _Begun = tuple[Start, Callable[[], Sequence[Tensor]]]  # a bucket's collective, and its result for each tensor
 
@@ -40,7 +40,7 @@ def bucketed_all_reduce_(
     tensors: Sequence[Tensor],
     group: ProcessGroup | None = None,
     *,
-    op: Reduction = "sum",
+    op: BucketReduction = "sum",
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     check: bool = True,
 ) -> None:
@@ -115,7 +115,7 @@ def bucketed_reduce_scatter(
     tensors: Sequence[Tensor],
     group: ProcessGroup | None = None,
     *,
-    op: Reduction = "sum",
+    op: BucketReduction = "sum",
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     check: bool = True,
 ) -> list[Tensor]:

@@ -25,8 +25,13 @@ from torch.utils.hooks import RemovableHandle
 
 from tpkernels.buckets import parameters as protocol
 from tpkernels.buckets.collectives import bucketed_all_gather
-from tpkernels.buckets.engine import Engine, EngineOptions, make_engine, problem_of_options
-from tpkernels.buckets.first_use import problem_with_extension
+from tpkernels.buckets.engine import (
+    Engine,
+    EngineOptions,
+    make_engine,
+    problem_of_options,
+    problem_with_extension,
+)
 from tpkernels.buckets.layout import (
     ALIGNMENT,
     DEFAULT_BUCKET_BYTES,
@@ -36,8 +41,7 @@ from tpkernels.buckets.layout import (
     lay_out_buckets,
     runs_within,
 )
-from tpkernels.buckets.memory import Bucket, BucketMemory
-from tpkernels.buckets.neighbours import FAREWELL_SECONDS
+from tpkernels.buckets.memory import FAREWELL_SECONDS, Bucket, BucketMemory
 from tpkernels.buckets.parameters import (
     Members,
     given_parameters,

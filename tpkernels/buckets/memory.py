@@ -4,6 +4,15 @@ In shared memory each rank adds up its shard of all ranks' gradients, and writes
 (csrc/shared_sums.h). Buckets on the CPU share memory if the ranks of the group are on one machine, or equally
 many on each of several. A tensor-parallel group that sums some buckets first must be on one machine.
 TPKERNELS_TRANSPORT=c10d keeps memory apart. The log shows the choice.
+
+The ranks of this machine that add up buckets in shared memory with this one, and waits for them.
+
+As in an exchange of rows (`comm.transports.host`), a wait can be interrupted. It checks now and then whether
+the awaited processes still run, and fails the group if not, so that all ranks raise the first cause.
+
+machine    one              other
+ranks      0  1  2          3  4  5
+owners     0 and 3, 1 and 4, 2 and 5: each adds up one shard, first over its machine, then with the other
 """
 
 from __future__ import annotations
@@ -11,27 +20,206 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.buckets.engine import LONGEST_TIMEOUT, Engine, EngineOptions
-from tpkernels.buckets.neighbours import OP, Machines, Neighbours, group_across, machines_of
 from tpkernels.buckets.registered import give_back_unused, registered_zeros
 from tpkernels.comm.agreement import CannotTakePart, offers_of_all
-from tpkernels.comm.calls import handshake
-from tpkernels.comm.groups import LiveGroup, timeout_of
+from tpkernels.comm.calls import Call, calls_of, handshake
+from tpkernels.comm.groups import LiveGroup, failed, timeout_of
 from tpkernels.comm.transports import mailbox, select
 from tpkernels.comm.transports.forks import copy_in_forks
 from tpkernels.comm.transports.mailbox import Meeting
-from tpkernels.comm.transports.processes import Process, process_of
+from tpkernels.comm.transports.processes import LOOK_SECONDS, Process, process_of
 from tpkernels.comm.transports.shared import Mapped, mapped_by_all, new_memory
+from tpkernels.messages import cause_of
 from tpkernels.runtime import c10d
 from tpkernels.tp_invariance import mode
+
+OP = "GradientBuckets"
+FAREWELL_SECONDS = 2.0  # as at the end of a process, see csrc/bucket_memory.cpp
+
+
+class Machines(NamedTuple):
+    """The machines of a group, for one rank; ranks are numbered within the group."""
+
+    members: list[int]  # on this machine, this rank among them
+    owners: list[int]  # of the same shard, one on each machine; empty on one machine
+
+
+def machines_of(places: Sequence[str], rank: int) -> tuple[str, Machines]:
+    """Return why ranks at these places share no memory ("" if they do), and this rank's `Machines`.
+
+    places: the machine of each rank
+
+    >>> machines_of(["a", "a", "b", "b"], rank=1)[1]
+    Machines(members=[0, 1], owners=[1, 3])
+    >>> machines_of(["a", "a", "b"], rank=0)[0]
+    'ranks are on 2 machines, not as many on each'
+    """
+    ranks_at = {place: [peer for peer, other in enumerate(places) if other == place] for place in places}
+    members, counts = ranks_at[places[rank]], {len(ranks) for ranks in ranks_at.values()}
+    if len(ranks_at) == 1:
+        return "", Machines(members, [])
+    if counts == {1}:
+        return f"ranks are on {len(ranks_at)} machines, one on each", Machines(members, [])
+    if len(counts) > 1:
+        return f"ranks are on {len(ranks_at)} machines, not as many on each", Machines(members, [])
+    number = members.index(rank)
+    return "", Machines(members, sorted(ranks[number] for ranks in ranks_at.values()))
+
+
+def group_across(group: ProcessGroup, owners: Sequence[int], timeout: float, number: int) -> ProcessGroup:
+    """Make the process group of the owners of one shard. Called by all ranks of `group` at once.
+
+    For one engine only: collectives match by their order, and the order of engines differs between ranks.
+    number: of the call, to make the name unique
+    """
+    return c10d.new_group(
+        tuple(dist.get_global_rank(group, owner) for owner in owners),
+        name=f"{group.group_name}, owners {', '.join(map(str, owners))}, call {number}",
+        description="tpkernels owners of a shard of gradient buckets",
+        timeout=timedelta(seconds=timeout),
+        backend="gloo",
+        options=None,
+    )
+
+
+class Neighbours:
+    """The other ranks of one engine's groups, and the waits for them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        groups: Sequence[LiveGroup],
+        processes: Sequence[Mapping[int, Process]],
+        options: EngineOptions,
+        timeout: float,
+    ) -> None:
+        """groups: the data-parallel one last, after the tensor-parallel one if its ranks add up, too
+
+        processes: of the other ranks of each, by their number there
+        timeout: seconds
+        """
+        self._engine, self._groups, self._processes = engine, groups, processes
+        self._calls = [calls_of(group.get()) for group in groups]
+        # its own call number distinguishes these buckets from others of the group
+        self._numbers = [handshake(OP, "who add up buckets", group.get()).number for group in groups]
+        self._refuses, self._timeout = options.check_nan, timeout
+        self._opener = os.getpid()
+
+    def finish(self) -> None:
+        """Launch the remaining buckets and wait for their sums, so that `engine.finish` does not wait."""
+        self._require_usable()
+        began = False
+        try:
+            began = self._engine.launch_rest()
+        finally:  # buckets sent before the rest was refused are in flight
+            self._settle(numbered=began)
+
+    def zero(self) -> bool:
+        """Interrupt a round and wait for its buckets in flight; return whether there was a round."""
+        self._require_usable()
+        interrupted = False
+        try:
+            interrupted = self._engine.interrupt()
+        finally:
+            self._settle(numbered=interrupted)
+        return interrupted
+
+    def leave(self, patience: float | None = None) -> None:
+        """Wait for buckets in flight, so that `engine.detach` does not; a timeout is no error.
+
+        patience: seconds, if not the timeout of other waits
+        """
+        if os.getpid() != self._opener:
+            return
+        try:
+            self._await(patience)
+        except RuntimeError:
+            self._engine.lose_others()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _require_usable(self) -> None:
+        """Raise if a group has failed, and fail the other groups: their ranks would wait for this one."""
+        try:
+            for group in self._groups:
+                group.get()
+        except RuntimeError as error:
+            self._fail(error)
+            raise
+
+    def _settle(self, *, numbered: bool) -> None:
+        """Wait until all buckets in flight have been summed.
+
+        numbered: a round is complete on all ranks, and counts as a call of its groups
+        """
+        wait: Callable[[], None] = self._await
+        try:
+            # a round refused for NaN ends in finish() on this rank, in zero() on others
+            if numbered and not self._refuses:
+                for group, number in zip(self._groups, self._numbers, strict=True):
+                    what = f"gradients of a step, buckets of call {number}"
+                    wait = _watched(handshake(OP, what, group.get()), wait)
+            wait()
+        except BaseException as error:  # Ctrl-C, too: other ranks do not know of it
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        if os.getpid() != self._opener:  # a fork belongs neither to the group nor to its store
+            return
+        self._engine.lose_others()
+        for calls in self._calls:
+            calls.fail(f"{type(error).__name__}: {cause_of(error)}")
+
+    def _await(self, patience: float | None = None) -> None:
+        started, patience = time.monotonic(), self._timeout if patience is None else patience
+        while not self._engine.settle(LOOK_SECONDS):
+            what, tensor_parallel, late, left = self._engine.awaited()
+            which = 0 if tensor_parallel else -1
+            cause = self._cause(self._processes[which], late, left, time.monotonic() - started, patience)
+            if cause and not self._engine.settle(0.0):  # their work before they ended counts
+                group = self._groups[which]
+                raise failed(f"{OP}: {what}", group.name, group.size, cause)
+
+    def _cause(
+        self,
+        processes: Mapping[int, Process],
+        late: Sequence[int],
+        left: Sequence[int],
+        seconds: float,
+        patience: float,
+    ) -> str:
+        """Return why a wait must raise: a failure, an ended process, a timeout; "" if none."""
+        for calls in self._calls:
+            if first := calls.first_failure():
+                return first
+        for rank in late:
+            if rank in left:
+                return f"rank {rank} of it has let go of its GradientBuckets"
+            if rank in processes and processes[rank].has_ended():
+                return f"the process of rank {rank} of it has ended"
+        if seconds > patience:
+            ranks = ", ".join(map(str, late))
+            return f"the wait for rank{'s' * (len(late) > 1)} {ranks} of it timed out after {seconds:.1f} s"
+        return ""
+
+
+def _watched(call: Call, wait: Callable[[], None]) -> Callable[[], None]:
+    return lambda: call.wait_for(wait)
+
 
 CPU = torch.device("cpu")
 LINE_BYTES = 64  # of a cache
@@ -158,7 +346,7 @@ class BucketMemory:
         if self._options.group.size == 1:
             return "there is one rank"
         here, why = select.place() if select.requested_transport == "auto" else mailbox.machine(), ""
-        for group in self._those_who_hear():
+        for group in self._groups_in_relay_order():
             why, places = select.where_ranks_run(OP, group.get(), why, here)
             problem, self._machines[group] = machines_of(places, group.rank)
             if group is not self._options.group and len({*places}) > 1:
@@ -170,11 +358,11 @@ class BucketMemory:
             refuse_backend(self._options.group.size, "they are on several machines")
         return why
 
-    def _those_who_hear(self) -> list[LiveGroup]:
-        """Relay order, so that a refusal reaches the ranks of both groups."""
+    def _groups_in_relay_order(self) -> list[LiveGroup]:
+        """Return groups in the order in which a refusal of one rank reaches the ranks of all."""
         return [self._options.group, *self._groups[:-1], *self._groups[1:]]
 
-    def _shared(self, buckets: Sequence[Bucket]) -> _SharedMemory | None:
+    def _shared(self, buckets: Sequence[Bucket]) -> _MemoryOfGroups | None:
         """Map the memory of all ranks; if one cannot, return None on all, with the reason in `_against`."""
         layout, descriptor, problem = MemoryMap(buckets), -1, ""
         try:
@@ -185,7 +373,7 @@ class BucketMemory:
             problem = f"{type(error).__name__}: {error}"
         found: dict[LiveGroup, _MappedRanks] = {}
         try:
-            for group in self._those_who_hear():
+            for group in self._groups_in_relay_order():
                 count = layout.byte_count if group is self._options.group else layout.marked_byte_count
                 meeting = Meeting("memory of gradient buckets", group.get(), op=OP)
                 build = partial(_MappedRanks, group.rank, self._machines[group].members)
@@ -205,7 +393,7 @@ class BucketMemory:
             self._against = problem
             return None
         buffers = [{**found[group].buffers, group.rank: own} for group in self._groups]
-        return _SharedMemory(layout, buffers, [found[group].processes for group in self._groups])
+        return _MemoryOfGroups(layout, buffers, [found[group].processes for group in self._groups])
 
     def _note(self, buckets: Sequence[Bucket]) -> None:
         """Log the choice of memory when it changes; on GPUs `registered` logs."""
@@ -223,7 +411,7 @@ class BucketMemory:
             )  # fmt: skip
 
 
-class _SharedMemory(NamedTuple):
+class _MemoryOfGroups(NamedTuple):
     """Memory and processes of the ranks of each group, by rank; the data-parallel group is last."""
 
     layout: MemoryMap

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from tpkernels.cli import add_number, bad_use_if, drawn_into, write_json, written_to
 from tpkernels.gpus import gpu_named
 from tpkernels.pictures.figure import Picture
-from tpkernels.pictures.lanes import Span, lanes
+from tpkernels.pictures.lanes import TimeSpan, lanes
 from tpkernels.planning.calls import DIRECTIONS, MOST_RANKS, OPERATORS, PUBLISHED, WAYS, Sizes
 from tpkernels.streams import MachineError
-from tpkernels.streams.node import GRAPH, Node
 from tpkernels.streams.prediction import Predicted, predict
 from tpkernels.streams.simulation import COMPUTE, COPIES, HOST, NCCL, TRANSFER, Ran
+from tpkernels.streams.times import GRAPH, Node
 
 _LANES = {
     HOST: "host, launches",
@@ -137,7 +137,7 @@ def _picture(options: Namespace, sizes: Sizes, found: Sequence[Predicted]) -> Pi
         ours = _lasting(each)
         first = min(ran.start for ran in ours if ran.task.queue[0] != HOST)  # the host may be calls ahead
         panels[f"{each.way}, {each.direction}"] = [
-            Span(0, _LANES[str(ran.task.queue[0])], ran.task.name, max(first, ran.start), ran.stop)
+            TimeSpan(0, _LANES[str(ran.task.queue[0])], ran.task.name, max(first, ran.start), ran.stop)
             for ran in ours
             if ran.stop > first and (ran.task.kind == TRANSFER or ran.task.queue[0] in (COMPUTE, HOST))
         ]

@@ -1,19 +1,30 @@
 """`python -m tpkernels plan`: describes and draws the groups of ranks.
 
-With --model it chooses the sizes of the groups, see `advice`; with --reshard it predicts the traffic to move
-the model between two layouts.
+With --model it prints a table of layouts of ranks for the model, the best first; with --reshard it predicts
+the traffic to move the model between two layouts.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
 
-from tpkernels.cli import BadUse, add_number, advice, bad_use_if, size_of, written_to
+from tpkernels.cli import USUAL_TOKENS, BadUse, add_number, bad_use_if, size_of, write_json, written_to
+from tpkernels.gpus import gpu_named
+from tpkernels.models.config import GPTConfig, model_config
+from tpkernels.planning.advice import Advice, Prediction, advise
+from tpkernels.planning.job import Hardware, Job, RankLayout
+from tpkernels.planning.memory import parameters_of_stage
 from tpkernels.planning.reshard import Holders, traffic
 from tpkernels.topology.draw import describe_rank
 from tpkernels.topology.plan import plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER
+
+if TYPE_CHECKING:
+    from argparse import _ActionsContainer
+
 
 _GB = 1e9
 MOST_RANKS = 10_000_000  # more than any machine has; still described in seconds
@@ -34,7 +45,7 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     if not is_for_model:
         _add_options_of_groups(parser)
     if is_for_model or {"-h", "--help"} & {*words}:
-        advice.add_options(parser)
+        _add_options_of_layouts(parser)
 
 
 def main(options: Namespace) -> int:
@@ -43,7 +54,7 @@ def main(options: Namespace) -> int:
     with bad_use_if(ValueError, TypeError, ArithmeticError):
         if "reshard" in options:
             return _plan_move(options)
-        return advice.advise_on(options) if "model" in options else _plan(options)
+        return advise_on(options) if "model" in options else _plan(options)
 
 
 def _add_options_of_groups(parser: ArgumentParser) -> None:
@@ -87,7 +98,7 @@ def _add_options_of_moves(parser: ArgumentParser) -> None:
         metavar=("FROM", "TO"),
         help="such as tp=8 tp=4, or tp=8,ranks=0-511 tp=4,ranks=512-1023",
     )
-    advice.add_model(group)
+    add_model(group)
     add_number(group, "--item-bytes", "of a weight", 2, least=1)
     add_number(group, "--bucket-mib", "of a message", 32, least=1)
 
@@ -96,7 +107,7 @@ def _plan_move(options: Namespace) -> int:
     """Print the bytes and messages of a move between two layouts."""
     source, target = (_holders(text, options.world_size) for text in options.reshard)
     found = traffic(
-        advice.model_of(options),
+        model_of(options),
         options.world_size,
         source,
         target,
@@ -126,3 +137,189 @@ def _holders(text: str, world: int) -> Holders:
     if not (dash and first.isdecimal() and last.isdecimal()):
         raise ValueError(f"--reshard: expected ranks=FIRST-LAST, got {text!r}")
     return Holders(given["tp"], range(int(first), int(last) + 1))
+
+
+_USUAL_SEQUENCES = 8  # of a step, for each GPU, so that any data-parallel size divides them
+_ASSUMED = {
+    "efficiency": "of the peak rate, that products reach",
+    "link_efficiency": "of links, that transfers reach",
+    "reserve": "of memory, that is left for what is not counted",
+}
+_USUAL = {field.name: field.default for field in fields(Hardware)}
+_STAGES = "not for `train`: stages"
+
+
+def advise_on(options: Namespace) -> int:
+    """Print the layouts for a model; return 1 if none fits."""
+    assumed = {name: getattr(options, name) for name in ("gpus_per_node", *_ASSUMED)}
+    job, machine = _job(options), Hardware(gpu_named(options.gpu), **assumed)
+    most = machine.gpus_per_node if options.max_tp is None else options.max_tp
+    from tpkernels.streams.prediction import block_exposed  # here: other plans, and `--help`, need no torch
+
+    advice = advise(job, machine, options.world_size, most, block_exposed)
+    text = "\n\n".join(
+        [
+            _heading(options, job, machine),
+            "\n".join([_table(_listed(options, advice)), *_best(advice)]),
+            _others(options, advice),
+            _assumptions(machine),
+        ]
+    )
+    write_json(options.json, _as_json(options, job, machine, advice))
+    print(text)
+    return 0 if advice.fitting else 1
+
+
+def _add_options_of_layouts(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("options of layouts")
+    add_model(group)
+    group.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (default), h200 or a100")
+    add_number(group, "--max-tp", "most tensor-parallel ranks (default: those of a node)")
+    add_number(group, "--tokens", f"in a sequence (default {USUAL_TOKENS})")
+    add_number(group, "--batch", f"sequences a step (default {_USUAL_SEQUENCES} for each GPU)")
+    add_number(group, "--micro-batch", "sequences that a rank computes at once", 1)
+    group.add_argument(
+        "--recompute",
+        choices=("none", "selective", "full"),
+        default="none",
+        help="what of a block backward computes again (default none)",
+    )
+    group.add_argument(
+        "--no-sequence-parallel",
+        dest="sequence_parallel",
+        action="store_false",
+        help="each tensor-parallel rank holds all tokens (default: its own)",
+    )
+    for name, meaning in _ASSUMED.items():
+        usual = _USUAL[name]
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=float,
+            default=usual,
+            metavar="X",
+            help=f"{meaning} (default {usual})",
+        )
+    add_number(group, "--top", "how many to list", 10, least=1)
+    group.add_argument("--all", action="store_true", help="list all, those that do not fit as well")
+    group.add_argument("--json", type=written_to, metavar="FILE", help="also write all of them into FILE")
+
+
+def add_model(group: _ActionsContainer) -> None:
+    """Add the options that name a model, for `model_of`."""
+    group.add_argument("--model", required=True, metavar="NAME", help="such as gpt2-small or llama3-8b")
+    group.add_argument(
+        "--size", action="append", default=[], metavar="NAME=VALUE", help="a size of it, as in `train`"
+    )
+
+
+def model_of(options: Namespace) -> GPTConfig:
+    return model_config(options.model).with_sizes(**dict(map(size_of, options.size)))
+
+
+def _job(options: Namespace) -> Job:
+    model = model_of(options)
+    usual_tokens = min(USUAL_TOKENS, model.max_positions or USUAL_TOKENS)
+    return Job(
+        model=model,
+        tokens=usual_tokens if options.tokens is None else options.tokens,
+        batch=max(1, _USUAL_SEQUENCES * options.world_size) if options.batch is None else options.batch,
+        micro_batch=options.micro_batch,
+        recompute=options.recompute,
+        sequence_parallel=options.sequence_parallel,
+    )
+
+
+def _heading(options: Namespace, job: Job, machine: Hardware) -> str:
+    parameters = parameters_of_stage(job, RankLayout(1, 1, 1), 0).total
+    split = "with" if job.sequence_parallel else "without"
+    return (
+        f"{options.model}: {parameters / 1e9:.2f} billion parameters in bfloat16 on {options.world_size} x "
+        f"{machine.gpu.name}, {machine.gpus_per_node} in a node\n"
+        f"a step: {job.batch} sequences of {job.tokens} tokens, {job.micro_batch} at once on a rank, "
+        f"{split} sequence parallelism, recompute {job.recompute}"
+    )
+
+
+def _listed(options: Namespace, advice: Advice) -> list[Prediction]:
+    return advice.fitting + advice.too_large if options.all else advice.fitting[: options.top]
+
+
+def _table(predictions: Sequence[Prediction]) -> str:
+    if not predictions:
+        return "no layout fits"
+    lines = [
+        f"{'':17}{'GB on the fullest GPU':<60}  seconds of a step",
+        f"{'tp':>4}{'pp':>5}{'dp':>5}"
+        f"{'weights':>10}{'gradients':>11}{'optimizer':>11}{'activations':>13}{'update':>8}{'peak':>7}   "
+        f"{'compute':>9}{'exposed':>9}{'bubble':>9}{'step':>9}",
+    ]
+    for found in predictions:
+        layout, memory, time = found.layout, found.memory, found.time
+        line = f"{layout.tensor:4}{layout.pipeline:5}{layout.data:5}"
+        held = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.update)
+        for size, width in zip((*held, memory.peak), (10, 11, 11, 13, 8, 7), strict=True):
+            line += f"{size / _GB:{width}.1f}"
+        line += "   " + "".join(
+            f"{seconds:9.3f}" for seconds in (time.compute, time.exposed, time.bubble, time.total)
+        )
+        remarks = [] if found.fits else [f"lacks {found.excess / _GB:.1f} GB"]
+        if layout.pipeline > 1:
+            remarks.append(_STAGES)
+        lines.append("   ".join([line, ", ".join(remarks)]).rstrip())
+    return "\n".join(lines)
+
+
+def _best(advice: Advice) -> list[str]:
+    """Return in a line the best layout that `train` can run; the table has layouts that beat it."""
+    runnable = [found for found in advice.fitting if found.layout.pipeline == 1]
+    if runnable:
+        return [f"best for `train`: {runnable[0].layout}, {runnable[0].time.total:.3f} s"]
+    flat = [found for found in advice.too_large if found.layout.pipeline == 1]
+    if not flat:
+        return ["best for `train`: none, because no layout without pipeline stages is possible"]
+    return [
+        f"best for `train`: none, because no layout without pipeline stages fits; {flat[0].layout} lacks "
+        f"{flat[0].excess / _GB:.1f} GB{', the least' if len(flat) > 1 else ''}"
+    ]
+
+
+def _others(options: Namespace, advice: Advice) -> str:
+    said = []
+    hidden = 0 if options.all else max(0, len(advice.fitting) - options.top)
+    if hidden:
+        said.append(f"{hidden} more {'fits' if hidden == 1 else 'fit'} (--top {len(advice.fitting)})")
+    if advice.too_large:
+        nearest, count = advice.too_large[0], len(advice.too_large)
+        lacks = f"{nearest.layout} lacks {nearest.excess / _GB:.1f} GB"
+        said.append(f"1 does not fit; {lacks}" if count == 1 else f"{count} do not fit; {lacks}, the least")
+    if advice.impossible:
+        (layout, reason), count = advice.impossible[0], len(advice.impossible)
+        said.append(f"{count} cannot be{', such as' if count > 1 else ','} {layout}: {reason}")
+    return "\n".join(said) or ("all layouts fit" if len(advice.fitting) > 1 else "the only layout fits")
+
+
+def _assumptions(machine: Hardware) -> str:
+    gpu = machine.gpu
+    return (
+        "Predicted from sizes; nothing was measured. Assumed:\n"
+        f"  products reach {machine.efficiency:.2f} of {gpu.flops / 1e12:.0f} TFLOPS (--efficiency)\n"
+        f"  transfers reach {machine.link_efficiency:.2f} of {gpu.nvlink / _GB:.0f} GB/s in a node and of "
+        f"{gpu.network / _GB:.0f} GB/s for each GPU between nodes (--link-efficiency)\n"
+        f"  {machine.reserve:.2f} of {gpu.memory / _GB:.0f} GB is left for what is not counted (--reserve)\n"
+        "peak: weights, gradients, optimizer, and the larger of activations and what the update needs\n"
+        "pp: more than one stage is planned only, `train` does not run it"
+    )
+
+
+def _as_json(options: Namespace, job: Job, machine: Hardware, advice: Advice) -> dict[str, Any]:
+    return {
+        "model": options.model,
+        "world_size": options.world_size,
+        "job": asdict(job),
+        "machine": asdict(machine),
+        "layouts": [
+            {**found.as_dict(), "trains": found.layout.pipeline == 1}
+            for found in advice.fitting + advice.too_large
+        ],
+        "impossible": [{"layout": asdict(layout), "reason": reason} for layout, reason in advice.impossible],
+    }

@@ -125,10 +125,14 @@ def _as_rank(options: Namespace) -> int:
 
 def _lines(world: QualifyWorld) -> Iterator[dict[str, Any]]:
     """Yield the name of each part, its results, and at last the choice of `auto`."""
-    from tpkernels.cli.qualify_buckets import check_buckets
     from tpkernels.cli.qualify_calls import check_graphs, check_transports
-    from tpkernels.cli.qualify_kernels import check_kernels, check_trials
-    from tpkernels.cli.qualify_times import auto_line, check_times
+    from tpkernels.cli.qualify_checks import (
+        auto_line,
+        check_buckets,
+        check_kernels,
+        check_times,
+        check_trials,
+    )
 
     parts = {
         "kernels": check_kernels,

@@ -25,10 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tpkernels.gate import (
     disassembly,
     epilogue,
-    machine_code,
     occupancy,
-    ptx,
-    ptx_addresses,
     ptx_flow,
     roles,
     triton_ir,
@@ -109,7 +106,7 @@ class Facts:
     instructions: Mapping[str, int]  # see `machine_code`; absent is zero
     aligned: frozenset[str]  # arguments that the compiler knows to be multiples of 16
     narrow_offsets: tuple[str, ...]  # 32-bit products in addresses, see `triton_ir`
-    unordered_reads: tuple[str, ...]  # why rows may be read before their flag, see `ptx`; () on AMD
+    unordered_reads: tuple[str, ...]  # why rows may be read before their flag, see `ptx_flow`; () on AMD
     unordered_flags: tuple[str, ...]  # why a flag may be seen before its rows
     seconds: float  # that compiling took
     threads: int = 0  # a block, with those that fill a role of few warps up; 0: not known
@@ -264,10 +261,7 @@ def compile_key(entry: Entry, architecture: str) -> str:
     source = ast_source(entry)
     source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
     key = get_cache_key(source, backend, options, variables)
-    readers = (
-        *(disassembly, epilogue, machine_code, occupancy),
-        *(ptx, ptx_addresses, ptx_flow, roles, triton_ir),
-    )
+    readers = (disassembly, epilogue, occupancy, ptx_flow, roles, triton_ir)
     files = (__file__, *(reader.__file__ for reader in readers))
     ours = b"".join(Path(str(file)).read_bytes() for file in files)
     return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()
@@ -329,7 +323,7 @@ def _nvidia(compiled: Any, seconds: float, architecture: str) -> Facts:
     listing = disassemble(code)
     usage = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     assert usage, "cuobjdump without a line of resource usage"
-    mix = machine_code.sass_mix(listing)
+    mix = disassembly.sass_mix(listing)
     registers, threads, shared = int(usage[1]), _threads(compiled), compiled.metadata.shared
     first = compiled.asm["ttir" if "ttir" in compiled.asm else "ttgir"]  # Gluon starts with the latter
     return Facts(
@@ -337,12 +331,12 @@ def _nvidia(compiled: Any, seconds: float, architecture: str) -> Facts:
         stack=int(usage[2]),
         spills=mix.get("STL", 0) + mix.get("LDL", 0),
         shared=shared,
-        in_flight=machine_code.wgmma_in_flight(listing),
+        in_flight=disassembly.wgmma_in_flight(listing),
         instructions=mix,
         aligned=triton_ir.aligned_arguments(first),
         narrow_offsets=triton_ir.narrow_offsets(first),
-        unordered_reads=ptx.unordered_reads(compiled.asm["ptx"]),
-        unordered_flags=ptx.unordered_flags(compiled.asm["ptx"]),
+        unordered_reads=ptx_flow.unordered_reads(compiled.asm["ptx"]),
+        unordered_flags=ptx_flow.unordered_flags(compiled.asm["ptx"]),
         seconds=seconds,
         threads=threads,
         blocks=min(
@@ -369,14 +363,14 @@ def _of_roles(text: str) -> dict[str, Any]:
 
 def _amd(compiled: Any, seconds: float) -> Facts:
     assembly = compiled.asm["amdgcn"]
-    registers, stack, spills = machine_code.amd_resources(assembly)
+    registers, stack, spills = disassembly.amd_resources(assembly)
     return Facts(
         registers=registers,
         stack=stack,
         spills=spills,
         shared=compiled.metadata.shared,
         in_flight=0,
-        instructions=machine_code.amd_mix(assembly),
+        instructions=disassembly.amd_mix(assembly),
         aligned=triton_ir.aligned_arguments(compiled.asm["ttir"]),
         narrow_offsets=triton_ir.narrow_offsets(compiled.asm["ttir"]),
         unordered_reads=(),

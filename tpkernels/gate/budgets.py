@@ -5,7 +5,8 @@ multiple of 8, in which the hardware hands them out. Another minor version of Tr
 differently, hence a table of its own for each. Spills are budgeted where no rule forbids them altogether.
 What an epilogue waits for may not grow either, and what runs during it may not be lost.
 The counts of instructions are no ceilings: any other count is told, by the very version that they come from.
-So are other cycles of a step and of an edge, slower or faster (see `cycles`).
+So are other cycles of a step and of an edge, slower or faster. The clock gives the same cycles for the same
+machine code; what is tolerated is that a few instructions are in another order.
 """
 
 from __future__ import annotations
@@ -18,10 +19,78 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels.files import parsed, read_text
-from tpkernels.gate import cycles
 from tpkernels.gate.ahead_of_time import Facts
 from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.kernels.footprints import TABLE
+
+NAMES = ("step", "edge")  # of stretches
+TOLERANCE = 0.03
+LEAST_CHANGE = {"step": 1.0, "edge": 16.0}  # cycles: where other warps hide it, an edge is next to nothing
+LEAST = 0.01  # of a stretch: causes of less are not kept
+
+
+def as_text(stretch: Stretch) -> str:
+    """ "5950 cycles, 4 serial loads; stores 2410; barrier 800": one text, so that an entry has a line."""
+    serial = f", {stretch.serial_loads} serial loads" if stretch.serial_loads else ""
+    least = LEAST * stretch.cycles
+    large = [f"{cause} {spent:.0f}" for cause, spent in stretch.waits.items() if spent >= least]
+    return "; ".join([f"{round(stretch.cycles)} cycles{serial}", *large])
+
+
+def from_text(text: str) -> Stretch:
+    """What `as_text` gave; ValueError for anything else."""
+    head, *large = text.split("; ")
+    cycles, _, serial = head.partition(" cycles")
+    waits = dict(one.rsplit(" ", 1) for one in large)
+    loads = serial.removeprefix(", ").removesuffix(" serial loads")
+    return Stretch(float(cycles), {cause: float(spent) for cause, spent in waits.items()}, int(loads or 0))
+
+
+def slower(before: Mapping[str, Stretch], cost: Cost) -> Iterator[str]:
+    """Each stretch that takes longer, and why: "step 1,040 -> 1,460 cycles: waits for copies"."""
+    for name, was, now in _pairs(before, cost):
+        if now.cycles - was.cycles > max(TOLERANCE * was.cycles, LEAST_CHANGE[name]):
+            yield f"{_change(name, was, now)}: {_cause(was, now)}"
+
+
+def faster(before: Mapping[str, Stretch], cost: Cost) -> Iterator[str]:
+    """Each stretch that takes less, as "step 1,040 -> 900 cycles"."""
+    for name, was, now in _pairs(before, cost):
+        if was.cycles - now.cycles > max(TOLERANCE * was.cycles, LEAST_CHANGE[name]):
+            yield _change(name, was, now)
+
+
+def kept(cost: Cost) -> dict[str, Stretch]:
+    """What the table keeps of a cost: rounded, and without small causes."""
+    return {name: from_text(as_text(stretch)) for name, stretch in stretches(cost).items()}
+
+
+def stretches(cost: Cost) -> dict[str, Stretch]:
+    """By the names that failures call them."""
+    return ({} if cost.step is None else {"step": cost.step}) | {"edge": cost.edge}
+
+
+def _pairs(before: Mapping[str, Stretch], cost: Cost) -> Iterator[tuple[str, Stretch, Stretch]]:
+    after = stretches(cost)
+    for name, was in before.items():
+        if name in after:  # else the kernel has no main loop any more, which its instructions tell
+            yield name, was, after[name]
+
+
+def _change(name: str, was: Stretch, now: Stretch) -> str:
+    return f"{name} {was.cycles:,.0f} -> {now.cycles:,.0f} cycles"
+
+
+def _cause(was: Stretch, now: Stretch) -> str:
+    """Why more cycles are spent than before."""
+    if now.serial_loads > max(was.serial_loads, 1):
+        return f"{now.serial_loads} loads awaited one after the other"
+    grown = {cause: spent - was.waits.get(cause, 0.0) for cause, spent in now.waits.items()}
+    most = max(grown, key=grown.__getitem__, default="")
+    if most and grown[most] > (now.cycles - was.cycles) / 4:
+        return f"waits for {most.removeprefix('scoreboard: ')}"
+    return "more instructions"
+
 
 REGISTER_UNIT = 8
 CEILINGS = ("exposed_waits", "serial_stores")
@@ -46,7 +115,7 @@ class Budget:
         """What the facts need, and no more."""
         registers = -(-facts.registers // REGISTER_UNIT) * REGISTER_UNIT
         epilogue = {name: getattr(facts, name) for name in (*CEILINGS, *KEPT)}
-        known = cycles.kept(cost) if cost else {}
+        known = kept(cost) if cost else {}
         return Budget(registers, facts.shared, facts.spills, facts.instructions, **epilogue, cycles=known)
 
     def as_json(self) -> dict[str, int | str]:
@@ -56,14 +125,14 @@ class Budget:
         epilogue = {name: getattr(self, name) for name in CEILINGS if getattr(self, name) is not None}
         kept = {name: True for name in KEPT if getattr(self, name)}
         spills = {"spills": self.spills} if self.spills else {}
-        clocked = {name: cycles.as_text(stretch) for name, stretch in self.cycles.items()}
+        clocked = {name: as_text(stretch) for name, stretch in self.cycles.items()}
         return numbers | spills | epilogue | kept | clocked | {"instructions": counts}
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Budget:
         """What `as_json` gave; KeyError, TypeError or ValueError for anything else."""
         counts = (text.split() for text in row["instructions"].split(", ") if text)
-        clocked = {name: cycles.from_text(row[name]) for name in cycles.NAMES if name in row}
+        clocked = {name: from_text(row[name]) for name in NAMES if name in row}
         rest = {name: value for name, value in row.items() if name not in clocked}
         instructions = {name: int(count) for name, count in counts}
         return Budget(**rest | {"instructions": instructions, "cycles": clocked})

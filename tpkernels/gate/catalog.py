@@ -13,7 +13,7 @@ from functools import cache, partial
 
 import torch
 
-from tpkernels.gate import launchers, scaled
+from tpkernels.gate import recording, scaled
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Entry
 from tpkernels.gate.recording import EntrySpec, MetaOperands
 from tpkernels.kernels.bias_grad import bias_grad
@@ -151,7 +151,7 @@ def _sum_specs() -> Iterator[EntrySpec]:
             tile = sum_tile(form, BF16, target)
             prefix = f"{architectures[0]}/" if target in (B200, MI300) else ""
             of = MetaOperands(T, N, K, BF16, chunks=2, form=form, tile=tile)
-            call = partial(launchers.primitive, name=name, into=FP32, **launchers.BARE)
+            call = partial(recording.primitive, name=name, into=FP32, **recording.BARE)
             entry = f"{prefix}{stem_of(name, form, BF16, tile)}/=fp32"
             yield EntrySpec(entry, call, of, target, architectures)
 
@@ -159,51 +159,51 @@ def _sum_specs() -> Iterator[EntrySpec]:
 UNTIMED = ("gather_linear", "scatter_linear")  # no tile is chosen for them by timing: they take defaults
 COSTLIEST: Mapping[Kernel, Mapping[str, LauncherCall]] = {
     "linear": {
-        "linear/gelu_tanh+bias+z": partial(launchers.primitive, name="linear", activation="gelu_tanh"),
-        "gather_linear/gelu_tanh+bias+z": partial(launchers.gather_linear, activation="gelu_tanh"),
-        "gather_linear/depth_first": launchers.gather_dgrad,
-        "scatter_linear/two+depth_first": partial(launchers.scatter_linear, pairs=2, depth_first=True),
+        "linear/gelu_tanh+bias+z": partial(recording.primitive, name="linear", activation="gelu_tanh"),
+        "gather_linear/gelu_tanh+bias+z": partial(recording.gather_linear, activation="gelu_tanh"),
+        "gather_linear/depth_first": recording.gather_dgrad,
+        "scatter_linear/two+depth_first": partial(recording.scatter_linear, pairs=2, depth_first=True),
     },
-    "glu": {"glu/swiglu+gu": partial(launchers.primitive, name="glu", glu="swiglu")},
+    "glu": {"glu/swiglu+gu": partial(recording.primitive, name="glu", glu="swiglu")},
     "dgrad": {
-        "dgrad/gelu_tanh+db": partial(launchers.primitive, name="dgrad_act", activation="gelu_tanh"),
-        "dgrad_pairs/none": partial(launchers.primitive, name="dgrad_pairs"),
+        "dgrad/gelu_tanh+db": partial(recording.primitive, name="dgrad_act", activation="gelu_tanh"),
+        "dgrad_pairs/none": partial(recording.primitive, name="dgrad_pairs"),
     },
-    "dglu": {"dglu/swiglu+h": partial(launchers.primitive, name="dglu", glu="swiglu")},
-    "wgrad": {"wgrad/+=fp32": partial(launchers.primitive, name="wgrad_accumulate_", into=FP32)},
+    "dglu": {"dglu/swiglu+h": partial(recording.primitive, name="dglu", glu="swiglu")},
+    "wgrad": {"wgrad/+=fp32": partial(recording.primitive, name="wgrad_accumulate_", into=FP32)},
 }
 OTHERS: Mapping[Kernel, Mapping[str, LauncherCall]] = {
     "linear": {
-        "linear/none": partial(launchers.primitive, name="linear", **launchers.BARE),  # z is y then
-        "linear/gelu+bias+z": partial(launchers.primitive, name="linear", activation="gelu"),
-        "linear/silu+bias+z": partial(launchers.primitive, name="linear", activation="silu"),
-        "linear/relu2+bias+z": partial(launchers.primitive, name="linear", activation="relu2"),
-        "scatter_linear/one": launchers.scatter_linear,
-        "scatter_linear/one+depth_first": partial(launchers.scatter_linear, depth_first=True),
-        "scatter_linear/two": partial(launchers.scatter_linear, pairs=2),
+        "linear/none": partial(recording.primitive, name="linear", **recording.BARE),  # z is y then
+        "linear/gelu+bias+z": partial(recording.primitive, name="linear", activation="gelu"),
+        "linear/silu+bias+z": partial(recording.primitive, name="linear", activation="silu"),
+        "linear/relu2+bias+z": partial(recording.primitive, name="linear", activation="relu2"),
+        "scatter_linear/one": recording.scatter_linear,
+        "scatter_linear/one+depth_first": partial(recording.scatter_linear, depth_first=True),
+        "scatter_linear/two": partial(recording.scatter_linear, pairs=2),
     },
     "glu": {
-        "glu/swiglu": partial(launchers.primitive, name="glu", **launchers.BARE),
-        "glu/geglu+gu": partial(launchers.primitive, name="glu", glu="geglu"),
-        "glu/geglu_tanh+gu": partial(launchers.primitive, name="glu", glu="geglu_tanh"),
+        "glu/swiglu": partial(recording.primitive, name="glu", **recording.BARE),
+        "glu/geglu+gu": partial(recording.primitive, name="glu", glu="geglu"),
+        "glu/geglu_tanh+gu": partial(recording.primitive, name="glu", glu="geglu_tanh"),
     },
     "dgrad": {
-        "dgrad/none": partial(launchers.primitive, name="dgrad"),
+        "dgrad/none": partial(recording.primitive, name="dgrad"),
         "dgrad/gelu_tanh": partial(
-            launchers.primitive, name="dgrad_act", activation="gelu_tanh", **launchers.BARE
+            recording.primitive, name="dgrad_act", activation="gelu_tanh", **recording.BARE
         ),
-        "dgrad/gelu+db": partial(launchers.primitive, name="dgrad_act", activation="gelu"),
-        "dgrad/silu+db": partial(launchers.primitive, name="dgrad_act", activation="silu"),
-        "dgrad/relu2+db": partial(launchers.primitive, name="dgrad_act", activation="relu2"),
+        "dgrad/gelu+db": partial(recording.primitive, name="dgrad_act", activation="gelu"),
+        "dgrad/silu+db": partial(recording.primitive, name="dgrad_act", activation="silu"),
+        "dgrad/relu2+db": partial(recording.primitive, name="dgrad_act", activation="relu2"),
     },
     "dglu": {
-        "dglu/geglu+h": partial(launchers.primitive, name="dglu", glu="geglu"),
-        "dglu/geglu_tanh+h": partial(launchers.primitive, name="dglu", glu="geglu_tanh"),
+        "dglu/geglu+h": partial(recording.primitive, name="dglu", glu="geglu"),
+        "dglu/geglu_tanh+h": partial(recording.primitive, name="dglu", glu="geglu_tanh"),
     },
     "wgrad": {
-        "wgrad/=bf16": partial(launchers.primitive, name="wgrad", into=BF16),
-        "wgrad/=fp32": partial(launchers.primitive, name="wgrad", into=FP32),
-        "wgrad/+=bf16": partial(launchers.primitive, name="wgrad_accumulate_", into=BF16),
+        "wgrad/=bf16": partial(recording.primitive, name="wgrad", into=BF16),
+        "wgrad/=fp32": partial(recording.primitive, name="wgrad", into=FP32),
+        "wgrad/+=bf16": partial(recording.primitive, name="wgrad_accumulate_", into=BF16),
     },
 }
 
@@ -211,46 +211,46 @@ OTHERS: Mapping[Kernel, Mapping[str, LauncherCall]] = {
 def _row_specs() -> Iterator[EntrySpec]:
     """Norms with every option on, at three widths; the others in the dtypes that they meet."""
     for kind in ("rms", "layer"):
-        norm = partial(launchers.norm, kind=kind)
+        norm = partial(recording.norm, kind=kind)
         for features in FEATURES:
             yield _row_spec("norm_fwd", f"{features}/{kind}", BF16, norm, features)
             yield _row_spec("norm_bwd", f"{features}/{kind}", BF16, norm, features)
     for dtype in (BF16, FP32):
-        yield _row_spec("sum_rows", f"{SUM.chunk}x{SUM.block_cols}", dtype, launchers.row_sums)
-        ordered = partial(launchers.row_sums, launcher=partial(bias_grad, tile=ORDERED_SUM))
+        yield _row_spec("sum_rows", f"{SUM.chunk}x{SUM.block_cols}", dtype, recording.row_sums)
+        ordered = partial(recording.row_sums, launcher=partial(bias_grad, tile=ORDERED_SUM))
         way = f"{ORDERED_SUM.chunk}x{ORDERED_SUM.block_cols}/ordered"
         yield _row_spec("sum_rows", way, dtype, ordered)
     block = f"{SLOT_SUM.block_rows}x{SLOT_SUM.block_cols}"
     for epilogue, wait in (("bias", False), ("bias+wait", True)):
         for dtype in (BF16, FP32):
             yield _row_spec(
-                "reduce_slots", f"{block}/{epilogue}", dtype, partial(launchers.slot_sums, wait=wait)
+                "reduce_slots", f"{block}/{epilogue}", dtype, partial(recording.slot_sums, wait=wait)
             )
     for epilogue, wait in (("bias+tree8", False), ("bias+tree8+wait", True)):
-        call = partial(launchers.slot_sums, wait=wait, slots=8, tree=True)
+        call = partial(recording.slot_sums, wait=wait, slots=8, tree=True)
         yield _row_spec("reduce_slots", f"{block}/{epilogue}", FP32, call)
     alone = f"{SLOT_SUM_ALONE.block_rows}x{SLOT_SUM_ALONE.block_cols}"
     for dtype in (BF16, FP32):
-        call = partial(launchers.slot_sums, tile=SLOT_SUM_ALONE)
+        call = partial(recording.slot_sums, tile=SLOT_SUM_ALONE)
         yield _row_spec("reduce_slots", f"{alone}/bias+wait", dtype, call)
     for epilogue, into in (("=bf16", BF16), ("+=bf16", BF16), ("+=fp32", FP32)):
-        call = partial(launchers.added_slots, into=into, accumulate=epilogue.startswith("+"))
+        call = partial(recording.added_slots, into=into, accumulate=epilogue.startswith("+"))
         yield _row_spec("add_slots", f"{block}/{epilogue}", FP32, call)
-    yield _row_spec("advance", "one", BF16, launchers.advance)
+    yield _row_spec("advance", "one", BF16, recording.advance)
     for kernel, tile, name in (
         ("embedding_fwd", EMBEDDING, "lookup"),
         ("embedding_bwd", EMBEDDING_GRAD, "lookup_grad"),
     ):
-        call = partial(launchers.primitive, name=name)
+        call = partial(recording.primitive, name=name)
         yield _row_spec(kernel, f"{tile.block_rows}x{tile.block_cols}", BF16, call)
     for dtype in (BF16, FP32):
         for kernel in ("softmax_statistics", "cross_entropy_grad"):
-            yield _row_spec(kernel, f"{LOGITS.block_cols}", dtype, launchers.cross_entropy)
-            with_entropy = partial(launchers.cross_entropy, scale=0.7)
+            yield _row_spec(kernel, f"{LOGITS.block_cols}", dtype, recording.cross_entropy)
+            with_entropy = partial(recording.cross_entropy, scale=0.7)
             yield _row_spec(kernel, f"{LOGITS.block_cols}/entropy", dtype, with_entropy)
-    for name in launchers.other_primitives():
+    for name in recording.other_primitives():
         of = MetaOperands(T, N, K, BF16, chunks=2)
-        call = partial(launchers.primitive, name=name)
+        call = partial(recording.primitive, name=name)
         yield EntrySpec(f"{name}/pointer/{SHORT_NAMES[BF16]}/sample", call, of, A100, ARCHITECTURES)
 
 

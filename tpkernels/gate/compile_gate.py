@@ -9,7 +9,7 @@ from pathlib import Path
 
 import triton
 
-from tpkernels.gate import budgets, cycles
+from tpkernels.gate import budgets
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, CompileJob, Entry, Facts
 from tpkernels.gate.budgets import Budget, Budgets
 from tpkernels.gate.catalog import entry_specs, has_parts
@@ -163,11 +163,11 @@ def judge(
 
 def _by_the_same_triton(budget: Budget, facts: Facts, cost: Cost | None, is_worse: bool) -> Iterator[str]:
     """What only the version of Triton that a budget was made with can be held to."""
-    slower = [*cycles.slower(budget.cycles, cost)] if cost else []
+    slower = [*budgets.slower(budget.cycles, cost)] if cost else []
     yield from slower
     if is_worse or slower:  # which says more
         return
-    if cost and (faster := ", ".join(cycles.faster(budget.cycles, cost))):
+    if cost and (faster := ", ".join(budgets.faster(budget.cycles, cost))):
         yield f"faster: {faster}; record it with --update"
     if changes := ", ".join(budget.changes(facts)):
         yield f"other instructions: {changes}; record them with --update if that is meant"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, SHARED_LIMIT, Entry, Facts
-from tpkernels.gate.machine_code import FP8_PRODUCTS
+from tpkernels.gate.disassembly import FP8_PRODUCTS
 from tpkernels.gate.occupancy import blocks_by_limit, too_few
 
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")  # products on sm_90, on sm_100, on any

@@ -9,6 +9,10 @@ Operands lie in NaN, so that reading outside one shows; sizes straddle the inter
 
 Triton does not interpret Gluon: tiles with consumers, all that are shipped, run in `gate.machine`, each
 activation under another schedule, and the last of each kernel in all orders.
+
+How far off a kernel may be, and frames that show what it left unwritten or wrote too much.
+
+Shared by `python -m tpkernels check` and the tests, so that the two cannot come to mean different things.
 """
 
 from __future__ import annotations
@@ -35,11 +39,10 @@ from torch import Tensor
 from tpkernels.child import ending
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer
-from tpkernels.gate import launchers, scaled
-from tpkernels.gate.accuracy import BOUND, Frames, relative_error
+from tpkernels.gate import recording, scaled
 from tpkernels.gate.catalog import has_parts
-from tpkernels.gate.launchers import Operands, Results
 from tpkernels.gate.machine import SCHEDULES, Schedule, emulating
+from tpkernels.gate.recording import Operands, Results
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
 from tpkernels.kernels.bias_grad import bias_grad, sum_partials
@@ -51,6 +54,46 @@ from tpkernels.kernels.recipe import Format, Scaling
 from tpkernels.kernels.scaled import Scaled, quantize_ref
 from tpkernels.kernels.target import H100, INTERPRETER
 from tpkernels.kernels.tiles import ORDERED_SUM, candidates
+
+# norm-wise, against float64: about one and a half correct roundings of the result, on average over its
+# elements. So a result must have some hundreds: a single one may round by up to 3.9e-3 in bf16
+BOUND: Mapping[torch.dtype, float] = {torch.float32: 3e-7, torch.float16: 3e-4, torch.bfloat16: 2.5e-3}
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """‖actual - exact‖ / ‖exact‖; 0 for two empty tensors, infinite for different shapes."""
+    if actual.shape != exact.shape:
+        return float("inf")
+    if actual.numel() == 0:
+        return 0.0
+    difference = (actual.double() - exact.double()).norm()
+    return float(difference / exact.double().norm().clamp_min(1e-300))
+
+
+class Frames:
+    """Allocates for `launch.empty`: NaN, which must be overwritten, inside canaries, which must not."""
+
+    CANARY = 7.0
+    MARGIN = 64  # elements on each side; keeps the 16-byte alignment that descriptors need
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[Tensor, int]] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        count = torch.Size(shape).numel()
+        buffer = torch.full((count + 2 * self.MARGIN,), self.CANARY, dtype=dtype, device=device)
+        self._buffers.append((buffer, count))
+        return buffer[self.MARGIN : self.MARGIN + count].fill_(float("nan")).view(shape)
+
+    def take_overruns(self) -> list[int]:
+        """The sizes of the outputs, allocated since the last call, that were written outside of."""
+        taken, self._buffers = self._buffers, []
+        return [count for buffer, count in taken if self._overrun(buffer, count)]
+
+    def _overrun(self, buffer: Tensor, count: int) -> bool:
+        margins = torch.cat([buffer[: self.MARGIN], buffer[self.MARGIN + count :]])
+        return bool((margins != self.CANARY).any())
+
 
 PACKAGE = Path(__file__).parents[1]
 SOURCES = ("kernels/*.py", "kernels/gluon/*.py", "dispatch/*.py", "gate/*.py", "gate/machine/*.py")
@@ -198,7 +241,7 @@ def _emulated(run: Callable[[], Results], schedule: Schedule, explores: bool) ->
 
 def _product(of: Operands, name: str, way: str) -> Iterator[NumericCase]:
     record = PRODUCTS[name]
-    launcher, call = LAUNCHERS.get(name, name), partial(launchers.primitive, of, name)
+    launcher, call = LAUNCHERS.get(name, name), partial(recording.primitive, of, name)
     options = signature(record.by_torch).parameters
     if "activation" in options:
         for activation in ACTIVATIONS:
@@ -223,19 +266,19 @@ def _matmuls(of: Operands) -> Iterator[NumericCase]:
             yield replace(one, name=f"{one.name}/split")
     for activation in ACTIVATIONS:
         yield NumericCase(
-            f"gather_linear_fwd/{way}/{activation}", partial(launchers.gather_linear, of, activation)
+            f"gather_linear_fwd/{way}/{activation}", partial(recording.gather_linear, of, activation)
         )
-    yield NumericCase(f"gather_linear_fwd/{way}/depth_first", partial(launchers.gather_dgrad, of))
+    yield NumericCase(f"gather_linear_fwd/{way}/depth_first", partial(recording.gather_dgrad, of))
     for name in ("linear", "dgrad", "dgrad_pairs"):
         launcher = LAUNCHERS.get(name, name)
-        call = partial(launchers.primitive, of, name, into=FP32, **launchers.BARE)
+        call = partial(recording.primitive, of, name, into=FP32, **recording.BARE)
         yield NumericCase(f"{launcher}/{way}/=fp32", call)
     for transposed, pairs in ((True, 1), (False, 1), (False, 2)):
         case = f"segment_sum/{way}/{'transposed' if transposed else 'none'}/{('one', 'two')[pairs - 1]}"
-        yield NumericCase(case, partial(launchers.segments, of, transposed, pairs))
+        yield NumericCase(case, partial(recording.segments, of, transposed, pairs))
     for pairs, depth_first in ((1, False), (2, False), (2, True)):
         case = f"scatter_linear/{way}/{('one', 'two')[pairs - 1]}{'+depth_first' * depth_first}"
-        yield NumericCase(case, partial(launchers.scatter_linear, of, pairs, depth_first))
+        yield NumericCase(case, partial(recording.scatter_linear, of, pairs, depth_first))
 
 
 def _in_fp8() -> Iterator[NumericCase]:
@@ -243,12 +286,12 @@ def _in_fp8() -> Iterator[NumericCase]:
         of = RandomOperands(*sizes, BF16, form=form)
         for scales, options in scaled.SCALES.items():
             way = f"{form}/fp8/{scales.strip('+') or 'rows'}"
-            call = partial(launchers.primitive, of, "scaled_linear", **options)
+            call = partial(recording.primitive, of, "scaled_linear", **options)
             for activation in ACTIVATIONS:
                 yield NumericCase(
                     f"scaled_linear_fwd/{way}/{activation}", partial(call, activation=activation)
                 )
-            plain = partial(call, **launchers.BARE)
+            plain = partial(call, **recording.BARE)
             yield NumericCase(f"scaled_linear_fwd/{way}/=fp32", partial(plain, into=FP32))
             yield NumericCase(f"scaled_linear_fwd/{way}/e5m2", partial(plain, format="e5m2"))
     for dtype in (BF16, FP32):
@@ -258,35 +301,35 @@ def _in_fp8() -> Iterator[NumericCase]:
             launcher = quantized.keywords.get("name", "quantize")
             yield NumericCase(f"{launcher}/{way}/{how}", partial(quantized, of))
         for scaling in get_args(Scaling):
-            call = partial(launchers.primitive, of, "dequantize", into=dtype, scaling=scaling)
+            call = partial(recording.primitive, of, "dequantize", into=dtype, scaling=scaling)
             yield NumericCase(f"dequantize/{way}/{scaling}", call)
 
 
 def _rows(of: Operands) -> Iterator[NumericCase]:
     way = SHORT_NAMES[of.dtype]
     if of.dtype == FP32:  # which partial sums are in
-        yield NumericCase(f"sum_partials/{way}", partial(launchers.row_sums, of, sum_partials))
+        yield NumericCase(f"sum_partials/{way}", partial(recording.row_sums, of, sum_partials))
         for word, into, accumulate in (
             ("=bf16", BF16, False),
             ("+=bf16", BF16, True),
             ("+=fp32", FP32, True),
         ):
-            yield NumericCase(f"add_slots/{way}/{word}", partial(launchers.added_slots, of, into, accumulate))
-    yield NumericCase(f"bias_grad/{way}", partial(launchers.row_sums, of))
+            yield NumericCase(f"add_slots/{way}/{word}", partial(recording.added_slots, of, into, accumulate))
+    yield NumericCase(f"bias_grad/{way}", partial(recording.row_sums, of))
     ordered = partial(bias_grad, tile=ORDERED_SUM)
-    yield NumericCase(f"bias_grad/{way}/ordered", partial(launchers.row_sums, of, ordered))
-    yield NumericCase(f"reduce_slots/{way}", partial(launchers.slot_sums, of))
-    yield NumericCase(f"reduce_slots/{way}/tree", partial(launchers.slot_sums, of, slots=4, tree=True))
-    yield NumericCase(f"advance/{way}", partial(launchers.advance, of))
-    yield NumericCase(f"embedding_fwd/{way}", partial(launchers.primitive, of, "lookup"))
-    yield NumericCase(f"embedding_bwd/{way}", partial(launchers.primitive, of, "lookup_grad"))
+    yield NumericCase(f"bias_grad/{way}/ordered", partial(recording.row_sums, of, ordered))
+    yield NumericCase(f"reduce_slots/{way}", partial(recording.slot_sums, of))
+    yield NumericCase(f"reduce_slots/{way}/tree", partial(recording.slot_sums, of, slots=4, tree=True))
+    yield NumericCase(f"advance/{way}", partial(recording.advance, of))
+    yield NumericCase(f"embedding_fwd/{way}", partial(recording.primitive, of, "lookup"))
+    yield NumericCase(f"embedding_bwd/{way}", partial(recording.primitive, of, "lookup_grad"))
     loss = f"softmax_statistics/cross_entropy_grad/{way}"
-    yield NumericCase(loss, partial(launchers.cross_entropy, of))
-    yield NumericCase(f"{loss}/entropy", partial(launchers.cross_entropy, of, 0.7))
-    for name in launchers.other_primitives():
-        yield NumericCase(f"{name}/{way}", partial(launchers.primitive, of, name))
+    yield NumericCase(loss, partial(recording.cross_entropy, of))
+    yield NumericCase(f"{loss}/entropy", partial(recording.cross_entropy, of, 0.7))
+    for name in recording.other_primitives():
+        yield NumericCase(f"{name}/{way}", partial(recording.primitive, of, name))
     for kind in ("rms", "layer"):
-        yield NumericCase(f"{kind}_norm_fwd/{kind}_norm_bwd/{way}", partial(launchers.norm, of, kind))
+        yield NumericCase(f"{kind}_norm_fwd/{kind}_norm_bwd/{way}", partial(recording.norm, of, kind))
 
 
 def part_of_bound(actual: Tensor | None, exact: Tensor) -> float:

@@ -3,6 +3,17 @@
 Blocks do not lie in the order in which they run. A kernel of several roles begins with the default role. The
 other warps wait in a loop, where each reads from shared memory which role it has: a table of branches
 (`brx.idx`) or, since Triton 3.8, one comparison after the other sends it there.
+
+What PTX proves of the order in which a kernel reads rows, stores rows and raises flags. Pure text.
+
+A kernel is followed from its start along all branches, for blocks do not lie in the order in which they run.
+On the way steps are counted that must come one after the other: what needs all of them must not be reached
+with fewer.
+
+Which bytes of shared memory instructions of PTX touch, for each thread. Pure text.
+
+What constants and the thread's number decide is computed; whatever else a kernel learns at run time counts as
+0. So of a ring of buffers its first is touched, by each thread where that thread does.
 """
 
 from __future__ import annotations
@@ -11,6 +22,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 WARP = 32
 PRODUCTS_COMMITTED = re.compile(r"\bwgmma\.commit_group\b")
@@ -47,7 +61,7 @@ _COMPUTED = re.compile(
 _WRITTEN = re.compile(r"^(?:@\S+\s+)?\S+\s+(\{[^}]*\}|%[a-z]+\d+(?:\|%[a-z]+\d+)?)")
 
 FlowState = frozenset[tuple[str, int | str]]  # what may hold, and of what
-_Graph = Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
+_Edges = Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -243,7 +257,7 @@ class Role:
                     todo.append(place)
         return states
 
-    def _closed(self, starts: Iterable[int], follows: _Graph) -> frozenset[int]:
+    def _closed(self, starts: Iterable[int], follows: _Edges) -> frozenset[int]:
         """The places on the ways from `starts`, which count."""
         seen, todo = set[int](), list(starts)
         while todo:
@@ -269,3 +283,189 @@ class Role:
             elif place in self.lines and place not in done:
                 way.add(place)
                 stack.append((place, iter(self.flow.following[place])))
+
+
+NO_FLAG = "no flag is raised with release.sys"
+
+_ATOMIC = r"^(?:@\S+ )?(?:ld|atom|red|st)\.global\.(?=\S*\.?sys\b)"
+_LOOK = re.compile(_ATOMIC + r"(?=\S*\bacquire\b)")
+_COUNT = re.compile(_ATOMIC + r"(?=\S*\bacq_rel\b)")
+_FLAG = re.compile(_ATOMIC + r"(?=\S*\brelease\b)")
+_UNORDERED = re.compile(_ATOMIC + r"(?=\S*\brelaxed\b)")
+_NOT_FOR_ALL = re.compile(
+    r"^(?:@\S+ )?(?:ld|atom|red|st)\.global\.(?!\S*\bsys\b)(?=\S*\b(?:acquire|acq_rel|release)\b)"
+)
+_FULL_BARRIER = re.compile(r"^(?:@\S+ )?bar(?:rier)?\.sync\b")
+_PROXY_FENCE = re.compile(r"\bfence\.proxy\.async(?:\.global)?;")
+_STORE = re.compile(r"\bst\.global\.(?!\S*\bsys\b)|\bcp\.async\.bulk\.tensor\.\dd\.global\.shared")
+_TENSOR_LOAD = re.compile(r"\bcp\.async\.bulk\.tensor\.\dd\.shared")
+_LOADS = (
+    _TENSOR_LOAD,
+    re.compile(r"\bcp\.async\.c[ag]\.shared\.global\b"),
+    re.compile(r"\bld\.global\.\S*v[24]\b"),
+)
+_Order = Sequence[tuple[re.Pattern[str], str]]  # with what is missing where one is
+
+
+def unordered_reads(ptx: str) -> tuple[str, ...]:
+    """Why a kernel that waits may read rows before their flag; nothing if it cannot.
+
+    From the start, and after each tile that was stored, it must look at a flag, tell all its threads by a
+    barrier, and fence what reads by a proxy of its own: the copy engine.
+    """
+    flow = Flow.of(ptx)
+    lines = flow.lines
+    loads = next((pattern for pattern in _LOADS if any(map(pattern.search, lines))), None)
+    if loads is None:
+        return ("no load of rows that is known",)
+    steps = [
+        (_LOOK, "without a look at its flag with acquire.sys"),
+        (_FULL_BARRIER, "without a barrier after the look"),
+        (_PROXY_FENCE, "without a proxy fence after the barrier"),
+    ]
+    missing = _missing(flow, steps if loads is _TENSOR_LOAD else steps[:2], _STORE, loads)
+    return (*(f"a row is loaded {words}" for words in missing), *_weak(lines))
+
+
+def unordered_flags(ptx: str) -> tuple[str, ...]:
+    """Why a flag may be seen before the rows that it tells of; nothing if it cannot.
+
+    All threads store: after the last store a barrier makes them wait for each other, and a count, which
+    acquires what other blocks have stored and releases what this one has, tells who is the last.
+    """
+    flow = Flow.of(ptx)
+    lines = flow.lines
+    if not any(map(_FLAG.search, lines)):
+        return (NO_FLAG, *_weak(lines))
+    steps = [
+        (_STORE, "before anything is stored"),
+        (_FULL_BARRIER, "without a barrier after the stores"),
+        (_COUNT, "without a count with acq_rel.sys after the barrier"),
+    ]
+    missing = _missing(flow, steps, _STORE, _FLAG)
+    return (*(f"a flag is raised {words}" for words in missing), *_weak(lines))
+
+
+def _weak(lines: Sequence[str]) -> Iterator[str]:
+    """Accesses that order too little, or for too few."""
+    if any(map(_UNORDERED.search, lines)):
+        yield "an access for the whole system is relaxed"
+    if any(map(_NOT_FOR_ALL.search, lines)):
+        yield "an access that orders others does so for this GPU alone"
+
+
+def _missing(flow: Flow, steps: _Order, undoes: re.Pattern[str], needs: re.Pattern[str]) -> list[str]:
+    """What is missing where `needs` is reached without all steps, since the start or what undoes them."""
+    missing, seen, todo = set[int](), set[tuple[int, int]](), [(0, 0)]
+    while todo:
+        at, done = todo.pop()
+        if (at, done) in seen:
+            continue
+        seen.add((at, done))
+        line = flow.lines[at]
+        if done < len(steps) and needs.search(line):
+            missing.add(done)
+        if undoes.search(line):
+            done = 0
+        if steps[0][0].search(line):  # also again: what comes after it must come again
+            done = 1
+        elif done < len(steps) and steps[done][0].search(line):
+            done += 1
+        todo += ((place, done) for place in flow.following[at])
+    return [steps[number][1] for number in sorted(missing)]
+
+
+Threads = NDArray[np.int64]  # a value for each
+
+_WRITTEN_REGISTER = re.compile(r"^([a-z]\S*)\s+(%[a-z]+\d+),\s*(.*);$")  # always, and one register
+_MATRIX = re.compile(r"^(?:ld|st)matrix\S*\.x([124])\.\S*\s.*\[(\S+)\]")
+_WORDS = re.compile(r"^(?:@\S+\s+)?(?:ld|st)\.shared(?:::cta)?(?:\.v([24]))?\.[bfus](\d+)\s.*?\[(\S+)\]")
+_LANDING = re.compile(r"\bcp\.async\.bulk\.tensor\.\dd\.shared\S*\s+\[(\S+?)\],")
+_ROW = 16  # bytes of a matrix, whose address a thread gives
+
+_COMPARISONS: Mapping[str, Callable[[Threads, Threads], NDArray[np.bool_]]] = {
+    **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal},
+    **{"gt": np.greater, "ge": np.greater_equal},
+}
+
+
+def _selected(a: Threads, b: Threads, chosen: Threads) -> Threads:
+    return np.where(chosen != 0, a, b).astype(np.int64)
+
+
+def _of_lane(a: Threads, lane: Threads, *_: Threads) -> Threads:
+    """What one lane of each warp has."""
+    return a.reshape(-1, WARP)[:, [int(lane[0])]].repeat(WARP, 1).ravel()
+
+
+_OPERATIONS: Mapping[str, Callable[..., Threads]] = {
+    "mov": lambda a: a,
+    "cvt": lambda a: a,
+    "not": lambda a: ~a & 0xFFFFFFFF,
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "mad": lambda a, b, c: a * b + c,
+    "shl": lambda a, b: a << b,
+    "shr": lambda a, b: a >> b,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "min": np.minimum,
+    "max": np.maximum,
+    "bfe": lambda a, at, bits: a >> at & (1 << bits) - 1,
+    "selp": _selected,
+    "shfl": _of_lane,
+}
+
+
+class Addresses:
+    """Of the operands of one kernel."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.threads = np.arange(-(-(flow.threads or WARP) // WARP) * WARP, dtype=np.int64)
+        self._known: dict[str, Threads] = {}
+        self._first: dict[str, tuple[str, str]] = {}  # register -> opcode and operands where first written
+        for line in flow.lines:
+            if found := _WRITTEN_REGISTER.match(line):
+                self._first.setdefault(found[2], (found[1], found[3]))
+
+    def touched(self, line: str) -> Threads | None:
+        """The bytes of shared memory that an instruction reads or writes; of a tensor copy the first byte."""
+        if matrix := _MATRIX.search(line):
+            first = self.of(matrix[2]).reshape(-1, WARP)[:, : 8 * int(matrix[1])].ravel()
+            return _widened(first, _ROW)
+        if words := _WORDS.search(line):
+            return _widened(self.of(words[3]), int(words[1] or 1) * int(words[2]) // 8)
+        copy = TENSOR_STORE.search(line) or _LANDING.search(line)
+        return None if copy is None else self.of(copy[1])[:1]
+
+    def of(self, operand: str) -> Threads:
+        """What an operand holds in each thread: a register, a number, `global_smem+1024`."""
+        base, _, offset = operand.partition("+")
+        return self._value(base) + (int(offset) if offset else 0)
+
+    def _value(self, name: str) -> Threads:
+        if name == "%tid.x":
+            return self.threads
+        if re.fullmatch(r"-?\d+", name):
+            return np.full_like(self.threads, int(name))
+        if name not in self._known:
+            self._known[name] = np.zeros_like(self.threads)  # for what is computed from itself
+            opcode, operands = self._first.get(name, ("", ""))
+            self._known[name] = self._computed(opcode.split("."), re.split(r",\s*", operands))
+        return self._known[name]
+
+    def _computed(self, opcode: Sequence[str], operands: Sequence[str]) -> Threads:
+        if opcode[0] == "setp" and len(operands) == 2:
+            return _COMPARISONS[opcode[1]](*map(self.of, operands)).astype(np.int64)
+        operation = _OPERATIONS.get(opcode[0])
+        if operation is None or "hi" in opcode:
+            return np.zeros_like(self.threads)
+        return operation(*map(self.of, operands))
+
+
+def _widened(first: Threads, count: int) -> Threads:
+    """`count` bytes from each of these on."""
+    return np.unique(first[:, None] + np.arange(count))

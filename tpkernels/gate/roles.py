@@ -19,7 +19,6 @@ import re
 
 import numpy as np
 
-from tpkernels.gate.ptx_addresses import Addresses
 from tpkernels.gate.ptx_flow import (
     BARRIER_OF_ALL,
     COMMIT,
@@ -30,6 +29,7 @@ from tpkernels.gate.ptx_flow import (
     TENSOR_STORE,
     WAIT,
     WARP,
+    Addresses,
     Flow,
     FlowState,
     Role,

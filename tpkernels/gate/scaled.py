@@ -14,9 +14,17 @@ from typing import Any, get_args
 import torch
 
 from tpkernels.dispatch.primitives import RECORDS
-from tpkernels.gate.launchers import BARE, Operands, Results, arguments, in_float64, primitive
-from tpkernels.gate.machine_code import FP8_PRODUCTS
-from tpkernels.gate.recording import EntrySpec, MetaOperands
+from tpkernels.gate.disassembly import FP8_PRODUCTS
+from tpkernels.gate.recording import (
+    BARE,
+    EntrySpec,
+    MetaOperands,
+    Operands,
+    Results,
+    arguments,
+    in_float64,
+    primitive,
+)
 from tpkernels.kernels.footprints import SHORT_NAMES, stem_of
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.recipe import Scaling

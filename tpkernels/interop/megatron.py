@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.interop.renaming import Renaming, to_ours, to_theirs
-from tpkernels.topology.shard import split_vocabulary
+from tpkernels.topology.sizes import split_vocabulary
 
 _LAYER, _BLOCK = "decoder.layers.{i}", "blocks.{i}"
 _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tpkernels.interop.freed import freed_like, is_freed
+from tpkernels.interop.carry import freed_like, is_freed
 from tpkernels.interop.shards import TensorShard
 
 STATE = "optimizer.state."  # prefix of entries: optimizer.state.NAME.KEY

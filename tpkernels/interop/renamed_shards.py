@@ -17,7 +17,7 @@ from tpkernels.interop.huggingface import to_huggingface
 from tpkernels.interop.megatron import to_megatron
 from tpkernels.interop.shards import Chunk, TensorShard
 
-Names = Literal["own", "huggingface", "megatron"]
+NamingScheme = Literal["own", "huggingface", "megatron"]
 _MAY_BE_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # by Megatron
 
 
@@ -39,7 +39,7 @@ class Renamed(NamedTuple):
     padding: list[Tensor]
 
 
-class _Run(NamedTuple):
+class _ConsecutiveRows(NamedTuple):
     """Rows of their tensor, or columns if it is transposed, that are consecutive rows of one of ours."""
 
     begin: int
@@ -49,7 +49,10 @@ class _Run(NamedTuple):
 
 
 def under_our_names(
-    theirs: Mapping[str, TensorShard], ours: Mapping[str, tuple[int, ...]], names: Names, heads: Heads | None
+    theirs: Mapping[str, TensorShard],
+    ours: Mapping[str, tuple[int, ...]],
+    names: NamingScheme,
+    heads: Heads | None,
 ) -> Renamed:
     """Return their shards as views under our names; raise unless names and full shapes match.
 
@@ -95,7 +98,10 @@ def _numbered(ours: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], l
 
 
 def _renamed(
-    numbered: Mapping[str, Tensor], theirs: Mapping[str, TensorShard], names: Names, heads: Heads | None
+    numbered: Mapping[str, Tensor],
+    theirs: Mapping[str, TensorShard],
+    names: NamingScheme,
+    heads: Heads | None,
 ) -> dict[str, Tensor]:
     if names == "huggingface":
         return to_huggingface(numbered)
@@ -123,14 +129,14 @@ def _is_by_row(numbers: Tensor) -> bool:
     return numbers.shape[1] == 2 and torch.equal(numbers[:, 0], numbers[:, 1])
 
 
-def _runs(numbers: Tensor, owner: list[tuple[int, str]]) -> Iterator[_Run]:
+def _runs(numbers: Tensor, owner: list[tuple[int, str]]) -> Iterator[_ConsecutiveRows]:
     starts = torch.tensor([first for first, _ in owner])
     whose = torch.searchsorted(starts, numbers.contiguous(), right=True) - 1
     breaks = (numbers[1:] != numbers[:-1] + 1) | (whose[1:] != whose[:-1])
     bounds = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(numbers)]
     for begin, end in pairwise(bounds):
         first, name = owner[int(whose[begin])]
-        yield _Run(begin, end, name, int(numbers[begin]) - first)
+        yield _ConsecutiveRows(begin, end, name, int(numbers[begin]) - first)
 
 
 def _require_shape(name: str, shard: TensorShard, rows: int, dim: int, rest: tuple[int, ...]) -> None:
@@ -142,7 +148,7 @@ def _require_shape(name: str, shard: TensorShard, rows: int, dim: int, rest: tup
         raise ValueError(f"'{name}': expected {expected} in `to`, got {shard.shape}: full shapes")
 
 
-def _add(found: Renamed, chunk: Chunk, runs: list[_Run], dim: int) -> None:
+def _add(found: Renamed, chunk: Chunk, runs: list[_ConsecutiveRows], dim: int) -> None:
     where = chunk.where[dim]
     for run in runs:
         begin, end = max(where.start, run.begin), min(where.stop, run.end)

@@ -26,11 +26,18 @@ from torch.optim import Optimizer
 
 from tpkernels.comm.agreement import bytes_of_all
 from tpkernels.comm.transports import select
-from tpkernels.interop.carry import Reads, copy_own, exchange, read_from_peers
-from tpkernels.interop.freed import freed_like, leave_meta_device, refuse_shared
+from tpkernels.interop.carry import (
+    Reads,
+    copy_own,
+    exchange,
+    freed_like,
+    leave_meta_device,
+    read_from_peers,
+    refuse_shared,
+)
 from tpkernels.interop.optimizer_state import GROUPS, Described, OptimizerState
 from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
-from tpkernels.interop.renamed_shards import Heads, Names
+from tpkernels.interop.renamed_shards import Heads, NamingScheme
 from tpkernels.interop.shards import TensorShard, unwrapped
 from tpkernels.interop.sides import (
     Description,
@@ -46,7 +53,7 @@ from tpkernels.interop.sides import (
 from tpkernels.layers.world import State
 from tpkernels.models.gpt import GPT
 from tpkernels.runtime import c10d
-from tpkernels.topology.moves import Message, Move, messages_of, moves_of, steps_of
+from tpkernels.topology.moves import BlockMessage, BlockMove, messages_of, moves_of, steps_of
 
 T = TypeVar("T")
 
@@ -65,7 +72,7 @@ def reshard(
     model_or_state: nn.Module | Tensors | None,
     *,
     to: nn.Module | Tensors | None,
-    names: Names = "own",
+    names: NamingScheme = "own",
     optimizer: Optimizer | None = None,
     to_optimizer: Optimizer | None = None,
     cast: bool = False,
@@ -98,8 +105,8 @@ def reshard(
     with raise_on_all_ranks(request):
         if min(bucket_bytes, buckets) < 1:
             raise ValueError(f"expected at least one bucket of one byte, got {buckets} of {bucket_bytes}")
-        if names not in get_args(Names):
-            raise ValueError(f"names: expected one of {', '.join(get_args(Names))}, got {names!r}")
+        if names not in get_args(NamingScheme):
+            raise ValueError(f"names: expected one of {', '.join(get_args(NamingScheme))}, got {names!r}")
         source = Side.of(model_or_state, state)
         refuse_freed(source.shards, "has no numbers; move those of the model that it was moved to")
         if isinstance(to, nn.Module) and source.shards:
@@ -112,7 +119,7 @@ def reshard(
         refuse_freed(_shards_in(kept), "has no numbers; the optimizer's state has moved without this one")
         if free_source:
             _require_freeable(model_or_state, source, kept)
-        told = _Told(
+        told = _CallDescription(
             {name: shard.shape for name, shard in source.shards.items()},
             _heads(model_or_state),
             kept.pop(GROUPS, None),
@@ -123,9 +130,9 @@ def reshard(
         has_optimizer = optimizer is not None or to_optimizer is not None  # whose states are new tensors
         places = None if has_optimizer else (options, source.places, target.places)
         group = c10d.default_group()
-        plans = _plans_of.setdefault(group, _Plans())
+        plans = _plans_of.setdefault(group, _KnownPlans())
         plan = plans.known.get(places)
-    states = _States([], {}, {})
+    states = _MovingState([], {}, {})
     numbers = {*_gathered(0 if plan is None else plan.number)}
     if plan is None or len(numbers) > 1:  # the same on all ranks
         plan, states = _planned(
@@ -181,7 +188,7 @@ def _told_if_halved(is_freed: bool) -> Iterator[None]:
         ) from error
 
 
-def _done(plan: _Plan, rank: int) -> Resharded:
+def _done(plan: _RankPlan, rank: int) -> Resharded:
     messages = [message for step in plan.steps for message in step.messages]
     copied, read = (
         sum(move.size for moves in each for move in moves)
@@ -192,47 +199,47 @@ def _done(plan: _Plan, rank: int) -> Resharded:
     return Resharded(copied, read, received, sent, len(messages))
 
 
-class _Step(NamedTuple):
+class _TensorBatch(NamedTuple):
     """One rank's work on some of the tensors."""
 
     names: list[str]
-    copied: list[Move]  # from its own tensors
+    copied: list[BlockMove]  # from its own tensors
     reads: Reads
-    messages: list[Message]  # that it sends or receives
+    messages: list[BlockMessage]  # that it sends or receives
     is_sent: bool  # whether any rank sends a message
 
 
-class _Plan(NamedTuple):
+class _RankPlan(NamedTuple):
     """One rank's plan of a call, without tensors; later calls may reuse it."""
 
     number: int  # the same on all ranks
-    renaming: Renaming | None  # of this rank's `to`
+    renaming: RenameArguments | None  # of this rank's `to`
     dtypes: dict[str, torch.dtype]  # of the sources
-    steps: list[_Step]
+    steps: list[_TensorBatch]
 
 
-class _Plans:
+class _KnownPlans:
     """One rank's plans in a world, by all that they depend on; used only if all ranks find theirs."""
 
     def __init__(self) -> None:
-        self.known: dict[object, _Plan] = {}
+        self.known: dict[object, _RankPlan] = {}
         self._made = 0
 
     def next_number(self) -> int:
         self._made += 1
         return self._made
 
-    def keep(self, places: object, plan: _Plan) -> None:
+    def keep(self, places: object, plan: _RankPlan) -> None:
         if len(self.known) >= _MOST_PLANS:
             del self.known[next(iter(self.known))]
         self.known[places] = plan
 
 
 _MOST_PLANS = 8
-_plans_of: WeakKeyDictionary[ProcessGroup, _Plans] = WeakKeyDictionary()
+_plans_of: WeakKeyDictionary[ProcessGroup, _KnownPlans] = WeakKeyDictionary()
 
 
-class _States(NamedTuple):
+class _MovingState(NamedTuple):
     """Groups and entries of the optimizer whose state moves, and new tensors for this rank's shards."""
 
     groups: list[dict[str, Any]]
@@ -242,23 +249,25 @@ class _States(NamedTuple):
 
 def _planned(
     number: int,
-    told: _Told,
+    told: _CallDescription,
     source: Side,
     target: Side,
     kept: Mapping[str, Any],
     resumed: OptimizerState | None,
-    names: Names,
+    names: NamingScheme,
     cast: bool,
     free_source: bool,
     bucket_bytes: int,
     buckets: int,
-) -> tuple[_Plan, _States]:
+) -> tuple[_RankPlan, _MovingState]:
     """Exchange descriptions of all ranks' tensors and plan the moves; all ranks raise if they do not fit."""
     with raise_on_all_ranks("reshard: what is told"):
         own_words = pickle.dumps(told)  # an optimizer's options may be anything
     words, renaming = _gathered(own_words), None
     with raise_on_all_ranks("reshard: names and optimizers"):
-        known: dict[bytes, _Told] = {each: pickle.loads(each) for each in {*words}}  # replicas tell the same
+        known: dict[bytes, _CallDescription] = {
+            each: pickle.loads(each) for each in {*words}
+        }  # replicas tell the same
         told_by_all = [known[each] for each in words]
         if names != "own" and target.shards:
             renaming = _told_of_names(told_by_all, names)
@@ -279,11 +288,11 @@ def _planned(
     read_by_all = _gathered(frozenset(peers))
     parts = steps_of(placements, bucket_bytes * buckets) if free_source else [[*dtypes]]
     step_of = {name: number for number, some in enumerate(parts) for name in some}
-    sorted_moves: list[list[Move]] = [[] for _ in parts]
+    sorted_moves: list[list[BlockMove]] = [[] for _ in parts]
     for move in moves:
         sorted_moves[step_of[move.name]].append(move)
     steps = [
-        _Step(
+        _TensorBatch(
             some,
             [move for move in own_moves if move.sender == move.receiver],
             Reads([m for m in own_moves if m.receiver == rank and m.sender in peers], peers, dtypes),
@@ -300,7 +309,7 @@ def _planned(
     steps = [
         step._replace(is_sent=any(count[number] for count in counts)) for number, step in enumerate(steps)
     ]
-    return _Plan(number, renaming, dtypes, steps), _States(groups, entries, placed)
+    return _RankPlan(number, renaming, dtypes, steps), _MovingState(groups, entries, placed)
 
 
 def _gathered(own: T) -> list[T]:
@@ -309,7 +318,7 @@ def _gathered(own: T) -> list[T]:
     return [pickle.loads(each) for each in bytes_of_all("reshard", pickle.dumps(own), c10d.default_group())]
 
 
-class _Told(NamedTuple):
+class _CallDescription(NamedTuple):
     """What one rank sends to all ranks first, before tensors are compared."""
 
     shapes: dict[str, tuple[int, ...]]  # full shapes of the tensors that it holds
@@ -326,10 +335,10 @@ def _heads(given: object) -> Heads | None:
     return Heads(model.config.num_heads, model.config.num_kv_heads or model.config.num_heads)
 
 
-Renaming = tuple[dict[str, tuple[int, ...]], Names, Heads | None]  # arguments of `Side.rename`
+RenameArguments = tuple[dict[str, tuple[int, ...]], NamingScheme, Heads | None]  # arguments of `Side.rename`
 
 
-def _told_of_names(everybody: Sequence[_Told], names: Names) -> Renaming:
+def _told_of_names(everybody: Sequence[_CallDescription], names: NamingScheme) -> RenameArguments:
     shapes = {name: shape for told in everybody for name, shape in told.shapes.items()}
     return shapes, names, next((told.heads for told in everybody if told.heads is not None), None)
 
@@ -344,7 +353,7 @@ def _described(content: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _told_of_optimizers(everybody: Sequence[_Told]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _told_of_optimizers(everybody: Sequence[_CallDescription]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return groups and entries of the optimizer whose state moves; each from the first rank that has it."""
     entries = {name: value for told in reversed(everybody) for name, value in told.entries.items()}
     groups = next((told.groups for told in everybody if told.groups is not None), None)

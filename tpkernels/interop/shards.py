@@ -23,7 +23,7 @@ from tpkernels.layers.foreign import local_of, reshard
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.runtime.state import ParallelState, current_or_none
-from tpkernels.topology.shard import HeadSplit, VocabularySplit, ranges_of, stacked_ranges
+from tpkernels.topology.sizes import HeadSplit, VocabularySplit, ranges_of, stacked_ranges
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.peer_memory import Located, Trial, can_read, own_trial
 from tpkernels.comm.transports.processes import machine
-from tpkernels.interop.carry import Peer, block_of
-from tpkernels.interop.freed import free, give_memory, is_freed
-from tpkernels.interop.renamed_shards import Heads, Names, listed, under_our_names
+from tpkernels.interop.carry import Peer, block_of, free, give_memory, is_freed
+from tpkernels.interop.renamed_shards import Heads, NamingScheme, listed, under_our_names
 from tpkernels.interop.shards import Chunk, TensorShard, require_one_stage, shards_in, shards_of
 from tpkernels.layers.world import State
-from tpkernels.topology.moves import Block, Move, Placement, common
+from tpkernels.topology.moves import Block, BlockMove, Placement, common
 
 Tensors = Mapping[str, Tensor | TensorShard]  # by name; a plain tensor is a full one, a DTensor a shard
 
@@ -87,7 +86,7 @@ class Side:
             if self.tensors.pop(name, None) is not None:  # it has views
                 free(self.shards[name].tensor)
 
-    def rename(self, ours: Mapping[str, tuple[int, ...]], names: Names, heads: Heads | None) -> None:
+    def rename(self, ours: Mapping[str, tuple[int, ...]], names: NamingScheme, heads: Heads | None) -> None:
         """Let all tensors move under our names. ours: full shapes by name"""
         found = under_our_names(self.shards, ours, names, heads)
         self.tensors = {
@@ -277,7 +276,7 @@ def _overlaps(view: Tensor) -> bool:
     return False
 
 
-class Told(NamedTuple):
+class TensorDescription(NamedTuple):
     """One rank's description of its blocks of a tensor."""
 
     shape: tuple[int, ...]
@@ -286,7 +285,7 @@ class Told(NamedTuple):
     together: tuple[int, ...] | None = None  # ranks that together hold it, if it is from a mapping
 
     @classmethod
-    def of(cls, side: Side) -> dict[str, Told]:
+    def of(cls, side: Side) -> dict[str, TensorDescription]:
         return {
             name: cls(shape, dtype, tuple(map(block_of, chunks)), side.together.get(name))
             for name, (shape, dtype, chunks) in side.tensors.items()
@@ -299,7 +298,7 @@ class Description(NamedTuple):
     place: its machine
     trial: memory to try reading from this process; None: the tensors that it holds are not on the CPU
     reads: whether the tensors that it needs are on the CPU
-    tensors: pickled (held, needed), each `Told` by name: replicas send the same
+    tensors: pickled (held, needed), each `TensorDescription` by name: replicas send the same
     located: pickled addresses of its held tensors, by name, for ranks that read them
     """
 
@@ -313,7 +312,7 @@ class Description(NamedTuple):
     def of(cls, source: Side, target: Side) -> Description:
         reads = target.is_on_cpu and select.requested_transport != "c10d"
         trial = own_trial() if source.is_on_cpu else None
-        tensors = pickle.dumps((Told.of(source), Told.of(target)))
+        tensors = pickle.dumps((TensorDescription.of(source), TensorDescription.of(target)))
         located = {
             name: [(block_of(chunk), Located.of(chunk.view)) for chunk in part.chunks]
             for name, part in source.tensors.items()
@@ -321,12 +320,12 @@ class Description(NamedTuple):
         return cls(machine(), trial, reads, tensors, pickle.dumps(located if trial else {}))
 
 
-ByRank = list[dict[str, Told]]  # replicas share one dict
+ByRank = list[dict[str, TensorDescription]]  # replicas share one dict
 
 
 def told_by(everybody: Sequence[Description]) -> tuple[ByRank, ByRank]:
     """Return the tensors that each rank holds, and those that it needs."""
-    known: dict[bytes, tuple[dict[str, Told], dict[str, Told]]] = {}
+    known: dict[bytes, tuple[dict[str, TensorDescription], dict[str, TensorDescription]]] = {}
     for each in everybody:
         if each.tensors not in known:
             known[each.tensors] = pickle.loads(each.tensors)
@@ -372,7 +371,7 @@ def _require_dtype(name: str, held: torch.dtype, needed: torch.dtype, *, cast: b
 
 def _agreed(what: str, tensors: ByRank) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return full shape and dtype of each tensor; raise if ranks differ in them."""
-    found: dict[str, tuple[int, Told]] = {}
+    found: dict[str, tuple[int, TensorDescription]] = {}
     distinct = {id(own): rank for rank, own in reversed([*enumerate(tensors)])}
     for rank in sorted(distinct.values()):
         for name, mine in tensors[rank].items():
@@ -399,7 +398,7 @@ def placements_of(held: ByRank, needed: ByRank, dtypes: Mapping[str, torch.dtype
     ]
 
 
-def readable(moves: Sequence[Move], everybody: Sequence[Description], rank: int) -> dict[int, Peer]:
+def readable(moves: Sequence[BlockMove], everybody: Sequence[Description], rank: int) -> dict[int, Peer]:
     """Return the ranks whose memory this rank reads, after a trial read of each."""
     peers = {}
     for sender in {move.sender for move in moves if move.receiver == rank != move.sender}:

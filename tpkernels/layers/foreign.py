@@ -6,26 +6,36 @@ wrapped, so this is checked at three moments, all of them before the first step:
 DistributedDataParallel     when it takes the module in, before it broadcasts the first rank's weights
 FullyShardedDataParallel    when it takes the module in
 fully_shard                 when it tells a module that its parameters are DTensors now
+
+Refuses optimizers that are wrong on shards because they do not update each element by its gradients alone.
+
+torch calls `before_step` before each step of each optimizer, wherever layers are used.
 """
 
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.replicas import mixing_of
+from tpkernels.saying import warn
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
 
 Shards = Iterator[tuple[str, tuple[int, ...]]]  # names, and which ranks hold shards of the same weight
 
@@ -188,3 +198,75 @@ def _of_layers(module: nn.Module, ignored: set[Tensor]) -> Shards:
 
 def _ranks_of(group: Any) -> list[int]:
     return dist.get_process_group_ranks(group) if isinstance(group, ProcessGroup) else []
+
+
+# By class name: torch's, and names that other packages use for the same mathematics.
+ELEMENTWISE = {
+    *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "FusedAdam", "FusedSGD", "Lion", "NAdam"),
+    *("RAdam", "RMSprop", "Rprop", "SGD"),
+}
+_WHY = {
+    "Adafactor": "its factors are means over rows and columns, and it scales by the norm of the parameter",
+    "LAMB": "it scales by the norms of the parameter and the update",
+    "LARS": "it scales by the norms of the parameter and the gradient",
+    "LBFGS": "its inner products are over all parameters",
+    "Muon": "it orthogonalizes the matrix",
+    "Shampoo": "its factors are products of the matrix with itself",
+    "SOAP": "its factors are products of the matrix with itself",
+    r"\dbit": "blocks of elements share a scale, and a shard has other blocks",
+}
+_looked_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and their numbers of parameters
+
+
+def before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
+    """Raise if the optimizer is known to be wrong on its shards, and warn if it is not known."""
+    if torch.compiler.is_compiling():
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if _looked_at.get(optimizer) == len(parameters):
+        return
+    shards = [parameter for parameter in parameters if _is_shard(parameter)]
+    problem = problem_on_shards(optimizer, [f"a parameter of shape {tuple(shard.shape)}" for shard in shards])
+    if problem and why_wrong(optimizer):
+        raise ValueError(problem)
+    if problem and ELEMENTWISE.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
+        warn(problem, stacklevel=3)
+    _looked_at[optimizer] = len(parameters)
+
+
+def problem_on_shards(optimizer: Optimizer, shards: Sequence[str]) -> str:
+    """Why an optimizer is wrong, or not known to be right, on these shards; "" if it is right."""
+    if not shards or is_elementwise(optimizer):
+        return ""
+    more = f" and {len(shards) - 1} more" * (len(shards) > 1)
+    why = why_wrong(optimizer)
+    said = "takes the shard for the full parameter" if why else "is not known here"
+    return (
+        f"{type(optimizer).__name__} has {shards[0]}{more}, of which each rank holds a shard, and {said}: "
+        f"use an elementwise one, such as AdamW, or tpkernels.optim.Muon{f'; {why}' * bool(why)}. Right on "
+        f"shards are {', '.join(sorted(ELEMENTWISE))}, and tpkernels.optim.Muon"
+    )
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is elementwise by its class name, or is one of tpkernels.
+
+    Optimizers of bitsandbytes are not: states of its AdamW may have 8 bits.
+    """
+    kind, module = type(optimizer).__name__, type(optimizer).__module__
+    ours = module.startswith("tpkernels.")
+    return ours or (kind in ELEMENTWISE and not module.startswith("bitsandbytes"))
+
+
+def why_wrong(optimizer: Optimizer) -> str:
+    """Why an optimizer is known to be wrong on shards; "" if it is not."""
+    kind, module = type(optimizer).__name__, type(optimizer).__module__
+    if module.startswith("bitsandbytes"):
+        return _WHY[r"\dbit"]
+    # whole words: "FusedLAMB", not "LambdaSGD"
+    return next((why for word, why in _WHY.items() if re.search(rf"(?i:{word})(?![a-z])", kind)), "")
+
+
+def _is_shard(parameter: Tensor) -> bool:
+    known = vars(parameter)
+    return bool(known.get("tensor_model_parallel")) and len(known.get("tensor_parallel_ranks", ())) > 1

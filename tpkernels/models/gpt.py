@@ -17,10 +17,9 @@ from tpkernels import ops
 from tpkernels.layers.attention import ParallelDropout
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.block import Recompute, TransformerBlock
-from tpkernels.layers.embedding import VocabParallelEmbedding
-from tpkernels.layers.init import fill_shard
+from tpkernels.layers.linear import VocabParallelEmbedding
 from tpkernels.layers.norm import LayerNorm, RMSNorm
-from tpkernels.layers.parallel_module import ParallelModule
+from tpkernels.layers.parallel_module import ParallelModule, fill_shard
 from tpkernels.layers.world import State
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.quantize import Recipe, require_recipe

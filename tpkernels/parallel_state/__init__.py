@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 from tpkernels.parallel_state import table, todays
 from tpkernels.parallel_state.table import *  # noqa: F403
 from tpkernels.parallel_state.todays import *  # noqa: F403
-from tpkernels.runtime.initialize import as_text, plain, start
+from tpkernels.runtime.initialize import GroupSettings, as_text, plain, start
 from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
-from tpkernels.runtime.process_groups import GroupSettings
 from tpkernels.runtime.state import ParallelState
-from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind, plan_groups
+from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupKind, GroupPlan, plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER, InvalidSizes
 
 if not TYPE_CHECKING:  # type checkers read the imports
@@ -40,7 +39,7 @@ def initialize_model_parallel(
     order: str = DEFAULT_ORDER,
     timeout: timedelta | None = None,
     backend: str | None = None,
-    group_options: Mapping[Kind, Any] | None = None,
+    group_options: Mapping[GroupKind, Any] | None = None,
     distributed_timeout_minutes: float | None = None,
     create_gloo_process_groups: bool = True,
     expert_tensor_parallel_size: int | None = None,

@@ -22,7 +22,7 @@ from tpkernels.runtime.state import (
     set_on_the_fly,
 )
 from tpkernels.topology.groups import Ranks
-from tpkernels.topology.plan import Kind
+from tpkernels.topology.plan import GroupKind
 from tpkernels.topology.sizes import not_negative, positive
 
 # None if check_initialized=False finds no group; Any, so that other callers need not check for None.
@@ -52,12 +52,12 @@ def change_number(name: str, number: int | None) -> None:
 class NamedGroup:
     """This rank's group of a kind; its methods are Megatron's functions.
 
-    said: its name in errors
+    error_name: its name in errors
     size_set, rank_set: fields of `OnTheFly` with numbers that callers have set; "": no number can be set
     """
 
-    kind: Kind
-    said: str
+    kind: GroupKind
+    error_name: str
     size_set: str = ""
     rank_set: str = ""
 
@@ -66,27 +66,27 @@ class NamedGroup:
         state = current_or_none()
         if not check_initialized and (state is None or not state.is_member(self.kind)):
             return None
-        return state_for(self.said).process_group(self.kind)
+        return state_for(self.error_name).process_group(self.kind)
 
     def world_size(self) -> int:
         """Return the number of ranks in this rank's group, or the size that was set."""
         changed = self._changed(self.size_set)
-        return state_for(self.said).size(self.kind) if changed is None else changed
+        return state_for(self.error_name).size(self.kind) if changed is None else changed
 
     def rank(self) -> int:
         """Return this rank's position in its group, or the rank that was set."""
         changed = self._changed(self.rank_set)
-        return state_for(self.said).rank_in(self.kind) if changed is None else changed
+        return state_for(self.error_name).rank_in(self.kind) if changed is None else changed
 
     def global_ranks(self, check_initialized: bool = True) -> list[int] | None:
         """Return the global ranks of this rank's group; without a state raise or return None, as `group`."""
         if not check_initialized and current_or_none() is None:
             return None
-        return list(state_for(self.said).ranks(self.kind))
+        return list(state_for(self.error_name).ranks(self.kind))
 
     def source_rank(self) -> int:
         """Return the first global rank of this rank's group."""
-        return state_for(self.said).ranks(self.kind)[0]
+        return state_for(self.error_name).ranks(self.kind)[0]
 
     def set_world_size(self, world_size: int | None) -> None:
         """Make `world_size` return this number; None: the group's size."""
@@ -256,7 +256,7 @@ set_data_parallel_rank = DATA.set_rank
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """The first global rank of this rank's data group."""
-    kind: Kind = "dp_cp" if with_context_parallel else "dp"
+    kind: GroupKind = "dp_cp" if with_context_parallel else "dp"
     return NamedGroup(kind, "Data parallel group").source_rank()
 
 
@@ -269,7 +269,7 @@ def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> GroupOrNone:
     """This rank's process group over the ranks of its tensor and data groups."""
-    kind: Kind = "tp_dp_cp" if with_context_parallel else "tp_dp"
+    kind: GroupKind = "tp_dp_cp" if with_context_parallel else "tp_dp"
     return NamedGroup(kind, "tensor and data parallel group").group(check_initialized)
 
 
@@ -277,7 +277,7 @@ def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup:
     """The ranks that share fp8 scales: tensor, data unless tp_only_amax_red, optionally context."""
-    kinds: tuple[Kind, Kind] = ("tp", "tp_cp") if tp_only_amax_red else ("tp_dp", "tp_dp_cp")
+    kinds: tuple[GroupKind, GroupKind] = ("tp", "tp_cp") if tp_only_amax_red else ("tp_dp", "tp_dp_cp")
     return NamedGroup(kinds[with_context_parallel], "FP8 amax reduction group").group()
 
 

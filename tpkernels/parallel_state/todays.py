@@ -98,7 +98,7 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
 
 
 def _by_gloo(row: NamedGroup) -> ProcessGroup:
-    group = NamedGroup(row.kind, f"{row.said}-gloo").group()
+    group = NamedGroup(row.kind, f"{row.error_name}-gloo").group()
     if not takes_cpu_tensors_by_gloo(group):
         raise ParallelStateError(
             f"the {row.kind} group does not move CPU tensors by gloo, and has no twin that does: make groups "

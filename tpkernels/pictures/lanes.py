@@ -54,7 +54,7 @@ FILLS_OF_PROCESSOR = {  # in the order of drawing: waits lie over the epilogue t
 
 
 @dataclass(frozen=True)
-class Span:
+class TimeSpan:
     """An interval of one rank, in seconds of a clock that all ranks share."""
 
     rank: int
@@ -70,7 +70,7 @@ class Span:
 
 
 def lanes(
-    heading: str, panels: Mapping[str, Sequence[Span]], *, note: str = "", width: float = WIDTH
+    heading: str, panels: Mapping[str, Sequence[TimeSpan]], *, note: str = "", width: float = WIDTH
 ) -> Picture:
     """Return a picture of panels, one below the other, each from its own first moment on.
 
@@ -100,7 +100,7 @@ def lanes(
     return Picture(heading, height, draw, note, legend, width)
 
 
-def _draw_panel(axes: Axes, spans: Sequence[Span], factor: float, longest: float, width: float) -> None:
+def _draw_panel(axes: Axes, spans: Sequence[TimeSpan], factor: float, longest: float, width: float) -> None:
     """width: of the longest panel, in inches"""
     begin, rows = min(span.start for span in spans), _lanes_of(spans)
     starts = [factor * (span.start - begin) for span in spans]
@@ -128,11 +128,11 @@ def _draw_panel(axes: Axes, spans: Sequence[Span], factor: float, longest: float
     axes.axvline(factor * _length(spans), color=INK, linewidth=1.2)
 
 
-def _lanes_of(spans: Sequence[Span]) -> list[tuple[int, str]]:
+def _lanes_of(spans: Sequence[TimeSpan]) -> list[tuple[int, str]]:
     return sorted({span.lane for span in spans})
 
 
-def _length(spans: Sequence[Span]) -> float:
+def _length(spans: Sequence[TimeSpan]) -> float:
     return max(span.stop for span in spans) - min(span.start for span in spans)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tpkernels.planning.job import Job, RankLayout, layouts
-from tpkernels.planning.machine import Hardware
+from tpkernels.planning.job import Hardware, Job, RankLayout, layouts
 from tpkernels.planning.memory import MemoryUse, memory_of
 from tpkernels.planning.step_time import BlockExposed, StepTime, step_time
 

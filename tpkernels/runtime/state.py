@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch.distributed import ProcessGroup
 
 from tpkernels.topology.groups import Ranks
-from tpkernels.topology.plan import COMBINED_KINDS, GroupPlan, Kind
+from tpkernels.topology.plan import COMBINED_KINDS, GroupKind, GroupPlan
 
 
 class ParallelStateError(RuntimeError, AssertionError):
@@ -25,26 +25,26 @@ class ParallelState:
 
     rank: int
     plan: GroupPlan
-    process_groups: Mapping[Kind, ProcessGroup]  # equal groups share one object
+    process_groups: Mapping[GroupKind, ProcessGroup]  # equal groups share one object
     further: Mapping[str, ProcessGroup] = field(default_factory=dict)  # of no kind in the plan, by name
 
-    def ranks(self, kind: Kind) -> Ranks:
+    def ranks(self, kind: GroupKind) -> Ranks:
         """Return the global ranks of this process's `kind` group."""
         return self.plan.group_of(self.rank, kind)
 
-    def size(self, kind: Kind) -> int:
+    def size(self, kind: GroupKind) -> int:
         """Return the number of ranks in this process's `kind` group."""
         return len(self.ranks(kind))
 
-    def rank_in(self, kind: Kind) -> int:
+    def rank_in(self, kind: GroupKind) -> int:
         """Return this process's rank within its `kind` group."""
         return self.plan.index_in(self.rank, kind)
 
-    def is_member(self, kind: Kind) -> bool:
+    def is_member(self, kind: GroupKind) -> bool:
         """Whether this process belongs to a `kind` group, such as "embedding"."""
         return self.plan.is_member(self.rank, kind)
 
-    def process_group(self, kind: Kind) -> ProcessGroup:
+    def process_group(self, kind: GroupKind) -> ProcessGroup:
         """Return this process's `kind` group; raise `ParallelStateError` if it belongs to none."""
         if not self.is_member(kind):
             raise ParallelStateError(
@@ -78,7 +78,7 @@ class OnTheFly:
     virtual_rank: int | None = None  # the current virtual pipeline stage
 
 
-class _PerProcess:
+class _StateOfProcess:
     """The current state; not a ContextVar: threads of autograd and recomputation inherit no context."""
 
     state: ParallelState | None = None
@@ -86,33 +86,33 @@ class _PerProcess:
 
 
 def current_or_none() -> ParallelState | None:
-    return _PerProcess.state
+    return _StateOfProcess.state
 
 
 def current() -> ParallelState:
     """Return the current parallel state; raise `ParallelStateError` if there is none."""
-    if _PerProcess.state is None:
+    if _StateOfProcess.state is None:
         raise ParallelStateError(
             "model parallel state is not initialized: call tpkernels.initialize_model_parallel(...) "
             "after torch.distributed.init_process_group(...)"
         )
-    return _PerProcess.state
+    return _StateOfProcess.state
 
 
 def on_the_fly() -> OnTheFly:
-    return _PerProcess.on_the_fly
+    return _StateOfProcess.on_the_fly
 
 
 def set_on_the_fly(changed: OnTheFly) -> None:
-    _PerProcess.on_the_fly = changed
+    _StateOfProcess.on_the_fly = changed
 
 
 def install(state: ParallelState) -> None:
     """Make `state` current. A virtual pipeline starts at its first stage."""
-    _PerProcess.state = state
+    _StateOfProcess.state = state
     if state.plan.virtual_pipeline is not None:
-        _PerProcess.on_the_fly = replace(
-            _PerProcess.on_the_fly,
+        _StateOfProcess.on_the_fly = replace(
+            _StateOfProcess.on_the_fly,
             virtual_size=state.plan.virtual_pipeline,
             virtual_rank=0,
         )
@@ -120,8 +120,8 @@ def install(state: ParallelState) -> None:
 
 def uninstall() -> None:
     """Remove the current state, and all numbers that were set on the fly."""
-    _PerProcess.state = None
-    _PerProcess.on_the_fly = OnTheFly()
+    _StateOfProcess.state = None
+    _StateOfProcess.on_the_fly = OnTheFly()
 
 
 @contextmanager
@@ -129,10 +129,10 @@ def use(state: ParallelState) -> Iterator[ParallelState]:
     """Make `state` current inside the block, for tests or for two models in one process."""
     if not isinstance(state, ParallelState):
         raise TypeError(f"state: expected a ParallelState, got {state!r}")
-    outside = _PerProcess.state, _PerProcess.on_the_fly
+    outside = _StateOfProcess.state, _StateOfProcess.on_the_fly
     uninstall()
     install(state)
     try:
         yield state
     finally:
-        _PerProcess.state, _PerProcess.on_the_fly = outside
+        _StateOfProcess.state, _StateOfProcess.on_the_fly = outside

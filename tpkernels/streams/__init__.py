@@ -9,12 +9,12 @@ program is then executed in many orders, each from a seed:
 Kernels are models in Python: the flags that they wait for, and the memory that they read and write (`Step`).
 """
 
+from tpkernels.streams.device import Awaited as Awaited
 from tpkernels.streams.device import MachineError as MachineError
+from tpkernels.streams.device import Program as Program
+from tpkernels.streams.device import Step as Step
 from tpkernels.streams.models import dealt as dealt
 from tpkernels.streams.models import elem_of as elem_of
-from tpkernels.streams.program import Awaited as Awaited
-from tpkernels.streams.program import Program as Program
-from tpkernels.streams.program import Step as Step
 from tpkernels.streams.record import Machine as Machine
 from tpkernels.streams.record import record as record
 from tpkernels.streams.search import Report as Report

@@ -30,12 +30,12 @@ from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.flag_waits import waits_for
 from tpkernels.ops.tensor_parallel.parallel import exchange_for
 from tpkernels.ops.vocab import vocabulary
-from tpkernels.streams.program import Program
+from tpkernels.streams.device import Program
 from tpkernels.streams.record import Machine, record
 
 SHARD, NARROW, WIDE = 16, 16, 64  # rows of a rank; features of a matrix, and of a rank's shard of another
 CALLS = 4  # of each operator: two slots, each used twice
-Split = str  # "rows", "cols" or "whole"
+OperandShard = str  # "rows", "cols" or "whole"
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Case:
 
     op: Callable[..., Tensor]
     whole: Callable[..., Tensor]
-    splits: tuple[Split, ...]  # of its inputs
-    result: Split
+    splits: tuple[OperandShard, ...]  # of its inputs
+    result: OperandShard
     shapes: Callable[[int], list[tuple[int, ...]]]  # of the inputs, by the number of ranks
     moved_by_all: bool = True  # by every transport; else by c10d alone
 
@@ -128,7 +128,7 @@ CASES = {
 }
 
 
-def split(value: Tensor, how: Split, rank: int, ranks: int) -> Tensor:
+def split(value: Tensor, how: OperandShard, rank: int, ranks: int) -> Tensor:
     if how == "whole":
         return value
     return value.chunk(ranks, dim=0 if how == "rows" else -1)[rank].contiguous()

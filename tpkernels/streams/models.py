@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpkernels.streams.device import Device, MachineError
-from tpkernels.streams.program import Awaited, Span, Step, Work
+from tpkernels.streams.device import Awaited, Device, MachineError, Span, Step, Work
 from tpkernels.streams.tensors import VirtualTensor, spans_of
 
 Model = Callable[[Device, int, Mapping[str, Any]], Sequence[Sequence[Step]]]

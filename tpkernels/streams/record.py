@@ -1,4 +1,7 @@
-"""Records the tasks that each rank's host code enqueues; the machine replaces torch's stream API."""
+"""Records the tasks that each rank's host code enqueues; the machine replaces torch's stream API.
+
+The peers of a rank's host code: a process group over NCCL, and memory that ranks share.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,245 @@ from tpkernels.kernels import interpret, launch_plans, reduce, target, tiles
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.target import Target
 from tpkernels.streams import models
-from tpkernels.streams.device import Device, Event, Graph, Stream, current_device
-from tpkernels.streams.peers import Handle, NcclGroup, SharedMemory, nccl_blocks
-from tpkernels.streams.program import Program
-from tpkernels.streams.tensors import OnDevice, VirtualTensor, made_of_numbers, moved, wrapped
+from tpkernels.streams.device import (
+    NO_WORK,
+    Device,
+    End,
+    Event,
+    Graph,
+    MachineError,
+    Program,
+    Span,
+    Step,
+    Stream,
+    Work,
+    current_device,
+)
+from tpkernels.streams.tensors import OnDevice, VirtualTensor, made_of_numbers, moved, spans_of, wrapped
+
+
+def nccl_blocks(processors: int) -> int:
+    """Return the processors of a collective, which products leave free: see `comm.carveout`."""
+    return max(1, processors // 8)
+
+
+class MemoryOfRanks:
+    """Shared memory: at each opening every rank has a piece, numbered by the order of openings."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices, self._opened = devices, dict[int, list[Tensor]]()
+
+    def open(self, number: int, size: int) -> list[Tensor]:
+        """Return the pieces of all ranks, zeroed before any task runs."""
+        if number not in self._opened:
+            self._opened[number] = [device.shared(size) for device in self._devices]
+        return self._opened[number]
+
+
+class SymmetricMemoryStandIn:
+    """Replaces torch's `_SymmetricMemory`."""
+
+    def __init__(self, number: int, memories: Sequence[Tensor], here: Sequence[int], rank: int) -> None:
+        """number: of the exchange; here: the ranks of this machine; rank: this one among them"""
+        self._number, self._memories, self._here = number, memories, tuple(here)
+        self.rank, self.world_size = rank, len(here)
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        count = torch.Size(sizes).numel() * dtype.itemsize
+        return wrapped(current_device(), self._memories[self._here[rank]][:count].view(dtype).view(sizes))
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        """Enqueue a kernel of one block that waits for the other ranks' kernels."""
+        device, kind = current_device(), ("barrier", self._number, self._here, channel)
+        number = device.program.number(kind, device.rank)
+        ends = [
+            End((kind, number, pair), peer, sends, None, "barrier")
+            for peer in self._here
+            for sends, pair in ((True, (device.rank, peer)), (False, (peer, device.rank)))
+        ]
+        device.enqueue("barrier", [[Step()]], ends=ends)
+
+    def stream_write_value32(self, tensor: Tensor, offset: int, val: int) -> None:
+        """Enqueue a write of a word, after a fence, without a kernel."""
+        assert isinstance(tensor, VirtualTensor), "words of a device"
+        word, value = tensor.elem[offset : offset + 1].view(torch.int32), val - 2**32 * (val >= 2**31)
+        device, address = current_device(), word.data_ptr()
+
+        def write() -> None:
+            word.fill_(value)
+
+        plain = () if device.program.is_shared(address) else spans_of(word)  # a flag orders other accesses
+        step = Step(write, writes=plain, raises=lambda: [address])
+        there = device.program.rank_at(address)
+        work = Work("flag", (), there) if there != device.rank else NO_WORK
+        device.enqueue("a word is written", [[step]], on_processors=False, work=work)
+
+
+class _CollectiveInFlight:
+    """A collective in flight; as NCCL's, it holds its tensors until a wait."""
+
+    def __init__(self, stream: Stream, held: object) -> None:
+        self._done, self._held = stream.record_event(), held
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        current_device().stream.wait_event(self._done)
+        self._held = None
+        return True
+
+    def is_completed(self) -> bool:
+        raise MachineError("a collective is queried, but the machine records before it runs: call wait()")
+
+
+class EndedWork:
+    """A transfer that has ended, such as a message between hosts, where all ranks send the same."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Options:
+    _timeout = timedelta(seconds=60)
+
+
+class NcclBackend:
+    """Replaces a group's backend."""
+
+    options, supports_coalescing = _Options(), True
+
+    def name(self) -> str:
+        return "nccl"
+
+
+def _require_sum(options: Any) -> None:
+    if options is not None and options.reduceOp != dist.ReduceOp.SUM:
+        raise MachineError(f"expected ReduceOp.SUM, the machine's only reduction, got {options.reduceOp}")
+
+
+_Messages = list[tuple[int, Tensor]]  # the other rank, and the rows that it receives or sends
+
+
+class NcclGroup(dist.ProcessGroup):
+    """One rank of a group whose peers enqueue the same collectives in the same order."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__(rank, ranks)  # type: ignore[call-arg]  # as torch's own test groups do
+        device = current_device()
+        if device.program.number("group", device.rank) > 1:
+            raise MachineError("expected one group of all ranks, got a second group; use the first")
+        self._stream, self._blocks = Stream(), nccl_blocks(device.program.processors)
+        self._together: list[tuple[_Messages, _Messages]] | None = None
+
+    def getBackendName(self) -> str:
+        return "virtual"
+
+    @property
+    def group_name(self) -> Any:
+        return "virtual"
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return NcclBackend()
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cuda"), torch.device("cpu")]
+
+    def _start(
+        self, name: str, sends: _Messages, receives: _Messages, *, among: str = "", sums: bool = False
+    ) -> Any:
+        """Enqueue a collective, or messages between two ranks. among: their communicator"""
+        if self._together is not None:
+            self._together.append((sends, receives))
+            return None
+        device, stream, rank = current_device(), self._stream, self.rank()
+        stream.wait_stream(device.stream)
+        kind = (among,) if among else ("collective", device.program.number("collective", rank))
+        ends: list[End] = []
+        spans: dict[bool, list[Span]] = {True: [], False: []}
+        for is_sent, messages in ((True, sends), (False, receives)):
+            for peer, rows in messages:
+                assert isinstance(rows, VirtualTensor), "NCCL moves what is on the device"
+                pair = (rank, peer) if is_sent else (peer, rank)
+                number = device.program.number((kind, pair, is_sent), rank)
+                ends.append(End((kind, pair, number), peer, is_sent, rows.elem, name))
+                spans[is_sent] += spans_of(rows.elem)
+        step = Step(reads=tuple(spans[True]), writes=tuple(spans[False]))
+        programs = [[step], *[[Step()] for _ in range(self._blocks - 1)]]
+        device.enqueue(name, programs, stream=stream, ends=ends, needs_at_once=self._blocks, sums=sums)
+        return _CollectiveInFlight(stream, (sends, receives))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        together, self._together = self._together or [], None
+        sends = [message for messages, _ in together for message in messages]
+        receives = [message for _, messages in together for message in messages]
+        return self._start("sends and receives", sends, receives, among="launches")
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        if not isinstance(input, VirtualTensor):
+            output.view(self.size(), -1).copy_(input.view(1, -1))
+            return EndedWork()
+        parts = output.view(self.size(), -1)
+        everyone = range(self.size())
+        return self._start(
+            "all-gather",
+            [(peer, input) for peer in everyone],
+            [(peer, parts[peer]) for peer in everyone],
+        )
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, received: list[int], sent: list[int], opts: Any = None
+    ) -> Any:
+        receives = enumerate(output.split(received) if received else output.chunk(self.size()))
+        sends = enumerate(input.split(sent) if sent else input.chunk(self.size()))
+        return self._start("all-to-all", list(sends), list(receives))
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        _require_sum(opts)
+        parts = input.view(self.size(), -1)
+        everyone = range(self.size())
+        return self._start(
+            "reduce-scatter",
+            [(peer, parts[peer]) for peer in everyone],
+            [(peer, output) for peer in everyone],
+            sums=True,
+        )
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: Any = None
+    ) -> Any:
+        _require_sum(opts)
+        (tensor,) = tensors
+        everyone = range(self.size())
+        ends = [(peer, tensor) for peer in everyone]
+        return self._start("all-reduce", ends, list(ends), sums=True)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
+        return self._start("sends and receives", [(to, tensors[0])], [], among="lone messages")
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+        return self._start("sends and receives", [], [(source, tensors[0])], among="lone messages")
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        (tensor,), root = tensors, opts.rootRank
+        sends = [(peer, tensor) for peer in range(self.size()) if peer != root]
+        if self.rank() == root:
+            return self._start("broadcast", sends, [])
+        return self._start("broadcast", [], [(root, tensor)])
+
+    # by torch's newer names
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
+
 
 PROCESSORS = 8
 _TILE = MatmulTile(16, 16, 16, num_warps=4, num_stages=1, parts=1, group=1)  # waiting kernels fill a GPU
-Body = Callable[[ProcessGroup], Sequence[Tensor]]
+RankProgram = Callable[[ProcessGroup], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +286,7 @@ class Machine:
     exchange: type[SymmetricExchange] = SymmetricExchange  # over symmetric memory
 
 
-def record(machine: Machine, body: Body, transport: str = "symmetric") -> Program:
+def record(machine: Machine, body: RankProgram, transport: str = "symmetric") -> Program:
     """Return the program of all ranks.
 
     body: a rank's host code; takes its group, returns its result tensors
@@ -61,7 +295,7 @@ def record(machine: Machine, body: Body, transport: str = "symmetric") -> Progra
     program = Program(machine.ranks, machine.processors, machine.numbers)
     devices = [Device(program, rank) for rank in range(machine.ranks)]
     program.memories += devices
-    memory = SharedMemory(devices)
+    memory = MemoryOfRanks(devices)
     for device in devices if machine.numbers else devices[:1]:
         with (
             device,
@@ -96,7 +330,7 @@ def _make_group(store: object, rank: int, size: int, timeout: timedelta) -> Proc
 
 @contextmanager
 def _standing_in(
-    group: ProcessGroup, machine: Machine, memory: SharedMemory, transport: str
+    group: ProcessGroup, machine: Machine, memory: MemoryOfRanks, transport: str
 ) -> Iterator[None]:
     gpu, numbers = current_device(), itertools.count()
     a_machine = machine.ranks // machine.machines
@@ -108,7 +342,7 @@ def _standing_in(
         """Open an exchange without torch's rendezvous."""
         number, layout = next(numbers), opening.layout
         memories = memory.open(number, layout.byte_count)
-        handle = Handle(number, memories, here, here.index(gpu.rank))
+        handle = SymmetricMemoryStandIn(number, memories, here, here.index(gpu.rank))
         own = wrapped(gpu, memories[gpu.rank])
         if not machine.numbers:
             gpu.program.turned.update(_turned(layout, memories))
@@ -128,9 +362,9 @@ def _standing_in(
         opened[own.data_ptr()] = number, memories
         return wrapped(gpu, own)
 
-    def rendezvous(tensor: Tensor, group: object) -> Handle:
+    def rendezvous(tensor: Tensor, group: object) -> SymmetricMemoryStandIn:
         number, memories = opened[tensor.data_ptr()]
-        return Handle(number, memories, here, here.index(gpu.rank))
+        return SymmetricMemoryStandIn(number, memories, here, here.index(gpu.rank))
 
     def on_grid(kernel: Any, grid: Any) -> Callable[..., object]:
         return partial(models.launched, gpu, known, kernel, grid)

@@ -10,8 +10,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tpkernels.streams.device import Block, Device, MachineError, current_device
-from tpkernels.streams.program import NO_WORK, Span, Step, Work
+from tpkernels.streams.device import (
+    NO_WORK,
+    AllocatorBlock,
+    Device,
+    MachineError,
+    Span,
+    Step,
+    Work,
+    current_device,
+)
 
 _META = torch.device("meta")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "linear")
@@ -21,10 +29,10 @@ class VirtualTensor(Tensor):
     """A tensor of a virtual GPU."""
 
     elem: Tensor  # in the memory of its device
-    block: Block  # freed with the last tensor in it
+    block: AllocatorBlock  # freed with the last tensor in it
 
     @staticmethod
-    def __new__(cls, elem: Tensor, block: Block) -> VirtualTensor:
+    def __new__(cls, elem: Tensor, block: AllocatorBlock) -> VirtualTensor:
         made: VirtualTensor = Tensor._make_wrapper_subclass(
             cls, elem.shape, strides=elem.stride(), storage_offset=elem.storage_offset(), dtype=elem.dtype
         )

@@ -18,7 +18,7 @@ from itertools import islice, product
 from typing import Literal, get_args
 
 Ranks = tuple[int, ...]
-Kind = Literal[
+GroupKind = Literal[
     "tp",  # tensor: one layer's weights are split over these ranks
     "cp",  # context: the sequence is split
     "ep",  # expert: the experts are spread
@@ -39,10 +39,10 @@ Kind = Literal[
     "world",
     "alone",
 ]
-COMBINED_KINDS: tuple[Kind, ...] = get_args(Kind)[10:]  # made for Megatron's names only
-KINDS: tuple[Kind, ...] = get_args(Kind)[:10]
+COMBINED_KINDS: tuple[GroupKind, ...] = get_args(GroupKind)[10:]  # made for Megatron's names only
+KINDS: tuple[GroupKind, ...] = get_args(GroupKind)[:10]
 
-_AXES_OF: Mapping[Kind, tuple[str, ...]] = {
+_AXES_OF: Mapping[GroupKind, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
     "dp": ("dp",),
@@ -56,7 +56,7 @@ _AXES_OF: Mapping[Kind, tuple[str, ...]] = {
     "alone": (),
 }
 # Experts have their own grid: expert and data axes in place of data and context.
-_EXPERT_AXES_OF: Mapping[Kind, tuple[str, ...]] = {
+_EXPERT_AXES_OF: Mapping[GroupKind, tuple[str, ...]] = {
     "ep": ("ep",),
     "expert_dp": ("dp",),
     "expert_tp": ("tp",),
@@ -117,11 +117,11 @@ class Groups:
         return self.world_size // (self.tensor * self.pipeline * self.context)
 
     @cached_property
-    def groups(self) -> Mapping[Kind, tuple[Ranks, ...]]:
+    def groups(self) -> Mapping[GroupKind, tuple[Ranks, ...]]:
         """All groups by kind, computed at the first look-up of a kind."""
         return _ByKind(self)
 
-    def group_of(self, rank: int, kind: Kind) -> Ranks:
+    def group_of(self, rank: int, kind: GroupKind) -> Ranks:
         """Return the ranks of `rank`'s `kind` group, ascending, in time O(size of the group)."""
         self._check(rank, kind)
         ranks = self._group_at(rank, kind)
@@ -132,16 +132,16 @@ class Groups:
             )
         return ranks
 
-    def index_in(self, rank: int, kind: Kind) -> int:
+    def index_in(self, rank: int, kind: GroupKind) -> int:
         """Return the position of `rank` within its `kind` group."""
         return self.group_of(rank, kind).index(rank)
 
-    def is_member(self, rank: int, kind: Kind) -> bool:
+    def is_member(self, rank: int, kind: GroupKind) -> bool:
         """Whether `rank` is in a `kind` group: always, except for the embedding kinds."""
         self._check(rank, kind)
         return rank in self._group_at(rank, kind)
 
-    def members_near(self, rank: int, kind: Kind) -> Ranks:
+    def members_near(self, rank: int, kind: GroupKind) -> Ranks:
         """Return `rank`'s `kind` group; for the embedding kinds its pipeline's group, with or without `rank`.
 
         Ranks of this group hold that embedding.
@@ -165,7 +165,7 @@ class Groups:
         sizes = {"tp": self.tensor, "ep": self.expert, "dp": data, "pp": self.pipeline}
         return Grid({axis: sizes[axis] for axis in self.order if axis in sizes})
 
-    def _along(self, kind: Kind) -> tuple[Grid, tuple[str, ...]]:
+    def _along(self, kind: GroupKind) -> tuple[Grid, tuple[str, ...]]:
         if kind in _AXES_OF:
             return self._dense, _AXES_OF[kind]
         if self.expert > 1:
@@ -174,54 +174,54 @@ class Groups:
             return self._dense, _AXES_OF["dp_cp"]
         return self._dense, tuple(axis for axis in _EXPERT_AXES_OF[kind] if axis != "ep")
 
-    def _embedding_stages(self, kind: Kind) -> list[int]:
+    def _embedding_stages(self, kind: GroupKind) -> list[int]:
         stages = {0} if kind == "position_embedding" else {0, self.pipeline - 1}
         return sorted(stages if self.split_rank is None else stages | {self.split_rank})
 
-    def _group_at(self, rank: int, kind: Kind) -> Ranks:
+    def _group_at(self, rank: int, kind: GroupKind) -> Ranks:
         if kind in ("embedding", "position_embedding"):
             pipeline = self._dense.group_of(rank, ("pp",))
             return tuple(pipeline[stage] for stage in self._embedding_stages(kind))
         grid, axes = self._along(kind)
         return grid.group_of(rank, axes)
 
-    def first_groups(self, kind: Kind, count: int) -> list[Ranks]:
+    def first_groups(self, kind: GroupKind, count: int) -> list[Ranks]:
         """Return the first `count` groups of a kind, without computing the others."""
         return list(islice(self._each_group(kind), count))
 
-    def count_groups(self, kind: Kind) -> int:
+    def count_groups(self, kind: GroupKind) -> int:
         per_group = self.pipeline if "embedding" in kind else len(self.group_of(0, kind))
         return self.world_size // per_group
 
-    def _each_group(self, kind: Kind) -> Iterator[Ranks]:
+    def _each_group(self, kind: GroupKind) -> Iterator[Ranks]:
         if kind in ("embedding", "position_embedding"):
             stages = self._embedding_stages(kind)
             return (tuple(ranks[stage] for stage in stages) for ranks in self._each_group("pp"))
         grid, axes = self._along(kind)
         return grid.groups(axes)
 
-    def _check(self, rank: int, kind: Kind) -> None:
+    def _check(self, rank: int, kind: GroupKind) -> None:
         if kind not in (*KINDS, *COMBINED_KINDS):
             raise ValueError(f"unknown kind of group {kind!r}; known are {', '.join(KINDS)}")
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in this world: expected 0 to {self.world_size - 1}")
 
 
-class _ByKind(Mapping[Kind, tuple[Ranks, ...]]):
+class _ByKind(Mapping[GroupKind, tuple[Ranks, ...]]):
     """All groups by kind, computed at the first look-up of a kind."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self._known: dict[Kind, tuple[Ranks, ...]] = {}
+        self._known: dict[GroupKind, tuple[Ranks, ...]] = {}
 
-    def __getitem__(self, kind: Kind) -> tuple[Ranks, ...]:
+    def __getitem__(self, kind: GroupKind) -> tuple[Ranks, ...]:
         if kind not in (*KINDS, *COMBINED_KINDS):
             raise KeyError(f"unknown kind of group {kind!r}; known are {', '.join(KINDS)}")
         if kind not in self._known:
             self._known[kind] = tuple(self._groups._each_group(kind))
         return self._known[kind]
 
-    def __iter__(self) -> Iterator[Kind]:
+    def __iter__(self) -> Iterator[GroupKind]:
         return iter(KINDS)
 
     def __len__(self) -> int:

@@ -43,7 +43,7 @@ class Placement(NamedTuple):
     wanted: Sequence[Blocks]
 
 
-class Move(NamedTuple):
+class BlockMove(NamedTuple):
     """A block sent from one rank to another, or copied if both are the same."""
 
     name: str
@@ -54,12 +54,12 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class BlockMessage:
     """Blocks that one rank sends to another together."""
 
     sender: int
     receiver: int
-    moves: tuple[Move, ...]
+    moves: tuple[BlockMove, ...]
 
     @property
     def size(self) -> int:
@@ -104,22 +104,24 @@ def parts_of(block: Block, most: int) -> Iterator[Block]:
 
 def moves_of(
     placements: Iterable[Placement], machines: Sequence[Hashable], rank: int | None = None
-) -> list[Move]:
+) -> list[BlockMove]:
     """Return all moves, or those of one rank, in an order that is the same on all ranks.
 
     machines: the machine of each rank
     """
-    layouts: dict[tuple[tuple[Blocks, ...], tuple[Blocks, ...]], _Layout] = {}
+    layouts: dict[tuple[tuple[Blocks, ...], tuple[Blocks, ...]], _PlacementShares] = {}
     moves = []
     for name, item_bytes, held, wanted in placements:
         key = tuple(held), tuple(wanted)
         layout = layouts.get(key)
         if layout is None:  # layers of a model are alike
-            layout = layouts[key] = _Layout(_shares_of(name, *key, machines, rank), turn=len(layouts))
+            layout = layouts[key] = _PlacementShares(
+                _shares_of(name, *key, machines, rank), turn=len(layouts)
+            )
         for share in layout.shares:
             size = elements(share.block) * item_bytes
             for sender, receiver in share.pairs(layout.turn):
-                moves.append(Move(name, sender, receiver, share.block, size))
+                moves.append(BlockMove(name, sender, receiver, share.block, size))
         layout.turn += 1
     return moves
 
@@ -138,12 +140,12 @@ def steps_of(placements: Iterable[Placement], most_bytes: int) -> list[list[str]
     return steps
 
 
-def messages_of(moves: Iterable[Move], bucket_bytes: int, ranks: int) -> list[Message]:
+def messages_of(moves: Iterable[BlockMove], bucket_bytes: int, ranks: int) -> list[BlockMessage]:
     """Pack moves into messages, in an order that is the same on all ranks; split blocks larger than a bucket.
 
     ranks: the size of the world
     """
-    packed: dict[tuple[int, int], list[list[Move]]] = {}
+    packed: dict[tuple[int, int], list[list[BlockMove]]] = {}
     room: dict[tuple[int, int], int] = {}  # in the last message of a pair of ranks
     for move in moves:
         if move.sender == move.receiver:
@@ -164,7 +166,7 @@ def messages_of(moves: Iterable[Move], bucket_bytes: int, ranks: int) -> list[Me
         for number in range(len(messages))
     )
     return [
-        Message(sender, receiver, tuple(packed[sender, receiver][number]))
+        BlockMessage(sender, receiver, tuple(packed[sender, receiver][number]))
         for number, _, sender, receiver in ordered
     ]
 
@@ -202,7 +204,7 @@ class _Share:
 
 
 @dataclass
-class _Layout:
+class _PlacementShares:
     """The shares of tensors with the same placement. turn: the first sender's position for the next tensor"""
 
     shares: list[_Share]

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tpkernels.topology import draw, svg
+from tpkernels.topology import draw
 from tpkernels.topology import sizes as check
 from tpkernels.topology.groups import COMBINED_KINDS as COMBINED_KINDS
 from tpkernels.topology.groups import KINDS as KINDS
+from tpkernels.topology.groups import GroupKind as GroupKind
 from tpkernels.topology.groups import Groups, Ranks
-from tpkernels.topology.groups import Kind as Kind
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class GroupPlan(Groups):
 
     def to_svg(self, *, gpus_per_node: int = 8, max_nodes: int = 16, unit: draw.Unit = "GPU") -> str:
         """Draw the groups as SVG: a panel for each kind, nodes of GPUs, a colour for each group."""
-        return svg.to_svg(self, gpus_per_node=gpus_per_node, max_nodes=max_nodes, unit=unit)
+        return draw.to_svg(self, gpus_per_node=gpus_per_node, max_nodes=max_nodes, unit=unit)
 
 
 def plan_groups(
@@ -88,7 +88,7 @@ class ListedPlan(GroupPlan):
     lists: returns the groups of a kind; they may leave out ranks of the world
     """
 
-    lists: Callable[[Kind], Sequence[Sequence[int]]] = field(compare=False)
+    lists: Callable[[GroupKind], Sequence[Sequence[int]]] = field(compare=False)
 
     @property
     def data(self) -> int:
@@ -97,13 +97,13 @@ class ListedPlan(GroupPlan):
     def stage_of(self, rank: int) -> int:
         return self._group_at(rank, "pp").index(rank)
 
-    def count_groups(self, kind: Kind) -> int:
+    def count_groups(self, kind: GroupKind) -> int:
         return len(self.groups[kind])
 
-    def _each_group(self, kind: Kind) -> Iterator[Ranks]:
+    def _each_group(self, kind: GroupKind) -> Iterator[Ranks]:
         return (tuple(sorted(ranks)) for ranks in self.lists(kind))  # as torch sorts them
 
-    def _group_at(self, rank: int, kind: Kind) -> Ranks:
+    def _group_at(self, rank: int, kind: GroupKind) -> Ranks:
         listed = self.groups[kind]
         for ranks in listed:
             if rank in ranks:

@@ -29,8 +29,7 @@ from tpkernels.gpus import RATED_GPUS
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.activations import GATE_OF
 from tpkernels.planning.job import Job, RankLayout
-from tpkernels.planning.memory import GRADIENT, OPTIMIZER
-from tpkernels.planning.parameters import parameters_of_stage
+from tpkernels.planning.memory import GRADIENT, OPTIMIZER, parameters_of_stage
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.trainer import StepReport, Trainer
 

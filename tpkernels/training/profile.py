@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tpkernels.pictures.lanes import Span, joined
+from tpkernels.pictures.lanes import TimeSpan, joined
 
 WARM_UP = 3  # the first steps learn the buckets' order and touch memory for the first time
 SHOWN_RANKS = 8  # the first ranks; a picture of more is too high
@@ -96,18 +96,18 @@ class ProfiledEvent:
     launched_by: int  # the operator's number, for a kernel and for the call that launched it
 
 
-def traced(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
+def traced(step: Callable[[], Result]) -> tuple[Result, list[TimeSpan]]:
     """Run `step`; return its result and, on rank 0, the spans of the first ranks; called by all ranks."""
     if dist.get_rank() < SHOWN_RANKS:
         result, spans = _recorded(step)
     else:
         result, spans = step(), []
-    gathered: list[list[Span]] | None = [[]] * dist.get_world_size() if dist.get_rank() == 0 else None
+    gathered: list[list[TimeSpan]] | None = [[]] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(spans, gathered)
     return result, list(chain(*gathered or []))
 
 
-def _recorded(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
+def _recorded(step: Callable[[], Result]) -> tuple[Result, list[TimeSpan]]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it reports start and stop on stderr
     with profile(activities=_activities()) as profiler:
         result = step()
@@ -130,7 +130,7 @@ def _recorded(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
     return result, spans_of(dist.get_rank(), events, on_gpu=torch.cuda.is_available())
 
 
-def spans_of(rank: int, events: Sequence[ProfiledEvent], *, on_gpu: bool) -> list[Span]:
+def spans_of(rank: int, events: Sequence[ProfiledEvent], *, on_gpu: bool) -> list[TimeSpan]:
     """Return the spans in which a rank computed, by phase, and in which it had transfers in flight.
 
     On a GPU kernels count, on a CPU operators of torch, without Python code between them.
@@ -153,14 +153,14 @@ def spans_of(rank: int, events: Sequence[ProfiledEvent], *, on_gpu: bool) -> lis
         return []
     length = max(event.stop for event in everything) - min(event.start for event in everything)
     spans = [
-        Span(rank, "computes", "", start, stop, phase)
+        TimeSpan(rank, "computes", "", start, stop, phase)
         for phase in dict.fromkeys(phases)
         for start, stop in union(
             (event for event, its in zip(work, phases, strict=True) if its == phase), _GAP * length
         )
     ]
     flights = union(transfers, 0.0)
-    return spans + [Span(rank, "transfers", "", start, stop) for start, stop in flights]
+    return spans + [TimeSpan(rank, "transfers", "", start, stop) for start, stop in flights]
 
 
 class _Nodes:
@@ -186,7 +186,7 @@ def union(events: Iterable[ProfiledEvent], gap: float) -> list[tuple[float, floa
     return joined([(event.start, event.stop) for event in events], gap)
 
 
-def seconds_at_once(spans: Sequence[Span]) -> tuple[float, float]:
+def seconds_at_once(spans: Sequence[TimeSpan]) -> tuple[float, float]:
     """Return seconds with transfers in flight, and seconds of these with computation, over all ranks."""
     in_flight = hidden = 0.0
     for rank in {span.rank for span in spans}:

@@ -14,9 +14,19 @@ from pathlib import Path
 import torch
 
 from tpkernels.pictures.charts import curve
-from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, can_draw, save, sheet
-from tpkernels.pictures.lanes import Span, lanes
-from tpkernels.pictures.page import facts, page, paragraph, table, verbatim
+from tpkernels.pictures.figure import (
+    NO_MATPLOTLIB,
+    Picture,
+    can_draw,
+    facts,
+    page,
+    paragraph,
+    save,
+    sheet,
+    table,
+    verbatim,
+)
+from tpkernels.pictures.lanes import TimeSpan, lanes
 from tpkernels.topology.draw import Unit
 from tpkernels.topology.plan import GroupPlan
 from tpkernels.training.config import TrainConfig
@@ -105,7 +115,7 @@ class RunRecord:
 
     title: str
     reports: Sequence[StepReport]
-    spans: Sequence[Span]
+    spans: Sequence[TimeSpan]
     plan: GroupPlan
     on_gpu: bool
     known: Sequence[tuple[str, str]] = ()
@@ -132,7 +142,7 @@ def pictures_of(run: RunRecord) -> dict[str, Picture]:
     return pictures | {"plan": sheet(plan.to_svg(unit=run.unit))}
 
 
-def at_once(spans: Sequence[Span]) -> str:
+def at_once(spans: Sequence[TimeSpan]) -> str:
     """Return in words the fraction of the time in flight during which ranks computed."""
     in_flight, hidden = seconds_at_once(spans)
     if not in_flight:

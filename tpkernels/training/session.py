@@ -18,7 +18,7 @@ from tpkernels.comm.agreement import Claim, agree
 from tpkernels.interop import dcp
 from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.ops.replicas import from_all_ranks
-from tpkernels.pictures.lanes import Span
+from tpkernels.pictures.lanes import TimeSpan
 from tpkernels.runtime.c10d import default_group
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.topology.plan import plan_groups
@@ -66,7 +66,7 @@ class Session:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         join_world(backend, None if timeout is None else timedelta(seconds=timeout))
         self._got_signal = self.was_asked_to_stop = False
-        self._recorded: list[Span] = []  # of one step
+        self._recorded: list[TimeSpan] = []  # of one step
         if saves:
             signal.signal(signal.SIGTERM, self._note_signal)
         world = dist.get_world_size()

@@ -13,8 +13,7 @@ from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cubin import Cubin, KernelParameter, WrongArchitecture, read
 from tpkernels.gate.clock.instructions import parse
 from tpkernels.gate.clock.values import Constants
-from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
-from tpkernels.gate.machine_code import sass_mix
+from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead, sass_mix
 
 FLAT = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 NORM = "norm_fwd/pointer/bf16/8192/rms"

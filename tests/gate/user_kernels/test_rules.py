@@ -8,7 +8,7 @@ import pytest
 
 from tests.gate.samples import FACTS
 from tpkernels.gate.ahead_of_time import ARCHITECTURES
-from tpkernels.gate.user_kernels.rules import DEFAULT_RULES, RULES, violations
+from tpkernels.gate.user_kernels.record import DEFAULT_RULES, RULES, violations
 
 SOUND = replace(
     FACTS,

@@ -14,7 +14,7 @@ from tpkernels.interop.megatron_core import parallel_state as ps
 from tpkernels.interop.megatron_core.groups import ProcessGroupCollection
 from tpkernels.interop.shards import require_one_stage
 from tpkernels.runtime import c10d
-from tpkernels.runtime.process_groups import Listed, create_listed_groups
+from tpkernels.runtime.initialize import Listed, create_listed_groups
 from tpkernels.topology.sizes import InvalidSizes
 
 

@@ -15,8 +15,7 @@ from tpkernels.interop.megatron_core import parallel_state as ps
 from tpkernels.interop.megatron_core.grid import HyperCommGrid
 from tpkernels.interop.megatron_core.groups import ProcessGroupCollection, from_megatron
 from tpkernels.layers.world import tensor_world
-from tpkernels.runtime.initialize import initialize_model_parallel
-from tpkernels.runtime.process_groups import Listed, create_listed_groups
+from tpkernels.runtime.initialize import Listed, create_listed_groups, initialize_model_parallel
 from tpkernels.runtime.state import ParallelStateError, current, use
 from tpkernels.topology.sizes import InvalidSizes
 

@@ -19,12 +19,12 @@ from tpkernels.gate.user_kernels.record import ConfigError
 
 LIMIT = 300  # seconds for an item
 
-Item = Mapping[str, Any]
+ItemOfChild = Mapping[str, Any]
 Answer = dict[str, Any]
 
 
 def answers(
-    program: str, folder: Path, items: Sequence[Item], variables: dict[str, str] | None = None
+    program: str, folder: Path, items: Sequence[ItemOfChild], variables: dict[str, str] | None = None
 ) -> Iterator[Answer | str]:
     """The answer to each item, or in words how the process ended over it; what is left goes to a new one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -40,7 +40,7 @@ def answers(
                 yield _ending(child.end() or 0, child.last_words())
 
 
-def serve(work: Callable[[Item], Answer]) -> None:
+def serve(work: Callable[[ItemOfChild], Answer]) -> None:
     """Answer each item that `answers` sent; a ConfigError is an answer, too."""
     end_with_parent()
     folder = sys.argv[1]

@@ -17,8 +17,7 @@ from tpkernels.gate.compile_gate import Suite
 from tpkernels.gate.numerics import Computed
 from tpkernels.gate.user_kernels import children
 from tpkernels.gate.user_kernels.entries import entry_of, inspect
-from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel
-from tpkernels.gate.user_kernels.rules import violations
+from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel, violations
 from tpkernels.gate.user_kernels.table import own_kernel
 from tpkernels.gate.user_kernels.workload import OwnWorkload
 

@@ -27,10 +27,10 @@ class Inspected:
         return self.plain + self.unaligned
 
 
-Told: TypeAlias = "tuple[OwnKernel, Inspected | ConfigError]"
+InspectedKernel: TypeAlias = "tuple[OwnKernel, Inspected | ConfigError]"
 
 
-def inspect(kernels: Iterable[OwnKernel], folder: Path) -> Iterable[Told]:
+def inspect(kernels: Iterable[OwnKernel], folder: Path) -> Iterable[InspectedKernel]:
     """Each kernel with what it says of itself, or with what is wrong in its table."""
     own = list(kernels)
     items = [{"kernel": one.kernel, "oracle": one.oracle} for one in own]

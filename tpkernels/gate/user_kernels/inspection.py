@@ -9,7 +9,7 @@ import inspect
 from importlib import import_module
 from typing import Any
 
-from tpkernels.gate.user_kernels.children import Answer, Item, said, serve
+from tpkernels.gate.user_kernels.children import Answer, ItemOfChild, said, serve
 from tpkernels.gate.user_kernels.record import ConfigError
 from tpkernels.gate.user_kernels.table import tables
 
@@ -26,7 +26,7 @@ def found(key: str, place: str) -> Any:
     return getattr(module, attribute)
 
 
-def answered(item: Item) -> Answer:
+def answered(item: ItemOfChild) -> Answer:
     """item: a "module", or "kernel" and "oracle" of a table"""
     return _registered(item["module"]) if "module" in item else _inspected(item)
 
@@ -39,7 +39,7 @@ def _registered(module: str) -> Answer:
     return {"kernels": tables()}
 
 
-def _inspected(item: Item) -> Answer:
+def _inspected(item: ItemOfChild) -> Answer:
     from triton.runtime.jit import JITFunction
 
     from tpkernels.gate.ahead_of_time import undecorated

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.gate.ahead_of_time import undecorated
-from tpkernels.gate.user_kernels.children import Answer, Item, said, serve
+from tpkernels.gate.numerics import BOUND, relative_error
+from tpkernels.gate.user_kernels.children import Answer, ItemOfChild, said, serve
 from tpkernels.gate.user_kernels.entries import meant
 from tpkernels.gate.user_kernels.inspection import found
 from tpkernels.gate.user_kernels.record import (
@@ -80,7 +80,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def computed(item: Item) -> Answer:
+def computed(item: ItemOfChild) -> Answer:
     """item: "name", "table" and which of its "sizes" """
     mend()
     own = own_kernel(item["name"], item["table"])

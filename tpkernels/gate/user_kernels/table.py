@@ -14,14 +14,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Constant, undecorated
 from tpkernels.gate.user_kernels.record import (
     DTYPES,
+    RULES,
     ConfigError,
     Expression,
+    FunctionPath,
     OwnKernel,
-    Place,
     TensorType,
     Values,
 )
-from tpkernels.gate.user_kernels.rules import RULES
 
 SCALARS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp32", "fp64")
 FILLS = ("normal", "uniform", "zeros", "ones")
@@ -178,7 +178,7 @@ def _typed(key: str, value: Any, wanted: Any) -> Any:
         if not isinstance(value, list | tuple):
             raise ConfigError(key, f"expected a list, got {value!r}")
         return tuple(_typed(key, one, get_args(wanted)[0]) for one in value)
-    if wanted is Place:
+    if wanted is FunctionPath:
         if not isinstance(value, str) or not _PLACE.fullmatch(value):
             raise ConfigError(key, f'expected "module:function", got {value!r}')
         return value

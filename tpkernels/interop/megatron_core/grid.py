@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from tpkernels.runtime.c10d import destroy_group
-from tpkernels.runtime.process_groups import Listed, create_listed_groups
+from tpkernels.runtime.initialize import Listed, create_listed_groups
 from tpkernels.runtime.state import ParallelStateError
 from tpkernels.topology.groups import Grid
 from tpkernels.topology.sizes import InvalidSizes, not_negative, positive

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.interop.megatron_core import parallel_state
 from tpkernels.runtime.state import ParallelState, ParallelStateError
-from tpkernels.topology.groups import Kind
+from tpkernels.topology.groups import GroupKind
 from tpkernels.topology.plan import ListedPlan
 
 
@@ -80,13 +80,13 @@ class _Getter:
 
     name: str
     arguments: Mapping[str, bool]
-    kind: Kind | None
+    kind: GroupKind | None
 
     def of(self, module: Any) -> Any:
         return getattr(module, self.name)(**self.arguments)
 
 
-def _get(name: str, kind: Kind | None = None, **arguments: bool) -> _Getter:
+def _get(name: str, kind: GroupKind | None = None, **arguments: bool) -> _Getter:
     return _Getter(name, arguments, kind)
 
 
@@ -129,7 +129,7 @@ def from_megatron(collection: HasTensorGroup | None = None) -> ParallelState:
 
     collection: Megatron's ProcessGroupCollection, or ours; None: the groups of `megatron.core.parallel_state`
     """
-    found: dict[Kind, ProcessGroup] = {}
+    found: dict[GroupKind, ProcessGroup] = {}
     virtual = None
     if collection is None:
         module = import_module("megatron.core.parallel_state")
@@ -147,7 +147,7 @@ def from_megatron(collection: HasTensorGroup | None = None) -> ParallelState:
     ranks = {kind: dist.get_process_group_ranks(group) for kind, group in found.items()}
     known_not_in = {_GETTERS[name].kind for name in ("embd", "pos_embd") if hasattr(collection, name)}
 
-    def lists(kind: Kind) -> list[list[int]]:
+    def lists(kind: GroupKind) -> list[list[int]]:
         if kind == "alone":
             return [[dist.get_rank()]]
         if kind not in ranks and kind in known_not_in:

@@ -65,7 +65,7 @@ class MegatronImportedError(RuntimeError):
 
 def install() -> None:
     """Make imports of `megatron.core.parallel_state` and the modules of `tensor_parallel` return ours."""
-    if _PerProcess.finder is not None:
+    if _InstalledFinder.finder is not None:
         return
     imported = sorted(name for name in sys.modules if name == "megatron.core" or name in SERVED)
     if imported:
@@ -73,8 +73,8 @@ def install() -> None:
             f"install() must be called before Megatron is imported, but {', '.join(imported)} "
             f"{'is' if len(imported) == 1 else 'are'} imported already: call it in the program's first lines"
         )
-    _PerProcess.finder = _Finder()
-    sys.meta_path.insert(0, _PerProcess.finder)
+    _InstalledFinder.finder = _Finder()
+    sys.meta_path.insert(0, _InstalledFinder.finder)
 
 
 def uninstall() -> None:
@@ -82,10 +82,10 @@ def uninstall() -> None:
 
     Modules that hold names of the removed modules keep them.
     """
-    if _PerProcess.finder is None:
+    if _InstalledFinder.finder is None:
         return
-    sys.meta_path.remove(_PerProcess.finder)
-    _PerProcess.finder = None
+    sys.meta_path.remove(_InstalledFinder.finder)
+    _InstalledFinder.finder = None
     for name in [
         name for name in sys.modules if name == "megatron.core" or name.startswith("megatron.core.")
     ]:
@@ -107,7 +107,7 @@ def installed() -> Iterator[None]:
         uninstall()
 
 
-class _PerProcess:
+class _InstalledFinder:
     """The finder in `sys.meta_path`; None if not installed."""
 
     finder: _Finder | None = None

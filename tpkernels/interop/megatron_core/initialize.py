@@ -33,9 +33,8 @@ from tpkernels.runtime import c10d
 from tpkernels.runtime import initialize as runtime
 from tpkernels.runtime import state as runtime_state
 from tpkernels.runtime.c10d import is_nccl
-from tpkernels.runtime.initialize import as_text, start
-from tpkernels.runtime.process_groups import GroupSettings, Listed, create_listed_groups
-from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind
+from tpkernels.runtime.initialize import GroupSettings, Listed, as_text, create_listed_groups, start
+from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupKind, GroupPlan
 from tpkernels.topology.sizes import InvalidSizes, positive
 
 _ALL_KINDS = (*KINDS, *COMBINED_KINDS)
@@ -85,7 +84,7 @@ def initialize_model_parallel(
     expert_tensor = expert_tensor_parallel_size or tensor_model_parallel_size
     settings: dict[str, Any] = {}
     asked: list[MegatronSizes] = []
-    options: dict[Kind, Any] = {}
+    options: dict[GroupKind, Any] = {}
 
     def plan(world_size: int) -> GroupPlan:
         _refuse(given)

@@ -39,7 +39,7 @@ from tpkernels.parallel_state.table import *  # noqa: F403
 from tpkernels.parallel_state.table import GroupOrNone, NamedGroup, data_group, public_names, state_for
 from tpkernels.runtime.c10d import takes_cpu_tensors_by_gloo
 from tpkernels.runtime.state import ParallelStateError, current_or_none, on_the_fly
-from tpkernels.topology.plan import Kind
+from tpkernels.topology.plan import GroupKind
 
 
 def _further(name: str) -> ProcessGroup | None:
@@ -238,7 +238,7 @@ def _required(name: str, made_by: str) -> ProcessGroup:
     return found
 
 
-def _by_gloo(name: str, kind: Kind) -> ProcessGroup:
+def _by_gloo(name: str, kind: GroupKind) -> ProcessGroup:
     group = _further(name) or NamedGroup(kind, f"{kind} group-gloo").group()
     if takes_cpu_tensors_by_gloo(group):
         return group

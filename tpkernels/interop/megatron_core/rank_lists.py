@@ -12,16 +12,16 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from tpkernels.runtime.process_groups import Listed
+from tpkernels.runtime.initialize import Listed
 from tpkernels.topology import sizes as check
-from tpkernels.topology.groups import Grid, Kind
+from tpkernels.topology.groups import Grid, GroupKind
 from tpkernels.topology.plan import ListedPlan
 from tpkernels.topology.sizes import InvalidSizes
 
 EmbeddingRanks = Callable[[list[int]], Sequence[int]] | None
 Lists = list[list[int]]
 
-_DENSE: Mapping[Kind, str] = {
+_DENSE: Mapping[GroupKind, str] = {
     "tp": "tp",
     "cp": "cp",
     "dp": "dp",
@@ -32,7 +32,7 @@ _DENSE: Mapping[Kind, str] = {
     "tp_dp": "tp-dp",
     "tp_dp_cp": "tp-dp-cp",
 }
-_EXPERTS: Mapping[Kind, str] = {
+_EXPERTS: Mapping[GroupKind, str] = {
     "ep": "ep",
     "expert_dp": "dp",
     "expert_tp": "tp",
@@ -174,7 +174,7 @@ class MegatronSizes:
         data = self.world_size // (self.expert_tensor * self.expert * self.pipeline)
         return RankGenerator(self.expert_tensor, self.expert, data, self.pipeline, 1, self.order)
 
-    def lists(self, kind: Kind) -> Lists:
+    def lists(self, kind: GroupKind) -> Lists:
         """Every group of a kind."""
         if kind in _DENSE:
             return self.dense.get_ranks(_DENSE[kind])
@@ -272,7 +272,7 @@ class MegatronSizes:
         listed = {name: Listed(lists, options=_of(options, name)) for name, lists in found.items()}
         for name in gloo:
             # an optimizer of one instance uses the twins of dp_cp and expert_dp
-            kinds: dict[str, Kind] = {"dp": "dp", "dp_cp": "dp_cp", "expert_dp": "expert_dp"}
+            kinds: dict[str, GroupKind] = {"dp": "dp", "dp_cp": "dp_cp", "expert_dp": "expert_dp"}
             if name in found or name in kinds:
                 lists = found[name] if name in found else self.lists(kinds[name])
                 listed[f"{name}_gloo"] = Listed(lists, "gloo")

@@ -113,7 +113,7 @@ class _InferenceTracker(CudaRNGStatesTracker):
         return nullcontext()
 
 
-class _PerProcess:
+class _TrackerOfProcess:
     """The tracker that `get_cuda_rng_tracker` returns, and the depth of running checkpoints."""
 
     tracker: CudaRNGStatesTracker | None = None
@@ -129,9 +129,9 @@ def initialize_rng_tracker(
     """Make the tracker of this process, unless there is one."""
     if use_te_rng_tracker:
         raise NotImplementedError("use_te_rng_tracker: expected False: the streams are tpkernels'")
-    if force_reset or _PerProcess.tracker is None:
+    if force_reset or _TrackerOfProcess.tracker is None:
         chosen = _InferenceTracker if inference_rng_tracker else CudaRNGStatesTracker
-        _PerProcess.tracker = chosen(
+        _TrackerOfProcess.tracker = chosen(
             use_cudagraphable_rng, inference_rng_tracker, tracker=streams.get_rng_tracker()
         )
 
@@ -141,8 +141,8 @@ def get_cuda_rng_tracker(
 ) -> CudaRNGStatesTracker:
     """Return the tracker of this process. Only the first call's arguments count."""
     initialize_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
-    assert _PerProcess.tracker is not None
-    return _PerProcess.tracker
+    assert _TrackerOfProcess.tracker is not None
+    return _TrackerOfProcess.tracker
 
 
 def get_all_rng_states() -> dict[str, Tensor]:
@@ -265,18 +265,18 @@ def checkpoint(function: Callable[..., T], distribute_saved_activations: bool | 
     """
 
     def running(*given: Any) -> T:
-        _PerProcess.checkpoints += 1
+        _TrackerOfProcess.checkpoints += 1
         try:
             return function(*given)
         finally:
-            _PerProcess.checkpoints -= 1
+            _TrackerOfProcess.checkpoints -= 1
 
     return recomputed(running, bool(distribute_saved_activations), args, {})
 
 
 def is_checkpointing() -> bool:
     """Whether a function of `checkpoint` is running, for the first or the second time."""
-    return _PerProcess.checkpoints > 0
+    return _TrackerOfProcess.checkpoints > 0
 
 
 # Functions that Megatron's own CheckpointWithoutOutput takes from its module.

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tpkernels.layers import attributes, functional
 from tpkernels.layers.world import State, group_of, tensor_world
-from tpkernels.topology.shard import shard_size
-from tpkernels.topology.sizes import InvalidSizes
+from tpkernels.topology.sizes import InvalidSizes, shard_size
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:

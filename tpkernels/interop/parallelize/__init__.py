@@ -28,7 +28,7 @@ from tpkernels.interop.parallelize.lora import base_model
 from tpkernels.interop.parallelize.plan import ParallelizePlan
 from tpkernels.interop.parallelize.saving import save_full_weights
 from tpkernels.interop.parallelize.sequence import share_tokens
-from tpkernels.interop.parallelize.stand_ins import sum_gradients
+from tpkernels.interop.parallelize.tokens import sum_gradients
 from tpkernels.interop.parallelize.trial import PlanTrial, Verify, require_verify
 from tpkernels.layers.foreign import refuse_wrapped
 from tpkernels.layers.world import State, TensorWorld, tensor_world

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tpkernels.interop.dtensor import is_chunked, over_mesh
 from tpkernels.interop.parallelize.plan import ParallelizePlan, Parameters, SharedHeads, Split
-from tpkernels.interop.parallelize.stand_ins import StandIns
+from tpkernels.interop.parallelize.tokens import StandIns
 from tpkernels.interop.shards import TensorShard, shard_of
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import ParallelModule

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.cut import Cut, ModuleChange, stacks_of
 from tpkernels.interop.parallelize.entries import tables
 from tpkernels.interop.parallelize.hf_modules import (
+    Cut,
+    ModuleChange,
     is_conv1d,
     is_linear,
     oriented_shape,
     split_module,
+    stacks_of,
 )
 from tpkernels.interop.parallelize.lora import is_factor, split_dropouts
 from tpkernels.interop.parallelize.plan import (
@@ -36,7 +38,7 @@ from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region
-from tpkernels.topology.shard import HeadSplit, split_vocabulary
+from tpkernels.topology.sizes import HeadSplit, split_vocabulary
 
 QUANTIZED_KINDS = ("column", "row", "row_of_full", "shared_heads", "head")
 # torch's attributes with hooks on a module's output, such as `enable_input_require_grads` adds to a table

@@ -22,7 +22,7 @@ from tpkernels.interop.parallelize.plan import (
     Split,
     heads_read,
 )
-from tpkernels.topology.shard import HeadSplit, split_heads
+from tpkernels.topology.sizes import HeadSplit, split_heads
 
 Entries = dict[str, list[PlanEntry]]
 Say = Callable[[str], None]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.changes import Changes
-from tpkernels.layers import watch
+from tpkernels.layers import replicas
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.random import is_capturing
@@ -84,11 +84,11 @@ class _Draws:
 
     def before(self, model: nn.Module, _: Any) -> None:
         """Remember the random streams, in every N-th call."""
-        if torch.compiler.is_compiling() or not model.training or not watch.steps_between:
+        if torch.compiler.is_compiling() or not model.training or not replicas.steps_between:
             return
         if is_capturing():
             return
-        self.states = _states(model) if self.calls % watch.steps_between == 0 else None
+        self.states = _states(model) if self.calls % replicas.steps_between == 0 else None
         self.calls += 1
 
     def after(self, model: nn.Module, *_: Any) -> None:

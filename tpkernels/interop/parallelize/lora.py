@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from tpkernels.interop.parallelize.cut import Cut, SplitDropout
+from tpkernels.interop.parallelize.hf_modules import Cut, SplitDropout
 
 
 def split_with(name: str, module: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module]]:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from torch import nn
 
 from tpkernels.interop.parallelize.lora import split_with
-from tpkernels.topology.shard import split_heads
+from tpkernels.topology.sizes import split_heads
 
 SplitKind = Literal["column", "row", "row_of_full", "head", "embedding"]
 SPLIT_KINDS = ("column", "row", "row_of_full", "head", "embedding")
@@ -121,7 +121,7 @@ class Kept:
 
 PlanEntry = Split | SharedHeads | Divided | Number | Parameters | Tail | Shared | Kept
 # A module may have several of these entries.
-BESIDE = (Divided, Number, Parameters, Tail)
+MAY_SHARE_A_MODULE = (Divided, Number, Parameters, Tail)
 ParallelizePlan = Mapping[
     str, SplitKind | Literal["partial", "replicated"] | PlanEntry | tuple[PlanEntry, ...]
 ]
@@ -146,7 +146,7 @@ def matches(model: nn.Module, plan: ParallelizePlan) -> list[Match]:
     taken: dict[nn.Module, tuple[str, bool]] = {}
     for pattern, said in plan.items():
         entries = [_entry(pattern, each) for each in (said if isinstance(said, tuple) else (said,))]
-        beside = all(isinstance(entry, BESIDE) for entry in entries)
+        beside = all(isinstance(entry, MAY_SHARE_A_MODULE) for entry in entries)
         fitting = [pattern] if pattern in named else [name for name in named if fnmatchcase(name, pattern)]
         if not fitting:
             raise ValueError(f"plan: {pattern!r} fits no module; there are {_some(list(named))}")

@@ -21,13 +21,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpkernels.interop.parallelize.changes import Changes
-from tpkernels.interop.parallelize.cut import ModuleChange
 from tpkernels.interop.parallelize.guards import refuse_hidden_states
-from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
-from tpkernels.interop.parallelize.probe import Names
-from tpkernels.interop.parallelize.stand_ins import sum_gradients
-from tpkernels.interop.parallelize.tokens import After, Before, Columns, TokenMove, Tokens
-from tpkernels.interop.parallelize.twins import Inputs, aside, call
+from tpkernels.interop.parallelize.hf_modules import (
+    ColumnConv1D,
+    ColumnLinear,
+    ModuleChange,
+    RowConv1D,
+    RowLinear,
+)
+from tpkernels.interop.parallelize.probe import Inputs, ParameterNames, aside, call
+from tpkernels.interop.parallelize.tokens import After, Before, Columns, TokenMove, Tokens, sum_gradients
 from tpkernels.layers.world import TensorWorld
 from tpkernels.runtime.random import draws
 
@@ -84,7 +87,9 @@ def first_argument(module: nn.Module) -> str:
     return next(iter(inspect.signature(module.forward).parameters), "")
 
 
-def sharing_of(twin: nn.Module, changes: Changes, inputs: Inputs, by_features: Names, ranks: int) -> Sharing:
+def sharing_of(
+    twin: nn.Module, changes: Changes, inputs: Inputs, by_features: ParameterNames, ranks: int
+) -> Sharing:
     """Find modules with sharded tokens by one call of the twin; raise if one cannot. No communication.
 
     changes: of the twin
@@ -92,9 +97,9 @@ def sharing_of(twin: nn.Module, changes: Changes, inputs: Inputs, by_features: N
     """
     layers = _layers(twin, changes)
     entries = {name: entry for layer in layers for name, entry in _children_of(twin, layer, changes).items()}
-    seen = _Seen(ranks, layers, entries)
+    seen = _RecordedCall(ranks, layers, entries)
     seen.watch(twin)
-    with aside(twin), torch.no_grad(), _NoDraws(seen):
+    with aside(twin), torch.no_grad(), _NoDrawsForShardedTokens(seen):
         try:
             call(twin.train(), inputs)
         except _Refused as error:
@@ -204,7 +209,7 @@ def _sharded_parameters(
 
 
 def _has_sums_only(
-    model: nn.Module, name: str, entry: _LayerChild, names: dict[int, str], by_features: Names
+    model: nn.Module, name: str, entry: _LayerChild, names: dict[int, str], by_features: ParameterNames
 ) -> bool:
     split = {id(p) for change in entry.changes for p in change.old.parameters()}
     return all(id(p) in split or names[id(p)] in by_features for p in model.get_submodule(name).parameters())
@@ -215,7 +220,7 @@ class _Refused(Exception):
 
 
 @dataclass
-class _Seen:
+class _RecordedCall:
     """Records one call of the unsharded model."""
 
     ranks: int
@@ -310,10 +315,10 @@ class _Seen:
             raise ValueError(f"sequence_parallel: expected calls of '{missing[0]}', got none")
 
 
-class _NoDraws(TorchDispatchMode):
+class _NoDrawsForShardedTokens(TorchDispatchMode):
     """Refuses random numbers for sharded tokens: ranks would draw the same numbers for different tokens."""
 
-    def __init__(self, seen: _Seen) -> None:
+    def __init__(self, seen: _RecordedCall) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
 
