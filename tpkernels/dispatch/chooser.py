@@ -202,7 +202,7 @@ class Chooser:
         arguments: tuple[Any, ...],
         out: Sequence[Tensor],
     ) -> Callable[..., Any]:
-        """Return what computes a problem; it looks whether a graph is captured, if that matters."""
+        """Return the function that computes a problem, if need be by another candidate in graphs."""
 
         def of(candidate: Candidate) -> Callable[..., Any]:
             return candidate.bind_into(record) if out else candidate.bind(record)

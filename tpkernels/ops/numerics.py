@@ -176,7 +176,7 @@ class Plain:
         return rows.dtype
 
     def blocks(self, arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterable[tuple[slice, Tensor]]:
-        """Regroup rows that arrive in chunks into blocks, each of which is multiplied at once."""
+        """Regroup rows that arrive in chunks into the blocks that are multiplied at once."""
         return arriving
 
     # products

@@ -253,7 +253,7 @@ def exchange_for(
     partial_of: PartialOf | None = None,
     to_all: bool = False,
 ) -> Exchange:
-    """Return this rank's end of the exchange for a matrix (rows, cols), of which each rank owns a shard.
+    """Return this rank's end of the exchange for a matrix (rows, cols). Each rank owns a shard.
 
     TPKERNELS_TRANSPORT may name the transport (`comm/transports/select.py`). Else sizes decide on the CPU,
     and on GPUs the ranks time the ways that there are (`ways`).
