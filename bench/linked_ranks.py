@@ -30,7 +30,7 @@ from tpkernels.comm.transports.c10d import C10D
 from tpkernels.dispatch import backends
 from tpkernels.ops import column_linear, row_linear
 from tpkernels.ops.tensor_parallel import parallel
-from tpkernels.streams.simulation import (
+from tpkernels.streams.times import (
     HOST,
     KERNEL,
     NOTHING,

@@ -26,7 +26,7 @@ from bench.published_overlap import PUBLISHED, THEIR_HOST, Published
 from bench.slow_link import SlowLink, why_not
 from tpkernels.cli import BadUse
 from tpkernels.gpus import gpu_named
-from tpkernels.planning.calls import Sizes
+from tpkernels.planning.step_time import Sizes
 from tpkernels.streams.prediction import predict
 from tpkernels.streams.times import GRAPH, Node
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels.files import parsed
-from tpkernels.pictures.charts import Bar
-from tpkernels.pictures.lanes import TimeSpan
+from tpkernels.pictures.charts import Bar, TimeSpan
 
 Object = Mapping[str, Any]
 _LANE = re.compile(r"rank (\d{1,9}) (.+)")  # as `timeline.chrome_trace` names its threads

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels.files import parsed
-from tpkernels.pictures.lanes import unit_of
+from tpkernels.pictures.charts import unit_of
 
 Info = dict[str, Any]  # what is said of a case: docs/benchmarks.md
 

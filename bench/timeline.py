@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tpkernels.pictures.lanes import TimeSpan
+from tpkernels.pictures.charts import TimeSpan
 
 STRAY = 0.005  # the part of all bytes, at either end, that may be something else
 

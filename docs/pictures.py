@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.recorded import TimeLine, read
+from tpkernels.pictures.charts import lanes
 from tpkernels.pictures.figure import BLUE, GREEN, GRID, INK, ORANGE, PAPER, QUIET, VIOLET, Picture, hint
-from tpkernels.pictures.lanes import lanes
 from tpkernels.topology.groups import GroupKind
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from tpkernels.dispatch import backends
 from tpkernels.kernels import launch
 from tpkernels.kernels.target import H100, Target
 from tpkernels.ops import column_linear, row_linear
-from tpkernels.planning.calls import Sizes
+from tpkernels.planning.step_time import Sizes
 from tpkernels.streams.prediction import enqueued
 from tpkernels.streams.record import EndedWork, NcclBackend
 

@@ -28,8 +28,8 @@ from bench.timeline import Sample, chrome_trace, pieces_received
 from tpkernels.comm.schedule import gather_plan, parts_of_shard
 from tpkernels.dispatch import primitives
 from tpkernels.ops import column_linear, row_linear
+from tpkernels.pictures.charts import TimeSpan, lanes
 from tpkernels.pictures.figure import NO_MATPLOTLIB, can_draw
-from tpkernels.pictures.lanes import TimeSpan, lanes
 
 PANELS = {"one after the other": False, "at once, in pieces": True}
 SAMPLE_SECONDS = 0.5e-3

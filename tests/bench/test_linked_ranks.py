@@ -6,7 +6,7 @@ import pytest
 
 from bench.linked_ranks import MeasuredRanks, ran
 from tpkernels.comm.schedule import gather_plan, parts_of_shard
-from tpkernels.streams.simulation import HOST, PRODUCT, TRANSFER
+from tpkernels.streams.times import HOST, PRODUCT, TRANSFER
 
 ROWS, COLS = 2048, 1024
 SHARD = ROWS // 2 * COLS * 4

@@ -20,10 +20,10 @@ from bench.published_overlap import FITTED, KEPT_BACK, PUBLISHED
 from bench.shapes import MODELS, RATED_GPUS, all_shapes, shapes_of
 from tests.gate.test_budgets import compiled_by
 from tpkernels.cli.tuning import SplitModel, model_calls
-from tpkernels.gate import budgets
-from tpkernels.gate.budgets import REGISTER_UNIT
+from tpkernels.gate import expectations
+from tpkernels.gate.expectations import REGISTER_UNIT
 from tpkernels.kernels.triton_versions import triton_version
-from tpkernels.planning import calls
+from tpkernels.planning import step_time
 
 DOCS = Path(__file__).parents[2] / "docs"
 MINORS = ("3.6", "3.7")  # in the order of the columns of measured-kernels.md
@@ -49,7 +49,7 @@ def test_page_of_kernels_agrees_with_the_budgets():
     page = (DOCS / "measured-kernels.md").read_text()
     rows = kernels_of(page)
     for i, minor in enumerate(MINORS):
-        kept = budgets.read()[minor]
+        kept = expectations.read()[minor]
         ours = {key: row for key, row in rows.items() if compiled_by(minor, key[1])}
         assert ours.keys() == kept.keys(), "write it anew, see bench/kernel_table.py"
         for (architecture, name), row in ours.items():
@@ -121,7 +121,7 @@ def test_published_times_lie_where_the_command_line_says_and_half_of_the_sources
     for each in PUBLISHED:
         ratios.setdefault(each.way, []).append(each.microseconds / model_of(each))
     said = {way: (round(min(found), 2), round(max(found), 2)) for way, found in ratios.items()}
-    assert said == calls.PUBLISHED
+    assert said == step_time.PUBLISHED
     sources = {use: {each.source for each in PUBLISHED if each.use == use} for use in (FITTED, KEPT_BACK)}
     counts = {use: sum(each.use == use for each in PUBLISHED) for use in sources}
     assert counts[KEPT_BACK] >= counts[FITTED] >= 30

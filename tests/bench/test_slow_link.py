@@ -16,7 +16,7 @@ from bench.slow_link import SlowLink, throttle, why_not
 from bench.timeline import Sample, chrome_trace, pieces_received
 from tests import ranks
 from tests.patience import patient
-from tpkernels.pictures.lanes import TimeSpan
+from tpkernels.pictures.charts import TimeSpan
 
 reason = why_not()
 needs_link = pytest.mark.skipif(reason is not None, reason=reason or "")

@@ -17,7 +17,7 @@ import triton
 import tpkernels
 from tests.checks import without_progress
 from tests.patience import patient
-from tpkernels.gate.budgets import minor_version, read
+from tpkernels.gate.expectations import minor_version, read
 
 SOUND = "sum_rows/pointer/bf16/512x128"
 

@@ -13,7 +13,7 @@ import pytest
 import triton
 
 from tests.blocks import write_files
-from tpkernels.gate.budgets import minor_version, read
+from tpkernels.gate.expectations import minor_version, read
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "check-your-kernels.md"

@@ -8,15 +8,15 @@ import pytest
 
 from tests.gate.samples import COST
 from tpkernels import cli
-from tpkernels.cli import clock_kernel, clock_ops, main
-from tpkernels.cli.clock_kernel import Clocked, ClockRequest
+from tpkernels.cli import clock_ops, main
+from tpkernels.cli.clock_ops import Clocked, ClockRequest
 from tpkernels.gate import workers
 from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.model import Board, KernelPrediction
 from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.pictures.figure import can_draw
-from tpkernels.planning.calls import OPERATORS, WAYS
-from tpkernels.streams.simulation import COMPUTE, HOST, NCCL, TRANSFER, Ran, TimelineTask
+from tpkernels.planning.step_time import OPERATORS, WAYS
+from tpkernels.streams.times import COMPUTE, HOST, NCCL, TRANSFER, Ran, TimelineTask
 
 NAME = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 PREDICTED = KernelPrediction(418e-6, 576.0, 0.75, 1.43e9, 0.03, 0.4, "main loop", 0.08)
@@ -129,13 +129,13 @@ def test_a_kernel_is_clocked_from_end_to_end(compiler, tmp_path):
     assert one["entry"] == NAME
     assert one["steps"] == 16  # 1024 by 64
     assert 0 < one["model"]["seconds"] < 1e-2
-    assert 0 < one["model"]["tflops"] < clock_kernel.PEAK
+    assert 0 < one["model"]["tflops"] < clock_ops.PEAK
 
 
 def test_a_block_of_rows_is_clocked_at_the_shape_that_is_asked_for(compiler):
     """In the catalog it has 512 columns: what these take is too little for the bytes of 16,032."""
     entry = entry_specs()["softmax_statistics/pointer/bf16/2048"].entry()
-    found = compiler.run(clock_kernel.clock_kernel, ClockRequest(entry, (1024, 16032, 1024), False))
+    found = compiler.run(clock_ops.clock_kernel, ClockRequest(entry, (1024, 16032, 1024), False))
     assert isinstance(found, Clocked), found
     assert found.predicted.seconds > 1024 * 16032 * 2 / Board().sheet
 

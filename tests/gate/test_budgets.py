@@ -7,12 +7,12 @@ import pytest
 import triton
 
 from tests.gate.samples import COST, FACTS
-from tpkernels.gate import budgets, compile_gate
+from tpkernels.gate import compile_gate, expectations
 from tpkernels.gate.ahead_of_time import ARCHITECTURES
-from tpkernels.gate.budgets import Budget
 from tpkernels.gate.catalog import catalog, entry_specs
 from tpkernels.gate.clocking import Examined
 from tpkernels.gate.compile_gate import CompileJob, Suite, judge
+from tpkernels.gate.expectations import Budget
 from tpkernels.kernels import triton_versions
 
 
@@ -69,7 +69,7 @@ def test_instructions_are_those_of_one_version_and_are_told_after_what_is_worse(
     monkeypatch.setattr(compile_gate, "violations", lambda *_: [])
     job = CompileJob(catalog()[0], "sm_80")
     measured = {("sm_80", job.entry.name): Budget.of(FACTS)}
-    table = budgets.updated(None, measured, measured, {"triton": "3.7.1"})
+    table = expectations.updated(None, measured, measured, {"triton": "3.7.1"})
     other = replace(FACTS, instructions={"HGMMA": 8})
     assert judge(job, Examined(FACTS), table, "3.7.1").failures == ()
     assert judge(job, Examined(other), table, "3.7.1").failures == (
@@ -84,7 +84,7 @@ def test_instructions_are_those_of_one_version_and_are_told_after_what_is_worse(
 def test_what_a_table_has_lost_fails(monkeypatch, lost):
     monkeypatch.setattr(compile_gate, "violations", lambda *_: [])
     measured = {lost: Budget.of(FACTS)}
-    table = budgets.updated(None, measured, measured, {})
+    table = expectations.updated(None, measured, measured, {})
     judged = judge(CompileJob(catalog()[0], "sm_80"), Examined(FACTS), table, "3.7.1")
     assert judged.failures == ("no budget yet: record one with --update",)
 
@@ -92,11 +92,11 @@ def test_what_a_table_has_lost_fails(monkeypatch, lost):
 def test_table_of_budgets_survives_a_round_trip_and_drops_what_is_gone(tmp_path):
     path = tmp_path / "budgets.json"
     measured = {("sm_90", name): Budget.of(FACTS, COST) for name in ("one", "two")}
-    table = {"3.7": budgets.updated(None, measured, set(measured), {"triton": "3.7.1"})}
-    budgets.write(table, path)
-    assert budgets.read(path) == table
+    table = {"3.7": expectations.updated(None, measured, set(measured), {"triton": "3.7.1"})}
+    expectations.write(table, path)
+    assert expectations.read(path) == table
     assert sum("registers" in line for line in path.read_text().splitlines()) == 2  # a line an entry
-    later = budgets.updated(table["3.7"], {}, {("sm_90", "two")}, {})
+    later = expectations.updated(table["3.7"], {}, {("sm_90", "two")}, {})
     assert list(later.rows["sm_90"]) == ["two"]
 
 
@@ -106,27 +106,27 @@ def test_a_table_begun_for_one_architecture_lists_it_and_may_not_lose_it(monkeyp
     path, entry = tmp_path / "budgets.json", catalog()[0]
     hopper, ampere = (CompileJob(entry, architecture) for architecture in ("sm_90", "sm_80"))
     suite = Suite("mine", {entry.name: ("sm_80", "sm_90")}, {}.get, path, lambda *_: (), lambda _: None)
-    minor = budgets.minor_version(triton.__version__)
+    minor = expectations.minor_version(triton.__version__)
 
     def check(*jobs, update=False):
         compiled, notes = compile_gate.check(suite, jobs, 1, print, update)
         return [one.failures for one in compiled], notes
 
     check(hopper, update=True)
-    assert budgets.read(path)[minor].provenance["architectures"] == "sm_90"
+    assert expectations.read(path)[minor].provenance["architectures"] == "sm_90"
     bare = f"no budgets for Triton {minor} on sm_80: rules only; --update writes them"
     assert check(hopper, ampere) == ([(), ()], [bare])
     check(hopper, update=True)  # another update of the same leaves the list
     assert check(hopper, ampere) == ([(), ()], [bare])
 
     written = path.read_text()
-    whole = budgets.read(path)[minor]
-    budgets.write({minor: budgets.Budgets(whole.provenance, {})}, path)
+    whole = expectations.read(path)[minor]
+    expectations.write({minor: expectations.Budgets(whole.provenance, {})}, path)
     assert check(hopper, ampere) == ([("no budget yet: record one with --update",), ()], [bare])
 
     path.write_text(written)
     check(ampere, update=True)
-    assert "architectures" not in budgets.read(path)[minor].provenance
+    assert "architectures" not in expectations.read(path)[minor].provenance
     assert check(hopper, ampere) == ([(), ()], [])
 
 
@@ -140,7 +140,7 @@ WRITTEN = {  # Triton -> GPUs with budgets
 
 
 def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing(monkeypatch):
-    table = budgets.read()
+    table = expectations.read()
     assert table.keys() == WRITTEN.keys()
     for minor, gpus in WRITTEN.items():
         assert {gpu for gpu in ARCHITECTURES if table[minor].hold(gpu)} == {*gpus}
@@ -159,7 +159,7 @@ def entries_of(minor, monkeypatch):
 
 
 def test_every_entry_for_hopper_has_the_cycles_of_its_edge_and_products_those_of_a_step():
-    for minor, rows in budgets.read().items():
+    for minor, rows in expectations.read().items():
         for name, budget in rows.rows["sm_90"].items():
             assert "edge" in budget.cycles, f"{name}: run `check --update --arch sm_90` on Triton {minor}"
             is_product = re.search(r"/\d+x\d+x\d+-w", name) is not None  # the name of such a tile
@@ -185,4 +185,4 @@ DAMAGE = {
 def test_damaged_table_is_refused_by_name(text, tmp_path):
     (tmp_path / "budgets.json").write_text(text)
     with pytest.raises(ValueError, match=r"budgets\.json is no table of budgets"):
-        budgets.read(tmp_path / "budgets.json")
+        expectations.read(tmp_path / "budgets.json")

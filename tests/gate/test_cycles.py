@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from tests.gate.samples import COST, FACTS
-from tpkernels.gate import budgets, compile_gate, report
+from tpkernels.gate import compile_gate, expectations, report
 from tpkernels.gate.ahead_of_time import CompileJob
-from tpkernels.gate.budgets import Budget, as_text, from_text, kept
 from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.gate.clocking import Examined
 from tpkernels.gate.compile_gate import Compiled, judge
+from tpkernels.gate.expectations import Budget, as_text, from_text, kept
 from tpkernels.gate.numerics import Computed
 
 JOB = CompileJob(next(iter(entry_specs().values())).entry(), "sm_90")
@@ -33,7 +33,7 @@ def failures(monkeypatch):
 
     def told(cost, facts=FACTS, before=COST, triton="3.7.1"):
         rows = {("sm_90", JOB.entry.name): Budget.of(FACTS, before)}
-        table = budgets.updated(None, rows, rows, {"triton": "3.7.1"})
+        table = expectations.updated(None, rows, rows, {"triton": "3.7.1"})
         return judge(JOB, Examined(facts, cost), table, triton).failures
 
     return told

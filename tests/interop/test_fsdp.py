@@ -30,7 +30,7 @@ from tpkernels import (
 )
 from tpkernels.interop import dcp
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
-from tpkernels.interop.parallelize.as_dtensor import hold_dtensors
+from tpkernels.interop.parallelize.saving import hold_dtensors
 from tpkernels.layers.world import tensor_world
 
 IDS = torch.arange(32).view(4, 8) * 5 % 37

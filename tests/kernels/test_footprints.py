@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tpkernels.gate import budgets
+from tpkernels.gate import expectations
 from tpkernels.kernels.footprints import REGISTERS, Footprint, compiled_footprint, expected_shared_memory
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.target import H100, MI300
@@ -16,7 +16,7 @@ LIMIT = H100.shared_memory
 
 def rows(minor):
     """Kernel, tile, epilogue and budget of all that is compiled from descriptors for Hopper in bf16."""
-    for name, budget in budgets.read()[minor].rows["sm_90"].items():
+    for name, budget in expectations.read()[minor].rows["sm_90"].items():
         kernel, form, *rest = name.split("/")
         if form == "descriptor" and kernel in (*KERNELS, "dgrad_pairs") and rest[0] == "bf16":
             yield kernel, MatmulTile.named(rest[1]), rest[2], budget

@@ -6,9 +6,19 @@ import math
 import random
 import sys
 
-from tpkernels.pictures.charts import Bar, TimedWork, bars, curve, roofline
+from tpkernels.pictures.charts import (
+    Bar,
+    Doing,
+    Lane,
+    TimedWork,
+    TimeSpan,
+    bars,
+    curve,
+    lanes,
+    processor,
+    roofline,
+)
 from tpkernels.pictures.figure import Picture, sheet
-from tpkernels.pictures.lanes import Doing, Lane, TimeSpan, lanes, processor
 from tpkernels.topology.plan import plan_groups
 
 NAN, INF = float("nan"), float("inf")

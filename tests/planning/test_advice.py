@@ -10,8 +10,8 @@ from tests.planning.shapes import GPT2, LLAMA
 from tests.products import once
 from tpkernels import GPT, model_config
 from tpkernels.gpus import RATED_GPUS
-from tpkernels.planning.advice import advise as _advise
 from tpkernels.planning.job import Hardware, Job, RankLayout, layouts
+from tpkernels.planning.step_time import advise as _advise
 from tpkernels.streams.prediction import block_exposed
 
 H100 = Hardware(RATED_GPUS["h100"])

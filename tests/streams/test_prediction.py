@@ -14,11 +14,10 @@ from tpkernels.comm import schedule
 from tpkernels.comm.transports import c10d, select, symmetric
 from tpkernels.comm.transports.memory import Landing, Layout
 from tpkernels.gpus import gpu_named
-from tpkernels.planning.calls import OPERATORS, WAYS, Sizes
+from tpkernels.planning.step_time import OPERATORS, WAYS, Sizes
 from tpkernels.streams.prediction import enqueued, predict
 from tpkernels.streams.record import _turned
-from tpkernels.streams.simulation import COMPUTE, HOST, LAUNCH, TRANSFER
-from tpkernels.streams.times import GRAPH, Node, times_of
+from tpkernels.streams.times import COMPUTE, GRAPH, HOST, LAUNCH, TRANSFER, Node, times_of
 
 NODE = Node.of(gpu_named("h100"))
 NO_HOST = NODE.with_host(GRAPH)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tpkernels.streams.simulation import TimelineTask, run
+from tpkernels.streams.times import TimelineTask, run
 
 
 def task(name, queue, seconds, after=(), **uses):

@@ -8,7 +8,7 @@ import pytest
 from tests.products import once
 from tests.ranks import RankFailure
 from tpkernels import files
-from tpkernels.training.folder import checkpoint_of, opened_after, prepare, set_aside_after
+from tpkernels.training.config import checkpoint_of, opened_after, prepare, set_aside_after
 
 
 def prepared(folder, resume):

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from tpkernels import plan_groups
+from tpkernels.pictures.charts import TimeSpan
 from tpkernels.pictures.figure import NO_MATPLOTLIB
-from tpkernels.pictures.lanes import TimeSpan
 from tpkernels.training.report import Proof, RunRecord, at_once, write
 from tpkernels.training.trainer import StepReport
 

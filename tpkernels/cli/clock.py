@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tpkernels.cli import BadUse, Progress, drawn_into, require_packages, write_json, written_to
-from tpkernels.planning.calls import OPERATORS
+from tpkernels.planning.step_time import OPERATORS
 
 if TYPE_CHECKING:
     from tpkernels.gate.ahead_of_time import Entry
@@ -58,7 +58,7 @@ def main(options: Namespace) -> int:
     require_packages(*PACKAGES)
     _require_tools()
 
-    from tpkernels.cli.clock_kernel import DIED, ClockRequest, as_json, clock_kernel, picture_of, table
+    from tpkernels.cli.clock_ops import DIED, ClockRequest, as_json, clock_kernel, picture_of, table
     from tpkernels.gate.workers import results_of
 
     entries = _entries(options.kernel)

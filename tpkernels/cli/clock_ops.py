@@ -2,22 +2,219 @@
 
 Naive is `F.linear` after a blocking collective; c10d and symmetric are ours; decomposed has the schedule of
 other libraries' kernels. Needs no GPU.
+
+
+For the name of a kernel it compiles, clocks and predicts the kernel at a shape.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from tpkernels.cli import add_number, bad_use_if, drawn_into, write_json, written_to
+from tpkernels.gate.ahead_of_time import CLOCKED, CompileJob, Entry, Facts, facts_or_error
+from tpkernels.gate.clock.cost import SHORT, Cost, Stretch
+from tpkernels.gate.clock.model import Board, KernelPrediction, predict_built, steps_of
+from tpkernels.gate.clock.processor import run
+from tpkernels.gate.clock.semantics import translate
+from tpkernels.gate.clock.timeline import Run, WarpSpan
+from tpkernels.gate.clock.workload import of_entry
+from tpkernels.gate.clocking import FromCatalog, built, clocked
 from tpkernels.gpus import gpu_named
+from tpkernels.pictures.charts import Doing, Lane, TimeSpan, joined, lanes, processor
 from tpkernels.pictures.figure import Picture
-from tpkernels.pictures.lanes import TimeSpan, lanes
-from tpkernels.planning.calls import DIRECTIONS, MOST_RANKS, OPERATORS, PUBLISHED, WAYS, Sizes
+from tpkernels.planning.step_time import DIRECTIONS, MOST_RANKS, OPERATORS, PUBLISHED, WAYS, Sizes
 from tpkernels.streams import MachineError
 from tpkernels.streams.prediction import Predicted, predict
-from tpkernels.streams.simulation import COMPUTE, COPIES, HOST, NCCL, TRANSFER, Ran
-from tpkernels.streams.times import GRAPH, Node
+from tpkernels.streams.times import COMPUTE, COPIES, GRAPH, HOST, NCCL, TRANSFER, Node, Ran
+
+DIED: Clocked | str = "the compiler died"
+PEAK = 989.4  # TFLOP/s of an H100 SXM with 16-bit operands, by its data sheet
+DRAWN = 12  # the most steps of a tile to draw: others are alike
+NOTE = "by a model of an H100 SXM; nothing here was measured, see docs/clock.md"
+GROUP = 4  # warps that multiply together, and mostly do the same
+MOST_GROUPS = 12  # to draw
+ENGINES = {"products": "tensor cores", "copies": "copies in flight", "stores": "stores in flight"}
+
+
+@dataclass(frozen=True, slots=True)
+class ClockRequest:
+    """The entry to clock, and the sizes of its product."""
+
+    entry: Entry
+    shape: tuple[int, int, int]  # tokens, out_features, in_features
+    drawing: bool
+
+    def __str__(self) -> str:
+        return self.entry.name
+
+
+@dataclass(frozen=True, slots=True)
+class Clocked:
+    name: str
+    cost: Cost
+    steps: int  # of a tile
+    waves: float
+    predicted: KernelPrediction
+    drawn: tuple[Run, int, int] | None = None  # of tiles and steps on one SM
+    peak: float = PEAK  # TFLOP/s for its operands
+
+
+def clock_kernel(request: ClockRequest) -> Clocked | str:
+    """Compile and clock a kernel in this process; return an error text if that fails."""
+    facts = facts_or_error(CompileJob(request.entry, CLOCKED[0]))
+    if isinstance(facts, str):
+        return f"does not compile: {facts}"
+    try:
+        return _clocked(request, facts)
+    except Exception as error:  # a shape that the kernel is not compiled for, an unknown instruction
+        return f"{type(error).__name__}: {error}"
+
+
+def _clocked(request: ClockRequest, facts: Facts) -> Clocked:
+    entry, board = request.entry, Board()
+    workload = of_entry(entry, request.shape)
+    compiled = built(entry, CLOCKED[0], facts)
+    workload.on_one(compiled, workload.unit, SHORT)  # refuses a shape that this is not compiled for
+    # a block of a kernel without products does as much as the shape says
+    launching = FromCatalog(entry, None if workload.product else request.shape)
+    cost = clocked(CompileJob(entry, CLOCKED[0]), facts, launching)
+    steps, drawn = steps_of(workload), None
+    if request.drawing:
+        tiles, deep = workload.unit * cost.resident, min(steps, DRAWN)
+        drawn = run(translate(compiled.code), workload.on_one(compiled, tiles, deep)), tiles, deep
+    waves = workload.tiles / (board.processors * cost.resident)
+    peak = 2 * PEAK if workload.product and workload.product.itemsize == 1 else PEAK
+    predicted = predict_built(compiled, workload, cost, board)
+    return Clocked(entry.name, cost, steps, waves, predicted, drawn, peak)
+
+
+def table(shape: tuple[int, int, int], found: Sequence[Clocked]) -> str:
+    width = max(len(one.name) for one in found)
+    sizes = " x ".join(f"{size:,}" for size in shape)
+    heading = (
+        f"{'kernel':<{width}}  {'step':>6}  {'waits for':<14}  {'edge':>7}  {'waits for':<14}  {'busy':>4}  "
+        f"{'waves':>6}  {'time (model)':>16}  {'TFLOP/s':>7}  {'of peak':>7}  bound by"
+    )
+    return "\n".join(
+        [
+            f"{sizes} tokens, out_features and in_features, {NOTE}",
+            "",
+            heading,
+            *(f"{one.name:<{width}}  {_row(one)}" for one in found),
+            "",
+            *_explanations(found),
+        ]
+    )
+
+
+def _row(one: Clocked) -> str:
+    cost, predicted = one.cost, one.predicted
+    step, its_wait = ("-", "-") if cost.step is None else (f"{cost.step.cycles:,.0f}", awaited(cost.step))
+    multiplies = cost.step is not None
+    busy, tflops, share = (
+        (f"{predicted.busy:.0%}", f"{predicted.tflops:,.0f}", f"{predicted.tflops / one.peak:.0%}")
+        if multiplies
+        else ("-", "-", "-")
+    )
+    return (
+        f"{step:>6}  {its_wait:<14}  {cost.edge.cycles:>7,.0f}  {awaited(cost.edge):<14}  {busy:>4}  "
+        f"{one.waves:>6.2f}  {_time(predicted):>16}  {tflops:>7}  {share:>7}  {predicted.bound}"
+    )
+
+
+def _time(predicted: KernelPrediction) -> str:
+    unit, size = ("ms", 1e3) if predicted.seconds >= 1e-3 else ("us", 1e6)
+    longer = f"-{predicted.slowest * size:.3g}" if predicted.open else ""
+    return f"{predicted.seconds * size:.3g}{longer} {unit} +-{predicted.error:.0%}"
+
+
+def awaited(stretch: Stretch) -> str:
+    """Return the longest wait of warps; "nothing" if they mostly issue."""
+    cause = next(iter(stretch.waits), "instructions")
+    return "nothing" if cause == "instructions" else cause.removeprefix("scoreboard: ")
+
+
+def _explanations(found: Sequence[Clocked]) -> Iterator[str]:
+    yield "step: cycles of a step of the main loop, of all blocks on an SM; edge: of a tile beyond its steps"
+    yield "busy: share of the time in which tensor cores multiply; +-: what the model is off by as a rule"
+    without = [one.name for one in found if one.cost.step is None]
+    if without:
+        some = f"{len(without)} kernels" if len(without) > 1 else without[0]
+        yield f"without a main loop of products: {some}; edge is of a block, and waves are of blocks"
+    if any(one.predicted.open for one in found):
+        yield "two times: some SMs load while others compute; all SMs in step, and memory rests meanwhile"
+    if guessed := [one.name for one in found if one.cost.guessed]:
+        yield f"branches that depend on data were guessed in {', '.join(guessed)}"
+
+
+def as_json(shape: tuple[int, int, int], found: Sequence[Clocked], failures: Sequence[str]) -> dict[str, Any]:
+    return {
+        "note": NOTE,
+        "shape": dict(zip(("tokens", "out_features", "in_features"), shape, strict=True)),
+        "failures": list(failures),
+        "kernels": [
+            {
+                "entry": one.name,
+                "steps": one.steps,
+                "waves": one.waves,
+                "cost": one.cost.as_json(),
+                "model": asdict(one.predicted) | {"of_peak": one.predicted.tflops / one.peak},
+            }
+            for one in found
+        ],
+    }
+
+
+def picture_of(one: Clocked) -> Picture:
+    """Draw one SM's work: its engines, then a lane for each group of warps."""
+    assert one.drawn is not None, "asked for with --picture"
+    timed, tiles, steps = one.drawn
+    groups = [*_groups(timed)]
+    of_steps = f" of {steps} of {one.steps} steps" if one.steps else ""
+    note = f"{tiles} {'tile' if one.steps else 'block'}{'s' * (tiles > 1)}{of_steps} on one SM, by a model"
+    if (more := len(groups) - MOST_GROUPS) > 0:
+        note += f"; {more} more groups of warps are not shown"
+    return processor(one.name, [*_engines(timed), *groups[:MOST_GROUPS]], note=note)
+
+
+def _engines(run: Run) -> Iterator[Lane]:
+    for kind, name in ENGINES.items():
+        busy = joined((span.start, span.end) for span in run.spans if span.lane == kind)
+        doings = [Doing(kind, start, stop) for start, stop in busy]  # which can be added up
+        if doings:
+            share = sum(doing.stop - doing.start for doing in doings) / max(run.cycles, 1.0)
+            yield Lane(name, doings, f"{share:.0%} of the time")
+
+
+def _groups(run: Run) -> Iterator[Lane]:
+    """Yield a lane for the first warp of each four: warps that multiply together wait together."""
+    for block, (start, stop) in enumerate(run.blocks):
+        for first in range(0, len(run.stalls), GROUP):
+            its = [span for span in run.spans if (span.block, span.warp) == (block, first)]
+            doings = [Doing("instructions", start, stop)]
+            doings += [
+                Doing(span.lane, span.start, span.end) for span in its if span.lane in ("epilogue", "waits")
+            ]
+            waiting = sum(span.end - span.start for span in its if span.lane == "waits")
+            last = min(first + GROUP, len(run.stalls)) - 1
+            name = f"warps {first}-{last}" if last > first else f"warp {first}"
+            of_block = f", block {block}" * (len(run.blocks) > 1)
+            yield Lane(name + of_block, doings, f"waits {waiting / max(stop - start, 1.0):.0%}{_most(its)}")
+
+
+def _most(spans: Iterable[WarpSpan]) -> str:
+    """Return in words the longest wait of the warps."""
+    causes: dict[str, float] = {}
+    for span in spans:
+        if span.lane == "waits":
+            causes[span.what] = causes.get(span.what, 0.0) + span.end - span.start
+    most = max(causes, key=causes.__getitem__, default="")
+    return f": {most.removeprefix('scoreboard: ')}" if most else ""
+
 
 _LANES = {
     HOST: "host, launches",

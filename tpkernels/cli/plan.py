@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from tpkernels.cli import USUAL_TOKENS, BadUse, add_number, bad_use_if, size_of, write_json, written_to
 from tpkernels.gpus import gpu_named
 from tpkernels.models.config import GPTConfig, model_config
-from tpkernels.planning.advice import Advice, Prediction, advise
 from tpkernels.planning.job import Hardware, Job, RankLayout
 from tpkernels.planning.memory import parameters_of_stage
 from tpkernels.planning.reshard import Holders, traffic
+from tpkernels.planning.step_time import Advice, Prediction, advise
 from tpkernels.topology.draw import describe_rank
 from tpkernels.topology.plan import plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER

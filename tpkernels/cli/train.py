@@ -20,8 +20,7 @@ from tpkernels.messages import cause_of
 from tpkernels.models.config import SMALL, model_config
 from tpkernels.saying import is_first_to_say
 from tpkernels.topology.sizes import InvalidSizes
-from tpkernels.training.config import TrainConfig
-from tpkernels.training.folder import prepare
+from tpkernels.training.config import TrainConfig, prepare
 from tpkernels.training.launch import exit_in_time, hold_lifeline, run_ranks
 from tpkernels.training.measures import Speed, largest_memory, median_step, require_room
 from tpkernels.training.session import Session, require_sizes, shown

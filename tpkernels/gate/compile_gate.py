@@ -9,13 +9,12 @@ from pathlib import Path
 
 import triton
 
-from tpkernels.gate import budgets
+from tpkernels.gate import expectations
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, CompileJob, Entry, Facts
-from tpkernels.gate.budgets import Budget, Budgets
 from tpkernels.gate.catalog import entry_specs, has_parts
 from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.clocking import ClockedJob, Examined, FromCatalog, Launching, examine_all, ship, shipped
-from tpkernels.gate.expectations import violations
+from tpkernels.gate.expectations import Budget, Budgets, violations
 from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.kernels.footprints import TABLE
 
@@ -90,7 +89,7 @@ def check(
     update: make what the jobs take the budgets, and write them
     """
     try:
-        table = budgets.read(suite.budgets)
+        table = expectations.read(suite.budgets)
     except ValueError as error:
         raise UsageError(str(error)) from error
     tasks = [
@@ -98,7 +97,7 @@ def check(
     ]
     results = examine_all(tasks, processes, report)
     costs = [(job, cost) for job, result in zip(jobs, results, strict=True) if (cost := _known(result))]
-    minor, notes = budgets.minor_version(triton.__version__), []
+    minor, notes = expectations.minor_version(triton.__version__), []
     if not HAS_GLUON and suite.budgets == TABLE and any(job.architecture == "sm_90" for job in jobs):
         notes.append(f"kernels in Gluon are left out: they need Triton 3.7, this is {triton.__version__}")
     current = {(gpu, name) for name, compiled_for in suite.architectures.items() for gpu in compiled_for}
@@ -109,9 +108,9 @@ def check(
             if isinstance(result.facts, Facts)
         }
         provenance = {"triton": triton.__version__, "date": date.today().isoformat(), "by": "check --update"}
-        table[minor] = budgets.updated(table.get(minor), new, current, provenance)
+        table[minor] = expectations.updated(table.get(minor), new, current, provenance)
         try:
-            budgets.write(table, suite.budgets)
+            expectations.write(table, suite.budgets)
             if suite.budgets == TABLE:
                 ship({job.entry.name: cost for job, cost in costs}, minor, suite.architectures)
         except OSError as error:
@@ -163,11 +162,11 @@ def judge(
 
 def _by_the_same_triton(budget: Budget, facts: Facts, cost: Cost | None, is_worse: bool) -> Iterator[str]:
     """What only the version of Triton that a budget was made with can be held to."""
-    slower = [*budgets.slower(budget.cycles, cost)] if cost else []
+    slower = [*expectations.slower(budget.cycles, cost)] if cost else []
     yield from slower
     if is_worse or slower:  # which says more
         return
-    if cost and (faster := ", ".join(budgets.faster(budget.cycles, cost))):
+    if cost and (faster := ", ".join(expectations.faster(budget.cycles, cost))):
         yield f"faster: {faster}; record it with --update"
     if changes := ", ".join(budget.changes(facts)):
         yield f"other instructions: {changes}; record them with --update if that is meant"

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpkernels.gate.budgets import NAMES, stretches
 from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.compile_gate import Compiled, UsageError
+from tpkernels.gate.expectations import NAMES, stretches
 from tpkernels.gate.numerics import Computed
 
 # shown if present; the rest of the mix is in the JSON

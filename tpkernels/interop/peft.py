@@ -17,7 +17,7 @@ from peft.tuners import lora  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, Cut, RowConv1D, RowLinear
-from tpkernels.interop.parallelize.lora import refuse_what_differs, split_dropouts
+from tpkernels.interop.parallelize.plan import refuse_what_differs, split_dropouts
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.parallel_module import ParallelModule

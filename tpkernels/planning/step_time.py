@@ -38,18 +38,70 @@ without sequence parallelism:
 
 With fewer heads of keys and values than ranks, shards of keys and of values are gathered, and their gradients
 reduced. Recomputation repeats the forward of a block with its transfers, or of attention only.
+
+
+`advise` sorts all layouts of a number of GPUs for a job: layouts that fit by time, others by excess memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from tpkernels.buckets.layout import SMALLEST_BUCKET_BYTES
 from tpkernels.comm.schedule import collective_rounds, swaps_full_sums
 from tpkernels.gpus import RatedGpu
-from tpkernels.planning.job import Hardware, Job, RankLayout
-from tpkernels.planning.memory import GRADIENT, ParameterCount, parameters_of_stage, table_elements
+from tpkernels.planning.job import Hardware, Job, RankLayout, layouts
+from tpkernels.planning.memory import (
+    GRADIENT,
+    MemoryUse,
+    ParameterCount,
+    memory_of,
+    parameters_of_stage,
+    table_elements,
+)
+
+OPERATORS = ("column_linear", "row_linear", "mlp", "gated_mlp")
+DIRECTIONS = ("forward", "backward")
+WAYS = ("naive", "c10d", "symmetric", "decomposed")
+MOST_RANKS = 72  # the largest NVLink domain today
+# Published times on 2 to 8 H100s over the model's: the least and the most (docs/overlap-predicted.md).
+# Those of symmetric and decomposed are of other people's kernels, with the same schedule.
+PUBLISHED: Mapping[str, tuple[float, float]] = {
+    "naive": (0.78, 1.39),
+    "symmetric": (0.92, 2.23),
+    "decomposed": (0.82, 3.46),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of one call on R ranks."""
+
+    tokens: int
+    features_in: int
+    features_out: int  # of column_linear the full output features; of an MLP its inner width
+    ranks: int
+    sequence_parallel: bool = True
+    narrowest: int = 0  # a rank's features of each of two more weights that share one gather
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "features_in", "features_out", "ranks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.sequence_parallel and self.tokens % self.ranks:
+            raise ValueError(
+                f"tokens: expected a multiple of the {self.ranks} ranks with sequence parallelism, got "
+                f"{self.tokens}"
+            )
+
+    def shard(self, name: str) -> int:
+        """Return a rank's shard of features_in or features_out."""
+        features: int = getattr(self, name)
+        if features % self.ranks:
+            raise ValueError(f"{name}: expected a multiple of the {self.ranks} ranks, got {features}")
+        return features // self.ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,3 +356,64 @@ def _tied_table(job: Job, layout: RankLayout, machine: Hardware) -> float:
         return 0.0
     stride = layout.tensor * layout.data * (layout.pipeline - 1)
     return machine.handing_on(GRADIENT * table_elements(job, layout.tensor), 2, stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The predicted memory and time of a layout."""
+
+    layout: RankLayout
+    memory: MemoryUse  # on a GPU of the stage that needs most
+    time: StepTime
+    excess: int  # bytes above the usable memory; negative: bytes left
+
+    @property
+    def fits(self) -> bool:
+        return self.excess <= 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "layout": asdict(self.layout),
+            "bytes": {**asdict(self.memory), "peak": self.memory.peak},
+            "seconds": {**asdict(self.time), "step": self.time.total},
+            "excess": self.excess,
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """All layouts, each in one of these lists."""
+
+    fitting: list[Prediction]  # the fastest first
+    too_large: list[Prediction]  # the least excess first
+    impossible: list[tuple[RankLayout, str]]  # and the error of the sizes
+
+
+def advise(
+    job: Job, machine: Hardware, world_size: int, most_tensor: int, block_exposed: BlockExposed
+) -> Advice:
+    for name, count in {"world_size": world_size, "max_tp": most_tensor}.items():
+        if count < 1:
+            raise ValueError(f"{name}: expected at least 1, got {count}")
+    predictions, impossible = [], []
+    for layout in layouts(world_size, most_tensor):
+        try:
+            job.require_split(layout)
+        except ValueError as error:
+            impossible.append((layout, str(error)))
+        else:
+            predictions.append(predict(job, machine, layout, block_exposed))
+    return Advice(
+        fitting=sorted(
+            (found for found in predictions if found.fits), key=lambda p: (p.time.total, p.memory.peak)
+        ),
+        too_large=sorted((found for found in predictions if not found.fits), key=lambda p: p.excess),
+        impossible=impossible,
+    )
+
+
+def predict(job: Job, machine: Hardware, layout: RankLayout, block_exposed: BlockExposed) -> Prediction:
+    memory = memory_of(job, layout)
+    time = step_time(job, layout, machine, block_exposed)
+    return Prediction(layout, memory, time, memory.peak - machine.usable_memory)

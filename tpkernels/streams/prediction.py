@@ -33,12 +33,11 @@ from tpkernels.gpus import RatedGpu
 from tpkernels.ops import column_linear, parallel_mlp, row_linear
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_SUMS, waits_for
-from tpkernels.planning.calls import DIRECTIONS, OPERATORS, WAYS, Sizes
 from tpkernels.planning.job import Job
+from tpkernels.planning.step_time import DIRECTIONS, OPERATORS, WAYS, Sizes
 from tpkernels.streams.device import Awaited, Program, Step, current_device
 from tpkernels.streams.record import Machine, NcclGroup, record
-from tpkernels.streams.simulation import HOST, LAUNCH, NOTHING, PRODUCT, TRANSFER, Ran
-from tpkernels.streams.times import GRAPH, Host, Node, times_of
+from tpkernels.streams.times import GRAPH, HOST, LAUNCH, NOTHING, PRODUCT, TRANSFER, Host, Node, Ran, times_of
 
 TRANSPORTS = {"naive": "c10d", "c10d": "c10d", "symmetric": "symmetric", "decomposed": "symmetric"}
 
@@ -202,7 +201,7 @@ def _exposed(operator: str, direction: str, sizes: Sizes, gpu: RatedGpu) -> floa
 
 @lru_cache(maxsize=2)  # launched by the host, and by a graph
 def enqueued(
-    operator: str, direction: str, way: str, sizes: Sizes, processors: int, overlap: bool = True
+    operator: str, direction: str, way: str, sizes: Sizes, processors: int
 ) -> tuple[Program, list[range]]:
     """Return the program of a rank, and the numbers of the tasks of each call."""
     for what, known, name in (
@@ -222,7 +221,7 @@ def enqueued(
             return result
 
         def forward() -> tuple[Tensor, ...]:
-            return _forward(operator, x, weights, group, sizes.sequence_parallel, overlap and way != "naive")
+            return _forward(operator, x, weights, group, sizes.sequence_parallel, way != "naive")
 
         if direction == "forward":
             return [y for _ in range(CALLS) for y in counted(forward)]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tpkernels.pictures.lanes import TimeSpan, joined
+from tpkernels.pictures.charts import TimeSpan, joined
 
 WARM_UP = 3  # the first steps learn the buckets' order and touch memory for the first time
 SHOWN_RANKS = 8  # the first ranks; a picture of more is too high

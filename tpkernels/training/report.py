@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tpkernels.pictures.charts import curve
+from tpkernels.pictures.charts import TimeSpan, curve, lanes
 from tpkernels.pictures.figure import (
     NO_MATPLOTLIB,
     Picture,
@@ -26,7 +26,6 @@ from tpkernels.pictures.figure import (
     table,
     verbatim,
 )
-from tpkernels.pictures.lanes import TimeSpan, lanes
 from tpkernels.topology.draw import Unit
 from tpkernels.topology.plan import GroupPlan
 from tpkernels.training.config import TrainConfig

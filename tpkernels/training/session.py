@@ -18,13 +18,12 @@ from tpkernels.comm.agreement import Claim, agree
 from tpkernels.interop import dcp
 from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.ops.replicas import from_all_ranks
-from tpkernels.pictures.lanes import TimeSpan
+from tpkernels.pictures.charts import TimeSpan
 from tpkernels.runtime.c10d import default_group
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.topology.plan import plan_groups
 from tpkernels.tp_invariance import mode, tp_invariant
-from tpkernels.training.config import TrainConfig
-from tpkernels.training.folder import opened_after, set_aside_after
+from tpkernels.training.config import TrainConfig, opened_after, set_aside_after
 from tpkernels.training.launch import device_of_rank, join_world
 from tpkernels.training.measures import require_room
 from tpkernels.training.profile import StepProfile, traced

@@ -35,12 +35,12 @@ from tpkernels.runtime.random import manual_seed
 from tpkernels.runtime.state import ParallelState, use
 from tpkernels.saying import warn
 from tpkernels.tp_invariance import mode
-from tpkernels.training.config import TrainConfig, learning_rate
-from tpkernels.training.folder import checkpoint_of
+from tpkernels.training.config import TrainConfig, checkpoint_of, learning_rate
 from tpkernels.training.profile import phase
 
 STATES = ("exp_avg", "exp_avg_sq")
 MASTER = "master"  # a parameter in fp32
+BETAS, EPS = (0.9, 0.95), 1e-8
 
 
 class ShardedAdamW:
@@ -51,8 +51,6 @@ class ShardedAdamW:
         model: nn.Module,
         state: ParallelState,
         *,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
         weight_decay: float = 0.1,
     ) -> None:
         """weight_decay: for matrices; vectors do not decay"""
@@ -72,7 +70,7 @@ class ShardedAdamW:
         self._counted = self._runs(lambda p: first or Attributes.of(p).tensor_model_parallel)
         self._decaying = self._runs(lambda p: p.ndim > 1)
         self._weight_decay = weight_decay
-        self._adam = torch.optim.AdamW(self._shards, lr=0.0, betas=betas, eps=eps, weight_decay=0.0)
+        self._adam = torch.optim.AdamW(self._shards, lr=0.0, betas=BETAS, eps=EPS, weight_decay=0.0)
 
     def zero(self) -> None:
         self.buckets.zero()

@@ -5,7 +5,7 @@ from tests.warm_python import await_end_of, started
 RUNS = """
 from pathlib import Path
 from tpkernels.gate.user_kernels.children import answers
-print(*answers("tpkernels.gate.user_kernels.inspection", Path("."), [{"module": "hangs"}]))
+print(*answers("tpkernels.gate.user_kernels.children", Path("."), [{"module": "hangs"}]))
 """
 HANGS = "import os, time; open('pid', 'w').write(f'{os.getpid()} '); time.sleep(600)"
 

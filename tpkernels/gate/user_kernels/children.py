@@ -1,21 +1,25 @@
 """Child processes that run the code of users: a crash fails the item that caused it, and nothing else.
 
 A program of this folder calls `serve`, and `answers` starts it. Items go there as JSON; answers come back as
-lines of JSON, in the order of the items.
+lines of JSON, in the order of the items. `python -m tpkernels.gate.user_kernels.children` is such a program:
+it imports a kernel, or a module, and says what arguments the kernel has, or which kernels are registered.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tpkernels.child import end_with_parent, ending, started
 from tpkernels.gate.user_kernels.record import ConfigError
+from tpkernels.gate.user_kernels.table import tables
 
 LIMIT = 300  # seconds for an item
 
@@ -70,3 +74,65 @@ def _ending(code: int, last_words: str) -> str:
     if code == -signal.SIGALRM:
         return f"took longer than {LIMIT} s"
     return f"ended its process {ending(code)}{': ' * bool(last_words)}{last_words}"
+
+
+def found(key: str, place: str) -> Any:
+    """What "module:name" stands for, imported; ConfigError says why there is none."""
+    name, attribute = place.split(":")
+    try:
+        module = import_module(name)
+    except BaseException as error:  # SystemExit, too: it is about this module
+        raise ConfigError(key, f"importing {name!r}: {said(error)}") from error
+    if not hasattr(module, attribute):
+        raise ConfigError(key, f"module {name!r} ({module.__file__}) has no {attribute!r}")
+    return getattr(module, attribute)
+
+
+def answered(item: ItemOfChild) -> Answer:
+    """item: a "module", or "kernel" and "oracle" of a table"""
+    return _registered(item["module"]) if "module" in item else _inspected(item)
+
+
+def _registered(module: str) -> Answer:
+    try:
+        import_module(module)
+    except BaseException as error:
+        raise ConfigError("importing it", said(error)) from error
+    return {"kernels": tables()}
+
+
+def _inspected(item: ItemOfChild) -> Answer:
+    from triton.runtime.jit import JITFunction
+
+    from tpkernels.gate.ahead_of_time import undecorated
+
+    kernel = undecorated(found("kernel", item["kernel"]))
+    if not isinstance(kernel, JITFunction):
+        raise ConfigError(
+            "kernel", f"expected a function under triton.jit, {item['kernel']} is {_kind(kernel)}"
+        )
+    if item["oracle"]:
+        oracle = found("oracle", item["oracle"])
+        if not callable(oracle):
+            raise ConfigError("oracle", f"expected a function, {item['oracle']} is {_kind(oracle)}")
+        if kernel.is_gluon():
+            raise ConfigError("oracle", "Triton's interpreter knows no Gluon: leave it out")
+    return {
+        "arguments": list(kernel.arg_names),
+        "constexprs": [one.name for one in kernel.params if one.is_constexpr],
+        "defaults": {
+            one.name: one.default
+            for one in kernel.params
+            if one.has_default and isinstance(one.default, bool | int | float | str | None)
+        },
+        "plain": [one.name for one in kernel.params if one.do_not_specialize],
+        "unaligned": [one.name for one in kernel.params if one.do_not_specialize_on_alignment],
+    }
+
+
+def _kind(thing: Any) -> str:
+    return f"a {type(thing).__name__}" if not inspect.isclass(thing) else "a class"
+
+
+if __name__ == "__main__":
+    serve(answered)

@@ -1,25 +1,124 @@
-"""A gate.toml, or a Python file that registers kernels: what is to be checked, and what checks it."""
+"""A gate.toml, or a Python file that registers kernels: what is to be checked, and what checks it.
+
+A kernel of others as the clock launches it: at the sizes of its table, or a few tiles on one SM.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.files import read_text
 from tpkernels.gate.ahead_of_time import Entry, Facts
 from tpkernels.gate.catalog import has_parts
+from tpkernels.gate.clock.launch import Built, SmLaunch, launch_of
+from tpkernels.gate.clock.workload import Product
 from tpkernels.gate.compile_gate import Suite
 from tpkernels.gate.numerics import Computed
 from tpkernels.gate.user_kernels import children
 from tpkernels.gate.user_kernels.entries import entry_of, inspect
-from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel, violations
+from tpkernels.gate.user_kernels.record import DTYPES, ConfigError, OwnKernel, TensorType, Values, violations
 from tpkernels.gate.user_kernels.table import own_kernel
-from tpkernels.gate.user_kernels.workload import OwnWorkload
+
+
+@dataclass(frozen=True)
+class OwnWorkload:
+    """A workload, see `gate.clock.workload`, and what names it in the cache, see `gate.clocking`."""
+
+    own: OwnKernel
+    arguments: tuple[str, ...]  # that are not compiled in, in order
+    unit: int = 1
+    group: int = 1
+
+    def text(self) -> str:
+        return repr(self)
+
+    def workload(self) -> OwnWorkload:
+        return self
+
+    @property
+    def name(self) -> str:
+        return self.own.name
+
+    @cached_property
+    def product(self) -> Product | None:
+        if not self.own.tile:
+            return None
+        rows, cols, depth = self.own.blocks.values()
+        operand = next(iter(self.own.tensors.values()))
+        return Product(rows, cols, depth, _dtype(operand).itemsize)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        if not self.own.tile:
+            return 0, 0, 0
+        rows, cols, depth = (self.own.sizes[name] for name in self.own.blocks)
+        return rows, cols, depth
+
+    @property
+    def tiles(self) -> int:
+        if self.product is None:
+            return prod(self._values.grid)
+        rows, cols, _ = self.shape
+        return -(-rows // self.product.rows) * -(-cols // self.product.cols)
+
+    @property
+    def traffic(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors(self._values).values())
+
+    @property
+    def least(self) -> int:
+        return 0  # a kernel of others may leave parts of its tensors alone
+
+    @property
+    def persistent(self) -> bool:
+        """Whether the grid asks how many processors there are."""
+        return self.own.at(self.own.sizes, processors=1).grid != self._values.grid
+
+    def on_one(self, built: Built, tiles: int, steps: int) -> SmLaunch:
+        if not self.own.tile:
+            return launch_of(built, list(self._passed(self._values)), self._values.grid, tiles)
+        values = self.own.at(self.own.of_tiles(tiles, steps), processors=1)
+        return launch_of(built, list(self._passed(values)), values.grid)
+
+    @cached_property
+    def _values(self) -> Values:
+        return self.own.at(self.own.sizes)
+
+    def _tensors(self, values: Values) -> dict[str, Tensor]:
+        return {
+            name: torch.empty_strided(
+                values.shapes[name], values.strides[name], dtype=_dtype(kind), device="meta"
+            )
+            for name, kind in self.own.tensors.items()
+        }
+
+    def _passed(self, values: Values) -> Iterator[Tensor | TensorDescriptor | int | float]:
+        tensors = self._tensors(values)
+        for name in self.arguments:
+            if name not in tensors:
+                yield values.numbers[name]
+            elif block := self.own.tensors[name].block:
+                tensor = tensors[name]
+                yield TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+            else:
+                yield tensors[name]
+
+
+def _dtype(kind: TensorType) -> torch.dtype:
+    found: torch.dtype = getattr(torch, DTYPES[kind.dtype])
+    return found
+
 
 Compute = Callable[[str, Callable[[str], None]], list[Computed]]  # as `gate.numerics.check`
 
@@ -80,7 +179,7 @@ def _registered(path: Path) -> Mapping[str, Any]:
     read_text(path)
     if not path.stem.isidentifier():
         raise ValueError(f"a module of this name cannot be imported: {path.stem!r}")
-    program, items = "tpkernels.gate.user_kernels.inspection", [{"module": path.stem}]
+    program, items = "tpkernels.gate.user_kernels.children", [{"module": path.stem}]
     (answer,) = children.answers(program, path.parent, items)
     if isinstance(answer, str):
         raise ValueError(f"importing it {answer}")

@@ -34,7 +34,7 @@ def inspect(kernels: Iterable[OwnKernel], folder: Path) -> Iterable[InspectedKer
     """Each kernel with what it says of itself, or with what is wrong in its table."""
     own = list(kernels)
     items = [{"kernel": one.kernel, "oracle": one.oracle} for one in own]
-    told = children.answers("tpkernels.gate.user_kernels.inspection", folder, items)
+    told = children.answers("tpkernels.gate.user_kernels.children", folder, items)
     for one, answer in zip(own, told, strict=True):
         if isinstance(answer, str):
             yield one, ConfigError("kernel", f"importing {one.kernel.split(':')[0]!r} {answer}")

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from tpkernels.gate.ahead_of_time import undecorated
 from tpkernels.gate.numerics import BOUND, relative_error
-from tpkernels.gate.user_kernels.children import Answer, ItemOfChild, said, serve
+from tpkernels.gate.user_kernels.children import Answer, ItemOfChild, found, said, serve
 from tpkernels.gate.user_kernels.entries import meant
-from tpkernels.gate.user_kernels.inspection import found
 from tpkernels.gate.user_kernels.record import (
     DTYPES,
     ConfigError,

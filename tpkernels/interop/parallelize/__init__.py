@@ -19,14 +19,18 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_mesh
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
-from tpkernels.interop.parallelize.changes import carry_out, planned, quantizable, quantize_products
+from tpkernels.interop.parallelize.changes import (
+    carry_out,
+    planned,
+    quantizable,
+    quantize_products,
+    refuse_shards_of_heads,
+    require_equal_draws,
+)
 from tpkernels.interop.parallelize.default_plan import PossiblePlan, first_that_works, possible_plans
-from tpkernels.interop.parallelize.guards import refuse_shards_of_heads, require_equal_draws
-from tpkernels.interop.parallelize.lora import base_model
-from tpkernels.interop.parallelize.plan import ParallelizePlan
-from tpkernels.interop.parallelize.saving import save_full_weights
+from tpkernels.interop.parallelize.plan import ParallelizePlan, base_model
+from tpkernels.interop.parallelize.saving import hold_dtensors, require_mesh, save_full_weights
 from tpkernels.interop.parallelize.sequence import share_tokens
 from tpkernels.interop.parallelize.tokens import sum_gradients
 from tpkernels.interop.parallelize.trial import PlanTrial, Verify, require_verify

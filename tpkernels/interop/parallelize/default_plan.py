@@ -44,7 +44,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tpkernels.interop.parallelize.as_dtensor import require_dtensors
 from tpkernels.interop.parallelize.changes import planned
 from tpkernels.interop.parallelize.entries import (
     FEATURES,
@@ -73,6 +72,7 @@ from tpkernels.interop.parallelize.plan import (
     Tail,
 )
 from tpkernels.interop.parallelize.probe import ParameterNames
+from tpkernels.interop.parallelize.saving import require_dtensors
 from tpkernels.interop.parallelize.trial import NotCompared, PlanTrial
 from tpkernels.saying import warn
 

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tpkernels.interop.parallelize.changes import Changes
 from tpkernels.interop.parallelize.hf_modules import ModuleChange
-from tpkernels.interop.parallelize.lora import activate_adapters
+from tpkernels.interop.parallelize.plan import activate_adapters
 
 # A tensor, positional arguments, or arguments by name.
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpkernels.interop.parallelize.changes import Changes
-from tpkernels.interop.parallelize.guards import refuse_hidden_states
+from tpkernels.interop.parallelize.changes import Changes, refuse_hidden_states
 from tpkernels.interop.parallelize.hf_modules import (
     ColumnConv1D,
     ColumnLinear,
@@ -96,7 +95,7 @@ def sharing_of(
     by_features: parameters between columns and rows, which see this rank's features
     """
     layers = _layers(twin, changes)
-    entries = {name: entry for layer in layers for name, entry in _children_of(twin, layer, changes).items()}
+    entries = {name: entry for layer in layers for name, entry in _children_of(layer, changes).items()}
     seen = _RecordedCall(ranks, layers, entries)
     seen.watch(twin)
     with aside(twin), torch.no_grad(), _NoDrawsForShardedTokens(seen):
@@ -169,7 +168,7 @@ def _layers(model: nn.Module, changes: Changes) -> list[str]:
     return [f"{stack}.{number}" for number in range(len(layers))]
 
 
-def _children_of(model: nn.Module, layer: str, changes: Changes) -> dict[str, _LayerChild]:
+def _children_of(layer: str, changes: Changes) -> dict[str, _LayerChild]:
     found: dict[str, _LayerChild] = {}
     for change in changes.modules:
         if not change.name.startswith(f"{layer}."):
