@@ -17,7 +17,7 @@ $(PYTHON) -m venv $(@D) 2>/dev/null || { $(PYTHON) -m pip install -q --target $(
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test affected test-profile sweep mutants check lint types docs reference pictures site plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton check-torch check-transformers check-megatron wheel sdist clean
+.PHONY: help setup demo groups test affected test-profile sweep mutants check lint types docs reference pictures site plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton check-torch check-transformers check-megatron check-torchtitan wheel sdist clean
 
 ifneq (,$(filter check-torch check-triton,$(MAKECMDGOALS)))
 ifeq (,$(VERSION))
@@ -117,6 +117,16 @@ check-megatron: $(READY) ## train Megatron-Core's own GPTModel, which it install
 	$(PIP) install -q -c constraints.txt megatron-core
 	$(BIN)/python -m pytest tests/interop tests/test_docs.py -k "megatron_core or megatron.md"
 
+# Of the pins only these: torchtitan 0.3.0 requires older versions of spmd_types and, by way of datasets, of fsspec
+$(VENV)-torchtitan/.ready: constraints.txt
+	$(make-venv)
+	grep -E '^(torch|torchtitan|triton|numpy|pytest|hypothesis)' $< > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip --disable-pip-version-check install -q -c $(@D)/constraints.txt torch triton $(TEST_NEEDS) torchtitan
+	@touch $@
+
+check-torchtitan: $(VENV)-torchtitan/.ready ## torchtitan's layers and Llama on our ops, with its checker of types, in a venv of its own (2.3 GB)
+	$(VENV)-torchtitan/bin/python -m pytest tests/interop/test_torchtitan.py tests/bench/test_async_tp.py
+
 docs: $(READY) ## run the code blocks and commands of README and docs
 	$(BIN)/python -m pytest tests/test_docs.py
 
@@ -161,4 +171,4 @@ sdist: $(READY) ## the source distribution
 	$(BIN)/python -m build --sdist --no-isolation
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) $(VENV)-triton-* $(VENV)-torch-* build dist out/* *.egg-info tpkernels/*.so plan.svg
+	rm -rf $(VENV) $(VENV)-torchtitan $(VENV)-triton-* $(VENV)-torch-* build dist out/* *.egg-info tpkernels/*.so plan.svg

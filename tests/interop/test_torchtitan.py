@@ -1,11 +1,17 @@
-"""torchtitan's `tp_gemm_backend="dist_gemm"` on our ops: with a stand-in of its hook, and with its layers."""
+"""torchtitan's `tp_gemm_backend="dist_gemm"` on our ops: with a stand-in of its hook, and with its layers.
+
+torchtitan's own tests of it (`test_distributed_linear.py`, `test_dist_gemm.py`) are in none of its packages.
+The tests here name the cases whose contracts they hold.
+"""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -84,6 +90,97 @@ def test_hook_computes_the_unsharded_mlp_and_all_its_gradients():
     expect_shards(list(found), list(expected), dims)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("layer", ["AllGatherLinear", "AllGatherLinearMulti", "LinearReduceScatter"])
+def test_bf16_is_as_accurate_as_without_ranks(layer):
+    """As test_{all_gather_linear,all_gather_linear_multi,linear_reduce_scatter}_matches_..., with biases.
+
+    Theirs asks the row layer's weight gradient for the bits of one product. On a CPU ours is a sum over the
+    rows as they arrive: its error is at most twice that of the one product.
+    """
+    row, pair = layer == "LinearReduceScatter", layer == "AllGatherLinearMulti"
+    sizes = [(16, 32), (64, 32), (64, 32) if pair else (64,), (16, 64), (16, 64)]
+    torch.manual_seed(0)
+    *full, dy, dz = [torch.randn(size, dtype=torch.bfloat16) for size in sizes]
+
+    def unsharded(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [each.to(dtype).requires_grad_() for each in full]
+        x, w, b = leaves
+        ys = [F.linear(x, w), F.linear(x, b)] if pair else [F.linear(x, w, b)]
+        dys = [dy.to(dtype), dz.to(dtype)][: len(ys)]
+        return [*ys, *torch.autograd.grad(ys, leaves, dys)]
+
+    split, given = ("11-", "0") if row else ("000", "1")
+    mine = shards(*full, dims=split)
+    group = dist.group.WORLD
+    with stand_in() as hook:
+        torchtitan.install()
+        ys = as_list(getattr(hook, layer).apply(*mine, group, group.group_name))
+    dys = [part.detach() for part in shards(dy, dz, dims=given * 2)][: len(ys)]
+    found = [*ys, *torch.autograd.grad(ys, mine, dys)]
+    theirs, exact = unsharded(torch.bfloat16), unsharded(torch.float64)
+    dims = given * len(ys) + split
+    for ours, torchs, truth in zip(found, shards(*theirs, dims=dims), shards(*exact, dims=dims), strict=True):
+        assert (ours.double() - truth).norm() <= 2 * (torchs.double() - truth).norm()
+    of_one_product = [len(ys)] if row else [len(ys) + 1]  # gradient of x; of w
+    for number in of_one_product:
+        assert torch.equal(found[number], shards(*theirs, dims=dims)[number])
+
+
+@on_ranks(2)
+def test_a_row_bias_is_added_once():
+    """As test_bias_is_applied_once; theirs shows, too, that two biases would be noticed."""
+    torch.manual_seed(1)
+    x, w, b = (torch.randn(size, dtype=torch.bfloat16) for size in [(16, 32), (64, 32), (64,)])
+    x_shard, w_shard, b_shard = shards(x, w, b, dims="11-")
+    group = dist.group.WORLD
+    with stand_in() as hook:
+        torchtitan.install()
+        y = hook.LinearReduceScatter.apply(x_shard, w_shard, b_shard, group, group.group_name)
+    once, twice = (shards(F.linear(x, w, times * b), dims="0")[0].detach() for times in (1, 2))
+    torch.testing.assert_close(y.detach(), once, atol=2e-2, rtol=2e-2)
+    assert (twice - once).abs().max() > 0.2
+
+
+needs_spmd_types = pytest.mark.skipif(
+    find_spec("spmd_types") is None, reason="spmd_types is not installed: pip install spmd_types"
+)
+
+
+@needs_spmd_types
+@on_ranks(2)
+def test_types_over_ranks_are_those_of_torchtitans_functions():
+    spmd, checker = import_module("spmd_types"), import_module("spmd_types.checker")
+    S, R, P, group = spmd.S, spmd.R, spmd.P, dist.group.WORLD
+    takes = {  # types of inputs, of what is given, and an input of another type
+        "AllGatherLinear": ([S(0), S(0), S(0)], S(1), R),
+        "AllGatherLinearMulti": ([S(0), S(0), S(0)], S(1), P),
+        "LinearReduceScatter": ([S(1), S(1), R], S(0), R),
+    }
+    with stand_in() as hook, spmd.set_current_mesh([group]):
+        torchtitan.install()
+        for name, (types, given, other) in takes.items():
+            w = torch.ones(8, 4)
+            inputs = [torch.ones(4, 4), w, w if name == "AllGatherLinearMulti" else torch.ones(8)]
+
+            def call(types, inputs=inputs, name=name):
+                inputs = [each.clone() for each in inputs]
+                with checker.typecheck(local=False):
+                    for each, type_ in zip(inputs, types, strict=True):
+                        spmd.assert_type(each, {group: type_})
+                    ys = as_list(getattr(hook, name).apply(*inputs, group, group.group_name))
+                    for y in ys:
+                        spmd.assert_type(y, {group: given})  # noqa: B023  # called in this round
+                    return len(ys)
+
+            assert call(types) == 1 + (name == "AllGatherLinearMulti")
+            for number in range(3):
+                wrong = [*types]
+                wrong[number] = other if wrong[number] is not other else spmd.I
+                with pytest.raises(spmd.SpmdTypeError):
+                    call(wrong)
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
@@ -102,7 +199,8 @@ def test_another_hook_is_refused_and_left_as_it_is(changed, told):
 
 def test_without_torchtitan_the_error_says_which_has_the_hook():
     with (
-        patch.dict(sys.modules, {"torchtitan": None}),
+        patch.dict(sys.modules, {"torchtitan": None, HOOK: None}),
+        patch.object(torchtitan, "version", side_effect=PackageNotFoundError),
         pytest.raises(ImportError, match=r"such as 0\.3\.0; found no torchtitan"),
     ):
         torchtitan.install()
@@ -116,7 +214,10 @@ needs_torchtitan = pytest.mark.skipif(
 @needs_torchtitan
 @on_ranks(2)
 def test_torchtitans_own_layers_are_its_unsharded_ones():
-    """All three that `tp_gemm_backend="dist_gemm"` selects: outputs, and gradients of inputs and weights."""
+    """All three that `tp_gemm_backend="dist_gemm"` selects: outputs, and gradients of inputs and weights.
+
+    As test_matches_stock_feed_forward, which looks at the feed-forward's output.
+    """
     torchtitan.install()
     hook, common = import_module(HOOK), "torchtitan.models.common"
     stock_qkv = import_module(f"{common}.attention").FusedQKVLinear
@@ -151,18 +252,136 @@ def test_torchtitans_own_layers_are_its_unsharded_ones():
             expect_shards([fused.get_parameter(name).grad], [parameter.grad], columns.get(name, "1"))
 
 
+@needs_torchtitan
+@on_ranks(2)
+def test_its_llama_is_the_one_without_our_functions_and_has_the_right_types():
+    """Logits, and gradients of two blocks, embedding and head.
+
+    As test_parallelize_preserves_the_fused_contracts.
+
+    The checker follows kinds, not dimensions (`local=True`): by these, torchtitan 0.3.0 refuses the view of
+    its own QKV layer, with its own functions as with ours.
+    """
+    torchtitan.install()
+    spmd, checker = import_module("spmd_types"), import_module("spmd_types.checker")
+    utils, hook = import_module("torchtitan.distributed.utils"), import_module(HOOK)
+    annotate = import_module("torchtitan.distributed.spmd_types").annotate_input_spmd_types
+    found = {}
+    with backend_of_types():
+        sizes = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2, "pp": 1, "ep": 1, "world_size": 2}
+        dims = import_module("torchtitan.distributed.parallel_dims").ParallelDims(**sizes)
+        dims.build_mesh()
+        context = utils.get_spmd_context(parallel_dims=dims)
+        for backend in ("default", "dist_gemm"):
+            torch.manual_seed(0)
+            config = llama(backend)
+            import_module("torchtitan.models.llama3.sharding").set_llama3_sharding_config(
+                config, enable_sp=True
+            )
+            model = config.build()
+            model.init_states()
+            model.parallelize(dims)
+            inputs = torch.randint(2048, (2, 2, 16))
+            positions = torch.arange(16).expand(2, 16).clone()
+            ids, _, others = annotate(dims, *inputs, {"positions": positions})
+            with context(), checker.typecheck(local=True):
+                logits = model(ids, **others)
+                assert {spmd.V} == set(spmd.get_local_type(logits).values())
+                with spmd.no_typecheck():  # as torchtitan's trainer does
+                    logits.square().mean().backward()
+            parameters = {name: each.grad for name, each in model.named_parameters()}
+            found[backend] = {"logits": logits.detach(), **parameters}
+        tp, full, w = dims.get_mesh("tp").get_group(), torch.ones(4, 8), torch.ones(8, 8)
+        with context(), checker.typecheck(local=True):
+            spmd.assert_type(full, {tp: spmd.R})
+            with pytest.raises(spmd.SpmdTypeError):
+                hook.LinearReduceScatter.apply(full, w, None, tp, tp.group_name)
+    assert found["default"].keys() == found["dist_gemm"].keys()
+    for name, expected in found["default"].items():
+        torch.testing.assert_close(
+            found["dist_gemm"][name], expected, msg=lambda told, of=name: f"{of}: {told}"
+        )
+
+
+@needs_torchtitan
+def test_its_configurations_select_its_layers_of_the_same_sizes():
+    """As test_tp_gemm_backend_selects_the_fused_configs, test_default_tp_gemm_backend_is_untouched,
+    test_stock_parameter_shapes_survive and test_sharding_setup_declares_the_fused_contracts.
+    """
+    torchtitan.install()
+    hook = import_module(HOOK)
+    shard = import_module("torchtitan.models.common.decoder_sharding").set_gqa_attention_sharding
+    fused, stock = (llama(backend).layers[0].attention for backend in ("dist_gemm", "default"))
+    assert isinstance(fused.qkv_linear, hook.AllGatherFusedQKVLinear.Config)
+    assert isinstance(fused.wo, hook.RowParallelLinear.Config)
+    assert not isinstance(stock.wo, hook.RowParallelLinear.Config)
+    for ours, theirs in [(fused.wo, stock.wo), (fused.qkv_linear.wqkv, stock.qkv_linear.wqkv)]:
+        assert (ours.in_features, ours.out_features) == (theirs.in_features, theirs.out_features)
+    with backend_of_types():
+        shard(fused, enable_sp=True), shard(stock, enable_sp=True)
+    assert fused.sharding_config is None
+    assert stock.sharding_config is not None
+    assert "weight" in fused.wo.sharding_config.state_shardings
+    assert fused.wo.sharding_config.out_src_shardings is None
+    assert stock.wo.sharding_config.out_src_shardings is not None
+
+
+@needs_torchtitan
+def test_what_its_layers_cannot_do_is_still_refused():
+    """As test_unfused_qkv_is_, test_dtensor_backend_is_, test_sequence_parallel_disabled_is_ and
+    test_bias_on_w1_w3_is_rejected.
+    """
+    torchtitan.install()
+    hook, linear = import_module(HOOK), import_module("torchtitan.models.common.linear").Linear
+    shard = import_module("torchtitan.models.common.decoder_sharding").set_gqa_attention_sharding
+    attention = llama("dist_gemm").layers[0].attention
+    with (
+        backend_of_types("partial_dtensor"),
+        pytest.raises(ValueError, match=r"requires parallelism\.spmd_backend"),
+    ):
+        shard(attention, enable_sp=True)
+    with backend_of_types(), pytest.raises(ValueError, match="enable_sequence_parallel"):
+        shard(attention, enable_sp=False)
+    up, down = ({"in_features": i, "out_features": o} for i, o in [(8, 16), (16, 8)])
+    with pytest.raises(ValueError, match="does not support a bias"):
+        hook.AllGatherFusedFeedForward.Config(
+            w1=linear.Config(**up, bias=True), w2=linear.Config(**down), w3=linear.Config(**up)
+        )
+    make = import_module("torchtitan.models.common.config_utils").make_gqa_config
+    inner = {"inner_attention": attention.inner_attention, "rope": attention.rope}
+    inits: dict[str, dict] = {"wqkv_param_init": {}, "wo_param_init": {}}
+    with pytest.raises(ValueError, match="requires fuse_qkv=True"):
+        make(dim=256, n_heads=8, **inits, **inner, fuse_qkv=False, tp_gemm_backend="dist_gemm")
+
+
+def llama(backend: str) -> Any:
+    """Two layers of torchtitan's debug model; with attention of torch that a CPU computes."""
+    registry = import_module("torchtitan.models.llama3").model_registry
+    attention = import_module("torchtitan.models.common.attention").ScaledDotProductAttention
+    config = registry("debugmodel", tp_gemm_backend=backend).model
+    config.layers = config.layers[:2]
+    for layer in config.layers:
+        layer.attention.inner_attention = attention.Config()
+    return config
+
+
+@contextmanager
+def backend_of_types(name: str = "spmd_types") -> Iterator[None]:
+    utils = import_module("torchtitan.distributed.utils")
+    previous = utils.get_spmd_backend()
+    utils.set_spmd_backend(name)
+    try:
+        yield
+    finally:
+        utils.set_spmd_backend(previous)
+
+
 def on_its_mesh(fused: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """A forward in the context in which torchtitan's trainer calls it: without, its layers take no group."""
     spmd = import_module("torchtitan.distributed.spmd_types")
-    backend = import_module("torchtitan.distributed.utils")
-    previous = backend.get_spmd_backend()
-    backend.set_spmd_backend("spmd_types")
-    try:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-        with spmd.set_current_spmd_mesh(mesh):
-            return as_list(fused(x))
-    finally:
-        backend.set_spmd_backend(previous)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    with backend_of_types(), spmd.set_current_spmd_mesh(mesh):
+        return as_list(fused(x))
 
 
 def as_list(given: torch.Tensor | tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
