@@ -27,7 +27,7 @@ from bench.cases.launches import CASES, COUNTED, FEATURES, counted, group_of, st
 from bench.measure import interleave, seconds_on_clock
 from tpkernels.kernels.target import H100
 from tpkernels.ops import column_linear, row_linear
-from tpkernels.planning.calls import Sizes
+from tpkernels.planning.step_time import Sizes
 
 TOKENS, WIDTH, RANKS, CALLS = 8192, 4096, (2, 8), 400
 ASYNC_TP = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
@@ -43,7 +43,7 @@ class Noted(TorchDispatchMode):
     """Counts kernels, copies and the bytes that are read from other ranks."""
 
     def __init__(self, noted: Counter[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._noted = noted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

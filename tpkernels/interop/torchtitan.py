@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from tpkernels import ops
 
 Y = TypeVar("Y", Tensor, tuple[Tensor, ...])
-Split = tuple[Tensor | None, int | None]
+SplitTensor = tuple[Tensor | None, int | None]
 
 _CALLER = "torchtitan.models.common.dist_gemm"
 
@@ -80,7 +80,7 @@ class _LinearReduceScatter:
         )
 
 
-def _typed(compute: Callable[[], Y], group: ProcessGroup, taken: Sequence[Split], given: int) -> Y:
+def _typed(compute: Callable[[], Y], group: ProcessGroup, taken: Sequence[SplitTensor], given: int) -> Y:
     """What compute returns. To spmd_types, if it is checking, its types are those of torchtitan's functions.
 
     taken: tensors, and the dimension by which each is split over the group; None: replicated
