@@ -20,7 +20,7 @@ from tpkernels.dispatch.record import Primitive
 from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.model import KernelPrediction, predict
 from tpkernels.gate.clock.workload import EntryWorkload
-from tpkernels.gate.clocking import kept_costs
+from tpkernels.gate.clocking import costs_by_entry
 from tpkernels.gpus import RATED_GPUS
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import RTX_5090, Target
@@ -135,7 +135,7 @@ def _predicted(problem: Problem, candidate: Candidate) -> Predicted | None:
     """By the costs that are kept for this Triton; None for torch, and for a tile without costs."""
     if candidate.tile is None:
         return None
-    costs = kept_costs("{}.{}".format(*triton_version()))
+    costs = costs_by_entry("{}.{}".format(*triton_version()))
     kernel, epilogue = entry_of(problem)
     start = f"{kernel}/{candidate.form}/bf16/{candidate.tile.name}/"
     same = start + epilogue in costs

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tpkernels.cli import probe
-from tpkernels.cli.qualify_world import Check, Qualification, keep, versions_for, versions_here
+from tpkernels.cli.qualify_world import Check, Qualification, save_report, versions_for, versions_here
 from tpkernels.comm.transports import select
 
 GPU = "Test GPU 1"
@@ -36,14 +36,14 @@ def report(status, **versions):
 )
 def test_a_gpu_is_told_with_what_came_of_trying_it(status, health, said):
     if status:
-        keep(report(status))
+        save_report(report(status))
     (found,) = probe.probe_qualified()
     assert (found.health, found.name) == (health, "qualified")
     assert re.fullmatch(said, found.text)
 
 
 def test_other_versions_have_not_been_tried(monkeypatch):
-    keep(report("right"))
+    save_report(report("right"))
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     (found,) = probe.probe_qualified()
     assert found.health == "note"

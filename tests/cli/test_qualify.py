@@ -21,7 +21,14 @@ from tests.ranks import RankPool
 from tests.warm_python import children_of, is_running, ran, started
 from tpkernels.cli import main, qualify_calls, qualify_checks
 from tpkernels.cli import qualify as qualify_command
-from tpkernels.cli.qualify_world import Check, Qualification, QualifyWorld, keep, known, versions_here
+from tpkernels.cli.qualify_world import (
+    Check,
+    Qualification,
+    QualifyWorld,
+    save_report,
+    saved_report,
+    versions_here,
+)
 from tpkernels.comm.schedule import MOST_CHUNKS, even_chunks, parts_of_shard
 from tpkernels.comm.transports.host import HostExchange
 from tpkernels.dispatch.cache import Cache, Choice, Versions
@@ -244,15 +251,15 @@ def test_a_rank_that_dies_is_named_and_leaves_no_process(tmp_path):
 
 def test_a_report_is_kept_by_gpu_and_versions(cache):
     right = Qualification(VERSIONS, 2, 1, [Check("times", "a", "right", "fast")], "auto: c10d")
-    keep(right)
-    assert known(VERSIONS)["right"] is True
-    assert known(Versions("Test GPU 1", "2.14.0", "3.7.1", "0123456789ab")) is None
-    keep(Qualification(VERSIONS, 2, 1, [Check("times", "a", "wrong", "slow")], "auto: c10d"))
-    assert known(VERSIONS)["right"] is False
+    save_report(right)
+    assert saved_report(VERSIONS)["right"] is True
+    assert saved_report(Versions("Test GPU 1", "2.14.0", "3.7.1", "0123456789ab")) is None
+    save_report(Qualification(VERSIONS, 2, 1, [Check("times", "a", "wrong", "slow")], "auto: c10d"))
+    assert saved_report(VERSIONS)["right"] is False
     (path,) = cache.iterdir()
     for damaged in ("{", "[]", '{"format": 2}', path.read_text().replace("2.13.0", "2.12.0")):
         path.write_text(damaged)
-        assert known(VERSIONS) is None
+        assert saved_report(VERSIONS) is None
 
 
 @pytest.mark.parametrize(("arguments", "kept"), [([], True), (["--quick"], False)])
@@ -268,13 +275,13 @@ def test_only_a_full_run_is_kept(arguments, kept, monkeypatch, capsys):
     monkeypatch.setattr("tpkernels.training.launch.run_ranks", run_ranks)
     assert main(["qualify", *arguments]) == 0
     assert capsys.readouterr().out.endswith("auto: c10d (the default)\nqualified\n")
-    assert (known(versions_here()) is not None) == kept
+    assert (saved_report(versions_here()) is not None) == kept
 
 
 def test_an_interrupted_run_says_nothing_of_the_gpu(monkeypatch, capsys):
     monkeypatch.setattr("tpkernels.training.launch.run_ranks", lambda command, ranks: 130)
     assert main(["qualify"]) == 130
-    assert known(versions_here()) is None
+    assert saved_report(versions_here()) is None
     assert "qualified" not in capsys.readouterr().out
 
 

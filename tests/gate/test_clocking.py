@@ -21,7 +21,7 @@ def counted(monkeypatch, tmp_path):
     """How often a compiler and a clock that take no time were asked; `edit` changes what they depend on."""
     monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(clocking, "SHIPPED", tmp_path / "clocked.json")
-    clocking.shipped.cache_clear()
+    clocking.kept_costs.cache_clear()
     counts = {"compiled": 0, "clocked": 0}
     sources = {"kernel": "kernel", "clock": "clock", "launch": "launch"}
 
@@ -48,7 +48,7 @@ def counted(monkeypatch, tmp_path):
     monkeypatch.setattr(clocking, "cost_of", cost_of)
     monkeypatch.setattr(clocking, "_clock", lambda: sources["clock"])
     yield counts, sources
-    clocking.shipped.cache_clear()
+    clocking.kept_costs.cache_clear()
 
 
 def cost_of_task():
@@ -152,7 +152,7 @@ def test_errors_are_findings_and_are_not_kept(counted, monkeypatch):
 def test_a_shipped_program_is_not_clocked_on_another_machine(counted, monkeypatch, tmp_path):
     counts, sources = counted
     cost = examine(TASK).cost
-    clocking.ship({ENTRY.name: cost}, "3.7", {ENTRY.name})
+    clocking.keep_costs({ENTRY.name: cost}, "3.7", {ENTRY.name})
     monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path / "another machine"))
     assert examine(TASK).cost == cost
     assert counts == {"compiled": 2, "clocked": 1}
@@ -164,14 +164,14 @@ def test_a_shipped_program_is_not_clocked_on_another_machine(counted, monkeypatc
 
 def test_shipping_replaces_costs_and_drops_those_of_kernels_that_are_gone(counted):
     slow, fast = (replace(COST, program=name) for name in ("slow", "fast"))
-    clocking.ship({"a": slow, "gone": slow}, "3.7", {"a", "gone"})
-    clocking.ship({"a": slow}, "3.6", {"a"})
-    clocking.ship({"a": fast, "b": fast}, "3.7", {"a", "b"})
+    clocking.keep_costs({"a": slow, "gone": slow}, "3.7", {"a", "gone"})
+    clocking.keep_costs({"a": slow}, "3.6", {"a"})
+    clocking.keep_costs({"a": fast, "b": fast}, "3.7", {"a", "b"})
     assert clocking._shipped_rows() == {
         "3.6": {"a": slow.as_json()},
         "3.7": {"a": fast.as_json(), "b": fast.as_json()},
     }
-    assert clocking.shipped() == {"slow": slow, "fast": fast}
+    assert clocking.kept_costs() == {"slow": slow, "fast": fast}
 
 
 def test_shipped_costs_are_those_of_the_budgets():

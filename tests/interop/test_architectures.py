@@ -190,7 +190,8 @@ def test_inputs_are_made_up_for_models_of_tasks(name):
     initialize_model_parallel(2)
     model = of_task(name)
     before = sum(p.numel() for p in model.parameters())
-    with warnings.catch_warnings(record=True, action="always") as told:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         parallelize(model)
     assert [str(each.message) for each in told if "compared" in str(each.message)] == []
     assert sum(p.numel() for p in model.parameters()) < before

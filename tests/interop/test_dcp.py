@@ -92,7 +92,8 @@ def load_all(folder, tensor, kinds=KINDS):
     initialize_model_parallel(tensor)
     manual_seed(9)
     wrong = []
-    with warnings.catch_warnings(record=True, action="always") as warned:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         for kind in kinds:
             expected = everything(*trained(kind, 1))
             model, optimizer = trained(kind, 2, lr=0.3)
@@ -127,7 +128,8 @@ def load_vocabulary(path):
     expected = table_of(3).weight.clone()
     loaded = VocabParallelEmbedding(50257, 2)
     assert not torch.equal(loaded.weight, expected)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         dcp.load(path, loaded)
     return torch.equal(loaded.weight, expected)
 

@@ -349,7 +349,8 @@ def test_an_adapter_that_is_not_active_costs_no_split():
     for model in models:
         torch.manual_seed(4)
         model.add_adapter("second", second, autocast_adapter_dtype=False)
-    with warnings.catch_warnings(action="error", category=UserWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
         parallelize(models[0])
     assert type(models[0].get_submodule(f"{LAYER}.k_proj.base_layer")).__name__ == "ColumnLinear"
     assert models[0].active_adapters == ["default"]

@@ -259,7 +259,8 @@ def by_names(wrong):
     initialize_model_parallel(2)
     torch.manual_seed(3)
     whole = Named(wrong).double()
-    with warnings.catch_warnings(record=True, action="always") as told:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         split = parallelize(deepcopy(whole))
     return differences(split, whole), [str(each.message) for each in told]
 

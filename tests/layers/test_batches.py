@@ -110,11 +110,11 @@ def test_in_later_calls_it_is_told_in_the_4th_and_every_100th():
     words = WORDS.format(root="Masked", name="attention_mask")
     for number in range(1, 5):
         call(model, ids, ids + dist.get_rank() * (number > 2), words=words if number == 4 else None)
-    with patch.object(replicas, "steps_between", 3):
+    with patch.object(replicas, "steps_between_checks", 3):
         call(model, ids, ids + dist.get_rank())
         call(model, ids, ids + dist.get_rank(), words=words)  # the 6th
         call(copy.deepcopy(model), ids, ids + dist.get_rank(), words=words)  # its first
-    with patch.object(replicas, "steps_between", 0):
+    with patch.object(replicas, "steps_between_checks", 0):
         call(Masked(), ids, ids + dist.get_rank())
 
 

@@ -26,7 +26,7 @@ def nothing_moves(monkeypatch):
         raise AssertionError("a transfer was made before the mistake was found")
 
     monkeypatch.setattr(Transfers, "exchange", refuse)
-    monkeypatch.setattr(replicas, "steps_between", 0)
+    monkeypatch.setattr(replicas, "steps_between_checks", 0)
 
 
 def test_lesson_pieces_are_the_lessons():

@@ -34,7 +34,7 @@ NOTHING = ("nothing", "")
 
 def every(steps: int) -> AbstractContextManager[int]:
     """As if TPKERNELS_CHECK_REPLICAS had been this."""
-    return patch.object(replicas, "steps_between", steps)
+    return patch.object(replicas, "steps_between_checks", steps)
 
 
 def steps_until_told(interval: int, steps: int, one_step: Callable[[int], None]) -> tuple[int, Said]:
@@ -195,7 +195,7 @@ def test_our_own_clipping_keeps_copies_equal(ranks4):
 
 
 def test_it_looks_by_itself_and_can_be_switched_off(ranks2):
-    assert replicas.steps_between == 100
+    assert replicas.steps_between_checks == 100
     assert ranks2.run(by_torch, 0) == [(7, NOTHING)] * 2
 
 
@@ -251,4 +251,4 @@ def test_nonsense_is_refused(value):
 @pytest.mark.parametrize(("value", "steps"), [("7", 7), ("0", 0), ("", 100)])
 def test_the_variable_is_read_at_import(value, steps, monkeypatch):
     monkeypatch.setenv("TPKERNELS_CHECK_REPLICAS", value)
-    assert runpy.run_path(replicas.__file__)["steps_between"] == steps
+    assert runpy.run_path(replicas.__file__)["steps_between_checks"] == steps

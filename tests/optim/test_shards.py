@@ -166,7 +166,8 @@ def test_wrong_optimizers_are_known_by_whole_words_of_their_class(name, module, 
 
 def told_in_a_step(optimizer) -> list[str]:
     """On some rank."""
-    with warnings.catch_warnings(record=True, action="always") as told:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         optimizer.step()
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, [str(each.message) for each in told])

@@ -8,8 +8,8 @@ import sys
 
 from tpkernels.pictures.charts import (
     Bar,
-    Doing,
     Lane,
+    ProcessorBar,
     TimedWork,
     TimeSpan,
     bars,
@@ -43,9 +43,15 @@ CALLS = [
 ]
 LATER = [TimeSpan(0, "computes", "all rows", 9.0, 9.2)]
 ENGINES = [
-    Lane("tensor cores", [Doing("products", 100.0 * i, 100.0 * i + 80) for i in range(10)], "80 % busy"),
-    Lane("copies", [Doing("copies", 0.0, 900.0)]),
-    Lane("warps 0-3", [Doing("waits", 0.0, 1000.0), Doing("epilogue", 1000.0, 1400.0)], "29 % at work"),
+    Lane(
+        "tensor cores", [ProcessorBar("products", 100.0 * i, 100.0 * i + 80) for i in range(10)], "80 % busy"
+    ),
+    Lane("copies", [ProcessorBar("copies", 0.0, 900.0)]),
+    Lane(
+        "warps 0-3",
+        [ProcessorBar("waits", 0.0, 1000.0), ProcessorBar("epilogue", 1000.0, 1400.0)],
+        "29 % at work",
+    ),
 ]
 
 
@@ -120,7 +126,11 @@ SAMPLES = {
         [
             Lane(
                 STRANGE,
-                [Doing(STRANGE, 0.0, 1.0), Doing("waits", NAN, INF), Doing("waits", 0.0, 1e14)],
+                [
+                    ProcessorBar(STRANGE, 0.0, 1.0),
+                    ProcessorBar("waits", NAN, INF),
+                    ProcessorBar("waits", 0.0, 1e14),
+                ],
                 STRANGE,
             )
         ],

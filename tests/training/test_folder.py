@@ -8,11 +8,16 @@ import pytest
 from tests.products import once
 from tests.ranks import RankFailure
 from tpkernels import files
-from tpkernels.training.config import checkpoint_of, opened_after, prepare, set_aside_after
+from tpkernels.training.config import (
+    checkpoint_of,
+    open_lines_after,
+    prepare_folder,
+    rename_later_checkpoints,
+)
 
 
 def prepared(folder, resume):
-    prepare(folder, resume=resume)
+    prepare_folder(folder, resume=resume)
 
 
 def test_a_folder_is_made_and_an_unusable_one_is_the_same_error_on_all_ranks(tmp_path, ranks2):
@@ -39,7 +44,7 @@ def test_later_checkpoints_are_set_aside_and_never_lost(tmp_path, ranks2):
         for done in (3, 4, 5, 123456789):
             checkpoint_of(tmp_path, done).mkdir(exist_ok=True)
         (tmp_path / "step-mine").mkdir(exist_ok=True)
-        ranks2.run(set_aside_after, tmp_path, 4)
+        ranks2.run(rename_later_checkpoints, tmp_path, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step-00000003",
         "step-00000004",
@@ -55,7 +60,7 @@ GOOD = [json.dumps({"step": step, "loss": 1 / step}) for step in range(1, 6)]
 
 
 def go_on(path, done, line="new"):
-    lines, said = opened_after(path, done)
+    lines, said = open_lines_after(path, done)
     with lines:
         lines.write(f"{line}\n")
     return said
@@ -117,7 +122,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError, match="no space left"):
-        opened_after(path, 3)
+        open_lines_after(path, 3)
     assert path.read_text() == "\n".join(GOOD)
 
 

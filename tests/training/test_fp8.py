@@ -16,7 +16,7 @@ from tests.training.small import config_for, losses_of, trainer_for
 from tpkernels.interop import dcp
 from tpkernels.ops.quantized import weights
 from tpkernels.training import trainer as trainer_module
-from tpkernels.training.report import TOLERANCES, allowed_by
+from tpkernels.training.report import TOLERANCES, loss_tolerance
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +116,6 @@ def test_what_cannot_be_is_refused(config):
 
 
 def test_layouts_round_unlike(config):
-    assert allowed_by(replace(config, dtype=torch.float32)) > TOLERANCES[torch.float32]
-    assert allowed_by(config) == TOLERANCES[torch.bfloat16]
-    assert allowed_by(replace(config, dtype=torch.float32, fp8="")) == TOLERANCES[torch.float32]
+    assert loss_tolerance(replace(config, dtype=torch.float32)) > TOLERANCES[torch.float32]
+    assert loss_tolerance(config) == TOLERANCES[torch.bfloat16]
+    assert loss_tolerance(replace(config, dtype=torch.float32, fp8="")) == TOLERANCES[torch.float32]

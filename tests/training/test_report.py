@@ -8,7 +8,7 @@ import pytest
 from tpkernels import plan_groups
 from tpkernels.pictures.charts import TimeSpan
 from tpkernels.pictures.figure import NO_MATPLOTLIB
-from tpkernels.training.report import Proof, RunRecord, at_once, write
+from tpkernels.training.report import Proof, RunRecord, at_once, write_report
 from tpkernels.training.trainer import StepReport
 
 PLAN = plan_groups(world_size=4, tensor=2)
@@ -23,7 +23,7 @@ PROOF = Proof(["2 ranks", "sequential", "unsharded"], [[4.0, 2.0], [4.0, 2.0], [
 
 
 def page_of(run, folder):
-    write(folder / "index.html", run)
+    write_report(folder / "index.html", run)
     return (folder / "index.html").read_text(encoding="utf-8")
 
 
@@ -35,7 +35,7 @@ def run_of(*losses, title="run", spans=SPANS, on_gpu=False, **more):
 def test_page_stands_by_itself_and_escapes(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
     path = tmp_path / "new" / "index.html"
-    said = write(path, run_of(4.0, 2.0, title="<run>", known=[("data", "a & b")], sample="<x>"))
+    said = write_report(path, run_of(4.0, 2.0, title="<run>", known=[("data", "a & b")], sample="<x>"))
     assert said == ", ".join(str(path.with_name(f"{name}.png")) for name in ("loss", "timeline", "plan"))
     assert all(path.with_name(f"{name}.png").is_file() for name in ("loss", "timeline", "plan"))
     html = path.read_text(encoding="utf-8")
@@ -51,7 +51,7 @@ def test_page_stands_by_itself_and_escapes(tmp_path):
 
 def test_without_matplotlib_there_is_a_page_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    said = write(tmp_path / "index.html", run_of(*range(40, 0, -1)))
+    said = write_report(tmp_path / "index.html", run_of(*range(40, 0, -1)))
     assert said == NO_MATPLOTLIB
     assert [file.name for file in tmp_path.iterdir()] == ["index.html"]
     html = (tmp_path / "index.html").read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tpkernels.training.session import Session, shown
+from tpkernels.training.session import Session, escape_controls
 
 HOSTILE = "\x1b[31mred\r\x9b2J\u202eback\u2028\0"
 HARMLESS = r"\x1b[31mred\r\x9b2J\u202eback\u2028\x00"
@@ -34,4 +34,4 @@ def test_names_of_files_cannot_either(capsys):
 
 @pytest.mark.parametrize("text", ["", "é ü 漢字 🙂 \ufffd", "a\nb\tc", r"\x1b"])
 def test_other_text_stays_as_it_is(text):
-    assert shown(text) == text
+    assert escape_controls(text) == text

@@ -24,12 +24,12 @@ from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.gate.clock.workload import of_entry
 from tpkernels.gate.clocking import FromCatalog, built, clocked
 from tpkernels.gpus import gpu_named
-from tpkernels.pictures.charts import Doing, Lane, TimeSpan, joined, lanes, processor
+from tpkernels.pictures.charts import Lane, ProcessorBar, TimeSpan, lanes, merged_intervals, processor
 from tpkernels.pictures.figure import Picture
 from tpkernels.planning.step_time import DIRECTIONS, MOST_RANKS, OPERATORS, PUBLISHED, WAYS, Sizes
 from tpkernels.streams import MachineError
 from tpkernels.streams.prediction import Predicted, predict
-from tpkernels.streams.times import COMPUTE, COPIES, GRAPH, HOST, NCCL, TRANSFER, Node, Ran
+from tpkernels.streams.times import COMPUTE, COPIES, GRAPH, HOST, NCCL, TRANSFER, Node, TimedTask
 
 DIED: Clocked | str = "the compiler died"
 PEAK = 989.4  # TFLOP/s of an H100 SXM with 16-bit operands, by its data sheet
@@ -183,8 +183,8 @@ def picture_of(one: Clocked) -> Picture:
 
 def _engines(run: Run) -> Iterator[Lane]:
     for kind, name in ENGINES.items():
-        busy = joined((span.start, span.end) for span in run.spans if span.lane == kind)
-        doings = [Doing(kind, start, stop) for start, stop in busy]  # which can be added up
+        busy = merged_intervals((span.start, span.end) for span in run.spans if span.lane == kind)
+        doings = [ProcessorBar(kind, start, stop) for start, stop in busy]  # which can be added up
         if doings:
             share = sum(doing.stop - doing.start for doing in doings) / max(run.cycles, 1.0)
             yield Lane(name, doings, f"{share:.0%} of the time")
@@ -195,9 +195,11 @@ def _groups(run: Run) -> Iterator[Lane]:
     for block, (start, stop) in enumerate(run.blocks):
         for first in range(0, len(run.stalls), GROUP):
             its = [span for span in run.spans if (span.block, span.warp) == (block, first)]
-            doings = [Doing("instructions", start, stop)]
+            doings = [ProcessorBar("instructions", start, stop)]
             doings += [
-                Doing(span.lane, span.start, span.end) for span in its if span.lane in ("epilogue", "waits")
+                ProcessorBar(span.lane, span.start, span.end)
+                for span in its
+                if span.lane in ("epilogue", "waits")
             ]
             waiting = sum(span.end - span.start for span in its if span.lane == "waits")
             last = min(first + GROUP, len(run.stalls)) - 1
@@ -324,7 +326,7 @@ def _time_line(each: Predicted) -> Iterator[str]:
             yield f"  {queue:8}|{''.join(line[:_COLUMNS])}|"
 
 
-def _lasting(each: Predicted) -> list[Ran]:
+def _lasting(each: Predicted) -> list[TimedTask]:
     return [ran for ran in each.ran if ran.stop > ran.start]
 
 

@@ -162,12 +162,12 @@ def probe_qualified() -> list[Finding]:
 
     if not torch.cuda.is_available():
         return []
-    from tpkernels.cli.qualify_world import known, versions_for
+    from tpkernels.cli.qualify_world import saved_report, versions_for
 
     command = "python -m tpkernels qualify"
     findings = []
     for gpu in sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}):
-        report = known(versions_for(gpu))
+        report = saved_report(versions_for(gpu))
         if report is None:
             text = f"{gpu} has not been tried with these versions: {command} takes two minutes"
             findings.append(note("qualified", text))

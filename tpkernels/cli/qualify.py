@@ -161,7 +161,7 @@ def _write(line: dict[str, Any]) -> None:
 
 def _finish(report: Qualification, options: Namespace) -> int:
     """Print the report and keep it; return the exit code."""
-    from tpkernels.cli.qualify_world import keep
+    from tpkernels.cli.qualify_world import save_report
 
     versions = report.versions
     print(f"{versions.gpu}, torch {versions.torch}, triton {versions.triton}")
@@ -176,7 +176,7 @@ def _finish(report: Qualification, options: Namespace) -> int:
 
             replace_text(options.json, report.as_json())
         if not options.quick:  # a quick run does not qualify a GPU
-            keep(report)
+            save_report(report)
     except OSError as error:
         print(f"the report could not be written: {error}", file=sys.stderr)
         return 1

@@ -85,7 +85,7 @@ def path_for(versions: Versions) -> Path | None:
     return None if folder is None else folder / f"qualified_{versions.slug}.json"
 
 
-def keep(report: Qualification) -> None:
+def save_report(report: Qualification) -> None:
     """Save a report in place of the one for these versions; OSError if it cannot be written."""
     path = path_for(report.versions)
     if path is not None:
@@ -93,7 +93,7 @@ def keep(report: Qualification) -> None:
         replace_text(path, report.as_json())
 
 
-def known(versions: Versions) -> dict[str, Any] | None:
+def saved_report(versions: Versions) -> dict[str, Any] | None:
     """Return the saved report for these versions; None without a readable one."""
     path = path_for(versions)
     try:

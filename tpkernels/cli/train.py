@@ -20,10 +20,10 @@ from tpkernels.messages import cause_of
 from tpkernels.models.config import SMALL, model_config
 from tpkernels.saying import is_first_to_say
 from tpkernels.topology.sizes import InvalidSizes
-from tpkernels.training.config import TrainConfig, prepare
+from tpkernels.training.config import TrainConfig, prepare_folder
 from tpkernels.training.launch import exit_in_time, hold_lifeline, run_ranks
 from tpkernels.training.measures import Speed, largest_memory, median_step, require_room
-from tpkernels.training.session import Session, require_sizes, shown
+from tpkernels.training.session import Session, escape_controls, require_sizes
 
 _DTYPES = ("float32", "bfloat16", "float64")
 
@@ -222,7 +222,7 @@ def _as_rank(options: Namespace) -> int:
         is_prepared = True
         _run(session, options, lines)
     except (ValueError, TypeError, ArithmeticError, OSError, RuntimeError, MemoryError) as error:
-        text = shown(f"{type(error).__name__}: {cause_of(error)}")
+        text = escape_controls(f"{type(error).__name__}: {cause_of(error)}")
         if is_first_to_say(text):  # often all ranks have the same error
             sys.stderr.write(f"python -m tpkernels train: rank {os.environ['RANK']}: {text}\n")
         ours = isinstance(error, RuntimeError | MemoryError) and not isinstance(error, InvalidSizes)
@@ -250,7 +250,7 @@ def _prepare(session: Session, options: Namespace) -> TextIO | None:
     if options.sample:
         session.require_sample(options.prompt, options.sample)
     if options.save is not None:
-        prepare(options.save, resume=options.resume)
+        prepare_folder(options.save, resume=options.resume)
     session.say(session.describe())
     if options.resume:
         session.resume(options.save)

@@ -166,31 +166,31 @@ def clocked(job: CompileJob, facts: Facts, launching: Launching) -> Cost:
     if cost is None:
         compiled = built(job.entry, job.architecture, facts)
         program = hashlib.sha256(f"{compiled!r} {launching.text()} {_clock()}".encode()).hexdigest()
-        cost = shipped().get(program) or replace(cost_of(compiled, launching.workload()), program=program)
+        cost = kept_costs().get(program) or replace(cost_of(compiled, launching.workload()), program=program)
         DiskCache.of_user(CYCLES).put(key, cost.as_json())
     return cost
 
 
 @cache
-def shipped() -> Mapping[str, Cost]:
+def kept_costs() -> Mapping[str, Cost]:
     """Return the costs kept in this folder, by program."""
     costs = [Cost.from_json(row) for rows in _shipped_rows().values() for row in rows.values()]
     return {cost.program: cost for cost in costs}
 
 
-def kept_costs(minor: str) -> Mapping[str, Cost]:
+def costs_by_entry(minor: str) -> Mapping[str, Cost]:
     """Return the costs kept in this folder for a minor version of Triton, by entry."""
     return {name: Cost.from_json(row) for name, row in _shipped_rows().get(minor, {}).items()}
 
 
-def ship(costs: Mapping[str, Cost], minor: str, current: Container[str]) -> None:
+def keep_costs(costs: Mapping[str, Cost], minor: str, current: Container[str]) -> None:
     """Keep the costs of entries for a minor version of Triton, and drop those that are no longer current."""
     table = _shipped_rows()
     rows = {name: row for name, row in table.get(minor, {}).items() if name in current}
     table[minor] = rows | {name: cost.as_json() for name, cost in costs.items()}
     lines = [f"{json.dumps(minor)}: {{\n{_rows_as_text(rows)}\n}}" for minor, rows in sorted(table.items())]
     SHIPPED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    shipped.cache_clear()
+    kept_costs.cache_clear()
 
 
 def _rows_as_text(rows: Mapping[str, object]) -> str:

@@ -13,7 +13,15 @@ from tpkernels.gate import expectations
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, CompileJob, Entry, Facts
 from tpkernels.gate.catalog import entry_specs, has_parts
 from tpkernels.gate.clock.cost import Cost
-from tpkernels.gate.clocking import ClockedJob, Examined, FromCatalog, Launching, examine_all, ship, shipped
+from tpkernels.gate.clocking import (
+    ClockedJob,
+    Examined,
+    FromCatalog,
+    Launching,
+    examine_all,
+    keep_costs,
+    kept_costs,
+)
 from tpkernels.gate.expectations import Budget, Budgets, violations
 from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.kernels.footprints import TABLE
@@ -112,7 +120,7 @@ def check(
         try:
             expectations.write(table, suite.budgets)
             if suite.budgets == TABLE:
-                ship({job.entry.name: cost for job, cost in costs}, minor, suite.architectures)
+                keep_costs({job.entry.name: cost for job, cost in costs}, minor, suite.architectures)
         except OSError as error:
             raise UsageError(f"cannot write the budgets: {error}") from error
         notes.append(f"{len(new)} budgets for Triton {minor} written into {suite.budgets}")
@@ -126,7 +134,7 @@ def check(
             )
         if gone := table[minor].keys() - current:
             notes.append(f"{len(gone)} budgets of what is no longer in {suite.name}: --update drops them")
-    if suite.budgets == TABLE and (anew := sum(cost.program not in shipped() for _, cost in costs)):
+    if suite.budgets == TABLE and (anew := sum(cost.program not in kept_costs() for _, cost in costs)):
         notes.append(f"{anew} kernels were clocked anew: --update keeps their cycles for other machines")
     found = table.get(minor)
     judged = (

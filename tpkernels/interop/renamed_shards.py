@@ -63,7 +63,9 @@ def under_our_names(
     theirs = _without_aliases(theirs, rows)
     missing, surplus = [name for name in rows if name not in theirs], [n for n in theirs if n not in rows]
     if missing or surplus:
-        raise ValueError(f"names={names!r}: `to` has also {listed(surplus)}, and lacks {listed(missing)}")
+        raise ValueError(
+            f"names={names!r}: `to` has also {some_names(surplus)}, and lacks {some_names(missing)}"
+        )
     found = Renamed({}, [])
     for name, shard in theirs.items():
         is_turned = rows[name].ndim == 2 and not _is_by_row(rows[name])
@@ -76,7 +78,7 @@ def under_our_names(
     return found
 
 
-def listed(names: Sequence[str], most: int = 4) -> str:
+def some_names(names: Sequence[str], most: int = 4) -> str:
     """Format some of the names, for errors."""
     if not names:
         return "nothing"

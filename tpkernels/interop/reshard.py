@@ -44,11 +44,11 @@ from tpkernels.interop.sides import (
     Side,
     Tensors,
     dtypes_of,
+    held_and_needed,
     placements_of,
     readable,
     refuse_freed,
     refuse_shared_memory,
-    told_by,
 )
 from tpkernels.layers.world import State
 from tpkernels.models.gpt import GPT
@@ -280,7 +280,7 @@ def _planned(
         own = Description.of(source, target)
     everybody, rank = _gathered(own), dist.get_rank()
     with raise_on_all_ranks("reshard: comparison of models"):
-        held, needed = told_by(everybody)
+        held, needed = held_and_needed(everybody)
         dtypes = dtypes_of(held, needed, cast=cast)
         placements = placements_of(held, needed, dtypes)
         moves = moves_of(placements, [described.place for described in everybody], rank)

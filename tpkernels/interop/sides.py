@@ -20,7 +20,7 @@ from tpkernels.comm.transports import select
 from tpkernels.comm.transports.peer_memory import Located, Trial, can_read, own_trial
 from tpkernels.comm.transports.processes import machine
 from tpkernels.interop.carry import Peer, block_of, free, give_memory, is_freed
-from tpkernels.interop.renamed_shards import Heads, NamingScheme, listed, under_our_names
+from tpkernels.interop.renamed_shards import Heads, NamingScheme, some_names, under_our_names
 from tpkernels.interop.shards import Chunk, TensorShard, require_one_stage, shards_in, shards_of
 from tpkernels.layers.world import State
 from tpkernels.topology.moves import Block, BlockMove, Placement, common
@@ -323,7 +323,7 @@ class Description(NamedTuple):
 ByRank = list[dict[str, TensorDescription]]  # replicas share one dict
 
 
-def told_by(everybody: Sequence[Description]) -> tuple[ByRank, ByRank]:
+def held_and_needed(everybody: Sequence[Description]) -> tuple[ByRank, ByRank]:
     """Return the tensors that each rank holds, and those that it needs."""
     known: dict[bytes, tuple[dict[str, TensorDescription], dict[str, TensorDescription]]] = {}
     for each in everybody:
@@ -338,9 +338,8 @@ def dtypes_of(held: ByRank, needed: ByRank, *, cast: bool) -> dict[str, torch.dt
     found, wanted = _agreed("holds", held), _agreed("needs", needed)
     missing, surplus = [name for name in wanted if name not in found], [n for n in found if n not in wanted]
     if missing or surplus:
-        raise ValueError(
-            f"the models differ in tensors: `to` has also {listed(missing)}, and lacks {listed(surplus)}"
-        )
+        also, lacking = some_names(missing), some_names(surplus)
+        raise ValueError(f"the models differ in tensors: `to` has also {also}, and lacks {lacking}")
     for name, (shape, dtype) in wanted.items():
         if found[name][0] != shape:
             raise ValueError(f"'{name}': expected {found[name][0]} in `to`, got {shape}: full shapes")

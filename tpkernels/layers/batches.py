@@ -95,13 +95,13 @@ class Batches:
         self._comparing: _Comparing | None = None  # begun by the call before, on a GPU
 
     def __call__(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not replicas.steps_between or _is_no_ordinary_call():
+        if torch.compiler.is_compiling() or not replicas.steps_between_checks or _is_no_ordinary_call():
             return
         if self._comparing is not None:
             comparing, self._comparing = self._comparing, None
             comparing.wait()
         self._calls = calls = self._calls + 1
-        if calls & (calls - 1) and calls % replicas.steps_between:
+        if calls & (calls - 1) and calls % replicas.steps_between_checks:
             return
         if not _takes_shards(root):
             named = [*_data_of(root, args, kwargs)]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tpkernels import ops
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.parallel_module import InitMethod, ParallelModule, fill_shard, leave_unset
+from tpkernels.layers.parallel_module import InitMethod, ParallelModule, fill_shard, fill_with_nan
 from tpkernels.layers.world import State
 from tpkernels.ops.activations import Activation, require_activation
 from tpkernels.ops.main_grad import accumulating
@@ -101,7 +101,7 @@ class _ParallelLinear(ParallelModule):
             self.reset_parameters()
             return
         for parameter in self.parameters(recurse=False):
-            leave_unset(parameter)
+            fill_with_nan(parameter)
 
     def extra_repr(self) -> str:
         held = "no weight" if self.weight is None else f"weight {tuple(self.weight.shape)}"
@@ -379,7 +379,7 @@ class VocabParallelEmbedding(ParallelModule):
         if perform_initialization:
             self.reset_parameters()
         else:
-            leave_unset(self.weight, rows=len(self.split.ids_of(self.world.rank)))
+            fill_with_nan(self.weight, rows=len(self.split.ids_of(self.world.rank)))
 
     def reset_parameters(self) -> None:
         """Draw the table, the same for every number of ranks.

@@ -57,7 +57,7 @@ def fill_shard(
 
 
 @torch.no_grad()
-def leave_unset(shard: Tensor, rows: int | None = None) -> None:
+def fill_with_nan(shard: Tensor, rows: int | None = None) -> None:
     """Fill a shard with NaN, so that a weight that is not loaded afterwards shows in the first loss.
 
     rows: how many of the shard's rows are not padding; padding becomes zero
@@ -92,7 +92,7 @@ def _full_weight(init_method: InitMethod, shape: tuple[int, int], device: torch.
 register_module_module_registration_hook(foreign.look_at_wrapper)
 register_module_module_registration_hook(batches.look_at_compiled)
 register_optimizer_step_pre_hook(foreign.before_step)
-if replicas.steps_between:
+if replicas.steps_between_checks:
     register_optimizer_step_post_hook(replicas.after_step)
 
 

@@ -174,7 +174,7 @@ def _read(value: str | None) -> int:
     return int(value) if value else 100
 
 
-steps_between = _read(os.environ.get(VARIABLE))  # read once: a step must be cheap
+steps_between_checks = _read(os.environ.get(VARIABLE))  # read once: a step must be cheap
 
 
 class Watch:
@@ -188,12 +188,12 @@ class Watch:
         """Count a step, and compare replicas after some steps. Called by all ranks with replicas."""
         self._steps = steps = self._steps + 1
         # powers of two: a short run may end before the first interval
-        if steps_between and (steps & (steps - 1) == 0 or steps % steps_between == 0):
+        if steps_between_checks and (steps & (steps - 1) == 0 or steps % steps_between_checks == 0):
             self.look(copies())
 
     def look(self, found: Copies | None) -> None:
         """Compare replicas; all ranks raise the same error if they differ in a bit. Called by all of them."""
-        if not steps_between or found is None or len(found[0]) < 2 or dist.get_rank() not in found[0]:
+        if not steps_between_checks or found is None or len(found[0]) < 2 or dist.get_rank() not in found[0]:
             return
         ranks, copies = found
         try:
@@ -213,7 +213,9 @@ class Watch:
             ]
             copy = copies[wrong[0]]
             name = name_of(copy) or f"parameter {wrong[0]} of {len(copies)} that are copies"
-            when = f", after {self._steps} steps of the optimizer ({VARIABLE}={steps_between}; 0: never)"
+            when = (
+                f", after {self._steps} steps of the optimizer ({VARIABLE}={steps_between_checks}; 0: never)"
+            )
             raise drift(copy, name, others, ranks[0], len(wrong), len(copies), when)
 
     def _sums_of_all(self, ranks: Sequence[int], copies: Sequence[Tensor]) -> list[list[bytes]]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tpkernels.parallel_state import table, todays
 from tpkernels.parallel_state.table import *  # noqa: F403
 from tpkernels.parallel_state.todays import *  # noqa: F403
-from tpkernels.runtime.initialize import GroupSettings, as_text, plain, start
+from tpkernels.runtime.initialize import GroupSettings, agree_and_create, as_text, canonical
 from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
 from tpkernels.runtime.state import ParallelState
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupKind, GroupPlan, plan_groups
@@ -77,7 +77,7 @@ def initialize_model_parallel(
         for name, default in _ONLY.items():
             if given[name] != default and (given[name] or default):
                 raise InvalidSizes(
-                    f"{name}: expected {default!r}, got {plain(given[name])!r}: it is not supported; "
+                    f"{name}: expected {default!r}, got {canonical(given[name])!r}: it is not supported; "
                     "docs/megatron.md says what to use instead"
                 )
         if expert_tensor_parallel_size not in (None, tensor_model_parallel_size):
@@ -101,7 +101,9 @@ def initialize_model_parallel(
             order=order,
         )
 
-    return start(request, plan, GroupSettings(limit, backend, group_options, (*KINDS, *COMBINED_KINDS)))
+    return agree_and_create(
+        request, plan, GroupSettings(limit, backend, group_options, (*KINDS, *COMBINED_KINDS))
+    )
 
 
 _PARAMETERS = signature(initialize_model_parallel).parameters

@@ -23,8 +23,8 @@ from tpkernels.pictures.figure import (
     VIOLET,
     WIDTH,
     Picture,
+    draw_empty,
     hint,
-    nothing,
     shortened,
 )
 
@@ -55,7 +55,7 @@ def curve(heading: str, points: Sequence[tuple[float, float]], *, across: str, a
 
         axes = figure.subplots()
         if not shown:
-            nothing(axes, "nothing to draw")
+            draw_empty(axes, "nothing to draw")
             return
         end, value = shown[-1]
         axes.plot(*zip(*shown, strict=True), color=BLUE, linewidth=1.6, marker="o" * (len(shown) == 1))
@@ -109,7 +109,7 @@ def bars(heading: str, rows: Sequence[Bar], *, note: str = "", across: str = "ti
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         if not rows:
-            nothing(axes, "nothing to compare")
+            draw_empty(axes, "nothing to compare")
             return
         for place, row in drawable.items():
             low, high = row.spread
@@ -277,7 +277,7 @@ def lanes(
 
     def draw(figure: Figure) -> None:
         if not shown:
-            nothing(figure.subplots(), "nothing was recorded")
+            draw_empty(figure.subplots(), "nothing was recorded")
             return
         grid = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=counts)
         unit, factor = unit_of(longest)
@@ -336,7 +336,7 @@ def unit_of(seconds: float) -> tuple[str, float]:
     return "µs", 1e6
 
 
-def joined(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
+def merged_intervals(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
     """Return the intervals in order, joined where they overlap or are up to `gap` apart."""
     found: list[tuple[float, float]] = []
     for start, stop in sorted(intervals):
@@ -348,7 +348,7 @@ def joined(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[t
 
 
 @dataclass(frozen=True)
-class Doing:
+class ProcessorBar:
     """A bar in a lane, from one cycle to another; `what` is a name of FILLS_OF_PROCESSOR."""
 
     what: str
@@ -364,7 +364,7 @@ class Lane:
     """
 
     name: str
-    doings: Sequence[Doing]
+    doings: Sequence[ProcessorBar]
     said: str = ""
 
 
@@ -377,7 +377,7 @@ def processor(heading: str, lanes: Sequence[Lane], *, note: str = "") -> Picture
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         if not ends:
-            nothing(axes, "nothing ran")
+            draw_empty(axes, "nothing ran")
             return
         first, last = min(ends), max(ends)
         for place, lane in enumerate(shown):
@@ -406,6 +406,6 @@ def _draw_lane(axes: Axes, place: int, lane: Lane) -> None:
     words.set(transform=axes.get_yaxis_transform())
 
 
-def _drawable(doing: Doing) -> bool:
+def _drawable(doing: ProcessorBar) -> bool:
     ends = doing.start, doing.stop
     return doing.what in FILLS_OF_PROCESSOR and all(math.isfinite(end) and abs(end) <= MOST for end in ends)

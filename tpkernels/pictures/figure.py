@@ -184,7 +184,7 @@ def save(pictures: Mapping[Path, Picture]) -> str:
     return f"{len(pictures)} in {', '.join(dict.fromkeys(str(path.parent) for path in pictures))}"
 
 
-def nothing(axes: Axes, text: str) -> None:
+def draw_empty(axes: Axes, text: str) -> None:
     """Write into empty axes why they are empty."""
     axes.set_axis_off()
     axes.text(0.5, 0.5, text, ha="center", va="center", color=QUIET, transform=axes.transAxes)

@@ -291,10 +291,10 @@ def initialize_model_parallel(
         split_rank=pipeline_model_parallel_split_rank,
         order=order,
     )
-    return start(request, plan, GroupSettings(timeout, backend, group_options))
+    return agree_and_create(request, plan, GroupSettings(timeout, backend, group_options))
 
 
-def start(request: str, plan: Callable[..., GroupPlan], settings: GroupSettings) -> ParallelState:
+def agree_and_create(request: str, plan: Callable[..., GroupPlan], settings: GroupSettings) -> ParallelState:
     """Agree on `request`, check it by making the plan, create the groups and install the state.
 
     plan: called with the keyword `world_size`
@@ -373,14 +373,14 @@ def _create(plan: GroupPlan, request: str, call: int, settings: GroupSettings) -
 def as_text(function: Callable[..., object], given: Mapping[str, object]) -> str:
     """Format a call as text, the same on all ranks, without arguments that have default values."""
     said = [
-        f"{name}={plain(given[name])!r}"
+        f"{name}={canonical(given[name])!r}"
         for name, parameter in inspect.signature(function).parameters.items()
-        if repr(plain(given[name])) != repr(parameter.default)
+        if repr(canonical(given[name])) != repr(parameter.default)
     ]
     return f"{function.__name__}({', '.join(said)})"
 
 
-def plain(value: object) -> object:
+def canonical(value: object) -> object:
     """Convert a value so that its text is the same on all ranks.
 
     Other libraries' integers become Python's, functions their names, mappings their keys.

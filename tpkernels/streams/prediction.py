@@ -37,7 +37,18 @@ from tpkernels.planning.job import Job
 from tpkernels.planning.step_time import DIRECTIONS, OPERATORS, WAYS, Sizes
 from tpkernels.streams.device import Awaited, Program, Step, current_device
 from tpkernels.streams.record import Machine, NcclGroup, record
-from tpkernels.streams.times import GRAPH, HOST, LAUNCH, NOTHING, PRODUCT, TRANSFER, Host, Node, Ran, times_of
+from tpkernels.streams.times import (
+    GRAPH,
+    HOST,
+    LAUNCH,
+    NOTHING,
+    PRODUCT,
+    TRANSFER,
+    Host,
+    Node,
+    TimedTask,
+    times_of,
+)
 
 TRANSPORTS = {"naive": "c10d", "c10d": "c10d", "symmetric": "symmetric", "decomposed": "symmetric"}
 
@@ -139,7 +150,7 @@ class Predicted:
     transfers: float  # if each ran alone
     host: float  # while its thread is busy
     hidden: Mapping[str, Mapping[str, float]]  # transfer -> product -> seconds that both ran
-    ran: Sequence[Ran]  # of the last call
+    ran: Sequence[TimedTask]  # of the last call
 
     @property
     def exposed(self) -> float:
@@ -282,7 +293,7 @@ def _host(way: str, host: Host) -> Host:
     return replace(host, product=min(host.product, host.decomposed_product)) if way == "decomposed" else host
 
 
-def _numbered(ran: Sequence[Ran]) -> list[Ran]:
+def _numbered(ran: Sequence[TimedTask]) -> list[TimedTask]:
     """Number tasks with the same name, except flags and launches."""
     names = Counter((each.task.name, each.task.kind) for each in ran)
     counts: Counter[tuple[str, str]] = Counter()
@@ -296,7 +307,7 @@ def _numbered(ran: Sequence[Ran]) -> list[Ran]:
     return found
 
 
-def _hidden(ran: Sequence[Ran]) -> dict[str, dict[str, float]]:
+def _hidden(ran: Sequence[TimedTask]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for transfer in (each for each in ran if each.task.kind == TRANSFER):
         beside = found.setdefault(transfer.task.name, defaultdict(float))

@@ -47,7 +47,7 @@ from tpkernels.streams.device import (
     Work,
     current_device,
 )
-from tpkernels.streams.tensors import OnDevice, VirtualTensor, made_of_numbers, moved, spans_of, wrapped
+from tpkernels.streams.tensors import OnDevice, VirtualTensor, moved, spans_of, tensor_stand_in, wrapped
 
 
 def nccl_blocks(processors: int) -> int:
@@ -416,7 +416,7 @@ def _torchs_api(device: Device, properties: object) -> list[Any]:
     """Return patches of torch's functions for streams, events and graphs."""
     cuda = torch.cuda
     return [
-        patch.object(torch, "tensor", made_of_numbers),
+        patch.object(torch, "tensor", tensor_stand_in),
         patch.object(Tensor, "to", moved),
         patch.object(Tensor, "cuda", lambda tensor, *_, **__: moved(tensor, "cuda")),
         patch.object(torch, "Stream", Stream),

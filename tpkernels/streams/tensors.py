@@ -95,7 +95,7 @@ class OnDevice(TorchDispatchMode):
 _tensor, _to = torch.tensor, Tensor.to
 
 
-def made_of_numbers(data: object, *, device: Any = None, **options: Any) -> Tensor:
+def tensor_stand_in(data: object, *, device: Any = None, **options: Any) -> Tensor:
     """Replaces `torch.tensor`."""
     made = _tensor(data, **options)
     return uploaded(made) if _is_cuda(device) else made

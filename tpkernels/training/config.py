@@ -107,7 +107,7 @@ def checkpoint_of(folder: Path, done: int) -> Path:
     return folder / f"step-{done:08}"
 
 
-def prepare(folder: Path, *, resume: bool) -> None:
+def prepare_folder(folder: Path, *, resume: bool) -> None:
     """Prepare `folder` for checkpoints, or raise on all ranks; called by all of them."""
     with raise_on_all_ranks(f"--save {folder}"):
         if dist.get_rank() == 0:
@@ -124,7 +124,7 @@ def prepare(folder: Path, *, resume: bool) -> None:
                     raise FileExistsError(f"expected no symbolic link at {path}; remove it")
 
 
-def set_aside_after(folder: Path, done: int) -> None:
+def rename_later_checkpoints(folder: Path, done: int) -> None:
     """Rename checkpoints of later steps, because this run will write them again; called by all ranks.
 
     They exist if a run died before `latest` named them, or if a user wrote an earlier name into `latest`.
@@ -141,7 +141,7 @@ def _steps(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in named if match}
 
 
-def opened_after(path: Path, done: int) -> tuple[TextIO, str]:
+def open_lines_after(path: Path, done: int) -> tuple[TextIO, str]:
     """Open a file for the lines of later steps; return it, and a warning about damaged lines, or "".
 
     Lines of steps after the last checkpoint are dropped, because these steps run again. Lines without a step,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tpkernels.pictures.charts import TimeSpan, joined
+from tpkernels.pictures.charts import TimeSpan, merged_intervals
 
 WARM_UP = 3  # the first steps learn the buckets' order and touch memory for the first time
 SHOWN_RANKS = 8  # the first ranks; a picture of more is too high
@@ -183,7 +183,7 @@ class _Nodes:
 
 def union(events: Iterable[ProfiledEvent], gap: float) -> list[tuple[float, float]]:
     """Return the union of the events' intervals, in order, joined over gaps up to `gap`."""
-    return joined([(event.start, event.stop) for event in events], gap)
+    return merged_intervals([(event.start, event.stop) for event in events], gap)
 
 
 def seconds_at_once(spans: Sequence[TimeSpan]) -> tuple[float, float]:

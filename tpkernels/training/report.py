@@ -38,7 +38,7 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2}
 FP8_TOLERANCE = 1e-2  # scales of row-parallel operands are of a rank's features: layouts round differently
 
 
-def allowed_by(config: TrainConfig) -> float:
+def loss_tolerance(config: TrainConfig) -> float:
     """Return the allowed relative difference between losses of two layouts."""
     allowed = TOLERANCES[config.dtype]
     return allowed if config.recipe is None else max(allowed, FP8_TOLERANCE)
@@ -150,7 +150,7 @@ def at_once(spans: Sequence[TimeSpan]) -> str:
     return f"ranks computed during {share:.0%} of the time that they had something in flight"
 
 
-def write(path: Path, run: RunRecord) -> str:
+def write_report(path: Path, run: RunRecord) -> str:
     """Write the page, and the pictures as PNG into its folder; return a line about the pictures."""
     pictures = pictures_of(run)
     sections = [("", facts([*run.known, *facts_of(run.reports)]))]

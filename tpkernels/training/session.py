@@ -23,15 +23,15 @@ from tpkernels.runtime.c10d import default_group
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.topology.plan import plan_groups
 from tpkernels.tp_invariance import mode, tp_invariant
-from tpkernels.training.config import TrainConfig, opened_after, set_aside_after
+from tpkernels.training.config import TrainConfig, open_lines_after, rename_later_checkpoints
 from tpkernels.training.launch import device_of_rank, join_world
 from tpkernels.training.measures import require_room
 from tpkernels.training.profile import StepProfile, traced
-from tpkernels.training.report import Proof, RunRecord, allowed_by, write
+from tpkernels.training.report import Proof, RunRecord, loss_tolerance, write_report
 from tpkernels.training.trainer import StepReport, Trainer
 
 
-def shown(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Escape characters that would control a terminal, or hide other characters.
 
     >>> shown("red \\x1b[31m and \\u202e back")
@@ -81,7 +81,7 @@ class Session:
     def say(self, text: str) -> None:
         """Print text on the first rank only."""
         if self.rank == 0:
-            print(shown(text), flush=True)
+            print(escape_controls(text), flush=True)
 
     def describe(self) -> str:
         parameters = sum(self._whole_elements(p) for p in self.trainer.model.parameters())
@@ -99,11 +99,11 @@ class Session:
         with raise_on_all_ranks(f"--resume from {folder}"):
             found = dcp.latest(folder)
         if found is None:
-            set_aside_after(folder, 0)
+            rename_later_checkpoints(folder, 0)
             self.say(f"no checkpoint in {folder}: from the start")
             return
         self.trainer.resume(found)
-        set_aside_after(folder, self.trainer.done)
+        rename_later_checkpoints(folder, self.trainer.done)
         self.say(f"from {found}, after {self.trainer.done} steps")
 
     def steps(
@@ -132,7 +132,7 @@ class Session:
         opened, said = None, ""
         with raise_on_all_ranks(f"--json {path}"):
             if self.rank == 0:
-                opened, said = opened_after(path, self.trainer.done)
+                opened, said = open_lines_after(path, self.trainer.done)
         if said:
             self.say(said)
         return opened
@@ -167,7 +167,7 @@ class Session:
             proof=proof,
             sample=sample,
         )
-        return write(path, run)
+        return write_report(path, run)
 
     def require_proof(self) -> None:
         """Raise if the unsharded run, with data-parallel ranks only, cannot have the same batches."""
@@ -217,7 +217,7 @@ class Session:
         alone = self.losses(count, replace(self.config, sequence_parallel=False), 1)
         ranks = f"{self.tensor} tensor-parallel rank{'s' * (self.tensor != 1)}"
         layouts = [ranks, f"the same, {'sequential' if overlap else 'overlapped'}", "unsharded"]
-        proof = Proof(layouts, [losses, other, alone], allowed_by(self.config))
+        proof = Proof(layouts, [losses, other, alone], loss_tolerance(self.config))
         self.say(f"\n{proof.table()}\n  {proof.bound()}")
         if not proof.holds:
             raise RuntimeError(
@@ -240,7 +240,7 @@ class Session:
         ids = torch.tensor([list(prompt.encode())], device=self.device)
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
         written = model.generate(ids, count, temperature=0.8, top_k=40, generator=generator)
-        return shown(bytes(written[0].tolist()).decode(errors="replace"))
+        return escape_controls(bytes(written[0].tolist()).decode(errors="replace"))
 
     def close(self) -> None:
         destroy_parallel_state(self._state)

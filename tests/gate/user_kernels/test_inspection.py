@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from inspect import signature
 from pathlib import Path
 
 import pytest
+from inspect_kernels import signature
 
 from tpkernels.gate import register
 from tpkernels.gate.user_kernels.config import read
-from tpkernels.gate.user_kernels.entries import Inspected, entry_of, inspect
+from tpkernels.gate.user_kernels.entries import Inspected, entry_of, inspect_kernels
 from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel
 from tpkernels.gate.user_kernels.table import own_kernel
 
@@ -65,7 +65,7 @@ def test_what_is_named_is_found_or_told(tmp_path):
     (tmp_path / "dying.py").write_text("import os; os._exit(9)")
     (tmp_path / "leaving.py").write_text("import sys; sys.exit(4)")
     kernels = [own_kernel(name, TABLE | changes) for name, (changes, _) in NAMED.items()]
-    found = {own.name: what for own, what in inspect(kernels, tmp_path)}
+    found = {own.name: what for own, what in inspect_kernels(kernels, tmp_path)}
     assert found.pop("sound") == INSPECTED
     for name, what in found.items():
         assert isinstance(what, ConfigError), name

@@ -62,7 +62,7 @@ def serve(work: Callable[[ItemOfChild], Answer]) -> None:
         print(json.dumps(answer), file=lines, flush=True)
 
 
-def said(error: BaseException) -> str:
+def one_line_error(error: BaseException) -> str:
     """In one line: the first cause, and its last words."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -76,13 +76,13 @@ def _ending(code: int, last_words: str) -> str:
     return f"ended its process {ending(code)}{': ' * bool(last_words)}{last_words}"
 
 
-def found(key: str, place: str) -> Any:
+def imported_attribute(key: str, place: str) -> Any:
     """What "module:name" stands for, imported; ConfigError says why there is none."""
     name, attribute = place.split(":")
     try:
         module = import_module(name)
     except BaseException as error:  # SystemExit, too: it is about this module
-        raise ConfigError(key, f"importing {name!r}: {said(error)}") from error
+        raise ConfigError(key, f"importing {name!r}: {one_line_error(error)}") from error
     if not hasattr(module, attribute):
         raise ConfigError(key, f"module {name!r} ({module.__file__}) has no {attribute!r}")
     return getattr(module, attribute)
@@ -97,7 +97,7 @@ def _registered(module: str) -> Answer:
     try:
         import_module(module)
     except BaseException as error:
-        raise ConfigError("importing it", said(error)) from error
+        raise ConfigError("importing it", one_line_error(error)) from error
     return {"kernels": tables()}
 
 
@@ -106,13 +106,13 @@ def _inspected(item: ItemOfChild) -> Answer:
 
     from tpkernels.gate.ahead_of_time import undecorated
 
-    kernel = undecorated(found("kernel", item["kernel"]))
+    kernel = undecorated(imported_attribute("kernel", item["kernel"]))
     if not isinstance(kernel, JITFunction):
         raise ConfigError(
             "kernel", f"expected a function under triton.jit, {item['kernel']} is {_kind(kernel)}"
         )
     if item["oracle"]:
-        oracle = found("oracle", item["oracle"])
+        oracle = imported_attribute("oracle", item["oracle"])
         if not callable(oracle):
             raise ConfigError("oracle", f"expected a function, {item['oracle']} is {_kind(oracle)}")
         if kernel.is_gluon():

@@ -26,7 +26,7 @@ from tpkernels.gate.clock.workload import Product
 from tpkernels.gate.compile_gate import Suite
 from tpkernels.gate.numerics import Computed
 from tpkernels.gate.user_kernels import children
-from tpkernels.gate.user_kernels.entries import entry_of, inspect
+from tpkernels.gate.user_kernels.entries import entry_of, inspect_kernels
 from tpkernels.gate.user_kernels.record import DTYPES, ConfigError, OwnKernel, TensorType, Values, violations
 from tpkernels.gate.user_kernels.table import own_kernel
 
@@ -210,7 +210,7 @@ def suite_of(path: Path) -> tuple[Suite, Compute]:
 
 
 def _entries(chosen: Config) -> Iterable[Entry]:
-    for own, kernel in inspect(chosen.kernels, chosen.folder):
+    for own, kernel in inspect_kernels(chosen.kernels, chosen.folder):
         try:
             if isinstance(kernel, ConfigError):
                 raise kernel

@@ -30,7 +30,7 @@ class Inspected:
 InspectedKernel: TypeAlias = "tuple[OwnKernel, Inspected | ConfigError]"
 
 
-def inspect(kernels: Iterable[OwnKernel], folder: Path) -> Iterable[InspectedKernel]:
+def inspect_kernels(kernels: Iterable[OwnKernel], folder: Path) -> Iterable[InspectedKernel]:
     """Each kernel with what it says of itself, or with what is wrong in its table."""
     own = list(kernels)
     items = [{"kernel": one.kernel, "oracle": one.oracle} for one in own]
@@ -57,7 +57,7 @@ def entry_of(own: OwnKernel, kernel: Inspected, folder: Path) -> Entry:
         form="descriptor" if any(kind.block for kind in own.tensors.values()) else "pointer",
         arguments={name: own.signature[name] for name in kernel.arguments if name in own.signature},
         aligned=frozenset(_aligned(own, kernel, values)),
-        constants={name: meant(value) for name, value in constants.items()},
+        constants={name: constant_of_toml(value) for name, value in constants.items()},
         num_warps=own.num_warps,
         num_stages=own.num_stages,
         architectures=own.architectures,
@@ -103,7 +103,7 @@ def _aligned(own: OwnKernel, kernel: Inspected, values: Values | None) -> list[s
     return [name for name in own.signature if name in pointers | whole and name not in kernel.untold]
 
 
-def meant(value: Constant) -> Any:
+def constant_of_toml(value: Constant) -> Any:
     """TOML has no None and no dtype: "None" and "tl.float32" stand for them."""
     if value == "None":
         return None

@@ -17,8 +17,14 @@ from torch import Tensor
 
 from tpkernels.gate.ahead_of_time import undecorated
 from tpkernels.gate.numerics import BOUND, relative_error
-from tpkernels.gate.user_kernels.children import Answer, ItemOfChild, found, said, serve
-from tpkernels.gate.user_kernels.entries import meant
+from tpkernels.gate.user_kernels.children import (
+    Answer,
+    ItemOfChild,
+    imported_attribute,
+    one_line_error,
+    serve,
+)
+from tpkernels.gate.user_kernels.entries import constant_of_toml
 from tpkernels.gate.user_kernels.record import (
     DTYPES,
     ConfigError,
@@ -90,7 +96,7 @@ def computed(item: ItemOfChild) -> Answer:
     try:
         _launch(own, values, tensors)
     except Exception as error:  # a kernel that does not run is a finding
-        return {"error": None, "failure": said(error)}
+        return {"error": None, "failure": one_line_error(error)}
     errors, failures = [], []
     for name, wanted in exact.items():
         part, flaw = _compared(own, name, tensors[name].view, wanted)
@@ -137,15 +143,15 @@ def _filled(
 def _expected(own: OwnKernel, values: Values, tensors: Mapping[str, Framed]) -> dict[str, Tensor]:
     """What the oracle returns, by output."""
     assert own.oracle is not None
-    oracle = found("oracle", own.oracle)
-    offered = dict(values.names) | {name: meant(value) for name, value in own.constants.items()}
+    oracle = imported_attribute("oracle", own.oracle)
+    offered = dict(values.names) | {name: constant_of_toml(value) for name, value in own.constants.items()}
     offered |= {name: _exactly(framed.view) for name, framed in tensors.items()}
     try:
         returned = oracle(**_asked(own.oracle, oracle, offered))
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError("oracle", f"{own.oracle} raised {said(error)}") from error
+        raise ConfigError("oracle", f"{own.oracle} raised {one_line_error(error)}") from error
     return dict(_checked(own, values, _by_output(own, returned)))
 
 
@@ -195,8 +201,8 @@ def _exactly(tensor: Tensor) -> Tensor:
 def _launch(own: OwnKernel, values: Values, tensors: Mapping[str, Framed]) -> None:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    kernel = undecorated(found("kernel", own.kernel))
-    arguments: dict[str, Any] = {name: meant(value) for name, value in own.constants.items()}
+    kernel = undecorated(imported_attribute("kernel", own.kernel))
+    arguments: dict[str, Any] = {name: constant_of_toml(value) for name, value in own.constants.items()}
     arguments |= values.numbers
     for name, kind in own.tensors.items():
         view = tensors[name].view

@@ -33,7 +33,13 @@ from tpkernels.runtime import c10d
 from tpkernels.runtime import initialize as runtime
 from tpkernels.runtime import state as runtime_state
 from tpkernels.runtime.c10d import is_nccl
-from tpkernels.runtime.initialize import GroupSettings, Listed, as_text, create_listed_groups, start
+from tpkernels.runtime.initialize import (
+    GroupSettings,
+    Listed,
+    agree_and_create,
+    as_text,
+    create_listed_groups,
+)
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupKind, GroupPlan
 from tpkernels.topology.sizes import InvalidSizes, positive
 
@@ -116,7 +122,7 @@ def initialize_model_parallel(
         return sizes.checked(virtual_pipeline_model_parallel_size)
 
     limit = None if distributed_timeout_minutes == 30 else timedelta(minutes=distributed_timeout_minutes)
-    state = start(request, plan, GroupSettings(limit, None, options, _ALL_KINDS))
+    state = agree_and_create(request, plan, GroupSettings(limit, None, options, _ALL_KINDS))
     try:
         needs_twins = create_gloo_process_groups and not c10d.takes_cpu_tensors_by_gloo(
             state.process_group("dp")

@@ -468,11 +468,11 @@ class _Draws:
 
     def before(self, model: nn.Module, _: Any) -> None:
         """Remember the random streams, in every N-th call."""
-        if torch.compiler.is_compiling() or not model.training or not replicas.steps_between:
+        if torch.compiler.is_compiling() or not model.training or not replicas.steps_between_checks:
             return
         if is_capturing():
             return
-        self.states = _states(model) if self.calls % replicas.steps_between == 0 else None
+        self.states = _states(model) if self.calls % replicas.steps_between_checks == 0 else None
         self.calls += 1
 
     def after(self, model: nn.Module, *_: Any) -> None:

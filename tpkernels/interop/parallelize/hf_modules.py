@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tpkernels import ops
-from tpkernels.interop.parallelize.tokens import Tokens, ready
+from tpkernels.interop.parallelize.tokens import Tokens, precomputed_output
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.linear import (
     ColumnParallelLinear,
@@ -230,7 +230,7 @@ class ColumnLinear(ColumnParallelLinear):
             vars(parameter)["partition_stride"] = len(stacks)
 
     def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(input_)[0] if self.tokens is None else ready(self)
+        return super().forward(input_)[0] if self.tokens is None else precomputed_output(self)
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias in nn.Linear's layout."""
@@ -368,7 +368,7 @@ class ColumnConv1D(ParallelModule):
         """(..., in_features) -> (..., out_features / R)"""
         self.require_features(x, self.in_features, "every rank needs all of them")
         if self.tokens is not None:
-            return ready(self)
+            return precomputed_output(self)
         weight, bias = self.weight_and_bias()
         features: Tensor = ops.column_linear(x, weight, bias, self.world.group, quantize=self.quantize)
         return features

@@ -62,7 +62,7 @@ def twin_of(
     return twin
 
 
-def call(model: nn.Module, inputs: Inputs) -> Any:
+def call_model(model: nn.Module, inputs: Inputs) -> Any:
     """Call model(inputs), with tensors on the model's device, and floating-point tensors in its dtype."""
     weights = [p for p in model.parameters() if p.is_floating_point()]
 
@@ -84,7 +84,7 @@ def floating_tensors(output: Any) -> list[Tensor]:
 
 
 @contextmanager
-def aside(model: nn.Module) -> Iterator[None]:
+def trial_context(model: nn.Module) -> Iterator[None]:
     """Compute with gradients, not on the meta device; restore random streams afterwards."""
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     default = torch.get_default_device()
@@ -261,8 +261,8 @@ def graph_of_rank(twin: nn.Module, changes: Changes, inputs: Inputs) -> dict[str
     for module in twin.modules():
         module.register_forward_hook(lambda *_: running.__delitem__(-1))
     try:
-        with aside(twin):
-            output = floating_tensors(call(twin, inputs))[:1]
+        with trial_context(twin):
+            output = floating_tensors(call_model(twin, inputs))[:1]
     except Exception as error:
         place = (running or [""])[-1] or type(twin).__name__
         raise ValueError(

@@ -28,7 +28,7 @@ from tpkernels.interop.parallelize.hf_modules import (
     RowConv1D,
     RowLinear,
 )
-from tpkernels.interop.parallelize.probe import Inputs, ParameterNames, aside, call
+from tpkernels.interop.parallelize.probe import Inputs, ParameterNames, call_model, trial_context
 from tpkernels.interop.parallelize.tokens import After, Before, Columns, TokenMove, Tokens, sum_gradients
 from tpkernels.layers.world import TensorWorld
 from tpkernels.runtime.random import draws
@@ -98,9 +98,9 @@ def sharing_of(
     entries = {name: entry for layer in layers for name, entry in _children_of(layer, changes).items()}
     seen = _RecordedCall(ranks, layers, entries)
     seen.watch(twin)
-    with aside(twin), torch.no_grad(), _NoDrawsForShardedTokens(seen):
+    with trial_context(twin), torch.no_grad(), _NoDrawsForShardedTokens(seen):
         try:
-            call(twin.train(), inputs)
+            call_model(twin.train(), inputs)
         except _Refused as error:
             raise ValueError(str(error)) from None
         except Exception as error:

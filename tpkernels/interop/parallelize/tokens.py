@@ -112,7 +112,7 @@ class Columns:
         return x.new_full((), torch.nan).expand(*back.shape[:-1], x.shape[-1])
 
 
-def ready(layer: nn.Module) -> Tensor:
+def precomputed_output(layer: nn.Module) -> Tensor:
     """Return the output that `Columns` computed for this call of the layer."""
     output: Tensor | None = vars(layer).pop(READY, None)
     if output is None:

@@ -25,12 +25,12 @@ from tpkernels.interop.parallelize.plan import ParallelizePlan
 from tpkernels.interop.parallelize.probe import (
     Inputs,
     ParameterNames,
-    aside,
-    call,
+    call_model,
     floating_tensors,
     graph_of_rank,
     made_up_inputs,
     partial_parameters,
+    trial_context,
     twin_of,
 )
 from tpkernels.interop.parallelize.sequence import Sharing, share_tokens, sharing_of
@@ -145,8 +145,8 @@ def _run(model: nn.Module, inputs: Inputs) -> ModelOutputs:
 
     handles = [module.register_forward_hook(record(name)) for name, module in model.named_modules() if name]
     try:
-        with aside(model):
-            returned = floating_tensors(call(model, inputs))
+        with trial_context(model):
+            returned = floating_tensors(call_model(model, inputs))
     finally:
         for handle in handles:
             handle.remove()
@@ -431,8 +431,8 @@ class PlanTrial:
 def _runs(twin: nn.Module, inputs: Inputs, failed: list[str]) -> bool:
     """Whether the twin runs with these inputs; append the error to `failed`."""
     try:
-        with aside(twin), torch.no_grad():
-            call(twin, inputs)
+        with trial_context(twin), torch.no_grad():
+            call_model(twin, inputs)
     except Exception as error:
         failed.append(f"with {_shapes(inputs)} it raises {_said(error)}")
         return False
