@@ -22,7 +22,7 @@ from tests.ranks import RankPool
 PARTS = ("local", "block", "llama")
 COLUMNS = ("what", "ranks", "ours, ms", "peer", "ours is faster by", "")
 SECONDS = 600.0  # of a case, which compiles
-ON_GPUS_ALONE = "Liger-Kernel, QuACK"
+ON_GPUS_ALONE = "Liger-Kernel, QuACK, torch's async-TP"
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
@@ -35,7 +35,8 @@ def main(options: Namespace) -> int:
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
     for row in rows(options.only, options.rounds):
         print(row, flush=True)
-    print(f"\nNot compared: {ON_GPUS_ALONE} (their kernels need a GPU).", end="")
+    print(f"\nNot compared: {ON_GPUS_ALONE} (their kernels need a GPU;", end="")
+    print(" python -m bench.cases.async_tp counts the last).", end="")
     print(f" Load {os.getloadavg()[0]:.1f} at the end.")
     return 0
 

@@ -1,4 +1,4 @@
-"""torch's eager async tensor parallelism beside ours, counted and timed on the host without a GPU.
+"""torch's eager async tensor parallelism and ours, counted and timed on the host without a GPU.
 
     python -m bench.cases.async_tp      in the venv of `make check-torchtitan`
 
