@@ -104,7 +104,7 @@ def _matmul_kernel(
             [4, 1, 1],
             [232, 24, 24],
         )
-    if P.blocks == 2:  # the other block may still arrive at barriers of this one
+    if P.blocks == 2:  # the second block may still arrive at barriers of the first
         gl.barrier(cluster=True)
 
 

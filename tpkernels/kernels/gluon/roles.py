@@ -26,7 +26,8 @@ buffer of operands has one more barrier, in the first block:
 
 These bytes may land before the second block expects them, but no earlier than in the phase that it will expect
 them in: for `both` it has arrived, and so has seen the phase before complete. No block may begin before the
-barriers of the other are made, nor end while the other can still arrive at them: they wait for each other.
+barriers of the other are made, nor end while the other can still arrive at them: they wait for each other, at
+the end by the kernel's own word, before the roles by Triton's, which fences what it makes first.
 """
 
 from __future__ import annotations
