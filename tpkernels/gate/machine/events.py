@@ -154,8 +154,12 @@ class Trace:
     segments: tuple[tuple[Role, ...], ...]
     barriers: tuple[str, ...]  # names
     cells: tuple[str, ...]  # names
-    arrivals: tuple[tuple[int, int], ...] = ()  # of a pair: barriers that are there, and what their phases take
-    ends: tuple[int, ...] = ()  # of a pair: the barrier that stands for each block, one phase on once it ended
+    arrivals: tuple[
+        tuple[int, int], ...
+    ] = ()  # of a pair: barriers that are there, and what their phases take
+    ends: tuple[
+        int, ...
+    ] = ()  # of a pair: the barrier that stands for each block, one phase on once it ended
     block_of: tuple[int | None, ...] = ()  # of a pair: the block in which each barrier lies
 
     def shape(self) -> tuple[object, ...]:

@@ -76,7 +76,9 @@ class View:
         """The same view of what lies in that block of the pair."""
         others = self.allocation.others
         allocation = others[min(block, len(others) - 1)]
-        return self if allocation is self.allocation else View(allocation, self.elements, self.name)
+        if allocation is self.allocation:
+            return self
+        return View(allocation, self.elements, allocation.name + self.name.removeprefix(self.allocation.name))
 
     def index(self, index: int) -> View:
         if not 0 <= index < len(self.elements):
@@ -184,7 +186,9 @@ class Descriptor:
     def corner(self, coord: Sequence[int], block: int) -> tuple[int, ...]:
         """Where the box of a block begins."""
         split = halves(self.block_shape, self.layout)
-        return tuple(int(at) + block * half * size for at, half, size in zip(coord, split, self.box, strict=True))
+        return tuple(
+            int(at) + block * half * size for at, half, size in zip(coord, split, self.box, strict=True)
+        )
 
     def _places(self, corner: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Of each element of the box: whether it lies in the matrix, and where in the storage."""

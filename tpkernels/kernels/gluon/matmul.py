@@ -42,6 +42,7 @@ from tpkernels.kernels.operands import MatrixLayout
 
 Halves = tuple[tuple[int, int], ...]  # where the second block of a pair begins, in halves; () without one
 
+
 # one binary for all sizes: the one that was tried on a GPU is the one that runs
 @gluon.jit(
     do_not_specialize=["rows", "cols", "depth", "depth2", "stride_vector"],
