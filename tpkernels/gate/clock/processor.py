@@ -125,7 +125,7 @@ class _Processor:
         nothing = (0.0, 0, None)
         now, _, event = heapq.heappop(heap) if heap else nothing
         while event is not None:
-            if isinstance(event, CopyInFlight):
+            if not isinstance(event, Warp):
                 sm.land(event, now)
                 now, _, event = heapq.heappop(heap) if heap else nothing
                 continue
