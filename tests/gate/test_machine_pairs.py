@@ -103,7 +103,7 @@ def mutants_of_pairs(trace: Trace) -> Iterator[tuple[str, Trace]]:
     both = {n for n, name in enumerate(names) if name.startswith("made#3")}
     full = {n for n, name in enumerate(names) if name.startswith("made of")}
     meeting = names.index("the blocks of the pair")
-    assert both and full and len(full) == 2 * len(both)
+    assert len(full) == 2 * len(both) == 4
     second_full = {n for n in full if trace.block_of[n] == 1}
     weights = {  # that the first block copies into the second
         event.number

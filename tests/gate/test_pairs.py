@@ -1,4 +1,4 @@
-"""What the gate sees of pairs of blocks: by a small kernel in PTX, and by ours where Triton compiles pairs."""
+"""What the gate sees of pairs of blocks: in a small kernel in PTX, and in ours where Triton has pairs."""
 
 import re
 

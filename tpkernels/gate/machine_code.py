@@ -3,8 +3,8 @@
 An NVIDIA opcode is counted by its first word (`HGMMA.64x256x16.F32.BF16` is an HGMMA), and its 16-byte form
 apart (`LDGSTS.128`): that is what a lost alignment takes away. Products of fp8 are counted apart, too, where
 they begin a sum (`QGMMA.RZ`: they are added to zero) and where they end a batch (`QGMMA.gsb0`), which is
-awaited together; so are copies to several blocks (`UTMALDG.MULTICAST`). An AMD opcode is counted by its family, and a matrix product of fp32 with fewer bits apart
-(`v_mfma.xf32`).
+awaited together; so are copies into several blocks (`UTMALDG.MULTICAST`). An AMD opcode is counted by its
+family, and a matrix product of fp32 with fewer bits apart (`v_mfma.xf32`).
 """
 
 from __future__ import annotations

@@ -140,9 +140,12 @@ def launch_of(
 def box_bytes(descriptor: Any) -> int:
     """What the copy engine moves at a time: the block, in boxes no wider than a swizzled row.
 
-    A block of a pair moves its half of what is split. Triton says so of what it compiles, and a test compares.
+    A block of a pair moves its half of what is split. Triton says so of what it compiles, and a test
+    compares.
     """
-    bases = getattr(getattr(descriptor, "layout", None), "cga_layout", None) or [[0] * len(descriptor.block_shape)]
+    bases = getattr(getattr(descriptor, "layout", None), "cga_layout", None) or [
+        [0] * len(descriptor.block_shape)
+    ]
     *outer, inner = (
         size // (1 + sum(split)) for size, *split in zip(descriptor.block_shape, *bases, strict=True)
     )

@@ -16,7 +16,7 @@ from tpkernels.gate.clock.launch import SmLaunch
 from tpkernels.gate.clock.operations import Operation, active, operations
 from tpkernels.gate.clock.rates import SmRates
 from tpkernels.gate.clock.semantics import DecodedStep
-from tpkernels.gate.clock.sm import NOBODY_KNOWS, CopyInFlight, Sm
+from tpkernels.gate.clock.sm import NOBODY_KNOWS, Sm
 from tpkernels.gate.clock.table import PIPES, OpcodeKind
 from tpkernels.gate.clock.timeline import Run
 

@@ -132,7 +132,9 @@ class EntryWorkload:
         chunks = {"gather_linear": 1, "scatter_linear": RANKS}.get(
             self._kernel, 0
         ) * self._spec.of.chunks or 1
-        down = -(-rows // chunks // tile.block_rows) * tile.blocks  # where a pair reaches beyond, it computes, too
+        down = (
+            -(-rows // chunks // tile.block_rows) * tile.blocks
+        )  # where a pair reaches beyond, it computes, too
         return chunks * down * -(-cols // tile.block_cols) * tile.splits
 
     @cached_property

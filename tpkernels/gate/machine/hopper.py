@@ -70,9 +70,9 @@ def async_load(
     require_like(result, tensor_desc.box, tensor_desc.dtype, "a copy in")
     here, blocks = current().block, current().blocks
     corner = tensor_desc.corner(coord, here)
-    to = (here,)
+    to: Sequence[int] = (here,)
     if multicast and blocks > 1 and not any(halves(tensor_desc.block_shape, tensor_desc.layout)):
-        to = tuple(range(blocks)) if here == 0 else ()  # the first copies for all
+        to = range(blocks) if here == 0 else ()  # the first copies for all
     for block in to:
         view, number = result.in_block(block), current().barrier(barrier.in_block(block))
         current().emit(CopyIn, number, view, tensor_desc.nbytes, partial(_land, view, tensor_desc, corner))

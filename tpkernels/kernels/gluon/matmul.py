@@ -8,8 +8,8 @@
 
 Each computes what the plain kernel of its name does, whose launcher checks what it is given. One consumer
 of 8 warps works on every tile; or two of 4 warps take tiles in turn, and the products of one run during the
-epilogue of the other. Two blocks may be a pair: a tile is theirs together, each has half of its rows, and what
-both multiply by is loaded once (see `roles`). Blocks and layouts are the pair's: a block has its half of them.
+epilogue of the other. Two blocks may be a pair: a tile is theirs together, each has half of its rows, and
+what both multiply by is loaded once (see `roles`). Shapes and layouts here are then the pair's.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from tpkernels.kernels.gluon.roles import (
 from tpkernels.kernels.operands import MatrixLayout
 
 Halves = tuple[tuple[int, int], ...]  # where the second block of a pair begins, in halves; () without one
+_OF_PAIR: tuple[Halves, Halves] = (((1, 0),), ((0, 0),))  # of what is split by rows, and of what both have
 
 
 # one binary for all sizes: the one that was tried on a GPU is the one that runs
@@ -208,9 +209,7 @@ def launch_matmul(
         else (consts.block_cols, consts.block_depth)
     )
     rows, cols, tile = product.rows, product.cols, product.tile
-    halves, alike = ((1, 0),), ((0, 0),)
-    if tile.blocks == 1:
-        halves, alike = (), ()
+    halves, alike = _OF_PAIR if tile.blocks == 2 else ((), ())
     described_a, described_b = _described(a, a_block, halves), _described(b, b_block, alike)
     read = [_described(tensor, part, halves) for tensor in inputs]
     written = [_described(tensor, part, halves) for tensor in outputs]

@@ -18,16 +18,16 @@ told from the one after the next, so nobody may wait for a use before the turn b
 complete: consumers multiply in turn, and take inputs in turn. Each has a barrier for that, which the other
 completes.
 
-In a pair of blocks each block has both rings. `load` of each fills its half of the rows. What both multiply by
-is loaded once: by `load` of the first block, into a buffer of each, and it counts at `full` of each. So every
-buffer of operands has one more barrier, in the first block:
+In a pair of blocks each has both rings, and its `load` fills them with its half of the rows. What both
+multiply by is loaded once, by `load` of the first block, into a buffer of each, and counts at `full` of each.
+So every buffer of operands has one more barrier, which lies in the first block:
 
     both       nobody in either block reads the buffer any more: each block arrives once
 
-These bytes may land before the second block expects them, but no earlier than in the phase that it will expect
-them in: for `both` it has arrived, and so has seen the phase before complete. No block may begin before the
-barriers of the other are made, nor end while the other can still arrive at them: they wait for each other, at
-the end by the kernel's own word, before the roles by Triton's, which fences what it makes first.
+These bytes may land before the second block expects them, but only in the phase for which it will: it arrived
+at `both` after the phase before was complete. No block may begin before the barriers of the other are made,
+nor end while the other can still arrive there. They wait for each other: at the end as the kernel says, and
+before the roles begin as Triton adds.
 """
 
 from __future__ import annotations
