@@ -19,7 +19,7 @@ from tpkernels.kernels.footprints import (
     expected_shared_memory,
     least_shared_memory,
 )
-from tpkernels.kernels.matmul_tile import MatmulTile, available
+from tpkernels.kernels.matmul_tile import MatmulTile, available, triton_for
 from tpkernels.kernels.operands import DTYPES, FP8, Form, choose_form
 from tpkernels.kernels.target import A100, B200, H100, L40S, MI300, Target, fp8_obstacle, target_of
 from tpkernels.kernels.tiles import candidates as shipped_tiles
@@ -135,7 +135,8 @@ def forms_of(problem: Problem, gpu: TargetGpu) -> tuple[Form, ...]:
 def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> str | None:
     """Return why a tile is no candidate, as far as that is known without compiling it, or None."""
     if not available(tile):
-        return "its kernel needs Triton 3.7, and TPKERNELS_GLUON not to be 0"
+        since = "{}.{}".format(*triton_for(tile))
+        return f"its kernel needs Triton {since}, and TPKERNELS_GLUON not to be 0"
     if (problem.kernel == "wgrad" and tile.consumers) or (problem.kernel != "wgrad" and tile.splits > 1):
         return "its kernel knows no such tile"
     if not serves(problem.kernel, tile, problem.options):

@@ -177,6 +177,8 @@ def _hopper(entry: Entry, facts: Facts) -> Iterator[str]:
         yield from _absent(facts, "the tensor core's older instruction", "HMMA")
     if consumers := re.search(r"-c(\d)", entry.name):
         yield from _apart(int(consumers[1]), facts)
+    if "-b2" in entry.name:
+        yield from _present(facts, "UTMALDG.MULTICAST")
     if not is_ragged(entry):
         yield from serialised(facts)
     if entry.form == "descriptor" and _in_fp8(entry) and facts.exposed_waits:

@@ -367,6 +367,7 @@ class EntrySpec:
         first = self.launch()
         arguments: dict[str, str] = {}
         constants = dict(first.constants)
+        options = {name: constants.pop(name) for name in ("num_ctas",) if name in constants}
         aligned: set[str] = set()
         parameters = getattr(first.kernel, "params", ())  # of one that is interpreted there are none
         plain = frozenset(one.name for one in parameters if one.do_not_specialize)
@@ -390,7 +391,7 @@ class EntrySpec:
             constants=constants,
             architectures=self.architectures,
             unspecialised=unaligned,
-            more_options=LAUNCH_OPTIONS,
+            more_options={**LAUNCH_OPTIONS, **options},
         )
 
 

@@ -11,6 +11,9 @@ all threads of the role. So the warps of a role wait for each other
 Products are awaited before their results are staged, and copies before a role ends. Barriers in shared memory
 are made, and fenced for the copy engine, before the roles begin. A barrier is made once, unless it was ended
 (`mbarrier.inval`), and nothing else lies in its 8 bytes meanwhile.
+
+Two blocks may be a pair, which shares copies. What is copied into both waits for a barrier at which both
+arrive, and whoever reads it arrives there. Both wait for each other when barriers are made, and at the end.
 """
 
 from __future__ import annotations
@@ -48,21 +51,34 @@ NOT_MADE = "a barrier in shared memory is used before all, and the copy engine, 
 MADE_LATE = "a barrier in shared memory is made when roles have begun"
 MADE_AGAIN = "a barrier in shared memory is made where one is already"
 OVERLAID = "a barrier in shared memory lies where something else is kept"
+MADE_ALONE = "a barrier of a pair is used before the other block knows that it is made"
+ENDS_ALONE = "a block of a pair ends while the other may still use its shared memory"
+NOT_SHARED = "no copy goes to both blocks of a pair"
+ONE_HEARD = "a copy goes to both blocks of a pair when one of them has released the buffer"
+NOT_TOLD = "what both blocks of a pair read is not released to both"
+MISCOUNTED = "a block tells the other of something at a barrier that does not count both"
 
 _RELEASE = re.compile(r"^@\S+\s+mbarrier\.arrive\.(?!expect_tx)")  # by one thread for its role
 _SHARED_LOAD = re.compile(r"\b(?:ld\.shared|ldmatrix)\b")
 _PRODUCTS_AWAITED = re.compile(r"\bwgmma\.wait_group\S*\s+(\d+);")
 _FENCE = re.compile(r"\bfence\.(?:proxy\.async(?:\.shared::cta)?|mbarrier_init\S*);")
-_MADE = re.compile(r"\bmbarrier\.init\b\S*\s+\[(\S+?)\]")
+_MADE = re.compile(r"\bmbarrier\.init\b\S*\s+\[(\S+?)\](?:,\s*(\d+))?")
 _ENDED = re.compile(r"\bmbarrier\.inval\b\S*\s+\[(\S+?)\]")
 _BARRIER_BYTES = 8
+_BLOCKS = re.compile(r"^\.reqnctapercluster\s+(\d+)")
+_TO_ALL = re.compile(r"\bcp\.async\.bulk\.tensor\S*\.multicast::cluster\S*\s")
+_EXPECTED = re.compile(r"\bmbarrier\.arrive\.expect_tx\b")
+_TOLD = re.compile(r"\bmbarrier\.arrive\.shared::cluster\S*\s+_, \[(\S+)\]")
+_INIT_FENCE = re.compile(r"\bfence\.mbarrier_init\.release\.cluster\b")
+_RETURN = re.compile(r"^(?:@\S+\s+)?ret;")
+_BLOCKS_MET = re.compile(r"^barrier\.cluster\.wait\b")  # after `arrive`
 
 
 def unordered_roles(flow: Flow) -> tuple[str, ...]:
     """Each rule that some path through some role breaks, in words; () if the order is proven."""
     rules = (_released, _copied_out, _staged, _made)
     found = [words for role in flow.roles for rule in rules for words in rule(role)]
-    return tuple(dict.fromkeys([*found, *_barriers_alone(flow)]))
+    return tuple(dict.fromkeys([*found, *_barriers_alone(flow), *_in_pairs(flow)]))
 
 
 def _released(role: Role) -> list[str]:
@@ -216,3 +232,51 @@ def _barriers_alone(flow: Flow) -> list[str]:
                 within = touched[:, None] - barriers
                 overlaid |= bool(((within >= 0) & (within < _BARRIER_BYTES)).any())
     return [MADE_AGAIN] * again + [OVERLAID] * overlaid
+
+
+def _in_pairs(flow: Flow) -> list[str]:
+    """What the blocks of a cluster owe each other; a kernel of single blocks owes nothing."""
+    blocks = next((int(found[1]) for line in flow.lines if (found := _BLOCKS.match(line))), 1)
+    if blocks == 1:
+        return []
+    addresses = Addresses(flow)
+
+    def place(register: str) -> int:
+        return int(addresses.of(register)[0])
+
+    made = [found for line in flow.lines if (found := _MADE.search(line))]
+    for_all = {place(found[1]) for found in made if found[2] == str(blocks)}
+    told = [found for line in flow.lines if (found := _TOLD.search(line))]
+    words = [MISCOUNTED] * any(place(found[1]) not in for_all for found in told)
+    words += [NOT_SHARED] * (not any(_TO_ALL.search(line) for line in flow.lines))
+
+    def step(at: int, state: FlowState) -> FlowState:
+        line = flow.lines[at]
+        if _MADE.search(line):
+            return state | {("made", 0)}
+        if _INIT_FENCE.search(line) and ("made", 0) in state:
+            return state - {("made", 0)} | {("fenced", 0)}
+        if _BLOCKS_MET.match(line):
+            return state - {("fenced", 0), ("apart", 0)}
+        if PRODUCT.search(line):
+            return state | {("read", 0), ("apart", 0)}
+        if _TOLD.search(line):
+            return state - {("read", 0)} | {("apart", 0)}
+        if _EXPECTED.search(line):  # of a use of a buffer; what is copied follows
+            return state | {("unheard", 0)}
+        if (wait := WAIT.search(line)) and place(wait[1]) in for_all:
+            return state - {("unheard", 0)}
+        return state
+
+    for role in flow.roles:
+        before = role.before_each(step, initial=frozenset({("apart", 0), ("unheard", 0)}))
+
+        def held(lines: frozenset[int], marks: set[str], before: dict[int, FlowState] = before) -> bool:
+            return any(what in marks for at in lines for what, _ in before.get(at, ()))
+
+        words += [ONE_HEARD] * held(role.matching(_TO_ALL), {"unheard"})
+        words += [NOT_TOLD] * held(role.ends, {"read"})
+        if not role.is_worker:  # whose ends are the block's; it makes the barriers before the others begin
+            words += [MADE_ALONE] * held(role.matching(WAIT) | role.matching(_TOLD), {"made", "fenced"})
+            words += [ENDS_ALONE] * held(role.matching(_RETURN), {"apart"})
+    return words

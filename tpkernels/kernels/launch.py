@@ -285,7 +285,8 @@ def grid(target: Target, form: Form, tile: MatmulTile, rows: int, cols: int) -> 
     """Descriptor kernels are persistent: as many programs as stay resident. Others get a program a tile."""
     tiles = tile.tiles(rows, cols) * tile.splits
     persistent = form == "descriptor" or target.backend == "interpreter"
-    programs = resident_programs("a product", target, tile.per_processor, left_free(target))
+    resident = resident_programs("a product", target, tile.per_processor, left_free(target))
+    programs = max(1, resident // tile.blocks)  # a pair is one program
     return (min(tiles, programs) if persistent else tiles,)
 
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from tpkernels.env_flag import env_flag
-from tpkernels.kernels.triton_versions import GLUON_SINCE, triton_version
+from tpkernels.kernels.triton_versions import GLUON_SINCE, PAIRS_SINCE, triton_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class MatmulTile:
     group: int = 8  # tiles of a column that are computed in a row, see `blocks.tile_at`
     splits: int = 1  # the depth is cut so, and fp32 sums of the parts are added afterwards, in order
     consumers: int = 0  # groups of warps that multiply what a warp of its own loads; 0: all warps do both
+    blocks: int = 1  # 2: a pair, each with half of the rows; columns are loaded once, into both
 
     def __post_init__(self) -> None:
         for name in ("block_rows", "block_cols", "block_depth", "num_warps", "parts"):
@@ -39,6 +40,8 @@ class MatmulTile:
                 raise ValueError(f"MatmulTile expected {name} of at least 1, got {getattr(self, name)}")
         if self.consumers not in (0, 1, 2) or (self.consumers and self.splits > 1):
             raise ValueError(f"MatmulTile expected at most 2 consumers, and none beside splits, got {self}")
+        if self.blocks not in (1, 2) or (self.blocks == 2 and self.consumers != 1):
+            raise ValueError(f"MatmulTile expected 1 block, or 2 of one consumer each, got {self}")
         if self.block_depth < 16 or self.block_cols // self.parts < 16 or self.block_rows < 16:
             raise ValueError(
                 f"MatmulTile expected at least 16 rows, 16 depth and 16 columns a part, got {self}"
@@ -51,6 +54,7 @@ class MatmulTile:
             ("x", self.per_processor, 1),
             ("k", self.splits, 1),
             ("c", self.consumers, 0),
+            ("b", self.blocks, 1),
             ("g", self.group, 8),
         )
         return (
@@ -82,14 +86,19 @@ class MatmulTile:
 _NAME = re.compile(
     r"(?P<block_rows>\d+)x(?P<block_cols>\d+)x(?P<block_depth>\d+)-w(?P<num_warps>\d+)-s(?P<num_stages>\d+)"
     r"-p(?P<parts>\d+)(?P<flatten>-flat)?(?:-x(?P<per_processor>\d+))?(?:-k(?P<splits>\d+))?"
-    r"(?:-c(?P<consumers>\d+))?(?:-g(?P<group>\d+))?",
+    r"(?:-c(?P<consumers>\d+))?(?:-b(?P<blocks>\d+))?(?:-g(?P<group>\d+))?",
     re.ASCII,
 )
 
 
+def triton_for(tile: MatmulTile) -> tuple[int, int]:
+    """The first Triton that has what the tile's kernel is written in: Gluon for consumers."""
+    return (0, 0) if not tile.consumers else PAIRS_SINCE if tile.blocks == 2 else GLUON_SINCE
+
+
 def compiles(tile: MatmulTile) -> bool:
-    """Whether the Triton that is installed has what the tile's kernel is written in: Gluon for consumers."""
-    return not tile.consumers or triton_version() >= GLUON_SINCE
+    """Whether the Triton that is installed has what the tile's kernel is written in."""
+    return triton_version() >= triton_for(tile)
 
 
 def available(tile: MatmulTile) -> bool:

@@ -202,7 +202,8 @@ def _arrive(one: Instruction) -> Meaning:
         else:
             total = (content or 0) * lanes
         count = {"A1T0": lanes, "A1TR": lanes, "A0TR": 0, "ART0": total}[form]
-        return effects.Arrive(first(where.of(state.registers)), count, total if form.endswith("TR") else 0)
+        expected = total if form.endswith("TR") else 0
+        return effects.Arrive(first(where.of(state.registers)), count, expected, "RED" in one.modifiers)
 
     return Meaning(run, reads=(*where.reads, value), forgets=forgets, acts=True)
 

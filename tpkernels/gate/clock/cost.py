@@ -141,8 +141,8 @@ def _check(workload: Workload, step: Callable[[Callable[[Run], float]], float], 
             f"{workload.name}: products of a step take {tensor:,.1f} cycles, its shape says {due:,.1f}"
         )
     copies = any(one.opcode == "UTMALDG" for one in built.code.instructions)
-    most = product.bytes + product.beside + 0.5
-    if fetched < product.bytes - 0.5 or (copies and (fetched > most or abs(copied - product.bytes) > 0.5)):
+    most = product.fetched + product.beside + 0.5
+    if fetched < product.fetched - 0.5 or (copies and (fetched > most or abs(copied - product.bytes) > 0.5)):
         beside = f", of which {copied:,.1f} by copies" if copies else ""
         raise WrongAmount(
             f"{workload.name}: a step loads {fetched:,.1f} bytes{beside}; its operands have {product.bytes:,}"

@@ -42,6 +42,7 @@ class Arrive:
     address: int | None
     count: int
     expected_bytes: int  # that copies are to bring before the phase ends
+    remote: bool = False  # at a barrier of a cluster, wherever it lies
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Copy:
     shared: int | None
     mbarrier: int | None
     coordinates: tuple[int | None, ...]  # innermost first
+    blocks: int | None = 1  # of a cluster, into which it is copied
 
 
 @dataclass(frozen=True, slots=True)

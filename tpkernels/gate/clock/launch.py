@@ -140,9 +140,15 @@ def launch_of(
 def box_bytes(descriptor: Any) -> int:
     """What the copy engine moves at a time: the block, in boxes no wider than a swizzled row.
 
-    Triton says so of what it compiles, and a test compares.
+    A block of a pair moves its half of what is split. Triton says so of what it compiles, and a test
+    compares.
     """
-    *outer, inner = descriptor.block_shape
+    bases = getattr(getattr(descriptor, "layout", None), "cga_layout", None) or [
+        [0] * len(descriptor.block_shape)
+    ]
+    *outer, inner = (
+        size // (1 + sum(split)) for size, *split in zip(descriptor.block_shape, *bases, strict=True)
+    )
     dtype: torch.dtype = descriptor.base.dtype
     rows = [min(side, BOX_ROWS) for side in outer]
     return int(prod(rows) * min(inner * dtype.itemsize, SWIZZLE))

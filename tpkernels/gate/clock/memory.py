@@ -264,15 +264,23 @@ def _constant(constants: Constants, bank: int, at: Value, more: int, size: int) 
 
 
 def tensor_copy(one: Instruction) -> Meaning:
-    """UTMALDG.2D [UR8], [UR12]: UR8 into shared memory, UR9 the mbarrier, from UR10 the coordinates."""
+    """UTMALDG.2D [UR8], [UR12]: UR8 into shared memory, UR9 the mbarrier, from UR10 the coordinates.
+
+    UTMALDG.2D.MULTICAST [UR8], [UR12], UR4: into the blocks of a mask in UR4's upper half.
+    """
     names = following(source(one.operands[0].strip("[]")).name, 2 + _dimensions(one))
     low, high = following(source(one.operands[1].strip("[]")).name)
+    mask = [source(one.operands[2]).name] if "MULTICAST" in one.modifiers else []
 
     def run(state: WarpState) -> effects.Copy:
         shared, mbarrier, *coordinates = (first(state.registers[name]) for name in names)
-        return effects.Copy(_descriptor(state, low, high), shared, mbarrier, tuple(coordinates))
+        blocks: int | None = 1
+        for name in mask:
+            chosen = first(state.registers[name])
+            blocks = None if chosen is None else (chosen >> 16).bit_count()
+        return effects.Copy(_descriptor(state, low, high), shared, mbarrier, tuple(coordinates), blocks)
 
-    return Meaning(run, reads=(*names, low, high), acts=True)
+    return Meaning(run, reads=(*names, low, high, *mask), acts=True)
 
 
 def tensor_put(one: Instruction) -> Meaning:

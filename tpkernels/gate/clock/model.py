@@ -96,7 +96,7 @@ def predict(
     product, steps = workload.product, steps_of(workload)
     tile = (cost.step.cycles if cost.step else 0.0) * steps + cost.edge.cycles
     if product:  # L2 serves an SM so many bytes a cycle, whether they are read or written
-        tile = max(tile, (product.bytes * steps + cost.bytes) / machine.fetch)
+        tile = max(tile, (product.fetched * steps + cost.bytes) / machine.fetch)
     total = cost.start + rounds * tile
     busy = cost.ideal * steps * share / total
     clock = board.clock(busy)

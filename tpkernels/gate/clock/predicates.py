@@ -228,7 +228,7 @@ def from_register(one: Instruction) -> Meaning:
 
 
 def special(one: Instruction) -> Meaning:
-    """S2R, S2UR: blocks have one dimension of threads, clusters one block; clocks are unknown."""
+    """S2R, S2UR: blocks have one dimension of threads, and are the first of a cluster; clocks are unknown."""
     to, name = destination(one.operands[0]), one.operands[1]
     lane = 0 if one.opcode == "S2UR" else LANES
 

@@ -16,7 +16,7 @@ from tpkernels.gate.clock.launch import SmLaunch
 from tpkernels.gate.clock.operations import Operation, active, operations
 from tpkernels.gate.clock.rates import SmRates
 from tpkernels.gate.clock.semantics import DecodedStep
-from tpkernels.gate.clock.sm import NOBODY_KNOWS, CopyInFlight, Sm
+from tpkernels.gate.clock.sm import NOBODY_KNOWS, Sm
 from tpkernels.gate.clock.table import PIPES, OpcodeKind
 from tpkernels.gate.clock.timeline import Run
 
@@ -125,7 +125,7 @@ class _Processor:
         nothing = (0.0, 0, None)
         now, _, event = heapq.heappop(heap) if heap else nothing
         while event is not None:
-            if isinstance(event, CopyInFlight):
+            if not isinstance(event, Warp):
                 sm.land(event, now)
                 now, _, event = heapq.heappop(heap) if heap else nothing
                 continue

@@ -22,6 +22,9 @@ class SmRates:
     store_latency: float = 300.0  # until the copy engine has read what it stores: fitted, weakly determined
     barrier: float = 22.0  # from the last arrival at a BAR.SYNC to those who wait: micro-benchmarks
     poll: float = 20.0  # from the end of an mbarrier's phase to those who wait: assumed
+    remote: float = (
+        200.0  # from an arrival at another block's barrier to its count: micro-benchmarks, 181 to 213
+    )
     drain: float = 60.0  # from a product's end to a warp that waits for it: assumed
     fill: float = 8.0  # from a product's issue to its start: assumed
     products_queued: int = 4  # that a warp may have waiting: fitted, fewer fit worse

@@ -21,12 +21,13 @@ class Bandwidth:
         self.fetched = self.stored = 0  # bytes in all
         self.copied = 0  # of what is fetched, by the engine
 
-    def copy(self, now: float, size: int) -> float:
-        """When a copy by the engine is there."""
-        self.fetched += size
+    def copy(self, now: float, size: int, blocks: int = 1) -> float:
+        """When a copy by the engine is there. Into several blocks L2 serves it once, for a share of each."""
+        share = size // blocks
+        self.fetched += share
         self.copied += size
-        self.copies = max(self.copies, now) + size / self.machine.fetch
-        return max(self.copies, self._from_memory(now, size)) + self.machine.copy_latency
+        self.copies = max(self.copies, now) + share / self.machine.fetch
+        return max(self.copies, self._from_memory(now, share)) + self.machine.copy_latency
 
     def load(self, now: float, size: int) -> float:
         """When L2 has served a warp's load. It passes the engine's queue, and takes of its bandwidth."""

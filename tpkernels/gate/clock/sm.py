@@ -36,6 +36,13 @@ class CopyInFlight:
         self.mbarrier, self.bytes, self.issued = mbarrier, size, issued
 
 
+class ArrivalInFlight:
+    """An arrival on its way from another block of the cluster."""
+
+    def __init__(self, mbarrier: Mbarrier, count: int) -> None:
+        self.mbarrier, self.count = mbarrier, count
+
+
 class Sm:
     """boxes: bytes that a copy moves, by its descriptor; drawing: whether spans are kept"""
 
@@ -46,7 +53,7 @@ class Sm:
         self.spans: list[WarpSpan] = []
         self.bandwidth = Bandwidth(machine)
         self.tensor_cores = TensorCores(machine, self.bandwidth)
-        self.heap: list[tuple[float, int, Warp | CopyInFlight]] = []  # what comes next
+        self.heap: list[tuple[float, int, Warp | CopyInFlight | ArrivalInFlight]] = []  # what comes next
         self.order = count().__next__  # of what happens at the same time
         # warps that wait until a product of their group starts, and so is known to end
         self.awaiting_product: defaultdict[WarpGroup, list[Warp]] = defaultdict(list)
@@ -79,7 +86,7 @@ class Sm:
             effects.SetRegisters: self._set_registers,
         }
 
-    def push(self, when: float, event: Warp | CopyInFlight) -> None:
+    def push(self, when: float, event: Warp | CopyInFlight | ArrivalInFlight) -> None:
         heapq.heappush(self.heap, (when, self.order(), event))
 
     def park(self, warp: Warp, operation: Operation, now: float, cause: str, awaits: object) -> float:
@@ -213,8 +220,12 @@ class Sm:
             when = now + self.machine.barrier
             self._resume(warp, when, max(warp.ready, when))
 
-    def land(self, landing: CopyInFlight, now: float) -> None:
+    def land(self, landing: CopyInFlight | ArrivalInFlight, now: float) -> None:
         mbarrier = landing.mbarrier
+        if isinstance(landing, ArrivalInFlight):
+            if mbarrier.arrive(landing.count, 0):
+                self._over(mbarrier, now)
+            return
         self.bandwidth.landed += landing.bytes
         if mbarrier.complete(landing.bytes, landing.issued):
             self._over(mbarrier, now)
@@ -247,6 +258,8 @@ class Sm:
         mbarrier = warp.block.mbarriers[effect.address]
         if mbarrier.arrive(effect.count, effect.expected_bytes):
             self._over(mbarrier, now)
+        if effect.remote and effect.count:  # the other block of a pair does what this one does, when it does
+            self.push(now + self.machine.remote, ArrivalInFlight(mbarrier, effect.count))
         return now + operation.latency
 
     def _await(self, warp: Warp, operation: Operation, effect: effects.AwaitPhase, now: float) -> float:
@@ -279,7 +292,9 @@ class Sm:
     def _copy(self, warp: Warp, operation: Operation, effect: effects.Copy, now: float) -> float:
         size = self._size(effect)
         mbarrier = warp.block.mbarriers[effect.mbarrier]
-        done = self.bandwidth.copy(now, size)
+        if effect.blocks not in (1, 2):
+            raise UnknownBox(f"a copy goes into {effect.blocks} blocks, and the clock knows pairs")
+        done = self.bandwidth.copy(now, size, effect.blocks)
         self.push(done, CopyInFlight(mbarrier, size, now))
         self.mark(warp, operation.opcode, now, warp.at - 1)
         self.span(warp, "copies", now, done, f"{size} bytes")

@@ -171,6 +171,7 @@ _ROWS: Mapping[str, Row] = {
     "DEPBAR": Row("", _nothing, kind=OpcodeKind.AWAIT_GROUPS),
     "MEMBAR": Row("", _nothing, 30.0, OpcodeKind.FENCE),
     "FENCE CGAERRBAR": Row("", _nothing, 30.0),
+    "UCGABAR_ARV UCGABAR_WAIT": Row("", _nothing, 200.0),  # the other blocks of a cluster are as far
     "ERRBAR": Row("", _nothing, 20.0),
     "B2R QSPC": Row("", _unknown),
     "BREAK BMOV WARPSYNC NANOSLEEP YIELD NOP PREEXIT ACQBULK": Row("", _nothing),

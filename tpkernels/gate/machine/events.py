@@ -131,6 +131,13 @@ class Global(TraceEvent):
     effect: Callable[[Written], None] = field(repr=False)
 
 
+@dataclass(frozen=True, eq=False)
+class End(TraceEvent):
+    """A block of a pair ends, and its shared memory with it."""
+
+    block: int
+
+
 @dataclass(frozen=True)
 class Role:
     name: str
@@ -139,11 +146,21 @@ class Role:
 
 @dataclass(frozen=True)
 class Trace:
-    """One program: its segments follow each other, the roles of a segment run at the same time."""
+    """One program: its segments follow each other, the roles of a segment run at the same time.
+
+    A pair of blocks has one segment. Its roles wait for each other at barriers that need no `Init`.
+    """
 
     segments: tuple[tuple[Role, ...], ...]
     barriers: tuple[str, ...]  # names
     cells: tuple[str, ...]  # names
+    arrivals: tuple[
+        tuple[int, int], ...
+    ] = ()  # of a pair: barriers that are there, and what their phases take
+    ends: tuple[
+        int, ...
+    ] = ()  # of a pair: the barrier that stands for each block, one phase on once it ended
+    block_of: tuple[int | None, ...] = ()  # of a pair: the block in which each barrier lies
 
     def shape(self) -> tuple[object, ...]:
         """All of it that the search looks at."""

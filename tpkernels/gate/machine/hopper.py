@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,21 +24,24 @@ from tpkernels.gate.machine.events import (
     Wait,
 )
 from tpkernels.gate.machine.faults import Misuse
-from tpkernels.gate.machine.memory import Descriptor, View, Written
+from tpkernels.gate.machine.memory import Descriptor, View, Written, halves
 from tpkernels.gate.machine.recorder import current, ready_after, require_like
 from tpkernels.gate.machine.values import TensorBlock
 
 
 def init(mbarrier: View, count: int) -> None:
-    current().emit(Init, current().barrier(mbarrier), count)
+    if current().acts_on(mbarrier):
+        shared_by = current().blocks if current().for_both(mbarrier) else 1
+        current().emit(Init, current().barrier(mbarrier), count * shared_by)
 
 
 def invalidate(mbarrier: View) -> None:
-    current().emit(Invalidate, current().barrier(mbarrier))
+    if current().acts_on(mbarrier):
+        current().emit(Invalidate, current().barrier(mbarrier))
 
 
 def wait(mbarrier: View, phase: int, pred: bool = True, deps: Sequence[View] = ()) -> None:
-    if pred:
+    if pred and current().acts_on(mbarrier):
         if phase not in (0, 1):
             raise Misuse(f"mbarrier.wait expected a parity of 0 or 1, got {phase} for {mbarrier.name}")
         current().emit(Wait, current().barrier(mbarrier), int(phase))
@@ -61,17 +65,26 @@ def async_load(
     pred: bool = True,
     multicast: bool = False,
 ) -> None:
-    if pred:
-        require_like(result, tensor_desc.block_shape, tensor_desc.dtype, "a copy in")
-        corner = tuple(int(at) for at in coord)
-        number = current().barrier(barrier)
-        land = lambda: result.put(tensor_desc.read(corner))  # noqa: E731
-        current().emit(CopyIn, number, result, tensor_desc.nbytes, land)
+    if not pred:
+        return
+    require_like(result, tensor_desc.box, tensor_desc.dtype, "a copy in")
+    here, blocks = current().block, current().blocks
+    corner = tensor_desc.corner(coord, here)
+    to: Sequence[int] = (here,)
+    if multicast and blocks > 1 and not any(halves(tensor_desc.block_shape, tensor_desc.layout)):
+        to = range(blocks) if here == 0 else ()  # the first copies for all
+    for block in to:
+        view, number = result.in_block(block), current().barrier(barrier.in_block(block))
+        current().emit(CopyIn, number, view, tensor_desc.nbytes, partial(_land, view, tensor_desc, corner))
+
+
+def _land(view: View, tensor_desc: Descriptor, corner: tuple[int, ...]) -> None:
+    view.put(tensor_desc.read(corner))
 
 
 def async_store(tensor_desc: Descriptor, coord: Sequence[int], src: View) -> None:
-    require_like(src, tensor_desc.block_shape, tensor_desc.dtype, "a copy out")
-    corner = tuple(int(at) for at in coord)
+    require_like(src, tensor_desc.box, tensor_desc.dtype, "a copy out")
+    corner = tensor_desc.corner(coord, current().block)
     box: list[torch.Tensor] = []
 
     def write(written: Written) -> None:

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from tpkernels.gate.machine.events import Global
 from tpkernels.gate.machine.faults import Misuse
-from tpkernels.gate.machine.memory import View, Written, require_inside, storage_of
+from tpkernels.gate.machine.memory import (
+    View,
+    Written,
+    halves,
+    require_inside,
+    shape_in_block,
+    storage_of,
+)
 from tpkernels.gate.machine.recorder import current
 from tpkernels.gate.machine.values import Pointer, Scalar, TensorBlock, apply, constant, torch_dtype
 
@@ -25,6 +32,10 @@ def num_programs(axis: int) -> Scalar:
 
 def num_warps() -> int:
     return current().num_warps
+
+
+def num_ctas() -> int:
+    return current().blocks
 
 
 def warp_specialize(
@@ -45,19 +56,29 @@ def warp_specialize(
 
 
 def allocate_shared_memory(element_ty: Any, shape: Sequence[int], layout: Any = None) -> View:
-    return current().allocate(element_ty, shape)
+    return current().allocate(element_ty, shape, layout)
+
+
+def barrier(*, cluster: bool = False) -> None:
+    """Has no meaning within a role, all of which one thread does."""
+    if cluster:
+        current().await_blocks()
 
 
 def arange(start: int, end: int, layout: Any = None) -> TensorBlock:
+    (count,), (half,) = shape_in_block([end - start], layout), halves([end - start], layout)
+    start += count * half * current().block
+    end = start + count
     return constant(lambda device: torch.arange(start, end, dtype=torch.int32, device=device))
 
 
 def full(shape: Sequence[int], value: float, dtype: Any, layout: Any = None) -> TensorBlock:
-    return constant(lambda device: torch.full(tuple(shape), value, dtype=torch_dtype(dtype), device=device))
+    sizes = shape_in_block(shape, layout)
+    return constant(lambda device: torch.full(tuple(sizes), value, dtype=torch_dtype(dtype), device=device))
 
 
 def zeros(shape: Sequence[int], dtype: Any, layout: Any = None) -> TensorBlock:
-    return full(shape, 0, dtype)
+    return full(shape, 0, dtype, layout)
 
 
 def zeros_like(block: TensorBlock) -> TensorBlock:
@@ -201,7 +222,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{
         function.__name__: function
         for function in (
-            *(program_id, num_programs, num_warps, warp_specialize, allocate_shared_memory, arange, full),
+            *(program_id, num_programs, num_warps, num_ctas, warp_specialize, allocate_shared_memory),
+            *(barrier, arange, full),
             *(zeros, zeros_like, full_like, load, store, static_assert, static_range, cdiv, where, reshape),
             *(permute, trans, split, join, expand_dims, cast, inline_asm_elementwise),
         )
@@ -224,5 +246,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "fma": _either(lambda x, y, z: x * y + z, lambda x, y, z: x * y + z),
     **dict.fromkeys(("convert_layout", "set_auto_layout", "multiple_of", "max_contiguous"), unchanged),
     **dict.fromkeys(("to_tensor", "constexpr"), unchanged),
-    **dict.fromkeys(("assume", "device_assert", "device_print", "static_print", "barrier"), nothing),
+    **dict.fromkeys(("assume", "device_assert", "device_print", "static_print"), nothing),
 }

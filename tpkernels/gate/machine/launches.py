@@ -36,9 +36,12 @@ class Launched:
         constants = {name: x for name, x in self.constants.items() if name in self.kernel.arg_names}
         function = rebuild(self.kernel)
         for program in product(*map(range, grid)):
-            recorder = Recorder(program, grid, self.constants.get("num_warps", 4))
+            recorder = Recorder(
+                program, grid, self.constants.get("num_warps", 4), self.constants.get("num_ctas", 1)
+            )
             with recording(recorder):
-                function(*arguments, **constants)
+                for _ in recorder.each_block():
+                    function(*arguments, **constants)
             yield recorder.trace()
 
     def run(self, schedule: Schedule = EAGER) -> None:

@@ -18,11 +18,29 @@ from tpkernels.gate.machine.faults import Misuse
 from tpkernels.gate.machine.values import torch_dtype, triton_dtype
 
 
-class Allocation:
-    """What `allocate_shared_memory` returned."""
+def shape_in_block(shape: Sequence[int], layout: Any) -> list[int]:
+    """What each block of a pair has of a shape that is the pair's; without a pair all of it."""
+    return [size // (1 + split) for size, split in zip(shape, halves(shape, layout), strict=True)]
 
-    def __init__(self, name: str, dtype: Any, shape: Sequence[int]) -> None:
-        self.name, self.dtype = name, dtype
+
+def halves(shape: Sequence[int], layout: Any) -> list[int]:
+    """Of each dimension: 1 if the blocks of a pair have a half each, 0 if both have all of it."""
+    bases = getattr(layout, "cga_layout", None) or []
+    if len(bases) > 1 or any(at not in (0, 1) for basis in bases for at in basis):
+        raise Misuse(f"the machine knows one block or a pair, and no layout over {bases}")
+    last = list(bases[0]) if bases else []
+    return [0] * (len(shape) - len(last)) + last  # buffers before them are each block's own
+
+
+class Allocation:
+    """What `allocate_shared_memory` returned, in one block.
+
+    others: the same in the blocks of the pair, its own among them; one for both lies in the first
+    """
+
+    def __init__(self, name: str, dtype: Any, shape: Sequence[int], others: list[Allocation]) -> None:
+        self.name, self.dtype, self.others = name, dtype, others
+        others.append(self)
         self.views: list[View] = []
         self.data = torch.full((math.prod(shape),), math.nan if dtype.is_floating() else 0)
         self.data = self.data.to(torch_dtype(dtype))
@@ -53,6 +71,14 @@ class View:
     @property
     def nbytes(self) -> int:
         return self.elements.numel() * self.allocation.data.element_size()
+
+    def in_block(self, block: int) -> View:
+        """The same view of what lies in that block of the pair."""
+        others = self.allocation.others
+        allocation = others[min(block, len(others) - 1)]
+        if allocation is self.allocation:
+            return self
+        return View(allocation, self.elements, allocation.name + self.name.removeprefix(self.allocation.name))
 
     def index(self, index: int) -> View:
         if not 0 <= index < len(self.elements):
@@ -140,6 +166,7 @@ class Descriptor:
         self.strides = tuple(int(stride) for stride in host.strides)
         self.block_shape = [int(size) for size in host.block_shape]
         self.layout = host.layout
+        self.box = shape_in_block(self.block_shape, self.layout)  # what a block moves
         self.dtype = triton_dtype(self.tensor.dtype)
 
     @property
@@ -152,15 +179,22 @@ class Descriptor:
 
     @property
     def nbytes(self) -> int:
-        return int(torch.Size(self.block_shape).numel()) * self.tensor.element_size()
+        return int(torch.Size(self.box).numel()) * self.tensor.element_size()
 
     nbytes_per_cta = nbytes
 
+    def corner(self, coord: Sequence[int], block: int) -> tuple[int, ...]:
+        """Where the box of a block begins."""
+        split = halves(self.block_shape, self.layout)
+        return tuple(
+            int(at) + block * half * size for at, half, size in zip(coord, split, self.box, strict=True)
+        )
+
     def _places(self, corner: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Of each element of the box: whether it lies in the matrix, and where in the storage."""
-        inside = torch.ones(self.block_shape, dtype=torch.bool)
-        places = torch.full(self.block_shape, int(self.tensor.storage_offset()))
-        for dim, (start, count) in enumerate(zip(corner, self.block_shape, strict=True)):
+        inside = torch.ones(self.box, dtype=torch.bool)
+        places = torch.full(self.box, int(self.tensor.storage_offset()))
+        for dim, (start, count) in enumerate(zip(corner, self.box, strict=True)):
             index = torch.arange(start, start + count)
             index = index.view([-1 if other == dim else 1 for other in range(len(corner))])
             inside &= (index >= 0) & (index < self.shape[dim])

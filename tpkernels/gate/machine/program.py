@@ -17,6 +17,7 @@ from tpkernels.gate.machine.events import (
     Arrive,
     CopyIn,
     CopyOut,
+    End,
     Expect,
     Fence,
     Init,
@@ -78,7 +79,7 @@ def _last(queue: tuple, count: int) -> tuple:  # type: ignore[type-arg]  # of ei
 class Track:
     """The events of a role, and what it holds before each; `ends[i]`: where the step from i on ends."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, block_of: Sequence[int | None]) -> None:
         self.name, self.events = role.name, role.events
         self.held = [Held()]
         for event in role.events:
@@ -87,7 +88,7 @@ class Track:
         # of each step: the barriers that it waits for, arrives at or has copies count on
         self.touched = {
             begin: frozenset(
-                event.barrier for event in role.events[begin:end] if isinstance(event, _AT_BARRIER)
+                barrier for event in role.events[begin:end] for barrier in _barriers_of(event, block_of)
             )
             for begin, end in self.ends.items()
         }
@@ -104,7 +105,10 @@ class Track:
         )
 
 
-_AT_BARRIER = (Init, Invalidate, Wait, Expect, Arrive, CopyIn)
+def _barriers_of(event: TraceEvent, block_of: Sequence[int | None]) -> Sequence[int]:
+    if isinstance(event, End):
+        return [barrier for barrier, block in enumerate(block_of) if block == event.block]
+    return [event.barrier] if isinstance(event, (Init, Invalidate, Wait, Expect, Arrive, CopyIn)) else []
 
 
 def _cells_of(event: TraceEvent) -> Cells:
@@ -136,9 +140,12 @@ class TraceProgram:
     """A trace, as `steps` goes through it."""
 
     def __init__(self, trace: Trace) -> None:
-        self.segments = tuple(tuple(Track(role) for role in segment) for segment in trace.segments)
+        self.segments = tuple(
+            tuple(Track(role, trace.block_of) for role in segment) for segment in trace.segments
+        )
         self.private = tuple(_private_steps(tracks) for tracks in self.segments)
         self.barriers, self.cells = trace.barriers, trace.cells
+        self.arrivals, self.ends, self.block_of = dict(trace.arrivals), trace.ends, trace.block_of
         events = [event for tracks in self.segments for track in tracks for event in track.events]
         self.copies = {event.number: event for event in events if isinstance(event, CopyIn)}
         self.where = {event.number: event.where for event in events}

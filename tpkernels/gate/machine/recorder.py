@@ -12,24 +12,34 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from tpkernels.gate.machine.events import Multiply, MultiplyWait, Role, Trace, TraceEvent
+from triton.experimental.gluon.language.nvidia.hopper.mbarrier import MBarrierLayout
+
+from tpkernels.gate.machine.events import Arrive, End, Multiply, MultiplyWait, Role, Trace, TraceEvent, Wait
 from tpkernels.gate.machine.faults import Misuse
-from tpkernels.gate.machine.memory import Allocation, View, assign_cells
+from tpkernels.gate.machine.memory import Allocation, View, assign_cells, halves, shape_in_block
 
 MARK = "__machine__"  # a global of every function that runs in the machine
 E = TypeVar("E", bound=TraceEvent)
 
 
 class Recorder:
-    """The program that is being recorded."""
+    """The program that is being recorded: a block, or a pair of blocks, one after the other."""
 
-    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -> None:
-        self.program, self.grid, self.num_warps = program, grid, num_warps
+    def __init__(
+        self, program: tuple[int, ...], grid: tuple[int, ...], num_warps: int, blocks: int = 1
+    ) -> None:
+        self.program, self.grid, self.num_warps, self.blocks = program, grid, num_warps, blocks
+        self.block = 0  # that is being recorded
         self._events: list[TraceEvent] = []
         self._segments: list[tuple[Role, ...]] = []
-        self._allocations: list[Allocation] = []
+        self._recorded: list[list[tuple[Role, ...]]] = []  # the segments of each block
+        self._allocations: list[list[Allocation]] = []  # of all blocks
+        self._allocated = 0  # by this block
+        self._met = 0  # how often this block has waited for the other
         self._barriers: dict[tuple[int, int], int] = {}
         self._barrier_names: list[str] = []
+        self._block_of: list[int | None] = []
+        self._meeting = self._own_barrier("the blocks of the pair", None) if blocks > 1 else -1
         self._count = 0
         self._multiplying: list[int] = []  # the products in flight in this role
         self._specialized = False
@@ -49,30 +59,75 @@ class Recorder:
             where = _where(_kernel_frame())
             raise Misuse(f"{where}: uses an accumulator that a product in flight still writes")
 
-    def allocate(self, dtype: Any, shape: Sequence[int]) -> View:
+    def each_block(self) -> Iterator[int]:
+        """The blocks of the program; the caller runs the kernel for each."""
+        for block in range(self.blocks):
+            self.block, self._segments, self._allocated, self._met = block, [], 0, 0
+            yield block
+            self._close([("main", self._take())])
+            self._recorded.append(self._segments)
+
+    def acts_on(self, barrier: View) -> bool:
+        """Whether this block makes the barrier and waits for it: of one for both, the first does."""
+        return self.block == 0 or not self.for_both(barrier)
+
+    def for_both(self, barrier: View) -> bool:
+        """Whether the blocks of a pair have one barrier together."""
+        return len(barrier.allocation.others) < self.blocks
+
+    def await_blocks(self) -> None:
+        """Wait until the other block of a pair is here, too."""
+        if self._specialized:
+            raise Misuse(f"{_where(_kernel_frame())}: a role waits for the other block: all warps must")
+        if self.blocks > 1:
+            self.emit(Arrive, self._meeting, 1)
+            self.emit(Wait, self._meeting, self._met & 1)
+            self._met += 1
+
+    def allocate(self, dtype: Any, shape: Sequence[int], layout: Any) -> View:
+        number, self._allocated = self._allocated, self._allocated + 1
+        if self.block == 0:
+            self._allocations.append(self._in_blocks(dtype, shape, layout))
+        others = self._allocations[number]
+        return others[min(self.block, len(others) - 1)].whole
+
+    def _in_blocks(self, dtype: Any, shape: Sequence[int], layout: Any) -> list[Allocation]:
+        """What all blocks allocate; barriers for both lie in the first."""
+        name, others = self._name(), list[Allocation]()
+        for_both = isinstance(layout, MBarrierLayout) and not any(halves(shape, layout))
+        for block in range(1 if for_both else self.blocks):
+            of_block = f" of block {block}" if self.blocks > 1 else ""
+            Allocation(name + of_block, dtype, shape_in_block(shape, layout), others)
+        return others
+
+    def _name(self) -> str:
         frame = _kernel_frame()
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         assigned = re.match(r"\s*(\w+)\s*=", line)
         name = assigned[1] if assigned else f"shared{len(self._allocations)}"
-        same = sum(other.name.partition("#")[0] == name for other in self._allocations)
-        name = f"{name}#{same + 1}" if same else name
-        self._allocations.append(Allocation(name, dtype, shape))
-        return self._allocations[-1].whole
+        same = sum(re.split("#| of ", other[0].name)[0] == name for other in self._allocations)
+        return f"{name}#{same + 1}" if same else name
 
     def barrier(self, view: View) -> int:
         """The number of a barrier."""
         if view.elements.numel() != 1:
             raise Misuse(f"{_where(_kernel_frame())}: expected one barrier, got {view.name} {view.shape}")
-        key = self._allocations.index(view.allocation), int(view.elements)
+        key = id(view.allocation), int(view.elements)
         if key not in self._barriers:
-            self._barriers[key] = len(self._barriers)
-            self._barrier_names.append(view.name)
+            others = view.allocation.others
+            self._barriers[key] = self._own_barrier(view.name, others.index(view.allocation))
         return self._barriers[key]
+
+    def _own_barrier(self, name: str, block: int | None) -> int:
+        self._barrier_names.append(name)
+        self._block_of.append(block)
+        return len(self._barrier_names) - 1
 
     def specialize(self, roles: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
         """Record the roles of a segment; the first role returns what the segment does."""
         if self._specialized:
             raise Misuse(f"{_where(_kernel_frame())}: warp_specialize within a role")
+        self.await_blocks()  # Triton has the blocks of a pair wait for each other when barriers are made
         self._close([("main", self._take())])
         self._specialized = True
         results, recorded = [], []
@@ -91,10 +146,47 @@ class Recorder:
         self._segments.append(tuple(Role(name, events) for name, events in roles))
 
     def trace(self) -> Trace:
-        self._close([("main", self._take())])
-        cells = assign_cells(self._allocations)
-        segments, names = tuple(self._segments), tuple(self._barrier_names)
-        return Trace(segments, names, tuple(cells))
+        allocations = [one for others in self._allocations for one in others]
+        if self.blocks == 1:
+            cells = assign_cells(allocations)
+            return Trace(tuple(self._recorded[0]), tuple(self._barrier_names), tuple(cells))
+        roles, arrivals, ends = list[Role](), [(self._meeting, self.blocks)], list[int]()
+        for block, segments in enumerate(self._recorded):
+            roles += self._of_block(block, segments, arrivals, ends)
+        cells = assign_cells(allocations)
+        return Trace(
+            (tuple(roles),),
+            tuple(self._barrier_names),
+            tuple(cells),
+            tuple(arrivals),
+            tuple(ends),
+            tuple(self._block_of),
+        )
+
+    def _of_block(
+        self, block: int, segments: list[tuple[Role, ...]], arrivals: list[tuple[int, int]], ends: list[int]
+    ) -> list[Role]:
+        """Segments as roles that run at the same time: `main` begins the others, and waits for them."""
+        main, workers = list[TraceEvent](), list[Role]()
+        for segment in segments:
+            if len(segment) == 1:
+                main += segment[0].events
+                continue
+            begin = self._own_barrier(f"the roles of block {block}", None)
+            done = self._own_barrier(f"the ends of the roles of block {block}", None)
+            arrivals += [(begin, 1), (done, len(segment))]
+            main += [self._made(Arrive, begin, 1), self._made(Wait, done, 0)]
+            for role in segment:
+                events = self._made(Wait, begin, 0), *role.events, self._made(Arrive, done, 1)
+                workers.append(Role(f"{role.name} of block {block}", events))
+        ends.append(self._own_barrier(f"block {block}", None))
+        arrivals.append((ends[-1], 1))
+        return [Role(f"main of block {block}", (*main, self._made(End, block))), *workers]
+
+    def _made(self, kind: Callable[..., E], *fields: Any) -> E:
+        """An event that stands in no kernel."""
+        self._count += 1
+        return kind(self._count - 1, "roles", *fields)
 
 
 _current: ContextVar[Recorder] = ContextVar("current")

@@ -17,6 +17,7 @@ from tpkernels.gate.machine.events import (
     Arrive,
     CopyIn,
     CopyOut,
+    End,
     Expect,
     Init,
     Invalidate,
@@ -76,7 +77,10 @@ class Steps:
         return OrderState(
             0,
             (0,) * len(program.segments[0]),
-            (None,) * len(program.barriers),
+            tuple(
+                Barrier(count, 0, count) if (count := program.arrivals.get(number)) else None
+                for number in range(len(program.barriers))
+            ),
             ((),) * len(program.barriers),
             (NOTHING,) * len(program.cells),
         )
@@ -159,6 +163,7 @@ class Steps:
         """The copies of a barrier land, until its phase completes."""
         copies = state.flying[barrier]
         one = before = self._barrier(state.barriers, barrier, self.program.copies[copies[0]])
+        self._require_running(state.barriers, barrier, self.program.copies[copies[0]])
         landed = 0
         while landed < len(copies) and one.phase == before.phase:
             nbytes = self.program.copies[copies[landed]].nbytes
@@ -169,7 +174,9 @@ class Steps:
         return state._replace(barriers=barriers, flying=flying), copies[:landed]
 
     def _do(self, now: _Now, event: TraceEvent) -> None:
-        if isinstance(event, Init):
+        if isinstance(event, End):
+            self._end(now, event)
+        elif isinstance(event, Init):
             if now.barriers[event.barrier] is not None:
                 raise Misuse(f"{event.where}: {self._name(event.barrier)} is initialised again")
             now.barriers[event.barrier] = Barrier(event.count, 0, event.count)
@@ -185,6 +192,7 @@ class Steps:
             self._arrive(now, event, event.barrier, 1, event.nbytes)
         elif isinstance(event, CopyIn):
             self._barrier(now.barriers, event.barrier, event)
+            self._require_running(now.barriers, event.barrier, event)
             self._write(now, event, event.view)
             now.flying[event.barrier] = (*now.flying[event.barrier], event.number)
         elif isinstance(event, Store):
@@ -196,6 +204,7 @@ class Steps:
 
     def _arrive(self, now: _Now, event: TraceEvent, number: int, count: int, nbytes: int) -> None:
         before = self._barrier(now.barriers, number, event)
+        self._require_running(now.barriers, number, event)
         if count > before.missing:
             raise Misuse(
                 f"{event.where}: {now.who} arrives {count} times at {self._name(number)}, which misses "
@@ -203,6 +212,20 @@ class Steps:
             )
         after = before._replace(missing=before.missing - count, nbytes=before.nbytes + nbytes)
         now.barriers[number] = _completed(after)
+
+    def _end(self, now: _Now, event: End) -> None:
+        for barrier, block in enumerate(self.program.block_of):
+            if block == event.block and now.flying[barrier]:
+                copy = self._source(now.flying[barrier][0])
+                raise Undrained(f"block {block} ends while the copy of {copy} is in flight")
+        end = self.program.ends[event.block]
+        now.barriers[end] = _completed(self._barrier(now.barriers, end, event)._replace(missing=0))
+
+    def _require_running(self, barriers: Sequence[Barrier | None], number: int, event: TraceEvent) -> None:
+        """That the block in which a barrier lies has not ended."""
+        block = self.program.block_of[number] if self.program.block_of else None
+        if block is not None and self._barrier(barriers, self.program.ends[block], event).phase:
+            raise Misuse(f"{event.where}: {self._name(number)} is used, but block {block} may have ended")
 
     def _read(self, now: _Now, event: TraceEvent, cells: Sequence[int]) -> None:
         found = tuple(now.contents[cell] for cell in cells)

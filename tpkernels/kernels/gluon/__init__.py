@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tpkernels.kernels.gluon.constants import Epilogue
 from tpkernels.kernels.launch import ProductLaunch
-from tpkernels.kernels.matmul_tile import compiles
+from tpkernels.kernels.matmul_tile import compiles, triton_for
 
 
 def multiply(
@@ -28,7 +28,7 @@ def multiply(
     elif product.form != "descriptor":
         obstacle = "matrices that the copy engine can move (bfloat16 or float16, aligned to 16 bytes)"
     elif not compiles(product.tile):
-        obstacle = "Triton 3.7 or later"
+        obstacle = "Triton {}.{} or later".format(*triton_for(product.tile))
     if obstacle:
         raise ValueError(f"{epilogue}: tile {product.tile.name} expected {obstacle}")
     from tpkernels.kernels.gluon.matmul import launch_matmul  # Triton before 3.7 lacks what it imports

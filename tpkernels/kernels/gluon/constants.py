@@ -1,6 +1,6 @@
 """What a warp-specialised product is compiled for, and how it fills shared memory: plain values, no Triton.
 
-    operands   `stages` buffers of a block of each operand
+    operands   `stages` buffers of a block of each operand; of a pair, each has its half of the rows
     inputs     `slots` buffers of a part of what the epilogue reads, if it reads
     staging    `staging` buffers of a part for each consumer, from which results leave
 
@@ -18,7 +18,7 @@ from typing import Literal
 from tpkernels.kernels.tiles import MatmulTile
 
 Epilogue = Literal["linear", "glu", "dgrad", "dglu"]
-BARRIERS = 256  # bytes, at least: two of 8 bytes for each buffer of two rings, and their alignment
+BARRIERS = 256  # bytes, at least: two or three of 8 bytes for each buffer of two rings, and their alignment
 VECTOR = 1024  # bytes for each consumer: the bias of a tile in fp32, or room to add its rows
 
 
@@ -36,7 +36,8 @@ class ProductConstants:
     inputs: int  # matrices that the epilogue reads
     outputs: int  # matrices that it writes
     fast: bool  # see `kernels.epilogues`
-    block_rows: int
+    blocks: int  # 2: a pair, of which each block computes half of the rows
+    block_rows: int  # of all blocks together
     block_cols: int
     block_depth: int
     parts: int
@@ -74,9 +75,10 @@ def constants_of(
         )
     two_weights = epilogue == "glu"
     width = tile.block_cols * (2 if two_weights else 1)
-    stage = 2 * (tile.block_rows + width) * tile.block_depth
+    rows = tile.block_rows // tile.blocks
+    stage = 2 * (rows + width) * tile.block_depth
     part = tile.block_cols // tile.parts
-    part_bytes = 2 * tile.block_rows * part
+    part_bytes = 2 * rows * part
     consumers = tile.consumers
     left = shared_memory - BARRIERS - VECTOR * consumers * vector - tile.num_stages * stage
     slots = min(tile.parts, (left // part_bytes - 2 * consumers) // inputs) if inputs else 0
@@ -94,6 +96,7 @@ def constants_of(
         inputs=inputs,
         outputs=outputs,
         fast=fast,
+        blocks=tile.blocks,
         block_rows=tile.block_rows,
         block_cols=tile.block_cols,
         block_depth=tile.block_depth,

@@ -17,7 +17,9 @@ _, async_store = gluon_copies()
 def bias_buffer(ADDED: gl.constexpr, P: gl.constexpr):
     """Shared memory for the bias of a tile, if it is added."""
     if ADDED:
-        return gl.allocate_shared_memory(gl.float32, [P.block_cols], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        ALIKE: gl.constexpr = [[0]] if P.blocks == 2 else []
+        LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=ALIKE)
+        return gl.allocate_shared_memory(gl.float32, [P.block_cols], LAYOUT)
     else:
         return ()
 

@@ -8,7 +8,8 @@
 
 Each computes what the plain kernel of its name does, whose launcher checks what it is given. One consumer
 of 8 warps works on every tile; or two of 4 warps take tiles in turn, and the products of one run during the
-epilogue of the other.
+epilogue of the other. Two blocks may be a pair: a tile is theirs together, each has half of its rows, and
+what both multiply by is loaded once (see `roles`). Shapes and layouts here are then the pair's.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from tpkernels.kernels.gluon.roles import (
 )
 from tpkernels.kernels.operands import MatrixLayout
 
+Halves = tuple[tuple[int, int], ...]  # where the second block of a pair begins, in halves; () without one
+_OF_PAIR: tuple[Halves, Halves] = (((1, 0),), ((0, 0),))  # of what is split by rows, and of what both have
+
 
 # one binary for all sizes: the one that was tried on a GPU is the one that runs
 @gluon.jit(
@@ -63,7 +67,7 @@ def _matmul_kernel(
     stride_vector,  # of the bias
     P: gl.constexpr,  # ProductConstants
 ):
-    """Each program computes every num_programs-th tile."""
+    """Each program, a block or a pair of them, computes every num_programs-th tile."""
     operands = operand_ring(a, b, P)
     inputs = input_ring(in0, P)
     turns = turn_barriers(P)
@@ -102,6 +106,8 @@ def _matmul_kernel(
             [4, 1, 1],
             [232, 24, 24],
         )
+    if P.blocks == 2:  # the second block may still arrive at barriers of the first
+        gl.barrier(cluster=True)
 
 
 @gluon.jit
@@ -121,9 +127,11 @@ def _consume(
     """Compute every consumers-th of the program's tiles from its FIRST on."""
     GROUP: gl.constexpr = P.group
     WARPS: gl.constexpr = gl.num_warps()
-    WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P.width, 16])
-    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P.part, 16])
-    COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    HALVES: gl.constexpr = [[1, 0]] if P.blocks == 2 else []
+    ALIKE: gl.constexpr = [[0]] if P.blocks == 2 else []
+    WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P.width, 16], HALVES)
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P.part, 16], HALVES)
+    COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0], ALIKE)
     PIECES: gl.constexpr = P.width // P.part
     ADDED: gl.constexpr = P.epilogue == "linear" and P.vector
     products, takings = turns
@@ -200,15 +208,16 @@ def launch_matmul(
         if consts.depth_first
         else (consts.block_cols, consts.block_depth)
     )
-    described_a, described_b = _described(a, a_block), _described(b, b_block)
-    read = [_described(tensor, part) for tensor in inputs]
-    written = [_described(tensor, part) for tensor in outputs]
     rows, cols, tile = product.rows, product.cols, product.tile
+    halves, alike = _OF_PAIR if tile.blocks == 2 else ((), ())
+    described_a, described_b = _described(a, a_block, halves), _described(b, b_block, alike)
+    read = [_described(tensor, part, halves) for tensor in inputs]
+    written = [_described(tensor, part, halves) for tensor in outputs]
     launch.on(a.device, _matmul_kernel, launch.grid(product.target, "descriptor", tile, rows, cols))(
         described_a,
         described_b,
-        _described(operands[2], a_block) if consts.pairs == 2 else described_a,
-        _described(operands[-1], b_block) if len(operands) > 2 else described_b,
+        _described(operands[2], a_block, halves) if consts.pairs == 2 else described_a,
+        _described(operands[-1], b_block, alike) if len(operands) > 2 else described_b,
         *_filled(read, 2, written[0]),
         *_filled(written, 3, written[0]),
         a if vector is None else vector,
@@ -219,19 +228,21 @@ def launch_matmul(
         0 if vector is None else vector.stride(-1),
         P=consts,
         num_warps=tile.num_warps,
+        **({"num_ctas": 2} if tile.blocks == 2 else {}),
     )
 
 
-def _described(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """A matrix as this kernel takes it; `block` is what is moved at a time."""
+def _described(tensor: Tensor, block: tuple[int, int], of_pair: Halves) -> TensorDescriptor:
+    """A matrix as this kernel takes it; `block` is what is moved at a time, into both blocks of a pair."""
     strides = [MatrixLayout.of("", tensor).row_pitch, 1]
-    return TensorDescriptor(tensor, list(tensor.shape), strides, list(block), _layout(block, tensor.dtype))
+    layout = _layout(block, tensor.dtype, of_pair)
+    return TensorDescriptor(tensor, list(tensor.shape), strides, list(block), layout)
 
 
 @cache
-def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def _layout(block: tuple[int, int], dtype: torch.dtype, of_pair: Halves) -> gl.NVMMASharedLayout:
     """How a block lies in shared memory: as the copy engine and the tensor cores both take it."""
-    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[dtype])
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[dtype], cga_layout=[*map(list, of_pair)])
 
 
 def _filled(given: list[TensorDescriptor], count: int, filler: TensorDescriptor) -> list[TensorDescriptor]:

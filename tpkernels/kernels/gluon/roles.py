@@ -17,6 +17,17 @@ Two consumers take the tiles of a program in turn; uses are counted over all of 
 told from the one after the next, so nobody may wait for a use before the turn before it has been seen to be
 complete: consumers multiply in turn, and take inputs in turn. Each has a barrier for that, which the other
 completes.
+
+In a pair of blocks each has both rings, and its `load` fills them with its half of the rows. What both
+multiply by is loaded once, by `load` of the first block, into a buffer of each, and counts at `full` of each.
+So every buffer of operands has one more barrier, which lies in the first block:
+
+    both       nobody in either block reads the buffer any more: each block arrives once
+
+These bytes may land before the second block expects them, but only in the phase for which it will: it arrived
+at `both` after the phase before was complete. No block may begin before the barriers of the other are made,
+nor end while the other can still arrive there. They wait for each other: at the end as the kernel says, and
+before the roles begin as Triton adds.
 """
 
 from __future__ import annotations
@@ -44,11 +55,25 @@ def place_of(use, SIZE: gl.constexpr):
 
 @gluon.jit
 def barriers(SIZE: gl.constexpr):
-    """A barrier for each buffer of a ring, completed by one arrival."""
-    made = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+    """A barrier for each buffer of a ring in each block, completed by one arrival."""
+    BLOCKS: gl.constexpr = gl.num_ctas()
+    LAYOUT: gl.constexpr = mbarrier.MBarrierLayout([[1]] if BLOCKS == 2 else [])
+    made = gl.allocate_shared_memory(gl.int64, [SIZE, BLOCKS], LAYOUT)
     for i in gl.static_range(SIZE):
         mbarrier.init(made.index(i), count=1)
     return made
+
+
+@gluon.jit
+def barriers_of_both(SIZE: gl.constexpr):
+    """A barrier for each buffer of a ring, for both blocks of a pair: it lies in the first. Else nothing."""
+    if gl.num_ctas() == 2:
+        made = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout([[0]]))
+        for i in gl.static_range(SIZE):
+            mbarrier.init(made.index(i), count=1)  # of each block
+        return made
+    else:
+        return ()
 
 
 @gluon.jit
@@ -73,7 +98,7 @@ def operand_ring(a, b, P: gl.constexpr):
     B_COLS: gl.constexpr = P.width if P.depth_first else P.block_depth
     a_ring = gl.allocate_shared_memory(a.dtype, [P.stages, P.block_rows, P.block_depth], a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [P.stages, B_ROWS, B_COLS], b.layout)
-    return a_ring, b_ring, barriers(STAGES), barriers(STAGES)
+    return a_ring, b_ring, barriers(STAGES), barriers(STAGES), barriers_of_both(STAGES)
 
 
 @gluon.jit
@@ -111,19 +136,26 @@ def load(a, b, a2, b2, operands, rows, cols, depth, depth2, P: gl.constexpr):
 def load_step(a, b, beside, operands, use, row, col, k, P: gl.constexpr):
     """Fill a buffer with what is multiplied at depth k; a second weight comes behind b."""
     STAGES: gl.constexpr = P.stages
-    a_ring, b_ring, full, empty = operands
+    PAIR: gl.constexpr = P.blocks == 2
+    a_ring, b_ring, full, empty, both = operands
     buffer, phase = place_of(use, STAGES)
     landed = full.index(buffer)
     weight = b_ring.index(buffer)
     mbarrier.wait(empty.index(buffer), phase ^ 1)
     if P.two_weights:
         mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta + beside.nbytes_per_cta)
-        async_load(b, [col, k], landed, weight.slice(0, P.block_cols))
-        async_load(beside, [col, k], landed, weight.slice(P.block_cols, P.block_cols))
     else:
         mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta)
-        async_load(b, [k, col] if P.depth_first else [col, k], landed, weight)
-    async_load(a, [row, k], landed, a_ring.index(buffer))
+    if PAIR:  # its own rows do not wait for the other block
+        async_load(a, [row, k], landed, a_ring.index(buffer))
+        mbarrier.wait(both.index(buffer), phase ^ 1)
+    if P.two_weights:
+        async_load(b, [col, k], landed, weight.slice(0, P.block_cols), multicast=PAIR)
+        async_load(beside, [col, k], landed, weight.slice(P.block_cols, P.block_cols), multicast=PAIR)
+    else:
+        async_load(b, [k, col] if P.depth_first else [col, k], landed, weight, multicast=PAIR)
+    if not PAIR:
+        async_load(a, [row, k], landed, a_ring.index(buffer))
 
 
 @gluon.jit
@@ -175,7 +207,7 @@ def multiply(acc, operands, turns, tile, steps, FIRST: gl.constexpr, P: gl.const
     still is while the other consumer begins to multiply.
     """
     STAGES: gl.constexpr = P.stages
-    a_ring, b_ring, full, empty = operands
+    a_ring, b_ring, full, empty, both = operands
     await_turn(turns, tile, FIRST, P)
     use = tile * steps
     for step in range(steps):
@@ -185,12 +217,20 @@ def multiply(acc, operands, turns, tile, steps, FIRST: gl.constexpr, P: gl.const
         acc = warpgroup_mma(a_ring.index(buffer), weight, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         before, _ = place_of(use + step + STAGES - 1, STAGES)
-        mbarrier.arrive(empty.index(before), pred=step > 0)
+        release(empty, both, before, step > 0)
     give_turn(turns, FIRST, P)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     last, _ = place_of(use + steps + STAGES - 1, STAGES)
-    mbarrier.arrive(empty.index(last))
+    release(empty, both, last, True)
     return acc
+
+
+@gluon.jit
+def release(empty, both, buffer, pred):
+    """Let `load` fill a buffer of operands again: this block's, and the first block's of a pair."""
+    mbarrier.arrive(empty.index(buffer), pred=pred)
+    if gl.num_ctas() == 2:
+        mbarrier.arrive(both.index(buffer), pred=pred)
 
 
 @gluon.jit

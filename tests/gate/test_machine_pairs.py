@@ -1,0 +1,311 @@
+"""Pairs of blocks in the machine: what they compute, all orders of their events, and what breaks them.
+
+Compiling them takes Triton 3.9; the machine needs only the names that 3.7 has, too.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+
+from tests.gate.planted import edited
+from tpkernels.gate import machine
+from tpkernels.gate.launchers import primitive
+from tpkernels.gate.machine.events import (
+    Arrive,
+    CopyIn,
+    Expect,
+    Init,
+    MultiplyWait,
+    Role,
+    Trace,
+    TraceEvent,
+    Wait,
+)
+from tpkernels.gate.numerics import RandomOperands
+from tpkernels.kernels import matmul_tile
+from tpkernels.kernels.linear import linear_fwd
+from tpkernels.kernels.matmul_tile import MatmulTile, compiles
+
+PAIR = MatmulTile(256, 64, 64, num_warps=8, num_stages=3, parts=2, consumers=1, blocks=2)
+
+pytestmark = pytest.mark.skipif(
+    not compiles(replace(PAIR, blocks=1)), reason="tiles with consumers need Triton 3.7 or later"
+)
+
+
+@pytest.fixture(autouse=True)
+def pairs_compile(monkeypatch):
+    monkeypatch.setattr(matmul_tile, "triton_version", lambda: (3, 9))
+
+
+def launched(stages, steps, tiles):
+    """The launch of a product without epilogue: one pair computes so many tiles."""
+    tile = replace(PAIR, num_stages=stages, parts=1, group=1)
+    of = RandomOperands(tiles * 256, 64 * steps, 64, torch.bfloat16, form="descriptor", tile=tile)
+    with machine.emulating(None, processors=2) as launches:
+        primitive(of, "linear", bias=False, activation="none", keep_z=False)
+    (one,) = launches
+    return one
+
+
+def matrix(rows, cols, scale=1.0):
+    return (torch.randn(rows, cols) * scale).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "depth"),
+    [(392, 72, 128), (256, 64, 64), (5, 64, 320), (130, 200, 136)],
+    ids=["two tiles of rows", "one tile", "second block outside", "ragged"],
+)
+@pytest.mark.parametrize("schedule", machine.SCHEDULES)
+def test_pair_agrees_with_float64(rows, cols, depth, schedule):
+    x, w, bias = matrix(rows, depth), matrix(cols, depth, 0.1), matrix(1, cols)[0]
+    with machine.emulating(machine.SCHEDULES[schedule], processors=4) as launches:
+        y, z = linear_fwd(x, w, bias, activation="relu2", keep_z=True, tile=PAIR)
+    exact = x.double() @ w.double().T + bias.double()
+    torch.testing.assert_close(z.double(), exact, rtol=2**-8, atol=1e-4)
+    torch.testing.assert_close(y.double(), exact.clamp(min=0) ** 2, rtol=2**-8, atol=1e-4)
+    assert launches[0].grid == (min(2, PAIR.tiles(rows, cols)),)  # pairs, which take two processors each
+
+
+@pytest.mark.parametrize(
+    ("stages", "steps", "tiles"), [(2, 1, 1), (2, 3, 1), (2, 1, 3), (3, 2, 1), (2, 2, 2)]
+)
+def test_no_order_of_events_of_both_blocks_is_a_fault(stages, steps, tiles):
+    assert launched(stages, steps, tiles).explore() > 800
+
+
+# --- mutants: edits of the events of both blocks ---
+
+Edit = Callable[[Role, TraceEvent], list[TraceEvent]]
+
+
+def of_block(block: int) -> Callable[[Role], bool]:
+    return lambda role: role.name.endswith(f"block {block}")
+
+
+FIRST, SECOND = of_block(0), of_block(1)
+
+
+def rewritten(trace: Trace, edit: Edit) -> Trace:
+    roles = (
+        Role(role.name, tuple(made for event in role.events for made in edit(role, event)))
+        for role in trace.segments[0]
+    )
+    return replace(trace, segments=(tuple(roles),))
+
+
+def mutants_of_pairs(trace: Trace) -> Iterator[tuple[str, Trace]]:
+    names = trace.barriers
+    both = {n for n, name in enumerate(names) if name.startswith("made#3")}
+    full = {n for n, name in enumerate(names) if name.startswith("made of")}
+    meeting = names.index("the blocks of the pair")
+    assert len(full) == 2 * len(both) == 4
+    second_full = {n for n in full if trace.block_of[n] == 1}
+    weights = {  # that the first block copies into the second
+        event.number
+        for role in trace.segments[0]
+        for event in role.events
+        if isinstance(event, CopyIn) and FIRST(role) and event.barrier in second_full
+    }
+    assert weights
+
+    def dropping(which: Callable[[Role, TraceEvent], bool]) -> Trace:
+        return rewritten(trace, lambda role, event: [] if which(role, event) else [event])
+
+    def at(kind: type[TraceEvent], barriers: set[int]) -> Callable[[TraceEvent], bool]:
+        return lambda event: isinstance(event, kind) and event.barrier in barriers
+
+    def changing(which: Callable[[Role, TraceEvent], bool], **fields) -> Trace:
+        return rewritten(
+            trace, lambda role, event: [replace(event, **fields) if which(role, event) else event]
+        )
+
+    arrives, waits = at(Arrive, both), at(Wait, both)
+    yield "one release for two", changing(lambda role, event: at(Init, both)(event), count=1)
+    yield "a third release", changing(lambda role, event: at(Init, both)(event), count=3)
+    yield "the second block releases its own buffer only", dropping(lambda r, e: SECOND(r) and arrives(e))
+    yield "the first block releases its own buffer only", dropping(lambda r, e: FIRST(r) and arrives(e))
+    yield "the first block does not wait for the second", dropping(lambda r, e: waits(e))
+    yield (
+        "phase of the wait for both wrong",
+        rewritten(
+            trace, lambda role, event: [replace(event, parity=1 - event.parity) if waits(event) else event]
+        ),
+    )
+    yield "mask without the second block", dropping(lambda r, e: e.number in weights)
+    yield (
+        "mask without the first block",
+        dropping(
+            lambda r, e: (
+                FIRST(r) and isinstance(e, CopyIn) and "b_ring" in e.view.name and e.number not in weights
+            )
+        ),
+    )
+    yield "both blocks copy for both", rewritten(trace, copied_by_second(trace, weights))
+    yield "bytes for half", rewritten(trace, expecting(lambda role: True, 1 / 2))
+    yield "bytes for half in the second block", rewritten(trace, expecting(SECOND, 1 / 2))
+    yield "bytes of both blocks", rewritten(trace, expecting(lambda role: True, 2))
+    yield "nobody waits at the end", dropping(last_meeting(trace, meeting, lambda role: True))
+    yield (
+        "the first block does not wait at the end",
+        dropping(lambda r, e: isinstance(e, Wait) and last_meeting(trace, meeting, FIRST)(r, e)),
+    )
+    yield "nobody waits at the beginning", dropping(first_meeting(trace, meeting))
+    yield "barriers of both made in each block", dropping(lambda r, e: at(Init, both)(e))
+    yield "released before it was read", rewritten(trace, released_early(both))
+    yield (
+        "the second block leaves out what lies outside",
+        dropping(
+            lambda r, e: (
+                SECOND(r) and not r.name.startswith("main") and not isinstance(e, Init) and e.where != "roles"
+            )
+        ),
+    )
+    yield "counted at the other's barrier", rewritten(trace, counted_at(trace, weights))
+
+
+def expecting(which: Callable[[Role], bool], share: float) -> Edit:
+    return lambda role, event: [
+        replace(event, nbytes=int(event.nbytes * share))
+        if isinstance(event, Expect) and which(role)
+        else event
+    ]
+
+
+def copied_by_second(trace: Trace, weights: set[int]) -> Edit:
+    """`load` of the second block copies what the first does, too."""
+    copies = {
+        index: event
+        for index, event in enumerate(
+            event for role in trace.segments[0] for event in role.events if event.number in weights
+        )
+    }
+    counts = {"n": 0}
+    numbers = max(event.number for role in trace.segments[0] for event in role.events) + 1
+
+    def edit(role: Role, event: TraceEvent) -> list[TraceEvent]:
+        if SECOND(role) and isinstance(event, CopyIn):
+            again = replace(copies[counts["n"]], number=numbers + counts["n"])
+            counts["n"] += 1
+            return [event, again]
+        return [event]
+
+    return edit
+
+
+def meetings(trace: Trace, meeting: int, which: Callable[[Role], bool]) -> list[list[TraceEvent]]:
+    return [
+        [event for event in role.events if getattr(event, "barrier", None) == meeting]
+        for role in trace.segments[0]
+        if which(role) and role.name.startswith("main")
+    ]
+
+
+def last_meeting(trace: Trace, meeting: int, which: Callable[[Role], bool]):
+    chosen = {event for events in meetings(trace, meeting, which) for event in events[-2:]}
+    return lambda role, event: event in chosen
+
+
+def first_meeting(trace: Trace, meeting: int):
+    """The one before the roles begin; those at the end then meet in the phase before."""
+    every = meetings(trace, meeting, lambda role: True)
+    chosen = {event for events in every for event in events[:2]}
+    return lambda role, event: event in chosen
+
+
+def released_early(both: set[int]) -> Edit:
+    """A release of both comes before the wait for the products that read the buffer."""
+    held: dict[str, list[TraceEvent]] = {}
+
+    def edit(role: Role, event: TraceEvent) -> list[TraceEvent]:
+        waiting = held.setdefault(role.name, [])
+        if isinstance(event, MultiplyWait):
+            later = [one for one in releases(role, both) if one.number > event.number]
+            if later and later[0] not in waiting:
+                waiting.append(later[0])
+                return [later[0], event]
+        return [] if event in waiting else [event]
+
+    return edit
+
+
+def releases(role: Role, both: set[int]) -> list[TraceEvent]:
+    return [event for event in role.events if isinstance(event, Arrive) and event.barrier in both]
+
+
+def counted_at(trace: Trace, weights: set[int]) -> Edit:
+    """Bytes that land in the second block count in the first."""
+    names = trace.barriers
+
+    def edit(role: Role, event: TraceEvent) -> list[TraceEvent]:
+        if event.number in weights and isinstance(event, CopyIn):
+            other = names.index(names[event.barrier].replace("of block 1", "of block 0"))
+            return [replace(event, barrier=other)]
+        return [event]
+
+    return edit
+
+
+CAUGHT_AS = {
+    "one release for two": {"Race", "Misuse", "Deadlock"},
+    "a third release": {"Deadlock"},
+    "the second block releases its own buffer only": {"Deadlock"},
+    "the first block releases its own buffer only": {"Deadlock"},
+    "the first block does not wait for the second": {"Race"},
+    "phase of the wait for both wrong": {"Deadlock", "Race"},
+    "mask without the second block": {"Deadlock"},
+    "mask without the first block": {"Deadlock"},
+    "both blocks copy for both": {"Race", "Undrained", "Misuse", "Deadlock"},
+    "bytes for half": {"Race", "Misuse", "Deadlock"},
+    "bytes for half in the second block": {"Race", "Misuse", "Deadlock"},
+    "bytes of both blocks": {"Deadlock"},
+    "nobody waits at the end": {"Misuse", "Undrained"},
+    "the first block does not wait at the end": {"Misuse", "Undrained"},
+    "nobody waits at the beginning": {"Misuse", "Deadlock"},
+    "barriers of both made in each block": {"Misuse"},
+    "released before it was read": {"Race"},
+    "the second block leaves out what lies outside": {"Deadlock"},
+    "counted at the other's barrier": {"Deadlock", "Race", "Misuse"},
+}
+
+
+def faults_of(trace):
+    expected, found = machine.expectations(trace), {}
+    for name, mutant in mutants_of_pairs(trace):
+        try:
+            machine.search(mutant, expected)
+            found[name] = "none"
+        except machine.Fault as fault:
+            found[name] = type(fault).__name__
+    return found
+
+
+def test_every_mutant_of_a_pair_is_caught():
+    (trace,) = launched(stages=2, steps=3, tiles=1).traces()
+    found = faults_of(trace)
+    assert {name: fault for name, fault in found.items() if fault not in CAUGHT_AS[name]} == {}
+    assert found.keys() == CAUGHT_AS.keys()
+
+
+SLIPS = {  # what stands there, what does not belong there
+    "a block ends alone": ("matmul", "        gl.barrier(cluster=True)\n", "        pass\n", machine.Misuse),
+    "only its own block is told": (
+        "roles",
+        "mbarrier.arrive(both.index(buffer), pred=pred)",
+        "pass",
+        machine.Deadlock,
+    ),
+    "nobody waits for both": ("roles", "mbarrier.wait(both.index(buffer), phase ^ 1)", "pass", machine.Race),
+}
+
+
+@pytest.mark.parametrize(("module", "old", "new", "fault"), SLIPS.values(), ids=SLIPS)
+def test_edit_of_the_source_is_caught(module, old, new, fault):
+    with edited(import_module(f"tpkernels.kernels.gluon.{module}"), old, new):
+        one = launched(stages=2, steps=3, tiles=1)
+        with pytest.raises(fault):
+            one.explore()
