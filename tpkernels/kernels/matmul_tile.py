@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from tpkernels.env_flag import env_flag
-from tpkernels.kernels.triton_versions import GLUON_SINCE, triton_version
+from tpkernels.kernels.triton_versions import GLUON_SINCE, SPECIALIZED_SINCE, triton_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class MatmulTile:
     parts: int = 1  # the epilogue works on this many column parts, one after the other
     per_processor: int = 1  # resident programs of a persistent launch
     flatten: bool = False  # one loop over tiles and depth: the next tile's loads start during the epilogue
+    specialize: bool = False  # Triton gives copies, products and epilogues warps of their own, on Blackwell
     group: int = 8  # tiles of a column that are computed in a row, see `blocks.tile_at`
     splits: int = 1  # the depth is cut so, and fp32 sums of the parts are added afterwards, in order
     consumers: int = 0  # groups of warps that multiply what a warp of its own loads; 0: all warps do both
@@ -39,6 +40,8 @@ class MatmulTile:
                 raise ValueError(f"MatmulTile expected {name} of at least 1, got {getattr(self, name)}")
         if self.consumers not in (0, 1, 2) or (self.consumers and self.splits > 1):
             raise ValueError(f"MatmulTile expected at most 2 consumers, and none beside splits, got {self}")
+        if self.specialize and self.consumers:
+            raise ValueError(f"MatmulTile expected either specialize or consumers, got {self}")
         if self.block_depth < 16 or self.block_cols // self.parts < 16 or self.block_rows < 16:
             raise ValueError(
                 f"MatmulTile expected at least 16 rows, 16 depth and 16 columns a part, got {self}"
@@ -55,7 +58,7 @@ class MatmulTile:
         )
         return (
             f"{self.block_rows}x{self.block_cols}x{self.block_depth}-w{self.num_warps}-s{self.num_stages}"
-            f"-p{self.parts}{'-flat' * self.flatten}"
+            f"-p{self.parts}{'-flat' * self.flatten}{'-ws' * self.specialize}"
             + "".join(f"-{mark}{count}" for mark, count, usual in marks if count != usual)
         )
 
@@ -69,10 +72,16 @@ class MatmulTile:
         found = _NAME.fullmatch(name)
         if found:
             sizes = {field: int(text) for field, text in found.groupdict().items() if text and text.isdigit()}
-            tile = MatmulTile(**sizes, flatten=bool(found["flatten"]))
+            marks = {mark: bool(found[mark]) for mark in ("flatten", "specialize")}
+            tile = MatmulTile(**sizes, **marks)
             if tile.name == name:  # else it says what is usual, or 08 for 8
                 return tile
         raise ValueError(f"expected the name of a tile, such as 128x256x64-w8-s4-p2-flat, got {name!r}")
+
+    @property
+    def in_roles(self) -> bool:
+        """Whether warps of the kernel have roles, and wait for each other: a fault there could hang."""
+        return self.specialize or self.consumers > 0
 
     def tiles(self, rows: int, cols: int) -> int:
         """How many tiles cover a (rows, cols) result."""
@@ -81,17 +90,19 @@ class MatmulTile:
 
 _NAME = re.compile(
     r"(?P<block_rows>\d+)x(?P<block_cols>\d+)x(?P<block_depth>\d+)-w(?P<num_warps>\d+)-s(?P<num_stages>\d+)"
-    r"-p(?P<parts>\d+)(?P<flatten>-flat)?(?:-x(?P<per_processor>\d+))?(?:-k(?P<splits>\d+))?"
-    r"(?:-c(?P<consumers>\d+))?(?:-g(?P<group>\d+))?",
+    r"-p(?P<parts>\d+)(?P<flatten>-flat)?(?P<specialize>-ws)?"
+    r"(?:-x(?P<per_processor>\d+))?(?:-k(?P<splits>\d+))?(?:-c(?P<consumers>\d+))?(?:-g(?P<group>\d+))?",
     re.ASCII,
 )
 
 
 def compiles(tile: MatmulTile) -> bool:
-    """Whether the Triton that is installed has what the tile's kernel is written in: Gluon for consumers."""
+    """Whether the Triton that is installed compiles the tile's kernel: Gluon for consumers, say."""
+    if tile.specialize and triton_version() < SPECIALIZED_SINCE:
+        return False
     return not tile.consumers or triton_version() >= GLUON_SINCE
 
 
 def available(tile: MatmulTile) -> bool:
     """Whether this process may use the tile's kernel: TPKERNELS_GLUON=0 leaves out those of Gluon."""
-    return not tile.consumers or (compiles(tile) and env_flag("TPKERNELS_GLUON", default=True))
+    return compiles(tile) and (not tile.consumers or env_flag("TPKERNELS_GLUON", default=True))
