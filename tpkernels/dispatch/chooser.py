@@ -12,9 +12,9 @@ replayed: one candidate is chosen for eager calls and one for graphs. Timing is 
 is captured or torch.compile traces, since neither may wait for the GPU, nor with TPKERNELS_TUNE=0.
 
 Choosing takes half a minute at most: when CHECKING_SECONDS are over, what was not tried yet stays so, and is
-told. A kernel whose warps have roles (see `MatmulTile`) was never run before it was shipped. It runs here only
-after it passed a trial in a child process (see `verdicts`). It is chosen only where its results were then
-compared with torch's on this machine, now or when this machine's cache was written.
+told. A kernel whose warps have roles (see `MatmulTile`) was never run before it was shipped. It runs here
+only after it passed a trial in a child process (see `verdicts`). It is chosen only where its results were
+then compared with torch's on this machine, now or when this machine's cache was written.
 
 No choice made here changes what is communicated, when, or in which shape, only who computes a product on this
 rank. What does change communication is decided elsewhere, from global shapes. Ranks choose for themselves

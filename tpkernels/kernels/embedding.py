@@ -122,7 +122,7 @@ def _embedding_splits_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """One program sums BLOCK_COLS features of the whole split that starts at one of SPLIT tokens, if one does.
+    """One program sums BLOCK_COLS features of the whole split that starts among SPLIT tokens, if one does.
 
     No two do, and the one that does holds the last of these tokens.
     """

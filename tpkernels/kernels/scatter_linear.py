@@ -69,17 +69,13 @@ def _scatter_linear_kernel(
     SPECIALIZE: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Each program computes every num_programs-th tile, chunk by chunk.
-
-    It counts a tile once it has multiplied the next: by then the stores have left, and nothing waits for them.
-    """
+    """Each program computes every num_programs-th tile, chunk by chunk."""
     # one loop over tiles and depth would hold the barrier, and so load nothing ahead
-    tl.static_assert(not FLATTEN, "a flattened loop waits for each load")
+    tl.static_assert(not (FLATTEN or SPECIALIZE), "a flattened loop waits for each load")
     PART: tl.constexpr = BLOCK_COLS // PARTS
     row_tiles = tl.cdiv(chunk_rows, BLOCK_ROWS)
     col_tiles = tl.cdiv(N, BLOCK_COLS)
-    tiles, programs = R * splits * chunk_tiles, tl.num_programs(0)
-    for index in tl.range(tl.program_id(0), tiles, programs):
+    for index in tl.range(tl.program_id(0), R * splits * chunk_tiles, tl.num_programs(0)):
         chunk = index // chunk_tiles  # as they are computed
         owner = (rank + R - 1 - chunk // splits) % R
         part = chunk % splits
@@ -104,8 +100,6 @@ def _scatter_linear_kernel(
                     w2, n, k, N, K2, stride_w2n, stride_w2k, BLOCK_COLS, BLOCK_DEPTH, DEPTH_FIRST, TMA
                 )
                 acc = tl.dot(a_block, w_block, acc, input_precision=PRECISION)
-        if index >= programs:
-            _count(index - programs, counters_ptr, flags_ptr, awaited_ptr, R, rank, splits, chunk_tiles)
         slot_ptr = tl.load(slots_ptr + owner).to(tl.pointer_type(DTYPE))
         if ALIGNED:
             slot_ptr = tl.multiple_of(slot_ptr, 16)
@@ -113,28 +107,17 @@ def _scatter_linear_kernel(
         parts = split_columns(acc, PARTS)
         for p in tl.static_range(PARTS):
             store_block(slot_ptr, parts[p], row, n + p * PART, chunk_rows, N, N, 1, TMA=False)
-    # no more programs than tiles are launched: each has a last one
-    last = tl.program_id(0) + (tiles - 1 - tl.program_id(0)) // programs * programs
-    _count(last, counters_ptr, flags_ptr, awaited_ptr, R, rank, splits, chunk_tiles)
-
-
-@triton.jit
-def _count(index, counters_ptr, flags_ptr, awaited_ptr, R, rank, splits, chunk_tiles):
-    """Counts a tile that this program has stored, and raises the flag of its chunk if it was the last.
-
-    Each thread has stored some of the tile. The barrier orders all of it before the counter, which one thread
-    counts up; each count of a chunk follows the one before, and the flag follows the last: so whoever sees the
-    flag sees the chunk. All of them are ordered for the whole system, as the reader is another GPU.
-    """
-    chunk = index // chunk_tiles
-    tl.debug_barrier()
-    stored = tl.atomic_add(counters_ptr + chunk, 1, sem="acq_rel", scope="sys")
-    if stored == chunk_tiles - 1:
-        # nobody else counts here any more, and the next launch comes after this one
-        tl.atomic_xchg(counters_ptr + chunk, 0, sem="relaxed", scope="gpu")
-        owner = (rank + R - 1 - chunk // splits) % R
-        flag_ptr = tl.load(flags_ptr + owner).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(flag_ptr + chunk % splits, tl.load(awaited_ptr), sem="release", scope="sys")
+        # Each thread has stored some of the tile. The barrier orders all of it before the counter, which one
+        # thread counts up; each count of a chunk follows the one before, and the flag follows the last: so
+        # whoever sees the flag sees the chunk. All of them are ordered for the whole system, as the reader is
+        # another GPU.
+        tl.debug_barrier()
+        stored = tl.atomic_add(counters_ptr + chunk, 1, sem="acq_rel", scope="sys")
+        if stored == chunk_tiles - 1:
+            # nobody else counts here any more, and the next launch comes after this one
+            tl.atomic_xchg(counters_ptr + chunk, 0, sem="relaxed", scope="gpu")
+            flag_ptr = tl.load(flags_ptr + owner).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(flag_ptr + part, tl.load(awaited_ptr), sem="release", scope="sys")
 
 
 @planned
