@@ -95,15 +95,13 @@ def embedding_fwd(
 
 
 @triton.jit
-def _add_tokens(acc, dy_ptr, tokens_ptr, start, stop, h, H, stride_dt, stride_dh, BLOCK_ROWS: tl.constexpr):
-    """acc with dy of the sorted tokens from start to stop, BLOCK_ROWS at a time."""
-    for first in tl.range(start, stop, BLOCK_ROWS):
-        place = first + tl.arange(0, BLOCK_ROWS)
-        there = place < stop
-        t = tl.load(tokens_ptr + place, there, 0)
-        rows = dy_ptr + t[:, None] * stride_dt + h[None, :] * stride_dh
-        acc += tl.load(rows, there[:, None] & (h < H)[None, :], 0.0).to(tl.float32)
-    return acc
+def _load_rows(dy_ptr, tokens_ptr, first, stop, h, H, stride_dt, stride_dh, BLOCK_ROWS: tl.constexpr):
+    """dy of BLOCK_ROWS of the sorted tokens from first, in fp32; zeros from stop on."""
+    place = first + tl.arange(0, BLOCK_ROWS)
+    there = place < stop
+    t = tl.load(tokens_ptr + place, there, 0)
+    rows = dy_ptr + t[:, None] * stride_dt + h[None, :] * stride_dh
+    return tl.load(rows, there[:, None] & (h < H)[None, :], 0.0).to(tl.float32)
 
 
 @triton.jit
@@ -135,9 +133,10 @@ def _embedding_splits_kernel(
         first = last - (last - start) % SPLIT
         if first + SPLIT <= stop:
             acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
-            acc = _add_tokens(
-                acc, dy_ptr, tokens_ptr, first, first + SPLIT, h, H, stride_dt, stride_dh, BLOCK_ROWS
-            )
+            for step in tl.range(0, SPLIT, BLOCK_ROWS):
+                acc += _load_rows(
+                    dy_ptr, tokens_ptr, first + step, first + SPLIT, h, H, stride_dt, stride_dh, BLOCK_ROWS
+                )
             tl.store(splits_ptr + number * H + h, tl.sum(acc, axis=0), h < H)
 
 
@@ -155,19 +154,21 @@ def _embedding_bwd_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """One program sums BLOCK_COLS features of one row: BLOCK_ROWS splits at a time, then the tokens left."""
+    """One program sums BLOCK_COLS features of one row, BLOCK_ROWS at a time: tokens left, and splits."""
     # int64: V * H passes 2**31 at 512k rows of width 4096
     v = tl.program_id(0).to(tl.int64)
     h = (tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)).to(tl.int64)
     start, stop = tl.load(starts_ptr + v), tl.load(starts_ptr + v + 1)
     whole = (stop - start) // SPLIT
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
-    for first in tl.range(0, whole, BLOCK_ROWS):
-        place = first + tl.arange(0, BLOCK_ROWS)
-        rows = splits_ptr + (start // SPLIT + place)[:, None] * H + h[None, :]
+    for first in tl.range(start + whole * SPLIT, stop, BLOCK_ROWS):
+        acc += _load_rows(dy_ptr, tokens_ptr, first, stop, h, H, stride_dt, stride_dh, BLOCK_ROWS)
+    splits_ptr += start // SPLIT * H
+    whole = whole.to(tl.int32)  # int64 takes the registers of a block more
+    for split in tl.range(0, whole, BLOCK_ROWS):
+        place = split + tl.arange(0, BLOCK_ROWS)
+        rows = splits_ptr + place[:, None].to(tl.int64) * H + h[None, :]
         acc += tl.load(rows, (place < whole)[:, None] & (h < H)[None, :], 0.0)
-    left = start + whole * SPLIT
-    acc = _add_tokens(acc, dy_ptr, tokens_ptr, left, stop, h, H, stride_dt, stride_dh, BLOCK_ROWS)
     dweight = tl.sum(acc, axis=0).to(dweight_ptr.dtype.element_ty)
     tl.store(dweight_ptr + v * H + h, dweight, h < H)
 
