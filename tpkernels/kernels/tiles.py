@@ -145,23 +145,28 @@ _DESCRIPTOR: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
     ),
 }
+# Of a step, where L2 bounds each processor and few have a tile: fewer bytes, and tiles for twice as many
+_FEW_TOKENS = MatmulTile(64, 64, 64, num_warps=4, num_stages=4, per_processor=2)
 # Timed beside these on Hopper; a launcher takes none of them by itself. Two blocks share a processor, so that
 # one multiplies while the other stores; or the loop is flattened, or the depth split; or stages are more,
 # or fewer, which leaves shared memory to kernels that run beside. No GPU has said yet which is faster.
 _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
     "linear": (
+        _FEW_TOKENS,
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, flatten=True),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, consumers=1),
         MatmulTile(128, 128, 64, num_warps=4, num_stages=5, parts=4, consumers=2),
     ),
-    "glu": (MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1),),
+    "glu": (_FEW_TOKENS, MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1)),
     "dgrad": (
+        _FEW_TOKENS,
         MatmulTile(128, 128, 64, num_warps=4, num_stages=3, parts=4, per_processor=2),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1),
         MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2),
     ),
     "dglu": (
+        _FEW_TOKENS,
         MatmulTile(128, 128, 64, num_warps=4, num_stages=3, parts=8, per_processor=2),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=4, flatten=True),
         MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
