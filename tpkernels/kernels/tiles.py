@@ -183,7 +183,6 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
 _SPILLING: Mapping[tuple[Kernel, str], tuple[str, ...]] = {
     ("dglu", "128x256x64-w8-s3-p4-flat"): ("geglu",),
     ("linear", "128x256x128-w8-s3-p2-flat"): ("blocks",),  # scales in the loop take sums to registers
-    ("linear", "128x256x128-w8-s3-p8-flat-ws"): ("blocks",),
 }
 # On Blackwell a flattened loop stages an fp32 result in shared memory whole, whatever its parts: only two
 # stages would fit beside.
@@ -233,11 +232,8 @@ _DESCRIPTOR_FP8: tuple[MatmulTile, ...] = (
     MatmulTile(64, 128, 128, num_warps=4, num_stages=3, parts=2, per_processor=2),
 )
 # Timed beside these; Blackwell's sums lie in memory of their own, and take no registers.
-_HOPPER_FP8 = (MatmulTile(64, 256, 128, num_warps=8, num_stages=3, parts=4, flatten=True),)
-_BLACKWELL_FP8 = (
-    MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=2, flatten=True),
-    MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=8, flatten=True, specialize=True),
-)
+_HOPPER_FP8 = MatmulTile(64, 256, 128, num_warps=8, num_stages=3, parts=4, flatten=True)
+_BLACKWELL_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=2, flatten=True)
 # Where groups of warps multiply, 64 rows at least: what takes fewer makes 16 bits of fp8 first.
 _POINTER_FP8: tuple[MatmulTile, ...] = (
     MatmulTile(64, 128, 128, num_warps=8, num_stages=3),
@@ -261,7 +257,7 @@ def candidates(
     if form == "descriptor" and target.backend == "cuda":
         more: tuple[MatmulTile, ...] = (_BLACKWELL[kernel],)
         if dtype in FP8:
-            more = _HOPPER_FP8 if target.capability == 90 else _BLACKWELL_FP8
+            more = (_HOPPER_FP8 if target.capability == 90 else _BLACKWELL_FP8,)
         elif target.capability == 90:
             more = _HOPPER[kernel]
         tiles += tuple(tile for tile in more if compiles(tile))
