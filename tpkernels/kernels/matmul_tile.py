@@ -72,8 +72,7 @@ class MatmulTile:
         found = _NAME.fullmatch(name)
         if found:
             sizes = {field: int(text) for field, text in found.groupdict().items() if text and text.isdigit()}
-            marks = {mark: bool(found[mark]) for mark in ("flatten", "specialize")}
-            tile = MatmulTile(**sizes, **marks)
+            tile = MatmulTile(**sizes, flatten=bool(found["flatten"]), specialize=bool(found["specialize"]))
             if tile.name == name:  # else it says what is usual, or 08 for 8
                 return tile
         raise ValueError(f"expected the name of a tile, such as 128x256x64-w8-s4-p2-flat, got {name!r}")
