@@ -107,6 +107,20 @@ def test_kernels_with_consumers_are_tried_first_after_torchs(step, monkeypatch):
     assert not all(with_consumers[torchs:])
 
 
+def test_two_products_in_one_sum_have_no_tile_in_roles_of_triton(monkeypatch):
+    """Of two loops Triton makes one without its products, and says nothing."""
+    monkeypatch.setattr(module, "triton_version", lambda: (3, 7))
+    gpu, specialized = TARGET_GPUS["b200"], {}
+    for step in ("dgrad", "dgrad_pairs"):
+        record, problem = posed(step, BIG)
+        specialized[step] = [c.name for c in candidates(record, problem, gpu) if c.tile and c.tile.specialize]
+    name = "triton/descriptor/128x256x64-w8-s4-p4-flat-ws"
+    assert specialized == {"dgrad": [name], "dgrad_pairs": []}
+    assert named(name, *posed("dgrad", BIG), gpu)
+    assert named(name, *posed("dgrad_pairs", BIG), gpu) is None
+    assert named(name, *posed("dgrad", BIG), TARGET_GPUS["h100"]) is None
+
+
 def test_what_was_compiled_for_this_gpu_leaves_tiles_out(monkeypatch):
     """By registers of two blocks that are to share a processor, and by spills."""
     monkeypatch.setattr(module, "triton_version", lambda: (3, 7))  # of which the table has figures

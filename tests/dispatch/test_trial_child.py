@@ -23,7 +23,7 @@ from tpkernels.dispatch.trial_child import fault, opened
 from tpkernels.dispatch.variant import Variant, sizes_for
 from tpkernels.kernels import dgrad as dgrad_kernel
 from tpkernels.kernels import linear as linear_kernel
-from tpkernels.kernels.target import H100
+from tpkernels.kernels.target import B200, H100
 from tpkernels.kernels.tiles import MatmulTile
 
 TILE = "32x32x32-w4-s1-p2-g2"
@@ -80,6 +80,16 @@ def test_samples_pose_the_problem_that_a_variant_is_of(step):
             posed = record.problem(*arguments)
             assert (posed.step, posed.dtype, posed.options) == (step, layer.dtype, problem.options)
             assert [layout.tma_obstacle() for layout in posed.layouts] == [None] * len(posed.layouts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_samples_add_to_gradients_of_the_dtype_that_a_variant_is_of(dtype):
+    record = PRODUCTS["wgrad_accumulate_"]
+    main_grad, dy, x = record.sample(LAYERS[0])
+    problem = record.problem(main_grad.to(dtype), dy, x)
+    ours = next(c for c in candidates(record, problem, TARGET_GPUS["b200"]) if c.form == "descriptor")
+    for arguments in Variant.of(problem, ours).samples(B200).values():
+        assert record.problem(*arguments).options == problem.options
 
 
 def test_two_pairs_differ_in_depth():

@@ -254,3 +254,18 @@ def test_a_chooser_tries_by_real_children_unless_told_otherwise(
     assert ([str(variant) for variant in variants], device) == ([f"{VARIANT}-c1", f"{VARIANT}-c2"], CPU)
     written = json.loads(chooser.cache.path.read_text())["choices"]
     assert written[f"passed: {VARIANT}-c1"] == {"name": "passed", "milliseconds": {}}
+
+
+def test_roles_of_triton_are_tried_as_those_of_gluon_are(record, ran, monkeypatch, make_chooser):
+    """A wait that never ends would hang this process in either."""
+    specialized = replace(PLAIN, specialize=True)
+    monkeypatch.setattr(candidates_module, "shipped_tiles", lambda *case: (PLAIN, specialized))
+    monkeypatch.setattr(candidates_module, "specializes", lambda *case: True)
+    for activation, told, timed in (
+        ("none", HUNG, ["torch", NAMES[0]]),
+        ("gelu", PASSED, ["torch", f"{NAMES[0]}-ws", NAMES[0]]),
+    ):
+        timer, trial = FakeTimer(TIMES | {f"{NAMES[0]}-ws": 1.0}), FakeTrial({0: told})
+        make_chooser(timer, trial=trial).timed(record, (X, W, None, activation, False))
+        assert timer.asked == [timed]
+        assert trial.asked == [[0]]

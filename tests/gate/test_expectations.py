@@ -72,6 +72,11 @@ NEEDED = {  # entry, architecture, what it does without any of which a rule is b
         "sm_100",
         {"UTCHMMA": 4, "UTMALDG": 2, "UTMASTG": 2},
     ),
+    "in_roles_of_triton": (
+        "sm_100/linear/descriptor/bf16/128x256x64-w8-s4-p2-flat-ws/gelu_tanh+bias+z",
+        "sm_100",
+        {"UTCHMMA": 4, "UTMALDG": 2, "UTMASTG": 2},
+    ),
     "pushes_by_threads": (
         "scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/one",
         "sm_90",
@@ -83,7 +88,7 @@ NEEDED = {  # entry, architecture, what it does without any of which a rule is b
 @pytest.mark.parametrize(("name", "architecture", "instructions"), NEEDED.values(), ids=NEEDED)
 def test_each_of_these_instructions_is_needed(name, architecture, instructions):
     entry = entry_of(name)
-    facts = replace(FACTS, aligned=entry.aligned, instructions=instructions)
+    facts = replace(FACTS, aligned=entry.aligned, instructions=instructions, threads=384)
     assert [*violations(entry, architecture, facts)] == []
     for one in instructions:
         without = {other: count for other, count in instructions.items() if other != one}
@@ -143,6 +148,23 @@ def test_kernels_in_roles_keep_what_they_are_written_for(change, expected):
     together = replace(LINEAR, name=LINEAR.name.replace("-flat", "-c1"))
     of_one = [*violations(together, "sm_90", replace(facts, **change))]
     assert of_one == ([] if "products_during_stores" in change else [expected])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"threads": 256}, "no warps of their own for copies and products"),
+        ({"spills": 2, "stack": 8}, "spills: 2 loads and stores of local memory, 8 bytes of stack"),
+    ],
+)
+def test_roles_that_triton_is_asked_for_are_there_and_spill_nothing(change, expected):
+    name, architecture, instructions = NEEDED["in_roles_of_triton"]
+    entry = entry_of(name)
+    facts = replace(FACTS, aligned=entry.aligned, instructions=instructions, threads=384)
+    assert [*violations(entry, architecture, facts)] == []
+    assert [*violations(entry, architecture, replace(facts, **change))] == [expected]
+    plain = entry_of(NEEDED["blackwell"][0])
+    assert [*violations(plain, architecture, replace(facts, **change))] == []
 
 
 @pytest.mark.parametrize("kernel", ["softmax_statistics", "cross_entropy_grad"])

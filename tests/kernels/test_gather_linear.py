@@ -174,6 +174,8 @@ def test_gather_linear_refuses_what_cannot_work(device):
         gather_linear_fwd(x, w, b, arrivals=here, margin=9999)
     with pytest.raises(ValueError, match="flatten=False"):
         gather_linear_fwd(x, w, b, arrivals=here, tile=MatmulTile(32, 32, 32, 4, 1, flatten=True))
+    with pytest.raises(ValueError, match="without -ws"):
+        gather_linear_fwd(x, w, b, arrivals=here, tile=MatmulTile(32, 32, 32, 4, 1, specialize=True))
     with pytest.raises(ValueError, match=r"weight of shape \(16, 8\).*got \(16, 9\)"):
         gather_linear_fwd(x, normal(16, 9, torch.float32, device), arrivals=here)
     fields = {"flags": here.flags, "awaited": here.awaited, "status": here.status}

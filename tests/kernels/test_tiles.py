@@ -20,6 +20,7 @@ from tpkernels.kernels.tiles import (
     pushing_tile,
     row_tile,
     serves,
+    specializes,
     without_spills,
 )
 
@@ -34,6 +35,7 @@ GLUON = MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=4, consumers=1
         ({"flatten": True, "group": 4}, "128x256x64-w8-s3-p4-flat-g4"),
         ({"per_processor": 2, "splits": 4}, "128x256x64-w8-s3-p4-x2-k4"),
         ({"consumers": 2, "group": 16}, "128x256x64-w8-s3-p4-c2-g16"),
+        ({"flatten": True, "specialize": True, "per_processor": 2}, "128x256x64-w8-s3-p4-flat-ws-x2"),
     ],
 )
 def test_a_name_is_read_back(changes, name):
@@ -55,6 +57,7 @@ def test_every_shipped_name_is_read_back_and_tells_tiles_apart():
         *("", "torch", "128x256x64", "128x256x64-w8-s3", "128x256x64-w8-s3-p4 ", "128x256x64-w8-s3-p4-x1"),
         *("128x256x64-w8-s3-p4-g8", "0128x256x64-w8-s3-p4", "100x256x64-w8-s3-p4", "128x256x64-w8-s0-p4"),
         *("128x256x64-w8-s3-p4-flat-flat", "128x256x64-w8-s3-p4-c2-x2", "128x256x64-w8-s3-p4-k0"),
+        *("128x256x64-w8-s3-p4-ws-flat", "128x256x64-w8-s3-p4-ws-c1"),
         *("128x256x64-w8-s3-p64", "128x256x64-w8-s3-p4-z3", "\u0661x256x64-w8-s3-p4", "9" * 5000),
         *(f"{'9' * 5000}x256x64-w8-s3-p4", "128x128x64-w4-s5-p4-c3", "128x128x64-w4-s5-p4-k2-c1"),
     ],
@@ -70,8 +73,35 @@ def test_what_is_timed_on_hopper_changes_no_default():
     assert more == ["linear", *(["glu"] if compiles(GLUON) else []), "dgrad", "dglu", "wgrad"]
     for kernel, rows, cols in product(KERNELS, (1, 512, 2048, 8192), (512, 1536, 14336)):
         assert default_tile(kernel, "descriptor", BF16, H100, rows, cols) in _defaults(kernel, H100)
-        assert default_tile(kernel, "descriptor", BF16, B200, rows, cols) in _defaults(kernel, B200)
-    assert candidates("dglu", "descriptor", BF16, B200) == _defaults("dglu", B200)
+
+
+def test_few_tokens_have_a_tile_for_twice_as_many_processors_on_hopper():
+    small = MatmulTile.named("64x64x64-w4-s4-p1-x2")
+    with_it = [k for k in KERNELS if small in candidates(k, "descriptor", BF16, H100)]
+    assert with_it == ["linear", "glu", "dgrad", "dglu"]
+    assert not any(small in candidates(k, "descriptor", BF16, B200) for k in KERNELS)
+    for rows, cols in ((256, 768), (512, 512)):  # Llama-3 8B at 8 ranks
+        least = default_tile("linear", "descriptor", BF16, H100, rows, cols)
+        assert small.tiles(rows, cols) == 2 * least.tiles(rows, cols)
+
+
+def test_warps_have_roles_on_blackwell_where_triton_can_give_them(monkeypatch):
+    for version, able in (((3, 6), False), ((3, 7), True), ((3, 9), True)):
+        monkeypatch.setattr(matmul_tile, "triton_version", lambda version=version: version)
+        for kernel in KERNELS:
+            in_roles = [t for t in candidates(kernel, "descriptor", BF16, B200) if t.specialize]
+            assert len(in_roles) == able, (kernel, version)
+            assert not any(t.in_roles for t in default_tiles(kernel, "descriptor", BF16, B200))
+        assert not any(t.specialize for k in KERNELS for t in candidates(k, "descriptor", BF16, H100))
+    assert default_tile("wgrad", "descriptor", BF16, B200, 8192, 8192).num_stages == 4
+
+
+def test_triton_gives_roles_to_one_loop_over_descriptors_only():
+    assert all(specializes(kernel, "descriptor", B200) for kernel in KERNELS)
+    for kernel in ("dgrad_pairs", "gather_linear_fwd", "scatter_linear"):
+        assert not specializes(kernel, "descriptor", B200)
+    assert not specializes("linear", "pointer", B200)
+    assert not any(specializes("linear", "descriptor", gpu) for gpu in (H100, A100, MI300))
 
 
 def _defaults(kernel, target):

@@ -112,12 +112,12 @@ class Variations:
 
 
 def fastest_of_each_kind(timed: Sequence[Candidate], milliseconds: Mapping[str, float]) -> list[Candidate]:
-    """Return the fastest of our kernels of each form and consumers, without much slower kinds."""
+    """Return the fastest of our kernels of each form and roles of warps, without much slower kinds."""
     ours = sorted((one for one in timed if one.tile is not None), key=lambda one: milliseconds[one.name])
     near = [one for one in ours if milliseconds[one.name] <= NEAR * min(milliseconds.values())]
     kinds: dict[tuple[object, object], Candidate] = {}
     for one in near:
-        kinds.setdefault((one.form, one.tile and one.tile.consumers), one)
+        kinds.setdefault((one.form, one.tile and (one.tile.consumers, one.tile.specialize)), one)
     return list(kinds.values())
 
 

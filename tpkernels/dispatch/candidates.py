@@ -23,7 +23,7 @@ from tpkernels.kernels.matmul_tile import MatmulTile, available, triton_for
 from tpkernels.kernels.operands import DTYPES, FP8, Form, choose_form
 from tpkernels.kernels.target import A100, B200, H100, L40S, MI300, Target, fp8_obstacle, target_of
 from tpkernels.kernels.tiles import candidates as shipped_tiles
-from tpkernels.kernels.tiles import serves
+from tpkernels.kernels.tiles import serves, specializes
 from tpkernels.kernels.triton_versions import triton_version
 
 
@@ -91,12 +91,13 @@ BUSY_TURNS = 4  # of all processors: a smaller tile could save a part of the las
 def candidates(record: Primitive[..., Any], problem: Problem, gpu: TargetGpu) -> tuple[Candidate, ...]:
     """List what may be worth timing, plain torch first. Names are unique and do not change between runs.
 
-    Then come kernels with consumers: where time runs out before all were tried, those are the ones to know.
+    Then come kernels whose warps have roles: where time runs out before all were tried, those are the ones
+    to know.
     """
     if problem.empty:  # nothing to win
         return (TORCH,)
     fused = (Candidate(library.name) for library in record.library if library.fits(problem, gpu.target))
-    ours = sorted(_ours(problem, gpu), key=lambda one: one.tile is None or not one.tile.consumers)
+    ours = sorted(_ours(problem, gpu), key=lambda one: one.tile is None or not one.tile.in_roles)
     return TORCH, *fused, *ours
 
 
@@ -136,7 +137,9 @@ def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> 
     """Return why a tile is no candidate, as far as that is known without compiling it, or None."""
     if not available(tile):
         since = "{}.{}".format(*triton_for(tile))
-        return f"its kernel needs Triton {since}, and TPKERNELS_GLUON not to be 0"
+        return f"its kernel needs Triton {since}" + ", and TPKERNELS_GLUON not to be 0" * bool(tile.consumers)
+    if tile.specialize and not specializes(problem.step, form, gpu.target):
+        return "its kernel knows no such tile"
     if (problem.kernel == "wgrad" and tile.consumers) or (problem.kernel != "wgrad" and tile.splits > 1):
         return "its kernel knows no such tile"
     if not serves(problem.kernel, tile, problem.options):

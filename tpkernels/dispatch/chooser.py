@@ -12,9 +12,9 @@ replayed: one candidate is chosen for eager calls and one for graphs. Timing is 
 is captured or torch.compile traces, since neither may wait for the GPU, nor with TPKERNELS_TUNE=0.
 
 Choosing takes half a minute at most: when CHECKING_SECONDS are over, what was not tried yet stays so, and is
-told. A kernel with consumers (see `MatmulTile`) was never run before it was shipped. It runs here only after
-it passed a trial in a child process (see `verdicts`). It is chosen only where its results were then compared
-with torch's on this machine, now or when this machine's cache was written.
+told. A kernel whose warps have roles (see `MatmulTile`) was never run before it was shipped. It runs here
+only after it passed a trial in a child process (see `verdicts`). It is chosen only where its results were
+then compared with torch's on this machine, now or when this machine's cache was written.
 
 A choice changes who computes a product on this rank, never what is communicated, when, or in which shape:
 that is decided elsewhere, from global shapes. Ranks choose for themselves until they are given a store to
@@ -273,8 +273,8 @@ class Chooser:
         problem: Problem,
         arguments: tuple[Any, ...],
     ) -> bool:
-        """Whether another rank's candidate may run here; one with consumers must agree with torch first."""
-        if candidate.tile is None or not candidate.tile.consumers:
+        """Whether what another rank has chosen may run here: with roles, once it agrees with torch."""
+        if candidate.tile is None or not candidate.tile.in_roles:
             return True
         known = self.cache.get(problem.key)
         if known is not None and candidate.name in known.names and self._verdicts.permits(problem, candidate):
@@ -320,7 +320,7 @@ class Chooser:
         return None
 
     def _may_run(self, candidate: Candidate, problem: Problem, source: Source) -> bool:
-        if source == "shipped" and candidate.tile is not None and candidate.tile.consumers:
+        if source == "shipped" and candidate.tile is not None and candidate.tile.in_roles:
             return False  # nobody has compared it with torch here
         return self._verdicts.permits(problem, candidate)
 

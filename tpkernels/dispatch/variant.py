@@ -90,6 +90,9 @@ class Variant:
                 call.arguments[name] = word in self.options
             elif name in call.arguments and word not in self.options:
                 call.arguments[name] = None
+        if record.name == "wgrad_accumulate_":  # whose options are the dtype of what is added to
+            main_grad, dy, x = call.args
+            return main_grad.to(getattr(torch, self.options[0])), dy, x
         if record.pairs == 2 and depth > step:
             dy, weight, _, weight2 = call.args
             return dy, weight, layer.tensor(rows, depth - step), weight2[: depth - step]

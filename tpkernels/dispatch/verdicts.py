@@ -1,7 +1,7 @@
 """Which kernels that were never run may run in this process: those that passed a trial on this GPU's model.
 
-Before a tile with consumers runs here, a child process tries its kernel, once for each model of GPU and set
-of versions. A verdict is a key in the cache, as choices are:
+Before a tile whose warps have roles runs here, a child process tries its kernel, once for each model of GPU
+and set of versions. A verdict is a key in the cache, as choices are:
 
     passed: linear bfloat16 none triton/descriptor/...
     failed: linear bfloat16 none triton/descriptor/...
@@ -47,7 +47,7 @@ class Verdicts:
 
     def permits(self, problem: Problem, candidate: Candidate) -> bool:
         """Whether it may run here, as far as is known."""
-        if candidate.tile is None or not candidate.tile.consumers:
+        if candidate.tile is None or not candidate.tile.in_roles:
             return True
         variant = Variant.of(problem, candidate)
         return self._cache.get(f"{PASSED}{variant}") is not None and not self._failed(variant)

@@ -35,6 +35,7 @@ from tpkernels.kernels.tiles import (
     candidates,
     default_tiles,
     serves,
+    specializes,
     sum_tile,
 )
 
@@ -125,6 +126,8 @@ def _specs(case: _TileCase, tf32: bool = False) -> Iterator[EntrySpec]:
         for name, start in names.items():
             kernel, epilogue = name.split("/")
             if kernel in UNTIMED and case.tile not in defaults:
+                continue
+            if case.tile.specialize and not specializes(kernel, case.form, case.target):
                 continue
             if not serves(case.kernel, case.tile, epilogue.split("+")):
                 continue
@@ -239,6 +242,7 @@ def _row_specs() -> Iterator[EntrySpec]:
     yield _row_spec("advance", "one", BF16, recording.advance)
     for kernel, tile, name in (
         ("embedding_fwd", EMBEDDING, "lookup"),
+        ("embedding_splits", EMBEDDING_GRAD, "lookup_grad"),
         ("embedding_bwd", EMBEDDING_GRAD, "lookup_grad"),
     ):
         call = partial(recording.primitive, name=name)

@@ -61,6 +61,8 @@ def violations(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
     yield from _nvidia_products(entry, architecture, facts)
     if entry.form == "descriptor":
         yield from _present(facts, "UTMALDG", _store_of(entry))
+    if "-ws" in entry.name:
+        yield from _specialized(entry, facts)
     if architecture == "sm_90":
         yield from _hopper(entry, facts)
     elif entry.form == "descriptor" and not _in_fp8(entry):
@@ -85,7 +87,12 @@ def overflow(architecture: str, facts: Facts) -> Iterator[str]:
 
 def spilled(architecture: str, facts: Facts) -> Iterator[str]:
     """Local memory, where no rule of ours allows it."""
-    if architecture == "sm_90" and (facts.spills or facts.stack):
+    if architecture == "sm_90":
+        yield from _local_memory(facts)
+
+
+def _local_memory(facts: Facts) -> Iterator[str]:
+    if facts.spills or facts.stack:
         yield f"spills: {facts.spills} loads and stores of local memory, {facts.stack} bytes of stack"
 
 
@@ -193,6 +200,13 @@ def _apart(consumers: int, facts: Facts) -> Iterator[str]:
         yield "no role of its own loads while results are stored"
     if consumers > 1 and not facts.products_during_stores:
         yield "no product can run while results are stored"
+
+
+def _specialized(entry: Entry, facts: Facts) -> Iterator[str]:
+    """What is asked of Triton's own roles: it may leave them out without a word."""
+    if facts.threads <= 32 * entry.num_warps:
+        yield "no warps of their own for copies and products"
+    yield from _local_memory(facts)
 
 
 def _store_of(entry: Entry) -> str:

@@ -9,9 +9,10 @@ The sum of the ranks' y is the lookup in the full table, exactly.
 
 The backward is deterministic. Tokens are sorted by id, so that those of a row are neighbours, in the order
 in which they came. One program sums them for some features of one row, and writes zeros for a row without
-tokens: no atomics, no table to clear first. Ids of other ranks sort before the first row's tokens or after
-the last one's, and are never read. torch's own backward would need them masked, and on the CPU sums in 16
-bits.
+tokens: no atomics, no table to clear first. A frequent row is cut into splits of so many tokens, counted from
+its first; other programs have added up the whole ones before. So its bits follow from its own tokens alone.
+Ids of other ranks sort before the first row's tokens or after the last one's, and are never read. torch's own
+backward would need them masked, and on the CPU sums in 16 bits.
 """
 
 from __future__ import annotations
@@ -94,29 +95,80 @@ def embedding_fwd(
 
 
 @triton.jit
+def _load_rows(dy_ptr, tokens_ptr, first, stop, h, H, stride_dt, stride_dh, BLOCK_ROWS: tl.constexpr):
+    """dy of BLOCK_ROWS of the sorted tokens from first, in fp32; zeros from stop on."""
+    place = first + tl.arange(0, BLOCK_ROWS)
+    there = place < stop
+    t = tl.load(tokens_ptr + place, there, 0)
+    rows = dy_ptr + t[:, None] * stride_dt + h[None, :] * stride_dh
+    return tl.load(rows, there[:, None] & (h < H)[None, :], 0.0).to(tl.float32)
+
+
+@triton.jit
+def _embedding_splits_kernel(
+    dy_ptr,  # (T, H)
+    tokens_ptr,  # (T,) contiguous: sorted by id
+    ids_ptr,  # (T,) contiguous: their ids
+    starts_ptr,  # (V + 1,) contiguous: where each row's tokens start among them
+    splits_ptr,  # (T // SPLIT, H) contiguous, fp32
+    V,
+    H,
+    first_id,
+    stride_dt,
+    stride_dh,
+    SPLIT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """One program sums BLOCK_COLS features of the whole split that starts among SPLIT tokens, if one does.
+
+    No two do, and the one that does holds the last of these tokens.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    h = (tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)).to(tl.int64)
+    last = number * SPLIT + SPLIT - 1
+    row = tl.load(ids_ptr + last).to(tl.int64) - first_id
+    if (row >= 0) & (row < V):
+        start, stop = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+        first = last - (last - start) % SPLIT
+        if first + SPLIT <= stop:
+            acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+            for step in tl.range(0, SPLIT, BLOCK_ROWS):
+                acc += _load_rows(
+                    dy_ptr, tokens_ptr, first + step, first + SPLIT, h, H, stride_dt, stride_dh, BLOCK_ROWS
+                )
+            tl.store(splits_ptr + number * H + h, tl.sum(acc, axis=0), h < H)
+
+
+@triton.jit
 def _embedding_bwd_kernel(
     dy_ptr,  # (T, H)
     tokens_ptr,  # (T,) contiguous: sorted by id
     starts_ptr,  # (V + 1,) contiguous: where each row's tokens start among them
+    splits_ptr,  # (T // SPLIT, H) contiguous, fp32: sums of whole splits, in the order of their tokens
     dweight_ptr,  # (V, H) contiguous
     H,
     stride_dt,
     stride_dh,
+    SPLIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """One program sums BLOCK_COLS features of one row, BLOCK_ROWS tokens at a time."""
+    """One program sums BLOCK_COLS features of one row, BLOCK_ROWS at a time: tokens left, and splits."""
     # int64: V * H passes 2**31 at 512k rows of width 4096
     v = tl.program_id(0).to(tl.int64)
     h = (tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)).to(tl.int64)
     start, stop = tl.load(starts_ptr + v), tl.load(starts_ptr + v + 1)
+    whole = (stop - start) // SPLIT
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
-    for first in tl.range(start, stop, BLOCK_ROWS):
-        place = first + tl.arange(0, BLOCK_ROWS)
-        there = place < stop
-        t = tl.load(tokens_ptr + place, there, 0)
-        rows = dy_ptr + t[:, None] * stride_dt + h[None, :] * stride_dh
-        acc += tl.load(rows, there[:, None] & (h < H)[None, :], 0.0).to(tl.float32)
+    for first in tl.range(start + whole * SPLIT, stop, BLOCK_ROWS):
+        acc += _load_rows(dy_ptr, tokens_ptr, first, stop, h, H, stride_dt, stride_dh, BLOCK_ROWS)
+    splits_ptr += start // SPLIT * H
+    whole = whole.to(tl.int32)  # int64 takes the registers of a block more
+    for split in tl.range(0, whole, BLOCK_ROWS):
+        place = split + tl.arange(0, BLOCK_ROWS)
+        rows = splits_ptr + place[:, None].to(tl.int64) * H + h[None, :]
+        acc += tl.load(rows, (place < whole)[:, None] & (h < H)[None, :], 0.0)
     dweight = tl.sum(acc, axis=0).to(dweight_ptr.dtype.element_ty)
     tl.store(dweight_ptr + v * H + h, dweight, h < H)
 
@@ -153,15 +205,32 @@ def embedding_bwd(
         starts = torch.searchsorted(
             sorted_ids, torch.arange(first_id, first_id + rows + 1, dtype=ids.dtype, device=ids.device)
         )
-        launch.on(dy.device, _embedding_bwd_kernel, (rows, launch.ceil_div(H, tile.block_cols)))(
+        constants = {"SPLIT": tile.split, "BLOCK_ROWS": tile.block_rows, "BLOCK_COLS": tile.block_cols}
+        col_blocks = launch.ceil_div(H, tile.block_cols)
+        splits = launch.empty((len(ids) // tile.split, H), torch.float32, dy.device)
+        if splits.numel():  # else no row has a whole one
+            launch.on(dy.device, _embedding_splits_kernel, (len(splits), col_blocks))(
+                dy,
+                tokens,
+                sorted_ids,
+                starts,
+                splits,
+                rows,
+                H,
+                first_id,
+                *dy.stride(),
+                **constants,
+                num_warps=tile.num_warps,
+            )
+        launch.on(dy.device, _embedding_bwd_kernel, (rows, col_blocks))(
             dy,
             tokens,
             starts,
+            splits,
             dweight,
             H,
             *dy.stride(),
-            BLOCK_ROWS=tile.block_rows,
-            BLOCK_COLS=tile.block_cols,
+            **constants,
             num_warps=tile.num_warps,
         )
     return dweight

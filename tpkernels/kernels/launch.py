@@ -27,7 +27,7 @@ from tpkernels.kernels.target import (
     resident_programs,
     target_of,
 )
-from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile, sum_tile
+from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile, specializes, sum_tile
 from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 
 Out = Tensor | Sequence[Tensor] | None  # of a launcher: what it writes into, one for each result asked for
@@ -208,6 +208,11 @@ def choose(
         form = choose_form(target, dtype, layouts)
     else:
         require_form(launcher, form, target, dtype, layouts)
+    if tile is not None and tile.specialize and not specializes(launcher, form, target):
+        raise ValueError(
+            f"{launcher}: expected a tile without -ws, got {tile.name}: Triton gives warps roles in one loop "
+            "over descriptors, on Blackwell"
+        )
     ragged = any(layout.tma_obstacle() for layout in layouts)
     if kernel != "wgrad" and matrices[-1][1].dtype == torch.float32 != dtype:
         if tile is not None and tile.consumers:
@@ -299,6 +304,7 @@ def constants(tile: MatmulTile, form: Form) -> dict[str, Any]:
         "PARTS": tile.parts,
         "GROUP": tile.group,
         "FLATTEN": tile.flatten,
+        "SPECIALIZE": tile.specialize,
         "TMA": form == "descriptor",
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,

@@ -49,13 +49,20 @@ def _linear_fwd_kernel(
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Each program computes every num_programs-th tile of y."""
     PART: tl.constexpr = BLOCK_COLS // PARTS
     row_tiles = tl.cdiv(T, BLOCK_ROWS)
     col_tiles = tl.cdiv(N, BLOCK_COLS)
-    for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
+    for index in tl.range(
+        tl.program_id(0),
+        row_tiles * col_tiles,
+        tl.num_programs(0),
+        flatten=FLATTEN,
+        warp_specialize=SPECIALIZE,
+    ):
         row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
         t = row_tile * BLOCK_ROWS
         n = col_tile * BLOCK_COLS

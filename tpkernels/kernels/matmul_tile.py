@@ -10,7 +10,12 @@ import re
 from dataclasses import dataclass
 
 from tpkernels.env_flag import env_flag
-from tpkernels.kernels.triton_versions import GLUON_SINCE, PAIRS_SINCE, triton_version
+from tpkernels.kernels.triton_versions import (
+    GLUON_SINCE,
+    PAIRS_SINCE,
+    SPECIALIZED_SINCE,
+    triton_version,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class MatmulTile:
     parts: int = 1  # the epilogue works on this many column parts, one after the other
     per_processor: int = 1  # resident programs of a persistent launch
     flatten: bool = False  # one loop over tiles and depth: the next tile's loads start during the epilogue
+    specialize: bool = False  # Triton gives copies, products and epilogues warps of their own, on Blackwell
     group: int = 8  # tiles of a column that are computed in a row, see `blocks.tile_at`
     splits: int = 1  # the depth is cut so, and fp32 sums of the parts are added afterwards, in order
     consumers: int = 0  # groups of warps that multiply what a warp of its own loads; 0: all warps do both
@@ -42,6 +48,8 @@ class MatmulTile:
             raise ValueError(f"MatmulTile expected at most 2 consumers, and none beside splits, got {self}")
         if self.blocks not in (1, 2) or (self.blocks == 2 and self.consumers != 1):
             raise ValueError(f"MatmulTile expected 1 block, or 2 of one consumer each, got {self}")
+        if self.specialize and self.consumers:
+            raise ValueError(f"MatmulTile expected either specialize or consumers, got {self}")
         if self.block_depth < 16 or self.block_cols // self.parts < 16 or self.block_rows < 16:
             raise ValueError(
                 f"MatmulTile expected at least 16 rows, 16 depth and 16 columns a part, got {self}"
@@ -59,7 +67,7 @@ class MatmulTile:
         )
         return (
             f"{self.block_rows}x{self.block_cols}x{self.block_depth}-w{self.num_warps}-s{self.num_stages}"
-            f"-p{self.parts}{'-flat' * self.flatten}"
+            f"-p{self.parts}{'-flat' * self.flatten}{'-ws' * self.specialize}"
             + "".join(f"-{mark}{count}" for mark, count, usual in marks if count != usual)
         )
 
@@ -73,10 +81,15 @@ class MatmulTile:
         found = _NAME.fullmatch(name)
         if found:
             sizes = {field: int(text) for field, text in found.groupdict().items() if text and text.isdigit()}
-            tile = MatmulTile(**sizes, flatten=bool(found["flatten"]))
+            tile = MatmulTile(**sizes, flatten=bool(found["flatten"]), specialize=bool(found["specialize"]))
             if tile.name == name:  # else it says what is usual, or 08 for 8
                 return tile
         raise ValueError(f"expected the name of a tile, such as 128x256x64-w8-s4-p2-flat, got {name!r}")
+
+    @property
+    def in_roles(self) -> bool:
+        """Whether warps of the kernel have roles, and wait for each other: a fault there could hang."""
+        return self.specialize or self.consumers > 0
 
     def tiles(self, rows: int, cols: int) -> int:
         """How many tiles cover a (rows, cols) result."""
@@ -85,14 +98,17 @@ class MatmulTile:
 
 _NAME = re.compile(
     r"(?P<block_rows>\d+)x(?P<block_cols>\d+)x(?P<block_depth>\d+)-w(?P<num_warps>\d+)-s(?P<num_stages>\d+)"
-    r"-p(?P<parts>\d+)(?P<flatten>-flat)?(?:-x(?P<per_processor>\d+))?(?:-k(?P<splits>\d+))?"
-    r"(?:-c(?P<consumers>\d+))?(?:-b(?P<blocks>\d+))?(?:-g(?P<group>\d+))?",
+    r"-p(?P<parts>\d+)(?P<flatten>-flat)?(?P<specialize>-ws)?"
+    r"(?:-x(?P<per_processor>\d+))?(?:-k(?P<splits>\d+))?(?:-c(?P<consumers>\d+))?"
+    r"(?:-b(?P<blocks>\d+))?(?:-g(?P<group>\d+))?",
     re.ASCII,
 )
 
 
 def triton_for(tile: MatmulTile) -> tuple[int, int]:
-    """The first Triton that has what the tile's kernel is written in: Gluon for consumers."""
+    """Return the first Triton that compiles the tile's kernel; with consumers it is Gluon."""
+    if tile.specialize:
+        return SPECIALIZED_SINCE
     return (0, 0) if not tile.consumers else PAIRS_SINCE if tile.blocks == 2 else GLUON_SINCE
 
 
@@ -103,4 +119,4 @@ def compiles(tile: MatmulTile) -> bool:
 
 def available(tile: MatmulTile) -> bool:
     """Whether this process may use the tile's kernel: TPKERNELS_GLUON=0 leaves out those of Gluon."""
-    return not tile.consumers or (compiles(tile) and env_flag("TPKERNELS_GLUON", default=True))
+    return compiles(tile) and (not tile.consumers or env_flag("TPKERNELS_GLUON", default=True))

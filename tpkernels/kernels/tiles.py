@@ -109,11 +109,12 @@ class EmbeddingTile:
     block_rows: int
     block_cols: int
     num_warps: int
+    split: int = 128  # tokens of a row that are added up apart; fixed, as gradients depend on it
 
 
 EMBEDDING = EmbeddingTile(block_rows=4, block_cols=512, num_warps=4)
 EMBEDDING_GRAD = EmbeddingTile(block_rows=8, block_cols=1024, num_warps=8)  # many tokens may share a row
-INTERPRETED_EMBEDDING = EmbeddingTile(block_rows=4, block_cols=32, num_warps=4)
+INTERPRETED_EMBEDDING = EmbeddingTile(block_rows=4, block_cols=32, num_warps=4, split=8)
 
 
 _INTERPRETED = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)
@@ -144,24 +145,29 @@ _DESCRIPTOR: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
     ),
 }
+# Of a step, where L2 bounds each processor and few have a tile: fewer bytes, and tiles for twice as many
+_FEW_TOKENS = MatmulTile(64, 64, 64, num_warps=4, num_stages=4, per_processor=2)
 # Timed beside these on Hopper; a launcher takes none of them by itself. Two blocks share a processor, so that
 # one multiplies while the other stores; or the loop is flattened, or the depth split; or stages are more,
 # or fewer, which leaves shared memory to kernels that run beside. No GPU has said yet which is faster.
 _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
     "linear": (
+        _FEW_TOKENS,
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, flatten=True),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, consumers=1),
         MatmulTile(128, 128, 64, num_warps=4, num_stages=5, parts=4, consumers=2),
         MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=2, consumers=1, blocks=2),
     ),
-    "glu": (MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1),),
+    "glu": (_FEW_TOKENS, MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1)),
     "dgrad": (
+        _FEW_TOKENS,
         MatmulTile(128, 128, 64, num_warps=4, num_stages=3, parts=4, per_processor=2),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1),
         MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2),
     ),
     "dglu": (
+        _FEW_TOKENS,
         MatmulTile(128, 128, 64, num_warps=4, num_stages=3, parts=8, per_processor=2),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=4, flatten=True),
         MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
@@ -179,11 +185,21 @@ _SPILLING: Mapping[tuple[Kernel, str], tuple[str, ...]] = {
     ("dglu", "128x256x64-w8-s3-p4-flat"): ("geglu",),
     ("linear", "128x256x128-w8-s3-p2-flat"): ("blocks",),  # scales in the loop take sums to registers
 }
-# On Blackwell an fp32 result is staged in shared memory whole, whatever its parts: fewer stages fit beside.
+# On Blackwell a flattened loop stages an fp32 result in shared memory whole, whatever its parts: only two
+# stages would fit beside.
 _BLACKWELL_WGRAD = (
-    MatmulTile(128, 256, 64, num_warps=8, num_stages=2, parts=4, flatten=True),
+    MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4),
     MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
 )
+# Timed beside these on Blackwell: copies, products and epilogues have warps of their own, and sums have two
+# places in tensor memory, so that one tile is stored while the next is multiplied.
+_BLACKWELL: Mapping[Kernel, MatmulTile] = {
+    "linear": MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=2, flatten=True, specialize=True),
+    "glu": MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, specialize=True),
+    "dgrad": MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, specialize=True),
+    "dglu": MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=4, specialize=True),
+    "wgrad": MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, specialize=True),
+}
 _POINTER_SMALL = MatmulTile(16, 64, 64, num_warps=4, num_stages=3)
 _POINTER_ONE_RESULT = (
     MatmulTile(128, 128, 32, num_warps=8, num_stages=3),
@@ -239,10 +255,13 @@ def candidates(
     ragged: some address or row is not 16-byte aligned, so that elements are addressed one by one
     """
     tiles = default_tiles(kernel, form, dtype, target, ragged)
-    if form == "descriptor" and target.backend == "cuda" and dtype in FP8:
-        tiles += (_HOPPER_FP8 if target.capability == 90 else _BLACKWELL_FP8,)
-    elif form == "descriptor" and target.backend == "cuda" and target.capability == 90:
-        tiles += tuple(tile for tile in _HOPPER[kernel] if compiles(tile))
+    if form == "descriptor" and target.backend == "cuda":
+        more: tuple[MatmulTile, ...] = (_BLACKWELL[kernel],)
+        if dtype in FP8:
+            more = (_HOPPER_FP8 if target.capability == 90 else _BLACKWELL_FP8,)
+        elif target.capability == 90:
+            more = _HOPPER[kernel]
+        tiles += tuple(tile for tile in more if compiles(tile))
     return tiles
 
 
@@ -284,6 +303,18 @@ def serves(kernel: Kernel, tile: MatmulTile, options: Container[str]) -> bool:
     return not any(option in options for option in spills)
 
 
+_TWO_LOOPS_OR_FLAGS = ("dgrad_pairs", "gather_linear", "gather_linear_fwd", "scatter_linear")
+
+
+def specializes(kernel: str, form: Form, target: Target) -> bool:
+    """Whether Triton can give a kernel's warps roles: with one loop over descriptors, on Blackwell.
+
+    With two loops it drops products or takes too much shared memory, and compiles all the same.
+    """
+    able = target.backend == "interpreter" or target.capability >= 100  # the interpreter ignores it
+    return able and form == "descriptor" and kernel not in _TWO_LOOPS_OR_FLAGS
+
+
 def default_tile(
     kernel: Kernel,
     form: Form,
@@ -295,9 +326,9 @@ def default_tile(
 ) -> MatmulTile:
     """The first default that occupies every processor, else the one that occupies the most.
 
-    Never a tile with consumers: nobody has checked what its kernel computes on this GPU.
+    Never a tile whose warps have roles: nobody has checked what its kernel computes on this GPU.
     """
-    tiles = [tile for tile in default_tiles(kernel, form, dtype, target, ragged) if not tile.consumers]
+    tiles = [tile for tile in default_tiles(kernel, form, dtype, target, ragged) if not tile.in_roles]
     filling = (tile for tile in tiles if tile.tiles(rows, cols) >= target.processors)
     return next(filling, max(tiles, key=lambda tile: tile.tiles(rows, cols)))
 

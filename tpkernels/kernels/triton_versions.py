@@ -10,6 +10,8 @@ from typing import Any
 GLUON_SINCE = (3, 7)  # earlier ones lack parts of Gluon that our kernels are written in
 # 3.7 takes such kernels, and has a block arrive at its own barrier instead of the other's
 PAIRS_SINCE = (3, 9)
+# Earlier ones cannot give gated units warps of their own (`MatmulTile.specialize`): their compiler stops.
+SPECIALIZED_SINCE = (3, 7)
 # Options of every launch and compilation of ours. A product and a sum may become one instruction, which
 # rounds once: Triton's default until 3.9, which warns that it ends with 3.10.
 LAUNCH_OPTIONS: Mapping[str, Any] = {"enable_fp_fusion": True}

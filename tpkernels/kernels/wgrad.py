@@ -51,6 +51,7 @@ def _wgrad_kernel(
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
     TMA: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -60,7 +61,9 @@ def _wgrad_kernel(
     col_tiles = tl.cdiv(K, BLOCK_COLS)
     rows = N if SPLITS == 1 else SPLITS * row_tiles * BLOCK_ROWS  # of dw
     items = SPLITS * row_tiles * col_tiles
-    for index in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN):
+    for index in tl.range(
+        tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE
+    ):
         split = index % SPLITS
         row_tile, col_tile = tile_at(index // SPLITS, row_tiles, col_tiles, GROUP)
         n = row_tile * BLOCK_ROWS

@@ -40,7 +40,7 @@ class Step:
     raises: Callable[[], Sequence[int]] = lambda: ()  # addresses of the flags that it has written in `run`
 
 
-class End(NamedTuple):
+class TransferEnd(NamedTuple):
     """One end of a message between two ranks, or from a rank to itself."""
 
     message: Hashable  # the other end has it, too
@@ -76,7 +76,7 @@ class Task:
     held_up_by: frozenset[int]  # tasks of this rank that loading a kernel may have waited for
     programs: tuple[tuple[Step, ...], ...]  # of a kernel, each on a processor; of a copy one
     on_processors: bool
-    ends: tuple[End, ...] = ()  # of a collective, which continues once the other ends have arrived
+    ends: tuple[TransferEnd, ...] = ()  # of a collective, which continues once the other ends have arrived
     sums: bool = False  # received rows are added up, in the order of ranks
     work: Work = NO_WORK
     leaves: int | None = None  # processors left free by a product that takes all others; None: no product
@@ -416,7 +416,7 @@ class Device:
         *,
         on_processors: bool = True,
         stream: Stream | None = None,
-        ends: Sequence[End] = (),
+        ends: Sequence[TransferEnd] = (),
         needs_at_once: int = 1,
         sums: bool = False,
         leaves: int | None = None,

@@ -36,7 +36,6 @@ from tpkernels.streams import models
 from tpkernels.streams.device import (
     NO_WORK,
     Device,
-    End,
     Event,
     Graph,
     MachineError,
@@ -44,6 +43,7 @@ from tpkernels.streams.device import (
     Span,
     Step,
     Stream,
+    TransferEnd,
     Work,
     current_device,
 )
@@ -85,7 +85,7 @@ class SymmetricMemoryStandIn:
         device, kind = current_device(), ("barrier", self._number, self._here, channel)
         number = device.program.number(kind, device.rank)
         ends = [
-            End((kind, number, pair), peer, sends, None, "barrier")
+            TransferEnd((kind, number, pair), peer, sends, None, "barrier")
             for peer in self._here
             for sends, pair in ((True, (device.rank, peer)), (False, (peer, device.rank)))
         ]
@@ -188,14 +188,14 @@ class NcclGroup(dist.ProcessGroup):
         device, stream, rank = current_device(), self._stream, self.rank()
         stream.wait_stream(device.stream)
         kind = (among,) if among else ("collective", device.program.number("collective", rank))
-        ends: list[End] = []
+        ends: list[TransferEnd] = []
         spans: dict[bool, list[Span]] = {True: [], False: []}
         for is_sent, messages in ((True, sends), (False, receives)):
             for peer, rows in messages:
                 assert isinstance(rows, VirtualTensor), "NCCL moves what is on the device"
                 pair = (rank, peer) if is_sent else (peer, rank)
                 number = device.program.number((kind, pair, is_sent), rank)
-                ends.append(End((kind, pair, number), peer, is_sent, rows.elem, name))
+                ends.append(TransferEnd((kind, pair, number), peer, is_sent, rows.elem, name))
                 spans[is_sent] += spans_of(rows.elem)
         step = Step(reads=tuple(spans[True]), writes=tuple(spans[False]))
         programs = [[step], *[[Step()] for _ in range(self._blocks - 1)]]

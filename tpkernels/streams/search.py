@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.cuda._sanitizer import StreamSynchronizations
 
-from tpkernels.streams.device import End, MachineError, Program, Span, Step, Task
+from tpkernels.streams.device import MachineError, Program, Span, Step, Task, TransferEnd
 
 _Access = tuple[Task, int, int]  # with stream and number, as torch counts them
 
@@ -148,7 +148,9 @@ class Execution:
         self._speed: dict[tuple[int, int], float] = {}
         self._free = [program.processors] * program.ranks
         self._waits_for = [len(task.after | task.held_up_by) for task in program.tasks]
-        self._ends: dict[tuple[Hashable, bool], tuple[_Running, End]] = {}  # ends that wait for the other end
+        self._ends: dict[
+            tuple[Hashable, bool], tuple[_Running, TransferEnd]
+        ] = {}  # ends that wait for the other end
         self._races = Races(program.cells) if races else None
         self.steps = 0
 
@@ -303,7 +305,7 @@ def _word(address: int) -> int:
     return ctypes.c_int32.from_address(address).value
 
 
-def _move(source: _Running, sent: End, to: _Running, expected: End) -> None:
+def _move(source: _Running, sent: TransferEnd, to: _Running, expected: TransferEnd) -> None:
     if sent.what != expected.what:
         raise MachineError(
             f"ranks call different collectives: '{sent.what}' of rank {source.task.rank} meets "
