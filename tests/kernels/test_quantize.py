@@ -42,6 +42,15 @@ def test_rows_longer_than_a_program_holds(device):
     assert_words_of_oracle(x)
 
 
+@pairwise(features=[1028, 4096, 4225], scaling=SCALINGS, by_columns=[False, True])
+def test_wide_rows_start_at_sectors_or_lines_with_zeros_before_them(features, scaling, by_columns, device):
+    x = spread(5, features, torch.bfloat16, device)
+    assert_words_of_oracle(x.t().contiguous().t() if by_columns else x, *scaling)
+    pitch = 4 * quantize_ref(x, "e4m3", *scaling[:1]).shape[1]
+    assert pitch % (LINE if features >= 4096 else SECTOR) == 0
+    assert pitch < 1.07 * features
+
+
 @pairwise(layout=LAYOUTS, scaling=SCALINGS)
 def test_any_layout_is_taken(layout, scaling, device):
     """What surrounds a view is NaN, so that reading it shows."""

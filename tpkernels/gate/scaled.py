@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, get_args
 
 import torch
@@ -110,7 +111,7 @@ def entry_specs() -> Iterator[EntrySpec]:
 def _products() -> Iterator[EntrySpec]:
     """The costliest epilogue of each tile, and with descriptors the plain one; fp32 results of the largest.
 
-    e5m2 is the format of gradients, which meet weights in e4m3: the largest tile of each form.
+    Rows that accumulate fast have the same, except on Blackwell, where that is the same code. e5m2 is the format of gradients, which meet weights in e4m3: the largest tile of each form.
     """
     for way in WAYS:
         for tile in candidates("linear", way.form, E4M3, way.target):
@@ -127,14 +128,18 @@ def _products() -> Iterator[EntrySpec]:
 
 
 def _of_tile(way: _Fp8Form, tile: MatmulTile, ragged: bool = False) -> Iterator[EntrySpec]:
-    for scales, options in SCALES.items():
-        if not serves("linear", tile, scales.split("+")):
-            continue
-        costly = partial(_LINEAR, **options, activation="gelu_tanh")
-        yield _spec(way, tile, f"gelu_tanh+bias+z{scales}", costly, ragged=ragged)
-        if way.form == "descriptor":
-            plain = partial(_LINEAR, **options, **BARE)
-            yield _spec(way, tile, f"none{scales}", plain)
+    ways = SCALES if way.target == B200 else SCALES | {"+fast": {"fast": True}}
+    epilogues: Mapping[str, Mapping[str, Any]] = {
+        "gelu_tanh+bias+z": {"activation": "gelu_tanh"},
+        "none": BARE,
+        "none+bias": {},
+    }
+    for (scales, options), (epilogue, others) in product(ways.items(), epilogues.items()):
+        usual = epilogue == "gelu_tanh+bias+z" or (epilogue == "none" and way.form == "descriptor")
+        costliest = usual or not serves("linear", tile, f"gelu_tanh+bias+z{scales}".split("+"))
+        name = f"{epilogue}{scales}"
+        if costliest and serves("linear", tile, name.split("+")):
+            yield _spec(way, tile, name, partial(_LINEAR, **options, **others), ragged=ragged)
 
 
 def _row_spec(
