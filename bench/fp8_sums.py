@@ -1,4 +1,4 @@
-"""`python -m bench fp8_sums`: what sums of few bits add to the error of products in fp8, by depth, as a table.
+"""`python -m bench fp8_sums`: what sums of few bits add to the error of products in fp8, by depth.
 
 Hopper's tensor cores add products of fp8 in few bits, about 14 by DeepSeek-V3's report (2024, section 3.5.2):
 32 products and the sum so far are shifted to the largest exponent among them, and cut off below its 14 bits.

@@ -75,7 +75,7 @@ def test_problem_knows_the_dtype_of_the_result():
     assert bound_of(problem) == pytest.approx(FP8_BOUND + 3.6 * ROUNDING[torch.float16])
 
 
-LARGE, USUAL, SMALL = "128x256x128-w8-s4-p2-flat", "128x128x128-w8-s4-p2-flat", "64x128x128-w4-s3-p2-x2"
+LARGE, USUAL, SMALL = "128x256x128-w8-s4-p4-flat", "128x128x128-w8-s4-p2-flat", "64x128x128-w4-s3-p2-x2"
 HOPPERS = [  # the large tile does the work of four small ones, and has no memory for sums in fp32
     ({}, [USUAL, LARGE]),
     ({"fast": True}, [USUAL, LARGE]),
@@ -200,9 +200,7 @@ def test_bounds_of_soundness_are_those_of_emulated_sums():
     exact = scaled_linear.by_torch(x, w, x_scale, w_scale, None, "none", False, "float32", False)
     of = {"dtype": "float32", "activation": "none", "keep_z": False, "in_features": depth}
     fast, promoted = (scaled_linear.problem(*call(fast=one, **of)) for one in (True, False))
-    few, carried = (
-        ((summed(x, w, every) * x_scale * w_scale.t()).float(), None) for every in (None, BLOCK)
-    )
+    few, carried = (((summed(x, w, every) * x_scale * w_scale.t()).float(), None) for every in (None, BLOCK))
     assert mismatch(few, exact, fast) is None
     assert "result 0 is off by" in mismatch(few, exact, promoted)
     assert mismatch(carried, exact, promoted) is None

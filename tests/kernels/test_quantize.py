@@ -9,7 +9,7 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF, act_ref
 from tpkernels.kernels.dequantize import dequantize
 from tpkernels.kernels.quantize import quantize, quantize_act, quantize_glu
-from tpkernels.kernels.scaled import DTYPE_OF, Scaled, dequantize_ref, quantize_ref
+from tpkernels.kernels.scaled import DTYPE_OF, LINE, SECTOR, Scaled, dequantize_ref, quantize_ref
 from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import MAX_FEATURES
 

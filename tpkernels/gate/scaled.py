@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any, get_args
 
 import torch
@@ -32,8 +31,7 @@ SCALES: Mapping[str, Mapping[str, Any]] = {  # as a problem's options say -> how
     "+blocks": {"scaling": "blocks"},
     "+blocks+square": {"scaling": "blocks", "square": True},
 }
-
-
+FAST: Mapping[str, Mapping[str, Any]] = {"+fast": {"fast": True}}
 WIDE = (8192, MAX_FEATURES, 2 * MAX_FEATURES)  # features of rows; no program holds the last
 
 
@@ -111,7 +109,8 @@ def entry_specs() -> Iterator[EntrySpec]:
 def _products() -> Iterator[EntrySpec]:
     """The costliest epilogue of each tile, and with descriptors the plain one; fp32 results of the largest.
 
-    Rows that accumulate fast have the same, except on Blackwell, where that is the same code. e5m2 is the format of gradients, which meet weights in e4m3: the largest tile of each form.
+    The same with fast accumulation, but for Blackwell's tiles, whose code does not differ. e5m2 is the format
+    of gradients, which meet weights in e4m3: the largest tile of each form.
     """
     for way in WAYS:
         for tile in candidates("linear", way.form, E4M3, way.target):
@@ -128,18 +127,14 @@ def _products() -> Iterator[EntrySpec]:
 
 
 def _of_tile(way: _Fp8Form, tile: MatmulTile, ragged: bool = False) -> Iterator[EntrySpec]:
-    ways = SCALES if way.target == B200 else SCALES | {"+fast": {"fast": True}}
-    epilogues: Mapping[str, Mapping[str, Any]] = {
-        "gelu_tanh+bias+z": {"activation": "gelu_tanh"},
-        "none": BARE,
-        "none+bias": {},
-    }
-    for (scales, options), (epilogue, others) in product(ways.items(), epilogues.items()):
-        usual = epilogue == "gelu_tanh+bias+z" or (epilogue == "none" and way.form == "descriptor")
-        costliest = usual or not serves("linear", tile, f"gelu_tanh+bias+z{scales}".split("+"))
-        name = f"{epilogue}{scales}"
-        if costliest and serves("linear", tile, name.split("+")):
-            yield _spec(way, tile, name, partial(_LINEAR, **options, **others), ragged=ragged)
+    for scales, options in (SCALES if way.target == B200 else SCALES | FAST).items():
+        if not serves("linear", tile, scales.split("+")):
+            continue
+        costly = partial(_LINEAR, **options, activation="gelu_tanh")
+        yield _spec(way, tile, f"gelu_tanh+bias+z{scales}", costly, ragged=ragged)
+        if way.form == "descriptor":
+            plain = partial(_LINEAR, **options, **BARE)
+            yield _spec(way, tile, f"none{scales}", plain)
 
 
 def _row_spec(

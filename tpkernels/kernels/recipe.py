@@ -26,8 +26,8 @@ class Recipe:
     wgrad: gradients of weights are multiplied in the dtype of the activations (`bf16`), or in `fp8` too
     gradients: the format of dy; e5m2 has more range and a bit less
     head: a model's head is computed in fp8, too
-    fast_accumulate: the products whose sums tensor cores may keep in few bits over all of the depth, instead of
-        carrying them over to fp32 every 128
+    fast_accumulate: the products whose sums tensor cores may keep in few bits over all of the depth; others
+        are carried over to fp32 every 128
     """
 
     scaling: Scaling
@@ -57,8 +57,8 @@ class Recipe:
             )
         if self.scaling == "blocks" and self.fast_accumulate != "never":
             raise ValueError(
-                f"Recipe: expected fast_accumulate='never' with blockwise scales, got {self.fast_accumulate!r}: "
-                "each 128 of depth are scaled by themselves; use Recipe.rowwise"
+                "Recipe: expected fast_accumulate='never' with blockwise scales, got "
+                f"{self.fast_accumulate!r}: each 128 of depth are scaled by themselves; use Recipe.rowwise"
             )
 
     @classmethod

@@ -62,7 +62,7 @@ def _scaled_linear_kernel(
     SHARED: tl.constexpr,
     PROMOTE: tl.constexpr,
     IN_PLACE: tl.constexpr,
-    TURNS: tl.constexpr,  # 1, or PARTS: w moves in blocks of so many columns of the tile
+    TURNS: tl.constexpr,  # in which columns are promoted, whose blocks of w are loaded one by one
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -123,11 +123,11 @@ def _scaled_linear_kernel(
 
 @triton.jit
 def _zeros(ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr):
-    """A tuple of blocks."""
+    """A tuple of COUNT (a power of two) blocks."""
     if COUNT == 1:
         return (tl.zeros((ROWS, COLS), tl.float32),)
     else:
-        return (tl.zeros((ROWS, COLS), tl.float32),) + _zeros(ROWS, COLS, COUNT - 1)
+        return _zeros(ROWS, COLS, COUNT // 2) + _zeros(ROWS, COLS, COUNT // 2)
 
 
 @triton.jit
@@ -182,10 +182,11 @@ def _plus_products(
         acc = tl.dot(x_block, w_block.T, acc, max_num_imprecise_acc=DEPTH)
     else:
         acc += tl.dot(x_block, w_block.T, max_num_imprecise_acc=DEPTH)
+    first = (acc,)
     if len(sums) == 1:
-        return (acc,)
+        return first
     else:
-        return (acc,) + _plus_products(
+        return first + _plus_products(
             sums[1:],
             x_block,
             w,
@@ -232,11 +233,11 @@ MOST_SUMS = 128  # fp32 registers of a thread that sums of a tile may take, prom
 
 
 def _turns(product: launch.ProductLaunch) -> int:
-    """In how many turns columns are promoted: all at once where sums and what is added to them fit."""
+    """In how many turns columns are promoted: in one where sums and all that is added to them fit."""
     tile = product.tile
     in_registers = product.target.backend == "cuda" and product.target.capability < 100
     few = 2 * tile.block_rows * tile.block_cols <= MOST_SUMS * 32 * tile.num_warps
-    return tile.parts if in_registers and product.form == "descriptor" and not few else 1
+    return 2 if in_registers and product.form == "descriptor" and not few else 1
 
 
 @planned
@@ -294,7 +295,7 @@ def scaled_linear_fwd(
         y_block = product.block(y, "rows", "part")
         product.start(_scaled_linear_kernel)(
             product.block(x, "rows", "depth"),
-            product.block(weight, "cols" if turns == 1 else "part", "depth"),
+            product.columns_cut(turns).block(weight, "cols", "depth"),
             x_scale,
             w_scale,
             y if bias is None else bias,

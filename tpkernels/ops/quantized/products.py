@@ -10,7 +10,8 @@ What sequence parallelism gathers travels as words, forward and backward. wgrad 
 x and dy the numbers themselves, of what was gathered the rounded ones. Where ranks share the depth of a
 product, its scales are of this rank's features: other numbers of ranks round otherwise.
 
-The recipe says which of the three may accumulate fast; forward means the pass, also where it is computed again.
+The recipe says which of the three may accumulate fast; what backward computes again, it computes as forward
+did.
 
 Sums over ranks are not sent in fp8: R terms, each rounded to 4 bits, are off as much as each of them is, and
 that would be the gradient itself, not an operand that many products average out.
