@@ -18,6 +18,7 @@ COMMANDS = {
     "peers": "ours against the libraries that run on a CPU, as a table",
     "buckets": "gradient buckets against both forms of DistributedDataParallel, as a table",
     "muon": "a step of Muon on shards, against gathering every matrix on every rank",
+    "fp8_sums": "what sums of 14 bits add to the error of products in fp8, by depth",
     "fp8_loss": "what a small GPT learns in fp8, bf16 and fp32",
     "predicted": "compare the model of tensor-parallel calls with published times, or with a throttled link",
     "gpu": "all that is to be done on a machine with a GPU, in stages",

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from bench.fp8_sums import summed
 from tests.dispatch.conftest import CPU, FakeTimer
 from tests.kernels.checks import assert_written, rows_for
 from tests.products import once, pairwise
@@ -31,6 +32,7 @@ def call(
     activation="gelu_tanh",
     keep_z=True,
     dtype="bfloat16",
+    fast=False,
 ):
     """Arguments without memory."""
     x, w = (
@@ -39,7 +41,7 @@ def call(
     )
     vector = torch.empty(out_features, dtype=torch.bfloat16, device=META) if bias else None
     w_scale = w.scale[::BLOCK] if square else w.scale
-    return x.data, w.data, x.scale, w_scale, vector, activation, keep_z, dtype
+    return x.data, w.data, x.scale, w_scale, vector, activation, keep_z, dtype, fast
 
 
 def names(gpu="h100", **options):
@@ -53,6 +55,7 @@ KEYS = [
         {"scaling": "blocks", "square": True, "bias": False, "keep_z": False, "dtype": "float32"},
         "float8_e4m3fn 4096x1024x2048 gelu_tanh+float32+blocks+square rows,rows,rows",
     ),
+    ({"fast": True}, "float8_e4m3fn 4096x1024x2048 gelu_tanh+bfloat16+bias+z+fast rows,rows,rows"),
     (
         {"formats": ("e5m2", "e4m3"), "in_features": 513, "scaling": "blocks", "out_features": 1001},
         "float8_e5m2 4096x1001x513 gelu_tanh+bfloat16+bias+z+float8_e4m3fn+blocks ragged,ragged,ragged",
@@ -72,16 +75,22 @@ def test_problem_knows_the_dtype_of_the_result():
     assert bound_of(problem) == pytest.approx(FP8_BOUND + 3.6 * ROUNDING[torch.float16])
 
 
-HOPPERS = ["128x128x128-w8-s4-p2-flat", "64x128x128-w4-s3-p2-x2", "64x256x128-w8-s3-p4-flat"]
+LARGE, USUAL, SMALL = "128x256x128-w8-s4-p4-flat", "128x128x128-w8-s4-p2-flat", "64x128x128-w4-s3-p2-x2"
+HOPPERS = [  # the large tile does the work of four small ones, and has no memory for sums in fp32
+    ({}, [USUAL, LARGE]),
+    ({"fast": True}, [USUAL, LARGE]),
+    ({"scaling": "blocks"}, [USUAL, SMALL]),
+    ({"dtype": "float32"}, [USUAL, SMALL]),
+]
 
 
-@pytest.mark.parametrize("options", [{}, {"scaling": "blocks"}, {"dtype": "float32"}])
-def test_hopper_is_offered_both_forms(options):
+@pytest.mark.parametrize(("options", "tiles"), HOPPERS)
+def test_hopper_is_offered_both_forms(options, tiles):
     found = names(tokens=8192, out_features=8192, **options)
     assert found[0] == "torch"
-    assert [f"triton/descriptor/{tile}" for tile in HOPPERS] == [n for n in found if "/descriptor/" in n]
+    assert [f"triton/descriptor/{tile}" for tile in tiles] == [n for n in found if "/descriptor/" in n]
     assert any(name.startswith("triton/pointer/") for name in found)
-    assert ("scaled_mm" in found) == (not options)
+    assert ("scaled_mm" in found) == (options.keys() <= {"fast"})
 
 
 def test_forms_and_tiles_are_those_of_the_gpu():
@@ -134,7 +143,7 @@ def test_scratch_lies_like_the_operands_and_gives_products_of_a_size_of_one(scal
     assert x_scale.std() > 0.1 * x_scale.mean()  # a row that takes its neighbour's is seen
     assert x.float().isfinite().all()
     assert w.float().abs().amax() > 200
-    y = scaled_linear.by_torch(x, w, x_scale, w_scale, None, "none", False, "float32")[0]
+    y = scaled_linear.by_torch(x, w, x_scale, w_scale, None, "none", False, "float32", False)[0]
     assert 0.3 < float(y.std()) < 3
 
 
@@ -182,6 +191,33 @@ def test_chosen_candidate_computes_what_torch_does(winner, options, make_chooser
     out, around = rows_for(ours)
     chooser.call_into(scaled_linear, out, *arguments)
     assert_written(out, around, ours)
+
+
+def test_bounds_of_soundness_are_those_of_emulated_sums():
+    """Sums of few bits pass as fast at any depth, and are no promoted ones where that is deep."""
+    depth = 65536
+    x, w, x_scale, w_scale, *_ = scratch_like(call(16, 16, depth), depth, CPU)
+    exact = scaled_linear.by_torch(x, w, x_scale, w_scale, None, "none", False, "float32", False)
+    of = {"dtype": "float32", "activation": "none", "keep_z": False, "in_features": depth}
+    fast, promoted = (scaled_linear.problem(*call(fast=one, **of)) for one in (True, False))
+    few, carried = (((summed(x, w, every) * x_scale * w_scale.t()).float(), None) for every in (None, BLOCK))
+    assert mismatch(few, exact, fast) is None
+    assert "result 0 is off by" in mismatch(few, exact, promoted)
+    assert mismatch(carried, exact, promoted) is None
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_torchs_product_promotes_unless_it_is_told_not_to(monkeypatch, fast):
+    told = []
+
+    def spied(*args, use_fast_accum, **options):
+        told.append(use_fast_accum)
+        return scaled_mm(*args, use_fast_accum=use_fast_accum, **options)
+
+    scaled_mm = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", spied)
+    scaled_linear.library[0].run(*scratch(activation="none", in_features=1024, fast=fast))
+    assert told == [fast]
 
 
 @pairwise(activation=ACTIVATIONS, keep_z=[True, False], way=["torch", "scaled_mm"])

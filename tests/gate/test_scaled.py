@@ -21,6 +21,7 @@ from tpkernels.kernels.target import A100, H100, MI300
 
 TILE = "128x128x128-w8-s4-p2-flat"
 DESCRIPTOR = entry_of(f"scaled_linear/descriptor/fp8e4nv/{TILE}/gelu_tanh+bias+z")
+FAST = entry_of(f"scaled_linear/descriptor/fp8e4nv/{TILE}/gelu_tanh+bias+z+fast")
 BLACKWELL = entry_of(f"sm_100/scaled_linear/descriptor/fp8e4nv/{TILE}/none")
 POINTER = entry_of("scaled_linear/pointer/fp8e4nv/64x64x128-w4-s3-p1/gelu_tanh+bias+z")
 ADA = entry_of("sm_89/scaled_linear/pointer/fp8e4nv/64x64x128-w4-s3-p1/gelu_tanh+bias+z")
@@ -70,6 +71,17 @@ def with_mix(**changed: int) -> Facts:
 def test_each_rule_of_hopper_can_be_broken(facts, expected):
     assert [*violations(DESCRIPTOR, "sm_90", FACTS)] == []
     assert [*violations(DESCRIPTOR, "sm_90", facts)] == expected
+
+
+def test_fast_products_are_in_flight_and_not_promoted():
+    unpromoted = replace(with_mix(QGMMA_RZ=0), in_flight=1)
+    assert [*violations(FAST, "sm_90", unpromoted)] == []
+    assert [*violations(FAST, "sm_90", FACTS)] == [
+        "sums of fp8 are promoted, though fast accumulation is asked for: 1 of 4 products begin one"
+    ]
+    assert [*violations(FAST, "sm_90", replace(unpromoted, in_flight=0))] == [
+        "wgmma serialised: no product runs while the next operands are awaited"
+    ]
 
 
 def test_unpromoted_products_may_be_in_flight_but_stay_unpromoted():

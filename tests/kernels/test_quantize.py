@@ -9,7 +9,7 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF, act_ref
 from tpkernels.kernels.dequantize import dequantize
 from tpkernels.kernels.quantize import quantize, quantize_act, quantize_glu
-from tpkernels.kernels.scaled import DTYPE_OF, Scaled, dequantize_ref, quantize_ref
+from tpkernels.kernels.scaled import DTYPE_OF, LINE, SECTOR, Scaled, dequantize_ref, quantize_ref
 from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import MAX_FEATURES
 
@@ -40,6 +40,15 @@ def test_rows_longer_than_a_program_holds(device):
     x = spread(2, MAX_FEATURES + 3617, torch.bfloat16, device)
     x[0, -1] = 1e6  # the last block has a say in the scale
     assert_words_of_oracle(x)
+
+
+@pairwise(features=[1028, 4096, 4225], scaling=SCALINGS, by_columns=[False, True])
+def test_wide_rows_start_at_sectors_or_lines_with_zeros_before_them(features, scaling, by_columns, device):
+    x = spread(5, features, torch.bfloat16, device)
+    assert_words_of_oracle(x.t().contiguous().t() if by_columns else x, *scaling)
+    pitch = 4 * quantize_ref(x, "e4m3", *scaling[:1]).shape[1]
+    assert pitch % (LINE if features >= 4096 else SECTOR) == 0
+    assert pitch < 1.07 * features
 
 
 @pairwise(layout=LAYOUTS, scaling=SCALINGS)

@@ -102,7 +102,7 @@ def test_scales_may_be_far_apart_where_the_result_is_a_number(scaling, device):
         )
         exact = exact_z(x, w)
         if 1e-30 < exact.abs().max() < 3.4e38:
-            operands = x.data, w.data, x.scale, w.scale, None, "none", False, "float32"
+            operands = x.data, w.data, x.scale, w.scale, None, "none", False, "float32", False
             assert_accurate(run(x, w, dtype="float32").y, exact)
             assert_accurate(scaled_linear.by_torch(*operands)[0], exact)
             met += 1
@@ -185,7 +185,7 @@ def test_huge_rows_by_small_weights_stay_within_fp32(device):
     by_torch = primitives.RECORDS["scaled_linear"].by_torch
     for y in (
         run(x, w, dtype="float32").y,
-        by_torch(x.data, w.data, x.scale, w.scale, None, "none", False, "float32")[0],
+        by_torch(x.data, w.data, x.scale, w.scale, None, "none", False, "float32", False)[0],
     ):
         assert relative_error(y.double() * 1e-30, exact_z(x, w) * 1e-30) < BOUND[torch.float32]
 
@@ -245,7 +245,7 @@ def test_what_does_not_fit_is_refused(call, message, device):
         call(*operands((40, 300, 48), device))
 
 
-def launched(target, scaling="rows", dtype="bfloat16", shape=(8192, 4096, 4096)):
+def launched(target, scaling="rows", dtype="bfloat16", shape=(8192, 4096, 4096), **options):
     """What would be launched there, at this shape."""
     tokens, in_features, out_features = shape
     x, w = (
@@ -254,7 +254,7 @@ def launched(target, scaling="rows", dtype="bfloat16", shape=(8192, 4096, 4096))
     )
     y = torch.empty(tokens, out_features, dtype=RESULTS[dtype], device="meta")
     with launch.recording(target) as launches:
-        scaled_linear_fwd(x.data, w.data, x.scale, w.scale, dtype=dtype, out=y)
+        scaled_linear_fwd(x.data, w.data, x.scale, w.scale, dtype=dtype, out=y, **options)
     return launches[0]
 
 
@@ -267,6 +267,42 @@ def test_no_more_than_128_of_depth_are_summed_by_tensor_cores(target, scaling):
     assert constants["BY_BLOCK"] == (scaling == "blocks")
     assert constants["IN_PLACE"] == (target in (H100, B200))
     assert constants["TMA"] == (target in (H100, B200))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_sums_are_promoted_unless_rows_are_asked_to_accumulate_fast(scaling, fast):
+    """Scales of blocks have each 128 of depth added by themselves."""
+    constants = launched(H100, scaling, fast_accumulate=fast).constants
+    assert constants["PROMOTE"] == (scaling == "blocks" or not fast)
+
+
+LARGE = MatmulTile(128, 256, 128, num_warps=8, num_stages=4, parts=4, flatten=True)
+TURNS = [
+    (H100, LARGE, False, 2),  # 128 columns: promoted sums, and those that are promoted, fill the registers
+    (H100, LARGE, True, 1),
+    (H100, replace(LARGE, block_cols=128), False, 1),
+    (B200, replace(LARGE, num_stages=3), False, 1),  # sums lie in memory of their own
+]
+
+
+@pytest.mark.parametrize(("target", "tile", "fast", "turns"), TURNS)
+def test_columns_are_promoted_in_turns_where_registers_are_few(target, tile, fast, turns):
+    made = launched(target, tile=tile, fast_accumulate=fast)
+    weight = made.arguments[1]
+    assert (made.constants["TURNS"], weight.block_shape[0]) == (turns, tile.block_cols // turns)
+
+
+@once(parts=[2, 4], scaling=SCALINGS, form=FORMS)
+def test_columns_that_are_promoted_in_turns_match_float64(parts, scaling, form, device, monkeypatch):
+    monkeypatch.setattr("tpkernels.kernels.scaled_linear._turns", lambda product: 2)
+    tile = replace(DEEP, parts=parts)
+    assert_scaled_linear(*operands((71, 1056, 264), device, scaling), "gelu_tanh", tile=tile, form=form)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_fast_sums_match_float64_where_no_tensor_core_adds(scaling, device):
+    assert_scaled_linear(*operands(SHAPES["ragged"], device, scaling), fast_accumulate=True)
 
 
 def test_sums_in_fp32_have_one_tile_for_all_sizes():

@@ -317,8 +317,19 @@ def test_gpus_without_our_fp8_are_refused(name, monkeypatch):
 
 
 def test_options_of_a_recipe_are_words_it_knows():
-    for wrong in ("rowwise+power_of_two=no", "rowwise+head=1", "rowwise+", "columnwise", "rowwise+wgrad"):
+    wrongs = ("rowwise+power_of_two=no", "rowwise+head=1", "rowwise+", "columnwise", "rowwise+wgrad")
+    for wrong in (*wrongs, "rowwise+fast_accumulate", "rowwise+fast_accumulate=backward"):
         with pytest.raises(ValueError, match="Recipe: expected"):
             Recipe.named(wrong)
-    for recipe in (*RECIPES, Recipe.rowwise(power_of_two=True, wgrad="fp8", gradients="e5m2", head=True)):
+    every = Recipe.rowwise(
+        power_of_two=True, wgrad="fp8", gradients="e5m2", head=True, fast_accumulate="always"
+    )
+    for recipe in (*RECIPES, every, Recipe.rowwise(fast_accumulate="never")):
         assert Recipe.named(str(recipe)) == recipe
+
+
+def test_scales_of_blocks_leave_nothing_to_accumulate_fast():
+    with pytest.raises(ValueError, match="expected fast_accumulate='never' with blockwise scales, got 'forw"):
+        Recipe("blocks", fast_accumulate="forward")
+    with pytest.raises(ValueError, match="Recipe: expected"):
+        Recipe.named("blockwise+fast_accumulate=always")

@@ -262,6 +262,48 @@ def test_a_wrong_scale_would_be_seen(monkeypatch, wrong):
     assert relative_error(y, exact) > 10 * BOUND[torch.bfloat16]
 
 
+FAST = {  # of forward, dgrad and wgrad
+    Recipe.rowwise(wgrad="fp8"): [True, False, False],
+    Recipe.rowwise(wgrad="fp8", fast_accumulate="never"): [False, False, False],
+    Recipe.rowwise(wgrad="fp8", fast_accumulate="always"): [True, True, True],
+    Recipe.blockwise(): [False, False],
+}
+
+
+@pytest.mark.parametrize("recipe", FAST, ids=str)
+@pytest.mark.parametrize("op", ["linear", "mlp", "gated mlp"])
+def test_the_recipe_says_which_products_accumulate_fast(op, recipe, monkeypatch):
+    """Also those of a layer with two products, and where gradients of two products are added."""
+    told, compute, compute_into = [], primitives.scaled_linear, primitives.into
+
+    def spied(*operands):
+        told.append((operands[0].shape[0], operands[-1]))
+        return compute(*operands)
+
+    def spied_into(primitive, out, *operands):
+        told.append((operands[0].shape[0], operands[-1]))
+        compute_into(compute, out, *operands)
+
+    monkeypatch.setattr(primitives, "scaled_linear", spied)
+    monkeypatch.setattr(primitives, "into", spied_into)
+    products = {"linear": 1, "mlp": 2, "gated mlp": 3}[op]
+    x, up, gate, down = leaves_of([random(5, 48), random(64, 48), random(64, 48), random(48, 64)])
+    match op:
+        case "linear":
+            y = ops.linear(x, up, quantize=recipe)
+        case "mlp":
+            y = ops.mlp(x, up, None, down, None, quantize=recipe)
+        case _:
+            y = ops.mlp(x, up, None, down, None, w_gate=gate, quantize=recipe)
+    forward, told[:] = [fast for _, fast in told], []
+    y.sum().backward()
+    of_x = [fast for rows, fast in told if rows == 5]
+    of_weights = [fast for rows, fast in told if rows != 5]
+    assert forward == FAST[recipe][:1] * products
+    assert of_x == FAST[recipe][1:2] * products
+    assert of_weights == FAST[recipe][2:] * products
+
+
 def test_products_take_one_scale_for_each_square_of_a_weight(monkeypatch):
     """One for each row, of which 128 are equal, would cost a kernel twice the cycles."""
     shapes, compute, compute_into = [], primitives.scaled_linear, primitives.into

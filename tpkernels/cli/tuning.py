@@ -31,6 +31,7 @@ from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer, Primitive
 from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu
+from tpkernels.kernels.recipe import Recipe
 from tpkernels.models.config import MODELS, GPTConfig
 from tpkernels.ops.vocab.linear_cross_entropy import LEAST_TOKENS
 from tpkernels.planning.job import Job, RankLayout
@@ -191,17 +192,23 @@ def model_calls(wanted: SplitModel, dtype: torch.dtype, training: bool) -> Itera
 
 
 def in_fp8(call: PrimitiveCall) -> Iterator[PrimitiveCall]:
-    """Yield the products in fp8 that replace this call; gradients of weights stay in 16 bits."""
+    """Yield the products in fp8 that replace this call, as by `Recipe.rowwise`: forward accumulates fast.
+
+    Gradients of weights stay in 16 bits.
+    """
     record, (first, *others) = call
     if record.changes_first or record.kernel == "wgrad":
         return
     forward = record.kernel in ("linear", "glu")
+    fast = Recipe.rowwise().is_fast(forward=forward)
     weights = [w for w in others if isinstance(w, Tensor) and w.ndim == 2][: 2 if record.name == "glu" else 1]
     for weight in weights if record.pairs == 1 else [others[0], others[2]]:
         cols, depth = weight.shape if forward else reversed(weight.shape)
         bias = record.name == "linear" and others[1] is not None
-        *operands, dtype = scaled_linear.sample(Layer(first.shape[0], cols, depth, bias=bias))
-        yield scaled_linear, (*operands, "float32" if record.pairs > 1 else dtype)  # summed, then rounded
+        layer = Layer(first.shape[0], cols, depth, bias=bias, fast=fast)
+        *operands, dtype, _ = scaled_linear.sample(layer)
+        # the terms of a sum are rounded once, after it
+        yield scaled_linear, (*operands, "float32" if record.pairs > 1 else dtype, fast)
 
 
 def _call(step: str, layer: Layer) -> PrimitiveCall:

@@ -43,6 +43,7 @@ class Layer:
     format: Format = "e4m3"  # of x in fp8; weights are in e4m3
     scaling: Scaling = "rows"
     square: bool = False  # a scale for each 128 x 128 of what a product takes as weight
+    fast: bool = False  # tensor cores sum all of the depth of a product in fp8
 
     def x(self) -> Tensor:
         return self.tensor(self.tokens, self.in_features)
@@ -79,7 +80,7 @@ class Library(NamedTuple):
 
 
 # how a problem names arguments that are there, or asked for
-OPTIONS = {"bias": "bias", "keep_z": "z", "keep_gu": "gu", "bias_grad": "db"}
+OPTIONS = {"bias": "bias", "keep_z": "z", "keep_gu": "gu", "bias_grad": "db", "fast_accumulate": "fast"}
 SCALES = frozenset(("x_scale", "w_scale"))  # arguments that any layout of is read as fast
 
 

@@ -113,11 +113,14 @@ def _scaled_linear(
     activation: Activation,
     keep_z: bool,
     dtype: Wide,
+    fast_accumulate: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(z), z = x̂ ŵᵀ + bias -> (y, z), with x̂ = x * x_scale and ŵ = weight * w_scale.
 
     x_scale, w_scale: (T, S), (N, S), as of `Scaled`; with scales of blocks w_scale may be (N / 128, S), one
         row for each 128 of weight
+    fast_accumulate: sums may have as few bits as tensor cores have; False: no more than 128 of depth are
+        summed so
     Sums are in fp32, and rounded to dtype once.
     """
     into = DTYPE[dtype]
@@ -135,6 +138,7 @@ def _exact_linear(
     activation: Activation,
     keep_z: bool,
     dtype: Wide,
+    fast_accumulate: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """What float64 makes of the dequantized operands."""
     w_scale = _each_row(w_scale, weight)
@@ -183,6 +187,7 @@ def _scaled_linear_into(
     activation: Activation,
     keep_z: bool,
     dtype: Wide,
+    fast_accumulate: bool,
 ) -> None:
     """out: y, and z if it is kept and not y"""
     z = _wide_z(x, weight, x_scale, w_scale, bias, DTYPE[dtype])
@@ -201,10 +206,11 @@ def _scaled_mm(
     activation: Activation,
     keep_z: bool,
     dtype: Wide,
+    fast_accumulate: bool,
 ) -> tuple[Tensor, Tensor | None]:
     y = x.new_empty((x.shape[0], weight.shape[0]), dtype=DTYPE[dtype])
     z = torch.empty_like(y) if keep_z and activation != "none" else y
-    _scaled_mm_into((y, z), x, weight, x_scale, w_scale, bias, activation, keep_z, dtype)
+    _scaled_mm_into((y, z), x, weight, x_scale, w_scale, bias, activation, keep_z, dtype, fast_accumulate)
     return y, z if keep_z else None
 
 
@@ -218,8 +224,9 @@ def _scaled_mm_into(
     activation: Activation,
     keep_z: bool,
     dtype: Wide,
+    fast_accumulate: bool,
 ) -> None:
-    """By cuBLASLt or CUTLASS, which promote sums, too. The activation is that of the rounded z.
+    """By cuBLASLt or CUTLASS, which promote sums unless told not to. The activation is that of the rounded z.
 
     out: y, and z if it is kept and not y
     """
@@ -231,7 +238,7 @@ def _scaled_mm_into(
         w_scale.t().contiguous(),
         bias=None if bias is None else bias.to(z.dtype),
         out_dtype=z.dtype,
-        use_fast_accum=False,
+        use_fast_accum=fast_accumulate,
         out=z,
     )
     act_into(y, z, activation)
@@ -257,13 +264,13 @@ def _scaled_linear_sample(layer: Layer) -> tuple[Any, ...]:
     w_scale = weight.scale_of_squares if layer.square else weight.scale
     bias = layer.tensor(layer.out_features, dtype=torch.bfloat16) if layer.bias else None
     keep_z = layer.training and layer.activation != "none"
-    return x.data, weight.data, x.scale, w_scale, bias, layer.activation, keep_z, "bfloat16"
+    return x.data, weight.data, x.scale, w_scale, bias, layer.activation, keep_z, "bfloat16", layer.fast
 
 
 scaled_linear = Primitive(
     "scaled_linear",
     _scaled_linear,
-    launcher("scaled_linear", "scaled_linear_fwd", "activation", "keep_z", "dtype"),
+    launcher("scaled_linear", "scaled_linear_fwd", "activation", "keep_z", "dtype", "fast_accumulate"),
     _scaled_linear_sample,
     given=lambda *call: (True, call[6]),
     into=_scaled_linear_into,

@@ -144,7 +144,7 @@ def _nvidia_products(entry: Entry, architecture: str, facts: Facts) -> Iterator[
         # cp.async of 16 bytes: what pipelining consists of, and what a lost alignment takes away
         yield from _present(facts, "LDGSTS.128")
     if _in_fp8(entry):
-        yield from _fp8_products(architecture, facts)
+        yield from _fp8_products(entry, architecture, facts)
         return
     if not _in_true_fp32(entry):
         yield from _some(facts, *TENSOR_CORES)
@@ -153,19 +153,25 @@ def _nvidia_products(entry: Entry, architecture: str, facts: Facts) -> Iterator[
     yield from _absent(facts, "products in true fp32", *TENSOR_CORES)
 
 
-def _fp8_products(architecture: str, facts: Facts) -> Iterator[str]:
-    """By the tensor core's own instruction, not by an older one that is given 16 bits an element."""
+def _fp8_products(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
+    """By the tensor core's own instruction, not by an older one that is given 16 bits an element.
+
+    Sums are promoted, unless the entry accumulates fast: then none is, which would be for nothing.
+    """
     product = FP8_PRODUCTS.get(architecture)
     if product is None:
         yield f"{architecture} multiplies no fp8: expected one of {', '.join(FP8_PRODUCTS)}"
         return
     yield from _present(facts, product)
     yield from _absent(facts, "fp8 is converted before it is multiplied", *TENSOR_CORES)
-    if product != "UTCQMMA" and not _promoted(facts, product):  # which adds in fp32
-        yield (
-            f"sums of fp8 are not promoted: {facts.count(f'{product}.RZ')} of {facts.count(product)} "
-            f"products begin one, expected each {PROMOTED_AFTER}th"
-        )
+    if product == "UTCQMMA":  # which adds in fp32
+        return
+    begin = f"{facts.count(f'{product}.RZ')} of {facts.count(product)} products begin one"
+    promotes, promoted = entry.constants["PROMOTE"], _promoted(facts, product)
+    if promotes and not promoted:
+        yield f"sums of fp8 are not promoted: {begin}, expected each {PROMOTED_AFTER}th"
+    elif promoted and not promotes:
+        yield f"sums of fp8 are promoted, though fast accumulation is asked for: {begin}"
 
 
 def _promoted(facts: Facts, product: str) -> bool:

@@ -297,6 +297,7 @@ def _in_fp8() -> Iterator[NumericCase]:
             plain = partial(call, **recording.BARE)
             yield NumericCase(f"scaled_linear_fwd/{way}/=fp32", partial(plain, into=FP32))
             yield NumericCase(f"scaled_linear_fwd/{way}/e5m2", partial(plain, format="e5m2"))
+            yield NumericCase(f"scaled_linear_fwd/{way}/fast", partial(call, fast=True))
     for dtype in (BF16, FP32):
         of = RandomOperands(*IN_FP8["pointer"], dtype)
         way = SHORT_NAMES[dtype]

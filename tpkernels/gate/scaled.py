@@ -39,8 +39,7 @@ SCALES: Mapping[str, Mapping[str, Any]] = {  # as a problem's options say -> how
     "+blocks": {"scaling": "blocks"},
     "+blocks+square": {"scaling": "blocks", "square": True},
 }
-
-
+FAST: Mapping[str, Mapping[str, Any]] = {"+fast": {"fast": True}}
 WIDE = (8192, MAX_FEATURES, 2 * MAX_FEATURES)  # features of rows; no program holds the last
 
 
@@ -118,7 +117,8 @@ def entry_specs() -> Iterator[EntrySpec]:
 def _products() -> Iterator[EntrySpec]:
     """The costliest epilogue of each tile, and with descriptors the plain one; fp32 results of the largest.
 
-    e5m2 is the format of gradients, which meet weights in e4m3: the largest tile of each form.
+    The same with fast accumulation, but for Blackwell's tiles, whose code does not differ. e5m2 is the format
+    of gradients, which meet weights in e4m3: the largest tile of each form.
     """
     for way in WAYS:
         for tile in candidates("linear", way.form, E4M3, way.target):
@@ -135,7 +135,7 @@ def _products() -> Iterator[EntrySpec]:
 
 
 def _of_tile(way: _Fp8Form, tile: MatmulTile, ragged: bool = False) -> Iterator[EntrySpec]:
-    for scales, options in SCALES.items():
+    for scales, options in (SCALES if way.target == B200 else SCALES | FAST).items():
         if not serves("linear", tile, scales.split("+")):
             continue
         costly = partial(_LINEAR, **options, activation="gelu_tanh")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -255,6 +255,11 @@ class ProductLaunch(NamedTuple):
         sizes = {"rows": tile.block_rows, "cols": tile.block_cols, "depth": tile.block_depth}
         sizes["part"] = tile.block_cols // tile.parts
         return TensorDescriptor(matrix, list(matrix.shape), strides, [sizes[rows], sizes[cols]])
+
+    def columns_cut(self, count: int) -> ProductLaunch:
+        """The same, for blocks of as many columns as one of `count` cuts of a tile has."""
+        cols = self.tile.block_cols // count
+        return self._replace(tile=replace(self.tile, block_cols=cols, parts=1)) if count > 1 else self
 
     def start(self, kernel: Any, programs: int | None = None) -> Callable[..., None]:
         """The kernel, to be called with its arguments and with the constants that are not the tile's.

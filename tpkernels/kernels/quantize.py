@@ -96,7 +96,7 @@ def _store_data(
 def _store_scale(words_ptr, t, in_rows, scales_at, pitch, scale_bits):
     """The one scale of each row, and the zeros behind it."""
     first = scales_at // 4
-    i = tl.arange(0, 8)  # to the end of a sector, at most
+    i = tl.arange(0, 32)  # to the end of a line, at most
     words = tl.where(i[None, :] == 0, scale_bits[:, None], 0)
     mask = in_rows[:, None] & (first + i < pitch // 4)[None, :]
     tl.store(words_ptr + t[:, None] * (pitch // 4) + first + i[None, :], words, mask)
@@ -237,9 +237,9 @@ def _quantize_blocks_kernel(
     first_scale = words_ptr + t[:, None] * (pitch // 4) + scales_at // 4
     tl.store(first_scale + s[None, :], scale, (t < T)[:, None] & (s < scales)[None, :])
     if col_tile == col_tiles - 1:
-        i = scales + tl.arange(0, 8)[None, :]  # to the end of a sector, at most
+        i = scales + tl.arange(0, 32)[None, :]  # to the end of a line, at most
         mask = (t < T)[:, None] & (scales_at // 4 + i < pitch // 4)
-        tl.store(first_scale + i, tl.zeros((BLOCK_ROWS, 8), tl.int32), mask)
+        tl.store(first_scale + i, tl.zeros((BLOCK_ROWS, 32), tl.int32), mask)
 
 
 class _Tile(NamedTuple):

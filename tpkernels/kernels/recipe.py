@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 Format = Literal["e4m3", "e5m2"]
 Scaling = Literal["rows", "blocks"]
 Wgrad = Literal["bf16", "fp8"]
+FastAccumulate = Literal["never", "forward", "always"]
 BLOCK = 128  # elements that share a scale: of a row, and of a weight's rows as well
 
 
@@ -25,6 +26,8 @@ class Recipe:
     wgrad: gradients of weights are multiplied in the dtype of the activations (`bf16`), or in `fp8` too
     gradients: the format of dy; e5m2 has more range and a bit less
     head: a model's head is computed in fp8, too
+    fast_accumulate: the products whose sums tensor cores may keep in few bits over all of the depth; others
+        are carried over to fp32 every 128
     """
 
     scaling: Scaling
@@ -32,12 +35,14 @@ class Recipe:
     wgrad: Wgrad = "bf16"
     gradients: Format = "e4m3"
     head: bool = False
+    fast_accumulate: FastAccumulate = "never"
 
     def __post_init__(self) -> None:
         for name, value, kinds in (
             ("scaling", self.scaling, Scaling),
             ("wgrad", self.wgrad, Wgrad),
             ("gradients", self.gradients, Format),
+            ("fast_accumulate", self.fast_accumulate, FastAccumulate),
         ):
             if value not in get_args(kinds):
                 words = " or ".join(map(repr, get_args(kinds)))
@@ -50,6 +55,11 @@ class Recipe:
                 "Recipe: expected wgrad='bf16' with blockwise scales, got 'fp8': a block of a row holds no "
                 "scale for a column; use Recipe.rowwise(wgrad='fp8')"
             )
+        if self.scaling == "blocks" and self.fast_accumulate != "never":
+            raise ValueError(
+                "Recipe: expected fast_accumulate='never' with blockwise scales, got "
+                f"{self.fast_accumulate!r}: each 128 of depth are scaled by themselves; use Recipe.rowwise"
+            )
 
     @classmethod
     def rowwise(
@@ -59,9 +69,10 @@ class Recipe:
         wgrad: Wgrad = "bf16",
         gradients: Format = "e4m3",
         head: bool = False,
+        fast_accumulate: FastAccumulate = "forward",
     ) -> Recipe:
         """One scale a row: of x and of the weight forward, of dy and of the weight's columns backward."""
-        return cls("rows", power_of_two, wgrad, gradients, head)
+        return cls("rows", power_of_two, wgrad, gradients, head, fast_accumulate)
 
     @classmethod
     def blockwise(
@@ -69,6 +80,10 @@ class Recipe:
     ) -> Recipe:
         """One scale for each 128 elements of a row, and for each 128 x 128 of a weight."""
         return cls("blocks", power_of_two, "bf16", gradients, head)
+
+    def is_fast(self, *, forward: bool) -> bool:
+        """Whether products of this pass may keep sums in few bits."""
+        return self.fast_accumulate == "always" or (forward and self.fast_accumulate == "forward")
 
     @classmethod
     def named(cls, name: str) -> Recipe:
@@ -91,4 +106,6 @@ class Recipe:
         words += [name for name in ("power_of_two", "head") if getattr(self, name)]
         words += [f"wgrad={self.wgrad}"] * (self.wgrad != "bf16")
         words += [f"gradients={self.gradients}"] * (self.gradients != "e4m3")
+        usual = "forward" if self.scaling == "rows" else "never"
+        words += [f"fast_accumulate={self.fast_accumulate}"] * (self.fast_accumulate != usual)
         return "+".join(words)

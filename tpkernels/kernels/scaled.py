@@ -27,7 +27,8 @@ DTYPE_OF = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 LEAST_SCALE = 2.0**-126  # of fp32's normal numbers: smaller ones lose bits, or all of them on a GPU
 SECTOR = 32  # bytes that memory moves at a time
-ALIGNED_FROM = 1024  # features: rows start at sectors then, at a cost of 3 % at most
+LINE = 128  # bytes of a cache's line: 128 features of a row that starts at one lie in it, not across two
+STARTS = ((4096, LINE), (1024, SECTOR))  # features from which rows start so, at a cost of 3 % at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,12 @@ def scales_of(features: int, scaling: Scaling) -> int:
 def words_of(features: int, scaling: Scaling) -> int:
     """How many a row takes.
 
-    >>> words_of(64, "rows"), words_of(4096, "rows"), words_of(4096, "blocks")
-    (17, 1032, 1056)
+    >>> words_of(64, "rows"), words_of(1024, "rows"), words_of(4096, "rows"), words_of(4096, "blocks")
+    (17, 264, 1056, 1056)
     """
     words = -(-features // 4) + scales_of(features, scaling)
-    return words if features < ALIGNED_FROM else -(-4 * words // SECTOR) * SECTOR // 4
+    start = next((size for least, size in STARTS if features >= least), 4)
+    return -(-4 * words // start) * start // 4
 
 
 def empty_words(rows: int, features: int, scaling: Scaling, device: torch.device) -> Tensor:

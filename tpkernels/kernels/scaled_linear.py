@@ -7,7 +7,11 @@ T tokens, K in_features, N out_features, S scales a row (one, or one for each 12
     y = act(z)                                                   (T, N)    of the fp32 z
 
 Tensor cores add products of fp8 with some 14 bits only, so what they add is promoted: 128 of depth at most
-are summed there, then added to a sum in fp32.
+are summed there, then added to a sum in fp32. With fast accumulation they sum all of the depth; scales of
+blocks are promoted nevertheless, as each 128 of depth have their own.
+
+Sums on their way to others need registers, too. Where a tile has no more of them, its columns are promoted in
+turns: one part is multiplied and added, then the next.
 """
 
 from __future__ import annotations
@@ -56,7 +60,9 @@ def _scaled_linear_kernel(
     FAST: tl.constexpr,
     BY_BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
+    PROMOTE: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    TURNS: tl.constexpr,  # in which columns are promoted, whose blocks of w are loaded one by one
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -80,23 +86,33 @@ def _scaled_linear_kernel(
         row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
         t = row_tile * BLOCK_ROWS
         n = col_tile * BLOCK_COLS
-        acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+        sums = _zeros(BLOCK_ROWS, BLOCK_COLS // TURNS, TURNS)
         for k in range(0, K, BLOCK_DEPTH):
             x_block = load_block(x, t, k, T, K, stride_xt, 1, BLOCK_ROWS, BLOCK_DEPTH, TMA)
-            w_block = load_block(w, n, k, N, K, stride_wn, 1, BLOCK_COLS, BLOCK_DEPTH, TMA)
-            if BY_BLOCK:
-                products = tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
-                s = tl.cast(k // 128, tl.int64)
-                x_scale = load_vector(x_scale_ptr + s * stride_xss, t, T, stride_xst, BLOCK_ROWS)
-                w_scale = _w_scale(w_scale_ptr + s * stride_wss, n, N, stride_wsn, SHARED, BLOCK_COLS)
-                # Scales first: a scale that columns share then costs nothing an element. What two tiny ones
-                # lose is no more than the smallest normal number.
-                acc += products * (x_scale[:, None] * w_scale)
-            elif IN_PLACE:  # Triton adds the sums of BLOCK_DEPTH up in fp32, where tensor cores do not
-                acc = tl.dot(x_block, w_block.T, acc, max_num_imprecise_acc=BLOCK_DEPTH)
-            else:
-                acc += tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
-        parts = split_columns(acc, PARTS)
+            sums = _plus_products(
+                sums,
+                x_block,
+                w,
+                x_scale_ptr,
+                w_scale_ptr,
+                t,
+                n,
+                k,
+                T,
+                N,
+                K,
+                stride_wn,
+                stride_xst,
+                stride_xss,
+                stride_wsn,
+                stride_wss,
+                BY_BLOCK,
+                SHARED,
+                PROMOTE,
+                IN_PLACE,
+                TMA,
+            )
+        parts = _split_columns_of(sums, PARTS // TURNS)
         if not BY_BLOCK:
             x_rest, x_root = _halves(load_vector(x_scale_ptr, t, T, stride_xst, BLOCK_ROWS)[:, None])
         for p in tl.static_range(PARTS):
@@ -110,6 +126,96 @@ def _scaled_linear_kernel(
             if KEEP_Z:
                 store_block(z, value, t, n_part, T, N, N, 1, TMA)
             store_block(y, act(value, ACTIVATION, FAST), t, n_part, T, N, N, 1, TMA)
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr):
+    """A tuple of COUNT (a power of two) blocks."""
+    if COUNT == 1:
+        return (tl.zeros((ROWS, COLS), tl.float32),)
+    else:
+        return _zeros(ROWS, COLS, COUNT // 2) + _zeros(ROWS, COLS, COUNT // 2)
+
+
+@triton.jit
+def _split_columns_of(sums, PARTS: tl.constexpr):
+    """`split_columns` of each block, left to right."""
+    if len(sums) == 1:
+        return split_columns(sums[0], PARTS)
+    else:
+        return split_columns(sums[0], PARTS) + _split_columns_of(sums[1:], PARTS)
+
+
+@triton.jit
+def _plus_products(
+    sums,  # blocks of neighbouring columns, from n
+    x_block,
+    w,
+    x_scale_ptr,
+    w_scale_ptr,
+    t,
+    n,
+    k,
+    T,
+    N,
+    K,
+    stride_wn,
+    stride_xst,
+    stride_xss,
+    stride_wsn,
+    stride_wss,
+    BY_BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """The sums, one after the other, plus the products of a step of depth."""
+    acc = sums[0]
+    COLS: tl.constexpr = acc.shape[1]
+    DEPTH: tl.constexpr = x_block.shape[1]
+    w_block = load_block(w, n, k, N, K, stride_wn, 1, COLS, DEPTH, TMA)
+    if BY_BLOCK:
+        products = tl.dot(x_block, w_block.T, max_num_imprecise_acc=DEPTH)
+        s = tl.cast(k // 128, tl.int64)
+        x_scale = load_vector(x_scale_ptr + s * stride_xss, t, T, stride_xst, x_block.shape[0])
+        w_scale = _w_scale(w_scale_ptr + s * stride_wss, n, N, stride_wsn, SHARED, COLS)
+        # Scales first: a scale that columns share then costs nothing an element. What two tiny ones
+        # lose is no more than the smallest normal number.
+        acc += products * (x_scale[:, None] * w_scale)
+    elif not PROMOTE:
+        acc = tl.dot(x_block, w_block.T, acc)
+    elif IN_PLACE:  # Triton adds the sums of DEPTH up in fp32, where tensor cores do not
+        acc = tl.dot(x_block, w_block.T, acc, max_num_imprecise_acc=DEPTH)
+    else:
+        acc += tl.dot(x_block, w_block.T, max_num_imprecise_acc=DEPTH)
+    first = (acc,)
+    if len(sums) == 1:
+        return first
+    else:
+        return first + _plus_products(
+            sums[1:],
+            x_block,
+            w,
+            x_scale_ptr,
+            w_scale_ptr,
+            t,
+            n + COLS,
+            k,
+            T,
+            N,
+            K,
+            stride_wn,
+            stride_xst,
+            stride_xss,
+            stride_wsn,
+            stride_wss,
+            BY_BLOCK,
+            SHARED,
+            PROMOTE,
+            IN_PLACE,
+            TMA,
+        )
 
 
 @triton.jit
@@ -130,6 +236,17 @@ def _halves(scale):
     return scale * ((254 - exponent) << 23).to(tl.float32, bitcast=True), root
 
 
+MOST_SUMS = 128  # fp32 registers of a thread that sums of a tile may take, promoted ones beside them
+
+
+def _turns(product: launch.ProductLaunch) -> int:
+    """In how many turns columns are promoted: in one where sums and all that is added to them fit."""
+    tile = product.tile
+    in_registers = product.target.backend == "cuda" and product.target.capability < 100
+    few = 2 * tile.block_rows * tile.block_cols <= MOST_SUMS * 32 * tile.num_warps
+    return 2 if in_registers and product.form == "descriptor" and not few else 1
+
+
 @planned
 def scaled_linear_fwd(
     x: Tensor,
@@ -141,6 +258,7 @@ def scaled_linear_fwd(
     activation: Activation = "none",
     keep_z: bool = False,
     dtype: str = "bfloat16",
+    fast_accumulate: bool = False,
     out: launch.Out = None,
     tile: MatmulTile | None = None,
     form: Form | None = None,
@@ -152,6 +270,7 @@ def scaled_linear_fwd(
     x_scale: (tokens, S) in fp32; S is 1, or in_features / 128, rounded up
     w_scale: (out_features, S), or (out_features / 128, rounded up, S), a row for each 128 rows of weight
     bias: (out_features,)
+    fast_accumulate: tensor cores may sum all of the depth, in as few bits as they have; False: 128 at most
     out: where y is written, and z if it is kept and not y; rows of larger matrices, say
     """
     name = "scaled_linear_fwd"
@@ -176,11 +295,14 @@ def scaled_linear_fwd(
         raise ValueError(
             f"{name}: expected a tile of at most {BLOCK} depth, without consumers, got {product.tile}"
         )
+    by_block = x_scale.shape[1] != 1
+    promote = by_block or not fast_accumulate
+    turns = _turns(product) if promote else 1
     if y.numel():
         y_block = product.block(y, "rows", "part")
         product.start(_scaled_linear_kernel)(
             product.block(x, "rows", "depth"),
-            product.block(weight, "cols", "depth"),
+            product.columns_cut(turns).block(weight, "cols", "depth"),
             x_scale,
             w_scale,
             y if bias is None else bias,
@@ -198,8 +320,10 @@ def scaled_linear_fwd(
             HAS_BIAS=bias is not None,
             KEEP_Z=separate_z,
             FAST=fast_math(into, product.target),
-            BY_BLOCK=x_scale.shape[1] != 1,
+            BY_BLOCK=by_block,
             SHARED=1 if w_scale.shape[0] == N else BLOCK,
+            PROMOTE=promote,
             IN_PLACE=product.target.has_tma,
+            TURNS=turns,
         )
     return LinearForward(y, z if keep_z else None)

@@ -10,6 +10,9 @@ What sequence parallelism gathers travels as words, forward and backward. wgrad 
 x and dy the numbers themselves, of what was gathered the rounded ones. Where ranks share the depth of a
 product, its scales are of this rank's features: other numbers of ranks round otherwise.
 
+The recipe says which of the three may accumulate fast; what backward computes again, it computes as forward
+did.
+
 Sums over ranks are not sent in fp8: R terms, each rounded to 4 bits, are off as much as each of them is, and
 that would be the gradient itself, not an operand that many products average out.
 
@@ -99,10 +102,12 @@ class Quantized(Plain):
         keep_z: bool,
     ) -> None:
         operands = x.data, weight.data, x.scale, weight.scale_of_squares, bias, activation, keep_z
-        primitives.into(primitives.scaled_linear, out, *operands, word_of(out[0].dtype))
+        fast = self.recipe.is_fast(forward=transposed)
+        primitives.into(primitives.scaled_linear, out, *operands, word_of(out[0].dtype), fast)
 
     def terms(self, pairs: Sequence[tuple[Scaled, Tensor]], transposed: bool) -> ScaledSum:
-        return ScaledSum([(a, self.weight(w, transposed)) for a, w in pairs], self._dtype)
+        fast = self.recipe.is_fast(forward=transposed)
+        return ScaledSum([(a, self.weight(w, transposed)) for a, w in pairs], self._dtype, fast)
 
     def weight_gradient(
         self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"]
@@ -110,7 +115,8 @@ class Quantized(Plain):
         if self.recipe.wgrad == "bf16":
             return weight_gradient(dy, x, into)
         pairs = [(self.gradients(dy.t()), self.activations(x.t()))]
-        gradient = _sum_of(pairs, dtype_of_gradient(x, into))
+        fast = self.recipe.is_fast(forward=False)
+        gradient = _sum_of(pairs, dtype_of_gradient(x, into), fast)
         if not isinstance(into, Tensor):
             return gradient
         into += gradient
@@ -165,6 +171,7 @@ class ScaledSum:
 
     pairs: Sequence[Pair]
     dtype: torch.dtype
+    fast: bool
 
     @property
     def rows(self) -> int:
@@ -179,28 +186,28 @@ class ScaledSum:
         return self.pairs[0][0].words.new_empty(0, dtype=self.dtype)
 
     def __call__(self, rows: slice) -> Tensor:
-        return _sum_of([(a.rows(rows), w) for a, w in self.pairs], self.dtype)
+        return _sum_of([(a.rows(rows), w) for a, w in self.pairs], self.dtype, self.fast)
 
     def alone(self, bias: Tensor | None) -> Tensor:
-        return _sum_of(self.pairs, self.dtype, bias)
+        return _sum_of(self.pairs, self.dtype, self.fast, bias)
 
 
-def _sum_of(pairs: Sequence[Pair], dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def _sum_of(pairs: Sequence[Pair], dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
     """Add up products in fp32, and round the sum once."""
     (first, weight), *others = pairs
     if not others:
-        return _product(first, weight, bias, dtype)
+        return _product(first, weight, bias, dtype, fast)
     assert bias is None, "only gradients add up products"
-    total = _product(first, weight, None, torch.float32)
+    total = _product(first, weight, None, torch.float32, fast)
     for other, weight in others:
-        total += _product(other, weight, None, torch.float32)
+        total += _product(other, weight, None, torch.float32, fast)
     return total.to(dtype)
 
 
-def _product(x: Scaled, weight: Scaled, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _product(x: Scaled, weight: Scaled, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
     """Compute x̂ ŵᵀ + bias."""
     operands = x.data, weight.data, x.scale, weight.scale_of_squares, bias
-    return primitives.scaled_linear(*operands, "none", False, word_of(dtype))[0]
+    return primitives.scaled_linear(*operands, "none", False, word_of(dtype), fast)[0]
 
 
 def word_of(dtype: torch.dtype) -> Wide:
