@@ -148,9 +148,8 @@ class Execution:
         self._speed: dict[tuple[int, int], float] = {}
         self._free = [program.processors] * program.ranks
         self._waits_for = [len(task.after | task.held_up_by) for task in program.tasks]
-        self._ends: dict[
-            tuple[Hashable, bool], tuple[_Running, TransferEnd]
-        ] = {}  # ends that wait for the other end
+        # ends that wait for the other end
+        self._ends: dict[tuple[Hashable, bool], tuple[_Running, TransferEnd]] = {}
         self._races = Races(program.cells) if races else None
         self.steps = 0
 
