@@ -43,7 +43,7 @@ class Noted(TorchDispatchMode):
     """Counts kernels, copies and the bytes that are read from other ranks."""
 
     def __init__(self, noted: Counter[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._noted = noted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
