@@ -6,7 +6,7 @@ The tests here name the cases whose contracts they hold.
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
@@ -289,6 +289,9 @@ def test_its_llama_is_the_one_without_our_functions_and_has_the_right_types():
                 assert {spmd.V} == set(spmd.get_local_type(logits).values())
                 with spmd.no_typecheck():  # as torchtitan's trainer does
                     logits.square().mean().backward()
+            strict = pytest.raises(spmd.SpmdTypeError, match="sharded on dim 1 into multiple smaller")
+            with context(), checker.typecheck(local=False), nullcontext() if backend == "default" else strict:
+                model(ids, **others)
             parameters = {name: each.grad for name, each in model.named_parameters()}
             found[backend] = {"logits": logits.detach(), **parameters}
         tp, full, w = dims.get_mesh("tp").get_group(), torch.ones(4, 8), torch.ones(8, 8)
