@@ -36,9 +36,9 @@ from tpkernels.streams.times import (
     PRODUCT,
     TRANSFER,
     Queue,
+    Ran,
     Resource,
     TaskKey,
-    TimedTask,
     TimelineTask,
     run,
 )
@@ -61,7 +61,7 @@ class MeasuredRanks:
     cores: int = 2
 
 
-def ran(case: str, machine: MeasuredRanks, *, overlap: bool) -> list[TimedTask]:
+def ran(case: str, machine: MeasuredRanks, *, overlap: bool) -> list[Ran]:
     """One call on both ranks. case: as "column forward" """
     tasks: list[TimelineTask] = []
     for rank in range(RANKS):
