@@ -37,9 +37,9 @@ from tpkernels.streams.times import (
     PRODUCT,
     TRANSFER,
     Queue,
+    Ran,
     Resource,
     TaskKey,
-    TimedTask,
     TimelineTask,
     run,
 )
@@ -62,7 +62,7 @@ class MeasuredRanks:
     cores: int = 2
 
 
-def ran(case: str, machine: MeasuredRanks, *, overlap: bool) -> list[TimedTask]:
+def ran(case: str, machine: MeasuredRanks, *, overlap: bool) -> list[Ran]:
     """One call on both ranks. case: as "column forward" """
     tasks: list[TimelineTask] = []
     for rank in range(RANKS):

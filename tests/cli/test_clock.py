@@ -16,7 +16,7 @@ from tpkernels.gate.clock.model import Board, KernelPrediction
 from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.pictures.figure import can_draw
 from tpkernels.planning.step_time import OPERATORS, WAYS
-from tpkernels.streams.times import COMPUTE, HOST, NCCL, TRANSFER, TimedTask, TimelineTask
+from tpkernels.streams.times import COMPUTE, HOST, NCCL, TRANSFER, Ran, TimelineTask
 
 NAME = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 PREDICTED = KernelPrediction(418e-6, 576.0, 0.75, 1.43e9, 0.03, 0.4, "main loop", 0.08)
@@ -179,7 +179,7 @@ def test_time_lines_begin_when_a_gpu_does():
     """The host was three calls ahead: only what it does from then on is drawn."""
 
     def ran(queue, start, stop, kind="product"):
-        return TimedTask(TimelineTask(("", 0), (queue, 0), stop - start, name=queue, kind=kind), start, stop)
+        return Ran(TimelineTask(("", 0), (queue, 0), stop - start, name=queue, kind=kind), start, stop)
 
     found = SimpleNamespace(
         way="c10d",

@@ -29,7 +29,7 @@ from tpkernels.pictures.figure import Picture
 from tpkernels.planning.step_time import DIRECTIONS, MOST_RANKS, OPERATORS, PUBLISHED, WAYS, Sizes
 from tpkernels.streams import MachineError
 from tpkernels.streams.prediction import Predicted, predict
-from tpkernels.streams.times import COMPUTE, COPIES, GRAPH, HOST, NCCL, TRANSFER, Node, TimedTask
+from tpkernels.streams.times import COMPUTE, COPIES, GRAPH, HOST, NCCL, TRANSFER, Node, Ran
 
 DIED: Clocked | str = "the compiler died"
 PEAK = 989.4  # TFLOP/s of an H100 SXM with 16-bit operands, by its data sheet
@@ -326,7 +326,7 @@ def _time_line(each: Predicted) -> Iterator[str]:
             yield f"  {queue:8}|{''.join(line[:_COLUMNS])}|"
 
 
-def _lasting(each: Predicted) -> list[TimedTask]:
+def _lasting(each: Predicted) -> list[Ran]:
     return [ran for ran in each.ran if ran.stop > ran.start]
 
 

@@ -46,7 +46,7 @@ from tpkernels.streams.times import (
     TRANSFER,
     Host,
     Node,
-    TimedTask,
+    Ran,
     times_of,
 )
 
@@ -150,7 +150,7 @@ class Predicted:
     transfers: float  # if each ran alone
     host: float  # while its thread is busy
     hidden: Mapping[str, Mapping[str, float]]  # transfer -> product -> seconds that both ran
-    ran: Sequence[TimedTask]  # of the last call
+    ran: Sequence[Ran]  # of the last call
 
     @property
     def exposed(self) -> float:
@@ -293,7 +293,7 @@ def _host(way: str, host: Host) -> Host:
     return replace(host, product=min(host.product, host.decomposed_product)) if way == "decomposed" else host
 
 
-def _numbered(ran: Sequence[TimedTask]) -> list[TimedTask]:
+def _numbered(ran: Sequence[Ran]) -> list[Ran]:
     """Number tasks with the same name, except flags and launches."""
     names = Counter((each.task.name, each.task.kind) for each in ran)
     counts: Counter[tuple[str, str]] = Counter()
@@ -307,7 +307,7 @@ def _numbered(ran: Sequence[TimedTask]) -> list[TimedTask]:
     return found
 
 
-def _hidden(ran: Sequence[TimedTask]) -> dict[str, dict[str, float]]:
+def _hidden(ran: Sequence[Ran]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for transfer in (each for each in ran if each.task.kind == TRANSFER):
         beside = found.setdefault(transfer.task.name, defaultdict(float))

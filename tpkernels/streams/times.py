@@ -56,7 +56,7 @@ class TimelineTask:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedTask:
+class Ran:
     """A task, and when it ran."""
 
     task: TimelineTask
@@ -64,7 +64,7 @@ class TimedTask:
     stop: float
 
 
-def run(tasks: Sequence[TimelineTask], lines: Collection[Queue] = ()) -> dict[TaskKey, TimedTask]:
+def run(tasks: Sequence[TimelineTask], lines: Collection[Queue] = ()) -> dict[TaskKey, Ran]:
     """Run all tasks; return when each ran, in seconds from the start of the first.
 
     lines: queues whose tasks start in the order in which they become ready
@@ -94,10 +94,10 @@ class _Scheduler:
         self._busy: set[Queue] = set()
         self._left: dict[TaskKey, float] = {}  # seconds at full speed, of what runs
         self._began: dict[TaskKey, float] = {}
-        self._ran: dict[TaskKey, TimedTask] = {}
+        self._ran: dict[TaskKey, Ran] = {}
         self._now = 0.0
 
-    def all(self) -> dict[TaskKey, TimedTask]:
+    def all(self) -> dict[TaskKey, Ran]:
         for key in [key for key, missing in self._missing.items() if not missing]:
             self._become_ready(key)
         self._start(list(self._queues))
@@ -120,7 +120,7 @@ class _Scheduler:
         for key in keys:
             task = self._tasks[key]
             del self._left[key]
-            self._ran[key] = TimedTask(task, self._began[key], self._now)
+            self._ran[key] = Ran(task, self._began[key], self._now)
             self._busy.discard(task.queue)
             touched.append(task.queue)
             for follower in self._followers[key]:
@@ -312,7 +312,7 @@ class Costs:
     uses: Mapping[Resource, float] = field(default_factory=dict)
 
 
-def times_of(program: Program, calls: Sequence[range], node: Node) -> list[list[TimedTask]]:
+def times_of(program: Program, calls: Sequence[range], node: Node) -> list[list[Ran]]:
     """Return when the tasks of each call ran, if all tasks before the first call were done.
 
     calls: the numbers of each call's tasks

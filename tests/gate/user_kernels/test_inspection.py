@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 
 import pytest
-from inspect_kernels import signature
 
 from tpkernels.gate import register
 from tpkernels.gate.user_kernels.config import read

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tpkernels.interop.megatron_core.linear import AddToMainGrad, KeepForLater
+from tpkernels.interop.megatron_core.accumulation import AddToMainGrad, KeepForLater
 
 
 def product(how, x, weight, main_grad, kept):
