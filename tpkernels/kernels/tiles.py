@@ -158,13 +158,18 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 128, 64, num_warps=4, num_stages=5, parts=4, consumers=2),
         MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=2, consumers=1, blocks=2),
     ),
-    "glu": (_FEW_TOKENS, MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1)),
+    "glu": (
+        _FEW_TOKENS,
+        MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1),
+        MatmulTile(256, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),
+    ),
     "dgrad": (
         _FEW_TOKENS,
         MatmulTile(128, 128, 64, num_warps=4, num_stages=3, parts=4, per_processor=2),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1),
         MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2),
+        MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=4, consumers=1, blocks=2),
     ),
     "dglu": (
         _FEW_TOKENS,
@@ -174,6 +179,7 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(64, 128, 64, num_warps=4, num_stages=3, parts=4, per_processor=2),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1),
         MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2),
+        MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1, blocks=2),
     ),
     "wgrad": (
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=2),
@@ -301,7 +307,12 @@ def _fp8_tiles(form: Form, target: Target, ragged: bool) -> tuple[MatmulTile, ..
 
 
 def serves(kernel: Kernel, tile: MatmulTile, options: Container[str]) -> bool:
-    """Whether a shipped tile is one for this epilogue; `options` names activation or gate."""
+    """Whether a shipped tile is one for this epilogue; `options` names activation or gate.
+
+    A sum over the rows of a tile is of one block's rows: the tile of a pair has two blocks'.
+    """
+    if tile.blocks == 2 and "db" in options:
+        return False
     spills = _SPILLING.get((kernel, tile.name), ()) + spilling(kernel, tile.name)
     return not any(option in options for option in spills)
 

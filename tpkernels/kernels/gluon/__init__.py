@@ -29,6 +29,8 @@ def multiply(
         obstacle = "matrices that the copy engine can move (bfloat16 or float16, aligned to 16 bytes)"
     elif not compiles(product.tile):
         obstacle = "Triton {}.{} or later".format(*triton_for(product.tile))
+    elif epilogue == "dgrad" and vector is not None and product.tile.blocks == 2:
+        obstacle = "no gradient of a bias, which is summed over the rows of one block"
     if obstacle:
         raise ValueError(f"{epilogue}: tile {product.tile.name} expected {obstacle}")
     from tpkernels.kernels.gluon.matmul import launch_matmul  # Triton before 3.7 lacks what it imports

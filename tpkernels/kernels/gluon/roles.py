@@ -103,11 +103,11 @@ def operand_ring(a, b, P: gl.constexpr):
 
 @gluon.jit
 def input_ring(in0, P: gl.constexpr):
-    """Buffers for parts of what the epilogue reads; nothing if it reads nothing."""
+    """Buffers for parts of what the epilogue reads, in1 behind in0; nothing if it reads nothing."""
     SLOTS: gl.constexpr = P.slots
     if P.inputs:
-        blocks = gl.allocate_shared_memory(in0.dtype, [P.slots, P.inputs * P.block_rows, P.part], in0.layout)
-        return blocks, barriers(SLOTS), barriers(SLOTS)
+        parts = gl.allocate_shared_memory(in0.dtype, [P.slots * P.inputs, P.block_rows, P.part], in0.layout)
+        return parts, barriers(SLOTS), barriers(SLOTS)
     else:
         return ()
 
@@ -160,7 +160,7 @@ def load_step(a, b, beside, operands, use, row, col, k, P: gl.constexpr):
 
 @gluon.jit
 def fetch(in0, in1, inputs, rows, cols, P: gl.constexpr):
-    """Fill the ring of what epilogues read for every tile of this program; in1 lies below in0."""
+    """Fill the ring of what epilogues read for every tile of this program; in1 lies behind in0."""
     SLOTS: gl.constexpr = P.slots
     GROUP: gl.constexpr = P.group
     if P.inputs:
@@ -175,13 +175,11 @@ def fetch(in0, in1, inputs, rows, cols, P: gl.constexpr):
                 col = col_tile * P.block_cols + p * P.part
                 buffer, phase = place_of(use, SLOTS)
                 landed = full.index(buffer)
-                blocks = buffers.index(buffer)
                 mbarrier.wait(empty.index(buffer), phase ^ 1)
                 mbarrier.expect(landed, P.inputs * in0.nbytes_per_cta)
-                async_load(in0, [row, col], landed, blocks.slice(0, P.block_rows))
+                async_load(in0, [row, col], landed, buffers.index(buffer * P.inputs))
                 if P.inputs == 2:
-                    below = blocks.slice(P.block_rows, P.block_rows)
-                    async_load(in1, [row, col], landed, below)
+                    async_load(in1, [row, col], landed, buffers.index(buffer * P.inputs + 1))
                 use += 1
 
 
@@ -240,10 +238,10 @@ def take(inputs, use, LAYOUT: gl.constexpr, P: gl.constexpr):
     buffers, full, empty = inputs
     buffer, phase = place_of(use, SLOTS)
     mbarrier.wait(full.index(buffer), phase)
-    first = buffers.index(buffer).slice(0, P.block_rows).load(LAYOUT)
+    first = buffers.index(buffer * P.inputs).load(LAYOUT)
     second = first
     if P.inputs == 2:
-        second = buffers.index(buffer).slice(P.block_rows, P.block_rows).load(LAYOUT)
+        second = buffers.index(buffer * P.inputs + 1).load(LAYOUT)
     fence_async_shared()  # the copy engine fills the buffer again, and is ordered after no plain load without
     mbarrier.arrive(empty.index(buffer))
     return first.to(gl.float32), second.to(gl.float32)
