@@ -31,7 +31,7 @@ FAULTS = {  # room -> a file of it, one line of that, the line with a fault, and
     "kernels": ("tiles.py", "return (_INTERPRETED,)", "return ()", "kernels/test_tiles.py"),
     "dispatch": ("problem.py", "tokens, self.in", "tokens, self.out", "dispatch/test_candidates.py"),
     "gate": ("accuracy.py", "- exact", "+ exact", "gate/test_catalog.py"),
-    "ops": ("norm.py", "return dx if needs_dx", "return dx if not needs_dx", "ops/test_behaviour.py"),
+    "ops": ("local/norm.py", "return dx if needs_dx", "return dx if not needs_dx", "ops/test_behaviour.py"),
     "streams": ("execution.py", "before == 0 and", "before > 0 and", "streams/test_cases.py"),
     "layers": ("init.py", "return master", "return -master", "layers/test_init.py"),
     "models": ("gpt.py", "first + count,", "first + count - 1,", "models/test_gpt.py"),
