@@ -207,7 +207,7 @@ def test_without_torchtitan_the_error_says_which_has_the_hook():
 
 
 needs_torchtitan = pytest.mark.skipif(
-    find_spec("torchtitan") is None, reason="torchtitan is not installed (docs/trainers.md says how)"
+    find_spec("torchtitan") is None, reason="torchtitan is not installed (make check-torchtitan installs it)"
 )
 
 
