@@ -5,14 +5,16 @@ Compiling them takes Triton 3.9; the machine needs only the names that 3.7 has, 
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
 import pytest
 import torch
 
 from tests.gate.planted import edited
-from tpkernels.gate import machine
-from tpkernels.gate.launchers import primitive
+from tpkernels.gate import machine, numerics
+from tpkernels.gate.accuracy import Frames
+from tpkernels.gate.launchers import BARE, primitive
 from tpkernels.gate.machine.events import (
     Arrive,
     CopyIn,
@@ -24,10 +26,11 @@ from tpkernels.gate.machine.events import (
     TraceEvent,
     Wait,
 )
-from tpkernels.gate.numerics import RandomOperands
+from tpkernels.gate.numerics import NumericCase, RandomOperands, examine
 from tpkernels.kernels import matmul_tile
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.matmul_tile import MatmulTile, compiles
+from tpkernels.kernels.tiles import serves
 
 PAIR = MatmulTile(256, 64, 64, num_warps=8, num_stages=3, parts=2, consumers=1, blocks=2)
 
@@ -78,7 +81,33 @@ def test_no_order_of_events_of_both_blocks_is_a_fault(stages, steps, tiles):
     assert launched(stages, steps, tiles).explore() > 800
 
 
-# --- mutants: edits of the events of both blocks ---
+@pytest.mark.parametrize("name", ["glu", "dgrad", "dgrad_act", "dgrad_pairs", "dglu"])
+def test_pairs_of_other_products_agree_with_float64(name):
+    of = RandomOperands(264, 72, 136, torch.bfloat16, form="descriptor", tile=PAIR)
+    options = BARE if name == "dgrad_act" else {}
+    for case, schedule in zip(
+        numerics._product(of, name, "pair", options), machine.SCHEDULES.values(), strict=False
+    ):
+        run = partial(numerics._emulated, case.run, schedule, explores=False)
+        assert examine(NumericCase(case.name, run), Frames()).failure == ""
+
+
+def test_a_pair_sums_no_gradient_of_a_bias():
+    of = RandomOperands(264, 72, 136, torch.bfloat16, form="descriptor", tile=PAIR)
+    with (
+        machine.emulating(),
+        pytest.raises(ValueError, match=r"dgrad: tile .*-b2 expected no gradient of a bias"),
+    ):
+        primitive(of, "dgrad_act", activation="relu2")
+    assert serves("dgrad", PAIR, ("relu2",))
+    assert not serves("dgrad", PAIR, ("relu2", "db"))
+
+
+def test_launch_says_which_triton_a_pair_needs(monkeypatch):
+    monkeypatch.setattr(matmul_tile, "triton_version", lambda: (3, 8))
+    with machine.emulating(), pytest.raises(ValueError, match=r"-b2 expected Triton 3\.9 or later"):
+        linear_fwd(matrix(64, 64), matrix(64, 64), tile=PAIR)
+
 
 Edit = Callable[[Role, TraceEvent], list[TraceEvent]]
 

@@ -107,7 +107,8 @@ def pairs():
 
 def test_pairs_are_compiled_where_triton_arrives_at_other_blocks():
     kernels = {entry.name.partition("/")[0] for entry in pairs()}
-    assert kernels == ({"linear"} if triton_version() >= PAIRS_SINCE else set())
+    everywhere = {"linear", "glu", "dgrad", "dgrad_pairs", "dglu"}
+    assert kernels == (everywhere if triton_version() >= PAIRS_SINCE else set())
 
 
 @pytest.mark.skipif(triton_version() < PAIRS_SINCE, reason="pairs of blocks need Triton 3.9")

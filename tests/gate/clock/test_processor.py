@@ -6,6 +6,7 @@ import pytest
 
 from tests.gate.clock.assembler import MACHINE, Assembly, SmLaunch, ring, timed
 from tpkernels.gate.clock import effects
+from tpkernels.gate.clock.faults import UnknownBox
 
 PRODUCT = "HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24, gsb0"
 
@@ -220,3 +221,43 @@ def test_a_warps_life_is_what_it_issues_and_what_it_waits_for():
         ends = {mark.warp: mark.time for mark in found.marks if mark.opcode == "EXIT"}
         for warp, stalls in enumerate(found.stalls):
             assert sum(stalls.values()) == pytest.approx(ends[warp], abs=60)
+
+
+def test_a_copy_into_both_blocks_takes_half_of_what_l2_serves():
+    """20,000 bytes at 40 a cycle; both of a pair get all of them, and each SM's share is half."""
+    cycles = {}
+    for blocks in (1, 2):
+        program = Assembly()
+        program("SYNCS.EXCH.64", effects.InitMbarrier(64, 1))
+        program("SYNCS.ARRIVE", effects.Arrive(64, 1, 20_000))
+        program("UTMALDG.2D", effects.Copy(576, 0, 64, (0, 0), blocks))
+        program("SYNCS.PHASECHK", effects.AwaitPhase(64, 0), writes=0)
+        program("FADD R5, R4, R4", waits=(0,))
+        program.end()
+        found = timed(program, SmLaunch(boxes={576: 20_000}))
+        cycles[blocks] = found.cycles
+        assert (found.fetched, found.copied) == (20_000 // blocks, 20_000)
+    assert cycles[1] == pytest.approx(500 + MACHINE.copy_latency, abs=60)
+    assert cycles[1] - cycles[2] == 250
+
+
+def test_the_other_block_of_a_pair_arrives_as_much_later_as_it_is_away():
+    cycles = {}
+    for count, remote in ((1, False), (2, True)):
+        program = Assembly()
+        program("SYNCS.EXCH.64", effects.InitMbarrier(64, count))
+        program("SYNCS.ARRIVE", effects.Arrive(64, 1, 0, remote))
+        program("SYNCS.PHASECHK", effects.AwaitPhase(64, 0), writes=0)
+        program("FADD R5, R4, R4", waits=(0,))
+        program.end()
+        cycles[remote] = timed(program).cycles
+    assert cycles[True] - cycles[False] == pytest.approx(MACHINE.remote + MACHINE.poll, abs=5)
+
+
+def test_a_copy_into_more_blocks_than_a_pair_is_not_known():
+    program = Assembly()
+    program("SYNCS.EXCH.64", effects.InitMbarrier(64, 1))
+    program("UTMALDG.2D", effects.Copy(576, 0, 64, (0, 0), 4))
+    program.end()
+    with pytest.raises(UnknownBox, match="a copy goes into 4 blocks, and the clock knows pairs"):
+        timed(program, SmLaunch(boxes={576: 20_000}))

@@ -298,3 +298,26 @@ def test_predicates_are_kept_as_bits_of_a_register_that_nobody_has_cleared():
         P1=True,
     )
     assert registers["P2"] is True
+
+
+def test_a_copy_says_into_how_many_blocks_of_a_cluster_it_goes():
+    names = {f"UR{n}": 64 * n for n in (6, 7, 8, 9, 10, 11)}
+    for text, mask, blocks in (
+        ("UTMALDG.2D.MULTICAST [UR8], [UR6], UR12", 0x30000, 2),
+        ("UTMALDG.2D.MULTICAST [UR8], [UR6], UR12", 0x10000, 1),
+        ("UTMALDG.2D.MULTICAST [UR8], [UR6], UR12", None, None),
+        ("UTMALDG.2D [UR8], [UR6]", 0x30000, 1),
+    ):
+        program, state = warp(text, **names, UR12=mask)
+        effect = program[0].execute(state)
+        assert (effect.shared, effect.mbarrier, effect.blocks) == (512, 576, blocks)
+
+
+def test_an_arrival_is_remote_where_the_barrier_may_lie_in_another_block():
+    for text, remote in (
+        ("SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [UR8], RZ", True),
+        ("SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR8], RZ", False),
+    ):
+        program, state = warp(text, UR8=4096)
+        effect = program[0].execute(state)
+        assert (effect.address, effect.expected_bytes, effect.remote) == (4096, 0, remote)
