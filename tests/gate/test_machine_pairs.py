@@ -14,7 +14,6 @@ import torch
 from tests.gate.planted import edited
 from tpkernels.gate import machine, numerics
 from tpkernels.gate.accuracy import Frames
-from tpkernels.gate.launchers import BARE, primitive
 from tpkernels.gate.machine.events import (
     Arrive,
     CopyIn,
@@ -27,6 +26,7 @@ from tpkernels.gate.machine.events import (
     Wait,
 )
 from tpkernels.gate.numerics import NumericCase, RandomOperands, examine
+from tpkernels.gate.recording import BARE, primitive
 from tpkernels.kernels import matmul_tile
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.matmul_tile import MatmulTile, compiles

@@ -222,7 +222,7 @@ def _with_consumers() -> Iterator[NumericCase]:
         for tile in tiles:
             if tile.consumers and compiles(tile):
                 of = RandomOperands(*WITH_CONSUMERS, BF16, form="descriptor", tile=tile)
-                options = launchers.BARE if tile.blocks == 2 and name == "dgrad_act" else {}  # without db
+                options = recording.BARE if tile.blocks == 2 and name == "dgrad_act" else {}  # without db
                 cases = list(_product(of, name, f"{tile.name}/bf16", options))
                 # a search of a pair takes minutes at these sizes: tests take smaller ones
                 searched = cases[-1] if tile.blocks == 1 else None
