@@ -15,9 +15,9 @@ from functools import cached_property
 
 from tpkernels.gate.machine.events import (
     Arrive,
+    BlockEnd,
     CopyIn,
     CopyOut,
-    BlockEnd,
     Expect,
     Fence,
     Init,

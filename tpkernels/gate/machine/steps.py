@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from tpkernels.gate.machine.events import (
     Arrive,
+    BlockEnd,
     CopyIn,
     CopyOut,
-    BlockEnd,
     Expect,
     Init,
     Invalidate,
