@@ -10,6 +10,7 @@ from tpkernels.dispatch.candidates import TARGET_GPUS, candidates, named
 from tpkernels.dispatch.problem import layout_class, token_class
 from tpkernels.dispatch.products import PRODUCTS, dgrad, linear
 from tpkernels.dispatch.record import Layer
+from tpkernels.kernels import matmul_tile
 from tpkernels.kernels.footprints import least_shared_memory
 from tpkernels.kernels.target import Target
 
@@ -140,6 +141,18 @@ def test_what_was_compiled_for_this_gpu_leaves_tiles_out(monkeypatch):
         left = names("dglu", BIG)
         assert sharing not in left
         assert "triton/descriptor/128x128x64-w8-s4-p4" in left
+
+
+def test_pairs_of_blocks_are_candidates_of_triton_3_9_and_leave_no_other_out(monkeypatch):
+    """Two blocks have a tile of twice the rows: it is no larger tile that keeps processors as busy."""
+    monkeypatch.setattr(matmul_tile, "triton_version", lambda: (3, 8))
+    before = {step: names(step, BIG) for step in PRODUCTS}
+    monkeypatch.setattr(matmul_tile, "triton_version", lambda: (3, 9))
+    for step, found in before.items():
+        added = set(names(step, BIG)) - set(found)
+        assert set(found) <= set(names(step, BIG))
+        paired = step in ("linear", "glu", "dgrad", "dgrad_pairs", "dglu")
+        assert [("-c1-b2" in name) for name in added] == [True] * paired, step
 
 
 def test_names_find_what_is_shipped_and_what_can_be_launched():

@@ -13,7 +13,7 @@ from tpkernels.gate.catalog import catalog, entry_specs
 from tpkernels.gate.clocking import Examined
 from tpkernels.gate.compile_gate import CompileJob, Suite, judge
 from tpkernels.gate.expectations import Budget
-from tpkernels.kernels import triton_versions
+from tpkernels.kernels import matmul_tile, triton_versions
 
 
 def test_budget_is_exact_but_for_the_unit_of_registers():
@@ -146,15 +146,14 @@ def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing(mo
         assert {gpu for gpu in ARCHITECTURES if table[minor].hold(gpu)} == {*gpus}
         entries = entries_of(minor, monkeypatch)
         expected = {(gpu, e.name) for e in entries for gpu in gpus if gpu in e.architectures}
-        assert table[minor].keys() == {key for key in expected if compiled_by(minor, key[1])}, (
-            f"run `check --update` on Triton {minor}"
-        )
+        assert table[minor].keys() == expected, f"run `check --update` on Triton {minor}"
 
 
 def entries_of(minor, monkeypatch):
     """The catalog of another Triton, where some tiles are others."""
     version = tuple(map(int, minor.split(".")))
-    monkeypatch.setattr(triton_versions, "triton_version", lambda: version)
+    for module in (triton_versions, matmul_tile):
+        monkeypatch.setattr(module, "triton_version", lambda: version)
     return [spec.entry() for spec in entry_specs().values()]
 
 
@@ -164,11 +163,6 @@ def test_every_entry_for_hopper_has_the_cycles_of_its_edge_and_products_those_of
             assert "edge" in budget.cycles, f"{name}: run `check --update --arch sm_90` on Triton {minor}"
             is_product = re.search(r"/\d+x\d+x\d+-w", name) is not None  # the name of such a tile
             assert ("step" in budget.cycles) == is_product, name
-
-
-def compiled_by(minor, name):
-    """Tiles whose warps have roles need Triton 3.7, be they written in Gluon or not."""
-    return minor != "3.6" or not re.search(r"-c\d|-ws", name)
 
 
 DAMAGE = {

@@ -217,9 +217,13 @@ def _oversized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem) 
 
 
 def _undersized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem, gpu: TargetGpu) -> bool:
-    """Whether a tile of four times the area keeps every processor busy for BUSY_TURNS already."""
+    """Whether a tile of four times the area keeps every processor busy for BUSY_TURNS already.
+
+    A pair's tile does not count as one: it is two blocks', and may never be tried.
+    """
     return any(
-        other.block_rows * other.block_cols >= 4 * tile.block_rows * tile.block_cols
+        other.blocks == 1
+        and other.block_rows * other.block_cols >= 4 * tile.block_rows * tile.block_cols
         and other.tiles(*problem.product) >= BUSY_TURNS * gpu.target.processors
         for other in tiles
     )

@@ -132,7 +132,7 @@ class Global(TraceEvent):
 
 
 @dataclass(frozen=True, eq=False)
-class End(TraceEvent):
+class BlockEnd(TraceEvent):
     """A block of a pair ends, and its shared memory with it."""
 
     block: int

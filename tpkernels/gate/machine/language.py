@@ -60,7 +60,7 @@ def allocate_shared_memory(element_ty: Any, shape: Sequence[int], layout: Any = 
 
 
 def barrier(*, cluster: bool = False) -> None:
-    """Has no meaning within a role, all of which one thread does."""
+    """Wait for the other block of a pair; one thread does all of a role, and has nobody else to wait for."""
     if cluster:
         current().await_blocks()
 

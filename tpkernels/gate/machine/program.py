@@ -15,9 +15,9 @@ from functools import cached_property
 
 from tpkernels.gate.machine.events import (
     Arrive,
+    BlockEnd,
     CopyIn,
     CopyOut,
-    End,
     Expect,
     Fence,
     Init,
@@ -106,7 +106,7 @@ class Track:
 
 
 def _barriers_of(event: TraceEvent, block_of: Sequence[int | None]) -> Sequence[int]:
-    if isinstance(event, End):
+    if isinstance(event, BlockEnd):
         return [barrier for barrier, block in enumerate(block_of) if block == event.block]
     return [event.barrier] if isinstance(event, (Init, Invalidate, Wait, Expect, Arrive, CopyIn)) else []
 

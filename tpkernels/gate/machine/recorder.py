@@ -14,7 +14,16 @@ from typing import Any, TypeVar
 
 from triton.experimental.gluon.language.nvidia.hopper.mbarrier import MBarrierLayout
 
-from tpkernels.gate.machine.events import Arrive, End, Multiply, MultiplyWait, Role, Trace, TraceEvent, Wait
+from tpkernels.gate.machine.events import (
+    Arrive,
+    BlockEnd,
+    Multiply,
+    MultiplyWait,
+    Role,
+    Trace,
+    TraceEvent,
+    Wait,
+)
 from tpkernels.gate.machine.faults import Misuse
 from tpkernels.gate.machine.memory import Allocation, View, assign_cells, halves, shape_in_block
 
@@ -181,7 +190,7 @@ class Recorder:
                 workers.append(Role(f"{role.name} of block {block}", events))
         ends.append(self._own_barrier(f"block {block}", None))
         arrivals.append((ends[-1], 1))
-        return [Role(f"main of block {block}", (*main, self._made(End, block))), *workers]
+        return [Role(f"main of block {block}", (*main, self._made(BlockEnd, block))), *workers]
 
     def _made(self, kind: Callable[..., E], *fields: Any) -> E:
         """An event that stands in no kernel."""

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from tpkernels.gate.machine.events import (
     Arrive,
+    BlockEnd,
     CopyIn,
     CopyOut,
-    End,
     Expect,
     Init,
     Invalidate,
@@ -174,7 +174,7 @@ class Steps:
         return state._replace(barriers=barriers, flying=flying), copies[:landed]
 
     def _do(self, now: _Now, event: TraceEvent) -> None:
-        if isinstance(event, End):
+        if isinstance(event, BlockEnd):
             self._end(now, event)
         elif isinstance(event, Init):
             if now.barriers[event.barrier] is not None:
@@ -213,7 +213,7 @@ class Steps:
         after = before._replace(missing=before.missing - count, nbytes=before.nbytes + nbytes)
         now.barriers[number] = _completed(after)
 
-    def _end(self, now: _Now, event: End) -> None:
+    def _end(self, now: _Now, event: BlockEnd) -> None:
         for barrier, block in enumerate(self.program.block_of):
             if block == event.block and now.flying[barrier]:
                 copy = self._source(now.flying[barrier][0])
