@@ -22,7 +22,7 @@ def test_bits_below_the_fourteenth_of_the_largest_are_cut_off():
     assert added(1, last / 2) == added(1, -last / 2) == 1
     assert added(1, *[last / 2] * 100) == 1
     assert added(1.5, last * 1.75) == 1.5 + last
-    assert added(1, 1, last) == 2  # of which the last bit is worth more
+    assert added(1 + 2 * last, 1 + last) == 2 + 2 * last  # of which the last bit is worth more
 
 
 def test_what_the_sum_so_far_pushes_out_is_kept_where_sums_are_carried_over():

@@ -45,7 +45,7 @@ def test_products_in_fp8_are_listed_beside_those_they_replace(capsys):
     )
     listed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("scaled_linear")]
     assert [line.split()[2:4] for line in listed] == [
-        ["4096x8192x2048", "none+bfloat16"],  # of the gate and of up alike
+        ["4096x8192x2048", "none+bfloat16+fast"],  # of the gate and of up alike
         ["4096x2048x8192", "none+float32"],  # which are added before they are rounded
     ]
 

@@ -135,7 +135,7 @@ def _products() -> Iterator[EntrySpec]:
 
 
 def _of_tile(way: _Fp8Form, tile: MatmulTile, ragged: bool = False) -> Iterator[EntrySpec]:
-    for scales, options in {**SCALES, **({} if way.target == B200 else FAST)}.items():
+    for scales, options in (SCALES if way.target == B200 else {**SCALES, **FAST}).items():
         if not serves("linear", tile, scales.split("+")):
             continue
         costly = partial(_LINEAR, **options, activation="gelu_tanh")
