@@ -13,7 +13,6 @@ import torch
 
 from tests.gate.planted import edited
 from tpkernels.gate import machine, numerics
-from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.machine.events import (
     Arrive,
     CopyIn,
@@ -25,7 +24,7 @@ from tpkernels.gate.machine.events import (
     TraceEvent,
     Wait,
 )
-from tpkernels.gate.numerics import NumericCase, RandomOperands, examine
+from tpkernels.gate.numerics import Frames, NumericCase, RandomOperands, examine
 from tpkernels.gate.recording import BARE, primitive
 from tpkernels.kernels import matmul_tile
 from tpkernels.kernels.linear import linear_fwd

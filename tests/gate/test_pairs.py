@@ -7,8 +7,8 @@ import pytest
 from tests.compiled import assembly_of
 from tpkernels.gate.ahead_of_time import facts_of
 from tpkernels.gate.catalog import catalog
+from tpkernels.gate.disassembly import sass_mix
 from tpkernels.gate.expectations import violations
-from tpkernels.gate.machine_code import sass_mix
 from tpkernels.gate.ptx_flow import Flow
 from tpkernels.gate.roles import (
     ENDS_ALONE,

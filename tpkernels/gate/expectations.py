@@ -18,14 +18,16 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpkernels.files import parsed, read_text
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, SHARED_LIMIT, Entry, Facts
-from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.gate.disassembly import FP8_PRODUCTS
 from tpkernels.gate.occupancy import blocks_by_limit, too_few
 from tpkernels.kernels.footprints import TABLE
+
+if TYPE_CHECKING:
+    from tpkernels.gate.clock.cost import Cost, Stretch
 
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")  # products on sm_90, on sm_100, on any
 MATMULS = (
@@ -263,7 +265,9 @@ def as_text(stretch: Stretch) -> str:
 
 
 def from_text(text: str) -> Stretch:
-    """What `as_text` gave; ValueError for anything else."""
+    """Return what `as_text` was given, rounded; ValueError for anything else."""
+    from tpkernels.gate.clock.cost import Stretch  # imports Triton, which those who read rules may do without
+
     head, *large = text.split("; ")
     cycles, _, serial = head.partition(" cycles")
     waits = dict(one.rsplit(" ", 1) for one in large)

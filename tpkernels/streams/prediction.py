@@ -212,7 +212,7 @@ def _exposed(operator: str, direction: str, sizes: Sizes, gpu: RatedGpu) -> floa
 
 @lru_cache(maxsize=2)  # launched by the host, and by a graph
 def enqueued(
-    operator: str, direction: str, way: str, sizes: Sizes, processors: int
+    operator: str, direction: str, way: str, sizes: Sizes, processors: int, overlap: bool = True
 ) -> tuple[Program, list[range]]:
     """Return the program of a rank, and the numbers of the tasks of each call."""
     for what, known, name in (
@@ -232,7 +232,7 @@ def enqueued(
             return result
 
         def forward() -> tuple[Tensor, ...]:
-            return _forward(operator, x, weights, group, sizes.sequence_parallel, way != "naive")
+            return _forward(operator, x, weights, group, sizes.sequence_parallel, overlap and way != "naive")
 
         if direction == "forward":
             return [y for _ in range(CALLS) for y in counted(forward)]

@@ -34,7 +34,7 @@ from tpkernels.training.trainer import StepReport, Trainer
 def escape_controls(text: str) -> str:
     """Escape characters that would control a terminal, or hide other characters.
 
-    >>> shown("red \\x1b[31m and \\u202e back")
+    >>> escape_controls("red \\x1b[31m and \\u202e back")
     'red \\\\x1b[31m and \\\\u202e back'
     """
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
