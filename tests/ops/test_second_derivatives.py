@@ -149,6 +149,12 @@ def test_inputs_out_of_reach_and_main_grad_are_refused_at_once():
         with pytest.raises(RuntimeError, match=words):
             torch.autograd.grad(_square(y), x, create_graph=True)
         assert not into.any(), "added to main_grad before it was refused"
+    for y in (  # weights are not saved where x needs no gradient
+        column_linear(x.detach(), w * 1, b, group, activation="gelu"),
+        parallel_mlp(x.detach(), w * 1, b, w, b, group),
+    ):
+        with pytest.raises(RuntimeError, match=at_once):
+            torch.autograd.grad(_square(y), w, create_graph=True)
     y = column_linear(x * 1, w.detach(), computed, group)  # dx depends on nothing that forward computed
     (dx,) = torch.autograd.grad(_square(y), x, create_graph=True)
     assert WORDS in message_of(lambda: torch.autograd.grad(dx.sum(), x))

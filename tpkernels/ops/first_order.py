@@ -90,7 +90,8 @@ def _unsaved_leaves(op: str, ctx: Any, parents: Sequence[Tensor]) -> Iterator[Te
         if not hasattr(node, "variable"):
             raise RuntimeError(
                 f"{_message(op)}. This is raised already now because an input that is not saved (a bias, "
-                "x with save_gathered or frozen weights) is no leaf, and later nothing would be raised for it"
+                "x with save_gathered or frozen weights, weights of an x without gradient) is no leaf, and "
+                "later nothing would be raised for it"
             )
         yield node.variable
 
