@@ -153,13 +153,9 @@ def _predicted(problem: Problem, candidate: Candidate) -> Predicted | None:
 
 
 def _layer(problem: Problem) -> tuple[int, int, int]:
-    """Tokens, out_features and in_features of the layer whose product it is."""
-    rows, cols = problem.product
-    if problem.kernel == "wgrad":
-        return problem.depth, rows, cols
-    if problem.kernel in ("dgrad", "dglu"):
-        return rows, problem.depth // (2 if problem.step == "dgrad_pairs" else 1), cols
-    return rows, cols, problem.depth
+    """Tokens, out_features and in_features of the layer whose product it is; of one, where two are summed."""
+    pairs = 2 if problem.step == "dgrad_pairs" else 1
+    return problem.tokens, problem.out_features // pairs, problem.in_features
 
 
 if __name__ == "__main__":
