@@ -157,6 +157,7 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, consumers=1),
         MatmulTile(128, 128, 64, num_warps=4, num_stages=5, parts=4, consumers=2),
         MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=2, consumers=1, blocks=2),
+        MatmulTile(256, 128, 64, num_warps=8, num_stages=5, parts=2, consumers=1, blocks=2),
     ),
     "glu": (
         _FEW_TOKENS,
@@ -170,6 +171,7 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1),
         MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2),
         MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=4, consumers=1, blocks=2),
+        MatmulTile(256, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),
     ),
     "dglu": (
         _FEW_TOKENS,
@@ -180,6 +182,7 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1),
         MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2),
         MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1, blocks=2),
+        MatmulTile(256, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),
     ),
     "wgrad": (
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=2),
