@@ -66,9 +66,9 @@ def open_stand_in(opening: Opening) -> MailboxExchange:
 def using(transport: str, backend: str = "torch") -> Iterator[None]:
     """Until the end, transfers go as said.
 
-    transport: one that users may wish for; "stand-in" or "rounds": symmetric, or that in two rounds, in memory
-        of the CPU; " apart" behind it puts ranks on two machines in turn, " alone" the last of them on a
-        machine of its own
+    transport: one that users may wish for; "stand-in" or "rounds": symmetric, or that in two rounds, in
+        memory of the CPU; " apart" behind it puts ranks on two machines in turn, " alone" the last of them
+        on a machine of its own
     """
     transport, _, places = transport.partition(" ")
     stands_for = {"stand-in": "symmetric", "rounds": transports.IN_ROUNDS}.get(transport, "")

@@ -2,13 +2,15 @@
 
 TPKERNELS_TRANSPORT, read when this module is imported, says which:
 
-    auto        shared on the CPU, where ranks are on one machine and torch computes; else c10d (the default)
-    c10d        torch.distributed
-    shared      memory of the CPU that processes of one machine share
-    symmetric   torch's symmetric memory: GPUs of one machine that reach each other's memory
-    symmetric-rounds    the same memory; each of a few rounds has a product of its own
+    auto              on the CPU shared, where ranks are on one machine and torch computes, else c10d; on GPUs
+                      the way that was timed fastest (the default)
+    c10d              torch.distributed
+    shared            memory of the CPU that processes of one machine share
+    symmetric         torch's symmetric memory: GPUs of one machine that reach each other's memory
+    symmetric-rounds  the same; calls are cut into a few rounds with a product each, as over c10d
 
-`shared` and `symmetric` go over torch.distributed, too, where ranks of a group run on several machines: between those.
+`shared` and `symmetric` go over torch.distributed, too, where ranks of a group run on several machines:
+between those.
 Before the first transfer the ranks of a group agree on the transport, and under `auto` tell each other where
 they run. What an explicit choice cannot serve is an error; only a tensor without elements, and an all-reduce
 of rows that the ranks do not divide, go over c10d: sizes that all know. `auto` leaves to c10d what is small,
