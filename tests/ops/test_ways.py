@@ -408,6 +408,14 @@ def test_a_way_that_fails_leaves_no_half_of_a_call_to_those_that_share_its_memor
 
 
 @on_ranks(2)
+def test_rounds_over_several_machines_are_refused_on_all_ranks():
+    prepare(Setting())
+    group = dist.new_group()
+    with using("rounds apart", "triton"), pytest.raises(ValueError, match="need all ranks on one machine"):
+        start_rows("op", "x", torch.ones(8, 16), group, FEATURES)
+
+
+@on_ranks(2)
 def test_ways_open_memory_once_where_there_is_none():
     prepare(Setting())
     group, opener = dist.new_group(), Mock(wraps=no_symmetric_memory)
