@@ -352,11 +352,11 @@ class WayChooser:
             if run := self._opened(key, way, expected, to_run=True)[0]:
                 runs[way.name] = run
             elif way.shares:  # which may hold half of a call
-                others = [possible[name] for name in runs if possible[name].shares == way.shares]
-                for other in others:
-                    other.close()
-                    del runs[other.name]
-                untried = others + untried
+                again = [possible[name] for name in runs if possible[name].shares == way.shares]
+                for sharing in again:
+                    sharing.close()
+                    del runs[sharing.name]
+                untried = again + untried
         if len(runs) == 1:
             return Decision(key, usual, "only one", detail="no other works")
         milliseconds = self._slowest(runs)
