@@ -64,6 +64,8 @@ PLACES = {
     "2 shared torch": ("ranks2", "shared", "torch"),
     "2 shared triton": ("ranks2", "shared", "triton"),
     "2 stand-in": ("ranks2", "stand-in", "triton"),
+    "2 rounds": ("ranks2", "rounds", "triton"),
+    "4 rounds": ("ranks4", "rounds", "triton"),
     "4 shared torch": ("ranks4", "shared", "torch"),
     "4 shared triton": ("ranks4", "shared", "triton"),
     "4 shared apart": ("ranks4", "shared apart", "torch"),

@@ -168,8 +168,10 @@ class SymmetricExchange(MailboxExchange):
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Before the first call: what is begun moves nothing; its kernels are compiled, and do not wait."""
-        assert not self.order.begun, "flags have told of a call"
+        """What is begun meanwhile moves nothing; its kernels are compiled, and do not wait.
+
+        Kernels that store into slots only before the first call: others might read them.
+        """
         self.begin = lambda call, plan, *_: _Rehearsal(self, 0, False, plan, 0, call, None)  # type: ignore[method-assign]
         try:
             yield
@@ -402,7 +404,8 @@ class SymmetricDelivery(MailboxDelivery):
 
 
 class _Rehearsal(SymmetricDelivery):
-    """Call 0. No kernel waits: all flags are zero, and so is the word that they are compared with.
+    """Call 0. No kernel waits: before the first call all flags are zero, and so is the word that they are
+    compared with; later the last call of the slot has come.
 
     A kernel that pushes stores meaningless rows in a slot of its peers. This rank's first call of that slot
     comes later in its stream, and overwrites them.

@@ -14,7 +14,7 @@ from torch import Tensor
 from tpkernels import tp_invariance
 from tpkernels.comm.transports.base import Delivery, Exchange
 from tpkernels.comm.transports.c10d import Collectives
-from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
+from tpkernels.comm.transports.mailbox import InRounds, MailboxDelivery, MailboxExchange
 from tpkernels.comm.transports.rows import HOST_WAITS, Gathering, HostWaits, PartialOf, Waits
 from tpkernels.dispatch import backends
 from tpkernels.kernels import invariance
@@ -111,6 +111,33 @@ class KernelWaits:
         return total
 
 
+class RoundWaits(KernelWaits):
+    """Has any product take rows in the slots, behind a kernel of one block that waits for their flags.
+
+    Unlike a stream's own wait (`cuStreamWaitValue32`), a kernel can give up, and a graph captures it.
+    """
+
+    def rows(self, delivery: Delivery, rows: slice) -> Tensor:
+        assert isinstance(delivery, MailboxDelivery), "kernels wait for mailboxes alone"
+        if rows != delivery.plan.own:  # which this stream has put there
+            exchange, chunks = delivery.exchange, delivery.exchange.chunk_numbers(rows)
+            # it copies a word for each flag: there is nothing else to do
+            words = delivery.awaited.expand(1, len(chunks), 1)
+            _home("reduce").reduce_slots(
+                words,
+                arrivals=_arrivals(delivery),
+                chunks=chunks,
+                margin=exchange.margin,
+                counted=exchange.counted,
+            )
+            if word := exchange.late():
+                raise _late(delivery, word)
+        return delivery.memory[rows]
+
+    def pushed(self, delivery: Delivery, partial_of: PartialOf) -> bool:
+        return False
+
+
 class KernelSums(HostWaits):
     """Has the host wait (on a GPU its stream alone), and one kernel add up the slots."""
 
@@ -137,6 +164,7 @@ def _in_tree() -> bool:
 
 
 KERNEL_WAITS = KernelWaits()
+ROUND_WAITS = RoundWaits()
 KERNEL_SUMS = KernelSums()
 _WIDE_ROW = 1024
 ProductResult = tuple[Tensor, Tensor | None]  # y, and z if it is kept
@@ -194,6 +222,9 @@ def waits_for(op: str, exchange: Exchange, like: Tensor, *, sums: bool = True) -
     like: a tensor of the dtype and device of the rows
     sums: whether rows are added up; else they may be words
     """
+    if isinstance(exchange, InRounds):
+        waits = waits_for(op, exchange.exchange, like, sums=sums)
+        return ROUND_WAITS if waits is KERNEL_WAITS else waits
     kernels_compute = backends.backend == "triton" or (backends.backend == "auto" and like.is_cuda)
     if not isinstance(exchange, MailboxExchange):
         adds = kernels_compute and isinstance(exchange, Collectives) and kernels_take(like.dtype, sums=True)

@@ -24,7 +24,7 @@ from tpkernels.comm.transports.backend_sums import (
 )
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import c10d_for
-from tpkernels.comm.transports.mailbox import MailboxExchange
+from tpkernels.comm.transports.mailbox import mailboxes_of
 from tpkernels.comm.transports.rows import Gathering, PartialOf, Pending, Reducing, all_reducing, gather_small
 from tpkernels.dispatch import backends, log, primitives
 from tpkernels.dispatch.operators import Packed
@@ -298,7 +298,7 @@ def exchanges_for_sum(
     if scatter:
         return reduces, reduces
     gathers = exchange_for(op, "gathers", like, rows, cols, group, 0, overlap, to_all=True)
-    if isinstance(reduces, MailboxExchange) == isinstance(gathers, MailboxExchange):
+    if (mailboxes_of(reduces) is None) == (mailboxes_of(gathers) is None):
         return reduces, gathers
     ranks = group.size()
     return c10d_for(like, rows, features, ranks, overlap), c10d_for(like, rows, 0, ranks, overlap)

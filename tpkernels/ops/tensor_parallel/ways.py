@@ -3,9 +3,12 @@
 Under TPKERNELS_TRANSPORT=auto, the ranks time what is possible when a group first moves a shape, on scratch
 and with the product that hides the transfer:
 
-    1 collective     and one product: always possible
-    n collectives    each with a part of the product, where there is a product and n divides the ranks
-    symmetric        where all ranks are on one machine and kernels compute
+    1 collective             and one product: always possible
+    n collectives            each with a part of the product, where there is a product and n divides the ranks
+    symmetric                where all ranks are on one machine and kernels compute: one kernel of ours, which
+                             waits for rows or stores them
+    symmetric in n rounds    the same memory, rows pushed by copies: each part of the product by torch or by a
+                             kernel of ours, as the chooser says
 
 In these cases nothing is timed, and collectives move the rows, as many as arithmetic says:
 
@@ -41,7 +44,7 @@ from tpkernels.comm.schedule import MOST_CHUNKS
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import Collectives, c10d_for, collectives_of
-from tpkernels.comm.transports.mailbox import MailboxExchange
+from tpkernels.comm.transports.mailbox import mailboxes_of
 from tpkernels.comm.transports.rows import Gathering, PartialOf, Reducing
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.dispatch import backends, log, primitives
@@ -57,6 +60,7 @@ MOST_TIMED = 32  # a layer has about ten
 ROUNDS = 7  # a number, and not a time: all ranks must run as often
 TOLERANCE = 1e-2  # of the norm: ways round at different places
 TRIAL_SECONDS = 20.0  # until a rank that does not come is an error, while a way is tried
+MEMORY = "symmetric"
 _NO_MEMORY = "out of memory", "memoryerror"  # in what an error says
 
 WayRun = Callable[[], Tensor]
@@ -112,8 +116,8 @@ def choose(
     decision = chooser.choose(key, ways.possible(usual), _name(usual), _why_not_timed())
     log.choices.info("%s", decision)
     chosen = exchanges.chosen[moved] = ways.exchanges[decision.candidate.name]
-    if isinstance(chosen, MailboxExchange):
-        chosen.timeout = timeout_of(group, moved.device)
+    if (memory := mailboxes_of(chosen)) is not None:
+        memory.timeout = timeout_of(group, moved.device)
     return chosen
 
 
@@ -121,6 +125,10 @@ def _name(exchange: Exchange) -> str:
     if isinstance(exchange, Collectives):
         return f"{exchange.rounds} collective{'s' * (exchange.rounds > 1)}"
     return "point to point"
+
+
+def _in_rounds(rounds: int) -> str:
+    return f"{MEMORY} in {rounds} round{'s' * (rounds > 1)}"
 
 
 def cache_on(device: torch.device) -> Cache:
@@ -150,6 +158,8 @@ class _Ways:
         self._shape = moved.rows // group.size(), moved.cols
         self._key: select.Key = moved.purpose, self._shape, moved.dtype, moved.device
         self._shared = exchanges.find(self._key)  # with a choice for a product of another width
+        self._holding: set[str] = set()  # ways that have the memory open
+        self._no_memory = ""  # why it could not be opened
         self.exchanges: dict[str, Exchange] = {}  # by way; of memory once it is open
 
     def possible(self, usual: Exchange) -> list[Way]:
@@ -166,7 +176,11 @@ class _Ways:
         kernels_wait = backends.backend != "torch" and kernels_take(self._moved.dtype, sums=sums)
         may_open = self._shared is not None or self._of_group.has_room()
         if kernels_wait and self._of_group.machines == 1 and may_open:
-            ways.append(Way("symmetric", self._open_symmetric, self._close_symmetric, recovers=True))
+            # a gather without a product waits for all rows in either way
+            in_rounds = rounds if self._features or sums else []
+            for name, count in ((MEMORY, 0), *((_in_rounds(count), count) for count in in_rounds)):
+                opens, closes = partial(self._open_memory, name, count), partial(self._close_memory, name)
+                ways.append(Way(name, opens, closes, recovers=True, shares=MEMORY))
         return ways
 
     def _open_c10d(self, exchange: Exchange) -> WayRun:
@@ -178,18 +192,36 @@ class _Ways:
         held = [like.new_empty(rows, width) for width in (cols, cols, self._features)]
         del held  # all rows, and the slots or terms that they came from; a product
 
-    def _open_symmetric(self) -> WayRun:
-        exchange = self._shared or self._of_group.open("symmetric", self._moved.op, self._key, self._group)
-        assert isinstance(exchange, SymmetricExchange), "no other memory is of GPUs"
-        if self._shared is None:  # else a wait that runs out would be one of calls in earnest
+    def _open_memory(self, name: str, rounds: int) -> WayRun:
+        """Open the way of that many rounds; 0: of a kernel that waits, or stores."""
+        exchange = self._memory()
+        self._holding.add(name)
+        way = self.exchanges[name] = exchange.in_rounds(rounds) if rounds else exchange
+        exchange.timeout = timeout_of(self._group, self._moved.device)
+        if rounds or not exchange.order.begun:  # kernels may store into slots before the first call only
             with exchange.rehearsing():
-                self._moving(exchange)
+                self._moving(way)
+        if self._shared is None:  # else a wait that runs out would be one of calls in earnest
             exchange.timeout = min(exchange.timeout, TRIAL_SECONDS)
-        self.exchanges["symmetric"] = exchange
-        return partial(self._moving, exchange)
+        return partial(self._moving, way)
 
-    def _close_symmetric(self) -> None:
-        if self._shared is None:
+    def _memory(self) -> SymmetricExchange:
+        """Open the memory, if it is not; all ranks do this at once."""
+        if self._no_memory:  # on all ranks, and no other way through it can do better
+            raise RuntimeError(self._no_memory)
+        exchange = self._of_group.find(self._key)
+        if exchange is None:
+            try:
+                exchange = self._of_group.open(MEMORY, self._moved.op, self._key, self._group)
+            except Exception as error:
+                self._no_memory = str(error)
+                raise
+        assert isinstance(exchange, SymmetricExchange), "no other memory is of GPUs"
+        return exchange
+
+    def _close_memory(self, name: str) -> None:
+        self._holding.discard(name)
+        if not self._holding and self._shared is None:
             self._of_group.close_one(self._key)
 
     @property
@@ -251,6 +283,7 @@ class Way:
     open: allocates what it needs; an error drops the way on all ranks. Opening may be collective
     recovers: whether an error in a run leaves nothing in flight that another rank would take for its own
     reserve: allocates what runs take, and gives it back; an error here is one of `open`
+    shares: names what several ways have open together; if one of them fails, the others open it anew
     """
 
     name: str
@@ -258,6 +291,7 @@ class Way:
     close: Callable[[], None] = lambda: None
     recovers: bool = False
     reserve: Callable[[], None] = lambda: None
+    shares: str = ""
 
 
 class WayChooser:
@@ -312,9 +346,17 @@ class WayChooser:
         if run is None:
             return Decision(key, usual, "not timed", detail=why)
         runs, expected = {usual.name: run}, run()
-        for way in possible.values():
-            if way is not usual and (run := self._opened(key, way, expected, to_run=True)[0]):
+        untried = [way for way in possible.values() if way is not usual]
+        while untried:
+            way = untried.pop(0)
+            if run := self._opened(key, way, expected, to_run=True)[0]:
                 runs[way.name] = run
+            elif way.shares:  # which may hold half of a call
+                again = [possible[name] for name in runs if possible[name].shares == way.shares]
+                for sharing in again:
+                    sharing.close()
+                    del runs[sharing.name]
+                untried = again + untried
         if len(runs) == 1:
             return Decision(key, usual, "only one", detail="no other works")
         milliseconds = self._slowest(runs)
