@@ -21,7 +21,17 @@ from tpkernels.kernels.footprints import (
 )
 from tpkernels.kernels.matmul_tile import MatmulTile, available, triton_for
 from tpkernels.kernels.operands import DTYPES, FP8, Form, choose_form
-from tpkernels.kernels.target import A100, B200, H100, L40S, MI300, Target, fp8_obstacle, target_of
+from tpkernels.kernels.target import (
+    A100,
+    B200,
+    H100,
+    L40S,
+    MI300,
+    Target,
+    fp8_obstacle,
+    mx_obstacle,
+    target_of,
+)
 from tpkernels.kernels.tiles import candidates as shipped_tiles
 from tpkernels.kernels.tiles import serves, specializes
 from tpkernels.kernels.triton_versions import triton_version
@@ -127,6 +137,8 @@ def forms_of(problem: Problem, gpu: TargetGpu) -> tuple[Form, ...]:
     if problem.empty or problem.dtype not in dtypes or find_spec("triton") is None:
         return ()
     if problem.dtype in FP8 and (fp8_obstacle(gpu.target) or problem.result not in DTYPES):
+        return ()
+    if "mx" in problem.options and mx_obstacle(gpu.target):
         return ()
     if choose_form(gpu.target, problem.dtype, problem.layouts) == "descriptor":
         return "descriptor", "pointer"

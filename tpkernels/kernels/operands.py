@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tpkernels.kernels.recipe import BLOCK
+from tpkernels.kernels.recipe import BLOCK, MX_BLOCK
 from tpkernels.kernels.target import Target
 
 Form = Literal["descriptor", "pointer"]
@@ -146,8 +146,10 @@ def require_scaled(launcher: str, *named: tuple[str, Tensor, Tensor]) -> None:
     The second one's scales may be one for each 128 of its rows.
     """
     (_, first, first_scale), _ = named
+    is_mx = isinstance(first_scale, Tensor) and first_scale.dtype == torch.uint8
+    scales = torch.uint8 if is_mx else torch.float32
     for name, data, scale in named:
-        for what, tensor, dtypes in ((name, data, FP8), (f"{name}'s scale", scale, (torch.float32,))):
+        for what, tensor, dtypes in ((name, data, FP8), (f"{name}'s scale", scale, (scales,))):
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{launcher}: expected a Tensor as {what}, got {type(tensor).__name__}")
             if tensor.dtype not in dtypes or tensor.layout != torch.strided:
@@ -166,8 +168,12 @@ def require_scaled(launcher: str, *named: tuple[str, Tensor, Tensor]) -> None:
                 f"{launcher}: expected the rows of {name} contiguous, as tensor cores read fp8, got strides "
                 f"{data.stride()}: quantize the transposed matrix instead"
             )
-        blocks = -(-features // BLOCK)
+        blocks = -(-features // (MX_BLOCK if is_mx else BLOCK))
         shapes = {(rows, 1), (rows, blocks)} | ({(-(-rows // BLOCK), blocks)} if data is not first else set())
+        if is_mx:
+            shapes = {(rows, blocks)}
+            if scale.stride(1) != 1 and blocks > 1:
+                raise ValueError(f"{launcher}: expected {name}'s scale with contiguous rows, as `Scaled` has")
         if tuple(scale.shape) not in shapes or scale.shape[1] != first_scale.shape[1]:
             raise ValueError(
                 f"{launcher}: expected {name}'s scale of shape ({rows}, S), where S is 1 or {blocks}, the "
