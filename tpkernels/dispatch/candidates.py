@@ -33,7 +33,7 @@ from tpkernels.kernels.target import (
     target_of,
 )
 from tpkernels.kernels.tiles import candidates as shipped_tiles
-from tpkernels.kernels.tiles import serves, specializes
+from tpkernels.kernels.tiles import mx_tiles, serves, specializes
 from tpkernels.kernels.triton_versions import triton_version
 
 
@@ -211,6 +211,8 @@ def _ours(problem: Problem, gpu: TargetGpu) -> Iterator[Candidate]:
     ragged = any(layout.tma_obstacle() for layout in problem.layouts)
     for form in forms_of(problem, gpu):
         shipped = shipped_tiles(problem.kernel, form, problem.dtype, gpu.target, ragged)
+        if "mx" in problem.options:
+            shipped = mx_tiles(form, gpu.target, ragged)
         tiles = [tile for tile in shipped if obstacle(problem, form, tile, gpu) is None]
         for tile in tiles:
             useless = (

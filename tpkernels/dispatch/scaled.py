@@ -84,6 +84,21 @@ quantize_glu = Primitive(
 )
 
 
+def _rows_and_columns(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """MXFP8 of the rows of x, and of its columns."""
+    return quantize_ref(x, format, "mx"), quantize_ref(x.t(), format, "mx")
+
+
+mx_rows_and_columns = Primitive(
+    "mx_rows_and_columns",
+    _rows_and_columns,
+    launcher("mx", "mx_rows_and_columns", "format"),
+    lambda layer: (layer.x(), layer.format),
+    fake=lambda x, format: (_words(x, "mx"), _words(x.t(), "mx")),
+    takes=_takes,
+)
+
+
 def _dequantize(data: Tensor, scale: Tensor, dtype: Wide) -> Tensor:
     """data * scale, rounded to dtype."""
     return dequantize_ref(data, scale, DTYPE[dtype])

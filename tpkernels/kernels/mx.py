@@ -12,6 +12,8 @@ whole blocks of 32 x 32, so that both results come of one reading. The oracles a
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 import triton
 import triton.language as tl
@@ -22,13 +24,22 @@ from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.interpret import mend
+from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.linear import LinearForward
-from tpkernels.kernels.operands import FP8, Form, require_scaled, require_shape, require_tensors
+from tpkernels.kernels.operands import (
+    FP8,
+    Form,
+    MatrixLayout,
+    require_matrices,
+    require_scaled,
+    require_shape,
+    require_tensors,
+)
 from tpkernels.kernels.recipe import MX_BLOCK, Format
 from tpkernels.kernels.scaled import words_of
 from tpkernels.kernels.scaled_linear import RESULTS
-from tpkernels.kernels.target import fast_math, require_mx, target_of
-from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.kernels.target import fast_math, require_fp8, require_mx, target_of
+from tpkernels.kernels.tiles import MatmulTile, mx_tiles
 
 mend()
 
@@ -110,6 +121,7 @@ def _load_scales(source, row, s, rows, S, stride, ROWS: tl.constexpr, SCALES: tl
     return tl.load(source + r.to(tl.int64)[:, None] * stride + c[None, :], mask=mask, other=0)
 
 
+@planned
 def mx_linear_fwd(
     x: Tensor,
     weight: Tensor,
@@ -142,7 +154,9 @@ def mx_linear_fwd(
     written = launch.results(name, out, wanted, inputs, dtype=into)
     y, z = written[0], written[-1]
     matrices = (("x", x), ("weight", weight), ("y", y), ("z", z))
+    ragged = any(MatrixLayout.of("", matrix).tma_obstacle() for _, matrix in matrices)
     product = launch.product(name, "linear", matrices, (T, N), tile, form)
+    product = product._replace(tile=tile or mx_tiles(product.form, product.target, ragged)[0])
     if product.tile.consumers or product.tile.block_depth % MX_BLOCK:
         raise ValueError(
             f"{name}: expected a tile whose depth is a multiple of {MX_BLOCK}, without consumers, got "
@@ -177,7 +191,8 @@ def mx_linear_fwd(
     return LinearForward(y, z if keep_z else None)
 
 
-_FORMAT_OF = dict(zip(FP8, ("e4m3", "e5m2"), strict=True))
+FORMATS = get_args(Format)
+_FORMAT_OF = dict(zip(FP8, FORMATS, strict=True))
 
 
 @triton.jit
@@ -311,3 +326,18 @@ def quantize_mx(
         SIDE=SIDE,
         num_warps=NUM_WARPS,
     )
+
+
+@planned
+def mx_rows_and_columns(x: Tensor, *, format: Format) -> tuple[Tensor, Tensor]:
+    """The words of the rows of x and of those of xᵀ, from one reading of x: (rows, columns), of any strides."""
+    require_matrices("mx_rows_and_columns", ("x", x))
+    if format not in FORMATS:
+        raise ValueError(
+            f"mx_rows_and_columns: expected format {' or '.join(map(repr, FORMATS))}, got {format!r}"
+        )
+    require_fp8("mx_rows_and_columns", target_of(x.device))
+    shapes = (x.shape[0], words_of(x.shape[1], "mx")), (x.shape[1], words_of(x.shape[0], "mx"))
+    rows, columns = (launch.empty(shape, torch.float32, x.device).view(torch.int32) for shape in shapes)
+    quantize_mx(x, None, format=format, rows=rows, columns=columns)
+    return rows, columns
