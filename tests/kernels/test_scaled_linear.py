@@ -28,7 +28,7 @@ SHAPES = {
     "blocks": (40, 384, 140),
     "one_row": (1, 1029, 144),
 }
-SCALINGS = ("rows", "blocks")
+SCALINGS = ("rows", "blocks", "mx")
 FORMS = ("descriptor", "pointer")
 FORMATS = {f"{x}_x_{w}": (x, w) for x in ("e4m3", "e5m2") for w in ("e4m3", "e5m2")}
 

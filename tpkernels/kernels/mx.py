@@ -234,7 +234,9 @@ def _quantize_mx_kernel(
     stride_xk,
     stride_ut,
     stride_uk,
-    pitch,
+    scales_at,  # the byte of a row of words at which its scales begin: K, rounded up to words
+    pitch,  # bytes of a row of words
+    column_scales_at,
     column_pitch,
     FORMAT: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -259,7 +261,6 @@ def _quantize_mx_kernel(
         values *= tl.load(u_ptr + u_offsets, mask, 0.0).to(tl.float32)
     sizes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # which have the order of |v|, with NaN on top
     if ROWS:
-        scales_at = tl.cdiv(K, 4) * 4
         exponent = _exponents(tl.max(tl.reshape(sizes, (SIDE, SCALES, 32)), axis=2), FORMAT)
         each = tl.reshape(tl.broadcast_to(exponent[:, :, None], (SIDE, SCALES, 32)), (SIDE, SIDE))
         inside = (t < T)[:, None] & (k < scales_at)[None, :]
@@ -270,20 +271,19 @@ def _quantize_mx_kernel(
         if col_tile == col_tiles - 1:
             _pad(rows_ptr, t, t < T, scales_at + tl.cdiv(K, 32), pitch)
     if COLUMNS:
-        scales_at = tl.cdiv(T, 4) * 4
         exponent = _exponents(tl.max(tl.reshape(sizes, (SCALES, 32, SIDE)), axis=1), FORMAT)
         each = tl.reshape(tl.broadcast_to(exponent[:, None, :], (SCALES, 32, SIDE)), (SIDE, SIDE))
-        inside = (t < scales_at)[:, None] & (k < K)[None, :]
+        inside = (t < column_scales_at)[:, None] & (k < K)[None, :]
         _store_data(columns_ptr, values, each, k[None, :] * column_pitch + t[:, None], inside, FORMAT)
         s = row_tile * SCALES + tl.arange(0, SCALES)
         inside = (s < tl.cdiv(T, 32))[:, None] & (k < K)[None, :]
-        offsets = k[None, :] * column_pitch + scales_at + s[:, None]
+        offsets = k[None, :] * column_pitch + column_scales_at + s[:, None]
         tl.store(columns_ptr + offsets, exponent.to(tl.uint8), inside)
         if row_tile == tl.cdiv(T, SIDE) - 1:
-            _pad(columns_ptr, k, k < K, scales_at + tl.cdiv(T, 32), column_pitch)
+            _pad(columns_ptr, k, k < K, column_scales_at + tl.cdiv(T, 32), column_pitch)
 
 
-SIDE, NUM_WARPS = 128, 16
+SIDE, NUM_WARPS = 64, 4
 
 
 def quantize_mx(
@@ -315,7 +315,9 @@ def quantize_mx(
         K,
         *x.stride(),
         *(x if u is None else u).stride(),
+        4 * launch.ceil_div(K, 4),
         4 * words_of(K, "mx"),
+        4 * launch.ceil_div(T, 4),
         4 * words_of(T, "mx"),
         FORMAT=format,
         ACTIVATION=activation,
