@@ -175,7 +175,14 @@ def _wide_z(
     """x̂ ŵᵀ + bias in fp32, or in dtype if that is wider."""
     wide = torch.promote_types(dtype, torch.float32)
     w_scale = _each_row(w_scale, weight)
-    if x_scale.shape[1] != 1 or x_scale.dtype == torch.uint8:
+    if x_scale.dtype == torch.uint8:
+        # a sixteenth of each, exactly: with its power of two a number may be 2^128, which fp32 lacks
+        parts = [
+            dequantize_ref(data.to(wide) / 16, scale, wide)
+            for data, scale in ((x, x_scale), (weight, w_scale))
+        ]
+        z = _wide_linear(*parts, wide).mul_(256)
+    elif x_scale.shape[1] != 1:
         z = _wide_linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide), wide)
     else:
         (w_rest, w_root), (x_rest, x_root) = halves_of(w_scale.t()), halves_of(x_scale)

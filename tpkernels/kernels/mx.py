@@ -140,7 +140,7 @@ def mx_linear_fwd(
     name = "scaled_linear_fwd"
     if dtype not in RESULTS:
         raise ValueError(f"{name}: expected dtype of {', '.join(RESULTS)}; got {dtype!r}")
-    require_scaled(name, ("x", x, x_scale), ("weight", weight, w_scale))
+    require_scaled(name, ("x", x, x_scale), ("weight", weight, w_scale), mx=True)
     require_activation(name, activation)
     (T, K), N, into = x.shape, weight.shape[0], RESULTS[dtype]
     require_shape(name, "weight", weight, (N, K), f"(out_features, in_features) for x {tuple(x.shape)}")
@@ -209,8 +209,10 @@ def _exponents(amax, FORMAT: tl.constexpr):
 def _store_data(target, values, exponent, offsets, mask, FORMAT: tl.constexpr):
     """v / scale, or zeros where the scale is NaN."""
     fp8: tl.constexpr = tl.float8e4nv if FORMAT == "e4m3" else tl.float8e5
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # exact, as the scale is a power of two
-    data = tl.where(exponent < 255, values * inverse, 0.0).to(fp8)
+    is_number = exponent < 255
+    # exact, as the scale is a power of two
+    inverse = ((254 - tl.where(is_number, exponent, 127)) << 23).to(tl.float32, bitcast=True)
+    data = tl.where(is_number, values * inverse, 0.0).to(fp8)
     tl.store(target.to(tl.pointer_type(fp8)) + offsets, data, mask)
 
 

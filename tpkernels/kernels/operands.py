@@ -140,14 +140,13 @@ def require_tensors(launcher: str, *named: Named) -> None:
             )
 
 
-def require_scaled(launcher: str, *named: tuple[str, Tensor, Tensor]) -> None:
+def require_scaled(launcher: str, *named: tuple[str, Tensor, Tensor], mx: bool = False) -> None:
     """Two matrices in fp8 that are multiplied, each with its scales: names, data and scale as of `Scaled`.
 
-    The second one's scales may be one for each 128 of its rows.
+    The second one's scales may be one for each 128 of its rows. mx: they are bytes of MXFP8
     """
     (_, first, first_scale), _ = named
-    is_mx = isinstance(first_scale, Tensor) and first_scale.dtype == torch.uint8
-    scales = torch.uint8 if is_mx else torch.float32
+    scales = torch.uint8 if mx else torch.float32
     for name, data, scale in named:
         for what, tensor, dtypes in ((name, data, FP8), (f"{name}'s scale", scale, (scales,))):
             if not isinstance(tensor, Tensor):
@@ -168,9 +167,9 @@ def require_scaled(launcher: str, *named: tuple[str, Tensor, Tensor]) -> None:
                 f"{launcher}: expected the rows of {name} contiguous, as tensor cores read fp8, got strides "
                 f"{data.stride()}: quantize the transposed matrix instead"
             )
-        blocks = -(-features // (MX_BLOCK if is_mx else BLOCK))
+        blocks = -(-features // (MX_BLOCK if mx else BLOCK))
         shapes = {(rows, 1), (rows, blocks)} | ({(-(-rows // BLOCK), blocks)} if data is not first else set())
-        if is_mx:
+        if mx:
             shapes = {(rows, blocks)}
             if scale.stride(1) != 1 and blocks > 1:
                 raise ValueError(f"{launcher}: expected {name}'s scale with contiguous rows, as `Scaled` has")
