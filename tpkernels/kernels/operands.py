@@ -169,13 +169,14 @@ def require_scaled(launcher: str, *named: tuple[str, Tensor, Tensor], mx: bool =
             )
         blocks = -(-features // (MX_BLOCK if mx else BLOCK))
         shapes = {(rows, 1), (rows, blocks)} | ({(-(-rows // BLOCK), blocks)} if data is not first else set())
+        counts = f"1 or {blocks}"
         if mx:
-            shapes = {(rows, blocks)}
+            shapes, counts = {(rows, blocks)}, f"{blocks}"
             if scale.stride(1) != 1 and blocks > 1:
                 raise ValueError(f"{launcher}: expected {name}'s scale with contiguous rows, as `Scaled` has")
         if tuple(scale.shape) not in shapes or scale.shape[1] != first_scale.shape[1]:
             raise ValueError(
-                f"{launcher}: expected {name}'s scale of shape ({rows}, S), where S is 1 or {blocks}, the "
+                f"{launcher}: expected {name}'s scale of shape ({rows}, S), where S is {counts}, the "
                 f"same for both matrices, got {tuple(scale.shape)}, where the first has "
                 f"{tuple(first_scale.shape)}"
             )
