@@ -98,7 +98,11 @@ def test_forms_and_tiles_are_those_of_the_gpu():
     wide = "triton/descriptor/128x256x128-w8-s3-p2-flat"
     assert wide in names("b200", tokens=8192, out_features=8192)
     assert wide not in names("b200", tokens=8192, out_features=8192, scaling="blocks")
-    tiles = "descriptor/128x128x128-w8-s4-p2-flat", "descriptor/128x256x128-w8-s3-p2-flat", "pointer/128x128x128-w8-s3-p1"
+    tiles = (
+        "descriptor/128x128x128-w8-s4-p2-flat",
+        "descriptor/128x256x128-w8-s3-p2-flat",
+        "pointer/128x128x128-w8-s3-p1",
+    )
     large = names("b200", tokens=8192, out_features=8192, scaling="mx")
     assert large == ["torch", "mx_mm", *(f"triton/{tile}" for tile in tiles)]
     assert names("h100", scaling="mx") == ["torch"]

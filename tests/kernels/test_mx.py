@@ -17,7 +17,7 @@ LARGEST_POWER = {"e4m3": 8, "e5m2": 15}  # of two, among the numbers of a format
 
 @pytest.mark.parametrize("format", DTYPE_OF)
 def test_scales_are_the_least_powers_of_two_that_lose_no_number(format, device):
-    """Each power of two of fp32, subnormal ones among them; what lies next to it; and times the largest number."""
+    """Of each power of two of fp32, subnormal ones among them, times some sizes, and of what lies next."""
     powers = torch.cat([torch.exp2(torch.arange(-149, 128).double()), torch.tensor([0.0]).double()])
     largest = torch.finfo(DTYPE_OF[format]).max / 2.0 ** LARGEST_POWER[format]
     sizes = torch.cat([powers, powers * largest, powers * 1.5]).float()
@@ -120,10 +120,15 @@ REFUSED = {
         "expected x's scale with contiguous rows",
     ),
     "half a block": (
-        lambda: mx_linear_fwd(DATA, DATA, SCALE, SCALE, tile=MatmulTile(32, 32, 16, num_warps=4, num_stages=1)),
+        lambda: mx_linear_fwd(
+            DATA, DATA, SCALE, SCALE, tile=MatmulTile(32, 32, 16, num_warps=4, num_stages=1)
+        ),
         "whose depth is a multiple of 32",
     ),
-    "float64": (lambda: mx_linear_fwd(DATA, DATA, SCALE, SCALE, dtype="float64"), "expected dtype of bfloat16"),
+    "float64": (
+        lambda: mx_linear_fwd(DATA, DATA, SCALE, SCALE, dtype="float64"),
+        "expected dtype of bfloat16",
+    ),
 }
 
 

@@ -13,7 +13,12 @@ from tpkernels.kernels.scaled import DTYPE_OF, LINE, SECTOR, Scaled, dequantize_
 from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import MAX_FEATURES
 
-SCALINGS = {"rows": ("rows", False), "blocks": ("blocks", False), "squares": ("blocks", True), "mx": ("mx", False)}
+SCALINGS = {
+    "rows": ("rows", False),
+    "blocks": ("blocks", False),
+    "squares": ("blocks", True),
+    "mx": ("mx", False),
+}
 OPTIONS = {"e4m3": ("e4m3", False), "e5m2": ("e5m2", False), "power_of_two": ("e4m3", True)}
 
 
@@ -155,7 +160,9 @@ def assert_one_step_apart(ours, oracles, like, format, scaling):
     assert differ <= 0.01, f"{100 * differ:.1f} % of the numbers are not the oracle's"
 
 
-@pairwise(activation=ACTIVATIONS, scaling=["rows", "blocks", "mx"], by=["rows", "columns"], format=list(DTYPE_OF))
+@pairwise(
+    activation=ACTIVATIONS, scaling=["rows", "blocks", "mx"], by=["rows", "columns"], format=list(DTYPE_OF)
+)
 def test_activation_is_applied_in_fp32_on_the_way_in(activation, scaling, by, format, device):
     z = 2 * normal(37, 301, torch.bfloat16, device)
     z[3, 5], z[4, 5], z[5] = float("nan"), float("inf"), 0

@@ -317,7 +317,9 @@ def test_gpus_without_our_fp8_are_refused(name, monkeypatch):
         if sound >= (10, 0):
             quantize.require_recipe("linear", Recipe.mxfp8(), "cuda:0")
             continue
-        with pytest.raises(ValueError, match=r"10\.0 or later with Recipe\.mxfp8\(\).*use Recipe\.blockwise\(\)"):
+        with pytest.raises(
+            ValueError, match=r"10\.0 or later with Recipe\.mxfp8\(\).*use Recipe\.blockwise\(\)"
+        ):
             quantize.require_recipe("linear", Recipe.mxfp8(), "cuda:0")
 
 

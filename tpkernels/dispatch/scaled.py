@@ -177,11 +177,8 @@ def _wide_z(
     w_scale = _each_row(w_scale, weight)
     if x_scale.dtype == torch.uint8:
         # a sixteenth of each, exactly: with its power of two a number may be 2^128, which fp32 lacks
-        parts = [
-            dequantize_ref(data.to(wide) / 16, scale, wide)
-            for data, scale in ((x, x_scale), (weight, w_scale))
-        ]
-        z = _wide_linear(*parts, wide).mul_(256)
+        x, weight = dequantize_ref(x.to(wide) / 16, x_scale, wide), weight.to(wide) / 16
+        z = _wide_linear(x, dequantize_ref(weight, w_scale, wide), wide).mul_(256)
     elif x_scale.shape[1] != 1:
         z = _wide_linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide), wide)
     else:

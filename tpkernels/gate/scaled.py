@@ -130,7 +130,9 @@ def entry_specs() -> Iterator[EntrySpec]:
     yield _row_spec("quantize", f"{K}/rows", quantized, dtype=torch.float32)
     for scaling in get_args(Scaling):
         call = partial(primitive, name="dequantize", scaling=scaling)
-        yield _row_spec("dequantize", f"{K}/{scaling}", call, architectures=_OF_MX if scaling == "mx" else _ALL)
+        yield _row_spec(
+            "dequantize", f"{K}/{scaling}", call, architectures=_OF_MX if scaling == "mx" else _ALL
+        )
 
 
 def _products() -> Iterator[EntrySpec]:

@@ -6,9 +6,9 @@ bits off where hardware rounds to nearest even; a cast to fp32 makes subnormal n
 loses what rounding carries into the exponent, so that 1.984 becomes 1; casts and products of fp8 take NaN
 for a number, and some numbers for zero. Products of fp32 go to the machine's BLAS, whose order of adding
 depends on shapes on some processors; in float64, rounded once, no order shows.
-`tensor_descriptor.atomic_add` and `tl.dot_scaled` are missing altogether. 3.9 refuses a mask that is an `&` of comparisons of
-scalars and blocks, which it holds as integers. `mend()` replaces all of these. It is called where
-kernels are defined, and does nothing in a process that compiles.
+`tensor_descriptor.atomic_add` and `tl.dot_scaled` are missing altogether. 3.9 refuses a mask that is an
+`&` of comparisons of scalars and blocks, which it holds as integers. `mend()` replaces all of these. It is
+called where kernels are defined, and does nothing in a process that compiles.
 
 At each call of a function upstream looks through all of `triton.language` for what it replaces meanwhile, and
 replaces all of it again inside a call. For each value it makes a table of NumPy's dtypes, spells the name of

@@ -334,7 +334,7 @@ def quantize_mx(
 
 @planned
 def mx_rows_and_columns(x: Tensor, *, format: Format) -> tuple[Tensor, Tensor]:
-    """The words of the rows of x and of those of xᵀ, from one reading of x: (rows, columns), of any strides."""
+    """The words of the rows of x, of any strides, and of those of xᵀ, from one reading."""
     require_matrices("mx_rows_and_columns", ("x", x))
     if format not in FORMATS:
         raise ValueError(

@@ -60,8 +60,8 @@ class Recipe:
         if self.scaling != "rows" and self.fast_accumulate != "never":
             kind, depth = ("blockwise", BLOCK) if self.scaling == "blocks" else ("mx", MX_BLOCK)
             raise ValueError(
-                f"Recipe: expected fast_accumulate='never' with {kind} scales, got "
-                f"{self.fast_accumulate!r}: each {depth} of depth are scaled by themselves; use Recipe.rowwise"
+                f"Recipe: expected fast_accumulate='never' with {kind} scales, got {self.fast_accumulate!r}: "
+                f"each {depth} of depth are scaled by themselves; use Recipe.rowwise"
             )
         if self.scaling == "mx" and self.power_of_two:
             raise ValueError(
@@ -102,16 +102,18 @@ class Recipe:
         """As `str` writes it: "rowwise", "blockwise+power_of_two", "mxfp8+wgrad=fp8+gradients=e5m2"."""
         kind, *words = name.split("+")
         options: dict[str, Any] = {}
+        kinds: dict[str, Any] = {"rowwise": cls.rowwise, "blockwise": cls.blockwise, "mxfp8": cls.mxfp8}
         for word in words:
             option, _, value = word.partition("=")
             options[option] = value or True
         try:
-            return {"rowwise": cls.rowwise, "blockwise": cls.blockwise, "mxfp8": cls.mxfp8}[kind](**options)
+            made: Recipe = kinds[kind](**options)
         except (KeyError, TypeError):
             raise ValueError(
                 "Recipe: expected 'rowwise', 'blockwise' or 'mxfp8', with options such as '+power_of_two' or "
                 f"'+gradients=e5m2', got {name!r}"
             ) from None
+        return made
 
     def __str__(self) -> str:
         words = [{"rows": "rowwise", "blocks": "blockwise", "mx": "mxfp8"}[self.scaling]]

@@ -263,7 +263,7 @@ _MX_RAGGED = MatmulTile(128, 64, 32, num_warps=8, num_stages=2)
 
 
 def mx_tiles(form: Form, target: Target, ragged: bool = False) -> tuple[MatmulTile, ...]:
-    """Every tile that is shipped for products of MXFP8; a launcher takes the first. ragged: see `candidates`"""
+    """Every tile that is shipped for products of MXFP8, the first by default. ragged: see `candidates`"""
     if target.backend == "interpreter":
         return (_INTERPRETED,)
     return (_MX_RAGGED,) if ragged and form == "pointer" else _MX[form]
