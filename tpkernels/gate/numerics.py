@@ -291,7 +291,7 @@ def _matmuls(of: Operands) -> Iterator[NumericCase]:
 def _in_fp8() -> Iterator[NumericCase]:
     for form, sizes in IN_FP8.items():
         of = RandomOperands(*sizes, BF16, form=form)
-        for scales, options in scaled.SCALES.items():
+        for scales, options in {**scaled.SCALES, **scaled.MX}.items():
             way = f"{form}/fp8/{scales.strip('+') or 'rows'}"
             call = partial(recording.primitive, of, "scaled_linear", **options)
             for activation in ACTIVATIONS:
@@ -306,7 +306,7 @@ def _in_fp8() -> Iterator[NumericCase]:
         of = RandomOperands(*IN_FP8["pointer"], dtype)
         way = SHORT_NAMES[dtype]
         for how, quantized in scaled.QUANTIZED.items():
-            launcher = quantized.keywords.get("name", "quantize")
+            launcher = getattr(quantized, "keywords", {}).get("name", "quantize")
             yield NumericCase(f"{launcher}/{way}/{how}", partial(quantized, of))
         for scaling in get_args(Scaling):
             call = partial(recording.primitive, of, "dequantize", into=dtype, scaling=scaling)

@@ -28,17 +28,19 @@ from tpkernels.gate.recording import (
 from tpkernels.kernels.footprints import SHORT_NAMES, stem_of
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.recipe import Scaling
-from tpkernels.kernels.scaled import DTYPE_OF, Scaled
+from tpkernels.kernels.scaled import DTYPE_OF, Scaled, in_fp32
 from tpkernels.kernels.target import B200, H100, L40S, Target
-from tpkernels.kernels.tiles import MAX_FEATURES, MatmulTile, candidates, serves, sum_tile
+from tpkernels.kernels.tiles import MAX_FEATURES, MatmulTile, candidates, mx_tiles, serves, sum_tile
 
 T, N, K = 2096, 512, 1024  # multiples of 16
+_ALL, _OF_MX = tuple(FP8_PRODUCTS), ("sm_100", "sm_120")
 E4M3, E5M2 = DTYPE_OF["e4m3"], DTYPE_OF["e5m2"]
 SCALES: Mapping[str, Mapping[str, Any]] = {  # as a problem's options say -> how that is asked for
     "": {},
     "+blocks": {"scaling": "blocks"},
     "+blocks+square": {"scaling": "blocks", "square": True},
 }
+MX: Mapping[str, Mapping[str, Any]] = {"+mx": {"scaling": "mx"}}
 FAST: Mapping[str, Mapping[str, Any]] = {"+fast": {"fast": True}}
 WIDE = (8192, MAX_FEATURES, 2 * MAX_FEATURES)  # features of rows; no program holds the last
 
@@ -80,12 +82,22 @@ def quantized(of: Operands, name: str = "quantize", by_columns: bool = False, **
     scaling = options.get("scaling", of.scaling)
     one, truth = (Scaled(words, of.in_features, "e4m3", scaling) for words in (ours, exact))
     # bf16 holds all numbers of e4m3
-    return {"scale": (one.scale, truth.scale.double()), "data": (one.data.bfloat16(), truth.data.double())}
+    scales = [each.scale if scaling != "mx" else in_fp32(each.scale) for each in (one, truth)]
+    return {"scale": (scales[0], scales[1].double()), "data": (one.data.bfloat16(), truth.data.double())}
+
+
+def both_of_mx(of: Operands) -> Results:
+    """The words of rows and of columns, byte for byte."""
+    record, x = RECORDS["mx_rows_and_columns"], of.x()
+    x[0], x[1, -1], x[2, 0] = 0, float("inf"), float("nan")
+    pairs = zip(record.by_kernel(x, "e4m3"), record.by_torch(x.double(), "e4m3"), strict=True)
+    found = [(a.view(torch.uint8).float(), b.view(torch.uint8).double()) for a, b in pairs]
+    return dict(zip(("rows", "columns"), found, strict=True))
 
 
 _ACT = partial(quantized, name="quantize_act", activation="silu")
 _GLU = partial(quantized, name="quantize_glu")
-QUANTIZED: Mapping[str, partial[Results]] = {
+QUANTIZED: Mapping[str, Callable[..., Results]] = {
     "rows": partial(quantized),
     "rows+e5m2": partial(quantized, format="e5m2"),
     "rows+power_of_two": partial(quantized, power_of_two=True),
@@ -97,20 +109,29 @@ QUANTIZED: Mapping[str, partial[Results]] = {
     "rows+swiglu": _GLU,
     "blocks+silu": partial(_ACT, scaling="blocks"),
     "blocks+swiglu": partial(_GLU, scaling="blocks"),
+    "mx": partial(quantized, scaling="mx"),
+    "mx+e5m2": partial(quantized, scaling="mx", format="e5m2"),
+    "mx+by_columns": partial(quantized, scaling="mx", by_columns=True),
+    "mx+silu": partial(_ACT, scaling="mx"),
+    "mx+swiglu": partial(_GLU, scaling="mx"),
+    "mx+both": both_of_mx,
 }
 
 
 def entry_specs() -> Iterator[EntrySpec]:
     """Of what multiplies, and of what quantizes."""
     yield from _products()
+    yield from _mx_products()
     for way, quantize in QUANTIZED.items():
-        yield _row_spec("quantize", f"{K}/{way}", quantize)
+        is_mx = way.startswith("mx")
+        yield _row_spec("quantize", f"{K}/{way}", quantize, architectures=_OF_MX if is_mx else _ALL)
     for features in WIDE:
         yield _row_spec("quantize", f"{features}/rows", quantized, features)
     yield _row_spec("quantize", f"{K}/rows", quantized, dtype=torch.float32)
     for scaling in get_args(Scaling):
+        call = partial(primitive, name="dequantize", scaling=scaling)
         yield _row_spec(
-            "dequantize", f"{K}/{scaling}", partial(primitive, name="dequantize", scaling=scaling)
+            "dequantize", f"{K}/{scaling}", call, architectures=_OF_MX if scaling == "mx" else _ALL
         )
 
 
@@ -134,8 +155,30 @@ def _products() -> Iterator[EntrySpec]:
         yield _spec(way, largest, "none+float8_e4m3fn", gradient, E5M2)
 
 
-def _of_tile(way: _Fp8Form, tile: MatmulTile, ragged: bool = False) -> Iterator[EntrySpec]:
-    for scales, options in (SCALES if way.target == B200 else {**SCALES, **FAST}).items():
+def _mx_products() -> Iterator[EntrySpec]:
+    """As of others; with pointers, the costliest epilogue alone."""
+    of_forms: tuple[tuple[Form, tuple[str, ...]], ...] = ("descriptor", ("sm_100",)), ("pointer", _OF_MX)
+    for form, architectures in of_forms:
+        way = _Fp8Form(form, B200, architectures)
+        for tile in mx_tiles(form, B200):
+            yield from _of_tile(way, tile, scalings=MX)
+        if form == "pointer":
+            for tile in mx_tiles(form, B200, ragged=True):
+                yield from _of_tile(way, tile, ragged=True, scalings=MX)
+        largest = mx_tiles(form, B200)[0]
+        summed = partial(_LINEAR, **MX["+mx"], **BARE, into=torch.float32)
+        yield _spec(way, largest, "none+=fp32+mx", summed)
+        gradient = partial(_LINEAR, **MX["+mx"], **BARE, format="e5m2")
+        yield _spec(way, largest, "none+float8_e4m3fn+mx", gradient, E5M2)
+
+
+def _of_tile(
+    way: _Fp8Form,
+    tile: MatmulTile,
+    ragged: bool = False,
+    scalings: Mapping[str, Mapping[str, Any]] = SCALES,
+) -> Iterator[EntrySpec]:
+    for scales, options in (scalings if way.target == B200 else {**scalings, **FAST}).items():
         if not serves("linear", tile, scales.split("+")):
             continue
         costly = partial(_LINEAR, **options, activation="gelu_tanh")
@@ -151,9 +194,10 @@ def _row_spec(
     call: Callable[[MetaOperands], object],
     features: int = K,
     dtype: torch.dtype = torch.bfloat16,
+    architectures: tuple[str, ...] = _ALL,
 ) -> EntrySpec:
-    of = MetaOperands(T, N, features, dtype)
-    return EntrySpec(f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}", call, of, H100, tuple(FP8_PRODUCTS))
+    of, target = MetaOperands(T, N, features, dtype), B200 if architectures == _OF_MX else H100
+    return EntrySpec(f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}", call, of, target, architectures)
 
 
 def _spec(

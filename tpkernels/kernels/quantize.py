@@ -30,6 +30,7 @@ from tpkernels.kernels.activations import GATE_OF, Activation, Glu, require_acti
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.launch_plans import planned
+from tpkernels.kernels.mx import quantize_mx
 from tpkernels.kernels.operands import require_matrices
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
 from tpkernels.kernels.scaled import words_of
@@ -341,6 +342,9 @@ def _quantize(
         inputs = (("x", x), ("u", u))
         (words,) = launch.results(launcher, out, {"words": shape}, inputs, dtype=torch.int32)
     if not words.numel():
+        return words
+    if scaling == "mx":
+        quantize_mx(x, u, format=format, activation=activation, rows=words, columns=None)
         return words
     by_columns = x.stride(0) == 1 != x.stride(1)
     constants: dict[str, Any]

@@ -257,6 +257,19 @@ _POINTER_FP8_BY_WARPS: tuple[MatmulTile, ...] = (
     MatmulTile(64, 64, 128, num_warps=4, num_stages=3),
     MatmulTile(16, 64, 128, num_warps=4, num_stages=3),
 )
+# MXFP8: tensor cores of Blackwell scale blocks of 128 rows; others make 16 bits of fp8 first.
+_MX: Mapping[Form, tuple[MatmulTile, ...]] = {
+    "descriptor": (_DESCRIPTOR_FP8[0], _BLACKWELL_FP8),
+    "pointer": (MatmulTile(128, 128, 128, num_warps=8, num_stages=3),),
+}
+_MX_RAGGED = MatmulTile(128, 64, 32, num_warps=8, num_stages=2)
+
+
+def mx_tiles(form: Form, target: Target, ragged: bool = False) -> tuple[MatmulTile, ...]:
+    """Every tile that is shipped for products of MXFP8, the first by default. ragged: see `candidates`"""
+    if target.backend == "interpreter":
+        return (_INTERPRETED,)
+    return (_MX_RAGGED,) if ragged and form == "pointer" else _MX[form]
 
 
 def candidates(
