@@ -23,7 +23,7 @@ def multiply(
 ) -> None:
     """Launch the product that a tile with consumers stands for; see `matmul` for what goes where."""
     target, obstacle = product.target, None
-    if target.backend != "cuda" or target.capability != 90:
+    if target.backend != "cuda" or target.capability not in ((90, 100) if product.tile.blocks == 2 else (90,)):
         obstacle = f"a GPU of compute capability 9.0, got {target.backend} {target.capability}"
     elif product.form != "descriptor":
         obstacle = "matrices that the copy engine can move (bfloat16 or float16, aligned to 16 bytes)"
