@@ -343,12 +343,16 @@ def _nvidia(compiled: Any, seconds: float, architecture: str) -> Facts:
             occupancy.blocks_by_limit(architecture, registers, threads, shared).values(), default=None
         ),
         cubin=hashlib.sha256(code).hexdigest() if architecture in CLOCKED else "",
-        **(_of_roles(compiled.asm["ptx"]) if architecture == "sm_90" else {}),
+        **_of_roles(compiled.asm["ptx"], architecture, gluon="ttir" not in compiled.asm),
     )
 
 
-def _of_roles(text: str) -> dict[str, Any]:
+def _of_roles(text: str, architecture: str, gluon: bool) -> dict[str, Any]:
+    if architecture != "sm_90" and not (gluon and architecture == "sm_100"):
+        return {}
     flow = Flow.of(text)
+    if architecture == "sm_100":
+        return {"unordered_roles": roles.unordered_roles(flow)}
     if not epilogue.multiplying(flow):
         return {}
     return {

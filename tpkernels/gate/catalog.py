@@ -120,7 +120,7 @@ def _specs(case: _TileCase, tf32: bool = False) -> Iterator[EntrySpec]:
     prefix = f"{case.architectures[0]}/" if case.target in (B200, MI300) else ""
     suffix = "/ragged" * case.ragged + "/tf32" * tf32
     # what a tile that splits writes are sums in fp32, whatever the result
-    thorough = case.target == H100 and case.dtype == BF16 and case.tile.splits == 1
+    thorough = (case.target == H100 or case.tile.blocks == 2) and case.dtype == BF16 and case.tile.splits == 1
     defaults = default_tiles(case.kernel, case.form, case.dtype, case.target, case.ragged)
     for names in (COSTLIEST[case.kernel], OTHERS[case.kernel] if thorough else {}):
         for name, start in names.items():

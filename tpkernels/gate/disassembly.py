@@ -50,6 +50,7 @@ def sass_mix(sass: str) -> dict[str, int]:
         family, *modifiers = opcode.split(".")
         mix["all"] += 1
         if family in NVIDIA_MIX:
+            mix[f"{family}.2CTA"] += "2CTA" in modifiers
             mix[family] += 1
             mix[f"{family}.128"] += "128" in modifiers
             mix[f"{family}.MULTICAST"] += "MULTICAST" in modifiers

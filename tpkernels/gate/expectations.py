@@ -69,6 +69,9 @@ def violations(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
         yield from _hopper(entry, facts)
     elif entry.form == "descriptor" and not _in_fp8(entry):
         yield from _present(facts, "UTCHMMA")
+        if "-b2/" in entry.name:
+            yield from _present(facts, "UTCHMMA.2CTA")
+            yield from _local_memory(facts)
 
 
 def kernel_of(entry: Entry) -> str:

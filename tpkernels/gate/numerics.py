@@ -53,7 +53,7 @@ from tpkernels.kernels.matmul_tile import compiles
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.recipe import Format, Scaling
 from tpkernels.kernels.scaled import Scaled, quantize_ref
-from tpkernels.kernels.target import H100, INTERPRETER
+from tpkernels.kernels.target import B200, H100, INTERPRETER
 from tpkernels.kernels.tiles import ORDERED_SUM, candidates
 
 # norm-wise, against float64: about one and a half correct roundings of the result, on average over its
@@ -218,8 +218,12 @@ def cases(sizes: Mapping[Form, tuple[int, int, int]] = SIZES) -> Iterator[Numeri
 def _with_consumers() -> Iterator[NumericCase]:
     schedules = cycle(SCHEDULES.values())
     for name, record in PRODUCTS.items():
-        tiles = candidates(record.kernel, "descriptor", BF16, H100) if record.kernel else ()
-        for tile in tiles:
+        tiles = {
+            tile: target.capability
+            for target in (H100, B200)
+            for tile in (candidates(record.kernel, "descriptor", BF16, target) if record.kernel else ())
+        }
+        for tile, capability in tiles.items():
             if tile.consumers and compiles(tile):
                 of = RandomOperands(*WITH_CONSUMERS, BF16, form="descriptor", tile=tile)
                 options = recording.BARE if tile.blocks == 2 and name == "dgrad_act" else {}  # without db
@@ -228,12 +232,15 @@ def _with_consumers() -> Iterator[NumericCase]:
                 searched = cases[-1] if tile.blocks == 1 else None
                 for case, schedule in zip(cases, schedules, strict=False):
                     yield NumericCase(
-                        case.name, partial(_emulated, case.run, schedule, explores=case is searched)
+                        case.name,
+                        partial(_emulated, case.run, schedule, capability, explores=case is searched),
                     )
 
 
-def _emulated(run: Callable[[], Results], schedule: Schedule, explores: bool) -> Results:
-    with emulating(schedule) as launched:
+def _emulated(
+    run: Callable[[], Results], schedule: Schedule, capability: int = 90, *, explores: bool
+) -> Results:
+    with emulating(schedule, capability=capability) as launched:
         results = run()
     if not launched:
         raise RuntimeError("launched no Gluon kernel")

@@ -14,6 +14,9 @@ are made, and fenced for the copy engine, before the roles begin. A barrier is m
 
 Two blocks may be a pair, which shares copies. What is copied into both waits for a barrier at which both
 arrive, and whoever reads it arrives there. Both wait for each other when barriers are made, and at the end.
+
+On Blackwell a pair multiplies together. Tensor cores tell both blocks of all products (`tcgen05.commit`); warps
+have read tensor memory before they say so; it is freed once both blocks have met, on every way to the end.
 """
 
 from __future__ import annotations
@@ -56,6 +59,10 @@ ENDS_ALONE = "a block of a pair ends while the other may still use its shared me
 NOT_SHARED = "no copy goes to both blocks of a pair"
 ONE_HEARD = "a copy goes to both blocks of a pair when one of them has released the buffer"
 NOT_TOLD = "what both blocks of a pair read is not released to both"
+UNTOLD = "products of tensor cores begin, and no barrier is told when they are complete"
+MULTIPLIES_ALONE = "a block of a pair multiplies, or has tensor memory, for itself"
+NOT_FREED = "a block ends and has not freed its tensor memory"
+FREED_EARLY = "tensor memory is freed when the other block of a pair may still write it"
 MISCOUNTED = "a block tells the other of something at a barrier that does not count both"
 
 _RELEASE = re.compile(r"^@\S+\s+mbarrier\.arrive\.(?!expect_tx)")  # by one thread for its role
@@ -70,6 +77,13 @@ _TO_ALL = re.compile(r"\bcp\.async\.bulk\.tensor\S*\.multicast::cluster\S*\s")
 _EXPECTED = re.compile(r"\bmbarrier\.arrive\.expect_tx\b")
 _TOLD = re.compile(r"\bmbarrier\.arrive\.shared::cluster\S*\s+_, \[(\S+)\]")
 _INIT_FENCE = re.compile(r"\bfence\.mbarrier_init\.release\.cluster\b")
+_TENSOR_PRODUCT = re.compile(r"\btcgen05\.mma\b")
+_TENSOR_COMMIT = re.compile(r"\btcgen05\.commit\b")
+_TENSOR_LOAD = re.compile(r"\btcgen05\.ld\b")
+_TENSOR_LOADED = re.compile(r"\btcgen05\.wait::ld\b")
+_TENSOR_MEMORY = re.compile(r"\btcgen05\.alloc\b")
+_TENSOR_FREED = re.compile(r"\btcgen05\.dealloc\b")
+_OF_BLOCKS = re.compile(r"\btcgen05\.(?:mma|commit|alloc|dealloc|relinquish_alloc_permit)\b")
 _RETURN = re.compile(r"^(?:@\S+\s+)?ret;")
 _BLOCKS_MET = re.compile(r"^barrier\.cluster\.wait\b")  # after `arrive`
 
@@ -78,6 +92,7 @@ def unordered_roles(flow: Flow) -> tuple[str, ...]:
     """Each rule that some path through some role breaks, in words; () if the order is proven."""
     rules = (_released, _copied_out, _staged, _made)
     found = [words for role in flow.roles for rule in rules for words in rule(role)]
+    found += [words for role in flow.roles for words in _in_tensor_memory(role)]
     return tuple(dict.fromkeys([*found, *_barriers_alone(flow), *_in_pairs(flow)]))
 
 
@@ -94,6 +109,10 @@ def _released(role: Role) -> list[str]:
             return _with(state, {min(n, int(found[1])) for n in flying} - {0}) | {("read", 0)}
         if PRODUCT.search(line):
             return state | {("read", 0)}
+        if _TENSOR_LOAD.search(line):
+            return state | {("in flight", 1)}
+        if _TENSOR_LOADED.search(line):
+            return state - {("in flight", 1)} | {("read", 0)}
         if _SHARED_LOAD.search(line):
             return state | {("read", 0), ("loaded", 0)}
         if _FENCE.search(line) and ("loaded", 0) in state:
@@ -106,7 +125,8 @@ def _released(role: Role) -> list[str]:
         ("in flight", n) in before.get(at, ()) for at in role.matching(SHARED_STORE) for n in (1, 2)
     )
     together = role.threads <= WARP  # a warp elects a thread when together
-    words = [NOT_READ] * (("read", 0) in held and not together)
+    of_tensor_memory = ("in flight", 1) in held and role.any_of(_TENSOR_LOAD)
+    words = [NOT_READ] * ((("read", 0) in held and not together) or of_tensor_memory)
     fenced_late = ("fenced", 0) in held and not together and not words
     words += [LOADED] * (("loaded", 0) in held or fenced_late)
     return words + [IN_FLIGHT] * (("in flight", 2) in held) + [NOT_DONE] * not_done
@@ -195,7 +215,7 @@ def _made(role: Role) -> list[str]:
             fenced = (
                 {("told", 0)} if several else {("told", 0), ("made", 0)}
             )  # Triton's own loops have no fence
-            return state - fenced | {("begun", 0)}
+            return state - fenced | {("begun", 0)} if state & fenced else state
         return state
 
     before = role.before_each(step)
@@ -203,6 +223,26 @@ def _made(role: Role) -> list[str]:
     unknown = bool(held & {"made", "told"})
     late = several and any(("begun", 0) in before.get(at, ()) for at in role.matching(_MADE))
     return [NOT_MADE] * unknown + [MADE_LATE] * late
+
+
+def _in_tensor_memory(role: Role) -> list[str]:
+    """Products are told of, and what the default role allocates it frees."""
+    lines = role.flow.lines
+
+    def step(at: int, state: FlowState) -> FlowState:
+        if _TENSOR_PRODUCT.search(lines[at]):
+            return state | {("begun", 0)}
+        if _TENSOR_COMMIT.search(lines[at]):
+            return state - {("begun", 0)}
+        if _TENSOR_MEMORY.search(lines[at]):
+            return state | {("kept", 0)}
+        return state - {("kept", 0)} if _TENSOR_FREED.search(lines[at]) else state
+
+    before = role.before_each(step)
+    untold = any(("begun", 0) in before.get(at, ()) for at in role.ends)
+    returns = () if role.is_worker else role.matching(_RETURN)
+    kept = any(("kept", 0) in before.get(at, ()) for at in returns)
+    return [UNTOLD] * untold + [NOT_FREED] * kept
 
 
 def _barriers_alone(flow: Flow) -> list[str]:
@@ -248,7 +288,11 @@ def _in_pairs(flow: Flow) -> list[str]:
     for_all = {place(found[1]) for found in made if found[2] == str(blocks)}
     told = [found for line in flow.lines if (found := _TOLD.search(line))]
     words = [MISCOUNTED] * any(place(found[1]) not in for_all for found in told)
-    words += [NOT_SHARED] * (not any(_TO_ALL.search(line) for line in flow.lines))
+    together = [line for line in flow.lines if _OF_BLOCKS.search(line)]
+    words += [NOT_SHARED] * (not together and not any(_TO_ALL.search(line) for line in flow.lines))
+    words += [MULTIPLIES_ALONE] * any(".cta_group::2" not in line for line in together)
+    commits = [line for line in together if _TENSOR_COMMIT.search(line)]
+    words += [NOT_TOLD] * any(".multicast::cluster" not in line for line in commits)
 
     def step(at: int, state: FlowState) -> FlowState:
         line = flow.lines[at]
@@ -279,4 +323,5 @@ def _in_pairs(flow: Flow) -> list[str]:
         if not role.is_worker:  # whose ends are the block's; it makes the barriers before the others begin
             words += [MADE_ALONE] * held(role.matching(WAIT) | role.matching(_TOLD), {"made", "fenced"})
             words += [ENDS_ALONE] * held(role.matching(_RETURN), {"apart"})
+            words += [FREED_EARLY] * held(role.matching(_TENSOR_FREED), {"apart"})
     return words

@@ -211,6 +211,14 @@ _BLACKWELL: Mapping[Kernel, MatmulTile] = {
     "dglu": MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=4, specialize=True),
     "wgrad": MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, specialize=True),
 }
+# Also timed there: pairs of blocks that multiply together, in Gluon
+_BLACKWELL_PAIRS: Mapping[Kernel, tuple[MatmulTile, ...]] = {
+    "linear": (MatmulTile(256, 256, 64, num_warps=8, num_stages=5, parts=4, consumers=1, blocks=2),),
+    "glu": (MatmulTile(256, 128, 64, num_warps=8, num_stages=5, parts=2, consumers=1, blocks=2),),
+    "dgrad": (MatmulTile(256, 256, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),),
+    "dglu": (MatmulTile(256, 256, 64, num_warps=8, num_stages=4, parts=8, consumers=1, blocks=2),),
+    "wgrad": (),
+}
 _POINTER_SMALL = MatmulTile(16, 64, 64, num_warps=4, num_stages=3)
 _POINTER_ONE_RESULT = (
     MatmulTile(128, 128, 32, num_warps=8, num_stages=3),
@@ -286,6 +294,8 @@ def candidates(
             more = (_HOPPER_FP8 if target.capability == 90 else _BLACKWELL_FP8,)
         elif target.capability == 90:
             more = _HOPPER[kernel]
+        elif target.capability == 100:
+            more += _BLACKWELL_PAIRS[kernel]
         tiles += tuple(tile for tile in more if compiles(tile))
     return tiles
 

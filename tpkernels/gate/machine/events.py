@@ -81,6 +81,24 @@ class Multiply(TraceEvent):
 
 
 @dataclass(frozen=True, eq=False)
+class TensorMultiply(TraceEvent):
+    """A tcgen05.mma: reads operands and writes sums any time until a commit after it has arrived."""
+
+    views: tuple[View, ...]
+    sums: tuple[View, ...]
+    adds: bool  # to the sums that are there
+    read: Callable[[], None] = field(repr=False)
+    finish: Callable[[], None] = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Commit(TraceEvent):
+    """Arrives once at a barrier, any time after the tcgen05 products that its role started before."""
+
+    barrier: int
+
+
+@dataclass(frozen=True, eq=False)
 class MultiplyWait(TraceEvent):
     """Retires all but the last `pending` multiplications of this role."""
 

@@ -67,8 +67,10 @@ def explore(kernel: Any, grid: LaunchGrid, *arguments: Any, **constants: Any) ->
 
 
 @contextmanager
-def emulating(schedule: Schedule | None = EAGER, *, processors: int = 2) -> Iterator[list[Launched]]:
-    """Launchers on CPU tensors launch as on an H100 of so few processors; Gluon kernels run in the machine.
+def emulating(
+    schedule: Schedule | None = EAGER, *, processors: int = 2, capability: int = 90
+) -> Iterator[list[Launched]]:
+    """Launchers on CPU tensors launch as on a GPU of so few processors; Gluon kernels run in the machine.
 
     Yield the list of launched Gluon kernels; each can be run or explored again. Other
     kernels run in Triton's interpreter.
@@ -88,5 +90,5 @@ def emulating(schedule: Schedule | None = EAGER, *, processors: int = 2) -> Iter
         if schedule:
             launched[-1].run(schedule)
 
-    with launch.emulation(Target("cuda", 90, processors), start):
+    with launch.emulation(Target("cuda", capability, processors), start):
         yield launched

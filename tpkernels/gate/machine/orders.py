@@ -10,6 +10,7 @@ from functools import partial
 from typing import Literal
 
 from tpkernels.gate.machine.events import (
+    Commit,
     CopyIn,
     CopyOut,
     Global,
@@ -18,6 +19,7 @@ from tpkernels.gate.machine.events import (
     MultiplyWait,
     Store,
     StoreWait,
+    TensorMultiply,
     Trace,
     TraceEvent,
 )
@@ -62,6 +64,8 @@ class Emulator:
         self._random = random.Random(schedule.seed)
         self._multiplying: dict[tuple[int, int], deque[Multiply]] = {}  # of each segment and role
         self._storing: dict[tuple[int, int], deque[CopyOut]] = {}
+        self._products: dict[tuple[int, int], deque[TensorMultiply]] = {}
+        self._committed_by: dict[int, tuple[int, int]] = {}
         self._was_read: set[int] = set()
         self._path: list[str] = []
 
@@ -96,8 +100,11 @@ class Emulator:
         after, landed = self._steps.land(state, barrier)
         for number in landed:
             copy = self.program.copies[number]
-            self._path.append(f"the copy of {copy.where} lands")
-            copy.land()
+            self._path.append(f"the {type(copy).__name__} of {copy.where} lands")
+            if isinstance(copy, CopyIn):
+                copy.land()
+            else:
+                self._complete(number)
         return after
 
     def _carry_out(self, event: TraceEvent, who: tuple[int, int]) -> None:
@@ -110,6 +117,13 @@ class Emulator:
         elif isinstance(event, Multiply):
             self._multiplying.setdefault(who, deque()).append(event)
             self._maybe_read(event)
+        elif isinstance(event, TensorMultiply):
+            self._products.setdefault(who, deque()).append(event)
+            for view in () if event.adds else event.sums:
+                view.put(float("nan"))
+            self._maybe_read(event)
+        elif isinstance(event, Commit):
+            self._committed_by[event.number] = who
         elif isinstance(event, CopyOut):
             self._storing.setdefault(who, deque()).append(event)
             self._maybe_read(event)
@@ -126,12 +140,20 @@ class Emulator:
                 self._read(store)
                 store.write(self._written)
 
-    def _maybe_read(self, event: Multiply | CopyOut) -> None:
+    def _complete(self, commit: int) -> None:
+        """All products that the same role started before."""
+        products = self._products.get(self._committed_by[commit], deque())
+        while products and products[0].number < commit:
+            product = products.popleft()
+            self._read(product)
+            product.finish()
+
+    def _maybe_read(self, event: Multiply | TensorMultiply | CopyOut) -> None:
         early = self._schedule.reading == "early"
         if early or (self._schedule.reading == "random" and self._random.random() < 0.5):
             self._read(event)
 
-    def _read(self, event: Multiply | CopyOut) -> None:
+    def _read(self, event: Multiply | TensorMultiply | CopyOut) -> None:
         if event.number not in self._was_read:
             self._was_read.add(event.number)
             event.read()

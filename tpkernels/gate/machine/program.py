@@ -16,6 +16,7 @@ from functools import cached_property
 from tpkernels.gate.machine.events import (
     Arrive,
     BlockEnd,
+    Commit,
     CopyIn,
     CopyOut,
     Expect,
@@ -28,6 +29,7 @@ from tpkernels.gate.machine.events import (
     Role,
     Store,
     StoreWait,
+    TensorMultiply,
     Trace,
     TraceEvent,
     Wait,
@@ -93,6 +95,18 @@ class Track:
             for begin, end in self.ends.items()
         }
         self.cells: Cells = frozenset().union(*map(_cells_of, role.events))
+        self.commits = [(at, event) for at, event in enumerate(role.events) if isinstance(event, Commit)]
+        self.products = [
+            (at, event) for at, event in enumerate(role.events) if isinstance(event, TensorMultiply)
+        ]
+
+    def multiplying(self, at: int, flying: Sequence[Sequence[int]]) -> list[TensorMultiply]:
+        """The products of tensor cores, of those begun before `at`, that no commit tells to be complete."""
+        told = (
+            place for place, commit in self.commits if commit.number not in flying[commit.barrier] and place < at
+        )
+        last = max(told, default=-1)
+        return [event for place, event in self.products if last < place < at]
 
     def private_steps(self, shared: Cells) -> frozenset[int]:
         """Steps that no other role can tell: they touch no barrier and nothing shared, nor let go of it."""
@@ -108,11 +122,13 @@ class Track:
 def _barriers_of(event: TraceEvent, block_of: Sequence[int | None]) -> Sequence[int]:
     if isinstance(event, BlockEnd):
         return [barrier for barrier, block in enumerate(block_of) if block == event.block]
-    return [event.barrier] if isinstance(event, (Init, Invalidate, Wait, Expect, Arrive, CopyIn)) else []
+    kinds = (Init, Invalidate, Wait, Expect, Arrive, CopyIn, Commit)
+    return [event.barrier] if isinstance(event, kinds) else []
 
 
 def _cells_of(event: TraceEvent) -> Cells:
-    views = event.views if isinstance(event, Multiply) else (getattr(event, "view", None),)
+    views = event.views if isinstance(event, (Multiply, TensorMultiply)) else (getattr(event, "view", None),)
+    views += event.sums if isinstance(event, TensorMultiply) else ()
     return frozenset(cell for view in views if view for cell in view.cells)
 
 
@@ -147,5 +163,5 @@ class TraceProgram:
         self.barriers, self.cells = trace.barriers, trace.cells
         self.arrivals, self.ends, self.block_of = dict(trace.arrivals), trace.ends, trace.block_of
         events = [event for tracks in self.segments for track in tracks for event in track.events]
-        self.copies = {event.number: event for event in events if isinstance(event, CopyIn)}
+        self.copies = {event.number: event for event in events if isinstance(event, (CopyIn, Commit))}
         self.where = {event.number: event.where for event in events}

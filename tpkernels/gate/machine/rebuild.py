@@ -13,7 +13,7 @@ from typing import Any
 
 import triton.language as tl
 
-from tpkernels.gate.machine import hopper, language
+from tpkernels.gate.machine import blackwell, hopper, language
 from tpkernels.gate.machine.memory import Descriptor
 from tpkernels.gate.machine.recorder import MARK
 from tpkernels.gate.machine.values import Pointer, Scalar
@@ -65,12 +65,15 @@ def stand_in(value: Any, rebuilt: dict[Any, Any]) -> Any:
     if module.partition(".")[0] != "triton" or isinstance(value, tl.dtype):
         return rebuild(value, rebuilt) if source is not value else value
     room, name = module.rpartition(".")[2], source.__name__
-    found = hopper.FUNCTIONS.get(room, language.FUNCTIONS).get(name)
+    found = _FUNCTIONS.get(room, language.FUNCTIONS).get(name)
     if found is not None:
         return found
     if isclass(value) or room == "_layouts":
         return value
     return _missing(f"{module}.{name}")
+
+
+_FUNCTIONS = hopper.FUNCTIONS | {"blackwell": blackwell.FUNCTIONS}
 
 
 def _missing(name: str) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tpkernels.gate.machine.events import (
     Arrive,
     BlockEnd,
+    Commit,
     CopyIn,
     CopyOut,
     Expect,
@@ -24,6 +25,7 @@ from tpkernels.gate.machine.events import (
     Load,
     Multiply,
     Store,
+    TensorMultiply,
     TraceEvent,
     Wait,
 )
@@ -46,7 +48,7 @@ class OrderState(NamedTuple):
     segment: int
     at: tuple[int, ...]  # of each role: the event that it does next
     barriers: tuple[Barrier | None, ...]
-    flying: tuple[tuple[int, ...], ...]  # of each barrier: its copies in flight
+    flying: tuple[tuple[int, ...], ...]  # of each barrier: its copies in flight, and commits
     contents: Writers  # of each cell
 
 
@@ -64,6 +66,15 @@ class _Now:
     @property
     def who(self) -> str:
         return self.tracks[self.role].name
+
+    def multiplying(self) -> list[TensorMultiply]:
+        """The products of tensor cores that may still read and write."""
+        return [
+            product
+            for track, at in zip(self.tracks, self.at, strict=True)
+            if track.products
+            for product in track.multiplying(at, self.flying)
+        ]
 
 
 class Steps:
@@ -166,8 +177,11 @@ class Steps:
         self._require_running(state.barriers, barrier, self.program.copies[copies[0]])
         landed = 0
         while landed < len(copies) and one.phase == before.phase:
-            nbytes = self.program.copies[copies[landed]].nbytes
-            one = _completed(one._replace(nbytes=one.nbytes - nbytes))
+            copy = self.program.copies[copies[landed]]
+            if isinstance(copy, Commit):
+                one = _completed(one._replace(missing=one.missing - 1))
+            else:
+                one = _completed(one._replace(nbytes=one.nbytes - copy.nbytes))
             landed += 1
         barriers = (*state.barriers[:barrier], one, *state.barriers[barrier + 1 :])
         flying = (*state.flying[:barrier], copies[landed:], *state.flying[barrier + 1 :])
@@ -195,12 +209,22 @@ class Steps:
             self._require_running(now.barriers, event.barrier, event)
             self._write(now, event, event.view)
             now.flying[event.barrier] = (*now.flying[event.barrier], event.number)
+        elif isinstance(event, Commit):
+            self._barrier(now.barriers, event.barrier, event)
+            self._require_running(now.barriers, event.barrier, event)
+            now.flying[event.barrier] = (*now.flying[event.barrier], event.number)
         elif isinstance(event, Store):
             self._write(now, event, event.view)
         elif isinstance(event, (Load, CopyOut)):
             self._read(now, event, event.view.cells)
         elif isinstance(event, Multiply):
             self._read(now, event, tuple(cell for view in event.views for cell in view.cells))
+        elif isinstance(event, TensorMultiply):
+            sums = tuple(cell for view in event.sums for cell in view.cells)
+            operands = tuple(cell for view in event.views for cell in view.cells)
+            self._read(now, event, operands + sums * event.adds, in_order=sums)
+            for cell in sums:
+                now.contents[cell] = event.number
 
     def _arrive(self, now: _Now, event: TraceEvent, number: int, count: int, nbytes: int) -> None:
         before = self._barrier(now.barriers, number, event)
@@ -216,8 +240,11 @@ class Steps:
     def _end(self, now: _Now, event: BlockEnd) -> None:
         for barrier, block in enumerate(self.program.block_of):
             if block == event.block and now.flying[barrier]:
-                copy = self._source(now.flying[barrier][0])
-                raise Undrained(f"block {block} ends while the copy of {copy} is in flight")
+                raise Undrained(f"block {block} ends while {self._flight(now.flying[barrier][0])} is in flight")
+        for product in now.multiplying():
+            for view in (*product.views, *product.sums):
+                if view.allocation.others.index(view.allocation) == event.block:
+                    raise Undrained(f"block {event.block} ends while {product.where} may still use {view.name}")
         end = self.program.ends[event.block]
         now.barriers[end] = _completed(self._barrier(now.barriers, end, event)._replace(missing=0))
 
@@ -227,21 +254,25 @@ class Steps:
         if block is not None and self._barrier(barriers, self.program.ends[block], event).phase:
             raise Misuse(f"{event.where}: {self._name(number)} is used, but block {block} may have ended")
 
-    def _read(self, now: _Now, event: TraceEvent, cells: Sequence[int]) -> None:
+    def _read(
+        self, now: _Now, event: TraceEvent, cells: Sequence[int], in_order: Sequence[int] = ()
+    ) -> None:
+        """in_order: cells that only what comes before in the same queue may still write"""
         found = tuple(now.contents[cell] for cell in cells)
         in_flight = {number for copies in now.flying for number in copies}
+        in_flight |= {product.number for product in now.multiplying()}
         if not isinstance(event, Load):
             self._require_fenced(now, event, cells)
         if self.learning:
             self.expected[event.number] = found
         for cell, writer, wanted in zip(cells, found, self.expected[event.number], strict=True):
-            if writer == wanted != NOTHING and writer not in in_flight:
+            if writer == wanted != NOTHING and (writer not in in_flight or cell in in_order):
                 continue
             who = f"{event.where}: {now.who} reads {self.program.cells[cell]}"
             if writer == NOTHING:
                 raise Race(f"{who} before anything is written there")
             if writer in in_flight:
-                raise Race(f"{who} before the copy of {self._source(writer)} has landed")
+                raise Race(f"{who} before {self._flight(writer)} has landed")
             raise Race(f"{who} and finds what {self._source(writer)} wrote, not {self._source(wanted)}")
 
     def _write(self, now: _Now, event: TraceEvent, view: View) -> None:
@@ -249,9 +280,14 @@ class Steps:
             if not track.held[at].read.isdisjoint(view.cells):
                 use = f"a product or copy of {track.name} may still read it"
                 raise Race(f"{event.where}: {now.who} writes {view.name} while {use}")
-        for copy in (copy for copies in now.flying for copy in copies):
-            if not set(self.program.copies[copy].view.cells).isdisjoint(view.cells):
-                use = f"the copy of {self._source(copy)} is in flight"
+        for number in (number for copies in now.flying for number in copies):
+            copy = self.program.copies[number]
+            if isinstance(copy, CopyIn) and not set(copy.view.cells).isdisjoint(view.cells):
+                use = f"{self._flight(number)} is in flight"
+                raise Race(f"{event.where}: {now.who} writes {view.name} while {use}")
+        for product in now.multiplying():
+            if any(not set(one.cells).isdisjoint(view.cells) for one in (*product.views, *product.sums)):
+                use = f"the product of {product.where} may still use it"
                 raise Race(f"{event.where}: {now.who} writes {view.name} while {use}")
         if isinstance(event, CopyIn):
             self._require_fenced(now, event, view.cells)
@@ -272,14 +308,14 @@ class Steps:
             if queue:
                 where = self._source(queue[0][0].number)
                 raise Undrained(f"{track.name} ends with the {what} of {where} in flight")
+        if track.products and track.products[-1][0] > max((at for at, _ in track.commits), default=-1):
+            raise Undrained(f"{track.name} ends, and no commit tells of its last products")
 
     def _require_idle(self, now: _Now, event: Invalidate) -> None:
         barrier = self._barrier(now.barriers, event.barrier, event)
         if copies := now.flying[event.barrier]:
-            source = self._source(copies[0])
-            raise Undrained(
-                f"{event.where}: {self._name(event.barrier)} goes while the copy of {source} is in flight"
-            )
+            flight = self._flight(copies[0])
+            raise Undrained(f"{event.where}: {self._name(event.barrier)} goes while {flight} is in flight")
         if barrier.missing != barrier.arrivals or barrier.nbytes:
             raise Undrained(f"{event.where}: {self._name(event.barrier)} ends within a phase")
 
@@ -289,7 +325,7 @@ class Steps:
             raise Deadlock("nobody can go on: " + "; ".join(self._blocked(state)))
         for number, (barrier, copies) in enumerate(zip(state.barriers, state.flying, strict=True)):
             if copies:
-                raise Undrained(f"the copy of {self._source(copies[0])} is in flight at the end")
+                raise Undrained(f"{self._flight(copies[0])} is in flight at the end")
             if barrier and (barrier.missing != barrier.arrivals or barrier.nbytes):
                 raise Undrained(f"{self._name(number)} ends within a phase: it misses {_missing(barrier)}")
 
@@ -314,6 +350,10 @@ class Steps:
 
     def _name(self, barrier: int) -> str:
         return self.program.barriers[barrier]
+
+    def _flight(self, number: int) -> str:
+        copies = isinstance(self.program.copies.get(number), CopyIn)
+        return f"the {'copy' if copies else 'product or commit'} of {self._source(number)}"
 
     def _source(self, number: int) -> str:
         return self.program.where.get(number, "nothing") if number != NOTHING else "nothing"

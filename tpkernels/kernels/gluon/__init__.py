@@ -1,4 +1,4 @@
-"""Warp-specialised products for Hopper, in Gluon: Triton 3.7 or later."""
+"""Warp-specialised products for Hopper and Blackwell, in Gluon: Triton 3.7 or later."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ def multiply(
 ) -> None:
     """Launch the product that a tile with consumers stands for; see `matmul` for what goes where."""
     target, obstacle = product.target, None
-    if target.backend != "cuda" or target.capability != 90:
-        obstacle = f"a GPU of compute capability 9.0, got {target.backend} {target.capability}"
+    pair = product.tile.blocks == 2
+    if target.backend != "cuda" or target.capability not in (90, 100)[: 1 + pair]:
+        able = "9.0" + " or 10.0" * pair
+        obstacle = f"a GPU of compute capability {able}, got {target.backend} {target.capability}"
     elif product.form != "descriptor":
         obstacle = "matrices that the copy engine can move (bfloat16 or float16, aligned to 16 bytes)"
     elif not compiles(product.tile):
         obstacle = "Triton {}.{} or later".format(*triton_for(product.tile))
-    elif epilogue == "dgrad" and vector is not None and product.tile.blocks == 2:
+    elif epilogue == "dgrad" and vector is not None and pair:
         obstacle = "no gradient of a bias, which is summed over the rows of one block"
     if obstacle:
         raise ValueError(f"{epilogue}: tile {product.tile.name} expected {obstacle}")

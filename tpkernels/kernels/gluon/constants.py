@@ -1,6 +1,7 @@
 """What a warp-specialised product is compiled for, and how it fills shared memory: plain values, no Triton.
 
-    operands   `stages` buffers of a block of each operand; of a pair, each has its half of the rows
+    operands   `stages` buffers of a block of each operand; of a pair, each has its half of the rows, and of
+               the columns, too, where sums lie in tensor memory
     inputs     `slots` buffers of a part of what the epilogue reads, if it reads
     staging    `staging` buffers of a part for each consumer, from which results leave
 
@@ -50,6 +51,7 @@ class ProductConstants:
     width: int  # columns of the accumulator
     two_weights: bool  # whether they lie side by side, and so do their products
     depth_first: bool  # whether a weight is (depth, cols)
+    tensor_memory: bool  # whether sums lie there, and a pair multiplies together: see `tensor_memory`
 
 
 @cache
@@ -64,6 +66,7 @@ def constants_of(
     inputs: int = 0,
     outputs: int = 1,
     fast: bool = True,
+    tensor_memory: bool = False,
 ) -> ProductConstants:
     """The constants of a product of 16-bit matrices with this tile; ValueError if it does not fit.
 
@@ -76,7 +79,8 @@ def constants_of(
     two_weights = epilogue == "glu"
     width = tile.block_cols * (2 if two_weights else 1)
     rows = tile.block_rows // tile.blocks
-    stage = 2 * (rows + width) * tile.block_depth
+    columns = width // tile.blocks if tensor_memory else width
+    stage = 2 * (rows + columns) * tile.block_depth
     part = tile.block_cols // tile.parts
     part_bytes = 2 * rows * part
     consumers = tile.consumers
@@ -110,4 +114,5 @@ def constants_of(
         width=width,
         two_weights=two_weights,
         depth_first=epilogue in ("dgrad", "dglu"),
+        tensor_memory=tensor_memory,
     )

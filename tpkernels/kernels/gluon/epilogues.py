@@ -35,7 +35,7 @@ def linear(parts, outs, bias, staging, row, col, LAYOUT: gl.constexpr, P: gl.con
     FAST: gl.constexpr = P.fast
     y, z, _ = outs
     for p in gl.static_range(PARTS):
-        value = parts[p]
+        value = part_of(parts, p, LAYOUT, P)
         if P.vector:
             value += bias.slice(p * P.part, P.part).load(gl.SliceLayout(0, LAYOUT))[None, :]
         if P.outputs == 2:
@@ -45,14 +45,14 @@ def linear(parts, outs, bias, staging, row, col, LAYOUT: gl.constexpr, P: gl.con
 
 
 @gluon.jit
-def glu(parts, outs, staging, row, col, P: gl.constexpr):
+def glu(parts, outs, staging, row, col, LAYOUT: gl.constexpr, P: gl.constexpr):
     """h = f(g) u, and g and u if they are kept."""
     PARTS: gl.constexpr = P.parts
     ACTIVATION: gl.constexpr = P.activation
     FAST: gl.constexpr = P.fast
     h, g, u = outs
     for p in gl.static_range(PARTS):
-        gate, up = parts[p], parts[P.parts + p]
+        gate, up = part_of(parts, p, LAYOUT, P), part_of(parts, P.parts + p, LAYOUT, P)
         if P.outputs == 3:
             leave(g, gate, row, col + p * P.part, staging, 3 * p, P)
             leave(u, up, row, col + p * P.part, staging, 3 * p + 1, P)
@@ -70,7 +70,7 @@ def dgrad(
     FAST: gl.constexpr = P.fast
     dx, _, _ = outs
     for p in gl.static_range(PARTS):
-        value = parts[p]
+        value = part_of(parts, p, LAYOUT, P)
         if P.inputs:
             z, _ = take(inputs, use + p, LAYOUT, P)
             _, slope = act_and_grad(z, ACTIVATION, FAST)
@@ -95,8 +95,9 @@ def dglu(parts, outs, inputs, use, staging, row, col, LAYOUT: gl.constexpr, P: g
     for p in gl.static_range(PARTS):
         gate, up = take(inputs, use + p, LAYOUT, P)
         value, slope = act_and_grad(gate, ACTIVATION, FAST)
-        leave(dg, parts[p] * up * slope, row, col + p * P.part, staging, P.outputs * p, P)
-        leave(du, parts[p] * value, row, col + p * P.part, staging, P.outputs * p + 1, P)
+        dh = part_of(parts, p, LAYOUT, P)
+        leave(dg, dh * up * slope, row, col + p * P.part, staging, P.outputs * p, P)
+        leave(du, dh * value, row, col + p * P.part, staging, P.outputs * p + 1, P)
         if P.outputs == 3:
             leave(h, value * up, row, col + p * P.part, staging, 3 * p + 2, P)
 
@@ -112,6 +113,15 @@ def leave(out, value, row, col, staging, number: gl.constexpr, P: gl.constexpr):
     buffer.store(value.to(out.dtype))
     fence_async_shared()
     async_store(out, [row, col], buffer)
+
+
+@gluon.jit
+def part_of(parts, number: gl.constexpr, LAYOUT: gl.constexpr, P: gl.constexpr):
+    """A part of the product: in registers already, or read from tensor memory now."""
+    if P.tensor_memory:
+        return parts.slice(number * P.part, P.part, dim=1).load(LAYOUT)
+    else:
+        return parts[number]
 
 
 @gluon.jit

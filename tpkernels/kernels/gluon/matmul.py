@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import tile_at
-from tpkernels.kernels.gluon import epilogues
+from tpkernels.kernels.gluon import epilogues, tensor_memory
 from tpkernels.kernels.gluon.constants import Epilogue, constants_of
 from tpkernels.kernels.gluon.roles import (
     await_turn,
@@ -71,12 +71,27 @@ def _matmul_kernel(
     operands = operand_ring(a, b, P)
     inputs = input_ring(in0, P)
     turns = turn_barriers(P)
+    sums = tensor_memory.sum_ring(P)
     fence_async_shared()
     steps = gl.cdiv(depth, P.block_depth)
     if P.pairs == 2:
         steps += gl.cdiv(depth2, P.block_depth)
     outs = out0, out1, out2
-    if P.consumers == 1:
+    if P.tensor_memory:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (operands, inputs, sums, outs, vector_ptr, rows, cols, steps, stride_vector, 0, P),
+                ),
+                (load, (a, b, a2, b2, operands, rows, cols, depth, depth2, P)),
+                (fetch, (in0, in1, inputs, rows, cols, P)),
+                (tensor_memory.multiply, (operands, sums, rows, cols, steps, P)),
+            ],
+            [1, 1, 1],
+            [24, 24, 24],
+        )
+    elif P.consumers == 1:
         gl.warp_specialize(
             [
                 (
@@ -130,11 +145,14 @@ def _consume(
     HALVES: gl.constexpr = [[1, 0]] if P.blocks == 2 else []
     ALIKE: gl.constexpr = [[0]] if P.blocks == 2 else []
     WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P.width, 16], HALVES)
-    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P.part, 16], HALVES)
+    if P.tensor_memory:
+        NARROW: gl.constexpr = turns[0].index(0).slice(0, P.part, dim=1).get_reg_layout()
+    else:
+        NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P.part, 16], HALVES)
     COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0], ALIKE)
     PIECES: gl.constexpr = P.width // P.part
     ADDED: gl.constexpr = P.epilogue == "linear" and P.vector
-    products, takings = turns
+    products, takings = ((), ()) if P.tensor_memory else turns
     staging = gl.allocate_shared_memory(outs[0].dtype, [P.staging, P.block_rows, P.part], outs[0].layout)
     bias = epilogues.bias_buffer(ADDED, P)
     row_tiles = gl.cdiv(rows, P.block_rows)
@@ -150,17 +168,20 @@ def _consume(
             added = gl.load(
                 vector_ptr + columns.to(gl.int64) * stride_vector, mask=columns < cols, other=0.0
             ).to(gl.float32)
-        acc = gl.full([P.block_rows, P.width], 0.0, gl.float32, WHOLE)
-        acc = multiply(acc, operands, products, number, steps, FIRST, P)
+        if P.tensor_memory:
+            parts = tensor_memory.finished(turns, number)
+        else:
+            acc = gl.full([P.block_rows, P.width], 0.0, gl.float32, WHOLE)
+            acc = multiply(acc, operands, products, number, steps, FIRST, P)
+            parts = epilogues.split_columns(acc, PIECES, NARROW)
         if P.inputs:
             await_turn(takings, number, FIRST, P)
-        parts = epilogues.split_columns(acc, PIECES, NARROW)
         if P.epilogue == "linear":
             if ADDED:
                 bias.store(added)
             epilogues.linear(parts, outs, bias, staging, row, col, NARROW, P)
         elif P.epilogue == "glu":
-            epilogues.glu(parts, outs, staging, row, col, P)
+            epilogues.glu(parts, outs, staging, row, col, NARROW, P)
         elif P.epilogue == "dgrad":
             epilogues.dgrad(
                 parts, outs, vector_ptr, inputs, number * P.parts, staging, row, col, rows, cols, NARROW, P
@@ -169,6 +190,8 @@ def _consume(
             epilogues.dglu(parts, outs, inputs, number * P.parts, staging, row, col, NARROW, P)
         if P.inputs:
             give_turn(takings, FIRST, P)
+        if P.tensor_memory:
+            tensor_memory.give_back(turns, number)
         number += P.consumers
     tma.store_wait(0)
 
@@ -201,6 +224,7 @@ def launch_matmul(
         inputs=len(inputs),
         outputs=len(outputs),
         fast=product.fast,
+        tensor_memory=product.target.capability == 100,
     )
     a_block, part = (consts.block_rows, consts.block_depth), (consts.block_rows, consts.part)
     b_block = (
@@ -210,6 +234,8 @@ def launch_matmul(
     )
     rows, cols, tile = product.rows, product.cols, product.tile
     halves, alike = _OF_PAIR if tile.blocks == 2 else ((), ())
+    if consts.tensor_memory:  # each block has its half of the columns
+        alike = ((0, 1),) if consts.depth_first else halves
     described_a, described_b = _described(a, a_block, halves), _described(b, b_block, alike)
     read = [_described(tensor, part, halves) for tensor in inputs]
     written = [_described(tensor, part, halves) for tensor in outputs]

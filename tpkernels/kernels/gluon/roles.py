@@ -94,11 +94,27 @@ def turn_barriers(P: gl.constexpr):
 def operand_ring(a, b, P: gl.constexpr):
     """Buffers for blocks of a, and for those of b, or of both weights."""
     STAGES: gl.constexpr = P.stages
-    B_ROWS: gl.constexpr = P.block_depth if P.depth_first else P.width
-    B_COLS: gl.constexpr = P.width if P.depth_first else P.block_depth
+    APART: gl.constexpr = P.two_weights and P.tensor_memory  # each weight is multiplied by itself
+    WIDTH: gl.constexpr = P.block_cols if APART else P.width
+    B_ROWS: gl.constexpr = P.block_depth if P.depth_first else WIDTH
+    B_COLS: gl.constexpr = WIDTH if P.depth_first else P.block_depth
+    B_BUFFERS: gl.constexpr = 2 * STAGES if APART else STAGES
     a_ring = gl.allocate_shared_memory(a.dtype, [P.stages, P.block_rows, P.block_depth], a.layout)
-    b_ring = gl.allocate_shared_memory(b.dtype, [P.stages, B_ROWS, B_COLS], b.layout)
-    return a_ring, b_ring, barriers(STAGES), barriers(STAGES), barriers_of_both(STAGES)
+    b_ring = gl.allocate_shared_memory(b.dtype, [B_BUFFERS, B_ROWS, B_COLS], b.layout)
+    if P.tensor_memory:
+        return a_ring, b_ring, barriers_of_both(STAGES), barriers(STAGES), ()
+    else:
+        return a_ring, b_ring, barriers(STAGES), barriers(STAGES), barriers_of_both(STAGES)
+
+
+@gluon.jit
+def weights_of(b_ring, buffer, P: gl.constexpr):
+    """Where each of two weights lies in a buffer."""
+    if P.tensor_memory:
+        return b_ring.index(2 * buffer), b_ring.index(2 * buffer + 1)
+    else:
+        both = b_ring.index(buffer)
+        return both.slice(0, P.block_cols), both.slice(P.block_cols, P.block_cols)
 
 
 @gluon.jit
@@ -130,17 +146,21 @@ def load(a, b, a2, b2, operands, rows, cols, depth, depth2, P: gl.constexpr):
             for k in range(0, depth2, P.block_depth):
                 load_step(a2, b2, b2, operands, use, row, col, k, P)
                 use += 1
+    if P.tensor_memory:  # the tensor cores still tell this block of what they have read
+        STAGES: gl.constexpr = P.stages
+        for n in range(STAGES):
+            buffer, phase = place_of(use + n, STAGES)
+            mbarrier.wait(operands[3].index(buffer), phase ^ 1)
 
 
 @gluon.jit
 def load_step(a, b, beside, operands, use, row, col, k, P: gl.constexpr):
     """Fill a buffer with what is multiplied at depth k; a second weight comes behind b."""
     STAGES: gl.constexpr = P.stages
-    PAIR: gl.constexpr = P.blocks == 2
+    PAIR: gl.constexpr = P.blocks == 2 and not P.tensor_memory
     a_ring, b_ring, full, empty, both = operands
     buffer, phase = place_of(use, STAGES)
     landed = full.index(buffer)
-    weight = b_ring.index(buffer)
     mbarrier.wait(empty.index(buffer), phase ^ 1)
     if P.two_weights:
         mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta + beside.nbytes_per_cta)
@@ -150,9 +170,11 @@ def load_step(a, b, beside, operands, use, row, col, k, P: gl.constexpr):
         async_load(a, [row, k], landed, a_ring.index(buffer))
         mbarrier.wait(both.index(buffer), phase ^ 1)
     if P.two_weights:
-        async_load(b, [col, k], landed, weight.slice(0, P.block_cols), multicast=PAIR)
-        async_load(beside, [col, k], landed, weight.slice(P.block_cols, P.block_cols), multicast=PAIR)
+        first, second = weights_of(b_ring, buffer, P)
+        async_load(b, [col, k], landed, first, multicast=PAIR)
+        async_load(beside, [col, k], landed, second, multicast=PAIR)
     else:
+        weight = b_ring.index(buffer)
         async_load(b, [k, col] if P.depth_first else [col, k], landed, weight, multicast=PAIR)
     if not PAIR:
         async_load(a, [row, k], landed, a_ring.index(buffer))
