@@ -170,7 +170,7 @@ class Plain:
         return numbers
 
     def features(self, operand: Operand) -> int:
-        """Return how many columns the matrix has of which this is an operand."""
+        """Return how many columns an operand's matrix has."""
         return int(operand.shape[1])
 
     def described(self, operand: Operand) -> str:

@@ -51,7 +51,7 @@ from tpkernels.dispatch.problem import dtype_class, multiplied_in_tf32, token_cl
 from tpkernels.dispatch.timing import Clock, cuda_clock, rounds
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels import invariance
-from tpkernels.ops.numerics import PLAIN, Operand
+from tpkernels.ops.numerics import PLAIN, Operand, Plain
 from tpkernels.ops.tensor_parallel.flag_waits import (
     KERNEL_WAITS,
     Multiplied,
@@ -213,7 +213,8 @@ class _Ways:
         """How a random shard is multiplied, its rows as they are sent, and a weight to multiply by."""
         generator = torch.Generator(self._moved.device).manual_seed(self._group.rank())
         dtype, width, given = self._moved.dtype, self._moved.cols, self._multiplied
-        numerics, prepare = PLAIN, PLAIN.activations
+        numerics: Plain = PLAIN
+        prepare: Callable[[Tensor], Operand] = PLAIN.activations
         if given is not None and self._features and not dtype.is_floating_point:  # words of other numbers
             numerics, prepare = given.numerics, given.prepare
             dtype, width = numerics.dtype(numerics.sent(given.own)), numerics.features(given.own)
