@@ -46,7 +46,7 @@ from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.order import CallOrder
 from tpkernels.dispatch import backends
-from tpkernels.kernels import gather_linear
+from tpkernels.kernels import gather_linear, gather_scaled_linear
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS
 from tpkernels.ops.tensor_parallel.parallel import arrivals, start_rows, start_sum
@@ -199,6 +199,27 @@ def test_one_kernel_multiplies_while_rows_arrive():
         ):
             with_gradients(block, operands_of(2), sequence_parallel=True, overlap=overlap)
         assert spy.call_count == launches
+
+
+@pytest.mark.parametrize("recipe", [Recipe.rowwise(gradients="e5m2"), Recipe.blockwise()], ids=str)
+@on_ranks(2)
+def test_one_kernel_multiplies_words_while_they_arrive(recipe):
+    """Data and scales of each row. The bits are those of a gather that is multiplied afterwards."""
+    prepare(Setting())
+    found = []
+    for overlap, launches in ((True, 4), (False, 0)):
+        kernel = gather_scaled_linear.gather_scaled_linear_fwd
+        with (
+            using("shared", "triton"),
+            patch.object(gather_scaled_linear, kernel.__name__, wraps=kernel) as spy,
+        ):
+            options = {"sequence_parallel": True, "overlap": overlap, "quantize": recipe}
+            found.append(with_gradients(block, operands_of(2), **options))
+            with torch.no_grad():
+                x, w, _ = operands_of(2)
+                found[-1] += column_linear(x, [w, w[:4]], None, dist.group.WORLD, **options)
+        assert spy.call_count == launches
+    assert equal(*found)
 
 
 @on_ranks(2)

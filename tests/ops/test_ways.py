@@ -29,6 +29,7 @@ from tpkernels.dispatch import primitives
 from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.dispatch.timing import SLACK, StreamClock, StreamTimer
 from tpkernels.kernels import gather_linear, reduce, scatter_linear
+from tpkernels.kernels.recipe import Recipe
 from tpkernels.kernels.waits import Arrivals
 from tpkernels.ops.tensor_parallel import flag_waits, parallel, ways
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
@@ -294,6 +295,40 @@ def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_sec
     assert len(said) - len(first) == of_second_run
     assert len(select._of_group[id(group)]._open) == opened
     assert not no_memory or opener.call_count == 1, "a machine that has none is asked for each shape"
+
+
+@pytest.mark.parametrize("symmetric", [1.0, 5.0])
+@on_ranks(2)
+def test_rows_in_fp8_are_timed_with_the_product_that_takes_them(symmetric):
+    """By the recipe: rows of 24 features in 7 words, whose scratch are numbers in fp8 and no other words."""
+    prepare(Setting())
+    operands, recipe, group = operands_of(0), Recipe.rowwise(), dist.new_group()
+
+    def run(group: Any) -> list[Tensor]:
+        return with_gradients(
+            lambda *t: block(*t, sequence_parallel=True, group=group, quantize=recipe), operands
+        )
+
+    with using("c10d"):
+        expected = run(dist.new_group())
+    times_of = {"1 collective": 3.0, "2 collectives": 2.0, "symmetric": symmetric}
+    compared: list[Tensor] = []
+
+    def compare(found: Tensor, expected: Tensor) -> str:
+        compared.append(expected)
+        return _mismatch(found, expected)
+
+    with as_on_gpus(times_of, Cache(None, VERSIONS)) as said, patch.object(ways, "_mismatch", compare):
+        found = run(group)
+    assert max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)) < 1e-6
+    of_words = [line for line in said if "float32 rowwise as int32 " in line]
+    assert [line.partition(" 2 ranks")[0] for line in of_words[:2]] == [
+        "column_linear gathers float32 rowwise as int32 16x7x16",
+        "row_linear backward gathers float32 rowwise as int32 16x7x16",
+    ]
+    chosen = "symmetric" if symmetric == 1.0 else "2 collectives"
+    assert all(f": {chosen} (timed: " in line for line in of_words[:2]), of_words
+    assert all(one.std() > 0.1 for one in compared[:2])
 
 
 @on_ranks(2)

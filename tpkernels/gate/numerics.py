@@ -309,6 +309,9 @@ def _in_fp8() -> Iterator[NumericCase]:
             yield NumericCase(f"scaled_linear_fwd/{way}/=fp32", partial(plain, into=FP32))
             yield NumericCase(f"scaled_linear_fwd/{way}/e5m2", partial(plain, format="e5m2"))
             yield NumericCase(f"scaled_linear_fwd/{way}/fast", partial(call, fast=True))
+            waiting = replace(of, chunks=3)
+            gathered = partial(scaled.gathered, waiting, "silu", **options)
+            yield NumericCase(f"gather_scaled_linear_fwd/{way}/silu", gathered)
     for dtype in (BF16, FP32):
         of = RandomOperands(*IN_FP8["pointer"], dtype)
         way = SHORT_NAMES[dtype]

@@ -7,7 +7,7 @@ that the pointer form is recorded for both.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -25,12 +25,23 @@ from tpkernels.gate.recording import (
     in_float64,
     primitive,
 )
+from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.footprints import SHORT_NAMES, stem_of
+from tpkernels.kernels.gather_scaled_linear import gather_scaled_linear_fwd
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.recipe import Scaling
 from tpkernels.kernels.scaled import DTYPE_OF, Scaled, in_fp32
 from tpkernels.kernels.target import B200, H100, L40S, Target
-from tpkernels.kernels.tiles import MAX_FEATURES, MatmulTile, candidates, mx_tiles, serves, sum_tile
+from tpkernels.kernels.tiles import (
+    MAX_FEATURES,
+    MatmulTile,
+    candidates,
+    default_tiles,
+    mx_tiles,
+    serves,
+    sum_tile,
+    waiting_tile,
+)
 
 T, N, K = 2096, 512, 1024  # multiples of 16
 _ALL, _OF_MX = tuple(FP8_PRODUCTS), ("sm_100", "sm_120")
@@ -41,6 +52,7 @@ SCALES: Mapping[str, Mapping[str, Any]] = {  # as a problem's options say -> how
     "+blocks+square": {"scaling": "blocks", "square": True},
 }
 MX: Mapping[str, Mapping[str, Any]] = {"+mx": {"scaling": "mx"}}
+WAITING = {scales: SCALES[scales] for scales in ("", "+blocks+square")}
 FAST: Mapping[str, Mapping[str, Any]] = {"+fast": {"fast": True}}
 WIDE = (8192, MAX_FEATURES, 2 * MAX_FEATURES)  # features of rows; no program holds the last
 
@@ -62,6 +74,34 @@ WAYS = (
     _Fp8Form("pointer", H100, ("sm_90", "sm_100")),
     _Fp8Form("pointer", L40S, ("sm_89", "sm_120")),
 )
+
+
+def gathered(of: Operands, activation: Activation = "gelu_tanh", **options: Any) -> Results:
+    """`scaled_linear` of rows that arrive in chunks, from the second on."""
+    record = RECORDS["scaled_linear"]
+    chunk_rows = of.tokens // of.chunks
+    of = replace(of, tokens=chunk_rows * of.chunks)
+    x, weight, x_scale, w_scale, bias, *others = arguments(
+        of, record, {"activation": activation, **options}
+    ).values()
+    ours = gather_scaled_linear_fwd(
+        x,
+        weight,
+        x_scale,
+        w_scale,
+        bias,
+        arrivals=of.arrivals(of.chunks),
+        first_row=chunk_rows % of.tokens,
+        activation=activation,
+        keep_z=True,
+        fast_accumulate=others[-1],
+        tile=of.tile and waiting_tile(of.tile, chunk_rows),
+        form=of.form,
+    )
+    assert record.oracle is not None
+    exact = map(in_float64, (x, weight, x_scale, w_scale, bias))
+    y, z = record.oracle(*exact, activation, True, *others[2:])
+    return {"y": (ours.y, y), "z": (ours.z, z)}
 
 
 def quantized(of: Operands, name: str = "quantize", by_columns: bool = False, **options: Any) -> Results:
@@ -128,6 +168,7 @@ def entry_specs() -> Iterator[EntrySpec]:
     for features in WIDE:
         yield _row_spec("quantize", f"{features}/rows", quantized, features)
     yield _row_spec("quantize", f"{K}/rows", quantized, dtype=torch.float32)
+    yield from _waiting_products()
     for scaling in get_args(Scaling):
         call = partial(primitive, name="dequantize", scaling=scaling)
         yield _row_spec(
@@ -172,6 +213,17 @@ def _mx_products() -> Iterator[EntrySpec]:
         yield _spec(way, largest, "none+float8_e4m3fn+mx", gradient, E5M2)
 
 
+def _waiting_products() -> Iterator[EntrySpec]:
+    """Of the tiles that launchers take by themselves, as none is chosen by timing; of weights' own scales."""
+    for way in WAYS:
+        for ragged in (False, True) if way.form == "pointer" else (False,):
+            for tile in default_tiles("linear", way.form, E4M3, way.target, ragged=ragged):
+                for scales, options in (WAITING if way.target == B200 else {**WAITING, **FAST}).items():
+                    call = partial(gathered, **options)
+                    epilogue = f"gelu_tanh+bias+z{scales}"
+                    yield _spec(way, tile, epilogue, call, ragged=ragged, kernel="gather_linear", chunks=2)
+
+
 def _of_tile(
     way: _Fp8Form,
     tile: MatmulTile,
@@ -207,9 +259,12 @@ def _spec(
     call: Callable[[MetaOperands], object],
     dtype: torch.dtype = E4M3,
     ragged: bool = False,
+    kernel: str = "scaled_linear",
+    chunks: int = 1,
 ) -> EntrySpec:
     odd = int(ragged)
-    of = MetaOperands(T + odd, N + odd, K + odd, dtype, form=way.form, tile=tile, ragged=ragged)
+    sizes = T + odd, N + odd, K + odd
+    of = MetaOperands(*sizes, dtype, chunks=chunks + odd, form=way.form, tile=tile, ragged=ragged)
     prefix = f"{way.architectures[0]}/" if way.target in (B200, L40S) else ""
-    name = f"{prefix}{stem_of('scaled_linear', way.form, dtype, tile)}/{epilogue}{'/ragged' * ragged}"
+    name = f"{prefix}{stem_of(kernel, way.form, dtype, tile)}/{epilogue}{'/ragged' * ragged}"
     return EntrySpec(name, call, of, way.target, way.architectures)

@@ -343,7 +343,10 @@ def serves(kernel: Kernel, tile: MatmulTile, options: Container[str]) -> bool:
     return not any(option in options for option in spills)
 
 
-_TWO_LOOPS_OR_FLAGS = ("dgrad_pairs", "gather_linear", "gather_linear_fwd", "scatter_linear")
+_TWO_LOOPS_OR_FLAGS = (
+    *("dgrad_pairs", "gather_linear", "gather_linear_fwd", "gather_scaled_linear_fwd"),
+    "scatter_linear",
+)
 
 
 def specializes(kernel: str, form: Form, target: Target) -> bool:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -34,7 +35,7 @@ from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_grad_ref
 from tpkernels.kernels.recipe import Format, Recipe
 from tpkernels.kernels.scaled import Scaled, words_of
 from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
-from tpkernels.ops.numerics import Gathered, KeptRows, Plain
+from tpkernels.ops.numerics import Gathered, KeptRows, Plain, WaitingProduct
 from tpkernels.ops.quantized.weights import columns_of_weight, rows_of_weight
 
 Pair = tuple[Scaled, Scaled]
@@ -84,6 +85,9 @@ class Quantized(Plain):
     def numbers(self, operand: Scaled) -> Tensor:
         return primitives.dequantize(operand.data, operand.scale, word_of(self._dtype))
 
+    def features(self, operand: Scaled) -> int:
+        return operand.features
+
     def described(self, operand: Scaled) -> str:
         # words by another recipe may have this shape, too: ranks must not take them for these
         return f" in {operand.format}, {self.recipe}"
@@ -104,6 +108,26 @@ class Quantized(Plain):
         operands = x.data, weight.data, x.scale, weight.scale_of_squares, bias, activation, keep_z
         fast = self.recipe.is_fast(forward=transposed)
         primitives.into(primitives.scaled_linear, out, *operands, word_of(out[0].dtype), fast)
+
+    def waiting_product(
+        self,
+        x: Scaled,
+        weight: Scaled,
+        bias: Tensor | None,
+        transposed: bool,
+        activation: Activation,
+        keep_z: bool,
+    ) -> WaitingProduct:
+        from tpkernels.kernels.gather_scaled_linear import gather_scaled_linear_fwd
+
+        return partial(
+            gather_scaled_linear_fwd,
+            *(x.data, weight.data, x.scale, weight.scale_of_squares, bias),
+            activation=activation,
+            keep_z=keep_z,
+            dtype=word_of(self._dtype),
+            fast_accumulate=self.recipe.is_fast(forward=transposed),
+        )
 
     def terms(self, pairs: Sequence[tuple[Scaled, Tensor]], transposed: bool) -> ScaledSum:
         fast = self.recipe.is_fast(forward=transposed)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from tpkernels.dispatch import backends
 from tpkernels.kernels import invariance
 from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.operands import DTYPES
-from tpkernels.ops.numerics import ProductSum
+from tpkernels.ops.numerics import Operand, Plain, ProductSum, WaitingProduct
 
 if TYPE_CHECKING:
     from tpkernels.kernels.waits import Arrivals
@@ -63,29 +63,17 @@ class KernelWaits:
         )
         return True
 
-    def product(
-        self,
-        delivery: MailboxDelivery,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: Activation,
-        keep_z: bool,
-    ) -> ProductResult:
-        """Compute act(x weightᵀ + bias) of all rows, each tile once its rows have arrived; z if keep_z."""
-        if not weight.shape[0]:
-            self.all_rows(delivery)  # no tile waits: rows would count as read before they are there
+    def product(self, delivery: MailboxDelivery, kernel: WaitingProduct) -> tuple[Tensor, Tensor | None]:
+        """Compute the product of all rows, each tile once its rows have arrived; and z if it is kept."""
         exchange = delivery.exchange
-        y, z = _home("gather_linear").gather_linear_fwd(
-            delivery.memory,
-            weight,
-            bias,
+        y, z = kernel(
             arrivals=_arrivals(delivery),
             first_row=delivery.plan.own.start,
-            activation=activation,
-            keep_z=keep_z,
             margin=exchange.margin,
             counted=exchange.counted,
         )
+        if not y.shape[1]:
+            self.all_rows(delivery)  # no tile waits: rows would count as read before they are there
         if word := exchange.late():
             raise _late(delivery, word)
         return y, z
@@ -167,7 +155,6 @@ KERNEL_WAITS = KernelWaits()
 ROUND_WAITS = RoundWaits()
 KERNEL_SUMS = KernelSums()
 _WIDE_ROW = 1024
-ProductResult = tuple[Tensor, Tensor | None]  # y, and z if it is kept
 
 
 def _arrivals(delivery: MailboxDelivery) -> Arrivals:
@@ -185,27 +172,40 @@ def _late(delivery: MailboxDelivery, word: int) -> RuntimeError:
     return delivery.late_chunk(chunk, f"a wait of {kernel} ran out; results are not valid")
 
 
+class Multiplied(NamedTuple):
+    """How gathered rows are multiplied: by a strategy; this rank's rows, and what made them an operand."""
+
+    numerics: Plain
+    own: Operand
+    prepare: Callable[[Tensor], Operand]
+
+
 class MultipliedRows(Gathering):
     """A gather whose rows one kernel multiplies as they arrive."""
 
     def products(
         self,
-        weights: Sequence[Tensor],
+        multiplied: Multiplied,
+        weights: Sequence[Operand],
         biases: Sequence[Tensor | None],
-        activation: Activation,
-        keep_z: bool,
+        transposed: bool = True,
+        activation: Activation = "none",
+        keep_z: bool = False,
         *,
         keep_rows: bool,
     ) -> list[Tensor]:
         """Compute y = act(x weightᵀ + bias) of all rows, from this rank's own on, as they arrive.
 
+        weights, transposed: as `numerics` takes them
         returns: y of each weight, then z of each, if it is kept
         keep_rows: `wait` is called later
         """
-        ys, zs, delivery = [], [], self.delivery
+        ys, zs, delivery, (numerics, own, _) = [], [], self.delivery, multiplied
         assert isinstance(delivery, MailboxDelivery), "kernels wait for mailboxes alone"
+        x = numerics.received(own, delivery.memory)
         for weight, bias in zip(weights, biases, strict=True):
-            y, z = KERNEL_WAITS.product(delivery, weight, bias, activation, keep_z)
+            kernel = numerics.waiting_product(x, weight, bias, transposed, activation, keep_z)
+            y, z = KERNEL_WAITS.product(delivery, kernel)
             ys.append(y)
             if z is not None:
                 zs.append(z)

@@ -47,14 +47,21 @@ from tpkernels.comm.transports.c10d import Collectives, c10d_for, collectives_of
 from tpkernels.comm.transports.mailbox import mailboxes_of
 from tpkernels.comm.transports.rows import Gathering, PartialOf, Reducing
 from tpkernels.comm.transports.symmetric import SymmetricExchange
-from tpkernels.dispatch import backends, log, primitives
+from tpkernels.dispatch import backends, log
 from tpkernels.dispatch.cache import Cache, Choice
 from tpkernels.dispatch.chooser import Decision, chooser_on, obstacle, winner
 from tpkernels.dispatch.problem import dtype_class, multiplied_in_tf32, token_class
 from tpkernels.dispatch.timing import Clock, cuda_clock, rounds
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels import invariance
-from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS, MultipliedRows, kernels_take, waits_for
+from tpkernels.ops.numerics import PLAIN, Operand, Plain
+from tpkernels.ops.tensor_parallel.flag_waits import (
+    KERNEL_WAITS,
+    Multiplied,
+    MultipliedRows,
+    kernels_take,
+    waits_for,
+)
 
 MOST_TIMED = 32  # a layer has about ten
 ROUNDS = 7  # a number, and not a time: all ranks must run as often
@@ -76,6 +83,7 @@ class Moved(NamedTuple):
     cols: int
     dtype: torch.dtype
     device: torch.device
+    how: str = ""  # rows are multiplied, if not as they are: by which recipe
 
     def key(self, features: int, ranks: int, machines: int) -> str:
         """Return the line that names the transfer in files and logs.
@@ -84,7 +92,8 @@ class Moved(NamedTuple):
         """
         dtype = dtype_class(self.dtype, multiplied_in_tf32(self.dtype))
         sizes = f"{token_class(self.rows)}x{self.cols}x{features}"
-        return f"{self.op} {self.purpose} {dtype} {sizes} {ranks} ranks {machines} machines"
+        how = self.how and f"{self.how} as "
+        return f"{self.op} {self.purpose} {how}{dtype} {sizes} {ranks} ranks {machines} machines"
 
 
 def choose(
@@ -94,10 +103,11 @@ def choose(
     group: ProcessGroup,
     exchanges: select.Exchanges,
     partial_of: PartialOf | None,
+    multiplied: Multiplied | None,
 ) -> Exchange:
     """Choose the exchange of a transfer, together with the other ranks of the group.
 
-    features, partial_of: as of `parallel.exchange_for`
+    features, partial_of, multiplied: as of `parallel.exchange_for`
     """
     key = moved.key(features, group.size(), exchanges.machines)
     usual = c10d_for(like, moved.rows, features, group.size(), overlap=True)
@@ -111,7 +121,7 @@ def choose(
         call = handshake(moved.op, f"ways of the {moved.purpose}", group)
         return offers_of_all(key, call, "", "", texts)
 
-    ways = _Ways(moved, features, group, exchanges, partial_of)
+    ways = _Ways(moved, features, group, exchanges, partial_of, multiplied)
     chooser = WayChooser(tell, cuda_clock(moved.device), cache_on(moved.device), exchanges.dropped)
     decision = chooser.choose(key, ways.possible(usual), _name(usual), _why_not_timed())
     log.choices.info("%s", decision)
@@ -152,7 +162,9 @@ class _Ways:
         group: ProcessGroup,
         exchanges: select.Exchanges,
         partial_of: PartialOf | None,
+        multiplied: Multiplied | None,
     ) -> None:
+        self._multiplied = multiplied
         self._moved, self._features, self._group = moved, features, group
         self._of_group, self._partial_of = exchanges, partial_of
         self._shape = moved.rows // group.size(), moved.cols
@@ -188,7 +200,7 @@ class _Ways:
 
     def _reserve(self) -> None:
         """Allocate the memory of a run, and free it: a rank that lacks it says so before others wait."""
-        rows, cols, (like, _) = self._moved.rows, self._moved.cols, self._scratch
+        rows, cols, (_, like, _) = self._moved.rows, self._moved.cols, self._scratch
         held = [like.new_empty(rows, width) for width in (cols, cols, self._features)]
         del held  # all rows, and the slots or terms that they came from; a product
 
@@ -229,20 +241,27 @@ class _Ways:
         return self._gathered if self._partial_of is None else self._reduced
 
     @cached_property
-    def _scratch(self) -> tuple[Tensor, Tensor]:
-        """A random shard to gather, and a weight to multiply by."""
+    def _scratch(self) -> tuple[Multiplied, Tensor, Operand]:
+        """How a random shard is multiplied, its rows as they are sent, and a weight to multiply by."""
         generator = torch.Generator(self._moved.device).manual_seed(self._group.rank())
-        cols, features = self._moved.cols, self._features
+        dtype, width, given = self._moved.dtype, self._moved.cols, self._multiplied
+        numerics: Plain = PLAIN
+        prepare: Callable[[Tensor], Operand] = PLAIN.activations
+        if given is not None and self._features and not dtype.is_floating_point:  # words of other numbers
+            numerics, prepare = given.numerics, given.prepare
+            dtype, width = numerics.dtype(numerics.sent(given.own)), numerics.features(given.own)
 
         def random(*shape: int) -> Tensor:
-            numbers = torch.zeros(shape, dtype=self._moved.dtype, device=self._moved.device)
+            numbers = torch.zeros(shape, dtype=dtype, device=self._moved.device)
             return (
-                numbers.normal_(std=cols**-0.25, generator=generator)
+                numbers.normal_(std=width**-0.25, generator=generator)
                 if numbers.is_floating_point()
                 else numbers
             )
 
-        return random(*self._shape), random(features, cols)
+        own = prepare(random(self._shape[0], width))
+        weight = numerics.weight(random(self._features, width), True)
+        return Multiplied(numerics, own, prepare), numerics.sent(own), weight
 
     def _call(self) -> Call:
         return begin(self._moved.op, f"trial of the {self._moved.purpose}", self._group)
@@ -250,20 +269,20 @@ class _Ways:
     @torch.no_grad()
     def _gathered(self, exchange: Exchange) -> Tensor:
         """Gather all rows; if there is a product, return that, computed as they arrive."""
-        call, (shard, weight), rows = self._call(), self._scratch, self._moved.rows
+        call, (multiplied, shard, weight), rows = self._call(), self._scratch, self._moved.rows
         waits = waits_for(self._moved.op, exchange, shard, sums=False)
-        if waits is KERNEL_WAITS:
+        if waits is KERNEL_WAITS and self._features:
             multiplying = MultipliedRows(call, shard, rows, exchange, waits)
-            if not self._features:
-                return multiplying.wait()
-            (product,) = multiplying.products([weight], [None], "none", False, keep_rows=False)
+            (product,) = multiplying.products(multiplied, [weight], [None], keep_rows=False)
             return product
         gathering = Gathering(call, shard, rows, exchange, waits)
         if not self._features:
             return gathering.wait()
-        full = shard.new_empty(rows, self._features)
+        numerics, own, _ = multiplied
+        full = shard.new_empty(rows, self._features, dtype=numerics.dtype(shard))
         for arrived, chunk in gathering.arrivals(keep=False):
-            primitives.into(primitives.linear, [full[arrived]], chunk, weight, None, "none", False)
+            x = numerics.received(own, chunk)
+            numerics.product_into([full[arrived]], x, weight, None, True, "none", False)
         return full
 
     @torch.no_grad()
