@@ -243,11 +243,10 @@ _DESCRIPTOR_FP8: tuple[MatmulTile, ...] = (
 # Timed beside these. Hopper promotes its columns in two turns; Blackwell's sums lie in memory of their own,
 # and take no registers.
 _HOPPER_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=4, parts=4, flatten=True)
-# Of those in roles, consumers add their sums in turn.
+# In roles: one consumer adds its sums while the other multiplies.
 _HOPPER_FP8_ROLES = (
     MatmulTile(128, 128, 128, num_warps=4, num_stages=5, parts=4, consumers=2, halves=True),
-    MatmulTile(128, 256, 128, num_warps=4, num_stages=4, parts=8, consumers=2, halves=True),
-    MatmulTile(256, 128, 128, num_warps=4, num_stages=5, parts=4, consumers=2, halves=True, blocks=2),
+    MatmulTile(128, 256, 128, num_warps=4, num_stages=4, parts=4, consumers=2, halves=True),
     MatmulTile(256, 256, 128, num_warps=4, num_stages=4, parts=8, consumers=2, halves=True, blocks=2),
 )
 _BLACKWELL_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=2, flatten=True)

@@ -24,7 +24,7 @@ def multiply(
     """Launch the product that a tile with consumers stands for; see `matmul` for what goes where."""
     obstacle = _obstacle(product)
     if not obstacle and product.tile.halves:
-        obstacle = "to be one of fp8, or consumers that take turns"
+        obstacle = "a product of fp8, where consumers share a tile"
     elif not obstacle and epilogue == "dgrad" and vector is not None and product.tile.blocks == 2:
         obstacle = "no gradient of a bias, which is summed over the rows of one block"
     if obstacle:
