@@ -180,7 +180,7 @@ def _products() -> Iterator[EntrySpec]:
     """The costliest epilogue of each tile, and with descriptors the plain one; fp32 results of the largest.
 
     The same with fast accumulation, but for Blackwell's tiles, whose code does not differ. e5m2 is the format
-    of gradients, which meet weights in e4m3: the largest tile of each form.
+    of gradients, which meet weights in e4m3: the largest tile of each form, and those in roles.
     """
     for way in WAYS:
         for tile in candidates("linear", way.form, E4M3, way.target):
@@ -192,8 +192,9 @@ def _products() -> Iterator[EntrySpec]:
             summed = partial(_LINEAR, **options, **BARE, into=torch.float32)
             yield _spec(way, sum_tile(way.form, E4M3, way.target), f"none+=fp32{scales}", summed)
         gradient = partial(_LINEAR, **BARE, format="e5m2")
-        largest = candidates("linear", way.form, E5M2, way.target)[0]
-        yield _spec(way, largest, "none+float8_e4m3fn", gradient, E5M2)
+        largest, *others = candidates("linear", way.form, E5M2, way.target)
+        for tile in (largest, *(tile for tile in others if tile.halves)):
+            yield _spec(way, tile, "none+float8_e4m3fn", gradient, E5M2)
 
 
 def _mx_products() -> Iterator[EntrySpec]:

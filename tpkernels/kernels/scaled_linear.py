@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import launch
+from tpkernels.kernels import gluon, launch
 from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
-from tpkernels.kernels.epilogues import act
+from tpkernels.kernels.epilogues import act, halves
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.linear import LinearForward
 from tpkernels.kernels.operands import Form, require_scaled, require_shape, require_tensors
@@ -188,12 +188,12 @@ def scaled_tile(
         )
     parts = _split_columns_of(sums, PARTS // TURNS)
     if not BY_BLOCK:
-        x_rest, x_root = _halves(load_vector(x_scale_ptr, t, T, stride_xst, BLOCK_ROWS)[:, None])
+        x_rest, x_root = halves(load_vector(x_scale_ptr, t, T, stride_xst, BLOCK_ROWS)[:, None])
     for p in tl.static_range(PARTS):
         n_part = n + p * PART
         value = parts[p]
         if not BY_BLOCK:
-            w_rest, w_root = _halves(_w_scale(w_scale_ptr, n_part, N, stride_wsn, SHARED, PART))
+            w_rest, w_root = halves(_w_scale(w_scale_ptr, n_part, N, stride_wsn, SHARED, PART))
             value = value * w_rest * x_rest * (w_root * x_root)
         if HAS_BIAS:
             value += load_vector(b_ptr, n_part, N, stride_bn, PART)[None, :]
@@ -302,14 +302,6 @@ def _w_scale(source, n, N, stride, SHARED: tl.constexpr, SIZE: tl.constexpr):
         return tl.load(source + (i // SHARED).to(tl.int64) * stride, mask=i < N, other=0.0)[None, :]
 
 
-@triton.jit
-def _halves(scale):
-    """`scaled.halves_of`."""
-    exponent = ((scale.to(tl.int32, bitcast=True) >> 23) + 127) >> 1  # of the root, biased
-    root = (exponent << 23).to(tl.float32, bitcast=True)
-    return scale * ((254 - exponent) << 23).to(tl.float32, bitcast=True), root
-
-
 MOST_SUMS = 128  # fp32 registers of a thread that sums of a tile may take, promoted ones beside them
 
 
@@ -356,8 +348,18 @@ def scaled_linear_fwd(
     y, z = written[0], written[-1]
     matrices = (("x", x), ("weight", weight), ("y", y), ("z", z))
     product = launch.product(name, "linear", matrices, (T, N), tile, form)
-    scaling = scaling_of(name, product, x_scale, w_scale, fast_accumulate)
-    if y.numel():
+    if y.numel() and product.tile.consumers:
+        gluon.multiply_scaled(
+            product,
+            (x, weight),
+            (x_scale, w_scale),
+            bias,
+            written,
+            activation=activation,
+            promote=not fast_accumulate,
+        )
+    elif y.numel():
+        scaling = scaling_of(name, product, x_scale, w_scale, fast_accumulate)
         y_block = product.block(y, "rows", "part")
         product.start(_scaled_linear_kernel)(
             product.block(x, "rows", "depth"),

@@ -254,6 +254,12 @@ _DESCRIPTOR_FP8: tuple[MatmulTile, ...] = (
 # Timed beside these. Hopper promotes its columns in two turns; Blackwell's sums lie in memory of their own,
 # and take no registers.
 _HOPPER_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=4, parts=4, flatten=True)
+# In roles: one consumer adds its sums while the other multiplies.
+_HOPPER_FP8_ROLES = (
+    MatmulTile(128, 128, 128, num_warps=4, num_stages=5, parts=4, consumers=2, halves=True),
+    MatmulTile(128, 256, 128, num_warps=4, num_stages=4, parts=4, consumers=2, halves=True),
+    MatmulTile(256, 256, 128, num_warps=4, num_stages=4, parts=8, consumers=2, halves=True, blocks=2),
+)
 _BLACKWELL_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=2, flatten=True)
 # Where groups of warps multiply, 64 rows at least: what takes fewer makes 16 bits of fp8 first.
 _POINTER_FP8: tuple[MatmulTile, ...] = (
@@ -291,7 +297,7 @@ def candidates(
     if form == "descriptor" and target.backend == "cuda":
         more: tuple[MatmulTile, ...] = (_BLACKWELL[kernel],)
         if dtype in FP8:
-            more = (_HOPPER_FP8 if target.capability == 90 else _BLACKWELL_FP8,)
+            more = (_HOPPER_FP8, *_HOPPER_FP8_ROLES) if target.capability == 90 else (_BLACKWELL_FP8,)
         elif target.capability == 90:
             more = _HOPPER[kernel]
         elif target.capability == 100:
@@ -338,6 +344,8 @@ def serves(kernel: Kernel, tile: MatmulTile, options: Container[str]) -> bool:
     A sum over the rows of a tile is of one block's rows: the tile of a pair has two blocks'.
     """
     if tile.blocks == 2 and "db" in options:
+        return False
+    if tile.halves and ("blocks" in options or "float32" in options):
         return False
     spills = _SPILLING.get((kernel, tile.name), ()) + spilling(kernel, tile.name)
     return not any(option in options for option in spills)
