@@ -66,6 +66,7 @@ class ScaledConstants:
     half_rows: int
     consumers: int = 1  # that multiply a tile's rows, so that none awaits its turn
     depth_first: bool = False
+    tensor_memory: bool = False
 
 
 @cache
