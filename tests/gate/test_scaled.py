@@ -1,5 +1,6 @@
 """The gate on fp8: rules broken one by one, kernels that keep them, and wrong numbers."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -7,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.compiled import assembly_of
 from tests.gate.samples import FACTS as budgeted
 from tests.gate.samples import entry_of
 from tpkernels.dispatch.primitives import RECORDS
@@ -16,7 +18,9 @@ from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.disassembly import FP8_PRODUCTS
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.numerics import Frames, NumericCase, RandomOperands, examine
-from tpkernels.gate.recording import MetaOperands, primitive, recorded
+from tpkernels.gate.ptx_flow import Flow
+from tpkernels.gate.recording import HAS_GLUON, MetaOperands, primitive, recorded
+from tpkernels.gate.roles import NOT_COUNTED, unordered_roles
 from tpkernels.kernels.target import A100, H100, MI300
 
 TILE = "128x128x128-w8-s4-p2-flat"
@@ -135,6 +139,7 @@ def test_no_entry_of_fp8_is_compiled_where_it_is_refused():
     assert {gpu for entry in entries for gpu in entry.architectures} == set(FP8_PRODUCTS)
     assert {entry.function for entry in entries} == {
         *("_scaled_linear_kernel", "_gather_scaled_linear_kernel", "_dequantize_kernel"),
+        *(["_scaled_matmul_kernel"] * HAS_GLUON),
         *("_quantize_rows_kernel", "_quantize_strips_kernel", "_quantize_blocks_kernel"),
     }
 
@@ -151,6 +156,38 @@ def told(compiler) -> Callable[[str], list[str]]:
 @pytest.mark.parametrize("name", JOBS)
 def test_what_is_sound_keeps_the_rules(told, name):
     assert told(name) == []
+
+
+ROLES = "scaled_linear/descriptor/fp8e4nv/128x256x128-w4-s4-p4-c2h/none"
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="Gluon is of another form before Triton 3.7")
+def test_machine_code_says_which_sums_in_roles_are_promoted(compiler):
+    promoted, fast = entry_of(ROLES), entry_of(f"{ROLES}+fast")
+    of_promoted, of_fast = (compiler.run(facts_of, entry, "sm_90") for entry in (promoted, fast))
+    assert [*violations(promoted, "sm_90", of_promoted)] == []
+    assert [*violations(fast, "sm_90", of_fast)] == []
+    assert (of_promoted.count("QGMMA"), of_promoted.count("QGMMA.RZ"), of_fast.count("QGMMA.RZ")) == (16, 4, 0)
+    (told,) = violations(promoted, "sm_90", of_fast)
+    assert told == "sums of fp8 are not promoted: 0 of 8 products begin one, expected each 4th"
+    (told,) = violations(fast, "sm_90", of_promoted)
+    assert told.startswith("sums of fp8 are promoted, though fast accumulation is asked for")
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="Gluon is of another form before Triton 3.7")
+def test_a_buffer_that_both_consumers_read_is_released_by_both(compiler):
+    ptx = compiler.run(assembly_of, entry_of(ROLES)).ptx
+    counts_two, releases = r"(mbarrier\.init\S* \[%r\d+\], )2;", r"@%p\d+ mbarrier\.arrive\.shared::cta"
+    last = [*re.finditer(releases, ptx)][-1]
+    planted = {
+        "the first frees it": re.sub(counts_two, r"\g<1>1;", ptx),
+        "a third is awaited": re.sub(counts_two, r"\g<1>3;", ptx),
+        "one never does": ptx[: last.start()] + "//" + ptx[last.start() :],
+    }
+    assert len(re.findall(counts_two, ptx)) == 4
+    assert unordered_roles(Flow.of(ptx)) == ()
+    found = {what: unordered_roles(Flow.of(broken)) for what, broken in planted.items()}
+    assert found == dict.fromkeys(planted, (NOT_COUNTED,))
 
 
 def test_one_byte_of_what_quantizes_is_seen(monkeypatch):
