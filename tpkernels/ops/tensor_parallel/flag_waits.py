@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from tpkernels.comm.transports.rows import HOST_WAITS, Gathering, HostWaits, Par
 from tpkernels.dispatch import backends
 from tpkernels.kernels import invariance
 from tpkernels.kernels.activations import Activation
-from tpkernels.kernels.operands import DTYPES
-from tpkernels.ops.numerics import ProductSum
+from tpkernels.kernels.operands import DTYPES, MatrixLayout, choose_form, lies_depth_first
+from tpkernels.ops.numerics import Pair, ProductSum
 
 if TYPE_CHECKING:
+    from tpkernels.kernels.matmul_tile import MatmulTile
     from tpkernels.kernels.waits import Arrivals
 
 
@@ -60,6 +61,7 @@ class KernelWaits:
             rank=exchange.rank,
             splits=exchange.splits,
             margin=exchange.margin,
+            tile=_timed_tile(delivery, partial_of.as_linear()),
         )
         return True
 
@@ -85,6 +87,7 @@ class KernelWaits:
             keep_z=keep_z,
             margin=exchange.margin,
             counted=exchange.counted,
+            tile=_timed_tile(delivery, [(delivery.memory, weight)]),
         )
         if word := exchange.late():
             raise _late(delivery, word)
@@ -168,6 +171,39 @@ ROUND_WAITS = RoundWaits()
 KERNEL_SUMS = KernelSums()
 _WIDE_ROW = 1024
 ProductResult = tuple[Tensor, Tensor | None]  # y, and z if it is kept
+
+
+def tiles_to_try(pairs: Sequence[Pair], chunk_rows: int, *, waits: bool) -> tuple[MatmulTile, ...]:
+    """List tiles of the kernel that waits for chunks, or stores them, but for the one that it takes untold.
+
+    pairs: of a (rows, depth) and weight (cols, depth), the last on the device; none is tried unless all are
+        aligned
+    """
+    (a, weight), *_ = pairs
+    rows, cols = a.shape[0], weight.shape[0]
+    layouts = _aligned_layouts(pairs)
+    if layouts is None:
+        return ()
+    target = _home("target").target_of(weight.device)
+    form = choose_form(target, a.dtype, layouts)
+    _, *others = _home("tiles").chunk_tiles(form, a.dtype, target, rows, cols, chunk_rows, waits=waits)
+    return tuple(others)
+
+
+def _timed_tile(delivery: MailboxDelivery, pairs: Sequence[Pair]) -> MatmulTile | None:
+    """Return the tile that ranks chose for this operator by timing; None for operands of another form."""
+    tile: MatmulTile | None = delivery.exchange.tiles.get(delivery.op)
+    return tile if tile is None or _aligned_layouts(pairs) is not None else None
+
+
+def _aligned_layouts(pairs: Sequence[Pair]) -> tuple[MatrixLayout, ...] | None:
+    """Return layouts of the operands, and of a result as theirs; None if descriptors can describe not all."""
+    (first, weight), *_ = pairs
+    stored = [w.t() if lies_depth_first(w) else w for _, w in pairs]
+    layouts = [MatrixLayout.of("", matrix) for matrix in (*(a for a, _ in pairs), *stored)]
+    (rows, cols), size = (first.shape[0], weight.shape[0]), first.element_size()
+    layouts.append(MatrixLayout("", rows, cols, cols, 1, size, address=0))
+    return None if any(layout.tma_obstacle() for layout in layouts) else tuple(layouts)
 
 
 def _arrivals(delivery: MailboxDelivery) -> Arrivals:
@@ -255,9 +291,16 @@ def kernel_pushes(exchange: Exchange, partial_of: PartialOf) -> bool:
     return (
         isinstance(exchange, MailboxExchange)
         and exchange.kernels_can_push
-        and isinstance(partial_of, ProductSum)
+        and a_kernel_computes(partial_of, exchange.dtype)
+    )
+
+
+def a_kernel_computes(partial_of: PartialOf | None, dtype: torch.dtype) -> TypeGuard[ProductSum]:
+    """Whether one kernel can compute partial sums and store them, where memory allows it."""
+    return (
+        isinstance(partial_of, ProductSum)
         and len(partial_of.pairs) <= 2
-        and all(tensor.dtype == exchange.dtype for pair in partial_of.pairs for tensor in pair)
+        and all(tensor.dtype == dtype for pair in partial_of.pairs for tensor in pair)
         and not invariance.why_fixed()
     )
 
