@@ -189,7 +189,7 @@ def test_every_case_has_a_tile():
 @pytest.mark.parametrize("form", ["descriptor", "pointer"])
 @pytest.mark.parametrize("rows", [256, 8192])
 def test_tiles_of_chunks_begin_with_the_one_that_is_taken_untold(form, rows, waits):
-    """And are tiles of `linear` that the gate compiles for these kernels, none of which starts loads early."""
+    """And are tiles that the gate compiles for these kernels, none of which starts loads early."""
     first, *others = chunk_tiles(form, torch.bfloat16, H100, rows, 1792, rows // 8, waits=waits)
     defaults = default_tiles("linear", form, torch.bfloat16, H100)
     usual = default_tile("linear", form, torch.bfloat16, H100, rows, 1792)
