@@ -28,7 +28,8 @@ from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.dispatch.timing import SLACK, StreamClock, StreamTimer
-from tpkernels.kernels import gather_linear, reduce, scatter_linear
+from tpkernels.kernels import gather_linear, reduce, scatter_linear, tiles
+from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.kernels.waits import Arrivals
 from tpkernels.ops.tensor_parallel import flag_waits, parallel, ways
@@ -440,6 +441,49 @@ def test_a_way_that_fails_leaves_no_half_of_a_call_to_those_that_share_its_memor
     ]
     assert chosen in said[0].partition(" (timed")[0]
     assert opener.call_count == 2
+
+
+TILES = tiles._INTERPRETED, MatmulTile(16, 32, 16, num_warps=4, num_stages=1, group=1)
+
+
+@on_ranks(2)
+def test_kernels_that_wait_or_store_take_the_tile_that_was_fastest():
+    """On all ranks, in the calls that follow and in the next process; not for operands of another form."""
+    prepare(Setting())
+    kept, taken = Cache(None, VERSIONS), list[str]()
+    x, weight = torch.randn(ROWS // 2, 8), torch.randn(FEATURES, 8)
+    with using("c10d"):
+        expected = column_linear(x, weight, None, dist.group.WORLD, sequence_parallel=True)
+        sums = row_linear(expected, weight.t().contiguous(), None, dist.group.WORLD, sequence_parallel=True)
+
+    def noting(kernel: Callable[..., Any], *args: Any, tile: MatmulTile | None, **options: Any) -> Any:
+        taken.append(tile.name if tile else "untold")
+        return kernel(*args, tile=tile, **options)
+
+    # untold they take the others: the first for rows that arrive, the lower for chunks of eight rows
+    waits, stores = "symmetric 16x32x16-w4-s1-p1-g1", "symmetric 32x32x32-w4-s1-p2-g2"
+    times_of = {**IN_ROUNDS, waits: 0.5, stores: 0.5}
+    with (
+        as_on_gpus(times_of, kept) as said,
+        patch.object(tiles, "default_tiles", lambda *_: TILES),
+        patch.object(gather_linear, "gather_linear_fwd", partial(noting, gather_linear.gather_linear_fwd)),
+        patch.object(scatter_linear, "scatter_linear", partial(noting, scatter_linear.scatter_linear)),
+    ):
+        for how in ("timed", "cached"):
+            group = dist.new_group()
+            for _ in range(3):
+                before = len(taken)
+                y = column_linear(x, weight, None, group, sequence_parallel=True)
+                total = row_linear(y, weight.t().contiguous(), None, group, sequence_parallel=True)
+                assert torch.allclose(y, expected, atol=1e-5)
+                assert torch.allclose(total, sums, atol=1e-4)
+            assert [f"symmetric {name}" for name in taken[before:]] == [waits, stores], (how, said, taken)
+            assert f": {waits} ({how}" in said[0]
+            said.clear()
+        unaligned = torch.randn(FEATURES * 8 + 1)[1:].view(FEATURES, 8)
+        column_linear(x, unaligned, None, group, sequence_parallel=True)
+        assert taken[-1] == "untold"
+    assert {choice.name for choice in kept.choices.values()} == {waits, stores}
 
 
 @on_ranks(2)

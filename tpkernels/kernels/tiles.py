@@ -421,3 +421,16 @@ def pushing_tile(tile: MatmulTile, others: tuple[MatmulTile, ...], chunk_rows: i
 
     fewer = (other for other in others if tile in others and 4 * computed(other) <= 3 * computed(tile))
     return replace(next(fewer, tile), flatten=False)
+
+
+def chunk_tiles(
+    form: Form, dtype: torch.dtype, target: Target, rows: int, cols: int, chunk_rows: int, *, waits: bool
+) -> tuple[MatmulTile, ...]:
+    """Tiles of the kernel that waits for chunks, or stores them; first the one that it takes untold."""
+    usual = default_tile("linear", form, dtype, target, rows, cols)
+    others = default_tiles("linear", form, dtype, target)
+    if waits:
+        found = [waiting_tile(tile, chunk_rows) for tile in (usual, *others)]
+    else:
+        found = [pushing_tile(usual, others, chunk_rows), *(replace(tile, flatten=False) for tile in others)]
+    return tuple(dict.fromkeys(found))

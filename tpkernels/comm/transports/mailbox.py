@@ -29,7 +29,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -162,6 +162,7 @@ class MailboxExchange(Exchange):
             self._departing_to(slot) if self.kernels_can_push else None for slot in range(SLOTS)
         ]
         self._in_rounds: dict[int, InRounds] = {}
+        self.tiles: dict[str, Any] = {}  # of kernels that wait or store, by operator, where ranks timed them
 
     def count_by(self, kernels: FlagKernels) -> None:
         """Let `kernels` count the calls of captured graphs; called before each call."""

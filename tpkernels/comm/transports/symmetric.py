@@ -170,7 +170,8 @@ class SymmetricExchange(MailboxExchange):
     def rehearsing(self) -> Iterator[None]:
         """What is begun meanwhile moves nothing; its kernels are compiled, and do not wait.
 
-        Kernels that store into slots only before the first call: others might read them.
+        Kernels that store into slots only while no rank reads any: before the first call, or once all ranks
+        know that all have read it.
         """
         self.begin = lambda call, plan, *_: _Rehearsal(self, 0, False, plan, 0, call, None)  # type: ignore[method-assign]
         try:

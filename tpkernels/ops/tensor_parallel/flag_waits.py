@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from math import gcd
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from tpkernels.comm.transports.rows import HOST_WAITS, Gathering, HostWaits, Par
 from tpkernels.dispatch import backends
 from tpkernels.kernels import invariance
 from tpkernels.kernels.activations import Activation
-from tpkernels.kernels.operands import DTYPES
-from tpkernels.ops.numerics import Operand, Plain, ProductSum, WaitingProduct
+from tpkernels.kernels.operands import DTYPES, MatrixLayout, choose_form, lies_depth_first
+from tpkernels.ops.numerics import Operand, Pair, Plain, ProductSum, WaitingProduct
 
 if TYPE_CHECKING:
+    from tpkernels.kernels.matmul_tile import MatmulTile
     from tpkernels.kernels.waits import Arrivals
 
 
@@ -60,10 +61,13 @@ class KernelWaits:
             rank=exchange.rank,
             splits=exchange.splits,
             margin=exchange.margin,
+            tile=_timed_tile(delivery, partial_of.as_linear()),
         )
         return True
 
-    def product(self, delivery: MailboxDelivery, kernel: WaitingProduct) -> tuple[Tensor, Tensor | None]:
+    def product(
+        self, delivery: MailboxDelivery, kernel: WaitingProduct, tile: MatmulTile | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the product of all rows, each tile once its rows have arrived; and z if it is kept."""
         exchange = delivery.exchange
         y, z = kernel(
@@ -71,6 +75,7 @@ class KernelWaits:
             first_row=delivery.plan.own.start,
             margin=exchange.margin,
             counted=exchange.counted,
+            tile=tile,
         )
         if not y.shape[1]:
             self.all_rows(delivery)  # no tile waits: rows would count as read before they are there
@@ -157,6 +162,39 @@ KERNEL_SUMS = KernelSums()
 _WIDE_ROW = 1024
 
 
+def tiles_to_try(pairs: Sequence[Pair], chunk_rows: int, *, waits: bool) -> tuple[MatmulTile, ...]:
+    """List tiles of the kernel that waits for chunks, or stores them, but for the one that it takes untold.
+
+    pairs: of a (rows, depth) and weight (cols, depth), the last on the device; none is tried unless all are
+        aligned
+    """
+    (a, weight), *_ = pairs
+    rows, cols = a.shape[0], weight.shape[0]
+    layouts = _aligned_layouts(pairs)
+    if layouts is None:
+        return ()
+    target = _home("target").target_of(weight.device)
+    form = choose_form(target, a.dtype, layouts)
+    _, *others = _home("tiles").chunk_tiles(form, a.dtype, target, rows, cols, chunk_rows, waits=waits)
+    return tuple(others)
+
+
+def _timed_tile(delivery: MailboxDelivery, pairs: Sequence[Pair]) -> MatmulTile | None:
+    """Return the tile that ranks chose for this operator by timing; None for operands of another form."""
+    tile: MatmulTile | None = delivery.exchange.tiles.get(delivery.op)
+    return tile if tile is None or _aligned_layouts(pairs) is not None else None
+
+
+def _aligned_layouts(pairs: Sequence[Pair]) -> tuple[MatrixLayout, ...] | None:
+    """Return layouts of the operands, and of a result as theirs; None if descriptors can describe not all."""
+    (first, weight), *_ = pairs
+    stored = [w.t() if lies_depth_first(w) else w for _, w in pairs]
+    layouts = [MatrixLayout.of("", matrix) for matrix in (*(a for a, _ in pairs), *stored)]
+    (rows, cols), size = (first.shape[0], weight.shape[0]), first.element_size()
+    layouts.append(MatrixLayout("", rows, cols, cols, 1, size, address=0))
+    return None if any(layout.tma_obstacle() for layout in layouts) else tuple(layouts)
+
+
 def _arrivals(delivery: MailboxDelivery) -> Arrivals:
     delivery.before_kernels_wait()
     exchange = delivery.exchange
@@ -205,7 +243,10 @@ class MultipliedRows(Gathering):
         x = numerics.received(own, delivery.memory)
         for weight, bias in zip(weights, biases, strict=True):
             kernel = numerics.waiting_product(x, weight, bias, transposed, activation, keep_z)
-            y, z = KERNEL_WAITS.product(delivery, kernel)
+            tile = None
+            if isinstance(weight, Tensor):  # else rows are words, whose tiles are not timed
+                tile = _timed_tile(delivery, [(delivery.memory, weight if transposed else weight.t())])
+            y, z = KERNEL_WAITS.product(delivery, kernel, tile)
             ys.append(y)
             if z is not None:
                 zs.append(z)
@@ -255,9 +296,16 @@ def kernel_pushes(exchange: Exchange, partial_of: PartialOf) -> bool:
     return (
         isinstance(exchange, MailboxExchange)
         and exchange.kernels_can_push
-        and isinstance(partial_of, ProductSum)
+        and a_kernel_computes(partial_of, exchange.dtype)
+    )
+
+
+def a_kernel_computes(partial_of: PartialOf | None, dtype: torch.dtype) -> TypeGuard[ProductSum]:
+    """Whether one kernel can compute partial sums and store them, where memory allows it."""
+    return (
+        isinstance(partial_of, ProductSum)
         and len(partial_of.pairs) <= 2
-        and all(tensor.dtype == exchange.dtype for pair in partial_of.pairs for tensor in pair)
+        and all(tensor.dtype == dtype for pair in partial_of.pairs for tensor in pair)
         and not invariance.why_fixed()
     )
 

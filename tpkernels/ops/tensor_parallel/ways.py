@@ -6,7 +6,7 @@ and with the product that hides the transfer:
     1 collective             and one product: always possible
     n collectives            each with a part of the product, where there is a product and n divides the ranks
     symmetric                where all ranks are on one machine and kernels compute: one kernel of ours, which
-                             waits for rows or stores them
+                             waits for rows or stores them; with each of its tiles
     symmetric in n rounds    the same memory, rows pushed by copies: each part of the product by torch or by a
                              kernel of ours, as the chooser says
 
@@ -28,7 +28,8 @@ what a trial takes, and compiled its kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -40,7 +41,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import Call, begin, handshake
 from tpkernels.comm.groups import timeout_of
-from tpkernels.comm.schedule import MOST_CHUNKS
+from tpkernels.comm.schedule import MOST_CHUNKS, pushed_chunks
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import Collectives, c10d_for, collectives_of
@@ -54,12 +55,15 @@ from tpkernels.dispatch.problem import dtype_class, multiplied_in_tf32, token_cl
 from tpkernels.dispatch.timing import Clock, cuda_clock, rounds
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels import invariance
+from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.ops.numerics import PLAIN, Operand, Plain
 from tpkernels.ops.tensor_parallel.flag_waits import (
     KERNEL_WAITS,
     Multiplied,
     MultipliedRows,
+    a_kernel_computes,
     kernels_take,
+    tiles_to_try,
     waits_for,
 )
 
@@ -128,6 +132,7 @@ def choose(
     chosen = exchanges.chosen[moved] = ways.exchanges[decision.candidate.name]
     if (memory := mailboxes_of(chosen)) is not None:
         memory.timeout = timeout_of(group, moved.device)
+        memory.tiles[moved.op] = ways.tiles[decision.candidate.name]
     return chosen
 
 
@@ -173,6 +178,7 @@ class _Ways:
         self._holding: set[str] = set()  # ways that have the memory open
         self._no_memory = ""  # why it could not be opened
         self.exchanges: dict[str, Exchange] = {}  # by way; of memory once it is open
+        self.tiles: dict[str, MatmulTile | None] = {}  # likewise, of kernels that wait or store
 
     def possible(self, usual: Exchange) -> list[Way]:
         """List the ways. usual: the c10d exchange that is taken without timing"""
@@ -190,10 +196,31 @@ class _Ways:
         if kernels_wait and self._of_group.machines == 1 and may_open:
             # a gather without a product waits for all rows in either way
             in_rounds = rounds if self._features or sums else []
-            for name, count in ((MEMORY, 0), *((_in_rounds(count), count) for count in in_rounds)):
-                opens, closes = partial(self._open_memory, name, count), partial(self._close_memory, name)
+            in_memory: list[tuple[str, int, MatmulTile | None]] = [(MEMORY, 0, None)]
+            in_memory += [(_in_rounds(count), count, None) for count in in_rounds]
+            in_memory += [(f"{MEMORY} {tile.name}", 0, tile) for tile in self._tiles()]
+            for name, count, tile in in_memory:
+                opens, closes = (
+                    partial(self._open_memory, name, count, tile),
+                    partial(self._close_memory, name),
+                )
                 ways.append(Way(name, opens, closes, recovers=True, shares=MEMORY))
         return ways
+
+    def _tiles(self) -> tuple[MatmulTile, ...]:
+        """List tiles of the kernel that waits or stores, besides the one that it takes untold."""
+        size, partial_of = self._moved.dtype.itemsize, self._partial_of
+        (rows, cols), ranks = self._shape, self._group.size()
+        chunk_rows = rows // pushed_chunks(rows, rows * cols * size, ranks)
+        if partial_of is not None:
+            if not a_kernel_computes(partial_of, self._moved.dtype):
+                return ()
+            return tiles_to_try(partial_of.as_linear(), chunk_rows, waits=False)
+        weight = self._scratch[2]
+        if not self._features or not isinstance(weight, Tensor):
+            return ()
+        gathered = torch.empty(self._moved.rows, cols, dtype=self._moved.dtype, device="meta")
+        return tiles_to_try([(gathered, weight)], chunk_rows, waits=True)
 
     def _open_c10d(self, exchange: Exchange) -> WayRun:
         return partial(self._moving, exchange)
@@ -204,18 +231,37 @@ class _Ways:
         held = [like.new_empty(rows, width) for width in (cols, cols, self._features)]
         del held  # all rows, and the slots or terms that they came from; a product
 
-    def _open_memory(self, name: str, rounds: int) -> WayRun:
-        """Open the way of that many rounds; 0: of a kernel that waits, or stores."""
+    def _open_memory(self, name: str, rounds: int, tile: MatmulTile | None) -> WayRun:
+        """Open the way of that many rounds; 0: of a kernel that waits, or stores.
+
+        tile: of that kernel; None: as it takes untold
+        """
         exchange = self._memory()
         self._holding.add(name)
         way = self.exchanges[name] = exchange.in_rounds(rounds) if rounds else exchange
         exchange.timeout = timeout_of(self._group, self._moved.device)
-        if rounds or not exchange.order.begun:  # kernels may store into slots before the first call only
-            with exchange.rehearsing():
+        # kernels may store into slots that no rank reads: all have told each other of earlier runs' results
+        if rounds or self._shared is None:
+            with exchange.rehearsing(), self._taking(exchange, tile):
                 self._moving(way)
         if self._shared is None:  # else a wait that runs out would be one of calls in earnest
             exchange.timeout = min(exchange.timeout, TRIAL_SECONDS)
-        return partial(self._moving, way)
+
+        def run() -> Tensor:
+            with self._taking(exchange, tile):
+                return self._moving(way)
+
+        self.tiles[name] = tile
+        return run
+
+    @contextmanager
+    def _taking(self, exchange: SymmetricExchange, tile: MatmulTile | None) -> Iterator[None]:
+        """Have kernels of the operator take this tile meanwhile."""
+        before, exchange.tiles[self._moved.op] = exchange.tiles.get(self._moved.op), tile
+        try:
+            yield
+        finally:
+            exchange.tiles[self._moved.op] = before
 
     def _memory(self) -> SymmetricExchange:
         """Open the memory, if it is not; all ranks do this at once."""
