@@ -21,9 +21,9 @@ MX_BLOCK = 32  # elements of a row that share a scale of MXFP8
 class Recipe:
     """What is rounded to fp8, and with which scales. Make one by `rowwise`, `blockwise` or `mxfp8`.
 
-    scaling: one fp32 scale a row of activations and of weights (`rows`), or one for each 128 elements of a
-        row of activations and each 128 x 128 of a weight (`blocks`), or one byte, a power of two, for each
-        32 elements along the depth of a product (`mx`)
+    scaling: one fp32 scale a row of activations and of weights (`rows`); or one for each 128 elements of a
+        row of activations and each 128 x 128 of a weight (`blocks`). `mx`: a byte, a power of two, for each
+        32 elements along the depth of a product
     power_of_two: scales are powers of two, so that scaling rounds nothing by itself
     wgrad: gradients of weights are multiplied in the dtype of the activations (`bf16`), or in `fp8` too
     gradients: the format of dy; e5m2 has more range and a bit less
