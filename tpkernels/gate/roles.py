@@ -15,8 +15,8 @@ are made, and fenced for the copy engine, before the roles begin. A barrier is m
 Two blocks may be a pair, which shares copies. What is copied into both waits for a barrier at which both
 arrive, and whoever reads it arrives there. Both wait for each other when barriers are made, and at the end.
 
-On Blackwell a pair multiplies together. Tensor cores tell both blocks of all products (`tcgen05.commit`); warps
-have read tensor memory before they say so; it is freed once both blocks have met, on every way to the end.
+On Blackwell a pair multiplies together. Tensor cores tell both blocks of all products (`tcgen05.commit`).
+Warps have read tensor memory before one says so. It is freed once both blocks have met, on every way to the end.
 """
 
 from __future__ import annotations
