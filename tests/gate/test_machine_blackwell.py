@@ -1,4 +1,4 @@
-"""Pairs that multiply together on Blackwell, in the machine: values, all orders of events, what breaks them."""
+"""Pairs that multiply together on Blackwell, in the machine: values, all orders of events, mutants."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +11,17 @@ from tests.gate.planted import edited
 from tests.gate.test_machine_pairs import FIRST, PAIR, SECOND, last_meeting, matrix, rewritten
 from tpkernels.gate import machine, numerics
 from tpkernels.gate.machine.blackwell import TensorMemoryLayout, allocate_tensor_memory
-from tpkernels.gate.machine.events import Arrive, Commit, CopyIn, Expect, Init, Load, TensorMultiply, Trace, Wait
+from tpkernels.gate.machine.events import (
+    Arrive,
+    Commit,
+    CopyIn,
+    Expect,
+    Init,
+    Load,
+    TensorMultiply,
+    Trace,
+    Wait,
+)
 from tpkernels.gate.machine.recorder import Recorder, recording
 from tpkernels.gate.numerics import Frames, NumericCase, RandomOperands, examine
 from tpkernels.gate.recording import BARE, primitive
@@ -75,7 +85,9 @@ def test_launch_says_which_gpus_have_such_tiles():
         linear_fwd(matrix(64, 64), matrix(64, 64), tile=replace(PAIR, block_rows=128, blocks=1))
     with (
         machine.emulating(capability=103),
-        pytest.raises(ValueError, match=r"-b2 expected a GPU of compute capability 9\.0 or 10\.0, got cuda 103"),
+        pytest.raises(
+            ValueError, match=r"-b2 expected a GPU of compute capability 9\.0 or 10\.0, got cuda 103"
+        ),
     ):
         linear_fwd(matrix(64, 64), matrix(64, 64), tile=PAIR)
 
@@ -158,8 +170,11 @@ def mutants_on_blackwell(trace: Trace) -> Iterator[tuple[str, Trace]]:
     )
     yield "a block waits for its own copies only", changing(at(Init, full), lambda event: {"count": 1})
     yield "blocks end alone", dropping(last_meeting(trace, meeting, lambda role: True))
-    yield "the first block ends alone", dropping(
-        lambda role, event: isinstance(event, Wait) and last_meeting(trace, meeting, FIRST)(role, event)
+    yield (
+        "the first block ends alone",
+        dropping(
+            lambda role, event: isinstance(event, Wait) and last_meeting(trace, meeting, FIRST)(role, event)
+        ),
     )
 
 
@@ -201,8 +216,8 @@ def test_every_mutant_is_caught():
 SLIPS = {  # module, what stands there, what does not belong there, what it leads to
     "sums of the tile before are added to": (
         "tensor_memory",
-        "tcgen05_mma(a, b, into, use_acc=step > 0,",
-        "tcgen05_mma(a, b, into, use_acc=True,",
+        "tcgen05_mma(a, b, acc, use_acc=step > 0,",
+        "tcgen05_mma(a, b, acc, use_acc=True,",
         machine.Race,
     ),
     "load ends when tensor cores still arrive": (

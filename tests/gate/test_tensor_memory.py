@@ -1,4 +1,4 @@
-"""What the gate reads of pairs that multiply together: in a small kernel in PTX, and in ours on Triton 3.9."""
+"""What the gate reads of pairs that multiply together: in a small kernel in PTX, and in ours."""
 
 import re
 
@@ -84,7 +84,9 @@ def test_each_step_is_needed(fault):
 
 
 def test_products_of_two_blocks_are_counted_apart():
-    line = "        /*6030*/                   UTCHMMA.2CTA gdesc[UR16], gdesc[UR18], tmem[UR32], tmem[UR14] ;\n"
+    line = (
+        "        /*6030*/                   UTCHMMA.2CTA gdesc[UR16], gdesc[UR18], tmem[UR32], tmem[UR14] ;\n"
+    )
     assert sass_mix(line + line.replace(".2CTA", "")) == {"all": 2, "UTCHMMA": 2, "UTCHMMA.2CTA": 1}
 
 
@@ -94,7 +96,9 @@ def pairs():
 
 def test_pairs_on_blackwell_are_listed_where_triton_has_them():
     everywhere = {"linear", "glu", "dgrad", "dgrad_pairs", "dglu"}
-    assert {kernel_of(entry) for entry in pairs()} == (everywhere if triton_version() >= PAIRS_SINCE else set())
+    assert {kernel_of(entry) for entry in pairs()} == (
+        everywhere if triton_version() >= PAIRS_SINCE else set()
+    )
 
 
 @pytest.mark.skipif(triton_version() < PAIRS_SINCE, reason="pairs of blocks need Triton 3.9")

@@ -18,8 +18,9 @@ in between: then each has the buffer in its turn.
 Two blocks may be a pair, which shares copies. What is copied into both waits for a barrier at which both
 arrive, and whoever reads it arrives there. Both wait for each other when barriers are made, and at the end.
 
-On Blackwell a pair multiplies together. Tensor cores tell both blocks of all products (`tcgen05.commit`); warps
-have read tensor memory before they say so; it is freed once both blocks have met, on every way to the end.
+On Blackwell a pair multiplies together. Tensor cores tell both blocks of all products (`tcgen05.commit`).
+All warps have read tensor memory before one says so. It is freed once both blocks have met, on every way
+to the end.
 """
 
 from __future__ import annotations
@@ -95,9 +96,8 @@ _BLOCKS_MET = re.compile(r"^barrier\.cluster\.wait\b")  # after `arrive`
 
 def unordered_roles(flow: Flow) -> tuple[str, ...]:
     """Each rule that some path through some role breaks, in words; () if the order is proven."""
-    rules = (_released, _copied_out, _staged, _made)
+    rules = (_released, _copied_out, _staged, _made, _in_tensor_memory)
     found = [words for role in flow.roles for rule in rules for words in rule(role)]
-    found += [words for role in flow.roles for words in _in_tensor_memory(role)]
     return tuple(dict.fromkeys([*found, *_barriers_alone(flow), *_counted(flow), *_in_pairs(flow)]))
 
 

@@ -103,7 +103,9 @@ class Track:
     def multiplying(self, at: int, flying: Sequence[Sequence[int]]) -> list[TensorMultiply]:
         """The products of tensor cores, of those begun before `at`, that no commit tells to be complete."""
         told = (
-            place for place, commit in self.commits if commit.number not in flying[commit.barrier] and place < at
+            place
+            for place, commit in self.commits
+            if commit.number not in flying[commit.barrier] and place < at
         )
         last = max(told, default=-1)
         return [event for place, event in self.products if last < place < at]
@@ -128,7 +130,8 @@ def _barriers_of(event: TraceEvent, block_of: Sequence[int | None]) -> Sequence[
 
 def _cells_of(event: TraceEvent) -> Cells:
     views = event.views if isinstance(event, (Multiply, TensorMultiply)) else (getattr(event, "view", None),)
-    views += event.sums if isinstance(event, TensorMultiply) else ()
+    if isinstance(event, TensorMultiply):
+        views = (*event.views, *event.sums)
     return frozenset(cell for view in views if view for cell in view.cells)
 
 

@@ -240,11 +240,15 @@ class Steps:
     def _end(self, now: _Now, event: BlockEnd) -> None:
         for barrier, block in enumerate(self.program.block_of):
             if block == event.block and now.flying[barrier]:
-                raise Undrained(f"block {block} ends while {self._flight(now.flying[barrier][0])} is in flight")
+                raise Undrained(
+                    f"block {block} ends while {self._flight(now.flying[barrier][0])} is in flight"
+                )
         for product in now.multiplying():
             for view in (*product.views, *product.sums):
                 if view.allocation.others.index(view.allocation) == event.block:
-                    raise Undrained(f"block {event.block} ends while {product.where} may still use {view.name}")
+                    raise Undrained(
+                        f"block {event.block} ends while {product.where} may still use {view.name}"
+                    )
         end = self.program.ends[event.block]
         now.barriers[end] = _completed(self._barrier(now.barriers, end, event)._replace(missing=0))
 
@@ -254,9 +258,7 @@ class Steps:
         if block is not None and self._barrier(barriers, self.program.ends[block], event).phase:
             raise Misuse(f"{event.where}: {self._name(number)} is used, but block {block} may have ended")
 
-    def _read(
-        self, now: _Now, event: TraceEvent, cells: Sequence[int], in_order: Sequence[int] = ()
-    ) -> None:
+    def _read(self, now: _Now, event: TraceEvent, cells: Sequence[int], in_order: Sequence[int] = ()) -> None:
         """in_order: cells that only what comes before in the same queue may still write"""
         found = tuple(now.contents[cell] for cell in cells)
         in_flight = {number for copies in now.flying for number in copies}

@@ -83,7 +83,7 @@ def _matmul_kernel(
             [
                 (
                     _consume,
-                    (operands, inputs, sums, outs, vector_ptr, rows, cols, steps, stride_vector, 0, P),
+                    (operands, inputs, (sums, ()), outs, vector_ptr, rows, cols, steps, stride_vector, 0, P),
                 ),
                 (load, (a, b, a2, b2, operands, rows, cols, depth, depth2, P)),
                 (fetch, (in0, in1, inputs, rows, cols, P)),
@@ -140,20 +140,24 @@ def _consume(
     FIRST: gl.constexpr,
     P: gl.constexpr,
 ):
-    """Compute every consumers-th of the program's tiles from its FIRST on."""
+    """Compute every consumers-th of the program's tiles from its FIRST on.
+
+    turns: those to multiply, and to take inputs; or the ring of sums in tensor memory, and nothing
+    """
     GROUP: gl.constexpr = P.group
     WARPS: gl.constexpr = gl.num_warps()
     HALVES: gl.constexpr = [[1, 0]] if P.blocks == 2 else []
     ALIKE: gl.constexpr = [[0]] if P.blocks == 2 else []
     WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P.width, 16], HALVES)
-    if P.tensor_memory:
-        NARROW: gl.constexpr = turns[0].index(0).slice(0, P.part, dim=1).get_reg_layout()
-    else:
-        NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P.part, 16], HALVES)
     COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0], ALIKE)
     PIECES: gl.constexpr = P.width // P.part
     ADDED: gl.constexpr = P.epilogue == "linear" and P.vector
-    products, takings = ((), ()) if P.tensor_memory else turns
+    products, takings = turns
+    NARROW: gl.constexpr = (
+        products[0].index(0).slice(0, P.part, dim=1).get_reg_layout()
+        if P.tensor_memory
+        else gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P.part, 16], HALVES)
+    )
     staging = gl.allocate_shared_memory(outs[0].dtype, [P.staging, P.block_rows, P.part], outs[0].layout)
     bias = epilogues.bias_buffer(ADDED, P)
     row_tiles = gl.cdiv(rows, P.block_rows)
@@ -170,13 +174,13 @@ def _consume(
                 vector_ptr + columns.to(gl.int64) * stride_vector, mask=columns < cols, other=0.0
             ).to(gl.float32)
         if P.tensor_memory:
-            parts = tensor_memory.finished(turns, number)
+            acc = tensor_memory.finished(products, number)
         else:
             acc = gl.full([P.block_rows, P.width], 0.0, gl.float32, WHOLE)
             acc = multiply(acc, operands, products, number, steps, FIRST, P)
-            parts = epilogues.split_columns(acc, PIECES, NARROW)
         if P.inputs:
             await_turn(takings, number, FIRST, P)
+        parts = acc if P.tensor_memory else epilogues.split_columns(acc, PIECES, NARROW)
         if P.epilogue == "linear":
             if ADDED:
                 bias.store(added)
@@ -192,7 +196,7 @@ def _consume(
         if P.inputs:
             give_turn(takings, FIRST, P)
         if P.tensor_memory:
-            tensor_memory.give_back(turns, number)
+            tensor_memory.give_back(products, number)
         number += P.consumers
     tma.store_wait(0)
 

@@ -109,12 +109,14 @@ def operand_ring(a, b, P: gl.constexpr):
 
 @gluon.jit
 def weights_of(b_ring, buffer, P: gl.constexpr):
-    """Where each of two weights lies in a buffer."""
-    if P.tensor_memory:
+    """Where a weight lies in a buffer, and where a second one does; one alone twice."""
+    if P.two_weights and P.tensor_memory:
         return b_ring.index(2 * buffer), b_ring.index(2 * buffer + 1)
-    else:
+    elif P.two_weights:
         both = b_ring.index(buffer)
         return both.slice(0, P.block_cols), both.slice(P.block_cols, P.block_cols)
+    else:
+        return b_ring.index(buffer), b_ring.index(buffer)
 
 
 @gluon.jit
@@ -161,6 +163,7 @@ def load_step(a, b, beside, operands, use, row, col, k, P: gl.constexpr):
     a_ring, b_ring, full, empty, both = operands
     buffer, phase = place_of(use, STAGES)
     landed = full.index(buffer)
+    weight, behind = weights_of(b_ring, buffer, P)
     mbarrier.wait(empty.index(buffer), phase ^ 1)
     if P.two_weights:
         mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta + beside.nbytes_per_cta)
@@ -170,11 +173,9 @@ def load_step(a, b, beside, operands, use, row, col, k, P: gl.constexpr):
         async_load(a, [row, k], landed, a_ring.index(buffer))
         mbarrier.wait(both.index(buffer), phase ^ 1)
     if P.two_weights:
-        first, second = weights_of(b_ring, buffer, P)
-        async_load(b, [col, k], landed, first, multicast=PAIR)
-        async_load(beside, [col, k], landed, second, multicast=PAIR)
+        async_load(b, [col, k], landed, weight, multicast=PAIR)
+        async_load(beside, [col, k], landed, behind, multicast=PAIR)
     else:
-        weight = b_ring.index(buffer)
         async_load(b, [k, col] if P.depth_first else [col, k], landed, weight, multicast=PAIR)
     if not PAIR:
         async_load(a, [row, k], landed, a_ring.index(buffer))

@@ -63,19 +63,19 @@ def multiply(operands, sums, rows, cols, steps, P: gl.constexpr):
             buffer, phase = place_of(use, STAGES)
             a = a_ring.index(buffer)
             mbarrier.wait(full.index(buffer), phase)
+            first, second = weights_of(b_ring, buffer, P)
             if P.two_weights:
-                first, b = weights_of(b_ring, buffer, P)
                 left = acc.slice(0, P.block_cols, dim=1)
+                right = acc.slice(P.block_cols, P.block_cols, dim=1)
                 tcgen05_mma(a, first.permute((1, 0)), left, use_acc=step > 0, mbarriers=[])
-                into = acc.slice(P.block_cols, P.block_cols, dim=1)
+                tcgen05_mma(a, second.permute((1, 0)), right, use_acc=step > 0, mbarriers=[])
             else:
-                b, into = b_ring.index(buffer), acc
-            b = b if P.depth_first else b.permute((1, 0))
-            tcgen05_mma(a, b, into, use_acc=step > 0, mbarriers=[])
+                b = first if P.depth_first else first.permute((1, 0))
+                tcgen05_mma(a, b, acc, use_acc=step > 0, mbarriers=[])
             tcgen05_commit(empty.index(buffer))
             use += 1
         tcgen05_commit(done.index(place))
-        number += 1
+        number += 1  # noqa: SIM113
 
 
 @gluon.jit
