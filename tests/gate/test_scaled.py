@@ -141,6 +141,7 @@ def test_no_entry_of_fp8_is_compiled_where_it_is_refused():
         *("_scaled_linear_kernel", "_gather_scaled_linear_kernel", "_dequantize_kernel"),
         *(["_scaled_matmul_kernel"] * HAS_GLUON),
         *("_quantize_rows_kernel", "_quantize_strips_kernel", "_quantize_blocks_kernel"),
+        "_quantize_rows_and_largest_kernel",
     }
 
 

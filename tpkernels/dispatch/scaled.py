@@ -99,6 +99,22 @@ mx_rows_and_columns = Primitive(
 )
 
 
+def _quantize_both(x: Tensor, format: Format, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """`quantize` of x, and of its transpose, with a scale a row."""
+    rows, columns = (quantize_ref(each, format, "rows", power_of_two) for each in (x, x.t()))
+    return rows, columns
+
+
+quantize_both = Primitive(
+    "quantize_both",
+    _quantize_both,
+    launcher("quantize", "quantize_both", "format", "power_of_two"),
+    lambda layer: (layer.x(), layer.format, False),
+    fake=lambda x, format, power_of_two: (_words(x, "rows"), _words(x.t(), "rows")),
+    takes=_takes,
+)
+
+
 def _dequantize(data: Tensor, scale: Tensor, dtype: Wide) -> Tensor:
     """data * scale, rounded to dtype."""
     return dequantize_ref(data, scale, DTYPE[dtype])

@@ -105,18 +105,25 @@ def gathered(of: Operands, activation: Activation = "gelu_tanh", **options: Any)
 
 
 def quantized(of: Operands, name: str = "quantize", by_columns: bool = False, **options: Any) -> Results:
-    """The words of `quantize`, byte for byte; scales and data of activations, which differ where fp32 does.
+    """The words of `quantize` and `quantize_both`, byte for byte; of activations scales and data, which may
+    differ where fp32 does.
 
     by_columns: of a matrix whose columns are contiguous, as those of a weight for dgrad
     """
     record = RECORDS[name]
     x, *others = arguments(of, record, options).values()
-    if name == "quantize":
+    if name in ("quantize", "quantize_both"):
         x = of.tensor(*reversed(x.shape)).t() if by_columns else x
         x[0], x[1, -1], x[2, 0] = 0, float("inf"), float("nan")
         x[3] *= 1e-36
         x[4] *= 1e36
     ours, exact = record.by_kernel(x, *others), record.by_torch(*map(in_float64, (x, *others)))
+    if name == "quantize_both":
+        found = zip(("rows", "columns"), ours, exact, strict=True)
+        return {
+            what: (one.view(torch.uint8).float(), truth.view(torch.uint8).double())
+            for what, one, truth in found
+        }
     if name == "quantize":
         return {"words": (ours.view(torch.uint8).float(), exact.view(torch.uint8).double())}
     scaling = options.get("scaling", of.scaling)
@@ -137,6 +144,7 @@ def both_of_mx(of: Operands) -> Results:
 
 _ACT = partial(quantized, name="quantize_act", activation="silu")
 _GLU = partial(quantized, name="quantize_glu")
+_BOTH = partial(quantized, name="quantize_both")
 QUANTIZED: Mapping[str, Callable[..., Results]] = {
     "rows": partial(quantized),
     "rows+e5m2": partial(quantized, format="e5m2"),
@@ -145,6 +153,8 @@ QUANTIZED: Mapping[str, Callable[..., Results]] = {
     "blocks": partial(quantized, scaling="blocks"),
     "blocks+by_columns": partial(quantized, scaling="blocks", by_columns=True),
     "blocks+square": partial(quantized, scaling="blocks", square=True),
+    "both": _BOTH,
+    "both+by_columns": partial(_BOTH, by_columns=True, format="e5m2"),
     "rows+silu": _ACT,
     "rows+swiglu": _GLU,
     "blocks+silu": partial(_ACT, scaling="blocks"),
@@ -157,6 +167,8 @@ QUANTIZED: Mapping[str, Callable[..., Results]] = {
     "mx+both": both_of_mx,
 }
 
+BOTH = {"rows": "_quantize_rows_and_largest_kernel", "columns": "_quantize_strips_kernel"}
+
 
 def entry_specs() -> Iterator[EntrySpec]:
     """Of what multiplies, and of what quantizes."""
@@ -164,7 +176,12 @@ def entry_specs() -> Iterator[EntrySpec]:
     yield from _mx_products()
     for way, quantize in QUANTIZED.items():
         is_mx = way.startswith("mx")
-        yield _row_spec("quantize", f"{K}/{way}", quantize, architectures=_OF_MX if is_mx else _ALL)
+        if getattr(quantize, "keywords", {}).get("name") != "quantize_both":
+            yield _row_spec("quantize", f"{K}/{way}", quantize, architectures=_OF_MX if is_mx else _ALL)
+    for features in (K, MAX_FEATURES):
+        for half, function in BOTH.items():
+            spec = _row_spec("quantize", f"{features}/both/{half}", _BOTH, features)
+            yield replace(spec, function=function)
     for features in WIDE:
         yield _row_spec("quantize", f"{features}/rows", quantized, features)
     yield _row_spec("quantize", f"{K}/rows", quantized, dtype=torch.float32)

@@ -42,6 +42,7 @@ class Scaled:
     features: int
     format: Format
     scaling: Scaling
+    columns: Tensor | None = None  # words of the transposed matrix, if both were made at once
 
     @property
     def data(self) -> Tensor:
@@ -65,7 +66,7 @@ class Scaled:
 
     def with_words(self, words: Tensor) -> Scaled:
         """Other rows of the same kind."""
-        return replace(self, words=words)
+        return replace(self, words=words, columns=None)
 
 
 def scales_of(features: int, scaling: Scaling) -> int:

@@ -141,7 +141,8 @@ class Plain:
     def activations(self, x: Tensor) -> Operand:
         return x
 
-    def gradients(self, dy: Tensor) -> Operand:
+    def gradients(self, dy: Tensor, for_weight: bool = False) -> Operand:
+        """Return the operand of dy. for_weight: `weight_gradient` is given it, too"""
         return dy
 
     def weight(self, weight: Tensor, transposed: bool) -> Operand:
@@ -230,9 +231,12 @@ class Plain:
         return ProductSum(pairs, transposed)
 
     def weight_gradient(
-        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"]
+        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"], operand: Operand = None
     ) -> Tensor | None:
-        """Compute dyᵀ x; None if it was added to a main_grad. split: the operand that ranks have shards of"""
+        """Compute dyᵀ x; None if it was added to a main_grad.
+
+        split: the factor that ranks have shards of; operand: what `gradients` made of dy
+        """
         return weight_gradient(dy, x, into)
 
     def bias_gradient(self, dz: Tensor, *, split: bool) -> Tensor:
