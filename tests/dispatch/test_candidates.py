@@ -108,6 +108,20 @@ def test_kernels_with_consumers_are_tried_first_after_torchs(step, monkeypatch):
     assert not all(with_consumers[torchs:])
 
 
+@pytest.mark.parametrize("step", ["linear", "glu", "dgrad", "dgrad_act", "dgrad_pairs", "dglu"])
+def test_pairs_that_multiply_together_are_candidates_on_blackwell(step, monkeypatch):
+    """Also where no budget says what they take of shared memory."""
+    for of in (module, matmul_tile):
+        monkeypatch.setattr(of, "triton_version", lambda: (3, 9))
+    record, problem = posed(step, replace(BIG, bias=False))
+    found = {
+        gpu: [c.name for c in candidates(record, problem, TARGET_GPUS[gpu]) if c.tile and c.tile.blocks == 2]
+        for gpu in ("b200", "h100")
+    }
+    assert len(found["b200"]) == 1
+    assert not set(found["b200"]) & set(found["h100"])
+
+
 def test_two_products_in_one_sum_have_no_tile_in_roles_of_triton(monkeypatch):
     """Of two loops Triton makes one without its products, and says nothing."""
     monkeypatch.setattr(module, "triton_version", lambda: (3, 7))

@@ -23,6 +23,7 @@ from tpkernels.gate.machine.events import (
     Wait,
 )
 from tpkernels.gate.machine.recorder import Recorder, recording
+from tpkernels.gate.machine.steps import Steps
 from tpkernels.gate.numerics import Frames, NumericCase, RandomOperands, examine
 from tpkernels.gate.recording import BARE, primitive
 from tpkernels.kernels import matmul_tile
@@ -211,6 +212,27 @@ def test_every_mutant_is_caught():
             found[name] = type(fault).__name__
     assert {name: fault for name, fault in found.items() if fault not in CAUGHT_AS[name]} == {}
     assert found.keys() == CAUGHT_AS.keys()
+
+
+def test_commits_that_land_at_any_time_change_no_verdict(monkeypatch):
+    (trace,) = launched(stages=2, steps=1, tiles=1).traces()
+    expected, states = machine.expectations(trace), machine.search(trace)
+
+    def faults() -> dict[str, str]:
+        found = {}
+        for name, mutant in mutants_on_blackwell(trace):
+            try:
+                machine.search(mutant, expected)
+            except machine.Fault as fault:
+                found[name] = type(fault).__name__
+        return found
+
+    before = faults()
+    assert len(before) == 13  # the others need a second tile
+    monkeypatch.setattr(Steps, "landing_matters", Steps.landing)
+    monkeypatch.setattr(Steps, "private", lambda steps, state: None)
+    assert faults() == before
+    assert machine.search(trace) > 1.5 * states
 
 
 SLIPS = {  # module, what stands there, what does not belong there, what it leads to

@@ -183,6 +183,7 @@ def _footprint(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -
             tile,
             result=4 if tile.splits > 1 or "fp32" in epilogue else problem.result.itemsize,
             reads=problem.step in ("dgrad_act", "dglu") or (tile.splits == 1 and epilogue == "+=bf16"),
+            halves=gpu.target.capability == 100,
         )
     return Footprint(least)
 
