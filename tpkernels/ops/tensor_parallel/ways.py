@@ -240,8 +240,7 @@ class _Ways:
         self._holding.add(name)
         way = self.exchanges[name] = exchange.in_rounds(rounds) if rounds else exchange
         exchange.timeout = timeout_of(self._group, self._moved.device)
-        # kernels may store into slots that no rank reads: all have told each other of earlier runs' results
-        if rounds or self._shared is None:
+        if rounds or self._shared is None:  # kernels that store might find a call in flight
             with exchange.rehearsing(), self._taking(exchange, tile):
                 self._moving(way)
         if self._shared is None:  # else a wait that runs out would be one of calls in earnest
