@@ -169,6 +169,7 @@ def test_gate_computes_every_shipped_tile_and_reports_what_is_wrong():
         "dgrad_act",
         "dgrad_pairs",
         "dglu",
+        "scaled_linear_fwd",
     }
     from tpkernels.kernels.gluon import epilogues
 

@@ -50,7 +50,7 @@ from tpkernels.kernels.bias_grad import bias_grad, sum_partials
 from tpkernels.kernels.disk_cache import DiskCache
 from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.matmul_tile import compiles
-from tpkernels.kernels.operands import Form
+from tpkernels.kernels.operands import FP8, Form
 from tpkernels.kernels.recipe import Format, Scaling
 from tpkernels.kernels.scaled import Scaled, quantize_ref
 from tpkernels.kernels.target import B200, H100, INTERPRETER
@@ -210,6 +210,7 @@ def cases(sizes: Mapping[Form, tuple[int, int, int]] = SIZES) -> Iterator[Numeri
     for form, dtype in WAYS:
         yield from _matmuls(RandomOperands(*sizes[form], dtype, chunks=3, form=form))
     yield from _with_consumers()
+    yield from _scaled_with_consumers()
     yield from _in_fp8()
     yield from _rows(RandomOperands(*sizes["pointer"], FP32, chunks=3))
     yield from _rows(RandomOperands(*sizes["pointer"], BF16, chunks=3))
@@ -235,6 +236,22 @@ def _with_consumers() -> Iterator[NumericCase]:
                         case.name,
                         partial(_emulated, case.run, schedule, capability, explores=case is searched),
                     )
+
+
+def _scaled_with_consumers() -> Iterator[NumericCase]:
+    schedules = cycle(SCHEDULES.values())
+    tokens, out_features, in_features = WITH_CONSUMERS
+    for tile in candidates("linear", "descriptor", FP8[0], H100):
+        if not tile.consumers:
+            continue
+        of = RandomOperands(tokens, out_features, 2 * in_features, BF16, form="descriptor", tile=tile)
+        for way, options in {"rows": {"format": "e5m2"}, **scaled.FAST}.items():
+            call = partial(recording.primitive, of, "scaled_linear", activation="gelu_tanh", **options)
+            explores = tile.blocks == 1 and way == "rows"
+            yield NumericCase(
+                f"scaled_linear_fwd/{tile.name}/fp8/{way.strip('+')}",
+                partial(_emulated, call, next(schedules), explores=explores),
+            )
 
 
 def _emulated(
