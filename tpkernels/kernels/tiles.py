@@ -187,11 +187,15 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
     "wgrad": (
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=2),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=4),
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=8, consumers=1),
+        MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1, blocks=2),
     ),
 }
-# kernel, tile -> epilogues that it is not shipped with: erf takes more registers than there are, and spills
+# kernel, tile -> epilogues that it is not shipped with. erf takes more registers than there are, and spills.
 _SPILLING: Mapping[tuple[Kernel, str], tuple[str, ...]] = {
     ("dglu", "128x256x64-w8-s3-p4-flat"): ("geglu",),
+    # pairs that multiply together sum no gradient of a bias
+    ("dgrad", "256x256x64-w8-s4-p4-c1-b2"): ("db",),
     # scales in the loop take sums to registers
     ("linear", "128x256x128-w8-s3-p2-flat"): ("blocks",),
     ("linear", "128x256x128-w8-s4-p4-flat"): ("blocks",),
@@ -339,12 +343,7 @@ def _fp8_tiles(form: Form, target: Target, ragged: bool) -> tuple[MatmulTile, ..
 
 
 def serves(kernel: Kernel, tile: MatmulTile, options: Container[str]) -> bool:
-    """Whether a shipped tile is one for this epilogue; `options` names activation or gate.
-
-    A sum over the rows of a tile is of one block's rows: the tile of a pair has two blocks'.
-    """
-    if tile.blocks == 2 and "db" in options:
-        return False
+    """Whether a shipped tile is one for this epilogue; `options` names activation or gate."""
     if tile.halves and ("blocks" in options or "float32" in options):
         return False
     spills = _SPILLING.get((kernel, tile.name), ()) + spilling(kernel, tile.name)

@@ -39,7 +39,7 @@ from tpkernels.kernels.target import fast_math
 from tpkernels.kernels.tiles import MatmulTile
 from tpkernels.kernels.triton_versions import gluon_copies
 
-async_load, _ = gluon_copies()
+async_load, _, _ = gluon_copies()
 MOST_SUMS = 128  # registers of a thread for sums, with the products that are added to them
 WARPS, ROWS = 4, 64  # of a consumer; rows that its products have at least
 
@@ -67,6 +67,8 @@ class ScaledConstants:
     consumers: int = 1  # that multiply a tile's rows, so that none awaits its turn
     depth_first: bool = False
     tensor_memory: bool = False
+    across: bool = False
+    adds: bool = False
 
 
 @cache
