@@ -31,7 +31,8 @@ from inspect import signature
 from itertools import cycle, zip_longest
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import get_args
+from types import MappingProxyType
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ from tpkernels.kernels.operands import FP8, Form
 from tpkernels.kernels.recipe import Format, Scaling
 from tpkernels.kernels.scaled import Scaled, quantize_ref
 from tpkernels.kernels.target import B200, H100, INTERPRETER
-from tpkernels.kernels.tiles import ORDERED_SUM, candidates
+from tpkernels.kernels.tiles import ORDERED_SUM, candidates, serves
 
 # norm-wise, against float64: about one and a half correct roundings of the result, on average over its
 # elements. So a result must have some hundreds: a single one may round by up to 3.9e-3 in bf16
@@ -226,7 +227,9 @@ def _with_consumers() -> Iterator[NumericCase]:
         for tile, capability in tiles.items():
             if tile.consumers and compiles(tile):
                 of = RandomOperands(*WITH_CONSUMERS, BF16, form="descriptor", tile=tile)
-                cases = list(_product(of, name, f"{tile.name}/bf16"))
+                summed = name != "dgrad_act" or serves("dgrad", tile, ("db",))
+                fields: Mapping[str, Any] = {} if summed else recording.BARE
+                cases = list(_product(of, name, f"{tile.name}/bf16", fields))
                 # a search of a pair takes minutes at these sizes: tests take smaller ones
                 searched = cases[-1] if tile.blocks == 1 else None
                 for case, schedule in zip(cases, schedules, strict=False):
@@ -265,9 +268,12 @@ def _emulated(
     return results
 
 
-def _product(of: Operands, name: str, way: str) -> Iterator[NumericCase]:
+def _product(
+    of: Operands, name: str, way: str, fields: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[NumericCase]:
+    """fields: of the sample, as `recording.primitive` takes them"""
     record = PRODUCTS[name]
-    launcher, call = LAUNCHERS.get(name, name), partial(recording.primitive, of, name)
+    launcher, call = LAUNCHERS.get(name, name), partial(recording.primitive, of, name, **fields)
     options = signature(record.by_torch).parameters
     if "activation" in options:
         for activation in ACTIVATIONS:

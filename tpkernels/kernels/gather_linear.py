@@ -28,9 +28,9 @@ from tpkernels.kernels.operands import (
     require_shape,
     require_tensors,
 )
-from tpkernels.kernels.target import left_free, resident_programs
-from tpkernels.kernels.tiles import MatmulTile, waiting_tile
-from tpkernels.kernels.waits import Arrivals, require_arrivals, wait_for
+from tpkernels.kernels.target import left_free
+from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.kernels.waits import Arrivals, require_arrivals, require_chunks, wait_for
 
 
 @triton.jit
@@ -177,9 +177,8 @@ def gather_linear_fwd(
     stored = weight.t() if depth_first else weight
     matrices = (("x", x), ("weight", stored), ("the result", y))
     product = launch.product("gather_linear_fwd", "linear", matrices, (T, N), tile, form)
-    product, programs = waiting(
-        "gather_linear_fwd", product, tile, T // chunks, left_free(product.target, margin, counted)
-    )
+    reserved = left_free(product.target, margin, counted)
+    product, programs = product.waiting("gather_linear_fwd", tile, T // chunks, reserved)
     if y.numel():
         y_block = product.block(y, "rows", "part")
         product.start(_gather_linear_kernel, programs)(
@@ -197,7 +196,7 @@ def gather_linear_fwd(
             *x.stride(),
             *weight.stride(),
             0 if bias is None else bias.stride(0),
-            first_tile_of(first_row, T, product.tile),
+            product.first_tile(first_row),
             T // chunks,
             arrivals.limit(product.target),
             ACTIVATION=activation,
@@ -206,40 +205,6 @@ def gather_linear_fwd(
             FAST=product.fast,
             PRECISION=product.precision,
             DEPTH_FIRST=depth_first,
-            ASYNC_PROXY=by_async_proxy(product),
+            ASYNC_PROXY=product.by_async_proxy,
         )
     return LinearForward(y, z if keep_z else None)
-
-
-def waiting(
-    launcher: str, product: launch.ProductLaunch, tile: MatmulTile | None, chunk_rows: int, reserved: int
-) -> tuple[launch.ProductLaunch, int]:
-    """The product as it waits, and by how many programs.
-
-    tile: what the caller asked for; reserved: processors that are left to others
-    """
-    if tile is None:
-        product = product._replace(tile=waiting_tile(product.tile, chunk_rows))
-    elif tile.flatten:
-        raise ValueError(f"{launcher}: expected a tile with flatten=False: it loads before it waits")
-    chosen = product.tile
-    # persistent in either form: a program that waits must not keep out one whose rows are here
-    programs = resident_programs(launcher, product.target, chosen.per_processor, reserved)
-    return product, min(chosen.tiles(product.rows, product.cols), programs)
-
-
-def first_tile_of(first_row: int, rows: int, tile: MatmulTile) -> int:
-    """The first tile whose rows all are here from the start."""
-    return launch.ceil_div(first_row, tile.block_rows) % launch.ceil_div(rows, tile.block_rows)
-
-
-def by_async_proxy(product: launch.ProductLaunch) -> bool:
-    """Whether TMA reads the rows, past the caches that a flag orders."""
-    return product.form == "descriptor" and product.target.backend == "cuda"
-
-
-def require_chunks(launcher: str, rows: int, chunks: int, first_row: int) -> None:
-    if rows % chunks:
-        raise ValueError(f"{launcher}: expected equal chunks of tokens, got {rows} tokens and {chunks} flags")
-    if not 0 <= first_row < max(1, rows):
-        raise ValueError(f"{launcher}: expected a first_row of 0 to {rows - 1}, got {first_row}")

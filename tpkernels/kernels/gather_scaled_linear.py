@@ -13,21 +13,14 @@ from torch import Tensor
 
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import Activation
-from tpkernels.kernels.gather_linear import (
-    by_async_proxy,
-    first_tile_of,
-    require_chunks,
-    ring_tile_at,
-    wait_for_rows,
-    waiting,
-)
+from tpkernels.kernels.gather_linear import ring_tile_at, wait_for_rows
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.linear import LinearForward
 from tpkernels.kernels.operands import Form
-from tpkernels.kernels.scaled_linear import require_product, scaled_tile, scaling_of
+from tpkernels.kernels.scaled_linear import Promotion, ScaledProduct, scaled_tile
 from tpkernels.kernels.target import fast_math, left_free
 from tpkernels.kernels.tiles import MatmulTile
-from tpkernels.kernels.waits import Arrivals, require_arrivals
+from tpkernels.kernels.waits import Arrivals, require_arrivals, require_chunks
 
 
 @triton.jit
@@ -146,7 +139,7 @@ def gather_scaled_linear_fwd(
     Operands as of `scaled_linear_fwd`, the others as of `gather_linear_fwd`
     """
     name = "gather_scaled_linear_fwd"
-    T, N, K, into = require_product(name, x, weight, x_scale, w_scale, bias, activation, dtype)
+    T, N, K, into = ScaledProduct.required(name, x, weight, x_scale, w_scale, bias, activation, dtype)
     require_arrivals(name, arrivals, x.device)
     chunks = arrivals.flags.numel()
     require_chunks(name, T, chunks, first_row)
@@ -156,13 +149,13 @@ def gather_scaled_linear_fwd(
     matrices = (("x", x), ("weight", weight), ("the result", y))
     product = launch.product(name, "linear", matrices, (T, N), tile, form)
     reserved = left_free(product.target, margin, counted)
-    product, programs = waiting(name, product, tile, T // chunks, reserved)
-    scaling = scaling_of(name, product, x_scale, w_scale, fast_accumulate)
+    product, programs = product.waiting(name, tile, T // chunks, reserved)
+    promotion = Promotion.of(name, product, x_scale, w_scale, fast_accumulate)
     if y.numel():
         y_block = product.block(y, "rows", "part")
         product.start(_gather_scaled_linear_kernel, programs)(
             product.block(x, "rows", "depth"),
-            product.columns_cut(scaling["TURNS"]).block(weight, "cols", "depth"),
+            product.columns_cut(promotion.TURNS).block(weight, "cols", "depth"),
             x_scale,
             w_scale,
             y if bias is None else bias,
@@ -179,14 +172,14 @@ def gather_scaled_linear_fwd(
             *x_scale.stride(),
             *w_scale.stride(),
             0 if bias is None else bias.stride(0),
-            first_tile_of(first_row, T, product.tile),
+            product.first_tile(first_row),
             T // chunks,
             arrivals.limit(product.target),
             ACTIVATION=activation,
             HAS_BIAS=bias is not None,
             KEEP_Z=separate_z,
             FAST=fast_math(into, product.target),
-            ASYNC_PROXY=by_async_proxy(product),
-            **scaling,
+            ASYNC_PROXY=product.by_async_proxy,
+            **promotion._asdict(),
         )
     return LinearForward(y, z if keep_z else None)

@@ -14,6 +14,10 @@ than torch's: an element next to the middle of two numbers of fp8 may then go to
 x may lie in memory by rows or by columns (`w.t()`), and is read along its memory either way; what is written
 is rows. Scales of rows need all of a row first: a program holds rows of up to 16k columns, and reads longer
 ones, and columns, twice. The second time goes backwards, as what was read last is still in the cache.
+
+Rows and columns of one matrix of 16 bits take 8 bytes of traffic an element by themselves, if no cache helps:
+3 for rows, 5 for columns. `quantize_both` takes 6.25: what writes rows finds the largest sizes of columns, a
+row of them for each 32, which what writes columns reads in place of the matrix.
 """
 
 from __future__ import annotations
@@ -398,10 +402,13 @@ def quantize_both(x: Tensor, *, format: Format, power_of_two: bool = False) -> B
     require_matrices(name, ("x", x))
     by_columns = x.stride(0) == 1 != x.stride(1)
     one = x.t() if by_columns else x
-    (T, K), how = one.shape, (format, "rows", power_of_two, False, None)
+    T, K = one.shape
     if one.stride(1) != 1 or not 0 < K <= MAX_FEATURES or not T:
-        words = [_quantize(name, each, None, "none", *how) for each in (x, x.t())]
-        return BothWords(*words)
+        apart = (
+            _quantize(name, each, None, "none", format, "rows", power_of_two, False, None)
+            for each in (x, x.t())
+        )
+        return BothWords(*apart)
     _require_words(name, "format", format, Format)
     require_fp8(name, target_of(x.device))
     tile = row_tile(name, K)

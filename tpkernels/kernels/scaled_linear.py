@@ -16,7 +16,7 @@ turns: one part is multiplied and added, then the next.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -313,6 +313,64 @@ def _turns(product: launch.ProductLaunch) -> int:
     return 2 if in_registers and product.form == "descriptor" and not few else 1
 
 
+class ScaledProduct(NamedTuple):
+    """Sizes of a product in fp8, and the dtype of its result."""
+
+    tokens: int
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def required(
+        launcher: str,
+        x: Tensor,
+        weight: Tensor,
+        x_scale: Tensor,
+        w_scale: Tensor,
+        bias: Tensor | None,
+        activation: Activation,
+        dtype: str,
+    ) -> ScaledProduct:
+        """Of such operands, or an error."""
+        if dtype not in RESULTS:
+            raise ValueError(f"{launcher}: expected dtype of {', '.join(RESULTS)}; got {dtype!r}")
+        require_scaled(launcher, ("x", x, x_scale), ("weight", weight, w_scale))
+        require_activation(launcher, activation)
+        (T, K), N = x.shape, weight.shape[0]
+        why = f"(out_features, in_features) for x {tuple(x.shape)}"
+        require_shape(launcher, "weight", weight, (N, K), why)
+        if bias is not None:
+            require_tensors(launcher, ("bias", bias))
+        require_shape(launcher, "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
+        require_fp8(launcher, target_of(x.device))
+        return ScaledProduct(T, N, K, RESULTS[dtype])
+
+
+class Promotion(NamedTuple):
+    """The constants that say how scales lie, and how sums are promoted."""
+
+    BY_BLOCK: bool
+    SHARED: int
+    PROMOTE: bool
+    IN_PLACE: bool
+    TURNS: int
+
+    @staticmethod
+    def of(
+        launcher: str, product: launch.ProductLaunch, x_scale: Tensor, w_scale: Tensor, fast_accumulate: bool
+    ) -> Promotion:
+        if product.tile.consumers or product.tile.block_depth > BLOCK:
+            raise ValueError(
+                f"{launcher}: expected a tile of at most {BLOCK} depth, without consumers, got {product.tile}"
+            )
+        by_block = x_scale.shape[1] != 1
+        promote = by_block or not fast_accumulate
+        shared = 1 if w_scale.shape[0] == product.cols else BLOCK
+        turns = _turns(product) if promote else 1
+        return Promotion(by_block, shared, promote, product.target.has_tma, turns)
+
+
 @planned
 def scaled_linear_fwd(
     x: Tensor,
@@ -340,7 +398,7 @@ def scaled_linear_fwd(
     out: where y is written, and z if it is kept and not y; rows of larger matrices, say
     """
     name = "scaled_linear_fwd"
-    T, N, K, into = require_product(name, x, weight, x_scale, w_scale, bias, activation, dtype)
+    T, N, K, into = ScaledProduct.required(name, x, weight, x_scale, w_scale, bias, activation, dtype)
     separate_z = keep_z and activation != "none"
     wanted = {"y": (T, N), "z": (T, N)} if separate_z else {"y": (T, N)}
     inputs = (("x", x), ("weight", weight), ("x_scale", x_scale), ("w_scale", w_scale), ("bias", bias))
@@ -359,11 +417,11 @@ def scaled_linear_fwd(
             promote=not fast_accumulate,
         )
     elif y.numel():
-        scaling = scaling_of(name, product, x_scale, w_scale, fast_accumulate)
+        promotion = Promotion.of(name, product, x_scale, w_scale, fast_accumulate)
         y_block = product.block(y, "rows", "part")
         product.start(_scaled_linear_kernel)(
             product.block(x, "rows", "depth"),
-            product.columns_cut(scaling["TURNS"]).block(weight, "cols", "depth"),
+            product.columns_cut(promotion.TURNS).block(weight, "cols", "depth"),
             x_scale,
             w_scale,
             y if bias is None else bias,
@@ -381,49 +439,6 @@ def scaled_linear_fwd(
             HAS_BIAS=bias is not None,
             KEEP_Z=separate_z,
             FAST=fast_math(into, product.target),
-            **scaling,
+            **promotion._asdict(),
         )
     return LinearForward(y, z if keep_z else None)
-
-
-def require_product(
-    name: str,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    activation: Activation,
-    dtype: str,
-) -> tuple[int, int, int, torch.dtype]:
-    """T, N, K, and the dtype of the result, or an error. Arguments as of `scaled_linear_fwd`."""
-    if dtype not in RESULTS:
-        raise ValueError(f"{name}: expected dtype of {', '.join(RESULTS)}; got {dtype!r}")
-    require_scaled(name, ("x", x, x_scale), ("weight", weight, w_scale))
-    require_activation(name, activation)
-    (T, K), N = x.shape, weight.shape[0]
-    require_shape(name, "weight", weight, (N, K), f"(out_features, in_features) for x {tuple(x.shape)}")
-    if bias is not None:
-        require_tensors(name, ("bias", bias))
-    require_shape(name, "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
-    require_fp8(name, target_of(x.device))
-    return T, N, K, RESULTS[dtype]
-
-
-def scaling_of(
-    name: str, product: launch.ProductLaunch, x_scale: Tensor, w_scale: Tensor, fast_accumulate: bool
-) -> dict[str, Any]:
-    """The constants that say how scales lie, and how sums are promoted."""
-    if product.tile.consumers or product.tile.block_depth > BLOCK:
-        raise ValueError(
-            f"{name}: expected a tile of at most {BLOCK} depth, without consumers, got {product.tile}"
-        )
-    by_block = x_scale.shape[1] != 1
-    promote = by_block or not fast_accumulate
-    return {
-        "BY_BLOCK": by_block,
-        "SHARED": 1 if w_scale.shape[0] == product.cols else BLOCK,
-        "PROMOTE": promote,
-        "IN_PLACE": product.target.has_tma,
-        "TURNS": _turns(product) if promote else 1,
-    }
