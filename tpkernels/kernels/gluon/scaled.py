@@ -312,7 +312,7 @@ def launch_scaled(
 ) -> None:
     """What `gluon.multiply_scaled` does, where it can.
 
-    outputs: y, and z if it is kept beside
+    outputs: y, and z if it is kept and not y
     """
     (x, w), (x_scale, w_scale), tile = operands, scales, product.tile
     consts = scaled_constants_of(
