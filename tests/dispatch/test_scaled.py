@@ -14,6 +14,7 @@ from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.dispatch.soundness import FP8_BOUND, ROUNDING, bound_of, mismatch, scratch_like
 from tpkernels.gate.numerics import relative_error
 from tpkernels.kernels.activations import ACTIVATIONS
+from tpkernels.kernels.matmul_tile import MatmulTile, compiles
 from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words, in_fp32, swizzled
 from tpkernels.kernels.target import fp8_obstacle, target_of
 
@@ -77,9 +78,15 @@ def test_problem_knows_the_dtype_of_the_result():
 
 
 LARGE, USUAL, SMALL = "128x256x128-w8-s4-p4-flat", "128x128x128-w8-s4-p2-flat", "64x128x128-w4-s3-p2-x2"
+IN_ROLES = (
+    tile
+    for tile in ("128x128x128-w4-s5-p4-c2h", "128x256x128-w4-s4-p4-c2h", "256x256x128-w4-s4-p8-c2h-b2")
+    if compiles(MatmulTile.named(tile))
+)
+ROWWISE = [*IN_ROLES, USUAL, LARGE]  # in roles first: they are to be tried before time runs out
 HOPPERS = [  # the large tile does the work of four small ones
-    ({}, [USUAL, LARGE]),
-    ({"fast": True}, [USUAL, LARGE]),
+    ({}, ROWWISE),
+    ({"fast": True}, ROWWISE),
     ({"scaling": "blocks"}, [USUAL, SMALL]),
     ({"dtype": "float32"}, [USUAL, LARGE]),
 ]

@@ -133,9 +133,11 @@ def test_what_is_planted_in_a_compiled_pair_is_refused(compiler, kernel, consume
         re.sub(r"arrive\.shared::cluster", "arrive.shared::cta", ptx): {NOT_TOLD, *uncounted},
         ptx.replace("barrier.cluster.wait.aligned", "//"): {MADE_ALONE, ENDS_ALONE},
         ptx.replace(".multicast::cluster", ""): {NOT_SHARED},
-        re.sub(
-            rf"(init\.shared::cta\.b64 \[%r\d+\], ){arrivals};", rf"\g<1>{consumers};", ptx
-        ): {MISCOUNTED, ONE_HEARD, *miscounted},
+        re.sub(rf"(init\.shared::cta\.b64 \[%r\d+\], ){arrivals};", rf"\g<1>{consumers};", ptx): {
+            MISCOUNTED,
+            ONE_HEARD,
+            *miscounted,
+        },
     }
     assert unordered_roles(Flow.of(ptx)) == ()
     for broken, found in planted.items():

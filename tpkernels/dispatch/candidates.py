@@ -155,7 +155,7 @@ def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> 
     if problem.kernel != "wgrad" and tile.splits > 1:
         return "its kernel knows no such tile"
     if not serves(problem.kernel, tile, problem.options):
-        return "it spills with this epilogue"
+        return "it spills with this epilogue, or does not compute it"
     if gpu.target.backend == "interpreter":
         return None
     return _footprint(problem, form, tile, gpu).obstacle(tile, gpu.target)

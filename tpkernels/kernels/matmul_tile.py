@@ -84,8 +84,8 @@ class MatmulTile:
         found = _NAME.fullmatch(name)
         if found:
             sizes = {field: int(text) for field, text in found.groupdict().items() if text and text.isdigit()}
-            flags = {name: bool(found[name]) for name in ("flatten", "specialize", "halves")}
-            tile = MatmulTile(**sizes | flags)
+            flatten, specialize, halves = map(bool, found.group("flatten", "specialize", "halves"))
+            tile = MatmulTile(**sizes, flatten=flatten, specialize=specialize, halves=halves)
             if tile.name == name:  # else it says what is usual, or 08 for 8
                 return tile
         raise ValueError(f"expected the name of a tile, such as 128x256x64-w8-s4-p2-flat, got {name!r}")

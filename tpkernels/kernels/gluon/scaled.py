@@ -232,17 +232,15 @@ def _consume(operands, outs, vectors, strides, rows, cols, depth, HALF: gl.const
         col = col_tile * P.block_cols
         # read before the products, which hide how long it takes
         tokens = row + gl.arange(0, P.half_rows, gl.SliceLayout(1, NARROW))
-        x_scale = gl.load(
-            x_scale_ptr + tokens.to(gl.int64) * stride_x_scale, mask=tokens < rows, other=0.0
-        )
+        x_scale = gl.load(x_scale_ptr + tokens.to(gl.int64) * stride_x_scale, mask=tokens < rows, other=0.0)
         columns = col + gl.arange(0, P.block_cols, COLUMNS)
         w_scale = gl.load(
             w_scale_ptr + (columns // SHARED).to(gl.int64) * stride_w_scale, mask=columns < cols, other=0.0
         )
         if P.vector:
-            added = gl.load(
-                bias_ptr + columns.to(gl.int64) * stride_bias, mask=columns < cols, other=0.0
-            ).to(gl.float32)
+            added = gl.load(bias_ptr + columns.to(gl.int64) * stride_bias, mask=columns < cols, other=0.0).to(
+                gl.float32
+            )
         sums = gl.full([P.half_rows, WIDTH], 0.0, gl.float32, WHOLE)
         if TURNS == 0:
             parts = epilogues.split_columns(multiply(sums, operands, (), number, steps, 0, P), PIECES, NARROW)
@@ -259,7 +257,7 @@ def _consume(operands, outs, vectors, strides, rows, cols, depth, HALF: gl.const
         x_rest, x_root = halves(x_scale[:, None])
         parts = _scaled(parts, scale, x_rest, x_root, NARROW, P)
         epilogues.linear(parts, outs, bias, staging, row, col, NARROW, P)
-        number += 1
+        number += P.consumers
     tma.store_wait(0)
 
 
@@ -285,21 +283,23 @@ def _plus_products(sums, x_block, w_block, FIRST: gl.constexpr):
     products = warpgroup_mma(x_block, columns, gl.zeros_like(acc), use_acc=False, is_async=True)
     products = warpgroup_mma_wait(0, deps=(products,))
     acc += products
+    first = (acc,)
     if len(sums) == 1:
-        return (acc,)
+        return first
     else:
-        return (acc,) + _plus_products(sums[1:], x_block, w_block, FIRST + WIDTH)
+        return first + _plus_products(sums[1:], x_block, w_block, FIRST + WIDTH)
 
 
 @gluon.jit
 def _scaled(parts, scale, x_rest, x_root, LAYOUT: gl.constexpr, P: gl.constexpr):
     """Sums times the scales of their rows and columns, as the plain kernel multiplies them."""
     PARTS: gl.constexpr = P.parts
-    found = ()
+    found = parts[:0]
     for p in gl.static_range(PARTS):
         w_scale = scale.slice(p * P.part, P.part).load(gl.SliceLayout(0, LAYOUT))
         w_rest, w_root = halves(w_scale[None, :])
-        found = found + (parts[p] * w_rest * x_rest * (w_root * x_root),)
+        part = (parts[p] * w_rest * x_rest * (w_root * x_root),)
+        found = found + part
     return found
 
 
@@ -315,7 +315,7 @@ def launch_scaled(
 ) -> None:
     """What `gluon.multiply_scaled` does, where it can.
 
-    outputs: y, and z if it is kept beside
+    outputs: y, and z if it is kept and not y
     """
     (x, w), (x_scale, w_scale), tile = operands, scales, product.tile
     consts = scaled_constants_of(
