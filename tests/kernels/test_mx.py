@@ -130,6 +130,12 @@ REFUSED = {
         lambda: mx_linear_fwd(DATA, DATA, SCALE.float(), SCALE),
         "expected x's scale dense and in torch.uint8, got torch.strided torch.float32",
     ),
+    "scales of two kinds": (
+        lambda: scaled_linear.by_torch(
+            DATA, DATA, SCALE.float(), SCALE, None, "none", False, "float32", False
+        ),
+        "expected scales of one kind, got torch.float32 and torch.uint8",
+    ),
     "a scale a row": (
         lambda: mx_linear_fwd(DATA, DATA, SCALE[:, :1], SCALE[:, :1]),
         r"expected x's scale of shape \(4, S\), where S is 2",

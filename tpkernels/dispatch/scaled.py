@@ -175,6 +175,10 @@ def _wide_z(
 ) -> Tensor:
     """x̂ ŵᵀ + bias in fp32, or in dtype if that is wider."""
     wide = torch.promote_types(dtype, torch.float32)
+    if x_scale.dtype != w_scale.dtype:
+        raise TypeError(
+            f"scaled_linear: expected scales of one kind, got {x_scale.dtype} and {w_scale.dtype}"
+        )
     w_scale = _each_row(w_scale, weight)
     if x_scale.dtype == torch.uint8:
         # a sixteenth of each, exactly: with its power of two a number may be 2^128, which fp32 lacks
