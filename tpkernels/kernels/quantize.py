@@ -393,8 +393,8 @@ class BothWords(NamedTuple):
 def quantize_both(x: Tensor, *, format: Format, scaling: Scaling, power_of_two: bool = False) -> BothWords:
     """`quantize` of x and of x.t(): x is read once for MXFP8; with a scale a row twice, and not three times.
 
-    Rows are written when they are first read, which gives the largest sizes of columns. Rows that no program
-    holds, and strides of which none is 1, are quantized in two calls.
+    Rows are written when they are first read, which gives the largest sizes of columns. Two calls quantize
+    rows that no program holds, and a matrix that is contiguous in neither direction.
 
     x: (rows, columns), of any strides
     """
