@@ -209,7 +209,7 @@ def test_one_kernel_multiplies_while_rows_arrive():
 )
 @on_ranks(2)
 def test_one_kernel_multiplies_words_while_they_arrive(recipe, waiting):
-    """Data and scales of each row. The bits are those of a product after the gather, which MXFP8 always has."""
+    """Data and scales of each row. The bits are those of a product after the gather, which MXFP8 has."""
     prepare(Setting())
     found = []
     for overlap, launches in ((True, waiting), (False, 0)):
