@@ -43,7 +43,8 @@ def pairs_compile(monkeypatch):
 
 def launched(kind, stages, steps, tiles, fast=False):
     """The launch of a product without epilogue: one program, of two processors if a pair, computes it all."""
-    tile = replace(TILES[kind], num_stages=stages, parts=1, group=1)
+    parts = 2 if kind == "two turns" else 1
+    tile = replace(TILES[kind], num_stages=stages, parts=parts, group=1)
     of = RandomOperands(tiles * tile.block_rows, 64, 64 * steps, torch.bfloat16, form="descriptor", tile=tile)
     with machine.emulating(None, processors=tile.blocks) as launches:
         primitive(of, "scaled_linear", fast=fast, **BARE)
@@ -256,6 +257,7 @@ def test_launch_says_what_it_cannot_serve():
             (replace(tile, halves=False), "expected consumers that share a tile, for a product of fp8"),
             (replace(tile, num_stages=1), "expected at least 2 stages, and consumers of 4 warps"),
             (replace(tile, block_rows=64), "with at least 64 rows"),
+            (replace(TILES["two turns"], parts=1), "expected at least 2 parts, for sums of as many turns"),
             (replace(tile, num_stages=20), "expected a tile of at most 232,448 bytes"),
         ):
             with pytest.raises(ValueError, match=said):

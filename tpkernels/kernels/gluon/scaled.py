@@ -93,6 +93,11 @@ def scaled_constants_of(
             f"scaled_linear: expected at least 2 stages, and consumers of {WARPS} warps with at least {ROWS} "
             f"rows, got {tile.name}"
         )
+    turns = 0 if not promote else 1 if 2 * rows * tile.block_cols <= MOST_SUMS * 32 * WARPS else 2
+    if tile.parts < turns:
+        raise ValueError(
+            f"scaled_linear: expected at least {turns} parts, for sums of as many turns, got {tile.name}"
+        )
     left = shared_memory - BARRIERS - tile.num_stages * (2 * rows + tile.block_cols) * tile.block_depth
     left -= 2 * 4 * tile.block_cols * (1 + vector)
     room = left // (2 * 2 * rows * part)  # staging buffers of each consumer, for a result of 16 bits
@@ -102,7 +107,6 @@ def scaled_constants_of(
         raise ValueError(
             f"scaled_linear: expected a tile of at most {shared_memory:,} bytes, got {tile.name}"
         )
-    sums = rows * tile.block_cols // (32 * WARPS)
     return ScaledConstants(
         activation=activation,
         vector=vector,
@@ -118,7 +122,7 @@ def scaled_constants_of(
         stages=tile.num_stages,
         staging=staging,
         part=part,
-        turns=0 if not promote else 1 if 2 * sums <= MOST_SUMS else 2,
+        turns=turns,
         half_rows=tile.block_rows // 2,
     )
 
