@@ -207,7 +207,7 @@ def multiply(acc, operands, turns, tile, steps, FIRST: gl.constexpr, P: gl.const
     still is while the other consumer begins to multiply.
     """
     STAGES: gl.constexpr = P.stages
-    _, _, _, empty, both = operands
+    empty, both = operands[3], operands[4]
     await_turn(turns, tile, FIRST, P)
     use = tile * steps
     if P.blocks == 2:  # begins the sum: else all registers are set to zero first, which no copy hides here
