@@ -185,7 +185,11 @@ def test_search_that_takes_too_long_says_so(monkeypatch):
 
 
 SLIPS = {  # what stands there, what does not belong there
-    "a product is not waited for": ("roles", "acc = warpgroup_mma_wait(1, ", "acc = warpgroup_mma_wait(2, "),
+    "a product is not waited for": (
+        "roles",
+        "warpgroup_mma_wait(1, deps=(acc,",
+        "warpgroup_mma_wait(2, deps=(acc,",
+    ),
     "stores are not waited for": ("epilogues", "    tma.store_wait(P.staging - 1)\n", "    pass\n"),
 }
 

@@ -230,23 +230,33 @@ def multiply(acc, operands, turns, tile, steps, FIRST: gl.constexpr, P: gl.const
     still is while the other consumer begins to multiply.
     """
     STAGES: gl.constexpr = P.stages
-    a_ring, b_ring, full, empty, both = operands
+    empty, both = operands[3], operands[4]
     await_turn(turns, tile, FIRST, P)
     use = tile * steps
-    for step in range(steps):
-        buffer, phase = place_of(use + step, STAGES)
-        block = a_ring.index(buffer).permute((1, 0)) if P.across else a_ring.index(buffer)
-        weight = b_ring.index(buffer) if P.depth_first else b_ring.index(buffer).permute((1, 0))
-        mbarrier.wait(full.index(buffer), phase)
-        acc = warpgroup_mma(block, weight, acc, is_async=True)
+    if P.blocks == 2:  # begins the sum: else all registers are set to zero first, which no copy hides here
+        acc = warpgroup_mma_wait(1, deps=(multiply_step(acc, operands, use, P),))
+    for step in range(P.blocks - 1, steps):
+        acc = multiply_step(acc, operands, use + step, P)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        before, _ = place_of(use + step + STAGES - 1, STAGES)
+        before, _ = place_of(use + step - 1 + (0 if P.blocks == 2 else STAGES), STAGES)  # at least 0
         release(empty, both, before, step > 0)
     give_turn(turns, FIRST, P)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     last, _ = place_of(use + steps + STAGES - 1, STAGES)
     release(empty, both, last, True)
     return acc
+
+
+@gluon.jit
+def multiply_step(acc, operands, use, P: gl.constexpr):
+    """acc plus the product of a buffer, in flight."""
+    STAGES: gl.constexpr = P.stages
+    a_ring, b_ring, full, _, _ = operands
+    buffer, phase = place_of(use, STAGES)
+    weight = b_ring.index(buffer) if P.depth_first else b_ring.index(buffer).permute((1, 0))
+    mbarrier.wait(full.index(buffer), phase)
+    block = a_ring.index(buffer).permute((1, 0)) if P.across else a_ring.index(buffer)
+    return warpgroup_mma(block, weight, acc, is_async=True)
 
 
 @gluon.jit
