@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tpkernels.kernels.triton_versions import gluon_copies
 
-async_load, async_store = gluon_copies()
+async_load, async_store, _ = gluon_copies()
 
 
 @gluon.jit

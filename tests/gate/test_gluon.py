@@ -14,6 +14,8 @@ from tpkernels.gate.expectations import violations
 from tpkernels.gate.ptx_flow import PRODUCT, TENSOR_LOAD, Flow
 from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.gate.roles import (
+    ADDED_AND_STORED,
+    ADDED_TWICE,
     BY_ALL,
     IN_FLIGHT,
     LEFT,
@@ -167,6 +169,35 @@ def test_each_step_between_warps_is_needed(ptx, fault):
     for place in reversed(places if which is ... else [places[which]]):
         ptx = ptx[: place.start()] + place.expand(instead) + ptx[place.end() :]
     assert unordered_roles(Flow.of(ptx)) == (found,)
+
+
+@pytest.fixture(scope="module")
+def adding(compiler) -> str:
+    """The PTX of an entry whose results the copy engine adds to main_grad."""
+    entry = next(entry for entry in catalog() if re.match(r"wgrad/.*-c1/\+=fp32", entry.name))
+    facts = compiler.run(facts_of, entry, "sm_90")
+    assert [*violations(entry, "sm_90", facts)] == []
+    more = replace(facts, instructions={**facts.instructions, "UTMAREDG": 16})
+    assert [*violations(entry, "sm_90", more)] == ["16 UTMAREDG, expected 8: a sum is added once"]
+    return compiler.run(assembly_of, entry).ptx
+
+
+ADD = r"cp\.reduce\.async\.bulk\.tensor\.2d\.global\.shared::cta\.add\.bulk_group"
+OF_ADDS = {  # pattern, what stands there instead, what is found
+    "twice": (rf"(@%p\d+ {ADD} .*;)", r"\1\n\1", ADDED_TWICE),
+    "one_stored": (ADD, "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group", ADDED_AND_STORED),
+    "by_all": (rf"@%p\d+ (?={ADD})", "", BY_ALL),
+    "staged_under_one": (r"cp\.async\.bulk\.wait_group\.read \t1;", "", STILL_READ),
+}
+
+
+@pytest.mark.parametrize("fault", OF_ADDS)
+def test_sums_are_added_once(adding, fault):
+    assert unordered_roles(Flow.of(adding)) == ()
+    pattern, instead, found = OF_ADDS[fault]
+    broken, count = re.subn(pattern, instead, adding, count=1)
+    assert count == 1
+    assert unordered_roles(Flow.of(broken)) == (found,)
 
 
 def test_a_barrier_may_be_made_again_once_it_was_ended(ptx):

@@ -20,7 +20,7 @@ from tpkernels.gate import machine
 from tpkernels.kernels.blocks import tile_at
 from tpkernels.kernels.triton_versions import gluon_copies
 
-async_load, async_store = gluon_copies()
+async_load, async_store, _ = gluon_copies()
 
 
 def random(*shape):

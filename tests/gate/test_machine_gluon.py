@@ -28,18 +28,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def launched(name, roles, stages, steps, tiles):
+def launched(name, roles, stages, steps, tiles, into=None):
     """The launch of a primitive whose one program computes so many tiles."""
     shape = TILES[roles]
     tile = MatmulTile(
         shape.block_rows, 64, 64, shape.num_warps, stages, parts=2, consumers=shape.consumers, group=1
     )
-    depth_first = name.startswith("d")
-    depth, cols = 64 * steps, 64
-    sizes = (depth, cols) if depth_first else (cols, depth)
-    of = RandomOperands(tiles * tile.block_rows, *sizes, torch.bfloat16, form="descriptor", tile=tile)
+    rows, depth, cols = tiles * tile.block_rows, 64 * steps, 64
+    sizes = (rows, depth, cols) if name.startswith("d") else (rows, cols, depth)
+    sizes = (depth, rows, cols) if name.startswith("wgrad") else sizes
+    of = RandomOperands(*sizes, torch.bfloat16, form="descriptor", tile=tile)
     with machine.emulating(None, processors=1) as launches:
-        primitive(of, name, activation="gelu")
+        primitive(of, name, activation="gelu", into=into)
     (one,) = launches
     return one
 
@@ -57,6 +57,14 @@ def test_no_order_of_events_is_a_fault(name, stages, roles):
 @pytest.mark.parametrize("name", ["glu", "dgrad", "dgrad_act", "dgrad_pairs"])
 def test_no_order_of_events_of_other_epilogues_is_a_fault(name, roles):
     assert launched(name, roles, stages=2, steps=2, tiles=3).explore() > 5
+
+
+@ROLES
+@pytest.mark.parametrize("into", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["wgrad", "wgrad_accumulate_"])
+def test_no_order_of_events_of_weight_gradients_is_a_fault(name, into, roles):
+    for stages, steps, tiles in ((2, 1, 3), (2, 3, 2), (3, 2, 3)):
+        assert launched(name, roles, stages, steps, tiles, into).explore() > 5
 
 
 CAUGHT_AS = {
@@ -89,18 +97,73 @@ def faults_of(trace, names=None):
     return found
 
 
+MUTATED = {
+    "linear": ("linear", None),
+    "dglu": ("dglu", None),
+    "+=bf16": ("wgrad_accumulate_", torch.bfloat16),
+    "+=fp32": ("wgrad_accumulate_", torch.float32),
+}
+
+
 @ROLES
-@pytest.mark.parametrize("name", ["linear", "dglu"])
-def test_every_mutant_is_caught(name, roles):
+@pytest.mark.parametrize(("name", "into"), MUTATED.values(), ids=MUTATED)
+def test_every_mutant_is_caught(name, into, roles):
     missed, seen = None, set()
     for stages, steps in ((2, 1), (3, 2), (2, 3)):  # an edit may change nothing where another wait holds, too
-        (trace,) = launched(name, roles, stages, steps, tiles=5).traces()
+        (trace,) = launched(name, roles, stages, steps, 5, into).traces()
         found = faults_of(trace, missed)
         missed = {mutant for mutant, fault in found.items() if fault == "none"}
         seen |= {(mutant.partition(" (")[0], fault) for mutant, fault in found.items() if fault != "none"}
     assert missed == set()
     assert {(kind, fault) for kind, fault in seen if fault not in CAUGHT_AS[kind]} == set()
     assert {kind for kind, _ in seen} == set(CAUGHT_AS)
+
+
+OF_WGRAD = {  # module, what stands there, what does not belong there, main_grad's dtype, what is found
+    "overwritten": (
+        *("epilogues", "async_add(out, [row, col], buffer)", "async_store(out, [row, col], buffer)"),
+        *(torch.float32, "is off by"),
+    ),
+    "added twice": (
+        *("epilogues", "        async_add(out, [row, col], buffer)\n"),
+        "        async_add(out, [row, col], buffer)\n        async_add(out, [row, col], buffer)\n",
+        *(torch.float32, "writes global memory that this launch has written before"),
+    ),
+    "old values dropped": (
+        *("epilogues", "            value += old\n", "            pass\n"),
+        *(torch.bfloat16, "is off by"),
+    ),
+    "staged while the copy engine still adds": (
+        *("epilogues", "    tma.store_wait(P.staging - 1)\n", "    pass\n"),
+        *(torch.float32, "Race: "),
+    ),
+    "added without a fence": (
+        *("epilogues", "    fence_async_shared()\n    if P.adds", "    if P.adds"),
+        *(torch.float32, "Race: "),
+    ),
+    "left while the copy engine adds": (
+        *("matmul", "    tma.store_wait(0)\n", "    pass\n"),
+        *(torch.float32, "Undrained: "),
+    ),
+    "added a part beside": (
+        *(
+            "epilogues",
+            "leave(dw, value, row, col + p * P.part",
+            "leave(dw, value, row, col + p * P.part + 1",
+        ),
+        *(torch.float32, "is off by"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("module", "old", "new", "into", "found"), OF_WGRAD.values(), ids=OF_WGRAD)
+def test_edit_of_a_weight_gradient_is_caught(module, old, new, into, found):
+    of = RandomOperands(136, 264, 72, torch.bfloat16, form="descriptor", tile=TILES["cooperative"])
+    run = partial(primitive, of, "wgrad_accumulate_", into=into)
+    case = NumericCase("+=", partial(numerics._emulated, run, machine.EAGER, explores=False))
+    assert examine(case, Frames()).failure == ""
+    with edited(import_module(f"tpkernels.kernels.gluon.{module}"), old, new):
+        assert found in examine(case, Frames()).failure
 
 
 def test_search_by_steps_finds_what_a_search_by_events_finds(monkeypatch):
@@ -169,6 +232,8 @@ def test_gate_computes_every_shipped_tile_and_reports_what_is_wrong():
         "dgrad_act",
         "dgrad_pairs",
         "dglu",
+        "wgrad",
+        "wgrad_accumulate_",
     }
     from tpkernels.kernels.gluon import epilogues
 

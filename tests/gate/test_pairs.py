@@ -107,7 +107,7 @@ def pairs():
 
 def test_pairs_are_compiled_where_triton_arrives_at_other_blocks():
     kernels = {entry.name.partition("/")[0] for entry in pairs()}
-    everywhere = {"linear", "glu", "dgrad", "dgrad_pairs", "dglu"}
+    everywhere = {"linear", "glu", "dgrad", "dgrad_pairs", "dglu", "wgrad"}
     assert kernels == (everywhere if triton_version() >= PAIRS_SINCE else set())
 
 

@@ -10,13 +10,14 @@ from itertools import cycle
 import pytest
 import torch
 
-from tests.kernels.checks import LAYOUTS, normal
+from tests.kernels.checks import LAYOUTS, assert_accurate, normal
 from tests.kernels.launchers import CHOICES, OF_ROWS, arguments, assert_results, computed
 from tests.products import once
 from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import KERNELS, MatmulTile, candidates
+from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
 
 if not HAS_GLUON:
     pytest.skip("Gluon is of another form before Triton 3.7", allow_module_level=True)
@@ -56,6 +57,25 @@ CASES = {  # every product, activation and gate, each under a schedule
 def test_every_product_activation_and_gate(case, tile):
     name, value, schedule = case
     assert_emulated(name, (T, K, N), tile, value, schedule)
+
+
+@once(
+    tile=[*TILES],
+    schedule=[*machine.SCHEDULES],
+    dtype=[torch.bfloat16, torch.float16, torch.float32],
+    tokens=[1, 16, 72, 136],
+)
+def test_weight_gradients_are_written_or_added(tile, schedule, dtype, tokens):
+    """In a dtype of their own."""
+    dy, x, main_grad = matrix(tokens, 104), matrix(tokens, 88), matrix(104, 88).to(dtype)
+    exact = dy.double().T @ x.double()
+    total = main_grad.double() + exact
+    with machine.emulating(machine.SCHEDULES[schedule], processors=2) as launches:
+        dw = wgrad(dy, x, dtype=dtype, tile=TILES[tile])
+        wgrad_accumulate_(main_grad, dy, x, tile=TILES[tile])
+    assert len(launches) == 2
+    assert_accurate(dw, exact)
+    assert_accurate(main_grad, total)
 
 
 @tiles
@@ -128,3 +148,9 @@ def test_gpu_agrees_with_float64(kernel, tile, dtype, device):
         shape = (rows, depth, cols) if name in ("linear", "glu") else (rows, cols, depth)
         call = arguments(name, shape, dtype, device)
         assert_results(name, computed(name, call, tile=tile), call)
+    if kernel == "wgrad":
+        for into in (dtype, torch.float32):
+            main_grad = normal(call["dy"].shape[1], call["x"].shape[1], into, device)
+            total = main_grad.double() + call["dy"].double().T @ call["x"].double()
+            wgrad_accumulate_(main_grad, call["dy"], call["x"], tile=tile)
+            assert_accurate(main_grad, total)

@@ -140,7 +140,7 @@ def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> 
         return f"its kernel needs Triton {since}" + ", and TPKERNELS_GLUON not to be 0" * bool(tile.consumers)
     if tile.specialize and not specializes(problem.step, form, gpu.target):
         return "its kernel knows no such tile"
-    if (problem.kernel == "wgrad" and tile.consumers) or (problem.kernel != "wgrad" and tile.splits > 1):
+    if problem.kernel != "wgrad" and tile.splits > 1:
         return "its kernel knows no such tile"
     if not serves(problem.kernel, tile, problem.options):
         return "it spills with this epilogue"
@@ -244,6 +244,6 @@ def _needless_split(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Prob
         or any(
             other.splits < tile.splits and turns(other.splits) <= turns(tile.splits)
             for other in tiles
-            if replace(other, splits=tile.splits) == tile
+            if replace(tile, splits=other.splits) == other
         )
     )

@@ -194,7 +194,7 @@ def _hopper(entry: Entry, facts: Facts) -> Iterator[str]:
         yield from _present(facts, "HGMMA")
         yield from _absent(facts, "the tensor core's older instruction", "HMMA")
     if consumers := re.search(r"-c(\d)", entry.name):
-        yield from _apart(int(consumers[1]), facts)
+        yield from _apart(entry, int(consumers[1]), facts)
     if "-b2" in entry.name:
         yield from _present(facts, "UTMALDG.MULTICAST")
     if not is_ragged(entry):
@@ -203,7 +203,7 @@ def _hopper(entry: Entry, facts: Facts) -> Iterator[str]:
         yield f"{facts.exposed_waits} waits for copies that no product hides, expected none beside fp8"
 
 
-def _apart(consumers: int, facts: Facts) -> Iterator[str]:
+def _apart(entry: Entry, consumers: int, facts: Facts) -> Iterator[str]:
     """What kernels are written in roles for."""
     if facts.exposed_waits:
         yield f"{facts.exposed_waits} waits for copies that the same warps start, expected none of a consumer"
@@ -211,6 +211,11 @@ def _apart(consumers: int, facts: Facts) -> Iterator[str]:
         yield "no role of its own loads while results are stored"
     if consumers > 1 and not facts.products_during_stores:
         yield "no product can run while results are stored"
+    if _adds(entry):
+        constants: Any = entry.constants["P"]
+        boxes = constants.parts * max(1, 4 * constants.part // 128)  # of 128 bytes a row
+        if (found := facts.count("UTMAREDG")) != boxes:
+            yield f"{found} UTMAREDG, expected {boxes}: a sum is added once"
 
 
 def _specialized(entry: Entry, facts: Facts) -> Iterator[str]:
@@ -224,7 +229,12 @@ def _store_of(entry: Entry) -> str:
     """The instruction by which results leave a descriptor kernel."""
     if kernel_of(entry) == "scatter_linear":
         return "STG.128"  # into memory of other ranks, which no descriptor of ours describes
-    return "UTMAREDG" if entry.constants.get("REDUCE") else "UTMASTG"
+    return "UTMAREDG" if _adds(entry) else "UTMASTG"
+
+
+def _adds(entry: Entry) -> bool:
+    """Whether the copy engine adds results to what is there."""
+    return bool(entry.constants.get("REDUCE") or getattr(entry.constants.get("P"), "adds", False))
 
 
 def _in_fp8(entry: Entry) -> bool:

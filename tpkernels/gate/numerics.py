@@ -31,8 +31,7 @@ from inspect import signature
 from itertools import cycle, zip_longest
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import MappingProxyType
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -226,8 +225,7 @@ def _with_consumers() -> Iterator[NumericCase]:
         for tile, capability in tiles.items():
             if tile.consumers and compiles(tile):
                 of = RandomOperands(*WITH_CONSUMERS, BF16, form="descriptor", tile=tile)
-                options = recording.BARE if tile.blocks == 2 and name == "dgrad_act" else {}  # without db
-                cases = list(_product(of, name, f"{tile.name}/bf16", options))
+                cases = list(_product(of, name, f"{tile.name}/bf16"))
                 # a search of a pair takes minutes at these sizes: tests take smaller ones
                 searched = cases[-1] if tile.blocks == 1 else None
                 for case, schedule in zip(cases, schedules, strict=False):
@@ -250,12 +248,9 @@ def _emulated(
     return results
 
 
-def _product(
-    of: Operands, name: str, way: str, fields: Mapping[str, Any] = MappingProxyType({})
-) -> Iterator[NumericCase]:
-    """fields: of the sample, as `recording.primitive` takes them"""
+def _product(of: Operands, name: str, way: str) -> Iterator[NumericCase]:
     record = PRODUCTS[name]
-    launcher, call = LAUNCHERS.get(name, name), partial(recording.primitive, of, name, **fields)
+    launcher, call = LAUNCHERS.get(name, name), partial(recording.primitive, of, name)
     options = signature(record.by_torch).parameters
     if "activation" in options:
         for activation in ACTIVATIONS:

@@ -8,6 +8,8 @@ all threads of the role. So the warps of a role wait for each other
 - after each has staged its results and fenced them (`fence.proxy.async`), before they are copied out;
 - after a copy has read what was staged, before anything else is staged there.
 
+Sums that the copy engine adds to what is there (`cp.reduce`) are added once.
+
 Products are awaited before their results are staged, and copies before a role ends. Barriers in shared memory
 are made, and fenced for the copy engine, before the roles begin. A barrier is made once, unless it was ended
 (`mbarrier.inval`), and nothing else lies in its 8 bytes meanwhile.
@@ -50,6 +52,8 @@ NOT_FENCED = "results are copied out without a fence after they were staged"
 NOT_STAGED = "results are copied out before all warps have staged theirs"
 BY_ALL = "results are copied out by more than one thread"
 STILL_READ = "results are staged where a copy may still read others"
+ADDED_TWICE = "the same sums are added twice"
+ADDED_AND_STORED = "some results are added to what is there, and others stored over it"
 LEFT = "a role ends while a copy may still read what it staged"
 NOT_MADE = "a barrier in shared memory is used before all, and the copy engine, know that it is made"
 MADE_LATE = "a barrier in shared memory is made when roles have begun"
@@ -72,6 +76,7 @@ _PRODUCTS_AWAITED = re.compile(r"\bwgmma\.wait_group\S*\s+(\d+);")
 _FENCE = re.compile(r"\bfence\.(?:proxy\.async(?:\.shared::cta)?|mbarrier_init\S*);")
 _MADE = re.compile(r"\bmbarrier\.init\b\S*\s+\[(\S+?)\](?:,\s*(\d+))?")
 _ENDED = re.compile(r"\bmbarrier\.inval\b\S*\s+\[(\S+?)\]")
+_ADDED = re.compile(r"\bcp\.reduce\.async\.bulk\.tensor\b")
 _BARRIER_BYTES = 8
 _BLOCKS = re.compile(r"^\.reqnctapercluster\s+(\d+)")
 _TO_ALL = re.compile(r"\bcp\.async\.bulk\.tensor\S*\.multicast::cluster\S*\s")
@@ -91,7 +96,7 @@ _BLOCKS_MET = re.compile(r"^barrier\.cluster\.wait\b")  # after `arrive`
 
 def unordered_roles(flow: Flow) -> tuple[str, ...]:
     """Each rule that some path through some role breaks, in words; () if the order is proven."""
-    rules = (_released, _copied_out, _staged, _made, _in_tensor_memory)
+    rules = (_released, _copied_out, _staged, _added, _made, _in_tensor_memory)
     found = [words for role in flow.roles for rule in rules for words in rule(role)]
     return tuple(dict.fromkeys([*found, *_barriers_alone(flow), *_in_pairs(flow)]))
 
@@ -182,6 +187,24 @@ def _staged(role: Role) -> list[str]:
             return [STILL_READ]
     held = {how for at in role.ends for how, _ in before.get(at, ())}
     return [LEFT] * bool(held - {"read"})
+
+
+def _added(role: Role) -> list[str]:
+    """Sums are added once: of what is staged, and nothing is stored beside."""
+    lines, value = role.flow.lines, role.flow.value
+    copies = role.matching(TENSOR_STORE)
+    adding = {at for at in copies if _ADDED.search(lines[at])}
+    if not adding:
+        return []
+
+    def step(at: int, state: FlowState) -> FlowState:
+        if at in adding:
+            return state | {("added", value(_source(lines[at]) or ""))}
+        return frozenset() if SHARED_STORE.search(lines[at]) else state
+
+    before = role.before_each(step)
+    again = any(("added", value(_source(lines[at]) or "")) in before.get(at, ()) for at in adding)
+    return [ADDED_TWICE] * again + [ADDED_AND_STORED] * (adding != copies)
 
 
 def _source(line: str) -> str | None:

@@ -6,8 +6,8 @@ T tokens, N out_features, K in_features; z (T, K) is the pre-activation of the l
     dz = (dy w) * f'(z)       (T, K)    `dgrad_act`: the gradient of the layer below's product
     db = Σ over tokens of dz  (K,)      its bias gradient, of the fp32 dz; on request
 
-For db each tile leaves the sum over its rows in row `row_tile` of a small fp32 matrix, which `sum_partials`
-sums: one writer an element and a fixed order, so the same bits every time.
+For db each tile, or each block of a pair, leaves the sum over its rows in a row of a small fp32 matrix.
+`sum_partials` sums them: one writer an element and a fixed order, so the same bits every time.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def _dgrad(
     product = launch.product(launcher, "dgrad", matrices, (T, K), tile, form)
     partials = dx
     if bias_grad:
-        row_tiles = launch.ceil_div(T, product.tile.block_rows)
-        partials = launch.empty((row_tiles, K), torch.float32, dy.device)
+        rows = launch.ceil_div(T, product.tile.block_rows) * product.tile.blocks
+        partials = launch.empty((rows, K), torch.float32, dy.device)
     if dx.numel() and product.tile.consumers:
         gluon.multiply(
             "dgrad",

@@ -184,6 +184,8 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
     "wgrad": (
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=2),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=4),
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=8, consumers=1),
+        MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1, blocks=2),
     ),
 }
 # kernel, tile -> epilogues that it is not shipped with: erf takes more registers than there are, and spills
@@ -214,7 +216,7 @@ _BLACKWELL_PAIRS: Mapping[Kernel, tuple[MatmulTile, ...]] = {
     "glu": (MatmulTile(256, 128, 64, num_warps=8, num_stages=5, parts=2, consumers=1, blocks=2),),
     "dgrad": (MatmulTile(256, 256, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),),
     "dglu": (MatmulTile(256, 256, 64, num_warps=8, num_stages=4, parts=8, consumers=1, blocks=2),),
-    "wgrad": (),
+    "wgrad": (MatmulTile(256, 256, 64, num_warps=8, num_stages=4, parts=8, consumers=1, blocks=2),),
 }
 _POINTER_SMALL = MatmulTile(16, 64, 64, num_warps=4, num_stages=3)
 _POINTER_ONE_RESULT = (
@@ -317,12 +319,7 @@ def _fp8_tiles(form: Form, target: Target, ragged: bool) -> tuple[MatmulTile, ..
 
 
 def serves(kernel: Kernel, tile: MatmulTile, options: Container[str]) -> bool:
-    """Whether a shipped tile is one for this epilogue; `options` names activation or gate.
-
-    A sum over the rows of a tile is of one block's rows: the tile of a pair has two blocks'.
-    """
-    if tile.blocks == 2 and "db" in options:
-        return False
+    """Whether a shipped tile is one for this epilogue; `options` names activation or gate."""
     spills = _SPILLING.get((kernel, tile.name), ()) + spilling(kernel, tile.name)
     return not any(option in options for option in spills)
 

@@ -53,10 +53,27 @@ def replacement(kernel: str, tile: str) -> str:
     return next((name for name in found if name), tile)
 
 
-def gluon_copies() -> tuple[Any, Any]:
-    """Gluon's `tma.async_load` and `tma.async_store`, as 3.8 calls them; 3.9 has the older names no more."""
+def gluon_copies() -> tuple[Any, Any, Any]:
+    """Gluon's `tma.async_load`, `async_store` and `async_atomic_add`, as 3.8 calls them.
+
+    3.9 has the older names no more; 3.7 has no name for the last, though its compiler knows it.
+    """
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
     if hasattr(tma, "async_load"):
-        return tma.async_load, tma.async_store
-    return tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+        return tma.async_load, tma.async_store, tma.async_atomic_add
+    return tma.async_copy_global_to_shared, tma.async_copy_shared_to_global, _async_atomic_add(tma.__name__)
+
+
+def _async_atomic_add(module: str) -> Any:
+    """What 3.7 lacks, to be found where 3.8 has it."""
+    from triton._C.libtriton import ir
+    from triton.experimental.gluon.language._core import builtin
+
+    def async_atomic_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+        where = _semantic._convert_to_ir_values(coord, require_i64=False)
+        add = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, where, src.handle)
+
+    async_atomic_add.__module__ = module
+    return builtin(async_atomic_add)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import launch
+from tpkernels.kernels import gluon, launch
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import DTYPES, Form, require_matrices, require_shape, require_writable
@@ -165,6 +165,11 @@ def _launch(
     splits = product.tile.splits
     sums = dw if splits == 1 else _slots(product.tile, dw)
     accumulate_here = accumulate and sums is dw
+    reduces = accumulate_here and product.form == "descriptor" and dw.dtype == torch.float32
+    if product.tile.consumers:
+        read = (dw,) if accumulate and not reduces else ()
+        gluon.multiply("wgrad", product, (dy, x), (dw,), inputs=read, adds=reduces)
+        return
     product.start(_wgrad_kernel)(
         product.block(dy, "depth", "rows"),
         product.block(x, "depth", "cols"),
@@ -176,7 +181,7 @@ def _launch(
         *x.stride(),
         *sums.stride(),
         ACCUMULATE=accumulate_here,
-        REDUCE=accumulate_here and product.form == "descriptor" and dw.dtype == torch.float32,
+        REDUCE=reduces,
         PRECISION=product.precision,
         SPLITS=splits,
     )

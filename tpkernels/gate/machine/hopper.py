@@ -82,13 +82,13 @@ def _land(view: View, tensor_desc: Descriptor, corner: tuple[int, ...]) -> None:
     view.put(tensor_desc.read(corner))
 
 
-def async_store(tensor_desc: Descriptor, coord: Sequence[int], src: View) -> None:
+def async_store(tensor_desc: Descriptor, coord: Sequence[int], src: View, accumulate: bool = False) -> None:
     require_like(src, tensor_desc.box, tensor_desc.dtype, "a copy out")
     corner = tensor_desc.corner(coord, current().block)
     box: list[torch.Tensor] = []
 
     def write(written: Written) -> None:
-        tensor_desc.write(corner, box.pop(), written, event.where)
+        tensor_desc.write(corner, box.pop(), written, event.where, accumulate)
 
     event = current().emit(CopyOut, src, lambda: box.append(src.get()), write)
 
@@ -174,6 +174,7 @@ FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "tma": {
         "async_load": async_load,
         "async_store": async_store,
+        "async_atomic_add": partial(async_store, accumulate=True),
         "async_copy_global_to_shared": async_load,  # before Triton 3.8
         "async_copy_shared_to_global": async_store,
         "store_wait": store_wait,

@@ -140,7 +140,9 @@ class Written:
     def __init__(self) -> None:
         self._masks: dict[int, Tensor] = {}
 
-    def write(self, tensor: Tensor, places: Tensor, values: Tensor, where: str) -> None:
+    def write(
+        self, tensor: Tensor, places: Tensor, values: Tensor, where: str, accumulate: bool = False
+    ) -> None:
         storage = storage_of(tensor)
         mask = self._masks.setdefault(
             tensor.untyped_storage().data_ptr(), torch.zeros(len(storage), dtype=torch.bool)
@@ -149,7 +151,7 @@ class Written:
         if bool(mask[places].any()):
             raise Misuse(f"{where}: writes global memory that this launch has written before")
         mask[places] = True
-        storage[places] = values
+        storage[places] = storage[places] + values if accumulate else values
 
 
 def require_inside(storage: Tensor, places: Tensor, where: str) -> None:
@@ -205,6 +207,8 @@ class Descriptor:
         inside, places = self._places(corner)
         return torch.where(inside, storage_of(self.tensor)[torch.where(inside, places, 0)], 0)
 
-    def write(self, corner: tuple[int, ...], box: Tensor, written: Written, where: str) -> None:
+    def write(
+        self, corner: tuple[int, ...], box: Tensor, written: Written, where: str, accumulate: bool = False
+    ) -> None:
         inside, places = self._places(corner)
-        written.write(self.tensor, places[inside], box[inside], where)
+        written.write(self.tensor, places[inside], box[inside], where, accumulate)

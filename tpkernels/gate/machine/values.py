@@ -6,6 +6,7 @@ its value is computed when the recorded events are carried out, in whatever orde
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,7 +83,11 @@ class TensorBlock:
         return apply(lambda x: x.to(torch_dtype(dtype)), self)
 
     def reshape(self, *shape: Any) -> TensorBlock:
-        return apply(lambda x: x.reshape(_flat(shape)), self)
+        first, *others = _flat(shape)
+        rows = self.meta.numel() // math.prod(others)
+        if first not in (rows, 2 * rows):  # of a pair, each block has half
+            raise ValueError(f"cannot reshape {tuple(self.shape)} into {(first, *others)}")
+        return apply(lambda x: x.reshape(rows, *others), self)
 
     def permute(self, *order: Any) -> TensorBlock:
         return apply(lambda x: x.permute(_flat(order)), self)

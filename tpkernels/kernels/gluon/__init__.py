@@ -20,6 +20,7 @@ def multiply(
     inputs: Sequence[Tensor] = (),
     vector: Tensor | None = None,
     activation: str = "none",
+    adds: bool = False,
 ) -> None:
     """Launch the product that a tile with consumers stands for; see `matmul` for what goes where."""
     target, obstacle = product.target, None
@@ -31,10 +32,14 @@ def multiply(
         obstacle = "matrices that the copy engine can move (bfloat16 or float16, aligned to 16 bytes)"
     elif not compiles(product.tile):
         obstacle = "Triton {}.{} or later".format(*triton_for(product.tile))
-    elif epilogue == "dgrad" and vector is not None and pair:
-        obstacle = "no gradient of a bias, which is summed over the rows of one block"
     if obstacle:
         raise ValueError(f"{epilogue}: tile {product.tile.name} expected {obstacle}")
     from tpkernels.kernels.gluon.matmul import launch_matmul  # Triton before 3.7 lacks what it imports
 
-    launch_matmul(epilogue, product, operands, outputs, inputs=inputs, vector=vector, activation=activation)
+    launch_matmul(
+        *(epilogue, product, operands, outputs),
+        inputs=inputs,
+        vector=vector,
+        activation=activation,
+        adds=adds,
+    )

@@ -18,7 +18,7 @@ from typing import Literal
 
 from tpkernels.kernels.tiles import MatmulTile
 
-Epilogue = Literal["linear", "glu", "dgrad", "dglu"]
+Epilogue = Literal["linear", "glu", "dgrad", "dglu", "wgrad"]
 BARRIERS = 256  # bytes, at least: two or three of 8 bytes for each buffer of two rings, and their alignment
 VECTOR = 1024  # bytes for each consumer: the bias of a tile in fp32, or room to add its rows
 
@@ -51,6 +51,8 @@ class ProductConstants:
     width: int  # columns of the accumulator
     two_weights: bool  # whether they lie side by side, and so do their products
     depth_first: bool  # whether a weight is (depth, cols)
+    across: bool  # whether a is (depth, rows)
+    adds: bool  # whether the copy engine adds results to what is there
     tensor_memory: bool  # whether sums lie there, and a pair multiplies together: see `tensor_memory`
 
 
@@ -66,11 +68,14 @@ def constants_of(
     inputs: int = 0,
     outputs: int = 1,
     fast: bool = True,
+    itemsize: int = 2,
+    adds: bool = False,
     tensor_memory: bool = False,
 ) -> ProductConstants:
     """The constants of a product of 16-bit matrices with this tile; ValueError if it does not fit.
 
     shared_memory: bytes that a program can have
+    itemsize: of results, and of what the epilogue reads
     """
     if tile.num_stages < 2:
         raise ValueError(
@@ -82,7 +87,7 @@ def constants_of(
     columns = width // tile.blocks if tensor_memory else width
     stage = 2 * (rows + columns) * tile.block_depth
     part = tile.block_cols // tile.parts
-    part_bytes = 2 * rows * part
+    part_bytes = itemsize * rows * part
     consumers = tile.consumers
     left = shared_memory - BARRIERS - VECTOR * consumers * vector - tile.num_stages * stage
     slots = min(tile.parts, (left // part_bytes - 2 * consumers) // inputs) if inputs else 0
@@ -113,6 +118,8 @@ def constants_of(
         part=part,
         width=width,
         two_weights=two_weights,
-        depth_first=epilogue in ("dgrad", "dglu"),
+        depth_first=epilogue in ("dgrad", "dglu", "wgrad"),
+        across=epilogue == "wgrad",
+        adds=adds,
         tensor_memory=tensor_memory,
     )

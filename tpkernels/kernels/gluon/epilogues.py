@@ -10,7 +10,7 @@ from tpkernels.kernels.epilogues import act, act_and_grad
 from tpkernels.kernels.gluon.roles import take
 from tpkernels.kernels.triton_versions import gluon_copies
 
-_, async_store = gluon_copies()
+_, async_store, async_add = gluon_copies()
 
 
 @gluon.jit
@@ -78,11 +78,27 @@ def dgrad(
         if P.vector:
             # rows past the end are 0 * w, which is NaN where w is infinite
             there = row + gl.arange(0, P.block_rows, gl.SliceLayout(1, LAYOUT)) < rows
-            sums = gl.sum(gl.where(there[:, None], value, 0.0), axis=0)
-            columns = col + p * P.part + gl.arange(0, P.part, gl.SliceLayout(0, LAYOUT))
-            offset = (row // P.block_rows).to(gl.int64) * cols
-            gl.store(sums_ptr + offset + columns, sums, mask=columns < cols)
+            counted = gl.where(there[:, None], value, 0.0)
+            if P.blocks == 2:
+                sums_of_blocks(counted, sums_ptr, row, col + p * P.part, cols, P)
+            else:
+                sums = gl.sum(counted, axis=0)
+                columns = col + p * P.part + gl.arange(0, P.part, gl.SliceLayout(0, LAYOUT))
+                offset = (row // P.block_rows).to(gl.int64) * cols
+                gl.store(sums_ptr + offset + columns, sums, mask=columns < cols)
         leave(dx, value, row, col + p * P.part, staging, p, P)
+
+
+@gluon.jit
+def sums_of_blocks(value, sums_ptr, row, col, cols, P: gl.constexpr):
+    """Of a pair: the sums over each block's rows, in a row of their own."""
+    WARPS: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0], [[1, 0]])
+    sums = gl.sum(value.reshape([2, P.block_rows // 2, P.part]), axis=1)
+    block = row // P.block_rows * 2 + gl.arange(0, 2, gl.SliceLayout(1, LAYOUT))
+    columns = col + gl.arange(0, P.part, gl.SliceLayout(0, LAYOUT))
+    places = sums_ptr + block.to(gl.int64)[:, None] * cols + columns[None, :]
+    gl.store(places, gl.convert_layout(sums, LAYOUT), mask=(columns < cols)[None, :])
 
 
 @gluon.jit
@@ -103,8 +119,21 @@ def dglu(parts, outs, inputs, use, staging, row, col, LAYOUT: gl.constexpr, P: g
 
 
 @gluon.jit
+def wgrad(parts, outs, inputs, use, staging, row, col, LAYOUT: gl.constexpr, P: gl.constexpr):
+    """dw, or main_grad plus dw: added to what was fetched of it, unless the copy engine adds."""
+    PARTS: gl.constexpr = P.parts
+    dw, _, _ = outs
+    for p in gl.static_range(PARTS):
+        value = part_of(parts, p, LAYOUT, P)
+        if P.inputs:
+            old, _ = take(inputs, use + p, LAYOUT, P)
+            value += old
+        leave(dw, value, row, col + p * P.part, staging, p, P)
+
+
+@gluon.jit
 def leave(out, value, row, col, staging, number: gl.constexpr, P: gl.constexpr):
-    """Store a part by way of a staging buffer, as store number `number` of the tile.
+    """Store or add a part by way of a staging buffer, as store number `number` of the tile.
 
     Buffers are used in turn: this one is free once all stores but the `staging` - 1 latest have read theirs.
     """
@@ -112,7 +141,10 @@ def leave(out, value, row, col, staging, number: gl.constexpr, P: gl.constexpr):
     buffer = staging.index(number % P.staging)
     buffer.store(value.to(out.dtype))
     fence_async_shared()
-    async_store(out, [row, col], buffer)
+    if P.adds:
+        async_add(out, [row, col], buffer)
+    else:
+        async_store(out, [row, col], buffer)
 
 
 @gluon.jit

@@ -1,10 +1,11 @@
-"""The warp-specialised product: one kernel with one of four epilogues, and what launches it.
+"""The warp-specialised product: one kernel with one of five epilogues, and what launches it.
 
     epilogue  product                        reads    writes
     linear    x wᵀ                           bias     y, z on request
     glu       x wgᵀ and x wuᵀ side by side            h; g and u on request
     dgrad     dy w, or dy w + dy2 w2         z        dx or dz; sums of its rows on request
     dglu      dy w                           g, u     dg, du; h on request
+    wgrad     dyᵀ x                          dw       dw; or adds to it, and then reads it only in 16 bits
 
 Each computes what the plain kernel of its name does, whose launcher checks what it is given. One consumer
 of 8 warps works on every tile; or two of 4 warps take tiles in turn, and the products of one run during the
@@ -42,6 +43,7 @@ from tpkernels.kernels.operands import MatrixLayout
 
 Halves = tuple[tuple[int, int], ...]  # where the second block of a pair begins, in halves; () without one
 _OF_PAIR: tuple[Halves, Halves] = (((1, 0),), ((0, 0),))  # of what is split by rows, and of what both have
+_ACROSS: Halves = ((0, 1),)  # of what is split by columns
 
 
 # one binary for all sizes: the one that was tried on a GPU is the one that runs
@@ -50,16 +52,16 @@ _OF_PAIR: tuple[Halves, Halves] = (((1, 0),), ((0, 0),))  # of what is split by 
     do_not_specialize_on_alignment=["vector_ptr"],
 )
 def _matmul_kernel(
-    a,  # (rows, depth), like every matrix here a tensor descriptor
+    a,  # (rows, depth), or (depth, rows) if across; like every matrix here a tensor descriptor
     b,  # (cols, depth), or (depth, cols) if depth_first
     a2,  # (rows, depth2), unread unless there are two pairs
     b2,  # like b, unread unless there are two weights or pairs
-    in0,  # (rows, cols) z or g, unread unless there are inputs
+    in0,  # (rows, cols) z, g or dw, unread unless there are inputs
     in1,  # (rows, cols) u
-    out0,  # (rows, cols) y, h, dx or dg
+    out0,  # (rows, cols) y, h, dx, dg or dw
     out1,  # (rows, cols) z, g or du, untouched if not asked for
     out2,  # (rows, cols) u or h, likewise
-    vector_ptr,  # (cols,) bias of linear, or (row tiles, cols) sums of dgrad in fp32; untouched without
+    vector_ptr,  # (cols,) bias of linear, or (row tiles * blocks, cols) sums of dgrad; untouched without
     rows,
     cols,
     depth,
@@ -190,6 +192,8 @@ def _consume(
             epilogues.dgrad(
                 parts, outs, vector_ptr, inputs, number * P.parts, staging, row, col, rows, cols, NARROW, P
             )
+        elif P.epilogue == "wgrad":
+            epilogues.wgrad(parts, outs, inputs, number * P.parts, staging, row, col, NARROW, P)
         else:
             epilogues.dglu(parts, outs, inputs, number * P.parts, staging, row, col, NARROW, P)
         if P.inputs:
@@ -209,6 +213,7 @@ def launch_matmul(
     inputs: Sequence[Tensor],
     vector: Tensor | None,
     activation: str,
+    adds: bool,
 ) -> None:
     """What `gluon.multiply` does, where it can.
 
@@ -216,6 +221,7 @@ def launch_matmul(
     outputs: those asked for, in the order of the kernel's
     inputs: what the epilogue reads
     vector: the bias of linear, or the sums of dgrad
+    adds: whether results are added to what is there, by the copy engine
     """
     a, b = operands[:2]
     consts = constants_of(
@@ -228,6 +234,8 @@ def launch_matmul(
         inputs=len(inputs),
         outputs=len(outputs),
         fast=product.fast,
+        itemsize=outputs[0].itemsize,
+        adds=adds,
         tensor_memory=product.target.capability == 100,
     )
     a_block, part = (consts.block_rows, consts.block_depth), (consts.block_rows, consts.part)
@@ -239,8 +247,12 @@ def launch_matmul(
     rows, cols, tile = product.rows, product.cols, product.tile
     halves, alike = _OF_PAIR if tile.blocks == 2 else ((), ())
     if consts.tensor_memory:  # each block has its half of the columns
-        alike = ((0, 1),) if consts.depth_first else halves
-    described_a, described_b = _described(a, a_block, halves), _described(b, b_block, alike)
+        alike = _ACROSS if consts.depth_first else halves
+    if consts.across:
+        described_a = _described(a, a_block[::-1], _ACROSS if tile.blocks == 2 else ())
+    else:
+        described_a = _described(a, a_block, halves)
+    described_b = _described(b, b_block, alike)
     read = [_described(tensor, part, halves) for tensor in inputs]
     written = [_described(tensor, part, halves) for tensor in outputs]
     launch.on(a.device, _matmul_kernel, launch.grid(product.target, "descriptor", tile, rows, cols))(
@@ -253,7 +265,7 @@ def launch_matmul(
         a if vector is None else vector,
         rows,
         cols,
-        a.shape[1],
+        a.shape[0 if consts.across else 1],
         operands[2].shape[1] if consts.pairs == 2 else 0,
         0 if vector is None else vector.stride(-1),
         P=consts,
@@ -280,4 +292,4 @@ def _filled(given: list[TensorDescriptor], count: int, filler: TensorDescriptor)
     return given + [filler] * (count - len(given))
 
 
-_GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}

@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tpkernels.kernels.blocks import tile_at
 from tpkernels.kernels.triton_versions import gluon_copies
 
-async_load, _ = gluon_copies()
+async_load, _, _ = gluon_copies()
 
 
 @gluon.jit
@@ -94,12 +94,14 @@ def turn_barriers(P: gl.constexpr):
 def operand_ring(a, b, P: gl.constexpr):
     """Buffers for blocks of a, and for those of b, or of both weights."""
     STAGES: gl.constexpr = P.stages
+    A_ROWS: gl.constexpr = P.block_depth if P.across else P.block_rows
+    A_COLS: gl.constexpr = P.block_rows if P.across else P.block_depth
     APART: gl.constexpr = P.two_weights and P.tensor_memory  # each weight is multiplied by itself
     WIDTH: gl.constexpr = P.block_cols if APART else P.width
     B_ROWS: gl.constexpr = P.block_depth if P.depth_first else WIDTH
     B_COLS: gl.constexpr = WIDTH if P.depth_first else P.block_depth
     B_BUFFERS: gl.constexpr = 2 * STAGES if APART else STAGES
-    a_ring = gl.allocate_shared_memory(a.dtype, [P.stages, P.block_rows, P.block_depth], a.layout)
+    a_ring = gl.allocate_shared_memory(a.dtype, [P.stages, A_ROWS, A_COLS], a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [B_BUFFERS, B_ROWS, B_COLS], b.layout)
     if P.tensor_memory:
         return a_ring, b_ring, barriers_of_both(STAGES), barriers(STAGES), ()
@@ -170,7 +172,7 @@ def load_step(a, b, beside, operands, use, row, col, k, P: gl.constexpr):
     else:
         mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta)
     if PAIR:  # its own rows do not wait for the other block
-        async_load(a, [row, k], landed, a_ring.index(buffer))
+        async_load(a, [k, row] if P.across else [row, k], landed, a_ring.index(buffer))
         mbarrier.wait(both.index(buffer), phase ^ 1)
     if P.two_weights:
         async_load(b, [col, k], landed, weight, multicast=PAIR)
@@ -178,7 +180,7 @@ def load_step(a, b, beside, operands, use, row, col, k, P: gl.constexpr):
     else:
         async_load(b, [k, col] if P.depth_first else [col, k], landed, weight, multicast=PAIR)
     if not PAIR:
-        async_load(a, [row, k], landed, a_ring.index(buffer))
+        async_load(a, [k, row] if P.across else [row, k], landed, a_ring.index(buffer))
 
 
 @gluon.jit
@@ -233,9 +235,10 @@ def multiply(acc, operands, turns, tile, steps, FIRST: gl.constexpr, P: gl.const
     use = tile * steps
     for step in range(steps):
         buffer, phase = place_of(use + step, STAGES)
+        block = a_ring.index(buffer).permute((1, 0)) if P.across else a_ring.index(buffer)
         weight = b_ring.index(buffer) if P.depth_first else b_ring.index(buffer).permute((1, 0))
         mbarrier.wait(full.index(buffer), phase)
-        acc = warpgroup_mma(a_ring.index(buffer), weight, acc, is_async=True)
+        acc = warpgroup_mma(block, weight, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         before, _ = place_of(use + step + STAGES - 1, STAGES)
         release(empty, both, before, step > 0)
