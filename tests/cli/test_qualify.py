@@ -308,10 +308,19 @@ class Gpus:
     ],
 )
 def test_gpus_are_tried_over_what_they_can(ranks, gpus, symmetric, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", gpus.device_count)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", gpus.can_device_access_peer)
     world = QualifyWorld(0, ranks, torch.device("cuda"), 1, 1.0, quick=True)
-    assert world.transports() == {"c10d": symmetric if ranks == 1 else "", "symmetric": symmetric}
+    expected = {
+        "c10d": symmetric if ranks == 1 else "",
+        "symmetric": symmetric,
+        "symmetric-rounds": symmetric,
+    }
+    assert world.transports() == expected
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    if not symmetric:
+        assert world.transports() == {**expected, "symmetric-rounds": "ranks are on several machines"}
 
 
 def test_kernels_that_child_processes_have_tried_are_listed(cache):

@@ -28,6 +28,7 @@ from tpkernels.comm.schedule import (
     peers_by_step,
     pushed_chunks,
     pushing_gather_plan,
+    pushing_rounds_plan,
     reduce_plan,
     reusable_after,
     slot_of,
@@ -166,6 +167,18 @@ def test_a_gather_that_pushes_all_at_once_arrives_as_another_does():
             assert at_once.rounds[0].swaps == at_once.swaps == plan.swaps
             assert [round.rows for round in at_once.rounds] == [round.rows for round in plan.rounds]
             assert (at_once.own, at_once.kept, at_once.rows) == (plan.own, plan.kept, plan.rows)
+
+
+def test_rounds_that_are_pushed_at_once_are_those_of_collectives():
+    for rows, ranks, rounds in ROUNDS:
+        for rank in range(ranks):
+            plan = collective_gather_plan(rows, ranks, rank, rounds)
+            at_once = pushing_rounds_plan(rows, ranks, rank, rounds)
+            assert at_once.rounds[0].swaps == at_once.swaps == plan.swaps
+            assert [round.rows for round in at_once.rounds] == [round.rows for round in plan.rounds]
+            block = ranks // rounds
+            turns = [(swap.source // block - rank // block) % rounds for swap in plan.swaps]
+            assert turns == sorted(turns), "rows come in the order in which rounds take them"
 
 
 def test_whole_parts_are_swapped_where_little_more_is_sent():

@@ -69,6 +69,27 @@ def test_sockets_with_too_long_a_name_are_refused_and_folders_of_their_own_are_o
     assert sockets_place() in places
 
 
+def test_a_kernel_that_is_rehearsed_stores_nothing_at_other_ranks():
+    """Even after calls, whose rows others may still read; nor does it count anything."""
+    ends = open_symmetric_loopback("a rehearsal", LAYOUT)
+    for _ in range(3):
+        for delivery in [start(end, ROWS, reducing=True) for end in ends]:
+            delivery.end()
+    first, _ = ends
+    with first.rehearsing():
+        plan = reduce_plan(8, 2, 0, 2, False)
+        delivery = first.begin(None, plan, 3, ROWS[0])
+        slots, flags, counters, awaited = delivery.departures()
+        own = first.landing(delivery.slot, 0)
+        assert slots.tolist() == [own.rows.data_ptr()] * 2
+        assert flags.tolist() == [own.flags.data_ptr()] * 2
+        assert counters.tolist() == [0] * 4
+        assert counters.data_ptr() != first.departing(delivery.slot).counters.data_ptr()
+        assert int(awaited) == int(first.awaited[delivery.slot])
+        delivery.end()
+    assert first.order.begun == 3
+
+
 def test_ranks_that_share_a_gpu_are_refused_unless_torch_was_told(monkeypatch):
     monkeypatch.delenv(rendezvous.OVERLAPPING, raising=False)
     assert not require_gpu_each("it", ["first", "second"], 0)

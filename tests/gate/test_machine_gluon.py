@@ -232,6 +232,7 @@ def test_gate_computes_every_shipped_tile_and_reports_what_is_wrong():
         "dgrad_act",
         "dgrad_pairs",
         "dglu",
+        "scaled_linear_fwd",
         "wgrad",
         "wgrad_accumulate_",
     }

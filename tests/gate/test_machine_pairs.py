@@ -46,7 +46,7 @@ def pairs_compile(monkeypatch):
 def launched(stages, steps, tiles):
     """The launch of a product without epilogue: one pair computes so many tiles."""
     tile = replace(PAIR, num_stages=stages, parts=1, group=1)
-    of = RandomOperands(tiles * 256, 64 * steps, 64, torch.bfloat16, form="descriptor", tile=tile)
+    of = RandomOperands(tiles * 256, 64, 64 * steps, torch.bfloat16, form="descriptor", tile=tile)
     with machine.emulating(None, processors=2) as launches:
         primitive(of, "linear", bias=False, activation="none", keep_z=False)
     (one,) = launches

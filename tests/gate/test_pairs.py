@@ -14,6 +14,7 @@ from tpkernels.gate.roles import (
     ENDS_ALONE,
     MADE_ALONE,
     MISCOUNTED,
+    NOT_COUNTED,
     NOT_SHARED,
     NOT_TOLD,
     ONE_HEARD,
@@ -107,7 +108,7 @@ def pairs():
 
 def test_pairs_are_compiled_where_triton_arrives_at_other_blocks():
     kernels = {entry.name.partition("/")[0] for entry in pairs()}
-    everywhere = {"linear", "glu", "dgrad", "dgrad_pairs", "dglu", "wgrad"}
+    everywhere = {"linear", "glu", "dgrad", "dgrad_pairs", "dglu", "wgrad", "scaled_linear"}
     assert kernels == (everywhere if triton_version() >= PAIRS_SINCE else set())
 
 
@@ -122,13 +123,21 @@ def test_compiled_pair_keeps_to_the_rules(compiler):
 
 
 @pytest.mark.skipif(triton_version() < PAIRS_SINCE, reason="pairs of blocks need Triton 3.9")
-def test_what_is_planted_in_a_compiled_pair_is_refused(compiler):
-    ptx = compiler.run(assembly_of, next(entry for entry in pairs() if "gelu_tanh+bias" in entry.name)).ptx
+@pytest.mark.parametrize(("kernel", "consumers"), [("linear", 1), ("scaled_linear", 2)])
+def test_what_is_planted_in_a_compiled_pair_is_refused(compiler, kernel, consumers):
+    entry = next(e for e in pairs() if e.name.startswith(f"{kernel}/") and "gelu_tanh+bias" in e.name)
+    ptx = compiler.run(assembly_of, entry).ptx
+    arrivals, miscounted = 2 * consumers, {NOT_COUNTED} if consumers == 2 else set()
+    uncounted = miscounted | ({ONE_HEARD} if consumers == 2 else set())
     planted = {
-        re.sub(r"arrive\.shared::cluster", "arrive.shared::cta", ptx): {NOT_TOLD},
+        re.sub(r"arrive\.shared::cluster", "arrive.shared::cta", ptx): {NOT_TOLD, *uncounted},
         ptx.replace("barrier.cluster.wait.aligned", "//"): {MADE_ALONE, ENDS_ALONE},
         ptx.replace(".multicast::cluster", ""): {NOT_SHARED},
-        re.sub(r"(init\.shared::cta\.b64 \[%r\d+\], )2;", r"\g<1>1;", ptx): {MISCOUNTED, ONE_HEARD},
+        re.sub(rf"(init\.shared::cta\.b64 \[%r\d+\], ){arrivals};", rf"\g<1>{consumers};", ptx): {
+            MISCOUNTED,
+            ONE_HEARD,
+            *miscounted,
+        },
     }
     assert unordered_roles(Flow.of(ptx)) == ()
     for broken, found in planted.items():

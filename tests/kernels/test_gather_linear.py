@@ -1,5 +1,7 @@
 """`gather_linear_fwd`: `linear`, computed as rows arrive. In tests/ops other ranks write them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -17,12 +19,16 @@ from tests.kernels.checks import (
 )
 from tests.kernels.launchers import arguments
 from tests.kernels.ring import first_tile
+from tests.kernels.test_scaled_linear import TILE as FP8_TILE
+from tests.kernels.test_scaled_linear import operands as fp8_operands
 from tests.kernels.waiting import EPOCH, PATIENCE, arrivals, at_each_look, interpreted
 from tests.products import pairwise
 from tpkernels.kernels.dgrad import dgrad
 from tpkernels.kernels.gather_linear import gather_linear_fwd, ring_tile_at
+from tpkernels.kernels.gather_scaled_linear import gather_scaled_linear_fwd
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reference import linear_ref
+from tpkernels.kernels.scaled_linear import scaled_linear_fwd
 from tpkernels.kernels.tiles import MatmulTile
 from tpkernels.kernels.waits import Arrivals
 
@@ -130,6 +136,59 @@ def test_gather_linear_reads_no_row_before_its_flag(chunks, direction, arriving)
     assert torch.equal(y, expected)
 
 
+@pairwise(
+    form=[None, "pointer"],  # the last shape has descriptors
+    shape=[(72, 272, 144), (71, 301, 51), (6, 40, 16), (144, 1056, 264)],
+    chunks=[1, 3, 6],
+    scaling=["rows", "blocks"],
+    fast=[False, True],
+    dtype=["bfloat16", "float32"],
+)
+def test_rows_in_fp8_have_the_bits_of_a_gather_that_is_multiplied_afterwards(
+    shape, chunks, scaling, fast, dtype, form, device
+):
+    """With e5m2 rows as well, which are gradients; a weight's scales are one for each 128 rows."""
+    format = "e5m2" if fast else "e4m3"
+    x, w, b = fp8_operands(evenly(shape, chunks), device, scaling, (format, "e4m3"), square=True)
+    here = arrivals(device, *[EPOCH] * chunks)
+    options = {"activation": "gelu", "keep_z": True, "dtype": dtype, "fast_accumulate": fast}
+    options |= {"tile": FP8_TILE, "form": form}
+    given = x.data, w.data, x.scale, w.scale_of_squares, b
+    expected = scaled_linear_fwd(*given, **options)
+    for chunk in {0, chunks - 1}:
+        first = chunk * (x.words.shape[0] // chunks)
+        y, z = gather_scaled_linear_fwd(*given, arrivals=here, first_row=first, **options)
+        assert torch.equal(y, expected.y)
+        assert torch.equal(z, expected.z)
+    assert not here.status.item()
+
+
+@interpreted
+@pytest.mark.parametrize("scaling", ["rows", "blocks"])
+@pytest.mark.parametrize("chunks", [2, 3, 6])
+def test_no_word_is_read_before_its_flag(chunks, scaling, device):
+    """Neither data nor scales: before a chunk comes, they are those of NaN."""
+    source, w, b = fp8_operands((48, 300, 40), device, scaling, square=True)
+    x, here = source.with_words(torch.full_like(source.words, -1)), arrivals(device, *[EPOCH - 1] * chunks)
+
+    def steps(chunk):
+        write = lambda: x.words.chunk(chunks)[chunk].copy_(source.words.chunk(chunks)[chunk])  # noqa: E731
+        return [write, lambda: here.flags[chunk].fill_(EPOCH)]
+
+    given = w.data, source.scale, w.scale_of_squares, b
+    expected = scaled_linear_fwd(source.data, *given, tile=FP8_TILE).y
+    given = w.data, x.scale, w.scale_of_squares, b
+    with at_each_look([step for chunk in range(chunks)[::-1] for step in steps(chunk)]) as left:
+        y = gather_scaled_linear_fwd(x.data, *given, arrivals=here, first_row=48 // chunks, tile=FP8_TILE).y
+    raise_if_late(here, rank=0)
+    assert not left
+    assert torch.equal(y, expected)
+    here = arrivals(device, *[EPOCH] * chunks)  # flags before their words
+    x.words.fill_(-1)
+    with at_each_look([steps(0)[0]]):
+        assert gather_scaled_linear_fwd(x.data, *given, arrivals=here, tile=FP8_TILE).y.isnan().any()
+
+
 @interpreted
 def test_a_flag_before_its_data_shows(arriving):
     x, w, b, here, _, steps = arriving(2)
@@ -176,6 +235,14 @@ def test_gather_linear_refuses_what_cannot_work(device):
         gather_linear_fwd(x, w, b, arrivals=here, tile=MatmulTile(32, 32, 32, 4, 1, flatten=True))
     with pytest.raises(ValueError, match="without -ws"):
         gather_linear_fwd(x, w, b, arrivals=here, tile=MatmulTile(32, 32, 32, 4, 1, specialize=True))
+    fp8, w8, _ = fp8_operands((6, 40, 16), device)
+    given = fp8.data, w8.data, fp8.scale, w8.scale
+    with pytest.raises(ValueError, match="flatten=False"):
+        gather_scaled_linear_fwd(*given, arrivals=here, tile=replace(FP8_TILE, flatten=True))
+    with pytest.raises(ValueError, match="expected equal chunks of tokens, got 6 tokens and 4 flags"):
+        gather_scaled_linear_fwd(*given, arrivals=arrivals(device, *[EPOCH] * 4))
+    with pytest.raises(ValueError, match="a tile of at most 128 depth"):
+        gather_scaled_linear_fwd(*given, arrivals=here, tile=replace(FP8_TILE, block_depth=256))
     with pytest.raises(ValueError, match=r"weight of shape \(16, 8\).*got \(16, 9\)"):
         gather_linear_fwd(x, normal(16, 9, torch.float32, device), arrivals=here)
     fields = {"flags": here.flags, "awaited": here.awaited, "status": here.status}

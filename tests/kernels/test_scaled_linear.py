@@ -14,6 +14,7 @@ from tpkernels.dispatch.soundness import FP8_BOUND
 from tpkernels.gate.numerics import BOUND, relative_error
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import act_ref
+from tpkernels.kernels.mx import mx_linear_fwd
 from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words, quantize_ref, spread
 from tpkernels.kernels.scaled_linear import RESULTS, scaled_linear_fwd
 from tpkernels.kernels.target import B200, H100, L40S, RTX_5090
@@ -28,7 +29,7 @@ SHAPES = {
     "blocks": (40, 384, 140),
     "one_row": (1, 1029, 144),
 }
-SCALINGS = ("rows", "blocks")
+SCALINGS = ("rows", "blocks", "mx")
 FORMS = ("descriptor", "pointer")
 FORMATS = {f"{x}_x_{w}": (x, w) for x in ("e4m3", "e5m2") for w in ("e4m3", "e5m2")}
 
@@ -52,7 +53,8 @@ def operands(shape, device, scaling="rows", formats=("e4m3", "e4m3"), square=Fal
 
 
 def run(x, w, bias=None, *, tile=TILE, **options):
-    return scaled_linear_fwd(x.data, w.data, x.scale, w.scale, bias, tile=tile, **options)
+    launcher = mx_linear_fwd if x.scaling == "mx" else scaled_linear_fwd
+    return launcher(x.data, w.data, x.scale, w.scale, bias, tile=tile, **options)
 
 
 def exact_z(x, w, bias=None):
@@ -135,9 +137,10 @@ def in_larger_matrix(one):
     return replace(one, words=words[1:-1, 1:-2])
 
 
+@pytest.mark.parametrize("scaling", ["blocks", "mx"])
 @pytest.mark.parametrize("which", [0, 1])
-def test_rows_of_a_larger_matrix_may_be_multiplied(which, device):
-    given = list(operands(SHAPES["ragged"], device, "blocks"))
+def test_rows_of_a_larger_matrix_may_be_multiplied(which, scaling, device):
+    given = list(operands(SHAPES["ragged"], device, scaling))
     given[which] = in_larger_matrix(given[which])
     assert_scaled_linear(*given)
 
@@ -213,6 +216,10 @@ REFUSED = {
         lambda x, w, b: multiply(x, w, x_scale=x.scale.double()),
         "expected x's scale dense and in torch.float32",
     ),
+    "bytes": (
+        lambda x, w, b: multiply(x, w, x_scale=x.scale.byte(), w_scale=w.scale.byte()),
+        "expected x's scale dense and in torch.float32, got torch.strided torch.uint8",
+    ),
     "transposed": (
         lambda x, w, b: multiply(x, w, weight=w.data.t().contiguous().t()),
         r"expected the rows of weight contiguous.*got strides \(1, 48\): quantize the transposed matrix",
@@ -258,7 +265,7 @@ def launched(target, scaling="rows", dtype="bfloat16", shape=(8192, 4096, 4096),
     return launches[0]
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", ["rows", "blocks"])
 @pytest.mark.parametrize("target", [L40S, H100, B200, RTX_5090], ids=["sm_89", "sm_90", "sm_100", "sm_120"])
 def test_no_more_than_128_of_depth_are_summed_by_tensor_cores(target, scaling):
     """Triton promotes wgmma's sums, of which tensor cores of sm_100 need none; Ada's it adds in place."""
@@ -270,7 +277,7 @@ def test_no_more_than_128_of_depth_are_summed_by_tensor_cores(target, scaling):
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", ["rows", "blocks"])
 def test_sums_are_promoted_unless_rows_are_asked_to_accumulate_fast(scaling, fast):
     """Scales of blocks have each 128 of depth added by themselves."""
     constants = launched(H100, scaling, fast_accumulate=fast).constants
@@ -293,14 +300,14 @@ def test_columns_are_promoted_in_turns_where_registers_are_few(target, tile, fas
     assert (made.constants["TURNS"], weight.block_shape[0]) == (turns, tile.block_cols // turns)
 
 
-@once(parts=[2, 4], scaling=SCALINGS, form=FORMS)
+@once(parts=[2, 4], scaling=["rows", "blocks"], form=FORMS)
 def test_columns_that_are_promoted_in_turns_match_float64(parts, scaling, form, device, monkeypatch):
     monkeypatch.setattr("tpkernels.kernels.scaled_linear._turns", lambda product: 2)
     tile = replace(DEEP, parts=parts)
     assert_scaled_linear(*operands((71, 1056, 264), device, scaling), "gelu_tanh", tile=tile, form=form)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", ["rows", "blocks"])
 def test_fast_sums_match_float64_where_no_tensor_core_adds(scaling, device):
     assert_scaled_linear(*operands(SHAPES["ragged"], device, scaling), fast_accumulate=True)
 

@@ -15,12 +15,14 @@ from tpkernels.kernels.tiles import (
     KERNELS,
     MatmulTile,
     candidates,
+    chunk_tiles,
     default_tile,
     default_tiles,
     pushing_tile,
     row_tile,
     serves,
     specializes,
+    waiting_tile,
     without_spills,
 )
 
@@ -181,6 +183,20 @@ def test_every_case_has_a_tile():
     targets = (A100, H100, B200, MI300, INTERPRETER)
     for kernel, dtype, target, shape, ragged in product(KERNELS, dtypes, targets, shapes, (False, True)):
         assert isinstance(default_tile(kernel, "pointer", dtype, target, *shape, ragged), MatmulTile)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "stores"])
+@pytest.mark.parametrize("form", ["descriptor", "pointer"])
+@pytest.mark.parametrize("rows", [256, 8192])
+def test_tiles_of_chunks_begin_with_the_one_that_is_taken_untold(form, rows, waits):
+    """And are tiles that the gate compiles for these kernels, none of which starts loads early."""
+    first, *others = chunk_tiles(form, torch.bfloat16, H100, rows, 1792, rows // 8, waits=waits)
+    defaults = default_tiles("linear", form, torch.bfloat16, H100)
+    usual = default_tile("linear", form, torch.bfloat16, H100, rows, 1792)
+    assert first == (waiting_tile(usual, rows // 8) if waits else pushing_tile(usual, defaults, rows // 8))
+    shapes = [(tile.block_rows, tile.block_cols) for tile in (first, *others)]
+    assert sorted(shapes) == sorted((tile.block_rows, tile.block_cols) for tile in defaults)
+    assert not any(tile.flatten or tile.in_roles for tile in others)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,12 @@ from tpkernels import (
 from tpkernels.interop import dcp, safetensors
 from tpkernels.layers.attributes import Attributes
 
-RECIPES = [Recipe.rowwise(), Recipe.blockwise(), Recipe.rowwise(wgrad="fp8", gradients="e5m2")]
+RECIPES = [
+    Recipe.rowwise(),
+    Recipe.blockwise(),
+    Recipe.rowwise(wgrad="fp8", gradients="e5m2"),
+    Recipe.mxfp8(),
+]
 LAYERS = {
     "column": lambda **options: ColumnParallelLinear(32, 48, **options),
     "row": lambda **options: RowParallelLinear(32, 48, **options),

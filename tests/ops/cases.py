@@ -98,10 +98,12 @@ CASES = {
 }
 # one of each kind, plain and in fp8, which differ in what they save and compute again
 SOME = ["linear_None", "linear_gelu", "mlp_gelu_tanh", "swiglu", "mlp_swiglu"]
-RECIPES = [Recipe.rowwise(), Recipe.rowwise(wgrad="fp8"), Recipe.blockwise()]
+RECIPES = [Recipe.rowwise(), Recipe.rowwise(wgrad="fp8"), Recipe.blockwise(), Recipe.mxfp8()]
 EACH_KIND = [pytest.param((CASES | NORMS)[name], id=name) for name in (*SOME, "rms_norm", "layer_norm")] + [
     pytest.param(
-        CASES[name].in_fp8(recipe), id=f"{name}, {recipe}", marks=() if i % 3 == j else pytest.mark.sweep
+        CASES[name].in_fp8(recipe),
+        id=f"{name}, {recipe}",
+        marks=() if i % len(RECIPES) == j else pytest.mark.sweep,
     )
     for i, name in enumerate(SOME)
     for j, recipe in enumerate(RECIPES)

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from tests.loopback import open_symmetric_loopback, start
 from tests.ops.parallel_behaviour import block, message_of, operands_of, with_gradients
+from tests.ops.transport_cases import two_if_hidden
 from tests.ranks import RankPool
 from tpkernels.comm.schedule import reduce_plan
+from tpkernels.comm.transports import c10d
 from tpkernels.comm.transports import select as transports
 from tpkernels.comm.transports.mailbox import MailboxDelivery
 from tpkernels.comm.transports.memory import Layout
@@ -29,7 +31,7 @@ from tpkernels.ops.tensor_parallel.flag_waits import KernelWaits
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
-def blocks_on_one_gpu(sequence_parallel: bool) -> float:
+def blocks_on_one_gpu(sequence_parallel: bool, transport: str) -> float:
     """Forward and backward of two layers, several times, against c10d on the CPU: the largest difference."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -39,7 +41,10 @@ def blocks_on_one_gpu(sequence_parallel: bool) -> float:
         for seed in range(5):
             operands = operands_of(seed)
             expected = with_gradients(block, operands, sequence_parallel=sequence_parallel, group=cpu)
-            with patch.object(transports, "requested_transport", "symmetric"):
+            with (
+                patch.object(transports, "requested_transport", transport),
+                patch.object(c10d, "collective_rounds", two_if_hidden),
+            ):
                 found = with_gradients(
                     block, [t.to(device) for t in operands], sequence_parallel=sequence_parallel
                 )
@@ -191,9 +196,10 @@ def test_a_kernel_stores_into_the_slots_of_all(ends):
     assert [int(end.status) for end in ends] == [0] * RANKS
 
 
+@pytest.mark.parametrize("transport", ["symmetric", transports.IN_ROUNDS])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_processes_on_one_gpu_compute_whole_ops(ranks2: RankPool, sequence_parallel):
-    assert max(ranks2.run(blocks_on_one_gpu, sequence_parallel, timeout=300)) < 1e-5
+def test_processes_on_one_gpu_compute_whole_ops(ranks2: RankPool, sequence_parallel, transport):
+    assert max(ranks2.run(blocks_on_one_gpu, sequence_parallel, transport, timeout=300)) < 1e-5
 
 
 def test_ranks_that_share_a_gpu_unasked_are_refused(ranks2: RankPool):

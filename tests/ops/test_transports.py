@@ -46,7 +46,7 @@ from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.order import CallOrder
 from tpkernels.dispatch import backends
-from tpkernels.kernels import gather_linear
+from tpkernels.kernels import gather_linear, gather_scaled_linear
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS
 from tpkernels.ops.tensor_parallel.parallel import arrivals, start_rows, start_sum
@@ -64,6 +64,8 @@ PLACES = {
     "2 shared torch": ("ranks2", "shared", "torch"),
     "2 shared triton": ("ranks2", "shared", "triton"),
     "2 stand-in": ("ranks2", "stand-in", "triton"),
+    "2 rounds": ("ranks2", "rounds", "triton"),
+    "4 rounds": ("ranks4", "rounds", "triton"),
     "4 shared torch": ("ranks4", "shared", "torch"),
     "4 shared triton": ("ranks4", "shared", "triton"),
     "4 shared apart": ("ranks4", "shared apart", "torch"),
@@ -199,6 +201,27 @@ def test_one_kernel_multiplies_while_rows_arrive():
         assert spy.call_count == launches
 
 
+@pytest.mark.parametrize("recipe", [Recipe.rowwise(gradients="e5m2"), Recipe.blockwise()], ids=str)
+@on_ranks(2)
+def test_one_kernel_multiplies_words_while_they_arrive(recipe):
+    """Data and scales of each row. The bits are those of a gather that is multiplied afterwards."""
+    prepare(Setting())
+    found = []
+    for overlap, launches in ((True, 4), (False, 0)):
+        kernel = gather_scaled_linear.gather_scaled_linear_fwd
+        with (
+            using("shared", "triton"),
+            patch.object(gather_scaled_linear, kernel.__name__, wraps=kernel) as spy,
+        ):
+            options = {"sequence_parallel": True, "overlap": overlap, "quantize": recipe}
+            found.append(with_gradients(block, operands_of(2), **options))
+            with torch.no_grad():
+                x, w, _ = operands_of(2)
+                found[-1] += column_linear(x, [w, w[:4]], None, dist.group.WORLD, **options)
+        assert spy.call_count == launches
+    assert equal(*found)
+
+
 @on_ranks(2)
 def test_all_exchanges_of_an_all_reduce_are_ready_for_a_capture():
     """They have the kernels that count calls."""
@@ -221,7 +244,7 @@ def test_exchanges_of_a_group_push_in_the_same_streams():
     assert len({tuple(map(id, streams)) for streams in found}) == 1
 
 
-RECIPES = (None, Recipe.rowwise(), Recipe.blockwise())
+RECIPES = (None, Recipe.rowwise(), Recipe.mxfp8())
 
 
 EACH_WAY = [  # what kernels wait for shows over the stand-in

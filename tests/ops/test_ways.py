@@ -25,12 +25,17 @@ from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import handshake
 from tpkernels.comm.transports import c10d, select
 from tpkernels.comm.transports.mailbox import Opening
+from tpkernels.dispatch import primitives
 from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.dispatch.timing import SLACK, StreamClock, StreamTimer
-from tpkernels.kernels import gather_linear, reduce
+from tpkernels.kernels import gather_linear, reduce, scatter_linear, tiles
+from tpkernels.kernels.matmul_tile import MatmulTile
+from tpkernels.kernels.recipe import Recipe
 from tpkernels.kernels.waits import Arrivals
-from tpkernels.ops.tensor_parallel import parallel, ways
+from tpkernels.ops.tensor_parallel import flag_waits, parallel, ways
+from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.parallel import start_rows
+from tpkernels.ops.tensor_parallel.row_linear import row_linear
 from tpkernels.ops.tensor_parallel.ways import ROUNDS, Way, WayChooser, WayRun, _mismatch
 
 MATMUL = torch.backends.cuda.matmul
@@ -110,7 +115,7 @@ def times(of: Mapping[str, float]) -> Callable[[torch.device], Any]:
 
     def clock(name: str, run: WayRun) -> float:
         run()
-        return of[name]
+        return of.get(name, 9.0)
 
     return lambda device: clock
 
@@ -293,6 +298,40 @@ def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_sec
     assert not no_memory or opener.call_count == 1, "a machine that has none is asked for each shape"
 
 
+@pytest.mark.parametrize("symmetric", [1.0, 5.0])
+@on_ranks(2)
+def test_rows_in_fp8_are_timed_with_the_product_that_takes_them(symmetric):
+    """By the recipe: rows of 24 features in 7 words, whose scratch are numbers in fp8 and no other words."""
+    prepare(Setting())
+    operands, recipe, group = operands_of(0), Recipe.rowwise(), dist.new_group()
+
+    def run(group: Any) -> list[Tensor]:
+        return with_gradients(
+            lambda *t: block(*t, sequence_parallel=True, group=group, quantize=recipe), operands
+        )
+
+    with using("c10d"):
+        expected = run(dist.new_group())
+    times_of = {"1 collective": 3.0, "2 collectives": 2.0, "symmetric": symmetric}
+    compared: list[Tensor] = []
+
+    def compare(found: Tensor, expected: Tensor) -> str:
+        compared.append(expected)
+        return _mismatch(found, expected)
+
+    with as_on_gpus(times_of, Cache(None, VERSIONS)) as said, patch.object(ways, "_mismatch", compare):
+        found = run(group)
+    assert max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)) < 1e-6
+    of_words = [line for line in said if "float32 rowwise as int32 " in line]
+    assert [line.partition(" 2 ranks")[0] for line in of_words[:2]] == [
+        "column_linear gathers float32 rowwise as int32 16x7x16",
+        "row_linear backward gathers float32 rowwise as int32 16x7x16",
+    ]
+    chosen = "symmetric" if symmetric == 1.0 else "2 collectives"
+    assert all(f": {chosen} (timed: " in line for line in of_words[:2]), of_words
+    assert all(one.std() > 0.1 for one in compared[:2])
+
+
 @on_ranks(2)
 def test_kernels_are_compiled_before_the_time_of_a_trial_begins_to_run():
     """The first launch of each waits as long as the group does, and is of rows that are there."""
@@ -322,6 +361,149 @@ def test_kernels_are_compiled_before_the_time_of_a_trial_begins_to_run():
     assert len(limits) == 2
     assert all(first > then for first, then, *_ in limits.values()), limits
     assert {type(exchange).__name__ for exchange in exchanges.chosen.values()} == {"SymmetricExchange"}
+
+
+ROWS, FEATURES = 16, 32
+IN_ROUNDS = {"1 collective": 5.0, "2 collectives": 6.0, "symmetric": 4.0, "symmetric in 2 rounds": 1.0}
+
+
+@on_ranks(2)
+def test_rounds_through_memory_are_products_of_their_own():
+    """A gather's and a reduce's: no kernel of ours waits for rows, or stores them, once the way is chosen."""
+    prepare(Setting())
+    group, rank = dist.new_group(), dist.get_rank()
+    x, weight = torch.randn(ROWS // 2, 8), torch.randn(FEATURES, 8)
+    with using("c10d"):
+        expected = column_linear(x, weight, None, dist.group.WORLD, sequence_parallel=True)
+        sums = row_linear(expected, weight.t().contiguous(), None, dist.group.WORLD, sequence_parallel=True)
+    multiplied: list[int] = []
+
+    def into(primitive: Any, out: Sequence[Tensor], *arguments: Any) -> None:
+        multiplied.append(arguments[0].shape[0])
+        really(primitive, out, *arguments)
+
+    really = primitives.into
+    fused = "ours waits or stores"
+    with as_on_gpus(IN_ROUNDS, Cache(None, VERSIONS)):
+        for call in range(4):
+            with ExitStack() as stack:
+                if call:
+                    for module, name in (
+                        (gather_linear, "gather_linear_fwd"),
+                        (scatter_linear, "scatter_linear"),
+                    ):
+                        stack.enter_context(
+                            patch.object(module, name, Mock(side_effect=AssertionError(fused)))
+                        )
+                    stack.enter_context(patch.object(primitives, "into", into))
+                y = column_linear(x, weight, None, group, sequence_parallel=True)
+                total = row_linear(y, weight.t().contiguous(), None, group, sequence_parallel=True)
+            assert torch.allclose(y, expected, atol=1e-5)
+            assert torch.allclose(total, sums, atol=1e-4)
+    assert multiplied == 3 * [ROWS // 2, ROWS // 2], f"rank {rank}: a product for each round of a gather"
+    exchanges = select._of_group[id(group)]
+    assert [(type(one).__name__, one.rounds) for one in exchanges.chosen.values()] == [("InRounds", 2)] * 2
+    assert all(exchange.timeout > ways.TRIAL_SECONDS for exchange in exchanges._open.values())
+
+
+@pytest.mark.parametrize(("broken", "chosen"), [("symmetric", "in 1 round"), ("in 2 rounds", "symmetric")])
+@on_ranks(2)
+def test_a_way_that_fails_leaves_no_half_of_a_call_to_those_that_share_its_memory(broken, chosen):
+    """They open memory anew, on all ranks, also those that were tried before."""
+    prepare(Setting())
+    group, opener, launches = dist.new_group(), Mock(wraps=open_stand_in), list[int]()
+    owner, name, of_rehearsal = {
+        "symmetric": (gather_linear, "gather_linear_fwd", 1),
+        "in 2 rounds": (flag_waits, "_arrivals", 1),
+    }[broken]
+
+    def failing(*args: Any, **options: Any) -> Any:
+        in_half = broken == "symmetric" or len(args[0].plan.rounds) == 2
+        launches.extend([1] * in_half)
+        if dist.get_rank() and in_half and len(launches) == of_rehearsal + 1:
+            raise RuntimeError("planted in a run")
+        return really(*args, **options)
+
+    really = getattr(owner, name)
+    times_of = {**IN_ROUNDS, "symmetric": 0.5, "symmetric in 1 round": 0.75}
+    with (
+        as_on_gpus(times_of, Cache(None, VERSIONS), opener) as said,
+        patch.object(owner, name, failing),
+        patch.object(ways, "TRIAL_SECONDS", 5.0),
+    ):
+        for _ in range(3):
+            got = start_rows("op", "x", torch.full((8, 16), float(dist.get_rank())), group, FEATURES).wait()
+            assert got.sum() == 8 * 16
+    exchanges = select._of_group[id(group)]
+    assert [len(exchanges.dropped), *(name.removeprefix("symmetric ") for name in exchanges.dropped)] == [
+        1,
+        broken,
+    ]
+    assert chosen in said[0].partition(" (timed")[0]
+    assert opener.call_count == 2
+
+
+TILES = tiles._INTERPRETED, MatmulTile(16, 32, 16, num_warps=4, num_stages=1, group=1)
+
+
+@on_ranks(2)
+def test_kernels_that_wait_or_store_take_the_tile_that_was_fastest():
+    """On all ranks, in the calls that follow and in the next process; not for operands of another form."""
+    prepare(Setting())
+    kept, taken = Cache(None, VERSIONS), list[str]()
+    x, weight = torch.randn(ROWS // 2, 8), torch.randn(FEATURES, 8)
+    with using("c10d"):
+        expected = column_linear(x, weight, None, dist.group.WORLD, sequence_parallel=True)
+        sums = row_linear(expected, weight.t().contiguous(), None, dist.group.WORLD, sequence_parallel=True)
+
+    def noting(kernel: Callable[..., Any], *args: Any, tile: MatmulTile | None, **options: Any) -> Any:
+        taken.append(tile.name if tile else "untold")
+        return kernel(*args, tile=tile, **options)
+
+    # untold they take the others: the first for rows that arrive, the lower for chunks of eight rows
+    waits, stores = "symmetric 16x32x16-w4-s1-p1-g1", "symmetric 32x32x32-w4-s1-p2-g2"
+    times_of = {**IN_ROUNDS, waits: 0.5, stores: 0.5}
+    with (
+        as_on_gpus(times_of, kept) as said,
+        patch.object(tiles, "default_tiles", lambda *_: TILES),
+        patch.object(gather_linear, "gather_linear_fwd", partial(noting, gather_linear.gather_linear_fwd)),
+        patch.object(scatter_linear, "scatter_linear", partial(noting, scatter_linear.scatter_linear)),
+    ):
+        for how in ("timed", "cached"):
+            group = dist.new_group()
+            for _ in range(3):
+                before = len(taken)
+                y = column_linear(x, weight, None, group, sequence_parallel=True)
+                total = row_linear(y, weight.t().contiguous(), None, group, sequence_parallel=True)
+                assert torch.allclose(y, expected, atol=1e-5)
+                assert torch.allclose(total, sums, atol=1e-4)
+            assert [f"symmetric {name}" for name in taken[before:]] == [waits, stores], (how, said, taken)
+            assert f": {waits} ({how}" in said[0]
+            said.clear()
+        unaligned = torch.randn(FEATURES * 8 + 1)[1:].view(FEATURES, 8)
+        column_linear(x, unaligned, None, group, sequence_parallel=True)
+        assert taken[-1] == "untold"
+    assert {choice.name for choice in kept.choices.values()} == {waits, stores}
+
+
+@on_ranks(2)
+def test_rounds_over_several_machines_are_refused_on_all_ranks():
+    prepare(Setting())
+    group = dist.new_group()
+    with using("rounds apart", "triton"), pytest.raises(ValueError, match="need all ranks on one machine"):
+        start_rows("op", "x", torch.ones(8, 16), group, FEATURES)
+
+
+@on_ranks(2)
+def test_ways_open_memory_once_where_there_is_none():
+    prepare(Setting())
+    group, opener = dist.new_group(), Mock(wraps=no_symmetric_memory)
+    with as_on_gpus(IN_ROUNDS, Cache(None, VERSIONS), opener), heard("tpkernels.dispatch"):
+        for rows in (8, 16):
+            assert start_rows("op", "x", torch.ones(rows, 16), group, FEATURES).wait().sum() == 2 * rows * 16
+    assert opener.call_count == 1
+    names = {"symmetric", "symmetric in 1 round", "symmetric in 2 rounds"}
+    assert select._of_group[id(group)].dropped.keys() == names
 
 
 @on_ranks(2)

@@ -17,7 +17,7 @@ from tpkernels.comm.side_stream import StreamOrder
 from tpkernels.comm.transports.c10d import Transfers, _C10dDelivery
 from tpkernels.comm.transports.order import CallOrder
 from tpkernels.comm.transports.symmetric import SymmetricDelivery, SymmetricExchange
-from tpkernels.ops.tensor_parallel.flag_waits import KernelSums, KernelWaits
+from tpkernels.ops.tensor_parallel.flag_waits import KernelSums, KernelWaits, RoundWaits
 from tpkernels.streams.cases import gathers_in_flight, program_of, two_streams
 from tpkernels.streams.device import Program
 from tpkernels.streams.record import Machine
@@ -51,6 +51,7 @@ def _program(name: str, transport: str = "symmetric", **options: Any) -> Callabl
     return partial(program_of, name, Machine(2), transport, **options)
 
 
+_IN_ONE, _IN_TWO = ({"transport": "symmetric-rounds", "rounds": rounds} for rounds in (1, 2))
 _column = partial(_program, "column, sequence-parallel")
 _row = partial(_program, "row, sequence-parallel")
 
@@ -103,6 +104,29 @@ FAULTS = {
     ),
     "only the first flag of a push is raised": _lost(
         _D, "_raise", "write(words, chunk, word)", _column(), "chunk or write(words, chunk, word)"
+    ),
+    # symmetric in rounds: products between pushes
+    "a round is multiplied before its rows are there": _lost(
+        RoundWaits, "rows", "rows != delivery.plan.own", _column(**_IN_TWO), "False"
+    ),
+    "a captured round is multiplied before its rows are there": _lost(
+        RoundWaits, "rows", "rows != delivery.plan.own", _column(**_IN_TWO, captured=True), "False"
+    ),
+    "only the first chunk of a round is awaited": _lost(
+        RoundWaits,
+        "rows",
+        "delivery.exchange.chunk_numbers(rows)",
+        _column(**_IN_ONE),
+        "delivery.exchange.chunk_numbers(rows)[:1]",
+    ),
+    "a round is pushed before it is computed": _lost(
+        _D, "_push", "exchange.side.wait_for(current)", _row(**_IN_TWO)
+    ),
+    "a round is freed while it is being pushed": _lost(
+        _D, "_push", "self._held.append(outgoing)", _row(**_IN_TWO), "self._held.append(outgoing[:0].clone())"
+    ),
+    "a round does not wait for the barrier of its call": _lost(
+        _D, "before_kernels_wait", "current.wait_event(self._barrier)", _column(**_IN_TWO, captured=True)
     ),
     # symmetric: slots that are used again
     "no barrier while two calls are in flight": _lost(

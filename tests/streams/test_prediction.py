@@ -17,7 +17,7 @@ from tpkernels.gpus import gpu_named
 from tpkernels.planning.step_time import OPERATORS, WAYS, Sizes
 from tpkernels.streams.prediction import enqueued, predict
 from tpkernels.streams.record import _turned
-from tpkernels.streams.times import COMPUTE, GRAPH, HOST, LAUNCH, TRANSFER, Node, times_of
+from tpkernels.streams.times import COMPUTE, GRAPH, HOST, LAUNCH, PRODUCT, TRANSFER, Node, times_of
 
 NODE = Node.of(gpu_named("h100"))
 NO_HOST = NODE.with_host(GRAPH)
@@ -63,6 +63,22 @@ def test_one_rank_takes_as_long_as_all_ranks_did(case):
     sizes = sizes_of(op, tokens, ranks)
     found = [1e6 * predict(op, direction, way, sizes, NO_HOST).seconds for way in WAYS]
     assert found == pytest.approx(OF_ALL_RANKS[case], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("operator", "direction", "copies", "products"),
+    [("column_linear", "forward", 8, 4), ("row_linear", "forward", 8, 4), ("row_linear", "backward", 8, 5)],
+)
+def test_rounds_are_products_with_pushes_beside_them(operator, direction, copies, products):
+    """Each shard leaves in one copy, own rows included; a weight gradient is one product more."""
+    sizes = sizes_of(operator, 8192, 8)
+    ran = predict(operator, direction, "rounds-4", sizes, NO_HOST).ran
+    counts = Counter(each.task.kind for each in ran)
+    assert (counts[TRANSFER], counts[PRODUCT]) == (copies - 1, products)
+    alone = predict(operator, direction, "rounds-1", sizes, NO_HOST)
+    assert predict(operator, direction, "rounds-4", sizes, NO_HOST).seconds < alone.seconds
+    with pytest.raises(ValueError, match="expected rounds that divide 8 ranks, got 'rounds-3'"):
+        predict(operator, direction, "rounds-3", sizes, NO_HOST)
 
 
 def test_a_flag_that_is_raised_for_another_is_that_which_another_raises_here():

@@ -1,7 +1,7 @@
 """`python -m tpkernels clock column_linear ...`: predicts a tensor-parallel call's time in each way.
 
-Naive is `F.linear` after a blocking collective; c10d and symmetric are ours; decomposed has the schedule of
-other libraries' kernels. Needs no GPU.
+Naive is `F.linear` after a blocking collective; c10d, symmetric and rounds-N are ours; decomposed has the
+schedule of other libraries' kernels. Needs no GPU.
 
 
 For the name of a kernel it compiles, clocks and predicts the kernel at a shape.
@@ -26,7 +26,15 @@ from tpkernels.gate.clocking import FromCatalog, built, clocked
 from tpkernels.gpus import gpu_named
 from tpkernels.pictures.charts import Lane, ProcessorBar, TimeSpan, lanes, merged_intervals, processor
 from tpkernels.pictures.figure import Picture
-from tpkernels.planning.step_time import DIRECTIONS, MOST_RANKS, OPERATORS, PUBLISHED, WAYS, Sizes
+from tpkernels.planning.step_time import (
+    DIRECTIONS,
+    IN_ROUNDS,
+    MOST_RANKS,
+    OPERATORS,
+    PUBLISHED,
+    WAYS,
+    Sizes,
+)
 from tpkernels.streams import MachineError
 from tpkernels.streams.prediction import Predicted, predict
 from tpkernels.streams.times import COMPUTE, COPIES, GRAPH, HOST, NCCL, TRANSFER, Node, Ran
@@ -239,7 +247,9 @@ def add_options(parser: ArgumentParser) -> None:
         "--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS,
         metavar="NAME", help="forward, backward (default both)",
     )  # fmt: skip
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=", ".join(WAYS))
+    ways = (*WAYS, *IN_ROUNDS)
+    told = f"{', '.join(ways)}; default {', '.join(WAYS)}"
+    parser.add_argument("--ways", nargs="+", choices=ways, default=WAYS, metavar="WAY", help=told)
     parser.add_argument("--no-sequence-parallel", dest="sequence_parallel", action="store_false")
     parser.add_argument("--graph", action="store_true", help="launched by a CUDA graph, not by the host")
     parser.add_argument("--json", type=written_to, metavar="FILE", help="write all numbers into FILE")

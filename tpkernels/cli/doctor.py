@@ -65,7 +65,7 @@ VARIABLES = {
     "TPKERNELS_TP_INVARIANT": AllowedValues(
         f"0*({'|'.join(('0', *POWERS_OF_TWO))})?", "0 (off) or a power of two", ("0", *POWERS_OF_TWO)
     ),
-    "TPKERNELS_TRANSPORT": _one_of("auto", "c10d", "shared", "symmetric", or_empty=False),
+    "TPKERNELS_TRANSPORT": _one_of("auto", "c10d", "shared", "symmetric", "symmetric-rounds", or_empty=False),
     "TPKERNELS_TUNE": _SWITCH,
 }
 

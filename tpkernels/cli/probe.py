@@ -192,7 +192,7 @@ def probe_symmetric() -> list[Finding]:
 
     from tpkernels.comm.transports.select import requested_transport
 
-    if not torch.cuda.is_available() or requested_transport not in ("auto", "symmetric"):
+    if not torch.cuda.is_available() or requested_transport in ("c10d", "shared"):
         return []
     header = Path(torch.__file__).parent / "include" / EXCHANGE
     try:

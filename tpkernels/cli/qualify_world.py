@@ -7,6 +7,7 @@ these versions, in the user's cache.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -225,12 +226,14 @@ class QualifyWorld:
     def transports(self) -> dict[str, str]:
         """Return the transports of this device, each with the reason to leave it out, or ""."""
         if self.ranks == 1:
-            return dict.fromkeys(
-                ("c10d", "symmetric" if self.on_gpu else "shared"), "a rank alone sends nothing"
-            )
+            in_memory = ("symmetric", select.IN_ROUNDS) if self.on_gpu else ("shared",)
+            return dict.fromkeys(("c10d", *in_memory), "a rank alone sends nothing")
         if not self.on_gpu:
             return {"c10d": "", "shared": ""}
         count = torch.cuda.device_count()
         pairs = ((i, j) for i in range(count) for j in range(i))
         apart = [f"{i} and {j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
-        return {"c10d": "", "symmetric": f"GPUs {apart[0]} do not reach each other's memory" if apart else ""}
+        why = f"GPUs {apart[0]} do not reach each other's memory" if apart else ""
+        several = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks)) < self.ranks
+        in_rounds = why or "ranks are on several machines" * several
+        return {"c10d": "", "symmetric": why, select.IN_ROUNDS: in_rounds}

@@ -124,9 +124,19 @@ def gather_plan(rows: int, ranks: int, rank: int, chunks: int, tapered: bool = T
 @lru_cache(maxsize=256)
 def pushing_gather_plan(rows: int, ranks: int, rank: int, chunks: int) -> Plan:
     """Return the plan of a gather: `rank` sends its rows all at once; other rows arrive chunk by chunk."""
-    plan = gather_plan(rows, ranks, rank, chunks, tapered=False)
-    arriving = (Round(round.rows, ()) for round in plan.rounds[1:])
-    return replace(plan, rounds=(Round(plan.own, plan.swaps), *arriving))
+    return _sent_at_once(gather_plan(rows, ranks, rank, chunks, tapered=False))
+
+
+@lru_cache(maxsize=256)
+def pushing_rounds_plan(rows: int, ranks: int, rank: int, rounds: int) -> Plan:
+    """Return the plan of a gather: `rank` sends its rows all at once; blocks of ranks are awaited in turn."""
+    return _sent_at_once(collective_gather_plan(rows, ranks, rank, rounds))
+
+
+def _sent_at_once(plan: Plan) -> Plan:
+    first, *others = plan.rounds
+    arriving = (Round(round.rows, ()) for round in others)
+    return replace(plan, rounds=(Round(first.rows, plan.swaps), *arriving))
 
 
 @lru_cache(maxsize=256)

@@ -21,9 +21,19 @@ from tpkernels.kernels.footprints import (
 )
 from tpkernels.kernels.matmul_tile import MatmulTile, available, triton_for
 from tpkernels.kernels.operands import DTYPES, FP8, Form, choose_form
-from tpkernels.kernels.target import A100, B200, H100, L40S, MI300, Target, fp8_obstacle, target_of
+from tpkernels.kernels.target import (
+    A100,
+    B200,
+    H100,
+    L40S,
+    MI300,
+    Target,
+    fp8_obstacle,
+    mx_obstacle,
+    target_of,
+)
 from tpkernels.kernels.tiles import candidates as shipped_tiles
-from tpkernels.kernels.tiles import serves, specializes
+from tpkernels.kernels.tiles import mx_tiles, serves, specializes
 from tpkernels.kernels.triton_versions import triton_version
 
 
@@ -128,6 +138,8 @@ def forms_of(problem: Problem, gpu: TargetGpu) -> tuple[Form, ...]:
         return ()
     if problem.dtype in FP8 and (fp8_obstacle(gpu.target) or problem.result not in DTYPES):
         return ()
+    if "mx" in problem.options and mx_obstacle(gpu.target):
+        return ()
     if choose_form(gpu.target, problem.dtype, problem.layouts) == "descriptor":
         return "descriptor", "pointer"
     return ("pointer",)  # serves everything, and is lighter to launch
@@ -143,7 +155,7 @@ def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> 
     if problem.kernel != "wgrad" and tile.splits > 1:
         return "its kernel knows no such tile"
     if not serves(problem.kernel, tile, problem.options):
-        return "it spills with this epilogue"
+        return "it spills with this epilogue, or does not compute it"
     if gpu.target.backend == "interpreter":
         return None
     return _footprint(problem, form, tile, gpu).obstacle(tile, gpu.target)
@@ -200,6 +212,8 @@ def _ours(problem: Problem, gpu: TargetGpu) -> Iterator[Candidate]:
     ragged = any(layout.tma_obstacle() for layout in problem.layouts)
     for form in forms_of(problem, gpu):
         shipped = shipped_tiles(problem.kernel, form, problem.dtype, gpu.target, ragged)
+        if "mx" in problem.options:
+            shipped = mx_tiles(form, gpu.target, ragged)
         tiles = [tile for tile in shipped if obstacle(problem, form, tile, gpu) is None]
         for tile in tiles:
             useless = (

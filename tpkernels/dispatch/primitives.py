@@ -102,6 +102,8 @@ bias_grad = primitive(products.bias_grad)
 quantize = primitive(scaled.quantize)
 quantize_act = primitive(scaled.quantize_act)
 quantize_glu = primitive(scaled.quantize_glu)
+mx_rows_and_columns = primitive(scaled.mx_rows_and_columns)
+quantize_both = primitive(scaled.quantize_both)
 dequantize = primitive(scaled.dequantize)
 scaled_linear = primitive(scaled.scaled_linear)
 

@@ -172,7 +172,7 @@ def _fp8_products(entry: Entry, architecture: str, facts: Facts) -> Iterator[str
     if product == "UTCQMMA":  # which adds in fp32
         return
     begin = f"{facts.count(f'{product}.RZ')} of {facts.count(product)} products begin one"
-    promotes, promoted = entry.constants["PROMOTE"], _promoted(facts, product)
+    promotes, promoted = entry.constants.get("PROMOTE", False), _promoted(facts, product)
     if promotes and not promoted:
         yield f"sums of fp8 are not promoted: {begin}, expected each {PROMOTED_AFTER}th"
     elif promoted and not promotes:

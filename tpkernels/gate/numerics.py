@@ -31,7 +31,8 @@ from inspect import signature
 from itertools import cycle, zip_longest
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import get_args
+from types import MappingProxyType
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -49,11 +50,11 @@ from tpkernels.kernels.bias_grad import bias_grad, sum_partials
 from tpkernels.kernels.disk_cache import DiskCache
 from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.matmul_tile import compiles
-from tpkernels.kernels.operands import Form
+from tpkernels.kernels.operands import FP8, Form
 from tpkernels.kernels.recipe import Format, Scaling
 from tpkernels.kernels.scaled import Scaled, quantize_ref
 from tpkernels.kernels.target import B200, H100, INTERPRETER
-from tpkernels.kernels.tiles import ORDERED_SUM, candidates
+from tpkernels.kernels.tiles import ORDERED_SUM, candidates, serves
 
 # norm-wise, against float64: about one and a half correct roundings of the result, on average over its
 # elements. So a result must have some hundreds: a single one may round by up to 3.9e-3 in bf16
@@ -209,6 +210,7 @@ def cases(sizes: Mapping[Form, tuple[int, int, int]] = SIZES) -> Iterator[Numeri
     for form, dtype in WAYS:
         yield from _matmuls(RandomOperands(*sizes[form], dtype, chunks=3, form=form))
     yield from _with_consumers()
+    yield from _scaled_with_consumers()
     yield from _in_fp8()
     yield from _rows(RandomOperands(*sizes["pointer"], FP32, chunks=3))
     yield from _rows(RandomOperands(*sizes["pointer"], BF16, chunks=3))
@@ -225,7 +227,9 @@ def _with_consumers() -> Iterator[NumericCase]:
         for tile, capability in tiles.items():
             if tile.consumers and compiles(tile):
                 of = RandomOperands(*WITH_CONSUMERS, BF16, form="descriptor", tile=tile)
-                cases = list(_product(of, name, f"{tile.name}/bf16"))
+                summed = name != "dgrad_act" or serves("dgrad", tile, ("db",))
+                fields: Mapping[str, Any] = {} if summed else recording.BARE
+                cases = list(_product(of, name, f"{tile.name}/bf16", fields))
                 # a search of a pair takes minutes at these sizes: tests take smaller ones
                 searched = cases[-1] if tile.blocks == 1 else None
                 for case, schedule in zip(cases, schedules, strict=False):
@@ -233,6 +237,22 @@ def _with_consumers() -> Iterator[NumericCase]:
                         case.name,
                         partial(_emulated, case.run, schedule, capability, explores=case is searched),
                     )
+
+
+def _scaled_with_consumers() -> Iterator[NumericCase]:
+    schedules = cycle(SCHEDULES.values())
+    tokens, out_features, in_features = WITH_CONSUMERS
+    for tile in candidates("linear", "descriptor", FP8[0], H100):
+        if not tile.consumers:
+            continue
+        of = RandomOperands(tokens, out_features, 2 * in_features, BF16, form="descriptor", tile=tile)
+        for way, options in {"rows": {"format": "e5m2"}, **scaled.FAST}.items():
+            call = partial(recording.primitive, of, "scaled_linear", activation="gelu_tanh", **options)
+            explores = tile.blocks == 1 and way == "rows"
+            yield NumericCase(
+                f"scaled_linear_fwd/{tile.name}/fp8/{way.strip('+')}",
+                partial(_emulated, call, next(schedules), explores=explores),
+            )
 
 
 def _emulated(
@@ -248,9 +268,12 @@ def _emulated(
     return results
 
 
-def _product(of: Operands, name: str, way: str) -> Iterator[NumericCase]:
+def _product(
+    of: Operands, name: str, way: str, fields: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[NumericCase]:
+    """fields: of the sample, as `recording.primitive` takes them"""
     record = PRODUCTS[name]
-    launcher, call = LAUNCHERS.get(name, name), partial(recording.primitive, of, name)
+    launcher, call = LAUNCHERS.get(name, name), partial(recording.primitive, of, name, **fields)
     options = signature(record.by_torch).parameters
     if "activation" in options:
         for activation in ACTIVATIONS:
@@ -293,7 +316,7 @@ def _matmuls(of: Operands) -> Iterator[NumericCase]:
 def _in_fp8() -> Iterator[NumericCase]:
     for form, sizes in IN_FP8.items():
         of = RandomOperands(*sizes, BF16, form=form)
-        for scales, options in scaled.SCALES.items():
+        for scales, options in {**scaled.SCALES, **scaled.MX}.items():
             way = f"{form}/fp8/{scales.strip('+') or 'rows'}"
             call = partial(recording.primitive, of, "scaled_linear", **options)
             for activation in ACTIVATIONS:
@@ -304,11 +327,14 @@ def _in_fp8() -> Iterator[NumericCase]:
             yield NumericCase(f"scaled_linear_fwd/{way}/=fp32", partial(plain, into=FP32))
             yield NumericCase(f"scaled_linear_fwd/{way}/e5m2", partial(plain, format="e5m2"))
             yield NumericCase(f"scaled_linear_fwd/{way}/fast", partial(call, fast=True))
+            waiting = replace(of, chunks=3)
+            gathered = partial(scaled.gathered, waiting, "silu", **options)
+            yield NumericCase(f"gather_scaled_linear_fwd/{way}/silu", gathered)
     for dtype in (BF16, FP32):
         of = RandomOperands(*IN_FP8["pointer"], dtype)
         way = SHORT_NAMES[dtype]
         for how, quantized in scaled.QUANTIZED.items():
-            launcher = quantized.keywords.get("name", "quantize")
+            launcher = getattr(quantized, "keywords", {}).get("name", "quantize")
             yield NumericCase(f"{launcher}/{way}/{how}", partial(quantized, of))
         for scaling in get_args(Scaling):
             call = partial(recording.primitive, of, "dequantize", into=dtype, scaling=scaling)

@@ -86,7 +86,8 @@ BARE: Mapping[str, Any] = {"bias": False, "training": False}  # of a layer: noth
 LISTED = (
     *("bias_grad", "lookup", "lookup_grad", "softmax_statistics", "cross_entropy_grad"),
     *("rms_norm", "rms_norm_grad", "layer_norm", "layer_norm_grad"),
-    *("quantize", "quantize_act", "quantize_glu", "dequantize", "scaled_linear"),
+    *("quantize", "quantize_act", "quantize_glu", "quantize_both", "mx_rows_and_columns"),
+    *("dequantize", "scaled_linear"),
 )
 
 
@@ -302,7 +303,7 @@ def cross_entropy(of: Operands, scale: float | None = None) -> Results:
 
 HAS_GLUON = triton_version() >= GLUON_SINCE  # before it: of another form
 DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
-TYPE_NAMES = {**SHORT_NAMES, torch.int32: "i32", torch.int64: "i64"}
+TYPE_NAMES = {**SHORT_NAMES, torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 
 
 @dataclass(frozen=True, slots=True)

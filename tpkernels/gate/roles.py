@@ -14,6 +14,9 @@ Products are awaited before their results are staged, and copies before a role e
 are made, and fenced for the copy engine, before the roles begin. A barrier is made once, unless it was ended
 (`mbarrier.inval`), and nothing else lies in its 8 bytes meanwhile.
 
+A barrier at which roles that multiply release a buffer counts all of them, unless they wait for each other
+in between: then each has the buffer in its turn.
+
 Two blocks may be a pair, which shares copies. What is copied into both waits for a barrier at which both
 arrive, and whoever reads it arrives there. Both wait for each other when barriers are made, and at the end.
 
@@ -59,6 +62,7 @@ NOT_MADE = "a barrier in shared memory is used before all, and the copy engine, 
 MADE_LATE = "a barrier in shared memory is made when roles have begun"
 MADE_AGAIN = "a barrier in shared memory is made where one is already"
 OVERLAID = "a barrier in shared memory lies where something else is kept"
+NOT_COUNTED = "a buffer is released by more roles, or by fewer, than its barrier counts"
 MADE_ALONE = "a barrier of a pair is used before the other block knows that it is made"
 ENDS_ALONE = "a block of a pair ends while the other may still use its shared memory"
 NOT_SHARED = "no copy goes to both blocks of a pair"
@@ -71,6 +75,7 @@ FREED_EARLY = "tensor memory is freed when the other block of a pair may still w
 MISCOUNTED = "a block tells the other of something at a barrier that does not count both"
 
 _RELEASE = re.compile(r"^@\S+\s+mbarrier\.arrive\.(?!expect_tx)")  # by one thread for its role
+_RELEASED = re.compile(r"\bmbarrier\.arrive\.(?!expect_tx)\S*\s+_, \[(\S+)\]")  # where
 _SHARED_LOAD = re.compile(r"\b(?:ld\.shared|ldmatrix)\b")
 _PRODUCTS_AWAITED = re.compile(r"\bwgmma\.wait_group\S*\s+(\d+);")
 _FENCE = re.compile(r"\bfence\.(?:proxy\.async(?:\.shared::cta)?|mbarrier_init\S*);")
@@ -98,7 +103,7 @@ def unordered_roles(flow: Flow) -> tuple[str, ...]:
     """Each rule that some path through some role breaks, in words; () if the order is proven."""
     rules = (_released, _copied_out, _staged, _added, _made, _in_tensor_memory)
     found = [words for role in flow.roles for rule in rules for words in rule(role)]
-    return tuple(dict.fromkeys([*found, *_barriers_alone(flow), *_in_pairs(flow)]))
+    return tuple(dict.fromkeys([*found, *_barriers_alone(flow), *_counted(flow), *_in_pairs(flow)]))
 
 
 def _released(role: Role) -> list[str]:
@@ -297,9 +302,41 @@ def _barriers_alone(flow: Flow) -> list[str]:
     return [MADE_AGAIN] * again + [OVERLAID] * overlaid
 
 
+def _counted(flow: Flow) -> list[str]:
+    """Of barriers at which roles that multiply arrive: how many of them, or that they take turns."""
+    multiplying = [role for role in flow.roles if role.any_of(PRODUCT)]
+    if len(multiplying) < 2:
+        return []
+    addresses = Addresses(flow)
+
+    def places(role: Role, pattern: re.Pattern[str]) -> set[int]:
+        found = (pattern.search(flow.lines[at]) for at in role.lines)
+        return {int(addresses.of(match[1])[0]) for match in found if match}
+
+    released = [places(role, _RELEASED) for role in multiplying]
+    awaited = [places(role, WAIT) for role in multiplying]
+    told = set[int]().union(*(places(role, _TOLD) for role in multiplying))
+    for line in flow.lines:
+        if made := _MADE.search(line):
+            place = int(addresses.of(made[1])[0])
+            count = int(made[2] or 1) // (_blocks_of(flow) if place in told else 1)
+            who = [number for number, at in enumerate(released) if place in at]
+            in_turn = all(
+                any(awaited[number] & released[other] for other in who if other != number) for number in who
+            )
+            if who and count != len(who) and not (count == 1 and in_turn):
+                return [NOT_COUNTED]
+    return []
+
+
+def _blocks_of(flow: Flow) -> int:
+    """How many are a cluster."""
+    return next((int(found[1]) for line in flow.lines if (found := _BLOCKS.match(line))), 1)
+
+
 def _in_pairs(flow: Flow) -> list[str]:
     """What the blocks of a cluster owe each other; a kernel of single blocks owes nothing."""
-    blocks = next((int(found[1]) for line in flow.lines if (found := _BLOCKS.match(line))), 1)
+    blocks = _blocks_of(flow)
     if blocks == 1:
         return []
     addresses = Addresses(flow)
@@ -308,7 +345,8 @@ def _in_pairs(flow: Flow) -> list[str]:
         return int(addresses.of(register)[0])
 
     made = [found for line in flow.lines if (found := _MADE.search(line))]
-    for_all = {place(found[1]) for found in made if found[2] == str(blocks)}
+    telling = sum(role.any_of(_TOLD) for role in flow.roles)  # of each block
+    for_all = {place(found[1]) for found in made if found[2] == str(blocks * max(1, telling))}
     told = [found for line in flow.lines if (found := _TOLD.search(line))]
     words = [MISCOUNTED] * any(place(found[1]) not in for_all for found in told)
     together = [line for line in flow.lines if _OF_BLOCKS.search(line)]

@@ -91,3 +91,11 @@ def act_and_grad(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def _relu(z):
     return tl.where(z < 0, 0.0, z)  # not maximum(), which may drop a NaN
+
+
+@triton.jit
+def halves(scale):
+    """`scaled.halves_of`."""
+    exponent = ((scale.to(tl.int32, bitcast=True) >> 23) + 127) >> 1  # of the root, biased
+    root = (exponent << 23).to(tl.float32, bitcast=True)
+    return scale * ((254 - exponent) << 23).to(tl.float32, bitcast=True), root

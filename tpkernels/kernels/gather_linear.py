@@ -28,9 +28,9 @@ from tpkernels.kernels.operands import (
     require_shape,
     require_tensors,
 )
-from tpkernels.kernels.target import left_free, resident_programs
-from tpkernels.kernels.tiles import MatmulTile, waiting_tile
-from tpkernels.kernels.waits import Arrivals, require_arrivals, wait_for
+from tpkernels.kernels.target import left_free
+from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.kernels.waits import Arrivals, require_arrivals, require_chunks, wait_for
 
 
 @triton.jit
@@ -38,6 +38,34 @@ def ring_tile_at(index, first_tile, row_tiles, col_tiles, GROUP: tl.constexpr):
     """Tile number `index`, where rows start at `first_tile` and go round."""
     row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
     return (first_tile + row_tile) % row_tiles, col_tile
+
+
+@triton.jit
+def wait_for_rows(
+    t,
+    BLOCK_ROWS: tl.constexpr,
+    T,
+    chunk_rows,
+    flags_ptr,
+    awaited_ptr,
+    status_ptr,
+    spin_limit,
+    ASYNC_PROXY: tl.constexpr,
+):
+    """Return once the BLOCK_ROWS rows from t may be read: see `wait_for`."""
+    first_chunk = t // chunk_rows
+    last_chunk = (tl.minimum(t + BLOCK_ROWS, T) - 1) // chunk_rows
+    # the maximum shows the compiler, and the gate, that no tile goes without a wait
+    for later in tl.range(0, tl.maximum(last_chunk - first_chunk + 1, 1), num_stages=1):
+        wait_for(
+            first_chunk + later,
+            flags_ptr,
+            awaited_ptr,
+            status_ptr,
+            spin_limit,
+            OP=1,
+            ASYNC_PROXY=ASYNC_PROXY,
+        )
 
 
 @triton.jit
@@ -87,19 +115,9 @@ def _gather_linear_kernel(
         row_tile, col_tile = ring_tile_at(index, first_tile, row_tiles, col_tiles, GROUP)
         t = row_tile * BLOCK_ROWS
         n = col_tile * BLOCK_COLS
-        first_chunk = t // chunk_rows
-        last_chunk = (tl.minimum(t + BLOCK_ROWS, T) - 1) // chunk_rows
-        # the maximum shows the compiler, and the gate, that no tile goes without a wait
-        for later in tl.range(0, tl.maximum(last_chunk - first_chunk + 1, 1), num_stages=1):
-            wait_for(
-                first_chunk + later,
-                flags_ptr,
-                awaited_ptr,
-                status_ptr,
-                spin_limit,
-                OP=1,
-                ASYNC_PROXY=ASYNC_PROXY,
-            )
+        wait_for_rows(
+            t, BLOCK_ROWS, T, chunk_rows, flags_ptr, awaited_ptr, status_ptr, spin_limit, ASYNC_PROXY
+        )
         acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
         for k in range(0, K, BLOCK_DEPTH):
             x_block = load_block(x, t, k, T, K, stride_xt, stride_xk, BLOCK_ROWS, BLOCK_DEPTH, TMA)
@@ -151,7 +169,7 @@ def gather_linear_fwd(
         "gather_linear_fwd", "weight", weight, (N, K), f"(out_features, in_features) for x {tuple(x.shape)}"
     )
     require_shape("gather_linear_fwd", "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
-    _require_chunks(T, chunks, first_row)
+    require_chunks("gather_linear_fwd", T, chunks, first_row)
     y = launch.empty((T, N), x.dtype, x.device)
     separate_z = keep_z and activation != "none"
     z = launch.empty((T, N), x.dtype, x.device) if separate_z else y
@@ -159,18 +177,11 @@ def gather_linear_fwd(
     stored = weight.t() if depth_first else weight
     matrices = (("x", x), ("weight", stored), ("the result", y))
     product = launch.product("gather_linear_fwd", "linear", matrices, (T, N), tile, form)
-    if tile is None:
-        product = product._replace(tile=waiting_tile(product.tile, T // chunks))
-    elif tile.flatten:
-        raise ValueError("gather_linear_fwd: expected a tile with flatten=False: it loads before it waits")
-    target, chosen = product.target, product.tile
-    # persistent in either form: a program that waits must not keep out one whose rows are here
-    programs = resident_programs(
-        "gather_linear_fwd", target, chosen.per_processor, left_free(target, margin, counted)
-    )
+    reserved = left_free(product.target, margin, counted)
+    product, programs = product.waiting("gather_linear_fwd", tile, T // chunks, reserved)
     if y.numel():
         y_block = product.block(y, "rows", "part")
-        product.start(_gather_linear_kernel, min(chosen.tiles(T, N), programs))(
+        product.start(_gather_linear_kernel, programs)(
             product.block(x, "rows", "depth"),
             product.block(stored, "depth", "cols") if depth_first else product.block(stored, "cols", "depth"),
             y if bias is None else bias,
@@ -185,24 +196,15 @@ def gather_linear_fwd(
             *x.stride(),
             *weight.stride(),
             0 if bias is None else bias.stride(0),
-            launch.ceil_div(first_row, chosen.block_rows) % launch.ceil_div(T, chosen.block_rows),
+            product.first_tile(first_row),
             T // chunks,
-            arrivals.limit(target),
+            arrivals.limit(product.target),
             ACTIVATION=activation,
             HAS_BIAS=bias is not None,
             KEEP_Z=separate_z,
             FAST=product.fast,
             PRECISION=product.precision,
             DEPTH_FIRST=depth_first,
-            ASYNC_PROXY=product.form == "descriptor" and target.backend == "cuda",
+            ASYNC_PROXY=product.by_async_proxy,
         )
     return LinearForward(y, z if keep_z else None)
-
-
-def _require_chunks(rows: int, chunks: int, first_row: int) -> None:
-    if rows % chunks:
-        raise ValueError(
-            f"gather_linear_fwd: expected equal chunks of tokens, got {rows} tokens and {chunks} flags"
-        )
-    if not 0 <= first_row < max(1, rows):
-        raise ValueError(f"gather_linear_fwd: expected a first_row of 0 to {rows - 1}, got {first_row}")

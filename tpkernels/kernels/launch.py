@@ -27,7 +27,7 @@ from tpkernels.kernels.target import (
     resident_programs,
     target_of,
 )
-from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile, specializes, sum_tile
+from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile, specializes, sum_tile, waiting_tile
 from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 
 Out = Tensor | Sequence[Tensor] | None  # of a launcher: what it writes into, one for each result asked for
@@ -260,6 +260,32 @@ class ProductLaunch(NamedTuple):
         """The same, for blocks of as many columns as one of `count` cuts of a tile has."""
         cols = self.tile.block_cols // count
         return self._replace(tile=replace(self.tile, block_cols=cols, parts=1)) if count > 1 else self
+
+    def waiting(
+        self, launcher: str, tile: MatmulTile | None, chunk_rows: int, reserved: int
+    ) -> tuple[ProductLaunch, int]:
+        """The same for rows that arrive in chunks, and by how many programs.
+
+        tile: what the caller asked for; reserved: processors that are left to others
+        """
+        product = self
+        if tile is None:
+            product = self._replace(tile=waiting_tile(self.tile, chunk_rows))
+        elif tile.flatten:
+            raise ValueError(f"{launcher}: expected a tile with flatten=False: it loads before it waits")
+        chosen = product.tile
+        # persistent in either form: a program that waits must not keep out one whose rows are here
+        programs = resident_programs(launcher, self.target, chosen.per_processor, reserved)
+        return product, min(chosen.tiles(self.rows, self.cols), programs)
+
+    def first_tile(self, row: int) -> int:
+        """The first tile that has no row before this one."""
+        return ceil_div(row, self.tile.block_rows) % ceil_div(self.rows, self.tile.block_rows)
+
+    @property
+    def by_async_proxy(self) -> bool:
+        """Whether TMA reads the rows, past the caches that a flag orders."""
+        return self.form == "descriptor" and self.target.backend == "cuda"
 
     def start(self, kernel: Any, programs: int | None = None) -> Callable[..., None]:
         """The kernel, to be called with its arguments and with the constants that are not the tile's.

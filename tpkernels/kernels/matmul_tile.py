@@ -35,6 +35,7 @@ class MatmulTile:
     splits: int = 1  # the depth is cut so, and fp32 sums of the parts are added afterwards, in order
     consumers: int = 0  # groups of warps that multiply what a warp of its own loads; 0: all warps do both
     blocks: int = 1  # 2: a pair, each with half of the rows; columns are loaded once, into both
+    halves: bool = False  # of two consumers each has half of the rows of every tile; else they take turns
 
     def __post_init__(self) -> None:
         for name in ("block_rows", "block_cols", "block_depth", "num_warps", "parts"):
@@ -46,8 +47,10 @@ class MatmulTile:
                 raise ValueError(f"MatmulTile expected {name} of at least 1, got {getattr(self, name)}")
         if self.consumers not in (0, 1, 2) or (self.consumers and self.splits > 1):
             raise ValueError(f"MatmulTile expected at most 2 consumers, and none beside splits, got {self}")
-        if self.blocks not in (1, 2) or (self.blocks == 2 and self.consumers != 1):
-            raise ValueError(f"MatmulTile expected 1 block, or 2 of one consumer each, got {self}")
+        if self.halves and self.consumers != 2:
+            raise ValueError(f"MatmulTile expected halves for two consumers, got {self}")
+        if self.blocks not in (1, 2) or (self.blocks == 2 and self.consumers - self.halves != 1):
+            raise ValueError(f"MatmulTile expected 1 block, or 2 that do one tile at a time, got {self}")
         if self.specialize and self.consumers:
             raise ValueError(f"MatmulTile expected either specialize or consumers, got {self}")
         if self.block_depth < 16 or self.block_cols // self.parts < 16 or self.block_rows < 16:
@@ -61,7 +64,7 @@ class MatmulTile:
         marks = (
             ("x", self.per_processor, 1),
             ("k", self.splits, 1),
-            ("c", self.consumers, 0),
+            ("c", f"{self.consumers}{'h' * self.halves}", "0"),
             ("b", self.blocks, 1),
             ("g", self.group, 8),
         )
@@ -81,7 +84,8 @@ class MatmulTile:
         found = _NAME.fullmatch(name)
         if found:
             sizes = {field: int(text) for field, text in found.groupdict().items() if text and text.isdigit()}
-            tile = MatmulTile(**sizes, flatten=bool(found["flatten"]), specialize=bool(found["specialize"]))
+            flatten, specialize, halves = map(bool, found.group("flatten", "specialize", "halves"))
+            tile = MatmulTile(**sizes, flatten=flatten, specialize=specialize, halves=halves)
             if tile.name == name:  # else it says what is usual, or 08 for 8
                 return tile
         raise ValueError(f"expected the name of a tile, such as 128x256x64-w8-s4-p2-flat, got {name!r}")
@@ -99,7 +103,7 @@ class MatmulTile:
 _NAME = re.compile(
     r"(?P<block_rows>\d+)x(?P<block_cols>\d+)x(?P<block_depth>\d+)-w(?P<num_warps>\d+)-s(?P<num_stages>\d+)"
     r"-p(?P<parts>\d+)(?P<flatten>-flat)?(?P<specialize>-ws)?"
-    r"(?:-x(?P<per_processor>\d+))?(?:-k(?P<splits>\d+))?(?:-c(?P<consumers>\d+))?"
+    r"(?:-x(?P<per_processor>\d+))?(?:-k(?P<splits>\d+))?(?:-c(?P<consumers>\d+)(?P<halves>h)?)?"
     r"(?:-b(?P<blocks>\d+))?(?:-g(?P<group>\d+))?",
     re.ASCII,
 )

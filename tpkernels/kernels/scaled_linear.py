@@ -16,15 +16,17 @@ turns: one part is multiplied and added, then the next.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import launch
+from tpkernels.kernels import gluon, launch
 from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
-from tpkernels.kernels.epilogues import act
+from tpkernels.kernels.epilogues import act, halves
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.linear import LinearForward
 from tpkernels.kernels.operands import Form, require_scaled, require_shape, require_tensors
@@ -73,7 +75,6 @@ def _scaled_linear_kernel(
     TMA: tl.constexpr,
 ):
     """Each program computes every num_programs-th tile of y."""
-    PART: tl.constexpr = BLOCK_COLS // PARTS
     row_tiles = tl.cdiv(T, BLOCK_ROWS)
     col_tiles = tl.cdiv(N, BLOCK_COLS)
     for index in tl.range(
@@ -84,48 +85,121 @@ def _scaled_linear_kernel(
         warp_specialize=SPECIALIZE,
     ):
         row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
-        t = row_tile * BLOCK_ROWS
-        n = col_tile * BLOCK_COLS
-        sums = _zeros(BLOCK_ROWS, BLOCK_COLS // TURNS, TURNS)
-        for k in range(0, K, BLOCK_DEPTH):
-            x_block = load_block(x, t, k, T, K, stride_xt, 1, BLOCK_ROWS, BLOCK_DEPTH, TMA)
-            sums = _plus_products(
-                sums,
-                x_block,
-                w,
-                x_scale_ptr,
-                w_scale_ptr,
-                t,
-                n,
-                k,
-                T,
-                N,
-                K,
-                stride_wn,
-                stride_xst,
-                stride_xss,
-                stride_wsn,
-                stride_wss,
-                BY_BLOCK,
-                SHARED,
-                PROMOTE,
-                IN_PLACE,
-                TMA,
-            )
-        parts = _split_columns_of(sums, PARTS // TURNS)
+        scaled_tile(
+            x,
+            w,
+            x_scale_ptr,
+            w_scale_ptr,
+            b_ptr,
+            z,
+            y,
+            row_tile * BLOCK_ROWS,
+            col_tile * BLOCK_COLS,
+            T,
+            N,
+            K,
+            stride_xt,
+            stride_wn,
+            stride_xst,
+            stride_xss,
+            stride_wsn,
+            stride_wss,
+            stride_bn,
+            ACTIVATION,
+            HAS_BIAS,
+            KEEP_Z,
+            FAST,
+            BY_BLOCK,
+            SHARED,
+            PROMOTE,
+            IN_PLACE,
+            TURNS,
+            BLOCK_ROWS,
+            BLOCK_COLS,
+            BLOCK_DEPTH,
+            PARTS,
+            TMA,
+        )
+
+
+@triton.jit
+def scaled_tile(
+    x,
+    w,
+    x_scale_ptr,
+    w_scale_ptr,
+    b_ptr,
+    z,
+    y,
+    t,
+    n,
+    T,
+    N,
+    K,
+    stride_xt,
+    stride_wn,
+    stride_xst,
+    stride_xss,
+    stride_wsn,
+    stride_wss,
+    stride_bn,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    KEEP_Z: tl.constexpr,
+    FAST: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    TURNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """The tile of y, and of z, at (t, n)."""
+    PART: tl.constexpr = BLOCK_COLS // PARTS
+    sums = _zeros(BLOCK_ROWS, BLOCK_COLS // TURNS, TURNS)
+    for k in range(0, K, BLOCK_DEPTH):
+        x_block = load_block(x, t, k, T, K, stride_xt, 1, BLOCK_ROWS, BLOCK_DEPTH, TMA)
+        sums = _plus_products(
+            sums,
+            x_block,
+            w,
+            x_scale_ptr,
+            w_scale_ptr,
+            t,
+            n,
+            k,
+            T,
+            N,
+            K,
+            stride_wn,
+            stride_xst,
+            stride_xss,
+            stride_wsn,
+            stride_wss,
+            BY_BLOCK,
+            SHARED,
+            PROMOTE,
+            IN_PLACE,
+            TMA,
+        )
+    parts = _split_columns_of(sums, PARTS // TURNS)
+    if not BY_BLOCK:
+        x_rest, x_root = halves(load_vector(x_scale_ptr, t, T, stride_xst, BLOCK_ROWS)[:, None])
+    for p in tl.static_range(PARTS):
+        n_part = n + p * PART
+        value = parts[p]
         if not BY_BLOCK:
-            x_rest, x_root = _halves(load_vector(x_scale_ptr, t, T, stride_xst, BLOCK_ROWS)[:, None])
-        for p in tl.static_range(PARTS):
-            n_part = n + p * PART
-            value = parts[p]
-            if not BY_BLOCK:
-                w_rest, w_root = _halves(_w_scale(w_scale_ptr, n_part, N, stride_wsn, SHARED, PART))
-                value = value * w_rest * x_rest * (w_root * x_root)
-            if HAS_BIAS:
-                value += load_vector(b_ptr, n_part, N, stride_bn, PART)[None, :]
-            if KEEP_Z:
-                store_block(z, value, t, n_part, T, N, N, 1, TMA)
-            store_block(y, act(value, ACTIVATION, FAST), t, n_part, T, N, N, 1, TMA)
+            w_rest, w_root = halves(_w_scale(w_scale_ptr, n_part, N, stride_wsn, SHARED, PART))
+            value = value * w_rest * x_rest * (w_root * x_root)
+        if HAS_BIAS:
+            value += load_vector(b_ptr, n_part, N, stride_bn, PART)[None, :]
+        if KEEP_Z:
+            store_block(z, value, t, n_part, T, N, N, 1, TMA)
+        store_block(y, act(value, ACTIVATION, FAST), t, n_part, T, N, N, 1, TMA)
 
 
 @triton.jit
@@ -228,14 +302,6 @@ def _w_scale(source, n, N, stride, SHARED: tl.constexpr, SIZE: tl.constexpr):
         return tl.load(source + (i // SHARED).to(tl.int64) * stride, mask=i < N, other=0.0)[None, :]
 
 
-@triton.jit
-def _halves(scale):
-    """`scaled.halves_of`."""
-    exponent = ((scale.to(tl.int32, bitcast=True) >> 23) + 127) >> 1  # of the root, biased
-    root = (exponent << 23).to(tl.float32, bitcast=True)
-    return scale * ((254 - exponent) << 23).to(tl.float32, bitcast=True), root
-
-
 MOST_SUMS = 128  # fp32 registers of a thread that sums of a tile may take, promoted ones beside them
 
 
@@ -245,6 +311,64 @@ def _turns(product: launch.ProductLaunch) -> int:
     in_registers = product.target.backend == "cuda" and product.target.capability < 100
     few = 2 * tile.block_rows * tile.block_cols <= MOST_SUMS * 32 * tile.num_warps
     return 2 if in_registers and product.form == "descriptor" and not few else 1
+
+
+class ScaledProduct(NamedTuple):
+    """Sizes of a product in fp8, and the dtype of its result."""
+
+    tokens: int
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def required(
+        launcher: str,
+        x: Tensor,
+        weight: Tensor,
+        x_scale: Tensor,
+        w_scale: Tensor,
+        bias: Tensor | None,
+        activation: Activation,
+        dtype: str,
+    ) -> ScaledProduct:
+        """Of such operands, or an error."""
+        if dtype not in RESULTS:
+            raise ValueError(f"{launcher}: expected dtype of {', '.join(RESULTS)}; got {dtype!r}")
+        require_scaled(launcher, ("x", x, x_scale), ("weight", weight, w_scale))
+        require_activation(launcher, activation)
+        (T, K), N = x.shape, weight.shape[0]
+        why = f"(out_features, in_features) for x {tuple(x.shape)}"
+        require_shape(launcher, "weight", weight, (N, K), why)
+        if bias is not None:
+            require_tensors(launcher, ("bias", bias))
+        require_shape(launcher, "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
+        require_fp8(launcher, target_of(x.device))
+        return ScaledProduct(T, N, K, RESULTS[dtype])
+
+
+class Promotion(NamedTuple):
+    """The constants that say how scales lie, and how sums are promoted."""
+
+    BY_BLOCK: bool
+    SHARED: int
+    PROMOTE: bool
+    IN_PLACE: bool
+    TURNS: int
+
+    @staticmethod
+    def of(
+        launcher: str, product: launch.ProductLaunch, x_scale: Tensor, w_scale: Tensor, fast_accumulate: bool
+    ) -> Promotion:
+        if product.tile.consumers or product.tile.block_depth > BLOCK:
+            raise ValueError(
+                f"{launcher}: expected a tile of at most {BLOCK} depth, without consumers, got {product.tile}"
+            )
+        by_block = x_scale.shape[1] != 1
+        promote = by_block or not fast_accumulate
+        shared = 1 if w_scale.shape[0] == product.cols else BLOCK
+        turns = _turns(product) if promote else 1
+        return Promotion(by_block, shared, promote, product.target.has_tma, turns)
 
 
 @planned
@@ -274,16 +398,7 @@ def scaled_linear_fwd(
     out: where y is written, and z if it is kept and not y; rows of larger matrices, say
     """
     name = "scaled_linear_fwd"
-    if dtype not in RESULTS:
-        raise ValueError(f"{name}: expected dtype of {', '.join(RESULTS)}; got {dtype!r}")
-    require_scaled(name, ("x", x, x_scale), ("weight", weight, w_scale))
-    require_activation(name, activation)
-    (T, K), N, into = x.shape, weight.shape[0], RESULTS[dtype]
-    require_shape(name, "weight", weight, (N, K), f"(out_features, in_features) for x {tuple(x.shape)}")
-    if bias is not None:
-        require_tensors(name, ("bias", bias))
-    require_shape(name, "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
-    require_fp8(name, target_of(x.device))
+    T, N, K, into = ScaledProduct.required(name, x, weight, x_scale, w_scale, bias, activation, dtype)
     separate_z = keep_z and activation != "none"
     wanted = {"y": (T, N), "z": (T, N)} if separate_z else {"y": (T, N)}
     inputs = (("x", x), ("weight", weight), ("x_scale", x_scale), ("w_scale", w_scale), ("bias", bias))
@@ -291,18 +406,22 @@ def scaled_linear_fwd(
     y, z = written[0], written[-1]
     matrices = (("x", x), ("weight", weight), ("y", y), ("z", z))
     product = launch.product(name, "linear", matrices, (T, N), tile, form)
-    if product.tile.consumers or product.tile.block_depth > BLOCK:
-        raise ValueError(
-            f"{name}: expected a tile of at most {BLOCK} depth, without consumers, got {product.tile}"
+    if y.numel() and product.tile.consumers:
+        gluon.multiply_scaled(
+            product,
+            (x, weight),
+            (x_scale, w_scale),
+            bias,
+            written,
+            activation=activation,
+            promote=not fast_accumulate,
         )
-    by_block = x_scale.shape[1] != 1
-    promote = by_block or not fast_accumulate
-    turns = _turns(product) if promote else 1
-    if y.numel():
+    elif y.numel():
+        promotion = Promotion.of(name, product, x_scale, w_scale, fast_accumulate)
         y_block = product.block(y, "rows", "part")
         product.start(_scaled_linear_kernel)(
             product.block(x, "rows", "depth"),
-            product.columns_cut(turns).block(weight, "cols", "depth"),
+            product.columns_cut(promotion.TURNS).block(weight, "cols", "depth"),
             x_scale,
             w_scale,
             y if bias is None else bias,
@@ -320,10 +439,6 @@ def scaled_linear_fwd(
             HAS_BIAS=bias is not None,
             KEEP_Z=separate_z,
             FAST=fast_math(into, product.target),
-            BY_BLOCK=by_block,
-            SHARED=1 if w_scale.shape[0] == N else BLOCK,
-            PROMOTE=promote,
-            IN_PLACE=product.target.has_tma,
-            TURNS=turns,
+            **promotion._asdict(),
         )
     return LinearForward(y, z if keep_z else None)

@@ -157,6 +157,7 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, consumers=1),
         MatmulTile(128, 128, 64, num_warps=4, num_stages=5, parts=4, consumers=2),
         MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=2, consumers=1, blocks=2),
+        MatmulTile(256, 128, 64, num_warps=8, num_stages=5, parts=2, consumers=1, blocks=2),
     ),
     "glu": (
         _FEW_TOKENS,
@@ -170,6 +171,7 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1),
         MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2),
         MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=4, consumers=1, blocks=2),
+        MatmulTile(256, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),
     ),
     "dglu": (
         _FEW_TOKENS,
@@ -180,6 +182,7 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1),
         MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2),
         MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1, blocks=2),
+        MatmulTile(256, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),
     ),
     "wgrad": (
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=2),
@@ -188,9 +191,11 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1, blocks=2),
     ),
 }
-# kernel, tile -> epilogues that it is not shipped with: erf takes more registers than there are, and spills
+# kernel, tile -> epilogues that it is not shipped with. erf takes more registers than there are, and spills.
 _SPILLING: Mapping[tuple[Kernel, str], tuple[str, ...]] = {
     ("dglu", "128x256x64-w8-s3-p4-flat"): ("geglu",),
+    # pairs that multiply together sum no gradient of a bias
+    ("dgrad", "256x256x64-w8-s4-p4-c1-b2"): ("db",),
     # scales in the loop take sums to registers
     ("linear", "128x256x128-w8-s3-p2-flat"): ("blocks",),
     ("linear", "128x256x128-w8-s4-p4-flat"): ("blocks",),
@@ -253,6 +258,12 @@ _DESCRIPTOR_FP8: tuple[MatmulTile, ...] = (
 # Timed beside these. Hopper promotes its columns in two turns; Blackwell's sums lie in memory of their own,
 # and take no registers.
 _HOPPER_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=4, parts=4, flatten=True)
+# In roles: one consumer adds its sums while the other multiplies.
+_HOPPER_FP8_ROLES = (
+    MatmulTile(128, 128, 128, num_warps=4, num_stages=5, parts=4, consumers=2, halves=True),
+    MatmulTile(128, 256, 128, num_warps=4, num_stages=4, parts=4, consumers=2, halves=True),
+    MatmulTile(256, 256, 128, num_warps=4, num_stages=4, parts=8, consumers=2, halves=True, blocks=2),
+)
 _BLACKWELL_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=2, flatten=True)
 # Where groups of warps multiply, 64 rows at least: what takes fewer makes 16 bits of fp8 first.
 _POINTER_FP8: tuple[MatmulTile, ...] = (
@@ -264,6 +275,19 @@ _POINTER_FP8_BY_WARPS: tuple[MatmulTile, ...] = (
     MatmulTile(64, 64, 128, num_warps=4, num_stages=3),
     MatmulTile(16, 64, 128, num_warps=4, num_stages=3),
 )
+# MXFP8: tensor cores of Blackwell scale blocks of 128 rows; others make 16 bits of fp8 first.
+_MX: Mapping[Form, tuple[MatmulTile, ...]] = {
+    "descriptor": (_DESCRIPTOR_FP8[0], _BLACKWELL_FP8),
+    "pointer": (MatmulTile(128, 128, 128, num_warps=8, num_stages=3),),
+}
+_MX_RAGGED = MatmulTile(128, 64, 32, num_warps=8, num_stages=2)
+
+
+def mx_tiles(form: Form, target: Target, ragged: bool = False) -> tuple[MatmulTile, ...]:
+    """Every tile that is shipped for products of MXFP8, the first by default. ragged: see `candidates`"""
+    if target.backend == "interpreter":
+        return (_INTERPRETED,)
+    return (_MX_RAGGED,) if ragged and form == "pointer" else _MX[form]
 
 
 def candidates(
@@ -277,7 +301,7 @@ def candidates(
     if form == "descriptor" and target.backend == "cuda":
         more: tuple[MatmulTile, ...] = (_BLACKWELL[kernel],)
         if dtype in FP8:
-            more = (_HOPPER_FP8 if target.capability == 90 else _BLACKWELL_FP8,)
+            more = (_HOPPER_FP8, *_HOPPER_FP8_ROLES) if target.capability == 90 else (_BLACKWELL_FP8,)
         elif target.capability == 90:
             more = _HOPPER[kernel]
         elif target.capability == 100:
@@ -320,11 +344,16 @@ def _fp8_tiles(form: Form, target: Target, ragged: bool) -> tuple[MatmulTile, ..
 
 def serves(kernel: Kernel, tile: MatmulTile, options: Container[str]) -> bool:
     """Whether a shipped tile is one for this epilogue; `options` names activation or gate."""
+    if tile.halves and ("blocks" in options or "float32" in options):
+        return False
     spills = _SPILLING.get((kernel, tile.name), ()) + spilling(kernel, tile.name)
     return not any(option in options for option in spills)
 
 
-_TWO_LOOPS_OR_FLAGS = ("dgrad_pairs", "gather_linear", "gather_linear_fwd", "scatter_linear")
+_TWO_LOOPS_OR_FLAGS = (
+    *("dgrad_pairs", "gather_linear", "gather_linear_fwd", "gather_scaled_linear_fwd"),
+    "scatter_linear",
+)
 
 
 def specializes(kernel: str, form: Form, target: Target) -> bool:
@@ -391,3 +420,16 @@ def pushing_tile(tile: MatmulTile, others: tuple[MatmulTile, ...], chunk_rows: i
 
     fewer = (other for other in others if tile in others and 4 * computed(other) <= 3 * computed(tile))
     return replace(next(fewer, tile), flatten=False)
+
+
+def chunk_tiles(
+    form: Form, dtype: torch.dtype, target: Target, rows: int, cols: int, chunk_rows: int, *, waits: bool
+) -> tuple[MatmulTile, ...]:
+    """Tiles of the kernel that waits for chunks, or stores them; first the one that it takes untold."""
+    usual = default_tile("linear", form, dtype, target, rows, cols)
+    others = default_tiles("linear", form, dtype, target)
+    if waits:
+        found = [waiting_tile(tile, chunk_rows) for tile in (usual, *others)]
+    else:
+        found = [pushing_tile(usual, others, chunk_rows), *(replace(tile, flatten=False) for tile in others)]
+    return tuple(dict.fromkeys(found))

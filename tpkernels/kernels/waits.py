@@ -104,6 +104,13 @@ def require_arrivals(launcher: str, arrivals: Arrivals, device: torch.device) ->
         raise ValueError(f"{launcher}: expected a spin_limit of 0 to 2**31 - 1, got {arrivals.spin_limit}")
 
 
+def require_chunks(launcher: str, rows: int, chunks: int, first_row: int) -> None:
+    if rows % chunks:
+        raise ValueError(f"{launcher}: expected equal chunks of tokens, got {rows} tokens and {chunks} flags")
+    if not 0 <= first_row < max(1, rows):
+        raise ValueError(f"{launcher}: expected a first_row of 0 to {rows - 1}, got {first_row}")
+
+
 def require_departures(
     launcher: str, departures: Departures, ranks: int, rank: int, splits: int, device: torch.device
 ) -> None:

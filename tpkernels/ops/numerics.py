@@ -12,6 +12,7 @@ sum over ranks follows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from tpkernels.ops.main_grad import Into, weight_gradient
 Operand = Any  # a tensor, or what else a strategy makes of it
 Pair = tuple[Tensor, Tensor]  # activations (tokens, depth), and a weight (cols, depth) or (depth, cols)
 KeptRows = Literal["none", "own", "all"]
+WaitingProduct = Callable[..., tuple[Tensor, Tensor | None]]  # y, and z if it is kept
 ComputeRows = Callable[[slice, Operand, list[Tensor]], object]  # the range of rows, these rows, and outputs
 
 
@@ -139,7 +141,8 @@ class Plain:
     def activations(self, x: Tensor) -> Operand:
         return x
 
-    def gradients(self, dy: Tensor) -> Operand:
+    def gradients(self, dy: Tensor, for_weight: bool = False) -> Operand:
+        """Return the operand of dy. for_weight: `weight_gradient` is given it, too"""
         return dy
 
     def weight(self, weight: Tensor, transposed: bool) -> Operand:
@@ -166,6 +169,10 @@ class Plain:
         """Return the numbers of an operand as a matrix; those in fp8 are dequantized."""
         numbers: Tensor = operand
         return numbers
+
+    def features(self, operand: Operand) -> int:
+        """Return how many columns an operand's matrix has."""
+        return int(operand.shape[1])
 
     def described(self, operand: Operand) -> str:
         """Describe what of an operand, besides its shape, must be the same on all ranks."""
@@ -204,14 +211,32 @@ class Plain:
         whole = [arg.tensor if isinstance(arg, Along) else arg for arg in args]
         primitives.into(primitive, [each.tensor for each in out if each.tensor is not None], x, *whole)
 
+    def waiting_product(
+        self,
+        x: Operand,
+        weight: Operand,
+        bias: Tensor | None,
+        transposed: bool,
+        activation: Activation,
+        keep_z: bool,
+    ) -> WaitingProduct:
+        """Return the kernel that computes act(x wᵀ + bias) while rows of x arrive, to be told how to wait."""
+        from tpkernels.kernels.gather_linear import gather_linear_fwd  # here: a CPU needs no Triton
+
+        weight = weight if transposed else weight.t()
+        return partial(gather_linear_fwd, x, weight, bias, activation=activation, keep_z=keep_z)
+
     def terms(self, pairs: Sequence[tuple[Operand, Tensor]], transposed: bool) -> Terms:
         """Return this rank's terms of a sum over ranks: the sum of the products of these pairs."""
         return ProductSum(pairs, transposed)
 
     def weight_gradient(
-        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"]
+        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"], operand: Operand = None
     ) -> Tensor | None:
-        """Compute dyᵀ x; None if it was added to a main_grad. split: the operand that ranks have shards of"""
+        """Compute dyᵀ x; None if it was added to a main_grad.
+
+        split: the factor that ranks have shards of; operand: what `gradients` made of dy
+        """
         return weight_gradient(dy, x, into)
 
     def bias_gradient(self, dz: Tensor, *, split: bool) -> Tensor:

@@ -50,7 +50,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tpkernels.buckets.layout import SMALLEST_BUCKET_BYTES
-from tpkernels.comm.schedule import collective_rounds, swaps_full_sums
+from tpkernels.comm.schedule import MOST_CHUNKS, collective_rounds, swaps_full_sums
 from tpkernels.gpus import RatedGpu
 from tpkernels.planning.job import Hardware, Job, RankLayout, layouts
 from tpkernels.planning.memory import (
@@ -65,6 +65,7 @@ from tpkernels.planning.memory import (
 OPERATORS = ("column_linear", "row_linear", "mlp", "gated_mlp")
 DIRECTIONS = ("forward", "backward")
 WAYS = ("naive", "c10d", "symmetric", "decomposed")
+IN_ROUNDS = tuple(f"rounds-{rounds}" for rounds in range(1, MOST_CHUNKS + 1))  # through symmetric memory
 MOST_RANKS = 72  # the largest NVLink domain today
 # Published times on 2 to 8 H100s over the model's: the least and the most (docs/overlap-predicted.md).
 # Those of symmetric and decomposed are of other people's kernels, with the same schedule.

@@ -171,7 +171,7 @@ def program_of(
     """Return the program that ranks enqueue, and each rank's expected results.
 
     captured: capture calls in a graph that is replayed, after two eager calls
-    rounds: of each collective, over c10d
+    rounds: of each collective, or of products through memory
     """
     case, ranks = CASES[name], machine.ranks
     eager = range(2 if captured else CALLS)
@@ -348,6 +348,11 @@ def all_programs() -> dict[str, Callable[[], Recorded]]:
                 for rounds in (1, 2):
                     told = f"{name}/c10d, {rounds} rounds/{mode}/{ranks} ranks"
                     found[told] = partial(program_of, name, one, "c10d", captured=captured, rounds=rounds)
+                if case.moved_by_all:
+                    told = f"{name}/symmetric-rounds, 2 rounds/{mode}/{ranks} ranks"
+                    found[told] = partial(
+                        program_of, name, one, "symmetric-rounds", captured=captured, rounds=2
+                    )
                 for machine in (one, two) if case.moved_by_all else ():
                     told = f"{name}/symmetric/{mode}/{ranks} ranks on {machine.machines}"
                     found[told] = partial(program_of, name, machine, "symmetric", captured=captured)
@@ -355,11 +360,13 @@ def all_programs() -> dict[str, Callable[[], Recorded]]:
             mode = "captured" if captured else "eager"
             told = f"{name}/c10d, 1 rounds/{mode}/{ranks} ranks"
             found[told] = partial(without_reference, name, one, "c10d", captured=captured)
+            told = f"{name}/symmetric-rounds, 1 rounds/{mode}/{ranks} ranks"
+            found[told] = partial(without_reference, name, one, "symmetric-rounds", captured=captured)
             for machine in (one, two):
                 told = f"{name}/symmetric/{mode}/{ranks} ranks on {machine.machines}"
                 found[told] = partial(without_reference, name, machine, "symmetric", captured=captured)
         found[f"gathers in flight/symmetric/eager/{ranks} ranks on 1"] = partial(gathers_in_flight, one)
-        for transport in ("c10d", "symmetric"):
+        for transport in ("c10d", "symmetric", "symmetric-rounds"):
             told = f"two streams/{transport}/eager/{ranks} ranks on 1"
             found[told] = partial(two_streams, one, transport)
     return found

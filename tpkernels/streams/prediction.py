@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm import carveout
 from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import Plan, Round, gather_plan, pushing_gather_plan, reduce_plan
+from tpkernels.comm.transports import c10d
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import c10d_for
 from tpkernels.comm.transports.rows import Waits
@@ -34,7 +35,7 @@ from tpkernels.ops import column_linear, parallel_mlp, row_linear
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_SUMS, waits_for
 from tpkernels.planning.job import Job
-from tpkernels.planning.step_time import DIRECTIONS, OPERATORS, WAYS, Sizes
+from tpkernels.planning.step_time import DIRECTIONS, IN_ROUNDS, OPERATORS, WAYS, Sizes
 from tpkernels.streams.device import Awaited, Program, Step, current_device
 from tpkernels.streams.record import Machine, NcclGroup, record
 from tpkernels.streams.times import (
@@ -50,7 +51,10 @@ from tpkernels.streams.times import (
     times_of,
 )
 
-TRANSPORTS = {"naive": "c10d", "c10d": "c10d", "symmetric": "symmetric", "decomposed": "symmetric"}
+TRANSPORTS = {
+    **{"naive": "c10d", "c10d": "c10d", "symmetric": "symmetric", "decomposed": "symmetric"},
+    **dict.fromkeys(IN_ROUNDS, "symmetric-rounds"),
+}
 
 
 class Decomposed(SymmetricExchange):
@@ -97,6 +101,11 @@ def going(way: str) -> Iterator[None]:
         entered.enter_context(patch.object(parallel, "begin_call", begin))
         for change in {"naive": _naive, "decomposed": _decomposed}.get(way, list)():
             entered.enter_context(change)
+        if way in IN_ROUNDS:
+            rounds = int(way.removeprefix("rounds-"))
+            entered.enter_context(
+                patch.object(c10d, "collective_rounds", lambda _, features, *__: rounds if features else 1)
+            )
         yield
 
 
@@ -169,7 +178,7 @@ class Predicted:
 
 
 def predict(operator: str, direction: str, way: str, sizes: Sizes, node: Node) -> Predicted:
-    """Predict a call. operator: one of OPERATORS; direction: forward or backward; way: one of WAYS"""
+    """Predict a call. operator: of OPERATORS; direction: forward or backward; way: of WAYS or IN_ROUNDS"""
     program, calls = enqueued(operator, direction, way, sizes, node.gpu.processors)
     *_, before, last = times_of(program, calls, replace(node, host=_host(way, node.host)))
     seconds = max(ran.stop for ran in last) - max(ran.stop for ran in before)
@@ -216,10 +225,13 @@ def enqueued(
 ) -> tuple[Program, list[range]]:
     """Return the program of a rank, and the numbers of the tasks of each call."""
     for what, known, name in (
-        ("operator", OPERATORS, operator), ("direction", DIRECTIONS, direction), ("way", WAYS, way),
+        ("operator", OPERATORS, operator), ("direction", DIRECTIONS, direction),
+        ("way", (*WAYS, *IN_ROUNDS), way),
     ):  # fmt: skip
         if name not in known:
             raise ValueError(f"{what}: expected one of {', '.join(known)}, got {name!r}")
+    if way in IN_ROUNDS and sizes.ranks % int(way[-1]):
+        raise ValueError(f"way: expected rounds that divide {sizes.ranks} ranks, got {way!r}")
     shapes, calls = _shapes(operator, sizes), list[range]()
 
     def body(group: ProcessGroup) -> list[Tensor]:

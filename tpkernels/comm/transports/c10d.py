@@ -217,10 +217,15 @@ def c10d_for(like: Tensor, rows: int, features: int, ranks: int, overlap: bool) 
     like: a tensor of its device
     features: width of the product that hides the transfers; 0: there is none, or it is computed at once
     """
-    processors = _processors(like.device)
-    if not processors:
-        return C10D
-    return collectives_of(collective_rounds(rows, features, ranks, processors) if overlap else 1)
+    return (
+        collectives_of(rounds_for(like, rows, features, ranks, overlap)) if _processors(like.device) else C10D
+    )
+
+
+def rounds_for(like: Tensor, rows: int, features: int, ranks: int, overlap: bool) -> int:
+    """Return into how many rounds arithmetic cuts a call; arguments as of `c10d_for`."""
+    processors = _processors(like.device) or 1
+    return collective_rounds(rows, features, ranks, processors) if overlap else 1
 
 
 @lru_cache

@@ -16,6 +16,9 @@ read the one before. A flag is compared by equality: rows of another call, made 
 order, are never taken for this one's. How memory is mapped, who pushes, and what keeps writers off slots that
 are being read, is the transport's: `host`, `shared`, `symmetric`.
 
+`InRounds` cuts the calls of an exchange into rounds, as collectives are cut: each is a product by itself, of
+rows that are awaited before it.
+
 Chunks for ranks on other machines go point to point. They land in the receiver's slots, and the receiver
 raises their flags. A slot is free by then: its owner has begun the call, hence released the one before there.
 """
@@ -26,7 +29,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +37,14 @@ from torch.distributed import ProcessGroup, Work
 
 from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import Call, handshake
-from tpkernels.comm.schedule import SLOTS, Plan, Swap, slot_of
+from tpkernels.comm.schedule import (
+    SLOTS,
+    Plan,
+    Swap,
+    collective_reduce_plan,
+    pushing_rounds_plan,
+    slot_of,
+)
 from tpkernels.comm.transports.base import Delivery, Exchange, blaming
 from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.comm.transports.memory import ALIGNED_WORDS, Departing, Landing, Mailbox
@@ -151,6 +161,8 @@ class MailboxExchange(Exchange):
         self._departing = [
             self._departing_to(slot) if self.kernels_can_push else None for slot in range(SLOTS)
         ]
+        self._in_rounds: dict[int, InRounds] = {}
+        self.tiles: dict[str, Any] = {}  # of kernels that wait or store, by operator, where ranks timed them
 
     def count_by(self, kernels: FlagKernels) -> None:
         """Let `kernels` count the calls of captured graphs; called before each call."""
@@ -158,6 +170,17 @@ class MailboxExchange(Exchange):
 
     def chunks(self, shard_bytes: int) -> int:
         return self.splits
+
+    def in_rounds(self, rounds: int) -> InRounds:
+        """Return this exchange with its calls cut into rounds, which divide the ranks."""
+        if not self.kernels_can_push:
+            raise ValueError(
+                f"{self.name}: rounds of products need all ranks on one machine: set "
+                "TPKERNELS_TRANSPORT=symmetric or c10d"
+            )
+        if (found := self._in_rounds.get(rounds)) is None:
+            found = self._in_rounds[rounds] = InRounds(self, rounds)
+        return found
 
     def begin(self, call: Call | None, plan: Plan, cols: int, like: Tensor) -> MailboxDelivery:
         """Begin the next call, which every rank must make, and return its delivery.
@@ -238,6 +261,38 @@ class MailboxExchange(Exchange):
     def _delivery(
         self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None
     ) -> MailboxDelivery: ...
+
+
+class InRounds(Exchange):
+    """A mailbox exchange whose calls have few rounds, each with a product of its own.
+
+    Rows land where they land in any call of the exchange, so that calls of both kinds may follow each other.
+    """
+
+    tapered = False
+
+    def __init__(self, exchange: MailboxExchange, rounds: int) -> None:
+        self.exchange, self.rounds, self.host_waits = exchange, rounds, exchange.host_waits
+        self.note = f" in {rounds} rounds of products"
+
+    def chunks(self, shard_bytes: int) -> int:
+        return self.exchange.splits
+
+    def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
+        return pushing_rounds_plan(rows, ranks, rank, self.rounds)
+
+    def plan_reduce(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
+        return collective_reduce_plan(rows, ranks, rank, self.rounds)
+
+    def begin(self, call: Call, plan: Plan, cols: int, like: Tensor) -> MailboxDelivery:
+        return self.exchange.begin(call, plan, cols, like)
+
+
+def mailboxes_of(exchange: Exchange) -> MailboxExchange | None:
+    """Return the exchange whose memory this one moves rows through; None if there is none."""
+    if isinstance(exchange, InRounds):
+        return exchange.exchange
+    return exchange if isinstance(exchange, MailboxExchange) else None
 
 
 class FlagKernels(Protocol):

@@ -2,12 +2,15 @@
 
 TPKERNELS_TRANSPORT, read when this module is imported, says which:
 
-    auto        shared on the CPU, where ranks are on one machine and torch computes; else c10d (the default)
-    c10d        torch.distributed
-    shared      memory of the CPU that processes of one machine share
-    symmetric   torch's symmetric memory: GPUs of one machine that reach each other's memory
+    auto              on the CPU shared, where ranks are on one machine and torch computes, else c10d; on GPUs
+                      the way that was timed fastest (the default)
+    c10d              torch.distributed
+    shared            memory of the CPU that processes of one machine share
+    symmetric         torch's symmetric memory: GPUs of one machine that reach each other's memory
+    symmetric-rounds  the same; calls are cut into a few rounds with a product each, as over c10d
 
-The last two go over torch.distributed, too, where ranks of a group run on several machines: between those.
+`shared` and `symmetric` go over torch.distributed, too, where ranks of a group run on several machines:
+between those.
 Before the first transfer the ranks of a group agree on the transport, and under `auto` tell each other where
 they run. What an explicit choice cannot serve is an error; only a tensor without elements, and an all-reduce
 of rows that the ranks do not divide, go over c10d: sizes that all know. `auto` leaves to c10d what is small,
@@ -38,11 +41,12 @@ from tpkernels.comm.schedule import even_chunks, parts_of_shard, pushed_chunks, 
 from tpkernels.comm.supported import Problem
 from tpkernels.comm.transports import mailbox
 from tpkernels.comm.transports.base import Exchange
-from tpkernels.comm.transports.c10d import c10d_for
+from tpkernels.comm.transports.c10d import c10d_for, rounds_for
 from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
 from tpkernels.tp_invariance import mode
 
-TRANSPORTS = ("auto", "c10d", "shared", "symmetric")
+IN_ROUNDS = "symmetric-rounds"
+TRANSPORTS = ("auto", "c10d", "shared", "symmetric", IN_ROUNDS)
 MOST_OPEN = 16  # the ops of one layer need about six
 
 # Read once: looking into the environment takes as long as a tenth of a tiny product.
@@ -93,7 +97,7 @@ class Exchanges:
         if (found := self._open.get(key)) is None:
             if not self.has_room():
                 self._close_oldest()
-            found = self.open(self.transport, op, key, group)
+            found = self.open("symmetric" if self.transport == IN_ROUNDS else self.transport, op, key, group)
             self._note(key, self.transport, "asked for")
         self._open.move_to_end(key)
         return found
@@ -215,6 +219,8 @@ def exchange_for(
             found = exchanges.best(op, key, group, to_all=to_all)
         else:
             found = exchanges.asked_for(op, key, group)
+            if exchanges.transport == IN_ROUNDS:
+                return found.in_rounds(rounds_for(like, rows, features, ranks, overlap))
     return found or c10d_for(like, rows, features, ranks, overlap)
 
 

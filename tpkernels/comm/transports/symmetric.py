@@ -63,7 +63,7 @@ from tpkernels.comm.schedule import (
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports.base import rows_sent
 from tpkernels.comm.transports.mailbox import FlagKernels, MailboxDelivery, MailboxExchange, Opening
-from tpkernels.comm.transports.memory import Layout, Mailbox
+from tpkernels.comm.transports.memory import Departing, Layout, Mailbox
 from tpkernels.comm.transports.rendezvous import (
     Handle,
     name_of_ranks,
@@ -168,8 +168,7 @@ class SymmetricExchange(MailboxExchange):
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Before the first call: what is begun moves nothing; its kernels are compiled, and do not wait."""
-        assert not self.order.begun, "flags have told of a call"
+        """What is begun meanwhile moves nothing; its kernels are compiled, and do not wait."""
         self.begin = lambda call, plan, *_: _Rehearsal(self, 0, False, plan, 0, call, None)  # type: ignore[method-assign]
         try:
             yield
@@ -402,11 +401,20 @@ class SymmetricDelivery(MailboxDelivery):
 
 
 class _Rehearsal(SymmetricDelivery):
-    """Call 0. No kernel waits: all flags are zero, and so is the word that they are compared with.
+    """Call 0. No kernel waits: before the first call all flags are zero, and so is the word that they are
+    compared with; later the last call of the slot has come.
 
-    A kernel that pushes stores meaningless rows in a slot of its peers. This rank's first call of that slot
-    comes later in its stream, and overwrites them.
+    A kernel that pushes stores meaningless rows where this rank's own belong. A call comes later in its
+    stream, and overwrites them.
     """
+
+    def departures(self) -> Departing:
+        slots, flags, counters, awaited = super().departures()
+        own = self.exchange.landing(self.slot, self.exchange.rank)
+        slots = torch.full_like(slots, own.rows.data_ptr())
+        return Departing(
+            slots, torch.full_like(flags, own.flags.data_ptr()), torch.zeros_like(counters), awaited
+        )
 
     def move(self, round: Round, outgoing: Tensor, first_row: int) -> None: ...
 

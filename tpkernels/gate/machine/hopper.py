@@ -140,7 +140,8 @@ def warpgroup_mma(
 ) -> TensorBlock | Accumulator:
     before = acc.block if isinstance(acc, Accumulator) else acc
     (rows, depth), (other_depth, cols) = a.shape, b.shape
-    if depth != other_depth or list(before.shape) != [rows, cols] or a.dtype != b.dtype:
+    alike = a.dtype == b.dtype or (a.dtype.is_fp8() and b.dtype.is_fp8())
+    if depth != other_depth or list(before.shape) != [rows, cols] or not alike:
         raise Misuse(f"warpgroup_mma of {a.shape} {a.dtype}, {b.shape} {b.dtype} into {before.shape}")
     if isinstance(a, TensorBlock):
         a.require_ready()

@@ -20,6 +20,8 @@ _DTYPES: tuple[tuple[Any, torch.dtype], ...] = (
     (tl.bfloat16, torch.bfloat16),
     (tl.float16, torch.float16),
     (tl.float64, torch.float64),
+    (tl.float8e4nv, torch.float8_e4m3fn),
+    (tl.float8e5, torch.float8_e5m2),
     (tl.int1, torch.bool),
     (tl.int8, torch.int8),
     (tl.int32, torch.int32),
@@ -144,7 +146,7 @@ def _binary(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Ten
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
     setattr(TensorBlock, f"__{_name}__", _binary(getattr(operator, _name), False))
     setattr(TensorBlock, f"__r{_name}__", _binary(getattr(operator, _name), True))
-for _name in ("and_", "or_", "xor", "lt", "le", "gt", "ge", "eq", "ne"):
+for _name in ("and_", "or_", "xor", "lshift", "rshift", "lt", "le", "gt", "ge", "eq", "ne"):
     setattr(TensorBlock, f"__{_name.strip('_')}__", _binary(getattr(operator, _name), False))
 
 

@@ -39,6 +39,7 @@ from tpkernels.kernels.gluon.roles import (
     operand_ring,
     turn_barriers,
 )
+from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.operands import MatrixLayout
 
 Halves = tuple[tuple[int, int], ...]  # where the second block of a pair begins, in halves; () without one
@@ -245,21 +246,21 @@ def launch_matmul(
         else (consts.block_cols, consts.block_depth)
     )
     rows, cols, tile = product.rows, product.cols, product.tile
-    halves, alike = _OF_PAIR if tile.blocks == 2 else ((), ())
+    halves, alike = halves_of_pair(tile)
     if consts.tensor_memory:  # each block has its half of the columns
         alike = _ACROSS if consts.depth_first else halves
     if consts.across:
-        described_a = _described(a, a_block[::-1], _ACROSS if tile.blocks == 2 else ())
+        described_a = described(a, a_block[::-1], _ACROSS if tile.blocks == 2 else ())
     else:
-        described_a = _described(a, a_block, halves)
-    described_b = _described(b, b_block, alike)
-    read = [_described(tensor, part, halves) for tensor in inputs]
-    written = [_described(tensor, part, halves) for tensor in outputs]
+        described_a = described(a, a_block, halves)
+    described_b = described(b, b_block, alike)
+    read = [described(tensor, part, halves) for tensor in inputs]
+    written = [described(tensor, part, halves) for tensor in outputs]
     launch.on(a.device, _matmul_kernel, launch.grid(product.target, "descriptor", tile, rows, cols))(
         described_a,
         described_b,
-        _described(operands[2], a_block, halves) if consts.pairs == 2 else described_a,
-        _described(operands[-1], b_block, alike) if len(operands) > 2 else described_b,
+        described(operands[2], a_block, halves) if consts.pairs == 2 else described_a,
+        described(operands[-1], b_block, alike) if len(operands) > 2 else described_b,
         *_filled(read, 2, written[0]),
         *_filled(written, 3, written[0]),
         a if vector is None else vector,
@@ -274,7 +275,12 @@ def launch_matmul(
     )
 
 
-def _described(tensor: Tensor, block: tuple[int, int], of_pair: Halves) -> TensorDescriptor:
+def halves_of_pair(tile: MatmulTile) -> tuple[Halves, Halves]:
+    """How the blocks of a tile have what is split by rows, and what both have."""
+    return _OF_PAIR if tile.blocks == 2 else ((), ())
+
+
+def described(tensor: Tensor, block: tuple[int, int], of_pair: Halves) -> TensorDescriptor:
     """A matrix as this kernel takes it; `block` is what is moved at a time, into both blocks of a pair."""
     strides = [MatrixLayout.of("", tensor).row_pitch, 1]
     layout = _layout(block, tensor.dtype, of_pair)
@@ -292,4 +298,10 @@ def _filled(given: list[TensorDescriptor], count: int, filler: TensorDescriptor)
     return given + [filler] * (count - len(given))
 
 
-_GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_GLUON = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}

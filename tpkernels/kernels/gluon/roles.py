@@ -54,23 +54,23 @@ def place_of(use, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def barriers(SIZE: gl.constexpr):
-    """A barrier for each buffer of a ring in each block, completed by one arrival."""
+def barriers(SIZE: gl.constexpr, COUNT: gl.constexpr = 1):
+    """A barrier for each buffer of a ring in each block, completed by COUNT arrivals."""
     BLOCKS: gl.constexpr = gl.num_ctas()
     LAYOUT: gl.constexpr = mbarrier.MBarrierLayout([[1]] if BLOCKS == 2 else [])
     made = gl.allocate_shared_memory(gl.int64, [SIZE, BLOCKS], LAYOUT)
     for i in gl.static_range(SIZE):
-        mbarrier.init(made.index(i), count=1)
+        mbarrier.init(made.index(i), count=COUNT)
     return made
 
 
 @gluon.jit
-def barriers_of_both(SIZE: gl.constexpr):
+def barriers_of_both(SIZE: gl.constexpr, COUNT: gl.constexpr = 1):
     """A barrier for each buffer of a ring, for both blocks of a pair: it lies in the first. Else nothing."""
     if gl.num_ctas() == 2:
         made = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout([[0]]))
         for i in gl.static_range(SIZE):
-            mbarrier.init(made.index(i), count=1)  # of each block
+            mbarrier.init(made.index(i), count=COUNT)  # of each block
         return made
     else:
         return ()

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -34,7 +35,7 @@ from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_grad_ref
 from tpkernels.kernels.recipe import Format, Recipe
 from tpkernels.kernels.scaled import Scaled, words_of
 from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
-from tpkernels.ops.numerics import Gathered, KeptRows, Plain
+from tpkernels.ops.numerics import Gathered, KeptRows, Plain, WaitingProduct
 from tpkernels.ops.quantized.weights import columns_of_weight, rows_of_weight
 
 Pair = tuple[Scaled, Scaled]
@@ -58,7 +59,11 @@ class Quantized(Plain):
     def activations(self, x: Tensor) -> Scaled:
         return self._quantized(x, "e4m3")
 
-    def gradients(self, dy: Tensor) -> Scaled:
+    def gradients(self, dy: Tensor, for_weight: bool = False) -> Scaled:
+        if for_weight and self.recipe.wgrad == "fp8":  # which takes columns: dy is read once for both
+            format = self.recipe.gradients
+            words, columns = primitives.quantize_both(dy, format, self.recipe.power_of_two)
+            return Scaled(words, dy.shape[1], format, "rows", columns)
         return self._quantized(dy, self.recipe.gradients)
 
     def _quantized(self, x: Tensor, format: Format) -> Scaled:
@@ -84,6 +89,9 @@ class Quantized(Plain):
     def numbers(self, operand: Scaled) -> Tensor:
         return primitives.dequantize(operand.data, operand.scale, word_of(self._dtype))
 
+    def features(self, operand: Scaled) -> int:
+        return operand.features
+
     def described(self, operand: Scaled) -> str:
         # words by another recipe may have this shape, too: ranks must not take them for these
         return f" in {operand.format}, {self.recipe}"
@@ -105,16 +113,46 @@ class Quantized(Plain):
         fast = self.recipe.is_fast(forward=transposed)
         primitives.into(primitives.scaled_linear, out, *operands, word_of(out[0].dtype), fast)
 
+    def waiting_product(
+        self,
+        x: Scaled,
+        weight: Scaled,
+        bias: Tensor | None,
+        transposed: bool,
+        activation: Activation,
+        keep_z: bool,
+    ) -> WaitingProduct:
+        from tpkernels.kernels.gather_scaled_linear import gather_scaled_linear_fwd
+
+        return partial(
+            gather_scaled_linear_fwd,
+            *(x.data, weight.data, x.scale, weight.scale_of_squares, bias),
+            activation=activation,
+            keep_z=keep_z,
+            dtype=word_of(self._dtype),
+            fast_accumulate=self.recipe.is_fast(forward=transposed),
+        )
+
     def terms(self, pairs: Sequence[tuple[Scaled, Tensor]], transposed: bool) -> ScaledSum:
         fast = self.recipe.is_fast(forward=transposed)
         return ScaledSum([(a, self.weight(w, transposed)) for a, w in pairs], self._dtype, fast)
 
     def weight_gradient(
-        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"]
+        self,
+        dy: Tensor,
+        x: Tensor,
+        into: Into,
+        *,
+        split: Literal["dy", "x"],
+        operand: Scaled | None = None,
     ) -> Tensor | None:
         if self.recipe.wgrad == "bf16":
             return weight_gradient(dy, x, into)
-        pairs = [(self.gradients(dy.t()), self.activations(x.t()))]
+        if operand is None or operand.columns is None:
+            columns = self.gradients(dy.t())
+        else:
+            columns = Scaled(operand.columns, dy.shape[0], operand.format, operand.scaling)
+        pairs = [(columns, self.activations(x.t()))]
         fast = self.recipe.is_fast(forward=False)
         gradient = _sum_of(pairs, dtype_of_gradient(x, into), fast)
         if not isinstance(into, Tensor):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,15 +14,16 @@ from torch import Tensor
 from tpkernels import tp_invariance
 from tpkernels.comm.transports.base import Delivery, Exchange
 from tpkernels.comm.transports.c10d import Collectives
-from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
+from tpkernels.comm.transports.mailbox import InRounds, MailboxDelivery, MailboxExchange
 from tpkernels.comm.transports.rows import HOST_WAITS, Gathering, HostWaits, PartialOf, Waits
 from tpkernels.dispatch import backends
 from tpkernels.kernels import invariance
 from tpkernels.kernels.activations import Activation
-from tpkernels.kernels.operands import DTYPES
-from tpkernels.ops.numerics import ProductSum
+from tpkernels.kernels.operands import DTYPES, MatrixLayout, choose_form, lies_depth_first
+from tpkernels.ops.numerics import Operand, Pair, Plain, ProductSum, WaitingProduct
 
 if TYPE_CHECKING:
+    from tpkernels.kernels.matmul_tile import MatmulTile
     from tpkernels.kernels.waits import Arrivals
 
 
@@ -60,32 +61,24 @@ class KernelWaits:
             rank=exchange.rank,
             splits=exchange.splits,
             margin=exchange.margin,
+            tile=_timed_tile(delivery, partial_of.as_linear()),
         )
         return True
 
     def product(
-        self,
-        delivery: MailboxDelivery,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: Activation,
-        keep_z: bool,
-    ) -> ProductResult:
-        """Compute act(x weightᵀ + bias) of all rows, each tile once its rows have arrived; z if keep_z."""
-        if not weight.shape[0]:
-            self.all_rows(delivery)  # no tile waits: rows would count as read before they are there
+        self, delivery: MailboxDelivery, kernel: WaitingProduct, tile: MatmulTile | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the product of all rows, each tile once its rows have arrived; and z if it is kept."""
         exchange = delivery.exchange
-        y, z = _home("gather_linear").gather_linear_fwd(
-            delivery.memory,
-            weight,
-            bias,
+        y, z = kernel(
             arrivals=_arrivals(delivery),
             first_row=delivery.plan.own.start,
-            activation=activation,
-            keep_z=keep_z,
             margin=exchange.margin,
             counted=exchange.counted,
+            tile=tile,
         )
+        if not y.shape[1]:
+            self.all_rows(delivery)  # no tile waits: rows would count as read before they are there
         if word := exchange.late():
             raise _late(delivery, word)
         return y, z
@@ -109,6 +102,33 @@ class KernelWaits:
         if word := exchange.late():
             raise _late(delivery, word)
         return total
+
+
+class RoundWaits(KernelWaits):
+    """Has any product take rows in the slots, behind a kernel of one block that waits for their flags.
+
+    Unlike a stream's own wait (`cuStreamWaitValue32`), a kernel can give up, and a graph captures it.
+    """
+
+    def rows(self, delivery: Delivery, rows: slice) -> Tensor:
+        assert isinstance(delivery, MailboxDelivery), "kernels wait for mailboxes alone"
+        if rows != delivery.plan.own:  # which this stream has put there
+            exchange, chunks = delivery.exchange, delivery.exchange.chunk_numbers(rows)
+            # it copies a word for each flag: there is nothing else to do
+            words = delivery.awaited.expand(1, len(chunks), 1)
+            _home("reduce").reduce_slots(
+                words,
+                arrivals=_arrivals(delivery),
+                chunks=chunks,
+                margin=exchange.margin,
+                counted=exchange.counted,
+            )
+            if word := exchange.late():
+                raise _late(delivery, word)
+        return delivery.memory[rows]
+
+    def pushed(self, delivery: Delivery, partial_of: PartialOf) -> bool:
+        return False
 
 
 class KernelSums(HostWaits):
@@ -137,9 +157,42 @@ def _in_tree() -> bool:
 
 
 KERNEL_WAITS = KernelWaits()
+ROUND_WAITS = RoundWaits()
 KERNEL_SUMS = KernelSums()
 _WIDE_ROW = 1024
-ProductResult = tuple[Tensor, Tensor | None]  # y, and z if it is kept
+
+
+def tiles_to_try(pairs: Sequence[Pair], chunk_rows: int, *, waits: bool) -> tuple[MatmulTile, ...]:
+    """List tiles of the kernel that waits for chunks, or stores them, but for the one that it takes untold.
+
+    pairs: of a (rows, depth) and weight (cols, depth), the last on the device; none is tried unless all are
+        aligned
+    """
+    (a, weight), *_ = pairs
+    rows, cols = a.shape[0], weight.shape[0]
+    layouts = _aligned_layouts(pairs)
+    if layouts is None:
+        return ()
+    target = _home("target").target_of(weight.device)
+    form = choose_form(target, a.dtype, layouts)
+    _, *others = _home("tiles").chunk_tiles(form, a.dtype, target, rows, cols, chunk_rows, waits=waits)
+    return tuple(others)
+
+
+def _timed_tile(delivery: MailboxDelivery, pairs: Sequence[Pair]) -> MatmulTile | None:
+    """Return the tile that ranks chose for this operator by timing; None for operands of another form."""
+    tile: MatmulTile | None = delivery.exchange.tiles.get(delivery.op)
+    return tile if tile is None or _aligned_layouts(pairs) is not None else None
+
+
+def _aligned_layouts(pairs: Sequence[Pair]) -> tuple[MatrixLayout, ...] | None:
+    """Return layouts of the operands, and of a result as theirs; None if descriptors can describe not all."""
+    (first, weight), *_ = pairs
+    stored = [w.t() if lies_depth_first(w) else w for _, w in pairs]
+    layouts = [MatrixLayout.of("", matrix) for matrix in (*(a for a, _ in pairs), *stored)]
+    (rows, cols), size = (first.shape[0], weight.shape[0]), first.element_size()
+    layouts.append(MatrixLayout("", rows, cols, cols, 1, size, address=0))
+    return None if any(layout.tma_obstacle() for layout in layouts) else tuple(layouts)
 
 
 def _arrivals(delivery: MailboxDelivery) -> Arrivals:
@@ -157,27 +210,43 @@ def _late(delivery: MailboxDelivery, word: int) -> RuntimeError:
     return delivery.late_chunk(chunk, f"a wait of {kernel} ran out; results are not valid")
 
 
+class Multiplied(NamedTuple):
+    """How gathered rows are multiplied: by a strategy; this rank's rows, and what made them an operand."""
+
+    numerics: Plain
+    own: Operand
+    prepare: Callable[[Tensor], Operand]
+
+
 class MultipliedRows(Gathering):
     """A gather whose rows one kernel multiplies as they arrive."""
 
     def products(
         self,
-        weights: Sequence[Tensor],
+        multiplied: Multiplied,
+        weights: Sequence[Operand],
         biases: Sequence[Tensor | None],
-        activation: Activation,
-        keep_z: bool,
+        transposed: bool = True,
+        activation: Activation = "none",
+        keep_z: bool = False,
         *,
         keep_rows: bool,
     ) -> list[Tensor]:
         """Compute y = act(x weightᵀ + bias) of all rows, from this rank's own on, as they arrive.
 
+        weights, transposed: as `numerics` takes them
         returns: y of each weight, then z of each, if it is kept
         keep_rows: `wait` is called later
         """
-        ys, zs, delivery = [], [], self.delivery
+        ys, zs, delivery, (numerics, own, _) = [], [], self.delivery, multiplied
         assert isinstance(delivery, MailboxDelivery), "kernels wait for mailboxes alone"
+        x = numerics.received(own, delivery.memory)
         for weight, bias in zip(weights, biases, strict=True):
-            y, z = KERNEL_WAITS.product(delivery, weight, bias, activation, keep_z)
+            kernel = numerics.waiting_product(x, weight, bias, transposed, activation, keep_z)
+            tile = None
+            if isinstance(weight, Tensor):  # else rows are words, whose tiles are not timed
+                tile = _timed_tile(delivery, [(delivery.memory, weight if transposed else weight.t())])
+            y, z = KERNEL_WAITS.product(delivery, kernel, tile)
             ys.append(y)
             if z is not None:
                 zs.append(z)
@@ -194,6 +263,9 @@ def waits_for(op: str, exchange: Exchange, like: Tensor, *, sums: bool = True) -
     like: a tensor of the dtype and device of the rows
     sums: whether rows are added up; else they may be words
     """
+    if isinstance(exchange, InRounds):
+        waits = waits_for(op, exchange.exchange, like, sums=sums)
+        return ROUND_WAITS if waits is KERNEL_WAITS else waits
     kernels_compute = backends.backend == "triton" or (backends.backend == "auto" and like.is_cuda)
     if not isinstance(exchange, MailboxExchange):
         adds = kernels_compute and isinstance(exchange, Collectives) and kernels_take(like.dtype, sums=True)
@@ -224,9 +296,16 @@ def kernel_pushes(exchange: Exchange, partial_of: PartialOf) -> bool:
     return (
         isinstance(exchange, MailboxExchange)
         and exchange.kernels_can_push
-        and isinstance(partial_of, ProductSum)
+        and a_kernel_computes(partial_of, exchange.dtype)
+    )
+
+
+def a_kernel_computes(partial_of: PartialOf | None, dtype: torch.dtype) -> TypeGuard[ProductSum]:
+    """Whether one kernel can compute partial sums and store them, where memory allows it."""
+    return (
+        isinstance(partial_of, ProductSum)
         and len(partial_of.pairs) <= 2
-        and all(tensor.dtype == exchange.dtype for pair in partial_of.pairs for tensor in pair)
+        and all(tensor.dtype == dtype for pair in partial_of.pairs for tensor in pair)
         and not invariance.why_fixed()
     )
 

@@ -19,7 +19,7 @@ from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import any_requires_grad, apply, as_dtype, in_forward_mode, is_observed
 from tpkernels.ops.numerics import PLAIN, ComputeRows, KeptRows, Operand, Plain, rows_of
-from tpkernels.ops.tensor_parallel.flag_waits import MultipliedRows
+from tpkernels.ops.tensor_parallel.flag_waits import Multiplied, MultipliedRows
 from tpkernels.ops.tensor_parallel.parallel import (
     Done,
     Rounded,
@@ -131,7 +131,8 @@ class Layout(NamedTuple):
         what = f"gather of {name}{self.numerics.described(own)}"
         sent = self.numerics.sent(own)
         purpose = f"gathers of {name}" if beside is not None and beside.moves_like(sent) else "gathers"
-        gathering = start_rows(op, what, sent, group, features, self.overlap, purpose=purpose)
+        multiplied = Multiplied(self.numerics, own, prepare)
+        gathering = start_rows(op, what, sent, group, features, self.overlap, multiplied, purpose=purpose)
         return GatheredRows(self, prepare, own, gathering, keep)
 
     def gather_kept(
@@ -199,6 +200,7 @@ class GatheredRows:
         """own: the operand of this rank's rows; or without a gathering the matrix that `prepare` takes"""
         self._layout, self._numerics, self._keep = layout, layout.numerics, keep
         self._prepare, self._own, self._gathering = prepare, own, gathering
+        self._multiplied = Multiplied(self._numerics, own, prepare)
         # the gather, if one kernel multiplies its rows as they arrive
         self._multiplying = gathering if layout.overlap and isinstance(gathering, MultipliedRows) else None
 
@@ -250,9 +252,11 @@ class GatheredRows:
         keep_z: bool = False,
     ) -> list[Tensor]:
         """Compute y = act(x wᵀ + b) of each weight; if keep_z, return z of each, too."""
-        if (kernel := self._multiplying) is not None:
-            return kernel.products(weights, biases, activation, keep_z, keep_rows=self._keep)
         prepared = [self._numerics.weight(weight, True) for weight in weights]
+        if (kernel := self._multiplying) is not None:
+            return kernel.products(
+                self._multiplied, prepared, biases, True, activation, keep_z, keep_rows=self._keep
+            )
 
         def multiply(_: slice, chunk: Operand, out: list[Tensor]) -> None:
             for i, (weight, bias) in enumerate(zip(prepared, biases, strict=True)):
@@ -264,11 +268,11 @@ class GatheredRows:
 
     def product(self, weight: Tensor, also: ComputeRows | None = None) -> Tensor:
         """Compute dy w. also: is called with rows as they arrive, too"""
-        if (kernel := self._multiplying) is not None:
-            return kernel.products([weight.t()], [None], "none", False, keep_rows=self._keep)[0]
         if self._gathering is None and self._numerics is PLAIN:  # tiny products take half the time at once
             return primitives.dgrad(self._own, weight)
         prepared = self._numerics.weight(weight, False)
+        if (kernel := self._multiplying) is not None:
+            return kernel.products(self._multiplied, [prepared], [None], False, keep_rows=self._keep)[0]
 
         def multiply(here: slice, chunk: Operand, out: list[Tensor]) -> None:
             if also is not None:

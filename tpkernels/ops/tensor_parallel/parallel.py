@@ -24,7 +24,7 @@ from tpkernels.comm.transports.backend_sums import (
 )
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import c10d_for
-from tpkernels.comm.transports.mailbox import MailboxExchange
+from tpkernels.comm.transports.mailbox import mailboxes_of
 from tpkernels.comm.transports.rows import Gathering, PartialOf, Pending, Reducing, all_reducing, gather_small
 from tpkernels.dispatch import backends, log, primitives
 from tpkernels.dispatch.operators import Packed
@@ -32,6 +32,7 @@ from tpkernels.env_flag import env_flag
 from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.tensor_parallel.flag_waits import (
     KERNEL_WAITS,
+    Multiplied,
     MultipliedRows,
     kernel_pushes,
     waits_for,
@@ -251,6 +252,7 @@ def exchange_for(
     overlap: bool,
     *,
     partial_of: PartialOf | None = None,
+    multiplied: Multiplied | None = None,
     to_all: bool = False,
 ) -> Exchange:
     """Return this rank's end of the exchange for a matrix (rows, cols). Each rank owns a shard.
@@ -262,18 +264,21 @@ def exchange_for(
     like: a tensor of the matrix's dtype and device
     features: width of the product that hides the transfer; 0: there is none
     partial_of: computes the rows of a reduce; None for a gather
+    multiplied: how the product takes the rows of a gather; None: as they are
     to_all: the sums of a reduce are gathered on all ranks afterwards
     """
     against = _INTERPRETED if backends.backend == "triton" else ""
-    if overlap and times_on(like) and rows and cols and not rows % ranks_of(group):
+    timed = times_on(like) or (like.is_cuda and features > 0 and multiplied is not None)
+    if overlap and timed and rows and cols and not rows % ranks_of(group):
         exchanges = select.exchanges_of(op, group, against)
         if exchanges.transport == "auto":
-            moved = op, purpose, rows, cols, like.dtype, like.device
+            how = "" if multiplied is None else str(multiplied.numerics)
+            moved = op, purpose, rows, cols, like.dtype, like.device, how
             if found := exchanges.chosen.get(moved):
                 return found
             from tpkernels.ops.tensor_parallel.ways import Moved, choose  # on GPUs, where ways are timed
 
-            return choose(Moved(*moved), like, features, group, exchanges, partial_of)
+            return choose(Moved(*moved), like, features, group, exchanges, partial_of, multiplied)
     return select.exchange_for(
         op, purpose, like, rows, cols, group, features, overlap, to_all=to_all, against_sharing=against
     )
@@ -298,14 +303,14 @@ def exchanges_for_sum(
     if scatter:
         return reduces, reduces
     gathers = exchange_for(op, "gathers", like, rows, cols, group, 0, overlap, to_all=True)
-    if isinstance(reduces, MailboxExchange) == isinstance(gathers, MailboxExchange):
+    if (mailboxes_of(reduces) is None) == (mailboxes_of(gathers) is None):
         return reduces, gathers
     ranks = group.size()
     return c10d_for(like, rows, features, ranks, overlap), c10d_for(like, rows, 0, ranks, overlap)
 
 
 def times_on(like: Tensor) -> bool:
-    """Whether ways to move such a tensor are timed: on GPUs, but for words, whose product is unknown here."""
+    """Whether ways to move such a tensor are timed: on GPUs. Words are, if their product is known."""
     return like.is_cuda and like.is_floating_point()
 
 
@@ -319,6 +324,7 @@ def start_rows(
     group: ProcessGroup,
     features: int = 0,
     overlap: bool = True,
+    multiplied: Multiplied | None = None,
     *,
     purpose: str = "gathers",
 ) -> Rows:
@@ -326,17 +332,21 @@ def start_rows(
 
     name: of the tensor
     features: width of the product that takes rows as they arrive; 0: they are awaited all at once
+    multiplied: how that product takes them; None: as they are
     purpose: another for the second of two that are in flight at once, see `exchange_for`
     """
     ranks = ranks_of(group)
     if ranks == 1:
         return Done(shard)
     rows = ranks * shard.shape[0]
-    gathers = exchange_for(op, purpose, shard, rows, shard.shape[1], group, features, overlap)
+    gathers = exchange_for(
+        op, purpose, shard, rows, shard.shape[1], group, features, overlap, multiplied=multiplied
+    )
     waits = waits_for(op, gathers, shard, sums=False)
     call = begin_call(op, name + gathers.note, shard.shape, shard, group)
-    # no kernel multiplies words as they arrive: chunks of them go through products one by one
-    multiplies = waits is KERNEL_WAITS and shard.is_floating_point()
+    # words are multiplied by those who know what they hold
+    known = shard.is_floating_point() or (features > 0 and multiplied is not None)
+    multiplies = waits is KERNEL_WAITS and known
     gathering = MultipliedRows if multiplies else Gathering
     return gathering(call, shard, rows, gathers, waits, overlap)
 

@@ -3,9 +3,12 @@
 Under TPKERNELS_TRANSPORT=auto, the ranks time what is possible when a group first moves a shape, on scratch
 and with the product that hides the transfer:
 
-    1 collective     and one product: always possible
-    n collectives    each with a part of the product, where there is a product and n divides the ranks
-    symmetric        where all ranks are on one machine and kernels compute
+    1 collective             and one product: always possible
+    n collectives            each with a part of the product, where there is a product and n divides the ranks
+    symmetric                where all ranks are on one machine and kernels compute: one kernel of ours, which
+                             waits for rows or stores them; with each of its tiles
+    symmetric in n rounds    the same memory, rows pushed by copies: each part of the product by torch or by a
+                             kernel of ours, as the chooser says
 
 In these cases nothing is timed, and collectives move the rows, as many as arithmetic says:
 
@@ -25,7 +28,8 @@ what a trial takes, and compiled its kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -37,26 +41,37 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import Call, begin, handshake
 from tpkernels.comm.groups import timeout_of
-from tpkernels.comm.schedule import MOST_CHUNKS
+from tpkernels.comm.schedule import MOST_CHUNKS, pushed_chunks
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import Collectives, c10d_for, collectives_of
-from tpkernels.comm.transports.mailbox import MailboxExchange
+from tpkernels.comm.transports.mailbox import mailboxes_of
 from tpkernels.comm.transports.rows import Gathering, PartialOf, Reducing
 from tpkernels.comm.transports.symmetric import SymmetricExchange
-from tpkernels.dispatch import backends, log, primitives
+from tpkernels.dispatch import backends, log
 from tpkernels.dispatch.cache import Cache, Choice
 from tpkernels.dispatch.chooser import Decision, chooser_on, obstacle, winner
 from tpkernels.dispatch.problem import dtype_class, multiplied_in_tf32, token_class
 from tpkernels.dispatch.timing import Clock, cuda_clock, rounds
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels import invariance
-from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS, MultipliedRows, kernels_take, waits_for
+from tpkernels.kernels.matmul_tile import MatmulTile
+from tpkernels.ops.numerics import PLAIN, Operand, Plain
+from tpkernels.ops.tensor_parallel.flag_waits import (
+    KERNEL_WAITS,
+    Multiplied,
+    MultipliedRows,
+    a_kernel_computes,
+    kernels_take,
+    tiles_to_try,
+    waits_for,
+)
 
 MOST_TIMED = 32  # a layer has about ten
 ROUNDS = 7  # a number, and not a time: all ranks must run as often
 TOLERANCE = 1e-2  # of the norm: ways round at different places
 TRIAL_SECONDS = 20.0  # until a rank that does not come is an error, while a way is tried
+MEMORY = "symmetric"
 _NO_MEMORY = "out of memory", "memoryerror"  # in what an error says
 
 WayRun = Callable[[], Tensor]
@@ -72,6 +87,7 @@ class Moved(NamedTuple):
     cols: int
     dtype: torch.dtype
     device: torch.device
+    how: str = ""  # rows are multiplied, if not as they are: by which recipe
 
     def key(self, features: int, ranks: int, machines: int) -> str:
         """Return the line that names the transfer in files and logs.
@@ -80,7 +96,8 @@ class Moved(NamedTuple):
         """
         dtype = dtype_class(self.dtype, multiplied_in_tf32(self.dtype))
         sizes = f"{token_class(self.rows)}x{self.cols}x{features}"
-        return f"{self.op} {self.purpose} {dtype} {sizes} {ranks} ranks {machines} machines"
+        how = self.how and f"{self.how} as "
+        return f"{self.op} {self.purpose} {how}{dtype} {sizes} {ranks} ranks {machines} machines"
 
 
 def choose(
@@ -90,10 +107,11 @@ def choose(
     group: ProcessGroup,
     exchanges: select.Exchanges,
     partial_of: PartialOf | None,
+    multiplied: Multiplied | None,
 ) -> Exchange:
     """Choose the exchange of a transfer, together with the other ranks of the group.
 
-    features, partial_of: as of `parallel.exchange_for`
+    features, partial_of, multiplied: as of `parallel.exchange_for`
     """
     key = moved.key(features, group.size(), exchanges.machines)
     usual = c10d_for(like, moved.rows, features, group.size(), overlap=True)
@@ -107,13 +125,14 @@ def choose(
         call = handshake(moved.op, f"ways of the {moved.purpose}", group)
         return offers_of_all(key, call, "", "", texts)
 
-    ways = _Ways(moved, features, group, exchanges, partial_of)
+    ways = _Ways(moved, features, group, exchanges, partial_of, multiplied)
     chooser = WayChooser(tell, cuda_clock(moved.device), cache_on(moved.device), exchanges.dropped)
     decision = chooser.choose(key, ways.possible(usual), _name(usual), _why_not_timed())
     log.choices.info("%s", decision)
     chosen = exchanges.chosen[moved] = ways.exchanges[decision.candidate.name]
-    if isinstance(chosen, MailboxExchange):
-        chosen.timeout = timeout_of(group, moved.device)
+    if (memory := mailboxes_of(chosen)) is not None:
+        memory.timeout = timeout_of(group, moved.device)
+        memory.tiles[moved.op] = ways.tiles[decision.candidate.name]
     return chosen
 
 
@@ -121,6 +140,10 @@ def _name(exchange: Exchange) -> str:
     if isinstance(exchange, Collectives):
         return f"{exchange.rounds} collective{'s' * (exchange.rounds > 1)}"
     return "point to point"
+
+
+def _in_rounds(rounds: int) -> str:
+    return f"{MEMORY} in {rounds} round{'s' * (rounds > 1)}"
 
 
 def cache_on(device: torch.device) -> Cache:
@@ -144,13 +167,18 @@ class _Ways:
         group: ProcessGroup,
         exchanges: select.Exchanges,
         partial_of: PartialOf | None,
+        multiplied: Multiplied | None,
     ) -> None:
+        self._multiplied = multiplied
         self._moved, self._features, self._group = moved, features, group
         self._of_group, self._partial_of = exchanges, partial_of
         self._shape = moved.rows // group.size(), moved.cols
         self._key: select.Key = moved.purpose, self._shape, moved.dtype, moved.device
         self._shared = exchanges.find(self._key)  # with a choice for a product of another width
+        self._holding: set[str] = set()  # ways that have the memory open
+        self._no_memory = ""  # why it could not be opened
         self.exchanges: dict[str, Exchange] = {}  # by way; of memory once it is open
+        self.tiles: dict[str, MatmulTile | None] = {}  # likewise, of kernels that wait or store
 
     def possible(self, usual: Exchange) -> list[Way]:
         """List the ways. usual: the c10d exchange that is taken without timing"""
@@ -166,30 +194,91 @@ class _Ways:
         kernels_wait = backends.backend != "torch" and kernels_take(self._moved.dtype, sums=sums)
         may_open = self._shared is not None or self._of_group.has_room()
         if kernels_wait and self._of_group.machines == 1 and may_open:
-            ways.append(Way("symmetric", self._open_symmetric, self._close_symmetric, recovers=True))
+            # a gather without a product waits for all rows in either way
+            in_rounds = rounds if self._features or sums else []
+            in_memory: list[tuple[str, int, MatmulTile | None]] = [(MEMORY, 0, None)]
+            in_memory += [(_in_rounds(count), count, None) for count in in_rounds]
+            in_memory += [(f"{MEMORY} {tile.name}", 0, tile) for tile in self._tiles()]
+            for name, count, tile in in_memory:
+                opens, closes = (
+                    partial(self._open_memory, name, count, tile),
+                    partial(self._close_memory, name),
+                )
+                ways.append(Way(name, opens, closes, recovers=True, shares=MEMORY))
         return ways
+
+    def _tiles(self) -> tuple[MatmulTile, ...]:
+        """List tiles of the kernel that waits or stores, besides the one that it takes untold."""
+        size, partial_of = self._moved.dtype.itemsize, self._partial_of
+        (rows, cols), ranks = self._shape, self._group.size()
+        chunk_rows = rows // pushed_chunks(rows, rows * cols * size, ranks)
+        if partial_of is not None:
+            if not a_kernel_computes(partial_of, self._moved.dtype):
+                return ()
+            return tiles_to_try(partial_of.as_linear(), chunk_rows, waits=False)
+        weight = self._scratch[2]
+        if not self._features or not isinstance(weight, Tensor):
+            return ()
+        gathered = torch.empty(self._moved.rows, cols, dtype=self._moved.dtype, device="meta")
+        return tiles_to_try([(gathered, weight)], chunk_rows, waits=True)
 
     def _open_c10d(self, exchange: Exchange) -> WayRun:
         return partial(self._moving, exchange)
 
     def _reserve(self) -> None:
         """Allocate the memory of a run, and free it: a rank that lacks it says so before others wait."""
-        rows, cols, (like, _) = self._moved.rows, self._moved.cols, self._scratch
+        rows, cols, (_, like, _) = self._moved.rows, self._moved.cols, self._scratch
         held = [like.new_empty(rows, width) for width in (cols, cols, self._features)]
         del held  # all rows, and the slots or terms that they came from; a product
 
-    def _open_symmetric(self) -> WayRun:
-        exchange = self._shared or self._of_group.open("symmetric", self._moved.op, self._key, self._group)
-        assert isinstance(exchange, SymmetricExchange), "no other memory is of GPUs"
-        if self._shared is None:  # else a wait that runs out would be one of calls in earnest
-            with exchange.rehearsing():
-                self._moving(exchange)
-            exchange.timeout = min(exchange.timeout, TRIAL_SECONDS)
-        self.exchanges["symmetric"] = exchange
-        return partial(self._moving, exchange)
+    def _open_memory(self, name: str, rounds: int, tile: MatmulTile | None) -> WayRun:
+        """Open the way of that many rounds; 0: of a kernel that waits, or stores.
 
-    def _close_symmetric(self) -> None:
-        if self._shared is None:
+        tile: of that kernel; None: as it takes untold
+        """
+        exchange = self._memory()
+        self._holding.add(name)
+        way = self.exchanges[name] = exchange.in_rounds(rounds) if rounds else exchange
+        exchange.timeout = timeout_of(self._group, self._moved.device)
+        if rounds or self._shared is None:  # kernels that store might find a call in flight
+            with exchange.rehearsing(), self._taking(exchange, tile):
+                self._moving(way)
+        if self._shared is None:  # else a wait that runs out would be one of calls in earnest
+            exchange.timeout = min(exchange.timeout, TRIAL_SECONDS)
+
+        def run() -> Tensor:
+            with self._taking(exchange, tile):
+                return self._moving(way)
+
+        self.tiles[name] = tile
+        return run
+
+    @contextmanager
+    def _taking(self, exchange: SymmetricExchange, tile: MatmulTile | None) -> Iterator[None]:
+        """Have kernels of the operator take this tile meanwhile."""
+        before, exchange.tiles[self._moved.op] = exchange.tiles.get(self._moved.op), tile
+        try:
+            yield
+        finally:
+            exchange.tiles[self._moved.op] = before
+
+    def _memory(self) -> SymmetricExchange:
+        """Open the memory, if it is not; all ranks do this at once."""
+        if self._no_memory:  # on all ranks, and no other way through it can do better
+            raise RuntimeError(self._no_memory)
+        exchange = self._of_group.find(self._key)
+        if exchange is None:
+            try:
+                exchange = self._of_group.open(MEMORY, self._moved.op, self._key, self._group)
+            except Exception as error:
+                self._no_memory = str(error)
+                raise
+        assert isinstance(exchange, SymmetricExchange), "no other memory is of GPUs"
+        return exchange
+
+    def _close_memory(self, name: str) -> None:
+        self._holding.discard(name)
+        if not self._holding and self._shared is None:
             self._of_group.close_one(self._key)
 
     @property
@@ -197,20 +286,27 @@ class _Ways:
         return self._gathered if self._partial_of is None else self._reduced
 
     @cached_property
-    def _scratch(self) -> tuple[Tensor, Tensor]:
-        """A random shard to gather, and a weight to multiply by."""
+    def _scratch(self) -> tuple[Multiplied, Tensor, Operand]:
+        """How a random shard is multiplied, its rows as they are sent, and a weight to multiply by."""
         generator = torch.Generator(self._moved.device).manual_seed(self._group.rank())
-        cols, features = self._moved.cols, self._features
+        dtype, width, given = self._moved.dtype, self._moved.cols, self._multiplied
+        numerics: Plain = PLAIN
+        prepare: Callable[[Tensor], Operand] = PLAIN.activations
+        if given is not None and self._features and not dtype.is_floating_point:  # words of other numbers
+            numerics, prepare = given.numerics, given.prepare
+            dtype, width = numerics.dtype(numerics.sent(given.own)), numerics.features(given.own)
 
         def random(*shape: int) -> Tensor:
-            numbers = torch.zeros(shape, dtype=self._moved.dtype, device=self._moved.device)
+            numbers = torch.zeros(shape, dtype=dtype, device=self._moved.device)
             return (
-                numbers.normal_(std=cols**-0.25, generator=generator)
+                numbers.normal_(std=width**-0.25, generator=generator)
                 if numbers.is_floating_point()
                 else numbers
             )
 
-        return random(*self._shape), random(features, cols)
+        own = prepare(random(self._shape[0], width))
+        weight = numerics.weight(random(self._features, width), True)
+        return Multiplied(numerics, own, prepare), numerics.sent(own), weight
 
     def _call(self) -> Call:
         return begin(self._moved.op, f"trial of the {self._moved.purpose}", self._group)
@@ -218,20 +314,20 @@ class _Ways:
     @torch.no_grad()
     def _gathered(self, exchange: Exchange) -> Tensor:
         """Gather all rows; if there is a product, return that, computed as they arrive."""
-        call, (shard, weight), rows = self._call(), self._scratch, self._moved.rows
+        call, (multiplied, shard, weight), rows = self._call(), self._scratch, self._moved.rows
         waits = waits_for(self._moved.op, exchange, shard, sums=False)
-        if waits is KERNEL_WAITS:
+        if waits is KERNEL_WAITS and self._features:
             multiplying = MultipliedRows(call, shard, rows, exchange, waits)
-            if not self._features:
-                return multiplying.wait()
-            (product,) = multiplying.products([weight], [None], "none", False, keep_rows=False)
+            (product,) = multiplying.products(multiplied, [weight], [None], keep_rows=False)
             return product
         gathering = Gathering(call, shard, rows, exchange, waits)
         if not self._features:
             return gathering.wait()
-        full = shard.new_empty(rows, self._features)
+        numerics, own, _ = multiplied
+        full = shard.new_empty(rows, self._features, dtype=numerics.dtype(shard))
         for arrived, chunk in gathering.arrivals(keep=False):
-            primitives.into(primitives.linear, [full[arrived]], chunk, weight, None, "none", False)
+            x = numerics.received(own, chunk)
+            numerics.product_into([full[arrived]], x, weight, None, True, "none", False)
         return full
 
     @torch.no_grad()
@@ -251,6 +347,7 @@ class Way:
     open: allocates what it needs; an error drops the way on all ranks. Opening may be collective
     recovers: whether an error in a run leaves nothing in flight that another rank would take for its own
     reserve: allocates what runs take, and gives it back; an error here is one of `open`
+    shares: names what several ways have open together; if one of them fails, the others open it anew
     """
 
     name: str
@@ -258,6 +355,7 @@ class Way:
     close: Callable[[], None] = lambda: None
     recovers: bool = False
     reserve: Callable[[], None] = lambda: None
+    shares: str = ""
 
 
 class WayChooser:
@@ -312,9 +410,17 @@ class WayChooser:
         if run is None:
             return Decision(key, usual, "not timed", detail=why)
         runs, expected = {usual.name: run}, run()
-        for way in possible.values():
-            if way is not usual and (run := self._opened(key, way, expected, to_run=True)[0]):
+        untried = [way for way in possible.values() if way is not usual]
+        while untried:
+            way = untried.pop(0)
+            if run := self._opened(key, way, expected, to_run=True)[0]:
                 runs[way.name] = run
+            elif way.shares:  # which may hold half of a call
+                again = [possible[name] for name in runs if possible[name].shares == way.shares]
+                for sharing in again:
+                    sharing.close()
+                    del runs[sharing.name]
+                untried = again + untried
         if len(runs) == 1:
             return Decision(key, usual, "only one", detail="no other works")
         milliseconds = self._slowest(runs)
