@@ -194,8 +194,6 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
 # kernel, tile -> epilogues that it is not shipped with. erf takes more registers than there are, and spills.
 _SPILLING: Mapping[tuple[Kernel, str], tuple[str, ...]] = {
     ("dglu", "128x256x64-w8-s3-p4-flat"): ("geglu",),
-    # pairs that multiply together sum no gradient of a bias
-    ("dgrad", "256x256x64-w8-s4-p4-c1-b2"): ("db",),
     # scales in the loop take sums to registers
     ("linear", "128x256x128-w8-s3-p2-flat"): ("blocks",),
     ("linear", "128x256x128-w8-s4-p4-flat"): ("blocks",),
