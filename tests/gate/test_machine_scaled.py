@@ -66,13 +66,13 @@ def aligned(shape, **how):
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
     ("shape", "schedule"),
-    [*zip([(300, 208, 136), (64, 64, 64), (5, 336, 80)], machine.SCHEDULES, strict=False)],
+    [*zip([(300, 208, 136), (64, 64, 64), (20, 336, 208)], machine.SCHEDULES, strict=False)],
     ids=["ragged", "one half", "few rows"],
 )
 def test_products_agree_with_float64(shape, schedule, tile, fast):
-    x, w, bias = aligned(shape, formats=("e5m2", "e4m3") if shape[0] == 5 else ("e4m3", "e4m3"))
+    x, w, bias = aligned(shape, formats=("e5m2", "e4m3") if shape[0] == 20 else ("e4m3", "e4m3"))
     with machine.emulating(machine.SCHEDULES[schedule], processors=3) as launches:
-        assert_scaled_linear(x, w, bias, "relu2", tile=TILES[tile], fast_accumulate=fast)
+        assert_scaled_linear(x, w, bias, "relu", tile=TILES[tile], fast_accumulate=fast)
     (one,) = launches
     assert (one.constants["PROMOTE"], one.constants["P"].turns) == (
         not fast,

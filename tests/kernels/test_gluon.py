@@ -12,6 +12,7 @@ import torch
 
 from tests.kernels.checks import LAYOUTS, assert_accurate, normal
 from tests.kernels.launchers import CHOICES, OF_ROWS, arguments, assert_results, computed
+from tests.kernels.test_scaled_linear import assert_scaled_linear, operands
 from tests.products import once
 from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.kernels.linear import linear_fwd
@@ -154,3 +155,18 @@ def test_gpu_agrees_with_float64(kernel, tile, dtype, device):
             total = main_grad.double() + call["dy"].double().T @ call["x"].double()
             wgrad_accumulate_(main_grad, call["dy"], call["x"], tile=tile)
             assert_accurate(main_grad, total)
+
+
+SHIPPED_FP8 = [
+    pytest.param(tile, id=tile.name)
+    for tile in candidates("linear", "descriptor", torch.float8_e4m3fn, H100)
+    if tile.consumers
+]
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
+@pytest.mark.parametrize("tile", SHIPPED_FP8)
+def test_gpu_agrees_with_float64_in_fp8(tile, fast, device):
+    x, w, bias = operands((4200, 1040, 3976), device)
+    assert_scaled_linear(x, w, bias, "gelu_tanh", tile=tile, fast_accumulate=fast)

@@ -5,6 +5,7 @@ import torch
 
 from tests.kernels.checks import DTYPES, LAYOUTS, normal
 from tests.products import pairwise
+from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.kernels import launch
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.mx import mx_linear_fwd, mx_rows_and_columns
@@ -45,6 +46,24 @@ def test_each_byte_stands_for_its_power_of_two():
     expected[255] = torch.nan
     torch.testing.assert_close(in_fp32(scale)[0], expected, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(in_fp32(scale), scale.view(torch.float8_e8m0fnu).float(), equal_nan=True)
+
+
+@pytest.mark.parametrize("side", ["x", "weight"])
+def test_products_are_right_with_each_byte_of_either_operand(side, device):
+    """256 rows of 45, a byte each for the first 32 of them; for the others one in the middle."""
+    numbers = torch.arange(256 * 45).remainder(15).sub(6).view(256, 45)
+    scale = torch.stack([torch.arange(256), torch.full((256,), 127)], 1).byte()
+    ones = torch.ones(3, 45), torch.full((3, 2), 127).byte()
+    given = [(numbers, scale), ones] if side == "x" else [ones, (numbers, scale)]
+    (x, x_scale), (w, w_scale) = ((a.to(torch.float8_e4m3fn).to(device), b.to(device)) for a, b in given)
+    size = torch.exp2(scale.double() - 127)
+    size[255] = torch.nan
+    exact = (numbers[:, :32].sum(1) * size[:, 0] + numbers[:, 32:].sum(1)).to(device)[:, None].expand(-1, 3)
+    exact = exact if side == "x" else exact.t()
+    ours = mx_linear_fwd(x, w, x_scale, w_scale, dtype="float32").y
+    torchs = scaled_linear.by_torch(x, w, x_scale, w_scale, None, "none", False, "float32", False)[0]
+    for y in (ours, torchs):
+        torch.testing.assert_close(y, exact.float(), rtol=1e-6, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("rows", "count"), [(1, 1), (32, 4), (128, 4), (129, 5), (300, 9), (256, 1)])

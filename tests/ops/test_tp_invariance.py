@@ -120,6 +120,7 @@ def test_tokens_that_segments_do_not_divide(ranks1, ranks2):
     [  # the host waits, or kernels do
         ("c10d", [("mlp", True), ("row", False), ("row", True)], ["ranks4"]),
         ("stand-in", [("column", True), ("row", True)], ["ranks2"]),
+        ("rounds", [("column", True), ("row", True)], ["ranks2"]),
         pytest.param("stand-in", [("mlp", True)], ["ranks2", "ranks4"], marks=pytest.mark.sweep),
     ],
 )

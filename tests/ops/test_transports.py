@@ -59,6 +59,7 @@ WAYS = {
     "shared torch": ("shared", "torch"),
     "shared triton": ("shared", "triton"),
     "stand-in": ("stand-in", "triton"),
+    "rounds": ("rounds", "triton"),
 }
 PLACES = {
     "2 shared torch": ("ranks2", "shared", "torch"),

@@ -317,22 +317,23 @@ def _in_fp8() -> Iterator[NumericCase]:
         for scales, options in {**scaled.SCALES, **scaled.MX}.items():
             way = f"{form}/fp8/{scales.strip('+') or 'rows'}"
             call = partial(recording.primitive, of, "scaled_linear", **options)
+            launcher = "mx_linear_fwd" if scales in scaled.MX else "scaled_linear_fwd"
             for activation in ACTIVATIONS:
-                yield NumericCase(
-                    f"scaled_linear_fwd/{way}/{activation}", partial(call, activation=activation)
-                )
+                yield NumericCase(f"{launcher}/{way}/{activation}", partial(call, activation=activation))
             plain = partial(call, **recording.BARE)
-            yield NumericCase(f"scaled_linear_fwd/{way}/=fp32", partial(plain, into=FP32))
-            yield NumericCase(f"scaled_linear_fwd/{way}/e5m2", partial(plain, format="e5m2"))
-            yield NumericCase(f"scaled_linear_fwd/{way}/fast", partial(call, fast=True))
-            waiting = replace(of, chunks=3)
-            gathered = partial(scaled.gathered, waiting, "silu", **options)
-            yield NumericCase(f"gather_scaled_linear_fwd/{way}/silu", gathered)
+            yield NumericCase(f"{launcher}/{way}/=fp32", partial(plain, into=FP32))
+            yield NumericCase(f"{launcher}/{way}/e5m2", partial(plain, format="e5m2"))
+            yield NumericCase(f"{launcher}/{way}/fast", partial(call, fast=True))
+            if scales not in scaled.MX:
+                gathered = partial(scaled.gathered, replace(of, chunks=3), "silu", **options)
+                yield NumericCase(f"gather_scaled_linear_fwd/{way}/silu", gathered)
     for dtype in (BF16, FP32):
         of = RandomOperands(*IN_FP8["pointer"], dtype)
         way = SHORT_NAMES[dtype]
         for how, quantized in scaled.QUANTIZED.items():
             launcher = getattr(quantized, "keywords", {}).get("name", "quantize")
+            if how.startswith("mx"):
+                launcher = "mx_rows_and_columns" if how == "mx+both" else f"{launcher}/quantize_mx"
             yield NumericCase(f"{launcher}/{way}/{how}", partial(quantized, of))
         for scaling in get_args(Scaling):
             call = partial(recording.primitive, of, "dequantize", into=dtype, scaling=scaling)

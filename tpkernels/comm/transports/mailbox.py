@@ -255,6 +255,7 @@ class MailboxExchange(Exchange):
     def let_go(self) -> None:
         """Drop the references to the memory of all ranks."""
         self._mailboxes, self._landings, self._departing = (), [], []
+        self._in_rounds.clear()
         self.memories, self.slots, self.single_slots, self.flags = (), (), (), ()
 
     @abstractmethod

@@ -54,14 +54,15 @@ class KernelWaits:
             return False
         assert isinstance(partial_of, ProductSum), "only products have a kernel that pushes"
         delivery.before_kernels_push()
+        pairs = partial_of.as_linear()
         _home("scatter_linear").scatter_linear(
-            partial_of.as_linear(),
+            pairs,
             departures=_home("waits").Departures(*delivery.departures()),
             ranks=exchange.ranks,
             rank=exchange.rank,
             splits=exchange.splits,
             margin=exchange.margin,
-            tile=_timed_tile(delivery, partial_of.as_linear()),
+            tile=_timed_tile(delivery, pairs),
         )
         return True
 
