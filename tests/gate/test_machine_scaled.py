@@ -88,6 +88,13 @@ def test_no_order_of_events_is_a_fault(stages, fast):
             assert launched("one block", stages, steps, tiles, fast).explore() > 5
 
 
+@pytest.mark.parametrize(("stages", "steps", "tiles"), [(2, 1, 3), (2, 3, 1), (3, 2, 2)])
+def test_no_order_of_events_of_two_turns_is_a_fault(stages, steps, tiles):
+    one = launched("two turns", stages, steps, tiles)
+    assert one.constants["P"].turns == 2
+    assert one.explore() > 5
+
+
 @pytest.mark.parametrize(("stages", "steps", "tiles"), [(2, 1, 1), (2, 3, 1), (2, 1, 2), (3, 2, 1)])
 def test_no_order_of_events_of_a_pair_is_a_fault(stages, steps, tiles):
     assert launched("pair", stages, steps, tiles).explore() > 100

@@ -8,8 +8,8 @@ from tests.products import pairwise
 from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.kernels import launch
 from tpkernels.kernels.matmul_tile import MatmulTile
-from tpkernels.kernels.mx import mx_linear_fwd, mx_rows_and_columns
-from tpkernels.kernels.quantize import quantize
+from tpkernels.kernels.mx import mx_linear_fwd
+from tpkernels.kernels.quantize import quantize, quantize_both
 from tpkernels.kernels.scaled import DTYPE_OF, Scaled, empty_words, in_fp32, quantize_ref, swizzled
 from tpkernels.kernels.target import B200, H100, RTX_5090
 
@@ -89,14 +89,14 @@ def test_one_reading_gives_the_words_of_rows_and_of_columns(shape, layout, dtype
     x = normal(*shape, torch.float32, device) * torch.logspace(-30, 3, shape[0], device=device)[:, None]
     x[0, 0], x[-1, -1] = float("nan"), float("inf")
     x = layout(x.to(dtype))
-    rows, columns = mx_rows_and_columns(x, format=format)
+    rows, columns = quantize_both(x, format=format, scaling="mx")
     assert torch.equal(rows, quantize_ref(x, format, "mx"))
     assert torch.equal(columns, quantize_ref(x.t(), format, "mx"))
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (5, 0), (0, 0)], ids=str)
 def test_empty_matrices_have_no_words(shape, device):
-    rows, columns = mx_rows_and_columns(torch.ones(shape, device=device), format="e4m3")
+    rows, columns = quantize_both(torch.ones(shape, device=device), format="e4m3", scaling="mx")
     assert not rows.numel()
     assert not columns.numel()
     assert (rows.shape[0], columns.shape[0]) == shape
@@ -124,11 +124,17 @@ ONES = torch.ones(4, 8)
 DATA, SCALE = torch.ones(4, 64).to(torch.float8_e4m3fn), torch.full((4, 2), 127, dtype=torch.uint8)
 REFUSED = {
     "Hopper": (lambda: multiplied(H100), r"MXFP8 expected a GPU of capability 10\.0 or later .*, got 9\.0"),
-    "format": (lambda: mx_rows_and_columns(ONES, format="e2m1"), "expected format 'e4m3' or 'e5m2'"),
-    "3-D": (lambda: mx_rows_and_columns(ONES[None], format="e4m3"), "x of 2 dimensions"),
+    "format": (lambda: quantize_both(ONES, format="e2m1", scaling="mx"), "expected format 'e4m3' or 'e5m2'"),
+    "3-D": (lambda: quantize_both(ONES[None], format="e4m3", scaling="mx"), "x of 2 dimensions"),
     "scales in fp32": (
         lambda: mx_linear_fwd(DATA, DATA, SCALE.float(), SCALE),
         "expected x's scale dense and in torch.uint8, got torch.strided torch.float32",
+    ),
+    "scales of two kinds": (
+        lambda: scaled_linear.by_torch(
+            DATA, DATA, SCALE.float(), SCALE, None, "none", False, "float32", False
+        ),
+        "expected scales of one kind, got torch.float32 and torch.uint8",
     ),
     "a scale a row": (
         lambda: mx_linear_fwd(DATA, DATA, SCALE[:, :1], SCALE[:, :1]),

@@ -55,7 +55,7 @@ def test_rows_and_columns_at_once_have_the_words_of_two_calls(shape, layout, opt
         x[1], x[:, 7] = 0, 0
         x[-1, 9] = 3e4  # the last chunk has a say in the scale of a column
     x, (format, power_of_two) = layout(x), options
-    ours = quantize_both(x, format=format, power_of_two=power_of_two)
+    ours = quantize_both(x, format=format, scaling="rows", power_of_two=power_of_two)
     for words, one in zip(ours, (x, x.t()), strict=True):
         assert_same_words(words, quantize_ref(one, format, "rows", power_of_two))
         assert_same_words(words, quantize(one, format=format, scaling="rows", power_of_two=power_of_two))
@@ -69,7 +69,7 @@ def test_rows_and_columns_at_once_are_read_twice():
     ):
         x = torch.empty(8192, features, dtype=torch.bfloat16, device="meta")
         with launch.recording(H100) as launches:
-            quantize_both(x, format="e4m3")
+            quantize_both(x, format="e4m3", scaling="rows")
         assert [one.kernel.__name__ for one in launches] == kernels
         found = [one.constants["FOUND"] for one in launches if "FOUND" in one.constants]
         assert found == ([True] if features == 4096 else [False, False])
@@ -260,7 +260,7 @@ REFUSED = {
     "format": (lambda: quantize(ONES, **HOW | {"format": "e3m4"}), "expected format 'e4m3' or 'e5m2'"),
     "scaling": (lambda: quantize(ONES, **HOW | {"scaling": "row"}), "expected scaling 'rows' or 'blocks'"),
     "format of both": (
-        lambda: quantize_both(ONES, format="e3m4"),
+        lambda: quantize_both(ONES, format="e3m4", scaling="rows"),
         "quantize_both: expected format 'e4m3' or",
     ),
     "activation": (lambda: quantize_act(ONES, activation="tanh", **HOW), "expected an activation of none"),

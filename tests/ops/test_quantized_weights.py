@@ -70,8 +70,8 @@ def test_a_weight_is_quantized_once_in_each_direction(quantized):
 
 def test_mxfp8_of_a_weight_that_learns_is_read_once_for_both_directions(quantized, monkeypatch):
     """What is kept has the bits of what each call makes."""
-    read, original = [], primitives.mx_rows_and_columns
-    monkeypatch.setattr(primitives, "mx_rows_and_columns", lambda *args: read.append(0) or original(*args))
+    read, original = [], primitives.quantize_both
+    monkeypatch.setattr(primitives, "quantize_both", lambda *args: read.append(0) or original(*args))
     x, weight = layer()
 
     def results() -> list[Tensor]:
@@ -271,10 +271,11 @@ def test_under_compile_weights_are_reused_where_the_context_is_open(quantized):
 
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "dx", "dw"])
-def test_dy_is_quantized_by_rows_and_columns_at_once_where_both_are_needed(needs, monkeypatch):
+@pytest.mark.parametrize("made", [Recipe.rowwise, Recipe.mxfp8])
+def test_dy_is_quantized_by_rows_and_columns_at_once_where_both_are_needed(made, needs, monkeypatch):
     """With the bits of two calls, and never what is not needed: a frozen weight, or x without gradient."""
     seen: list[tuple[str, tuple[int, ...]]] = []
-    recipe, found = Recipe.rowwise(wgrad="fp8", gradients="e5m2"), []
+    recipe, found = made(wgrad="fp8", gradients="e5m2"), []
 
     def noting(name: str) -> None:
         original = getattr(primitives, name)

@@ -202,13 +202,17 @@ def test_one_kernel_multiplies_while_rows_arrive():
         assert spy.call_count == launches
 
 
-@pytest.mark.parametrize("recipe", [Recipe.rowwise(gradients="e5m2"), Recipe.blockwise()], ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "waiting"),
+    [(Recipe.rowwise(gradients="e5m2"), 4), (Recipe.blockwise(), 4), (Recipe.mxfp8(), 0)],
+    ids=["rows", "blocks", "mx"],
+)
 @on_ranks(2)
-def test_one_kernel_multiplies_words_while_they_arrive(recipe):
-    """Data and scales of each row. The bits are those of a gather that is multiplied afterwards."""
+def test_one_kernel_multiplies_words_while_they_arrive(recipe, waiting):
+    """Data and scales of each row. The bits are those of a product after the gather, which MXFP8 has."""
     prepare(Setting())
     found = []
-    for overlap, launches in ((True, 4), (False, 0)):
+    for overlap, launches in ((True, waiting), (False, 0)):
         kernel = gather_scaled_linear.gather_scaled_linear_fwd
         with (
             using("shared", "triton"),

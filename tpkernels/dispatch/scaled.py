@@ -84,33 +84,18 @@ quantize_glu = Primitive(
 )
 
 
-def _rows_and_columns(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """MXFP8 of the rows of x, and of its columns."""
-    return quantize_ref(x, format, "mx"), quantize_ref(x.t(), format, "mx")
-
-
-mx_rows_and_columns = Primitive(
-    "mx_rows_and_columns",
-    _rows_and_columns,
-    launcher("mx", "mx_rows_and_columns", "format"),
-    lambda layer: (layer.x(), layer.format),
-    fake=lambda x, format: (_words(x, "mx"), _words(x.t(), "mx")),
-    takes=_takes,
-)
-
-
-def _quantize_both(x: Tensor, format: Format, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """`quantize` of x, and of its transpose, with a scale a row."""
-    rows, columns = (quantize_ref(each, format, "rows", power_of_two) for each in (x, x.t()))
+def _quantize_both(x: Tensor, format: Format, scaling: Scaling, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """`quantize` of x, and of its transpose."""
+    rows, columns = (quantize_ref(each, format, scaling, power_of_two) for each in (x, x.t()))
     return rows, columns
 
 
 quantize_both = Primitive(
     "quantize_both",
     _quantize_both,
-    launcher("quantize", "quantize_both", "format", "power_of_two"),
-    lambda layer: (layer.x(), layer.format, False),
-    fake=lambda x, format, power_of_two: (_words(x, "rows"), _words(x.t(), "rows")),
+    launcher("quantize", "quantize_both", "format", "scaling", "power_of_two"),
+    lambda layer: (layer.x(), layer.format, layer.scaling, False),
+    fake=lambda x, format, scaling, power_of_two: (_words(x, scaling), _words(x.t(), scaling)),
     takes=_takes,
 )
 
@@ -190,6 +175,10 @@ def _wide_z(
 ) -> Tensor:
     """x̂ ŵᵀ + bias in fp32, or in dtype if that is wider."""
     wide = torch.promote_types(dtype, torch.float32)
+    if x_scale.dtype != w_scale.dtype:
+        raise TypeError(
+            f"scaled_linear: expected scales of one kind, got {x_scale.dtype} and {w_scale.dtype}"
+        )
     w_scale = _each_row(w_scale, weight)
     if x_scale.dtype == torch.uint8:
         # a sixteenth of each, exactly: with its power of two a number may be 2^128, which fp32 lacks

@@ -331,9 +331,9 @@ def _in_fp8() -> Iterator[NumericCase]:
         of = RandomOperands(*IN_FP8["pointer"], dtype)
         way = SHORT_NAMES[dtype]
         for how, quantized in scaled.QUANTIZED.items():
-            launcher = getattr(quantized, "keywords", {}).get("name", "quantize")
+            launcher = quantized.keywords.get("name", "quantize")
             if how.startswith("mx"):
-                launcher = "mx_rows_and_columns" if how == "mx+both" else f"{launcher}/quantize_mx"
+                launcher += "/quantize_mx"
             yield NumericCase(f"{launcher}/{way}/{how}", partial(quantized, of))
         for scaling in get_args(Scaling):
             call = partial(recording.primitive, of, "dequantize", into=dtype, scaling=scaling)

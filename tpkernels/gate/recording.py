@@ -86,8 +86,7 @@ BARE: Mapping[str, Any] = {"bias": False, "training": False}  # of a layer: noth
 LISTED = (
     *("bias_grad", "lookup", "lookup_grad", "softmax_statistics", "cross_entropy_grad"),
     *("rms_norm", "rms_norm_grad", "layer_norm", "layer_norm_grad"),
-    *("quantize", "quantize_act", "quantize_glu", "quantize_both", "mx_rows_and_columns"),
-    *("dequantize", "scaled_linear"),
+    *("quantize", "quantize_act", "quantize_glu", "quantize_both", "dequantize", "scaled_linear"),
 )
 
 

@@ -133,19 +133,10 @@ def quantized(of: Operands, name: str = "quantize", by_columns: bool = False, **
     return {"scale": (scales[0], scales[1].double()), "data": (one.data.bfloat16(), truth.data.double())}
 
 
-def both_of_mx(of: Operands) -> Results:
-    """The words of rows and of columns, byte for byte."""
-    record, x = RECORDS["mx_rows_and_columns"], of.x()
-    x[0], x[1, -1], x[2, 0] = 0, float("inf"), float("nan")
-    pairs = zip(record.by_kernel(x, "e4m3"), record.by_torch(x.double(), "e4m3"), strict=True)
-    found = [(a.view(torch.uint8).float(), b.view(torch.uint8).double()) for a, b in pairs]
-    return dict(zip(("rows", "columns"), found, strict=True))
-
-
 _ACT = partial(quantized, name="quantize_act", activation="silu")
 _GLU = partial(quantized, name="quantize_glu")
 _BOTH = partial(quantized, name="quantize_both")
-QUANTIZED: Mapping[str, Callable[..., Results]] = {
+QUANTIZED: Mapping[str, partial[Results]] = {
     "rows": partial(quantized),
     "rows+e5m2": partial(quantized, format="e5m2"),
     "rows+power_of_two": partial(quantized, power_of_two=True),
@@ -164,7 +155,7 @@ QUANTIZED: Mapping[str, Callable[..., Results]] = {
     "mx+by_columns": partial(quantized, scaling="mx", by_columns=True),
     "mx+silu": partial(_ACT, scaling="mx"),
     "mx+swiglu": partial(_GLU, scaling="mx"),
-    "mx+both": both_of_mx,
+    "mx+both": partial(_BOTH, scaling="mx"),
 }
 
 BOTH = {"rows": "_quantize_rows_and_largest_kernel", "columns": "_quantize_strips_kernel"}
@@ -176,7 +167,7 @@ def entry_specs() -> Iterator[EntrySpec]:
     yield from _mx_products()
     for way, quantize in QUANTIZED.items():
         is_mx = way.startswith("mx")
-        if getattr(quantize, "keywords", {}).get("name") != "quantize_both":
+        if is_mx or quantize.keywords.get("name") != "quantize_both":
             yield _row_spec("quantize", f"{K}/{way}", quantize, architectures=_OF_MX if is_mx else _ALL)
     for features in (K, MAX_FEATURES):
         for half, function in BOTH.items():

@@ -30,7 +30,6 @@ from tpkernels.kernels.operands import (
     FP8,
     Form,
     MatrixLayout,
-    require_matrices,
     require_scaled,
     require_shape,
     require_tensors,
@@ -38,7 +37,7 @@ from tpkernels.kernels.operands import (
 from tpkernels.kernels.recipe import MX_BLOCK, Format
 from tpkernels.kernels.scaled import words_of
 from tpkernels.kernels.scaled_linear import RESULTS
-from tpkernels.kernels.target import fast_math, require_fp8, require_mx, target_of
+from tpkernels.kernels.target import fast_math, require_mx, target_of
 from tpkernels.kernels.tiles import MatmulTile, mx_tiles
 
 mend()
@@ -330,18 +329,3 @@ def quantize_mx(
         SIDE=SIDE,
         num_warps=NUM_WARPS,
     )
-
-
-@planned
-def mx_rows_and_columns(x: Tensor, *, format: Format) -> tuple[Tensor, Tensor]:
-    """The words of the rows of x, of any strides, and of those of xᵀ, from one reading."""
-    require_matrices("mx_rows_and_columns", ("x", x))
-    if format not in FORMATS:
-        raise ValueError(
-            f"mx_rows_and_columns: expected format {' or '.join(map(repr, FORMATS))}, got {format!r}"
-        )
-    require_fp8("mx_rows_and_columns", target_of(x.device))
-    shapes = (x.shape[0], words_of(x.shape[1], "mx")), (x.shape[1], words_of(x.shape[0], "mx"))
-    rows, columns = (launch.empty(shape, torch.float32, x.device).view(torch.int32) for shape in shapes)
-    quantize_mx(x, None, format=format, rows=rows, columns=columns)
-    return rows, columns

@@ -22,7 +22,7 @@ row of them for each 32, which what writes columns reads in place of the matrix.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import triton
@@ -390,16 +390,23 @@ class BothWords(NamedTuple):
 
 
 @planned
-def quantize_both(x: Tensor, *, format: Format, power_of_two: bool = False) -> BothWords:
-    """`quantize` of x and of x.t(), with a scale a row; x is read twice, and not three times.
+def quantize_both(x: Tensor, *, format: Format, scaling: Scaling, power_of_two: bool = False) -> BothWords:
+    """`quantize` of x and of x.t(): x is read once for MXFP8; with a scale a row twice, and not three times.
 
-    Rows are written when they are first read, which gives the largest sizes of columns. Rows that no program
-    holds, and strides of which none is 1, are quantized in two calls.
+    Rows are written when they are first read, which gives the largest sizes of columns. Two calls quantize
+    rows that no program holds, and a matrix that is contiguous in neither direction.
 
     x: (rows, columns), of any strides
     """
     name = "quantize_both"
     require_matrices(name, ("x", x))
+    _require_words(name, "scaling", scaling, Literal["rows", "mx"])
+    if scaling == "mx":
+        _require_words(name, "format", format, Format)
+        require_fp8(name, target_of(x.device))
+        both = BothWords(*(_empty_words(each, "mx") for each in (x, x.t())))
+        quantize_mx(x, None, format=format, rows=both.rows, columns=both.columns)
+        return both
     by_columns = x.stride(0) == 1 != x.stride(1)
     one = x.t() if by_columns else x
     T, K = one.shape
@@ -413,10 +420,8 @@ def quantize_both(x: Tensor, *, format: Format, power_of_two: bool = False) -> B
     require_fp8(name, target_of(x.device))
     tile = row_tile(name, K)
     programs = launch.ceil_div(T, tile.chunk)
-    shapes = (T, words_of(K, "rows")), (K, words_of(T, "rows")), (programs, K)
-    rows, columns, largest = (
-        launch.empty(shape, torch.float32, x.device).view(torch.int32) for shape in shapes
-    )
+    rows, columns = (_empty_words(each, "rows") for each in (one, one.t()))
+    largest = launch.empty((programs, K), torch.float32, x.device).view(torch.int32)
     launch.on(x.device, _quantize_rows_and_largest_kernel, (programs,))(
         one,
         rows,
@@ -435,6 +440,12 @@ def quantize_both(x: Tensor, *, format: Format, power_of_two: bool = False) -> B
     )
     _start_strips(one.t(), None, columns, "none", format, power_of_two, _COLUMNS, largest)
     return BothWords(*((columns, rows) if by_columns else (rows, columns)))
+
+
+def _empty_words(x: Tensor, scaling: Scaling) -> Tensor:
+    """Memory for the words of x, made as fp32, of which tests see what was not written."""
+    shape = x.shape[0], words_of(x.shape[1], scaling)
+    return launch.empty(shape, torch.float32, x.device).view(torch.int32)
 
 
 def _require_words(launcher: str, name: str, word: str, kinds: Any) -> None:
@@ -461,12 +472,11 @@ def _quantize(
     _require_words(launcher, "scaling", scaling, Scaling)
     require_fp8(launcher, target_of(x.device))
     T, K = x.shape
-    shape = T, words_of(K, scaling)
-    if out is None:  # made as fp32, of which tests see what was not written
-        words = launch.empty(shape, torch.float32, x.device).view(torch.int32)
+    if out is None:
+        words = _empty_words(x, scaling)
     else:
-        inputs = (("x", x), ("u", u))
-        (words,) = launch.results(launcher, out, {"words": shape}, inputs, dtype=torch.int32)
+        inputs, shapes = (("x", x), ("u", u)), {"words": (T, words_of(K, scaling))}
+        (words,) = launch.results(launcher, out, shapes, inputs, dtype=torch.int32)
     if not words.numel():
         return words
     if scaling == "mx":

@@ -49,6 +49,7 @@ class Quantized(Plain):
 
     def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
         self.recipe, self._dtype = recipe, dtype
+        self.waits = recipe.scaling != "mx"
 
     def __str__(self) -> str:
         return word_of(self._dtype) + " " + str(self.recipe)  # the compiler traces no f-string of a recipe
@@ -61,9 +62,9 @@ class Quantized(Plain):
 
     def gradients(self, dy: Tensor, for_weight: bool = False) -> Scaled:
         if for_weight and self.recipe.wgrad == "fp8":  # which takes columns: dy is read once for both
-            format = self.recipe.gradients
-            words, columns = primitives.quantize_both(dy, format, self.recipe.power_of_two)
-            return Scaled(words, dy.shape[1], format, "rows", columns)
+            format, scaling = self.recipe.gradients, self.recipe.scaling
+            words, columns = primitives.quantize_both(dy, format, scaling, self.recipe.power_of_two)
+            return Scaled(words, dy.shape[1], format, scaling, columns)
         return self._quantized(dy, self.recipe.gradients)
 
     def _quantized(self, x: Tensor, format: Format) -> Scaled:

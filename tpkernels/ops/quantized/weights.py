@@ -52,7 +52,7 @@ class _WeightCache:
         if version != weight._version:
             version = weight._version
             if recipe.scaling == "mx" and weight.requires_grad:  # backward asks for the other copy
-                both = primitives.mx_rows_and_columns(weight.detach(), "e4m3")
+                both = primitives.quantize_both(weight.detach(), "e4m3", "mx", recipe.power_of_two)
                 words = both[transposed]
                 found[(*key[:-1], not transposed)] = version, both[not transposed]
             else:
