@@ -108,12 +108,12 @@ def test_kernels_with_consumers_are_tried_first_after_torchs(step, monkeypatch):
     assert not all(with_consumers[torchs:])
 
 
-@pytest.mark.parametrize("step", ["linear", "glu", "dgrad", "dgrad_act", "dgrad_pairs", "dglu"])
+@pytest.mark.parametrize("step", ["linear", "dgrad_act", "dgrad_pairs", "dglu", "wgrad", "wgrad_accumulate_"])
 def test_pairs_that_multiply_together_are_candidates_on_blackwell(step, monkeypatch):
     """Also where no budget says what they take of shared memory."""
     for of in (module, matmul_tile):
         monkeypatch.setattr(of, "triton_version", lambda: (3, 9))
-    record, problem = posed(step, replace(BIG, bias=False))
+    record, problem = posed(step, BIG)
     found = {
         gpu: [c.name for c in candidates(record, problem, TARGET_GPUS[gpu]) if c.tile and c.tile.blocks == 2]
         for gpu in ("b200", "h100")

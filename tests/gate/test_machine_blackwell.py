@@ -25,7 +25,7 @@ from tpkernels.gate.machine.events import (
 from tpkernels.gate.machine.recorder import Recorder, recording
 from tpkernels.gate.machine.steps import Steps
 from tpkernels.gate.numerics import Frames, NumericCase, RandomOperands, examine
-from tpkernels.gate.recording import BARE, primitive
+from tpkernels.gate.recording import primitive
 from tpkernels.kernels import matmul_tile
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.matmul_tile import compiles
@@ -61,10 +61,12 @@ def test_pair_agrees_with_float64(rows, cols, depth, schedule):
     torch.testing.assert_close(y.double(), exact.clamp(min=0) ** 2, rtol=2**-8, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["glu", "dgrad", "dgrad_act", "dgrad_pairs", "dglu"])
+@pytest.mark.parametrize(
+    "name", ["glu", "dgrad", "dgrad_act", "dgrad_pairs", "dglu", "wgrad", "wgrad_accumulate_"]
+)
 def test_other_products_agree_with_float64(name):
     of = RandomOperands(264, 72, 136, torch.bfloat16, form="descriptor", tile=PAIR)
-    cases = numerics._product(of, name, "pair", BARE if name == "dgrad_act" else {})
+    cases = numerics._product(of, name, "pair")
     for case, schedule in zip(cases, machine.SCHEDULES.values(), strict=False):
 
         def run(case=case, schedule=schedule):

@@ -95,7 +95,7 @@ def pairs():
 
 
 def test_pairs_on_blackwell_are_listed_where_triton_has_them():
-    everywhere = {"linear", "glu", "dgrad", "dgrad_pairs", "dglu"}
+    everywhere = {"linear", "glu", "dgrad", "dgrad_pairs", "dglu", "wgrad"}
     assert {kernel_of(entry) for entry in pairs()} == (
         everywhere if triton_version() >= PAIRS_SINCE else set()
     )

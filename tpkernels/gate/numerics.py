@@ -54,7 +54,7 @@ from tpkernels.kernels.operands import FP8, Form
 from tpkernels.kernels.recipe import Format, Scaling
 from tpkernels.kernels.scaled import Scaled, quantize_ref
 from tpkernels.kernels.target import B200, H100, INTERPRETER
-from tpkernels.kernels.tiles import ORDERED_SUM, candidates, serves
+from tpkernels.kernels.tiles import ORDERED_SUM, candidates
 
 # norm-wise, against float64: about one and a half correct roundings of the result, on average over its
 # elements. So a result must have some hundreds: a single one may round by up to 3.9e-3 in bf16
@@ -227,9 +227,7 @@ def _with_consumers() -> Iterator[NumericCase]:
         for tile, capability in tiles.items():
             if tile.consumers and compiles(tile):
                 of = RandomOperands(*WITH_CONSUMERS, BF16, form="descriptor", tile=tile)
-                summed = name != "dgrad_act" or serves("dgrad", tile, ("db",))
-                fields: Mapping[str, Any] = {} if summed else recording.BARE
-                cases = list(_product(of, name, f"{tile.name}/bf16", fields))
+                cases = list(_product(of, name, f"{tile.name}/bf16"))
                 # a search of a pair takes minutes at these sizes: tests take smaller ones
                 searched = cases[-1] if tile.blocks == 1 else None
                 for case, schedule in zip(cases, schedules, strict=False):

@@ -194,8 +194,6 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
 # kernel, tile -> epilogues that it is not shipped with. erf takes more registers than there are, and spills.
 _SPILLING: Mapping[tuple[Kernel, str], tuple[str, ...]] = {
     ("dglu", "128x256x64-w8-s3-p4-flat"): ("geglu",),
-    # pairs that multiply together sum no gradient of a bias
-    ("dgrad", "256x256x64-w8-s4-p4-c1-b2"): ("db",),
     # scales in the loop take sums to registers
     ("linear", "128x256x128-w8-s3-p2-flat"): ("blocks",),
     ("linear", "128x256x128-w8-s4-p4-flat"): ("blocks",),
@@ -221,7 +219,7 @@ _BLACKWELL_PAIRS: Mapping[Kernel, tuple[MatmulTile, ...]] = {
     "glu": (MatmulTile(256, 128, 64, num_warps=8, num_stages=5, parts=2, consumers=1, blocks=2),),
     "dgrad": (MatmulTile(256, 256, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),),
     "dglu": (MatmulTile(256, 256, 64, num_warps=8, num_stages=4, parts=8, consumers=1, blocks=2),),
-    "wgrad": (),
+    "wgrad": (MatmulTile(256, 256, 64, num_warps=8, num_stages=4, parts=8, consumers=1, blocks=2),),
 }
 _POINTER_SMALL = MatmulTile(16, 64, 64, num_warps=4, num_stages=3)
 _POINTER_ONE_RESULT = (

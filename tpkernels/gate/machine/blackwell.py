@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton.experimental.gluon import language as gl
 
 from tpkernels.gate.machine.events import Commit, TensorMultiply
 from tpkernels.gate.machine.faults import Misuse
@@ -35,8 +36,10 @@ def allocate_tensor_memory(element_ty: Any, shape: Sequence[int], layout: Tensor
     return current().allocate(element_ty, shape, layout)
 
 
-def get_reg_layout(view: View) -> None:
-    """The machine knows no layouts."""
+def get_reg_layout(view: View) -> Any:
+    """The machine asks layouts only which block has which rows."""
+    halves = [[1, 0]] if current().blocks == 2 else []
+    return gl.NVMMADistributedLayout([3, 0], [current().num_warps, 1], [16, view.shape[1], 16], halves)
 
 
 View.get_reg_layout = get_reg_layout  # type: ignore[attr-defined]

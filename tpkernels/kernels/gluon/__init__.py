@@ -24,12 +24,9 @@ def multiply(
     adds: bool = False,
 ) -> None:
     """Launch the product that a tile with consumers stands for; see `matmul` for what goes where."""
-    together = product.target.capability == 100  # a pair multiplies so, see `tensor_memory`
     obstacle = _obstacle(product, (90, 100) if product.tile.blocks == 2 else (90,))
     if not obstacle and product.tile.halves:
         obstacle = "a product of fp8, where consumers share a tile"
-    elif not obstacle and together and (epilogue == "wgrad" or (epilogue == "dgrad" and vector is not None)):
-        obstacle = "compute capability 9.0 for gradients of weights and biases"
     if obstacle:
         raise ValueError(f"{epilogue}: tile {product.tile.name} expected {obstacle}")
     from tpkernels.kernels.gluon.matmul import launch_matmul  # Triton before 3.7 lacks what it imports

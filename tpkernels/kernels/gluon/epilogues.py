@@ -124,7 +124,7 @@ def wgrad(parts, outs, inputs, use, staging, row, col, LAYOUT: gl.constexpr, P: 
     PARTS: gl.constexpr = P.parts
     dw, _, _ = outs
     for p in gl.static_range(PARTS):
-        value = parts[p]
+        value = part_of(parts, p, LAYOUT, P)
         if P.inputs:
             old, _ = take(inputs, use + p, LAYOUT, P)
             value += old

@@ -248,7 +248,7 @@ def launch_matmul(
     rows, cols, tile = product.rows, product.cols, product.tile
     halves, alike = halves_of_pair(tile)
     if consts.tensor_memory:  # each block has its half of the columns
-        alike = ((0, 1),) if consts.depth_first else halves
+        alike = _ACROSS if consts.depth_first else halves
     if consts.across:
         described_a = described(a, a_block[::-1], _ACROSS if tile.blocks == 2 else ())
     else:

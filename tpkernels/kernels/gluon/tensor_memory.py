@@ -61,7 +61,7 @@ def multiply(operands, sums, rows, cols, steps, P: gl.constexpr):
         mbarrier.wait(unread.index(place), turn ^ 1)
         for step in range(steps):
             buffer, phase = place_of(use, STAGES)
-            a = a_ring.index(buffer)
+            a = a_ring.index(buffer).permute((1, 0)) if P.across else a_ring.index(buffer)
             mbarrier.wait(full.index(buffer), phase)
             first, second = weights_of(b_ring, buffer, P)
             if P.two_weights:
