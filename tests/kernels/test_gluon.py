@@ -16,7 +16,7 @@ from tests.kernels.test_scaled_linear import assert_scaled_linear, operands
 from tests.products import once
 from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.kernels.linear import linear_fwd
-from tpkernels.kernels.target import H100
+from tpkernels.kernels.target import B200, H100
 from tpkernels.kernels.tiles import KERNELS, MatmulTile, candidates
 from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
 
@@ -130,16 +130,24 @@ def test_launch_says_what_it_cannot_serve(tile):
             linear_fwd(x, w, tile=huge)
 
 
-ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def needs(target):
+    capability = divmod(target.capability, 10)
+    reason = "needs a GPU of compute capability {}.{}".format(*capability)
+    return pytest.mark.skipif(capability != CAPABILITY, reason=reason)
+
+
 SHIPPED = [
-    pytest.param(kernel, tile, id=f"{kernel} {tile.name}")
+    pytest.param(kernel, tile, id=f"sm_{target.capability} {kernel} {tile.name}", marks=needs(target))
+    for target in (H100, B200)
     for kernel in KERNELS
-    for tile in candidates(kernel, "descriptor", BF16, H100)
+    for tile in candidates(kernel, "descriptor", BF16, target)
     if tile.consumers
 ]
 
 
-@pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0")
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("kernel", "tile"), SHIPPED)
 def test_gpu_agrees_with_float64(kernel, tile, dtype, device):
@@ -164,7 +172,7 @@ SHIPPED_FP8 = [
 ]
 
 
-@pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0")
+@needs(H100)
 @pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
 @pytest.mark.parametrize("tile", SHIPPED_FP8)
 def test_gpu_agrees_with_float64_in_fp8(tile, fast, device):
