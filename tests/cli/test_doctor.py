@@ -128,8 +128,10 @@ def test_doctor_refuses_variables_that_mean_nothing(monkeypatch, capsys):
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "problem  variable   TPKERNELS_TUEN=0: nothing reads it; did you mean TPKERNELS_TUNE?" in printed
-    told = "TPKERNELS_TRANSPORT=share: expected one of auto, c10d, shared, symmetric; did you mean shared?"
-    assert f"problem  variable   {told}" in printed
+    told = (
+        "TPKERNELS_TRANSPORT=share: expected one of auto, c10d, shared, symmetric, symmetric-rounds; did you"
+    )
+    assert f"problem  variable   {told} mean shared?" in printed
     assert "ok       variable   TPKERNELS_LOG=choices" in printed
     assert printed.endswith("2 problems: variable, variable\n")
     assert printed.count("TPKERNELS_TUEN") == 1

@@ -25,7 +25,7 @@ def test_dry_run_lists_candidates(capsys, tmp_path):
     printed = capsys.readouterr().out
     announced, _, rest = printed.partition("\n")
     assert announced == (
-        "3 problems, 19 candidates, 15 kernels to compile: about 36 s (2 s a kernel, 2 s a problem)"
+        "3 problems, 20 candidates, 16 kernels to compile: about 38 s (2 s a kernel, 2 s a problem)"
     )
     assert rest.startswith("candidates on NVIDIA H100 80GB HBM3, not timed:\nlinear bfloat16 8192x4096x4096")
     listed = json.loads(report.read_text())

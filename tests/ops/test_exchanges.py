@@ -35,6 +35,7 @@ from tpkernels.kernels.reference import reduce_slots_ref
 from tpkernels.kernels.scatter_linear import scatter_linear
 from tpkernels.kernels.tiles import MatmulTile
 from tpkernels.kernels.waits import Arrivals, Departures
+from tpkernels.ops.numerics import PLAIN
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
@@ -312,8 +313,9 @@ def test_a_product_of_no_features_waits_for_its_rows_too():
     """Else a rank would push the next call before others have read the one before."""
     first, second = open_loopback("gather", Layout(2, (4, K), torch.float32), 0.1)
     delivery = start(first, [torch.zeros(4, K)] * 2)
+    kernel = PLAIN.waiting_product(delivery.memory, torch.zeros(0, K), None, True, "none", False)
     with pytest.raises(RuntimeError, match=r"gather: rows of rank 1 \(chunk 1\) did not arrive"):
-        KERNEL_WAITS.product(delivery, torch.zeros(0, K), None, "none", False)
+        KERNEL_WAITS.product(delivery, kernel, None)
     first.close(), second.close()
 
 
