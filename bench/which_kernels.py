@@ -23,8 +23,8 @@ from tpkernels.gate.clock.workload import EntryWorkload
 from tpkernels.gate.clocking import costs_by_entry
 from tpkernels.gpus import RATED_GPUS
 from tpkernels.kernels.operands import Form
-from tpkernels.kernels.target import RTX_5090, Target
-from tpkernels.kernels.tiles import KERNELS, Kernel, MatmulTile, default_tiles
+from tpkernels.kernels.target import RTX_5090, Target, fp8_obstacle, mx_obstacle
+from tpkernels.kernels.tiles import KERNELS, Kernel, MatmulTile, default_tiles, mx_tiles
 from tpkernels.kernels.tiles import candidates as shipped_tiles
 from tpkernels.kernels.triton_versions import triton_version
 
@@ -55,12 +55,16 @@ def kernel_table() -> Iterator[str]:
 
 def _kernel_rows(target: Target) -> Iterator[str]:
     form: Form = "descriptor" if target.has_tma else "pointer"
-    for kernel, dtype in (*((kernel, torch.bfloat16) for kernel in KERNELS), FP8_PRODUCT):
+    in_fp8 = () if fp8_obstacle(target) else (FP8_PRODUCT,)
+    for kernel, dtype in (*((kernel, torch.bfloat16) for kernel in KERNELS), *in_fp8):
         default = default_tiles(kernel, form, dtype, target)
         shipped = shipped_tiles(kernel, form, dtype, target)
         beside = tuple(tile for tile in shipped if tile not in default)
         name = kernel if dtype == torch.bfloat16 else f"{kernel}, fp8"
         yield f"{form} | {name} | {_named(default)} | {_named(beside)} |"
+    if mx_obstacle(target) is None:
+        first, *others = mx_tiles(form, target)
+        yield f"{form} | linear, mxfp8 | {_named([first])} | {_named(others)} |"
 
 
 def _named(tiles: Sequence[MatmulTile]) -> str:

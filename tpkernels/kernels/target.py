@@ -144,7 +144,8 @@ def require_fp8(launcher: str, target: Target) -> None:
 
 def mx_obstacle(target: Target) -> str | None:
     """Why there are no products of MXFP8; None if there are."""
-    return f"{target.capability / 10}" if target.backend == "cuda" and target.capability < 100 else None
+    too_old = target.backend == "cuda" and target.capability < 100
+    return fp8_obstacle(target) or (f"{target.capability / 10}" if too_old else None)
 
 
 def require_mx(launcher: str, target: Target) -> None:
