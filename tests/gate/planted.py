@@ -8,7 +8,7 @@ run ahead of each other by a turn of each ring: else some of the others change n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import getsource
@@ -17,6 +17,7 @@ from types import CodeType, ModuleType
 
 import pytest
 
+from tpkernels.gate import machine
 from tpkernels.gate.machine.events import (
     Arrive,
     CopyIn,
@@ -116,6 +117,23 @@ def _needed_fences(role: Role) -> Iterator[TraceEvent]:
         if isinstance(event, Fence) and touched:
             yield event
             touched = False
+
+
+def named(trace: Trace, names: Container[str] | None = None) -> Iterator[tuple[str, Trace]]:
+    """The mutants of a trace, or those of these names."""
+    return ((one.name, one.trace) for one in mutants(trace) if names is None or one.name in names)
+
+
+def faults_of(trace: Trace, every: Iterable[tuple[str, Trace]]) -> dict[str, str]:
+    """Of each mutant of a trace, by name: the kind of fault that the search finds, or none."""
+    expected, found = machine.expectations(trace), {}
+    for name, mutant in every:
+        try:
+            machine.search(mutant, expected)
+            found[name] = "none"
+        except machine.Fault as fault:
+            found[name] = type(fault).__name__
+    return found
 
 
 def _rewritten(trace: Trace, edit: Callable[[Role], Sequence[TraceEvent]]) -> Trace:

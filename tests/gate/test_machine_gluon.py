@@ -8,7 +8,7 @@ from inspect import getsource
 import pytest
 import torch
 
-from tests.gate.planted import edited, mutants
+from tests.gate.planted import edited, faults_of, named
 from tpkernels.gate import machine, numerics
 from tpkernels.gate.machine import orders, program
 from tpkernels.gate.machine.steps import Steps
@@ -84,19 +84,6 @@ CAUGHT_AS = {
 }
 
 
-def faults_of(trace, names=None):
-    """Of each mutant of a trace: the kind of fault that the search finds."""
-    expected, found = machine.expectations(trace), {}
-    for mutant in mutants(trace):
-        if names is None or mutant.name in names:
-            try:
-                machine.search(mutant.trace, expected)
-                found[mutant.name] = "none"
-            except machine.Fault as fault:
-                found[mutant.name] = type(fault).__name__
-    return found
-
-
 MUTATED = {
     "linear": ("linear", None),
     "dglu": ("dglu", None),
@@ -111,7 +98,7 @@ def test_every_mutant_is_caught(name, into, roles):
     missed, seen = None, set()
     for stages, steps in ((2, 1), (3, 2), (2, 3)):  # an edit may change nothing where another wait holds, too
         (trace,) = launched(name, roles, stages, steps, 5, into).traces()
-        found = faults_of(trace, missed)
+        found = faults_of(trace, named(trace, missed))
         missed = {mutant for mutant, fault in found.items() if fault == "none"}
         seen |= {(mutant.partition(" (")[0], fault) for mutant, fault in found.items() if fault != "none"}
     assert missed == set()
@@ -169,12 +156,12 @@ def test_edit_of_a_weight_gradient_is_caught(module, old, new, into, found):
 def test_search_by_steps_finds_what_a_search_by_events_finds(monkeypatch):
     """The latter lets any role do any one event, and any copy land, at any time."""
     (trace,) = launched("linear", "pingpong", stages=2, steps=1, tiles=3).traces()
-    by_steps, states = faults_of(trace), machine.search(trace)
+    by_steps, states = faults_of(trace, named(trace)), machine.search(trace)
     assert states == 69  # with more, copies land where that changes nothing; with fewer, not where it does
     monkeypatch.setattr(program, "_steps", lambda events: [(at, at + 1) for at in range(len(events))])
     monkeypatch.setattr(Steps, "landing_matters", Steps.landing)
     monkeypatch.setattr(Steps, "private", lambda steps, state: None)
-    assert faults_of(trace) == by_steps
+    assert faults_of(trace, named(trace)) == by_steps
     assert machine.search(trace) > 5 * states
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from tests.gate.planted import edited
+from tests.gate.planted import edited, faults_of
 from tpkernels.gate import machine, numerics
 from tpkernels.gate.machine.events import (
     Arrive,
@@ -331,22 +331,11 @@ CAUGHT_AS = {
 }
 
 
-def faults_of(trace):
-    expected, found = machine.expectations(trace), {}
-    for name, mutant in mutants_of_pairs(trace):
-        try:
-            machine.search(mutant, expected)
-            found[name] = "none"
-        except machine.Fault as fault:
-            found[name] = type(fault).__name__
-    return found
-
-
 @pytest.mark.parametrize("name", ["linear", "wgrad_accumulate_"])
 def test_every_mutant_of_a_pair_is_caught(name):
     one = launched if name == "linear" else partial(launched_as, name)
     (trace,) = one(stages=2, steps=3, tiles=1).traces()
-    found = faults_of(trace)
+    found = faults_of(trace, mutants_of_pairs(trace))
     assert {name: fault for name, fault in found.items() if fault not in CAUGHT_AS[name]} == {}
     assert found.keys() == CAUGHT_AS.keys()
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.gate.planted import edited, mutants
+from tests.gate.planted import edited, faults_of, named
 from tests.gate.test_machine_gluon import CAUGHT_AS
 from tests.kernels.test_scaled_linear import assert_scaled_linear, operands
 from tpkernels.gate import machine, numerics
@@ -101,24 +101,12 @@ def test_no_order_of_events_of_a_pair_is_a_fault(stages, steps, tiles):
     assert launched("pair", stages, steps, tiles).explore() > 100
 
 
-def faults_of(trace: Trace, every: Iterator[tuple[str, Trace]]) -> dict[str, str]:
-    expected, found = machine.expectations(trace), {}
-    for name, mutant in every:
-        try:
-            machine.search(mutant, expected)
-            found[name] = "none"
-        except machine.Fault as fault:
-            found[name] = type(fault).__name__
-    return found
-
-
 @SUMS
 def test_every_mutant_is_caught(fast):
     missed, seen = None, set()
     for stages, steps in ((2, 1), (2, 3), (3, 2)):
         (trace,) = launched("one block", stages, steps, 5, fast).traces()
-        every = ((one.name, one.trace) for one in mutants(trace) if missed is None or one.name in missed)
-        found = faults_of(trace, every)
+        found = faults_of(trace, named(trace, missed))
         missed = {name for name, fault in found.items() if fault == "none"}
         seen |= {(name.partition(" (")[0], fault) for name, fault in found.items() if fault != "none"}
     assert missed == set()
