@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels import launch
-from tpkernels.kernels.activations import Activation, require_activation
+from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.interpret import mend
@@ -30,14 +30,11 @@ from tpkernels.kernels.operands import (
     FP8,
     Form,
     MatrixLayout,
-    require_scaled,
-    require_shape,
-    require_tensors,
 )
 from tpkernels.kernels.recipe import MX_BLOCK, Format
 from tpkernels.kernels.scaled import words_of
-from tpkernels.kernels.scaled_linear import RESULTS
-from tpkernels.kernels.target import fast_math, require_mx, target_of
+from tpkernels.kernels.scaled_linear import ScaledProduct
+from tpkernels.kernels.target import fast_math, target_of
 from tpkernels.kernels.tiles import MatmulTile, mx_tiles
 
 mend()
@@ -137,16 +134,8 @@ def mx_linear_fwd(
 ) -> LinearForward:
     """`scaled_linear_fwd` of operands whose scales are bytes: (tokens, S) and (out_features, S)."""
     name = "scaled_linear_fwd"
-    if dtype not in RESULTS:
-        raise ValueError(f"{name}: expected dtype of {', '.join(RESULTS)}; got {dtype!r}")
-    require_scaled(name, ("x", x, x_scale), ("weight", weight, w_scale), mx=True)
-    require_activation(name, activation)
-    (T, K), N, into = x.shape, weight.shape[0], RESULTS[dtype]
-    require_shape(name, "weight", weight, (N, K), f"(out_features, in_features) for x {tuple(x.shape)}")
-    if bias is not None:
-        require_tensors(name, ("bias", bias))
-    require_shape(name, "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
-    require_mx(name, target_of(x.device))
+    required = ScaledProduct.required(name, x, weight, x_scale, w_scale, bias, activation, dtype, mx=True)
+    T, N, K, into = required
     separate_z = keep_z and activation != "none"
     wanted = {"y": (T, N), "z": (T, N)} if separate_z else {"y": (T, N)}
     inputs = (("x", x), ("weight", weight), ("x_scale", x_scale), ("w_scale", w_scale), ("bias", bias))

@@ -31,7 +31,7 @@ from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.linear import LinearForward
 from tpkernels.kernels.operands import Form, require_scaled, require_shape, require_tensors
 from tpkernels.kernels.recipe import BLOCK
-from tpkernels.kernels.target import fast_math, require_fp8, target_of
+from tpkernels.kernels.target import fast_math, require_fp8, require_mx, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -331,11 +331,12 @@ class ScaledProduct(NamedTuple):
         bias: Tensor | None,
         activation: Activation,
         dtype: str,
+        mx: bool = False,
     ) -> ScaledProduct:
-        """Of such operands, or an error."""
+        """Of such operands, or an error. mx: whether their scales are bytes"""
         if dtype not in RESULTS:
             raise ValueError(f"{launcher}: expected dtype of {', '.join(RESULTS)}; got {dtype!r}")
-        require_scaled(launcher, ("x", x, x_scale), ("weight", weight, w_scale))
+        require_scaled(launcher, ("x", x, x_scale), ("weight", weight, w_scale), mx=mx)
         require_activation(launcher, activation)
         (T, K), N = x.shape, weight.shape[0]
         why = f"(out_features, in_features) for x {tuple(x.shape)}"
@@ -343,7 +344,7 @@ class ScaledProduct(NamedTuple):
         if bias is not None:
             require_tensors(launcher, ("bias", bias))
         require_shape(launcher, "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
-        require_fp8(launcher, target_of(x.device))
+        (require_mx if mx else require_fp8)(launcher, target_of(x.device))
         return ScaledProduct(T, N, K, RESULTS[dtype])
 
 
