@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import RankPool
+from tpkernels.groups.initialize import create_parallel_state
+from tpkernels.groups.plan import plan_groups
 from tpkernels.models.config import SMALL
 from tpkernels.pictures.figure import BLUE, GREEN, GREY, NO_MATPLOTLIB, ORANGE, Picture, can_draw
-from tpkernels.runtime.initialize import create_parallel_state
-from tpkernels.topology.plan import plan_groups
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.trainer import Trainer
 

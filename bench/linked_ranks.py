@@ -25,12 +25,7 @@ from torch import Tensor
 
 from bench.cases import paused_products
 from bench.cases.linear_overlap import IN, OUT_SHARD, TOKENS
-from tpkernels.comm.transports import rows
-from tpkernels.comm.transports.c10d import C10D
-from tpkernels.dispatch import backends
-from tpkernels.ops import column_linear, row_linear
-from tpkernels.ops.tensor_parallel import parallel
-from tpkernels.streams.times import (
+from bench.streams.times import (
     HOST,
     KERNEL,
     NOTHING,
@@ -43,6 +38,11 @@ from tpkernels.streams.times import (
     TimelineTask,
     run,
 )
+from tpkernels.comm.transports import rows
+from tpkernels.comm.transports.c10d import C10D
+from tpkernels.dispatch import backends
+from tpkernels.ops import column_linear, row_linear
+from tpkernels.ops.tensor_parallel import parallel
 
 CORES: Resource = ("cores",)
 RANKS = 2

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import tpkernels
 from bench.measure import Comparison, Seconds, Way, interleave, seconds_after_a_barrier, slowest
 from tests.ranks import RankPool
-from tpkernels.interop.shards import TensorShard, shards_of
+from tpkernels.checkpoints.shards import TensorShard, shards_of
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
 from tpkernels.optim import Muon, hidden_matrices
 

@@ -24,11 +24,11 @@ from bench.cases.predicted_link import CASES, Constants, measure, paused
 from bench.linked_ranks import MeasuredRanks, ran
 from bench.published_overlap import PUBLISHED, THEIR_HOST, Published
 from bench.slow_link import SlowLink, why_not
+from bench.streams.prediction import predict
+from bench.streams.times import GRAPH, Node
 from tpkernels.cli import BadUse
-from tpkernels.gpus import gpu_named
+from tpkernels.planning.gpus import gpu_named
 from tpkernels.planning.step_time import Sizes
-from tpkernels.streams.prediction import predict
-from tpkernels.streams.times import GRAPH, Node
 
 TARGET = 0.08  # of overlap efficiency
 WINS = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tpkernels.streams.times import Host
+from bench.streams.times import Host
 
 FITTED, KEPT_BACK = "fitted", "kept back"
 THEIR_HOST = Host(75.0, 50.0, 35.0, 35.0, 9.0)  # of the sources' Python, with which constants were fitted

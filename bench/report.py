@@ -17,9 +17,9 @@ from bench import comparison
 from bench.recorded import Case, Overlaps, Run, TimeLine, Unreadable, as_object, read
 from bench.results import duration
 from tpkernels.cli import BadUse, bad_use_if
-from tpkernels.gpus import RATED_GPUS
 from tpkernels.pictures.charts import FILLS, Bar, TimedWork, bars, lanes, roofline
 from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, figure, page, paragraph, save, table, verbatim
+from tpkernels.planning.gpus import RATED_GPUS
 
 MOST_BARS = 40  # of a picture
 OWN_PICTURE = 8  # cases of an op that are worth one

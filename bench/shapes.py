@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tpkernels.gpus import RATED_GPUS, RatedGpu
+from tpkernels.planning.gpus import RATED_GPUS, RatedGpu
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from bench.case import Work
 from bench.cases.groups import initialization, loop_groups
 from bench.measure import Seconds, interleave, seconds_of_processor, slowest
 from tests.ranks import RankPool
-from tpkernels.topology.plan import KINDS, plan_groups
+from tpkernels.groups.plan import KINDS, plan_groups
 
 WORLD, TENSOR, PIPELINE, RANK = 131_072, 8, 16, 77_777
 Record = Callable[[Work, Seconds], None]

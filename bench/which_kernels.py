@@ -21,12 +21,12 @@ from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.model import KernelPrediction, predict
 from tpkernels.gate.clock.workload import EntryWorkload
 from tpkernels.gate.clocking import costs_by_entry
-from tpkernels.gpus import RATED_GPUS
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import RTX_5090, Target, fp8_obstacle, mx_obstacle
 from tpkernels.kernels.tiles import KERNELS, Kernel, MatmulTile, default_tiles, mx_tiles
 from tpkernels.kernels.tiles import candidates as shipped_tiles
 from tpkernels.kernels.triton_versions import triton_version
+from tpkernels.planning.gpus import RATED_GPUS
 
 MODEL, TOKENS = "llama3-8b", 8192
 RANKS = (8, 1)  # tensor-parallel

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.recorded import TimeLine, read
+from tpkernels.groups.kinds import GroupKind
 from tpkernels.pictures.charts import lanes
 from tpkernels.pictures.figure import BLUE, GREEN, GRID, INK, ORANGE, PAPER, QUIET, VIOLET, Picture, hint
-from tpkernels.topology.groups import GroupKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -161,7 +161,7 @@ def groups_built(world: int, tensor: int, pipeline: int) -> dict[GroupKind, list
     import torch.distributed as dist
 
     from tests.fake_world import each_rank
-    from tpkernels.runtime.initialize import initialize_model_parallel
+    from tpkernels.groups.initialize import initialize_model_parallel
 
     found: dict[GroupKind, set[tuple[int, ...]]] = {"tp": set(), "dp": set(), "pp": set()}
     for _ in each_rank(world):

@@ -19,8 +19,8 @@ MODULES = (
     "tpkernels.interop",
     "tpkernels.interop.mpu",
     "tpkernels.interop.megatron",
-    "tpkernels.interop.dcp",
-    "tpkernels.interop.safetensors",
+    "tpkernels.checkpoints.dcp",
+    "tpkernels.checkpoints.safetensors",
     "tpkernels.interop.huggingface",
 )
 EMPTY = re.compile(r"<h2>Submodules</h2>\s*<ul>\s*</ul>")  # of modules whose submodules are left out

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tpkernels.runtime.state import ParallelState
-from tpkernels.topology.draw import describe_rank
-from tpkernels.topology.plan import KINDS
+from tpkernels.groups.draw import describe_rank
+from tpkernels.groups.plan import KINDS
+from tpkernels.groups.state import ParallelState
 
 
 def sum_of_ranks(state: ParallelState) -> dict[str, int]:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import join_world, leave_world
-from tpkernels.runtime.state import ParallelState
-from tpkernels.topology.plan import plan_groups
+from tpkernels.groups.plan import plan_groups
+from tpkernels.groups.state import ParallelState
 
 
 @contextmanager

@@ -134,16 +134,16 @@ def set_up_model_parallel(problem: str) -> None:
 
     def destroy_model_parallel() -> None:
         assert dist.is_initialized()  # its groups go before the default group
-        sys.modules.pop("tpkernels.runtime.initialize")
+        sys.modules.pop("tpkernels.groups.initialize")
         if problem:
             raise KeyError(problem)
 
     module: Any = SimpleNamespace(destroy_model_parallel=destroy_model_parallel)
-    sys.modules["tpkernels.runtime.initialize"] = module
+    sys.modules["tpkernels.groups.initialize"] = module
 
 
 def model_parallel_is_set_up() -> bool:
-    return "tpkernels.runtime.initialize" in sys.modules
+    return "tpkernels.groups.initialize" in sys.modules
 
 
 def report_pid_and_hang() -> None:

@@ -159,7 +159,7 @@ def join_world(backend: str, store: dist.Store, rank: int, world_size: int) -> N
 
 def leave_world() -> None:
     """Undo what a test set up in this process: model-parallel state, then all process groups."""
-    initialize = sys.modules.get("tpkernels.runtime.initialize")  # never imported: nothing to undo
+    initialize = sys.modules.get("tpkernels.groups.initialize")  # never imported: nothing to undo
     try:
         if initialize is not None:
             initialize.destroy_model_parallel()
@@ -352,7 +352,7 @@ def _serve(
         _meet(place, "arrival", world_size)  # a rank that left now would break connections still being made
         connection.send(Returned(b""))  # from now on time counts
         torch.manual_seed(7000 + rank)  # whatever ran before; and ranks differ, as those that nobody seeds
-        if streams := sys.modules.get("tpkernels.runtime.random"):
+        if streams := sys.modules.get("tpkernels.groups.random"):
             streams.get_rng_tracker().reset()  # a call before may have had fewer ranks
         answer = attempt(_called, call)
         sys.stdout.flush()  # into the output of this test, not of a later one

@@ -5,36 +5,33 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tpkernels"
 MAY_IMPORT = {  # room -> rooms it may enter
-    "child": "",
-    "extension": "files",
+    "env": "",
+    "errors": "",
     "files": "",
-    "gpus": "",
-    "lazy_names": "",
-    "topology": "",
-    "pictures": "",
-    "runtime": "gpus messages saying topology tp_invariance",
-    "env_flag": "",
+    "extension": "files",
     "tp_invariance": "",
-    "messages": "",
-    "saying": "",
-    "comm": "env_flag extension files gpus messages tp_invariance",
-    "buckets": "comm extension messages runtime tp_invariance",
-    "kernels": "env_flag extension files tp_invariance",
-    "dispatch": "child env_flag extension files gpus kernels saying tp_invariance",
-    "gate": "child dispatch files kernels",
-    "ops": "comm dispatch env_flag extension kernels lazy_names tp_invariance",
-    "streams": "comm dispatch gpus kernels ops planning",
-    "layers": "buckets ops runtime saying topology tp_invariance",
-    "models": "layers ops runtime topology tp_invariance",
-    "planning": "buckets comm gpus kernels layers models topology",
-    "training": "buckets child comm files gpus interop layers "
-    "models ops pictures planning runtime saying topology tp_invariance",
-    "interop": "comm files layers models ops parallel_state runtime saying topology tp_invariance",
-    "optim": "comm interop layers topology",
-    "parallel_state": "runtime topology",
+    "groups": "env errors tp_invariance",
+    "comm": "env errors extension files tp_invariance",
+    "buckets": "comm errors extension groups tp_invariance",
+    "kernels": "env extension files tp_invariance",
+    "dispatch": "env errors extension files gate kernels planning tp_invariance",
+    "ops": "comm dispatch env extension kernels tp_invariance",
+    "layers": "buckets errors groups ops tp_invariance",
+    "models": "groups layers ops tp_invariance",
+    "checkpoints": "comm errors files groups interop layers models ops",
+    "parallel_state": "groups",
+    "interop": "checkpoints comm errors files groups layers models ops parallel_state tp_invariance",
+    "optim": "checkpoints comm groups interop layers",
+    "pictures": "",
+    "planning": "buckets checkpoints comm groups kernels layers models",
+    "training": "buckets checkpoints comm errors files gate groups interop layers "
+    "models ops pictures planning tp_invariance",
+    "gate": "dispatch files kernels",
     "cli": None,  # on top: anything
 }
 SHARED_NAMES = {  # public classes and type aliases of one name in several files, and why
@@ -43,7 +40,6 @@ SHARED_NAMES = {  # public classes and type aliases of one name in several files
     "VocabParallelEmbedding LayerNorm RMSNorm",
     "of an op in ops, of memory that ranks share in comm": "Layout",
     "type aliases that their own rooms alone use": "Key Pair Problem Start",
-    "of a launch plan in kernels, of a kernel's program in streams": "Step",
 }
 MAX_LINES = 600  # ask whether a longer file holds two ideas
 FILES = sorted(
@@ -182,9 +178,11 @@ def test_no_file_has_a_global_statement():
     assert broken(lambda path: has_global(text_of(path))) == {}
 
 
-def test_topology_files_and_gpus_stand_on_the_standard_library_alone():
-    for path in [*(PACKAGE / "topology").glob("*.py"), PACKAGE / "files.py", PACKAGE / "gpus.py"]:
-        assert not foreign_imports(path.read_text()), path
+@pytest.mark.parametrize(
+    "file", ["files.py", "env.py", *(f"groups/{name}.py" for name in ("draw", "kinds", "plan", "sizes"))]
+)
+def test_a_file_needs_the_standard_library_alone(file):
+    assert not foreign_imports((PACKAGE / file).read_text())
 
 
 def test_pictures_need_matplotlib_alone_and_only_to_draw():
@@ -209,7 +207,7 @@ def test_groups_are_created_in_four_files():
 def test_rules_see_planted_faults():
     assert trespasses("kernels", "from tpkernels.comm.calls import x") == {"comm"}
     assert trespasses("comm", "def f():\n    import tpkernels.kernels.linear") == {"kernels"}
-    assert trespasses("topology", "from tpkernels import runtime") == {"runtime"}
+    assert trespasses("groups", "from tpkernels import layers") == {"layers"}
     assert trespasses("layers", "from tpkernels.kernels import linear") == {"kernels"}
     assert not trespasses("ops", "from tpkernels.comm import a\nfrom tpkernels.kernels import b")
     assert not trespasses("cli", "from tpkernels.ops import anything")

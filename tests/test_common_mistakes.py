@@ -33,10 +33,10 @@ from tpkernels import (
     parallel_state,
     parallelize,
 )
+from tpkernels.checkpoints.full_state_dict import load_full_state_dict
 from tpkernels.cli import main
 from tpkernels.dispatch import backends
 from tpkernels.interop import dcp, safetensors
-from tpkernels.interop.full_state_dict import load_full_state_dict
 
 FIRST = 200  # characters, which a terminal shows in two lines
 Mistake = tuple[Callable[[], Any], str, str]  # what raises, what is wrong, what to do

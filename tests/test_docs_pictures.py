@@ -15,7 +15,7 @@ from tpkernels.buckets.layout import (
     LayoutRules,
     lay_out_buckets,
 )
-from tpkernels.topology.plan import plan_groups
+from tpkernels.groups.plan import plan_groups
 
 pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
 

@@ -53,7 +53,7 @@ def test_fake_rank_refuses_a_rank_outside_the_world(rank: int) -> None:
 def test_fake_rank_destroys_model_parallel_state_first(monkeypatch: pytest.MonkeyPatch) -> None:
     destroyed = []
     module: Any = SimpleNamespace(destroy_model_parallel=lambda: destroyed.append(dist.is_initialized()))
-    monkeypatch.setitem(sys.modules, "tpkernels.runtime.initialize", module)
+    monkeypatch.setitem(sys.modules, "tpkernels.groups.initialize", module)
     with fake_rank(0, 2):
         pass
     assert destroyed == [True]

@@ -28,7 +28,7 @@ PUBLIC = {
     "tpkernels.optim": ["Muon", "hidden_matrices", "require_elementwise"],
     "tpkernels.gate": ["register"],
     "tpkernels.interop.mpu": ["get_data_parallel_group", "is_unitialized"],
-    "tpkernels.interop.dcp": ["save", "load", "latest"],
+    "tpkernels.checkpoints.dcp": ["save", "load", "latest"],
 }
 
 

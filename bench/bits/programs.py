@@ -22,7 +22,7 @@ from torch.nn import functional
 from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.cli.qualify_calls import IDS, OP_PROGRAMS, OpProgram, shards
 from tpkernels.comm import schedule
-from tpkernels.runtime.state import ParallelState
+from tpkernels.groups.state import ParallelState
 
 TOKENS = 8  # of a rank
 FEATURES = 24

@@ -22,11 +22,11 @@ from torch import Tensor
 from bench.bits.programs import Place, run_program
 from bench.bits.ranks import Digests, Task
 from bench.bits.schedule import drawn, imposed
-from tpkernels.child import end_with_parent
 from tpkernels.cli.qualify_world import QualifyWorld
 from tpkernels.dispatch import backends
-from tpkernels.runtime.initialize import create_parallel_state
-from tpkernels.topology.plan import plan_groups
+from tpkernels.gate.child import end_with_parent
+from tpkernels.groups.initialize import create_parallel_state
+from tpkernels.groups.plan import plan_groups
 
 WAYS = {  # the transport that is asked for, and who computes
     "c10d": ("c10d", "torch"),

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import NamedTuple, NoReturn
 
 from bench.bits.schedule import Stop, drawn
-from tpkernels.child import ending
+from tpkernels.gate.child import ending
 from tpkernels.training.launch import environment_of_ranks, loopback_store
 
 PATIENCE = 120.0  # seconds for one program under one schedule

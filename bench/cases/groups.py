@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from bench.measure import Seconds, Way, interleave, seconds_on_clock
 from tpkernels import parallel_state
-from tpkernels.runtime.initialize import destroy_model_parallel, initialize_model_parallel
+from tpkernels.groups.initialize import destroy_model_parallel, initialize_model_parallel
 
 
 def loop_groups(world_size: int, tensor: int, pipeline: int) -> Iterator[tuple[str, list[int]]]:

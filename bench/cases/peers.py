@@ -40,7 +40,7 @@ from tpkernels import (
     parallelize,
     plan_groups,
 )
-from tpkernels.interop.full_state_dict import load_full_state_dict
+from tpkernels.checkpoints.full_state_dict import load_full_state_dict
 from tpkernels.layers.attention import rotation
 
 LOCAL_SIZES = {

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from bench.streams.device import current_device
+from bench.streams.prediction import going
+from bench.streams.record import Machine, record
+from bench.streams.times import Node, times_of
 from tpkernels.ops import column_linear, linear_logprobs
 from tpkernels.ops.inputs import Context
 from tpkernels.ops.vocab import vocabulary
-from tpkernels.streams.device import current_device
-from tpkernels.streams.prediction import going
-from tpkernels.streams.record import Machine, record
-from tpkernels.streams.times import Node, times_of
 
 Way = Literal["unfused", "ours"]
 CALLS = 3  # in a row: the last takes what each takes where many follow each other

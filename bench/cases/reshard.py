@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import GPT, create_parallel_state, model_config, plan_groups, reshard, use
+from tpkernels.checkpoints import dcp
+from tpkernels.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.comm.transports import select
-from tpkernels.interop import dcp
-from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 
 ROUNDS = 9
 LAYOUTS = ((2, 1), (1, 2))

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from bench.case import Case, Work
 from bench.cases.plain_llama import PlainLlama, split_by_torch
 from tpkernels import create_parallel_state, plan_groups
-from tpkernels.interop.full_state_dict import full_state_dict
+from tpkernels.checkpoints.full_state_dict import full_state_dict
 from tpkernels.models.config import SMALL
 from tpkernels.training.config import TrainConfig, learning_rate
 from tpkernels.training.trainer import Trainer

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from bench.cases import async_tp
 from bench.cases.launches import CASES, FEATURES, counted, group_of
+from bench.streams.prediction import enqueued
 from tpkernels.kernels.target import H100
 from tpkernels.planning.step_time import Sizes
-from tpkernels.streams.prediction import enqueued
 
 RANKS, ROWS, FEATURES_IN, FEATURES_OUT = 4, 64, 32, 16
 

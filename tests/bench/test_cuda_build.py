@@ -121,7 +121,7 @@ def test_a_class_of_ours_that_stands_for_one_of_torch_is_compared():
 
 
 def test_our_own_sources_are_followed():
-    paths = [ROOT / "tpkernels" / name for name in ("comm/transports/rendezvous.py", "runtime/c10d.py")]
+    paths = [ROOT / "tpkernels" / name for name in ("comm/transports/rendezvous.py", "groups/c10d.py")]
     found = read(paths)
     assert found.names >= {
         "torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p",

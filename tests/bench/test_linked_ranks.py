@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from bench.linked_ranks import MeasuredRanks, ran
+from bench.streams.times import HOST, PRODUCT, TRANSFER
 from tpkernels.comm.schedule import gather_plan, parts_of_shard
-from tpkernels.streams.times import HOST, PRODUCT, TRANSFER
 
 ROWS, COLS = 2048, 1024
 SHARD = ROWS // 2 * COLS * 4

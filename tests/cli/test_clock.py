@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
+from bench.streams.times import COMPUTE, HOST, NCCL, TRANSFER, Ran, TimelineTask
 from tests.gate.samples import COST
 from tpkernels import cli
 from tpkernels.cli import clock_ops, main
@@ -16,7 +17,6 @@ from tpkernels.gate.clock.model import Board, KernelPrediction
 from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.pictures.figure import can_draw
 from tpkernels.planning.step_time import OPERATORS, WAYS
-from tpkernels.streams.times import COMPUTE, HOST, NCCL, TRANSFER, Ran, TimelineTask
 
 NAME = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 PREDICTED = KernelPrediction(418e-6, 576.0, 0.75, 1.43e9, 0.03, 0.4, "main loop", 0.08)

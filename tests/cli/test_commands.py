@@ -10,8 +10,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from tests.groups.test_plan import DESCRIPTION
 from tests.patience import patient
-from tests.topology.test_plan import DESCRIPTION
 from tpkernels import __version__
 from tpkernels.cli import COMMANDS, Progress, main
 

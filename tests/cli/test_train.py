@@ -9,10 +9,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from tests.checkpoints.test_damaged_checkpoint import cut, flip
 from tests.checks import without_progress
 from tests.cli.living_ranks import TORCHRUN, train_on, training
 from tests.conftest import HAS_GPU
-from tests.interop.test_damaged_checkpoint import cut, flip
 from tpkernels.cli import OneLineParser, main
 from tpkernels.cli import train as train_command
 from tpkernels.models.config import SMALL

@@ -11,7 +11,7 @@ from tpkernels import tp_invariance
 from tpkernels.cli.doctor import POWERS_OF_TWO, VARIABLES, mistakes
 from tpkernels.comm.transports.select import TRANSPORTS
 from tpkernels.dispatch.backends import BACKENDS
-from tpkernels.env_flag import env_flag
+from tpkernels.env import env_flag
 from tpkernels.layers import replicas
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ from bench.cases.launches import group_of, standing_in_for
 from tpkernels.comm.carveout import CollectivesInFlight, blocks_of
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.timing import rounds
-from tpkernels.gpus import NCCL_BLOCKS
+from tpkernels.env import NCCL_BLOCKS
+from tpkernels.groups.c10d import options_beside_products
 from tpkernels.kernels.target import H100, INTERPRETER, left_free
 from tpkernels.ops import column_linear, row_linear
-from tpkernels.runtime.c10d import options_beside_products
 from tpkernels.tp_invariance import mode
 
 setting, set_to = torch._C._get_sm_carveout_experimental, torch._C._set_sm_carveout_experimental

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tpkernels import child
 from tpkernels.dispatch import trial as module
 from tpkernels.dispatch.trial import Limits, trial
 from tpkernels.dispatch.variant import Variant
+from tpkernels.gate import child
 
 CPU = torch.device("cpu")
 LIMITS = Limits(compiling=15, running=12, all=10**9, poll=0.005)

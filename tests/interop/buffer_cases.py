@@ -10,7 +10,7 @@ from tests.interop.refused import refused
 from tests.interop.torch_models import PLAN, Toy, differences
 from tests.models.small import IDS
 from tpkernels import initialize_model_parallel, parallelize
-from tpkernels.interop.full_state_dict import load_full_state_dict
+from tpkernels.checkpoints.full_state_dict import load_full_state_dict
 
 WIDTH = 16
 

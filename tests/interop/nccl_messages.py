@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from tests.comm.test_small import backend
+from tpkernels.checkpoints import reshard_transfer as carry
 from tpkernels.comm import agreement
 from tpkernels.comm.transports import c10d, rows, select
-from tpkernels.interop import carry
 
 GPU = torch.device("cpu", 1)  # a name of its own for the same memory
 _TAGS = 2**24  # tags of our own, by which gloo tells messages

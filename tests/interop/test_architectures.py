@@ -20,8 +20,8 @@ from tests.interop.torch_models import losses_of
 from tests.models.small import IDS
 from tests.on_ranks import on_ranks
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
-from tpkernels.interop import safetensors
-from tpkernels.interop.full_state_dict import full_state_dict
+from tpkernels.checkpoints import safetensors
+from tpkernels.checkpoints.full_state_dict import full_state_dict
 from tpkernels.interop.huggingface import gpt2_plan, llama_plan
 from tpkernels.interop.parallelize.plan import Divided, Split
 

@@ -28,8 +28,8 @@ from tpkernels import (
     finalize_gradients,
     parallelize,
 )
-from tpkernels.interop import dcp
-from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
+from tpkernels.checkpoints import dcp
+from tpkernels.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.interop.parallelize.saving import hold_dtensors
 from tpkernels.layers.world import tensor_world
 

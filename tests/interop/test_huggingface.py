@@ -11,8 +11,8 @@ from tests.interop.models import built, needs_transformers
 from tests.layers.worlds import posing
 from tests.models.small import CONFIGS, IDS
 from tpkernels import GPT, initialize_model_parallel
+from tpkernels.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.interop import huggingface, safetensors
-from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 
 
 def logits_of_folder(folder):

@@ -29,8 +29,8 @@ from tests.on_ranks import on_ranks
 from tests.ranks import RankFailure
 from tests.test_docs import ROOT, run_on_two_ranks
 from tpkernels import Recipe, check_replicas, clip_grad_norm_, initialize_model_parallel, parallelize
+from tpkernels.checkpoints.full_state_dict import full_state_dict
 from tpkernels.interop import dcp, huggingface
-from tpkernels.interop.full_state_dict import full_state_dict
 from tpkernels.interop.peft import on_shards
 
 SIZES = {"vocab_size": 37, "bos_token_id": None, "eos_token_id": None}

@@ -8,8 +8,8 @@ import pytest
 from tests.fake_world import fake_rank, pretend
 from tests.oracle import Classic
 from tpkernels import parallel_state as ps
+from tpkernels.groups.state import ParallelStateError, use
 from tpkernels.interop import mpu
-from tpkernels.runtime.state import ParallelStateError, use
 
 
 def test_mpu_has_every_name_of_parallel_state():

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from tpkernels import clip_grad_norm_, initialize_model_parallel, parallelize
+from tpkernels.checkpoints.shards import shards_of
 from tpkernels.interop.parallelize.default_plan import possible_plans
 from tpkernels.interop.parallelize.plan import Tail
-from tpkernels.interop.shards import shards_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import parallel as theirs
 from tests.checks import error_of
 from tests.interop.refused import refused
 from tpkernels import check_replicas, clip_grad_norm_, finalize_gradients
+from tpkernels.checkpoints.full_state_dict import full_state_dict
 from tpkernels.interop import parallel_styles as ours
-from tpkernels.interop.full_state_dict import full_state_dict
 
 TOKENS, WIDTH = (2, 4), 8
 

@@ -14,7 +14,7 @@ from tests.interop.refused import refused
 from tests.interop.torch_models import PLAN, Toy, differences, toy, wrong_gradients
 from tests.models.small import IDS
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
-from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
+from tpkernels.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.interop.parallelize.plan import Divided, Split
 
 

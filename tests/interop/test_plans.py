@@ -16,12 +16,12 @@ from tests.interop.refused import refused
 from tests.interop.torch_models import differences
 from tests.models.small import IDS
 from tpkernels import initialize_model_parallel, parallelize
-from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
+from tpkernels.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
+from tpkernels.groups.sizes import split_heads
 from tpkernels.interop.parallelize import trial
 from tpkernels.interop.parallelize.hf_modules import is_linear
 from tpkernels.interop.parallelize.plan import heads_read
 from tpkernels.layers.attributes import Attributes
-from tpkernels.topology.sizes import split_heads
 
 WIDTH, HEAD, HEADS = 16, 4, 4
 

@@ -14,7 +14,7 @@ from tests.interop.test_architectures import built
 from tests.interop.torch_models import PLAN, STACK_PLAN, Toy, loss_of, stack, toy
 from tests.models.small import IDS
 from tpkernels import Recipe, initialize_model_parallel, ops, parallelize
-from tpkernels.interop.full_state_dict import full_state_dict
+from tpkernels.checkpoints.full_state_dict import full_state_dict
 from tpkernels.interop.parallelize.changes import planned, quantizable
 from tpkernels.layers.world import tensor_world
 

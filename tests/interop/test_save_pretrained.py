@@ -14,7 +14,7 @@ from torch import nn
 from tests.checks import error_of
 from tests.interop.architectures import inputs_of, model_of
 from tpkernels import initialize_model_parallel, parallelize
-from tpkernels.interop import safetensors
+from tpkernels.checkpoints import safetensors
 
 
 def built(name):
@@ -163,7 +163,7 @@ def test_shards_and_unwritable_folders_are_refused_on_all_ranks(ranks2, tmp_path
     (shards, text), (checkpoint, advice), (folder, _) = answers[0]
     assert (shards, checkpoint, folder) == ("ValueError", "ValueError", "NotADirectoryError")
     assert "state_dict has 'model.embed_tokens.weight' of (31, 32), expected the full tensor's (61" in text
-    assert "tpkernels.interop.dcp.save" in advice
+    assert "tpkernels.checkpoints.dcp.save" in advice
 
 
 @needs_both

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models.small import IDS, TARGETS
 from tpkernels import GradientBuckets, finalize_gradients
+from tpkernels.checkpoints.shards import shards_of, unwrapped
 from tpkernels.interop.parallelize import trial
 from tpkernels.interop.parallelize.plan import Divided, Split
-from tpkernels.interop.shards import shards_of, unwrapped
 
 STEPS = 3
 

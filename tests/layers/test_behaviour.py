@@ -32,9 +32,9 @@ from tpkernels import (
     reduce_from_tensor_model_parallel_region,
 )
 from tpkernels.comm.transports.c10d import Transfers
+from tpkernels.groups.sizes import ranges_of
 from tpkernels.layers import linear
 from tpkernels.layers.world import State
-from tpkernels.topology.sizes import ranges_of
 
 compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
 

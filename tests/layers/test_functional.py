@@ -11,8 +11,8 @@ import tpkernels
 from tests.on_ranks import on_ranks
 from tests.ops.parallel_cases import equal
 from tpkernels import initialize_model_parallel, parallel_state
+from tpkernels.groups.state import ParallelStateError
 from tpkernels.ops.tensor_parallel import mappings
-from tpkernels.runtime.state import ParallelStateError
 
 REGIONS = {
     "copy_to_tensor_model_parallel_region": "copy_to_region",

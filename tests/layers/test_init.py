@@ -17,9 +17,9 @@ from tpkernels import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from tpkernels.groups.random import get_rng_tracker
+from tpkernels.groups.sizes import ranges_of
 from tpkernels.layers.parallel_module import fill_shard
-from tpkernels.runtime.random import get_rng_tracker
-from tpkernels.topology.sizes import ranges_of
 
 SHAPE = (12, 24)
 

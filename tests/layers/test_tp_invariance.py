@@ -32,10 +32,10 @@ from tpkernels import (
     ops,
     use,
 )
+from tpkernels.groups.initialize import create_parallel_state, destroy_parallel_state
+from tpkernels.groups.plan import plan_groups
+from tpkernels.groups.state import ParallelStateError
 from tpkernels.interop.parallelize import parallelize
-from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
-from tpkernels.runtime.state import ParallelStateError
-from tpkernels.topology.plan import plan_groups
 from tpkernels.tp_invariance import VARIABLE
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.fake_world import fake_rank
 from tests.layers.worlds import posing
 from tpkernels import ColumnParallelLinear, parallel_state
+from tpkernels.groups.initialize import create_parallel_state, initialize_model_parallel
+from tpkernels.groups.plan import plan_groups
+from tpkernels.groups.state import ParallelStateError, uninstall
 from tpkernels.layers.world import tensor_world
-from tpkernels.runtime.initialize import create_parallel_state, initialize_model_parallel
-from tpkernels.runtime.state import ParallelStateError, uninstall
-from tpkernels.topology.plan import plan_groups
 
 
 @pytest.fixture(autouse=True)

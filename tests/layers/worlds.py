@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.fake_world import fake_rank
-from tpkernels.runtime.initialize import initialize_model_parallel
-from tpkernels.runtime.state import ParallelState
+from tpkernels.groups.initialize import initialize_model_parallel
+from tpkernels.groups.state import ParallelState
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from tpkernels import (
     create_parallel_state,
     plan_groups,
 )
-from tpkernels.interop.full_state_dict import load_full_state_dict
-from tpkernels.interop.shards import TensorShard, shards_of
+from tpkernels.checkpoints.full_state_dict import load_full_state_dict
+from tpkernels.checkpoints.shards import TensorShard, shards_of
 
 STEPS = 3
 LR = 0.02

@@ -19,7 +19,7 @@ from tests.on_ranks import on_ranks
 from tests.optim.small import LR, STEPS, Matrices, cut, set_gradients, state_of, values_for
 from tests.products import once
 from tpkernels import GPT, ColumnParallelLinear, GPTConfig, GradientBuckets, initialize_model_parallel
-from tpkernels.interop.shards import TensorShard, shards_of
+from tpkernels.checkpoints.shards import TensorShard, shards_of
 from tpkernels.optim import CombinedOptimizer, Muon, hidden_matrices, orthogonalize
 from tpkernels.optim.full_matrices import plan_rounds
 from tpkernels.optim.muon import multiplications

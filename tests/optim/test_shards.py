@@ -16,9 +16,9 @@ from tests.checks import error_of
 from tests.on_ranks import on_ranks
 from tests.optim.small import LR, STEPS, Matrices, cut, set_gradients, values_for
 from tests.products import pairwise
-from tpkernels.interop import dcp
-from tpkernels.interop.full_state_dict import full_state_dict
-from tpkernels.interop.shards import shards_of
+from tpkernels.checkpoints import dcp
+from tpkernels.checkpoints.full_state_dict import full_state_dict
+from tpkernels.checkpoints.shards import shards_of
 from tpkernels.layers.foreign import ELEMENTWISE, why_wrong
 from tpkernels.optim import CombinedOptimizer, Muon, hidden_matrices, require_elementwise
 

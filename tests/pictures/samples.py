@@ -6,6 +6,7 @@ import math
 import random
 import sys
 
+from tpkernels.groups.plan import plan_groups
 from tpkernels.pictures.charts import (
     Bar,
     Lane,
@@ -19,7 +20,6 @@ from tpkernels.pictures.charts import (
     roofline,
 )
 from tpkernels.pictures.figure import Picture, sheet
-from tpkernels.topology.plan import plan_groups
 
 NAN, INF = float("nan"), float("inf")
 STRANGE = '<b> & "c" \x00\x1b\ud800 ' + "long " * 60

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from bench.streams.prediction import block_exposed
 from tests.checks import error_of
 from tests.layers.worlds import posing
 from tests.planning.shapes import GPT2, LLAMA
 from tests.products import once
 from tpkernels import GPT, model_config
-from tpkernels.gpus import RATED_GPUS
+from tpkernels.planning.gpus import RATED_GPUS
 from tpkernels.planning.job import Hardware, Job, RankLayout, layouts
 from tpkernels.planning.step_time import advise as _advise
-from tpkernels.streams.prediction import block_exposed
 
 H100 = Hardware(RATED_GPUS["h100"])
 LLAMA_70B = Job(model=model_config("llama3-70b"), tokens=8192, batch=512)

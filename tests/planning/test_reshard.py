@@ -8,13 +8,13 @@ from tests.layers.worlds import posing
 from tests.models.small import CONFIGS
 from tests.products import once
 from tpkernels import GPT
+from tpkernels.checkpoints.moves import elements
+from tpkernels.checkpoints.reshard_transfer import block_of
+from tpkernels.checkpoints.shards import shards_of
 from tpkernels.cli import main
-from tpkernels.interop.carry import block_of
-from tpkernels.interop.shards import shards_of
 from tpkernels.models.config import model_config
 from tpkernels.planning.memory import weights_of
 from tpkernels.planning.reshard import Holders, blocks_of, traffic
-from tpkernels.topology.moves import elements
 
 
 @once(kind=[*CONFIGS], tensor=[2, 4, 1])

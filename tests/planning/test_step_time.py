@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 
+from bench.streams.prediction import block_exposed
 from tests.planning.shapes import GPT2, LLAMA
 from tests.products import pairwise
 from tpkernels.comm.schedule import MOST_CHUNKS
 from tpkernels.dispatch.candidates import TARGET_GPUS
-from tpkernels.gpus import RATED_GPUS, RatedGpu, gpu_named
 from tpkernels.models.config import model_config
+from tpkernels.planning.gpus import RATED_GPUS, RatedGpu, gpu_named
 from tpkernels.planning.job import Hardware, Job, RankLayout
 from tpkernels.planning.memory import parameters_of_stage
 from tpkernels.planning.step_time import OverlappedWork, _TransferTimes, exposed, message_between_stages
 from tpkernels.planning.step_time import step_time as _step_time
-from tpkernels.streams.prediction import block_exposed
 
 ROUND = RatedGpu("round numbers", 132, flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
 MACHINE = Hardware(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)

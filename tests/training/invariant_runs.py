@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.segments import tp_invariance
 from tpkernels import GPT, create_parallel_state, manual_seed, plan_groups
-from tpkernels.interop import dcp
-from tpkernels.interop.full_state_dict import full_state_dict
+from tpkernels.checkpoints import dcp
+from tpkernels.checkpoints.full_state_dict import full_state_dict
+from tpkernels.groups.state import use
 from tpkernels.models.config import GPTConfig
-from tpkernels.runtime.state import use
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.trainer import MASTER, STATES, StepReport, Trainer
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.segments import tp_invariance
 from tests.training.small import config_for, losses_of, trainer_for
-from tpkernels.interop import dcp
+from tpkernels.checkpoints import dcp
 from tpkernels.ops.quantized import weights
 from tpkernels.training import trainer as trainer_module
 from tpkernels.training.report import TOLERANCES, loss_tolerance

@@ -24,9 +24,9 @@ from tests.products import once
 from tests.training.small import TINY, config_for, losses_of, trainer_for
 from tpkernels import GPT, manual_seed
 from tpkernels.buckets import gradients as buckets_module
+from tpkernels.checkpoints import dcp
 from tpkernels.comm import schedule
 from tpkernels.comm.transports import select
-from tpkernels.interop import dcp
 from tpkernels.training.config import learning_rate
 from tpkernels.training.trainer import Excerpts, TokenFile
 

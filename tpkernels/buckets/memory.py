@@ -41,8 +41,8 @@ from tpkernels.comm.transports.forks import copy_in_forks
 from tpkernels.comm.transports.mailbox import Meeting
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process, process_of
 from tpkernels.comm.transports.shared import Mapped, mapped_by_all, new_memory
-from tpkernels.messages import cause_of
-from tpkernels.runtime import c10d
+from tpkernels.errors import cause_of
+from tpkernels.groups import c10d
 from tpkernels.tp_invariance import mode
 
 OP = "GradientBuckets"

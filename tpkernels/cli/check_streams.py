@@ -91,7 +91,7 @@ def main(only: str, config: Path | None, orders: int | None, json_path: Path | N
     start = time.perf_counter()
     searches: dict[str, Callable[[], Searched]]
     if config is None:
-        from tpkernels.streams.cases import all_programs
+        from bench.streams.cases import all_programs
 
         searches = {name: partial(_ours, name, orders or ORDERS) for name in all_programs()}
     else:
@@ -111,13 +111,13 @@ def _run(search: Callable[[], Searched]) -> Searched:
 
 
 def _ours(name: str, orders: int) -> Searched:
-    from tpkernels.streams.cases import all_programs
+    from bench.streams.cases import all_programs
 
     return _searched(name, orders, all_programs()[name], waves=True)
 
 
 def _users(one: UserProgram, orders: int) -> Searched:
-    from tpkernels.streams.record import Machine, record
+    from bench.streams.record import Machine, record
 
     def recorded() -> tuple[Any, None]:
         sys.path.insert(0, one.folder)
@@ -133,8 +133,8 @@ def _named(name: str) -> Any:
 
 
 def _searched(name: str, orders: int, recorded: Callable[[], tuple[Any, Any]], *, waves: bool) -> Searched:
-    from tpkernels.streams.device import MachineError
-    from tpkernels.streams.search import search
+    from bench.streams.device import MachineError
+    from bench.streams.search import search
 
     try:
         program, expected = recorded()

@@ -14,6 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bench.streams import MachineError
+from bench.streams.prediction import Predicted, predict
+from bench.streams.times import COMPUTE, COPIES, GRAPH, HOST, NCCL, TRANSFER, Node, Ran
 from tpkernels.cli import add_number, bad_use_if, drawn_into, write_json, written_to
 from tpkernels.gate.ahead_of_time import CLOCKED, CompileJob, Entry, Facts, facts_or_error
 from tpkernels.gate.clock.cost import SHORT, Cost, Stretch
@@ -23,9 +26,9 @@ from tpkernels.gate.clock.semantics import translate
 from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.gate.clock.workload import of_entry
 from tpkernels.gate.clocking import FromCatalog, built, clocked
-from tpkernels.gpus import gpu_named
 from tpkernels.pictures.charts import Lane, ProcessorBar, TimeSpan, lanes, merged_intervals, processor
 from tpkernels.pictures.figure import Picture
+from tpkernels.planning.gpus import gpu_named
 from tpkernels.planning.step_time import (
     DIRECTIONS,
     IN_ROUNDS,
@@ -35,9 +38,6 @@ from tpkernels.planning.step_time import (
     WAYS,
     Sizes,
 )
-from tpkernels.streams import MachineError
-from tpkernels.streams.prediction import Predicted, predict
-from tpkernels.streams.times import COMPUTE, COPIES, GRAPH, HOST, NCCL, TRANSFER, Node, Ran
 
 DIED: Clocked | str = "the compiler died"
 PEAK = 989.4  # TFLOP/s of an H100 SXM with 16-bit operands, by its data sheet

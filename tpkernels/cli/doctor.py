@@ -18,8 +18,8 @@ from difflib import SequenceMatcher
 from io import TextIOWrapper
 
 from tpkernels import __version__
-from tpkernels.child import ending, started
 from tpkernels.cli.probe import PREFIX, SELF_TEST, Finding, note, ok, problem
+from tpkernels.gate.child import ending, started
 
 PROBE_SECONDS = 120
 SELF_TEST_SECONDS = 120

@@ -12,15 +12,15 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from tpkernels.cli import USUAL_TOKENS, BadUse, add_number, bad_use_if, size_of, write_json, written_to
-from tpkernels.gpus import gpu_named
+from tpkernels.groups.draw import describe_rank
+from tpkernels.groups.plan import plan_groups
+from tpkernels.groups.sizes import DEFAULT_ORDER
 from tpkernels.models.config import GPTConfig, model_config
+from tpkernels.planning.gpus import gpu_named
 from tpkernels.planning.job import Hardware, Job, RankLayout
 from tpkernels.planning.memory import parameters_of_stage
 from tpkernels.planning.reshard import Holders, traffic
 from tpkernels.planning.step_time import Advice, Prediction, advise
-from tpkernels.topology.draw import describe_rank
-from tpkernels.topology.plan import plan_groups
-from tpkernels.topology.sizes import DEFAULT_ORDER
 
 if TYPE_CHECKING:
     from argparse import _ActionsContainer
@@ -154,7 +154,7 @@ def advise_on(options: Namespace) -> int:
     assumed = {name: getattr(options, name) for name in ("gpus_per_node", *_ASSUMED)}
     job, machine = _job(options), Hardware(gpu_named(options.gpu), **assumed)
     most = machine.gpus_per_node if options.max_tp is None else options.max_tp
-    from tpkernels.streams.prediction import block_exposed  # here: other plans, and `--help`, need no torch
+    from bench.streams.prediction import block_exposed  # here: other plans, and `--help`, need no torch
 
     advice = advise(job, machine, options.world_size, most, block_exposed)
     text = "\n\n".join(

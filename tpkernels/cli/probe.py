@@ -253,7 +253,7 @@ def rank_of_self_test() -> None:
     import torch
     import torch.distributed as dist
 
-    from tpkernels.runtime.initialize import destroy_model_parallel, initialize_model_parallel
+    from tpkernels.groups.initialize import destroy_model_parallel, initialize_model_parallel
     from tpkernels.training.launch import hold_lifeline, join_world
 
     hold_lifeline()

@@ -26,7 +26,7 @@ from tpkernels.dispatch import backends
 from tpkernels.dispatch.cache import Versions
 from tpkernels.dispatch.cache import versions_for as versions_for
 from tpkernels.files import cache_folder, parsed, read_text, replace_text
-from tpkernels.runtime.c10d import new_group
+from tpkernels.groups.c10d import new_group
 from tpkernels.training.launch import join_world
 
 T = TypeVar("T")

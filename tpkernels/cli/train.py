@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.cli import SAID_EVERY, BadUse, Progress, add_number, bad_use_if, size_of
+from tpkernels.errors import cause_of, is_first_to_say
 from tpkernels.files import parsed
-from tpkernels.messages import cause_of
+from tpkernels.groups.sizes import InvalidSizes
 from tpkernels.models.config import SMALL, model_config
-from tpkernels.saying import is_first_to_say
-from tpkernels.topology.sizes import InvalidSizes
 from tpkernels.training.config import TrainConfig, prepare_folder
 from tpkernels.training.launch import exit_in_time, hold_lifeline, run_ranks
 from tpkernels.training.measures import Speed, largest_memory, median_step, require_room

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from math import inf
 
 from tpkernels.cli import USUAL_TOKENS, BadUse, bad_use_if, require_packages, written_to
-from tpkernels.gpus import GPUS
 from tpkernels.kernels.activation_names import ACTIVATIONS, GATE_OF
+from tpkernels.planning.gpus import GPUS
 
 DTYPES = ("bf16", "fp16", "fp32")
 STEPS = ("linear", "glu", "dgrad", "dgrad_pairs", "dgrad_act", "dglu", "wgrad", "wgrad_accumulate_")

@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.cli import BadUse
 from tpkernels.comm.transports import c10d
+from tpkernels.groups.initialize import destroy_model_parallel
 from tpkernels.interop.typecheck import typecheck
 from tpkernels.layers import replicas
 from tpkernels.layers.attributes import Attributes
@@ -38,7 +39,6 @@ from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.replicas import gradient_of
 from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import sum_over_ranks_
-from tpkernels.runtime.initialize import destroy_model_parallel
 
 
 class CheckedSteps:

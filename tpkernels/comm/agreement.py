@@ -25,7 +25,7 @@ from tpkernels.comm.calls import CannotTakePart as CannotTakePart
 from tpkernels.comm.groups import exchange_device
 from tpkernels.comm.supported import Problem
 from tpkernels.comm.transports.rows import gather_small
-from tpkernels.messages import cause_of, difference, short
+from tpkernels.errors import cause_of, difference, short
 
 _DIGEST_BYTES = 16
 _OFFER_CHARACTERS, _OFFER_BYTES = 256, 16 * 1024  # of a text, and of what a rank offers: up to five texts

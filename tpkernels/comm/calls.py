@@ -47,8 +47,8 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from tpkernels.comm.transports.processes import Process, machine, process_of
 from tpkernels.comm.watch import Watcher, parting, shown
+from tpkernels.errors import cause_of
 from tpkernels.extension import ExtensionState, extension
-from tpkernels.messages import cause_of
 
 # Functions of torch's take the default group for a default argument there. Imported when there is one already
 # (the first optimizer does, by way of torch.compile), they hold it to the last; imported earlier, None.

@@ -21,7 +21,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import calls_so_far
-from tpkernels.gpus import NCCL_BLOCKS
+from tpkernels.env import NCCL_BLOCKS
 from tpkernels.tp_invariance import mode
 
 warnings.filterwarnings("ignore", message="Setting the SM carveout")  # torch calls it experimental

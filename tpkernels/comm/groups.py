@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp, Work, distributed_c10d
 
 from tpkernels.comm.calls import calls_of, calls_so_far, is_alive
-from tpkernels.messages import cause_of
+from tpkernels.errors import cause_of
 
 
 def required_group(group: Any, argument: str = "group", op: str = "") -> ProcessGroup:

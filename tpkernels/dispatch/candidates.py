@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from tpkernels import gpus
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Library, P, Primitive, R, copied_into
 from tpkernels.kernels.footprints import (
@@ -35,6 +34,7 @@ from tpkernels.kernels.target import (
 from tpkernels.kernels.tiles import candidates as shipped_tiles
 from tpkernels.kernels.tiles import mx_tiles, serves, specializes
 from tpkernels.kernels.triton_versions import triton_version
+from tpkernels.planning import gpus
 
 
 @dataclass(frozen=True, slots=True)

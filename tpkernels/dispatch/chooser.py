@@ -43,7 +43,7 @@ from tpkernels.dispatch.record import Primitive, R
 from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like, spoil_freed
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer, Times
 from tpkernels.dispatch.verdicts import Verdicts, verdicts_on
-from tpkernels.env_flag import env_flag
+from tpkernels.env import env_flag
 from tpkernels.extension import steps
 from tpkernels.kernels.disk_cache import cache_folder
 from tpkernels.kernels.target import fp32_precision

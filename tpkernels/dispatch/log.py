@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 
-from tpkernels.saying import logger_of_machine
+from tpkernels.errors import logger_of_machine
 
 choices = logging.getLogger("tpkernels.choices")
 warnings = logger_of_machine("tpkernels.dispatch")

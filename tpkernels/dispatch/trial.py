@@ -20,9 +20,9 @@ from typing import Literal
 
 import torch
 
-from tpkernels.child import ending, started
 from tpkernels.dispatch.variant import Variant
 from tpkernels.files import parsed
+from tpkernels.gate.child import ending, started
 
 Outcome = Literal["passed", "wrong", "hung", "crashed"]
 Stage = Literal["compiling", "running"]

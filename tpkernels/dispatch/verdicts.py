@@ -23,7 +23,7 @@ from tpkernels.dispatch.candidates import Candidate
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.trial import OVER, TrialReport, trial
 from tpkernels.dispatch.variant import Variant
-from tpkernels.env_flag import env_flag
+from tpkernels.env import env_flag
 
 PASSED, FAILED = "passed: ", "failed: "
 # A child's context and matrices take about half of it; what others ask for meanwhile shall be there, too.

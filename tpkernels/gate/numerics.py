@@ -37,11 +37,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from tpkernels.child import ending
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer
 from tpkernels.gate import recording, scaled
 from tpkernels.gate.catalog import has_parts
+from tpkernels.gate.child import ending
 from tpkernels.gate.machine import SCHEDULES, Schedule, emulating
 from tpkernels.gate.recording import Operands, Results
 from tpkernels.kernels import launch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-from tpkernels.lazy_names import homes_in_stub
+from tpkernels import homes_in_stub
 
 _HOMES = homes_in_stub(__file__)
 

@@ -1,11 +1,11 @@
-from tpkernels.interop import dcp as dcp
-from tpkernels.interop import dtensor as dtensor
-from tpkernels.interop import full_state_dict as full_state_dict
+from tpkernels.checkpoints import dcp as dcp
+from tpkernels.checkpoints import dtensor as dtensor
+from tpkernels.checkpoints import full_state_dict as full_state_dict
+from tpkernels.checkpoints import safetensors as safetensors
 from tpkernels.interop import huggingface as huggingface
 from tpkernels.interop import megatron as megatron
 from tpkernels.interop import megatron_core as megatron_core
 from tpkernels.interop import mpu as mpu
 from tpkernels.interop import parallel_styles as parallel_styles
-from tpkernels.interop import safetensors as safetensors
 from tpkernels.interop import torchtitan as torchtitan
 from tpkernels.interop.parallelize import plan as plan

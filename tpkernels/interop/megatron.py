@@ -15,8 +15,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from tpkernels.groups.sizes import split_vocabulary
 from tpkernels.interop.renaming import Renaming, to_ours, to_theirs
-from tpkernels.topology.sizes import split_vocabulary
 
 _LAYER, _BLOCK = "decoder.layers.{i}", "blocks.{i}"
 _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Protocol, SupportsIndex
 import torch.distributed as dist
 
 from tpkernels import parallel_state
+from tpkernels.errors import warn
+from tpkernels.groups.initialize import destroy_model_parallel as destroy_model_parallel
+from tpkernels.groups.initialize import initialize_model_parallel as initialize_in_runtime
+from tpkernels.groups.sizes import InvalidSizes
+from tpkernels.groups.state import ParallelState, ParallelStateError
 from tpkernels.parallel_state import table, todays
 from tpkernels.parallel_state.table import *  # noqa: F403
 from tpkernels.parallel_state.table import public_names
 from tpkernels.parallel_state.todays import *  # noqa: F403
-from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
-from tpkernels.runtime.initialize import initialize_model_parallel as initialize_in_runtime
-from tpkernels.runtime.state import ParallelState, ParallelStateError
-from tpkernels.saying import warn
-from tpkernels.topology.sizes import InvalidSizes
 
 
 class LayerArguments(Protocol):

@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tpkernels.checkpoints.shards import Chunk, TensorShard
 from tpkernels.interop.huggingface import to_huggingface
 from tpkernels.interop.megatron import to_megatron
-from tpkernels.interop.shards import Chunk, TensorShard
 
 NamingScheme = Literal["own", "huggingface", "megatron"]
 _MAY_BE_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # by Megatron

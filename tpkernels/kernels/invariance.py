@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpkernels import tp_invariance
-from tpkernels.env_flag import env_flag
+from tpkernels.env import env_flag
 
 if TYPE_CHECKING:
     from tpkernels.kernels.operands import MatrixLayout

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.compiler import CompiledKernel
 
 from tpkernels import tp_invariance
-from tpkernels.env_flag import env_flag
+from tpkernels.env import env_flag
 from tpkernels.extension import steps
 from tpkernels.kernels import invariance, launch
 from tpkernels.kernels.matmul_tile import MatmulTile

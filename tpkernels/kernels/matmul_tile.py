@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tpkernels.env_flag import env_flag
+from tpkernels.env import env_flag
 from tpkernels.kernels.triton_versions import (
     GLUON_SINCE,
     PAIRS_SINCE,

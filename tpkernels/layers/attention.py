@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpkernels import ops
+from tpkernels.groups.random import get_rng_tracker
+from tpkernels.groups.sizes import head_size_of, require_heads
 from tpkernels.layers.checkpoint import checkpoint
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.parallel_module import InitMethod
@@ -32,8 +34,6 @@ from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region, gather_from_sequence_region
 from tpkernels.ops.tensor_parallel.segment_heads import segment_heads
-from tpkernels.runtime.random import get_rng_tracker
-from tpkernels.topology.sizes import head_size_of, require_heads
 from tpkernels.tp_invariance import mode
 
 

@@ -2,7 +2,7 @@
 
 tensor_model_parallel   True: each rank holds a shard; False: replicated
 partition_dim           the dimension that is split; -1: none
-partition_stride        the number of weights concatenated in this one, see `topology/sizes.py`
+partition_stride        the number of weights concatenated in this one, see `groups/sizes.py`
 sequence_parallel       each rank's gradient is of its tokens only: partial, to be summed over the ranks
 tensor_parallel_ranks   ours: the global ranks of the tensor group; empty where they are not known
 
@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tpkernels.groups.state import current_or_none
 from tpkernels.layers.world import State, tensor_world
-from tpkernels.runtime.state import current_or_none
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpkernels.groups.agreement import sums_on_device
+from tpkernels.groups.random import is_capturing
+from tpkernels.groups.state import current_or_none
 from tpkernels.layers import replicas
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.replicas import agree_on_data, differs_between_ranks
-from tpkernels.runtime.agreement import sums_on_device
-from tpkernels.runtime.random import is_capturing
-from tpkernels.runtime.state import current_or_none
 
 _MOST_ELEMENTS = 2**22  # of one tensor that are compared
 _DEEPEST = 6  # containers in containers

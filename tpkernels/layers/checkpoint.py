@@ -17,9 +17,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as checkpoint_in_torch
 
+from tpkernels.groups.random import draws, get_rng_tracker, is_capturing
 from tpkernels.layers.world import TensorWorld, tensor_world
 from tpkernels.ops.tensor_parallel import mappings
-from tpkernels.runtime.random import draws, get_rng_tracker, is_capturing
 
 T = TypeVar("T")
 

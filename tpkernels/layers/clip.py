@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.groups.state import ParallelState, current
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.foreign import groups_with_blocks, is_dtensor
 from tpkernels.layers.replicas import gradient_of, likely_causes, name_of
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import agree_on, from_all_ranks
-from tpkernels.runtime.state import ParallelState, current
 from tpkernels.tp_invariance import mode
 
 LIMBS = 4

@@ -28,10 +28,10 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from tpkernels.errors import warn
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.replicas import mixing_of
-from tpkernels.saying import warn
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

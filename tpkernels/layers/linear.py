@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels import ops
+from tpkernels.groups.sizes import InvalidSizes, positive, ranges_of, shard_size, split_vocabulary
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import InitMethod, ParallelModule, fill_shard, fill_with_nan
 from tpkernels.layers.world import State
@@ -25,7 +26,6 @@ from tpkernels.ops.activations import Activation, require_activation
 from tpkernels.ops.main_grad import accumulating
 from tpkernels.ops.quantize import Recipe, require_recipe
 from tpkernels.ops.tensor_parallel.mappings import gather_from_region, scatter_to_region
-from tpkernels.topology.sizes import InvalidSizes, positive, ranges_of, shard_size, split_vocabulary
 
 
 class _ParallelLinear(ParallelModule):
@@ -132,7 +132,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     gather_output: all ranks get the full Y, of all tokens; otherwise each gets its columns
     init_method: fills the full (output_size, input_size) weight; the bias starts at zero
-    stride: the number of weights that are concatenated in this one: see `topology/sizes.py`
+    stride: the number of weights that are concatenated in this one: see `groups/sizes.py`
     keep_master_weight_for_test: keep the full initial weight as `master_weight`
     skip_bias_add: return the bias instead of adding it
     skip_weight_param_allocation: have no weight; it is passed to `forward`

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from tpkernels import ops
+from tpkernels.groups.sizes import positive
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import MarkedModule
 from tpkernels.layers.world import State, TensorWorld, tensor_world
-from tpkernels.topology.sizes import positive
 from tpkernels.tp_invariance import mode
 
 

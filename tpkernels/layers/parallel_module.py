@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tpkernels.groups.random import DEFAULT_STREAM, get_rng_tracker
 from tpkernels.layers import batches, foreign, replicas
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import State, tensor_world
-from tpkernels.runtime.random import DEFAULT_STREAM, get_rng_tracker
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11

@@ -33,14 +33,14 @@ from torch import Tensor, nn
 from torch.distributed import DistNetworkError, PrefixStore, Store
 from torch.optim.optimizer import Optimizer
 
+from tpkernels.groups import c10d
+from tpkernels.groups.agreement import are_set, sums_of_bits
+from tpkernels.groups.random import is_capturing
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.foreign import is_dtensor, is_split_over, local_of, reshard
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import agree_on, sum_over_ranks_, unlike_first_rank
-from tpkernels.runtime import c10d
-from tpkernels.runtime.agreement import are_set, sums_of_bits
-from tpkernels.runtime.random import is_capturing
 
 _WRAPPERS = re.compile(r"^((_forward_module|_orig_mod|module)\.)+")  # Fabric, torch.compile, DDP
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpkernels.runtime import c10d
-from tpkernels.runtime.state import ParallelState, ParallelStateError, current, current_or_none, on_the_fly
-from tpkernels.topology.sizes import not_negative, positive
+from tpkernels.groups import c10d
+from tpkernels.groups.sizes import not_negative, positive
+from tpkernels.groups.state import ParallelState, ParallelStateError, current, current_or_none, on_the_fly
 from tpkernels.tp_invariance import mode
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from tpkernels.lazy_names import homes_in_stub
+from tpkernels import homes_in_stub
 
 _HOMES = homes_in_stub(__file__)
 __all__ = list(_HOMES)

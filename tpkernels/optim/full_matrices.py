@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from tpkernels.checkpoints.shards import TensorShard
 from tpkernels.comm.groups import failed, start_all_gather, start_all_to_all
-from tpkernels.interop.shards import TensorShard
 
 WIRE = torch.bfloat16
 MatrixFunction = Callable[[int, Tensor], Tensor]  # takes a position and its matrix, which it may overwrite

@@ -20,16 +20,16 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from tpkernels.checkpoints.shards import TensorShard, shards_of, world_of
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.groups import required_group
 from tpkernels.comm.supported import Problem
-from tpkernels.interop.shards import TensorShard, shards_of, world_of
+from tpkernels.groups.sizes import VocabularySplit
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.foreign import is_dtensor, problem_on_shards
 from tpkernels.layers.replicas import gradient_of
 from tpkernels.layers.world import State
 from tpkernels.optim.full_matrices import FullMatrices
-from tpkernels.topology.sizes import VocabularySplit
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2
 NS_STEPS = 5

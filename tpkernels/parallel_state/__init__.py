@@ -1,4 +1,4 @@
-"""Megatron's `parallel_state`, with its names, arguments and results, over the state in `tpkernels.runtime`.
+"""Megatron's `parallel_state`, with its names, arguments and results, over the state in `tpkernels.groups`.
 
 Before `initialize_model_parallel` getters raise `ParallelStateError`, which is both a `RuntimeError` and an
 `AssertionError`, as callers may catch either. The `set_...` functions change sizes and ranks on the fly, with
@@ -13,14 +13,14 @@ from inspect import signature
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
+from tpkernels.groups.initialize import GroupSettings, agree_and_create, as_text, canonical
+from tpkernels.groups.initialize import destroy_model_parallel as destroy_model_parallel
+from tpkernels.groups.plan import COMBINED_KINDS, KINDS, GroupKind, GroupPlan, plan_groups
+from tpkernels.groups.sizes import DEFAULT_ORDER, InvalidSizes
+from tpkernels.groups.state import ParallelState
 from tpkernels.parallel_state import table, todays
 from tpkernels.parallel_state.table import *  # noqa: F403
 from tpkernels.parallel_state.todays import *  # noqa: F403
-from tpkernels.runtime.initialize import GroupSettings, agree_and_create, as_text, canonical
-from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
-from tpkernels.runtime.state import ParallelState
-from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupKind, GroupPlan, plan_groups
-from tpkernels.topology.sizes import DEFAULT_ORDER, InvalidSizes
 
 if not TYPE_CHECKING:  # type checkers read the imports
     __all__ = ["destroy_model_parallel", "initialize_model_parallel", *table.__all__, *todays.__all__]

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from tpkernels.runtime.state import (
+from tpkernels.groups.kinds import Ranks
+from tpkernels.groups.plan import GroupKind
+from tpkernels.groups.sizes import not_negative, positive
+from tpkernels.groups.state import (
     ParallelState,
     ParallelStateError,
     current_or_none,
     on_the_fly,
     set_on_the_fly,
 )
-from tpkernels.topology.groups import Ranks
-from tpkernels.topology.plan import GroupKind
-from tpkernels.topology.sizes import not_negative, positive
 
 # None if check_initialized=False finds no group; Any, so that other callers need not check for None.
 GroupOrNone = ProcessGroup | Any

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
 
+from tpkernels.groups.c10d import takes_cpu_tensors_by_gloo
+from tpkernels.groups.state import ParallelStateError, current_or_none, on_the_fly
 from tpkernels.parallel_state import table
 from tpkernels.parallel_state.table import (
     PIPELINE,
@@ -26,8 +28,6 @@ from tpkernels.parallel_state.table import (
     public_names,
     state_for,
 )
-from tpkernels.runtime.c10d import takes_cpu_tensors_by_gloo
-from tpkernels.runtime.state import ParallelStateError, current_or_none, on_the_fly
 
 get_context_parallel_world_size = table.CONTEXT.world_size
 get_context_parallel_rank = table.CONTEXT.rank

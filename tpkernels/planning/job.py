@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import TYPE_CHECKING
 
-from tpkernels.gpus import RatedGpu
+from tpkernels.groups.sizes import head_size_of, require_heads, shard_size, split_vocabulary
 from tpkernels.kernels.activation_names import ACTIVATIONS, GATE_OF
 from tpkernels.models.config import GPTConfig
-from tpkernels.topology.sizes import head_size_of, require_heads, shard_size, split_vocabulary
+from tpkernels.planning.gpus import RatedGpu
 
 if TYPE_CHECKING:
     from tpkernels.layers.block import Recompute

@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from tpkernels.groups.sizes import head_size_of
 from tpkernels.kernels.activation_names import GATE_OF
 from tpkernels.models.config import GPTConfig
 from tpkernels.planning.job import Job, RankLayout
-from tpkernels.topology.sizes import head_size_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
+from tpkernels.checkpoints.moves import Block, Blocks, Placement, moves_of
+from tpkernels.groups.sizes import head_size_of, ranges_of, require_heads, shard_size, split_vocabulary
 from tpkernels.models.config import GPTConfig
 from tpkernels.planning.memory import Weight, weights_of
-from tpkernels.topology.moves import Block, Blocks, Placement, moves_of
-from tpkernels.topology.sizes import head_size_of, ranges_of, require_heads, shard_size, split_vocabulary
 
 
 @dataclass(frozen=True, slots=True)

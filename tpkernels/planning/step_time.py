@@ -51,7 +51,7 @@ from typing import Any
 
 from tpkernels.buckets.layout import SMALLEST_BUCKET_BYTES
 from tpkernels.comm.schedule import MOST_CHUNKS, collective_rounds, swaps_full_sums
-from tpkernels.gpus import RatedGpu
+from tpkernels.planning.gpus import RatedGpu
 from tpkernels.planning.job import Hardware, Job, RankLayout, layouts
 from tpkernels.planning.memory import (
     GRADIENT,

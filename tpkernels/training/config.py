@@ -17,8 +17,8 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
+from tpkernels.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.files import parsed, read_bytes, replace_text, unused
-from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.layers.block import Recompute
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.quantize import Recipe

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from tpkernels.child import ending
+from tpkernels.gate.child import ending
 
 LIFELINE = "TPKERNELS_LIFELINE"  # a pipe that ends with the launcher
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpkernels.files import read_text
-from tpkernels.gpus import RATED_GPUS
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.activations import GATE_OF
+from tpkernels.planning.gpus import RATED_GPUS
 from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.memory import GRADIENT, OPTIMIZER, parameters_of_stage
 from tpkernels.training.config import TrainConfig

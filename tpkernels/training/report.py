@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from tpkernels.groups.draw import Unit
+from tpkernels.groups.plan import GroupPlan
 from tpkernels.pictures.charts import TimeSpan, curve, lanes
 from tpkernels.pictures.figure import (
     NO_MATPLOTLIB,
@@ -26,8 +28,6 @@ from tpkernels.pictures.figure import (
     table,
     verbatim,
 )
-from tpkernels.topology.draw import Unit
-from tpkernels.topology.plan import GroupPlan
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.profile import SHOWN_RANKS, seconds_at_once
 from tpkernels.training.trainer import StepReport

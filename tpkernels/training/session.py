@@ -14,14 +14,14 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
+from tpkernels.checkpoints import dcp
+from tpkernels.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.comm.agreement import Claim, agree
-from tpkernels.interop import dcp
-from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
+from tpkernels.groups.c10d import default_group
+from tpkernels.groups.initialize import create_parallel_state, destroy_parallel_state
+from tpkernels.groups.plan import plan_groups
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.pictures.charts import TimeSpan
-from tpkernels.runtime.c10d import default_group
-from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
-from tpkernels.topology.plan import plan_groups
 from tpkernels.tp_invariance import mode, tp_invariant
 from tpkernels.training.config import TrainConfig, open_lines_after, rename_later_checkpoints
 from tpkernels.training.launch import device_of_rank, join_world

@@ -24,16 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels.buckets.gradients import GradientBuckets
-from tpkernels.interop import dcp
+from tpkernels.checkpoints import dcp
+from tpkernels.errors import warn
+from tpkernels.groups.random import manual_seed
+from tpkernels.groups.state import ParallelState, use
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.clip import exact_norm
 from tpkernels.layers.replicas import Copies, Watch
 from tpkernels.models.gpt import GPT
 from tpkernels.ops.quantize import reuse_quantized_weights
 from tpkernels.ops.replicas import from_all_ranks
-from tpkernels.runtime.random import manual_seed
-from tpkernels.runtime.state import ParallelState, use
-from tpkernels.saying import warn
 from tpkernels.tp_invariance import mode
 from tpkernels.training.config import TrainConfig, checkpoint_of, learning_rate
 from tpkernels.training.profile import phase

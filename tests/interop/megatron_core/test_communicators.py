@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from tests.fake_world import each_rank, fake_rank
 from tests.interop.megatron_core import test_groups as cases
+from tpkernels.checkpoints.shards import require_one_stage
+from tpkernels.groups import c10d
+from tpkernels.groups.initialize import Listed, create_listed_groups
+from tpkernels.groups.sizes import InvalidSizes
 from tpkernels.interop.megatron_core import initialize
 from tpkernels.interop.megatron_core import parallel_state as ps
 from tpkernels.interop.megatron_core.groups import ProcessGroupCollection
-from tpkernels.interop.shards import require_one_stage
-from tpkernels.runtime import c10d
-from tpkernels.runtime.initialize import Listed, create_listed_groups
-from tpkernels.topology.sizes import InvalidSizes
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from tests.checks import error_of
 from tests.fake_world import fake_rank
 from tests.interop.megatron_core.megatrons_groups import GETTERS
 from tpkernels import ParallelMLP, destroy_parallel_state, manual_seed, parallel_state
+from tpkernels.groups.initialize import Listed, create_listed_groups, initialize_model_parallel
+from tpkernels.groups.sizes import InvalidSizes
+from tpkernels.groups.state import ParallelStateError, current, use
 from tpkernels.interop.megatron_core import parallel_state as ps
 from tpkernels.interop.megatron_core.grid import HyperCommGrid
 from tpkernels.interop.megatron_core.groups import ProcessGroupCollection, from_megatron
 from tpkernels.layers.world import tensor_world
-from tpkernels.runtime.initialize import Listed, create_listed_groups, initialize_model_parallel
-from tpkernels.runtime.state import ParallelStateError, current, use
-from tpkernels.topology.sizes import InvalidSizes
 
 
 def total(group):

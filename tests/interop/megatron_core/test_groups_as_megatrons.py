@@ -9,9 +9,9 @@ import torch.distributed as dist
 from tests.fake_world import each_rank, fake_rank
 from tests.interop.megatron_core.megatrons_groups import answers
 from tests.oracle import listed
+from tpkernels.groups.sizes import InvalidSizes
+from tpkernels.groups.state import ParallelStateError, current
 from tpkernels.interop.megatron_core import parallel_state as ps
-from tpkernels.runtime.state import ParallelStateError, current
-from tpkernels.topology.sizes import InvalidSizes
 
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-pp-ep-dp", "cp-tp-dp-ep-pp", "tp-ep-dp-pp")
 

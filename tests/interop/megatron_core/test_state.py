@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from tests.checks import error_of
 from tests.fake_world import fake_rank
+from tpkernels.groups.random import get_rng_tracker, manual_seed
+from tpkernels.groups.sizes import InvalidSizes
 from tpkernels.interop.megatron_core import mappings, rng, utilities
 from tpkernels.interop.megatron_core import parallel_state as ps
-from tpkernels.runtime.random import get_rng_tracker, manual_seed
-from tpkernels.topology.sizes import InvalidSizes
 
 
 @pytest.fixture(autouse=True)

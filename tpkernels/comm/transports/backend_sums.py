@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 from tpkernels.comm.calls import Call
 from tpkernels.comm.groups import start_all_reduce, start_reduce_scatter
 from tpkernels.comm.transports.c10d import Transfers
-from tpkernels.env_flag import env_flag
+from tpkernels.env import env_flag
 from tpkernels.tp_invariance import mode
 
 # Read once. Ranks that differ in it begin calls of other names, which they compare.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import Plan, Round, Swap, gather_plan, reduce_plan
-from tpkernels.messages import cause_of
+from tpkernels.errors import cause_of
 
 
 class Exchange:  # no ABC, whose `isinstance` runs Python

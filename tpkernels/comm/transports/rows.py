@@ -26,7 +26,7 @@ from tpkernels.comm.groups import start_all_gather
 from tpkernels.comm.schedule import bounds, parts_of_shard, swaps_full_sums
 from tpkernels.comm.transports.base import Delivery, Exchange
 from tpkernels.comm.transports.c10d import C10D, Collectives
-from tpkernels.messages import cause_of
+from tpkernels.errors import cause_of
 from tpkernels.tp_invariance import mode, tree_sum
 
 PartialOf = Callable[[slice], Tensor]

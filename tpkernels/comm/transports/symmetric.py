@@ -75,8 +75,8 @@ from tpkernels.comm.transports.rendezvous import (
     why_no_barrier,
     why_not,
 )
+from tpkernels.env import NCCL_BLOCKS
 from tpkernels.extension import steps
-from tpkernels.gpus import NCCL_BLOCKS
 
 # Processors that a waiting kernel leaves free, and really free: it then runs one block on each of the others.
 # A barrier takes one, or a copy within a GPU; copies between ranks that share a GPU some; what NCCL sends one

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tpkernels.child import end_with_parent, ending, started
+from tpkernels.gate.child import end_with_parent, ending, started
 from tpkernels.gate.user_kernels.record import ConfigError
 from tpkernels.gate.user_kernels.table import tables
 

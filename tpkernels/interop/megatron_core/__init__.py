@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from tpkernels.lazy_names import homes_in_stub
+from tpkernels import homes_in_stub
 
 _HOMES = homes_in_stub(__file__)
 _ALONE = ("grid", "groups", "import_hook")  # which need no Megatron

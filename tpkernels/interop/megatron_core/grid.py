@@ -15,11 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from tpkernels.runtime.c10d import destroy_group
-from tpkernels.runtime.initialize import Listed, create_listed_groups
-from tpkernels.runtime.state import ParallelStateError
-from tpkernels.topology.groups import Grid
-from tpkernels.topology.sizes import InvalidSizes, not_negative, positive
+from tpkernels.groups.c10d import destroy_group
+from tpkernels.groups.initialize import Listed, create_listed_groups
+from tpkernels.groups.kinds import Grid
+from tpkernels.groups.sizes import InvalidSizes, not_negative, positive
+from tpkernels.groups.state import ParallelStateError
 
 Dims = str | Sequence[str]
 

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from tpkernels.groups.kinds import GroupKind
+from tpkernels.groups.plan import ListedPlan
+from tpkernels.groups.state import ParallelState, ParallelStateError
 from tpkernels.interop.megatron_core import parallel_state
-from tpkernels.runtime.state import ParallelState, ParallelStateError
-from tpkernels.topology.groups import GroupKind
-from tpkernels.topology.plan import ListedPlan
 
 
 @dataclass(init=False, repr=False)

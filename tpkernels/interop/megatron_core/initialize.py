@@ -20,6 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.groups import c10d
+from tpkernels.groups import initialize as runtime
+from tpkernels.groups import state as runtime_state
+from tpkernels.groups.c10d import is_nccl
+from tpkernels.groups.initialize import (
+    GroupSettings,
+    Listed,
+    agree_and_create,
+    as_text,
+    create_listed_groups,
+)
+from tpkernels.groups.plan import COMBINED_KINDS, KINDS, GroupKind, GroupPlan
+from tpkernels.groups.sizes import InvalidSizes, positive
 from tpkernels.interop.megatron_core.rank_lists import (
     GLOO_TWINS,
     OPTION_NAMES,
@@ -29,19 +42,6 @@ from tpkernels.interop.megatron_core.rank_lists import (
     hybrid_sizes,
 )
 from tpkernels.parallel_state.table import public_names
-from tpkernels.runtime import c10d
-from tpkernels.runtime import initialize as runtime
-from tpkernels.runtime import state as runtime_state
-from tpkernels.runtime.c10d import is_nccl
-from tpkernels.runtime.initialize import (
-    GroupSettings,
-    Listed,
-    agree_and_create,
-    as_text,
-    create_listed_groups,
-)
-from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupKind, GroupPlan
-from tpkernels.topology.sizes import InvalidSizes, positive
 
 _ALL_KINDS = (*KINDS, *COMBINED_KINDS)
 

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from tpkernels.groups.c10d import takes_cpu_tensors_by_gloo
+from tpkernels.groups.plan import GroupKind
+from tpkernels.groups.state import ParallelStateError, current_or_none, on_the_fly
 from tpkernels.interop.megatron_core import initialize
 from tpkernels.interop.megatron_core.initialize import *  # noqa: F403
 from tpkernels.interop.megatron_core.initialize import (
@@ -37,9 +40,6 @@ from tpkernels.interop.megatron_core.rank_lists import hybrid_sizes
 from tpkernels.parallel_state import table, todays
 from tpkernels.parallel_state.table import *  # noqa: F403
 from tpkernels.parallel_state.table import GroupOrNone, NamedGroup, data_group, public_names, state_for
-from tpkernels.runtime.c10d import takes_cpu_tensors_by_gloo
-from tpkernels.runtime.state import ParallelStateError, current_or_none, on_the_fly
-from tpkernels.topology.plan import GroupKind
 
 
 def _further(name: str) -> ProcessGroup | None:

@@ -12,11 +12,11 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from tpkernels.runtime.initialize import Listed
-from tpkernels.topology import sizes as check
-from tpkernels.topology.groups import Grid, GroupKind
-from tpkernels.topology.plan import ListedPlan
-from tpkernels.topology.sizes import InvalidSizes
+from tpkernels.groups import sizes as check
+from tpkernels.groups.initialize import Listed
+from tpkernels.groups.kinds import Grid, GroupKind
+from tpkernels.groups.plan import ListedPlan
+from tpkernels.groups.sizes import InvalidSizes
 
 EmbeddingRanks = Callable[[list[int]], Sequence[int]] | None
 Lists = list[list[int]]

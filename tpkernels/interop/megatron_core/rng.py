@@ -14,10 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tpkernels.interop.megatron_core import parallel_state
-from tpkernels.layers.checkpoint import recomputed
-from tpkernels.runtime import random as streams
-from tpkernels.runtime.random import (
+from tpkernels.groups import random as streams
+from tpkernels.groups.random import (
     DATA_PARALLEL_STREAM,
     DEFAULT_STREAM,
     EXPERT_PARALLEL_STREAM,
@@ -26,6 +24,8 @@ from tpkernels.runtime.random import (
     RngTracker,
     Snapshot,
 )
+from tpkernels.interop.megatron_core import parallel_state
+from tpkernels.layers.checkpoint import recomputed
 
 __all__ = [
     "CudaRNGStatesTracker",

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpkernels.groups.sizes import InvalidSizes, shard_size
 from tpkernels.layers import attributes, functional
 from tpkernels.layers.world import State, group_of, tensor_world
-from tpkernels.topology.sizes import InvalidSizes, shard_size
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpkernels.groups.random import is_capturing
+from tpkernels.groups.sizes import HeadSplit, split_vocabulary
 from tpkernels.interop.parallelize.entries import tables
 from tpkernels.interop.parallelize.hf_modules import (
     Cut,
@@ -52,8 +54,6 @@ from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region
-from tpkernels.runtime.random import is_capturing
-from tpkernels.topology.sizes import HeadSplit, split_vocabulary
 
 QUANTIZED_KINDS = ("column", "row", "row_of_full", "shared_heads", "head")
 # torch's attributes with hooks on a module's output, such as `enable_input_require_grads` adds to a table

@@ -44,6 +44,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from tpkernels.errors import warn
 from tpkernels.interop.parallelize.changes import planned
 from tpkernels.interop.parallelize.entries import (
     FEATURES,
@@ -74,7 +75,6 @@ from tpkernels.interop.parallelize.plan import (
 from tpkernels.interop.parallelize.probe import ParameterNames
 from tpkernels.interop.parallelize.saving import require_dtensors
 from tpkernels.interop.parallelize.trial import NotCompared, PlanTrial
-from tpkernels.saying import warn
 
 Depth = Literal["heads", "heads and features", "gathered attention", "gathered", "mlp"]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from tpkernels.groups.sizes import HeadSplit, split_heads
 from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape
 from tpkernels.interop.parallelize.plan import (
     Divided,
@@ -22,7 +23,6 @@ from tpkernels.interop.parallelize.plan import (
     Split,
     heads_read,
 )
-from tpkernels.topology.sizes import HeadSplit, split_heads
 
 Entries = dict[str, list[PlanEntry]]
 Say = Callable[[str], None]

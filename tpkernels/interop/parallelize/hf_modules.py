@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tpkernels import ops
+from tpkernels.groups.sizes import HeadSplit, VocabularySplit, shard_size, split_vocabulary, stacked_ranges
 from tpkernels.interop.parallelize.tokens import Tokens, precomputed_output
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.linear import (
@@ -32,7 +33,6 @@ from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region, reduce_from_region, scatter_to_region
-from tpkernels.topology.sizes import HeadSplit, VocabularySplit, shard_size, split_vocabulary, stacked_ranges
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class ColumnEmbedding(ParallelModule):
 
 
 def uneven(stacks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sizes if they differ; equal sizes need a stride only: see `interop.shards`."""
+    """Return the sizes if they differ; equal sizes need a stride only: see `checkpoints.shards`."""
     return stacks if len(set(stacks)) > 1 else ()
 
 

@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from tpkernels.groups.sizes import split_heads
 from tpkernels.interop.parallelize.hf_modules import Cut, SplitDropout
-from tpkernels.topology.sizes import split_heads
 
 
 def split_with(name: str, module: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module]]:

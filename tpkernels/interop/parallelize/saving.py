@@ -30,8 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from tpkernels.interop.dtensor import is_chunked, over_mesh
-from tpkernels.interop.full_state_dict import full_state_dict
+from tpkernels.checkpoints.dtensor import is_chunked, over_mesh
+from tpkernels.checkpoints.full_state_dict import full_state_dict
+from tpkernels.checkpoints.raise_on_all_ranks import raise_on_all_ranks
+from tpkernels.checkpoints.shards import TensorShard, shard_of, shards_of
 from tpkernels.interop.parallelize.plan import (
     ParallelizePlan,
     Parameters,
@@ -41,8 +43,6 @@ from tpkernels.interop.parallelize.plan import (
     is_of_peft,
 )
 from tpkernels.interop.parallelize.tokens import StandIns
-from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
-from tpkernels.interop.shards import TensorShard, shard_of, shards_of
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import TENSOR_DIM, State, TensorWorld
@@ -172,7 +172,7 @@ def _by_first_rank(module: nn.Module, method: str, *args: Any, **named: Any) -> 
         if named.get("distributed_checkpoint"):
             raise ValueError(
                 "distributed_checkpoint=True is for models that transformers has split itself; use "
-                "tpkernels.interop.dcp.save"
+                "tpkernels.checkpoints.dcp.save"
             )
         _require_full(module, named.get("state_dict"))
         if has_adapters and _is_first_rank():

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tpkernels.groups.random import draws
 from tpkernels.interop.parallelize.changes import Changes, refuse_hidden_states
 from tpkernels.interop.parallelize.hf_modules import (
     ColumnConv1D,
@@ -31,7 +32,6 @@ from tpkernels.interop.parallelize.hf_modules import (
 from tpkernels.interop.parallelize.probe import Inputs, ParameterNames, call_model, trial_context
 from tpkernels.interop.parallelize.tokens import After, Before, Columns, TokenMove, Tokens, sum_gradients
 from tpkernels.layers.world import TensorWorld
-from tpkernels.runtime.random import draws
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tpkernels.errors import warn
 from tpkernels.interop.parallelize.changes import carry_out, planned
 from tpkernels.interop.parallelize.hf_modules import ModuleChange
 from tpkernels.interop.parallelize.plan import ParallelizePlan
@@ -37,7 +38,6 @@ from tpkernels.interop.parallelize.sequence import Sharing, share_tokens, sharin
 from tpkernels.interop.parallelize.tokens import sum_gradients
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.replicas import agree_on, unlike_first_rank
-from tpkernels.saying import warn
 
 # Relative to a tensor's largest value.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}

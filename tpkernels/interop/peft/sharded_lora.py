@@ -16,13 +16,13 @@ from peft import LoraConfig  # type: ignore[import-not-found]
 from peft.tuners import lora  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
+from tpkernels.groups.sizes import ranges_of
 from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, Cut, RowConv1D, RowLinear
 from tpkernels.interop.parallelize.plan import refuse_what_differs, split_dropouts
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.ops.replicas import copy_first_rank_
-from tpkernels.topology.sizes import ranges_of
 
 _SPLIT_OUT, _SPLIT_IN = (ColumnLinear, ColumnConv1D), (RowLinear, RowConv1D)
 

@@ -28,7 +28,7 @@ from tpkernels.comm.transports.mailbox import mailboxes_of
 from tpkernels.comm.transports.rows import Gathering, PartialOf, Pending, Reducing, all_reducing, gather_small
 from tpkernels.dispatch import backends, log, primitives
 from tpkernels.dispatch.operators import Packed
-from tpkernels.env_flag import env_flag
+from tpkernels.env import env_flag
 from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.tensor_parallel.flag_waits import (
     KERNEL_WAITS,

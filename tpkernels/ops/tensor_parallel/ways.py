@@ -53,7 +53,7 @@ from tpkernels.dispatch.cache import Cache, Choice
 from tpkernels.dispatch.chooser import Decision, chooser_on, obstacle, winner
 from tpkernels.dispatch.problem import dtype_class, multiplied_in_tf32, token_class
 from tpkernels.dispatch.timing import Clock, cuda_clock, rounds
-from tpkernels.env_flag import env_flag
+from tpkernels.env import env_flag
 from tpkernels.kernels import invariance
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.ops.numerics import PLAIN, Operand, Plain

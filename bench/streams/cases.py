@@ -1,0 +1,382 @@
+"""Programs of our operators for the machine, with small integers: products and sums are exact in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import product
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from bench.streams.device import Program
+from bench.streams.record import Machine, record
+from tpkernels.comm import schedule
+from tpkernels.comm.calls import begin
+from tpkernels.comm.transports import c10d
+from tpkernels.comm.transports.rows import Gathering
+from tpkernels.ops import (
+    column_linear,
+    linear_cross_entropy,
+    parallel_mlp,
+    row_linear,
+    vocab_cross_entropy,
+    vocab_embedding,
+)
+from tpkernels.ops.tensor_parallel import mappings
+from tpkernels.ops.tensor_parallel.flag_waits import waits_for
+from tpkernels.ops.tensor_parallel.parallel import exchange_for
+from tpkernels.ops.vocab import vocabulary
+
+SHARD, NARROW, WIDE = 16, 16, 64  # rows of a rank; features of a matrix, and of a rank's shard of another
+CALLS = 4  # of each operator: two slots, each used twice
+OperandShard = str  # "rows", "cols" or "whole"
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator over a group, and its unsharded computation."""
+
+    op: Callable[..., Tensor]
+    whole: Callable[..., Tensor]
+    splits: tuple[OperandShard, ...]  # of its inputs
+    result: OperandShard
+    shapes: Callable[[int], list[tuple[int, ...]]]  # of the inputs, by the number of ranks
+    moved_by_all: bool = True  # by every transport; else by c10d alone
+
+
+def _linear(ranks: int) -> list[tuple[int, ...]]:
+    return [(SHARD * ranks, NARROW), (WIDE * ranks, NARROW), (WIDE * ranks,)]
+
+
+def _row_linear(ranks: int) -> list[tuple[int, ...]]:
+    return [(SHARD * ranks, WIDE * ranks), (NARROW, WIDE * ranks), (NARROW,)]
+
+
+def _mlp(ranks: int) -> list[tuple[int, ...]]:
+    features = WIDE * ranks
+    return [(SHARD * ranks, NARROW), (features, NARROW), (features,), (NARROW, features), (NARROW,)]
+
+
+def _rows(ranks: int) -> list[tuple[int, ...]]:
+    return [(SHARD * ranks, NARROW * ranks)]
+
+
+def _two_layers(x: Tensor, w_up: Tensor, b_up: Tensor, w_down: Tensor, b_down: Tensor) -> Tensor:
+    return functional.linear(functional.linear(x, w_up, b_up).relu(), w_down, b_down)
+
+
+def _mlp_of(sequence_parallel: bool) -> Callable[..., Tensor]:
+    def op(group: ProcessGroup, *tensors: Tensor) -> Tensor:
+        x, w_up, b_up, w_down, b_down = tensors
+        return parallel_mlp(
+            x, w_up, b_up, w_down, b_down, group, activation="relu", sequence_parallel=sequence_parallel
+        )
+
+    return op
+
+
+def _of(linear: Callable[..., Tensor], **options: bool) -> Callable[..., Tensor]:
+    return lambda group, *tensors: linear(*tensors, group, **options)
+
+
+def _mapping(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda group, x: function(x, group)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+CASES = {
+    "column, sequence-parallel": Case(
+        _of(column_linear, sequence_parallel=True),
+        functional.linear,
+        ("rows", "rows", "rows"),
+        "cols",
+        _linear,
+    ),
+    "column, gathered rows saved": Case(
+        _of(column_linear, sequence_parallel=True, save_gathered=True),
+        *(functional.linear, ("rows", "rows", "rows"), "cols", _linear),
+    ),
+    "column": Case(_of(column_linear), functional.linear, ("whole", "rows", "rows"), "cols", _linear),
+    "row, sequence-parallel": Case(
+        _of(row_linear, sequence_parallel=True),
+        functional.linear,
+        ("cols", "cols", "whole"),
+        "rows",
+        _row_linear,
+    ),
+    "row": Case(_of(row_linear), functional.linear, ("cols", "cols", "whole"), "whole", _row_linear),
+    "mlp, sequence-parallel": Case(
+        _mlp_of(True), _two_layers, ("rows", "rows", "rows", "cols", "whole"), "rows", _mlp
+    ),
+    "mlp": Case(_mlp_of(False), _two_layers, ("whole", "rows", "rows", "cols", "whole"), "whole", _mlp),
+    "gather of tokens": Case(
+        _mapping(partial(mappings.gather_from_sequence_region, tensor_parallel_output_grad=False)),
+        *(_itself, ("rows",), "whole", _rows, False),
+    ),
+    "gather of features": Case(
+        _mapping(mappings.gather_from_region), _itself, ("cols",), "whole", _rows, False
+    ),
+}
+
+
+def split(value: Tensor, how: OperandShard, rank: int, ranks: int) -> Tensor:
+    if how == "whole":
+        return value
+    return value.chunk(ranks, dim=0 if how == "rows" else -1)[rank].contiguous()
+
+
+def _numbers(shape: Sequence[int], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, tuple(shape), generator=generator).float()
+
+
+@lru_cache(maxsize=64)
+def _inputs(case: Case, ranks: int, call: int) -> tuple[list[Tensor], Tensor]:
+    """Return full inputs of a call, and the full gradient of its result."""
+    inputs = [_numbers(shape, 100 * call + index) for index, shape in enumerate(case.shapes(ranks))]
+    return inputs, _numbers(case.whole(*inputs).shape, 100 * call + 99)
+
+
+def expected(case: Case, rank: int, ranks: int, calls: Sequence[int]) -> list[Tensor]:
+    """Return a rank's expected results of those calls: the output, and the gradient of each input."""
+    found = []
+    for call in calls:
+        inputs, dy = _inputs(case, ranks, call)
+        leaves = [value.clone().requires_grad_() for value in inputs]
+        y = case.whole(*leaves)
+        gradients = torch.autograd.grad(y, leaves, dy)
+        found.append(split(y.detach(), case.result, rank, ranks))
+        found += [split(each, how, rank, ranks) for each, how in zip(gradients, case.splits, strict=True)]
+    return found
+
+
+def program_of(
+    name: str,
+    machine: Machine,
+    transport: str,
+    *,
+    captured: bool = False,
+    rounds: int = 1,
+    backward: bool = True,
+) -> tuple[Program, list[list[Tensor]]]:
+    """Return the program that ranks enqueue, and each rank's expected results.
+
+    captured: capture calls in a graph that is replayed, after two eager calls
+    rounds: of each collective, or of products through memory
+    """
+    case, ranks = CASES[name], machine.ranks
+    eager = range(2 if captured else CALLS)
+    replayed = range(2, 2 + CALLS) if captured else range(0)
+
+    def body(group: ProcessGroup) -> list[Tensor]:
+        rank = group.rank()
+
+        def shards(call: int) -> list[Tensor]:
+            inputs, dy = _inputs(case, ranks, call)
+            hows = (*case.splits, case.result)
+            return [split(each, how, rank, ranks) for each, how in zip((*inputs, dy), hows, strict=True)]
+
+        *inputs, dy = (shard.to("cuda") for shard in shards(0))
+        leaves = [value.requires_grad_() for value in inputs]
+
+        def step() -> list[Tensor]:
+            y = case.op(group, *leaves)
+            return [y.detach(), *(torch.autograd.grad(y, leaves, dy) if backward else ())]
+
+        def feed(call: int) -> None:
+            with torch.no_grad():
+                for there, value in zip((*leaves, dy), shards(call), strict=True):
+                    there.copy_(value)
+
+        results = []
+        for call in eager:
+            feed(call)
+            results += step()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outputs = step()
+            for call in replayed:
+                feed(call)
+                graph.replay()
+                results += [output.clone() for output in outputs]
+        return results
+
+    with _in_chunks(rounds):
+        program = record(machine, body, transport)
+    calls, results = [*eager, *replayed], 1 + len(case.splits)
+    wanted = [expected(case, rank, ranks, calls) for rank in range(ranks)]
+    return program, wanted if backward else [of_rank[::results] for of_rank in wanted]
+
+
+def gathers_in_flight(machine: Machine) -> tuple[Program, list[list[Tensor]]]:
+    """Return a program of two gathers at once through one exchange; from the second on each has a barrier."""
+    ranks, cols = machine.ranks, NARROW
+
+    def body(group: ProcessGroup) -> list[Tensor]:
+        results, rows = [], SHARD * ranks
+        for call in range(CALLS):
+            pending = []
+            for number in (2 * call, 2 * call + 1):
+                shard = split(_numbers((rows, cols), number), "rows", group.rank(), ranks).to("cuda")
+                exchange = exchange_for("gathers", "gathers", shard, rows, cols, group, 0, True)
+                waits = waits_for("gathers", exchange, shard)
+                numbered = begin("gathers", "rows", group)
+                pending.append(Gathering(numbered, shard, rows, exchange, waits))
+            results += [each.wait() for each in pending]
+        return results
+
+    with _in_chunks(1):
+        program = record(machine, body)
+    wanted = [_numbers((SHARD * ranks, cols), number) for number in range(2 * CALLS)]
+    return program, [wanted] * ranks
+
+
+def without_reference(
+    name: str, machine: Machine, transport: str, *, captured: bool = False
+) -> tuple[Program, None]:
+    """Return a program of operators with inexact numbers: all orders must give the same results."""
+    op, shapes = INEXACT[name]
+
+    def body(group: ProcessGroup) -> list[Tensor]:
+        rank, ranks = group.rank(), group.size()
+        numbers = (_numbers(shape, seed) for seed, shape in enumerate(shapes(ranks)))
+        ways = ((each, "rows" if each.shape[0] > each.shape[1] else "cols") for each in numbers)
+        shards = [split(each, along_the_longer, rank, ranks) for each, along_the_longer in ways]
+        leaves = [shard.to("cuda").requires_grad_() for shard in shards]
+
+        def step() -> list[Tensor]:
+            y = op(group, *leaves)
+            return [y.detach(), *torch.autograd.grad(y.sum(), leaves)]
+
+        results = [each for _ in range(2 if captured else CALLS) for each in step()]
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outputs = step()
+            for _ in range(CALLS):
+                graph.replay()
+                results += [output.clone() for output in outputs]
+        return results
+
+    with _in_chunks(1), patch.object(vocabulary, "_is_compared", lambda *_: False):
+        return record(machine, body, transport), None
+
+
+def _gated_mlp(group: ProcessGroup, x: Tensor, w_up: Tensor, w_gate: Tensor, w_down: Tensor) -> Tensor:
+    return parallel_mlp(x, w_up, None, w_down, None, group, w_gate_shard=w_gate, sequence_parallel=True)
+
+
+def _of_a_vocabulary(group: ProcessGroup, table: Tensor, head: Tensor) -> Tensor:
+    """Compute the loss of each token twice, from embeddings by a fused loss and from logits.
+
+    Ids are not compared between ranks, because the host would read them.
+    """
+    ids = torch.arange(SHARD * group.size(), device="cuda") * 7 % (WIDE * group.size())
+    hidden = vocab_embedding(ids, table, group, sequence_parallel=True)
+    loss = linear_cross_entropy(hidden, head, ids, group, sequence_parallel=True, reduction="none")
+    logits = column_linear(hidden, head, None, group, sequence_parallel=True)
+    return loss + vocab_cross_entropy(logits, ids, group)
+
+
+def _shapes_of_gated_mlp(ranks: int) -> list[tuple[int, int]]:
+    return [(SHARD * ranks, NARROW), *[(WIDE * ranks, NARROW)] * 2, (NARROW, WIDE * ranks)]
+
+
+def _shapes_of_vocabulary(ranks: int) -> list[tuple[int, int]]:
+    return [(WIDE * ranks, NARROW)] * 2
+
+
+INEXACT: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[tuple[int, int]]]]] = {
+    "gated mlp": (_gated_mlp, _shapes_of_gated_mlp),
+    "vocabulary": (_of_a_vocabulary, _shapes_of_vocabulary),
+}
+
+
+def two_streams(machine: Machine, transport: str) -> tuple[Program, list[list[Tensor]]]:
+    """Return a program of calls of one group, alternating between two unordered streams."""
+    case, ranks = CASES["column, sequence-parallel"], machine.ranks
+
+    def body(group: ProcessGroup) -> list[Tensor]:
+        streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+        calls = []
+        for call in range(2 * CALLS):
+            inputs, _ = _inputs(case, ranks, call)
+            shards = [
+                split(each, how, group.rank(), ranks) for each, how in zip(inputs, case.splits, strict=True)
+            ]
+            calls.append([shard.to("cuda") for shard in shards])
+        streams[1].wait_stream(streams[0])
+        results = []
+        for call, tensors in enumerate(calls):
+            with torch.cuda.stream(streams[call % 2]):
+                results.append(case.op(group, *tensors))
+        streams[0].wait_stream(streams[1])
+        return results
+
+    with _in_chunks(1):
+        program = record(machine, body, transport)
+    return program, [
+        [
+            split(case.whole(*_inputs(case, ranks, call)[0]), case.result, rank, ranks)
+            for call in range(2 * CALLS)
+        ]
+        for rank in range(ranks)
+    ]
+
+
+Recorded = tuple[Program, list[list[Tensor]] | None]  # and each rank's results, if they are exact
+
+
+def all_programs() -> dict[str, Callable[[], Recorded]]:
+    """Return programs of every operator, transport and mode, for 2, 4 and 8 ranks, on one or two machines."""
+    found: dict[str, Callable[[], Recorded]] = {}
+    for ranks in (2, 4, 8):
+        one, two = Machine(ranks), Machine(ranks, machines=2)
+        for name, case in CASES.items():
+            for captured in (False, True):
+                mode = "captured" if captured else "eager"
+                for rounds in (1, 2):
+                    told = f"{name}/c10d, {rounds} rounds/{mode}/{ranks} ranks"
+                    found[told] = partial(program_of, name, one, "c10d", captured=captured, rounds=rounds)
+                if case.moved_by_all:
+                    told = f"{name}/symmetric-rounds, 2 rounds/{mode}/{ranks} ranks"
+                    found[told] = partial(
+                        program_of, name, one, "symmetric-rounds", captured=captured, rounds=2
+                    )
+                for machine in (one, two) if case.moved_by_all else ():
+                    told = f"{name}/symmetric/{mode}/{ranks} ranks on {machine.machines}"
+                    found[told] = partial(program_of, name, machine, "symmetric", captured=captured)
+        for name, captured in product(INEXACT, (False, True)):
+            mode = "captured" if captured else "eager"
+            told = f"{name}/c10d, 1 rounds/{mode}/{ranks} ranks"
+            found[told] = partial(without_reference, name, one, "c10d", captured=captured)
+            told = f"{name}/symmetric-rounds, 1 rounds/{mode}/{ranks} ranks"
+            found[told] = partial(without_reference, name, one, "symmetric-rounds", captured=captured)
+            for machine in (one, two):
+                told = f"{name}/symmetric/{mode}/{ranks} ranks on {machine.machines}"
+                found[told] = partial(without_reference, name, machine, "symmetric", captured=captured)
+        found[f"gathers in flight/symmetric/eager/{ranks} ranks on 1"] = partial(gathers_in_flight, one)
+        for transport in ("c10d", "symmetric", "symmetric-rounds"):
+            told = f"two streams/{transport}/eager/{ranks} ranks on 1"
+            found[told] = partial(two_streams, one, transport)
+    return found
+
+
+@contextmanager
+def _in_chunks(rounds: int) -> Iterator[None]:
+    """Split small matrices into chunks and rounds, as large ones."""
+    with (
+        patch.object(schedule, "LEAST_BYTES", 256),
+        patch.object(c10d, "collective_rounds", lambda rows, features, *_: rounds if features else 1),
+    ):
+        yield

@@ -1,0 +1,229 @@
+"""Faults of our own code, taken away or turned line by line while ranks' host code is recorded."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from torch import Tensor
+
+from bench.streams.cases import gathers_in_flight, program_of, two_streams
+from bench.streams.device import Program
+from bench.streams.record import Machine
+from tpkernels.comm import schedule
+from tpkernels.comm.carveout import CollectivesInFlight
+from tpkernels.comm.side_stream import StreamOrder
+from tpkernels.comm.transports.c10d import Transfers, _C10dDelivery
+from tpkernels.comm.transports.order import CallOrder
+from tpkernels.comm.transports.symmetric import SymmetricDelivery, SymmetricExchange
+from tpkernels.ops.tensor_parallel.flag_waits import KernelSums, KernelWaits, RoundWaits
+
+Recorded = tuple[Program, list[list[Tensor]]]
+
+
+def edited(owner: Any, name: str, old: str, new: str) -> Any:
+    """A patch: the method or function with one piece of its source in other words."""
+    function = owner.__dict__[name]
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{name} has {old!r} {source.count(old)} times"
+    scope: dict[str, Any] = {}
+    source = source.replace(old, new)
+    cell = f"def outer(__class__):\n{textwrap.indent(source, '    ')}\n    return {name}\n"
+    module = inspect.getmodule(function)
+    assert module is not None, "sources lie in modules"
+    exec(
+        compile(cell, f"<planted in {name}>", "exec"), module.__dict__ | {"__name__": module.__name__}, scope
+    )
+    changed = scope["outer"](owner)
+    # the globals of the module itself, so that other patches reach it
+    rebound = type(changed)(
+        changed.__code__, module.__dict__, changed.__name__, changed.__defaults__, changed.__closure__
+    )
+    rebound.__kwdefaults__ = changed.__kwdefaults__
+    return patch.object(owner, name, rebound)
+
+
+def _program(name: str, transport: str = "symmetric", **options: Any) -> Callable[[], Recorded]:
+    return partial(program_of, name, Machine(2), transport, **options)
+
+
+_IN_ONE, _IN_TWO = ({"transport": "symmetric-rounds", "rounds": rounds} for rounds in (1, 2))
+_column = partial(_program, "column, sequence-parallel")
+_row = partial(_program, "row, sequence-parallel")
+
+
+def _apart(name: str, **options: Any) -> Callable[[], Recorded]:
+    return partial(program_of, name, Machine(4, machines=2), "symmetric", **options)
+
+
+_in_flight = partial(gathers_in_flight, Machine(2))
+_two_streams = partial(two_streams, Machine(2), "symmetric")
+_D, _X = SymmetricDelivery, SymmetricExchange
+
+
+class Fault(NamedTuple):
+    """What is planted, and the program that is to show it."""
+
+    planted: Callable[[], Any]
+    recorded: Callable[[], Recorded]
+
+
+def _lost(owner: Any, name: str, old: str, recorded: Callable[[], Recorded], new: str = "pass") -> Fault:
+    return Fault(lambda: edited(owner, name, old, new), recorded)
+
+
+_ROWS = "landing.copy_(sent, non_blocking=True)"
+_FLAGS = "self._raise(words, range(first_chunk, first_chunk + chunks))"
+
+_LEFT = "_TRANSFERS + _PUSHES"  # processors, to what goes to other machines
+
+FAULTS = {
+    # symmetric: what streams wait for
+    "pushes do not wait for rows that are computed": _lost(
+        _D, "_push", "exchange.side.wait_for(current)", _column()
+    ),
+    "who sent goes on while rows are being pushed": _lost(
+        _D, "_join", "exchange.side.let(current)", _column()
+    ),
+    "a capture ends while pushes are under way": _lost(
+        _D, "_join", "exchange.side.let(current)", _column(captured=True)
+    ),
+    "pushed rows are not held": _lost(
+        _D, "_push", "self._held.append(outgoing)", _program("row"), "self._held.append(outgoing[:0].clone())"
+    ),
+    "a flag is raised before its rows": _lost(
+        _D,
+        "_put",
+        f"{_ROWS}\n        {_FLAGS}",
+        _column(),
+        f"{_FLAGS}\n        {_ROWS}",
+    ),
+    "only the first flag of a push is raised": _lost(
+        _D, "_raise", "write(words, chunk, word)", _column(), "chunk or write(words, chunk, word)"
+    ),
+    # symmetric in rounds: products between pushes
+    "a round is multiplied before its rows are there": _lost(
+        RoundWaits, "rows", "rows != delivery.plan.own", _column(**_IN_TWO), "False"
+    ),
+    "a captured round is multiplied before its rows are there": _lost(
+        RoundWaits, "rows", "rows != delivery.plan.own", _column(**_IN_TWO, captured=True), "False"
+    ),
+    "only the first chunk of a round is awaited": _lost(
+        RoundWaits,
+        "rows",
+        "delivery.exchange.chunk_numbers(rows)",
+        _column(**_IN_ONE),
+        "delivery.exchange.chunk_numbers(rows)[:1]",
+    ),
+    "a round is pushed before it is computed": _lost(
+        _D, "_push", "exchange.side.wait_for(current)", _row(**_IN_TWO)
+    ),
+    "a round is freed while it is being pushed": _lost(
+        _D, "_push", "self._held.append(outgoing)", _row(**_IN_TWO), "self._held.append(outgoing[:0].clone())"
+    ),
+    "a round does not wait for the barrier of its call": _lost(
+        _D, "before_kernels_wait", "current.wait_event(self._barrier)", _column(**_IN_TWO, captured=True)
+    ),
+    # symmetric: slots that are used again
+    "no barrier while two calls are in flight": _lost(
+        CallOrder, "begin", "self.begun > SLOTS and not (followed and self._follows)", _in_flight, "False"
+    ),
+    "a barrier only if the call before was late": _lost(
+        CallOrder, "begin", "followed and self._follows", _in_flight, "self._follows"
+    ),
+    "no barrier of captured calls": _lost(
+        _X,
+        "_delivery",
+        "needs_barrier or word is None",
+        _column(captured=True, backward=False),
+        "needs_barrier",
+    ),
+    "no barrier before a kernel that stores into slots": _lost(
+        _D, "before_kernels_push", "self.exchange.barrier(1)", _row(captured=True, backward=False)
+    ),
+    "one slot for all calls": Fault(lambda: patch.object(schedule, "SLOTS", 1), _column()),
+    "flags of all calls are alike": _lost(
+        _X, "_delivery", "flag_of(epoch, code) & ~_COUNTED", _column(), "flag_of(1, 0)"
+    ),
+    "a replay does not count": _lost(
+        _X, "_delivery", "flag_of(1, 0), _COUNTED", _column(captured=True), "0, _COUNTED"
+    ),
+    "the awaited word is written in the stream that pushes": _lost(
+        _X,
+        "_delivery",
+        "self.handle.stream_write_value32(self.awaited_words[slot], 0, word)",
+        _column(),
+        "self.side.entered().__enter__(); "
+        "self.handle.stream_write_value32(self.awaited_words[slot], 0, word); "
+        "self.side.entered().__exit__(None, None, None)",
+    ),
+    "rows stay in a slot that is written again": _lost(
+        KernelWaits,
+        "all_rows",
+        "return self._sum(",
+        _in_flight,
+        "return (self._sum(delivery, slots, None, slice(0, delivery.plan.rows)), delivery.memory)[1]; (",
+    ),
+    # processors
+    "a kernel waits for rows behind a barrier without a processor": _lost(
+        _D, "before_kernels_wait", "current.wait_event(self._barrier)", _in_flight
+    ),
+    "the copy of a flag takes NCCL's processor": _lost(
+        _X, "__init__", _LEFT, _apart("column, sequence-parallel", captured=True), "_TRANSFERS"
+    ),
+    "a barrier takes NCCL's processor": _lost(
+        _X, "__init__", _LEFT, partial(gathers_in_flight, Machine(4, machines=2)), "_TRANSFERS"
+    ),
+    "nothing is left to transfers between machines": _lost(
+        _X, "__init__", _LEFT, _apart("column, sequence-parallel"), "0"
+    ),
+    "calls in two streams are not ordered": _lost(
+        StreamOrder, "current", "current.wait_stream(last)", _two_streams
+    ),
+    # between machines
+    "flags are raised before rows come from another machine": _lost(
+        _D, "_swap_inter_node", "received.wait()", _apart("column, sequence-parallel")
+    ),
+    "rows leave for another machine before they are computed": _lost(
+        _D, "_push", "exchange.inter_node_side.wait_for(current)", _apart("row, sequence-parallel")
+    ),
+    "who sent goes on while rows leave for another machine": _lost(
+        _D, "_join", "exchange.inter_node_side.let(current)", _apart("column, sequence-parallel")
+    ),
+    # collectives
+    "rows are read before their collective has ended": _lost(
+        Transfers, "_await", "self._call.wait_for(work.wait)", _column(transport="c10d")
+    ),
+    "rows of a later round are not awaited": _lost(
+        _C10dDelivery,
+        "await_rows",
+        "rows.start <= start < rows.stop",
+        _column(transport="c10d", rounds=2),
+        "rows.start == start == 0",
+    ),
+    "slots are summed before they are there": _lost(
+        KernelSums, "total", "delivery.await_rows(slice(0, delivery.plan.rows))", _row(transport="c10d")
+    ),
+    "own rows are not kept": _lost(
+        _C10dDelivery, "keep", "self.memory[self.plan.kept].copy_(rows)", _column(transport="c10d", rounds=2)
+    ),
+    "products leave no processors to a collective in flight": _lost(
+        CollectivesInFlight, "begin", "_add(self._blocks[name])", _column(transport="c10d", rounds=2)
+    ),
+    "processors are not left for long enough": _lost(
+        Transfers,
+        "_occupies",
+        "IN_FLIGHT.begin(self._call.group, device)",
+        _program("mlp, sequence-parallel", transport="c10d"),
+        "IN_FLIGHT.begin(self._call.group, device); IN_FLIGHT.end(self._call.group); works = []",
+    ),
+    # captures
+    "kernels are loaded in a capture": Fault(
+        lambda: edited(_X, "count_by", "kernels.advance(words[0], words[1], 1, 0)", "pass"),
+        _column(captured=True),
+    ),
+}

@@ -1,0 +1,330 @@
+"""The machine itself, by small programs: what it must find, and what it must let through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from bench.streams import Machine, MachineError, cases, record, search
+from bench.streams.device import current_device
+
+
+def searched(
+    body: Callable[[ProcessGroup], object], ranks: int = 1, orders: int = 20, **options: int
+) -> None:
+    search(record(Machine(ranks, **options), body), orders)  # type: ignore[arg-type]
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape, device="cuda")
+
+
+def test_what_streams_order_is_right():
+    def body(group):
+        x, y, side = ones(4), ones(4), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.add(x, 1, out=y)
+        torch.cuda.current_stream().wait_stream(side)
+        return [y * 2]
+
+    program = record(Machine(1), body)
+    search(program, 20, [[torch.full((4,), 4.0)]])
+    with pytest.raises(MachineError, match="4 of 4 numbers differ from expected"):
+        search(program, 1, [[torch.full((4,), 5.0)]])
+
+
+def test_tensors_are_taken_for_those_of_a_gpu():
+    def body(group):
+        x = ones(2, 3)
+        assert (x.device, x.is_cuda, x.is_cpu) == (torch.device("cuda", 0), True, False)
+        assert x.t().device.type == x.new_empty(1).device.type == torch.zeros_like(x).device.type == "cuda"
+        assert torch.zeros(2).is_cpu
+        return [x]
+
+    searched(body)
+
+
+@pytest.mark.parametrize("waits", ["before", "after", "both"])
+def test_a_wait_that_is_missing_is_found(waits):
+    def body(group):
+        x, y, side = ones(4), ones(4), torch.cuda.Stream()
+        if waits != "after":
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.add(x, 1, out=y)
+        if waits != "before":
+            torch.cuda.current_stream().wait_stream(side)
+        return [y * 2]
+
+    if waits == "both":
+        searched(body)
+        return
+    with pytest.raises(MachineError, match=r"seed 0: .* in no order"):
+        searched(body)
+
+
+def test_memory_that_is_freed_while_another_stream_reads_it_is_found():
+    def body(group, keep=None):
+        side, results = torch.cuda.Stream(), []
+        for _ in range(2):
+            x = ones(4)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                results.append(x + 1)
+            if keep is not None:
+                keep(x, side)
+        torch.cuda.current_stream().wait_stream(side)
+        return results
+
+    with pytest.raises(MachineError, match=r"memory is freed .* writes what .* reads"):
+        searched(body)
+    searched(lambda group: body(group, keep=lambda x, side: x.record_stream(side)))
+
+
+def test_an_event_marks_what_came_before_it_and_nothing_behind():
+    def body(group, late=False):
+        x, side, event = ones(4), torch.cuda.Stream(), torch.cuda.Event()
+        event.record()
+        x.add_(1) if late else None
+        side.wait_event(event)
+        with torch.cuda.stream(side):
+            y = x * 2
+        torch.cuda.current_stream().wait_stream(side)
+        return [y]
+
+    searched(body)
+    with pytest.raises(MachineError, match="in no order"):
+        searched(lambda group: body(group, late=True))
+
+
+def test_an_event_that_was_never_recorded_is_refused():
+    with pytest.raises(MachineError, match="never recorded"):
+        searched(lambda group: torch.cuda.current_stream().wait_event(torch.cuda.Event()))
+
+
+def test_a_host_that_reads_the_device_is_refused():
+    reads = (
+        float,
+        lambda x: x.cpu(),
+        lambda x: x.to("cpu"),
+        lambda x: bool((x == 1).all()),
+        lambda x: x.tolist(),
+    )
+    for read in reads:
+        with pytest.raises(MachineError, match="the host"):
+            searched(lambda group, read=read: read(ones(1)))
+
+
+def collective(group: ProcessGroup, wait: bool = True, change: bool = False) -> list[Tensor]:
+    x = torch.full((2,), float(group.rank()), device="cuda")
+    y = torch.empty(2 * group.size(), device="cuda")
+    work = dist.all_gather_into_tensor(y, x, group=group, async_op=True)
+    if change:
+        x.add_(1)
+    if wait:
+        work.wait()
+    return [y + 0]
+
+
+def test_a_collective_is_awaited_and_what_it_reads_is_left_alone():
+    expected = torch.tensor([0.0, 0.0, 1.0, 1.0, 2.0, 2.0])
+    search(record(Machine(3), collective), 20, [[expected]] * 3)
+    for options in ({"wait": False}, {"change": True}):
+        with pytest.raises(MachineError, match="in no order"):
+            searched(lambda group, options=options: collective(group, **options), ranks=3)
+
+
+def test_ranks_that_part_are_told():
+    def body(group):
+        x, y = ones(2), ones(2 * group.size() if group.rank() else 2)
+        if group.rank():
+            dist.all_gather_into_tensor(y, x, group=group)
+        else:
+            dist.all_reduce(y, group=group)
+        return [y]
+
+    with pytest.raises(MachineError, match=r"different collectives: '.*' of rank . meets '.*' of rank [01]"):
+        searched(body, ranks=2)
+
+
+def test_a_rank_that_makes_no_call_leaves_the_others_waiting():
+    def body(group):
+        y = ones(2)
+        if group.rank() != 1:
+            dist.all_reduce(y, group=group)
+        return [y]
+
+    with pytest.raises(MachineError, match=r"can continue(.|\n)*all-reduce .* it waits for ranks \[1\]"):
+        searched(body, ranks=3)
+
+
+def test_sums_are_taken_in_the_order_of_ranks():
+    def body(group):
+        y = torch.full((2,), [1e8, 1.0, -1e8][group.rank()], device="cuda")
+        dist.all_reduce(y, group=group)
+        return [y]
+
+    search(record(Machine(3), body), 20, [[torch.zeros(2)]] * 3)  # 1e8 + 1 is 1e8 in fp32
+
+
+def captured(group: ProcessGroup, join: bool = True, inside: Callable[[], object] = int) -> list[Tensor]:
+    x, side, graph = ones(4), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x * 2
+        if join:
+            torch.cuda.current_stream().wait_stream(side)
+        inside()
+    results = []
+    for _ in range(3):
+        x.add_(1)
+        graph.replay()
+        results.append(y.clone())
+    return results
+
+
+def test_a_graph_does_the_same_again_with_other_numbers():
+    expected = [torch.full((4,), value) for value in (4.0, 6.0, 8.0)]
+    search(record(Machine(1), captured), 20, [expected])
+
+
+def test_captures_that_would_fail_are_refused():
+    with pytest.raises(MachineError, match="has not been joined"):
+        searched(lambda group: captured(group, join=False))
+    with pytest.raises(MachineError, match="the host waits for the device in a capture"):
+        searched(lambda group: captured(group, inside=torch.cuda.synchronize))
+
+
+def test_a_capture_that_waits_for_what_came_before_it_is_refused():
+    def body(group):
+        before = torch.cuda.current_stream().record_event()
+        return captured(group, inside=lambda: torch.cuda.current_stream().wait_event(before))
+
+    with pytest.raises(MachineError, match="waits for an event outside the capture"):
+        searched(body)
+
+
+def test_a_stream_goes_on_after_a_capture_where_it_was():
+    """What it did before is not forgotten, and what was captured has not run."""
+
+    def body(group):
+        x, graph, side = ones(4), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            y = torch.zeros(4, device="cuda")
+        with torch.cuda.graph(graph, stream=side):
+            y.add_(x)
+        with torch.cuda.stream(side):
+            y.add_(5)
+        torch.cuda.current_stream().wait_stream(side)
+        return [y + 0]
+
+    search(record(Machine(1), body), 20, [[torch.full((4,), 5.0)]])
+
+
+def test_what_a_kernel_is_loaded_for_orders_nothing():
+    """The host may wait there for all that the device does, and may not."""
+
+    def body(group):
+        x, side = ones(4), torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            current_device().load("a kernel")
+            y = x + 1
+        torch.cuda.current_stream().wait_stream(side)
+        return [y + 0]
+
+    with pytest.raises(MachineError, match="in no order"):
+        searched(body)
+
+
+def test_a_tensor_of_a_side_stream_may_go_in_a_capture():
+    def body(group):
+        x, u, side, graph = ones(4), ones(4), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                t = x * 2
+                torch.mul(t, 2, out=u)
+            torch.cuda.current_stream().wait_stream(side)
+            del t
+        graph.replay()
+        return [u + 0]
+
+    search(record(Machine(1), body), 20, [[torch.full((4,), 4.0)]])
+
+
+def test_what_the_host_has_is_read_when_it_is_copied():
+    def body(group):
+        staged, results = torch.zeros(2), []
+        for value in range(3):
+            staged.fill_(value)
+            results.append(ones(2).copy_(staged))
+        return results
+
+    search(record(Machine(1), body), 5, [[torch.full((2,), float(value)) for value in range(3)]])
+    with pytest.raises(MachineError, match="the host copies"):
+        searched(lambda group: torch.zeros(1).copy_(ones(1)))
+
+
+def test_products_of_batches_and_kernels_without_programs_run():
+    def body(group):
+        current_device().enqueue("a grid of nothing", [])
+        return [torch.bmm(ones(2, 3, 4), ones(2, 4, 5))]
+
+    search(record(Machine(1), body), 5, [[torch.full((2, 3, 5), 4.0)]])
+
+
+def test_what_is_not_there_is_refused():
+    def greatest(group):
+        dist.all_reduce(ones(2), op=dist.ReduceOp.MAX, group=group)
+
+    def second(group):
+        dist.new_group([0, 1])
+
+    for body, said in ((greatest, "expected ReduceOp.SUM"), (second, "got a second group")):
+        with pytest.raises(MachineError, match=said):
+            searched(body, ranks=2)
+
+
+def test_shared_memory_is_nobody_elses():
+    """Nor what was freed before it was opened."""
+
+    def body(group):
+        gone = torch.zeros(1, device="cuda")
+        del gone
+        memory = symmetric_memory.empty(8, dtype=torch.int32, device="cuda")
+        symmetric_memory.rendezvous(memory, group).get_buffer(1 - group.rank(), (8,), torch.int32)[4:].fill_(
+            7
+        )
+        return [ones(1)]
+
+    searched(body, ranks=2)
+
+
+def test_a_product_beside_a_collective_is_told_on_request():
+    def body(group):
+        x = ones(16, 16)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        y = ones(16, 16) @ ones(16, 16)
+        work.wait()
+        return [y + x]
+
+    program = record(Machine(2), body)
+    search(program, 5)
+    with pytest.raises(MachineError, match="leaves 0 processors while"):
+        search(program, 5, waves=True)
+
+
+def test_a_collective_takes_its_processors_at_once():
+    """Two kernels that wait hold some each, and neither gets on: on sixteen processors it needs two."""
+    name, machine = "mlp, sequence-parallel", Machine(4, machines=2, processors=16)
+    program, expected = cases.program_of(name, machine, "symmetric")
+    assert {task.needs_at_once for task in program.tasks} == {1, 2}
+    search(program, 5, expected, waves=True)

@@ -1,0 +1,269 @@
+"""A checkpoint that is damaged, or made to do harm, is one error on all ranks, and changes nothing."""
+
+import os
+import pickle
+import shutil
+import subprocess
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+
+from tests.checkpoints.test_dcp import everything, trained, unequal
+from tests.checks import error_of
+from tests.interop.refused import refused
+from tpkernels import initialize_model_parallel, manual_seed
+from tpkernels.checkpoints import dcp
+
+
+def save(folder):
+    initialize_model_parallel(2)
+    manual_seed(1)
+    dcp.save(Path(folder, "good"), *trained("odd", 1), extra={"step": 2})
+
+
+def load(folders):
+    """Of each folder the error, or what differs from what was saved; and warnings."""
+    initialize_model_parallel(2)
+    manual_seed(1)
+    model, optimizer = trained("odd", 2, lr=0.3)
+    before = deepcopy(everything(model, optimizer))
+    found = []
+    for folder in folders:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            error = error_of(dcp.load, folder, model, optimizer)
+        expected = before if error[0] != "nothing" else everything(*trained("odd", 1))
+        found.append(
+            (error, unequal(everything(model, optimizer), expected), [str(one.message) for one in warned])
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def good(ranks2, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("damaged")
+    ranks2.run(save, str(folder))
+    return folder / "good"
+
+
+class Harm:
+    """What a file must not be able to do."""
+
+    def __reduce__(self):
+        return os.mkdir, (HARM,)
+
+
+HARM = "/tmp/tpkernels-was-harmed"
+
+
+def edited(change):
+    """A change of what `.metadata` says, by somebody who writes a fitting sum, too."""
+
+    def edit(folder):
+        held = pickle.loads((folder / ".metadata").read_bytes())
+        held = change(held) or held
+        (folder / ".metadata").write_bytes(pickle.dumps(held))
+        (folder / "SHA256SUMS").unlink()
+
+    return edit
+
+
+def flip(name, at=1 / 2):
+    def damage(folder):
+        content = bytearray((folder / name).read_bytes())
+        content[int(len(content) * at)] ^= 4
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
+def cut(name):
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
+
+
+def without(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def fifo(name):
+    def swap(folder):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return swap
+
+
+def without_a_sum(folder):
+    lines = (folder / "SHA256SUMS").read_text().splitlines()
+    (folder / "SHA256SUMS").write_text("\n".join(lines[:-1]))
+
+
+def first_shard(**fields):
+    """A change of where the first shard is said to be."""
+    return edited(lambda held: vars(next(iter(held.storage_data.values()))).update(fields))
+
+
+def rows(**fields):
+    """A change of the first chunk of the table's rows."""
+    return edited(lambda held: vars(held.state_dict_metadata["model.table.weight"].chunks[0]).update(fields))
+
+
+def without_a_chunk(held):
+    held.state_dict_metadata["model.table.weight"].chunks.pop()
+
+
+def unknown_parameter(held):
+    held.state_dict_metadata["optimizer.state.absent.exp_avg"] = metadata.BytesStorageMetadata()
+
+
+WRONG_SUM = "is damaged: expected SHA-256"
+CASES = {
+    "bit_of_a_shard": (flip("__1_0.distcp"), f"__1_0.distcp {WRONG_SUM}"),
+    "bit_of_another_rank's": (flip("__0_0.distcp"), f"__0_0.distcp {WRONG_SUM}"),
+    "bit_of_metadata": (flip(".metadata"), f".metadata {WRONG_SUM}"),
+    "bit_of_a_sum": (flip("SHA256SUMS", 0), f"SHA256SUMS is damaged in line 1|{WRONG_SUM}"),
+    "half_a_shard": (cut("__1_0.distcp"), f"__1_0.distcp {WRONG_SUM}"),
+    "half_of_the_sums": (cut("SHA256SUMS"), "SHA256SUMS is damaged in line 2"),
+    "a_sum_too_few": (without_a_sum, "SHA256SUMS is damaged: it has no sum of __1_0.distcp"),
+    "no_shard": (without("__0_0.distcp"), "__0_0.distcp is missing; restore it"),
+    "no_metadata": (without(".metadata"), ".metadata is missing; restore it"),
+    "fifo_for_metadata": (fifo(".metadata"), ".metadata is missing"),
+    "fifo_for_sums": (fifo("SHA256SUMS"), "expected a regular file at"),
+    "code": (edited(lambda held: Harm()), "it names posix.mkdir, which no checkpoint needs"),
+    "code_of_torch": (edited(lambda held: filesystem.FileSystem()), "it names torch.distributed.checkpoint"),
+    "no_metadata_at_all": (edited(lambda held: [1]), "expected Metadata, got list"),
+    "path_above": (
+        first_shard(relative_path="../x/__0_0.distcp"),
+        "expected a file in the folder, got '../x/",
+    ),
+    "path_from_root": (first_shard(relative_path="/etc/passwd"), "in the folder, got '/etc/passwd'"),
+    "absent_file": (first_shard(relative_path="__7_0.distcp"), "__7_0.distcp is missing"),
+    "too_few_rows": (edited(without_a_chunk), "'model.table.weight': expected 28 elements, got"),
+    "rows_outside": (rows(offsets=torch.Size([70, 0])), "'model.table.weight' of (7, 4): got a chunk of"),
+    "beyond_the_end": (first_shard(length=1 << 40), "bytes, it has"),
+    "before_the_start": (first_shard(offset=-8), "bytes, it has"),
+    "unknown_parameter": (
+        edited(unknown_parameter),
+        "there is 'exp_avg' of 'absent', which is not in its groups",
+    ),
+}
+
+
+def test_damage_is_named_on_all_ranks_and_changes_nothing(good, ranks2, tmp_path):
+    for name, (damage, _) in CASES.items():
+        shutil.copytree(good, tmp_path / name)
+        damage(tmp_path / name)
+    shutil.rmtree(HARM, ignore_errors=True)
+    first, second = ranks2.run(load, [tmp_path / name for name in CASES])
+    assert not Path(HARM).exists()
+    assert [each[:2] for each in first] == [each[:2] for each in second]
+    for (name, (_, expected)), ((kind, text), changed, _) in zip(CASES.items(), first, strict=True):
+        assert (kind, changed) == ("ValueError", []), (name, text)
+        assert any(part in text for part in expected.split("|")), (name, text)
+
+
+def test_checkpoint_without_sums_is_loaded_with_a_warning(good, ranks2, tmp_path):
+    """As those are that were written before there were any."""
+    shutil.copytree(good, tmp_path / "old")
+    (tmp_path / "old" / "SHA256SUMS").unlink()
+    ((*loaded, warned),), ((*also, silent),) = ranks2.run(load, [tmp_path / "old"])
+    assert loaded == also == [("nothing", ""), []]
+    assert silent == []
+    assert [f"{tmp_path / 'old'} has no SHA256SUMS" in text for text in warned] == [True]
+
+
+def test_sums_are_those_that_others_compare(good):
+    program = shutil.which("sha256sum")
+    if program is None:
+        pytest.skip("there is no sha256sum here")
+    said = subprocess.run([program, "--check", "SHA256SUMS"], cwd=good, capture_output=True, text=True)
+    assert said.stdout.splitlines() == [
+        f"{name}: OK" for name in (".metadata", "__0_0.distcp", "__1_0.distcp")
+    ]
+
+
+def with_an_object(folder):
+    initialize_model_parallel(2)
+    model = trained("odd", 1)[0]
+    path = Path(folder, "object")
+    dcp.save(path, model, extra=SimpleNamespace(step=2))
+    before = deepcopy(model.state_dict())
+    text = refused("ValueError", "'extra' cannot be read (UnpicklingError", dcp.load, path, model)
+    assert "pass weights_only=False if you trust its author" in text
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    return dcp.load(path, model, weights_only=False)
+
+
+def test_objects_are_loaded_only_where_the_caller_trusts_them(ranks2, tmp_path):
+    assert ranks2.run(with_an_object, str(tmp_path)) == [SimpleNamespace(step=2)] * 2
+
+
+def with_code(folder):
+    """`extra` would run code, and the sums fit."""
+    initialize_model_parallel(2)
+    model = trained("odd", 1)[0]
+    dcp.save(Path(folder, "code"), model, extra=Harm())
+    refused("ValueError", "'extra' cannot be read", dcp.load, Path(folder, "code"), model)
+
+
+def test_code_in_extra_is_not_run(ranks2, tmp_path):
+    shutil.rmtree(HARM, ignore_errors=True)
+    ranks2.run(with_code, str(tmp_path))
+    assert not Path(HARM).exists()
+
+
+def through_a_link(folder):
+    initialize_model_parallel(2)
+    return error_of(dcp.save, Path(folder, "step-1"), trained("odd", 1)[0])
+
+
+@pytest.fixture
+def others(tmp_path):
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "theirs").write_text("kept")
+    yield tmp_path
+    assert [path.name for path in (tmp_path / "others").iterdir()] == ["theirs"]
+    assert (tmp_path / "others" / "theirs").read_text() == "kept"
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "said"),
+    [
+        (".step-1.unfinished", "others", "expected no symbolic link at {}; remove it"),
+        (".step-1.unfinished", "nowhere", "expected no symbolic link at {}; remove it"),
+        ("step-1", "nowhere", "there is something already"),
+        (".latest.unfinished", "others/theirs", "expected no symbolic link"),
+    ],
+)
+def test_a_link_in_place_of_what_is_written_is_not_followed(name, target, said, ranks2, others):
+    (others / name).symlink_to(target)
+    for kind, text in ranks2.run(through_a_link, str(others)):
+        assert kind == "FileExistsError"
+        assert said.format(others / name) in text
+
+
+def test_latest_that_is_a_link_is_replaced_and_not_written_through(ranks2, others):
+    (others / "latest").symlink_to("others/theirs")
+    assert ranks2.run(through_a_link, str(others)) == [("nothing", "")] * 2
+    assert dcp.latest(others) == others / "step-1"
+
+
+@pytest.mark.parametrize("name", ["..", "../elsewhere", "/tmp", "step-1/", "."])
+def test_latest_names_nothing_outside_its_folder(name, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "saved" / "step-1").mkdir(parents=True)
+    (tmp_path / "saved" / "latest").write_text(name)
+    with pytest.raises(FileNotFoundError, match="which is not there"):
+        dcp.latest(tmp_path / "saved")
+
+
+def test_latest_that_is_a_fifo_is_no_hang(tmp_path):
+    os.mkfifo(tmp_path / "latest")
+    with pytest.raises(ValueError, match="expected a regular file"):
+        dcp.latest(tmp_path)

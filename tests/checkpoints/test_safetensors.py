@@ -1,0 +1,309 @@
+"""One file of whole tensors: readable by others, and loaded by any number of ranks."""
+
+import json
+import os
+import struct
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.checks import error_of
+from tests.interop.models import built, loss_of
+from tests.interop.refused import refused
+from tests.layers.worlds import posing
+from tests.models.small import CONFIGS
+from tpkernels import (
+    GPT,
+    VocabParallelEmbedding,
+    create_parallel_state,
+    initialize_model_parallel,
+    plan_groups,
+)
+from tpkernels.checkpoints import safetensors
+from tpkernels.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
+
+pytest.importorskip("safetensors")
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+KINDS = ("llama", "gpt2", "odd")
+
+
+def save_all(folder, tensor):
+    """Save each kind; the whole tensors, of rank 0 only."""
+    initialize_model_parallel(tensor)
+    whole = {}
+    for kind in KINDS:
+        model = built(kind, 1)
+        safetensors.save(Path(folder, f"{kind}.safetensors"), model)
+        whole[kind] = full_state_dict(model)
+    return whole
+
+
+def load_all(folder, tensor):
+    """What differs from the model that was saved."""
+    initialize_model_parallel(tensor)
+    wrong = []
+    for kind in KINDS:
+        loaded, expected = built(kind, 2), built(kind, 1)
+        file = Path(folder, f"{kind}.safetensors")
+        safetensors.load(file, loaded)
+        wrong += [n for n, v in expected.state_dict().items() if not torch.equal(loaded.state_dict()[n], v)]
+        if not torch.equal(loss_of(loaded), loss_of(expected)):
+            wrong.append(f"loss of {kind}")
+        half = built(kind, 2).to(torch.bfloat16)
+        safetensors.load(file, half, cast=True)
+        for name, value in half.state_dict().items():
+            if not torch.equal(value, expected.state_dict()[name].to(value.dtype)):
+                wrong.append(f"{name} cast")
+    return wrong
+
+
+def load_into_a_model_from_meta(file):
+    state = initialize_model_parallel(dist.get_world_size())
+    model = GPT(CONFIGS["llama"], device="meta", state=state).to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    safetensors.load(file, model, state=state)
+    return bool(torch.equal(loss_of(model), loss_of(built("llama", 1))))
+
+
+def growth_while_loading(file):
+    """MiB of memory that come while a rank takes its rows of a large table."""
+    initialize_model_parallel(dist.get_world_size())
+    table = torch.nn.Module()
+    table.big = VocabParallelEmbedding(40_000, 512, init_method=torch.nn.init.zeros_)
+    before = _resident()
+    safetensors.load(file, table)
+    assert table.big.weight[:, 0].tolist() == list(table.big.split.ids_of(table.big.world.rank))
+    return (_resident() - before) / 2**20
+
+
+def _resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def full_on_all(model, where):
+    given = [full_state_dict(model, state=where)]
+    dist.broadcast_object_list(given)
+    return given[0]
+
+
+def refuse(folder):
+    """What is said of wrong calls, after which all ranks still work."""
+    state = initialize_model_parallel(2)
+    rank = dist.get_rank()
+    odd, llama, wide = built("odd", 1), built("llama", 1), built("odd", 1).to(torch.float64)
+    file = Path(folder, "odd.safetensors")
+    safetensors.save(file, odd)
+    full = safetensors.read(file)
+    before = deepcopy(odd.state_dict())
+    stages = create_parallel_state(plan_groups(world_size=2, pipeline=2))
+    dtype = "'table.weight': expected torch.float64, got torch.float32; pass cast=True"
+    long, more = full | {"plain.bias": torch.zeros(5)}, full | {"other": torch.zeros(5)} if rank else full
+    names = "on rank 1: expected the tensors of the model by name: missing are none, not in the"
+    absent, nowhere = Path(folder, "absent.safetensors"), Path(folder, "no folder", "x")
+    said = [
+        refused("FileExistsError", "there is something already", safetensors.save, file, odd),
+        refused("ValueError", "missing are ['embedding.weight'", safetensors.load, file, llama),
+        refused("ValueError", dtype, safetensors.load, file, wide),
+        refused("ValueError", "'plain.bias': expected (4,), got (5,)", load_full_state_dict, odd, long),
+        refused("ValueError", names, load_full_state_dict, odd, more),
+        refused("FileNotFoundError", "there is no file", safetensors.load, absent, odd),
+        refused("RuntimeError", "on rank 0: SafetensorError", safetensors.write, nowhere, full),
+    ]
+    for model in (torch.nn.Linear(2, 2), odd):
+        said.append(refused("ValueError", "one of 2 pipeline stages", full_state_dict, model, state=stages))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    for where in (state, mesh, mesh["tp"], state.process_group("tp")):
+        load_full_state_dict(odd, full_on_all(odd, where), state=where)
+        assert all(torch.equal(odd.state_dict()[name], value) for name, value in before.items())
+    return said
+
+
+@pytest.fixture(scope="module")
+def saved_by_4(ranks4, tmp_path_factory):
+    """A file of each kind, saved at tensor size 4, and what each rank was given."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, ranks4.run(save_all, str(folder), 4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "odd"])
+def test_file_is_the_unsharded_model(kind, saved_by_4):
+    folder, given = saved_by_4
+    with posing(0, 1):
+        expected = built(kind, 1)
+    found = load_file(folder / f"{kind}.safetensors")
+    names = {name for name, _ in expected.named_parameters()}
+    assert found.keys() == names | ({"steps"} if kind == "odd" else set())
+    for name, value in found.items():
+        alone = expected.state_dict()[name]
+        if name == "table.weight":  # padded on one rank too
+            alone = alone[:7]
+        assert torch.equal(value, alone), name
+        assert torch.equal(value, given[0][kind][name])
+    assert all(other[kind] == {} for other in given[1:])
+    with safe_open(folder / f"{kind}.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 2), (4, 2)])
+def test_ranks_load_the_file(ranks, tensor, saved_by_4, request):
+    pool = request.getfixturevalue(f"ranks{ranks}")
+    assert pool.run(load_all, str(saved_by_4[0]), tensor) == [[]] * ranks
+
+
+def test_copies_of_a_model_are_saved_once(ranks4, saved_by_4, tmp_path):
+    assert [sorted(given) for given in ranks4.run(save_all, str(tmp_path), 2)] == [sorted(KINDS)] * 4
+    for kind in ("llama", "odd"):
+        once, twice = (safetensors.read(at / f"{kind}.safetensors") for at in (saved_by_4[0], tmp_path))
+        assert all(torch.equal(value, twice[name]) for name, value in once.items())
+
+
+def test_model_built_on_the_meta_device_loads(ranks2, saved_by_4):
+    file = str(saved_by_4[0] / "llama.safetensors")
+    assert ranks2.run(load_into_a_model_from_meta, file) == [True] * 2
+
+
+def test_a_rank_reads_its_part_only(ranks4, tmp_path):
+    table = torch.arange(40_000.0)[:, None].expand(-1, 512).contiguous()
+    save_file({"big.weight": table}, tmp_path / "big.safetensors")
+    whole = table.nbytes / 2**20  # about 78 MiB
+    for growth in ranks4.run(growth_while_loading, str(tmp_path / "big.safetensors")):
+        assert growth < whole / 2
+
+
+def test_folder_with_an_index_is_read_as_one(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model-1.safetensors")
+    save_file({"b": torch.zeros(3)}, tmp_path / "model-2.safetensors")
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert {name: tuple(value.shape) for name, value in safetensors.read(tmp_path).items()} == {
+        "a": (2,),
+        "b": (3,),
+    }
+    with pytest.raises(FileNotFoundError, match="absent"):
+        safetensors.read(tmp_path / "absent")
+
+
+def folder_with(tmp_path, weight_map):
+    """A folder whose index names these files, one of which is there."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.ones(2)}, folder / "model-1.safetensors")
+    save_file({"a": torch.ones(3)}, tmp_path / "other.safetensors")
+    (folder / "link.safetensors").symlink_to(tmp_path / "other.safetensors")
+    text = weight_map if isinstance(weight_map, str) else json.dumps({"weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "../other.safetensors"}, "expected files in its own folder, got '../other.safetensors'"),
+        ({"a": "x/../../other.safetensors"}, "expected files in its own folder, got 'x/../../other"),
+        ({"a": "/etc/passwd"}, "expected files in its own folder, got '/etc/passwd'"),
+        ({"a": "link.safetensors"}, "expected files in its own folder, got 'link.safetensors', which is"),
+        ({"a": "model-2.safetensors"}, "there is no file .*model-2.safetensors"),
+        ({"b": "model-1.safetensors"}, r"the index names, \['b'\] are missing"),
+        ({"a": 7}, "expected JSON with a weight_map"),
+        (["model-1.safetensors"], "expected JSON with a weight_map"),
+        ("{}", "expected JSON with a weight_map"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"weight_map"', "expected JSON with a weight_map"),
+    ],
+)
+def test_index_that_leads_elsewhere_or_nowhere_is_refused_by_name(weight_map, message, tmp_path):
+    folder = folder_with(tmp_path, weight_map)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        safetensors.read(folder)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    folder = folder_with(tmp_path, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, folder / "model-2.safetensors")
+    with pytest.raises(ValueError, match=r"\['a'\] are in another, too"):
+        safetensors.read(folder)
+
+
+def test_links_of_hugging_face_caches_are_followed(tmp_path):
+    blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, blobs / "abc")
+    (blobs / "index").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    (snapshot / "model-1.safetensors").symlink_to("../../blobs/abc")
+    (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/index")
+    assert safetensors.read(snapshot)["a"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_fifos_are_refused_at_once(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((ValueError, FileNotFoundError), match=f"{name}: expected|there is no file .*{name}"):
+        safetensors.read(tmp_path)
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "length"),
+    [
+        ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}}, None),
+        ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [9, 16]}}, None),
+        ({"a": {**ENTRY, "shape": [1 << 62, 8]}}, None),
+        ({"a": {**ENTRY, "data_offsets": [0, 1 << 62]}}, None),
+        ({"a": ENTRY}, 1 << 60),
+        ({"a": ENTRY}, 99_000_000),
+        (
+            b'{"a": %b, "a": %b}'
+            % ((b'{"dtype":"F32","shape":[2],"data_offsets":[%d,%d]}',) * 2)
+            % (0, 8, 8, 16),
+            None,
+        ),
+        (b"[" * 100_000, None),
+        (b"\xff", None),
+    ],
+    ids=["overlap", "gap", "shape", "offset", "length", "too_long", "twice", "nested", "no_text"],
+)
+def test_headers_that_make_no_sense_are_refused_with_the_file(header, length, tmp_path):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(struct.pack("<Q", length or len(text)) + text + bytes(16))
+    with pytest.raises(ValueError, match=r"x\.safetensors is damaged, or no safetensors file"):
+        safetensors.read(file)
+
+
+def write_over(folder):
+    initialize_model_parallel(2)
+    return error_of(safetensors.write, Path(folder, "model.safetensors"), {"a": torch.ones(2)})
+
+
+def test_a_link_in_place_of_an_unfinished_file_is_not_followed(ranks2, tmp_path):
+    (tmp_path / "theirs").write_text("kept")
+    (tmp_path / ".model.safetensors.unfinished").symlink_to("theirs")
+    for kind, text in ranks2.run(write_over, str(tmp_path)):
+        assert kind == "FileExistsError"
+        assert "expected no symbolic link at" in text
+    assert (tmp_path / "theirs").read_text() == "kept"
+
+
+def test_wrong_calls_are_refused_on_all_ranks_alike(ranks2, tmp_path):
+    first, second = ranks2.run(refuse, str(tmp_path))
+    assert first == second
+
+
+def test_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(
+        ImportError, match="the package safetensors is not installed; pip install safetensors"
+    ):
+        safetensors.read(__file__)

@@ -1,0 +1,20 @@
+"""Environment variables that are on or off, and nothing else."""
+
+import pytest
+
+from tpkernels.env import env_flag
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", True), (None, True)])
+def test_switch_is_read_or_left_at_its_default(value, on, monkeypatch):
+    monkeypatch.delenv("TPKERNELS_SWITCH", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TPKERNELS_SWITCH", value)
+    assert env_flag("TPKERNELS_SWITCH", default=True) == on
+
+
+@pytest.mark.parametrize("value", ["true", "off", "2", " 1"])
+def test_neither_on_nor_off_is_refused(value, monkeypatch):
+    monkeypatch.setenv("TPKERNELS_SWITCH", value)
+    with pytest.raises(ValueError, match=f"TPKERNELS_SWITCH is '{value}'; expected 0 or 1"):
+        env_flag("TPKERNELS_SWITCH", default=False)

@@ -1,0 +1,17 @@
+"""What the environment sets: flags, and how many SMs a collective may take."""
+
+from __future__ import annotations
+
+import os
+
+# Blocks of a collective of NCCL, each of which occupies a processor: its own choice on an H100, and the most
+# that we let it take where it runs beside products.
+NCCL_BLOCKS = 16
+
+
+def env_flag(name: str, default: bool) -> bool:
+    """Whether the variable is 1; ValueError for a value other than 0 and 1, which is never ignored."""
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{name} is {value!r}; expected 0 or 1")
+    return value == "1" if value else default

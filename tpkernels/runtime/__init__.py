@@ -1,1 +1,0 @@
-"""Process groups, the one parallel state of this process, and random streams."""
