@@ -139,9 +139,7 @@ class _Reader(ast.NodeVisitor):
         bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
         self._bound, self._imported = bound, dict[str, str]()
         self._arguments: list[Mapping[str, type]] = [{}]  # annotated ones of the functions around
-        self._optional = {  # attributes that are set by us, or asked for by `hasattr`
-            node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        } | {
+        self._optional = {  # attributes that `hasattr` asks for
             str(getattr(node.args[1], "value", ""))
             for node in nodes
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "hasattr"
@@ -162,8 +160,8 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Try(self, node: ast.Try) -> None:
         caught = " ".join(ast.unparse(handler.type) for handler in node.handlers if handler.type)
-        with_guard = "AttributeError" in caught or "ImportError" in caught
-        before, self._guarded = self._guarded, self._guarded or with_guard
+        before = self._guarded
+        self._guarded |= "AttributeError" in caught or "ImportError" in caught
         for statement in node.body:
             self.visit(statement)
         self._guarded = before
@@ -192,14 +190,12 @@ class _Reader(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
         dotted = self._dotted(node.func)
-        value = None if dotted is None or dotted.startswith(OURS) else _value_of(dotted)
-        if dotted is None or value is None:
+        if dotted is None or dotted.startswith(OURS) or (value := _value_of(dotted)) is None:
             return
         for keyword in node.keywords:
             if keyword.arg is not None and not _takes(value, keyword.arg):
                 self._tell(node, f"{dotted} takes no {keyword.arg}")
-        schemas = _schemas_of(value)
-        if schemas:
+        if schemas := _schemas_of(value):
             self._found.operators.add(schemas[0].name)
             if not any(_has_entry(schema, self._found.device_type) for schema in schemas):
                 self._tell(node, f"{schemas[0].name} has no entry for {self._found.device_type}")
