@@ -25,7 +25,7 @@ from tests.interop.torch_models import (
 )
 from tests.models.small import IDS, TARGETS
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
-from tpkernels.interop.parallelize import trial
+from tpkernels.interop.parallelize import verify
 
 ODD = IDS[:, :5], TARGETS[:, :5]  # whose tokens two ranks do not divide
 
@@ -134,7 +134,7 @@ def refusals():
     torch.manual_seed(0)
     both = "reaches full features, and split features without a column before them"
     said = [refused("ValueError", both, parallelize, Gated(), plan={"up": "column", "down": "row"})]
-    with patch.object(trial, "sum_gradients", lambda *_: None):
+    with patch.object(verify, "sum_gradients", lambda *_: None):
         said.append(refused("ValueError", "the gradient of 'layers.", parallelize, stack(), plan=STACK_PLAN))
     assert "is off by" in said[-1]
     return said
