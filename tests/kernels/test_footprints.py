@@ -1,5 +1,7 @@
 """What is known of compiled kernels without a GPU, and what follows for one."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -19,7 +21,8 @@ def rows(minor):
     for name, budget in expectations.read()[minor].rows["sm_90"].items():
         kernel, form, *rest = name.split("/")
         if form == "descriptor" and kernel in (*KERNELS, "dgrad_pairs") and rest[0] == "bf16":
-            yield kernel, MatmulTile.named(rest[1]), rest[2], budget
+            with suppress(ValueError):  # a tile that is gone
+                yield kernel, MatmulTile.named(rest[1]), rest[2], budget
 
 
 @pytest.mark.parametrize("minor", ["3.6", "3.7", "3.8", "3.9"])
@@ -28,8 +31,6 @@ def test_shared_memory_is_what_was_compiled(minor):
     found = list(rows(minor))
     assert len(found) > 60
     for kernel, tile, epilogue, budget in found:
-        if tile.consumers:
-            continue
         expected = expected_shared_memory(
             "dgrad" if kernel == "dgrad_pairs" else kernel,
             BF16,

@@ -18,7 +18,7 @@ from tpkernels.kernels.footprints import (
     expected_shared_memory,
     least_shared_memory,
 )
-from tpkernels.kernels.matmul_tile import MatmulTile, available, triton_for
+from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.operands import DTYPES, FP8, Form, choose_form
 from tpkernels.kernels.target import (
     A100,
@@ -28,11 +28,10 @@ from tpkernels.kernels.target import (
     MI300,
     Target,
     fp8_obstacle,
-    mx_obstacle,
     target_of,
 )
 from tpkernels.kernels.tiles import candidates as shipped_tiles
-from tpkernels.kernels.tiles import mx_tiles, serves, specializes
+from tpkernels.kernels.tiles import serves
 from tpkernels.kernels.triton_versions import triton_version
 from tpkernels.planning import gpus
 
@@ -99,16 +98,11 @@ BUSY_TURNS = 4  # of all processors: a smaller tile could save a part of the las
 
 
 def candidates(record: Primitive[..., Any], problem: Problem, gpu: TargetGpu) -> tuple[Candidate, ...]:
-    """List what may be worth timing, plain torch first. Names are unique and do not change between runs.
-
-    Then come kernels whose warps have roles: where time runs out before all were tried, those are the ones
-    to know.
-    """
+    """List what may be worth timing, plain torch first. Names are unique and do not change between runs."""
     if problem.empty:  # nothing to win
         return (TORCH,)
     fused = (Candidate(library.name) for library in record.library if library.fits(problem, gpu.target))
-    ours = sorted(_ours(problem, gpu), key=lambda one: one.tile is None or not one.tile.in_roles)
-    return TORCH, *fused, *ours
+    return TORCH, *fused, *_ours(problem, gpu)
 
 
 def named(name: str, record: Primitive[..., Any], problem: Problem, gpu: TargetGpu) -> Candidate | None:
@@ -138,8 +132,6 @@ def forms_of(problem: Problem, gpu: TargetGpu) -> tuple[Form, ...]:
         return ()
     if problem.dtype in FP8 and (fp8_obstacle(gpu.target) or problem.result not in DTYPES):
         return ()
-    if "mx" in problem.options and mx_obstacle(gpu.target):
-        return ()
     if choose_form(gpu.target, problem.dtype, problem.layouts) == "descriptor":
         return "descriptor", "pointer"
     return ("pointer",)  # serves everything, and is lighter to launch
@@ -147,15 +139,10 @@ def forms_of(problem: Problem, gpu: TargetGpu) -> tuple[Form, ...]:
 
 def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> str | None:
     """Return why a tile is no candidate, as far as that is known without compiling it, or None."""
-    if not available(tile):
-        since = "{}.{}".format(*triton_for(tile))
-        return f"its kernel needs Triton {since}" + ", and TPKERNELS_GLUON not to be 0" * bool(tile.consumers)
-    if tile.specialize and not specializes(problem.step, form, gpu.target):
-        return "its kernel knows no such tile"
     if problem.kernel != "wgrad" and tile.splits > 1:
         return "its kernel knows no such tile"
     if not serves(problem.kernel, tile, problem.options):
-        return "it spills with this epilogue, or does not compute it"
+        return "it spills with this epilogue"
     if gpu.target.backend == "interpreter":
         return None
     return _footprint(problem, form, tile, gpu).obstacle(tile, gpu.target)
@@ -183,7 +170,6 @@ def _footprint(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -
             tile,
             result=4 if tile.splits > 1 or "fp32" in epilogue else problem.result.itemsize,
             reads=problem.step in ("dgrad_act", "dglu") or (tile.splits == 1 and epilogue == "+=bf16"),
-            halves=gpu.target.capability == 100,
         )
     return Footprint(least)
 
@@ -212,8 +198,6 @@ def _ours(problem: Problem, gpu: TargetGpu) -> Iterator[Candidate]:
     ragged = any(layout.tma_obstacle() for layout in problem.layouts)
     for form in forms_of(problem, gpu):
         shipped = shipped_tiles(problem.kernel, form, problem.dtype, gpu.target, ragged)
-        if "mx" in problem.options:
-            shipped = mx_tiles(form, gpu.target, ragged)
         tiles = [tile for tile in shipped if obstacle(problem, form, tile, gpu) is None]
         for tile in tiles:
             useless = (
@@ -232,13 +216,9 @@ def _oversized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem) 
 
 
 def _undersized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem, gpu: TargetGpu) -> bool:
-    """Whether a tile of four times the area keeps every processor busy for BUSY_TURNS already.
-
-    A pair's tile does not count as one: it is two blocks', and may never be tried.
-    """
+    """Whether a tile of four times the area keeps every processor busy for BUSY_TURNS already."""
     return any(
-        other.blocks == 1
-        and other.block_rows * other.block_cols >= 4 * tile.block_rows * tile.block_cols
+        other.block_rows * other.block_cols >= 4 * tile.block_rows * tile.block_cols
         and other.tiles(*problem.product) >= BUSY_TURNS * gpu.target.processors
         for other in tiles
     )

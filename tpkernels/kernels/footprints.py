@@ -103,7 +103,6 @@ def expected_shared_memory(
     *,
     result: int = 2,
     reads: bool = False,
-    halves: bool = False,
 ) -> int:
     """Bytes that a block of a descriptor kernel takes on Hopper, but for some for barriers and alignment.
 
@@ -112,11 +111,10 @@ def expected_shared_memory(
 
     result: bytes of an element of what is written
     reads: the epilogue loads a matrix: z, g and u, or what is added to
-    halves: each block of a pair has half of the columns, too, as on Blackwell
     """
-    rows, cols = tile.block_rows // tile.blocks, tile.block_cols * (2 if kernel == "glu" else 1)
-    operands = (rows + (cols // tile.blocks if halves else cols)) * tile.block_depth * dtype.itemsize
-    part = rows * (tile.block_cols // tile.parts) * result
+    cols = tile.block_cols * (2 if kernel == "glu" else 1)
+    operands = (tile.block_rows + cols) * tile.block_depth * dtype.itemsize
+    part = tile.block_rows * (tile.block_cols // tile.parts) * result
     return tile.num_stages * operands + (2 if tile.flatten and reads else 1) * part
 
 

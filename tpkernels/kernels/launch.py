@@ -27,7 +27,7 @@ from tpkernels.kernels.target import (
     resident_programs,
     target_of,
 )
-from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile, specializes, sum_tile, waiting_tile
+from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile, sum_tile, waiting_tile
 from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 
 Out = Tensor | Sequence[Tensor] | None  # of a launcher: what it writes into, one for each result asked for
@@ -208,17 +208,8 @@ def choose(
         form = choose_form(target, dtype, layouts)
     else:
         require_form(launcher, form, target, dtype, layouts)
-    if tile is not None and tile.specialize and not specializes(launcher, form, target):
-        raise ValueError(
-            f"{launcher}: expected a tile without -ws, got {tile.name}: Triton gives warps roles in one loop "
-            "over descriptors, on Blackwell"
-        )
     ragged = any(layout.tma_obstacle() for layout in layouts)
     if kernel != "wgrad" and matrices[-1][1].dtype == torch.float32 != dtype:
-        if tile is not None and tile.consumers:
-            raise ValueError(
-                f"{launcher}: expected a tile without consumers for a result in fp32, got {tile}"
-            )
         tile = tile or sum_tile(form, dtype, target, ragged)
     return form, tile or default_tile(kernel, form, dtype, target, *judged_size(kernel, *result), ragged)
 
@@ -322,8 +313,7 @@ def grid(target: Target, form: Form, tile: MatmulTile, rows: int, cols: int) -> 
     tiles = tile.tiles(rows, cols) * tile.splits
     persistent = form == "descriptor" or target.backend == "interpreter"
     resident = resident_programs("a product", target, tile.per_processor, left_free(target))
-    programs = max(1, resident // tile.blocks)  # a pair is one program
-    return (min(tiles, programs) if persistent else tiles,)
+    return (min(tiles, resident) if persistent else tiles,)
 
 
 def constants(tile: MatmulTile, form: Form) -> dict[str, Any]:
@@ -335,7 +325,6 @@ def constants(tile: MatmulTile, form: Form) -> dict[str, Any]:
         "PARTS": tile.parts,
         "GROUP": tile.group,
         "FLATTEN": tile.flatten,
-        "SPECIALIZE": tile.specialize,
         "TMA": form == "descriptor",
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,

@@ -34,7 +34,6 @@ from tpkernels.kernels.activations import GATE_OF, Activation, Glu, require_acti
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.launch_plans import planned
-from tpkernels.kernels.mx import quantize_mx
 from tpkernels.kernels.operands import require_matrices
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
 from tpkernels.kernels.scaled import words_of
@@ -391,7 +390,7 @@ class BothWords(NamedTuple):
 
 @planned
 def quantize_both(x: Tensor, *, format: Format, scaling: Scaling, power_of_two: bool = False) -> BothWords:
-    """`quantize` of x and of x.t(): x is read once for MXFP8; with a scale a row twice, and not three times.
+    """`quantize` of x and of x.t(), with a scale a row: x is read twice, and not three times.
 
     Rows are written when they are first read, which gives the largest sizes of columns. Two calls quantize
     rows that no program holds, and a matrix that is contiguous in neither direction.
@@ -400,13 +399,7 @@ def quantize_both(x: Tensor, *, format: Format, scaling: Scaling, power_of_two: 
     """
     name = "quantize_both"
     require_matrices(name, ("x", x))
-    _require_words(name, "scaling", scaling, Literal["rows", "mx"])
-    if scaling == "mx":
-        _require_words(name, "format", format, Format)
-        require_fp8(name, target_of(x.device))
-        both = BothWords(*(_empty_words(each, "mx") for each in (x, x.t())))
-        quantize_mx(x, None, format=format, rows=both.rows, columns=both.columns)
-        return both
+    _require_words(name, "scaling", scaling, Literal["rows"])
     by_columns = x.stride(0) == 1 != x.stride(1)
     one = x.t() if by_columns else x
     T, K = one.shape
@@ -478,9 +471,6 @@ def _quantize(
         inputs, shapes = (("x", x), ("u", u)), {"words": (T, words_of(K, scaling))}
         (words,) = launch.results(launcher, out, shapes, inputs, dtype=torch.int32)
     if not words.numel():
-        return words
-    if scaling == "mx":
-        quantize_mx(x, u, format=format, activation=activation, rows=words, columns=None)
         return words
     by_columns = x.stride(0) == 1 != x.stride(1)
     tile: _Tile | RowTile

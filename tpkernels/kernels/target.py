@@ -142,20 +142,6 @@ def require_fp8(launcher: str, target: Target) -> None:
         )
 
 
-def mx_obstacle(target: Target) -> str | None:
-    """Why there are no products of MXFP8; None if there are."""
-    too_old = target.backend == "cuda" and target.capability < 100
-    return fp8_obstacle(target) or (f"{target.capability / 10}" if too_old else None)
-
-
-def require_mx(launcher: str, target: Target) -> None:
-    require_fp8(launcher, target)
-    if obstacle := mx_obstacle(target):
-        raise ValueError(
-            f"{launcher}: MXFP8 expected a GPU of capability 10.0 or later (Blackwell), got {obstacle}"
-        )
-
-
 def input_precision(dtype: torch.dtype, target: Target) -> Literal["ieee", "tf32"]:
     """How products of fp32 are multiplied: truly, unless torch's own setting lets its matmuls use tf32."""
     allowed = fp32_precision() == "tf32"

@@ -19,10 +19,9 @@ from typing import Literal, get_args
 import torch
 
 from tpkernels.kernels.matmul_tile import MatmulTile as MatmulTile
-from tpkernels.kernels.matmul_tile import compiles
 from tpkernels.kernels.operands import FP8, Form
 from tpkernels.kernels.target import Target
-from tpkernels.kernels.triton_versions import replacement, spilling
+from tpkernels.kernels.triton_versions import replacement
 
 Kernel = Literal["linear", "glu", "dgrad", "dglu", "wgrad"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
@@ -154,24 +153,12 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
     "linear": (
         _FEW_TOKENS,
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, flatten=True),
-        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, consumers=1),
-        MatmulTile(128, 128, 64, num_warps=4, num_stages=5, parts=4, consumers=2),
-        MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=2, consumers=1, blocks=2),
-        MatmulTile(256, 128, 64, num_warps=8, num_stages=5, parts=2, consumers=1, blocks=2),
     ),
-    "glu": (
-        _FEW_TOKENS,
-        MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1),
-        MatmulTile(256, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),
-    ),
+    "glu": (_FEW_TOKENS,),
     "dgrad": (
         _FEW_TOKENS,
         MatmulTile(128, 128, 64, num_warps=4, num_stages=3, parts=4, per_processor=2),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True),
-        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1),
-        MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2),
-        MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=4, consumers=1, blocks=2),
-        MatmulTile(256, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),
     ),
     "dglu": (
         _FEW_TOKENS,
@@ -179,16 +166,10 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=4, flatten=True),
         MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
         MatmulTile(64, 128, 64, num_warps=4, num_stages=3, parts=4, per_processor=2),
-        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1),
-        MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2),
-        MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1, blocks=2),
-        MatmulTile(256, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),
     ),
     "wgrad": (
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=2),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=4),
-        MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=8, consumers=1),
-        MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1, blocks=2),
     ),
 }
 # kernel, tile -> epilogues that it is not shipped with. erf takes more registers than there are, and spills.
@@ -204,23 +185,6 @@ _BLACKWELL_WGRAD = (
     MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4),
     MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
 )
-# Timed beside these on Blackwell: copies, products and epilogues have warps of their own, and sums have two
-# places in tensor memory, so that one tile is stored while the next is multiplied.
-_BLACKWELL: Mapping[Kernel, MatmulTile] = {
-    "linear": MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=2, flatten=True, specialize=True),
-    "glu": MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, specialize=True),
-    "dgrad": MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, specialize=True),
-    "dglu": MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=4, specialize=True),
-    "wgrad": MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, specialize=True),
-}
-# Also timed there: pairs of blocks that multiply together, in Gluon
-_BLACKWELL_PAIRS: Mapping[Kernel, tuple[MatmulTile, ...]] = {
-    "linear": (MatmulTile(256, 256, 64, num_warps=8, num_stages=5, parts=4, consumers=1, blocks=2),),
-    "glu": (MatmulTile(256, 128, 64, num_warps=8, num_stages=5, parts=2, consumers=1, blocks=2),),
-    "dgrad": (MatmulTile(256, 256, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),),
-    "dglu": (MatmulTile(256, 256, 64, num_warps=8, num_stages=4, parts=8, consumers=1, blocks=2),),
-    "wgrad": (MatmulTile(256, 256, 64, num_warps=8, num_stages=4, parts=8, consumers=1, blocks=2),),
-}
 _POINTER_SMALL = MatmulTile(16, 64, 64, num_warps=4, num_stages=3)
 _POINTER_ONE_RESULT = (
     MatmulTile(128, 128, 32, num_warps=8, num_stages=3),
@@ -256,12 +220,6 @@ _DESCRIPTOR_FP8: tuple[MatmulTile, ...] = (
 # Timed beside these. Hopper promotes its columns in two turns; Blackwell's sums lie in memory of their own,
 # and take no registers.
 _HOPPER_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=4, parts=4, flatten=True)
-# In roles: one consumer adds its sums while the other multiplies.
-_HOPPER_FP8_ROLES = (
-    MatmulTile(128, 128, 128, num_warps=4, num_stages=5, parts=4, consumers=2, halves=True),
-    MatmulTile(128, 256, 128, num_warps=4, num_stages=4, parts=4, consumers=2, halves=True),
-    MatmulTile(256, 256, 128, num_warps=4, num_stages=4, parts=8, consumers=2, halves=True, blocks=2),
-)
 _BLACKWELL_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=2, flatten=True)
 # Where groups of warps multiply, 64 rows at least: what takes fewer makes 16 bits of fp8 first.
 _POINTER_FP8: tuple[MatmulTile, ...] = (
@@ -273,19 +231,6 @@ _POINTER_FP8_BY_WARPS: tuple[MatmulTile, ...] = (
     MatmulTile(64, 64, 128, num_warps=4, num_stages=3),
     MatmulTile(16, 64, 128, num_warps=4, num_stages=3),
 )
-# MXFP8: tensor cores of Blackwell scale blocks of 128 rows; others make 16 bits of fp8 first.
-_MX: Mapping[Form, tuple[MatmulTile, ...]] = {
-    "descriptor": (_DESCRIPTOR_FP8[0], _BLACKWELL_FP8),
-    "pointer": (MatmulTile(128, 128, 128, num_warps=8, num_stages=3),),
-}
-_MX_RAGGED = MatmulTile(128, 64, 32, num_warps=8, num_stages=2)
-
-
-def mx_tiles(form: Form, target: Target, ragged: bool = False) -> tuple[MatmulTile, ...]:
-    """Every tile that is shipped for products of MXFP8, the first by default. ragged: see `candidates`"""
-    if target.backend == "interpreter":
-        return (_INTERPRETED,)
-    return (_MX_RAGGED,) if ragged and form == "pointer" else _MX[form]
 
 
 def candidates(
@@ -297,14 +242,10 @@ def candidates(
     """
     tiles = default_tiles(kernel, form, dtype, target, ragged)
     if form == "descriptor" and target.backend == "cuda":
-        more: tuple[MatmulTile, ...] = (_BLACKWELL[kernel],)
         if dtype in FP8:
-            more = (_HOPPER_FP8, *_HOPPER_FP8_ROLES) if target.capability == 90 else (_BLACKWELL_FP8,)
+            tiles += (_HOPPER_FP8 if target.capability == 90 else _BLACKWELL_FP8,)
         elif target.capability == 90:
-            more = _HOPPER[kernel]
-        elif target.capability == 100:
-            more += _BLACKWELL_PAIRS[kernel]
-        tiles += tuple(tile for tile in more if compiles(tile))
+            tiles += _HOPPER[kernel]
     return tiles
 
 
@@ -342,25 +283,8 @@ def _fp8_tiles(form: Form, target: Target, ragged: bool) -> tuple[MatmulTile, ..
 
 def serves(kernel: Kernel, tile: MatmulTile, options: Container[str]) -> bool:
     """Whether a shipped tile is one for this epilogue; `options` names activation or gate."""
-    if tile.halves and ("blocks" in options or "float32" in options):
-        return False
-    spills = _SPILLING.get((kernel, tile.name), ()) + spilling(kernel, tile.name)
+    spills = _SPILLING.get((kernel, tile.name), ())
     return not any(option in options for option in spills)
-
-
-_TWO_LOOPS_OR_FLAGS = (
-    *("dgrad_pairs", "gather_linear", "gather_linear_fwd", "gather_scaled_linear_fwd"),
-    "scatter_linear",
-)
-
-
-def specializes(kernel: str, form: Form, target: Target) -> bool:
-    """Whether Triton can give a kernel's warps roles: with one loop over descriptors, on Blackwell.
-
-    With two loops it drops products or takes too much shared memory, and compiles all the same.
-    """
-    able = target.backend == "interpreter" or target.capability >= 100  # the interpreter ignores it
-    return able and form == "descriptor" and kernel not in _TWO_LOOPS_OR_FLAGS
 
 
 def default_tile(
@@ -372,11 +296,8 @@ def default_tile(
     cols: int,
     ragged: bool = False,
 ) -> MatmulTile:
-    """The first default that occupies every processor, else the one that occupies the most.
-
-    Never a tile whose warps have roles: nobody has checked what its kernel computes on this GPU.
-    """
-    tiles = [tile for tile in default_tiles(kernel, form, dtype, target, ragged) if not tile.in_roles]
+    """The first default that occupies every processor, else the one that occupies the most."""
+    tiles = default_tiles(kernel, form, dtype, target, ragged)
     filling = (tile for tile in tiles if tile.tiles(rows, cols) >= target.processors)
     return next(filling, max(tiles, key=lambda tile: tile.tiles(rows, cols)))
 
