@@ -39,7 +39,7 @@ def neighbours(tile: MatmulTile, form: Form) -> Iterator[MatmulTile]:
     changes: list[dict[str, Any]] = [{"group": group} for group in GROUPS if group != tile.group]
     changes += [{"num_stages": tile.num_stages + step} for step in (-1, 1)]
     changes += [{"parts": tile.parts * 2}, {"parts": tile.parts // 2}]
-    if form == "descriptor" and not tile.consumers:  # others have one loop and fixed programs
+    if form == "descriptor":  # others have a program a tile
         changes += [{"flatten": not tile.flatten}, {"per_processor": 3 - tile.per_processor}]
     for change in changes:
         if change.get("num_stages", 1) <= MOST_STAGES and change.get("per_processor", 1) > 0:
@@ -112,12 +112,12 @@ class Variations:
 
 
 def fastest_of_each_kind(timed: Sequence[Candidate], milliseconds: Mapping[str, float]) -> list[Candidate]:
-    """Return the fastest of our kernels of each form and roles of warps, without much slower kinds."""
+    """Return the fastest of our kernels of each form, without much slower kinds."""
     ours = sorted((one for one in timed if one.tile is not None), key=lambda one: milliseconds[one.name])
     near = [one for one in ours if milliseconds[one.name] <= NEAR * min(milliseconds.values())]
-    kinds: dict[tuple[object, object], Candidate] = {}
+    kinds: dict[object, Candidate] = {}
     for one in near:
-        kinds.setdefault((one.form, one.tile and (one.tile.consumers, one.tile.specialize)), one)
+        kinds.setdefault(one.form, one)
     return list(kinds.values())
 
 
