@@ -12,12 +12,6 @@ import torch
 
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Library, P, Primitive, R, copied_into
-from tpkernels.kernels.footprints import (
-    Footprint,
-    compiled_footprint,
-    expected_shared_memory,
-    least_shared_memory,
-)
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.operands import DTYPES, FP8, Form, choose_form
 from tpkernels.kernels.target import (
@@ -32,7 +26,6 @@ from tpkernels.kernels.target import (
 )
 from tpkernels.kernels.tiles import candidates as shipped_tiles
 from tpkernels.kernels.tiles import serves
-from tpkernels.kernels.triton_versions import triton_version
 from tpkernels.planning import gpus
 
 
@@ -94,6 +87,7 @@ class Candidate:
 TORCH = Candidate("torch")
 FEW_TURNS = 2  # of all processors: with more, sums of parts cost more than a last turn that is not full
 LEAST_STEPS = 8  # of each part of a depth, so that filling and emptying the pipeline stays cheap
+BLOCK_BYTES = 1024  # of shared memory that CUDA takes for each block
 BUSY_TURNS = 4  # of all processors: a smaller tile could save a part of the last of them, and loses more
 
 
@@ -143,35 +137,28 @@ def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> 
         return "its kernel knows no such tile"
     if not serves(problem.kernel, tile, problem.options):
         return "it spills with this epilogue"
-    if gpu.target.backend == "interpreter":
+    taken, held = shared_memory(problem, form, tile), gpu.target.shared_memory
+    if tile.per_processor * (taken + BLOCK_BYTES) <= held + BLOCK_BYTES:
         return None
-    return _footprint(problem, form, tile, gpu).obstacle(tile, gpu.target)
+    return f"{tile.per_processor} blocks of {taken:,} bytes of shared memory, of {held:,}"
 
 
-def _footprint(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> Footprint:
-    """Return what a kernel takes: as compiled for this GPU by this Triton, else for any; else an estimate."""
-    kernel, epilogue = entry_of(problem)
-    found = compiled_footprint(
-        kernel,
-        form,
-        problem.dtype,
-        tile,
-        epilogue,
-        f"sm_{gpu.target.capability}" if gpu.target.backend == "cuda" else "gfx942",
-        "{}.{}".format(*triton_version()),
+def shared_memory(problem: Problem, form: Form, tile: MatmulTile) -> int:
+    """Bytes that a block takes, but for some for barriers and alignment.
+
+    Operands in flight, and of a descriptor kernel one part of a result on its way to or from memory; a
+    flattened loop that also reads in its epilogue keeps apart what it reads and what it writes.
+    """
+    cols = tile.block_cols * (2 if problem.kernel == "glu" else 1)
+    operands = tile.num_stages * (tile.block_rows + cols) * tile.block_depth * problem.dtype.itemsize
+    if form == "pointer":
+        return operands
+    in_fp32 = tile.splits > 1 or problem.options == ("float32",)  # slots, or a main_grad
+    adds = problem.step == "wgrad_accumulate_" and not in_fp32  # else the copy engine does
+    parts = 2 if tile.flatten and (adds or problem.step in ("dgrad_act", "dglu")) else 1
+    return operands + parts * tile.block_rows * (tile.block_cols // tile.parts) * (
+        4 if in_fp32 else problem.result.itemsize
     )
-    if found:
-        return found
-    least = least_shared_memory(kernel, form, problem.dtype, tile)
-    if not least and form == "descriptor":
-        least = expected_shared_memory(
-            problem.kernel,
-            problem.dtype,
-            tile,
-            result=4 if tile.splits > 1 or "fp32" in epilogue else problem.result.itemsize,
-            reads=problem.step in ("dgrad_act", "dglu") or (tile.splits == 1 and epilogue == "+=bf16"),
-        )
-    return Footprint(least)
 
 
 def entry_of(problem: Problem) -> tuple[str, str]:

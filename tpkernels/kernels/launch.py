@@ -23,7 +23,6 @@ from tpkernels.kernels.target import (
     fast_math,
     input_precision,
     left_free,
-    recorded_target,
     resident_programs,
     target_of,
 )
@@ -43,9 +42,8 @@ class Launch:
     constants: dict[str, Any]  # with options such as num_warps
 
 
-EmulatedStart = Callable[
-    [Any, tuple[int, ...]], Callable[..., object]
-]  # kernel and grid -> what takes the arguments
+# kernel and grid -> what takes the arguments
+EmulatedStart = Callable[[Any, tuple[int, ...]], Callable[..., object]]
 
 
 class LaunchObserver(Protocol):
@@ -69,7 +67,6 @@ class LaunchObserver(Protocol):
         """What is written shares memory with nothing else."""
 
 
-_recorded: ContextVar[list[Launch]] = ContextVar("recorded")
 _emulated: ContextVar[EmulatedStart | None] = ContextVar("emulated", default=None)
 _observer: ContextVar[LaunchObserver | None] = ContextVar("observer", default=None)
 observing = _observer.get
@@ -78,18 +75,18 @@ observing = _observer.get
 @contextmanager
 def recording(target: Target, launches: list[Launch] | None = None) -> Iterator[list[Launch]]:
     """Launchers on the meta device launch nothing: what they would launch on `target` is listed."""
-    launches = [] if launches is None else launches
-    tokens = _recorded.set(launches), recorded_target.set(target)
-    try:
-        yield launches
-    finally:
-        _recorded.reset(tokens[0])
-        recorded_target.reset(tokens[1])
+    listed = [] if launches is None else launches
+
+    def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+        return lambda *arguments, **constants: listed.append(Launch(kernel, grid, arguments, constants))
+
+    with emulation(target, start):
+        yield listed
 
 
 @contextmanager
 def emulation(target: Target, start: EmulatedStart) -> Iterator[None]:
-    """Launchers on the CPU launch what they would on `target`, by `start` instead of the kernel."""
+    """Launchers on the CPU or the meta device launch what they would on `target`, by `start`."""
     tokens = _emulated.set(start), emulated_target.set(target)
     try:
         yield
@@ -109,9 +106,7 @@ def on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[...
 def unobserved(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """`on`, as plans repeat it."""
     kind = device.type
-    if kind == "meta":
-        return partial(_record, kernel, grid)
-    if kind == "cpu" and (start := _emulated.get()):
+    if kind in ("cpu", "meta") and (start := _emulated.get()):
         return start(kernel, grid)
     started: Callable[..., object] = kernel[grid]
     if not isinstance(kernel, CompiledKernel):  # which was compiled with them
@@ -119,10 +114,6 @@ def unobserved(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Call
     if kind == "cuda" and device.index != torch.cuda.current_device():
         return partial(_launch_elsewhere, device, started)  # Triton takes the current device
     return started
-
-
-def _record(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    _recorded.get().append(Launch(kernel, grid, arguments, constants))
 
 
 def _launch_elsewhere(

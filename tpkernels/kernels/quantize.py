@@ -38,7 +38,7 @@ from tpkernels.kernels.operands import require_matrices
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
 from tpkernels.kernels.scaled import words_of
 from tpkernels.kernels.target import fast_math, require_fp8, target_of
-from tpkernels.kernels.tiles import MAX_FEATURES, RowTile, row_tile
+from tpkernels.kernels.tiles import MAX_FEATURES, BlockTile, row_tile
 
 mend()
 
@@ -310,19 +310,11 @@ def _quantize_blocks_kernel(
         tl.store(first_scale + i, tl.zeros((BLOCK_ROWS, 32), tl.int32), mask)
 
 
-class _Tile(NamedTuple):
-    """What a program holds at a time."""
-
-    block_rows: int
-    block_cols: int
-    num_warps: int
-
-
-_COLUMNS = _Tile(32, 128, num_warps=8)  # of x that lies by columns: 64 bytes of each
-_LONG_ROWS = _Tile(1, 4096, num_warps=8)
-_BLOCKS = _Tile(8, 8 * BLOCK, num_warps=8)  # a row's scales fill a sector
-_BLOCKS_BY_COLUMNS = _Tile(32, BLOCK, num_warps=8)
-_SQUARES = _Tile(BLOCK, BLOCK, num_warps=16)
+_COLUMNS = BlockTile(32, 128, num_warps=8)  # of x that lies by columns: 64 bytes of each
+_LONG_ROWS = BlockTile(1, 4096, num_warps=8)
+_BLOCKS = BlockTile(8, 8 * BLOCK, num_warps=8)  # a row's scales fill a sector
+_BLOCKS_BY_COLUMNS = BlockTile(32, BLOCK, num_warps=8)
+_SQUARES = BlockTile(BLOCK, BLOCK, num_warps=16, chunk=BLOCK)
 
 
 @planned
@@ -473,7 +465,6 @@ def _quantize(
     if not words.numel():
         return words
     by_columns = x.stride(0) == 1 != x.stride(1)
-    tile: _Tile | RowTile
     if scaling == "blocks":
         tile = _SQUARES if square else _BLOCKS_BY_COLUMNS if by_columns else _BLOCKS
         constants = {"SQUARE": square, "BLOCK": BLOCK, "GROUPS": tile.block_cols // BLOCK}
@@ -495,7 +486,7 @@ def _start_strips(
     activation: Activation,
     format: Format,
     power_of_two: bool,
-    tile: _Tile,
+    tile: BlockTile,
     largest: Tensor | None,
 ) -> None:
     """largest: (count, rows) sizes, of which each row's is the largest, if they are known."""
@@ -512,7 +503,7 @@ def _start(
     activation: Activation,
     format: Format,
     power_of_two: bool,
-    tile: _Tile | RowTile,
+    tile: BlockTile,
     constants: dict[str, Any],
     found: tuple[Tensor, int] | tuple[()] = (),
 ) -> None:

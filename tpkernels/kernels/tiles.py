@@ -28,92 +28,52 @@ KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 
 @dataclass(frozen=True, slots=True)
-class SumTile:
-    """A sum over rows: a program sums `chunk` rows of `block_cols` columns, `block_rows` at a time."""
-
-    chunk: int
-    block_rows: int
-    block_cols: int
-    num_warps: int
-
-
-SUM = SumTile(chunk=512, block_rows=32, block_cols=128, num_warps=4)
-# Row after row: a sum across threads takes the order of their layout, and that follows from alignment.
-ORDERED_SUM = SumTile(chunk=32, block_rows=1, block_cols=256, num_warps=4)
-INTERPRETED_SUM = SumTile(chunk=32, block_rows=16, block_cols=32, num_warps=4)
-
-
-@dataclass(frozen=True, slots=True)
-class SlotSumTile:
-    """A sum over slots: a program sums blocks of one matrix after the other, its slots in order."""
+class BlockTile:
+    """A kernel bound by memory: a program holds a block of so many rows and columns at a time."""
 
     block_rows: int
     block_cols: int
     num_warps: int
-    per_processor: int  # resident programs
-
-
-SLOT_SUM = SlotSumTile(block_rows=16, block_cols=128, num_warps=4, per_processor=8)
-# Beside a margin a processor has one program: of a larger block, so that enough bytes are on their way to it.
-SLOT_SUM_ALONE = SlotSumTile(block_rows=32, block_cols=512, num_warps=16, per_processor=1)
-INTERPRETED_SLOT_SUM = SlotSumTile(block_rows=16, block_cols=32, num_warps=4, per_processor=1)
-
-
-@dataclass(frozen=True, slots=True)
-class RowTile:
-    """A norm: a program holds `block_rows` whole rows; backward, it goes through `chunk` of them."""
-
-    block_rows: int
-    block_cols: int  # at least the number of features
-    num_warps: int
-    chunk: int = (
-        32  # fixed, so that gradients do not depend on the GPU; 32 keeps partials to 2 % of the traffic
-    )
+    chunk: int = 32  # rows that a program sums; fixed for all GPUs, as sums depend on it
+    per_processor: int = 1  # resident programs
 
     def __post_init__(self) -> None:
         if self.chunk % self.block_rows:
-            raise ValueError(f"RowTile expected block_rows to divide chunk, got {self}")
+            raise ValueError(f"BlockTile expected block_rows to divide chunk, got {self}")
 
 
+# Sums over rows
+SUM = BlockTile(32, 128, num_warps=4, chunk=512)
+# Row after row: a sum across threads takes the order of their layout, and that follows from alignment.
+ORDERED_SUM = BlockTile(1, 256, num_warps=4)
+INTERPRETED_SUM = BlockTile(16, 32, num_warps=4)
+# Sums over slots: a program sums blocks of one matrix after the other, its slots in order
+SLOT_SUM = BlockTile(16, 128, num_warps=4, per_processor=8)
+# Beside a margin a processor has one program: of a larger block, so that enough bytes are on their way to it.
+SLOT_SUM_ALONE = BlockTile(32, 512, num_warps=16)
+INTERPRETED_SLOT_SUM = BlockTile(16, 32, num_warps=4)
+# Cross-entropy: a program takes so many logits of a row at a time
+LOGITS = BlockTile(1, 2048, num_warps=8)
+INTERPRETED_LOGITS = BlockTile(1, 32, num_warps=4)
+# Embeddings: blocks of tokens by features, looked up or added together; chunk: tokens of a row of the table
+EMBEDDING = BlockTile(4, 512, num_warps=4)
+EMBEDDING_GRAD = BlockTile(8, 1024, num_warps=8, chunk=128)  # many tokens may share a row
+INTERPRETED_EMBEDDING = BlockTile(4, 32, num_warps=4, chunk=8)
 MAX_FEATURES = 2**14  # of a norm: a row is held in the registers of one program
 
 
-def row_tile(launcher: str, features: int) -> RowTile:
-    """The tile of a norm over so many features."""
+def row_tile(launcher: str, features: int) -> BlockTile:
+    """The tile of a norm over so many features, whose programs hold whole rows.
+
+    Backward a program goes through a chunk of them: 32 keep partial sums to 2 % of the traffic.
+    """
     if not 0 < features <= MAX_FEATURES:
         raise ValueError(
             f"{launcher}: expected 1 to {MAX_FEATURES} features, got {features}: use torch's own norm"
         )
     block_cols = max(16, 1 << (features - 1).bit_length())
     block_rows = max(1, min(16, 2048 // block_cols))
-    return RowTile(block_rows, block_cols, num_warps=max(4, min(32, block_cols // 512)))
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsTile:
-    """Cross-entropy: a program takes `block_cols` logits of a row at a time."""
-
-    block_cols: int
-    num_warps: int
-
-
-LOGITS = LogitsTile(block_cols=2048, num_warps=8)
-INTERPRETED_LOGITS = LogitsTile(block_cols=32, num_warps=4)
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingTile:
-    """An embedding: blocks of tokens by features, looked up or added together."""
-
-    block_rows: int
-    block_cols: int
-    num_warps: int
-    split: int = 128  # tokens of a row that are added up apart; fixed, as gradients depend on it
-
-
-EMBEDDING = EmbeddingTile(block_rows=4, block_cols=512, num_warps=4)
-EMBEDDING_GRAD = EmbeddingTile(block_rows=8, block_cols=1024, num_warps=8)  # many tokens may share a row
-INTERPRETED_EMBEDDING = EmbeddingTile(block_rows=4, block_cols=32, num_warps=4, split=8)
+    return BlockTile(block_rows, block_cols, num_warps=max(4, min(32, block_cols // 512)))
 
 
 _INTERPRETED = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)
