@@ -1,15 +1,17 @@
 """Names of tiles, and defaults: large where the result fills the GPU, smaller where it does not."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from tpkernels.kernels import triton_versions
-from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, MI300
+from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, L40S, MI300
 from tpkernels.kernels.tiles import (
     KERNELS,
     MatmulTile,
@@ -165,6 +167,23 @@ def test_row_tile_holds_whole_rows(features):
     tile = row_tile("test", features)
     assert features <= tile.block_cols < 2 * max(features, 16)
     assert tile.chunk % tile.block_rows == 0
+
+
+PAGE = (Path(__file__).parents[2] / "docs/which-kernels.md").read_text()
+TABLE = [
+    row.strip("| ").split(" | ") for row in PAGE.splitlines() if re.match(r"\| \w+ \| (\w+, )?\w+ \| `", row)
+]
+
+
+@pytest.mark.parametrize(("gpu", "kernels", "defaults", "beside"), TABLE)
+def test_page_names_the_tiles_that_are_shipped(gpu, kernels, defaults, beside, monkeypatch):
+    monkeypatch.setattr(triton_versions, "triton_version", lambda: (3, 7))
+    target = {"H100": H100, "B200": B200, "A100": A100, "L40S": L40S}[gpu]
+    form = "descriptor" if target.has_tma else "pointer"
+    dtype = torch.float8_e4m3fn if "fp8" in kernels else BF16
+    for kernel in kernels.removesuffix(", fp8").split(", "):
+        names = [f"`{tile.name}`" for tile in candidates(kernel, form, dtype, target)]
+        assert names == [*defaults.split(", "), *(beside.split(", ") if beside != "none" else [])]
 
 
 def test_plain_values_and_oracles_need_no_triton():
