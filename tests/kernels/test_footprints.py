@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from tpkernels.gate import expectations
-from tpkernels.kernels.footprints import REGISTERS, Footprint, compiled_footprint, expected_shared_memory
+from tpkernels.kernels.footprints import (
+    REGISTERS,
+    TABLE,
+    Footprint,
+    compiled_footprint,
+    expected_shared_memory,
+)
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.target import H100, MI300
 from tpkernels.kernels.tiles import KERNELS, candidates
@@ -16,7 +22,7 @@ LIMIT = H100.shared_memory
 
 def rows(minor):
     """Kernel, tile, epilogue and budget of all that is compiled from descriptors for Hopper in bf16."""
-    for name, budget in expectations.read()[minor].rows["sm_90"].items():
+    for name, budget in expectations.read(TABLE)[minor].rows["sm_90"].items():
         kernel, form, *rest = name.split("/")
         if form == "descriptor" and kernel in (*KERNELS, "dgrad_pairs") and rest[0] == "bf16":
             yield kernel, MatmulTile.named(rest[1]), rest[2], budget

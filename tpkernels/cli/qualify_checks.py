@@ -23,10 +23,11 @@ from tpkernels.cli.qualify_world import Check, LeftOut, QualifyWorld, versions_h
 from tpkernels.comm.agreement import CannotTakePart
 from tpkernels.comm.groups import start_all_gather, start_reduce_scatter
 from tpkernels.dispatch.cache import Cache
+from tpkernels.dispatch.numeric_cases import cases
 from tpkernels.dispatch.verdicts import recorded
 from tpkernels.extension import ExtensionState, extension
 from tpkernels.files import cache_folder
-from tpkernels.gate.numerics import Frames, NumericCase, cases, examine
+from tpkernels.gate.numerics import Frames, NumericCase, examine
 from tpkernels.kernels import launch
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import fp8_obstacle, target_of
