@@ -17,9 +17,9 @@ from tpkernels.cli.tuning import SplitModel, model_calls
 from tpkernels.dispatch.candidates import TARGET_GPUS, Candidate, candidates, entry_of
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive
-from tpkernels.gate.catalog import entry_specs
+from tpkernels.dispatch.registered import entry_specs
+from tpkernels.dispatch.workload import EntryWorkload
 from tpkernels.gate.clock.model import KernelPrediction, predict
-from tpkernels.gate.clock.workload import EntryWorkload
 from tpkernels.gate.clocking import costs_by_entry
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import RTX_5090, Target, fp8_obstacle

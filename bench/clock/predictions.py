@@ -11,13 +11,14 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
+from tpkernels.dispatch.registered import entry_specs
+from tpkernels.dispatch.workload import of_entry
 from tpkernels.gate.ahead_of_time import Entry, ast_source, compile_key, gpu_target
-from tpkernels.gate.catalog import entry_specs, has_parts
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.launch import Built
 from tpkernels.gate.clock.model import ERROR, predict_built
-from tpkernels.gate.clock.workload import of_entry
-from tpkernels.kernels.disk_cache import DiskCache
+from tpkernels.gate.compile_gate import has_parts
+from tpkernels.gate.disk_cache import DiskCache
 
 NAMED = (
     "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/none",

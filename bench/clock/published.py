@@ -19,7 +19,7 @@ import torch
 from tpkernels.gate.ahead_of_time import gpu_target
 from tpkernels.gate.clock.launch import Built, SmLaunch, launch_of
 from tpkernels.gate.clock.workload import Product
-from tpkernels.kernels.disk_cache import DiskCache
+from tpkernels.gate.disk_cache import DiskCache
 
 SHAPE = (8192, 8192, 16384)
 # buffers, rows, columns and depth of a block, warps

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from bench.clock.predictions import built_of
+from tpkernels.dispatch.recording import EntrySpec, MetaOperands
 from tpkernels.gate.clock.cost import cost_of
 from tpkernels.gate.clock.launch import Built, SmLaunch, launch_of
 from tpkernels.gate.clock.model import Board, predict_built
-from tpkernels.gate.recording import EntrySpec, MetaOperands
 from tpkernels.kernels import launch
 from tpkernels.kernels.norm import layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.target import H100

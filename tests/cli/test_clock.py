@@ -11,8 +11,8 @@ from tests.gate.samples import COST
 from tpkernels import cli
 from tpkernels.cli import clock_ops, main
 from tpkernels.cli.clock_ops import Clocked, ClockRequest
+from tpkernels.dispatch.registered import entry_specs
 from tpkernels.gate import workers
-from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.model import Board, KernelPrediction
 from tpkernels.gate.clock.timeline import Run, WarpSpan
 from tpkernels.pictures.figure import can_draw

@@ -32,7 +32,8 @@ from tpkernels.cli.qualify_world import (
 from tpkernels.comm.schedule import MOST_CHUNKS, even_chunks, parts_of_shard
 from tpkernels.comm.transports.host import HostExchange
 from tpkernels.dispatch.cache import Versions
-from tpkernels.gate.numerics import Computed, cases
+from tpkernels.dispatch.numeric_cases import cases
+from tpkernels.gate.numerics import Computed
 from tpkernels.kernels import linear as linear_kernel
 
 if torch.cuda.is_available():

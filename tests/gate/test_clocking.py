@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from tests.gate.samples import COST, FACTS
+from tpkernels.dispatch.registered import entry_specs
+from tpkernels.dispatch.workload import FromCatalog
 from tpkernels.gate import ahead_of_time, clocking, expectations
 from tpkernels.gate.ahead_of_time import DIED, CompileError, CompileJob, facts_of, machine_code_of
-from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost
-from tpkernels.gate.clocking import ClockedJob, Examined, FromCatalog, examine, examine_all
+from tpkernels.gate.clocking import ClockedJob, Examined, examine, examine_all
 from tpkernels.gate.expectations import Budget
+from tpkernels.kernels.footprints import TABLE
 
 ENTRY = next(spec.entry() for name, spec in entry_specs().items() if name.startswith("linear/descriptor"))
 TASK = ClockedJob(CompileJob(ENTRY, "sm_90"), FromCatalog(ENTRY))
@@ -176,7 +178,7 @@ def test_shipping_replaces_costs_and_drops_those_of_kernels_that_are_gone(counte
 
 def test_shipped_costs_are_those_of_the_budgets():
     for minor, rows in clocking._shipped_rows().items():
-        known = expectations.read()[minor].rows["sm_90"]
+        known = expectations.read(TABLE)[minor].rows["sm_90"]
         assert rows.keys() <= known.keys()
         for name, row in rows.items():
             kept = Budget.of(FACTS, Cost.from_json(row)).as_json()

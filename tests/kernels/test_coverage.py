@@ -3,8 +3,8 @@
 import ast
 from pathlib import Path
 
-from tpkernels.gate.catalog import catalog
-from tpkernels.gate.numerics import cases
+from tpkernels.dispatch.numeric_cases import cases
+from tpkernels.dispatch.registered import catalog
 from tpkernels.kernels import launch
 
 SOURCES = {path.stem: path.read_text() for path in Path(launch.__file__).parent.glob("*.py")}

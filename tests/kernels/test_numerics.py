@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tpkernels.gate.numerics import Frames, NumericCase, cases, examine
+from tpkernels.dispatch.numeric_cases import cases
+from tpkernels.gate.numerics import Frames, NumericCase, examine
 from tpkernels.kernels import launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU `qualify` computes these cases")

@@ -7,8 +7,8 @@ import torch
 import triton
 from triton.compiler import CompiledKernel
 
+from tpkernels.dispatch.registered import entry_specs
 from tpkernels.gate.ahead_of_time import gpu_target
-from tpkernels.gate.catalog import entry_specs
 from tpkernels.kernels import launch
 from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 

@@ -108,8 +108,9 @@ def _require_tools() -> None:
 
 def _entries(wanted: str) -> list[Entry]:
     """Return the catalog entries with this part in their names that the clock supports."""
+    from tpkernels.dispatch.registered import catalog
     from tpkernels.gate.ahead_of_time import CLOCKED
-    from tpkernels.gate.catalog import catalog, has_parts
+    from tpkernels.gate.compile_gate import has_parts
 
     named = [entry for entry in catalog() if has_parts(entry.name, wanted)]
     if not named:

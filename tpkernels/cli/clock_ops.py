@@ -18,14 +18,14 @@ from bench.streams import MachineError
 from bench.streams.prediction import Predicted, predict
 from bench.streams.times import COMPUTE, COPIES, GRAPH, HOST, NCCL, TRANSFER, Node, Ran
 from tpkernels.cli import add_number, bad_use_if, drawn_into, write_json, written_to
+from tpkernels.dispatch.workload import FromCatalog, of_entry
 from tpkernels.gate.ahead_of_time import CLOCKED, CompileJob, Entry, Facts, facts_or_error
 from tpkernels.gate.clock.cost import SHORT, Cost, Stretch
 from tpkernels.gate.clock.model import Board, KernelPrediction, predict_built, steps_of
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.semantics import translate
 from tpkernels.gate.clock.timeline import Run, WarpSpan
-from tpkernels.gate.clock.workload import of_entry
-from tpkernels.gate.clocking import FromCatalog, built, clocked
+from tpkernels.gate.clocking import built, clocked
 from tpkernels.pictures.charts import Lane, ProcessorBar, TimeSpan, lanes, merged_intervals, processor
 from tpkernels.pictures.figure import Picture
 from tpkernels.planning.gpus import gpu_named

@@ -22,8 +22,9 @@ from tpkernels.buckets.registered import Collective
 from tpkernels.cli.qualify_world import Check, LeftOut, QualifyWorld
 from tpkernels.comm.agreement import CannotTakePart
 from tpkernels.comm.groups import start_all_gather, start_reduce_scatter
+from tpkernels.dispatch.numeric_cases import cases
 from tpkernels.extension import ExtensionState, extension
-from tpkernels.gate.numerics import Frames, NumericCase, cases, examine
+from tpkernels.gate.numerics import Frames, NumericCase, examine
 from tpkernels.kernels import launch
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import fp8_obstacle, target_of

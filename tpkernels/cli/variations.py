@@ -131,7 +131,7 @@ class CompiledTiles:
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], wanted: Sequence[Candidate]
     ) -> list[Candidate]:
         from tpkernels.gate import ahead_of_time  # here: they need Triton
-        from tpkernels.gate.expectations import violations
+        from tpkernels.gate.rules import violations
 
         target = self.gpu.target
         architecture = f"sm_{target.capability}"
@@ -147,7 +147,7 @@ class CompiledTiles:
         sound = []
         results = ahead_of_time.compile_all(jobs, self.processes, lambda job: None) if jobs else []
         for one, job, facts in zip(launched, jobs, results, strict=True):
-            if not isinstance(facts, str) and not any(violations(job.entry, architecture, facts)):
+            if not isinstance(facts, str) and not any(violations(job.entry.rules, architecture, facts)):
                 sound.append(one)
         return sound
 
@@ -156,15 +156,15 @@ def _entry(
     record: Primitive[..., Any], arguments: tuple[Any, ...], one: Candidate, gpu: TargetGpu, architecture: str
 ) -> Any:
     """Return the catalog entry of this candidate's launch."""
-    from tpkernels.gate.recording import MetaOperands, recorded
+    from tpkernels.dispatch.recording import EntrySpec, MetaOperands
 
     problem = record.problem(*arguments)
     ragged = any(layout.tma_obstacle() for layout in problem.layouts)
-    return recorded(
+    return EntrySpec(
         f"{problem.kernel}/{one.name}/{record.name}" + "/ragged" * ragged,
         lambda of: one.bind(record)(*arguments),
         MetaOperands(*problem.product, problem.depth, problem.dtype, ragged=ragged),
         gpu.target,
         (architecture,),
         precision="tf32" if problem.tf32 else "ieee",
-    )
+    ).entry()

@@ -42,7 +42,7 @@ from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like, spo
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer, Times
 from tpkernels.env import env_flag
 from tpkernels.extension import steps
-from tpkernels.kernels.disk_cache import cache_folder
+from tpkernels.files import cache_folder
 from tpkernels.kernels.target import fp32_precision
 
 MARGIN = 0.02  # of the usual one's time: less is noise, and torch is lighter to launch

@@ -26,8 +26,7 @@ from tpkernels.gate.clock.values import (
     WarpState,
     initial_values,
 )
-from tpkernels.gate.occupancy import blocks_by_limit
-from tpkernels.gate.ptx_flow import WARP
+from tpkernels.gate.occupancy import WARP, blocks_by_limit
 
 SCRATCH = 2  # pointers that Triton adds: memory for all blocks, and for its profiler
 SWIZZLE = 128  # bytes of a row that the copy engine moves at a time at most
