@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.cli.tuning import SplitModel, model_calls
+from tpkernels.cli.tune import SplitModel, model_calls
 from tpkernels.dispatch.candidates import TARGET_GPUS, Candidate, candidates, entry_of
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive

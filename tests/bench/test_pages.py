@@ -19,7 +19,7 @@ from bench.predicted import _between, efficiency, model_of, predict_link
 from bench.published_overlap import FITTED, KEPT_BACK, PUBLISHED
 from bench.shapes import MODELS, RATED_GPUS, all_shapes, shapes_of
 from tests.gate.test_budgets import entries_of
-from tpkernels.cli.tuning import SplitModel, model_calls
+from tpkernels.cli.tune import SplitModel, model_calls
 from tpkernels.gate import expectations
 from tpkernels.gate.expectations import REGISTER_UNIT
 from tpkernels.kernels.triton_versions import triton_version
