@@ -44,7 +44,6 @@ VARIABLES: dict[str, tuple[str, ...]] = {  # allowed values
     "TPKERNELS_GLUON": _SWITCH,
     "TPKERNELS_LIFELINE": _ANYTHING,  # from a launcher to its ranks
     "TPKERNELS_LOG": ("choices", ""),
-    "TPKERNELS_QUALIFY_PROGRESS": _ANYTHING,  # from `qualify` to its ranks
     "TPKERNELS_REQUIRE_EXT": _SWITCH,  # of setup.py
     "TPKERNELS_TP_INVARIANT": _ANYTHING,
     "TPKERNELS_TRANSPORT": ("auto", "c10d", "shared", "symmetric", "symmetric-rounds"),
