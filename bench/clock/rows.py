@@ -25,7 +25,7 @@ from tpkernels.gate.clock.model import Board, predict_built
 from tpkernels.kernels import launch
 from tpkernels.kernels.norm import layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.target import H100
-from tpkernels.kernels.tiles import RowTile
+from tpkernels.kernels.tiles import BlockTile
 
 RMS = {1024: 12.16, 2048: 17.57, 4096: 29.18, 8192: 50.91, 16384: 95.01}  # bf16; columns: µs
 LAYER = {1024: 18.85, 2048: 29.15, 4096: 51.04, 8192: 94.75, 16384: 184.77}  # fp32
@@ -83,16 +83,16 @@ class MeasuredRows:
         return EntrySpec(self.name, call, of, H100, ("sm_90",))
 
     @property
-    def _tile(self) -> RowTile:
+    def _tile(self) -> BlockTile:
         warps = 16 if self.columns >= 8192 else 8 if self.columns >= 2048 else 4
-        return RowTile(1, self.columns, warps, -(-self.rows // Board().processors))
+        return BlockTile(1, self.columns, warps, -(-self.rows // Board().processors))
 
     @cached_property
     def _launch(self) -> launch.Launch:
         return self.spec.launch()
 
 
-def _call(of: MetaOperands, kind: str, tile: RowTile) -> object:
+def _call(of: MetaOperands, kind: str, tile: BlockTile) -> object:
     x, weight = of.tensor(of.tokens, of.in_features), of.tensor(of.in_features)
     if kind == "rms":
         return rms_norm_fwd(x, weight, tile=tile)

@@ -66,7 +66,7 @@ def test_every_launcher_has_a_numeric_case():
 
 def test_every_launcher_has_plans():
     """Beside those that other launchers call."""
-    called = {"add_slots", "sum_partials", "quantize_mx"}
+    called = {"add_slots", "sum_partials"}
     assert without_plans(SOURCES) == called, "decorate it: see launch_plans.py"
 
 
