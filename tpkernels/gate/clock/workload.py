@@ -16,14 +16,12 @@ from torch import Tensor
 from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.launch import Built, SmLaunch, WrongLaunch, launch_of
+from tpkernels.gate.clock.sm import SECTOR
 from tpkernels.gate.recording import EntrySpec
 from tpkernels.kernels import launch
-from tpkernels.kernels.scaled import SECTOR
 from tpkernels.kernels.tiles import MatmulTile
 
 RANKS = 2  # that `calls.scatter_linear` stores to
-# of an H100's SM, 16-bit operands: 989.4 TFLOP/s over 132 SMs at 1.83 GHz; of 8 bits twice as many
-FLOPS_A_CYCLE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,6 @@ class Product:
     weights: int = 1  # 2 for a gated unit, which multiplies a block of rows by two
     pairs: int = 1  # of matrices whose products are summed
     beside: int = 0  # bytes that a step may load beside its operands, at most: scales
-    blocks: int = 1  # that load the columns once together: each has a tile of its own
 
     @property
     def flops(self) -> int:
@@ -48,12 +45,6 @@ class Product:
     def bytes(self) -> int:
         """Of the operands of a step."""
         return (self.rows + self.cols * self.weights) * self.depth * self.itemsize * self.pairs
-
-    @property
-    def fetched(self) -> int:
-        """Of these bytes: a block's share of what L2 serves."""
-        cols = self.cols * self.weights // self.blocks
-        return (self.rows + cols) * self.depth * self.itemsize * self.pairs
 
 
 class Workload(Protocol):
@@ -87,9 +78,7 @@ class EntryWorkload:
     """Of a catalog entry. Without closures: it goes to other processes, and says in full what it is."""
 
     entry: Entry
-    sizes: tuple[int, int, int] | None = (
-        None  # tokens, out_features, in_features; None: as the catalog has it
-    )
+    sizes: tuple[int, int, int] | None = None  # tokens, out_features, in_features; None: the catalog's
 
     @property
     def name(self) -> str:
@@ -101,14 +90,13 @@ class EntryWorkload:
         if tile is None:
             return None
         return Product(
-            tile.block_rows // tile.blocks,
+            tile.block_rows,
             tile.block_cols,
             tile.block_depth,
             self._spec.of.dtype.itemsize,
             weights=2 if self._kernel == "glu" else 1,
             pairs=2 if self._kernel == "dgrad_pairs" or "/two" in self.name else 1,
             beside=self._scales(tile) if self.entry.constants.get("BY_BLOCK") else 0,
-            blocks=tile.blocks,
         )
 
     @cached_property
@@ -132,10 +120,8 @@ class EntryWorkload:
         chunks = {"gather_linear": 1, "scatter_linear": RANKS}.get(
             self._kernel, 0
         ) * self._spec.of.chunks or 1
-        down = (
-            -(-rows // chunks // tile.block_rows) * tile.blocks
-        )  # where a pair reaches beyond, it computes, too
-        return chunks * down * -(-cols // tile.block_cols) * tile.splits
+        down, across = -(-rows // chunks // tile.block_rows), -(-cols // tile.block_cols)
+        return chunks * down * across * tile.splits
 
     @cached_property
     def traffic(self) -> int:
@@ -158,7 +144,7 @@ class EntryWorkload:
     @property
     def group(self) -> int:
         tile = self._spec.of.tile
-        return tile.group * tile.blocks if tile else 1
+        return tile.group if tile else 1
 
     def on_one(self, built: Built, tiles: int, steps: int) -> SmLaunch:
         spec, blocks = _on_one(self._spec), None
@@ -189,10 +175,7 @@ class EntryWorkload:
         given = {name: value for name, value in named.items() if name not in constants}
         steps_of = {name: self._step(name, value) for name, value in given.items()}
         contents = {at: step for at, step in enumerate(steps_of.values()) if step is not None}
-        grid = one.grid
-        if one.constants.get("num_ctas") == 2:  # of the one pair, this SM has the first block
-            grid, blocks = (2 * grid[0],), 1
-        return launch_of(built, [*given.values()], grid, blocks, contents)
+        return launch_of(built, [*given.values()], one.grid, blocks, contents)
 
     @cached_property
     def _spec(self) -> EntrySpec:
