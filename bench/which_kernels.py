@@ -9,23 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+import triton
 
 from tpkernels.cli.tuning import SplitModel, model_calls
 from tpkernels.dispatch.candidates import TARGET_GPUS, Candidate, candidates, entry_of
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive
 from tpkernels.gate.catalog import entry_specs
+from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.clock.model import KernelPrediction, predict
 from tpkernels.gate.clock.workload import EntryWorkload
-from tpkernels.gate.clocking import costs_by_entry
+from tpkernels.gate.expectations import minor_version, read
+from tpkernels.kernels.footprints import TABLE
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import RTX_5090, Target, fp8_obstacle, mx_obstacle
 from tpkernels.kernels.tiles import KERNELS, Kernel, MatmulTile, default_tiles, mx_tiles
 from tpkernels.kernels.tiles import candidates as shipped_tiles
-from tpkernels.kernels.triton_versions import triton_version
 from tpkernels.planning.gpus import RATED_GPUS
 
 MODEL, TOKENS = "llama3-8b", 8192
@@ -139,7 +142,7 @@ def _predicted(problem: Problem, candidate: Candidate) -> Predicted | None:
     """By the costs that are kept for this Triton; None for torch, and for a tile without costs."""
     if candidate.tile is None:
         return None
-    costs = costs_by_entry("{}.{}".format(*triton_version()))
+    costs = _costs()
     kernel, epilogue = entry_of(problem)
     start = f"{kernel}/{candidate.form}/bf16/{candidate.tile.name}/"
     same = start + epilogue in costs
@@ -154,6 +157,13 @@ def _predicted(problem: Problem, candidate: Candidate) -> Predicted | None:
     if not found:
         return None
     return Predicted(candidate, min(found, key=lambda one: one.seconds), same)
+
+
+@cache
+def _costs() -> dict[str, Cost]:
+    """Return the costs that budgets keep for this Triton, by entry."""
+    rows = read(TABLE)[minor_version(triton.__version__)].rows["sm_90"]
+    return {name: budget.cost for name, budget in rows.items() if budget.cost}
 
 
 def _layer(problem: Problem) -> tuple[int, int, int]:
