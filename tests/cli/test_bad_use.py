@@ -113,7 +113,6 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "": "required: KERNEL",
         "linea": "no kernel has 'linea' between slashes in its name",
         "gfx942/linear": "expected a kernel for sm_90: 'gfx942/linear' is compiled for gfx942",
-        "linear/descriptor --picture x.png": "--picture is of one kernel, and",
     },
     f"clock {KERNEL}": {
         "--shape 8192x4096": "expected tokens x out_features x in_features",
@@ -121,13 +120,6 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--shape 0x4096x4096": "each from 1 to",
         "--shape 8192x4096x99999999": "each from 1 to 16,777,216",
         "--json /nowhere/x.json": "cannot write to",
-    },
-    "clock column_linear --tokens 2048 --in 4096 --out 14336 --tp 4": {
-        "--tp 0": "ranks: expected at least 1, got 0",
-        "--tp 100000": "--tp: expected at most 72 ranks of one machine, got 100000",
-        "--gpu h1000": "gpu: expected one of h200, h100, a100, got 'h1000'",
-        "--ways ours": "invalid choice: 'ours'",
-        "--json /nowhere/at/all": "cannot write to '/nowhere/at/all'",
     },
     "check": {
         "--bits": "in a checkout of the repository run `python -m bench bits`",
