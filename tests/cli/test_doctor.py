@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.patience import patient
+from tests.programs import ran
 from tpkernels.cli import doctor, main
 from tpkernels.cli.doctor import VARIABLES, probe_symmetric, probe_triton, variables
 from tpkernels.comm.transports import select
@@ -25,9 +25,7 @@ def report(*options, path=None, **environment: str) -> subprocess.CompletedProce
     """Run the command; modules in the folder `path` hide the installed ones."""
     if path is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(path), str(ROOT)])
-    command = [sys.executable, "-m", "tpkernels", "doctor", *options]
-    given = os.environ | environment
-    return subprocess.run(command, capture_output=True, timeout=patient(120), env=given, check=False)
+    return ran("-m", "tpkernels", "doctor", *options, environment=environment)
 
 
 def findings(run: subprocess.CompletedProcess) -> dict[str, tuple[str, str]]:
@@ -76,7 +74,7 @@ def test_a_terminal_that_lacks_a_character_is_written_to_all_the_same(tmp_path):
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "OMP_X": "\u00e9"}
     run = report(path=tmp_path, **plain)
     assert run.returncode == 1, run.stderr
-    assert b"OMP_X=" in run.stdout
+    assert "OMP_X=" in run.stdout
 
 
 def test_a_probe_that_hangs_is_ended():

@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import subprocess
-import sys
 from unittest.mock import patch
 
 import pytest
@@ -13,13 +11,15 @@ import torch.distributed as dist
 
 from tests.on_ranks import on_ranks
 from tests.patience import patient
+from tests.programs import ran
 from tests.ranks import RankPool
 from tpkernels.cli import main, qualify_ranks
 from tpkernels.cli.op_programs import OP_PROGRAMS
 from tpkernels.cli.qualify_ranks import QualifyWorld, check_kernels, check_transports, problems_of
 from tpkernels.comm.schedule import MOST_CHUNKS, even_chunks, parts_of_shard
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.gate.numerics import Computed, NumericCase, cases
+from tpkernels.dispatch.numeric_cases import cases
+from tpkernels.gate.numerics import Computed, NumericCase
 from tpkernels.kernels import linear as linear_kernel
 from tpkernels.kernels.target import A100, H100, RTX_5090
 
@@ -35,10 +35,7 @@ def launcher_of(case):
 
 def test_the_command_finds_all_right_here(tmp_path):
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "tpkernels", "qualify", "--quick", "--seed", str(SEED)]
-    run = subprocess.run(
-        [*command, "--json", str(report)], capture_output=True, text=True, timeout=patient(240), check=False
-    )
+    run = ran("-m", "tpkernels", "qualify", "--quick", "--seed", SEED, "--json", report)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.startswith(f"cpu, torch {torch.__version__}, triton ")
     assert f"2 ranks, --seed {SEED}\n" in run.stdout

@@ -31,7 +31,8 @@ from tpkernels.comm.transports import select
 from tpkernels.comm.transports.symmetric import EPOCHS
 from tpkernels.dispatch import backends
 from tpkernels.dispatch.cache import versions_for
-from tpkernels.gate.numerics import BOUND, Frames, NumericCase, cases, examine, relative_error
+from tpkernels.dispatch.numeric_cases import cases
+from tpkernels.gate.numerics import BOUND, Frames, NumericCase, examine, relative_error
 from tpkernels.kernels import launch
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import Target, fp8_obstacle, target_of
