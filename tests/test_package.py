@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_python import ran
-from tpkernels.cli.probe import TESTED_TORCH, TESTED_TRITON
+from tests.programs import ran
+from tpkernels.cli.doctor import TESTED_TORCH, TESTED_TRITON
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,22 +12,26 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bench.bits.programs import Place, run_program
 from bench.bits.ranks import Digests, Task
 from bench.bits.schedule import drawn, imposed
-from tpkernels.cli.qualify_world import QualifyWorld
+from tpkernels.comm.transports import select
 from tpkernels.dispatch import backends
 from tpkernels.gate.child import end_with_parent
 from tpkernels.groups.initialize import create_parallel_state
 from tpkernels.groups.plan import plan_groups
+from tpkernels.training.launch import join_world
 
+JOIN_SECONDS, CALL_SECONDS = 600.0, 30.0  # for all ranks to start; of one call
 WAYS = {  # the transport that is asked for, and who computes
     "c10d": ("c10d", "torch"),
     "shared": ("shared", "torch"),
@@ -61,16 +65,19 @@ class _Rank:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._world = QualifyWorld.join(torch.device("cpu"), seed=0, seconds=0.0, quick=False)
-        ranks = self._world.ranks
+        join_world("gloo", timedelta(seconds=JOIN_SECONDS))
+        ranks = dist.get_world_size()
         self._grid = create_parallel_state(plan_groups(world_size=ranks, tensor=ranks if ranks % 2 else 2))
         self._places: dict[tuple[str, str], Place] = {}  # each with a group of its own
 
     def run(self, task: Task) -> Digests:
         transport, backend = WAYS[task.transport]
-        rank, program = self._world.rank, task.program
-        with self._world.asking_for(transport), patch.object(backends, "backend", backend):
-            place = self._places.get((task.transport, program)) or self._place(task, transport)
+        rank, program = dist.get_rank(), task.program
+        with (
+            patch.object(select, "requested_transport", transport),
+            patch.object(backends, "backend", backend),
+        ):
+            place = self._places.get((task.transport, program)) or self._place(task)
             adversary = (
                 nullcontext(_no_pause)
                 if task.seed is None
@@ -80,9 +87,9 @@ class _Rank:
                 results = run_program(program, replace(place, pause=pause))
         return {name: _digest(tensor) for name, tensor in results.items()}
 
-    def _place(self, task: Task, transport: str) -> Place:
-        with self._world.group_over(transport) as group:
-            place = self._places[task.transport, task.program] = Place(group, self._grid, _no_pause)
+    def _place(self, task: Task) -> Place:
+        group = dist.new_group(timeout=timedelta(seconds=CALL_SECONDS))
+        place = self._places[task.transport, task.program] = Place(group, self._grid, _no_pause)
         return place
 
 

@@ -117,8 +117,10 @@ def test_stretches_are_read_as_they_were_written():
     serial = Stretch(5950.0, {"scoreboard: LDG": 700.0}, 4)
     assert as_text(serial) == "5950 cycles, 4 serial loads; scoreboard: LDG 700"
     assert from_text(as_text(serial)) == serial
-    assert kept(COST)["step"] == Stretch(1040.0, {"copies": 310.0, "products": 90.0}, 0)
-    assert set(kept(ROW)) == {"edge"}
+    assert kept(COST).step == Stretch(1040.0, {"copies": 310.0, "products": 90.0}, 0)
+    assert kept(kept(COST)) == kept(COST) != COST
+    assert kept(ROW) == ROW
+    assert kept(replace(ROW, program="2b20c4da")).program == "2b20c4da"
     row = Budget.of(FACTS, COST).as_json()
     assert Budget.from_json(row) == Budget.of(FACTS, COST)
 

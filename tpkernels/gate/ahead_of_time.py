@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-Form = Literal["descriptor", "pointer"]
+
 Constant = int | bool | str | float | None  # or a dtype of Triton's
 # architecture -> bytes of shared memory a block may have; past it compiling succeeds, and launching fails
 SHARED_LIMIT: Mapping[str, int] = {
@@ -57,7 +57,7 @@ class Entry:
     name: str  # "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
     module: str  # "tpkernels.kernels.linear"
     function: str
-    form: Form
+    form: Literal["descriptor", "pointer"]
     arguments: Mapping[str, str]  # run-time argument -> Triton's name of its type
     aligned: frozenset[str]  # arguments that are multiples of 16
     constants: Mapping[str, Constant]

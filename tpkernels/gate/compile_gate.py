@@ -18,8 +18,6 @@ from tpkernels.gate.clocking import (
     Examined,
     Launching,
     examine_all,
-    keep_costs,
-    kept_costs,
 )
 from tpkernels.gate.expectations import Budget, Budgets
 from tpkernels.gate.rules import violations
@@ -47,7 +45,6 @@ class Suite:
     entries: Mapping[str, Entry]  # by name
     budgets: Path
     launching: Callable[[Entry], Launching | None]  # how it is clocked; None: it is not
-    ships_costs: bool = False  # whether `clocking.SHIPPED` keeps costs of theirs
 
 
 def has_parts(name: str, wanted: str) -> bool:
@@ -93,12 +90,16 @@ def check(
         table = expectations.read(suite.budgets)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    minor, notes = expectations.minor_version(triton.__version__), list[str]()
+    before = table.get(minor, Budgets())
     tasks = [
-        ClockedJob(job, suite.launching(job.entry) if job.architecture in CLOCKED else None) for job in jobs
+        ClockedJob(job, suite.launching(job.entry), budget.cost if budget else None)
+        if job.architecture in CLOCKED
+        else ClockedJob(job, None)
+        for job in jobs
+        for budget in [before.of(job.architecture, job.entry.name)]
     ]
     results = examine_all(tasks, processes, report)
-    costs = [(job, cost) for job, result in zip(jobs, results, strict=True) if (cost := _known(result))]
-    minor, notes = expectations.minor_version(triton.__version__), []
     current = {(gpu, name) for name, entry in suite.entries.items() for gpu in entry.architectures}
     if update:
         new = {
@@ -110,8 +111,6 @@ def check(
         table[minor] = expectations.updated(table.get(minor), new, current, provenance)
         try:
             expectations.write(table, suite.budgets)
-            if suite.ships_costs:
-                keep_costs({job.entry.name: cost for job, cost in costs}, minor, suite.entries)
         except OSError as error:
             raise UsageError(f"cannot write the budgets: {error}") from error
         notes.append(f"{len(new)} budgets for Triton {minor} written into {suite.budgets}")
@@ -125,7 +124,7 @@ def check(
             )
         if gone := table[minor].keys() - current:
             notes.append(f"{len(gone)} budgets of what is no longer in {suite.name}: --update drops them")
-    if suite.ships_costs and (anew := sum(cost.program not in kept_costs() for _, cost in costs)):
+    if not update and (anew := sum(map(_is_clocked_anew, tasks, results))):
         notes.append(f"{anew} kernels were clocked anew: --update keeps their cycles for other machines")
     found = table.get(minor)
     judged = (judge(*pair, found, triton.__version__) for pair in zip(jobs, results, strict=True))
@@ -161,6 +160,11 @@ def _by_the_same_triton(budget: Budget, facts: Facts, cost: Cost | None, is_wors
         yield f"faster: {faster}; record it with --update"
     if changes := ", ".join(budget.changes(facts)):
         yield f"other instructions: {changes}; record them with --update if that is meant"
+
+
+def _is_clocked_anew(task: ClockedJob, result: Examined) -> bool:
+    cost = _known(result)
+    return cost is not None and (task.kept is None or task.kept.program != cost.program)
 
 
 def _known(result: Examined) -> Cost | None:

@@ -32,9 +32,11 @@ LEAST = 0.01  # of a stretch: causes of less are not kept
 def as_text(stretch: Stretch) -> str:
     """ "5950 cycles, 4 serial loads; stores 2410; barrier 800": one text, so that an entry has a line."""
     serial = f", {stretch.serial_loads} serial loads" if stretch.serial_loads else ""
-    least = LEAST * stretch.cycles
-    large = [f"{cause} {spent:.0f}" for cause, spent in stretch.waits.items() if spent >= least]
-    return "; ".join([f"{round(stretch.cycles)} cycles{serial}", *large])
+    cycles = round(stretch.cycles)
+    large = [
+        f"{cause} {spent:.0f}" for cause, spent in stretch.waits.items() if round(spent) >= LEAST * cycles
+    ]
+    return "; ".join([f"{cycles} cycles{serial}", *large])
 
 
 def from_text(text: str) -> Stretch:
@@ -62,9 +64,34 @@ def faster(before: Mapping[str, Stretch], cost: Cost) -> Iterator[str]:
             yield _change(name, was, now)
 
 
-def kept(cost: Cost) -> dict[str, Stretch]:
-    """What the table keeps of a cost: rounded, and without small causes."""
-    return {name: from_text(as_text(stretch)) for name, stretch in stretches(cost).items()}
+def cost_as_texts(cost: Cost) -> dict[str, str]:
+    """A text for each stretch, and one for the rest: rounded, and without small causes."""
+    rest = f"ideal {cost.ideal:g}, start {cost.start:.0f}, resident {cost.resident}, bytes {cost.bytes}"
+    ends = {"launch": f"{rest}, guessed {cost.guessed}, program {cost.program or '-'}"}
+    return {name: as_text(stretch) for name, stretch in stretches(cost).items()} | ends
+
+
+def cost_from_texts(texts: Mapping[str, Any]) -> Cost:
+    """Return what `cost_as_texts` was given, rounded; KeyError or ValueError for anything else."""
+    from tpkernels.gate.clock.cost import Cost
+
+    step = from_text(texts["step"]) if "step" in texts else None
+    rest = dict(one.split() for one in texts["launch"].split(", "))
+    return Cost(
+        step,
+        from_text(texts["edge"]),
+        ideal=float(rest["ideal"]),
+        start=float(rest["start"]),
+        resident=int(rest["resident"]),
+        bytes=int(rest["bytes"]),
+        guessed=int(rest["guessed"]),
+        program=rest["program"].strip("-"),
+    )
+
+
+def kept(cost: Cost) -> Cost:
+    """What the table keeps of a cost."""
+    return cost_from_texts(cost_as_texts(cost))
 
 
 def stretches(cost: Cost) -> dict[str, Stretch]:
@@ -103,30 +130,35 @@ class Budget:
     shared: int
     spills: int = 0
     instructions: Mapping[str, int] = field(default_factory=dict)  # absent is zero
-    cycles: Mapping[str, Stretch] = field(default_factory=dict)  # of "step" and "edge", where they are known
+    cost: Cost | None = None  # as `kept` rounds it; None: not clocked
 
     @staticmethod
     def of(facts: Facts, cost: Cost | None = None) -> Budget:
         """What the facts need, and no more."""
         registers = -(-facts.registers // REGISTER_UNIT) * REGISTER_UNIT
-        known = kept(cost) if cost else {}
+        known = kept(cost) if cost else None
         return Budget(registers, facts.shared, facts.spills, facts.instructions, known)
 
     def as_json(self) -> dict[str, int | str]:
-        """Counts of instructions as one text and cycles as two, so that an entry has a line."""
+        """Counts of instructions as one text and the cost as three, so that an entry has a line."""
         counts = ", ".join(f"{name} {count}" for name, count in sorted(self.instructions.items()))
         numbers: dict[str, int | str] = {"registers": self.registers, "shared": self.shared}
         spills = {"spills": self.spills} if self.spills else {}
-        clocked = {name: as_text(stretch) for name, stretch in self.cycles.items()}
+        clocked = cost_as_texts(self.cost) if self.cost else {}
         return numbers | spills | clocked | {"instructions": counts}
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Budget:
         """What `as_json` gave; KeyError, TypeError or ValueError for anything else."""
         counts = (text.split() for text in row["instructions"].split(", ") if text)
-        clocked = {name: from_text(row[name]) for name in NAMES if name in row}
         instructions = {name: int(count) for name, count in counts}
-        return Budget(row["registers"], row["shared"], row.get("spills", 0), instructions, clocked)
+        cost = cost_from_texts(row) if "edge" in row else None
+        return Budget(row["registers"], row["shared"], row.get("spills", 0), instructions, cost)
+
+    @property
+    def cycles(self) -> Mapping[str, Stretch]:
+        """Of "step" and "edge", where they are known."""
+        return stretches(self.cost) if self.cost else {}
 
     def excesses(self, facts: Facts) -> Iterator[str]:
         """Each number that is over its budget, as "registers 191 > 168"."""

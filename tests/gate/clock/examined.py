@@ -34,7 +34,6 @@ class Examined:
     fetched: int  # bytes, of four tiles of six steps
     stored: int
     tensor: float  # cycles of their products
-    exits: int  # warps that ended at EXIT
     boxes: tuple[int, ...]  # by our rule
     compiled_boxes: tuple[int, ...]  # as Triton says
     faults: dict[str, str]  # what was planted -> the error
@@ -94,7 +93,6 @@ def examined(name: str) -> Examined:
         ran.fetched,
         ran.stored,
         ran.tensor,
-        sum(mark.opcode == "EXIT" for mark in ran.marks),
         tuple(box_bytes(one) for one in described),
         tuple(bytes_of(box) for box in assembly_of(entry).boxes),
         {

@@ -42,7 +42,7 @@ class Built:
     """A compiled kernel, as far as launching it asks."""
 
     code: Cubin
-    warps: int  # of a block, all roles
+    warps: int  # of a block
     shared: int  # bytes of a block
 
     @staticmethod
@@ -76,11 +76,6 @@ class SmLaunch:
     def warps(self) -> int:
         """Of a block."""
         return self.built.warps
-
-    @property
-    def registers(self) -> int:
-        """Of a thread, at the start."""
-        return self.built.code.registers
 
     @property
     def programs(self) -> Sequence[tuple[int, int, int]]:
@@ -137,17 +132,7 @@ def launch_of(
 
 
 def box_bytes(descriptor: Any) -> int:
-    """What the copy engine moves at a time: the block, in boxes no wider than a swizzled row.
-
-    A block of a pair moves its half of what is split. Triton says so of what it compiles, and a test
-    compares.
-    """
-    bases = getattr(getattr(descriptor, "layout", None), "cga_layout", None) or [
-        [0] * len(descriptor.block_shape)
-    ]
-    *outer, inner = (
-        size // (1 + sum(split)) for size, *split in zip(descriptor.block_shape, *bases, strict=True)
-    )
+    """What the copy engine moves at a time: the block, in boxes no wider than a swizzled row."""
+    *outer, inner = descriptor.block_shape
     dtype: torch.dtype = descriptor.base.dtype
-    rows = [min(side, BOX_ROWS) for side in outer]
-    return int(prod(rows) * min(inner * dtype.itemsize, SWIZZLE))
+    return int(prod(min(side, BOX_ROWS) for side in outer) * min(inner * dtype.itemsize, SWIZZLE))

@@ -7,9 +7,6 @@ from typing import Protocol
 
 from tpkernels.gate.clock.launch import Built, SmLaunch
 
-# of an H100's SM, 16-bit operands: 989.4 TFLOP/s over 132 SMs at 1.83 GHz; of 8 bits twice as many
-FLOPS_A_CYCLE = 4096
-
 
 @dataclass(frozen=True, slots=True)
 class Product:
@@ -22,7 +19,6 @@ class Product:
     weights: int = 1  # 2 for a gated unit, which multiplies a block of rows by two
     pairs: int = 1  # of matrices whose products are summed
     beside: int = 0  # bytes that a step may load beside its operands, at most: scales
-    blocks: int = 1  # that load the columns once together: each has a tile of its own
 
     @property
     def flops(self) -> int:
@@ -33,12 +29,6 @@ class Product:
     def bytes(self) -> int:
         """Of the operands of a step."""
         return (self.rows + self.cols * self.weights) * self.depth * self.itemsize * self.pairs
-
-    @property
-    def fetched(self) -> int:
-        """Of these bytes: a block's share of what L2 serves."""
-        cols = self.cols * self.weights // self.blocks
-        return (self.rows + cols) * self.depth * self.itemsize * self.pairs
 
 
 class Workload(Protocol):

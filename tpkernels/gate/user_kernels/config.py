@@ -123,7 +123,7 @@ def suite_of(chosen: Config) -> Suite:
         return OwnWorkload(own, tuple(entry.arguments)) if own.sizes else None
 
     entries = {entry.name: entry for entry in _entries(chosen)}
-    return Suite(chosen.path.name, entries, chosen.budgets, launching, ships_costs=chosen.imported)
+    return Suite(chosen.path.name, entries, chosen.budgets, launching)
 
 
 def _entries(chosen: Config) -> Iterable[Entry]:
