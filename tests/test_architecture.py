@@ -198,7 +198,7 @@ def test_groups_are_created_in_four_files():
     creators = [path for path in ROOM_FILES if any(name in text_of(path) for name in creating)]
     assert [path.name for path in creators] == [
         "memory.py",
-        "qualify_world.py",
+        "qualify_ranks.py",
         "c10d.py",
         "initialize.py",
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,15 +12,14 @@ import torch
 
 from bench import fp8_loss, predicted, shapes, waves, which_kernels
 from bench.cases.predicted_link import Constants
-from bench.clock.published import measured
-from bench.clock.validation import Judged, judged, pairs_in_order, summary, table
 from bench.predicted import _between, efficiency, model_of, predict_link
 from bench.published_overlap import FITTED, KEPT_BACK, PUBLISHED
 from bench.shapes import MODELS, RATED_GPUS, all_shapes, shapes_of
 from tests.gate.test_budgets import entries_of
-from tpkernels.cli.tuning import SplitModel, model_calls
+from tpkernels.cli.tune import SplitModel, model_calls
 from tpkernels.gate import expectations
 from tpkernels.gate.expectations import REGISTER_UNIT
+from tpkernels.kernels.footprints import TABLE
 from tpkernels.kernels.triton_versions import triton_version
 from tpkernels.planning import step_time
 
@@ -49,7 +47,7 @@ def test_page_of_kernels_agrees_with_the_budgets(monkeypatch):
     page = (DOCS / "measured-kernels.md").read_text()
     rows = kernels_of(page)
     for i, minor in enumerate(MINORS):
-        kept = expectations.read()[minor]
+        kept = expectations.read(TABLE)[minor]
         compiled = {entry.name for entry in entries_of(minor, monkeypatch)}
         ours = {key: row for key, row in rows.items() if key[1] in compiled}
         assert ours.keys() == kept.keys(), "write it anew, see bench/kernel_table.py"
@@ -65,36 +63,6 @@ def test_page_of_kernels_agrees_with_the_budgets(monkeypatch):
                 ]
                 assert [row[column][-1] for column in ("cycles of a step", "of an edge")] == cycles, name
     assert page.endswith("\n".join(waves.table()) + "\n"), "write it anew, see bench/kernel_table.py"
-
-
-AWAITED = "awaited, 2 buffers, 128x128x64, 4 warps"
-CLOCKED = (AWAITED, "rotated, depth 512", "rotated, depth 16384")
-
-
-def judge(names: tuple[str, ...]) -> list[Judged]:
-    return list(judged(one for one in measured() if one.name in names))
-
-
-@pytest.mark.sweep  # compiles
-def test_page_of_the_clock_shows_what_it_says(compiler):
-    found = compiler.run(judge, CLOCKED)
-    rows = [line for line in table(found) if AWAITED in line or "rotated" in line]
-    assert len(rows) == 3
-    for row in rows:
-        assert row in (DOCS / "clock-validation.md").read_text()
-    assert summary(found).figures == 3
-    assert summary(found).rank == 1.0  # 495 < 540 < 670
-    assert abs(summary(found).worst) == max(abs(100 * one.error) for one in found)
-    assert pairs_in_order(found) == (3, 3)
-    assert pairs_in_order([found[0], *reversed(found[1:])]) == (3, 3)
-
-
-def test_page_of_the_clock_has_every_figure():
-    text = (DOCS / "clock-validation.md").read_text()
-    shown = re.findall(r"^\| (fitted|kept back) \| (.*?) \| (\d+) \|", text, re.MULTILINE)
-    assert shown == [
-        ("fitted" if one.fitted else "kept back", one.name, f"{one.tflops:.0f}") for one in measured()
-    ]
 
 
 @pytest.mark.sweep  # plans hundreds of layouts; `published` is of the same model

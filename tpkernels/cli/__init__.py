@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "plan": "print and draw the groups of a world, or choose them for a model; needs no GPU and no torch",
-    "clock": "predict by a model what a kernel, or an op on several GPUs, takes; needs no GPU",
+    "clock": "predict by a model what a kernel takes; needs no GPU",
     "check": "compile the kernels and compute with them, without a GPU: exit code 1 on a regression",
     "doctor": "look at this installation and say what is wrong with it",
-    "qualify": "try kernels, transports and graphs on the GPUs of this machine, or on its CPU",
+    "qualify": "try kernels and transports on the GPUs of this machine, or on its CPU",
     "train": "train a GPT on ranks of this machine, or under torchrun",
     "typecheck": "check one step of a training script by types over its ranks, in one process",
     "tune": "time who computes each step of a layer fastest on this GPU, and remember it",

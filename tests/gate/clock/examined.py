@@ -12,14 +12,15 @@ from typing import Any
 
 from tests.compiled import assembly_of
 from tpkernels import kernels
+from tpkernels.dispatch.registered import entry_specs
+from tpkernels.dispatch.workload import EntryWorkload, of_entry
 from tpkernels.gate.ahead_of_time import Entry
-from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.cubin import read
 from tpkernels.gate.clock.launch import Built, SmLaunch, box_bytes, launch_of
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.semantics import translate
-from tpkernels.gate.clock.workload import EntryWorkload, Product, of_entry
+from tpkernels.gate.clock.workload import Product
 
 Edit = tuple[str, str, str]  # module of tpkernels.kernels, what stands there, what shall
 SOURCES = Path(str(kernels.__file__)).parent
@@ -33,7 +34,6 @@ class Examined:
     fetched: int  # bytes, of four tiles of six steps
     stored: int
     tensor: float  # cycles of their products
-    exits: int  # warps that ended at EXIT
     boxes: tuple[int, ...]  # by our rule
     compiled_boxes: tuple[int, ...]  # as Triton says
     faults: dict[str, str]  # what was planted -> the error
@@ -93,7 +93,6 @@ def examined(name: str) -> Examined:
         ran.fetched,
         ran.stored,
         ran.tensor,
-        sum(mark.opcode == "EXIT" for mark in ran.marks),
         tuple(box_bytes(one) for one in described),
         tuple(bytes_of(box) for box in assembly_of(entry).boxes),
         {

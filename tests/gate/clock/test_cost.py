@@ -11,7 +11,7 @@ from tests.gate.clock.examined import clocked, examined, in_fp8, of_rows
 from tpkernels.gate.clock.cost import Cost
 
 TWO_BLOCKS = "linear/descriptor/bf16/64x128x64-w4-s4-p2-x2/gelu_tanh+bias+z"
-ROLES = "linear/descriptor/bf16/128x128x64-w4-s5-p4-c2/none"
+FLAT = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/none"
 BLOCKS = "scaled_linear/descriptor/fp8e4nv/64x128x128-w4-s3-p2-x2/none+blocks"
 SHARED = "reduce_slots/pointer/bf16/16x128/bias"  # a grid of blocks that share all tiles
 ALONE = "advance/pointer/bf16/one"  # a grid of one block
@@ -19,7 +19,7 @@ ALONE = "advance/pointer/bf16/one"  # a grid of one block
 
 @pytest.fixture(scope="module")
 def found(compiler):
-    return {name: compiler.run(examined, name) for name in (TWO_BLOCKS, ROLES)}
+    return {name: compiler.run(examined, name) for name in (TWO_BLOCKS, FLAT)}
 
 
 def test_entries_move_and_multiply_what_their_shapes_say_and_end(found):
@@ -27,22 +27,18 @@ def test_entries_move_and_multiply_what_their_shapes_say_and_end(found):
     assert (two.grid, two.resident, two.cost.resident) == ((2, 1, 1), 2, 2)
     assert two.cost.ideal == 2 * 64 * 128 * 64 / 4096  # of one tile: the tensor cores are shared
     assert two.cost.step.cycles >= two.cost.ideal
-    two, roles = found[TWO_BLOCKS], found[ROLES]
     assert two.tensor == 4 * 6 * two.cost.ideal
     operands, bias = 4 * 6 * (64 + 128) * 64 * 2, 4 * 128 * 2
     assert operands < two.fetched <= operands + 32 * bias  # each warp reads the bias anew, by sectors
     assert two.stored == 4 * 2 * 64 * 128 * 2  # y and z
-    assert roles.tensor == 4 * 6 * roles.cost.ideal
-    assert (roles.fetched, roles.stored) == (4 * 6 * (128 + 128) * 64 * 2, 4 * 128 * 128 * 2)
-    assert found[TWO_BLOCKS].exits == 2 * 4
-    assert found[ROLES].exits == 12
-    one, two = found[TWO_BLOCKS].cost, found[ROLES].cost
-    assert two.edge.cycles < 0.1 * one.edge.cycles + 100
+    flat = found[FLAT]
+    assert flat.tensor == 4 * 6 * flat.cost.ideal
+    assert (flat.fetched, flat.stored) == (4 * 6 * (128 + 256) * 64 * 2, 4 * 128 * 256 * 2)
     for name, one in found.items():
         assert one.boxes == one.compiled_boxes != (), name
 
 
-@pytest.mark.parametrize("name", [TWO_BLOCKS, ROLES])
+@pytest.mark.parametrize("name", [TWO_BLOCKS, FLAT])
 def test_what_does_not_fit_the_launch_is_refused(found, name):
     words = {what: error.split(":")[0] for what, error in found[name].faults.items()}
     assert words == {
@@ -79,9 +75,6 @@ def test_costs_survive_json(found):
         ("wgrad/descriptor/bf16/128x256x64-w8-s4-p4-flat/+=fp32", 0),
         # 8 warps look at flags, in 4 tiles
         ("gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z", 32),
-        pytest.param(
-            "linear/descriptor/bf16/128x256x64-w8-s3-p2-c1/gelu_tanh+bias+z", 0, marks=pytest.mark.sweep
-        ),
         pytest.param("linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z", 0, marks=pytest.mark.sweep),
     ],
 )

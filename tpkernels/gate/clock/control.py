@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from tpkernels.gate.clock import effects
+from tpkernels.gate.clock.cubin import BYTES, Instruction
 from tpkernels.gate.clock.effects import Effect
-from tpkernels.gate.clock.instructions import BYTES, Instruction
 from tpkernels.gate.clock.operands import (
-    NOWHERE,
     Meaning,
     UnknownOperand,
     address,
@@ -143,20 +142,21 @@ def _resume(state: WarpState) -> Effect:
 
 
 def barrier(one: Instruction) -> Meaning:
-    """BAR.SYNC/.RED/.ARV number [, threads]."""
+    """BAR.SYNC/.RED number [, threads]."""
     numbers = [text for text in one.operands if not is_predicate(text)]
     forgets = tuple(destination(text) for text in one.operands[:1] if is_predicate(text) and text[0] != "!")
-    kind = effects.BarrierArrive if "ARV" in one.modifiers else effects.BarrierSync
+    if "ARV" in one.modifiers:
+        raise UnknownOperand(str(one))
     if "ALL" in one.modifiers or not numbers:
         numbers = ["0x0"]
     names = [source(text).name for text in numbers[:2]]
     if all(name.startswith("#") for name in names):
-        fixed = kind(int(names[0][1:]), int(names[1][1:]) if len(names) > 1 else None)
+        fixed = effects.BarrierSync(int(names[0][1:]), int(names[1][1:]) if len(names) > 1 else None)
         return Meaning(lambda state: fixed, forgets=forgets, acts=True)
 
     def run(state: WarpState) -> Effect:
         values = [first(state.registers[name]) for name in names]
-        return kind(values[0] or 0, values[1] if len(values) > 1 else None)
+        return effects.BarrierSync(values[0] or 0, values[1] if len(values) > 1 else None)
 
     return Meaning(run, reads=tuple(names), forgets=forgets, acts=True)
 
@@ -190,7 +190,7 @@ def _arrive(one: Instruction) -> Meaning:
     """A lane counts once; .A1T0 expects no bytes, .A0TR does not count, .ART0 counts as the register says."""
     where, value = address(one.operands[1]), source(one.operands[2]).name
     form = next((name for name in one.modifiers if re.fullmatch(r"A[\dTR]+T[\dR]+|ART0", name)), "A1TR")
-    if form not in ("A1T0", "A1TR", "A0TR", "ART0"):
+    if form not in ("A1T0", "A1TR", "A0TR", "ART0") or "RED" in one.modifiers:  # at another block's mbarrier
         raise UnknownOperand(str(one))
     forgets = following(destination(one.operands[0]))
 
@@ -203,7 +203,7 @@ def _arrive(one: Instruction) -> Meaning:
             total = (content or 0) * lanes
         count = {"A1T0": lanes, "A1TR": lanes, "A0TR": 0, "ART0": total}[form]
         expected = total if form.endswith("TR") else 0
-        return effects.Arrive(first(where.of(state.registers)), count, expected, "RED" in one.modifiers)
+        return effects.Arrive(first(where.of(state.registers)), count, expected)
 
     return Meaning(run, reads=(*where.reads, value), forgets=forgets, acts=True)
 
@@ -220,16 +220,3 @@ def _await(one: Instruction) -> Meaning:
         )
 
     return Meaning(run, writes=(to,), reads=(*where.reads, value), acts=True)
-
-
-def set_registers(one: Instruction) -> Meaning:
-    """USETMAXREG.DEALLOC count; .TRY_ALLOC p, count: p is true at once."""
-    acquire = "TRY_ALLOC" in one.modifiers
-    to = destination(one.operands[0]) if acquire else NOWHERE
-    effect = effects.SetRegisters(int(one.operands[-1], 16), acquire)
-
-    def run(state: WarpState) -> Effect:
-        state.registers[to] = True
-        return effect
-
-    return Meaning(run, writes=(to,), acts=True)

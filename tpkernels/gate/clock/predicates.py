@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tpkernels.gate.clock.instructions import Instruction
+from tpkernels.gate.clock.cubin import Instruction
 from tpkernels.gate.clock.operands import (
     NOWHERE,
     Meaning,
