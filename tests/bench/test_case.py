@@ -18,7 +18,7 @@ from bench.baseline import path_for, read_baseline
 from bench.case import Case, Work, timed_on_ranks
 from bench.cases.bucket_overlap import efficiency, hidden, listed
 from bench.cases.buckets import low, with_better_ddp
-from bench.cases.overlap import Times, predicted, problems, rows_to_copy
+from bench.cases.overlap import Times, problems, rows_to_copy
 from bench.cases.scaled import OFF_BY, PASSES, case_of
 from bench.measure import WARM_UPS, interleave, seconds_of_processor, slowest
 from bench.record import extra_info
@@ -150,15 +150,6 @@ def test_efficiency_is_of_what_could_be_hidden_and_a_control_hides_nothing():
     assert problems([sound]) == []
     assert "hid 0.40" in problems([sound, sound | {"control_efficiency": 0.4}])[0]
     assert problems([{"error": "copies do not proceed"}]) == ["copies do not proceed"]
-
-
-@pytest.mark.parametrize("parts", [1, 2, 4, 8])
-def test_the_model_hides_what_comes_in_time_and_exposes_the_rest(parts):
-    assert predicted(10.0, 0.0, parts) == pytest.approx(10.0)
-    assert predicted(10.0, 5.0, parts) == pytest.approx(10.0)  # here when the own rows are done, part by part
-    late = predicted(10.0, 30.0, parts)
-    assert late == pytest.approx(30.0 + 5.0 / parts)  # the link is the bottleneck: the last part comes on top
-    assert predicted(10.0, 0.0, parts, delay=100.0) == pytest.approx(105.0)
 
 
 ROUNDS = 20
