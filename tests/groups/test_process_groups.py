@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.cases.groups import loop_groups
+from bench.test_groups import loop_groups
 from tests.fake_world import each_rank, fake_rank
 from tests.on_ranks import on_ranks
 from tests.ranks import COLLECTIVE_SECONDS
