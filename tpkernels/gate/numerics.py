@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tpkernels.gate.child import one_line_error
 from tpkernels.gate.compile_gate import has_parts
 from tpkernels.gate.user_kernels import children
 
@@ -133,7 +134,7 @@ def examine(case: NumericCase, frames: Frames) -> Computed:
         results = case.run()
     except Exception as error:  # a kernel that does not run is a finding
         frames.take_faults()
-        return Computed(case.name, float("nan"), children.one_line_error(error))
+        return Computed(case.name, float("nan"), one_line_error(error))
     errors = {what: _part_of_bound(*pair, case.bounds) for what, pair in results.items()}
     off = {what: error for what, error in errors.items() if not error < 1}
     failures = [f"{what} {_mismatch(*results[what], error)}" for what, error in off.items()]

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from tpkernels.gate.ahead_of_time import undecorated
+from tpkernels.gate.child import one_line_error
 from tpkernels.gate.numerics import BOUND, SEED, Frames, NumericCase, Results, examine, outside
 from tpkernels.gate.user_kernels.children import (
     Answer,
     ItemOfChild,
     imported_attribute,
-    one_line_error,
     serve,
 )
 from tpkernels.gate.user_kernels.entries import constant_of_toml
