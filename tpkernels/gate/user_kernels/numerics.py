@@ -24,9 +24,8 @@ from tpkernels.gate.user_kernels.children import (
     imported_attribute,
     serve,
 )
-from tpkernels.gate.user_kernels.entries import constant_of_toml
+from tpkernels.gate.user_kernels.entries import constant_of_toml, dtype_of, passed
 from tpkernels.gate.user_kernels.record import (
-    DTYPES,
     ConfigError,
     Expression,
     OwnKernel,
@@ -67,7 +66,7 @@ def case_of(item: ItemOfChild, frames: Frames) -> NumericCase:
     values = own.at(own.computed[item["sizes"]], PROCESSORS)
     tensors = {name: _framed(own, name, values, frames) for name in own.tensors}
     exact = _expected(own, values, tensors)
-    bounds = {**BOUND, **{_dtype(name): bound for name, bound in own.tolerance.items()}}
+    bounds = {**BOUND, **{dtype_of(name): bound for name, bound in own.tolerance.items()}}
     for name in exact:
         if tensors[name].is_floating_point() and tensors[name].dtype not in bounds:
             dtype = own.tensors[name].dtype
@@ -80,13 +79,8 @@ def case_of(item: ItemOfChild, frames: Frames) -> NumericCase:
     return NumericCase(own.name, run, bounds)
 
 
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, DTYPES[name])
-    return found
-
-
 def _framed(own: OwnKernel, name: str, values: Values, frames: Frames) -> Tensor:
-    dtype, is_output = _dtype(own.tensors[name].dtype), name in own.outputs
+    dtype, is_output = dtype_of(own.tensors[name].dtype), name in own.outputs
     shape, fill = values.shapes[name], own.fill.get(name)
     if fill is None and is_output:
         content = torch.full(shape, outside(dtype), dtype=dtype)
@@ -173,17 +167,10 @@ def _exactly(tensor: Tensor) -> Tensor:
 
 
 def _launch(own: OwnKernel, values: Values, tensors: Mapping[str, Tensor]) -> None:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     kernel = undecorated(imported_attribute("kernel", own.kernel))
     arguments: dict[str, Any] = {name: constant_of_toml(value) for name, value in own.constants.items()}
     arguments |= values.numbers
-    for name, kind in own.tensors.items():
-        view = tensors[name]
-        if kind.block:
-            arguments[name] = TensorDescriptor(view, list(view.shape), list(view.stride()), list(kind.block))
-        else:
-            arguments[name] = view
+    arguments |= {name: passed(own, name, tensor) for name, tensor in tensors.items()}
     kernel[values.grid](**arguments)
 
 
