@@ -52,8 +52,8 @@ def read(path: Path) -> Config:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(str(path), reason) from error
     for key in tables:
-        if key not in ("budgets", "kernels", "streams"):  # the last of `check --streams`
-            raise ConfigError(f"{path}: {key}", "unknown; known are budgets, kernels, streams")
+        if key not in ("budgets", "kernels"):
+            raise ConfigError(f"{path}: {key}", "unknown; known are budgets, kernels")
     budgets, kernels = tables.get("budgets", f"{path.stem}-budgets.json"), tables.get("kernels")
     if not isinstance(budgets, str):
         raise ConfigError(f"{path}: budgets", f"expected the path of a file, got {budgets!r}")
