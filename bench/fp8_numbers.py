@@ -23,7 +23,6 @@ RECIPES: dict[str, Recipe | None] = {
     "+wgrad=fp8+gradients=e5m2": Recipe.rowwise(wgrad="fp8", gradients="e5m2"),
     "blockwise": Recipe.blockwise(),
     "blockwise+power_of_two": Recipe.blockwise(power_of_two=True),
-    "mxfp8+wgrad=fp8": Recipe.mxfp8(wgrad="fp8"),
 }
 
 
@@ -137,7 +136,7 @@ def main(options: Namespace) -> int:
 
 def print_heads(pool: RankPool) -> None:
     print("\n| targets | recipe | log p, rms | log p, most | dhidden | dweight |\n|---|---|---|---|---|---|")
-    names = ["bf16", "rowwise", "+wgrad=fp8+gradients=e5m2", "blockwise", "mxfp8+wgrad=fp8"]
+    names = ["bf16", "rowwise", "+wgrad=fp8+gradients=e5m2", "blockwise"]
     for (targets, sure), name in product((("any", 0.0), ("probable", 16.0)), names):
         (found,) = pool.run(head_errors, name, sure)
         cells = f"{found['rms']:.3f} | {found['most']:.3f} | {100 * found['dhidden']:.1f} | "
@@ -147,7 +146,7 @@ def print_heads(pool: RankPool) -> None:
 def print_distance_from_one_rank(pools: Sequence[RankPool]) -> None:
     results = [f"{op} {result}" for op in ("column", "row") for result in ("y", "dx", "dw")]
     print(f"\n| recipe | TP | {' | '.join(results)} |\n|{'---|' * 8}")
-    for recipe, pool in product(("rowwise", "blockwise", "mxfp8"), pools):
+    for recipe, pool in product(("rowwise", "blockwise"), pools):
         found = pool.run(apart_from_one_rank, Recipe.named(recipe))[0]
         cells = " | ".join(f"{100 * found[result]:.2f}" for result in results)
         print(f"| {recipe} | {pool.world_size} | {cells} |", flush=True)
@@ -157,7 +156,7 @@ def print_bytes(pool: RankPool) -> None:
     print("\n| hidden | recipe | gathers | reduce-scatters |\n|---|---|---|---|")
     for hidden in (64, 256, 1024, 4096):
         (plain, *_) = pool.run(bytes_of, hidden, None)
-        for recipe in ("rowwise", "blockwise", "mxfp8"):
+        for recipe in ("rowwise", "blockwise"):
             (sent, *_) = pool.run(bytes_of, hidden, Recipe.named(recipe))
             to_plain = {
                 kind: {f"{sent[name] / plain[name]:.3f}" for name in sent if kind in name}

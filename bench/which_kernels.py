@@ -19,15 +19,15 @@ from tpkernels.cli.tuning import SplitModel, model_calls
 from tpkernels.dispatch.candidates import TARGET_GPUS, Candidate, candidates, entry_of
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive
-from tpkernels.gate.catalog import entry_specs
+from tpkernels.dispatch.registered import entry_specs
+from tpkernels.dispatch.workload import EntryWorkload
 from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.clock.model import KernelPrediction, predict
-from tpkernels.gate.clock.workload import EntryWorkload
 from tpkernels.gate.expectations import minor_version, read
 from tpkernels.kernels.footprints import TABLE
 from tpkernels.kernels.operands import Form
-from tpkernels.kernels.target import RTX_5090, Target, fp8_obstacle, mx_obstacle
-from tpkernels.kernels.tiles import KERNELS, Kernel, MatmulTile, default_tiles, mx_tiles
+from tpkernels.kernels.target import RTX_5090, Target, fp8_obstacle
+from tpkernels.kernels.tiles import KERNELS, Kernel, MatmulTile, default_tiles
 from tpkernels.kernels.tiles import candidates as shipped_tiles
 from tpkernels.planning.gpus import RATED_GPUS
 
@@ -65,9 +65,6 @@ def _kernel_rows(target: Target) -> Iterator[str]:
         beside = tuple(tile for tile in shipped if tile not in default)
         name = kernel if dtype == torch.bfloat16 else f"{kernel}, fp8"
         yield f"{form} | {name} | {_named(default)} | {_named(beside)} |"
-    if mx_obstacle(target) is None:
-        first, *others = mx_tiles(form, target)
-        yield f"{form} | linear, mxfp8 | {_named([first])} | {_named(others)} |"
 
 
 def _named(tiles: Sequence[MatmulTile]) -> str:

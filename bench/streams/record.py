@@ -385,7 +385,7 @@ def _standing_in(
         patch.object(interpret, "INTERPRETING", False),
         patch.object(target, "_gpu", lambda _: gpu_target),
         patch.object(tiles, "_INTERPRETED", _TILE),
-        patch.object(reduce, "INTERPRETED_SLOT_SUM", tiles.SlotSumTile(2, 32, num_warps=4, per_processor=1)),
+        patch.object(reduce, "INTERPRETED_SLOT_SUM", tiles.BlockTile(2, 32, num_warps=4)),
         *_torchs_api(gpu, properties),
     ]
     with ExitStack() as entered:

@@ -81,7 +81,7 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--peak-tflops 0": "--peak-tflops: expected more than 0 and less than 1e9, got 0.0",
         "--timeout -1": "--timeout: expected more than 0 and less than 1e9, got -1.0",
         "--profile-step 3": "--profile-step: expected a folder, --profile FOLDER",
-        "--fp8 tensorwise": "Recipe: expected 'rowwise', 'blockwise' or 'mxfp8', with options such as",
+        "--fp8 tensorwise": "Recipe: expected 'rowwise' or 'blockwise', with options such as",
         "--size depth=3": "depth: a model has no such size",
         "--size num_heads": "--size: expected NAME=VALUE, got 'num_heads'",
         "--max-norm -1": "max_norm: expected more than 0, got -1.0",

@@ -31,8 +31,9 @@ from tpkernels.cli.qualify_world import (
 )
 from tpkernels.comm.schedule import MOST_CHUNKS, even_chunks, parts_of_shard
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.dispatch.cache import Cache, Choice, Versions
-from tpkernels.gate.numerics import Computed, cases
+from tpkernels.dispatch.cache import Versions
+from tpkernels.dispatch.numeric_cases import cases
+from tpkernels.gate.numerics import Computed
 from tpkernels.kernels import linear as linear_kernel
 
 if torch.cuda.is_available():
@@ -321,18 +322,3 @@ def test_gpus_are_tried_over_what_they_can(ranks, gpus, symmetric, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     if not symmetric:
         assert world.transports() == {**expected, "symmetric-rounds": "ranks are on several machines"}
-
-
-def test_kernels_that_child_processes_have_tried_are_listed(cache):
-    world = QualifyWorld(0, 1, torch.device("cpu"), 7, 1.0, quick=False)
-    assert list(qualify_checks.check_trials(world)) == []
-    kept = Cache(cache, versions_here())
-    kept.put("passed: linear bfloat16 none triton/descriptor/64x64x64-w4-s3-p1-c1", Choice("passed", {}))
-    kept.put("failed: dglu bfloat16 swiglu triton/descriptor/64x64x64-w4-s3-p1-c2", Choice("hung: long", {}))
-    kept.put("linear bfloat16 64x64x64 none rows,rows,rows", Choice("torch", {"torch": 1.0}))
-    assert list(qualify_checks.check_trials(world)) == [
-        Check(
-            "trials", "dglu bfloat16 swiglu", "left out", "triton/descriptor/64x64x64-w4-s3-p1-c2 hung: long"
-        ),
-        Check("trials", "linear bfloat16 none", "right", "triton/descriptor/64x64x64-w4-s3-p1-c1 passed"),
-    ]

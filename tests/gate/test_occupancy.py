@@ -3,8 +3,8 @@
 import pytest
 
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, SHARED_LIMIT
-from tpkernels.gate.occupancy import PROCESSORS, blocks_by_limit, too_few, waves
-from tpkernels.kernels.footprints import BLOCK_BYTES
+from tpkernels.gate.occupancy import BLOCK_BYTES, PROCESSORS, REGISTERS, blocks_by_limit, too_few
+from tpkernels.kernels import footprints
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,7 @@ def test_every_limit_counts():
 
 
 def test_a_block_may_have_what_an_sm_has_but_for_the_reserve():
+    assert (BLOCK_BYTES, REGISTERS) == (footprints.BLOCK_BYTES, footprints.REGISTERS)
     assert set(PROCESSORS) == {name for name in ARCHITECTURES if name.startswith("sm_")}
     for architecture, processor in PROCESSORS.items():
         assert SHARED_LIMIT[architecture] == processor.shared - BLOCK_BYTES
@@ -37,9 +38,3 @@ def test_what_leaves_room_for_too_few_is_named():
     limits = {"registers": 1, "threads": 2, "number of blocks": 32}
     assert [*too_few(2, limits)] == ["2 blocks an SM are launched, its registers hold 1"]
     assert [*too_few(1, limits)] == []
-
-
-def test_waves_count_the_last_one_whole():
-    assert waves(132, 132) == (1.0, 1.0)
-    assert waves(224, 132) == (224 / 132, 224 / 264)
-    assert waves(224, 132, per_processor=2) == (224 / 264, 224 / 264)

@@ -36,19 +36,6 @@ def test_one_loop_over_tiles_and_depth_matches_float64(form, bias, parts, device
     assert_product("linear", call if bias else call | {"bias": None}, tile=tile, form=form)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_roles_of_triton_change_no_bit_and_are_refused_elsewhere(name, device):
-    call = arguments(name, SHAPES["aligned"], torch.bfloat16, device)
-    tile = replace(TILE, specialize=True)
-    if name != "dgrad_pairs":
-        plain = computed(name, call, tile=TILE, form="descriptor")
-        for ours, other in zip(plain, computed(name, call, tile=tile, form="descriptor"), strict=True):
-            assert torch.equal(ours, other)
-    for form in ("pointer", *(["descriptor"] if name == "dgrad_pairs" else [])):
-        with pytest.raises(ValueError, match=r"expected a tile without -ws, got 32x32x32.*on Blackwell"):
-            computed(name, call, tile=tile, form=form)
-
-
 @once(operand=OPERANDS, layout=LAYOUTS)
 def test_product_takes_any_layout_of_each_operand(operand, layout, device):
     name, word = operand

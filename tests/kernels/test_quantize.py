@@ -9,7 +9,7 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF, act_ref
 from tpkernels.kernels.dequantize import dequantize
 from tpkernels.kernels.quantize import quantize, quantize_act, quantize_both, quantize_glu
-from tpkernels.kernels.scaled import DTYPE_OF, LINE, SECTOR, Scaled, dequantize_ref, in_fp32, quantize_ref
+from tpkernels.kernels.scaled import DTYPE_OF, LINE, SECTOR, Scaled, dequantize_ref, quantize_ref
 from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import MAX_FEATURES
 
@@ -17,7 +17,6 @@ SCALINGS = {
     "rows": ("rows", False),
     "blocks": ("blocks", False),
     "squares": ("blocks", True),
-    "mx": ("mx", False),
 }
 OPTIONS = {"e4m3": ("e4m3", False), "e5m2": ("e5m2", False), "power_of_two": ("e4m3", True)}
 
@@ -131,9 +130,9 @@ def test_rows_that_are_zero_tiny_huge_or_no_numbers(dtype, scaling, options, dev
 def test_what_is_no_number_is_seen_in_its_row_or_block_alone(device):
     x = strange_rows(torch.float32, device)
     lost = torch.tensor([row in range(7, 12) for row in range(16)], device=device)
-    for scaling in ("rows", "blocks", "mx"):
+    for scaling in ("rows", "blocks"):
         made = Scaled(quantize(x, format="e4m3", scaling=scaling), 301, "e4m3", scaling)
-        scale = in_fp32(made.scale) if scaling == "mx" else made.scale
+        scale = made.scale
         assert torch.equal(scale[:, 1 - scale.shape[1] :].isnan().any(1), lost)
         assert torch.equal(scale[:, 0].isnan(), lost if scaling == "rows" else x[:, 0].isinf())
         assert not made.data.float().isnan().any()
@@ -194,9 +193,7 @@ def assert_one_step_apart(ours, oracles, like, format, scaling):
     assert differ <= 0.01, f"{100 * differ:.1f} % of the numbers are not the oracle's"
 
 
-@pairwise(
-    activation=ACTIVATIONS, scaling=["rows", "blocks", "mx"], by=["rows", "columns"], format=list(DTYPE_OF)
-)
+@pairwise(activation=ACTIVATIONS, scaling=["rows", "blocks"], by=["rows", "columns"], format=list(DTYPE_OF))
 def test_activation_is_applied_in_fp32_on_the_way_in(activation, scaling, by, format, device):
     z = 2 * normal(37, 301, torch.bfloat16, device)
     z[3, 5], z[4, 5], z[5] = float("nan"), float("inf"), 0
@@ -207,7 +204,7 @@ def test_activation_is_applied_in_fp32_on_the_way_in(activation, scaling, by, fo
     assert_same_words(ours[5], oracles[5])
 
 
-@pairwise(kind=list(GATE_OF), scaling=["rows", "blocks", "mx"], by=["rows", "columns", "mixed"])
+@pairwise(kind=list(GATE_OF), scaling=["rows", "blocks"], by=["rows", "columns", "mixed"])
 def test_gated_unit_is_applied_in_fp32_on_the_way_in(kind, scaling, by, device):
     g, u = (normal(37, 301, torch.bfloat16, device) for _ in range(2))
     g[3, 5], u[4, 5], u[5] = float("nan"), float("inf"), 0
@@ -236,7 +233,7 @@ def assert_same(ours, oracles):
     torch.testing.assert_close(ours, oracles, rtol=0, atol=0, equal_nan=True)
 
 
-@pairwise(shape=WIDENED, scaling=["rows", "blocks", "mx"], format=list(DTYPE_OF), dtype=DTYPES)
+@pairwise(shape=WIDENED, scaling=["rows", "blocks"], format=list(DTYPE_OF), dtype=DTYPES)
 def test_widened_numbers_are_the_oracles(shape, scaling, format, dtype, device):
     x = normal(*shape, torch.float32, device) * torch.logspace(-3, 3, shape[0], device=device)[:, None]
     x[-1, -1] = float("nan")
@@ -303,5 +300,4 @@ def test_program_numbers_of_half_a_million_rows_fit_a_grid():
         for each in (x, x.t()):
             quantize(each, format="e4m3", scaling="rows")
             quantize(each, format="e4m3", scaling="blocks", square=True)
-            quantize(each, format="e4m3", scaling="mx")
     assert all(len(one.grid) == 1 and one.grid[0] < 2**31 for one in launches)

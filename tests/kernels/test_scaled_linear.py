@@ -14,7 +14,6 @@ from tpkernels.dispatch.soundness import FP8_BOUND
 from tpkernels.gate.numerics import BOUND, relative_error
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import act_ref
-from tpkernels.kernels.mx import mx_linear_fwd
 from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words, quantize_ref, spread
 from tpkernels.kernels.scaled_linear import RESULTS, scaled_linear_fwd
 from tpkernels.kernels.target import B200, H100, L40S, RTX_5090
@@ -29,7 +28,7 @@ SHAPES = {
     "blocks": (40, 384, 140),
     "one_row": (1, 1029, 144),
 }
-SCALINGS = ("rows", "blocks", "mx")
+SCALINGS = ("rows", "blocks")
 FORMS = ("descriptor", "pointer")
 FORMATS = {f"{x}_x_{w}": (x, w) for x in ("e4m3", "e5m2") for w in ("e4m3", "e5m2")}
 
@@ -53,8 +52,7 @@ def operands(shape, device, scaling="rows", formats=("e4m3", "e4m3"), square=Fal
 
 
 def run(x, w, bias=None, *, tile=TILE, **options):
-    launcher = mx_linear_fwd if x.scaling == "mx" else scaled_linear_fwd
-    return launcher(x.data, w.data, x.scale, w.scale, bias, tile=tile, **options)
+    return scaled_linear_fwd(x.data, w.data, x.scale, w.scale, bias, tile=tile, **options)
 
 
 def exact_z(x, w, bias=None):
@@ -137,10 +135,9 @@ def in_larger_matrix(one):
     return replace(one, words=words[1:-1, 1:-2])
 
 
-@pytest.mark.parametrize("scaling", ["blocks", "mx"])
 @pytest.mark.parametrize("which", [0, 1])
-def test_rows_of_a_larger_matrix_may_be_multiplied(which, scaling, device):
-    given = list(operands(SHAPES["ragged"], device, scaling))
+def test_rows_of_a_larger_matrix_may_be_multiplied(which, device):
+    given = list(operands(SHAPES["ragged"], device, "blocks"))
     given[which] = in_larger_matrix(given[which])
     assert_scaled_linear(*given)
 

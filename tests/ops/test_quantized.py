@@ -167,7 +167,7 @@ def test_other_ops_are_made_of_linear(recipe, dtype):
                 assert ours.equal(theirs), f"{name}, {i}"
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "rowwise, wgrad fp8", "mxfp8, wgrad fp8, e5m2"])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "rowwise, wgrad fp8, e5m2"])
 @pytest.mark.parametrize(
     "shape", [(0, 8, 8), (0, 300, 8), (1, 1, 1), (1, 7, 3), (5, 129, 1), (3, 0, 5), (300, 5, 257), (2, 8, 0)]
 )
@@ -230,7 +230,7 @@ def test_what_is_no_number_is_kept(where, recipe, bad):
                 assert ours[~rows][:, ~columns].isfinite().all()
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_what_overflows_in_torch_overflows_here_and_what_is_tiny_does_not_vanish(recipe):
     """Scales of 1e-30 and 1e-10 have a product of zero in fp32: sums are multiplied by one after another."""
     x, weight = random(T, K) * 1e-30, random(N, K) * 1e-7
@@ -318,8 +318,7 @@ def test_products_take_one_scale_for_each_square_of_a_weight(monkeypatch):
 
     monkeypatch.setattr(primitives, "scaled_linear", spied)
     monkeypatch.setattr(primitives, "into", spied_into)
-    for recipe in ("rowwise", "blockwise", "mxfp8"):
+    for recipe in ("rowwise", "blockwise"):
         x, weight = leaves_of([random(5, 300), random(257, 300)])
         ops.linear(x, weight, quantize=RECIPES[recipe]).sum().backward()
-    blocks, bytes_ = [((5, 3), (3, 3))] * 2, [((5, 10), (257, 10)), ((5, 9), (300, 9))]
-    assert shapes == [((5, 1), (257, 1)), ((5, 1), (300, 1)), *blocks, *bytes_]
+    assert shapes == [((5, 1), (257, 1)), ((5, 1), (300, 1)), *[((5, 3), (3, 3))] * 2]

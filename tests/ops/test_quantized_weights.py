@@ -68,32 +68,6 @@ def test_a_weight_is_quantized_once_in_each_direction(quantized):
     assert (quantized[N, K], quantized[K, N]) == (3, 3)
 
 
-def test_mxfp8_of_a_weight_that_learns_is_read_once_for_both_directions(quantized, monkeypatch):
-    """What is kept has the bits of what each call makes."""
-    read, original = [], primitives.quantize_both
-    monkeypatch.setattr(primitives, "quantize_both", lambda *args: read.append(0) or original(*args))
-    x, weight = layer()
-
-    def results() -> list[Tensor]:
-        x.grad = weight.grad = None
-        return [step(x, weight, Recipe.mxfp8()), x.grad, weight.grad]
-
-    expected = results()
-    assert (quantized[N, K], quantized[K, N], len(read)) == (1, 1, 0)
-    with reuse_quantized_weights():
-        for _ in range(3):
-            assert all(map(torch.equal, results(), expected))
-        assert (quantized[N, K], quantized[K, N], len(read)) == (1, 1, 1)
-        with torch.no_grad():
-            weight.add_(1)
-        assert not any(map(torch.equal, results()[:2], expected))
-        assert len(read) == 2
-        step(x.detach(), weight.detach(), Recipe.mxfp8())  # without a backward: one direction
-        assert (quantized[N, K], quantized[K, N], len(read)) == (1, 1, 2)
-        step(x.detach(), weight.detach() + 1, Recipe.mxfp8())
-        assert (quantized[N, K], quantized[K, N], len(read)) == (2, 1, 2)
-
-
 def test_views_of_a_weight_are_told_apart(quantized):
     """Halves and transposes, and two weights that share one storage; what is reused has the same bits."""
     x, weight = torch.randn(4, K, requires_grad=True), torch.randn(K, K)
@@ -271,11 +245,10 @@ def test_under_compile_weights_are_reused_where_the_context_is_open(quantized):
 
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "dx", "dw"])
-@pytest.mark.parametrize("made", [Recipe.rowwise, Recipe.mxfp8])
-def test_dy_is_quantized_by_rows_and_columns_at_once_where_both_are_needed(made, needs, monkeypatch):
+def test_dy_is_quantized_by_rows_and_columns_at_once_where_both_are_needed(needs, monkeypatch):
     """With the bits of two calls, and never what is not needed: a frozen weight, or x without gradient."""
     seen: list[tuple[str, tuple[int, ...]]] = []
-    recipe, found = made(wgrad="fp8", gradients="e5m2"), []
+    recipe, found = Recipe.rowwise(wgrad="fp8", gradients="e5m2"), []
 
     def noting(name: str) -> None:
         original = getattr(primitives, name)

@@ -16,6 +16,7 @@ from pathlib import Path
 from tpkernels.cli import SAID_EVERY, BadUse, Progress, add_number, bad_use_if, require_packages, written_to
 
 PROCESSES = 2
+PREPARE = "tpkernels.dispatch.numeric_cases:prepare"
 PACKAGES = ("triton", "torch", "numpy")
 MOVED = (
     "--bits is no option of `check` any more: in a checkout of the repository run `python -m bench bits`; "
@@ -58,9 +59,10 @@ def main(options: Namespace) -> int:
         raise BadUse("--streams compiles and computes no kernels: leave --skip, --update and --arch out")
     require_packages(*PACKAGES)
 
+    from tpkernels.dispatch import registered
     from tpkernels.gate import compile_gate, numerics, report
     from tpkernels.gate.ahead_of_time import ARCHITECTURES
-    from tpkernels.gate.user_kernels import config as own
+    from tpkernels.gate.user_kernels.config import read, suite_of
     from tpkernels.gate.user_kernels.record import ConfigError
 
     if options.streams:
@@ -70,19 +72,17 @@ def main(options: Namespace) -> int:
             return check_streams.main(options.only, options.config, options.orders, options.json)
     start = time.perf_counter()
     architectures = ARCHITECTURES if options.arch is None else options.arch.split(",")
-    compute: own.Compute
     with bad_use_if(compile_gate.UsageError, ConfigError):
-        if options.config is None:
-            suite, compute = compile_gate.ours(), numerics.check
-        else:
-            suite, compute = own.suite_of(options.config)
+        config = registered.config() if options.config is None else read(options.config)
+        suite = suite_of(config)
         jobs = [] if options.skip == "compile" else compile_gate.jobs_of(suite, architectures, options.only)
         with Progress("compiling", len(jobs), seconds=SAID_EVERY) as step:
             compiled, notes = (
                 compile_gate.check(suite, jobs, PROCESSES, step, options.update) if jobs else ([], [])
             )
         with Progress("computing", seconds=SAID_EVERY) as step:
-            computed = [] if options.skip == "numerics" else compute(options.only, step)
+            skipped = options.skip == "numerics"
+            computed = [] if skipped else numerics.check(config, options.only, step, PREPARE)
         if not compiled and not computed:
             where = f" on {options.arch}" if options.arch else ""
             raise BadUse(f"nothing{where} has {options.only!r} in its name")

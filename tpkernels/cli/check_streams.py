@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels.cli import SAID_EVERY, BadUse, Progress, write_json
-from tpkernels.gate.catalog import has_parts
+from tpkernels.gate.compile_gate import has_parts
 from tpkernels.gate.user_kernels.config import parsed
 from tpkernels.gate.user_kernels.record import ConfigError
 from tpkernels.gate.workers import results_of

@@ -57,7 +57,6 @@ VARIABLES = {
     "TPKERNELS_CHECK_REPLICAS": AllowedValues("[0-9]*", "a number of optimizer steps, or 0 for never"),
     "TPKERNELS_CXXFLAGS": _ANYTHING,  # of setup.py
     "TPKERNELS_DEBUG": _SWITCH,
-    "TPKERNELS_GLUON": _SWITCH,
     "TPKERNELS_LIFELINE": _ANYTHING,  # from a launcher to its ranks
     "TPKERNELS_LOG": _one_of("choices"),
     "TPKERNELS_QUALIFY_PROGRESS": _ANYTHING,  # from `qualify` to its ranks

@@ -131,7 +131,6 @@ def _lines(world: QualifyWorld) -> Iterator[dict[str, Any]]:
         check_buckets,
         check_kernels,
         check_times,
-        check_trials,
     )
 
     parts = {
@@ -140,7 +139,6 @@ def _lines(world: QualifyWorld) -> Iterator[dict[str, Any]]:
         "graphs": check_graphs,
         "times": check_times,
         "buckets": check_buckets,
-        "trials": check_trials,
     }
     times: dict[str, float] = {}
     for name, checks in parts.items():

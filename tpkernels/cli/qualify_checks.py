@@ -19,14 +19,12 @@ from torch.nn import functional
 from tpkernels.buckets import registered
 from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.buckets.registered import Collective
-from tpkernels.cli.qualify_world import Check, LeftOut, QualifyWorld, versions_here
+from tpkernels.cli.qualify_world import Check, LeftOut, QualifyWorld
 from tpkernels.comm.agreement import CannotTakePart
 from tpkernels.comm.groups import start_all_gather, start_reduce_scatter
-from tpkernels.dispatch.cache import Cache
-from tpkernels.dispatch.verdicts import recorded
+from tpkernels.dispatch.numeric_cases import cases
 from tpkernels.extension import ExtensionState, extension
-from tpkernels.files import cache_folder
-from tpkernels.gate.numerics import Frames, NumericCase, cases, examine
+from tpkernels.gate.numerics import Frames, NumericCase, examine
 from tpkernels.kernels import launch
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import fp8_obstacle, target_of
@@ -62,13 +60,6 @@ def check_kernels(world: QualifyWorld) -> Iterator[Check]:
         yield Check("kernels", launcher, "wrong" if failures else "right", said)
     if others := sorted(found[0][0] - set(worst)):  # in a quick run
         yield Check("kernels", "others", "left out", ", ".join(others))
-
-
-def check_trials(world: QualifyWorld) -> Iterator[Check]:
-    """Yield a check for each kernel that child processes have tried on this model of GPU."""
-    for variant, found in recorded(Cache(cache_folder(), versions_here())):
-        step, _, candidate = variant.rpartition(" ")
-        yield Check("trials", step, "right" if found == "passed" else "left out", f"{candidate} {found}")
 
 
 def _computed(world: QualifyWorld) -> tuple[set[str], list[tuple[str, float, str]]]:

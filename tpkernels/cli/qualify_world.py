@@ -41,7 +41,7 @@ FORMAT = 1
 class Check:
     """One line of the table of `qualify`: a test and its result."""
 
-    part: str  # kernels, transports, calls, graphs, times, buckets, trials, ranks
+    part: str  # kernels, transports, calls, graphs, times, buckets, ranks
     name: str
     status: Literal["right", "wrong", "left out"]
     text: str

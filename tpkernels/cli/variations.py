@@ -21,7 +21,6 @@ from tpkernels.dispatch.candidates import TORCH, Candidate, TargetGpu, obstacle,
 from tpkernels.dispatch.chooser import Chooser, Decision
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive
-from tpkernels.kernels.footprints import Footprint
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.operands import Form
 
@@ -39,7 +38,7 @@ def neighbours(tile: MatmulTile, form: Form) -> Iterator[MatmulTile]:
     changes: list[dict[str, Any]] = [{"group": group} for group in GROUPS if group != tile.group]
     changes += [{"num_stages": tile.num_stages + step} for step in (-1, 1)]
     changes += [{"parts": tile.parts * 2}, {"parts": tile.parts // 2}]
-    if form == "descriptor" and not tile.consumers:  # others have one loop and fixed programs
+    if form == "descriptor":  # others have a program a tile
         changes += [{"flatten": not tile.flatten}, {"per_processor": 3 - tile.per_processor}]
     for change in changes:
         if change.get("num_stages", 1) <= MOST_STAGES and change.get("per_processor", 1) > 0:
@@ -112,12 +111,12 @@ class Variations:
 
 
 def fastest_of_each_kind(timed: Sequence[Candidate], milliseconds: Mapping[str, float]) -> list[Candidate]:
-    """Return the fastest of our kernels of each form and roles of warps, without much slower kinds."""
+    """Return the fastest of our kernels of each form, without much slower kinds."""
     ours = sorted((one for one in timed if one.tile is not None), key=lambda one: milliseconds[one.name])
     near = [one for one in ours if milliseconds[one.name] <= NEAR * min(milliseconds.values())]
-    kinds: dict[tuple[object, object], Candidate] = {}
+    kinds: dict[object, Candidate] = {}
     for one in near:
-        kinds.setdefault((one.form, one.tile and (one.tile.consumers, one.tile.specialize)), one)
+        kinds.setdefault(one.form, one)
     return list(kinds.values())
 
 
@@ -132,7 +131,7 @@ class CompiledTiles:
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], wanted: Sequence[Candidate]
     ) -> list[Candidate]:
         from tpkernels.gate import ahead_of_time  # here: they need Triton
-        from tpkernels.gate.expectations import violations
+        from tpkernels.gate.rules import violations
 
         target = self.gpu.target
         architecture = f"sm_{target.capability}"
@@ -148,11 +147,7 @@ class CompiledTiles:
         sound = []
         results = ahead_of_time.compile_all(jobs, self.processes, lambda job: None) if jobs else []
         for one, job, facts in zip(launched, jobs, results, strict=True):
-            assert one.tile is not None
-            if isinstance(facts, str) or any(violations(job.entry, architecture, facts)):
-                continue
-            footprint = Footprint(facts.shared, facts.registers, facts.spills)
-            if footprint.obstacle(one.tile, target) is None:
+            if not isinstance(facts, str) and not any(violations(job.entry.rules, architecture, facts)):
                 sound.append(one)
         return sound
 
@@ -161,15 +156,15 @@ def _entry(
     record: Primitive[..., Any], arguments: tuple[Any, ...], one: Candidate, gpu: TargetGpu, architecture: str
 ) -> Any:
     """Return the catalog entry of this candidate's launch."""
-    from tpkernels.gate.recording import MetaOperands, recorded
+    from tpkernels.dispatch.recording import EntrySpec, MetaOperands
 
     problem = record.problem(*arguments)
     ragged = any(layout.tma_obstacle() for layout in problem.layouts)
-    return recorded(
+    return EntrySpec(
         f"{problem.kernel}/{one.name}/{record.name}" + "/ragged" * ragged,
         lambda of: one.bind(record)(*arguments),
         MetaOperands(*problem.product, problem.depth, problem.dtype, ragged=ragged),
         gpu.target,
         (architecture,),
         precision="tf32" if problem.tf32 else "ieee",
-    )
+    ).entry()

@@ -12,9 +12,7 @@ replayed: one candidate is chosen for eager calls and one for graphs. Timing is 
 is captured or torch.compile traces, since neither may wait for the GPU, nor with TPKERNELS_TUNE=0.
 
 Choosing takes half a minute at most: when CHECKING_SECONDS are over, what was not tried yet stays so, and is
-told. A kernel whose warps have roles (see `MatmulTile`) was never run before it was shipped. It runs here
-only after it passed a trial in a child process (see `verdicts`). It is chosen only where its results were
-then compared with torch's on this machine, now or when this machine's cache was written.
+told.
 
 A choice changes who computes a product on this rank, never what is communicated, when, or in which shape:
 that is decided elsewhere, from global shapes. Ranks choose for themselves until they are given a store to
@@ -42,10 +40,9 @@ from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive, R
 from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like, spoil_freed
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer, Times
-from tpkernels.dispatch.verdicts import Verdicts, verdicts_on
 from tpkernels.env import env_flag
 from tpkernels.extension import steps
-from tpkernels.kernels.disk_cache import cache_folder
+from tpkernels.files import cache_folder
 from tpkernels.kernels.target import fp32_precision
 
 MARGIN = 0.02  # of the usual one's time: less is noise, and torch is lighter to launch
@@ -131,7 +128,6 @@ class Chooser:
         shipped: Mapping[str, Choice],
         obstacle: Callable[[torch.device], str | None] = obstacle,
         clock: Callable[[], float] = perf_counter,
-        verdicts: Verdicts | None = None,
     ) -> None:
         self.gpu = gpu
         self._device = device
@@ -140,7 +136,6 @@ class Chooser:
         self._shipped = shipped
         self._obstacle = obstacle
         self._clock = clock
-        self._verdicts = verdicts or verdicts_on(device, cache, lambda device: self._obstacle(device))
         self._published: Published | None = None
         self._functions: dict[object, Callable[..., Any]] = {}
         self._lock = Lock()  # forward and backward run in two threads, which must not time at once
@@ -254,7 +249,7 @@ class Chooser:
         found: list[Candidate] = []
         for name in choice.names:
             candidate = named(name, record, problem, self.gpu)
-            if candidate is None or not self._is_trusted(candidate, record, problem, arguments):
+            if candidate is None:
                 log.warnings.warning(
                     "other ranks compute %s by %s, which is no candidate here: results may differ in bits",
                     problem.key,
@@ -265,29 +260,6 @@ class Chooser:
         if choice.milliseconds:  # else nobody has timed it
             self.cache.put(problem.key, choice)
         return _decision(problem, found, "agreed", choice)
-
-    def _is_trusted(
-        self,
-        candidate: Candidate,
-        record: Primitive[..., Any],
-        problem: Problem,
-        arguments: tuple[Any, ...],
-    ) -> bool:
-        """Whether what another rank has chosen may run here: with roles, once it agrees with torch."""
-        if candidate.tile is None or not candidate.tile.in_roles:
-            return True
-        known = self.cache.get(problem.key)
-        if known is not None and candidate.name in known.names and self._verdicts.permits(problem, candidate):
-            return True
-        if self._obstacle(self._device) is not None:
-            return False
-        try:
-            return candidate.name in self._sound_runs(record, problem, (candidate,), arguments)
-        except Exception as error:  # out of memory, most likely, which must not end this rank's step
-            log.warnings.warning(
-                "cannot compare %s for %s with torch: %s", candidate.name, problem.key, error
-            )
-            return False
 
     def _torch_or_timed(
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor]
@@ -314,15 +286,10 @@ class Chooser:
             if choice is None:
                 continue
             found = [named(name, record, problem, self.gpu) for name in choice.names]
-            allowed = [one for one in found if one and self._may_run(one, problem, source)]
-            if len(allowed) == len(found):
-                return _decision(problem, allowed, source, choice)
+            there = [one for one in found if one is not None]
+            if len(there) == len(found):
+                return _decision(problem, there, source, choice)
         return None
-
-    def _may_run(self, candidate: Candidate, problem: Problem, source: Source) -> bool:
-        if source == "shipped" and candidate.tile is not None and candidate.tile.in_roles:
-            return False  # nobody has compared it with torch here
-        return self._verdicts.permits(problem, candidate)
 
     def timed(
         self,
@@ -379,7 +346,6 @@ class Chooser:
         seconds: float = inf,
     ) -> Runs:
         """Return the candidates that agree with torch, each bound to the same scratch operands."""
-        wanted = self._verdicts.admitted(problem, wanted)
         began = self._clock()
         scratch = scratch_like(arguments, problem.depth, self._device)
         expected = results_of(record, record.by_torch, scratch)

@@ -20,21 +20,12 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tpkernels.gate import (
-    disassembly,
-    epilogue,
-    occupancy,
-    ptx_flow,
-    roles,
-    triton_ir,
-)
+from tpkernels.gate import disassembly, occupancy, ptx_flow, triton_ir
 from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
-from tpkernels.gate.ptx_flow import Flow
+from tpkernels.gate.disk_cache import DiskCache
 from tpkernels.gate.workers import results_of
-from tpkernels.kernels.disk_cache import DiskCache
-from tpkernels.kernels.operands import Form
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
@@ -42,6 +33,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+Form = Literal["descriptor", "pointer"]
 Constant = int | bool | str | float | None  # or a dtype of Triton's
 # architecture -> bytes of shared memory a block may have; past it compiling succeeds, and launching fails
 SHARED_LIMIT: Mapping[str, int] = {
@@ -75,6 +67,7 @@ class Entry:
     unspecialised: frozenset[str] = frozenset()  # arguments of whose values Triton is told nothing
     folder: str = ""  # in which its module is looked for before all others; "": where ours are
     more_options: Mapping[str, Any] = field(default_factory=dict)  # of Triton
+    rules: tuple[str, ...] = ()  # that what is compiled of it must keep, see `gate.rules`
 
     @property
     def options(self) -> dict[str, Any]:
@@ -109,17 +102,8 @@ class Facts:
     unordered_reads: tuple[str, ...]  # why rows may be read before their flag, see `ptx_flow`; () on AMD
     unordered_flags: tuple[str, ...]  # why a flag may be seen before its rows
     seconds: float  # that compiling took
-    threads: int = 0  # a block, with those that fill a role of few warps up; 0: not known
-    role_registers: tuple[
-        int, ...
-    ] = ()  # a thread of each role of warps, the default one first; (): one role
+    threads: int = 0  # a block; 0: not known
     blocks: int | None = None  # that an SM holds; None: not known
-    # of products on sm_90, see `epilogue`; None: not looked at
-    exposed_waits: int | None = None
-    serial_stores: int | None = None
-    products_during_stores: bool | None = None
-    loads_during_stores: bool | None = None
-    unordered_roles: tuple[str, ...] = ()  # why warps may be out of step, see `roles`
     cubin: str = ""  # a hash of the machine code, where it is clocked
 
     def count(self, instruction: str) -> int:
@@ -261,7 +245,7 @@ def compile_key(entry: Entry, architecture: str) -> str:
     source = ast_source(entry)
     source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
     key = get_cache_key(source, backend, options, variables)
-    readers = (disassembly, epilogue, occupancy, ptx_flow, roles, triton_ir)
+    readers = (disassembly, occupancy, ptx_flow, triton_ir)
     files = (__file__, *(reader.__file__ for reader in readers))
     ours = b"".join(Path(str(file)).read_bytes() for file in files)
     return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()
@@ -270,11 +254,10 @@ def compile_key(entry: Entry, architecture: str) -> str:
 def ast_source(entry: Entry) -> ASTSource:
     """What `triton.compile(..., target=..., options=entry.options)` takes."""
     from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel = jit_function(entry)
     names = list(kernel.arg_names)
-    return (GluonASTSource if kernel.is_gluon() else ASTSource)(
+    return ASTSource(
         fn=kernel,
         signature={name: entry.arguments.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in entry.constants.items()},
@@ -325,7 +308,6 @@ def _nvidia(compiled: Any, seconds: float, architecture: str) -> Facts:
     assert usage, "cuobjdump without a line of resource usage"
     mix = disassembly.sass_mix(listing)
     registers, threads, shared = int(usage[1]), _threads(compiled), compiled.metadata.shared
-    first = compiled.asm["ttir" if "ttir" in compiled.asm else "ttgir"]  # Gluon starts with the latter
     return Facts(
         registers=registers,
         stack=int(usage[2]),
@@ -333,8 +315,8 @@ def _nvidia(compiled: Any, seconds: float, architecture: str) -> Facts:
         shared=shared,
         in_flight=disassembly.wgmma_in_flight(listing),
         instructions=mix,
-        aligned=triton_ir.aligned_arguments(first),
-        narrow_offsets=triton_ir.narrow_offsets(first),
+        aligned=triton_ir.aligned_arguments(compiled.asm["ttir"]),
+        narrow_offsets=triton_ir.narrow_offsets(compiled.asm["ttir"]),
         unordered_reads=ptx_flow.unordered_reads(compiled.asm["ptx"]),
         unordered_flags=ptx_flow.unordered_flags(compiled.asm["ptx"]),
         seconds=seconds,
@@ -343,26 +325,7 @@ def _nvidia(compiled: Any, seconds: float, architecture: str) -> Facts:
             occupancy.blocks_by_limit(architecture, registers, threads, shared).values(), default=None
         ),
         cubin=hashlib.sha256(code).hexdigest() if architecture in CLOCKED else "",
-        **_of_roles(compiled.asm["ptx"], architecture, gluon="ttir" not in compiled.asm),
     )
-
-
-def _of_roles(text: str, architecture: str, gluon: bool) -> dict[str, Any]:
-    if architecture != "sm_90" and not (gluon and architecture == "sm_100"):
-        return {}
-    flow = Flow.of(text)
-    if architecture == "sm_100":
-        return {"unordered_roles": roles.unordered_roles(flow)}
-    if not epilogue.multiplying(flow):
-        return {}
-    return {
-        "role_registers": epilogue.role_registers(flow),
-        "exposed_waits": epilogue.exposed_waits(flow),
-        "serial_stores": epilogue.serial_stores(flow),
-        "products_during_stores": epilogue.products_during_stores(flow),
-        "loads_during_stores": epilogue.loads_during_stores(flow),
-        "unordered_roles": roles.unordered_roles(flow),
-    }
 
 
 def _amd(compiled: Any, seconds: float) -> Facts:

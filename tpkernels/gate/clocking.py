@@ -30,15 +30,14 @@ from tpkernels.gate.ahead_of_time import (
     facts_together,
     machine_code_of,
 )
-from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.cubin import read
 from tpkernels.gate.clock.effects import ClockFault
 from tpkernels.gate.clock.launch import Built
 from tpkernels.gate.clock.model import KernelPrediction, predict
-from tpkernels.gate.clock.workload import Workload, of_entry, sized
+from tpkernels.gate.clock.workload import Workload
+from tpkernels.gate.disk_cache import DiskCache
 from tpkernels.gate.workers import results_of
-from tpkernels.kernels.disk_cache import DiskCache
 
 CYCLES = "cycles"  # of the user's caches
 TOGETHER = 8  # tasks, whose machine code is disassembled at once
@@ -52,22 +51,6 @@ class Launching(Protocol):
 
     def workload(self) -> Workload:
         """What is clocked."""
-
-
-@dataclass(frozen=True, slots=True)
-class FromCatalog:
-    """As the catalog records it; the cost of products is one of the kernel, not of a shape."""
-
-    entry: Entry
-    sizes: tuple[int, int, int] | None = None  # see `of_entry`
-
-    def text(self) -> str:
-        spec = sized(entry_specs()[self.entry.name], self.sizes)
-        alone = replace(spec, target=replace(spec.target, processors=1))
-        return f"{spec.launch()!r} {alone.launch()!r}"
-
-    def workload(self) -> Workload:
-        return of_entry(self.entry, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)

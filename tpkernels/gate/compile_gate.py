@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import triton
 
 from tpkernels.gate import expectations
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, CompileJob, Entry, Facts
-from tpkernels.gate.catalog import entry_specs, has_parts
 from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.clocking import (
     ClockedJob,
     Examined,
-    FromCatalog,
     Launching,
     examine_all,
 )
-from tpkernels.gate.expectations import Budget, Budgets, violations
-from tpkernels.gate.recording import HAS_GLUON
-from tpkernels.kernels.footprints import TABLE
-
-Rules = Callable[[Entry, str, Facts], Iterable[str]]  # what is broken on an architecture, in words
+from tpkernels.gate.expectations import Budget, Budgets
+from tpkernels.gate.rules import violations
 
 
 @dataclass(frozen=True)
@@ -46,20 +42,21 @@ class Suite:
     """Entries that are checked together."""
 
     name: str
-    architectures: Mapping[str, tuple[str, ...]]  # name of an entry -> those that it is compiled for
-    entry: Callable[[str], Entry]  # by its name: only what is asked for is made
+    entries: Mapping[str, Entry]  # by name
     budgets: Path
-    rules: Rules
     launching: Callable[[Entry], Launching | None]  # how it is clocked; None: it is not
 
 
-def ours() -> Suite:
-    """The kernels of this package."""
-    named = entry_specs()
-    architectures = {name: spec.architectures for name, spec in named.items()}
-    return Suite(
-        "the catalog", architectures, lambda name: named[name].entry(), TABLE, violations, FromCatalog
-    )
+def has_parts(name: str, wanted: str) -> bool:
+    """What `check --only` takes: whether `wanted` is in `name` between slashes; `*` stands for anything.
+
+    >>> has_parts("gfx942/linear/pointer/bf16", "linear/pointer")
+    True
+    >>> has_parts("gather_linear/pointer/bf16", "linear"), has_parts("gather_linear/pointer/bf16", "*linear")
+    (False, True)
+    """
+    wanted = wanted.strip("/")
+    return not wanted or fnmatchcase(f"/{name}/", f"*/{wanted}/*")
 
 
 def jobs_of(suite: Suite, architectures: Sequence[str], only: str) -> list[CompileJob]:
@@ -69,16 +66,11 @@ def jobs_of(suite: Suite, architectures: Sequence[str], only: str) -> list[Compi
         raise UsageError(
             f"expected --arch of {', '.join(ARCHITECTURES)}; got {', '.join(map(repr, unknown))}"
         )
-    chosen = [
-        suite.entry(name)
-        for name, compiled_for in suite.architectures.items()
-        if has_parts(name, only) and not set(architectures).isdisjoint(compiled_for)
-    ]
     return [
         CompileJob(entry, architecture)
         for architecture in dict.fromkeys(architectures)
-        for entry in chosen
-        if architecture in entry.architectures
+        for entry in suite.entries.values()
+        if architecture in entry.architectures and has_parts(entry.name, only)
     ]
 
 
@@ -108,9 +100,7 @@ def check(
         for budget in [before.of(job.architecture, job.entry.name)]
     ]
     results = examine_all(tasks, processes, report)
-    if not HAS_GLUON and suite.budgets == TABLE and any(job.architecture == "sm_90" for job in jobs):
-        notes.append(f"kernels in Gluon are left out: they need Triton 3.7, this is {triton.__version__}")
-    current = {(gpu, name) for name, compiled_for in suite.architectures.items() for gpu in compiled_for}
+    current = {(gpu, name) for name, entry in suite.entries.items() for gpu in entry.architectures}
     if update:
         new = {
             (job.architecture, job.entry.name): Budget.of(result.facts, _known(result))
@@ -137,27 +127,19 @@ def check(
     if not update and (anew := sum(map(_is_clocked_anew, tasks, results))):
         notes.append(f"{anew} kernels were clocked anew: --update keeps their cycles for other machines")
     found = table.get(minor)
-    judged = (
-        judge(*pair, found, triton.__version__, suite.rules) for pair in zip(jobs, results, strict=True)
-    )
+    judged = (judge(*pair, found, triton.__version__) for pair in zip(jobs, results, strict=True))
     return list(judged), notes
 
 
-def judge(
-    job: CompileJob,
-    result: Examined,
-    budgets: Budgets | None,
-    triton_version: str,
-    rules: Rules | None = None,
-) -> Compiled:
-    """Hold a result to the rules (ours, if none are given), and to its budget.
+def judge(job: CompileJob, result: Examined, budgets: Budgets | None, triton_version: str) -> Compiled:
+    """Hold a result to the rules of its entry, and to its budget.
 
     Without a table of this Triton for this architecture there are the rules alone.
     """
     facts, cost = result.facts, _known(result)
     if isinstance(facts, str):
         return Compiled(job, None, (f"does not compile: {facts}",))
-    failures = [*(rules or violations)(job.entry, job.architecture, facts)]
+    failures = [*violations(job.entry.rules, job.architecture, facts)]
     if isinstance(result.cost, str):
         failures.append(f"cannot be clocked: {result.cost}")
     if budgets is not None and budgets.hold(job.architecture):

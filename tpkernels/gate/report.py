@@ -30,7 +30,7 @@ SHOWN = (
     "STL",
     "LDL",
 )
-HEADINGS = "regs   shared  blocks  spills  waits   step     edge  instructions"
+HEADINGS = "regs   shared  blocks  spills   step     edge  instructions"
 
 
 def tell(
@@ -127,10 +127,9 @@ def _numbers(one: Compiled) -> str:
     if facts is None:
         return "does not compile"
     mix = " ".join(f"{name} {facts.count(name)}" for name in SHOWN if facts.count(name))
-    blocks, waits = ("-" if number is None else number for number in (facts.blocks, facts.exposed_waits))
-    roles = f" roles {'/'.join(map(str, facts.role_registers))}" if facts.role_registers else ""
-    taken = f"{facts.registers:>4}  {facts.shared:>7,}  {blocks:>6}  {facts.spills:>6}  {waits:>5}"
-    return f"{taken}  {_cycles(one.cost)}  {mix}{roles}"
+    blocks = "-" if facts.blocks is None else facts.blocks
+    taken = f"{facts.registers:>4}  {facts.shared:>7,}  {blocks:>6}  {facts.spills:>6}"
+    return f"{taken}  {_cycles(one.cost)}  {mix}"
 
 
 def _cycles(cost: Cost | None) -> str:

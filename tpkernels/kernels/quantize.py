@@ -34,12 +34,11 @@ from tpkernels.kernels.activations import GATE_OF, Activation, Glu, require_acti
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.launch_plans import planned
-from tpkernels.kernels.mx import quantize_mx
 from tpkernels.kernels.operands import require_matrices
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
 from tpkernels.kernels.scaled import words_of
 from tpkernels.kernels.target import fast_math, require_fp8, target_of
-from tpkernels.kernels.tiles import MAX_FEATURES, RowTile, row_tile
+from tpkernels.kernels.tiles import MAX_FEATURES, BlockTile, row_tile
 
 mend()
 
@@ -311,19 +310,11 @@ def _quantize_blocks_kernel(
         tl.store(first_scale + i, tl.zeros((BLOCK_ROWS, 32), tl.int32), mask)
 
 
-class _Tile(NamedTuple):
-    """What a program holds at a time."""
-
-    block_rows: int
-    block_cols: int
-    num_warps: int
-
-
-_COLUMNS = _Tile(32, 128, num_warps=8)  # of x that lies by columns: 64 bytes of each
-_LONG_ROWS = _Tile(1, 4096, num_warps=8)
-_BLOCKS = _Tile(8, 8 * BLOCK, num_warps=8)  # a row's scales fill a sector
-_BLOCKS_BY_COLUMNS = _Tile(32, BLOCK, num_warps=8)
-_SQUARES = _Tile(BLOCK, BLOCK, num_warps=16)
+_COLUMNS = BlockTile(32, 128, num_warps=8)  # of x that lies by columns: 64 bytes of each
+_LONG_ROWS = BlockTile(1, 4096, num_warps=8)
+_BLOCKS = BlockTile(8, 8 * BLOCK, num_warps=8)  # a row's scales fill a sector
+_BLOCKS_BY_COLUMNS = BlockTile(32, BLOCK, num_warps=8)
+_SQUARES = BlockTile(BLOCK, BLOCK, num_warps=16, chunk=BLOCK)
 
 
 @planned
@@ -391,7 +382,7 @@ class BothWords(NamedTuple):
 
 @planned
 def quantize_both(x: Tensor, *, format: Format, scaling: Scaling, power_of_two: bool = False) -> BothWords:
-    """`quantize` of x and of x.t(): x is read once for MXFP8; with a scale a row twice, and not three times.
+    """`quantize` of x and of x.t(), with a scale a row: x is read twice, and not three times.
 
     Rows are written when they are first read, which gives the largest sizes of columns. Two calls quantize
     rows that no program holds, and a matrix that is contiguous in neither direction.
@@ -400,13 +391,7 @@ def quantize_both(x: Tensor, *, format: Format, scaling: Scaling, power_of_two: 
     """
     name = "quantize_both"
     require_matrices(name, ("x", x))
-    _require_words(name, "scaling", scaling, Literal["rows", "mx"])
-    if scaling == "mx":
-        _require_words(name, "format", format, Format)
-        require_fp8(name, target_of(x.device))
-        both = BothWords(*(_empty_words(each, "mx") for each in (x, x.t())))
-        quantize_mx(x, None, format=format, rows=both.rows, columns=both.columns)
-        return both
+    _require_words(name, "scaling", scaling, Literal["rows"])
     by_columns = x.stride(0) == 1 != x.stride(1)
     one = x.t() if by_columns else x
     T, K = one.shape
@@ -479,11 +464,7 @@ def _quantize(
         (words,) = launch.results(launcher, out, shapes, inputs, dtype=torch.int32)
     if not words.numel():
         return words
-    if scaling == "mx":
-        quantize_mx(x, u, format=format, activation=activation, rows=words, columns=None)
-        return words
     by_columns = x.stride(0) == 1 != x.stride(1)
-    tile: _Tile | RowTile
     if scaling == "blocks":
         tile = _SQUARES if square else _BLOCKS_BY_COLUMNS if by_columns else _BLOCKS
         constants = {"SQUARE": square, "BLOCK": BLOCK, "GROUPS": tile.block_cols // BLOCK}
@@ -505,7 +486,7 @@ def _start_strips(
     activation: Activation,
     format: Format,
     power_of_two: bool,
-    tile: _Tile,
+    tile: BlockTile,
     largest: Tensor | None,
 ) -> None:
     """largest: (count, rows) sizes, of which each row's is the largest, if they are known."""
@@ -522,7 +503,7 @@ def _start(
     activation: Activation,
     format: Format,
     power_of_two: bool,
-    tile: _Tile | RowTile,
+    tile: BlockTile,
     constants: dict[str, Any],
     found: tuple[Tensor, int] | tuple[()] = (),
 ) -> None:

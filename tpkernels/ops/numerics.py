@@ -129,7 +129,6 @@ class Plain:
     segments = 0  # of TP-invariance, that this rank has
     sums_any_order = True  # of tokens: gradients may be summed as rows arrive
     kept: KeptRows = "none"  # the rows that forward keeps of an x that it gathered; none: x itself is kept
-    waits = True  # whether a kernel multiplies gathered rows as they arrive
 
     def __str__(self) -> str:
         return ""

@@ -12,14 +12,15 @@ from typing import Any
 
 from tests.compiled import assembly_of
 from tpkernels import kernels
+from tpkernels.dispatch.registered import entry_specs
+from tpkernels.dispatch.workload import EntryWorkload, of_entry
 from tpkernels.gate.ahead_of_time import Entry
-from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.cubin import read
 from tpkernels.gate.clock.launch import Built, SmLaunch, box_bytes, launch_of
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.semantics import translate
-from tpkernels.gate.clock.workload import EntryWorkload, Product, of_entry
+from tpkernels.gate.clock.workload import Product
 
 Edit = tuple[str, str, str]  # module of tpkernels.kernels, what stands there, what shall
 SOURCES = Path(str(kernels.__file__)).parent

@@ -8,8 +8,8 @@ import struct
 import pytest
 
 from tests.compiled import assembly_of
+from tpkernels.dispatch.registered import entry_specs
 from tpkernels.gate import disassembly
-from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cubin import Cubin, KernelParameter, WrongArchitecture, parse, read
 from tpkernels.gate.clock.values import Constants
 from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead, sass_mix

@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 
 from tests.gate.clock.examined import Edit, clocked
-from tpkernels.gate.catalog import entry_specs
+from tpkernels.dispatch.registered import entry_specs
+from tpkernels.dispatch.workload import of_entry
 from tpkernels.gate.clock.model import predict
-from tpkernels.gate.clock.workload import of_entry
 
 LINEAR = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 POINTER = "linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z"

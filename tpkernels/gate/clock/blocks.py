@@ -10,7 +10,8 @@ from collections import deque
 from tpkernels.gate.clock.effects import ClockFault
 from tpkernels.gate.clock.resources import GROUP, WarpGroup
 from tpkernels.gate.clock.table import Operation
-from tpkernels.gate.clock.values import WARP, WarpState
+from tpkernels.gate.clock.values import WarpState
+from tpkernels.gate.occupancy import WARP
 
 SCOREBOARDS = 6
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from tpkernels.gate.clock.cubin import Cubin, read
 from tpkernels.gate.clock.values import (
     ADDRESSES,
-    WARP,
     Argument,
     BlockValues,
     Constants,
@@ -27,7 +26,7 @@ from tpkernels.gate.clock.values import (
     WarpState,
     initial_values,
 )
-from tpkernels.gate.occupancy import blocks_by_limit
+from tpkernels.gate.occupancy import WARP, blocks_by_limit
 
 SCRATCH = 2  # pointers that Triton adds: memory for all blocks, and for its profiler
 SWIZZLE = 128  # bytes of a row that the copy engine moves at a time at most

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpkernels.gate.clock.cubin import Cubin
+from tpkernels.gate.occupancy import WARP
 
 Lanes = NDArray[np.int64] | NDArray[np.bool_]
 Value = int | Lanes | None
@@ -24,7 +25,6 @@ Argument = int | float | None  # None: unknown, as the content of a descriptor i
 
 ADDRESSES = 2**40  # from one tensor's address to the next one's
 WORD = 0xFFFFFFFF
-WARP = 32
 LANES = np.arange(WARP, dtype=np.int64)
 ALL_LANES = np.ones(WARP, dtype=np.bool_)
 

@@ -1,14 +1,14 @@
-"""A kernel of others, interpreted, against its oracle in float64.
+"""A case of a launcher, or a kernel against its oracle in float64: interpreted in a process of its own.
 
 `python -m tpkernels.gate.user_kernels.numerics`, see `children`.
 
-As `gate.numerics` does it for ours: operands lie in NaN, outputs start as NaN, nothing else may be written.
+Operands of a kernel lie in NaN, outputs start as NaN, nothing else may be written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache
 from inspect import Parameter, signature
 from typing import Any
 
@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 
 from tpkernels.gate.ahead_of_time import undecorated
-from tpkernels.gate.numerics import BOUND, relative_error
+from tpkernels.gate.numerics import (
+    BOUND,
+    SEED,
+    Framed,
+    Frames,
+    NumericCase,
+    examine,
+    off_by,
+    outside,
+    relative_error,
+)
 from tpkernels.gate.user_kernels.children import (
     Answer,
     ItemOfChild,
@@ -34,63 +44,39 @@ from tpkernels.gate.user_kernels.record import (
     whole_number,
 )
 from tpkernels.gate.user_kernels.table import own_kernel
-from tpkernels.kernels.interpret import mend
-from tpkernels.kernels.target import INTERPRETER
 
-SEED = 20261121
 TOLERANCE = {name: BOUND[dtype] for name in DTYPES if (dtype := getattr(torch, DTYPES[name])) in BOUND}
-
+PROCESSORS = 3  # of the GPU that is interpreted
 MARGIN = 65_536  # elements on each side: tiles that reach over an edge stay within
 
 
-@dataclass(frozen=True)
-class Framed:
-    """A view of a buffer, with the buffer as it was."""
-
-    view: Tensor
-    buffer: Tensor
-    before: Tensor
-
-    @staticmethod
-    def around(values: Tensor, strides: tuple[int, ...]) -> Framed:
-        """values: what the view shall hold, of any strides itself"""
-        reach = 1 + sum((size - 1) * step for size, step in zip(values.shape, strides, strict=True))
-        buffer = torch.empty(reach + 2 * MARGIN, dtype=values.dtype)
-        buffer.fill_(outside(values.dtype))
-        view = buffer.as_strided(values.shape, strides, MARGIN)
-        view.copy_(values)
-        return Framed(view, buffer, buffer.clone())
-
-    def written_outside(self) -> bool:
-        """Whether anything around the view, or between its rows, is not as it was."""
-        after, before = self.buffer.clone(), self.before.clone()
-        for one in (after, before):
-            one.as_strided(self.view.shape, self.view.stride(), MARGIN).zero_()
-        return not torch.equal(_bits(after), _bits(before))
-
-    def changed(self) -> bool:
-        """Whether anything in the view is not as it was."""
-        there = self.before.as_strided(self.view.shape, self.view.stride(), MARGIN)
-        return not torch.equal(_bits(self.view.contiguous()), _bits(there.contiguous()))
+@cache
+def _prepared(prepare: str) -> Frames:
+    """The frames in which launchers allocate."""
+    frames = Frames()
+    imported_attribute("prepare", prepare)(frames)
+    return frames
 
 
-def outside(dtype: torch.dtype) -> float | int | bool:
-    """The number around a view, which nobody should read: NaN, or the largest integer."""
-    if dtype.is_floating_point:
-        return float("nan")
-    return True if dtype == torch.bool else torch.iinfo(dtype).max
+@cache
+def _cases(place: str) -> Mapping[str, NumericCase]:
+    return {case.name: case for case in imported_attribute("cases", place)()}
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
+def answered(item: ItemOfChild) -> Answer:
+    """item: what to "prepare"; "cases" and the "name" of one, or "name", "table" and which of its "sizes" """
+    frames = _prepared(item["prepare"])
+    torch.manual_seed(SEED)  # the same operands, whatever else is computed
+    if "cases" not in item:
+        return computed(item)
+    found = examine(_cases(item["cases"])[item["name"]], frames)
+    return {"error": found.error if found.error == found.error else None, "failure": found.failure}
 
 
 def computed(item: ItemOfChild) -> Answer:
     """item: "name", "table" and which of its "sizes" """
-    mend()
     own = own_kernel(item["name"], item["table"])
-    values = own.at(own.computed[item["sizes"]], INTERPRETER.processors)
-    torch.manual_seed(SEED)
+    values = own.at(own.computed[item["sizes"]], PROCESSORS)
     tensors = {name: _framed(own, name, values) for name in own.tensors}
     exact = _expected(own, values, tensors)
     try:
@@ -118,7 +104,7 @@ def _framed(own: OwnKernel, name: str, values: Values) -> Framed:
         content = torch.full(shape, outside(dtype), dtype=dtype)
     else:
         content = _filled(f"fill.{name}", fill or "normal", shape, dtype, values.names)
-    return Framed.around(content, values.strides[name])
+    return Framed.around(content, values.strides[name], MARGIN)
 
 
 def _filled(
@@ -225,8 +211,8 @@ def _compared(own: OwnKernel, name: str, actual: Tensor, exact: Tensor) -> tuple
     error = relative_error(actual, exact) / bound
     if error < 1:
         return error, ""
-    return error, f"is off by {error:.3g} times the bound" if error == error else "holds NaN"
+    return error, off_by(error)
 
 
 if __name__ == "__main__":
-    serve(computed)
+    serve(answered)

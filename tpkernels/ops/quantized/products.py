@@ -49,7 +49,6 @@ class Quantized(Plain):
 
     def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
         self.recipe, self._dtype = recipe, dtype
-        self.waits = recipe.scaling != "mx"
 
     def __str__(self) -> str:
         return word_of(self._dtype) + " " + str(self.recipe)  # the compiler traces no f-string of a recipe

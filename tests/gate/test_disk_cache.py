@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.gate.samples import FACTS
+from tpkernels.files import cache_folder
 from tpkernels.gate.ahead_of_time import Facts
-from tpkernels.kernels.disk_cache import DiskCache, cache_folder
+from tpkernels.gate.disk_cache import DiskCache
 
 DAMAGE = {
     "truncated": lambda text: text[: len(text) // 2],

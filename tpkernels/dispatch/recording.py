@@ -11,7 +11,8 @@ operands in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -19,8 +20,8 @@ from math import prod
 from typing import Any, Literal
 
 import torch
+import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.dispatch import norms as norms  # these have records, too
@@ -28,7 +29,11 @@ from tpkernels.dispatch import vocabulary as vocabulary
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer, Primitive
-from tpkernels.gate.ahead_of_time import Entry
+from tpkernels.gate import register
+from tpkernels.gate.ahead_of_time import ARCHITECTURES, Entry
+from tpkernels.gate.numerics import Results
+from tpkernels.gate.user_kernels.entries import Inspected, entry_of
+from tpkernels.gate.user_kernels.table import own_kernel
 from tpkernels.kernels import launch, launch_plans, reference
 from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.bias_grad import bias_grad
@@ -36,17 +41,30 @@ from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statisti
 from tpkernels.kernels.flags import advance as count_call
 from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.gather_linear import gather_linear_fwd
+from tpkernels.kernels.gather_scaled_linear import gather_scaled_linear_fwd
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.reduce import add_slots, reduce_slots
+from tpkernels.kernels.scaled import Scaled
 from tpkernels.kernels.scatter_linear import scatter_linear as store_product
 from tpkernels.kernels.segments import segment_sum
 from tpkernels.kernels.target import Target
-from tpkernels.kernels.tiles import MatmulTile, SlotSumTile, waiting_tile
-from tpkernels.kernels.triton_versions import GLUON_SINCE, LAUNCH_OPTIONS, triton_version
+from tpkernels.kernels.tiles import BlockTile, MatmulTile, waiting_tile
+from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 from tpkernels.kernels.waits import Arrivals, Departures
 
-Results = Mapping[str, tuple[Tensor | None, Tensor]]  # what -> (computed, exact)
+MATMULS = (
+    *("linear", "gather_linear", "scatter_linear", "glu", "dgrad", "dgrad_pairs", "dglu", "wgrad"),
+    "scaled_linear",
+)
+WAITING = ("gather_linear",)
+LOGITS = ("softmax_statistics", "cross_entropy_grad")
+# integers that are multiples of nothing, and no part of a matrix's address
+COUNTS = {
+    *("first_tile", "first_chunk", "chunk_rows", "chunk_tiles", "spin_limit", "R", "rank", "splits"),
+    *("columns", "first_id", "count", "code"),
+    *("stride_xst", "stride_wsn", "stride_st"),  # of scales, one of which is loaded at a time
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +100,7 @@ def in_float64(value: Any) -> Any:
 
 BARE: Mapping[str, Any] = {"bias": False, "training": False}  # of a layer: nothing is added or kept
 
-# whose cases and entries are listed by name: there are calls for them here or in `scaled`, or other tiles
+# whose cases and entries are listed by name: there are calls for them here, or other tiles
 LISTED = (
     *("bias_grad", "lookup", "lookup_grad", "softmax_statistics", "cross_entropy_grad"),
     *("rms_norm", "rms_norm_grad", "layer_norm", "layer_norm_grad"),
@@ -225,7 +243,7 @@ def row_sums(of: Operands, launcher: Callable[[Tensor], Tensor] = bias_grad) -> 
 
 
 def slot_sums(
-    of: Operands, wait: bool = True, slots: int = 3, tree: bool = False, tile: SlotSumTile | None = None
+    of: Operands, wait: bool = True, slots: int = 3, tree: bool = False, tile: BlockTile | None = None
 ) -> Results:
     """So many slots, each in two parts; the flags before theirs are of others."""
     rows = of.tokens // 2 * 2
@@ -300,8 +318,62 @@ def cross_entropy(of: Operands, scale: float | None = None) -> Results:
     return {**statistics, "dlogits": (grad, exact_grad)}
 
 
-HAS_GLUON = triton_version() >= GLUON_SINCE  # before it: of another form
-DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
+def gather_scaled_linear(of: Operands, activation: Activation = "gelu_tanh", **options: Any) -> Results:
+    """`scaled_linear` of rows that arrive in chunks, from the second on."""
+    record = RECORDS["scaled_linear"]
+    chunk_rows = of.tokens // of.chunks
+    of = replace(of, tokens=chunk_rows * of.chunks)
+    x, weight, x_scale, w_scale, bias, *others = arguments(
+        of, record, {"activation": activation, **options}
+    ).values()
+    ours = gather_scaled_linear_fwd(
+        x,
+        weight,
+        x_scale,
+        w_scale,
+        bias,
+        arrivals=of.arrivals(of.chunks),
+        first_row=chunk_rows % of.tokens,
+        activation=activation,
+        keep_z=True,
+        fast_accumulate=others[-1],
+        tile=of.tile and waiting_tile(of.tile, chunk_rows),
+        form=of.form,
+    )
+    assert record.oracle is not None
+    exact = map(in_float64, (x, weight, x_scale, w_scale, bias))
+    y, z = record.oracle(*exact, activation, True, *others[2:])
+    return {"y": (ours.y, y), "z": (ours.z, z)}
+
+
+def quantize(of: Operands, name: str = "quantize", by_columns: bool = False, **options: Any) -> Results:
+    """The words of `quantize` and `quantize_both`, byte for byte; of activations scales and data, which may
+    differ where fp32 does.
+
+    by_columns: of a matrix whose columns are contiguous, as those of a weight for dgrad
+    """
+    record = RECORDS[name]
+    x, *others = arguments(of, record, options).values()
+    if name in ("quantize", "quantize_both"):
+        x = of.tensor(*reversed(x.shape)).t() if by_columns else x
+        x[0], x[1, -1], x[2, 0] = 0, float("inf"), float("nan")
+        x[3] *= 1e-36
+        x[4] *= 1e36
+    ours, exact = record.by_kernel(x, *others), record.by_torch(*map(in_float64, (x, *others)))
+    if name == "quantize_both":
+        found = zip(("rows", "columns"), ours, exact, strict=True)
+        return {
+            what: (one.view(torch.uint8).float(), truth.view(torch.uint8).double())
+            for what, one, truth in found
+        }
+    if name == "quantize":
+        return {"words": (ours.view(torch.uint8).float(), exact.view(torch.uint8).double())}
+    scaling = options.get("scaling", of.scaling)
+    one, truth = (Scaled(words, of.in_features, "e4m3", scaling) for words in (ours, exact))
+    # bf16 holds all numbers of e4m3
+    return {"scale": (one.scale, truth.scale.double()), "data": (one.data.bfloat16(), truth.data.double())}
+
+
 TYPE_NAMES = {**SHORT_NAMES, torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 
 
@@ -362,56 +434,102 @@ class EntrySpec:
             return found.launch
         raise LookupError(f"{self.name}: {self.function} was not launched")
 
-    def entry(self) -> Entry:
-        """What is compiled of it."""
+    def table(self) -> tuple[Any, dict[str, Any]]:
+        """The kernel, and what `gate.register` takes of its launch."""
         first = self.launch()
-        arguments: dict[str, str] = {}
-        constants = dict(first.constants)
-        options = {name: constants.pop(name) for name in ("num_ctas",) if name in constants}
-        aligned: set[str] = set()
-        parameters = getattr(first.kernel, "params", ())  # of one that is interpreted there are none
-        plain = frozenset(one.name for one in parameters if one.do_not_specialize)
-        unaligned = plain.union(one.name for one in parameters if one.do_not_specialize_on_alignment)
+        arguments, constants, aligned = dict[str, str](), dict(first.constants), []
+        kernel = Inspected.of(first.kernel)
         for argument, value in zip(first.kernel.arg_names, first.arguments, strict=False):
-            if type(value) is int and value == 1 and argument not in plain:
+            if type(value) is int and value == 1 and argument not in kernel.plain:
                 constants[argument] = value
                 continue
             arguments[argument] = _type_of(value)
-            if _is_aligned(value) and argument not in unaligned:
-                aligned.add(argument)
-        return Entry(
-            name=self.name,
-            module=first.kernel.fn.__module__,
-            function=first.kernel.__name__,
-            form="descriptor" if any(isinstance(a, DESCRIPTORS) for a in first.arguments) else "pointer",
-            arguments=arguments,
-            aligned=frozenset(aligned),
-            num_warps=constants.pop("num_warps", 4),
-            num_stages=constants.pop("num_stages", None),
-            constants=constants,
-            architectures=self.architectures,
-            unspecialised=unaligned,
-            more_options={**LAUNCH_OPTIONS, **options},
-        )
+            if _is_aligned(value) and argument not in kernel.untold:
+                aligned.append(argument)
+        launched: dict[str, Any] = {
+            name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants
+        }
+        # every pointer and every size: not `aligned`, which may be what has gone wrong
+        matrices = [name for name, kind in arguments.items() if kind == "i32" or kind.startswith("*")]
+        promised = [name for name in matrices if name not in COUNTS.union(kernel.untold)]
+        return first.kernel, {
+            "signature": arguments,
+            "name": self.name,
+            "constants": {name: _constant(value) for name, value in constants.items()},
+            "aligned": aligned,
+            **launched,
+            "options": LAUNCH_OPTIONS,
+            "architectures": self.architectures,
+            "rules": tuple(rules_of(self, arguments, constants, promised)),
+            "workload": "tpkernels.dispatch.workload:FromCatalog",
+        }
+
+    def register(self) -> None:
+        kernel, table = self.table()
+        register(kernel, **table)
+
+    def entry(self) -> Entry:
+        """What is compiled of it."""
+        kernel, table = self.table()
+        function = kernel.fn
+        table |= {"kernel": f"{function.__module__}:{function.__name__}"}
+        return entry_of(own_kernel(table.pop("name"), table), Inspected.of(kernel), None)
 
 
-def recorded(
-    name: str,
-    call: Callable[[MetaOperands], object],
-    of: MetaOperands,
-    target: Target,
-    architectures: tuple[str, ...],
-    function: str = "",
-    precision: Literal["ieee", "tf32"] = "ieee",
-) -> Entry:
-    """The entry of the first kernel that `call` launches on `target`, or of the first that is `function`."""
-    return EntrySpec(name, call, of, target, architectures, function, precision).entry()
+def kernel_of(name: str) -> str:
+    """The first part of an entry's name but for an architecture: a kernel may be written in several files."""
+    return next(part for part in name.split("/") if part not in ARCHITECTURES)
 
 
-def _type_of(value: Tensor | TensorDescriptor | GluonDescriptor | int | float) -> str:
+def rules_of(
+    spec: EntrySpec, arguments: Mapping[str, str], constants: Mapping[str, Any], promised: Sequence[str]
+) -> Iterator[str]:
+    """What compiled code of ours must keep, as `gate.rules` call it.
+
+    promised: arguments that are multiples of 16, unless addresses and sizes are ragged
+    """
+    kernel, ragged = kernel_of(spec.name), spec.of.ragged
+    first, *_ = arguments.values()
+    yield from ("no_spills", "wide_offsets")
+    if not ragged:
+        yield f"aligned:{','.join(promised)}"
+        if kernel in WAITING or constants.get("WAIT"):
+            yield "reads_after_flags"
+    if kernel == "scatter_linear":
+        yield "flags_after_rows"
+    if resident := re.search(r"-x(\d+)", spec.name):  # of a tile
+        yield f"blocks:{resident[1]}"
+    if kernel in LOGITS:
+        yield "uses:LDG.128"  # whatever the number of columns: padding is loaded too
+    if kernel not in MATMULS:
+        return
+    if "fp8" in first:
+        yield f"fp8:{'promoted' if constants.get('PROMOTE') else 'fast'}"
+    elif "fp32" in first and constants.get("PRECISION") != "tf32":
+        yield "true_fp32"
+    else:
+        yield "tensor_cores"
+    if "tensordesc" in first:
+        yield from ("descriptors", f"uses:{_store_of(kernel, constants)}")
+        yield from ("products_overlap",) if "fp8" in first else ("wgmma", "tensor_memory")
+    elif not ragged:  # copies of 16 bytes: what pipelining consists of, and what a lost alignment takes away
+        yield from ("uses:LDGSTS.128", "products_overlap")
+
+
+def _store_of(kernel: str, constants: Mapping[str, Any]) -> str:
+    """The instruction by which results leave a descriptor kernel."""
+    if kernel == "scatter_linear":
+        return "STG.128"  # into memory of other ranks, which no descriptor of ours describes
+    return "UTMAREDG" if constants.get("REDUCE") else "UTMASTG"
+
+
+def _constant(value: Any) -> Any:
+    """As a table says it."""
+    return f"tl.{value!r}".replace("triton.language.", "") if isinstance(value, tl.dtype) else value
+
+
+def _type_of(value: Tensor | TensorDescriptor | int | float) -> str:
     """Triton's name of an argument's type; a test holds it to Triton's own answer."""
-    if isinstance(value, GluonDescriptor):
-        return f"tensordesc<{TYPE_NAMES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{TYPE_NAMES[value.base.dtype]}{value.block_shape}>"
     if isinstance(value, Tensor):
@@ -421,7 +539,7 @@ def _type_of(value: Tensor | TensorDescriptor | GluonDescriptor | int | float) -
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def _is_aligned(value: Tensor | TensorDescriptor | GluonDescriptor | int | float) -> bool:
+def _is_aligned(value: Tensor | TensorDescriptor | int | float) -> bool:
     """Whether Triton is told of a multiple of 16; a descriptor is aligned by itself."""
     if isinstance(value, Tensor):
         return value.data_ptr() % 16 == 0

@@ -13,8 +13,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from tpkernels.files import cache_folder as cache_folder
-from tpkernels.files import parsed, read_text
+from tpkernels.files import cache_folder, parsed, read_text
 
 
 class DiskCache:

@@ -1,25 +1,33 @@
-"""Every kernel form that is shipped: what is launched with which tiles and dtypes, on which GPUs.
+"""Every kernel form that is shipped, registered with the gate: launches, tiles and dtypes, on which GPUs.
 
 A list of launches, each recorded on the meta device. Every epilogue is compiled where the speed is, in bf16
-on Hopper; elsewhere the costliest of each tile.
+on Hopper; elsewhere the costliest of each tile. Sums of fp8 are promoted by the compiler on Hopper and in the
+kernel's own words on Ada and the smaller Blackwell, so that the pointer form is recorded for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from tpkernels.gate import recording, scaled
+from tpkernels.dispatch import recording
+from tpkernels.dispatch.recording import EntrySpec, MetaOperands
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Entry
-from tpkernels.gate.recording import EntrySpec, MetaOperands
+from tpkernels.gate.disassembly import FP8_PRODUCTS
+from tpkernels.gate.numerics import Results
+from tpkernels.gate.user_kernels.config import Config
+from tpkernels.gate.user_kernels.record import FunctionPath
+from tpkernels.gate.user_kernels.table import registered
 from tpkernels.kernels.bias_grad import bias_grad
-from tpkernels.kernels.footprints import SHORT_NAMES, stem_of
+from tpkernels.kernels.footprints import SHORT_NAMES, TABLE, stem_of
 from tpkernels.kernels.operands import Form
-from tpkernels.kernels.target import A100, B200, H100, MI300, Target
+from tpkernels.kernels.scaled import DTYPE_OF
+from tpkernels.kernels.target import A100, B200, H100, L40S, MI300, Target
 from tpkernels.kernels.tiles import (
     EMBEDDING,
     EMBEDDING_GRAD,
@@ -35,10 +43,10 @@ from tpkernels.kernels.tiles import (
     candidates,
     default_tiles,
     serves,
-    specializes,
     sum_tile,
 )
 
+SCALINGS = ("rows", "blocks")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # what each GPU may be given: descriptors from sm_90 on, masked pointers everywhere
 NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -50,29 +58,34 @@ LauncherCall = Callable[[MetaOperands], object]
 
 
 @cache
+def config() -> Config:
+    """Our kernels, registered by the call that registers anybody's."""
+    for spec in entry_specs().values():
+        spec.register()
+    package = Path(__file__).parents[1]
+    sources = (path for room in ("kernels", "dispatch", "gate") for path in (package / room).rglob("*.py"))
+    return Config(
+        Path(__file__),
+        TABLE,
+        registered(),
+        imported=True,
+        cases=FunctionPath("tpkernels.dispatch.numeric_cases:cases"),
+        sources=tuple(sources),
+    )
+
+
+@cache
 def catalog() -> tuple[Entry, ...]:
-    """All entries, in a fixed order; names are unique."""
+    """All entries, in a fixed order."""
     return tuple(spec.entry() for spec in entry_specs().values())
 
 
 def entry_specs() -> Mapping[str, EntrySpec]:
-    """Name of an entry -> how its launch is recorded, at these sizes or at others."""
-    listed = (*_matmul_specs(), *scaled.entry_specs(), *_row_specs())
+    """Name of an entry -> how its launch is recorded, at these sizes or at others. Names are unique."""
+    listed = (*_matmul_specs(), *_fp8_specs(), *_row_specs())
     named = {spec.name: spec for spec in listed}
     assert len(named) == len(listed), "two entries have one name"
     return named
-
-
-def has_parts(name: str, wanted: str) -> bool:
-    """What `check --only` takes: whether `wanted` is in `name` between slashes; `*` stands for anything.
-
-    >>> has_parts("gfx942/linear/pointer/bf16", "linear/pointer")
-    True
-    >>> has_parts("gather_linear/pointer/bf16", "linear"), has_parts("gather_linear/pointer/bf16", "*linear")
-    (False, True)
-    """
-    wanted = wanted.strip("/")
-    return not wanted or fnmatchcase(f"/{name}/", f"*/{wanted}/*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +101,24 @@ class _TileCase:
     ragged: bool = False  # addresses and sizes that are multiples of nothing
 
 
+def _tiles(
+    kernel: Kernel, form: Form, dtype: torch.dtype, target: Target, ragged: bool = False
+) -> tuple[MatmulTile, ...]:
+    """Candidates of one role: all warps load and multiply."""
+    found = candidates(kernel, form, dtype, target, ragged)
+    return tuple(tile for tile in found if not getattr(tile, "in_roles", False))
+
+
 def _cases() -> Iterator[_TileCase]:
     for kernel in KERNELS:
         for target, architecture in ((H100, "sm_90"), (B200, "sm_100")):
-            for tile in candidates(kernel, "descriptor", BF16, target):
+            for tile in _tiles(kernel, "descriptor", BF16, target):
                 yield _TileCase(kernel, "descriptor", BF16, tile, target, (architecture,))
         largest = candidates(kernel, "descriptor", FP16, H100)[0]
         yield _TileCase(kernel, "descriptor", FP16, largest, H100, ("sm_90",))
         for target, architectures in ((A100, NVIDIA), (MI300, ("gfx942",))):
             for dtype, ragged in ((BF16, False), (BF16, True), (FP32, False)):
-                for tile in candidates(kernel, "pointer", dtype, target, ragged):
+                for tile in _tiles(kernel, "pointer", dtype, target, ragged):
                     yield _TileCase(kernel, "pointer", dtype, tile, target, architectures, ragged)
             largest = candidates(kernel, "pointer", FP16, target)[0]
             yield _TileCase(kernel, "pointer", FP16, largest, target, architectures)
@@ -120,14 +141,12 @@ def _specs(case: _TileCase, tf32: bool = False) -> Iterator[EntrySpec]:
     prefix = f"{case.architectures[0]}/" if case.target in (B200, MI300) else ""
     suffix = "/ragged" * case.ragged + "/tf32" * tf32
     # what a tile that splits writes are sums in fp32, whatever the result
-    thorough = (case.target == H100 or case.tile.blocks == 2) and case.dtype == BF16 and case.tile.splits == 1
+    thorough = case.target == H100 and case.dtype == BF16 and case.tile.splits == 1
     defaults = default_tiles(case.kernel, case.form, case.dtype, case.target, case.ragged)
     for names in (COSTLIEST[case.kernel], OTHERS[case.kernel] if thorough else {}):
         for name, start in names.items():
             kernel, epilogue = name.split("/")
             if kernel in UNTIMED and case.tile not in defaults:
-                continue
-            if case.tile.specialize and not specializes(kernel, case.form, case.target):
                 continue
             if not serves(case.kernel, case.tile, epilogue.split("+")):
                 continue
@@ -209,6 +228,154 @@ OTHERS: Mapping[Kernel, Mapping[str, LauncherCall]] = {
         "wgrad/+=bf16": partial(recording.primitive, name="wgrad_accumulate_", into=BF16),
     },
 }
+
+
+E4M3, E5M2 = DTYPE_OF["e4m3"], DTYPE_OF["e5m2"]
+SCALES: Mapping[str, Mapping[str, Any]] = {  # as a problem's options say -> how that is asked for
+    "": {},
+    "+blocks": {"scaling": "blocks"},
+    "+blocks+square": {"scaling": "blocks", "square": True},
+}
+WAITING = {scales: SCALES[scales] for scales in ("", "+blocks+square")}
+FAST: Mapping[str, Mapping[str, Any]] = {"+fast": {"fast": True}}
+WIDE = (8192, MAX_FEATURES, 2 * MAX_FEATURES)  # features of rows; no program holds the last
+
+
+@dataclass(frozen=True, slots=True)
+class _Fp8Form:
+    """A form on GPUs for which it is one kernel."""
+
+    form: Form
+    target: Target
+    architectures: tuple[str, ...]
+
+
+_SCALED_LINEAR = partial(recording.primitive, name="scaled_linear")
+
+FP8_FORMS = (
+    _Fp8Form("descriptor", H100, ("sm_90",)),
+    _Fp8Form("descriptor", B200, ("sm_100",)),
+    _Fp8Form("pointer", H100, ("sm_90", "sm_100")),
+    _Fp8Form("pointer", L40S, ("sm_89", "sm_120")),
+)
+
+
+_ACT = partial(recording.quantize, name="quantize_act", activation="silu")
+_GLU = partial(recording.quantize, name="quantize_glu")
+_BOTH = partial(recording.quantize, name="quantize_both")
+QUANTIZED: Mapping[str, partial[Results]] = {
+    "rows": partial(recording.quantize),
+    "rows+e5m2": partial(recording.quantize, format="e5m2"),
+    "rows+power_of_two": partial(recording.quantize, power_of_two=True),
+    "rows+by_columns": partial(recording.quantize, by_columns=True),
+    "blocks": partial(recording.quantize, scaling="blocks"),
+    "blocks+by_columns": partial(recording.quantize, scaling="blocks", by_columns=True),
+    "blocks+square": partial(recording.quantize, scaling="blocks", square=True),
+    "both": _BOTH,
+    "both+by_columns": partial(_BOTH, by_columns=True, format="e5m2"),
+    "rows+silu": _ACT,
+    "rows+swiglu": _GLU,
+    "blocks+silu": partial(_ACT, scaling="blocks"),
+    "blocks+swiglu": partial(_GLU, scaling="blocks"),
+}
+
+BOTH = {"rows": "_quantize_rows_and_largest_kernel", "columns": "_quantize_strips_kernel"}
+
+
+def _fp8_specs() -> Iterator[EntrySpec]:
+    """Of what multiplies fp8, and of what quantizes."""
+    yield from _fp8_products()
+    for way, quantize in QUANTIZED.items():
+        if quantize.keywords.get("name") != "quantize_both":
+            yield _fp8_row_spec("quantize", f"{K}/{way}", quantize)
+    for features in (K, MAX_FEATURES):
+        for half, function in BOTH.items():
+            spec = _fp8_row_spec("quantize", f"{features}/both/{half}", _BOTH, features)
+            yield replace(spec, function=function)
+    for features in WIDE:
+        yield _fp8_row_spec("quantize", f"{features}/rows", recording.quantize, features)
+    yield _fp8_row_spec("quantize", f"{K}/rows", recording.quantize, dtype=FP32)
+    yield from _waiting_products()
+    for scaling in SCALINGS:
+        call = partial(recording.primitive, name="dequantize", scaling=scaling)
+        yield _fp8_row_spec("dequantize", f"{K}/{scaling}", call)
+
+
+def _fp8_products() -> Iterator[EntrySpec]:
+    """The costliest epilogue of each tile, and with descriptors the plain one; fp32 results of the largest.
+
+    The same with fast accumulation, but for Blackwell's tiles, whose code does not differ. e5m2 is the format
+    of gradients, which meet weights in e4m3: the largest tile of each form.
+    """
+    for way in FP8_FORMS:
+        for tile in _tiles("linear", way.form, E4M3, way.target):
+            yield from _fp8_specs_of(way, tile)
+        if way.form == "pointer":
+            for tile in _tiles("linear", way.form, E4M3, way.target, ragged=True):
+                yield from _fp8_specs_of(way, tile, ragged=True)
+        for scales, options in SCALES.items():
+            summed = partial(_SCALED_LINEAR, **options, **recording.BARE, into=FP32)
+            yield _fp8_spec(way, sum_tile(way.form, E4M3, way.target), f"none+=fp32{scales}", summed)
+        gradient = partial(_SCALED_LINEAR, **recording.BARE, format="e5m2")
+        largest = _tiles("linear", way.form, E5M2, way.target)[0]
+        yield _fp8_spec(way, largest, "none+float8_e4m3fn", gradient, E5M2)
+
+
+def _waiting_products() -> Iterator[EntrySpec]:
+    """Of the tiles that launchers take by themselves, as none is chosen by timing; of weights' own scales."""
+    for way in FP8_FORMS:
+        for ragged in (False, True) if way.form == "pointer" else (False,):
+            for tile in default_tiles("linear", way.form, E4M3, way.target, ragged=ragged):
+                for scales, options in (WAITING if way.target == B200 else {**WAITING, **FAST}).items():
+                    call = partial(recording.gather_scaled_linear, **options)
+                    epilogue = f"gelu_tanh+bias+z{scales}"
+                    yield _fp8_spec(
+                        way, tile, epilogue, call, ragged=ragged, kernel="gather_linear", chunks=2
+                    )
+
+
+def _fp8_specs_of(
+    way: _Fp8Form,
+    tile: MatmulTile,
+    ragged: bool = False,
+) -> Iterator[EntrySpec]:
+    for scales, options in (SCALES if way.target == B200 else {**SCALES, **FAST}).items():
+        if not serves("linear", tile, scales.split("+")):
+            continue
+        costly = partial(_SCALED_LINEAR, **options, activation="gelu_tanh")
+        yield _fp8_spec(way, tile, f"gelu_tanh+bias+z{scales}", costly, ragged=ragged)
+        if way.form == "descriptor":
+            plain = partial(_SCALED_LINEAR, **options, **recording.BARE)
+            yield _fp8_spec(way, tile, f"none{scales}", plain)
+
+
+def _fp8_row_spec(
+    kernel: str,
+    way: str,
+    call: LauncherCall,
+    features: int = K,
+    dtype: torch.dtype = BF16,
+) -> EntrySpec:
+    name, of = f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}", MetaOperands(T, N, features, dtype)
+    return EntrySpec(name, call, of, H100, tuple(FP8_PRODUCTS))
+
+
+def _fp8_spec(
+    way: _Fp8Form,
+    tile: MatmulTile,
+    epilogue: str,
+    call: LauncherCall,
+    dtype: torch.dtype = E4M3,
+    ragged: bool = False,
+    kernel: str = "scaled_linear",
+    chunks: int = 1,
+) -> EntrySpec:
+    odd = int(ragged)
+    sizes = T + odd, N + odd, K + odd
+    of = MetaOperands(*sizes, dtype, chunks=chunks + odd, form=way.form, tile=tile, ragged=ragged)
+    prefix = f"{way.architectures[0]}/" if way.target in (B200, L40S) else ""
+    name = f"{prefix}{stem_of(kernel, way.form, dtype, tile)}/{epilogue}{'/ragged' * ragged}"
+    return EntrySpec(name, call, of, way.target, way.architectures)
 
 
 def _row_specs() -> Iterator[EntrySpec]:
