@@ -100,8 +100,7 @@ class _Processor:
         for cause, cycles in (*warp.stalls.items(), ("instructions", warp.issuing)):
             into[cause] = into.get(cause, 0.0) + cycles
         block.running -= 1
-        for barrier in block.barriers.values():
-            self.sm.release(block, barrier, now)
+        self.sm.release(block, now)
         if not block.running:
             self.end = max(self.end, now)
             self._start(block.slot, now + NEXT_BLOCK)
