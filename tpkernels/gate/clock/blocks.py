@@ -49,8 +49,8 @@ class Warp:
 
 
 class ThreadBlock:
-    def __init__(self, number: int, slot: int, warps: int, start: float) -> None:
-        self.number, self.slot, self.start, self.running = number, slot, start, warps
+    def __init__(self, number: int, slot: int, warps: int) -> None:
+        self.number, self.slot, self.running = number, slot, warps
         self.mbarriers: dict[int, Mbarrier] = {}
         self.waiting: list[Warp] = []  # at the block's barrier
         self.groups = [WarpGroup() for _ in range(-(-warps // GROUP))]

@@ -86,7 +86,7 @@ class _Processor:
         if program is None:
             return
         warps = self.launch.warps
-        block = ThreadBlock(len(self.blocks), slot, warps, when)
+        block = ThreadBlock(len(self.blocks), slot, warps)
         self.blocks.append(block)
         for number, state in enumerate(self.launch.states(program)):
             warp = Warp(block, number, (slot * warps + number) % SCHEDULERS, state, when)
@@ -107,7 +107,7 @@ class _Processor:
 
     def _stuck(self) -> str:
         waiting = [
-            f"{self._at(warp, warp.paused, f'waits for {warp.awaits}')}"
+            self._at(warp, warp.paused, f"waits for {warp.awaits}")
             for block in self.blocks
             for warp in block.warps
             if warp.paused is not None
