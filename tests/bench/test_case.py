@@ -23,10 +23,8 @@ from bench.cases.buckets import low, with_better_ddp
 from bench.cases.overlap import Times, predicted, problems, rows_to_copy
 from bench.cases.scaled import OFF_BY, PASSES, case_of
 from bench.cases.training import CHECKED, demo_config, training_case
-from bench.invariance import DTYPES, MODELS, config_of
-from bench.invariance_cost import bytes_sent
 from bench.measure import WARM_UPS, interleave, seconds_of_processor, slowest
-from bench.record import KEYS, extra_info
+from bench.record import extra_info
 from bench.shapes import RATED_GPUS, SMOKE, shapes_of
 from tests.warm_python import ran
 
@@ -107,7 +105,6 @@ SECONDS = {"ours": [1.0, 2.0, 4.0], "naive": [2.0, 2.0, 2.0], "compiled": [3.0, 
 
 def test_every_result_has_the_same_keys_and_one_for_each_further_way():
     info = extra_info(WORK, SECONDS)
-    assert tuple(info) == (*KEYS, "ratio_to_compiled")
     assert (info["ratio"], info["ratio_quartile_low"], info["ratio_quartile_high"]) == (1.0, 0.75, 1.5)
     assert (info["ours_ms"], info["naive_ms"], info["rounds"]) == (2000.0, 2000.0, 3)
     assert (info["ratio_to_compiled"], info["roofline"], info["device"]) == (3.0, None, "cpu")
@@ -131,9 +128,10 @@ def test_roofline_is_the_data_sheets_time_by_the_best_of_ours(monkeypatch):
 
 def test_page_explains_each_key():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
+    keys = {key for key in extra_info(WORK, SECONDS) if not key.startswith("ratio_to_")}
     explained = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page, re.MULTILINE)
     named = {key for cell in explained for key in re.findall(r"\w+", cell)}
-    assert set(KEYS) <= named, set(KEYS) - named
+    assert keys <= named, keys - named
 
 
 def test_small_set_is_that_of_the_committed_baseline():
@@ -226,16 +224,3 @@ def test_torchs_own_parallelism_learns_the_same(ranks2, small):
 def test_rival_that_learns_otherwise_is_not_timed(ranks2, small):
     with pytest.raises(Exception, match="result 0 of ours is off by"):
         ranks2.run(next_losses, small, 0.5)
-
-
-def test_bytes_that_ranks_send_are_counted(ranks2):
-    """Of bf16 sums with fp32 on the wire: twice as many; gathers are as they were."""
-    model = MODELS["Llama"].with_sizes(num_layers=1)
-    config = config_of(model, DTYPES["bf16"], 2)
-    split = replace(config, sequence_parallel=True)
-    ((plain, _), (ours, _), (plain_split, _), (ours_split, _)) = (
-        ranks2.run(bytes_sent, each, segments)
-        for each, segments in ((config, 0), (config, 8), (split, 0), (split, 8))
-    )
-    assert plain < ours < 2.1 * plain
-    assert plain_split < ours_split < 1.6 * plain_split

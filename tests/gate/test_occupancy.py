@@ -3,8 +3,7 @@
 import pytest
 
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, SHARED_LIMIT
-from tpkernels.gate.occupancy import BLOCK_BYTES, PROCESSORS, REGISTERS, blocks_by_limit, too_few
-from tpkernels.kernels import footprints
+from tpkernels.gate.occupancy import BLOCK_BYTES, PROCESSORS, blocks_by_limit, too_few
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,6 @@ def test_every_limit_counts():
 
 
 def test_a_block_may_have_what_an_sm_has_but_for_the_reserve():
-    assert (BLOCK_BYTES, REGISTERS) == (footprints.BLOCK_BYTES, footprints.REGISTERS)
     assert set(PROCESSORS) == {name for name in ARCHITECTURES if name.startswith("sm_")}
     for architecture, processor in PROCESSORS.items():
         assert SHARED_LIMIT[architecture] == processor.shared - BLOCK_BYTES

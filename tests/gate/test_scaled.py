@@ -41,7 +41,6 @@ def test_no_entry_of_fp8_is_compiled_where_it_is_refused():
     assert {entry.function for entry in entries} == {
         *("_scaled_linear_kernel", "_gather_scaled_linear_kernel", "_dequantize_kernel"),
         *("_quantize_rows_kernel", "_quantize_strips_kernel", "_quantize_blocks_kernel"),
-        "_quantize_rows_and_largest_kernel",
     }
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.kernels.checks import normal
+from tests.kernels.starting import starting
 from tpkernels import tp_invariance
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.record import Layer
@@ -419,8 +420,6 @@ def test_lazy_negation_is_resolved_in_tuples():
 
 def _started(cache: str, native: bool) -> list[tuple[Any, ...]]:
     """What reaches Triton's launcher in three calls, where kernels are compiled; operands by name."""
-    from bench.cases.planned_launches import starting
-
     found = []
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())

@@ -8,7 +8,7 @@ from tests.products import pairwise
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF, act_ref
 from tpkernels.kernels.dequantize import dequantize
-from tpkernels.kernels.quantize import quantize, quantize_act, quantize_both, quantize_glu
+from tpkernels.kernels.quantize import quantize, quantize_act, quantize_glu
 from tpkernels.kernels.scaled import DTYPE_OF, LINE, SECTOR, Scaled, dequantize_ref, quantize_ref
 from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import MAX_FEATURES
@@ -38,40 +38,6 @@ def assert_words_of_oracle(x, scaling="rows", square=False, format="e4m3", power
     options = {"power_of_two": power_of_two, "square": square}
     ours = quantize(x, format=format, scaling=scaling, **options)
     assert_same_words(ours, quantize_ref(x, format, scaling, **options))
-
-
-AWKWARD = (0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 3e38)
-BOTH = [(37, 301), (33, 16), (1, 40), (40, 1), (0, 8), (5, 0), (300, 130), (3, MAX_FEATURES + 17)]
-
-
-@pairwise(shape=BOTH, layout=LAYOUTS, options=OPTIONS, dtype=DTYPES, awkward=[False, True])
-def test_rows_and_columns_at_once_have_the_words_of_two_calls(shape, layout, options, dtype, awkward, device):
-    """Of zeros, NaN and infinity as well, in rows and in columns; chunks of 32 rows meet in a column."""
-    x = spread(*shape, dtype, device)
-    if awkward and x.numel() > 1000:
-        for place, value in enumerate(AWKWARD):
-            x[3 * place % x.shape[0], place] = value
-        x[1], x[:, 7] = 0, 0
-        x[-1, 9] = 3e4  # the last chunk has a say in the scale of a column
-    x, (format, power_of_two) = layout(x), options
-    ours = quantize_both(x, format=format, scaling="rows", power_of_two=power_of_two)
-    for words, one in zip(ours, (x, x.t()), strict=True):
-        assert_same_words(words, quantize_ref(one, format, "rows", power_of_two))
-        assert_same_words(words, quantize(one, format=format, scaling="rows", power_of_two=power_of_two))
-
-
-def test_rows_and_columns_at_once_are_read_twice():
-    """By two kernels: one holds rows, one knows the sizes of columns. Long rows are read by two calls."""
-    for features, kernels in (
-        (4096, ["_quantize_rows_and_largest_kernel", "_quantize_strips_kernel"]),
-        (2 * MAX_FEATURES, ["_quantize_strips_kernel"] * 2),
-    ):
-        x = torch.empty(8192, features, dtype=torch.bfloat16, device="meta")
-        with launch.recording(H100) as launches:
-            quantize_both(x, format="e4m3", scaling="rows")
-        assert [one.kernel.__name__ for one in launches] == kernels
-        found = [one.constants["FOUND"] for one in launches if "FOUND" in one.constants]
-        assert found == ([True] if features == 4096 else [False, False])
 
 
 def test_rows_longer_than_a_program_holds(device):
@@ -256,10 +222,6 @@ REFUSED = {
     "3-D": (lambda: quantize(ONES[None], **HOW), "x of 2 dimensions"),
     "format": (lambda: quantize(ONES, **HOW | {"format": "e3m4"}), "expected format 'e4m3' or 'e5m2'"),
     "scaling": (lambda: quantize(ONES, **HOW | {"scaling": "row"}), "expected scaling 'rows' or 'blocks'"),
-    "format of both": (
-        lambda: quantize_both(ONES, format="e3m4", scaling="rows"),
-        "quantize_both: expected format 'e4m3' or",
-    ),
     "activation": (lambda: quantize_act(ONES, activation="tanh", **HOW), "expected an activation of none"),
     "kind": (lambda: quantize_glu(ONES, ONES, kind="silu", **HOW), "expected a gated unit of swiglu"),
     "u": (

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from tpkernels import Recipe, ops, reuse_quantized_weights
 from tpkernels.dispatch import primitives
 from tpkernels.ops.quantized import weights as kept
-from tpkernels.ops.quantized.products import Quantized
 
 ROWWISE = Recipe.rowwise()
 K, N = 32, 16
@@ -242,43 +241,3 @@ def test_under_compile_weights_are_reused_where_the_context_is_open(quantized):
     assert quantized[N, K] == 2
     weight.data.add_(1)
     assert compiled(x, weight).equal(ops.linear(x, weight.clone(), quantize=ROWWISE))
-
-
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "dx", "dw"])
-def test_dy_is_quantized_by_rows_and_columns_at_once_where_both_are_needed(needs, monkeypatch):
-    """With the bits of two calls, and never what is not needed: a frozen weight, or x without gradient."""
-    seen: list[tuple[str, tuple[int, ...]]] = []
-    recipe, found = Recipe.rowwise(wgrad="fp8", gradients="e5m2"), []
-
-    def noting(name: str) -> None:
-        original = getattr(primitives, name)
-
-        def call(x: Tensor, *rest: object) -> object:
-            seen.append((name, tuple(x.shape)))
-            return original(x, *rest)
-
-        monkeypatch.setattr(primitives, name, call)
-
-    noting("quantize")
-    noting("quantize_both")
-    x, weight = torch.randn(4, K), torch.randn(N, K)
-    for together in (True, False):
-        if not together:
-            monkeypatch.setattr(
-                Quantized, "gradients", lambda self, dy, for_weight=False: self._quantized(dy, "e5m2")
-            )
-        leaves = [x.clone().requires_grad_(needs[0]), weight.clone().requires_grad_(needs[1])]
-        y = ops.linear(*leaves, quantize=recipe)
-        seen.clear()
-        y.square().sum().backward()
-        found.append([leaf.grad for leaf in leaves if leaf.grad is not None])
-        rows, columns = (4, N), (N, 4)
-        of_dy = [(name, shape) for name, shape in seen if shape in (rows, columns)]
-        if together:
-            expected = {
-                (True, True): [("quantize_both", rows)],
-                (True, False): [("quantize", rows)],
-                (False, True): [("quantize", columns)],
-            }
-            assert of_dy == expected[needs]
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

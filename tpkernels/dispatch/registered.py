@@ -8,7 +8,7 @@ kernel's own words on Ada and the smaller Blackwell, so that the pointer form is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -62,16 +62,8 @@ def config() -> Config:
     """Our kernels, registered by the call that registers anybody's."""
     for spec in entry_specs().values():
         spec.register()
-    package = Path(__file__).parents[1]
-    sources = (path for room in ("kernels", "dispatch", "gate") for path in (package / room).rglob("*.py"))
-    return Config(
-        Path(__file__),
-        TABLE,
-        registered(),
-        imported=True,
-        cases=FunctionPath("tpkernels.dispatch.numeric_cases:cases"),
-        sources=tuple(sources),
-    )
+    cases = FunctionPath("tpkernels.dispatch.numeric_cases:cases")
+    return Config(Path(__file__), TABLE, registered(), imported=True, cases=cases)
 
 
 @cache
@@ -262,7 +254,6 @@ FP8_FORMS = (
 
 _ACT = partial(recording.quantize, name="quantize_act", activation="silu")
 _GLU = partial(recording.quantize, name="quantize_glu")
-_BOTH = partial(recording.quantize, name="quantize_both")
 QUANTIZED: Mapping[str, partial[Results]] = {
     "rows": partial(recording.quantize),
     "rows+e5m2": partial(recording.quantize, format="e5m2"),
@@ -271,27 +262,18 @@ QUANTIZED: Mapping[str, partial[Results]] = {
     "blocks": partial(recording.quantize, scaling="blocks"),
     "blocks+by_columns": partial(recording.quantize, scaling="blocks", by_columns=True),
     "blocks+square": partial(recording.quantize, scaling="blocks", square=True),
-    "both": _BOTH,
-    "both+by_columns": partial(_BOTH, by_columns=True, format="e5m2"),
     "rows+silu": _ACT,
     "rows+swiglu": _GLU,
     "blocks+silu": partial(_ACT, scaling="blocks"),
     "blocks+swiglu": partial(_GLU, scaling="blocks"),
 }
 
-BOTH = {"rows": "_quantize_rows_and_largest_kernel", "columns": "_quantize_strips_kernel"}
-
 
 def _fp8_specs() -> Iterator[EntrySpec]:
     """Of what multiplies fp8, and of what quantizes."""
     yield from _fp8_products()
     for way, quantize in QUANTIZED.items():
-        if quantize.keywords.get("name") != "quantize_both":
-            yield _fp8_row_spec("quantize", f"{K}/{way}", quantize)
-    for features in (K, MAX_FEATURES):
-        for half, function in BOTH.items():
-            spec = _fp8_row_spec("quantize", f"{features}/both/{half}", _BOTH, features)
-            yield replace(spec, function=function)
+        yield _fp8_row_spec("quantize", f"{K}/{way}", quantize)
     for features in WIDE:
         yield _fp8_row_spec("quantize", f"{features}/rows", recording.quantize, features)
     yield _fp8_row_spec("quantize", f"{K}/rows", recording.quantize, dtype=FP32)

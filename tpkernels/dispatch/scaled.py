@@ -84,22 +84,6 @@ quantize_glu = Primitive(
 )
 
 
-def _quantize_both(x: Tensor, format: Format, scaling: Scaling, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """`quantize` of x, and of its transpose."""
-    rows, columns = (quantize_ref(each, format, scaling, power_of_two) for each in (x, x.t()))
-    return rows, columns
-
-
-quantize_both = Primitive(
-    "quantize_both",
-    _quantize_both,
-    launcher("quantize", "quantize_both", "format", "scaling", "power_of_two"),
-    lambda layer: (layer.x(), layer.format, layer.scaling, False),
-    fake=lambda x, format, scaling, power_of_two: (_words(x, scaling), _words(x.t(), scaling)),
-    takes=_takes,
-)
-
-
 def _dequantize(data: Tensor, scale: Tensor, dtype: Wide) -> Tensor:
     """data * scale, rounded to dtype."""
     return dequantize_ref(data, scale, DTYPE[dtype])

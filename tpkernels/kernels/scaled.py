@@ -39,7 +39,6 @@ class Scaled:
     features: int
     format: Format
     scaling: Scaling
-    columns: Tensor | None = None  # words of the transposed matrix, if both were made at once
 
     @property
     def data(self) -> Tensor:
@@ -61,7 +60,7 @@ class Scaled:
 
     def with_words(self, words: Tensor) -> Scaled:
         """Other rows of the same kind."""
-        return replace(self, words=words, columns=None)
+        return replace(self, words=words)
 
 
 def scales_of(features: int, scaling: Scaling) -> int:

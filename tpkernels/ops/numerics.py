@@ -141,8 +141,8 @@ class Plain:
     def activations(self, x: Tensor) -> Operand:
         return x
 
-    def gradients(self, dy: Tensor, for_weight: bool = False) -> Operand:
-        """Return the operand of dy. for_weight: `weight_gradient` is given it, too"""
+    def gradients(self, dy: Tensor) -> Operand:
+        """Return the operand of dy."""
         return dy
 
     def weight(self, weight: Tensor, transposed: bool) -> Operand:
@@ -231,11 +231,11 @@ class Plain:
         return ProductSum(pairs, transposed)
 
     def weight_gradient(
-        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"], operand: Operand = None
+        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"]
     ) -> Tensor | None:
         """Compute dyᵀ x; None if it was added to a main_grad.
 
-        split: the factor that ranks have shards of; operand: what `gradients` made of dy
+        split: the factor that ranks have shards of
         """
         return weight_gradient(dy, x, into)
 
