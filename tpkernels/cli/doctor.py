@@ -87,7 +87,8 @@ def probed(command: Sequence[str], seconds: float = SECONDS) -> list[Finding]:
     """Return the findings of a child that runs the probes; its failure is one."""
     findings: list[Finding] = []
     probing = "probe"
-    with TemporaryFile("w+") as told, TemporaryFile("w+") as errors:  # a pipe may stay open in a grandchild
+    # files: a pipe may stay open in a grandchild
+    with TemporaryFile("w+", errors="replace") as told, TemporaryFile("w+", errors="replace") as errors:
         try:
             code = subprocess.run(command, stdout=told, stderr=errors, timeout=seconds).returncode
             failure = f"failed with exit code {code}" * (code > 0)
