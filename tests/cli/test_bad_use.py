@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bench.__main__ import main as bench
+from tests.programs import ran
 from tpkernels.cli import main
 
 PLAN_OF_A_MODEL = "plan --model llama3-70b --world-size 64 --gpu h100"
@@ -124,11 +125,9 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
     "check": {
         "--bits": "in a checkout of the repository run `python -m bench bits`",
         "--bits --schedules 3 --only row": "in a checkout of the repository run `python -m bench bits`",
-        "--arch sm_90,sm_42": "sm_42",
         "--arch sm_90 --skip compile": "",
         "--update --skip compile": "",
         "--skip numerics --only linea": "linea",
-        "--skip numerics --arch sm_80 --only linear/descriptor": "linear/descriptor",
         "--fast": "--fast",
         "--skip everything": "everything",
         "--json /nowhere/report.json": "cannot write to '/nowhere/report.json'",
@@ -168,3 +167,18 @@ def test_bad_use_is_refused_in_one_line(command, wrong, said, tmp_path, monkeypa
     assert refusal.startswith("python -m bench" if bench_command else "python -m tpkernels")
     assert re.search(said, refusal), refusal[:300]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("--arch sm_90,sm_42", "sm_42"),
+        ("--skip numerics --arch sm_80 --only linear/descriptor", "linear/desc"),
+    ],
+    ids=["unknown_gpu", "nothing_selected"],
+)
+def test_check_refuses_entries_that_it_has_not(wrong, said):
+    """In a process of its own: entries are compiled kernels, and these tests interpret them."""
+    run = ran("-m", "tpkernels", "check", *wrong.split(), environment={"TRITON_INTERPRET": "0"})
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1), run.stderr
+    assert said in run.stderr
