@@ -17,7 +17,7 @@ import resource
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -95,44 +95,20 @@ def median_step(reports: Sequence[StepReport]) -> StepReport:
     return sorted(reports, key=lambda report: report.seconds)[len(reports) // 2]
 
 
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes of one rank, by purpose."""
-
-    rank: int
-    weights: int
-    gradients: int
-    optimizer: int
-    peak: int
-    peak_is: str  # the kind of measurement
-
-    def as_dict(self) -> dict[str, int | str]:
-        return asdict(self)
-
-    def line(self) -> str:
-        parts = (f"{name} {_shown(getattr(self, name))}" for name in ("weights", "gradients", "optimizer"))
-        return (
-            f"memory of rank {self.rank}, the largest: {', '.join(parts)}; {self.peak_is} {_shown(self.peak)}"
-        )
-
-
-def largest_memory(trainer: Trainer) -> RankMemory:
-    """Return the memory of the rank with the highest peak; called by all ranks."""
-    everybody: list[RankMemory] = [_memory(trainer)] * dist.get_world_size()
-    dist.all_gather_object(everybody, _memory(trainer))
-    return max(everybody, key=lambda memory: (memory.peak, -memory.rank))
-
-
-def _memory(trainer: Trainer) -> RankMemory:
+def memory_of(trainer: Trainer) -> dict[str, int]:
+    """Return bytes of this rank by purpose, and the peak: of torch on a GPU, else of the process."""
     on_gpu = trainer.device.type == "cuda"
-    return RankMemory(
-        rank=dist.get_rank(),
-        weights=_bytes([*trainer.model.parameters(), *trainer.model.buffers()]),
-        gradients=_bytes(trainer.optimizer.buckets.buckets),
-        optimizer=_bytes(trainer.optimizer.tensors()),
-        peak=torch.cuda.max_memory_allocated(trainer.device) if on_gpu else _peak_of_process(),
-        peak_is="peak of what torch allocated on the GPU" if on_gpu else "peak resident set of the process",
-    )
+    return {
+        "weights": _bytes([*trainer.model.parameters(), *trainer.model.buffers()]),
+        "gradients": _bytes(trainer.optimizer.buckets.buckets),
+        "optimizer": _bytes(trainer.optimizer.tensors()),
+        "peak": torch.cuda.max_memory_allocated(trainer.device) if on_gpu else _peak_of_process(),
+    }
+
+
+def memory_line(memory: dict[str, int]) -> str:
+    """Format the memory of a rank."""
+    return "memory of a rank: " + ", ".join(f"{name} {_shown(count)}" for name, count in memory.items())
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
