@@ -335,8 +335,7 @@ def test_orthogonalize_is_torch_s_to_the_bit():
 
 
 def dealt(costs, sizes, ranks, round_bytes):
-    rounds = plan_rounds(costs, sizes, ranks, round_bytes)
-    return [[(job.position, job.owner) for job in jobs] for jobs in rounds]
+    return plan_rounds(costs, sizes, ranks, round_bytes)
 
 
 def test_expensive_matrices_are_dealt_out_first_in_rounds_of_some_bytes_and_a_multiple_of_the_ranks():
@@ -354,6 +353,6 @@ def test_ranks_have_equally_much_to_do_in_a_model(ranks):
     costs = [multiplications(shape) for shape in layer * 8]
     work = [0] * ranks
     for jobs in plan_rounds(costs, [2 * a * b for a, b in layer * 8], ranks, 2**24):
-        for job in jobs:
-            work[job.owner] += costs[job.position]
+        for position, owner in jobs:
+            work[owner] += costs[position]
     assert max(work) < 1.1 * sum(work) / ranks
