@@ -22,7 +22,7 @@ from tpkernels.groups.sizes import InvalidSizes
 from tpkernels.models.config import SMALL, model_config
 from tpkernels.training.config import TrainConfig, prepare_folder
 from tpkernels.training.launch import exit_in_time, hold_lifeline, run_ranks
-from tpkernels.training.measures import Speed, median_step, memory_line, memory_of, require_room
+from tpkernels.training.measures import Speed, median_step, peak_memory, require_room
 from tpkernels.training.session import Session, escape_controls, require_sizes
 from tpkernels.training.trainer import StepReport
 
@@ -254,12 +254,12 @@ def _steps(session: Session, options: Namespace, lines: TextIO | None) -> list[S
             if lines is not None:
                 line: dict[str, Any] = {**asdict(report), **speed.of(report)}
                 if report.step == config.steps:
-                    line["memory"] = memory_of(session.trainer)
+                    line["peak_memory"] = peak_memory(session.device)
                 lines.write(json.dumps(line) + "\n")
                 lines.flush()
     if reports:
         session.say(speed.line(median_step(reports)))
-        session.say(memory_line(memory_of(session.trainer)))
+        session.say(f"peak memory of a rank: {peak_memory(session.device) / 2**20:,.0f} MiB")
         if profile is not None:
             session.say(profile.outcome())
     return reports

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from tpkernels.checkpoints.moves import Block, Blocks, Placement, moves_of
-from tpkernels.groups.sizes import head_size_of, ranges_of, require_heads, shard_size, split_vocabulary
+from tpkernels.groups.sizes import ranges_of, split_vocabulary
 from tpkernels.models.config import GPTConfig
+from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.memory import Weight, weights_of
 
 ITEM_BYTES = 2  # of a weight in bfloat16
@@ -51,8 +52,11 @@ def traffic(
     model: GPTConfig, world: int, source: Holders, target: Holders, *, gpus_per_node: int = 8
 ) -> Traffic:
     """Return the traffic to move a model from `source` to `target`; one layer is planned for all."""
+    job = Job(model=model, tokens=1, batch=1, sequence_parallel=False)
     for holders in (source, target):
-        _require_fit(model, world, holders)
+        if not (holders.ranks[0] >= 0 and holders.ranks[-1] < world):
+            raise ValueError(f"ranks: expected some of 0 to {world - 1}, got {holders}")
+        job.require_split(RankLayout(holders.tensor, 1, 1))
     nodes = [rank // gpus_per_node for rank in range(world)]
     weights = {weight.name: weight for weight in weights_of(model)}
     placements = [
@@ -74,14 +78,6 @@ def traffic(
         max(sent.values(), default=0),
         max(received.values(), default=0),
     )
-
-
-def _require_fit(model: GPTConfig, world: int, holders: Holders) -> None:
-    if not (holders.ranks[0] >= 0 and holders.ranks[-1] < world):
-        raise ValueError(f"ranks: expected some of 0 to {world - 1}, got {holders}")
-    head = head_size_of(model.hidden_size, model.num_heads, rotary=model.max_positions is None)
-    require_heads(model.num_heads, model.num_kv_heads or model.num_heads, head, holders.tensor)
-    shard_size(model.ffn_hidden_size or 4 * model.hidden_size, holders.tensor, "ffn_hidden_size")
 
 
 def blocks_of(weight: Weight, holders: Holders, world: int) -> list[Blocks]:

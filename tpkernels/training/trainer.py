@@ -102,11 +102,6 @@ class ShardedAdamW:
         self.buckets.gather_parameters(self._shards)
         return norm
 
-    def tensors(self) -> list[Tensor]:
-        """Return this rank's tensors: its shard of the fp32 parameters, and Adam's states for it."""
-        states = [tensor for state in self._adam.state.values() for tensor in state.values()]
-        return [*self._shards, *states]
-
     def unsharded(self) -> torch.optim.AdamW:
         """Gather a full AdamW for a checkpoint, with states and fp32 parameters.
 
