@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from bench.streams.sizes import MOST_RANKS
+from tpkernels.planning.step_time import MOST_RANKS
 
 Span = tuple[int, int]  # addresses: of the first byte, and of the one past the last
 
