@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_RANKS = 72  # the largest NVLink domain today
-
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
