@@ -63,12 +63,11 @@ def path(axes: Axes, *points: Point, colour: str = INK, width: float = 1.6, head
 ON_TOP = ("cli", "training", "planning", "optim", "interop", "models", "parallel_state")
 BELOW = (
     ("buckets", "gradients over data-parallel ranks"),
-    ("runtime", "process groups, random streams"),
-    ("topology", "rank arithmetic"),
+    ("groups", "ranks and their process groups"),
+    ("checkpoints", "shards of tensors"),
 )
 CHECKS = (
     ("gate", "compiles and interprets kernels"),
-    ("streams", "runs calls in many orders"),
     ("pictures", "draws results"),
 )
 LANES = {  # room: what it does with x
