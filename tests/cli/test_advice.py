@@ -39,7 +39,8 @@ def test_table_is_sorted_adds_up_and_holds_what_fits(capsys):
         assert peak == pytest.approx(weights + gradients + optimizer + max(activations, update), abs=0.3)
         assert step == pytest.approx(compute + exposed + bubble, abs=0.002)
     assert [row[1][-1] for row in table] == sorted(row[1][-1] for row in table)
-    assert re.search(r"\d+ do not fit; tp=\d+ pp=\d+ dp=\d+ lacks \d+\.\d GB, the least", printed)
+    assert re.search(r"do not fit: \d+; tp=\d+ pp=\d+ dp=\d+ lacks \d+\.\d GB, the least", printed)
+    assert f"fit: {len(table)}\n" in printed
     assert "Predicted from sizes; nothing was measured." in printed
     assert "products reach 0.50 of 989 TFLOPS (--efficiency)" in printed
     assert "pp: more than one stage is planned only, `train` does not run it" in printed
@@ -65,7 +66,7 @@ def test_best_is_the_first_that_fits_and_that_train_runs(options, capsys):
         assert best(printed) == f"tp={tensor} pp={stages} dp={data}, {numbers[-1]:.3f} s"
     else:
         assert best(printed) == (
-            "none, because no layout without pipeline stages fits; tp=8 pp=1 dp=8 lacks 12.6 GB, the least"
+            "none, because no layout without pipeline stages fits; tp=8 pp=1 dp=8 lacks 12.6 GB"
         )
 
 
@@ -83,7 +84,7 @@ def test_nothing_fits(capsys):
     assert main(["plan", "--model", "gpt3-175b", "--world-size", "8", "--gpu", "a100"]) == 1
     printed = capsys.readouterr().out
     assert "no layout fits" in printed
-    assert "the least" in printed
+    assert "fit: 0\ndo not fit: " in printed
     assert not rows(printed)
 
 
