@@ -7,6 +7,7 @@ import pytest
 
 from tests.planning.shapes import GPT2, LLAMA
 from tests.products import pairwise
+from tpkernels.dispatch.candidates import TARGET_GPUS
 from tpkernels.models.config import model_config
 from tpkernels.planning.gpus import RATED_GPUS, RatedGpu, gpu_named
 from tpkernels.planning.job import Hardware, Job, RankLayout
@@ -160,6 +161,8 @@ def test_data_sheets():
     assert gpu_named("h100").floor(1.0, 3.35e12) == 1.0  # little work, much memory
     for gpu in RATED_GPUS.values():
         assert gpu.network < gpu.nvlink < gpu.bytes < gpu.flops
+    processors = {name: TARGET_GPUS[name].target.processors for name in RATED_GPUS}
+    assert {name: gpu.processors for name, gpu in RATED_GPUS.items()} == processors
     with pytest.raises(ValueError, match="gpu: expected one of h200, h100, a100, got 'h1000'"):
         gpu_named("h1000")
 
