@@ -10,7 +10,7 @@ import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpkernels.cli import USUAL_TOKENS, BadUse, add_number, bad_use_if, size_of, write_json, written_to
 from tpkernels.groups.draw import describe_rank
@@ -64,9 +64,8 @@ def _add_options_of_groups(parser: ArgumentParser) -> None:
         add_number(group, f"--{axis}", f"{name}-parallel size", 1)
     add_number(group, "--virtual-pipeline", "interleaved stages on each rank")
     add_number(group, "--split-rank", "first stage of the decoder", metavar="STAGE")
-    group.add_argument(
-        "--order", default=DEFAULT_ORDER, help=f"axes, fastest first (default {DEFAULT_ORDER})"
-    )
+    axes = f"axes, fastest first (default {DEFAULT_ORDER})"
+    group.add_argument("--order", default=DEFAULT_ORDER, help=axes)
     add_number(group, "--rank", "show one rank's place only", metavar="R")
     group.add_argument("--svg", type=written_to, metavar="FILE", help="also draw the groups into FILE")
 
@@ -171,7 +170,7 @@ def _advise(options: Namespace) -> int:
     listed = advice.fitting + advice.too_large if options.all else advice.fitting[: options.top]
     table = "\n".join([_table(listed), _best(advice)])
     text = "\n\n".join([_heading(options, job, machine), table, _others(advice), _assumptions(machine)])
-    write_json(options.json, _as_json(options, job, machine, advice))
+    write_json(options.json, {"job": asdict(job), "machine": asdict(machine), **asdict(advice)})
     print(text)
     return 0 if advice.fitting else 1
 
@@ -260,15 +259,3 @@ def _assumptions(machine: Hardware) -> str:
         "peak: weights, gradients, optimizer, and the larger of activations and what the update needs\n"
         "pp: more than one stage is planned only, `train` does not run it"
     )
-
-
-def _as_json(options: Namespace, job: Job, machine: Hardware, advice: Advice) -> dict[str, Any]:
-    found = advice.fitting + advice.too_large
-    return {
-        "model": options.model,
-        "world_size": options.world_size,
-        "job": asdict(job),
-        "machine": asdict(machine),
-        "layouts": [{**each.as_dict(), "trains": each.layout.pipeline == 1} for each in found],
-        "impossible": [{"layout": asdict(layout), "reason": reason} for layout, reason in advice.impossible],
-    }

@@ -43,8 +43,7 @@ reduced. Recomputation repeats the forward of a block with its transfers, or of 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from tpkernels.buckets.layout import SMALLEST_BUCKET_BYTES
 from tpkernels.comm.schedule import collective_rounds, swaps_full_sums
@@ -316,15 +315,6 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return self.excess <= 0
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "layout": asdict(self.layout),
-            "bytes": {**asdict(self.memory), "peak": self.memory.peak},
-            "seconds": {**asdict(self.time), "step": self.time.total},
-            "excess": self.excess,
-            "fits": self.fits,
-        }
 
 
 @dataclass(frozen=True, slots=True)
