@@ -73,15 +73,6 @@ def test_lines_beyond_the_checkpoint_are_dropped_and_links_stay(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"lines", "metrics"}
 
 
-@pytest.mark.parametrize(("before", "done"), [(GOOD[0], 0), (None, 3)], ids=["from_the_start", "absent"])
-def test_a_run_without_lines_to_keep_has_a_file_of_its_own(before, done, tmp_path):
-    path = tmp_path / "metrics"
-    if before:
-        path.write_text(before)
-    go_on(path, done)
-    assert path.read_text() == "new\n"
-
-
 BAD = {
     "half_a_line": b'{"step": 4, "los',
     "half_a_character": b'{"step": 4, "loss": "\xc3',
@@ -99,6 +90,8 @@ def test_damaged_lines_are_dropped(bad, tmp_path):
     path.write_bytes(b"\n".join([GOOD[0].encode(), bad, *(line.encode() for line in GOOD[1:3]), bad]))
     go_on(path, 3)
     assert path.read_text().splitlines() == [*GOOD[:3], "new"]
+    go_on(path, 0)  # from the start
+    assert path.read_text() == "new\n"
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
