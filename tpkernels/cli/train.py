@@ -7,7 +7,7 @@ import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import Field, asdict, fields
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
@@ -167,8 +167,10 @@ def _as_typed(parser: ArgumentParser, given: dict[str, Any]) -> list[str]:
 
 def _page_at(text: str) -> Path:
     """Return the path of a page, and make its folder; refuse it before the run if not writable."""
-    with suppress(OSError):
+    try:
         Path(text).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentTypeError(f"cannot write to {text!r}") from error
     return written_to(text)
 
 
