@@ -212,15 +212,9 @@ def cut_off_lines(folder):
         lines.write('{"step": 3, "lo')
 
 
-def without_sums(folder):
-    (folder / "run" / STEP / "SHA256SUMS").unlink()
-
-
-@pytest.mark.parametrize(("damage", "warnings"), [(without_sums, 1), (cut_off_lines, 0)])
-def test_what_a_killed_or_an_older_run_leaves_goes_on(damage, warnings, resumed, tmp_path):
-    run = resumed(damage)
+def test_half_a_line_is_dropped_and_the_run_goes_on(resumed, tmp_path):
+    run = resumed(cut_off_lines)
     assert run.returncode == 0, run.stderr
-    assert run.stderr.count("its files cannot be checked for damage") == warnings
     lines = (tmp_path / "copy" / "metrics").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 

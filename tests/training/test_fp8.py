@@ -58,7 +58,7 @@ def resumed(config, folder):
     return losses_of(trainer, 2), " ".join(str(each.message) for each in told)
 
 
-@pytest.mark.parametrize("fp8", ["rowwise", "blockwise", "rowwise+head+gradients=e5m2"])
+@pytest.mark.parametrize("fp8", ["rowwise", "blockwise", "rowwise+head+wgrad=fp8+gradients=e5m2"])
 def test_a_run_learns_as_much_as_without_fp8(fp8, learn):
     (ours, _), (plain, _) = learn(fp8), learn("")
     assert ours != plain
@@ -93,7 +93,7 @@ def test_what_cannot_be_is_refused(config):
         replace(config, tp_invariant=2)
     with tp_invariance(2), pytest.raises(ValueError, match="fp8: expected none with TP-invariance"):
         replace(config)
-    for word in ("tensorwise", "rowwise+head=no", "blockwise+wgrad=fp8"):
+    for word in ("tensorwise", "rowwise+head=no", "mxfp8", "blockwise+wgrad=fp8"):
         with pytest.raises(ValueError, match="Recipe: expected"):
             replace(config, fp8=word)
 

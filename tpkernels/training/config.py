@@ -51,7 +51,7 @@ class TrainConfig:
     overlap: bool = field(default=True, metadata={"help": "transfers and products one after the other"})
     fp8: str | None = field(
         default=None,
-        metadata={"help": "products of the blocks in fp8: rowwise, blockwise, with +head the head's"},
+        metadata={"help": "products of the blocks in fp8: rowwise or blockwise, with +head the head's"},
     )
     tp_invariant: int = field(
         default=0, metadata={"help": "the same bits at every --tp that divides N, a power of two; 0: not"}
