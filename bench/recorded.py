@@ -1,17 +1,19 @@
-"""What files of results say, with whatever of it is missing: of benchmarks, of overlap."""
+"""What files of results say, with whatever of it is missing: of benchmarks, of overlap, of time lines."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tpkernels.files import parsed
-from tpkernels.pictures.charts import Bar
+from tpkernels.pictures.charts import Bar, TimeSpan
 
 Object = Mapping[str, Any]
+_LANE = re.compile(r"rank (\d{1,9}) (.+)")  # as `timeline.chrome_trace` names its threads
 
 
 class Unreadable(ValueError):
@@ -72,7 +74,15 @@ class Overlaps:
     results: Sequence[Object]
 
 
-def read(path: Path) -> Run | Overlaps:
+@dataclass(frozen=True)
+class TimeLine:
+    """What `bench/cases/linear_timeline.py` recorded."""
+
+    path: Path
+    panels: Mapping[str, Sequence[TimeSpan]]
+
+
+def read(path: Path) -> Run | Overlaps | TimeLine:
     try:
         found = parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -81,11 +91,13 @@ def read(path: Path) -> Run | Overlaps:
         raise Unreadable(f"{path}: expected JSON, got {error}") from error
     if isinstance(found, dict) and _are_objects(found.get("benchmarks")):
         return _run(path, found)
+    if isinstance(found, dict) and _are_objects(found.get("traceEvents")):
+        return TimeLine(path, _panels(path, found["traceEvents"]))
     if _are_objects(found) and found and all("link" in result for result in found):
         return Overlaps(path, found)
     raise Unreadable(
-        f"{path}: expected the JSON of benchmarks (`python -m bench run`, `pytest bench --benchmark-json`) "
-        "or of `python -m bench.cases.overlap`"
+        f"{path}: expected the JSON of benchmarks (`python -m bench run`, `pytest bench --benchmark-json`), "
+        "of `python -m bench.cases.overlap`, or a time line of `python -m bench.cases.linear_timeline`"
     )
 
 
@@ -110,6 +122,29 @@ def _facts(found: Object, cases: Sequence[Case]) -> dict[str, str]:
     facts["when"] = _distinct([found.get("datetime")]).partition(".")[0]
     facts["command"] = _distinct([found.get("command")])
     return {name: value for name, value in facts.items() if value}
+
+
+def _panels(path: Path, events: Sequence[Object]) -> dict[str, list[TimeSpan]]:
+    """Seconds from the start of each panel; its threads are lanes."""
+    titles: dict[str, str] = {}
+    lanes: dict[tuple[str, str], tuple[int, str]] = {}
+    panels: dict[str, list[TimeSpan]] = {}
+    for event in events:
+        panel, lane = str(event.get("pid")), (str(event.get("pid")), str(event.get("tid")))
+        name = str(as_object(event.get("args")).get("name"))
+        if event.get("name") == "process_name":
+            titles[panel] = name
+        elif event.get("name") == "thread_name" and (words := _LANE.fullmatch(name)):
+            lanes[lane] = int(words[1]), words[2]
+    for event in events:
+        panel, lane = str(event.get("pid")), (str(event.get("pid")), str(event.get("tid")))
+        start, length = 1e-6 * _number(event.get("ts")), 1e-6 * _number(event.get("dur"))
+        if event.get("ph") == "X" and lane in lanes and math.isfinite(start) and 0 <= length < math.inf:
+            span = TimeSpan(*lanes[lane], str(event.get("name")), start, start + length)
+            panels.setdefault(titles.get(panel, ""), []).append(span)
+    if not panels:
+        raise Unreadable(f"{path}: expected a trace with threads such as 'rank 0 computes', got none")
+    return panels
 
 
 def _distinct(values: Iterable[object]) -> str:

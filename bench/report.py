@@ -14,15 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench import comparison
-from bench.recorded import Case, Overlaps, Run, Unreadable, as_object, read
+from bench.recorded import Case, Overlaps, Run, TimeLine, Unreadable, as_object, read
 from bench.results import duration
 from tpkernels.cli import BadUse, bad_use_if
-from tpkernels.pictures.charts import FILLS, Bar, bars
+from tpkernels.pictures.charts import FILLS, Bar, TimedWork, bars, lanes, roofline
 from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, figure, page, paragraph, save, table, verbatim
+from tpkernels.planning.gpus import RATED_GPUS
 
 MOST_BARS = 40  # of a picture
 OWN_PICTURE = 8  # cases of an op that are worth one
 NAIVE = "the naive way"
+SIXTEEN_BITS = ("bfloat16", "float16")  # what the peaks of data sheets are of
 SPREAD = "median over rounds, whiskers: interquartile range; grey: 1.0 is within it"
 
 Section = tuple[str, str]
@@ -68,7 +70,9 @@ def tally(run: Run) -> str:
     return f"{len(run.cases)} case{'s' * (len(run.cases) != 1)}: {counts}{failed}"
 
 
-def _sections(found: Sequence[Run | Overlaps], runs: Sequence[Run], pictures: Pictures) -> Iterator[Section]:
+def _sections(
+    found: Sequence[Run | Overlaps | TimeLine], runs: Sequence[Run], pictures: Pictures
+) -> Iterator[Section]:
     """As they follow each other on the page; their pictures go to `pictures`, too."""
     if runs:
         yield "", paragraph(tally(runs[-1])) + _environment(runs)
@@ -80,9 +84,17 @@ def _sections(found: Sequence[Run | Overlaps], runs: Sequence[Run], pictures: Pi
         drawn = dict(_ratios(runs[-1].compared))
         pictures |= drawn
         yield "Against the naive way", _figures(drawn, _OF_RATIOS)
+        drawn = dict(_rooflines(runs[-1].cases))
+        pictures |= drawn
+        if drawn:
+            yield "Roofline", _figures(drawn, _OF_ROOFS)
         yield from _host_cost(runs[-1].cases)
     for one in found:
-        if isinstance(one, Overlaps):
+        if isinstance(one, TimeLine):
+            drawn = {f"timeline-{one.path.stem}": lanes(one.path.stem, one.panels)}
+            pictures |= drawn
+            yield "Time line", _figures(drawn, _OF_TIME_LINES)
+        elif isinstance(one, Overlaps):
             html, drawn = _overlap(one)
             pictures |= drawn
             yield "Transfers behind products", html
@@ -102,6 +114,14 @@ def _figures(pictures: Pictures, caption: str) -> str:
 _OF_RATIOS = (
     "Each bar: the naive way's time by ours, the median over interleaved rounds, on a logarithmic axis. "
     "Right of 1 ours is faster. The whisker is the interquartile range; where it crosses 1, the bar is grey."
+)
+_OF_ROOFS = (
+    "Medians, against the peaks of the data sheet: dense 16-bit products, and memory. Work and bytes are "
+    "those of a perfect implementation."
+)
+_OF_TIME_LINES = (
+    "A lane for what each rank computed, and one for what it received: both at once is what overlap is for. "
+    "The line marks the end; panels share one scale of time."
 )
 _OF_OVERLAPS = "Each bar: the time of product and transfer one after the other, by their time at once."
 _OF_HOST = (
@@ -148,6 +168,20 @@ def _in_parts(title: str, rows: Sequence[Bar], naive: str) -> Iterator[tuple[str
         number = f"-{start // MOST_BARS + 1}" if numbered else ""
         across = f"times as fast as {naive}"
         yield f"ratios-{_file_name(title)}{number}", bars(title + range_, part, note=SPREAD, across=across)
+
+
+def _rooflines(cases: Sequence[Case]) -> Iterator[tuple[str, Picture]]:
+    for name, gpu in RATED_GPUS.items():
+        works = [
+            TimedWork(case.label, series, case.number("flops"), case.number("bytes"), 1e-3 * case.number(key))
+            for case in cases
+            if case.word("device") == gpu.name
+            and case.word("dtype") in SIXTEEN_BITS
+            and case.info.get("roofline") is not None
+            for series, key in (("ours", "ours_ms"), ("naive", "naive_ms"))
+        ]
+        if works:
+            yield f"roofline-{name}", roofline(gpu.name, works, flops=gpu.flops, bytes=gpu.bytes)
 
 
 def _host_cost(cases: Sequence[Case]) -> Iterator[Section]:

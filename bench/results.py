@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels.files import parsed
+from tpkernels.pictures.charts import unit_of
 
 Info = dict[str, Any]  # what is said of a case: docs/benchmarks.md
 
@@ -79,10 +80,8 @@ def duration(milliseconds: float) -> str:
     """
     if not math.isfinite(milliseconds):
         return ""
-    for unit, factor in (("s", 1e-3), ("ms", 1.0)):
-        if milliseconds * factor >= 1:
-            return f"{milliseconds * factor:.3g} {unit}"
-    return f"{1e3 * milliseconds:.3g} µs"
+    unit, factor = unit_of(1e-3 * milliseconds)
+    return f"{1e-3 * milliseconds * factor:.3g} {unit}"
 
 
 def cause(failure: str) -> str:

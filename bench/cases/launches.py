@@ -29,7 +29,6 @@ from torch import Tensor
 
 from bench.streams.prediction import enqueued
 from bench.streams.record import EndedWork, NcclBackend
-from bench.streams.sizes import Sizes
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports import c10d, select, symmetric
 from tpkernels.comm.transports.mailbox import Opening
@@ -38,6 +37,7 @@ from tpkernels.dispatch import backends
 from tpkernels.kernels import launch
 from tpkernels.kernels.target import H100, Target
 from tpkernels.ops import column_linear, row_linear
+from tpkernels.planning.step_time import Sizes
 
 TOKENS, RANKS, WIDTHS = (2048, 8192, 32768), (2, 4, 8), (4096, 8192)
 TRANSPORTS = ("c10d", "symmetric")

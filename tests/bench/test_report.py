@@ -107,6 +107,7 @@ def test_missing_and_strange_values_are_no_mistake(benchmarks, told, tmp_path):
         ("[]", "expected the JSON of benchmarks"),
         ('{"benchmarks": 3}', "expected the JSON of benchmarks"),
         ('[{"a": 1}]', "expected the JSON of benchmarks"),
+        ('{"traceEvents": [{"ph": "X", "name": "python"}]}', "expected a trace with threads such as"),
     ],
 )
 def test_other_files_are_refused(content, message, tmp_path, capsys):
