@@ -17,7 +17,7 @@ $(PYTHON) -m venv $(@D) 2>/dev/null || { $(PYTHON) -m pip install -q --target $(
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test affected test-profile sweep mutants check lint types docs reference pictures site plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton check-torch check-transformers check-megatron check-torchtitan wheel sdist clean
+.PHONY: help setup demo groups test sweep mutants check lint types docs reference pictures site plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate streams check-triton check-torch check-transformers check-megatron check-torchtitan wheel sdist clean
 
 ifneq (,$(filter check-torch check-triton,$(MAKECMDGOALS)))
 ifeq (,$(VERSION))
@@ -46,22 +46,15 @@ groups: $(READY) ## ranks on this machine form every kind of group and use it
 test: $(READY) ## the test suite, on WORKERS processes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-affected: $(READY) ## the tests that your change reaches, and why each; BASE=REV for a change since that
-	@WORKERS=$(WORKERS) $(BIN)/python -m tests.affected $(if $(BASE),--base $(BASE))
-
 sweep: $(READY) ## what the test suite leaves out: the rest of its products, and long schedules
 	TPKERNELS_SWEEP=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-test-profile: $(READY) ## the same, and where its time went: docs/test-profile.md
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p tests.profile --profile docs/test-profile.md
-
 check: lint types test ## all that CI checks
 
-lint: $(READY) ## style of Python, C++ and pages
+lint: $(READY) ## style of Python and C++
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror csrc/*.* csrc/tests/*.cpp
-	$(BIN)/python -m tests.prose
 
 types: $(READY) ## static types
 	$(BIN)/mypy
@@ -74,6 +67,9 @@ tsan: $(READY) ## the extension used by many threads, under the thread sanitizer
 
 gate: $(READY) ## compile the kernels and run them interpreted, without a GPU
 	$(BIN)/python -m tpkernels check
+
+streams: $(READY) ## ranks and streams of our operators executed in many orders, without a GPU
+	$(BIN)/python -m bench streams
 
 compile: $(READY) ## the compile half of the gate
 	$(BIN)/python -m tpkernels check --skip numerics
@@ -108,10 +104,9 @@ check-torch: $(VENV)-torch-$(VERSION)/.ready ## suite and gate on another torch,
 	$(ANOTHER) -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 	$(ANOTHER) -m tpkernels check
 
-check-transformers: $(READY) ## compare with Hugging Face's transformers, which it installs (180 MB): tests, and docs/models-supported.md anew
+check-transformers: $(READY) ## compare with Hugging Face's transformers, which it installs (180 MB): tests
 	$(PIP) install -q -c constraints.txt safetensors transformers accelerate peft lightning
-	$(BIN)/python -W ignore -m bench.models_table
-	$(BIN)/python -m pytest tests/interop tests/bench/test_models_table.py tests/test_docs.py -k "interop or models_table or README or huggingface or lora or trainers"
+	$(BIN)/python -m pytest tests/interop tests/test_docs.py -k "interop or README or huggingface or lora or trainers"
 
 check-megatron: $(READY) ## train Megatron-Core's own GPTModel, which it installs (17 MB), with its layers and with ours
 	$(PIP) install -q -c constraints.txt megatron-core
@@ -125,7 +120,7 @@ $(VENV)-torchtitan/.ready: constraints.txt
 	@touch $@
 
 check-torchtitan: $(VENV)-torchtitan/.ready ## torchtitan's layers and Llama on our ops, with its checker of types, in a venv of its own (2.3 GB)
-	$(VENV)-torchtitan/bin/python -m pytest tests/interop/test_torchtitan.py tests/bench/test_async_tp.py
+	$(VENV)-torchtitan/bin/python -m pytest tests/interop/test_torchtitan.py
 
 docs: $(READY) ## run the code blocks and commands of README and docs
 	$(BIN)/python -m pytest tests/test_docs.py

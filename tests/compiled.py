@@ -5,8 +5,7 @@
         assert compiler.command(folder, "check", "--only", "linear").returncode == 0
 
 It imports torch and Triton once, and each command runs in a fork of it. What is compiled is kept by content,
-in a folder that all workers of pytest share for a run: no test need know what others compile. Pythons that a
-command starts are forks in turn.
+in a folder that all workers of pytest share for a run: no test need know what others compile.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 from tests.patience import patient
-from tests.warm_python import fork_pythons
 
 T = TypeVar("T")
 
@@ -121,7 +119,6 @@ def _command(
                 faulthandler.dump_traceback_later(seconds, exit=True, file=errors)
                 os.dup2(output.fileno(), 1)
                 os.dup2(errors.fileno(), 2)
-                fork_pythons()
                 code = _main(folder, arguments, variables)
             finally:
                 sys.stdout.flush()

@@ -23,10 +23,13 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
+import textwrap
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -43,10 +46,7 @@ import torch
 import torch.distributed as dist
 
 from tests.patience import patient
-from tests.rank_answers import Answer, Died, Raised, Returned, all_alive, attempt, failure
-from tests.rank_answers import RankFailure as RankFailure
 from tpkernels.comm import schedule
-from tpkernels.training.launch import loopback_store
 
 T = TypeVar("T")
 
@@ -61,10 +61,104 @@ GRACE_SECONDS = 20.0  # gloo tells the peers of a failed rank within a second, f
 EXIT_SECONDS = 10.0  # an upper bound: a signal ends a rank within milliseconds
 
 FORKED, SPAWNED, IN_TURN = "forkserver", "spawn", "in turn"
-PRELOADED = "tests.preloaded"
-multiprocessing.set_forkserver_preload([PRELOADED])
+PRELOADED = ["tests.ranks", "torch._dynamo", "tpkernels.models.gpt", "tpkernels.interop.parallelize"]
+multiprocessing.set_forkserver_preload(PRELOADED)
 _other_server = forkserver.ForkServer()
-_other_server.set_forkserver_preload([PRELOADED])
+_other_server.set_forkserver_preload(PRELOADED)
+
+
+class RankFailure(RuntimeError):
+    """Some ranks raised, died or hung. The message tells each one's story, the likely cause first."""
+
+    def __init__(self, message: str, exceptions: dict[int, BaseException | None]) -> None:
+        super().__init__(message)
+        self.exceptions = exceptions  # of the ranks that failed; None: died, hung, or could not be pickled
+
+
+@dataclass(frozen=True)
+class Returned:
+    result: bytes  # pickled
+
+
+@dataclass(frozen=True)
+class Raised:
+    at: float  # of the monotonic clock, which all processes share: a cause sorts before its consequences
+    summary: str
+    traceback: str
+    exception: bytes | None  # pickled, where it can be
+
+
+@dataclass(frozen=True)
+class Died:
+    exitcode: int | None
+
+
+Answer = Returned | Raised | Died
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> Returned | Raised:
+    try:
+        return Returned(pickle.dumps(function(*args)))
+    except BaseException as error:  # SystemExit too: a rank answers every call
+        at, exception = time.monotonic(), None
+        with suppress(Exception):
+            exception = pickle.dumps(error)
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        return Raised(at, summary, "".join(traceback.format_exception(error)), exception)
+
+
+def all_alive(answers: Sequence[Answer | None]) -> bool:
+    return all(isinstance(answer, Returned | Raised) for answer in answers)
+
+
+def failure(name: str, answers: Sequence[Answer | None], stacks: Sequence[str]) -> RankFailure:
+    stories = []
+    exceptions: dict[int, BaseException | None] = {}
+    for rank in sorted(range(len(answers)), key=lambda rank: _order(answers[rank])):
+        answer, details = answers[rank], stacks[rank]
+        match answer:
+            case Raised():
+                summary, details = answer.summary, answer.traceback
+            case Died():
+                summary = _end(answer.exitcode)
+            case Returned():
+                summary = "returned"
+            case None:
+                summary = "no answer in time"
+        stories.append(f"rank {rank}: {summary}\n{textwrap.indent(details, '    ')}")
+        if not isinstance(answer, Returned):
+            exceptions[rank] = _exception(answer)
+    return RankFailure(
+        "\n".join([f"{len(exceptions)} of {len(answers)} ranks failed: {name}", *stories]), exceptions
+    )
+
+
+def _order(answer: Answer | None) -> tuple[int, float]:
+    """The likely cause first: deaths, exceptions by time, ranks that hang, ranks that are well."""
+    match answer:
+        case Died():
+            return 0, 0.0
+        case Raised():
+            return 1, answer.at
+        case None:
+            return 2, 0.0
+        case Returned():
+            return 3, 0.0
+
+
+def _end(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "closed its pipe"
+    if exitcode < 0:
+        return f"killed by signal {-exitcode} ({signal.strsignal(-exitcode)})"
+    return f"exited with code {exitcode}"
+
+
+def _exception(answer: Answer | None) -> BaseException | None:
+    if isinstance(answer, Raised) and answer.exception is not None:
+        with suppress(Exception):  # many exceptions with arguments of their own can be pickled only one way
+            return cast("BaseException", pickle.loads(answer.exception))
+    return None
 
 
 class RankPool:
@@ -146,6 +240,15 @@ class RankPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def loopback_store() -> dist.TCPStore:
+    """Return a store for the ranks of this machine; given a name, torch would listen on every interface."""
+    listening = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
 
 def join_world(backend: str, store: dist.Store, rank: int, world_size: int) -> None:

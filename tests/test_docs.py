@@ -1,8 +1,12 @@
 """What README and docs say can be typed, works."""
 
+import multiprocessing
 import os
 import re
+import runpy
 import subprocess
+import sys
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,14 +15,41 @@ from tempfile import TemporaryDirectory
 import pytest
 from _pytest.mark import ParameterSet
 
-from tests.blocks import Block, blocks_of, write_files
-from tests.cli.living_ranks import SIZES, TORCHRUN
 from tests.patience import patient
-from tests.warm_python import ran
+from tests.programs import ran
+from tests.ranks import FORKED, loopback_store
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# ([\w.-]+\.\w+)\n")
 LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code on a page."""
+
+    page: str
+    number: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}-{self.language}-{self.number}"
+
+
+def blocks_of(page: str, text: str) -> list[Block]:
+    return [Block(page, i, *match) for i, match in enumerate(FENCE.findall(text))]
+
+
+def write_files(page: Path, folder: Path) -> None:
+    """Write what a page shows as files: blocks that begin with "# NAME.EXTENSION"."""
+    for block in blocks_of(page.name, page.read_text()):
+        if named := FILE.match(block.text):
+            (folder / named[1]).write_text(block.text)
+
+
 BLOCKS = [block for page in PAGES for block in blocks_of(page.name, page.read_text())]
 PROGRAMS = [block for block in BLOCKS if block.language == "python"]
 COMMANDS = [
@@ -35,7 +66,18 @@ LESS = {
     "tpkernels qualify": None,  # tests/cli/test_qualify.py runs this very command
     "tpkernels check --config": None,  # tests/cli/test_check_config.py does
     "tpkernels clock": None,  # tests/cli/test_clock.py
-    "tpkernels train": [*SIZES, "--tokens", "16", "--steps", "2", "--sample", "5"],
+    "tpkernels train": [
+        "--size",
+        "hidden_size=16",
+        "--size",
+        "num_layers=1",
+        "--tokens",
+        "16",
+        "--steps",
+        "2",
+        "--sample",
+        "5",
+    ],
 }
 RUN = sorted({command for command in COMMANDS if command.startswith("python")})
 
@@ -47,33 +89,42 @@ def in_test_and_sweep(command: str) -> list[ParameterSet]:
     return [as_printed] if not less else [pytest.param(command, less, id=f"less of {command}"), as_printed]
 
 
-ON_TWO_RANKS = """
-import sys
-import tpkernels
-from tpkernels.training.launch import run_ranks
-
-for name in tpkernels.__all__:
-    getattr(tpkernels, name)  # imported once for both
-sys.exit(run_ranks([sys.executable, *sys.argv[1:]], 2))
-"""
-
-
 def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A program that forms a process group runs on two ranks, any other alone."""
+    """Run a program, on two ranks if it forms a process group, in forks that have imported torch."""
     for page in PAGES:
         if page.name == block.page:
             write_files(page, folder)
-    program = folder / "block.py"
+    program, output = folder / "block.py", folder / "output.txt"
     program.write_text(block.text)
-    if "init_process_group" not in block.text:
-        return ran(program, cwd=folder)
-    if block.page == "README.md":  # which names torchrun
-        return ran(*TORCHRUN, program, cwd=folder)
-    return run_on_two_ranks(program, folder)
+    ranks = 2 if "init_process_group" in block.text else 1
+    store = loopback_store()
+    context = multiprocessing.get_context(FORKED)
+    processes = [
+        context.Process(target=_run_program, args=(program, output, rank, ranks, store.port))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(patient(120))
+        process.kill()
+    codes = [process.exitcode for process in processes]
+    return subprocess.CompletedProcess(block, max(codes, key=bool), output.read_text(), output.read_text())
 
 
-def run_on_two_ranks(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return ran("-c", ON_TWO_RANKS, program, cwd=folder)
+def _run_program(program: Path, output: Path, rank: int, ranks: int, port: int) -> None:
+    """Run a program in this process, with torchrun's variables."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.chdir(program.parent)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    os.environ |= {name: str(value) for name, value in {**place, **meeting}.items()}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    sys.argv = [str(program)]
+    sys.path.insert(0, str(program.parent))
+    runpy.run_path(str(program), run_name="__main__")
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=str)

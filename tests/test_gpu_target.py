@@ -16,7 +16,7 @@ from bench.results import slug
 from bench.shapes import GPU_SET, all_shapes, sizes_of
 from bench.stages import GRACE, CannotRun, Stage
 from tests.patience import patient
-from tests.warm_python import ran
+from tests.programs import ran
 
 ROOT = Path(__file__).parents[1]
 STAGES = ["build", "kernels", "tests", "sanitizer", "qualify", "tune", "bench", "gate", "report"]

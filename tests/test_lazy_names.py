@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 import tpkernels
-from tests.warm_python import ran
+from tests.programs import ran
 from tpkernels import ops
 
 LOADED = """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_python import ran
+from tests.programs import ran
 from tpkernels.cli.probe import TESTED_TORCH, TESTED_TRITON
 
 ROOT = Path(__file__).parents[1]

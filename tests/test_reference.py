@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tpkernels
-from tests.warm_python import ran
+from tests.programs import ran
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("ops", "optim", "interop", "parallel_state")

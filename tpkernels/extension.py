@@ -24,7 +24,7 @@ _STAMP = re.compile(rb"tpkernels built with torch ([0-9.]+)")
 
 class ExtensionState(Enum):
     LOADED = "loaded"
-    ABSENT = "absent"  # installed without torch or compiler: `buckets.first_use` builds it when it is needed
+    ABSENT = "absent"  # installed without torch or compiler: `buckets.engine` builds it when it is needed
     UNUSABLE = "unusable"  # built for another torch, or damaged: never ignored silently
 
 
@@ -40,7 +40,7 @@ def extension() -> Extension:
     """Load the extension once, without building it; return its state."""
     library = installed_library() or library_of_first_use()
     try:
-        exists = library is not None and library.exists()
+        exists = library is not None and library.exists() and not lock_of_build(library.parent).exists()
     except OSError as error:  # a folder of somebody else
         return Extension(ExtensionState.UNUSABLE, f"{library} cannot be looked at: {error}")
     if library is None or not exists:
@@ -80,6 +80,11 @@ def library_of_first_use() -> Path | None:
             text.update(f"{source.name}\n".encode() + source.read_bytes())
     built_for = f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
     return folder / "extension" / f"{built_for}-{text.hexdigest()}" / "tpkernels_C.so"
+
+
+def lock_of_build(folder: Path) -> Path:
+    """Return the file that torch holds there while it builds: the library may be half written."""
+    return folder / "lock"
 
 
 def load(library: Path) -> Extension:

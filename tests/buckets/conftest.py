@@ -4,7 +4,7 @@ import pytest
 
 from tests.buckets.ways import WAYS, Ranks
 from tests.ranks import RankPool
-from tpkernels.buckets.engine import problem_with_extension
+from tpkernels.buckets.build import problem_with_extension
 
 
 @pytest.fixture(scope="session", autouse=True)

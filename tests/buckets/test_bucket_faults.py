@@ -28,9 +28,9 @@ from tests.buckets.golden import (
 )
 from tests.buckets.ways import both_ways, on_ranks, under
 from tests.checks import error_of
-from tests.forks import forked
 from tests.on_ranks import equal_on_all
 from tests.patience import patient
+from tests.programs import forked
 from tests.ranks import RankFailure, RankPool
 from tpkernels import GradientBuckets, bucketed_all_reduce_
 

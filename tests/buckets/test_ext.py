@@ -1,11 +1,8 @@
 """The extension: the right build is loaded, a wrong one never runs, and the first use builds it once."""
 
-import fcntl
 import os
 import shutil
-import signal
 import sysconfig
-import time
 from importlib.machinery import PathFinder
 from pathlib import Path
 from unittest.mock import patch
@@ -20,8 +17,9 @@ from tests.checks import error_of
 from tests.patience import patient
 from tests.ranks import RankPool
 from tpkernels import extension as _ext
-from tpkernels.buckets import engine, gradients
-from tpkernels.buckets.engine import CannotBuild, build, problem_with_extension
+from tpkernels.buckets import build as extension_build
+from tpkernels.buckets import gradients
+from tpkernels.buckets.build import CannotBuild, build, problem_with_extension
 from tpkernels.extension import Extension, ExtensionState
 
 
@@ -107,18 +105,28 @@ def test_each_text_of_the_sources_has_its_own_library(not_installed, monkeypatch
     assert first != _ext.library_of_first_use()
 
 
-# Stand-ins for torch's build. Each notes its process in `builders`, beside the library.
-NOTE = """
+# Stand-ins for the program that builds: each notes its process, and holds torch's lock as torch does.
+LOCKED = """
 import os, sys, time
 from pathlib import Path
+from torch.utils.file_baton import FileBaton
 folder = Path(sys.argv[-1])
-with (folder.parent / "builders").open("a") as file:
-    file.write(f"{os.getpid()}\\n")
+(folder / f"arrived-{os.getpid()}").touch()
+baton = FileBaton(folder / "lock")
+if not baton.try_acquire():
+    baton.wait()
+    sys.exit(not (folder / "tpkernels_C.so").exists())
+try:
+    with (folder / "builders").open("a") as file:
+        file.write(f"{os.getpid()}\\n")
+    BUILD
+finally:
+    baton.release()
 """
-BUILDS = NOTE + '(folder / "tpkernels_C.so").write_text("a library")'
-FAILS = NOTE + 'print("all.cpp:1: error: no such header\\nand more of it"); sys.exit(1)'
-HANGS = NOTE + "time.sleep(600)"
-WAITS_FOR_ALL = 'while len(list(folder.parent.glob("rank*"))) < 4: time.sleep(0.01)\n'
+BUILDS = '(folder / "tpkernels_C.so").write_text("a library")'
+FAILS = 'print("all.cpp:1: error: no such header\\nand more of it"); sys.exit(1)'
+HANGS = "time.sleep(600)"
+UNTIL_ALL_WAIT = 'while len(list(folder.glob("arrived-*"))) < 4: time.sleep(0.01)\n    time.sleep(1.0)\n    '
 
 
 @pytest.fixture
@@ -131,99 +139,57 @@ def builders(library):
     return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
 
-def left_over(library):
-    return sorted(path.name for path in library.parent.glob("building-*"))
-
-
-def built_by_many(library, program):
-    """The builder does not end before every rank waits, or holds the lock."""
-    usual = engine._identity
-
-    def announced(file):
-        found = usual(file)
-        (library.parent / f"rank{dist.get_rank()}").touch()
-        return found
-
-    engine._identity = announced
-    engine._BUILD = program.replace(NOTE, NOTE + WAITS_FOR_ALL)
-    return *error_of(build, library), library.exists()
+def built_by(program, library):
+    with patch.object(extension_build, "_BUILD", LOCKED.replace("BUILD", program)):
+        return *error_of(build, library), library.exists()
 
 
 def test_one_rank_builds_for_all(library):
     with RankPool(4) as own:
-        answers = own.run(built_by_many, library, BUILDS)
+        answers = own.run(built_by, UNTIL_ALL_WAIT + BUILDS, library)
     assert [(kind, exists) for kind, _, exists in answers] == [("nothing", True)] * 4
     assert len(builders(library)) == 1
-    assert left_over(library) == []
+    assert not list(library.parent.glob("log-*"))
 
 
-def test_failure_is_the_error_of_all_who_waited(library):
+def test_a_failed_build_is_an_error_of_all_ranks_that_waited(library):
     with RankPool(4) as own:
-        answers = own.run(built_by_many, library, FAILS)
-    failure = library.with_name("failure.txt")
-    text = f"all.cpp:1: error: no such header (the full output is in {failure})"
-    assert answers == [("CannotBuild", text, False)] * 4
-    assert failure.read_text() == "all.cpp:1: error: no such header\nand more of it\n"
+        answers = own.run(built_by, UNTIL_ALL_WAIT + FAILS, library)
+    assert [(kind, exists) for kind, _, exists in answers] == [("CannotBuild", False)] * 4
+    texts = sorted(text.partition(" (the ")[0] for _, text, _ in answers)
+    waited = "it failed, here or in the process that was waited for"
+    assert texts == ["all.cpp:1: error: no such header", waited, waited, waited]
     assert len(builders(library)) == 1
-    assert left_over(library) == []
 
 
-def test_who_comes_after_a_failure_tries_again(library, monkeypatch, capsys):
-    monkeypatch.setattr(engine, "_BUILD", FAILS)
-    with pytest.raises(CannotBuild, match="no such header"):
-        build(library)
-    monkeypatch.setattr(engine, "_BUILD", BUILDS)
-    capsys.readouterr()
-    build(library)
-    assert capsys.readouterr().err == f"tpkernels: building the C++ extension once, into {library.parent}\n"
-    build(library)
-    assert capsys.readouterr().err == ""
+def test_a_build_after_a_failure_tries_again(library, capsys):
+    assert built_by(FAILS, library)[0] == "CannotBuild"
+    assert built_by(BUILDS, library)[0] == "nothing"
+    assert (
+        capsys.readouterr().err == f"tpkernels: building the C++ extension once, into {library.parent}\n" * 2
+    )
     assert len(builders(library)) == 2
 
 
-def test_builder_that_died_keeps_nobody_waiting(library, monkeypatch):
-    monkeypatch.setattr(engine, "_BUILD", HANGS)
-    child = os.fork()
-    if child == 0:
-        try:
-            build(library)
-        finally:
-            os._exit(1)
-    while not builders(library):
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert len(left_over(library)) == 1
-    monkeypatch.setattr(engine, "_BUILD", BUILDS)
-    monkeypatch.setattr(engine, "WAIT_SECONDS", patient(5.0))
-    try:
-        build(library)
-    finally:
-        os.kill(builders(library)[0], signal.SIGKILL)
-    assert library.read_text() == "a library"
-    assert left_over(library) == []
-
-
-def test_lock_that_is_held_too_long_is_told(library, monkeypatch):
-    monkeypatch.setattr(engine, "WAIT_SECONDS", 0.2)
-    library.parent.mkdir()
-    lock = library.with_name("lock")
-    with lock.open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(
-            CannotBuild, match=f"another process has held {lock} for 0 s; if it hangs, end it"
-        ):
-            build(library)
-
-
-def test_build_that_hangs_is_ended(library, monkeypatch):
-    monkeypatch.setattr(engine, "_BUILD", HANGS)
-    monkeypatch.setattr(engine, "BUILD_SECONDS", seconds := round(patient(1.0)))
-    with pytest.raises(CannotBuild, match=f"error: it took longer than {seconds} s"):
-        build(library)
+def test_a_build_that_hangs_is_ended_and_releases_the_lock(library, monkeypatch):
+    monkeypatch.setattr(extension_build, "BUILD_SECONDS", seconds := round(patient(6.0)))
+    kind, text, _ = built_by(HANGS, library)
+    assert (kind, text) == (
+        "CannotBuild",
+        f"it took longer than {seconds} s; if no process is building, remove {library.parent}",
+    )
     (pid,) = builders(library)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+    assert not library.with_name("lock").exists()
+
+
+def test_a_library_is_not_loaded_while_it_is_built(not_installed):
+    library = _ext.library_of_first_use()
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"half a library")
+    library.with_name("lock").touch()
+    assert _ext.extension.__wrapped__().state is ExtensionState.ABSENT
 
 
 def test_folder_that_cannot_be_written_is_told(tmp_path):
@@ -236,7 +202,7 @@ def test_folder_that_cannot_be_written_is_told(tmp_path):
 
 @pytest.fixture
 def absent(monkeypatch, tmp_path):
-    monkeypatch.setattr(engine, "extension", lambda: Extension(ExtensionState.ABSENT, "not built"))
+    monkeypatch.setattr(extension_build, "extension", lambda: Extension(ExtensionState.ABSENT, "not built"))
     monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path))
 
 
@@ -256,7 +222,7 @@ def test_what_stands_in_the_way_is_an_import_error_that_says_what_to_do(absent, 
     assert kind == "ImportError"
     assert "ninja is not on the PATH; install it: pip install ninja; until then use torch.nn.para" in text
     found = Extension(ExtensionState.UNUSABLE, "built for another")
-    monkeypatch.setattr(engine, "extension", lambda: found)
+    monkeypatch.setattr(extension_build, "extension", lambda: found)
     expected = "ImportError", "tpkernels' C++ extension is unusable: built for another"
     assert problem_with_extension() == expected
 

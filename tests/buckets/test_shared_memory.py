@@ -31,10 +31,10 @@ from tests.buckets.golden import (
 )
 from tests.buckets.ways import on_ranks, under
 from tests.checks import error_of
-from tests.forks import forked
 from tests.ops.transport_cases import heard
 from tests.patience import patient
 from tests.products import combined
+from tests.programs import forked
 from tests.ranks import RankPool
 from tpkernels import GradientBuckets
 from tpkernels.buckets import memory

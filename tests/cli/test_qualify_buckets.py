@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.buckets.nccl_stand_in import left_held, standing_in
 from tpkernels.buckets import registered
-from tpkernels.buckets.engine import problem_with_extension
+from tpkernels.buckets.build import problem_with_extension
 from tpkernels.cli import qualify_checks
 from tpkernels.cli.qualify_world import QualifyWorld
 from tpkernels.comm.groups import LiveGroup

@@ -23,7 +23,7 @@ from tests.buckets.golden import SMALL
 from tests.loopback import open_loopback, start
 from tests.on_ranks import on_ranks
 from tests.patience import patient
-from tests.warm_python import ran
+from tests.programs import ran
 from tpkernels import GradientBuckets
 from tpkernels.comm.transports import shared
 from tpkernels.comm.transports.host import Pusher

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.interop.refused import refused
-from tests.interop.torch_models import PLAN, Toy, differences
+from tests.interop.torch_models import PLAN, Toy, assert_alike
 from tests.models.small import IDS
 from tpkernels import initialize_model_parallel, parallelize
 from tpkernels.checkpoints.full_state_dict import load_full_state_dict
@@ -86,7 +86,8 @@ def whole_and_split(kind, tied=False):
 def computed_again(kind):
     initialize_model_parallel(2)
     whole, split = whole_and_split(kind)
-    return differences(split, whole) + differences(deepcopy(split), whole)
+    assert_alike(split, whole)
+    assert_alike(deepcopy(split), whole)
 
 
 def carried_over():
@@ -101,23 +102,22 @@ def carried_over():
                 meta = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
                 owner._parameters[name] = meta
     parallelize(split, plan=PLAN)
-    wrong = []
     for model in (split, deepcopy(split)):
         model.to_empty(device="cpu")
         load_full_state_dict(model, whole.state_dict())
-        wrong += differences(model, whole)
-    return wrong
+        assert_alike(model, whole)
 
 
 def tied_again():
     """Under one name in the file, and one tensor in memory."""
     initialize_model_parallel(2)
     whole, split = whole_and_split("reset", tied=True)
-    wrong = differences(split, whole) + differences(deepcopy(split).to(torch.float64), whole)
+    assert_alike(split, whole)
+    assert_alike(deepcopy(split).to(torch.float64), whole)
     for model in (split, deepcopy(split)):
-        wrong += [] if model.head.weight is model.embed.weight else ["tie"]
+        assert model.head.weight is model.embed.weight
     split.head.weight = nn.Parameter(split.head.weight.detach().clone())
-    return wrong + (["untied"] if split.double().head.weight is split.embed.weight else [])
+    assert split.double().head.weight is not split.embed.weight
 
 
 def set_by_hand(kind):
@@ -132,4 +132,4 @@ def set_by_hand(kind):
     split.scaled.factors.copy_(whole.scaled.factors)
     refused("RuntimeError", "expected the numbers of 'scaled.shift', which", split, IDS)
     split.scaled.shift = torch.tensor(3)
-    return differences(split, whole)
+    assert_alike(split, whole)

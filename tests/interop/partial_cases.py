@@ -4,6 +4,7 @@ import pickle
 from copy import deepcopy
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,22 +17,21 @@ from tests.interop.refused import refused
 from tests.interop.torch_models import (
     PLAN,
     STACK_PLAN,
-    STEPS,
-    differences,
+    assert_alike,
+    assert_gradients_alike,
     losses_of,
     stack,
     toy,
-    wrong_gradients,
 )
 from tests.models.small import IDS, TARGETS
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
-from tpkernels.interop.parallelize import trial
+from tpkernels.interop.parallelize import verify
 
 ODD = IDS[:, :5], TARGETS[:, :5]  # whose tokens two ranks do not divide
 
 
 def trained_alike(how="plain", kind="gpt", sequence_parallel=False):
-    """What differs from the unsharded model, at first and after some steps, and between ranks."""
+    """The split model is the unsharded one, at first and after some steps, and on all ranks."""
     state = initialize_model_parallel(dist.get_world_size())
     direct = kind == "direct"  # columns and rows are children of layers
     whole, plan = (toy(), PLAN) if direct else (stack(kind), STACK_PLAN)
@@ -44,15 +44,13 @@ def trained_alike(how="plain", kind="gpt", sequence_parallel=False):
         split = deepcopy(split)
     elif how == "pickled":
         split = pickle.loads(pickle.dumps(split))
-    wrong = differences(split, whole)
+    assert_alike(split, whole)
     for model in (split, whole) if sequence_parallel else ():
         model.eval()
     for ids, targets in (ODD, (IDS, TARGETS)) if sequence_parallel else (ODD,):
-        wrong += [
-            f"{name} of {ids.shape[1]} tokens" for name in differences(split, whole, 1e-12, ids, targets)
-        ]
+        assert_alike(split, whole, 1e-12, ids, targets)
     if how == "untrained":
-        return wrong
+        return
     for model in (split, whole):
         model.train().zero_grad()
     if how == "compiled":
@@ -61,18 +59,17 @@ def trained_alike(how="plain", kind="gpt", sequence_parallel=False):
     losses = losses_of(split, how, state)
     check_replicas(split)
     expected = losses_of(whole, how if how in ("accumulated", "frozen") else "plain")
-    return wrong + unlike(split, whole, losses, expected)
+    assert_trained_alike(split, whole, losses, expected)
 
 
-def unlike(split, whole, losses, expected):
+def assert_trained_alike(split, whole, losses, expected):
     """Losses, and parameters that ranks do not split."""
-    wrong = [f"loss {step}" for step in range(STEPS) if abs(losses[step] - expected[step]) > 1e-10]
+    assert losses == pytest.approx(expected, rel=0, abs=1e-10)
     trained = {name: full(parameter) for name, parameter in split.named_parameters()}
     for name, parameter in whole.named_parameters():
         kept = trained[name].shape == parameter.shape
-        if kept and not torch.allclose(trained[name], parameter, rtol=0, atol=1e-9):
-            wrong.append(name)
-    return wrong
+        if kept:
+            torch.testing.assert_close(trained[name], parameter, rtol=0, atol=1e-9, msg=name)
 
 
 def full(tensor):
@@ -90,10 +87,10 @@ def data_parallel(wrapper, sequence_parallel=False):
     else:
         for module in (split.layers[0].attention.q_norm, *split.layers, split):
             model = fully_shard(module, mesh=mesh["dp"])
-    wrong = unlike(split, whole, losses_of(model, data=mesh.get_group("dp")), losses_of(whole))
+    assert_trained_alike(split, whole, losses_of(model, data=mesh.get_group("dp")), losses_of(whole))
     for to, parameter in zip(plain.parameters(), split.parameters(), strict=True):
         to.grad = full(parameter.grad)
-    return wrong + wrong_gradients(plain, whole, atol=1e-9)
+    assert_gradients_alike(plain, whole, atol=1e-9)
 
 
 def declared():
@@ -106,8 +103,8 @@ def declared():
     reentrant.checkpointing = True
     untold = "'layers.0.attention.scale' is next to split layers"
     of_queries, of_all = {"layers.*.attention.q_norm": "replicated"}, {"layers.*.norm1": "partial"}
+    assert_trained_alike(split, whole, losses_of(split), losses_of(whole))
     return [
-        unlike(split, whole, losses_of(split), losses_of(whole)),
         refused("ValueError", f"{untold}, and", parallelize, stack(), plan=STACK_PLAN, verify=False),
         refused("ValueError", "q_norm.weight' is off by", parallelize, stack(), plan=STACK_PLAN | of_queries),
         refused("ValueError", "norm1.weight' is off by", parallelize, stack(), plan=STACK_PLAN | of_all),
@@ -134,7 +131,7 @@ def refusals():
     torch.manual_seed(0)
     both = "reaches full features, and split features without a column before them"
     said = [refused("ValueError", both, parallelize, Gated(), plan={"up": "column", "down": "row"})]
-    with patch.object(trial, "sum_gradients", lambda *_: None):
+    with patch.object(verify, "sum_gradients", lambda *_: None):
         said.append(refused("ValueError", "the gradient of 'layers.", parallelize, stack(), plan=STACK_PLAN))
     assert "is off by" in said[-1]
     return said

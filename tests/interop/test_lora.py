@@ -23,11 +23,10 @@ from peft import (
     get_peft_model,
 )
 
-from tests.blocks import blocks_of
 from tests.checks import error_of
 from tests.on_ranks import on_ranks
 from tests.ranks import RankFailure
-from tests.test_docs import ROOT, run_on_two_ranks
+from tests.test_docs import ROOT, blocks_of, run_on_two_ranks
 from tpkernels import Recipe, check_replicas, clip_grad_norm_, initialize_model_parallel, parallelize
 from tpkernels.checkpoints.full_state_dict import full_state_dict
 from tpkernels.interop import dcp, huggingface

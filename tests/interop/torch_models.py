@@ -237,33 +237,26 @@ def sharings():
         yield seen
 
 
-def differences(split, whole, atol=1e-12, ids=IDS, targets=TARGETS):
-    """Where logits or gradients of the two are not equal."""
-    wrong = []
+def assert_alike(split, whole, atol=1e-12, ids=IDS, targets=TARGETS):
+    """Logits and gradients of the split model are those of the unsharded one."""
     ours, expected = (getattr(logits, "logits", logits) for logits in (split(ids), whole(ids)))
-    if not torch.allclose(ours, expected, rtol=0, atol=atol):
-        wrong.append("logits")
+    torch.testing.assert_close(ours, expected, rtol=0, atol=atol)
     for model in (split, whole):
         model.zero_grad()
         loss_of(model, ids, targets).backward()
-    return wrong + wrong_gradients(split, whole, atol)
+    assert_gradients_alike(split, whole, atol)
 
 
-def wrong_gradients(split, whole, atol=1e-12):
-    wrong = []
+def assert_gradients_alike(split, whole, atol=1e-12):
     expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
     shards = shards_of(split)
     for name, parameter in unwrapped(split).named_parameters():
         part, gradient = shards[name], parameter.grad
-        if (gradient is None) != (expected[name] is None):
-            wrong.append(f"{name} has a gradient")
-        if gradient is None or expected[name] is None:
+        assert (gradient is None) == (expected[name] is None), name
+        if gradient is None:
             continue
         reached = torch.zeros_like(gradient)
         for chunk, mark in zip(part.chunks(gradient), part.chunks(reached), strict=True):
             mark.view.fill_(1)
-            if not torch.allclose(chunk.view, expected[name][chunk.where], rtol=0, atol=atol):
-                wrong.append(name)
-        if gradient[reached == 0].any():
-            wrong.append(f"padding of {name}")
-    return wrong
+            torch.testing.assert_close(chunk.view, expected[name][chunk.where], rtol=0, atol=atol, msg=name)
+        assert not gradient[reached == 0].any(), f"padding of {name}"

@@ -185,8 +185,8 @@ def in_float32():
 
 
 def refused_though_right():
-    """Errors of right plans: of models in bfloat16, tied, frozen."""
+    """Right plans of models in bfloat16, tied, frozen."""
     initialize_model_parallel(2)
     models = [toy().bfloat16(), toy(tied=True, bias=False), toy().requires_grad_(False)]
-    errors = [error_of(parallelize, model, plan=PLAN)[1] for model in models]
-    return [error for error in errors if error]
+    for model in models:
+        parallelize(model, plan=PLAN)

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.forks import forked
 from tests.on_ranks import on_ranks
 from tests.ops.test_second_derivatives import OPS
 from tests.ops.transport_cases import using
 from tests.patience import patient
 from tests.products import once
+from tests.programs import forked
 from tpkernels import Recipe
 from tpkernels.buckets import collectives as bucketed
 from tpkernels.comm import calls, watch

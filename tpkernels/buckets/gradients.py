@@ -24,13 +24,13 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.utils.hooks import RemovableHandle
 
 from tpkernels.buckets import parameters as protocol
+from tpkernels.buckets.build import problem_with_extension
 from tpkernels.buckets.collectives import bucketed_all_gather
 from tpkernels.buckets.engine import (
     Engine,
     EngineOptions,
     make_engine,
     problem_of_options,
-    problem_with_extension,
 )
 from tpkernels.buckets.layout import (
     ALIGNMENT,
@@ -41,7 +41,8 @@ from tpkernels.buckets.layout import (
     lay_out_buckets,
     runs_within,
 )
-from tpkernels.buckets.memory import FAREWELL_SECONDS, Bucket, BucketMemory
+from tpkernels.buckets.memory import Bucket, BucketMemory
+from tpkernels.buckets.neighbours import FAREWELL_SECONDS
 from tpkernels.buckets.parameters import (
     Members,
     given_parameters,
@@ -49,7 +50,6 @@ from tpkernels.buckets.parameters import (
     refuse_early_steps,
     require_equal_weights,
 )
-from tpkernels.buckets.registered import give_back_unused
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.groups import (
     LiveGroup,
@@ -158,7 +158,6 @@ class GradientBuckets:
         """Clear all gradients, also those of a backward that raised."""
         if self._engine is None:
             return
-        give_back_unused()  # of an earlier arrangement: work in flight may have held it then
         gave_up = self._memory.zero()
         gave_up |= self._engine.zero()
         if gave_up and self._learning and not self._options.check_nan:  # other ranks learn in finish()

@@ -5,11 +5,6 @@ In shared memory each rank adds up its shard of all ranks' gradients, and writes
 many on each of several. A tensor-parallel group that sums some buckets first must be on one machine.
 TPKERNELS_TRANSPORT=c10d keeps memory apart. The log shows the choice.
 
-The ranks of this machine that add up buckets in shared memory with this one, and waits for them.
-
-As in an exchange of rows (`comm.transports.host`), a wait can be interrupted. It checks now and then whether
-the awaited processes still run, and fails the group if not, so that all ranks raise the first cause.
-
 machine    one              other
 ranks      0  1  2          3  4  5
 owners     0 and 3, 1 and 4, 2 and 5: each adds up one shard, first over its machine, then with the other
@@ -20,8 +15,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -32,21 +26,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.buckets.engine import LONGEST_TIMEOUT, Engine, EngineOptions
-from tpkernels.buckets.registered import give_back_unused, registered_zeros
+from tpkernels.buckets.neighbours import OP, Neighbours
 from tpkernels.comm.agreement import CannotTakePart, offers_of_all
-from tpkernels.comm.calls import Call, calls_of, handshake
-from tpkernels.comm.groups import LiveGroup, failed, timeout_of
+from tpkernels.comm.calls import handshake
+from tpkernels.comm.groups import LiveGroup, timeout_of
 from tpkernels.comm.transports import mailbox, select
 from tpkernels.comm.transports.forks import copy_in_forks
 from tpkernels.comm.transports.mailbox import Meeting
-from tpkernels.comm.transports.processes import LOOK_SECONDS, Process, process_of
+from tpkernels.comm.transports.processes import Process, process_of
 from tpkernels.comm.transports.shared import Mapped, mapped_by_all, new_memory
-from tpkernels.errors import cause_of
 from tpkernels.groups import c10d
 from tpkernels.tp_invariance import mode
 
-OP = "GradientBuckets"
-FAREWELL_SECONDS = 2.0  # as at the end of a process, see csrc/bucket_memory.cpp
+CPU = torch.device("cpu")
+LINE_BYTES = 64  # of a cache
+WORD_BYTES = 8
+DOORBELL_WORDS = 2  # as in csrc/doorbell.h
+BUCKET_WORDS = 2  # as in csrc/shared_sums.h
 
 
 class Machines(NamedTuple):
@@ -94,140 +90,6 @@ def group_across(group: ProcessGroup, owners: Sequence[int], timeout: float, num
     )
 
 
-class Neighbours:
-    """The other ranks of one engine's groups, and the waits for them."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        groups: Sequence[LiveGroup],
-        processes: Sequence[Mapping[int, Process]],
-        options: EngineOptions,
-        timeout: float,
-    ) -> None:
-        """groups: the data-parallel one last, after the tensor-parallel one if its ranks add up, too
-
-        processes: of the other ranks of each, by their number there
-        timeout: seconds
-        """
-        self._engine, self._groups, self._processes = engine, groups, processes
-        self._calls = [calls_of(group.get()) for group in groups]
-        # its own call number distinguishes these buckets from others of the group
-        self._numbers = [handshake(OP, "who add up buckets", group.get()).number for group in groups]
-        self._refuses, self._timeout = options.check_nan, timeout
-        self._opener = os.getpid()
-
-    def finish(self) -> None:
-        """Launch the remaining buckets and wait for their sums, so that `engine.finish` does not wait."""
-        self._require_usable()
-        began = False
-        try:
-            began = self._engine.launch_rest()
-        finally:  # buckets sent before the rest was refused are in flight
-            self._settle(numbered=began)
-
-    def zero(self) -> bool:
-        """Interrupt a round and wait for its buckets in flight; return whether there was a round."""
-        self._require_usable()
-        interrupted = False
-        try:
-            interrupted = self._engine.interrupt()
-        finally:
-            self._settle(numbered=interrupted)
-        return interrupted
-
-    def leave(self, patience: float | None = None) -> None:
-        """Wait for buckets in flight, so that `engine.detach` does not; a timeout is no error.
-
-        patience: seconds, if not the timeout of other waits
-        """
-        if os.getpid() != self._opener:
-            return
-        try:
-            self._await(patience)
-        except RuntimeError:
-            self._engine.lose_others()
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _require_usable(self) -> None:
-        """Raise if a group has failed, and fail the other groups: their ranks would wait for this one."""
-        try:
-            for group in self._groups:
-                group.get()
-        except RuntimeError as error:
-            self._fail(error)
-            raise
-
-    def _settle(self, *, numbered: bool) -> None:
-        """Wait until all buckets in flight have been summed.
-
-        numbered: a round is complete on all ranks, and counts as a call of its groups
-        """
-        wait: Callable[[], None] = self._await
-        try:
-            # a round refused for NaN ends in finish() on this rank, in zero() on others
-            if numbered and not self._refuses:
-                for group, number in zip(self._groups, self._numbers, strict=True):
-                    what = f"gradients of a step, buckets of call {number}"
-                    wait = _watched(handshake(OP, what, group.get()), wait)
-            wait()
-        except BaseException as error:  # Ctrl-C, too: other ranks do not know of it
-            self._fail(error)
-            raise
-
-    def _fail(self, error: BaseException) -> None:
-        if os.getpid() != self._opener:  # a fork belongs neither to the group nor to its store
-            return
-        self._engine.lose_others()
-        for calls in self._calls:
-            calls.fail(f"{type(error).__name__}: {cause_of(error)}")
-
-    def _await(self, patience: float | None = None) -> None:
-        started, patience = time.monotonic(), self._timeout if patience is None else patience
-        while not self._engine.settle(LOOK_SECONDS):
-            what, tensor_parallel, late, left = self._engine.awaited()
-            which = 0 if tensor_parallel else -1
-            cause = self._cause(self._processes[which], late, left, time.monotonic() - started, patience)
-            if cause and not self._engine.settle(0.0):  # their work before they ended counts
-                group = self._groups[which]
-                raise failed(f"{OP}: {what}", group.name, group.size, cause)
-
-    def _cause(
-        self,
-        processes: Mapping[int, Process],
-        late: Sequence[int],
-        left: Sequence[int],
-        seconds: float,
-        patience: float,
-    ) -> str:
-        """Return why a wait must raise: a failure, an ended process, a timeout; "" if none."""
-        for calls in self._calls:
-            if first := calls.first_failure():
-                return first
-        for rank in late:
-            if rank in left:
-                return f"rank {rank} of it has let go of its GradientBuckets"
-            if rank in processes and processes[rank].has_ended():
-                return f"the process of rank {rank} of it has ended"
-        if seconds > patience:
-            ranks = ", ".join(map(str, late))
-            return f"the wait for rank{'s' * (len(late) > 1)} {ranks} of it timed out after {seconds:.1f} s"
-        return ""
-
-
-def _watched(call: Call, wait: Callable[[], None]) -> Callable[[], None]:
-    return lambda: call.wait_for(wait)
-
-
-CPU = torch.device("cpu")
-LINE_BYTES = 64  # of a cache
-WORD_BYTES = 8
-DOORBELL_WORDS = 2  # as in csrc/doorbell.h
-BUCKET_WORDS = 2  # as in csrc/shared_sums.h
-
-
 class Bucket(NamedTuple):
     """Size, dtype and kind of one bucket to allocate."""
 
@@ -259,13 +121,9 @@ class BucketMemory:
         self._note(buckets)
         if shared is None:
             refuse_backend(self._options.group.size, self._against)
-            flats = self._registered(buckets)
-            if flats is None:
-                flats = [torch.zeros(own.elements, dtype=own.dtype, device=self._device) for own in buckets]
+            flats = [torch.zeros(own.elements, dtype=own.dtype, device=self._device) for own in buckets]
             engine.arrange(bucket_of, offset_of, flats)
             self._neighbours = None
-            del flats
-            give_back_unused()  # memory of the earlier arrangement
             return
         layout, buffers, processes = shared
         across, seconds = self._group_across(), self._seconds()
@@ -323,19 +181,6 @@ class BucketMemory:
         timeout = self._options.timeout
         seconds = timeout.total_seconds() if timeout else timeout_of(self._options.group.get(), CPU)
         return min(seconds, LONGEST_TIMEOUT.total_seconds() - 1)
-
-    def _registered(self, buckets: Sequence[Bucket]) -> list[Tensor] | None:
-        """Return buckets in registered memory if at least as fast; else, or if a cast copy is sent, None."""
-        options = self._options
-        if any(own.dtype != (options.wire_dtype or own.dtype) for own in buckets):
-            return None
-        return registered_zeros(
-            options.group.get(),
-            [own.elements for own in buckets],
-            [own.dtype for own in buckets],
-            self._device,
-            "reduce_scatter" if options.reduce_scatter else "all_reduce",
-        )
 
     def _why_apart(self) -> str:
         """Return why ranks share no memory, the same on all ranks of both groups; "" if they do."""
@@ -396,7 +241,7 @@ class BucketMemory:
         return _MemoryOfGroups(layout, buffers, [found[group].processes for group in self._groups])
 
     def _note(self, buckets: Sequence[Bucket]) -> None:
-        """Log the choice of memory when it changes; on GPUs `registered` logs."""
+        """Log the choice of memory when it changes, on CPUs."""
         where = "apart" if self._against else "shared"
         if where != self._noted and self._device.type != "cuda" and select.choices.isEnabledFor(logging.INFO):
             self._noted = where

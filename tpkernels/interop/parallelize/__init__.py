@@ -4,10 +4,11 @@ default_plan  the plan if the caller gives none: from the model of `transformers
           names of layers (layer_names); both are made of entries
 plan      patterns of module names, and how matching modules are split
 changes   the plan on this rank: modules replaced (hf_modules) or kept; which layers compute in fp8
-trial     the plan on copies (twins) of the model, with made-up inputs: finds partial gradients (probe), and
+lora      which layers of peft's adapters an entry of the plan splits
+trial     the plan on copies of the model (twins), with made-up inputs: finds partial gradients (probe), and
           compares outputs and gradients with the unsharded model's (verify); sequence parallelism
 sequence  which modules compute on shards of the tokens (tokens): sequence_parallel
-as_dtensor  parameters as DTensors of the unsharded ones
+saving    parameters as DTensors of the unsharded ones; full weights for save_pretrained
 buffers   tied weights and buffers of a model on the meta device, for when it gets memory
 guards    refused calls of the split model, and random numbers in training
 """
@@ -20,16 +21,11 @@ from typing import Literal
 from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
-from tpkernels.interop.parallelize.changes import (
-    carry_out,
-    planned,
-    quantizable,
-    quantize_products,
-    refuse_shards_of_heads,
-    require_equal_draws,
-)
+from tpkernels.interop.parallelize.changes import carry_out, planned, quantizable, quantize_products
 from tpkernels.interop.parallelize.default_plan import PossiblePlan, first_that_works, possible_plans
-from tpkernels.interop.parallelize.plan import ParallelizePlan, base_model
+from tpkernels.interop.parallelize.guards import refuse_shards_of_heads, require_equal_draws
+from tpkernels.interop.parallelize.lora import base_model
+from tpkernels.interop.parallelize.plan import ParallelizePlan
 from tpkernels.interop.parallelize.saving import hold_dtensors, require_mesh, save_full_weights
 from tpkernels.interop.parallelize.sequence import share_tokens
 from tpkernels.interop.parallelize.tokens import sum_gradients

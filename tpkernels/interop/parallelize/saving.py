@@ -34,14 +34,8 @@ from tpkernels.checkpoints.dtensor import is_chunked, over_mesh
 from tpkernels.checkpoints.full_state_dict import full_state_dict
 from tpkernels.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.checkpoints.shards import TensorShard, shard_of, shards_of
-from tpkernels.interop.parallelize.plan import (
-    ParallelizePlan,
-    Parameters,
-    SharedHeads,
-    Split,
-    base_model,
-    is_of_peft,
-)
+from tpkernels.interop.parallelize.lora import base_model, is_of_peft
+from tpkernels.interop.parallelize.plan import ParallelizePlan, Parameters, SharedHeads, Split
 from tpkernels.interop.parallelize.tokens import StandIns
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import ParallelModule

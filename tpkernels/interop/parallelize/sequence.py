@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpkernels.groups.random import draws
-from tpkernels.interop.parallelize.changes import Changes, refuse_hidden_states
+from tpkernels.interop.parallelize.changes import Changes
+from tpkernels.interop.parallelize.guards import refuse_hidden_states
 from tpkernels.interop.parallelize.hf_modules import (
     ColumnConv1D,
     ColumnLinear,
@@ -29,8 +30,9 @@ from tpkernels.interop.parallelize.hf_modules import (
     RowConv1D,
     RowLinear,
 )
-from tpkernels.interop.parallelize.probe import Inputs, ParameterNames, call_model, trial_context
+from tpkernels.interop.parallelize.probe import ParameterNames
 from tpkernels.interop.parallelize.tokens import After, Before, Columns, TokenMove, Tokens, sum_gradients
+from tpkernels.interop.parallelize.twins import Inputs, call_model, trial_context
 from tpkernels.layers.world import TensorWorld
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tpkernels.groups.sizes import ranges_of
 from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, Cut, RowConv1D, RowLinear
-from tpkernels.interop.parallelize.plan import refuse_what_differs, split_dropouts
+from tpkernels.interop.parallelize.lora import refuse_what_differs, split_dropouts
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.parallel_module import ParallelModule

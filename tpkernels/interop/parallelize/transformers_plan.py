@@ -1,0 +1,202 @@
+"""Translates the own plan of a model of `transformers` into ours.
+
+Its `_tp_plan` names a style for patterns of modules and parameters, in which * is one part of a name:
+
+    style                                                 becomes
+    colwise, local_colwise                                column
+    colwise_gather_output, colwise_rep                    head
+    rowwise, local_rowwise                                row
+    rowwise_split_input, rowwise_rep                      row_of_full
+    packed_colwise                                        column of two stacked weights
+    embedding_rowwise, embedding_colwise                  embedding
+    replicate, sequence_parallel                          replicated
+    replicated_with_grad_allreduce                        partial
+    mla_kv_a_proj                                         Tail
+    moe_tp_experts, all_reduce, gather, local             Parameters of the module, summed over ranks
+    local_params                                          Parameters of the module, on this rank's features
+    moe_identity_expert                                   Shared
+
+A style of a parameter, such as one of stacked experts, gives the dimension to split. A pattern that fits
+nothing, such as layers that this config lacks, is ignored, as in `transformers`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from tpkernels.interop.parallelize.entries import (
+    Entries,
+    Layers,
+    Say,
+    gathered,
+    head_size_of_holder,
+    merged,
+    packed_attention,
+    split_attention,
+    split_evenly,
+    split_parameters,
+    with_vocabulary,
+)
+from tpkernels.interop.parallelize.plan import (
+    Kept,
+    ParallelizePlan,
+    PlanEntry,
+    Shared,
+    Split,
+    Tail,
+)
+
+COLUMN_STYLES = ("colwise", "local_colwise")
+ROW_STYLES = ("rowwise", "local_rowwise")
+GATHERED_STYLES = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep")
+PACKED_STYLES = {
+    "packed_colwise": -2,
+    "local_packed_colwise": -2,
+    "packed_rowwise": -1,
+    "local_packed_rowwise": -1,
+}
+TABLE_STYLES = ("embedding_rowwise", "embedding_colwise")
+KEPT_STYLES = {"replicate": False, "sequence_parallel": False, "replicated_with_grad_allreduce": True}
+TAIL_STYLE = "mla_kv_a_proj"
+SUMMED_STYLES = ("moe_tp_experts", "all_reduce", "gather", "local")
+STYLES = {
+    *COLUMN_STYLES,
+    *ROW_STYLES,
+    *GATHERED_STYLES,
+    *PACKED_STYLES,
+    *TABLE_STYLES,
+    *KEPT_STYLES,
+    *SUMMED_STYLES,
+}
+STYLES |= {"local_params", TAIL_STYLE, "moe_identity_expert"}
+
+
+def styles_of(model: nn.Module) -> dict[str, str]:
+    """Return the model's own plan, in `transformers`' styles; empty if it has none."""
+    return dict(getattr(model, "_tp_plan", None) or {})
+
+
+def own_plan(model: nn.Module, ranks: int, say: Say) -> ParallelizePlan:
+    """Return the model's own plan for a number of ranks, in our entries.
+
+    say: called with what is not split
+    """
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    named: dict[str, str] = {}
+    of_parameters: dict[str, dict[str, str]] = {}
+    for pattern, style in styles_of(model).items():
+        if style not in STYLES:
+            raise ValueError(
+                f"the model's own plan: {pattern!r}: expected a style among {', '.join(sorted(STYLES))}, got "
+                f"{style!r}; pass a plan"
+            )
+        fits = re.compile(re.escape(pattern).replace(r"\*", "[^.]+")).fullmatch
+        for name in parameters:
+            if fits(name):
+                owner, _, short = name.rpartition(".")
+                of_parameters.setdefault(owner, {})[short] = style
+        named |= {name: style for name in modules if name and fits(name)}
+    parts = [*_linear(modules, named, ranks, say), _tables(modules, named), *_kept(model, modules, named)]
+    parts += [
+        _parameters(name, modules[name], styles, named.get(name), ranks, say)
+        for name, styles in of_parameters.items()
+    ]
+    plan = merged(parts)
+    for name, style in named.items():  # unsplit layers have full features and all heads
+        beside = name.rpartition(".")[0]
+        if (KEPT_STYLES.get(style) or style == TAIL_STYLE) and not any(
+            isinstance(entry, Split) and entry.kind == "row" and each.rpartition(".")[0] == beside
+            for each, entry in plan.items()
+        ):
+            plan.pop(name)
+    return with_vocabulary(model, plan)
+
+
+def _linear(
+    modules: Mapping[str, nn.Module], named: Mapping[str, str], ranks: int, say: Say
+) -> Iterator[Entries]:
+    """Yield entries for linear layers, grouped by the module that holds them."""
+    holders: dict[str, Layers] = {}
+    for name, style in named.items():
+        if isinstance(modules[name], nn.Embedding):
+            continue
+        if style in (*COLUMN_STYLES, *ROW_STYLES, *GATHERED_STYLES, *PACKED_STYLES):
+            holder = _holder(modules, name)
+            layers = holders.setdefault(holder, Layers(holder, {}, {}))
+            split = layers.rows if "rowwise" in style else layers.columns
+            split[name] = getattr(modules[name], "base_layer", modules[name])  # inside an adapter
+    for holder, layers in holders.items():
+        if layers.rows and {name.rpartition(".")[2] for name in layers.columns} == {"gate_up_proj"}:
+            yield split_evenly(layers, ranks, say, stacked=2)  # two weights in one, which only we split
+            continue
+        full = _of(layers, named, lambda style: style in GATHERED_STYLES)
+        plain = _of(layers, named, lambda style: style not in GATHERED_STYLES)
+        if not plain.columns and not plain.rows:
+            yield packed_attention(full, modules[holder], ranks) or gathered(full, ranks)
+            continue
+        yield gathered(full, ranks)
+        if plain.rows and head_size_of_holder(modules[holder]):
+            yield split_attention(plain, modules[holder], ranks, say)
+        else:
+            packed = any(named[name] in PACKED_STYLES for name in plain.columns)
+            yield split_evenly(plain, ranks, say, stacked=2 if packed else 1)
+
+
+def _of(layers: Layers, named: Mapping[str, str], fits: Callable[[str], bool]) -> Layers:
+    """Return the layers whose style fits."""
+    columns = {name: layer for name, layer in layers.columns.items() if fits(named[name])}
+    rows = {name: layer for name, layer in layers.rows.items() if fits(named[name])}
+    return Layers(layers.holder, columns, rows)
+
+
+def _holder(modules: Mapping[str, nn.Module], name: str) -> str:
+    """Return the module that holds a linear layer, skipping a module that only wraps it."""
+    holder = name.rpartition(".")[0]
+    wraps = sum(1 for _ in modules[holder].children()) == 1 and "." in holder
+    return holder.rpartition(".")[0] if wraps else holder
+
+
+def _tables(modules: Mapping[str, nn.Module], named: Mapping[str, str]) -> Entries:
+    split = (*TABLE_STYLES, *COLUMN_STYLES, *ROW_STYLES, *GATHERED_STYLES)
+    return {
+        name: [Split("embedding")]
+        for name, style in named.items()
+        if style in split and isinstance(modules[name], nn.Embedding)
+    }
+
+
+def _kept(model: nn.Module, modules: Mapping[str, nn.Module], named: Mapping[str, str]) -> Iterator[Entries]:
+    config: Any = getattr(model, "config", None)
+    for name, style in named.items():
+        entry: PlanEntry
+        if style in KEPT_STYLES:
+            entry = Kept(partial=KEPT_STYLES[style])
+        elif style == "moe_identity_expert":
+            entry = Shared()
+        elif style == TAIL_STYLE:
+            entry = Tail(config.get_text_config().qk_rope_head_dim)
+        else:
+            continue
+        if any(True for _ in modules[name].parameters()) or not isinstance(entry, Kept):
+            yield {name: [entry]}
+
+
+def _parameters(
+    name: str, module: nn.Module, styles: Mapping[str, str], of_module: str | None, ranks: int, say: Say
+) -> Entries:
+    """Return the entry for split parameters of a kept module."""
+    split = []
+    for short, style in styles.items():
+        parameter = module._parameters[short]
+        assert parameter is not None
+        stacked = 2 if style in PACKED_STYLES else 1
+        dim = PACKED_STYLES.get(style, -1 if style in ROW_STYLES or parameter.ndim == 1 else -2)
+        if style not in (*COLUMN_STYLES, *ROW_STYLES, *PACKED_STYLES):
+            raise ValueError(f"the model's own plan: '{name}.{short}': {style!r} is no style for a parameter")
+        split.append((short, dim % parameter.ndim, stacked))
+    summed = of_module in SUMMED_STYLES or any(style in ROW_STYLES for style in styles.values())
+    return split_parameters(name, module, split, summed, ranks, say)
