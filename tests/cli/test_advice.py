@@ -4,6 +4,8 @@ import functools
 import io
 import json
 import re
+import subprocess
+import sys
 from contextlib import redirect_stdout
 
 import pytest
@@ -46,6 +48,13 @@ def test_table_is_sorted_adds_up_and_holds_what_fits(capsys):
     assert "pp: more than one stage is planned only, `train` does not run it" in printed
     assert main([*USUAL, "--top", "1"]) == 0
     assert rows(capsys.readouterr().out) == table[:1]
+
+
+def test_it_loads_no_torch():
+    program = (
+        "import sys; from tpkernels.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program, *USUAL], check=True, capture_output=True)
 
 
 def best(printed):

@@ -80,7 +80,7 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--prove 1 --dropout 0.1": "expected a run from the start without dropout",
         "--peak-tflops 0": "--peak-tflops: expected more than 0 and less than 1e9, got 0",
         "--timeout -1": "--timeout: expected more than 0 and less than 1e9, got -1",
-        "--fp8 tensorwise": "Recipe: expected 'rowwise', 'blockwise' or 'mxfp8', with options such as",
+        "--fp8 tensorwise": "Recipe: expected 'rowwise' or 'blockwise', with options such as",
         "--size depth=3": "depth: a model has no such size",
         "--size num_heads": "--size: expected NAME=VALUE, got 'num_heads'",
         "--max-norm -1": "max_norm: expected more than 0, got -1.0",
