@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.fake_world import each_rank, fake_rank, pretend
 from tests.oracle import Classic, all_settings
 from tpkernels import parallel_state as ps
-from tpkernels.groups.state import OnTheFly, ParallelStateError, on_the_fly, use
+from tpkernels.groups.state import ParallelStateError, overwritten, use
 
 GETTERS_OF_GROUPS = {
     "model": ps.get_model_parallel_group,
@@ -153,7 +153,7 @@ def test_what_is_no_size_or_rank_is_refused_on_the_fly(name, least):
     for wrong in (least - 1, 1.5, "2", True):
         with pytest.raises((ValueError, TypeError), match=f"{argument} must be"):
             getattr(ps, f"set_{name}")(wrong)
-    assert on_the_fly() == OnTheFly()
+    assert overwritten() == {}
 
 
 def test_sizes_set_on_the_fly_need_no_initialization():
