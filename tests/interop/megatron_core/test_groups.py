@@ -1,4 +1,4 @@
-"""Groups, collections and grids of ranks that move data."""
+"""Groups of Megatron's that move data, and layers and states made of them."""
 
 from importlib import import_module
 from types import SimpleNamespace
@@ -12,11 +12,9 @@ from tests.fake_world import fake_rank
 from tests.interop.megatron_core.megatrons_groups import GETTERS
 from tpkernels import ParallelMLP, destroy_parallel_state, manual_seed, parallel_state
 from tpkernels.groups.initialize import Listed, create_listed_groups, initialize_model_parallel
-from tpkernels.groups.sizes import InvalidSizes
 from tpkernels.groups.state import ParallelStateError, current, use
 from tpkernels.interop.megatron_core import parallel_state as ps
-from tpkernels.interop.megatron_core.grid import HyperCommGrid
-from tpkernels.interop.megatron_core.groups import ProcessGroupCollection, from_megatron
+from tpkernels.interop.megatron_core.groups import KINDS_BY_NAME, from_megatron
 from tpkernels.layers.world import tensor_world
 
 
@@ -44,38 +42,14 @@ def sums():
     return found
 
 
-def two_grids():
-    """Ranks 0 and 1 on one grid, 2 and 3 on another, each making its groups without the other."""
-    own = dist.get_rank() // 2
-    grid = HyperCommGrid([1, 2], ["tp", "dp"], rank_offset=2 * own)
-    for _ in range(own):  # the second grid's ranks make more groups
-        grid.create_pg("tp")
-    data = grid.create_pg("dp")
-    other = HyperCommGrid([2], ["tp"], rank_offset=2 - 2 * own).create_pg("tp")  # not this rank's
-    again = error_of(grid.create_pg, ["dp"])
-    both = grid.create_pg(["dp", "tp"]) if own else None
-    found = [dist.get_process_group_ranks(data), total(data), other, grid.get_pg("dp") is data, again[0]]
-    found += [both and dist.get_process_group_ranks(both), error_of(grid.get_pg, "pp")[0]]
-    grid.destroy()
-    return [*found, error_of(grid.get_pg, "dp")[0]]
-
-
 def uneven_history():
-    """Members that have made different groups before meet all the same."""
+    """Members that have made different groups before meet all the same; others need not call."""
     rank = dist.get_rank()
     if rank == 1:
-        ps.create_group([1])
-    group = ps.create_group([1, 2]) if rank in (1, 2) else None
-    everyone = ps.create_group(group_desc="all")
-    outside = ps.create_group([0, 3])
-    inner, _ = ps.create_hierarchical_groups(rank, range(4), [2, 2], group_desc="levels")
-    return [
-        total(group) if group else -1.0,
-        total(everyone),
-        total(outside) if rank in (0, 3) else float(outside is dist.GroupMember.NON_GROUP_MEMBER),
-        total(inner[0]),
-        total(inner[1]),
-    ]
+        create_listed_groups({"alone": Listed([[1]])})
+    middle = create_listed_groups({"middle": Listed([[1, 2]])}) if rank in (1, 2) else {}
+    outside = create_listed_groups({"outside": Listed([[0, 3]])})
+    return [total(group) for group in (*middle.values(), *outside.values())]
 
 
 def refusals():
@@ -107,8 +81,8 @@ class Stands:
 def mlps_of_what_is_passed():
     """The same numbers by a collection, by one of Megatron's kind, by the group, by the current state."""
     ps.initialize_model_parallel(dist.get_world_size())
-    collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "dp"])
-    states = [None, collection, SimpleNamespace(tp=collection.tp), collection.tp, from_megatron(collection)]
+    collection = SimpleNamespace(tp=ps.get_tensor_model_parallel_group(), dp=ps.get_data_parallel_group())
+    states = [None, collection, collection.tp, from_megatron(collection)]
     if dist.get_world_size() == 1:
         states += [Stands(0, 1), SimpleNamespace(tp=Stands(0, 1))]
     found = []
@@ -149,22 +123,8 @@ def test_every_group_adds_up_its_ranks(ranks4):
         assert [name for name, right in found.items() if not right] == []
 
 
-def test_grids_beside_each_other_make_groups_without_each_other(ranks4):
-    found = ranks4.run(two_grids)
-    assert [each[0] for each in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [each[1] for each in found] == [1.0, 1.0, 5.0, 5.0]
-    assert [each[2:5] for each in found] == [[None, True, "KeyError"]] * 4
-    assert [each[5] for each in found] == [None, None, [2, 3], [2, 3]]
-    assert [each[6:] for each in found] == [["ValueError", "KeyError"]] * 4
-
-
 def test_groups_are_made_by_their_members_alone(ranks4):
-    assert ranks4.run(uneven_history) == [
-        [-1.0, 6.0, 3.0, 1.0, 2.0],
-        [3.0, 6.0, 1.0, 1.0, 4.0],
-        [3.0, 6.0, 1.0, 5.0, 2.0],
-        [-1.0, 6.0, 3.0, 5.0, 4.0],
-    ]
+    assert ranks4.run(uneven_history) == [[3.0]] * 4
 
 
 def test_lists_that_overlap_leave_the_world_or_differ_are_refused_on_all_ranks(ranks4):
@@ -179,7 +139,7 @@ def test_lists_that_overlap_leave_the_world_or_differ_are_refused_on_all_ranks(r
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_layers_take_groups_that_are_passed_and_what_stands_for_a_group_of_one(ranks, request):
     for state, *others in request.getfixturevalue(f"ranks{ranks}").run(mlps_of_what_is_passed):
-        assert others == [state] * (6 if ranks == 1 else 4)
+        assert others == [state] * (5 if ranks == 1 else 3)
 
 
 def test_groups_of_megatrons_are_adopted(ranks4):
@@ -198,49 +158,19 @@ def test_what_stands_for_a_group_of_more_holds_weights_and_says_so():
         tensor_world(Stands(2, 2))
 
 
-def test_collections_refuse_unknown_names_and_say_what_they_hold():
+def test_a_state_of_some_of_megatrons_groups_knows_those():
     with fake_rank(1, 4):
         initialize_model_parallel(2)
-        group = current().process_group("tp")
-        collection = ProcessGroupCollection(tp=group, embd=None, hcp=[group])
-        assert repr(collection) == "ProcessGroupCollection(tp(2), embd(None), hcp([2]))"
-        assert not hasattr(collection, "dp")
-        with pytest.raises(ValueError, match="no group is called 'xp'"):
-            ProcessGroupCollection(xp=group)
-        with pytest.raises(ValueError, match=r"no groups are called \['xp'\]"):
-            ProcessGroupCollection.use_mpu_process_groups(["tp", "xp"])
-        adopted = from_megatron(collection)
+        adopted = from_megatron(SimpleNamespace(tp=current().process_group("tp"), embd=None))
         assert (adopted.rank_in("tp"), adopted.is_member("embedding")) == (1, False)
         with pytest.raises(ParallelStateError, match="Megatron's dp group is not known"):
             adopted.size("dp")
         with pytest.raises(ParallelStateError, match="expected a tensor-parallel group"):
-            from_megatron(ProcessGroupCollection())
+            from_megatron(SimpleNamespace())
         with pytest.raises(TypeError, match="an object with such a group `tp`"):
-            tensor_world(ProcessGroupCollection())
+            tensor_world(SimpleNamespace())
 
 
-def test_fields_of_a_collection_are_megatrons():
+def test_names_of_groups_are_megatrons():
     config = pytest.importorskip("megatron.core.process_groups_config", reason="needs megatron-core")
-    ours = list(ProcessGroupCollection.__dataclass_fields__)
-    assert ours == list(config.ProcessGroupCollection.__dataclass_fields__)
-
-
-def test_a_grid_lists_ranks_from_its_offset():
-    with fake_rank(0, 16):
-        grid = HyperCommGrid([2, 2, 3], ["tp", "cp", "dp"], rank_offset=4)
-        assert grid.get_rank_enum("tp") == [[4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
-        assert grid.get_rank_enum(["cp", "tp"]) == grid.get_rank_enum(["tp", "cp"])
-        assert grid.get_rank_enum(["tp", "dp"])[1] == [6, 7, 10, 11, 14, 15]
-        assert (grid.create_pg("tp"), grid.get_pg(["tp"])) == (None, None)
-        for wrong in ("pp", ["tp", "tp"], []):
-            with pytest.raises(ValueError, match="dims: expected some of"):
-                grid.create_pg(wrong)
-        with pytest.raises(InvalidSizes, match="has 24 ranks, but from rank 0 on the world of 16 has 16"):
-            HyperCommGrid([2, 12], ["tp", "dp"])
-        with pytest.raises(ValueError, match="expected one distinct name for each"):
-            HyperCommGrid([2, 2], ["tp", "tp"])
-        theirs = pytest.importorskip("megatron.core.hyper_comm_grid", reason="needs megatron-core")
-        pytest.importorskip("einops", reason="Megatron lists ranks by einops")
-        for dims in ("cp", ["tp", "dp"], ["dp", "cp", "tp"]):
-            other = theirs.HyperCommGrid([2, 2, 3], ["tp", "cp", "dp"], rank_offset=4)
-            assert grid.get_rank_enum(dims) == other.get_rank_enum(dims)
+    assert KINDS_BY_NAME.keys() <= config.ProcessGroupCollection.__dataclass_fields__.keys()
