@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from tests.products import once
-from tpkernels.groups import draw
 from tpkernels.groups.draw import shown_kinds
 from tpkernels.groups.plan import GroupKind, GroupPlan, plan_groups
 
@@ -202,22 +200,3 @@ def test_to_svg_refuses_a_size_below_one() -> None:
     for name, value in (("gpus_per_node", 0), ("gpus_per_node", -3), ("max_nodes", 0), ("max_nodes", -3)):
         with pytest.raises(ValueError, match=f"{name} must be a positive integer, got {value}"):
             PLANS["canonical"].to_svg(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("lightness", "chroma", "hue", "expected"),
-    [
-        (0.6280, 0.2577, 29.23, (255, 0, 0)),
-        (0.8664, 0.2948, 142.50, (0, 255, 0)),
-        (0.4520, 0.3132, 264.05, (0, 0, 255)),
-        (1.0, 0.0, 0.0, (255, 255, 255)),
-    ],
-    ids=["red", "green", "blue", "white"],
-)
-def test_fills_are_what_the_colour_space_says(lightness, chroma, hue, expected):
-    fill = draw._oklch(lightness, chroma, hue=math.radians(hue))
-    assert [int(fill[i : i + 2], 16) for i in (1, 3, 5)] == pytest.approx(expected, abs=6)
-
-
-def test_bold_text_is_wider():
-    assert [draw._width_of("ranks", 10), draw._width_of("ranks", 10, bold=True)] == [29, 32]

@@ -137,7 +137,7 @@ def destroy_model_parallel() -> None:
 def _scratch_memory(function: str) -> None:
     """Make or destroy the scratch tensors of Megatron's own module, if the import hook has put it aside."""
     aside = getattr(sys.modules.get("megatron.core.parallel_state"), "__aside__", None)
-    if aside is not None:
+    if hasattr(aside, function):  # newer Megatrons have one buffer only
         getattr(aside, function)()
 
 
