@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.interop.megatron_core.megatrons_groups import LISTED
 from tpkernels import parallel_state as todays
 from tpkernels.interop.megatron_core import parallel_state, rng, utilities
 from tpkernels.parallel_state import _ONLY
@@ -25,7 +26,6 @@ get_global_symmetric_memory_buffer destroy_global_memory_buffer destroy_global_s
 convert_cuda_rng_state get_expert_parallel_rng_tracker_name get_data_parallel_rng_tracker_name
 is_graph_safe_cuda_rng_tracker split_tensor_along_last_dim
 """  # stay Megatron's own under the import hook
-LISTED = Path(__file__).with_name("megatrons_names.txt").read_text().splitlines()
 
 
 def arguments_of(function):
