@@ -1,6 +1,7 @@
 """`parallel_state` answers as Megatron's sources do: every function, every rank, many worlds."""
 
 import random
+import re
 from datetime import timedelta
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from tests.checks import error_of
 from tests.fake_world import each_rank, fake_rank, pretend
+from tests.on_ranks import equal_on_all, on_ranks
 from tests.oracle import Classic, all_settings, listed
 from tpkernels import create_parallel_state, plan_groups
 from tpkernels import initialize_model_parallel as ours
@@ -180,21 +182,15 @@ def test_groups_hold_the_listed_ranks(world, tensor, context, expert, pipeline):
         assert ps.get_all_ranks() == f"{tp}_0_{dp}_{cp}_{pp}_{listed(rank, experts, ('ep',)).index(rank)}"
 
 
-def sums():
-    """Every group moves data."""
+@on_ranks(4)
+def test_groups_move_data():
     ps.initialize_model_parallel(2, 2)
-    found = []
     for name, arguments in GROUPS:
         x = torch.ones(1)
         dist.all_reduce(x, group=getattr(ps, f"get_{name}_group")(*arguments))
-        found.append(float(x) - len(ranks_of(name, arguments)))
+        assert x == len(ranks_of(name, arguments)), (name, arguments)
     assert ps.get_data_parallel_group_gloo() is ps.get_data_parallel_group()
     assert ps.get_expert_data_parallel_group_gloo() is ps.get_expert_data_parallel_group()
-    return found
-
-
-def test_groups_move_data(ranks4):
-    assert ranks4.run(sums) == [[0.0] * len(GROUPS)] * 4
 
 
 def test_equal_groups_are_shared_and_a_state_without_combined_ones_says_who_makes_them():
@@ -435,28 +431,21 @@ def test_megatrons_own_defaults_are_taken():
         assert ps.is_initialized()
 
 
-def limits():
-    """Time-outs of groups, and errors of ranks that ask for different ones, or for what is not there."""
+@on_ranks(2)
+def test_ranks_agree_on_megatrons_arguments():
+    """Also on those that are not supported, and on who makes the groups."""
     ps.initialize_model_parallel(2, distributed_timeout_minutes=0.5)
     options = ps.get_tensor_model_parallel_group()._get_backend(torch.device("cpu")).options
+    assert options._timeout == timedelta(seconds=30)
     ps.destroy_model_parallel()
-    rank = dist.get_rank()
-    calls = [
-        lambda: ps.initialize_model_parallel(2, use_sharp=rank == 1),
-        lambda: ps.initialize_model_parallel(2, get_embedding_ranks=lambda ranks: ranks),
-        lambda: ps.initialize_model_parallel(2) if rank else ours(2),
-        lambda: ps.initialize_model_parallel(2, timeout=timedelta(seconds=5), distributed_timeout_minutes=1),
-    ]
-    return [options._timeout, *(error_of(call)[1] for call in calls)]
-
-
-def test_ranks_agree_on_megatrons_arguments(ranks2):
-    first, second = ranks2.run(limits)
-    assert first == second
-    assert first[0] == timedelta(seconds=30)
-    assert "ranks disagree" in first[1]
-    assert "use_sharp=True" in first[1]
-    assert "get_embedding_ranks: expected None" in first[2]
-    assert "rank 0 asked for initialize_model_parallel(tensor_model_parallel_size=2), but" in first[3]
-    assert "rank 1 asked for parallel_state.initialize_model_parallel(tensor_mod" in first[3]
-    assert "no timeout= with it" in first[4]
+    rank, make, seconds = dist.get_rank(), ps.initialize_model_parallel, timedelta(seconds=5)
+    for words, call in {
+        r"ranks disagree.*use_sharp=True": lambda: make(2, use_sharp=rank == 1),
+        r"get_embedding_ranks: expected None": lambda: make(2, get_embedding_ranks=lambda ranks: ranks),
+        r"rank 0 asked for initialize_model_parallel\(tensor_model_parallel_size=2\), but rank 1 asked for "
+        r"parallel_state\.initialize_model": lambda: make(2) if rank else ours(2),
+        r"no timeout= with it": lambda: make(2, timeout=seconds, distributed_timeout_minutes=1),
+    }.items():
+        name, text = equal_on_all(error_of(call))
+        assert name in ("ParallelStateError", "InvalidSizes")
+        assert re.search(words, text), text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch.distributed import ProcessGroup
 
@@ -64,7 +65,7 @@ class _StateOfProcess:
     """The current state; not a ContextVar: threads of autograd and recomputation inherit no context."""
 
     state: ParallelState | None = None
-    overwritten: dict[str, int] = {}  # noqa: RUF012  # replaced, with the state, by the functions below
+    overwritten: ClassVar[dict[str, int]] = {}  # sizes and ranks, by name; not part of the frozen state
 
 
 def current_or_none() -> ParallelState | None:
