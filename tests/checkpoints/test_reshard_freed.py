@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.checkpoints.test_reshard import ALL_WAYS, built_over, kept_by, moving_by, over, trained, unequal
+from tests.checkpoints.test_reshard import WAYS, built_over, kept_by, moving_by, over, trained, unequal
 from tests.interop.refused import refused
 from tests.live_bytes import LiveBytes
 from tests.models.small import CONFIGS, IDS
@@ -18,19 +18,19 @@ from tests.on_ranks import of_all, on_ranks
 from tests.products import pairwise
 from tpkernels import GPT, reshard
 from tpkernels.checkpoints import reshard as reshard_
+from tpkernels.checkpoints.reshard_plan import plan_of
 
 
 def peak_while_moving(held, model, **options):
     """The most bytes of these tensors, and of what torch allocates, at a time, once there is a plan."""
     live = LiveBytes()
 
-    def planned(*args):
-        plan = make_plan(*args)
+    def planned(*args, **options):
+        plan = plan_of(*args, **options)
         live.peak = 0
         return plan
 
-    make_plan = reshard_._planned
-    with live, patch.object(reshard_, "_planned", planned):
+    with live, patch.object(reshard_, "plan_of", planned):
         for tensor in held:
             tensor.detach()  # it is counted from now on
         del held, tensor
@@ -46,7 +46,7 @@ def bytes_of(model):
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-@pairwise(way=ALL_WAYS, layout=((2, 1), (1, 2)), start=("meta", "freed"))
+@pairwise(way=WAYS, layout=((2, 1), (1, 2)), start=("meta", "freed"))
 @on_ranks(2)
 def test_a_model_that_is_freed_as_it_moves_is_never_there_twice(way, layout, start):
     """The other one is built without memory, or was freed; its parameters stay the same objects."""

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tpkernels.checkpoints.dtensor import as_dtensor
-from tpkernels.checkpoints.optimizer_state import GROUPS, STATE, Described, OptimizerState
+from tpkernels.checkpoints.optimizer_state import GROUPS, STATE, OptimizerState
 from tpkernels.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.checkpoints.saved import (
     SUMS,
@@ -269,10 +269,10 @@ def _as_dtensors(content: dict[str, Any], group: ProcessGroup) -> dict[str, Any]
     }
 
 
-def _entries_of_optimizer(saved: Metadata) -> dict[str, Described | None]:
-    """Shape and dtype of the tensors of an optimizer's state; None for pickled values."""
+def _entries_of_optimizer(saved: Metadata) -> dict[str, Tensor | None]:
+    """An optimizer's state: its tensors on the meta device; None for pickled values."""
     return {
-        name: Described(tuple(entry.size), entry.properties.dtype)
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         if isinstance(entry, TensorStorageMetadata)
         else None
         for name, entry in saved.state_dict_metadata.items()

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tpkernels.checkpoints.reshard_transfer import freed_like, is_freed
+from tpkernels.checkpoints.freed import freed_like, is_freed
 from tpkernels.checkpoints.shards import TensorShard
 
 STATE = "optimizer.state."  # prefix of entries: optimizer.state.NAME.KEY
 GROUPS = "optimizer.groups"
 # options that are not copied from one optimizer to another
 _OWN = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
-
-
-class Described(NamedTuple):
-    """Shape and dtype of a tensor in an optimizer's state."""
-
-    shape: tuple[int, ...]  # full
-    dtype: torch.dtype
 
 
 class OptimizerState:
@@ -82,28 +75,32 @@ class OptimizerState:
                 "optimizer lacks: its state would mean something else; build both of the same class"
             )
 
-    def place_for(self, entries: Mapping[str, Described | None]) -> dict[str, TensorShard | Tensor | None]:
-        """Return new tensors to fill for the entries of another optimizer; None for values without tensor."""
+    def place_for(self, entries: Mapping[str, Any]) -> dict[str, TensorShard | Tensor | None]:
+        """Return new tensors for the tensors among another optimizer's entries; None for other values.
+
+        entries: full tensors, whose values are copied, or on the meta device, to be filled by the caller
+        """
         owned = self._owned()
         place: dict[str, TensorShard | Tensor | None] = {}
-        for entry, described in entries.items():
+        for entry, value in entries.items():
             name, key = _name_and_key(entry)
             if name not in owned:
                 raise ValueError(f"optimizer: there is {key!r} of {name!r}, which is not in its groups")
             shard, options = owned[name]
-            if described is None:
+            if not isinstance(value, Tensor):
                 place[entry] = None
-                continue
-            shape, dtype = described
-            if shape and shape == shard.shape:
+            elif value.ndim and value.shape == shard.shape:
                 is_later = not isinstance(shard.tensor, DTensor) and is_freed(shard.tensor)
                 new = freed_like if is_later else torch.zeros_like
-                self._placed[entry] = new(shard.tensor, dtype=dtype)
+                self._placed[entry] = new(shard.tensor, dtype=value.dtype)
                 place[entry] = shard.of(self._placed[entry])
             else:
                 on_device = options.get("capturable") or options.get("fused")
                 device = shard.local.device if on_device else torch.device("cpu")
-                place[entry] = self._placed[entry] = torch.empty(shape, dtype=dtype, device=device)
+                new_value = (
+                    torch.empty_like(value, device=device) if value.is_meta else value.to(device, copy=True)
+                )
+                place[entry] = self._placed[entry] = new_value
         return place
 
     def take(self, groups: list[dict[str, Any]], content: Mapping[str, Any]) -> None:

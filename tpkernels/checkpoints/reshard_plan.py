@@ -1,4 +1,4 @@
-"""The two sides of `reshard`: the tensors that each rank holds and needs, and whether they fit.
+"""The two sides of `reshard`: tensors that each rank holds and needs, whether they fit, and the plan.
 
 All ranks gather the descriptions of all ranks, so that each finds the same errors and the same plan.
 """
@@ -6,26 +6,56 @@ All ranks gather the descriptions of all ranks, so that each finds the same erro
 from __future__ import annotations
 
 import pickle
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from functools import lru_cache
+from itertools import accumulate, combinations
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tpkernels.checkpoints.moves import Block, BlockMove, Placement, common
-from tpkernels.checkpoints.peer_memory import Located, Trial, can_read, own_trial
-from tpkernels.checkpoints.reshard_transfer import Peer, block_of, free, give_memory, is_freed
-from tpkernels.checkpoints.shards import Chunk, TensorShard, require_one_stage, shards_in, shards_of
-from tpkernels.comm.transports import select
-from tpkernels.comm.transports.processes import machine
-from tpkernels.interop.renamed_shards import Heads, NamingScheme, some_names, under_our_names
+from tpkernels.checkpoints.freed import free, give_memory, is_freed
+from tpkernels.checkpoints.moves import (
+    Block,
+    BlockMessage,
+    BlockMove,
+    Placement,
+    common,
+    messages_of,
+    moves_of,
+    steps_of,
+)
+from tpkernels.checkpoints.shards import (
+    Chunk,
+    TensorShard,
+    require_one_stage,
+    shards_in,
+    shards_of,
+    some_names,
+)
 from tpkernels.layers.world import State
+from tpkernels.models.config import GPTConfig
 
 Tensors = Mapping[str, Tensor | TensorShard]  # by name; a plain tensor is a full one, a DTensor a shard
+
+
+class Renamed(NamedTuple):
+    """Shards under the names of a GPT.
+
+    chunks: by the GPT's name
+    padding: views of shards that no row of the GPT fills
+    """
+
+    chunks: dict[str, list[Chunk]]
+    padding: list[Tensor]
+
+
+# Renames shards of another library's model. Arguments: its shards by name; the GPT's full shapes by name; the
+# GPT's configuration, None if its tensors were given by name. Raises if names or shapes do not match.
+NamingScheme = Callable[[Mapping[str, TensorShard], Mapping[str, tuple[int, ...]], GPTConfig | None], Renamed]
 
 
 @dataclass
@@ -33,12 +63,13 @@ class Side:
     """One rank's shards of the tensors that it holds, or needs.
 
     shards: by the names of this side
-    tensors: by the names under which tensors move
+    chunks, shapes: of this rank, and of the full tensors, by the names under which tensors move
     together: for tensors of the caller's own mapping, the ranks that together hold each full tensor
     """
 
     shards: dict[str, TensorShard] = field(default_factory=dict)
-    tensors: dict[str, Part] = field(default_factory=dict)
+    chunks: dict[str, list[Chunk]] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     together: dict[str, tuple[int, ...]] = field(default_factory=dict)
     padding: list[Tensor] = field(default_factory=list)
 
@@ -65,12 +96,28 @@ class Side:
         """Add shards to move under their own names; raise if a rank would hold a row twice."""
         for name, shard in shards.items():
             chunks = list(shard.chunks())
-            if any(common(block_of(one), block_of(other)) for one, other in combinations(chunks, 2)):
+            if any(common(one.block, other.block) for one, other in combinations(chunks, 2)):
                 raise ValueError(
                     f"'{name}': expected ranges that do not overlap on a rank, got some twice; give each "
                     "copy a name of its own"
                 )
-            self.shards[name], self.tensors[name] = shard, Part(shard.shape, shard.local.dtype, chunks)
+            self.shards[name], self.chunks[name], self.shapes[name] = shard, chunks, tuple(shard.shape)
+
+    def rename(self, renamed: Renamed, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Let all tensors move under the names of a GPT. shapes: of its full tensors"""
+        self.chunks, self.padding = renamed
+        self.shapes = {name: shapes[name] for name in self.chunks}
+
+    def described(self) -> dict[str, ShardDescription]:
+        return {
+            name: ShardDescription(
+                self.shapes[name],
+                chunks[0].view.dtype,
+                tuple(chunk.block for chunk in chunks),
+                self.together.get(name),
+            )
+            for name, chunks in self.chunks.items()
+        }
 
     def give_memory(self, names: Iterable[str]) -> None:
         """Give the freed ones among these tensors memory again."""
@@ -83,48 +130,21 @@ class Side:
     def free(self, names: Iterable[str]) -> None:
         """Free the memory of these tensors."""
         for name in names:
-            if self.tensors.pop(name, None) is not None:  # it has views
+            if self.chunks.pop(name, None) is not None:  # they are views
                 free(self.shards[name].tensor)
 
-    def rename(self, ours: Mapping[str, tuple[int, ...]], names: NamingScheme, heads: Heads | None) -> None:
-        """Let all tensors move under our names. ours: full shapes by name"""
-        found = under_our_names(self.shards, ours, names, heads)
-        self.tensors = {
-            name: Part(ours[name], chunks[0].view.dtype, chunks) for name, chunks in found.chunks.items()
-        }
-        self.padding = found.padding
-
-    @property
-    def chunks(self) -> dict[str, Sequence[Chunk]]:
-        return {name: part.chunks for name, part in self.tensors.items()}
-
-    @property
-    def places(self) -> tuple[object, ...]:
-        """Names, ranges and memory of all shards: everything on this side that a plan depends on."""
-        found: list[object] = [*self.together.items()]
-        for name, shard in self.shards.items():
-            local, ranges = shard.local, tuple(map(tuple, shard.ranges))  # which callers may give as lists
-            found += name, tuple(shard.shape), shard.dim, ranges, shard.rank, tuple(shard.start)
-            found += local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
-            found += local.is_neg(), local.is_conj()
-        return tuple(found)
-
-    @property
-    def is_on_cpu(self) -> bool:
-        return all(
-            local.device.type == "cpu"
-            and not (local.is_conj() or local.is_neg())  # whose bytes are no numbers
-            for local in (shard.local for shard in self.shards.values())
-        )
-
     @torch.no_grad()
-    def finish(self) -> None:
-        """Zero the padding once the tensors are filled, and let autograd know of the new values."""
+    def zero_padding(self) -> None:
         for view in self.padding:
             view.zero_()
         for shard in self.shards.values():
             shard.zero_padding()
-            torch.autograd.graph.increment_version(shard.local)  # torch did not see the read bytes
+
+    def refuse_freed(self, why: str) -> None:
+        """Raise if a tensor was freed. why: the end of the message"""
+        for name, shard in self.shards.items():
+            if is_freed(shard.local):
+                raise ValueError(f"'{name}' was freed by a call with free_source=True, and {why}")
 
 
 def _require_plain(name: str, local: Tensor) -> None:
@@ -178,95 +198,100 @@ def _is_more(state: object) -> bool:
     return state is not None and not (isinstance(state, Tensor) and not state.numel())
 
 
-class Part(NamedTuple):
-    """One rank's chunks of a tensor."""
-
-    shape: tuple[int, ...]  # full
-    dtype: torch.dtype
-    chunks: list[Chunk]
-
-
-def refuse_freed(shards: Mapping[str, TensorShard], why: str) -> None:
-    """Raise if a tensor was freed. why: the end of the message"""
-    for name, shard in shards.items():
-        if is_freed(shard.local):
-            raise ValueError(f"'{name}' was freed by a call with free_source=True, and {why}")
-
-
 def refuse_shared_memory(source: Side, target: Side, *, is_freed_later: bool) -> None:
     """Raise if a tensor to be filled shares memory with a held tensor, or with another one to be filled.
 
     is_freed_later: whether the source is freed
     """
-    held: list[tuple[int, int, str]] = []  # memory of storages; those of numpy's arrays may meet in part
+    held: list[_Extent] = []  # of storages; those of numpy's arrays may overlap in part
     same: set[tuple[object, ...]] = set()
-    for name, part in source.tensors.items():
-        for chunk in part.chunks:
-            held.append((*_extent(chunk.view.untyped_storage()), name))
+    for name, chunks in source.chunks.items():
+        for view, block in chunks:
+            held.append(_Extent.of_storage(name, view))
             if not is_freed_later:
-                same.add((name, block_of(chunk), *_numbers(chunk.view)))
-    held.sort()
-    furthest = held[:1]  # of each and what begins before it, the one that ends last
-    for each in held[1:]:
-        furthest.append(each if each[1] > furthest[-1][1] else furthest[-1])
-    filled: list[tuple[int, int, str, Tensor]] = []  # from where to where in memory
-    for name, part in target.tensors.items():
-        for chunk in part.chunks:
-            if not chunk.view.numel() or is_freed(chunk.view):
+                same.add((name, block, *_elements_of(view)))
+    held.sort(key=lambda each: each.begin)
+    ends = list(accumulate((each.end for each in held), max))
+    filled: list[_Extent] = []
+    for name, chunks in target.chunks.items():
+        for view, block in chunks:
+            if not view.numel() or is_freed(view):
                 continue
-            if _overlaps(chunk.view):
+            if _repeats(view):
                 raise ValueError(
                     f"to: several elements of '{name}' are one memory, as of an expanded tensor; "
                     "give it memory of its own"
                 )
-            begin, end = _extent(chunk.view.untyped_storage())
-            before = bisect_left(held, (end,))  # how many begin before the end
-            is_shared = before > 0 and furthest[before - 1][1] > begin
-            if is_shared and (name, block_of(chunk), *_numbers(chunk.view)) not in same:
+            own = _Extent.of_storage(name, view)
+            first = bisect_right(ends, own.begin)  # the first that ends after `own` begins
+            if (
+                first < len(held)
+                and held[first].begin < own.end
+                and (name, block, *_elements_of(view)) not in same
+            ):
                 raise ValueError(
-                    f"to: '{name}' shares memory with '{furthest[before - 1][2]}' of the model that it is "
+                    f"to: '{name}' shares memory with '{held[first].name}' of the model that it is "
                     f"filled from, {'which is freed' if is_freed_later else 'in another layout'}; give it "
                     "memory of its own"
                 )
-            first, last = chunk.view.data_ptr(), (chunk.view[(-1,) * chunk.view.ndim]).data_ptr()
-            filled.append((first, last + chunk.view.element_size(), name, chunk.view))
-    filled.sort(key=lambda each: each[:3])
-    extents_meet = any(begin < end for (_, end, *_), (begin, *_) in pairwise(filled))
-    if extents_meet and (names := _sharing([(name, view) for *_, name, view in filled])):
-        raise ValueError(
-            f"to: '{names[0]}' and '{names[1]}' are one memory, at least in part, and two tensors of the "
-            "model that it is filled from; leave one of the names out"
+            filled.append(_Extent.of_elements(name, view))
+    _refuse_same_elements(sorted(filled, key=lambda each: each.begin))
+
+
+class _Extent(NamedTuple):
+    """From where to where in memory a view, or its storage, lies."""
+
+    begin: int
+    end: int
+    name: str
+    view: Tensor
+
+    @classmethod
+    def of_storage(cls, name: str, view: Tensor) -> _Extent:
+        storage = view.untyped_storage()
+        return cls(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), name, view)
+
+    @classmethod
+    def of_elements(cls, name: str, view: Tensor) -> _Extent:
+        return cls(view.data_ptr(), view[(-1,) * view.ndim].data_ptr() + view.element_size(), name, view)
+
+
+def _refuse_same_elements(filled: Sequence[_Extent]) -> None:
+    """Raise if two views share an element. filled: in the order of memory"""
+    before: list[_Extent] = []
+    for each in filled:
+        before = [other for other in before if other.end > each.begin]
+        for other in before:
+            if _share_elements(other, each):
+                raise ValueError(
+                    f"to: '{other.name}' and '{each.name}' are one memory, at least in part, and two tensors "
+                    "of the model that it is filled from; leave one of the names out"
+                )
+        before.append(each)
+
+
+def _share_elements(one: _Extent, other: _Extent) -> bool:
+    """Whether two views whose extents overlap share a byte, by marking the bytes of one."""
+    begin = min(one.begin, other.begin)
+    marks = torch.zeros(max(one.end, other.end) - begin, dtype=torch.bool, device="cpu")
+    first, second = (
+        marks.as_strided(
+            (*view.shape, view.element_size()),
+            (*(stride * view.element_size() for stride in view.stride()), 1),
+            start - begin,
         )
+        for start, _, _, view in (one, other)
+    )
+    first.fill_(True)
+    return bool(second.any())
 
 
-def _extent(storage: torch.UntypedStorage) -> tuple[int, int]:
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-
-
-def _numbers(view: Tensor) -> tuple[object, ...]:
-    """What memory a view reads, and as which numbers; of views of one shape."""
+def _elements_of(view: Tensor) -> tuple[object, ...]:
+    """Which memory a view reads, and as which numbers; of views of one shape."""
     return view.data_ptr(), view.stride(), view.dtype, view.is_conj(), view.is_neg()
 
 
-def _sharing(views: Sequence[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """Return the names of two views that share an element, if there are any."""
-    found = []
-    for number, (_, view) in enumerate(views):
-        by_stride = sorted(range(view.ndim), key=view.stride, reverse=True)
-        runs = Located.of(view.permute(by_stride)).runs()
-        found.append(torch.cat([runs, torch.full_like(runs[:, :1], number)], dim=1))
-    begins, sizes, owners = torch.cat(found).unbind(1)
-    order = begins.argsort()
-    ends, later = (begins + sizes)[order[:-1]], order[1:]
-    meet = (begins[later] < ends).nonzero()
-    if not len(meet):
-        return None
-    first = int(meet[0])
-    one, other = owners[order[first : first + 2]].tolist()
-    return views[one][0], views[other][0]
-
-
-def _overlaps(view: Tensor) -> bool:
+def _repeats(view: Tensor) -> bool:
     """Whether elements may share memory: whether a stride is below the span of smaller strides."""
     span = 1
     for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
@@ -276,61 +301,74 @@ def _overlaps(view: Tensor) -> bool:
     return False
 
 
-class TensorDescription(NamedTuple):
-    """One rank's description of its blocks of a tensor."""
+class ShardDescription(NamedTuple):
+    """One rank's shard of a tensor, as it is sent to all ranks. together: see `Side`"""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # full
     dtype: torch.dtype
     blocks: tuple[Block, ...]
-    together: tuple[int, ...] | None = None  # ranks that together hold it, if it is from a mapping
-
-    @classmethod
-    def of(cls, side: Side) -> dict[str, TensorDescription]:
-        return {
-            name: cls(shape, dtype, tuple(map(block_of, chunks)), side.together.get(name))
-            for name, (shape, dtype, chunks) in side.tensors.items()
-        }
+    together: tuple[int, ...] | None
 
 
-class Description(NamedTuple):
-    """One rank's description for all ranks.
+ByRank = list[dict[str, ShardDescription]]  # what each rank holds, or needs; replicas share one dict
 
-    place: its machine
-    trial: memory to try reading from this process; None: the tensors that it holds are not on the CPU
-    reads: whether the tensors that it needs are on the CPU
-    tensors: pickled (held, needed), each `TensorDescription` by name: replicas send the same
-    located: pickled addresses of its held tensors, by name, for ranks that read them
+
+class Step(NamedTuple):
+    """One rank's work on some of the tensors: blocks to copy, messages to send or receive."""
+
+    names: list[str]
+    copied: list[BlockMove]
+    messages: list[BlockMessage]
+
+
+class Plan(NamedTuple):
+    """One rank's plan of a call, and the dtypes of the source's tensors."""
+
+    dtypes: dict[str, torch.dtype]
+    steps: list[Step]
+
+
+@lru_cache(maxsize=4)  # a training loop makes the same moves again
+def plan_of(
+    described: tuple[bytes, ...],
+    machines: tuple[str, ...],
+    rank: int,
+    *,
+    cast: bool,
+    bucket_bytes: int,
+    step_bytes: int | None,
+) -> Plan:
+    """Plan one rank's moves; raise if the models do not fit, on all ranks alike.
+
+    described: by rank, the pickled descriptions of what it holds and what it needs
+    machines: by rank
+    step_bytes: the most bytes that a rank needs in a step, unless one tensor has more; None: one step
     """
-
-    place: str
-    trial: Trial | None
-    reads: bool
-    tensors: bytes
-    located: bytes
-
-    @classmethod
-    def of(cls, source: Side, target: Side) -> Description:
-        reads = target.is_on_cpu and select.requested_transport != "c10d"
-        trial = own_trial() if source.is_on_cpu else None
-        tensors = pickle.dumps((TensorDescription.of(source), TensorDescription.of(target)))
-        located = {
-            name: [(block_of(chunk), Located.of(chunk.view)) for chunk in part.chunks]
-            for name, part in source.tensors.items()
-        }
-        return cls(machine(), trial, reads, tensors, pickle.dumps(located if trial else {}))
-
-
-ByRank = list[dict[str, TensorDescription]]  # replicas share one dict
-
-
-def held_and_needed(everybody: Sequence[Description]) -> tuple[ByRank, ByRank]:
-    """Return the tensors that each rank holds, and those that it needs."""
-    known: dict[bytes, tuple[dict[str, TensorDescription], dict[str, TensorDescription]]] = {}
-    for each in everybody:
-        if each.tensors not in known:
-            known[each.tensors] = pickle.loads(each.tensors)
-    held, needed = zip(*(known[each.tensors] for each in everybody), strict=True)
-    return list(held), list(needed)
+    known = {each: pickle.loads(each) for each in set(described)}
+    held, needed = ([known[each][side] for each in described] for side in (0, 1))
+    dtypes = dtypes_of(held, needed, cast=cast)
+    placements = [
+        Placement(
+            name,
+            dtype.itemsize,
+            *([own[name].blocks if name in own else () for own in side] for side in (held, needed)),
+        )
+        for name, dtype in dtypes.items()
+    ]
+    names = [[*dtypes]] if step_bytes is None else steps_of(placements, step_bytes)
+    step_of = {name: number for number, some in enumerate(names) for name in some}
+    moves: list[list[BlockMove]] = [[] for _ in names]
+    for move in moves_of(placements, machines, rank):
+        moves[step_of[move.name]].append(move)
+    steps = [
+        Step(
+            some,
+            [move for move in own if move.sender == move.receiver],
+            messages_of(own, bucket_bytes, len(described)),
+        )
+        for some, own in zip(names, moves, strict=True)
+    ]
+    return Plan(dtypes, steps)
 
 
 def dtypes_of(held: ByRank, needed: ByRank, *, cast: bool) -> dict[str, torch.dtype]:
@@ -344,9 +382,8 @@ def dtypes_of(held: ByRank, needed: ByRank, *, cast: bool) -> dict[str, torch.dt
         if found[name][0] != shape:
             raise ValueError(f"'{name}': expected {found[name][0]} in `to`, got {shape}: full shapes")
         _require_dtype(name, found[name][1], dtype, cast=cast)
-    distinct = {id(own): own for own in held}.values()
     for name in found:
-        if len({own[name].together for own in distinct if name in own}) > 1:
+        if len({own[name].together for own in held if name in own}) > 1:
             holders = [rank for rank, own in enumerate(held) if name in own]
             raise ValueError(
                 f"'{name}': ranks {', '.join(map(str, holders))} hold plain tensors, or DTensors of several "
@@ -370,7 +407,7 @@ def _require_dtype(name: str, held: torch.dtype, needed: torch.dtype, *, cast: b
 
 def _agreed(what: str, tensors: ByRank) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return full shape and dtype of each tensor; raise if ranks differ in them."""
-    found: dict[str, tuple[int, TensorDescription]] = {}
+    found: dict[str, tuple[int, ShardDescription]] = {}
     distinct = {id(own): rank for rank, own in reversed([*enumerate(tensors)])}
     for rank in sorted(distinct.values()):
         for name, mine in tensors[rank].items():
@@ -383,27 +420,3 @@ def _agreed(what: str, tensors: ByRank) -> dict[str, tuple[tuple[int, ...], torc
     if not found:
         raise ValueError(f"expected a model on at least one rank, no rank {what} any tensor")
     return {name: (mine.shape, mine.dtype) for name, (_, mine) in found.items()}
-
-
-def placements_of(held: ByRank, needed: ByRank, dtypes: Mapping[str, torch.dtype]) -> list[Placement]:
-    """Return the held and the needed blocks of each tensor, by rank."""
-
-    def blocks(tensors: ByRank, name: str) -> list[tuple[Block, ...]]:
-        return [own[name].blocks if name in own else () for own in tensors]
-
-    return [
-        Placement(name, dtype.itemsize, blocks(held, name), blocks(needed, name))
-        for name, dtype in dtypes.items()
-    ]
-
-
-def readable(moves: Sequence[BlockMove], everybody: Sequence[Description], rank: int) -> dict[int, Peer]:
-    """Return the ranks whose memory this rank reads, after a trial read of each."""
-    peers = {}
-    for sender in {move.sender for move in moves if move.receiver == rank != move.sender}:
-        theirs = everybody[sender]
-        if not everybody[rank].reads or theirs.trial is None or theirs.place != everybody[rank].place:
-            continue
-        if can_read(theirs.trial):
-            peers[sender] = Peer(theirs.trial.process, pickle.loads(theirs.located))
-    return peers
