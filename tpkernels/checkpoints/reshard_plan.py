@@ -6,11 +6,10 @@ All ranks gather the descriptions of all ranks, so that each finds the same erro
 from __future__ import annotations
 
 import pickle
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, combinations
+from itertools import combinations
 from typing import NamedTuple, cast
 
 import torch
@@ -203,92 +202,75 @@ def refuse_shared_memory(source: Side, target: Side, *, is_freed_later: bool) ->
 
     is_freed_later: whether the source is freed
     """
-    held: list[_Extent] = []  # of storages; those of numpy's arrays may overlap in part
-    same: set[tuple[object, ...]] = set()
-    for name, chunks in source.chunks.items():
-        for view, block in chunks:
-            held.append(_Extent.of_storage(name, view))
-            if not is_freed_later:
-                same.add((name, block, *_elements_of(view)))
-    held.sort(key=lambda each: each.begin)
-    ends = list(accumulate((each.end for each in held), max))
-    filled: list[_Extent] = []
-    for name, chunks in target.chunks.items():
-        for view, block in chunks:
-            if not view.numel() or is_freed(view):
-                continue
-            if _repeats(view):
-                raise ValueError(
-                    f"to: several elements of '{name}' are one memory, as of an expanded tensor; "
-                    "give it memory of its own"
-                )
-            own = _Extent.of_storage(name, view)
-            first = bisect_right(ends, own.begin)  # the first that ends after `own` begins
-            if (
-                first < len(held)
-                and held[first].begin < own.end
-                and (name, block, *_elements_of(view)) not in same
-            ):
-                raise ValueError(
-                    f"to: '{name}' shares memory with '{held[first].name}' of the model that it is "
-                    f"filled from, {'which is freed' if is_freed_later else 'in another layout'}; give it "
-                    "memory of its own"
-                )
-            filled.append(_Extent.of_elements(name, view))
-    _refuse_same_elements(sorted(filled, key=lambda each: each.begin))
+    extents: list[_Extent] = []
+    for side in (source, target):
+        for name, chunks in side.chunks.items():
+            for view, block in chunks:
+                if not view.numel() or is_freed(view):
+                    continue
+                if side is target and _repeats(view):
+                    raise ValueError(
+                        f"to: several elements of '{name}' are one memory, as of an expanded tensor; "
+                        "give it memory of its own"
+                    )
+                end = view[(-1,) * view.ndim].data_ptr() + view.element_size()
+                extents.append(_Extent(view.data_ptr(), end, name, block, view, side is source))
+    before: list[_Extent] = []
+    for each in sorted(extents, key=lambda extent: extent.begin):
+        before = [other for other in before if other.end > each.begin]
+        for other in before:
+            _refuse_pair(other, each, is_freed_later=is_freed_later)
+        before.append(each)
 
 
 class _Extent(NamedTuple):
-    """From where to where in memory a view, or its storage, lies."""
+    """From where to where in memory a rank's block of a tensor lies."""
 
     begin: int
     end: int
     name: str
+    block: Block
     view: Tensor
+    is_held: bool
 
-    @classmethod
-    def of_storage(cls, name: str, view: Tensor) -> _Extent:
-        storage = view.untyped_storage()
-        return cls(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), name, view)
-
-    @classmethod
-    def of_elements(cls, name: str, view: Tensor) -> _Extent:
-        return cls(view.data_ptr(), view[(-1,) * view.ndim].data_ptr() + view.element_size(), name, view)
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Which block it is, in which memory, read as which numbers."""
+        view = self.view
+        return self.name, self.block, self.begin, view.stride(), view.dtype, view.is_conj(), view.is_neg()
 
 
-def _refuse_same_elements(filled: Sequence[_Extent]) -> None:
-    """Raise if two views share an element. filled: in the order of memory"""
-    before: list[_Extent] = []
-    for each in filled:
-        before = [other for other in before if other.end > each.begin]
-        for other in before:
-            if _share_elements(other, each):
-                raise ValueError(
-                    f"to: '{other.name}' and '{each.name}' are one memory, at least in part, and two tensors "
-                    "of the model that it is filled from; leave one of the names out"
-                )
-        before.append(each)
+def _refuse_pair(one: _Extent, other: _Extent, *, is_freed_later: bool) -> None:
+    """Raise if two extents that overlap share elements, unless both are held, or one and the same block."""
+    if one.is_held and other.is_held:
+        return
+    if one.is_held == other.is_held:
+        if _share_bytes(one, other):
+            raise ValueError(
+                f"to: '{one.name}' and '{other.name}' are one memory, at least in part, and two tensors "
+                "of the model that it is filled from; leave one of the names out"
+            )
+        return
+    held, filled = (one, other) if one.is_held else (other, one)
+    if (is_freed_later or held.identity != filled.identity) and _share_bytes(held, filled):
+        raise ValueError(
+            f"to: '{filled.name}' shares memory with '{held.name}' of the model that it is filled from, "
+            f"{'which is freed' if is_freed_later else 'in another layout'}; give it memory of its own"
+        )
 
 
-def _share_elements(one: _Extent, other: _Extent) -> bool:
-    """Whether two views whose extents overlap share a byte, by marking the bytes of one."""
+def _share_bytes(one: _Extent, other: _Extent) -> bool:
+    """Whether blocks whose extents overlap share a byte, by marking the bytes of one."""
     begin = min(one.begin, other.begin)
     marks = torch.zeros(max(one.end, other.end) - begin, dtype=torch.bool, device="cpu")
-    first, second = (
-        marks.as_strided(
-            (*view.shape, view.element_size()),
-            (*(stride * view.element_size() for stride in view.stride()), 1),
-            start - begin,
-        )
-        for start, _, _, view in (one, other)
-    )
-    first.fill_(True)
-    return bool(second.any())
 
+    def marks_of(extent: _Extent) -> Tensor:
+        view, size = extent.view, extent.view.element_size()
+        strides = [stride * size for stride in view.stride()]
+        return marks.as_strided((*view.shape, size), (*strides, 1), extent.begin - begin)
 
-def _elements_of(view: Tensor) -> tuple[object, ...]:
-    """Which memory a view reads, and as which numbers; of views of one shape."""
-    return view.data_ptr(), view.stride(), view.dtype, view.is_conj(), view.is_neg()
+    marks_of(one).fill_(True)
+    return bool(marks_of(other).any())
 
 
 def _repeats(view: Tensor) -> bool:
