@@ -188,7 +188,7 @@ def refuse(folder):
     factored = torch.optim.SGD(odd.parameters(), momentum=0.5)
     factored.state[odd.fused.weight]["row"] = torch.zeros(8)
     half, llama = built("odd", 1).to(torch.bfloat16), built("llama", 1)
-    other = "the checkpoint is of another model: it lacks ['embedding.weight'"
+    other = "the checkpoint is of another model: missing are ['embedding.weight'"
     absent = "parameter group 0 has a tensor (2,) that is not a parameter of the model"
     row = "expected 'row' of 'fused.weight' to be a number or of the parameter's shape (12, 4)"
     one_piece = "expected a model in one piece, got one of 2 pipeline stages"
@@ -197,7 +197,7 @@ def refuse(folder):
         refused("FileNotFoundError", "there is no checkpoint", dcp.load, Path(folder, "absent"), odd),
         refused("ValueError", other, dcp.load, saved, llama),
         refused("ValueError", "it holds no optimizer", dcp.load, saved, odd, adam),
-        refused("ValueError", "expected (7, 4) of torch.bfloat16 as in", dcp.load, saved, half),
+        refused("ValueError", "expected torch.bfloat16, got torch.float32", dcp.load, saved, half),
         refused("ValueError", absent, dcp.save, new, odd, strange),
         refused("ValueError", row, dcp.save, new, odd, factored),
         refused("ValueError", "ranks disagree: rank 0 has dcp.save", dcp.save, Path(f"{new}{rank}"), odd),

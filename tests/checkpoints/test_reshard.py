@@ -214,8 +214,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks_alike():
     in_fp8 = {"weight": torch.zeros(4, dtype=torch.float8_e4m3fn)}
     in_whole_numbers = {"weight": torch.zeros(4, dtype=torch.int32)}
     calls = {
-        "has also ['blocks.2.attention.qkv.query.weight', ": (model, deep),
-        "and lacks ['norm.weight']": (model, lacking),
+        "not in the model are ['blocks.2.attention.qkv.query.weight', ": (model, deep),
+        "in `to` missing are ['norm.weight'], not in the model are nothing": (model, lacking),
         "'blocks.0.mlp.up.weight': expected (24, 16)": (model, wide),
         "pass cast=True to convert": (model, half),
         "torch.float32 and torch.float8_e4m3fn: they need scales": (one, in_fp8),

@@ -106,7 +106,7 @@ def refuse(folder):
     stages = create_parallel_state(plan_groups(world_size=2, pipeline=2))
     dtype = "'table.weight': expected torch.float64, got torch.float32; pass cast=True"
     long, more = full | {"plain.bias": torch.zeros(5)}, full | {"other": torch.zeros(5)} if rank else full
-    names = "on rank 1: expected the tensors of the model by name: missing are none, not in the"
+    names = "on rank 1: expected the tensors of the model by name: missing are nothing, not in the"
     absent, nowhere = Path(folder, "absent.safetensors"), Path(folder, "no folder", "x")
     said = [
         refused("FileExistsError", "there is something already", safetensors.save, file, odd),

@@ -30,10 +30,10 @@ from tpkernels.checkpoints.moves import (
 from tpkernels.checkpoints.shards import (
     Chunk,
     TensorShard,
+    require_alike,
     require_one_stage,
     shards_in,
     shards_of,
-    some_names,
 )
 from tpkernels.layers.world import State
 from tpkernels.models.config import GPTConfig
@@ -356,14 +356,9 @@ def plan_of(
 def dtypes_of(held: ByRank, needed: ByRank, *, cast: bool) -> dict[str, torch.dtype]:
     """Return the dtype of each held tensor; raise unless needed tensors and held tensors match."""
     found, wanted = _agreed("holds", held), _agreed("needs", needed)
-    missing, surplus = [name for name in wanted if name not in found], [n for n in found if n not in wanted]
-    if missing or surplus:
-        also, lacking = some_names(missing), some_names(surplus)
-        raise ValueError(f"the models differ in tensors: `to` has also {also}, and lacks {lacking}")
-    for name, (shape, dtype) in wanted.items():
-        if found[name][0] != shape:
-            raise ValueError(f"'{name}': expected {found[name][0]} in `to`, got {shape}: full shapes")
-        _require_dtype(name, found[name][1], dtype, cast=cast)
+    require_alike(found, wanted, "the models differ in tensors: in `to`", cast=cast)
+    for name, mine in found.items():
+        _require_castable(name, mine.dtype, wanted[name].dtype)
     for name in found:
         if len({own[name].together for own in held if name in own}) > 1:
             holders = [rank for rank, own in enumerate(held) if name in own]
@@ -372,23 +367,20 @@ def dtypes_of(held: ByRank, needed: ByRank, *, cast: bool) -> dict[str, torch.dt
                 "meshes, of this name, which may be shards or replicas: pass the model, DTensors, or the "
                 "result of checkpoints.shards.shards_of(model)"
             )
-    return {name: dtype for name, (_, dtype) in found.items()}
+    return {name: mine.dtype for name, mine in found.items()}
 
 
-def _require_dtype(name: str, held: torch.dtype, needed: torch.dtype, *, cast: bool) -> None:
-    if held == needed:
-        return
-    if not cast:
-        raise ValueError(f"'{name}': expected {held} in `to`, got {needed}; pass cast=True to convert")
-    if not (held.is_floating_point and needed.is_floating_point and min(held.itemsize, needed.itemsize) > 1):
+def _require_castable(name: str, held: torch.dtype, needed: torch.dtype) -> None:
+    kinds_fit = held.is_floating_point and needed.is_floating_point
+    if held != needed and not (kinds_fit and min(held.itemsize, needed.itemsize) > 1):
         raise ValueError(
             f"'{name}': cast=True converts between floating-point numbers of at least two bytes, got {held} "
             f"and {needed}: they need scales, or lose more than digits; convert them yourself"
         )
 
 
-def _agreed(what: str, tensors: ByRank) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return full shape and dtype of each tensor; raise if ranks differ in them."""
+def _agreed(what: str, tensors: ByRank) -> dict[str, ShardDescription]:
+    """Return a description of each tensor; raise if ranks differ in its full shape or dtype."""
     found: dict[str, tuple[int, ShardDescription]] = {}
     distinct = {id(own): rank for rank, own in reversed([*enumerate(tensors)])}
     for rank in sorted(distinct.values()):
@@ -401,4 +393,4 @@ def _agreed(what: str, tensors: ByRank) -> dict[str, tuple[tuple[int, ...], torc
                 )
     if not found:
         raise ValueError(f"expected a model on at least one rank, no rank {what} any tensor")
-    return {name: (mine.shape, mine.dtype) for name, (_, mine) in found.items()}
+    return {name: mine for name, (_, mine) in found.items()}

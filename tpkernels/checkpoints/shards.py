@@ -7,10 +7,10 @@ the full tensor has no padding. Under `fully_shard` a rank holds a block of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,10 @@ class TensorShard:
     ranges: tuple[tuple[range, ...], ...] = ()
     rank: int = 0
     start: tuple[int, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
 
     @property
     def local(self) -> Tensor:
@@ -178,6 +182,47 @@ def some_names(names: Sequence[str], most: int = 4) -> str:
         return "nothing"
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{list(names[:most])}{more}"
+
+
+class Described(Protocol):
+    """A tensor, or a description of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def require_alike(
+    model: Mapping[str, Described],
+    given: Mapping[str, Described],
+    problem: str,
+    *,
+    cast: bool | None = None,
+    aliases: Container[str] = (),
+) -> None:
+    """Raise unless tensors have the names, full shapes and dtypes of the model's.
+
+    problem: the beginning of the message about other names
+    cast: whether other dtypes are allowed; None: not, and the caller has no such option
+    aliases: names that may be given as well
+    """
+    missing = [name for name in model if name not in given]
+    surplus = [name for name in given if name not in model and name not in aliases]
+    if missing or surplus:
+        raise ValueError(
+            f"{problem} missing are {some_names(missing)}, not in the model are {some_names(surplus)}"
+        )
+    for name, expected in model.items():
+        found = given[name]
+        if tuple(found.shape) != tuple(expected.shape):
+            raise ValueError(
+                f"'{name}': expected {tuple(expected.shape)}, got {tuple(found.shape)}: full shapes"
+            )
+        if found.dtype != expected.dtype and not cast:
+            advice = "" if cast is None else "; pass cast=True to convert"
+            raise ValueError(f"'{name}': expected {expected.dtype}, got {found.dtype}{advice}")
 
 
 def world_of(model: nn.Module, state: State = None) -> TensorWorld:
