@@ -256,16 +256,6 @@ def test_half_a_line_is_named_and_the_run_goes_on(resumed, tmp_path):
     assert (tmp_path / "copy" / "metrics.damaged").read_text().endswith('{"step": 3, "lo')
 
 
-def without_sums(folder):
-    (folder / "run" / STEP / "SHA256SUMS").unlink()
-
-
-def test_a_checkpoint_from_before_there_were_sums_goes_on_with_a_warning(resumed):
-    run = resumed(without_sums)
-    assert run.returncode == 0, run.stderr
-    assert run.stderr.count("its files cannot be checked for damage") == 1
-
-
 def test_ranks_of_torchrun_refuse_huge_sizes_alike(ranks2):
     run = train_on(ranks2, "--tp", "2", "--size", "vocab_size=9999999999999")
     assert run.returncode == 2
