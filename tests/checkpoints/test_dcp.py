@@ -1,5 +1,6 @@
 """Checkpoints come back to the bit at another number of ranks, and an unfinished one is never taken."""
 
+import os
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.checks import error_of
 from tests.interop.models import built
 from tests.interop.refused import refused
 from tests.on_ranks import on_ranks
-from tests.ranks import RankPool, leave_world
+from tests.ranks import leave_world
 from tpkernels import (
     VocabParallelEmbedding,
     create_parallel_state,
@@ -112,26 +113,6 @@ def load_all(folder, tensor, kinds=KINDS):
         manual_seed(9)
         dcp.load(Path(folder, kinds[0]), built(kinds[0], 2))
     return wrong, draws(), [str(warning.message) for warning in warned if "dcp.load" in str(warning.message)]
-
-
-def table_of(seed):
-    initialize_model_parallel(dist.get_world_size())
-    torch.manual_seed(seed)
-    return VocabParallelEmbedding(50257, 2)
-
-
-def save_vocabulary(path):
-    dcp.save(path, table_of(3))
-
-
-def load_vocabulary(path):
-    expected = table_of(3).weight.clone()
-    loaded = VocabParallelEmbedding(50257, 2)
-    assert not torch.equal(loaded.weight, expected)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(path, loaded)
-    return torch.equal(loaded.weight, expected)
 
 
 def fail_while_writing(folder):
@@ -260,13 +241,6 @@ def test_checkpoint_holds_whole_tensors_without_padding(saved_by_4, tmp_path):
     assert whole["model.fused.weight"].shape == (24, 4)
 
 
-def test_vocabulary_saved_by_four_is_loaded_by_three_and_one(ranks4, ranks1, rank_processes, tmp_path):
-    ranks4.run(save_vocabulary, str(tmp_path / "table"))
-    ranks3 = RankPool(3, within=rank_processes)
-    assert ranks3.run(load_vocabulary, str(tmp_path / "table")) == [True] * 3
-    assert ranks1.run(load_vocabulary, str(tmp_path / "table")) == [True]
-
-
 def test_unfinished_checkpoint_is_never_taken(ranks2, tmp_path):
     for failed, after, latest, again in ranks2.run(fail_while_writing, str(tmp_path)):
         assert failed.startswith("RuntimeError")
@@ -283,13 +257,28 @@ def test_a_rank_that_stays_away_is_no_hang(ranks2, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_latest_names_the_last_complete_one(tmp_path):
+def test_a_folder_without_latest_has_no_last_checkpoint(tmp_path):
     assert dcp.latest(tmp_path) is None
     assert dcp.latest(tmp_path / "absent") is None
-    for text, named in ((b"gone\n", "'gone'"), (b"", "''"), (b"\xff", "'\ufffd'")):
-        (tmp_path / "latest").write_bytes(text)
-        with pytest.raises(FileNotFoundError, match=f"names {named}, which is not there"):
-            dcp.latest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gone\n", "", "..", "../elsewhere", "/tmp", "step-1/", "."])
+def test_latest_names_nothing_outside_its_folder(name, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "saved" / "step-1").mkdir(parents=True)
+    (tmp_path / "saved" / "latest").write_text(name)
+    with pytest.raises(FileNotFoundError, match="which is not there"):
+        dcp.latest(tmp_path / "saved")
+
+
+def test_latest_that_is_no_text_or_a_fifo_is_refused(tmp_path):
+    (tmp_path / "latest").write_bytes(b"\xff")
+    with pytest.raises(FileNotFoundError, match="names '\ufffd', which is not there"):
+        dcp.latest(tmp_path)
+    (tmp_path / "latest").unlink()
+    os.mkfifo(tmp_path / "latest")
+    with pytest.raises(ValueError, match="expected a regular file"):
+        dcp.latest(tmp_path)
 
 
 def test_wrong_calls_are_refused_on_all_ranks_alike(ranks2, tmp_path):

@@ -111,23 +111,6 @@ def test_a_model_goes_to_another_layout_in_place_with_its_optimizer():
 
 
 @on_ranks(2)
-def test_a_model_that_is_freed_and_filled_again_has_its_new_memory_written():
-    """By a plan that is kept, while the memory of before belongs to others."""
-    rank = dist.get_rank()
-    trainer, generator, spare = (nn.Linear(512, 512, bias=False) if rank == of else None for of in (0, 1, 0))
-    state, others = over(1), []
-    for step in range(3):
-        if trainer is not None:
-            nn.init.constant_(trainer.weight, step + 1.0)
-        reshard(trainer, to=generator, state=state, to_state=state)
-        if generator is not None:
-            assert generator.weight.unique().tolist() == [step + 1.0]
-        reshard(generator, to=spare, free_source=True, state=state, to_state=state)
-        others.append(torch.zeros(2, 512, 512))
-        assert not any(other.any() for other in others)
-
-
-@on_ranks(2)
 def test_parameters_on_the_meta_device_that_others_hold_or_hook_into_are_refused():
     """They would stay the same objects, of which others see nothing, and whose hooks do not run."""
     state, source = over(1), nn.Linear(4, 4, bias=False)

@@ -251,35 +251,13 @@ def test_fifos_are_refused_at_once(name, tmp_path):
         safetensors.read(tmp_path)
 
 
-ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
 @pytest.mark.parametrize(
-    ("header", "length"),
-    [
-        ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}}, None),
-        ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [9, 16]}}, None),
-        ({"a": {**ENTRY, "shape": [1 << 62, 8]}}, None),
-        ({"a": {**ENTRY, "data_offsets": [0, 1 << 62]}}, None),
-        ({"a": ENTRY}, 1 << 60),
-        ({"a": ENTRY}, 99_000_000),
-        (
-            b'{"a": %b, "a": %b}'
-            % ((b'{"dtype":"F32","shape":[2],"data_offsets":[%d,%d]}',) * 2)
-            % (0, 8, 8, 16),
-            None,
-        ),
-        (b"[" * 100_000, None),
-        (b"\xff", None),
-    ],
-    ids=["overlap", "gap", "shape", "offset", "length", "too_long", "twice", "nested", "no_text"],
+    "content", [b"\xff", struct.pack("<Q", 1 << 60) + b"{}"], ids=["no header", "cut off"]
 )
-def test_headers_that_make_no_sense_are_refused_with_the_file(header, length, tmp_path):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(struct.pack("<Q", length or len(text)) + text + bytes(16))
+def test_damaged_headers_are_refused_with_the_file(content, tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"x\.safetensors is damaged, or no safetensors file"):
-        safetensors.read(file)
+        safetensors.read(tmp_path / "x.safetensors")
 
 
 def write_over(folder):

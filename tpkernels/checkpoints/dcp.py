@@ -80,9 +80,10 @@ def save(
         require_one_stage(state)
         shards = shards_of(model, state)
         world = world_of(model, state)
-        content: dict[str, Any] = {f"{MODEL}{n}": as_dtensor(p, world.group) for n, p in shards.items()}
+        content: dict[str, Any] = {f"{MODEL}{name}": shard for name, shard in shards.items()}
         if optimizer is not None:
-            content |= _as_dtensors(OptimizerState(optimizer, shards).content(), world.group)
+            content |= OptimizerState(optimizer, shards).content()
+        content = _as_dtensors(content, world.group)
         content |= _rows_of_ranks(_streams()) | {"extra": extra, "sizes": _sizes(world.size)}
     with raise_on_all_ranks(request):
         if dist.get_rank() == 0:
@@ -142,12 +143,13 @@ def load(
     _read(reader, header, weights_only=weights_only)
     same_sizes = header["sizes"] == _sizes(world.size)
     with raise_on_all_ranks(request):
-        content: dict[str, Any] = {f"{MODEL}{n}": as_dtensor(p, world.group) for n, p in shards.items()}
+        content: dict[str, Any] = {f"{MODEL}{name}": shard for name, shard in shards.items()}
         resumed = None
         if optimizer is not None:
             resumed = OptimizerState(optimizer, shards)
             resumed.require_groups(header[GROUPS])
-            content |= _as_dtensors(resumed.place_for(_described(saved, STATE)), world.group)
+            content |= resumed.place_for(_described(saved, STATE))
+        content = _as_dtensors(content, world.group)
         saved_streams = _described(saved, RANDOM).items() if same_sizes else ()
         streams = {n: torch.empty_like(t[:1], device="cpu") for n, t in saved_streams if t is not None}
         content |= _rows_of_ranks(streams)

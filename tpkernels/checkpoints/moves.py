@@ -20,7 +20,6 @@ its ranks, and no deadlock is possible.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
@@ -107,17 +106,19 @@ def moves_of(
 
     machines: the machine of each rank
     """
-    shares: dict[object, list[_Share]] = {}
+    shares_of: dict[object, list[_Share]] = {}
     turns: dict[object, int] = {}  # the position of the first sender, by layout
     moves = []
     for name, item_bytes, held, wanted in placements:
         layout = tuple(held), tuple(wanted)
-        if layout not in shares:  # layers of a model are alike
-            shares[layout] = _shares_of(name, *layout, machines)
+        if layout not in shares_of:  # layers of a model are alike
+            shares = _shares_of(name, *layout, machines)
+            shares_of[layout] = [each for each in shares if rank is None or each.has(rank)]
             turns[layout] = len(turns)
-        for block, senders, receivers in shares[layout]:
+        first = turns[layout]
+        for block, senders, receivers in shares_of[layout]:
             size = elements(block) * item_bytes
-            for turn, receiver in enumerate(receivers, start=turns[layout]):
+            for turn, receiver in enumerate(receivers, start=first):
                 sender = senders[turn % len(senders)]
                 if rank is None or rank in (sender, receiver):
                     moves.append(BlockMove(name, sender, receiver, block, size))
@@ -177,18 +178,25 @@ class _Share(NamedTuple):
     senders: tuple[int, ...]
     receivers: list[int]
 
+    def has(self, rank: int) -> bool:
+        return rank in self.senders or rank in self.receivers
+
 
 def _shares_of(
     name: str, held: Sequence[Blocks], wanted: Sequence[Blocks], machines: Sequence[Hashable]
 ) -> list[_Share]:
     """Cut the needed blocks where their holders change; raise if no rank holds one."""
-    index = _Index(held)
+    holders_of: dict[Block, list[int]] = {}
+    for rank, blocks in enumerate(held):
+        for block in filter(elements, blocks):
+            holders_of.setdefault(block, []).append(rank)
+    in_order = [(block, tuple(ranks)) for block, ranks in sorted(holders_of.items())]
     cells_of: dict[Block, list[tuple[Block, tuple[int, ...]]]] = {}
     shares: dict[object, _Share] = {}
     for receiver, blocks in enumerate(wanted):
         for needed in filter(elements, blocks):
             if needed not in cells_of:
-                cells_of[needed] = list(index.cells(needed))
+                cells_of[needed] = list(_cells(needed, in_order))
             for block, holders in cells_of[needed]:
                 if not holders:
                     ranges = ", ".join(f"{begin}:{end}" for begin, end in block)
@@ -200,35 +208,25 @@ def _shares_of(
     return list(shares.values())
 
 
-class _Index:
-    """Distinct blocks and their holders, in the order of their first rows."""
-
-    def __init__(self, held: Sequence[Blocks]) -> None:
-        holders: dict[Block, list[int]] = {}
-        for rank, blocks in enumerate(held):
-            for block in filter(elements, blocks):
-                holders.setdefault(block, []).append(rank)
-        self._entries = sorted((block, tuple(ranks)) for block, ranks in holders.items())
-        self._begins = [block[0][0] if block else 0 for block, _ in self._entries]
-        self._longest = max((block[0][1] - block[0][0] for block, _ in self._entries if block), default=1)
-
-    def cells(self, needed: Block) -> Iterator[tuple[Block, tuple[int, ...]]]:
-        """Yield parts of a block, each with all of its holders."""
-        cells: list[tuple[Block, tuple[int, ...]]] = [(needed, ())]
-        begin, end = needed[0] if needed else (0, 1)
-        first = bisect_left(self._begins, begin - self._longest + 1)
-        for block, ranks in self._entries[first : bisect_left(self._begins, end)]:
-            if common(block, needed) is None:
-                continue
-            finer = []
-            for cell, holders in cells:
-                shared = common(cell, block)
-                if shared is not None:
-                    finer.append((shared, (*holders, *ranks)))
-                    finer += [(rest, holders) for rest in without(cell, shared)]
-                elif cell and cell[0][1] <= block[0][0]:
-                    yield cell, holders  # all later blocks begin after it
-                else:
-                    finer.append((cell, holders))
-            cells = finer
-        yield from cells
+def _cells(
+    needed: Block, held: Sequence[tuple[Block, tuple[int, ...]]]
+) -> Iterator[tuple[Block, tuple[int, ...]]]:
+    """Yield parts of a block, each with all of its holders. held: blocks in order, with their holders"""
+    cells: list[tuple[Block, tuple[int, ...]]] = [(needed, ())]
+    for block, ranks in held:
+        if needed and (block[0][1] <= needed[0][0] or needed[0][1] <= block[0][0]):
+            continue  # cheaper than `common`
+        if common(block, needed) is None:
+            continue
+        finer = []
+        for cell, holders in cells:
+            shared = common(cell, block)
+            if shared is not None:
+                finer.append((shared, (*holders, *ranks)))
+                finer += [(rest, holders) for rest in without(cell, shared)]
+            elif cell and cell[0][1] <= block[0][0]:
+                yield cell, holders  # all later blocks begin after it
+            else:
+                finer.append((cell, holders))
+        cells = finer
+    yield from cells
