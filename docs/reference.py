@@ -19,6 +19,7 @@ MODULES = (
     "tpkernels.interop",
     "tpkernels.interop.mpu",
     "tpkernels.interop.megatron",
+    "tpkernels.checkpoints",
     "tpkernels.checkpoints.dcp",
     "tpkernels.checkpoints.safetensors",
     "tpkernels.interop.huggingface",
@@ -41,7 +42,7 @@ def write(folder: Path) -> None:
         "on_newline": True
     }  # arguments have lines of their own
     others = f"!(?!({'|'.join(map(re.escape, MODULES))})$)"
-    pdoc.pdoc("tpkernels", "tpkernels.gate", others, output_directory=folder)
+    pdoc.pdoc("tpkernels", "tpkernels.checkpoints", "tpkernels.gate", others, output_directory=folder)
     for page in folder.rglob("*.html"):
         page.write_text(EMPTY.sub("", page.read_text()))
 

@@ -27,7 +27,7 @@ from tpkernels.checkpoints.optimizer_state import GROUPS, OptimizerState
 from tpkernels.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.checkpoints.reshard_plan import (
     NamingScheme,
-    Plan,
+    ReshardPlan,
     Side,
     Tensors,
     plan_of,
@@ -175,7 +175,7 @@ def _named_if_halved(is_freed: bool) -> Iterator[None]:
         ) from error
 
 
-def _moved(plan: Plan, rank: int) -> Resharded:
+def _moved(plan: ReshardPlan, rank: int) -> Resharded:
     messages = [message for step in plan.steps for message in step.messages]
     return Resharded(
         sum(move.size for step in plan.steps for move in step.copied),

@@ -295,7 +295,7 @@ class ShardDescription(NamedTuple):
 ByRank = list[dict[str, ShardDescription]]  # what each rank holds, or needs; replicas share one dict
 
 
-class Step(NamedTuple):
+class ReshardStep(NamedTuple):
     """One rank's work on some of the tensors: blocks to copy, messages to send or receive."""
 
     names: list[str]
@@ -303,11 +303,11 @@ class Step(NamedTuple):
     messages: list[BlockMessage]
 
 
-class Plan(NamedTuple):
+class ReshardPlan(NamedTuple):
     """One rank's plan of a call, and the dtypes of the source's tensors."""
 
     dtypes: dict[str, torch.dtype]
-    steps: list[Step]
+    steps: list[ReshardStep]
 
 
 @lru_cache(maxsize=4)  # a training loop makes the same moves again
@@ -319,7 +319,7 @@ def plan_of(
     cast: bool,
     bucket_bytes: int,
     step_bytes: int | None,
-) -> Plan:
+) -> ReshardPlan:
     """Plan one rank's moves; raise if the models do not fit, on all ranks alike.
 
     described: by rank, the pickled descriptions of what it holds and what it needs
@@ -343,14 +343,14 @@ def plan_of(
     for move in moves_of(placements, machines, rank):
         moves[step_of[move.name]].append(move)
     steps = [
-        Step(
+        ReshardStep(
             some,
             [move for move in own if move.sender == move.receiver],
             messages_of(own, bucket_bytes, len(described)),
         )
         for some, own in zip(names, moves, strict=True)
     ]
-    return Plan(dtypes, steps)
+    return ReshardPlan(dtypes, steps)
 
 
 def dtypes_of(held: ByRank, needed: ByRank, *, cast: bool) -> dict[str, torch.dtype]:
