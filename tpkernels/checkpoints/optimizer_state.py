@@ -30,7 +30,7 @@ class OptimizerState:
                 "keeps it in another optimizer, sharded in a way of its own"
             )
         self.optimizer = optimizer
-        self.shards = shards
+        self._owned: dict[str, tuple[TensorShard, dict[str, Any]]] = {}  # shards, and options of their groups
         self._placed: dict[str, Tensor] = {}  # local tensors that are filled, with padding
         by_id = {id(shard.tensor): name for name, shard in shards.items()}
         self.names: list[list[str]] = []  # of each parameter group
@@ -42,6 +42,7 @@ class OptimizerState:
                     "a parameter of the model; build the optimizer over model.parameters()"
                 )
             self.names.append([by_id[id(parameter)] for parameter in options["params"]])
+            self._owned |= {name: (shards[name], options) for name in self.names[-1]}
 
     def content(self) -> dict[str, Any]:
         """Return the entries: shards, numbers, and the groups' options."""
@@ -50,7 +51,7 @@ class OptimizerState:
             for options, names in zip(self.optimizer.param_groups, self.names, strict=True)
         ]
         found: dict[str, Any] = {GROUPS: groups}
-        for name, (shard, _) in self._owned().items():
+        for name, (shard, _) in self._owned.items():
             for key, value in self.optimizer.state.get(shard.tensor, {}).items():
                 found[f"{STATE}{name}.{key}"] = self._shared(name, key, value)
         return found
@@ -80,13 +81,12 @@ class OptimizerState:
 
         entries: full tensors, whose values are copied, or on the meta device, to be filled by the caller
         """
-        owned = self._owned()
         place: dict[str, TensorShard | Tensor | None] = {}
         for entry, value in entries.items():
             name, key = _name_and_key(entry)
-            if name not in owned:
+            if name not in self._owned:
                 raise ValueError(f"optimizer: there is {key!r} of {name!r}, which is not in its groups")
-            shard, options = owned[name]
+            shard, options = self._owned[name]
             if not isinstance(value, Tensor):
                 place[entry] = None
             elif value.ndim and value.shape == shard.shape:
@@ -111,24 +111,15 @@ class OptimizerState:
                 if isinstance(value, Tensor) and isinstance(now, Tensor):
                     value = value.to(now.device)
                 options[key] = value
-        owned = self._owned()
-        for shard, _ in owned.values():
+        for shard, _ in self._owned.values():
             self.optimizer.state.pop(shard.tensor, None)
         for entry, value in content.items():
             if entry.startswith(STATE):
                 name, key = _name_and_key(entry)
-                self.optimizer.state[owned[name][0].tensor][key] = self._placed.get(entry, value)
-
-    def _owned(self) -> dict[str, tuple[TensorShard, dict[str, Any]]]:
-        """Each parameter's shard and the options of its group."""
-        return {
-            name: (self.shards[name], options)
-            for options, names in zip(self.optimizer.param_groups, self.names, strict=True)
-            for name in names
-        }
+                self.optimizer.state[self._owned[name][0].tensor][key] = self._placed.get(entry, value)
 
     def _shared(self, name: str, key: str, value: object) -> object:
-        shard = self.shards[name]
+        shard, _ = self._owned[name]
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
         if value.shape != shard.tensor.shape or isinstance(value, DTensor) != isinstance(
