@@ -143,9 +143,9 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--config absent.toml": "absent.toml: No such file or directory",
     },
     "bench bits": {
-        "--schedules 0": "argument --schedules: expected at least 1, got '0'",
-        "--schedules many": "argument --schedules: expected at least 1, got 'many'",
-        "--seed -1": "argument --seed: expected a whole number of 0 or more, got '-1'",
+        "--schedules 0": "argument --schedules: expected at least 1, got 0",
+        "--schedules many": "argument --schedules: expected at least 1, got many",
+        "--seed -1": "argument --seed: expected at least 0, got -1",
         "--world-size 1,2": "argument --world-size: expected numbers from 2 to 16 with commas between",
         "--world-size ''": "argument --world-size: expected numbers from 2 to 16",
         "--only rwo": "nothing has 'rwo' in its name, such as shared/2/row",
