@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.fp8_sums import summed
 from tests.dispatch.conftest import CPU, FakeTimer
+from tests.dispatch.short_sums import summed
 from tests.kernels.checks import assert_written, rows_for
 from tests.products import once, pairwise
 from tpkernels.dispatch.candidates import TARGET_GPUS, candidates

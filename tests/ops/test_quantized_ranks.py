@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bench.cases.scaled_ranks import apart_from_one_rank, bytes_of
 from tests.on_ranks import on_ranks
 from tests.ops.cases import ACT
 from tests.ops.invariant_cases import whole_of
@@ -36,6 +35,7 @@ from tests.ops.parallel_cases import (
     split,
 )
 from tests.ops.quantized_oracle import RECIPES, Oracle
+from tests.ops.scaled_ranks import apart_from_one_rank, bytes_of
 from tests.ops.test_parting import hasty
 from tests.ops.test_quantized import _Act, _Gated
 from tests.ops.test_second_derivatives import WORDS

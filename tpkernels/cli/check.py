@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from tpkernels.cli import SAID_EVERY, BadUse, Progress, add_number, bad_use_if, require_packages, written_to
+from tpkernels.cli import SAID_EVERY, BadUse, Progress, bad_use_if, require_packages, written_to
 
 PROCESSES = 2
 PREPARE = "tpkernels.dispatch.numeric_cases:prepare"
@@ -42,21 +42,11 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
         "--json", type=written_to, metavar="FILE", help="write all facts and findings into FILE"
     )
     parser.add_argument("--update", action="store_true", help="make today's numbers the budgets")
-    parser.add_argument(
-        "--streams",
-        action="store_true",
-        help="search the orders of streams and ranks instead, docs/streams.md",
-    )
-    add_number(parser, "--orders", "with --streams: of each program", least=1)
 
 
 def main(options: Namespace) -> int:
     if options.skip == "compile" and (options.update or options.arch is not None):
         raise BadUse("--update and --arch are about compiling: leave --skip compile out")
-    if options.orders is not None and not options.streams:
-        raise BadUse("--orders is about --streams: give both")
-    if options.streams and (options.skip or options.update or options.arch):
-        raise BadUse("--streams compiles and computes no kernels: leave --skip, --update and --arch out")
     require_packages(*PACKAGES)
 
     from tpkernels.dispatch import registered
@@ -65,11 +55,6 @@ def main(options: Namespace) -> int:
     from tpkernels.gate.user_kernels.config import read, suite_of
     from tpkernels.gate.user_kernels.record import ConfigError
 
-    if options.streams:
-        from tpkernels.cli import check_streams
-
-        with bad_use_if(ConfigError):
-            return check_streams.main(options.only, options.config, options.orders, options.json)
     start = time.perf_counter()
     architectures = ARCHITECTURES if options.arch is None else options.arch.split(",")
     with bad_use_if(compile_gate.UsageError, ConfigError):

@@ -26,7 +26,6 @@ class Config:
     """Kernels with their budgets, and more numeric cases than their tables have oracles.
 
     cases: a function that returns `gate.numerics.NumericCase`s
-    sources: of the code that numbers depend on: a run without a finding is remembered; (): none is
     """
 
     path: Path
@@ -34,7 +33,6 @@ class Config:
     kernels: tuple[OwnKernel, ...]
     imported: bool = False  # whether modules may be imported in this process: they are this package's
     cases: FunctionPath | None = None
-    sources: tuple[Path, ...] = ()
 
     @property
     def folder(self) -> Path | None:
@@ -54,8 +52,8 @@ def read(path: Path) -> Config:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(str(path), reason) from error
     for key in tables:
-        if key not in ("budgets", "kernels", "streams"):  # the last of `check --streams`
-            raise ConfigError(f"{path}: {key}", "unknown; known are budgets, kernels, streams")
+        if key not in ("budgets", "kernels"):
+            raise ConfigError(f"{path}: {key}", "unknown; known are budgets, kernels")
     budgets, kernels = tables.get("budgets", f"{path.stem}-budgets.json"), tables.get("kernels")
     if not isinstance(budgets, str):
         raise ConfigError(f"{path}: budgets", f"expected the path of a file, got {budgets!r}")
