@@ -41,6 +41,10 @@ def this_device() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
+def machine() -> str:
+    return f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
+
+
 def read_baseline(path: Path, device: str) -> Baseline:
     """device: whose results are to be compared with it"""
     selection = "--smoke" if device == "cpu" else "--gpu-set"
@@ -75,7 +79,7 @@ def made_of(results: Results, floor: float, note: str) -> Baseline:
     any_case = next(iter(results.infos.values()))
     made = {
         "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "machine": machine(),
         "versions": any_case["versions"],
         "revision": any_case["revision"],
         "command": results.command,

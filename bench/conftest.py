@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,18 +13,20 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.case import Work
 from bench.measure import Seconds
-from bench.record import PastRounds, extra_info
-from bench.summary import summary
+from bench.record import PastRounds, extra_info, summary
+from bench.results import Info
 from tests.ranks import RankPool
 
 torch.set_num_threads(1)  # ranks share the cores, and two cores are noisier than one
 
+OUTCOMES = ("passed", "failed", "error", "skipped")
 BEGAN = pytest.StashKey[float]()
-INFOS = pytest.StashKey[list[dict[str, Any]]]()
+INFOS = pytest.StashKey[list[Info]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seconds", type=float, metavar="N", help="begin no benchmark after so many seconds")
+    parser.addoption("--outcomes", type=Path, metavar="FILE", help="write counts and failures, as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,6 +68,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("how many times faster than the naive way")
         for line in summary(infos):
             terminalreporter.line(line)
+    if path := config.getoption("--outcomes"):
+        stats = {outcome: terminalreporter.stats.get(outcome, []) for outcome in OUTCOMES}
+        failures = {r.nodeid: str(r.longrepr)[-2000:] for r in stats["failed"] + stats["error"]}
+        counts = {outcome: len(reports) for outcome, reports in stats.items()}
+        path.write_text(json.dumps({"counts": counts, "failures": failures}), encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

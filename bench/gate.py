@@ -5,20 +5,18 @@ Ratios are compared with the baseline of their device, and kernels as compiled w
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.baseline import (
     FLOOR,
     Baseline,
+    machine,
     made_of,
     path_for,
     read_baseline,
@@ -26,13 +24,13 @@ from bench.baseline import (
     this_device,
     write_baseline,
 )
-from bench.former import Measure, Unavailable, changes, checked_out
 from bench.results import BadFile, Results, pooled, read
-from bench.run import ROOT, NothingRan, run
+from bench.run import NothingRan, run
 from bench.verdict import REPEATED, Finding, findings, tolerated
-from tpkernels.cli import SAID_EVERY, BadUse, Progress, bad_use_if
+from tpkernels.cli import BadUse, add_number, bad_use_if, write_json, written_to
 
 GREEN, REGRESSION = 0, 1
+Again = Callable[[Sequence[str]], Results]  # times cases of these names, once
 NOISY = 0.2  # a tolerance above this is told
 
 
@@ -41,15 +39,9 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
         "results", nargs="*", type=Path, metavar="RESULTS", help="of `bench run`; else run it"
     )
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="else bench/baselines/<device>.json")
-    parser.add_argument(
-        "--repeat",
-        type=int,
-        default=3,
-        metavar="N",
-        help="runs of what seems slower, then in turns with the baseline's code (3); 0: neither",
-    )
+    add_number(parser, "--repeat", "runs of what seems slower, it alone", 3, least=0)
     parser.add_argument("--skip", choices=("timings", "kernels"), help="leave one half out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found into FILE")
+    parser.add_argument("--json", type=written_to, metavar="FILE", help="write what was found into FILE")
     update = parser.add_argument_group("a new baseline")
     update.add_argument("--update", action="store_true", help="make these results the baseline")
     update.add_argument("--floor", type=float, default=FLOOR, help=f"a fall by less is none ({FLOOR})")
@@ -57,8 +49,6 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
 
 
 def main(options: Namespace) -> int:
-    if options.repeat < 0:
-        raise BadUse(f"expected --repeat of 0 or more, got {options.repeat}")
     if not 0 < options.floor < 1:
         raise BadUse(f"expected --floor between 0 and 1, got {options.floor}")
     if options.skip == "timings" and (options.update or options.results):
@@ -79,18 +69,10 @@ def _timings(options: Namespace) -> int:
     baseline = read_baseline(path, device)
     repeats = options.repeat if device == this_device() else 0
     judged = judge(baseline, results, _again, repeats)
-    if repeats:
-        judged = beside_former(judged, baseline)
     for line in judged.lines(baseline, path):
         print(line)
-    if options.json:
-        report = {
-            "baseline": str(path),
-            "findings": [asdict(finding) for finding in judged.findings],
-            "repeats": judged.repeats,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    found = [asdict(finding) for finding in judged.findings]
+    write_json(options.json, {"baseline": str(path), "findings": found, "repeats": judged.repeats})
     return REGRESSION if judged.failing else GREEN
 
 
@@ -105,9 +87,9 @@ def _fresh(options: Namespace) -> Results:
         return run(["bench", "-m", selection], Path(folder, "bench.json"), command=command)
 
 
-def _again(names: Sequence[str], root: Path = ROOT) -> Results:
+def _again(names: Sequence[str]) -> Results:
     with tempfile.TemporaryDirectory() as folder:
-        return run(names, Path(folder, "bench.json"), command="again", quiet=True, root=root)
+        return run(names, Path(folder, "bench.json"), command="again", quiet=True)
 
 
 def _update(results: Results, path: Path, floor: float, note: str) -> int:
@@ -127,7 +109,6 @@ class Judged:
     results: Results
     findings: list[Finding]
     repeats: int
-    not_compared: str = ""  # why what fell was not timed in turns with the baseline's code
 
     @property
     def failing(self) -> list[Finding]:
@@ -145,22 +126,18 @@ class Judged:
         lines = [*table, f"{held} of {len(baseline.cases)} cases hold against {shown(path)} ({baseline})"]
         if versions := _other_versions(baseline, self.results):
             lines.append(f"made with other versions: {versions}; where naive became faster, ratios fall")
+        if self.failing and baseline.made.get("machine") != machine():
+            lines.append(f"the baseline is of another machine: {baseline.made.get('machine')}")
         if noisy:
             lines.append(f"{len(noisy)} are too noisy to show a fall of {NOISY:.0%}: {', '.join(noisy)}")
         if self.repeats:
             lines.append(f"what seemed slower was timed {self.repeats} more times, and the best was taken")
-        if self.not_compared:
-            lines.append(f"what fell was not timed beside the baseline's code: {self.not_compared}")
-        if any(one.kind == "moved" for one in self.findings):
-            lines.append(
-                "moved: the baseline's own code falls as far here; a baseline of this machine tells more"
-            )
         if self.failing:
             lines.append(f"regressions: {len(self.failing)}; if they are meant: --update")
         return lines
 
 
-def judge(baseline: Baseline, results: Results, again: Measure, repeats: int) -> Judged:
+def judge(baseline: Baseline, results: Results, again: Again, repeats: int) -> Judged:
     """What seems slower is timed again, it alone, until it does no longer or for `repeats` times."""
     for done in range(repeats + 1):
         found = list(findings(baseline, results))
@@ -169,42 +146,6 @@ def judge(baseline: Baseline, results: Results, again: Measure, repeats: int) ->
             break
         results = better_of(results, again(list(dict.fromkeys(suspects))))
     return Judged(results, found, done)
-
-
-def beside_former(
-    judged: Judged,
-    baseline: Baseline,
-    now: Measure = _again,
-    checkout: Callable[[str | None], AbstractContextManager[Path]] = checked_out,
-) -> Judged:
-    """What fell is timed in turns with the code that the baseline was made of: a fall is one of the code."""
-    fallen = [finding.case for finding in judged.findings if finding.kind == "fell"]
-    if not fallen:
-        return judged
-    try:
-        with (
-            checkout(baseline.made.get("revision")) as root,
-            Progress("comparing with the baseline's code:", seconds=SAID_EVERY) as step,
-        ):
-            found = changes(fallen, now, partial(_of_former, root), baseline.floor, step)
-    except Unavailable as error:
-        return replace(judged, not_compared=str(error))
-
-    def told(finding: Finding) -> Finding:
-        change = found.get(finding.case)
-        if finding.kind != "fell" or change is None:
-            return finding
-        text = f"{finding.text}; the baseline's code beside it: ours is {change}"
-        return Finding("fell" if change.verdict(baseline.floor) == "fell" else "moved", finding.case, text)
-
-    return replace(judged, findings=[told(finding) for finding in judged.findings])
-
-
-def _of_former(root: Path, names: Sequence[str]) -> Results:
-    try:
-        return _again(names, root)
-    except NothingRan as error:
-        raise Unavailable(f"it does not run here: {error}") from error
 
 
 def better_of(before: Results, repetition: Results) -> Results:

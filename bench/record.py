@@ -1,47 +1,28 @@
-"""What a benchmark's result says: the same keys for every case. `docs/benchmarks.md` explains them."""
+"""What a benchmark's result says: the same keys for every case. `docs/benchmarks.md` explains them.
+
+Also as lines of text, by op and shape.
+"""
 
 from __future__ import annotations
 
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import cycle
+from itertools import cycle, groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.case import Work
 from bench.measure import Comparison, Seconds
+from bench.results import Info, duration
 from bench.shapes import this_gpu
 
 ROOT = Path(__file__).parents[1]
-KEYS = (
-    "op",
-    "shape",
-    "pass",
-    "naive",
-    "ratio",
-    "ratio_quartile_low",
-    "ratio_quartile_high",
-    "rounds",
-    "ours_ms",
-    "naive_ms",
-    "least_ratio",
-    "roofline",
-    "bytes",
-    "wire_bytes",
-    "flops",
-    "backend",
-    "world",
-    "dtype",
-    "device",
-    "versions",
-    "revision",
-)  # and ratio_to_NAME of each further way
 
 
 class PastRounds:
@@ -62,7 +43,8 @@ class PastRounds:
         benchmark.pedantic(pass_, rounds=len(seconds))  # type: ignore[no-untyped-call]
 
 
-def extra_info(work: Work, seconds: Seconds) -> dict[str, Any]:
+def extra_info(work: Work, seconds: Seconds) -> Info:
+    """Return what is said of a case; of each further way its ratio_to_NAME."""
     against_naive = Comparison(seconds["ours"], seconds["naive"])
     low, high = against_naive.quartiles
     info = {
@@ -92,6 +74,22 @@ def extra_info(work: Work, seconds: Seconds) -> dict[str, Any]:
     for name in sorted(seconds.keys() - {"ours", "naive"}):
         info[f"ratio_to_{name}"] = round(Comparison(seconds["ours"], seconds[name]).ratio, 4)
     return info
+
+
+def summary(infos: Sequence[Info]) -> Iterator[str]:
+    """infos: the results of each case, in the order in which they ran"""
+
+    def heading(info: Info) -> tuple[str, str]:
+        return info["op"], info["shape"]
+
+    for (op, shape), group in groupby(sorted(infos, key=heading), heading):
+        yield f"{op} {shape}"
+        for info in group:
+            spread = f"{info['ratio_quartile_low']:.2f} to {info['ratio_quartile_high']:.2f}"
+            times = f"{duration(info['ours_ms'])} against {duration(info['naive_ms'])} of {info['naive']}"
+            others = [key for key in info if key.startswith("ratio_to_")]
+            more = "".join(f", {info[key]:.2f}x {key.removeprefix('ratio_to_')}" for key in others)
+            yield f"  {info['pass']:<17} {info['ratio']:6.2f}x ({spread})  {times}{more}"
 
 
 def milliseconds(seconds: list[float]) -> float:

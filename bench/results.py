@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels.files import parsed
-from tpkernels.pictures.charts import unit_of
 
 Info = dict[str, Any]  # what is said of a case: docs/benchmarks.md
+NEEDED = ("op", "shape", "pass", "naive", "ours_ms", "naive_ms", "device", "versions", "rounds")
+RATIOS = ("ratio", "ratio_quartile_low", "ratio_quartile_high")
 
 
 class BadFile(ValueError):
@@ -51,7 +52,9 @@ def read(path: Path) -> Results:
         infos = {case["fullname"]: case["extra_info"] for case in report["benchmarks"]}
         failures = report.get("outcomes", {}).get("failures", {})
         results = Results(infos, failures, report.get("command", "pytest bench"))
-        assert all("ratio" in info and info["device"] for info in infos.values())
+        for info in infos.values():
+            assert all(info[key] is not None for key in NEEDED)
+            assert all(0 < info[key] < math.inf for key in RATIOS)
     except (AssertionError, AttributeError, KeyError, TypeError) as error:
         raise BadFile(f"{path}: expected results of benchmarks; make them by `{made_by}`") from error
     return results
@@ -67,21 +70,25 @@ def pooled(runs: Sequence[Results]) -> Results:
 
 
 def _pooled(infos: Sequence[Info]) -> Info:
-    keys = ("ratio", "ratio_quartile_low", "ratio_quartile_high")
-    medians = {key: statistics.median(info[key] for info in infos) for key in keys}
+    medians = {key: statistics.median(info[key] for info in infos) for key in RATIOS}
     return infos[-1] | medians | {"ratio_of_runs": [info["ratio"] for info in infos]}
 
 
+def label(info: Info) -> str:
+    """Return what tells a case from others of its op."""
+    return f"{info['shape']} {info['pass']}"
+
+
 def duration(milliseconds: float) -> str:
-    """In the unit that suits it; nothing for what is not known.
+    """Return a time in the unit that suits it.
 
     >>> duration(0.01849), duration(4.5175), duration(1234.5)
     ('18.5 µs', '4.52 ms', '1.23 s')
     """
-    if not math.isfinite(milliseconds):
-        return ""
-    unit, factor = unit_of(1e-3 * milliseconds)
-    return f"{1e-3 * milliseconds * factor:.3g} {unit}"
+    for unit, factor in (("s", 1e-3), ("ms", 1.0)):
+        if milliseconds * factor >= 1:
+            return f"{milliseconds * factor:.3g} {unit}"
+    return f"{1e3 * milliseconds:.3g} µs"
 
 
 def cause(failure: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -53,26 +52,13 @@ def main(options: Namespace) -> int:
     return 1 if results.failures else 0
 
 
-def run(
-    selection: Sequence[str], target: Path, *, command: str, quiet: bool = False, root: Path = ROOT
-) -> Results:
-    """Run what pytest takes `selection` for, and write the results into `target`.
-
-    root: of the code to time
-    """
+def run(selection: Sequence[str], target: Path, *, command: str, quiet: bool = False) -> Results:
+    """Run what pytest takes `selection` for, and write the results into `target`."""
     with tempfile.TemporaryDirectory() as folder:
         timed, outcomes = Path(folder, "benchmarks.json"), Path(folder, "outcomes.json")
         pytest = [sys.executable, "-m", "pytest", "-q", "--benchmark-quiet", "--benchmark-json", str(timed)]
-        plugin = ["-p", "tests.outcomes", "--outcomes", str(outcomes)]
-        path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])  # before what is installed
-        ran = subprocess.run(
-            [*pytest, *plugin, *selection],
-            cwd=root,
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=quiet,
-            text=True,
-            check=False,
-        )
+        command_line = [*pytest, "--outcomes", str(outcomes), *selection]
+        ran = subprocess.run(command_line, cwd=ROOT, capture_output=quiet, text=True, check=False)
         if ran.returncode in NOTHING_RAN or not outcomes.exists():
             said = f": {(ran.stdout + ran.stderr)[-2000:]}" if quiet else ", see above"
             raise NothingRan(f"pytest {shlex.join(selection)} ended with exit code {ran.returncode}{said}")

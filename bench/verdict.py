@@ -12,7 +12,7 @@ from bench.results import Info, Results, cause
 
 MOST = 0.5  # a ratio that halved fell, however noisy it is
 
-Kind = Literal["fell", "broken promise", "missing", "wrong", "changed", "moved", "new"]
+Kind = Literal["fell", "broken promise", "missing", "wrong", "changed", "new"]
 REPEATED: tuple[Kind, ...] = ("fell", "broken promise")  # what may be noise
 
 
@@ -24,7 +24,7 @@ class Finding:
 
     @property
     def fails(self) -> bool:
-        return self.kind not in ("moved", "new")
+        return self.kind != "new"
 
 
 def findings(baseline: Baseline, results: Results) -> Iterator[Finding]:

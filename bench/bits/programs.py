@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from tpkernels.buckets.gradients import GradientBuckets
-from tpkernels.cli.qualify_calls import IDS, OP_PROGRAMS, OpProgram, shards
+from tpkernels.cli.op_programs import IDS, OP_PROGRAMS, OpProgram
 from tpkernels.comm import schedule
 from tpkernels.groups.state import ParallelState
 
@@ -89,8 +89,7 @@ def of_ops(names: Sequence[str], forms: Sequence[Form], scales: Mapping[str, flo
         op = OP_PROGRAMS[name]
         with _chunks_of(form.least_bytes):
             full = _operands(op, form, scales, place)
-            *leaves, dy = shards(full, op.dims(form.sequence_parallel), place.group)
-            found = op.results(leaves, dy, place.group, form.sequence_parallel)
+            found = op.results(full, place.group, form.sequence_parallel)
         gradients = [f"d{operand}" for operand in op.operands if operand != IDS]
         for what, tensor in zip(("y", *gradients), found, strict=True):
             yield f"{name}, {form.name}: {what}", tensor

@@ -1,33 +1,29 @@
 """What a tensor-parallel op asks of a GPU and of its host, counted without one.
 
-    python -m bench.cases.launches [--json FILE]
+    python -m bench.cases.launches
 
-What it enqueues (collectives, kernels, copies) is recorded by `streams`, and counted. Host time is that of
-our code and of torch's dispatcher, on one core, without what CUDA takes to launch: an op runs as one rank of
-a group whose backend moves nothing, on tensors without memory.
+An op runs as one rank of a group whose backend moves nothing, on tensors without memory. Host time is that of
+our code and of torch's dispatcher, on one core, without what CUDA takes to launch.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import product
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.streams.prediction import enqueued
 from bench.streams.record import EndedWork, NcclBackend
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports import c10d, select, symmetric
@@ -37,11 +33,10 @@ from tpkernels.dispatch import backends
 from tpkernels.kernels import launch
 from tpkernels.kernels.target import H100, Target
 from tpkernels.ops import column_linear, row_linear
-from tpkernels.planning.step_time import Sizes
 
 TOKENS, RANKS, WIDTHS = (2048, 8192, 32768), (2, 4, 8), (4096, 8192)
 TRANSPORTS = ("c10d", "symmetric")
-COUNTED = ("collectives", "products", "other_kernels", "copies", "flags", "waits")
+PRODUCTS = ("linear_kernel", "fwd_kernel", "grad_kernel")  # ends of names of kernels
 CASES = ("column forward", "column backward", "row forward", "row backward")
 FEATURES = {4096: 14336, 8192: 28672}  # of the Llama-3 MLPs of these widths
 
@@ -155,9 +150,17 @@ def standing_in_for(target: Target, transport: str, noted: Counter[str]) -> Iter
         side = SideStream(torch.device("cpu"))
         side._stream = cast("torch.Stream", _Stream(noted))
         streams = GroupStreams(StreamOrder(torch.device("xpu")), side, side)  # any device that has streams
-        return CountedExchange(
+        exchange = CountedExchange(
             opening.name, layout, handle, memory, opening.timeout, range(group.size()), streams=streams
         )
+        if (push := exchange.native_push) is not None:
+
+            def counted(outgoing: Tensor, pushes: Sequence[Any], word: int) -> None:
+                noted["flags"] += sum(chunks for *_, chunks in pushes)
+                push(outgoing, pushes, word)
+
+            exchange.native_push = counted
+        return exchange
 
     computing = _Stream(noted)
     with (
@@ -238,7 +241,8 @@ def count(
         if kind == "column"
         else (row_linear, torch.empty(tokens, features, **meta), torch.empty(width, features, **meta))
     )
-    with group_of(ranks) as group, standing_in_for(H100, transport, Counter()):
+    noted: Counter[str] = Counter()
+    with group_of(ranks) as group, standing_in_for(H100, transport, noted) as launches:
         leaf.requires_grad_(), weight.requires_grad_()
 
         def forward() -> Tensor:
@@ -256,41 +260,40 @@ def count(
             start = time.perf_counter()
             run()
             taken.append(time.perf_counter() - start)
-    wide = width, FEATURES[width]
-    sizes = Sizes(tokens, *(wide if kind == "column" else wide[::-1]), ranks)
-    counts = counted(f"{kind}_linear", direction, transport, sizes, overlap)
-    return Count(**{name: counts[name] for name in COUNTED}, host=1e6 * sorted(taken)[1])
+        launches.clear()
+        noted.clear()
+        before = group.launched
+        with _Copies(noted):
+            run()
+        ours = [launch.kernel.__name__ for launch in launches]
+        products = sum(name.endswith(PRODUCTS) for name in ours)
+        return Count(
+            collectives=group.launched - before,
+            products=products,
+            other_kernels=len(ours) - products + noted["other_kernels"],
+            copies=noted["copies"],
+            flags=noted["flags"],
+            waits=noted["waits"],
+            host=1e6 * sorted(taken)[1],
+        )
 
 
-def counted(operator: str, direction: str, transport: str, sizes: Sizes, overlap: bool) -> Counter[str]:
-    """What one call enqueues, of each of COUNTED."""
-    recording = enqueued.__wrapped__  # whatever has been recorded before
-    program, calls = recording(operator, direction, transport, sizes, H100.processors, overlap)
-    noted: Counter[str] = Counter()
-    for task in (program.tasks[number] for number in calls[-1]):
-        if task.ends:
-            noted["collectives"] += 1
-        elif task.work.kind in ("kernel", "copy"):
-            noted["copies" if task.name.startswith("copy_") or task.work.to else "other_kernels"] += 1
-        noted["products"] += task.work.kind == "product"
-        noted["flags"] += task.name == "a word is written"
-        before = [program.tasks[number] for number in task.after]
-        other_streams = [each for each in before if each.stream != task.stream and not each.ends]
-        noted["waits"] += bool(other_streams) and not task.ends
-    return noted
+class _Copies(TorchDispatchMode):
+    """Counts copies between tensors."""
+
+    def __init__(self, noted: Counter[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._noted = noted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._noted["copies"] += func.overloadpacket.__name__ == "copy_"
+        return func(*args, **(kwargs or {}))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the counts into this file")
-    arguments = parser.parse_args()
-    found = {}
     for transport, case, tokens, ranks, width in product(TRANSPORTS, CASES, TOKENS, RANKS, WIDTHS):
         one = count(case, tokens, ranks, width, transport=transport)
-        found[f"{transport} {case} {tokens} {ranks} {width}"] = asdict(one)
         print(f"{transport}, {case}, T {tokens}, R {ranks}, K {width}: {one}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,16 +14,8 @@ from random import Random
 LEAST = 4  # of each room
 TURNED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 TURNED |= {"is not": "is", "is": "is not", "not in": "in", "in": "not in", "and": "or", "or": "and"}
-TURNED |= {
-    "+": "-",
-    "-": "+",
-    "+=": "-=",
-    "-=": "+=",
-    "min": "max",
-    "max": "min",
-    "True": "False",
-    "False": "True",
-}
+TURNED |= {"+": "-", "-": "+", "+=": "-=", "-=": "+="}
+TURNED |= {"min": "max", "max": "min", "True": "False", "False": "True"}
 TURNED_CPP = {" < ": " <= ", " >= ": " > ", " == ": " != ", " && ": " || ", " + ": " - ", "true": "false"}
 TOLD = {"print", "warn", "warning", "info", "debug", "log"}  # calls that only say something
 TYPED = {"isinstance", "issubclass", "getattr", "setattr", "hasattr", "cast"}  # swapped arguments never work
@@ -50,23 +42,20 @@ class Mutant:
         return f"{self.file}: {self.before.strip()} -> {self.after.strip()}"
 
 
-def drawn(root: Path, seed: int, count: int, of_cpp: int) -> tuple[list[Mutant], dict[str, int]]:
-    """Mutants of each room, in proportion to its lines; and how many places were left out, by reason."""
+def drawn(root: Path, seed: int, count: int, of_cpp: int) -> list[Mutant]:
+    """Mutants of each room, in proportion to its lines."""
     places: dict[str, list[Mutant]] = defaultdict(list)
     lines: dict[str, int] = defaultdict(int)
-    left_out: dict[str, int] = defaultdict(int)
     for path in sorted((root / "tpkernels").rglob("*.py")):
         text = path.read_text()
         found = Sites(str(path.relative_to(root)), text)
         places[room := Mutant(found.file, 0, "", "", "").room] += found.mutants
         lines[room] += text.count("\n")
-        for reason, number in found.left_out.items():
-            left_out[reason] += number
     chosen = []
     for room in sorted(places):
         share = max(LEAST, round(count * lines[room] / sum(lines.values())))
         chosen += _chosen(places[room], share, Random(f"{seed}/{room}"))
-    return chosen + _chosen(list(_of_cpp(root)), of_cpp, Random(f"{seed}/csrc")), dict(left_out)
+    return chosen + _chosen(list(_of_cpp(root)), of_cpp, Random(f"{seed}/csrc"))
 
 
 def _chosen(places: Sequence[Mutant], count: int, random: Random) -> list[Mutant]:
@@ -90,8 +79,7 @@ class Sites:
     def __init__(self, file: str, text: str) -> None:
         self.file, self.lines = file, text.splitlines()
         self.mutants: list[Mutant] = []
-        self.left_out: dict[str, int] = defaultdict(int)
-        self._reason: str | None = None
+        self._is_unreachable = False
         self._visit(ast.parse(text))
 
     def _visit(self, node: ast.AST) -> None:
@@ -109,7 +97,8 @@ class Sites:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return
         self._faults(node)
-        outside, self._reason = self._reason, self._reason or _why_unreachable(node)
+        outside = self._is_unreachable
+        self._is_unreachable |= _imports_what_is_absent(node)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             self._visit_all([*node.args.defaults, *(default for default in node.args.kw_defaults if default)])
             self._visit_all(node.body)
@@ -118,13 +107,12 @@ class Sites:
         elif isinstance(node, ast.AnnAssign):
             self._visit_all([node.value] if node.value else [])
         elif isinstance(node, ast.If):
-            self._reason, reached = outside, self._reason
             self._visit_all([node.test, *node.orelse])
-            self._reason = "runs on a GPU alone" if ON_GPU.search(test.replace("'", '"')) else reached
+            self._is_unreachable |= ON_GPU.search(test.replace("'", '"')) is not None
             self._visit_all(node.body)
         else:
             self._visit_all(ast.iter_child_nodes(node))
-        self._reason = outside
+        self._is_unreachable = outside
 
     def _visit_all(self, nodes: Iterator[ast.AST] | Sequence[ast.AST]) -> None:
         for node in nodes:
@@ -196,9 +184,7 @@ class Sites:
 
     def _add(self, kind: str, number: int, after: str) -> None:
         before = self.lines[number - 1]
-        if self._reason:
-            self.left_out[self._reason] += 1
-        elif after != before:
+        if not self._is_unreachable and after != before:
             self.mutants.append(Mutant(self.file, number, before, after, kind))
 
     def _text(self, node: ast.expr | ast.stmt | ast.keyword) -> str:
@@ -212,19 +198,15 @@ class Sites:
         return (left.end_col_offset or 0) - node.col_offset + (operator.start() if operator else 0)
 
 
-def _why_unreachable(node: ast.AST) -> str | None:
-    """Why nothing in a module or function runs here: it imports what is not installed."""
+def _imports_what_is_absent(node: ast.AST) -> bool:
+    """Whether nothing in a module or function runs here: it imports a package that is not installed."""
+    names: list[str] = []
     if isinstance(node, ast.Module | ast.FunctionDef):
         for one in node.body:
-            names = [alias.name for alias in one.names] if isinstance(one, ast.Import) else []
+            names += [alias.name for alias in one.names] if isinstance(one, ast.Import) else []
             names += [one.module or ""] if isinstance(one, ast.ImportFrom) and not one.level else []
-            for name in names:
-                if (
-                    name.partition(".")[0] not in ("tpkernels", "")
-                    and find_spec(name.partition(".")[0]) is None
-                ):
-                    return f"imports {name.partition('.')[0]}, which is not installed"
-    return None
+    packages = {name.partition(".")[0] for name in names} - {"tpkernels", ""}
+    return any(find_spec(package) is None for package in packages)
 
 
 def _of_cpp(root: Path) -> Iterator[Mutant]:

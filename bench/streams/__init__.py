@@ -9,6 +9,8 @@ program is then executed in many orders, each from a seed:
 Kernels are models in Python: the flags that they wait for, and the memory that they read and write (`Step`).
 """
 
+from bench.streams.command import add_options as add_options
+from bench.streams.command import main as main
 from bench.streams.device import Awaited as Awaited
 from bench.streams.device import MachineError as MachineError
 from bench.streams.device import Program as Program

@@ -6,18 +6,15 @@ The program that ranks enqueue: tasks, and the tasks that must precede each.
 from __future__ import annotations
 
 import itertools
-import mmap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-from tpkernels.planning.step_time import MOST_RANKS
 
 Span = tuple[int, int]  # addresses: of the first byte, and of the one past the last
 
@@ -53,17 +50,6 @@ class TransferEnd(NamedTuple):
         return hash((self.message, self.sends))
 
 
-class Work(NamedTuple):
-    """Sizes of a task's computation or transfer, to predict its time."""
-
-    kind: str  # "product", "kernel", "copy" to another rank, "flag" or "none"
-    size: tuple[int, ...] = ()  # of a product its rows, columns and depth; else bytes
-    to: int | None = None  # the receiving rank
-
-
-NO_WORK = Work("none")
-
-
 @dataclass(frozen=True, slots=True)
 class Task:
     """A kernel, a copy, or a word that a stream writes."""
@@ -78,7 +64,6 @@ class Task:
     on_processors: bool
     ends: tuple[TransferEnd, ...] = ()  # of a collective, which continues once the other ends have arrived
     sums: bool = False  # received rows are added up, in the order of ranks
-    work: Work = NO_WORK
     leaves: int | None = None  # processors left free by a product that takes all others; None: no product
     needs_at_once: int = 1  # processors before it continues
 
@@ -111,11 +96,9 @@ class Program:
 
     ranks: int
     processors: int  # of each rank's GPU
-    numbers: bool = True  # False: tasks have sizes only, and rank 0's stand for all ranks': see `times`
     tasks: list[Task] = field(default_factory=list)
     results: list[list[Tensor]] = field(default_factory=list)  # of each rank, as `body` has returned them
     memories: list[Memory] = field(default_factory=list)
-    turned: dict[int, int] = field(default_factory=dict)  # a peer's flag -> our flag raised then
     _sent: Counter[Hashable] = field(default_factory=Counter)
 
     def number(self, kind: Hashable, rank: int) -> int:
@@ -154,10 +137,6 @@ class Program:
         """Whether an address is in memory that ranks share."""
         return self._memory_at(address).has_shared(address)
 
-    def rank_at(self, address: int) -> int:
-        """Return the rank whose memory has an address."""
-        return self._memory_at(address).rank
-
     def place(self, address: int) -> str:
         memory = self._memory_at(address)
         return f"at byte {address - memory.first} of rank {memory.rank}"
@@ -167,7 +146,6 @@ class Program:
 
 
 MEMORY = 1 << 21  # bytes of a rank
-ADDRESSES = 1 << 40  # of a rank, in programs without numbers
 ROUNDED = 512  # bytes, as torch's allocator does
 FREED = "memory is freed"
 POISON = 0xFF  # a NaN in every dtype of numbers
@@ -319,10 +297,7 @@ class Device:
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
-        if program.numbers:
-            self.memory = torch.full((MEMORY,), POISON, dtype=torch.uint8)
-        else:
-            self.memory = _addresses()[rank * ADDRESSES : (rank + 1) * ADDRESSES]
+        self.memory = torch.full((MEMORY,), POISON, dtype=torch.uint8)
         self.first = self.memory.data_ptr()
         self.used = 0
         self.stream_numbers = itertools.count()
@@ -334,7 +309,6 @@ class Device:
         self._last: dict[int, int] = {}  # task of each stream
         self._captured = itertools.count(-1, -1)  # numbers of tasks that run when their graph is replayed
         self._zeroed: list[Tensor] = []
-        self.moves = ""  # the name of later transfers; "": their kind
         self._open = True
         with self:
             self.stream = Stream()  # the default one
@@ -371,8 +345,7 @@ class Device:
         part = self.memory[start:end]
         span = self.first + start, self.first + end
         step = Step(partial(_poison, part), writes=(span,))
-        if self.program.numbers:
-            self.enqueue(FREED, [[step]], on_processors=False, stream=block.stream)
+        self.enqueue(FREED, [[step]], on_processors=False, stream=block.stream)
         self._free[block.stream.number, block.size, self.capture].append(start)
 
     def tensor(
@@ -385,8 +358,7 @@ class Device:
         start, self.used = self.used, self.used + -(-size // ROUNDED) * ROUNDED
         self._require_room()
         zeroed = self.memory[start : start + size]
-        if self.program.numbers:  # else it has not been written
-            zeroed.zero_()
+        zeroed.zero_()
         self._zeroed.append(zeroed)
         return zeroed
 
@@ -420,14 +392,11 @@ class Device:
         needs_at_once: int = 1,
         sums: bool = False,
         leaves: int | None = None,
-        work: Work = NO_WORK,
     ) -> None:
         """Enqueue a task in a stream, by default the current one."""
         if not all(programs):
             raise MachineError(f"{name}: expected at least one step in each program of a kernel, got none")
         programs = programs or [[Step()]]  # a grid of nothing
-        if self.moves and (ends or work.kind == "copy"):
-            name = self.moves if ends else f"{self.moves} to {work.to}"
         stream = stream or self.stream
         number = len(self.program.tasks) if stream.capture is None else next(self._captured)
         after = stream.before if stream.capture is not None else stream.before | self._host
@@ -438,7 +407,6 @@ class Device:
             needs_at_once=needs_at_once,
             sums=sums,
             leaves=leaves,
-            work=work,
         )
         if stream.capture is None:
             self._add(task)
@@ -480,14 +448,6 @@ class Device:
     def close(self) -> None:
         """End the host code: memory freed from now on is not recorded."""
         self._open = False
-
-
-@lru_cache(maxsize=1)
-def _addresses() -> Tensor:
-    """Return addresses for programs without numbers; the system allocates only pages that are written."""
-    no_reserve = 0x4000  # MAP_NORESERVE of Linux, in `mmap` since Python 3.13
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-    return torch.frombuffer(mmap.mmap(-1, MOST_RANKS * ADDRESSES, flags=flags), dtype=torch.uint8)
 
 
 def _poison(memory: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bench.streams.device import Awaited, Device, MachineError, Span, Step, Work
+from bench.streams.device import Awaited, Device, MachineError, Span, Step
 from bench.streams.tensors import VirtualTensor, spans_of
 
 Model = Callable[[Device, int, Mapping[str, Any]], Sequence[Sequence[Step]]]
@@ -166,16 +166,6 @@ def advance(device: Device, programs: int, arguments: Mapping[str, Any]) -> list
     return [[Step(run, (), (*spans_of(word), *spans_of(awaited)))]]
 
 
-_PRODUCTS = {  # rows, columns and depth of a kernel's product, by names of its arguments
-    "_linear_fwd_kernel": "T N K",
-    "_glu_fwd_kernel": "T N+N K",
-    "_dgrad_kernel": "T K N",
-    "_dgrad_pairs_kernel": "T K N+M",
-    "_dglu_kernel": "T K N",
-    "_wgrad_kernel": "N K T",
-    "_gather_linear_kernel": "T N K",
-    "_scatter_linear_kernel": "T N K+K2",
-}
 OURS: dict[str, Model] = {
     "_gather_linear_kernel": gather_linear,
     "_scatter_linear_kernel": scatter_linear,
@@ -189,37 +179,11 @@ def launched(
 ) -> None:
     """Record a launch of a Triton kernel by its model."""
     name = kernel.__name__
-    sized = not device.program.numbers
-    if name not in models and not sized:
+    if name not in models:
         raise MachineError(f"kernel {name} has no model: pass Machine(models={{'{name}': ...}})")
     device.load(name)
     arguments = dict(zip(kernel.arg_names, given, strict=False)) | named
-    if sized:  # a step for all rows that arrive, or are sent, at once
-        rows = arguments.get("chunk_rows") or arguments.get("T", 1) // (arguments.get("splits") or 1)
-        arguments |= {
-            "BLOCK_ROWS": max(1, rows),
-            "BLOCK_COLS": max(1, arguments.get("N", 1)),
-            "first_tile": 0,
-        }
     programs = 1
     for extent in grid(arguments) if callable(grid) else grid:
         programs *= extent
-    steps = models[name](device, programs, arguments) if name in models else [[Step()]]
-    # waiting products leave processors free by themselves
-    leaves = (
-        torch._C._get_sm_carveout_experimental() or 0 if name not in models and name in _PRODUCTS else None
-    )
-    device.enqueue(name.strip("_"), steps, leaves=leaves, work=_work(name, arguments, steps))
-
-
-def _work(name: str, arguments: Mapping[str, Any], programs: Sequence[Sequence[Step]]) -> Work:
-    if name in _PRODUCTS:
-        arguments = {**arguments, "K2": arguments["K2"] if arguments.get("TWO_PAIRS") else 0}
-        lengths = [names.split("+") for names in _PRODUCTS[name].split()]
-        return Work("product", tuple(sum(arguments[each] for each in its) for its in lengths))
-    if name not in OURS:
-        operands = [getattr(each, "base", each) for each in arguments.values()]
-        # an operand that is passed twice is read, and written in place
-        return Work("kernel", (sum(each.nbytes for each in operands if isinstance(each, VirtualTensor)),))
-    spans = [span for steps in programs for step in steps for span in (*step.reads, *step.writes)]
-    return Work("kernel", (sum(last - first for first, last in spans),))
+    device.enqueue(name.strip("_"), models[name](device, programs, arguments))

@@ -26,7 +26,6 @@ from triton.runtime.jit import KernelInterface
 
 from bench.streams import models
 from bench.streams.device import (
-    NO_WORK,
     Device,
     Event,
     Graph,
@@ -36,13 +35,11 @@ from bench.streams.device import (
     Step,
     Stream,
     TransferEnd,
-    Work,
     current_device,
 )
 from bench.streams.tensors import OnDevice, VirtualTensor, moved, spans_of, tensor_stand_in, wrapped
 from tpkernels.comm.transports import c10d, select, symmetric
 from tpkernels.comm.transports.mailbox import Opening
-from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.dispatch import backends
 from tpkernels.kernels import interpret, launch_plans, reduce, target, tiles
@@ -102,9 +99,7 @@ class SymmetricMemoryStandIn:
 
         plain = () if device.program.is_shared(address) else spans_of(word)  # a flag orders other accesses
         step = Step(write, writes=plain, raises=lambda: [address])
-        there = device.program.rank_at(address)
-        work = Work("flag", (), there) if there != device.rank else NO_WORK
-        device.enqueue("a word is written", [[step]], on_processors=False, work=work)
+        device.enqueue("a word is written", [[step]], on_processors=False)
 
 
 class _CollectiveInFlight:
@@ -282,8 +277,13 @@ class Machine:
     machines: int = 1  # with equally many ranks each
     processors: int = PROCESSORS  # of each GPU
     models: Mapping[str, models.Model] = field(default_factory=dict)  # of kernels that are not ours
-    numbers: bool = True  # False: tensors have sizes only, and only rank 0 is recorded
-    exchange: type[SymmetricExchange] = SymmetricExchange  # over symmetric memory
+
+    def __post_init__(self) -> None:
+        if min(self.ranks, self.machines, self.processors) < 1 or self.ranks % self.machines:
+            raise ValueError(
+                "Machine: expected ranks, machines and processors of at least 1, and as many ranks on each "
+                f"machine, got {self.ranks}, {self.machines} and {self.processors}"
+            )
 
 
 def record(machine: Machine, body: RankProgram, transport: str = "symmetric") -> Program:
@@ -292,11 +292,11 @@ def record(machine: Machine, body: RankProgram, transport: str = "symmetric") ->
     body: a rank's host code; takes its group, returns its result tensors
     transport: as TPKERNELS_TRANSPORT
     """
-    program = Program(machine.ranks, machine.processors, machine.numbers)
+    program = Program(machine.ranks, machine.processors)
     devices = [Device(program, rank) for rank in range(machine.ranks)]
     program.memories += devices
     memory = MemoryOfRanks(devices)
-    for device in devices if machine.numbers else devices[:1]:
+    for device in devices:
         with (
             device,
             _group(device.rank, machine.ranks) as group,
@@ -344,10 +344,8 @@ def _standing_in(
         memories = memory.open(number, layout.byte_count)
         handle = SymmetricMemoryStandIn(number, memories, here, here.index(gpu.rank))
         own = wrapped(gpu, memories[gpu.rank])
-        if not machine.numbers:
-            gpu.program.turned.update(_turned(layout, memories))
         streams = symmetric.streams_of(opening.group, gpu.device)
-        return machine.exchange(
+        return SymmetricExchange(
             opening.name, layout, handle, own, opening.timeout, list(here), streams=streams
         )
 
@@ -369,7 +367,7 @@ def _standing_in(
     def on_grid(kernel: Any, grid: Any) -> Callable[..., object]:
         return partial(models.launched, gpu, known, kernel, grid)
 
-    gpu_target = Target("interpreter" if machine.numbers else "cuda", 90, machine.processors)
+    gpu_target = Target("interpreter", 90, machine.processors)
     properties = type("Properties", (), {"multi_processor_count": machine.processors})
     changes = [
         patch.dict(select.openers, symmetric=open_virtual),
@@ -378,14 +376,14 @@ def _standing_in(
         patch.object(c10d, "_processors", lambda device: machine.processors * (device.type == "cuda")),
         patch.object(backends, "backend", "auto"),
         # products without waits: our kernels for these have no models
-        patch.object(backends, "_resolved", lambda *_: "torch" if machine.numbers else "triton"),
+        patch.object(backends, "_resolved", lambda *_: "torch"),
         patch.object(KernelInterface, "__getitem__", on_grid),
         patch.object(symmetric_memory, "empty", empty),
         patch.object(symmetric_memory, "rendezvous", rendezvous),
         patch.object(interpret, "INTERPRETING", False),
         patch.object(target, "_gpu", lambda _: gpu_target),
         patch.object(tiles, "_INTERPRETED", _TILE),
-        patch.object(reduce, "INTERPRETED_SLOT_SUM", tiles.SlotSumTile(2, 32, num_warps=4, per_processor=1)),
+        patch.object(reduce, "INTERPRETED_SLOT_SUM", tiles.BlockTile(2, 32, num_warps=4)),
         *_torchs_api(gpu, properties),
     ]
     with ExitStack() as entered:
@@ -400,16 +398,6 @@ def _standing_in(
             gpu.close()
             if exchanges := select._of_group.pop(id(group), None):  # it holds the group
                 exchanges._open.clear()  # unclosed: closing asks the device
-
-
-def _turned(layout: Layout, memories: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of flags: a peer's, and rank 0's own that a peer raises when rank 0 raises the first."""
-    own, words = layout.mailbox(memories[0]).flags, layout.ranks * layout.splits
-    for peer, memory in enumerate(memories):
-        for theirs, ours in zip(layout.mailbox(memory).flags, own, strict=True):
-            for index in range(words):
-                turned = (index - peer * layout.splits) % words
-                yield theirs.data_ptr() + 4 * index, ours.data_ptr() + 4 * turned
 
 
 def _torchs_api(device: Device, properties: object) -> list[Any]:

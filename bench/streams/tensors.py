@@ -11,17 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bench.streams.device import (
-    NO_WORK,
     AllocatorBlock,
     Device,
     MachineError,
     Span,
     Step,
-    Work,
     current_device,
 )
 
-_META = torch.device("meta")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "linear")
 
 
@@ -85,10 +82,6 @@ class OnDevice(TorchDispatchMode):
             return _dispatched(func, args, options)
         if not _is_cuda(options.get("device")):
             return func(*args, **options)
-        if not current_device().program.numbers:
-            made = func(*args, **(options | {"device": _META}))
-            if made.is_floating_point():
-                return uploaded(made)
         return uploaded(func(*args, **(options | {"device": torch.device("cpu")})))
 
 
@@ -137,8 +130,7 @@ def uploaded(values: Tensor) -> VirtualTensor:
 def _new(device: Device, values: Tensor) -> tuple[VirtualTensor, Step]:
     block = device.allocate(values.nbytes or 1)
     elem = device.tensor(block, values.shape, values.stride(), values.dtype)
-    if not values.is_meta:
-        elem.copy_(values)
+    elem.copy_(values)
 
     def fill() -> None:
         elem.copy_(values)
@@ -181,7 +173,7 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
         return _elem(leaf)
 
     plain_args, plain_kwargs = tree_map(operand, (tuple(args), dict(kwargs)))
-    result = _computed(device, func, plain_args, plain_kwargs)
+    result = func(*plain_args, **plain_kwargs)
     of_plain = {id(_elem(tensor)): tensor for tensor in changed}
     elems: list[Tensor] = []  # of results that are new
     writes = [tensor.elem for tensor in changed if isinstance(tensor, VirtualTensor)]
@@ -225,42 +217,8 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
     on_processors = not _by_copy_engine(device, name, [*writes, *reads])
     # torch's libraries take all processors except those that its setting leaves free
     leaves = torch._C._get_sm_carveout_experimental() or 0 if name in _PRODUCTS else None
-    work = _work(device, name, plain_args, step)
-    device.enqueue(name, [[step]], on_processors=on_processors, leaves=leaves, work=work)
+    device.enqueue(name, [[step]], on_processors=on_processors, leaves=leaves)
     return results
-
-
-def _computed(device: Device, func: Any, args: Any, kwargs: Any) -> object:
-    """Compute an operator's results; without numbers, only the shapes of floating-point results."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if device.program.numbers or func.is_view or not any(map(torch.is_floating_point, tensors)):
-        return func(*args, **kwargs)
-    twins = {
-        id(each): torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=_META)
-        for each in tensors
-    }
-    given = {id(twin): each for each, twin in zip(tensors, twins.values(), strict=True)}
-
-    def twin(leaf: object) -> object:
-        return _META if isinstance(leaf, torch.device) else twins.get(id(leaf), leaf)
-
-    result = func(*tree_map(twin, args), **tree_map(twin, kwargs))
-    return tree_map(lambda found: given.get(id(found), found), result)
-
-
-def _work(device: Device, name: str, args: Sequence[Any], step: Step) -> Work:
-    if name in _PRODUCTS:
-        left, right = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim > 1][-2:]
-        return Work("product", (left.shape[:-1].numel(), right.shape[-1], left.shape[-1]))
-    if not step.writes:
-        flags = step.raises()
-        there = device.program.rank_at(flags[0]) if flags else device.rank
-        return Work("flag", (), there) if there != device.rank else NO_WORK
-    moved = sum(last - first for first, last in (*step.reads, *step.writes))
-    there = device.program.rank_at(step.writes[0][0])
-    if name == "copy_" and there != device.rank:
-        return Work("copy", (moved // 2,), there)
-    return Work("kernel", (moved,))
 
 
 def _by_copy_engine(device: Device, name: str, elems: Sequence[Tensor]) -> bool:

@@ -1,16 +1,13 @@
 """Faults that are drawn, planted and seen, in a package of a few lines."""
 
 import shutil
-from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from bench.mutants import __main__ as mutants
+from bench.mutants.__main__ import Tree, Trials, nearest_tests, table
 from bench.mutants.draw import Mutant, Sites, drawn
-from bench.mutants.tree import Tree
-from tests.imports import Graph
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """\
@@ -55,9 +52,7 @@ def tree(tmp_path_factory):
     for name, text in files.items():
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout / name).write_text(text)
-    tree = Tree(checkout, tmp_path_factory.mktemp("folder"), preload=["pytest"])
-    yield tree
-    tree.close()
+    return Tree(checkout, tmp_path_factory.mktemp("folder"))
 
 
 def line_with(before, after):
@@ -69,35 +64,48 @@ def line_with(before, after):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "result", "reached", "by", "hang"),
+    ("before", "after", "ended", "by"),
     [
-        ("rows * cols", "rows", "killed", None, "test_size", 60),
-        ("while on", "while not on", "killed", None, "test_loops", 3),
-        ("if rows > 100", "if rows < 100", "killed", None, "test_size", 60),
-        ("rows > 100", "rows >= 100", "survived", True, "", 60),
-        ("return 1 + 2", "return 1 - 2", "survived", False, "", 60),
+        ("rows * cols", "rows", "failed", "test_size"),
+        ("while on", "while not on", "hung", "test_loops"),
+        ("if rows > 100", "if rows < 100", "crashed", "test_size"),
+        ("rows > 100", "rows >= 100", "passed", ""),
     ],
-    ids=["wrong", "hangs", "crashes", "not_noticed", "not_reached"],
+    ids=["wrong", "hangs", "crashes", "not_noticed"],
 )
-def test_fault_meets_its_tests(tree, before, after, result, reached, by, hang):
-    trials = mutants.Trials(Graph(tree.root), Namespace(tests_of_limit=60, hang=hang))
-    trials._broken.add("tests/room/test_it.py::test_broken")
+def test_fault_meets_its_tests(tree, before, after, ended, by):
+    trials = Trials(seconds=60, hang=3 if ended == "hung" else 60)
+    trials.broken.add("tests/room/test_it.py::test_broken")
     found = trials.judge(tree, line_with(before, after))
-    assert (found["result"], found.get("reached")) == (result, reached)
+    assert (found["result"], found["ended"]) == ("survived" if ended == "passed" else "killed", ended)
     assert found["by"] == (by and f"tests/room/test_it.py::{by}")
     assert (tree.root / "tpkernels/room/it.py").read_text() == SOURCE
 
 
 def test_test_that_fails_without_the_fault_kills_none(tree):
-    trials = mutants.Trials(Graph(tree.root), Namespace(tests_of_limit=60, hang=60))
+    trials = Trials()
     found = trials.judge(tree, line_with("rows * cols", "rows"))
     assert found["by"] == "tests/room/test_it.py::test_size"
-    assert trials._broken == {"tests/room/test_it.py::test_broken"}
+    assert trials.broken == {"tests/room/test_it.py::test_broken"}
+
+
+def test_nearest_tests_come_first():
+    fault = Mutant("tpkernels/comm/schedule.py", 1, "", "", "")
+    found = nearest_tests(ROOT, fault)
+    assert "tests/comm/test_schedule.py" in found[: len(found) // 4]
+    assert found.index("tests/comm/test_order.py") < found.index("tests/groups/test_plan.py")
+
+
+def test_shares_are_of_what_can_be_seen():
+    found = {"result": "survived", "room": "ops", "by": ""}
+    results = {"a": found | {"result": "killed"}, "b": found, "c": found, "d": found | {"result": "absent"}}
+    lines = table(results, {"b": "equivalent: no difference"}).splitlines()
+    assert lines[2:4] == ["| ops | 1 | 1 | 1 | 50% |", "| all | 1 | 1 | 1 | 50% |"]
+    assert lines[-1] == "Not tried: `d`: ."
 
 
 def test_line_that_another_checkout_lacks_is_not_tried(tree):
-    trials = mutants.Trials(Graph(tree.root), Namespace(tests_of_limit=60, hang=60))
-    assert trials.judge(tree, Mutant("tpkernels/room/it.py", 1, "gone", "", ""))["result"] == "absent"
+    assert Trials().judge(tree, Mutant("tpkernels/room/it.py", 1, "gone", "", ""))["result"] == "absent"
 
 
 @pytest.mark.parametrize(
@@ -132,14 +140,14 @@ def test_faults_of_a_line(line, faults):
 
 def test_draw_depends_on_the_seed_alone_and_compiles(tmp_path):
     (tmp_path / "tpkernels").mkdir()
-    for name in ("csrc", "tpkernels/topology", "tpkernels/models"):
+    for name in ("csrc", "tpkernels/groups", "tpkernels/models"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    faults, _ = drawn(tmp_path, 1, 20, 12)
-    assert faults == drawn(tmp_path, 1, 20, 12)[0] != drawn(tmp_path, 2, 20, 12)[0]
+    faults = drawn(tmp_path, 1, 20, 12)
+    assert faults == drawn(tmp_path, 1, 20, 12) != drawn(tmp_path, 2, 20, 12)
     rooms = Counter(fault.room for fault in faults)
     assert rooms["csrc"] == 12
-    assert rooms["topology"] > rooms["models"] >= 4
-    assert rooms["topology"] + rooms["models"] in range(18, 23)
+    assert rooms["groups"] > rooms["models"] >= 4
+    assert rooms["groups"] + rooms["models"] in range(18, 23)
     for fault in faults:
         lines = (ROOT / fault.file).read_text().splitlines()
         assert lines[fault.line - 1] == fault.before != fault.after

@@ -18,6 +18,7 @@ import tpkernels
 from tests.checks import without_progress
 from tests.patience import patient
 from tpkernels.gate.expectations import minor_version, read
+from tpkernels.kernels.footprints import TABLE
 
 SOUND = "sum_rows/pointer/bf16/512x128"
 
@@ -93,13 +94,13 @@ def test_update_records_what_exceeded_the_budget_and_drops_what_is_gone(check, c
     ran = check(*arguments)
     assert ran.returncode == 1
     assert re.search(rf"^entry {re.escape(SOUND)} on sm_90: registers \d+ > 8$", ran.stdout, re.MULTILINE)
-    assert "note: 1 budgets of what is no longer in the catalog: --update drops them" in ran.stdout
+    assert "note: 1 budgets of what is no longer in registered.py: --update drops them" in ran.stdout
     assert check(*arguments, "--update").returncode == 0
     ran = check(*arguments)
     assert ran.returncode == 0
     assert "note:" not in ran.stdout
     minor = minor_version(triton.__version__)
-    updated, shipped = read(table)[minor], read()[minor]
+    updated, shipped = read(table)[minor], read(TABLE)[minor]
     assert updated.provenance["triton"] == triton.__version__
     assert updated.rows["sm_90"] == shipped.rows["sm_90"]  # the others are as they were
 

@@ -1,6 +1,6 @@
 """Choices made on the CPU: a fake clock, and kernels in the interpreter."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -8,13 +8,10 @@ from time import perf_counter
 import pytest
 import torch
 
-from tpkernels.dispatch.cache import Cache, Choice, Versions
+from tpkernels.dispatch.cache import Cache, Versions
 from tpkernels.dispatch.candidates import TargetGpu
 from tpkernels.dispatch.chooser import Chooser
 from tpkernels.dispatch.timing import Times
-from tpkernels.dispatch.trial import TrialReport, Verdict
-from tpkernels.dispatch.variant import Variant
-from tpkernels.dispatch.verdicts import Verdicts
 from tpkernels.kernels.target import INTERPRETER
 
 CPU = torch.device("cpu")
@@ -47,11 +44,6 @@ MakeChooser = Callable[..., Chooser]
 TRITON_WINS = {"triton/descriptor": 1.0, "triton/pointer": 2.0, "torch": 3.0, "addmm": 3.0}
 
 
-def all_pass(variants: Sequence[Variant]) -> TrialReport:
-    """A trial without a child process."""
-    return TrialReport(dict.fromkeys(variants, Verdict("passed")))
-
-
 def need_interpreter() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs Triton's interpreter, which is off where there is a GPU")
@@ -71,21 +63,16 @@ def make_chooser(tmp_path: Path) -> MakeChooser:
 
     def make(
         timer: FakeTimer | None = None,
-        shipped: Mapping[str, Choice] | None = None,
         obstacle: str | None = None,
         clock: Callable[[], float] = perf_counter,
-        trial: Callable[[Sequence[Variant]], TrialReport] = all_pass,
     ) -> Chooser:
-        cache = Cache(tmp_path, VERSIONS)
         return Chooser(
             CPU,
             TargetGpu(VERSIONS.gpu, INTERPRETER),
             timer or FakeTimer(TRITON_WINS),
-            cache,
-            shipped or {},
+            Cache(tmp_path, VERSIONS),
             lambda device: obstacle,
             clock,
-            Verdicts(cache, trial, lambda: obstacle),
         )
 
     return make

@@ -1,8 +1,5 @@
 """The chooser with its real clock, on a real GPU."""
 
-import sys
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -10,10 +7,6 @@ from tpkernels.dispatch.chooser import chooser_on
 from tpkernels.dispatch.products import PRODUCTS, dgrad
 from tpkernels.dispatch.record import Layer
 from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like
-from tpkernels.dispatch.trial import LIMITS, TrialReport, Verdict, trial
-from tpkernels.dispatch.variant import Variant
-from tpkernels.kernels.target import target_of
-from tpkernels.kernels.tiles import MatmulTile
 
 pytestmark = pytest.mark.gpu
 
@@ -39,32 +32,6 @@ def test_every_candidate_is_sound_and_the_choice_lasts(record, dtype, chooser, c
     tuned = results_of(record, lambda *given: chooser.call(record, *given), arguments)
     expected = results_of(record, record.by_torch, arguments)
     assert mismatch(tuned, expected, record.problem(*arguments)) is None
-
-
-HANGING = """
-import torch
-from tpkernels.dispatch import trial_child
-from tpkernels.kernels import dgrad
-real = dgrad.dgrad
-def hangs(*given, tile, **named):
-    if tile.num_stages == 3:
-        torch.cuda._sleep(2**62)
-    return real(*given, tile=tile, **named)
-dgrad.dgrad = hangs
-trial_child.main()
-"""
-
-
-def test_a_child_that_hangs_on_the_gpu_is_killed_and_the_gpu_still_serves():
-    device = torch.device("cuda", torch.cuda.current_device())
-    form = "descriptor" if target_of(device).has_tma else "pointer"
-    tiles = [MatmulTile(64, 64, 32, num_warps=4, num_stages=stages) for stages in (2, 3, 4)]
-    variants = [Variant("dgrad", "bfloat16", (), form, tile.name) for tile in tiles]
-    assert trial(variants, device) == TrialReport(dict.fromkeys(variants, Verdict("passed")))
-    report = trial(variants, device, replace(LIMITS, running=5.0), (sys.executable, "-c", HANGING))
-    assert [report.verdicts[variant].outcome for variant in variants] == ["passed", "hung", "passed"]
-    ones = torch.ones(64, 64, device=device)
-    assert float((ones @ ones).sum()) == 64**3
 
 
 def test_unknown_shape_does_not_break_a_capture(chooser):

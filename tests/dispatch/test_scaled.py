@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.fp8_sums import summed
 from tests.dispatch.conftest import CPU, FakeTimer
+from tests.dispatch.short_sums import summed
 from tests.kernels.checks import assert_written, rows_for
 from tests.products import once, pairwise
 from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
@@ -14,8 +14,7 @@ from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.dispatch.soundness import FP8_BOUND, ROUNDING, bound_of, mismatch, scratch_like
 from tpkernels.gate.numerics import relative_error
 from tpkernels.kernels.activations import ACTIVATIONS
-from tpkernels.kernels.matmul_tile import MatmulTile, compiles
-from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words, in_fp32, swizzled
+from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words
 from tpkernels.kernels.target import fp8_obstacle, target_of
 
 META = torch.device("meta")
@@ -57,7 +56,6 @@ KEYS = [
         "float8_e4m3fn 4096x1024x2048 gelu_tanh+float32+blocks+square rows,rows,rows",
     ),
     ({"fast": True}, "float8_e4m3fn 4096x1024x2048 gelu_tanh+bfloat16+bias+z+fast rows,rows,rows"),
-    ({"scaling": "mx"}, "float8_e4m3fn 4096x1024x2048 gelu_tanh+bfloat16+bias+z+mx rows,rows,rows"),
     (
         {"formats": ("e5m2", "e4m3"), "in_features": 513, "scaling": "blocks", "out_features": 1001},
         "float8_e5m2 4096x1001x513 gelu_tanh+bfloat16+bias+z+float8_e4m3fn+blocks ragged,ragged,ragged",
@@ -78,15 +76,9 @@ def test_problem_knows_the_dtype_of_the_result():
 
 
 LARGE, USUAL, SMALL = "128x256x128-w8-s4-p4-flat", "128x128x128-w8-s4-p2-flat", "64x128x128-w4-s3-p2-x2"
-IN_ROLES = (
-    tile
-    for tile in ("128x128x128-w4-s5-p4-c2h", "128x256x128-w4-s4-p4-c2h", "256x256x128-w4-s4-p8-c2h-b2")
-    if compiles(MatmulTile.named(tile))
-)
-ROWWISE = [*IN_ROLES, USUAL, LARGE]  # in roles first: they are to be tried before time runs out
 HOPPERS = [  # the large tile does the work of four small ones
-    ({}, ROWWISE),
-    ({"fast": True}, ROWWISE),
+    ({}, [USUAL, LARGE]),
+    ({"fast": True}, [USUAL, LARGE]),
     ({"scaling": "blocks"}, [USUAL, SMALL]),
     ({"dtype": "float32"}, [USUAL, LARGE]),
 ]
@@ -105,16 +97,6 @@ def test_forms_and_tiles_are_those_of_the_gpu():
     wide = "triton/descriptor/128x256x128-w8-s3-p2-flat"
     assert wide in names("b200", tokens=8192, out_features=8192)
     assert wide not in names("b200", tokens=8192, out_features=8192, scaling="blocks")
-    tiles = (
-        "descriptor/128x128x128-w8-s4-p2-flat",
-        "descriptor/128x256x128-w8-s3-p2-flat",
-        "pointer/128x128x128-w8-s3-p1",
-    )
-    large = names("b200", tokens=8192, out_features=8192, scaling="mx")
-    assert large == ["torch", "mx_mm", *(f"triton/{tile}" for tile in tiles)]
-    assert names("h100", scaling="mx") == ["torch"]
-    ragged = names("b200", in_features=513, scaling="mx")
-    assert ragged == ["torch", "triton/pointer/128x64x32-w8-s2-p1"]
     found = names("l40s")
     assert "scaled_mm" in found
     assert {name.split("/")[1] for name in found if name.startswith("triton/")} == {"pointer"}
@@ -145,31 +127,12 @@ def test_torchs_product_is_offered_where_it_takes_the_operands(options):
     assert "scaled_mm" in names(formats=("e5m2", "e4m3"))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dtype": "float16"},
-        {"out_features": 1000},
-        {"in_features": 1040},  # a block in part
-        {"in_features": 544},  # rows that start anywhere
-        {"formats": ("e5m2", "e5m2")},
-        {"gpu": "h100"},
-        {"scaling": "rows"},
-    ],
-    ids=str,
-)
-def test_torchs_product_of_mxfp8_is_offered_where_it_takes_the_operands(options):
-    usual = {"gpu": "b200", "scaling": "mx"}
-    assert "mx_mm" not in names(**usual | options)
-    assert "mx_mm" in names(**usual, formats=("e5m2", "e4m3"))
-
-
 def scratch(**options):
     arguments = call(**({"tokens": 96, "out_features": 160, "in_features": 1056} | options))
     return scratch_like(arguments, 1056, CPU)
 
 
-@pytest.mark.parametrize("scaling", ["rows", "blocks", "mx"])
+@pytest.mark.parametrize("scaling", ["rows", "blocks"])
 def test_scratch_lies_like_the_operands_and_gives_products_of_a_size_of_one(scaling):
     meta, made = call(96, 160, 1056, scaling=scaling), scratch(scaling=scaling)
     for like, tensor in zip(meta[:5], made[:5], strict=True):
@@ -177,8 +140,7 @@ def test_scratch_lies_like_the_operands_and_gives_products_of_a_size_of_one(scal
     x, w, x_scale, w_scale, *_ = made
     assert (x_scale > 0).all()
     assert (w_scale > 0).all()
-    sizes = in_fp32(x_scale) if scaling == "mx" else x_scale
-    assert sizes.std() > 0.1 * sizes.mean()  # a row that takes its neighbour's is seen
+    assert x_scale.std() > 0.1 * x_scale.mean()  # a row that takes its neighbour's is seen
     assert x.float().isfinite().all()
     assert w.float().abs().amax() > 200
     y = scaled_linear.by_torch(x, w, x_scale, w_scale, None, "none", False, "float32", False)[0]
@@ -193,10 +155,7 @@ def last_block_dropped(x):
 
 def one_rows_scale(scale):
     scale = scale.clone()
-    if scale.dtype == torch.uint8:
-        scale[17] += 1
-    else:
-        scale[17] *= 1.25
+    scale[17] *= 1.25
     return scale
 
 
@@ -209,7 +168,7 @@ FAULTS = {  # of which operand, and what becomes of it
 }
 
 
-@pairwise(fault=FAULTS, dtype=["bfloat16", "float32"], scaling=["rows", "blocks", "mx"])
+@pairwise(fault=FAULTS, dtype=["bfloat16", "float32"], scaling=["rows", "blocks"])
 def test_a_planted_fault_is_unsound(fault, dtype, scaling):
     options = {"scaling": scaling, "dtype": dtype, "activation": "none"}
     arguments, problem = scratch(**options), scaled_linear.problem(*call(**options))
@@ -220,7 +179,7 @@ def test_a_planted_fault_is_unsound(fault, dtype, scaling):
     assert mismatch(scaled_linear.by_torch(*broken), expected, problem)
 
 
-OPTIONS = [{}, {"scaling": "blocks"}, {"scaling": "mx"}, {"formats": ("e5m2", "e4m3")}]
+OPTIONS = [{}, {"scaling": "blocks"}, {"formats": ("e5m2", "e4m3")}]
 
 
 @once(winner=["triton/descriptor", "triton/pointer", "torch"], options=OPTIONS)
@@ -273,29 +232,6 @@ def test_ways_of_torch_agree_and_write_the_same_bits_into_rows(way, keep_z, acti
     assert mismatch(results, scaled_linear.by_torch(*arguments), problem) is None
     out, around = rows_for(results)
     into(out, *arguments)
-    assert_written(out, around, results)
-
-
-def test_torchs_product_of_mxfp8_is_given_scales_as_tensor_cores_take_them(monkeypatch):
-    """No CPU multiplies so: this one undoes the order, and multiplies what is left."""
-    arguments = scratch(scaling="mx", activation="none", in_features=1056)
-    expected = scaled_linear.by_torch(*arguments)
-
-    def product(x, weight, x_scale, w_scale, *, bias, out_dtype, use_fast_accum, out):
-        assert x_scale.dtype == w_scale.dtype == torch.float8_e8m0fnu
-        assert x_scale.is_contiguous()
-        assert not use_fast_accum
-        for given, scale in ((x_scale, arguments[2]), (w_scale, arguments[3])):
-            assert torch.equal(given.view(torch.uint8), swizzled(scale))
-        options = arguments[2], arguments[3], bias, "none", False, "bfloat16", False
-        out.copy_(scaled_linear.by_torch(x, weight.t(), *options)[0])
-
-    monkeypatch.setattr(torch, "_scaled_mm", product)
-    library = scaled_linear.library[1]
-    results = library.run(*arguments)
-    assert torch.equal(results[0], expected[0])
-    out, around = rows_for(results)
-    library.into(out, *arguments)
     assert_written(out, around, results)
 
 

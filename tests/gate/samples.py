@@ -1,7 +1,7 @@
 """An entry by its name, and what might be found of one."""
 
+from tpkernels.dispatch.registered import entry_specs
 from tpkernels.gate.ahead_of_time import Entry, Facts
-from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, Stretch
 
 

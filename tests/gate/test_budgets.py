@@ -7,13 +7,14 @@ import pytest
 import triton
 
 from tests.gate.samples import COST, FACTS
+from tpkernels.dispatch.registered import catalog, entry_specs
 from tpkernels.gate import compile_gate, expectations
 from tpkernels.gate.ahead_of_time import ARCHITECTURES
-from tpkernels.gate.catalog import catalog, entry_specs
 from tpkernels.gate.clocking import Examined
 from tpkernels.gate.compile_gate import CompileJob, Suite, judge
 from tpkernels.gate.expectations import Budget
-from tpkernels.kernels import matmul_tile, triton_versions
+from tpkernels.kernels import triton_versions
+from tpkernels.kernels.footprints import TABLE
 
 
 def test_budget_is_exact_but_for_the_unit_of_registers():
@@ -33,36 +34,11 @@ def test_budget_is_exact_but_for_the_unit_of_registers():
     ]
 
 
-EPILOGUE = replace(
-    FACTS, exposed_waits=4, serial_stores=3, products_during_stores=False, loads_during_stores=True
-)
-
-
-def test_what_an_epilogue_waits_for_may_not_grow_and_what_runs_beside_may_not_be_lost():
-    budget = Budget.of(EPILOGUE)
-    assert [*budget.excesses(EPILOGUE)] == []
-    assert [*budget.excesses(replace(EPILOGUE, exposed_waits=0, products_during_stores=True))] == []
-    assert [
-        *budget.excesses(replace(EPILOGUE, exposed_waits=8, serial_stores=11, loads_during_stores=False))
-    ] == ["exposed_waits 8 > 4", "serial_stores 11 > 3", "loads_during_stores no longer"]
-    assert [*Budget.of(FACTS).excesses(EPILOGUE)] == []  # a row of before, or of another architecture
-    assert [*budget.excesses(FACTS)] == []
-
-
 def test_rows_are_read_as_they_were_written():
-    for facts in (FACTS, EPILOGUE, replace(FACTS, spills=2)):
+    for facts in (FACTS, replace(FACTS, spills=2)):
         row = Budget.of(facts).as_json()
-        assert Budget.of(facts).as_json() == Budget.from_json(row).as_json()
-        assert [*Budget.from_json(row).excesses(facts)] == []
-    assert "exposed_waits" not in Budget.of(FACTS).as_json()
-    assert Budget.of(EPILOGUE).as_json() == {
-        "registers": 168,
-        "shared": 1000,
-        "exposed_waits": 4,
-        "serial_stores": 3,
-        "loads_during_stores": True,
-        "instructions": "HGMMA 4",
-    }
+        assert Budget.of(facts) == Budget.from_json(row)
+    assert Budget.of(FACTS).as_json() == {"registers": 168, "shared": 1000, "instructions": "HGMMA 4"}
 
 
 def test_instructions_are_those_of_one_version_and_are_told_after_what_is_worse(monkeypatch):
@@ -104,8 +80,9 @@ def test_a_table_begun_for_one_architecture_lists_it_and_may_not_lose_it(monkeyp
     """Others are held to the rules alone, until an update has their rows."""
     monkeypatch.setattr(compile_gate, "examine_all", lambda tasks, *_: [Examined(FACTS) for _ in tasks])
     path, entry = tmp_path / "budgets.json", catalog()[0]
+    entry = replace(entry, architectures=("sm_80", "sm_90"), rules=())
     hopper, ampere = (CompileJob(entry, architecture) for architecture in ("sm_90", "sm_80"))
-    suite = Suite("mine", {entry.name: ("sm_80", "sm_90")}, {}.get, path, lambda *_: (), lambda _: None)
+    suite = Suite("mine", {entry.name: entry}, path, lambda _: None)
     minor = expectations.minor_version(triton.__version__)
 
     def check(*jobs, update=False):
@@ -140,7 +117,7 @@ WRITTEN = {  # Triton -> GPUs with budgets
 
 
 def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing(monkeypatch):
-    table = expectations.read()
+    table = expectations.read(TABLE)
     assert table.keys() == WRITTEN.keys()
     for minor, gpus in WRITTEN.items():
         assert {gpu for gpu in ARCHITECTURES if table[minor].hold(gpu)} == {*gpus}
@@ -152,13 +129,12 @@ def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing(mo
 def entries_of(minor, monkeypatch):
     """The catalog of another Triton, where some tiles are others."""
     version = tuple(map(int, minor.split(".")))
-    for module in (triton_versions, matmul_tile):
-        monkeypatch.setattr(module, "triton_version", lambda: version)
+    monkeypatch.setattr(triton_versions, "triton_version", lambda: version)
     return [spec.entry() for spec in entry_specs().values()]
 
 
 def test_every_entry_for_hopper_has_the_cycles_of_its_edge_and_products_those_of_a_step():
-    for minor, rows in expectations.read().items():
+    for minor, rows in expectations.read(TABLE).items():
         for name, budget in rows.rows["sm_90"].items():
             assert "edge" in budget.cycles, f"{name}: run `check --update --arch sm_90` on Triton {minor}"
             is_product = re.search(r"/\d+x\d+x\d+-w", name) is not None  # the name of such a tile

@@ -10,25 +10,23 @@ import pytest
 import torch
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels.test_target import GPUS
-from tpkernels.dispatch import primitives, products
-from tpkernels.gate import numerics, recording
+from tpkernels.dispatch import primitives, products, recording
+from tpkernels.dispatch.numeric_cases import cases
+from tpkernels.dispatch.recording import EntrySpec, MetaOperands, _is_aligned, _type_of
+from tpkernels.dispatch.registered import E4M3, _tiles, catalog
 from tpkernels.gate.ahead_of_time import Entry
-from tpkernels.gate.catalog import catalog, has_parts
+from tpkernels.gate.compile_gate import has_parts
 from tpkernels.gate.disassembly import FP8_PRODUCTS
-from tpkernels.gate.numerics import Frames
-from tpkernels.gate.recording import MetaOperands, _is_aligned, _type_of, recorded
-from tpkernels.gate.scaled import E4M3
+from tpkernels.gate.numerics import Frames, examine
 from tpkernels.kernels import launch
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.footprints import stem_of
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.target import H100
-from tpkernels.kernels.tiles import KERNELS, MatmulTile, candidates
+from tpkernels.kernels.tiles import KERNELS, MatmulTile
 from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 
 
@@ -54,7 +52,7 @@ def test_every_tile_is_compiled_for_every_gpu_that_may_be_given_it():
         for gpu, target in gpus.items():
             pointers_alone = not target.has_tma or dtype == torch.float32 or (ragged and dtype == E4M3)
             for form in ("pointer",) if pointers_alone else ("descriptor", "pointer"):
-                for tile in candidates(tiles, form, dtype, target, ragged):
+                for tile in _tiles(tiles, form, dtype, target, ragged):
                     stem = f"/{stem_of(kernel, form, dtype, tile)}/"
                     assert any(a == gpu and stem in f"/{name}" for a, name in compiled), f"{stem} on {gpu}"
 
@@ -67,7 +65,7 @@ def operands(dtype: torch.dtype = torch.bfloat16, ragged: bool = False) -> MetaO
 
 
 def entry_of(call, of: MetaOperands, **options) -> Entry:
-    return recorded("an entry", call, of, H100, ("sm_90",), **options)
+    return EntrySpec("entry", call, of, H100, ("sm_90",), **options).entry()
 
 
 def linear_entry(of: MetaOperands, *, x: torch.Tensor | None = None, **options) -> Entry:
@@ -125,17 +123,12 @@ def test_one_of_several_kernels_is_the_entry_and_stages_may_be_tritons():
     assert entry_of(partial(recording.norm, kind="rms"), of).function == "_norm_fwd_kernel"
 
 
-def swizzled(cols: int) -> NVMMASharedLayout:
-    return NVMMASharedLayout.get_default_for([32, cols], bfloat16)
-
-
 def test_types_and_alignment_are_tritons_own():
     matrix = torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
     for value in (
         *(matrix, matrix[:, 1:], matrix.float(), matrix.half(), matrix.int(), matrix.long()),
         *(0, 2, 16, 17, -(2**31), 2**31 - 1, 2**31, 0.5, 1.0),
         TensorDescriptor(matrix, [64, 64], [64, 1], [32, 16]),
-        *(GluonDescriptor(matrix, [64, 64], [64, 1], [32, 16 * n], swizzled(16 * n)) for n in (1, 2, 4)),
     ):
         kind, hint = native_specialize_impl(CUDABackend, value, False, True, True)
         assert (_type_of(value), _is_aligned(value)) == (kind, hint == "D")
@@ -176,10 +169,10 @@ def test_a_new_primitive_is_compiled_and_checked_by_its_record_alone(monkeypatch
     entry = next(entry for entry in catalog() if entry.name.startswith("toy/"))
     catalog.cache_clear()
     assert (entry.name, entry.function) == ("toy/pointer/bf16/sample", "_sum_rows_kernel")
-    found = {case.name: numerics.examine(case, Frames()) for case in numerics.cases() if "toy" in case.name}
+    found = {case.name: examine(case, Frames()) for case in cases() if "toy" in case.name}
     assert {name: computed.failure for name, computed in found.items()} == {"toy/fp32": "", "toy/bf16": ""}
 
     wrong = replace(toy, by_kernel=lambda dy: 2 * bias_grad(dy))
     monkeypatch.setitem(primitives.RECORDS, "toy", wrong)
-    case = next(case for case in numerics.cases() if case.name == "toy/fp32")
-    assert "result 0 is off by" in numerics.examine(case, Frames()).failure
+    case = next(case for case in cases() if case.name == "toy/fp32")
+    assert "result 0 is off by" in examine(case, Frames()).failure

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from tests.gate.samples import COST, FACTS
+from tpkernels.dispatch.registered import entry_specs
+from tpkernels.dispatch.workload import FromCatalog
 from tpkernels.gate import ahead_of_time, clocking, expectations
-from tpkernels.gate.ahead_of_time import DIED, CompileError, CompileJob, facts_of, machine_code_of
-from tpkernels.gate.catalog import entry_specs
+from tpkernels.gate.ahead_of_time import DIED, CompileJob, facts_of, machine_code_of
 from tpkernels.gate.clock.cost import Cost
-from tpkernels.gate.clocking import ClockedJob, Examined, FromCatalog, examine, examine_all
-from tpkernels.gate.expectations import Budget
+from tpkernels.gate.clocking import ClockedJob, Examined, examine, examine_all
+from tpkernels.kernels.footprints import TABLE
 
 ENTRY = next(spec.entry() for name, spec in entry_specs().items() if name.startswith("linear/descriptor"))
 TASK = ClockedJob(CompileJob(ENTRY, "sm_90"), FromCatalog(ENTRY))
@@ -20,8 +21,6 @@ TASK = ClockedJob(CompileJob(ENTRY, "sm_90"), FromCatalog(ENTRY))
 def counted(monkeypatch, tmp_path):
     """How often a compiler and a clock that take no time were asked; `edit` changes what they depend on."""
     monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(clocking, "SHIPPED", tmp_path / "clocked.json")
-    clocking.kept_costs.cache_clear()
     counts = {"compiled": 0, "clocked": 0}
     sources = {"kernel": "kernel", "clock": "clock", "launch": "launch"}
 
@@ -47,8 +46,7 @@ def counted(monkeypatch, tmp_path):
     monkeypatch.setattr(FromCatalog, "text", lambda _: sources["launch"])
     monkeypatch.setattr(clocking, "cost_of", cost_of)
     monkeypatch.setattr(clocking, "_clock", lambda: sources["clock"])
-    yield counts, sources
-    clocking.kept_costs.cache_clear()
+    return counts, sources
 
 
 def cost_of_task():
@@ -142,47 +140,24 @@ def test_errors_are_findings_and_are_not_kept(counted, monkeypatch):
     assert cost_of_task() == COST
 
     def refuses(job):
-        raise CompileError("no")
+        raise RuntimeError("no")
 
     monkeypatch.setattr(ahead_of_time, "_made", refuses)
     monkeypatch.setattr(ahead_of_time, "compile_key", lambda *_: "new")
-    assert examine(TASK) == Examined("no")
+    assert examine(TASK) == Examined("RuntimeError: no")
 
 
-def test_a_shipped_program_is_not_clocked_on_another_machine(counted, monkeypatch, tmp_path):
+@pytest.mark.parametrize("edited", ["nothing", "kernel", "clock", "launch"])
+def test_a_program_whose_cost_its_budget_keeps_is_not_clocked_again(counted, monkeypatch, tmp_path, edited):
     counts, sources = counted
-    cost = examine(TASK).cost
-    clocking.keep_costs({ENTRY.name: cost}, "3.7", {ENTRY.name})
+    kept = expectations.kept(examine(TASK).cost)
     monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path / "another machine"))
-    assert examine(TASK).cost == cost
-    assert counts == {"compiled": 2, "clocked": 1}
-    for number, name in enumerate(sources):
-        sources[name] = f"another {name}"
-        examine(TASK)
-        assert counts["clocked"] == 2 + number, name
+    sources[edited] = "another"
+    found = examine(replace(TASK, kept=kept)).cost
+    assert (found == kept, counts["clocked"]) == ((True, 1) if edited == "nothing" else (False, 2))
 
 
-def test_shipping_replaces_costs_and_drops_those_of_kernels_that_are_gone(counted):
-    slow, fast = (replace(COST, program=name) for name in ("slow", "fast"))
-    clocking.keep_costs({"a": slow, "gone": slow}, "3.7", {"a", "gone"})
-    clocking.keep_costs({"a": slow}, "3.6", {"a"})
-    clocking.keep_costs({"a": fast, "b": fast}, "3.7", {"a", "b"})
-    assert clocking._shipped_rows() == {
-        "3.6": {"a": slow.as_json()},
-        "3.7": {"a": fast.as_json(), "b": fast.as_json()},
-    }
-    assert clocking.kept_costs() == {"slow": slow, "fast": fast}
-
-
-def test_shipped_costs_are_those_of_the_budgets():
-    for minor, rows in clocking._shipped_rows().items():
-        known = expectations.read()[minor].rows["sm_90"]
-        assert rows.keys() <= known.keys()
-        for name, row in rows.items():
-            kept = Budget.of(FACTS, Cost.from_json(row)).as_json()
-            assert {part: kept.get(part) for part in expectations.NAMES} == {
-                part: known[name].as_json().get(part) for part in expectations.NAMES
-            }, name
+BUDGETS = expectations.read(TABLE)["3.7"].rows["sm_90"]
 
 
 def clocked_anew(name: str) -> Cost:
@@ -193,7 +168,7 @@ def clocked_anew(name: str) -> Cost:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", [*clocking._shipped_rows()["3.7"]][::12])
-def test_shipped_costs_are_those_of_the_clock(name, compiler):
-    shipped = Cost.from_json(clocking._shipped_rows()["3.7"][name])
-    assert compiler.run(clocked_anew, name) == replace(shipped, program="")
+@pytest.mark.parametrize("name", [*BUDGETS][::12])
+def test_costs_of_budgets_are_those_of_the_clock(name, compiler):
+    found = expectations.kept(compiler.run(clocked_anew, name))
+    assert found == replace(BUDGETS[name].cost, program="")

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from tests.gate.samples import COST, FACTS
-from tpkernels.gate import compile_gate, expectations, report
+from tpkernels.dispatch.registered import entry_specs
+from tpkernels.gate import expectations, report
 from tpkernels.gate.ahead_of_time import CompileJob
-from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.gate.clocking import Examined
 from tpkernels.gate.compile_gate import Compiled, judge
 from tpkernels.gate.expectations import Budget, as_text, from_text, kept
 from tpkernels.gate.numerics import Computed
 
-JOB = CompileJob(next(iter(entry_specs().values())).entry(), "sm_90")
+JOB = CompileJob(replace(next(iter(entry_specs().values())).entry(), rules=()), "sm_90")
 ROW = replace(COST, step=None, ideal=0.0)  # a kernel without products
 
 
@@ -27,9 +27,8 @@ def changed(name: str, cycles: float, serial_loads: int = 0, **waits: float) -> 
 
 
 @pytest.fixture
-def failures(monkeypatch):
+def failures():
     """What is said of a cost where COST, or another one, is the budget."""
-    monkeypatch.setattr(compile_gate, "violations", lambda *_: [])
 
     def told(cost, facts=FACTS, before=COST, triton="3.7.1"):
         rows = {("sm_90", JOB.entry.name): Budget.of(FACTS, before)}
@@ -118,8 +117,10 @@ def test_stretches_are_read_as_they_were_written():
     serial = Stretch(5950.0, {"scoreboard: LDG": 700.0}, 4)
     assert as_text(serial) == "5950 cycles, 4 serial loads; scoreboard: LDG 700"
     assert from_text(as_text(serial)) == serial
-    assert kept(COST)["step"] == Stretch(1040.0, {"copies": 310.0, "products": 90.0}, 0)
-    assert set(kept(ROW)) == {"edge"}
+    assert kept(COST).step == Stretch(1040.0, {"copies": 310.0, "products": 90.0}, 0)
+    assert kept(kept(COST)) == kept(COST) != COST
+    assert kept(ROW) == ROW
+    assert kept(replace(ROW, program="2b20c4da")).program == "2b20c4da"
     row = Budget.of(FACTS, COST).as_json()
     assert Budget.from_json(row) == Budget.of(FACTS, COST)
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tpkernels.gate.numerics import Frames, NumericCase, cases, examine
+from tpkernels.dispatch.numeric_cases import cases
+from tpkernels.gate.numerics import Frames, NumericCase, examine
 
 EXACT = torch.linspace(1, 2, 12, dtype=torch.float64).view(3, 4)
 RESULTS = {

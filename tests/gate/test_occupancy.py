@@ -3,8 +3,7 @@
 import pytest
 
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, SHARED_LIMIT
-from tpkernels.gate.occupancy import PROCESSORS, blocks_by_limit, too_few, waves
-from tpkernels.kernels.footprints import BLOCK_BYTES
+from tpkernels.gate.occupancy import BLOCK_BYTES, PROCESSORS, blocks_by_limit, too_few
 
 
 @pytest.mark.parametrize(
@@ -37,9 +36,3 @@ def test_what_leaves_room_for_too_few_is_named():
     limits = {"registers": 1, "threads": 2, "number of blocks": 32}
     assert [*too_few(2, limits)] == ["2 blocks an SM are launched, its registers hold 1"]
     assert [*too_few(1, limits)] == []
-
-
-def test_waves_count_the_last_one_whole():
-    assert waves(132, 132) == (1.0, 1.0)
-    assert waves(224, 132) == (224 / 132, 224 / 264)
-    assert waves(224, 132, per_processor=2) == (224 / 264, 224 / 264)

@@ -150,7 +150,7 @@ def as_dtensors(recipe):
     return found
 
 
-@pytest.mark.parametrize("recipe", [Recipe.rowwise(), Recipe.blockwise(head=True), Recipe.mxfp8()], ids=str)
+@pytest.mark.parametrize("recipe", [Recipe.rowwise(), Recipe.blockwise(head=True)], ids=str)
 def test_parameters_may_be_dtensors(recipe, ranks2):
     assert ranks2.run(as_dtensors, recipe) == [{"logits": True, "blocks.0.down.weight": True}] * 2
 
@@ -200,7 +200,7 @@ def refusals():
     rowwise = Recipe.rowwise()
     model, unlike = toy().float(), rowwise if dist.get_rank() else Recipe.blockwise()
     ends, wrong = {"embed": "embedding", "head": "head"}, {**PLAN, "blocks.*.down": "row_of_full"}
-    recipes = "parallelize: expected quantize=tpkernels.Recipe.rowwise(), .blockwise(), .mxfp8() or None"
+    recipes = "parallelize: expected quantize=tpkernels.Recipe.rowwise(), .blockwise() or None"
     layers = "quantize: expected a plan that splits linear layers other than the head"
     differ = "ranks disagree on quantize.scaling of parallelize: rank 0 has 'blocks'; rank 1 has 'rows'"
     said = [

@@ -7,9 +7,9 @@ from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
 from tests.products import pairwise
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.reference import bias_grad_ref
-from tpkernels.kernels.tiles import SumTile
+from tpkernels.kernels.tiles import BlockTile
 
-SUM_TILE = SumTile(chunk=16, block_rows=8, block_cols=32, num_warps=4)
+SUM_TILE = BlockTile(chunk=16, block_rows=8, block_cols=32, num_warps=4)
 # more rows than chunk * chunk, so that the partial sums take two levels
 ROWS_AND_COLS = {"one_chunk": (16, 32), "ragged": (45, 37), "one_row": (1, 5), "two_levels": (300, 7)}
 

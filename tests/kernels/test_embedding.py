@@ -8,7 +8,7 @@ from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
 from tests.products import pairwise
 from tpkernels.kernels.embedding import embedding_bwd, embedding_fwd
 from tpkernels.kernels.reference import embedding_bwd_ref, embedding_ref
-from tpkernels.kernels.tiles import INTERPRETED_EMBEDDING, EmbeddingTile
+from tpkernels.kernels.tiles import INTERPRETED_EMBEDDING, BlockTile
 
 # (tokens, ids of the whole table, features)
 SHAPES = {"one_block": (4, 8, 32), "ragged": (71, 23, 45), "one_token": (1, 5, 70), "one_feature": (9, 6, 1)}
@@ -59,7 +59,7 @@ def test_gradient_of_a_frequent_id_is_summed_in_fp32(device):
 @pytest.mark.parametrize("split", [4, 8])
 def test_a_frequent_row_is_the_sum_of_its_splits_and_of_what_is_left(split, device):
     """Rows of a token less than some splits, of as many and of more, wherever they start among the others."""
-    tile = EmbeddingTile(block_rows=4, block_cols=32, num_warps=4, split=split)
+    tile = BlockTile(block_rows=4, block_cols=32, num_warps=4, chunk=split)
     counts = [3, split - 1, split, 0, split + 1, 5 * split - 1, 1, 5 * split, 70]
     ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device)
     ids = ids[torch.randperm(len(ids), device=device)]
@@ -73,7 +73,7 @@ def test_gradient_of_a_frequent_row_has_the_same_bits_whatever_other_ids_there_a
     dy = normal(200, 40, torch.float32, device)
     ids = torch.where(torch.arange(200, device=device) % 3 > 0, 7, 9)
     alone = embedding_bwd(dy[ids == 7], ids[ids == 7], rows=1, first_id=7)
-    assert len(dy[ids == 7]) > 16 * INTERPRETED_EMBEDDING.split
+    assert len(dy[ids == 7]) > 16 * INTERPRETED_EMBEDDING.chunk
     for others in (0, 3, 6, 8, 10):  # in front of its tokens come 0 or 67 of others
         found = embedding_bwd(dy, torch.where(ids == 7, 7, others), rows=1, first_id=7)
         assert torch.equal(found, alone), others

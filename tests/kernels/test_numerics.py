@@ -3,20 +3,21 @@
 import pytest
 import torch
 
-from tpkernels.gate.numerics import Frames, NumericCase, cases, examine
+from tpkernels.dispatch.numeric_cases import cases
+from tpkernels.gate.numerics import Frames, NumericCase, examine
 from tpkernels.kernels import launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU `qualify` computes these cases")
 
 
 def chosen() -> list[NumericCase]:
-    """Of all that `make gate` computes; tiles with consumers are in `test_gluon`."""
+    """Of all that `make gate` computes."""
     seen: set[tuple[str, int, str]] = set()
     found = []
     for case in cases():
         launcher, *parts = case.name.split("/")
         traits = {(launcher, place, part) for place, part in enumerate(parts)}
-        if "-c" not in case.name and not traits <= seen:
+        if not traits <= seen:
             found.append(case)
             seen |= traits
     return found

@@ -1,7 +1,5 @@
 """Products at edges and in every layout a user may bring; for epilogues and forms see test_numerics."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -27,26 +25,6 @@ OPERANDS = {
 @pairwise(name=list(PRODUCTS), shape=SHAPES, dtype=DTYPES)
 def test_product_matches_float64(name, shape, dtype, device):
     assert_product(name, arguments(name, shape, dtype, device))
-
-
-@pairwise(form=FORMS, bias=[False, True], parts=[1, 2])
-def test_one_loop_over_tiles_and_depth_matches_float64(form, bias, parts, device):
-    call = arguments("linear", SHAPES["aligned"], torch.bfloat16, device, "gelu_tanh")
-    tile = replace(TILE, parts=parts, group=8, flatten=True)
-    assert_product("linear", call if bias else call | {"bias": None}, tile=tile, form=form)
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_roles_of_triton_change_no_bit_and_are_refused_elsewhere(name, device):
-    call = arguments(name, SHAPES["aligned"], torch.bfloat16, device)
-    tile = replace(TILE, specialize=True)
-    if name != "dgrad_pairs":
-        plain = computed(name, call, tile=TILE, form="descriptor")
-        for ours, other in zip(plain, computed(name, call, tile=tile, form="descriptor"), strict=True):
-            assert torch.equal(ours, other)
-    for form in ("pointer", *(["descriptor"] if name == "dgrad_pairs" else [])):
-        with pytest.raises(ValueError, match=r"expected a tile without -ws, got 32x32x32.*on Blackwell"):
-            computed(name, call, tile=tile, form=form)
 
 
 @once(operand=OPERANDS, layout=LAYOUTS)

@@ -8,8 +8,8 @@ from tests.products import pairwise
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF, act_ref
 from tpkernels.kernels.dequantize import dequantize
-from tpkernels.kernels.quantize import quantize, quantize_act, quantize_both, quantize_glu
-from tpkernels.kernels.scaled import DTYPE_OF, LINE, SECTOR, Scaled, dequantize_ref, in_fp32, quantize_ref
+from tpkernels.kernels.quantize import quantize, quantize_act, quantize_glu
+from tpkernels.kernels.scaled import DTYPE_OF, LINE, SECTOR, Scaled, dequantize_ref, quantize_ref
 from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import MAX_FEATURES
 
@@ -17,7 +17,6 @@ SCALINGS = {
     "rows": ("rows", False),
     "blocks": ("blocks", False),
     "squares": ("blocks", True),
-    "mx": ("mx", False),
 }
 OPTIONS = {"e4m3": ("e4m3", False), "e5m2": ("e5m2", False), "power_of_two": ("e4m3", True)}
 
@@ -39,40 +38,6 @@ def assert_words_of_oracle(x, scaling="rows", square=False, format="e4m3", power
     options = {"power_of_two": power_of_two, "square": square}
     ours = quantize(x, format=format, scaling=scaling, **options)
     assert_same_words(ours, quantize_ref(x, format, scaling, **options))
-
-
-AWKWARD = (0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 3e38)
-BOTH = [(37, 301), (33, 16), (1, 40), (40, 1), (0, 8), (5, 0), (300, 130), (3, MAX_FEATURES + 17)]
-
-
-@pairwise(shape=BOTH, layout=LAYOUTS, options=OPTIONS, dtype=DTYPES, awkward=[False, True])
-def test_rows_and_columns_at_once_have_the_words_of_two_calls(shape, layout, options, dtype, awkward, device):
-    """Of zeros, NaN and infinity as well, in rows and in columns; chunks of 32 rows meet in a column."""
-    x = spread(*shape, dtype, device)
-    if awkward and x.numel() > 1000:
-        for place, value in enumerate(AWKWARD):
-            x[3 * place % x.shape[0], place] = value
-        x[1], x[:, 7] = 0, 0
-        x[-1, 9] = 3e4  # the last chunk has a say in the scale of a column
-    x, (format, power_of_two) = layout(x), options
-    ours = quantize_both(x, format=format, scaling="rows", power_of_two=power_of_two)
-    for words, one in zip(ours, (x, x.t()), strict=True):
-        assert_same_words(words, quantize_ref(one, format, "rows", power_of_two))
-        assert_same_words(words, quantize(one, format=format, scaling="rows", power_of_two=power_of_two))
-
-
-def test_rows_and_columns_at_once_are_read_twice():
-    """By two kernels: one holds rows, one knows the sizes of columns. Long rows are read by two calls."""
-    for features, kernels in (
-        (4096, ["_quantize_rows_and_largest_kernel", "_quantize_strips_kernel"]),
-        (2 * MAX_FEATURES, ["_quantize_strips_kernel"] * 2),
-    ):
-        x = torch.empty(8192, features, dtype=torch.bfloat16, device="meta")
-        with launch.recording(H100) as launches:
-            quantize_both(x, format="e4m3", scaling="rows")
-        assert [one.kernel.__name__ for one in launches] == kernels
-        found = [one.constants["FOUND"] for one in launches if "FOUND" in one.constants]
-        assert found == ([True] if features == 4096 else [False, False])
 
 
 def test_rows_longer_than_a_program_holds(device):
@@ -131,9 +96,9 @@ def test_rows_that_are_zero_tiny_huge_or_no_numbers(dtype, scaling, options, dev
 def test_what_is_no_number_is_seen_in_its_row_or_block_alone(device):
     x = strange_rows(torch.float32, device)
     lost = torch.tensor([row in range(7, 12) for row in range(16)], device=device)
-    for scaling in ("rows", "blocks", "mx"):
+    for scaling in ("rows", "blocks"):
         made = Scaled(quantize(x, format="e4m3", scaling=scaling), 301, "e4m3", scaling)
-        scale = in_fp32(made.scale) if scaling == "mx" else made.scale
+        scale = made.scale
         assert torch.equal(scale[:, 1 - scale.shape[1] :].isnan().any(1), lost)
         assert torch.equal(scale[:, 0].isnan(), lost if scaling == "rows" else x[:, 0].isinf())
         assert not made.data.float().isnan().any()
@@ -194,9 +159,7 @@ def assert_one_step_apart(ours, oracles, like, format, scaling):
     assert differ <= 0.01, f"{100 * differ:.1f} % of the numbers are not the oracle's"
 
 
-@pairwise(
-    activation=ACTIVATIONS, scaling=["rows", "blocks", "mx"], by=["rows", "columns"], format=list(DTYPE_OF)
-)
+@pairwise(activation=ACTIVATIONS, scaling=["rows", "blocks"], by=["rows", "columns"], format=list(DTYPE_OF))
 def test_activation_is_applied_in_fp32_on_the_way_in(activation, scaling, by, format, device):
     z = 2 * normal(37, 301, torch.bfloat16, device)
     z[3, 5], z[4, 5], z[5] = float("nan"), float("inf"), 0
@@ -207,7 +170,7 @@ def test_activation_is_applied_in_fp32_on_the_way_in(activation, scaling, by, fo
     assert_same_words(ours[5], oracles[5])
 
 
-@pairwise(kind=list(GATE_OF), scaling=["rows", "blocks", "mx"], by=["rows", "columns", "mixed"])
+@pairwise(kind=list(GATE_OF), scaling=["rows", "blocks"], by=["rows", "columns", "mixed"])
 def test_gated_unit_is_applied_in_fp32_on_the_way_in(kind, scaling, by, device):
     g, u = (normal(37, 301, torch.bfloat16, device) for _ in range(2))
     g[3, 5], u[4, 5], u[5] = float("nan"), float("inf"), 0
@@ -236,7 +199,7 @@ def assert_same(ours, oracles):
     torch.testing.assert_close(ours, oracles, rtol=0, atol=0, equal_nan=True)
 
 
-@pairwise(shape=WIDENED, scaling=["rows", "blocks", "mx"], format=list(DTYPE_OF), dtype=DTYPES)
+@pairwise(shape=WIDENED, scaling=["rows", "blocks"], format=list(DTYPE_OF), dtype=DTYPES)
 def test_widened_numbers_are_the_oracles(shape, scaling, format, dtype, device):
     x = normal(*shape, torch.float32, device) * torch.logspace(-3, 3, shape[0], device=device)[:, None]
     x[-1, -1] = float("nan")
@@ -259,10 +222,6 @@ REFUSED = {
     "3-D": (lambda: quantize(ONES[None], **HOW), "x of 2 dimensions"),
     "format": (lambda: quantize(ONES, **HOW | {"format": "e3m4"}), "expected format 'e4m3' or 'e5m2'"),
     "scaling": (lambda: quantize(ONES, **HOW | {"scaling": "row"}), "expected scaling 'rows' or 'blocks'"),
-    "format of both": (
-        lambda: quantize_both(ONES, format="e3m4", scaling="rows"),
-        "quantize_both: expected format 'e4m3' or",
-    ),
     "activation": (lambda: quantize_act(ONES, activation="tanh", **HOW), "expected an activation of none"),
     "kind": (lambda: quantize_glu(ONES, ONES, kind="silu", **HOW), "expected a gated unit of swiglu"),
     "u": (
@@ -303,5 +262,4 @@ def test_program_numbers_of_half_a_million_rows_fit_a_grid():
         for each in (x, x.t()):
             quantize(each, format="e4m3", scaling="rows")
             quantize(each, format="e4m3", scaling="blocks", square=True)
-            quantize(each, format="e4m3", scaling="mx")
     assert all(len(one.grid) == 1 and one.grid[0] < 2**31 for one in launches)

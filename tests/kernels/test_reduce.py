@@ -10,10 +10,10 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.reduce import add_slots, reduce_slots
 from tpkernels.kernels.reference import reduce_slots_ref
 from tpkernels.kernels.target import H100, INTERPRETER
-from tpkernels.kernels.tiles import SlotSumTile
+from tpkernels.kernels.tiles import BlockTile
 from tpkernels.kernels.waits import spins_in
 
-TILE = SlotSumTile(block_rows=16, block_cols=32, num_warps=4, per_processor=1)
+TILE = BlockTile(block_rows=16, block_cols=32, num_warps=4)
 OUT = {"into_fp32": torch.float32, "into_bf16": torch.bfloat16}
 SHAPES = {"one_block": (2, 16, 32), "ragged": (4, 45, 37), "one_row": (3, 1, 300), "one_slot": (1, 30, 20)}
 

@@ -148,7 +148,6 @@ def test_scatter_linear_refuses_what_cannot_work(device):
     refused(ValueError, r"counters of \(2,\).*got \(4,\) in torch.int32", splits=1)
     refused(ValueError, r"margin of 0 to .* processors, got 9999", margin=9999)
     refused(ValueError, "flatten=False", tile=MatmulTile(32, 32, 32, 4, 1, flatten=True))
-    refused(ValueError, "without -ws", tile=MatmulTile(32, 32, 32, 4, 1, specialize=True))
     refused(ValueError, "form='descriptor' does not fit", form="descriptor")
     fields = {name: getattr(owners.departures, name) for name in ("slots", "flags", "counters", "awaited")}
     for name, tensor in fields.items():

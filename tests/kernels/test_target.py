@@ -1,13 +1,10 @@
 """What is known of GPUs that are not here, and how many programs a persistent kernel has on one."""
 
-from itertools import product
-
 import pytest
 import torch
 
 from tpkernels.gate.ahead_of_time import SHARED_LIMIT
 from tpkernels.kernels import launch
-from tpkernels.kernels.footprints import least_shared_memory
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.reduce import reduce_slots
 from tpkernels.kernels.scatter_linear import scatter_linear
@@ -22,7 +19,7 @@ from tpkernels.kernels.target import (
     Target,
     resident_programs,
 )
-from tpkernels.kernels.tiles import KERNELS, MatmulTile, candidates
+from tpkernels.kernels.tiles import MatmulTile
 from tpkernels.kernels.waits import Arrivals, Departures
 
 GPUS = {"sm_80": A100, "sm_89": L40S, "sm_90": H100, "sm_100": B200, "sm_120": RTX_5090, "gfx942": MI300}
@@ -39,29 +36,6 @@ def test_gpus_have_the_memory_that_the_gate_holds_kernels_to_and_descriptors_whe
 def test_small_and_unknown_gpus_are_given_99_kb_and_pointers(capability):
     gpu = Target("cuda", capability, 100)
     assert (gpu.shared_memory, gpu.has_tma) == (99 * 1024, False)
-
-
-def tiles_too_large(gpu: Target) -> list[tuple[str, MatmulTile]]:
-    """Tiles that the GPU may be given and cannot launch, by what was compiled."""
-    found = []
-    for kernel, dtype, ragged in product(KERNELS, (torch.bfloat16, torch.float32), (False, True)):
-        for form in ("descriptor", "pointer") if gpu.has_tma and dtype == torch.bfloat16 else ("pointer",):
-            for tile in candidates(kernel, form, dtype, gpu, ragged):
-                if least_shared_memory(kernel, form, dtype, tile) > gpu.shared_memory:
-                    found.append((kernel, tile))
-    return found
-
-
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
-def test_no_gpu_is_given_a_tile_that_it_cannot_launch(gpu):
-    assert tiles_too_large(gpu) == []
-
-
-def test_a_gpu_taken_for_one_with_more_shared_memory_shows(monkeypatch):
-    monkeypatch.setattr(Target, "has_tma", True)  # as sm_120 was
-    assert ("linear", candidates("linear", "descriptor", torch.bfloat16, H100)[0]) in tiles_too_large(
-        RTX_5090
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
 """Names of tiles, and defaults: large where the result fills the GPU, smaller where it does not."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
-from tpkernels.kernels import matmul_tile, triton_versions
-from tpkernels.kernels.matmul_tile import available, compiles
-from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, MI300
+from tpkernels.kernels import triton_versions
+from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, L40S, MI300
 from tpkernels.kernels.tiles import (
     KERNELS,
     MatmulTile,
@@ -21,13 +22,11 @@ from tpkernels.kernels.tiles import (
     pushing_tile,
     row_tile,
     serves,
-    specializes,
     waiting_tile,
     without_spills,
 )
 
 BF16 = torch.bfloat16
-GLUON = MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=4, consumers=1)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +35,7 @@ GLUON = MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=4, consumers=1
         ({}, "128x256x64-w8-s3-p4"),
         ({"flatten": True, "group": 4}, "128x256x64-w8-s3-p4-flat-g4"),
         ({"per_processor": 2, "splits": 4}, "128x256x64-w8-s3-p4-x2-k4"),
-        ({"consumers": 2, "group": 16}, "128x256x64-w8-s3-p4-c2-g16"),
-        ({"flatten": True, "specialize": True, "per_processor": 2}, "128x256x64-w8-s3-p4-flat-ws-x2"),
+        ({"flatten": True, "per_processor": 2, "group": 16}, "128x256x64-w8-s3-p4-flat-x2-g16"),
     ],
 )
 def test_a_name_is_read_back(changes, name):
@@ -58,10 +56,9 @@ def test_every_shipped_name_is_read_back_and_tells_tiles_apart():
     [
         *("", "torch", "128x256x64", "128x256x64-w8-s3", "128x256x64-w8-s3-p4 ", "128x256x64-w8-s3-p4-x1"),
         *("128x256x64-w8-s3-p4-g8", "0128x256x64-w8-s3-p4", "100x256x64-w8-s3-p4", "128x256x64-w8-s0-p4"),
-        *("128x256x64-w8-s3-p4-flat-flat", "128x256x64-w8-s3-p4-c2-x2", "128x256x64-w8-s3-p4-k0"),
-        *("128x256x64-w8-s3-p4-ws-flat", "128x256x64-w8-s3-p4-ws-c1"),
+        *("128x256x64-w8-s3-p4-flat-flat", "128x256x64-w8-s3-p4-k2-x2", "128x256x64-w8-s3-p4-k0"),
         *("128x256x64-w8-s3-p64", "128x256x64-w8-s3-p4-z3", "\u0661x256x64-w8-s3-p4", "9" * 5000),
-        *(f"{'9' * 5000}x256x64-w8-s3-p4", "128x128x64-w4-s5-p4-c3", "128x128x64-w4-s5-p4-k2-c1"),
+        *(f"{'9' * 5000}x256x64-w8-s3-p4", "128x128x64-w4-s5-p4-c1", "128x256x64-w8-s3-p4-ws"),
     ],
 )
 def test_what_no_tile_is_called_is_refused(name):
@@ -71,59 +68,13 @@ def test_what_no_tile_is_called_is_refused(name):
 
 def test_what_is_timed_on_hopper_changes_no_default():
     """Which is faster, a GPU says; until then launchers take what they took."""
-    more = [k for k in KERNELS if candidates(k, "descriptor", BF16, H100) != _defaults(k, H100)]
-    assert more == ["linear", *(["glu"] if compiles(GLUON) else []), "dgrad", "dglu", "wgrad"]
+    assert all(len(candidates(k, "descriptor", BF16, H100)) > len(_defaults(k, H100)) for k in KERNELS)
     for kernel, rows, cols in product(KERNELS, (1, 512, 2048, 8192), (512, 1536, 14336)):
         assert default_tile(kernel, "descriptor", BF16, H100, rows, cols) in _defaults(kernel, H100)
 
 
-def test_few_tokens_have_a_tile_for_twice_as_many_processors_on_hopper():
-    small = MatmulTile.named("64x64x64-w4-s4-p1-x2")
-    with_it = [k for k in KERNELS if small in candidates(k, "descriptor", BF16, H100)]
-    assert with_it == ["linear", "glu", "dgrad", "dglu"]
-    assert not any(small in candidates(k, "descriptor", BF16, B200) for k in KERNELS)
-    for rows, cols in ((256, 768), (512, 512)):  # Llama-3 8B at 8 ranks
-        least = default_tile("linear", "descriptor", BF16, H100, rows, cols)
-        assert small.tiles(rows, cols) == 2 * least.tiles(rows, cols)
-
-
-def test_warps_have_roles_on_blackwell_where_triton_can_give_them(monkeypatch):
-    for version, able in (((3, 6), False), ((3, 7), True), ((3, 9), True)):
-        monkeypatch.setattr(matmul_tile, "triton_version", lambda version=version: version)
-        for kernel in KERNELS:
-            in_roles = [t for t in candidates(kernel, "descriptor", BF16, B200) if t.specialize]
-            assert len(in_roles) == able, (kernel, version)
-            assert not any(t.in_roles for t in default_tiles(kernel, "descriptor", BF16, B200))
-        assert not any(t.specialize for k in KERNELS for t in candidates(k, "descriptor", BF16, H100))
-    assert default_tile("wgrad", "descriptor", BF16, B200, 8192, 8192).num_stages == 4
-
-
-def test_triton_gives_roles_to_one_loop_over_descriptors_only():
-    assert all(specializes(kernel, "descriptor", B200) for kernel in KERNELS)
-    for kernel in ("dgrad_pairs", "gather_linear_fwd", "scatter_linear"):
-        assert not specializes(kernel, "descriptor", B200)
-    assert not specializes("linear", "pointer", B200)
-    assert not any(specializes("linear", "descriptor", gpu) for gpu in (H100, A100, MI300))
-
-
 def _defaults(kernel, target):
     return default_tiles(kernel, "descriptor", BF16, target)
-
-
-def test_consumers_need_triton_and_may_be_switched_off(monkeypatch):
-    plain = replace(GLUON, consumers=0)
-    for version, flag, expected in (
-        ((3, 7), "", True),
-        ((3, 7), "0", False),
-        ((3, 6), "", False),
-        ((4, 0), "1", True),
-    ):
-        monkeypatch.setattr(matmul_tile, "triton_version", lambda version=version: version)
-        monkeypatch.setenv("TPKERNELS_GLUON", flag)
-        assert (available(plain), available(GLUON)) == (True, expected), (version, flag)
-    monkeypatch.setenv("TPKERNELS_GLUON", "off")
-    with pytest.raises(ValueError, match="TPKERNELS_GLUON is 'off'; expected 0 or 1"):
-        available(GLUON)
 
 
 def test_a_tile_that_spills_with_an_epilogue_is_not_shipped_with_it():
@@ -157,15 +108,6 @@ def test_what_is_replaced_is_shipped(monkeypatch):
         assert [MatmulTile.named(name).name for name in replaced.values()] == list(replaced.values())
 
 
-def test_a_tile_that_spills_in_some_versions_of_triton_is_left_out_there(monkeypatch):
-    in_roles = MatmulTile.named("128x128x64-w4-s4-p4-c2")
-    assert in_roles in candidates("dgrad", "descriptor", BF16, H100)
-    for version, served in (((3, 8), True), ((3, 9), False), ((3, 10), False)):
-        monkeypatch.setattr(triton_versions, "triton_version", lambda version=version: version)
-        assert serves("dgrad", in_roles, ("gelu", "db")) == served, version
-        assert serves("dgrad", in_roles, ("gelu_tanh", "db"))
-
-
 def test_default_tile_is_large_where_it_fills_the_gpu_and_smaller_where_it_does_not():
     for kernel in KERNELS:
         tile = default_tile(kernel, "descriptor", BF16, H100, 8192, 8192)
@@ -196,7 +138,7 @@ def test_tiles_of_chunks_begin_with_the_one_that_is_taken_untold(form, rows, wai
     assert first == (waiting_tile(usual, rows // 8) if waits else pushing_tile(usual, defaults, rows // 8))
     shapes = [(tile.block_rows, tile.block_cols) for tile in (first, *others)]
     assert sorted(shapes) == sorted((tile.block_rows, tile.block_cols) for tile in defaults)
-    assert not any(tile.flatten or tile.in_roles for tile in others)
+    assert not any(tile.flatten for tile in others)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +157,23 @@ def test_row_tile_holds_whole_rows(features):
     tile = row_tile("test", features)
     assert features <= tile.block_cols < 2 * max(features, 16)
     assert tile.chunk % tile.block_rows == 0
+
+
+PAGE = (Path(__file__).parents[2] / "docs/which-kernels.md").read_text()
+TABLE = [
+    row.strip("| ").split(" | ") for row in PAGE.splitlines() if re.match(r"\| \w+ \| (\w+, )?\w+ \| `", row)
+]
+
+
+@pytest.mark.parametrize(("gpu", "kernels", "defaults", "beside"), TABLE)
+def test_page_names_the_tiles_that_are_shipped(gpu, kernels, defaults, beside, monkeypatch):
+    monkeypatch.setattr(triton_versions, "triton_version", lambda: (3, 7))
+    target = {"H100": H100, "B200": B200, "A100": A100, "L40S": L40S}[gpu]
+    form = "descriptor" if target.has_tma else "pointer"
+    dtype = torch.float8_e4m3fn if "fp8" in kernels else BF16
+    for kernel in kernels.removesuffix(", fp8").split(", "):
+        names = [f"`{tile.name}`" for tile in candidates(kernel, form, dtype, target)]
+        assert names == [*defaults.split(", "), *(beside.split(", ") if beside != "none" else [])]
 
 
 def test_plain_values_and_oracles_need_no_triton():

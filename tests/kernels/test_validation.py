@@ -15,7 +15,7 @@ from tpkernels.kernels.embedding import embedding_bwd, embedding_fwd
 from tpkernels.kernels.glu import glu_fwd
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
-from tpkernels.kernels.tiles import MAX_FEATURES, MatmulTile, RowTile
+from tpkernels.kernels.tiles import MAX_FEATURES, BlockTile, MatmulTile
 from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
 
@@ -172,7 +172,7 @@ BAD_NAMES = {
     "form": (lambda o: linear_fwd(o(T, K), o(N, K), form="tma"), "form 'descriptor' or 'pointer', got 'tma'"),
     "48 rows": (lambda o: MatmulTile(48, 64, 32, 4, 1), "block_rows to be a power of two, got 48"),
     "8 columns a part": (lambda o: MatmulTile(64, 32, 32, 4, 1, parts=4), "at least 16"),
-    "chunk": (lambda o: RowTile(64, 64, num_warps=4, chunk=32), "block_rows to divide chunk"),
+    "chunk": (lambda o: BlockTile(64, 64, num_warps=4, chunk=32), "block_rows to divide chunk"),
 }
 REFUSED = [
     pytest.param(TypeError if kind is BAD_TYPES else ValueError, call, message, id=name)

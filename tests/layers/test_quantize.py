@@ -35,7 +35,6 @@ RECIPES = [
     Recipe.rowwise(),
     Recipe.blockwise(),
     Recipe.rowwise(wgrad="fp8", gradients="e5m2"),
-    Recipe.mxfp8(),
 ]
 LAYERS = {
     "column": lambda **options: ColumnParallelLinear(32, 48, **options),

@@ -18,8 +18,6 @@ RECIPES = {
     "rowwise, wgrad fp8, e5m2": Recipe.rowwise(wgrad="fp8", gradients="e5m2"),
     "blockwise": Recipe.blockwise(),
     "blockwise, power of two, e5m2": Recipe.blockwise(power_of_two=True, gradients="e5m2"),
-    "mxfp8": Recipe.mxfp8(),
-    "mxfp8, wgrad fp8, e5m2": Recipe.mxfp8(wgrad="fp8", gradients="e5m2"),
 }
 
 
@@ -44,14 +42,14 @@ def scale_of(amax: Tensor, format: str, power_of_two: bool) -> Tensor:
 def quantized(x: Tensor, format: str, recipe: Recipe, square: bool = False) -> Tensor:
     """x as fp8 holds it, with scales along its rows: float64."""
     x = x.double()
-    columns = {"blocks": BLOCK, "mx": 32, "rows": max(1, x.shape[1])}[recipe.scaling]
+    columns = BLOCK if recipe.scaling == "blocks" else max(1, x.shape[1])
     rows = BLOCK if square else max(1, x.shape[0])
     result = torch.empty_like(x)
     for i in range(0, x.shape[0], rows):
         for k in range(0, x.shape[1], columns):
             block = x[i : i + rows, k : k + columns]
             amax = block.abs().max() if square else block.abs().amax(1, keepdim=True)
-            scale = scale_of(amax, format, recipe.power_of_two or recipe.scaling == "mx")
+            scale = scale_of(amax, format, recipe.power_of_two)
             # a quotient of two numbers of fp32 that is rounded to float64 and then to fp32 is rounded right
             result[i : i + rows, k : k + columns] = rounded((block / scale).float().double(), format) * scale
     return result

@@ -314,13 +314,6 @@ def test_gpus_without_our_fp8_are_refused(name, monkeypatch):
     for sound in ((8, 9), (9, 0), (10, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, sound=sound: sound)
         quantize.require_recipe("linear", Recipe.rowwise(), "cuda:0")
-        if sound >= (10, 0):
-            quantize.require_recipe("linear", Recipe.mxfp8(), "cuda:0")
-            continue
-        with pytest.raises(
-            ValueError, match=r"10\.0 or later with Recipe\.mxfp8\(\).*use Recipe\.blockwise\(\)"
-        ):
-            quantize.require_recipe("linear", Recipe.mxfp8(), "cuda:0")
 
 
 def test_options_of_a_recipe_are_words_it_knows():
@@ -331,21 +324,12 @@ def test_options_of_a_recipe_are_words_it_knows():
     every = Recipe.rowwise(
         power_of_two=True, wgrad="fp8", gradients="e5m2", head=True, fast_accumulate="always"
     )
-    mx = Recipe.mxfp8(wgrad="fp8", gradients="e5m2", head=True)
-    for recipe in (*RECIPES, every, mx, Recipe.rowwise(fast_accumulate="never")):
+    for recipe in (*RECIPES, every, Recipe.rowwise(fast_accumulate="never")):
         assert Recipe.named(str(recipe)) == recipe
 
 
 def test_scales_of_blocks_leave_nothing_to_accumulate_fast():
     with pytest.raises(ValueError, match="expected fast_accumulate='never' with blockwise scales, got 'forw"):
         Recipe("blocks", fast_accumulate="forward")
-    with pytest.raises(ValueError, match="expected fast_accumulate='never' with mx scales, got 'always'"):
-        Recipe("mx", fast_accumulate="always")
-    for word in ("blockwise+fast_accumulate=always", "mxfp8+fast_accumulate=always"):
-        with pytest.raises(ValueError, match="Recipe: expected"):
-            Recipe.named(word)
-
-
-def test_scales_of_mxfp8_are_powers_of_two_unasked():
-    with pytest.raises(ValueError, match="expected power_of_two=False with mx scales"):
-        Recipe("mx", power_of_two=True)
+    with pytest.raises(ValueError, match="Recipe: expected"):
+        Recipe.named("blockwise+fast_accumulate=always")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench.fp8_numbers import DISTRIBUTIONS, matrix, row_of
 from tests.ops.cases import ACT
+from tests.ops.fp8_inputs import DISTRIBUTIONS, matrix
 from tests.ops.quantized_oracle import FORMATS, RECIPES, Oracle, quantized, rounded
 from tests.products import once, pairwise
 from tpkernels import ops
@@ -23,7 +22,6 @@ from tpkernels.ops.quantized.products import Quantized
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 T, K, N, BETWEEN = 37, 200, 136, 152  # a second block that is not full, in each direction
-PAGE = (Path(__file__).parents[2] / "docs/fp8-figures.md").read_text()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -167,7 +165,7 @@ def test_other_ops_are_made_of_linear(recipe, dtype):
                 assert ours.equal(theirs), f"{name}, {i}"
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "rowwise, wgrad fp8", "mxfp8, wgrad fp8, e5m2"])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "rowwise, wgrad fp8, e5m2"])
 @pytest.mark.parametrize(
     "shape", [(0, 8, 8), (0, 300, 8), (1, 1, 1), (1, 7, 3), (5, 129, 1), (3, 0, 5), (300, 5, 257), (2, 8, 0)]
 )
@@ -185,22 +183,6 @@ def test_any_sizes(shape, recipe):
     ):
         assert ours.shape == exact.shape
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.norm()))
-
-
-ROWS_OF_PAGE = [
-    pytest.param(name, marks=pytest.mark.sweep if number > 1 else ())
-    for number, name in enumerate(DISTRIBUTIONS)
-]
-
-
-@pytest.mark.parametrize("name", ROWS_OF_PAGE)
-def test_errors_against_unquantized_products_are_those_on_the_page(name):
-    """docs/fp8-figures.md, to one unit of its last digit."""
-    (told,) = (line for line in PAGE.splitlines() if line.startswith(f"| {name} |"))
-    for told_cell, cell in zip(told.split("|")[2:-1], row_of(name).split("|")[2:-1], strict=True):
-        for number, found in zip(told_cell.split("/"), cell.split("/"), strict=True):
-            if float(number) < 100:  # some CPUs add numbers of bf16 that others take for zero
-                assert abs(float(number) - float(found)) < 0.11, f"{told}\n{cell}"
 
 
 BAD = [float("nan"), float("inf"), -float("inf")]
@@ -230,7 +212,7 @@ def test_what_is_no_number_is_kept(where, recipe, bad):
                 assert ours[~rows][:, ~columns].isfinite().all()
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_what_overflows_in_torch_overflows_here_and_what_is_tiny_does_not_vanish(recipe):
     """Scales of 1e-30 and 1e-10 have a product of zero in fp32: sums are multiplied by one after another."""
     x, weight = random(T, K) * 1e-30, random(N, K) * 1e-7
@@ -318,8 +300,7 @@ def test_products_take_one_scale_for_each_square_of_a_weight(monkeypatch):
 
     monkeypatch.setattr(primitives, "scaled_linear", spied)
     monkeypatch.setattr(primitives, "into", spied_into)
-    for recipe in ("rowwise", "blockwise", "mxfp8"):
+    for recipe in ("rowwise", "blockwise"):
         x, weight = leaves_of([random(5, 300), random(257, 300)])
         ops.linear(x, weight, quantize=RECIPES[recipe]).sum().backward()
-    blocks, bytes_ = [((5, 3), (3, 3))] * 2, [((5, 10), (257, 10)), ((5, 9), (300, 9))]
-    assert shapes == [((5, 1), (257, 1)), ((5, 1), (300, 1)), *blocks, *bytes_]
+    assert shapes == [((5, 1), (257, 1)), ((5, 1), (300, 1)), *[((5, 3), (3, 3))] * 2]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bench.cases.scaled_ranks import apart_from_one_rank, bytes_of
 from tests.on_ranks import on_ranks
 from tests.ops.cases import ACT
 from tests.ops.invariant_cases import whole_of
@@ -36,6 +35,7 @@ from tests.ops.parallel_cases import (
     split,
 )
 from tests.ops.quantized_oracle import RECIPES, Oracle
+from tests.ops.scaled_ranks import apart_from_one_rank, bytes_of
 from tests.ops.test_parting import hasty
 from tests.ops.test_quantized import _Act, _Gated
 from tests.ops.test_second_derivatives import WORDS
@@ -189,7 +189,7 @@ def test_a_fault_would_be_seen(fault):
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 @on_ranks(2)
 def test_parallel_mlp_has_the_bits_of_its_parts(recipe, activation):
     """Of column_linear and row_linear with h between them; in fp32, as in 16 bits these round h."""
@@ -226,7 +226,7 @@ def test_parallel_mlp_has_the_bits_of_its_parts(recipe, activation):
         assert equal(*found), f"{tokens_split=} {overlap=}"
 
 
-SOME = ["rowwise", "rowwise, wgrad fp8, e5m2", "blockwise", "blockwise, power of two, e5m2", "mxfp8"]
+SOME = ["rowwise", "rowwise, wgrad fp8, e5m2", "blockwise", "blockwise, power of two, e5m2"]
 FEATURES = (256, 512)  # blocks and shards have no common border: at 2 ranks some, at 4 others
 
 
@@ -292,7 +292,7 @@ WIDE = pytest.param("shared", 4096, marks=pytest.mark.sweep)
 def test_gathers_send_half_the_bytes_and_sums_send_the_same(ranks2, transport, hidden):
     sent_by = partial(ranks2.run, under, transport, "torch", bytes_of, hidden)
     plain = sent_by(None)
-    for recipe in (Recipe.rowwise(), Recipe.blockwise(), Recipe.mxfp8()):
+    for recipe in (Recipe.rowwise(), Recipe.blockwise()):
         for ours, theirs in zip(sent_by(recipe), plain, strict=True):
             for name, sent in ours.items():
                 assert theirs[name] > 0, name
@@ -342,7 +342,6 @@ OTHERS = {  # of each rank. Rows of both have as many words
     "plain-rowwise": (None, ROWWISE),
     "rowwise-e5m2": (ROWWISE, Recipe.rowwise(gradients="e5m2")),
     "rowwise-power_of_two": (ROWWISE, Recipe.rowwise(power_of_two=True)),
-    "rowwise-mxfp8": (ROWWISE, Recipe.mxfp8()),
     "wgrad-rowwise": (Recipe.rowwise(wgrad="fp8"), ROWWISE),
 }
 TOLD_OF_OTHER_CALLS = (

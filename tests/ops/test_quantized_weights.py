@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from tpkernels import Recipe, ops, reuse_quantized_weights
 from tpkernels.dispatch import primitives
 from tpkernels.ops.quantized import weights as kept
-from tpkernels.ops.quantized.products import Quantized
 
 ROWWISE = Recipe.rowwise()
 K, N = 32, 16
@@ -66,32 +65,6 @@ def test_a_weight_is_quantized_once_in_each_direction(quantized):
             y.sum().backward()
     step(x, weight)
     assert (quantized[N, K], quantized[K, N]) == (3, 3)
-
-
-def test_mxfp8_of_a_weight_that_learns_is_read_once_for_both_directions(quantized, monkeypatch):
-    """What is kept has the bits of what each call makes."""
-    read, original = [], primitives.quantize_both
-    monkeypatch.setattr(primitives, "quantize_both", lambda *args: read.append(0) or original(*args))
-    x, weight = layer()
-
-    def results() -> list[Tensor]:
-        x.grad = weight.grad = None
-        return [step(x, weight, Recipe.mxfp8()), x.grad, weight.grad]
-
-    expected = results()
-    assert (quantized[N, K], quantized[K, N], len(read)) == (1, 1, 0)
-    with reuse_quantized_weights():
-        for _ in range(3):
-            assert all(map(torch.equal, results(), expected))
-        assert (quantized[N, K], quantized[K, N], len(read)) == (1, 1, 1)
-        with torch.no_grad():
-            weight.add_(1)
-        assert not any(map(torch.equal, results()[:2], expected))
-        assert len(read) == 2
-        step(x.detach(), weight.detach(), Recipe.mxfp8())  # without a backward: one direction
-        assert (quantized[N, K], quantized[K, N], len(read)) == (1, 1, 2)
-        step(x.detach(), weight.detach() + 1, Recipe.mxfp8())
-        assert (quantized[N, K], quantized[K, N], len(read)) == (2, 1, 2)
 
 
 def test_views_of_a_weight_are_told_apart(quantized):
@@ -268,44 +241,3 @@ def test_under_compile_weights_are_reused_where_the_context_is_open(quantized):
     assert quantized[N, K] == 2
     weight.data.add_(1)
     assert compiled(x, weight).equal(ops.linear(x, weight.clone(), quantize=ROWWISE))
-
-
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "dx", "dw"])
-@pytest.mark.parametrize("made", [Recipe.rowwise, Recipe.mxfp8])
-def test_dy_is_quantized_by_rows_and_columns_at_once_where_both_are_needed(made, needs, monkeypatch):
-    """With the bits of two calls, and never what is not needed: a frozen weight, or x without gradient."""
-    seen: list[tuple[str, tuple[int, ...]]] = []
-    recipe, found = made(wgrad="fp8", gradients="e5m2"), []
-
-    def noting(name: str) -> None:
-        original = getattr(primitives, name)
-
-        def call(x: Tensor, *rest: object) -> object:
-            seen.append((name, tuple(x.shape)))
-            return original(x, *rest)
-
-        monkeypatch.setattr(primitives, name, call)
-
-    noting("quantize")
-    noting("quantize_both")
-    x, weight = torch.randn(4, K), torch.randn(N, K)
-    for together in (True, False):
-        if not together:
-            monkeypatch.setattr(
-                Quantized, "gradients", lambda self, dy, for_weight=False: self._quantized(dy, "e5m2")
-            )
-        leaves = [x.clone().requires_grad_(needs[0]), weight.clone().requires_grad_(needs[1])]
-        y = ops.linear(*leaves, quantize=recipe)
-        seen.clear()
-        y.square().sum().backward()
-        found.append([leaf.grad for leaf in leaves if leaf.grad is not None])
-        rows, columns = (4, N), (N, 4)
-        of_dy = [(name, shape) for name, shape in seen if shape in (rows, columns)]
-        if together:
-            expected = {
-                (True, True): [("quantize_both", rows)],
-                (True, False): [("quantize", rows)],
-                (False, True): [("quantize", columns)],
-            }
-            assert of_dy == expected[needs]
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -9,7 +9,6 @@ from tests.models.small import CONFIGS
 from tests.products import once
 from tpkernels import GPT
 from tpkernels.checkpoints.moves import elements
-from tpkernels.checkpoints.reshard_transfer import block_of
 from tpkernels.checkpoints.shards import shards_of
 from tpkernels.cli import main
 from tpkernels.models.config import model_config
@@ -32,7 +31,7 @@ def test_weights_and_blocks_are_those_of_a_model(kind, tensor):
             assert planned[name].shape == shard.shape
             held = blocks_of(planned[name], Holders(tensor, range(1, 1 + tensor)), tensor + 2)[1 + rank]
             assert [block for block in held if elements(block)] == [
-                block for block in map(block_of, shard.chunks()) if elements(block)
+                chunk.block for chunk in shard.chunks() if elements(chunk.block)
             ]
 
 

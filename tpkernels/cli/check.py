@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from tpkernels.cli import SAID_EVERY, BadUse, Progress, add_number, bad_use_if, require_packages, written_to
+from tpkernels.cli import SAID_EVERY, BadUse, Progress, bad_use_if, require_packages, written_to
 
 PROCESSES = 2
+PREPARE = "tpkernels.dispatch.numeric_cases:prepare"
 PACKAGES = ("triton", "torch", "numpy")
 MOVED = (
     "--bits is no option of `check` any more: in a checkout of the repository run `python -m bench bits`; "
@@ -41,48 +42,32 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
         "--json", type=written_to, metavar="FILE", help="write all facts and findings into FILE"
     )
     parser.add_argument("--update", action="store_true", help="make today's numbers the budgets")
-    parser.add_argument(
-        "--streams",
-        action="store_true",
-        help="search the orders of streams and ranks instead, docs/streams.md",
-    )
-    add_number(parser, "--orders", "with --streams: of each program", least=1)
 
 
 def main(options: Namespace) -> int:
     if options.skip == "compile" and (options.update or options.arch is not None):
         raise BadUse("--update and --arch are about compiling: leave --skip compile out")
-    if options.orders is not None and not options.streams:
-        raise BadUse("--orders is about --streams: give both")
-    if options.streams and (options.skip or options.update or options.arch):
-        raise BadUse("--streams compiles and computes no kernels: leave --skip, --update and --arch out")
     require_packages(*PACKAGES)
 
+    from tpkernels.dispatch import registered
     from tpkernels.gate import compile_gate, numerics, report
     from tpkernels.gate.ahead_of_time import ARCHITECTURES
-    from tpkernels.gate.user_kernels import config as own
+    from tpkernels.gate.user_kernels.config import read, suite_of
     from tpkernels.gate.user_kernels.record import ConfigError
 
-    if options.streams:
-        from tpkernels.cli import check_streams
-
-        with bad_use_if(ConfigError):
-            return check_streams.main(options.only, options.config, options.orders, options.json)
     start = time.perf_counter()
     architectures = ARCHITECTURES if options.arch is None else options.arch.split(",")
-    compute: own.Compute
     with bad_use_if(compile_gate.UsageError, ConfigError):
-        if options.config is None:
-            suite, compute = compile_gate.ours(), numerics.check
-        else:
-            suite, compute = own.suite_of(options.config)
+        config = registered.config() if options.config is None else read(options.config)
+        suite = suite_of(config)
         jobs = [] if options.skip == "compile" else compile_gate.jobs_of(suite, architectures, options.only)
         with Progress("compiling", len(jobs), seconds=SAID_EVERY) as step:
             compiled, notes = (
                 compile_gate.check(suite, jobs, PROCESSES, step, options.update) if jobs else ([], [])
             )
         with Progress("computing", seconds=SAID_EVERY) as step:
-            computed = [] if options.skip == "numerics" else compute(options.only, step)
+            skipped = options.skip == "numerics"
+            computed = [] if skipped else numerics.check(config, options.only, step, PREPARE)
         if not compiled and not computed:
             where = f" on {options.arch}" if options.arch else ""
             raise BadUse(f"nothing{where} has {options.only!r} in its name")

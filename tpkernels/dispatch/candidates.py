@@ -12,13 +12,7 @@ import torch
 
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Library, P, Primitive, R, copied_into
-from tpkernels.kernels.footprints import (
-    Footprint,
-    compiled_footprint,
-    expected_shared_memory,
-    least_shared_memory,
-)
-from tpkernels.kernels.matmul_tile import MatmulTile, available, triton_for
+from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.operands import DTYPES, FP8, Form, choose_form
 from tpkernels.kernels.target import (
     A100,
@@ -28,12 +22,10 @@ from tpkernels.kernels.target import (
     MI300,
     Target,
     fp8_obstacle,
-    mx_obstacle,
     target_of,
 )
 from tpkernels.kernels.tiles import candidates as shipped_tiles
-from tpkernels.kernels.tiles import mx_tiles, serves, specializes
-from tpkernels.kernels.triton_versions import triton_version
+from tpkernels.kernels.tiles import serves
 from tpkernels.planning import gpus
 
 
@@ -95,40 +87,16 @@ class Candidate:
 TORCH = Candidate("torch")
 FEW_TURNS = 2  # of all processors: with more, sums of parts cost more than a last turn that is not full
 LEAST_STEPS = 8  # of each part of a depth, so that filling and emptying the pipeline stays cheap
+BLOCK_BYTES = 1024  # of shared memory that CUDA takes for each block
 BUSY_TURNS = 4  # of all processors: a smaller tile could save a part of the last of them, and loses more
 
 
 def candidates(record: Primitive[..., Any], problem: Problem, gpu: TargetGpu) -> tuple[Candidate, ...]:
-    """List what may be worth timing, plain torch first. Names are unique and do not change between runs.
-
-    Then come kernels whose warps have roles: where time runs out before all were tried, those are the ones
-    to know.
-    """
+    """List what may be worth timing, plain torch first. Names are unique and do not change between runs."""
     if problem.empty:  # nothing to win
         return (TORCH,)
     fused = (Candidate(library.name) for library in record.library if library.fits(problem, gpu.target))
-    ours = sorted(_ours(problem, gpu), key=lambda one: one.tile is None or not one.tile.in_roles)
-    return TORCH, *fused, *ours
-
-
-def named(name: str, record: Primitive[..., Any], problem: Problem, gpu: TargetGpu) -> Candidate | None:
-    """Return the candidate of a name, or our kernel with an unshipped tile, if it can be launched."""
-    for candidate in candidates(record, problem, gpu):
-        if candidate.name == name:
-            return candidate
-    for form in forms_of(problem, gpu):
-        start = f"triton/{form}/"
-        if name.startswith(start):
-            try:
-                tile = MatmulTile.named(name.removeprefix(start))
-            except ValueError:
-                return None
-            return None if obstacle(problem, form, tile, gpu) else of_tile(form, tile)
-    return None
-
-
-def of_tile(form: Form, tile: MatmulTile) -> Candidate:
-    return Candidate(f"triton/{form}/{tile.name}", tile, form)
+    return TORCH, *fused, *_ours(problem, gpu)
 
 
 def forms_of(problem: Problem, gpu: TargetGpu) -> tuple[Form, ...]:
@@ -138,83 +106,41 @@ def forms_of(problem: Problem, gpu: TargetGpu) -> tuple[Form, ...]:
         return ()
     if problem.dtype in FP8 and (fp8_obstacle(gpu.target) or problem.result not in DTYPES):
         return ()
-    if "mx" in problem.options and mx_obstacle(gpu.target):
-        return ()
     if choose_form(gpu.target, problem.dtype, problem.layouts) == "descriptor":
         return "descriptor", "pointer"
     return ("pointer",)  # serves everything, and is lighter to launch
 
 
-def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> str | None:
-    """Return why a tile is no candidate, as far as that is known without compiling it, or None."""
-    if not available(tile):
-        since = "{}.{}".format(*triton_for(tile))
-        return f"its kernel needs Triton {since}" + ", and TPKERNELS_GLUON not to be 0" * bool(tile.consumers)
-    if tile.specialize and not specializes(problem.step, form, gpu.target):
-        return "its kernel knows no such tile"
-    if problem.kernel != "wgrad" and tile.splits > 1:
-        return "its kernel knows no such tile"
-    if not serves(problem.kernel, tile, problem.options):
-        return "it spills with this epilogue, or does not compute it"
-    if gpu.target.backend == "interpreter":
-        return None
-    return _footprint(problem, form, tile, gpu).obstacle(tile, gpu.target)
+def _fits(problem: Problem, form: Form, tile: MatmulTile, target: Target) -> bool:
+    """Whether a tile computes a problem, as far as that is known without compiling it."""
+    taken, held = shared_memory(problem, form, tile), target.shared_memory
+    fits = tile.per_processor * (taken + BLOCK_BYTES) <= held + BLOCK_BYTES
+    return fits and serves(problem.kernel, tile, problem.options)
 
 
-def _footprint(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> Footprint:
-    """Return what a kernel takes: as compiled for this GPU by this Triton, else for any; else an estimate."""
-    kernel, epilogue = entry_of(problem)
-    found = compiled_footprint(
-        kernel,
-        form,
-        problem.dtype,
-        tile,
-        epilogue,
-        f"sm_{gpu.target.capability}" if gpu.target.backend == "cuda" else "gfx942",
-        "{}.{}".format(*triton_version()),
+def shared_memory(problem: Problem, form: Form, tile: MatmulTile) -> int:
+    """Bytes that a block takes, but for some for barriers and alignment.
+
+    Operands in flight, and of a descriptor kernel one part of a result on its way to or from memory; a
+    flattened loop that also reads in its epilogue keeps apart what it reads and what it writes.
+    """
+    cols = tile.block_cols * (2 if problem.kernel == "glu" else 1)
+    operands = tile.num_stages * (tile.block_rows + cols) * tile.block_depth * problem.dtype.itemsize
+    if form == "pointer":
+        return operands
+    in_fp32 = tile.splits > 1 or problem.options == ("float32",)  # slots, or a main_grad
+    adds = problem.step == "wgrad_accumulate_" and not in_fp32  # else the copy engine does
+    parts = 2 if tile.flatten and (adds or problem.step in ("dgrad_act", "dglu")) else 1
+    return operands + parts * tile.block_rows * (tile.block_cols // tile.parts) * (
+        4 if in_fp32 else problem.result.itemsize
     )
-    if found:
-        return found
-    least = least_shared_memory(kernel, form, problem.dtype, tile)
-    if not least and form == "descriptor":
-        least = expected_shared_memory(
-            problem.kernel,
-            problem.dtype,
-            tile,
-            result=4 if tile.splits > 1 or "fp32" in epilogue else problem.result.itemsize,
-            reads=problem.step in ("dgrad_act", "dglu") or (tile.splits == 1 and epilogue == "+=bf16"),
-            halves=gpu.target.capability == 100,
-        )
-    return Footprint(least)
-
-
-def entry_of(problem: Problem) -> tuple[str, str]:
-    """Return the kernel and the epilogue as the catalog names them; fp16 is compiled as bf16."""
-    kernel = problem.step if problem.step in ("dgrad_pairs", "scaled_linear") else problem.kernel
-    return kernel, _epilogue(problem)
-
-
-def _epilogue(problem: Problem) -> str:
-    match problem.step:
-        case "wgrad":
-            return "=fp32" if problem.dtype == torch.float32 else "=bf16"
-        case "wgrad_accumulate_":
-            return "+=fp32" if problem.options == ("float32",) else "+=bf16"
-        case "dglu":
-            return f"{problem.options[0]}+h"
-        case "scaled_linear":
-            words = [word for word in problem.options if word not in ("bfloat16", "float16")]
-            return "+".join("=fp32" if word == "float32" else word for word in words)
-    return "+".join(problem.options) or "none"
 
 
 def _ours(problem: Problem, gpu: TargetGpu) -> Iterator[Candidate]:
     ragged = any(layout.tma_obstacle() for layout in problem.layouts)
     for form in forms_of(problem, gpu):
         shipped = shipped_tiles(problem.kernel, form, problem.dtype, gpu.target, ragged)
-        if "mx" in problem.options:
-            shipped = mx_tiles(form, gpu.target, ragged)
-        tiles = [tile for tile in shipped if obstacle(problem, form, tile, gpu) is None]
+        tiles = [tile for tile in shipped if _fits(problem, form, tile, gpu.target)]
         for tile in tiles:
             useless = (
                 _oversized(tile, tiles, problem)
@@ -222,7 +148,7 @@ def _ours(problem: Problem, gpu: TargetGpu) -> Iterator[Candidate]:
                 or _needless_split(tile, tiles, problem, gpu)
             )
             if not useless:
-                yield of_tile(form, tile)
+                yield Candidate(f"triton/{form}/{tile.name}", tile, form)
 
 
 def _oversized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem) -> bool:
@@ -232,13 +158,9 @@ def _oversized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem) 
 
 
 def _undersized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem, gpu: TargetGpu) -> bool:
-    """Whether a tile of four times the area keeps every processor busy for BUSY_TURNS already.
-
-    A pair's tile does not count as one: it is two blocks', and may never be tried.
-    """
+    """Whether a tile of four times the area keeps every processor busy for BUSY_TURNS already."""
     return any(
-        other.blocks == 1
-        and other.block_rows * other.block_cols >= 4 * tile.block_rows * tile.block_cols
+        other.block_rows * other.block_cols >= 4 * tile.block_rows * tile.block_cols
         and other.tiles(*problem.product) >= BUSY_TURNS * gpu.target.processors
         for other in tiles
     )

@@ -2,9 +2,8 @@
 
     1. what this process has chosen before
     2. the user's cache on disk
-    3. what the package ships for this GPU
-    4. timing now: on random operands of the same layout, each candidate checked against plain torch first
-    5. plain torch, where timing is not allowed
+    3. timing now: on random operands of the same layout, each candidate checked against plain torch first
+    4. plain torch, where timing is not allowed
 
 A candidate other than torch must win by MARGIN, and plain torch is always among those timed: nobody is made
 slower than with `F.linear`. A small product costs what launching it takes, but not where a captured graph is
@@ -12,9 +11,7 @@ replayed: one candidate is chosen for eager calls and one for graphs. Timing is 
 is captured or torch.compile traces, since neither may wait for the GPU, nor with TPKERNELS_TUNE=0.
 
 Choosing takes half a minute at most: when CHECKING_SECONDS are over, what was not tried yet stays so, and is
-told. A kernel whose warps have roles (see `MatmulTile`) was never run before it was shipped. It runs here
-only after it passed a trial in a child process (see `verdicts`). It is chosen only where its results were
-then compared with torch's on this machine, now or when this machine's cache was written.
+told.
 
 A choice changes who computes a product on this rank, never what is communicated, when, or in which shape:
 that is decided elsewhere, from global shapes. Ranks choose for themselves until they are given a store to
@@ -36,16 +33,15 @@ import torch
 from torch import Tensor
 
 from tpkernels.dispatch import log
-from tpkernels.dispatch.cache import Cache, Choice, KeyValueStore, Published, shipped_choices, versions_for
-from tpkernels.dispatch.candidates import TORCH, Candidate, TargetGpu, candidates, gpu_of, named
+from tpkernels.dispatch.cache import Cache, Choice, KeyValueStore, Published, versions_for
+from tpkernels.dispatch.candidates import TORCH, Candidate, TargetGpu, candidates, gpu_of
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive, R
 from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like, spoil_freed
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer, Times
-from tpkernels.dispatch.verdicts import Verdicts, verdicts_on
 from tpkernels.env import env_flag
 from tpkernels.extension import steps
-from tpkernels.kernels.disk_cache import cache_folder
+from tpkernels.files import cache_folder
 from tpkernels.kernels.target import fp32_precision
 
 MARGIN = 0.02  # of the usual one's time: less is noise, and torch is lighter to launch
@@ -59,7 +55,6 @@ Source = Literal[
     "only one",
     "agreed",
     "cached",
-    "shipped",
     "timed",
     "not timed",
     "not timed now",
@@ -128,19 +123,15 @@ class Chooser:
         gpu: TargetGpu,
         timer: Timer,
         cache: Cache,
-        shipped: Mapping[str, Choice],
         obstacle: Callable[[torch.device], str | None] = obstacle,
         clock: Callable[[], float] = perf_counter,
-        verdicts: Verdicts | None = None,
     ) -> None:
         self.gpu = gpu
         self._device = device
         self._timer = timer
         self.cache = cache
-        self._shipped = shipped
         self._obstacle = obstacle
         self._clock = clock
-        self._verdicts = verdicts or verdicts_on(device, cache, lambda device: self._obstacle(device))
         self._published: Published | None = None
         self._functions: dict[object, Callable[..., Any]] = {}
         self._lock = Lock()  # forward and backward run in two threads, which must not time at once
@@ -253,8 +244,8 @@ class Chooser:
                 return own
         found: list[Candidate] = []
         for name in choice.names:
-            candidate = named(name, record, problem, self.gpu)
-            if candidate is None or not self._is_trusted(candidate, record, problem, arguments):
+            candidate = self._named(name, record, problem)
+            if candidate is None:
                 log.warnings.warning(
                     "other ranks compute %s by %s, which is no candidate here: results may differ in bits",
                     problem.key,
@@ -265,29 +256,6 @@ class Chooser:
         if choice.milliseconds:  # else nobody has timed it
             self.cache.put(problem.key, choice)
         return _decision(problem, found, "agreed", choice)
-
-    def _is_trusted(
-        self,
-        candidate: Candidate,
-        record: Primitive[..., Any],
-        problem: Problem,
-        arguments: tuple[Any, ...],
-    ) -> bool:
-        """Whether what another rank has chosen may run here: with roles, once it agrees with torch."""
-        if candidate.tile is None or not candidate.tile.in_roles:
-            return True
-        known = self.cache.get(problem.key)
-        if known is not None and candidate.name in known.names and self._verdicts.permits(problem, candidate):
-            return True
-        if self._obstacle(self._device) is not None:
-            return False
-        try:
-            return candidate.name in self._sound_runs(record, problem, (candidate,), arguments)
-        except Exception as error:  # out of memory, most likely, which must not end this rank's step
-            log.warnings.warning(
-                "cannot compare %s for %s with torch: %s", candidate.name, problem.key, error
-            )
-            return False
 
     def _torch_or_timed(
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor]
@@ -302,27 +270,20 @@ class Chooser:
     def known(
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor] = ()
     ) -> Decision[Candidate] | None:
-        """Return the choice that is on disk or shipped, or the only candidate; None if timing must tell."""
+        """Return the choice that is on disk, or the only candidate; None if timing must tell."""
         problem = record.problem(*arguments, out=out)
         if len(self.candidates(record, problem)) == 1:
             return Decision(problem.key, TORCH, "only candidate")
-        sources: dict[Source, Choice | None] = {
-            "cached": self.cache.get(problem.key),
-            "shipped": self._shipped.get(problem.key),
-        }
-        for source, choice in sources.items():
-            if choice is None:
-                continue
-            found = [named(name, record, problem, self.gpu) for name in choice.names]
-            allowed = [one for one in found if one and self._may_run(one, problem, source)]
-            if len(allowed) == len(found):
-                return _decision(problem, allowed, source, choice)
-        return None
+        choice = self.cache.get(problem.key)
+        found = [self._named(name, record, problem) for name in choice.names] if choice else []
+        there = [one for one in found if one is not None]
+        if choice is None or len(there) < len(found):  # a candidate that is gone
+            return None
+        return _decision(problem, there, "cached", choice)
 
-    def _may_run(self, candidate: Candidate, problem: Problem, source: Source) -> bool:
-        if source == "shipped" and candidate.tile is not None and candidate.tile.in_roles:
-            return False  # nobody has compared it with torch here
-        return self._verdicts.permits(problem, candidate)
+    def _named(self, name: str, record: Primitive[..., Any], problem: Problem) -> Candidate | None:
+        found = (one for one in self.candidates(record, problem) if one.name == name)
+        return next(found, None)
 
     def timed(
         self,
@@ -379,7 +340,6 @@ class Chooser:
         seconds: float = inf,
     ) -> Runs:
         """Return the candidates that agree with torch, each bound to the same scratch operands."""
-        wanted = self._verdicts.admitted(problem, wanted)
         began = self._clock()
         scratch = scratch_like(arguments, problem.depth, self._device)
         expected = results_of(record, record.by_torch, scratch)
@@ -432,8 +392,8 @@ def _signature(name: str, arguments: tuple[Any, ...], out: Sequence[Tensor] = ()
 
 @cache
 def chooser_on(device: torch.device) -> Chooser:
-    """Return the chooser of a GPU of this machine, with its cache and the choices that are shipped for it."""
+    """Return the chooser of a GPU of this machine, with its cache"""
     log.show_choices_if_asked()
     gpu = gpu_of(device)
     cache = Cache(cache_folder(), versions_for(gpu.name))
-    return Chooser(device, gpu, CudaTimer(device), cache, shipped_choices(gpu.name))
+    return Chooser(device, gpu, CudaTimer(device), cache)

@@ -102,7 +102,6 @@ bias_grad = primitive(products.bias_grad)
 quantize = primitive(scaled.quantize)
 quantize_act = primitive(scaled.quantize_act)
 quantize_glu = primitive(scaled.quantize_glu)
-quantize_both = primitive(scaled.quantize_both)
 dequantize = primitive(scaled.dequantize)
 scaled_linear = primitive(scaled.scaled_linear)
 

@@ -153,8 +153,6 @@ class Primitive(Generic[P, R]):
 def words_of_scales(x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor) -> list[str]:
     """Return the words by which problems tell products in fp8 apart."""
     words = [] if weight.dtype == x.dtype else [str(weight.dtype).removeprefix("torch.")]
-    if x_scale.dtype == torch.uint8:
-        return [*words, "mx"]
     words += ["blocks"] * (x_scale.shape[1] != 1)
     return words + ["square"] * (w_scale.shape[0] != weight.shape[0])
 

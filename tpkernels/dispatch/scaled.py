@@ -13,9 +13,9 @@ from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_into, act_ref
 from tpkernels.kernels.operands import DTYPES
-from tpkernels.kernels.recipe import BLOCK, MX_BLOCK, Format, Scaling
+from tpkernels.kernels.recipe import BLOCK, Format, Scaling
 from tpkernels.kernels.reference import linear_ref
-from tpkernels.kernels.scaled import dequantize_ref, empty_words, halves_of, quantize_ref, swizzled
+from tpkernels.kernels.scaled import dequantize_ref, empty_words, halves_of, quantize_ref
 from tpkernels.kernels.target import Target
 
 Wide = Literal["bfloat16", "float16", "float32", "float64"]
@@ -84,22 +84,6 @@ quantize_glu = Primitive(
 )
 
 
-def _quantize_both(x: Tensor, format: Format, scaling: Scaling, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """`quantize` of x, and of its transpose."""
-    rows, columns = (quantize_ref(each, format, scaling, power_of_two) for each in (x, x.t()))
-    return rows, columns
-
-
-quantize_both = Primitive(
-    "quantize_both",
-    _quantize_both,
-    launcher("quantize", "quantize_both", "format", "scaling", "power_of_two"),
-    lambda layer: (layer.x(), layer.format, layer.scaling, False),
-    fake=lambda x, format, scaling, power_of_two: (_words(x, scaling), _words(x.t(), scaling)),
-    takes=_takes,
-)
-
-
 def _dequantize(data: Tensor, scale: Tensor, dtype: Wide) -> Tensor:
     """data * scale, rounded to dtype."""
     return dequantize_ref(data, scale, DTYPE[dtype])
@@ -134,7 +118,7 @@ def _scaled_linear(
     """y = act(z), z = x̂ ŵᵀ + bias -> (y, z), with x̂ = x * x_scale and ŵ = weight * w_scale.
 
     x_scale, w_scale: (T, S), (N, S), as of `Scaled`; with scales of blocks w_scale may be (N / 128, S), one
-        row for each 128 of weight; bytes are scales of MXFP8
+        row for each 128 of weight
     fast_accumulate: sums may have as few bits as tensor cores have; False: no more than 128 of depth are
         summed so
     Sums are in fp32, and rounded to dtype once.
@@ -175,16 +159,8 @@ def _wide_z(
 ) -> Tensor:
     """x̂ ŵᵀ + bias in fp32, or in dtype if that is wider."""
     wide = torch.promote_types(dtype, torch.float32)
-    if x_scale.dtype != w_scale.dtype:
-        raise TypeError(
-            f"scaled_linear: expected scales of one kind, got {x_scale.dtype} and {w_scale.dtype}"
-        )
     w_scale = _each_row(w_scale, weight)
-    if x_scale.dtype == torch.uint8:
-        # a sixteenth of each, exactly: with its power of two a number may be 2^128, which fp32 lacks
-        x, weight = dequantize_ref(x.to(wide) / 16, x_scale, wide), weight.to(wide) / 16
-        z = _wide_linear(x, dequantize_ref(weight, w_scale, wide), wide).mul_(256)
-    elif x_scale.shape[1] != 1:
+    if x_scale.shape[1] != 1:
         z = _wide_linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide), wide)
     else:
         (w_rest, w_root), (x_rest, x_root) = halves_of(w_scale.t()), halves_of(x_scale)
@@ -259,7 +235,7 @@ def _scaled_mm_into(
         x,
         weight.t(),
         x_scale.contiguous(),
-        w_scale.t().contiguous(),  # of MXFP8 there is one dimension
+        w_scale.t().contiguous(),
         bias=None if bias is None else bias.to(z.dtype),
         out_dtype=z.dtype,
         use_fast_accum=fast_accumulate,
@@ -270,49 +246,15 @@ def _scaled_mm_into(
 
 def _scaled_mm_fits(problem: Problem, target: Target) -> bool:
     """Row-wise scales, rows of whole 16-byte units, and not e5m2 by e5m2."""
-    return not {"blocks", "square", "mx"} & set(problem.options) and _takes_scaled(problem, target)
-
-
-def _takes_scaled(problem: Problem, target: Target) -> bool:
     e5m2 = problem.dtype == torch.float8_e5m2 and "float8_e4m3fn" not in problem.options
     return (
-        target.backend == "cuda"
+        not {"blocks", "square"} & set(problem.options)
+        and target.backend == "cuda"
         and target.capability >= 89
         and problem.result == torch.bfloat16
         and not e5m2
         and problem.out_features % 16 == problem.in_features % 16 == 0
         and not any(layout.tma_obstacle() for layout in problem.layouts)
-    )
-
-
-def _mx_mm(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    w_scale: Tensor,
-    *others: Any,
-) -> tuple[Tensor, Tensor | None]:
-    return _scaled_mm(x, weight, _e8m0(x_scale), _e8m0(w_scale), *others)
-
-
-def _mx_mm_into(
-    out: Sequence[Tensor], x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor, *others: Any
-) -> None:
-    _scaled_mm_into(out, x, weight, _e8m0(x_scale), _e8m0(w_scale), *others)
-
-
-def _e8m0(scale: Tensor) -> Tensor:
-    """Bytes of scales as torch's product takes them: in the order of tensor cores."""
-    return swizzled(scale).view(torch.float8_e8m0fnu)
-
-
-def _mx_mm_fits(problem: Problem, target: Target) -> bool:
-    """MXFP8 whose rows are of whole blocks and 16-byte units, and not e5m2 by e5m2."""
-    return (
-        "mx" in problem.options
-        and target.capability >= 100
-        and problem.in_features % MX_BLOCK == 0
-        and _takes_scaled(problem, target)
     )
 
 
@@ -325,26 +267,14 @@ def _scaled_linear_sample(layer: Layer) -> tuple[Any, ...]:
     return x.data, weight.data, x.scale, w_scale, bias, layer.activation, keep_z, "bfloat16", layer.fast
 
 
-_kernel = launcher("scaled_linear", "scaled_linear_fwd", "activation", "keep_z", "dtype", "fast_accumulate")
-_mx_kernel = launcher("mx", "mx_linear_fwd", "activation", "keep_z", "dtype")
-
-
-def _by_kernel(*args: Any, **how: Any) -> Any:
-    """Of MXFP8 no sum is fast, or promoted: tensor cores that scale add in fp32."""
-    return _mx_kernel(*args[:-1], **how) if args[2].dtype == torch.uint8 else _kernel(*args, **how)
-
-
 scaled_linear = Primitive(
     "scaled_linear",
     _scaled_linear,
-    _by_kernel,
+    launcher("scaled_linear", "scaled_linear_fwd", "activation", "keep_z", "dtype", "fast_accumulate"),
     _scaled_linear_sample,
     given=lambda *call: (True, call[6]),
     into=_scaled_linear_into,
     kernel="linear",
     oracle=_exact_linear,
-    library=(
-        Library("scaled_mm", _scaled_mm, _scaled_mm_fits, into=_scaled_mm_into),
-        Library("mx_mm", _mx_mm, _mx_mm_fits, into=_mx_mm_into),
-    ),
+    library=(Library("scaled_mm", _scaled_mm, _scaled_mm_fits, into=_scaled_mm_into),),
 )

@@ -11,7 +11,7 @@ what accumulates does so where nobody looks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import log2, sqrt
+from math import sqrt
 from typing import Any
 
 import torch
@@ -40,16 +40,13 @@ def scratch_like(arguments: tuple[Any, ...], depth: int, device: torch.device) -
 
 
 def _scratch(like: Tensor, scale: float, scaled: bool, generator: torch.Generator) -> Tensor:
-    """scaled: beside matrices in fp8, those in fp32 or in bytes are their scales"""
+    """scaled: beside matrices in fp8, those in fp32 are their scales"""
     offset = like.data_ptr() % ALIGNMENT // like.element_size()
     extent = offset + 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
     memory = torch.empty(extent, dtype=like.dtype, device=generator.device)
     if like.dtype in FP8:
         wide = torch.randn(extent, generator=generator, device=generator.device)
         memory.copy_(wide.mul_(FP8_SIZE).clamp_(-448, 448))
-    elif scaled and like.ndim == 2 and like.dtype == torch.uint8:  # of MXFP8
-        middle = 127 + round(log2(scale / FP8_SIZE))
-        memory.random_(middle - 1, middle + 2, generator=generator)
     elif scaled and like.ndim == 2 and like.dtype == torch.float32:
         memory.uniform_(0.5, 1.5, generator=generator).mul_(scale / FP8_SIZE)
     elif like.is_floating_point() and like.ndim == 1:

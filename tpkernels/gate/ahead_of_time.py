@@ -20,27 +20,20 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tpkernels.gate import (
-    disassembly,
-    epilogue,
-    occupancy,
-    ptx_flow,
-    roles,
-    triton_ir,
-)
+from tpkernels.gate import disassembly, occupancy, ptx_flow, triton_ir
+from tpkernels.gate.child import one_line_error
 from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
-from tpkernels.gate.ptx_flow import Flow
+from tpkernels.gate.disk_cache import DiskCache
 from tpkernels.gate.workers import results_of
-from tpkernels.kernels.disk_cache import DiskCache
-from tpkernels.kernels.operands import Form
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
 Result = TypeVar("Result")
+
 
 Constant = int | bool | str | float | None  # or a dtype of Triton's
 # architecture -> bytes of shared memory a block may have; past it compiling succeeds, and launching fails
@@ -65,7 +58,7 @@ class Entry:
     name: str  # "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
     module: str  # "tpkernels.kernels.linear"
     function: str
-    form: Form
+    form: Literal["descriptor", "pointer"]
     arguments: Mapping[str, str]  # run-time argument -> Triton's name of its type
     aligned: frozenset[str]  # arguments that are multiples of 16
     constants: Mapping[str, Constant]
@@ -75,6 +68,7 @@ class Entry:
     unspecialised: frozenset[str] = frozenset()  # arguments of whose values Triton is told nothing
     folder: str = ""  # in which its module is looked for before all others; "": where ours are
     more_options: Mapping[str, Any] = field(default_factory=dict)  # of Triton
+    rules: tuple[str, ...] = ()  # that what is compiled of it must keep, see `gate.rules`
 
     @property
     def options(self) -> dict[str, Any]:
@@ -109,17 +103,8 @@ class Facts:
     unordered_reads: tuple[str, ...]  # why rows may be read before their flag, see `ptx_flow`; () on AMD
     unordered_flags: tuple[str, ...]  # why a flag may be seen before its rows
     seconds: float  # that compiling took
-    threads: int = 0  # a block, with those that fill a role of few warps up; 0: not known
-    role_registers: tuple[
-        int, ...
-    ] = ()  # a thread of each role of warps, the default one first; (): one role
+    threads: int = 0  # a block; 0: not known
     blocks: int | None = None  # that an SM holds; None: not known
-    # of products on sm_90, see `epilogue`; None: not looked at
-    exposed_waits: int | None = None
-    serial_stores: int | None = None
-    products_during_stores: bool | None = None
-    loads_during_stores: bool | None = None
-    unordered_roles: tuple[str, ...] = ()  # why warps may be out of step, see `roles`
     cubin: str = ""  # a hash of the machine code, where it is clocked
 
     def count(self, instruction: str) -> int:
@@ -137,10 +122,6 @@ class Facts:
         return Facts(**value | lists | {"aligned": frozenset(value["aligned"])})
 
 
-class CompileError(RuntimeError):
-    """Triton refused an entry, or the compiler behind it did."""
-
-
 def compile_all(
     jobs: Sequence[CompileJob], processes: int, report: Callable[[CompileJob], None]
 ) -> list[Facts | str]:
@@ -155,16 +136,19 @@ def facts_or_error(job: CompileJob) -> Facts | str:
 
 def facts_together(jobs: Sequence[CompileJob]) -> list[Facts | str]:
     """Of jobs on one architecture: compiled one by one, and disassembled at once."""
-    begun = [_or_error(partial(_begun, job)) for job in jobs]
+    begun = [_or_error(partial(_kept_or_made, job)) for job in jobs]
     with suppress(NoDisassembler):  # of which each hears below
         disassemble_ahead([one.code for one in begun if isinstance(one, _Made) and not one.is_amd])
     return [_or_error(one.kept) if isinstance(one, _Made) else one for one in begun]
 
 
+def _kept_or_made(job: CompileJob) -> Facts | _Made:
+    return facts_kept(job.entry, job.architecture) or _made(job)
+
+
 def facts_of(entry: Entry, architecture: str) -> Facts:
     """The facts of one entry on one architecture: from the user's cache, or compiled and put there."""
-    begun = _begun(CompileJob(entry, architecture))
-    return begun.kept() if isinstance(begun, _Made) else begun
+    return facts_kept(entry, architecture) or _made(CompileJob(entry, architecture)).kept()
 
 
 def facts_kept(entry: Entry, architecture: str) -> Facts | None:
@@ -184,11 +168,6 @@ def machine_code_of(entry: Entry, architecture: str) -> bytes:
     made = _made(job)
     made.kept()
     return made.code
-
-
-def compile_entry(entry: Entry, architecture: str) -> Facts:
-    """The facts of one entry on one architecture, compiled afresh: Triton's own cache is left out."""
-    return _made(CompileJob(entry, architecture)).facts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +201,6 @@ class _Made:
         return facts
 
 
-def _begun(job: CompileJob) -> Facts | _Made:
-    """The facts from the user's cache, or what was compiled."""
-    return facts_kept(job.entry, job.architecture) or _made(job)
-
-
 def _made(job: CompileJob) -> _Made:
     import triton
 
@@ -234,20 +208,15 @@ def _made(job: CompileJob) -> _Made:
     start = time.perf_counter()
     with TemporaryDirectory(prefix="tpkernels-") as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        try:
-            compiled = triton.compile(ast_source(entry), target=target, options=entry.options)
-        except Exception as error:  # whatever the compiler raises is a finding about this entry
-            raise CompileError(_reason(error)) from error
+        compiled = triton.compile(ast_source(entry), target=target, options=entry.options)
     return _Made(job, compiled, time.perf_counter() - start)
 
 
 def _or_error(work: Callable[[], Result]) -> Result | str:
     try:
         return work()
-    except CompileError as error:
-        return str(error)
-    except Exception as error:  # an entry that names no kernel, and the like: a finding about this entry too
-        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # whatever the compiler raises, or an import, is a finding about this entry
+        return one_line_error(error)
 
 
 def compile_key(entry: Entry, architecture: str) -> str:
@@ -261,7 +230,7 @@ def compile_key(entry: Entry, architecture: str) -> str:
     source = ast_source(entry)
     source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
     key = get_cache_key(source, backend, options, variables)
-    readers = (disassembly, epilogue, occupancy, ptx_flow, roles, triton_ir)
+    readers = (disassembly, occupancy, ptx_flow, triton_ir)
     files = (__file__, *(reader.__file__ for reader in readers))
     ours = b"".join(Path(str(file)).read_bytes() for file in files)
     return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()
@@ -270,11 +239,10 @@ def compile_key(entry: Entry, architecture: str) -> str:
 def ast_source(entry: Entry) -> ASTSource:
     """What `triton.compile(..., target=..., options=entry.options)` takes."""
     from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel = jit_function(entry)
     names = list(kernel.arg_names)
-    return (GluonASTSource if kernel.is_gluon() else ASTSource)(
+    return ASTSource(
         fn=kernel,
         signature={name: entry.arguments.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in entry.constants.items()},
@@ -310,14 +278,6 @@ def gpu_target(architecture: str) -> GPUTarget:
     return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
 
 
-def _reason(error: BaseException) -> str:
-    """One line: the first cause, where Triton shows the source around it, and the last words of that."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    words = [line.strip() for line in str(error).splitlines() if re.search(r"\w", line)]
-    return f"{type(error).__name__}: {words[-1] if words else 'without a message'}"
-
-
 def _nvidia(compiled: Any, seconds: float, architecture: str) -> Facts:
     code = compiled.asm["cubin"]
     listing = disassemble(code)
@@ -325,7 +285,6 @@ def _nvidia(compiled: Any, seconds: float, architecture: str) -> Facts:
     assert usage, "cuobjdump without a line of resource usage"
     mix = disassembly.sass_mix(listing)
     registers, threads, shared = int(usage[1]), _threads(compiled), compiled.metadata.shared
-    first = compiled.asm["ttir" if "ttir" in compiled.asm else "ttgir"]  # Gluon starts with the latter
     return Facts(
         registers=registers,
         stack=int(usage[2]),
@@ -333,8 +292,8 @@ def _nvidia(compiled: Any, seconds: float, architecture: str) -> Facts:
         shared=shared,
         in_flight=disassembly.wgmma_in_flight(listing),
         instructions=mix,
-        aligned=triton_ir.aligned_arguments(first),
-        narrow_offsets=triton_ir.narrow_offsets(first),
+        aligned=triton_ir.aligned_arguments(compiled.asm["ttir"]),
+        narrow_offsets=triton_ir.narrow_offsets(compiled.asm["ttir"]),
         unordered_reads=ptx_flow.unordered_reads(compiled.asm["ptx"]),
         unordered_flags=ptx_flow.unordered_flags(compiled.asm["ptx"]),
         seconds=seconds,
@@ -343,26 +302,7 @@ def _nvidia(compiled: Any, seconds: float, architecture: str) -> Facts:
             occupancy.blocks_by_limit(architecture, registers, threads, shared).values(), default=None
         ),
         cubin=hashlib.sha256(code).hexdigest() if architecture in CLOCKED else "",
-        **_of_roles(compiled.asm["ptx"], architecture, gluon="ttir" not in compiled.asm),
     )
-
-
-def _of_roles(text: str, architecture: str, gluon: bool) -> dict[str, Any]:
-    if architecture != "sm_90" and not (gluon and architecture == "sm_100"):
-        return {}
-    flow = Flow.of(text)
-    if architecture == "sm_100":
-        return {"unordered_roles": roles.unordered_roles(flow)}
-    if not epilogue.multiplying(flow):
-        return {}
-    return {
-        "role_registers": epilogue.role_registers(flow),
-        "exposed_waits": epilogue.exposed_waits(flow),
-        "serial_stores": epilogue.serial_stores(flow),
-        "products_during_stores": epilogue.products_during_stores(flow),
-        "loads_during_stores": epilogue.loads_during_stores(flow),
-        "unordered_roles": roles.unordered_roles(flow),
-    }
 
 
 def _amd(compiled: Any, seconds: float) -> Facts:

@@ -4,24 +4,22 @@ Compiling and clocking are kept apart in the user's caches: facts and machine co
 by machine code, launch and the clock's own sources. So an edit of the clock compiles nothing, and an edit of
 a kernel clocks that kernel alone.
 
-The clock takes longer than the compiler, and gives the same cycles for the same program. So the cycles of our
-own kernels are also kept in this folder, by a hash of the program: what compiles to the same instructions
-and is launched alike is not clocked again on any machine. `check --update` writes them.
+The clock takes longer than the compiler, and gives the same cycles for the same program. So a budget keeps
+the cost of a kernel with a hash of its program: what compiles to the same instructions and is launched alike
+is not clocked again on any machine.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
-from tpkernels.files import parsed, read_text
 from tpkernels.gate import clock
 from tpkernels.gate.ahead_of_time import (
     DIED,
@@ -32,16 +30,16 @@ from tpkernels.gate.ahead_of_time import (
     facts_together,
     machine_code_of,
 )
-from tpkernels.gate.catalog import entry_specs
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.cubin import read
+from tpkernels.gate.clock.effects import ClockFault
 from tpkernels.gate.clock.launch import Built
-from tpkernels.gate.clock.workload import Workload, of_entry, sized
+from tpkernels.gate.clock.model import KernelPrediction, predict
+from tpkernels.gate.clock.workload import Workload
+from tpkernels.gate.disk_cache import DiskCache
 from tpkernels.gate.workers import results_of
-from tpkernels.kernels.disk_cache import DiskCache
 
 CYCLES = "cycles"  # of the user's caches
-SHIPPED = Path(__file__).with_name("clocked.json")  # minor version of Triton -> entry -> its cost
 TOGETHER = 8  # tasks, whose machine code is disassembled at once
 
 
@@ -56,27 +54,12 @@ class Launching(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FromCatalog:
-    """As the catalog records it; the cost of products is one of the kernel, not of a shape."""
-
-    entry: Entry
-    sizes: tuple[int, int, int] | None = None  # see `of_entry`
-
-    def text(self) -> str:
-        spec = sized(entry_specs()[self.entry.name], self.sizes)
-        alone = replace(spec, target=replace(spec.target, processors=1))
-        return f"{spec.launch()!r} {alone.launch()!r}"
-
-    def workload(self) -> Workload:
-        return of_entry(self.entry, self.sizes)
-
-
-@dataclass(frozen=True, slots=True)
 class ClockedJob:
     """A job, and how its kernel is launched to be clocked."""
 
     job: CompileJob
     launching: Launching | None  # None: it is not clocked
+    kept: Cost | None = None  # of its budget
 
     def __str__(self) -> str:
         return str(self.job)
@@ -154,52 +137,47 @@ def _with_cost(task: ClockedJob, facts: Facts | str) -> Examined:
     if isinstance(facts, str) or task.launching is None:
         return Examined(facts)
     try:
-        return Examined(facts, clocked(task.job, facts, task.launching))
+        return Examined(facts, clocked(task, facts, task.launching))
     except Exception as error:  # an instruction that the clock does not know, warps that wait for ever
         return Examined(facts, f"{type(error).__name__}: {error}")
 
 
-def clocked(job: CompileJob, facts: Facts, launching: Launching) -> Cost:
-    """The cost of an entry: from the user's cache, or by the clock and put there."""
+def clocked(task: ClockedJob, facts: Facts, launching: Launching) -> Cost:
+    """The cost of an entry: of the user's cache, of its budget for the same program, or by the clock."""
     key = _cost_key(facts, launching)
     cost = _cost_kept(key)
     if cost is None:
-        compiled = built(job.entry, job.architecture, facts)
-        program = hashlib.sha256(f"{compiled!r} {launching.text()} {_clock()}".encode()).hexdigest()
-        cost = kept_costs().get(program) or replace(cost_of(compiled, launching.workload()), program=program)
+        compiled = built(task.job.entry, task.job.architecture, facts)
+        program = hashlib.sha256(f"{compiled!r} {launching.text()} {_clock()}".encode()).hexdigest()[:16]
+        if task.kept is not None and task.kept.program == program:
+            cost = task.kept
+        else:
+            cost = replace(cost_of(compiled, launching.workload()), program=program)
         DiskCache.of_user(CYCLES).put(key, cost.as_json())
     return cost
 
 
-@cache
-def kept_costs() -> Mapping[str, Cost]:
-    """Return the costs kept in this folder, by program."""
-    costs = [Cost.from_json(row) for rows in _shipped_rows().values() for row in rows.values()]
-    return {cost.program: cost for cost in costs}
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """An entry with the cost of its kernel, and what the model makes of its launch."""
+
+    entry: str
+    cost: Cost
+    model: KernelPrediction
 
 
-def costs_by_entry(minor: str) -> Mapping[str, Cost]:
-    """Return the costs kept in this folder for a minor version of Triton, by entry."""
-    return {name: Cost.from_json(row) for name, row in _shipped_rows().get(minor, {}).items()}
-
-
-def keep_costs(costs: Mapping[str, Cost], minor: str, current: Container[str]) -> None:
-    """Keep the costs of entries for a minor version of Triton, and drop those that are no longer current."""
-    table = _shipped_rows()
-    rows = {name: row for name, row in table.get(minor, {}).items() if name in current}
-    table[minor] = rows | {name: cost.as_json() for name, cost in costs.items()}
-    lines = [f"{json.dumps(minor)}: {{\n{_rows_as_text(rows)}\n}}" for minor, rows in sorted(table.items())]
-    SHIPPED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    kept_costs.cache_clear()
-
-
-def _rows_as_text(rows: Mapping[str, object]) -> str:
-    """A line an entry."""
-    return ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items()))
-
-
-def _shipped_rows() -> dict[str, dict[str, object]]:
-    return parsed(read_text(SHIPPED)) if SHIPPED.exists() else {}
+def predicted(task: ClockedJob) -> Predicted | str:
+    """Compile and clock a kernel in this process, and predict its launch; an error text if that fails."""
+    found = examine(task)
+    if isinstance(found.facts, str):
+        return f"does not compile: {found.facts}"
+    if not isinstance(found.cost, Cost) or task.launching is None:
+        return str(found.cost)
+    try:
+        model = predict(found.cost, task.launching.workload())
+    except ClockFault as error:
+        return f"{type(error).__name__}: {error}"
+    return Predicted(task.job.entry.name, found.cost, model)
 
 
 def _cost_key(facts: Facts, launching: Launching) -> str:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import triton
 
 from tpkernels.gate import expectations
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, CompileJob, Entry, Facts
-from tpkernels.gate.catalog import entry_specs, has_parts
 from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.clocking import (
     ClockedJob,
     Examined,
-    FromCatalog,
     Launching,
     examine_all,
-    keep_costs,
-    kept_costs,
 )
-from tpkernels.gate.expectations import Budget, Budgets, violations
-from tpkernels.gate.recording import HAS_GLUON
-from tpkernels.kernels.footprints import TABLE
-
-Rules = Callable[[Entry, str, Facts], Iterable[str]]  # what is broken on an architecture, in words
+from tpkernels.gate.expectations import Budget, Budgets
+from tpkernels.gate.rules import violations
 
 
 @dataclass(frozen=True)
@@ -48,20 +42,21 @@ class Suite:
     """Entries that are checked together."""
 
     name: str
-    architectures: Mapping[str, tuple[str, ...]]  # name of an entry -> those that it is compiled for
-    entry: Callable[[str], Entry]  # by its name: only what is asked for is made
+    entries: Mapping[str, Entry]  # by name
     budgets: Path
-    rules: Rules
     launching: Callable[[Entry], Launching | None]  # how it is clocked; None: it is not
 
 
-def ours() -> Suite:
-    """The kernels of this package."""
-    named = entry_specs()
-    architectures = {name: spec.architectures for name, spec in named.items()}
-    return Suite(
-        "the catalog", architectures, lambda name: named[name].entry(), TABLE, violations, FromCatalog
-    )
+def has_parts(name: str, wanted: str) -> bool:
+    """What `check --only` takes: whether `wanted` is in `name` between slashes; `*` stands for anything.
+
+    >>> has_parts("gfx942/linear/pointer/bf16", "linear/pointer")
+    True
+    >>> has_parts("gather_linear/pointer/bf16", "linear"), has_parts("gather_linear/pointer/bf16", "*linear")
+    (False, True)
+    """
+    wanted = wanted.strip("/")
+    return not wanted or fnmatchcase(f"/{name}/", f"*/{wanted}/*")
 
 
 def jobs_of(suite: Suite, architectures: Sequence[str], only: str) -> list[CompileJob]:
@@ -71,16 +66,11 @@ def jobs_of(suite: Suite, architectures: Sequence[str], only: str) -> list[Compi
         raise UsageError(
             f"expected --arch of {', '.join(ARCHITECTURES)}; got {', '.join(map(repr, unknown))}"
         )
-    chosen = [
-        suite.entry(name)
-        for name, compiled_for in suite.architectures.items()
-        if has_parts(name, only) and not set(architectures).isdisjoint(compiled_for)
-    ]
     return [
         CompileJob(entry, architecture)
         for architecture in dict.fromkeys(architectures)
-        for entry in chosen
-        if architecture in entry.architectures
+        for entry in suite.entries.values()
+        if architecture in entry.architectures and has_parts(entry.name, only)
     ]
 
 
@@ -100,15 +90,17 @@ def check(
         table = expectations.read(suite.budgets)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    minor, notes = expectations.minor_version(triton.__version__), list[str]()
+    before = table.get(minor, Budgets())
     tasks = [
-        ClockedJob(job, suite.launching(job.entry) if job.architecture in CLOCKED else None) for job in jobs
+        ClockedJob(job, suite.launching(job.entry), budget.cost if budget else None)
+        if job.architecture in CLOCKED
+        else ClockedJob(job, None)
+        for job in jobs
+        for budget in [before.of(job.architecture, job.entry.name)]
     ]
     results = examine_all(tasks, processes, report)
-    costs = [(job, cost) for job, result in zip(jobs, results, strict=True) if (cost := _known(result))]
-    minor, notes = expectations.minor_version(triton.__version__), []
-    if not HAS_GLUON and suite.budgets == TABLE and any(job.architecture == "sm_90" for job in jobs):
-        notes.append(f"kernels in Gluon are left out: they need Triton 3.7, this is {triton.__version__}")
-    current = {(gpu, name) for name, compiled_for in suite.architectures.items() for gpu in compiled_for}
+    current = {(gpu, name) for name, entry in suite.entries.items() for gpu in entry.architectures}
     if update:
         new = {
             (job.architecture, job.entry.name): Budget.of(result.facts, _known(result))
@@ -119,8 +111,6 @@ def check(
         table[minor] = expectations.updated(table.get(minor), new, current, provenance)
         try:
             expectations.write(table, suite.budgets)
-            if suite.budgets == TABLE:
-                keep_costs({job.entry.name: cost for job, cost in costs}, minor, suite.architectures)
         except OSError as error:
             raise UsageError(f"cannot write the budgets: {error}") from error
         notes.append(f"{len(new)} budgets for Triton {minor} written into {suite.budgets}")
@@ -134,30 +124,22 @@ def check(
             )
         if gone := table[minor].keys() - current:
             notes.append(f"{len(gone)} budgets of what is no longer in {suite.name}: --update drops them")
-    if suite.budgets == TABLE and (anew := sum(cost.program not in kept_costs() for _, cost in costs)):
+    if not update and (anew := sum(map(_is_clocked_anew, tasks, results))):
         notes.append(f"{anew} kernels were clocked anew: --update keeps their cycles for other machines")
     found = table.get(minor)
-    judged = (
-        judge(*pair, found, triton.__version__, suite.rules) for pair in zip(jobs, results, strict=True)
-    )
+    judged = (judge(*pair, found, triton.__version__) for pair in zip(jobs, results, strict=True))
     return list(judged), notes
 
 
-def judge(
-    job: CompileJob,
-    result: Examined,
-    budgets: Budgets | None,
-    triton_version: str,
-    rules: Rules | None = None,
-) -> Compiled:
-    """Hold a result to the rules (ours, if none are given), and to its budget.
+def judge(job: CompileJob, result: Examined, budgets: Budgets | None, triton_version: str) -> Compiled:
+    """Hold a result to the rules of its entry, and to its budget.
 
     Without a table of this Triton for this architecture there are the rules alone.
     """
     facts, cost = result.facts, _known(result)
     if isinstance(facts, str):
         return Compiled(job, None, (f"does not compile: {facts}",))
-    failures = [*(rules or violations)(job.entry, job.architecture, facts)]
+    failures = [*violations(job.entry.rules, job.architecture, facts)]
     if isinstance(result.cost, str):
         failures.append(f"cannot be clocked: {result.cost}")
     if budgets is not None and budgets.hold(job.architecture):
@@ -178,6 +160,11 @@ def _by_the_same_triton(budget: Budget, facts: Facts, cost: Cost | None, is_wors
         yield f"faster: {faster}; record it with --update"
     if changes := ", ".join(budget.changes(facts)):
         yield f"other instructions: {changes}; record them with --update if that is meant"
+
+
+def _is_clocked_anew(task: ClockedJob, result: Examined) -> bool:
+    cost = _known(result)
+    return cost is not None and (task.kept is None or task.kept.program != cost.program)
 
 
 def _known(result: Examined) -> Cost | None:

@@ -8,7 +8,7 @@ What a disassembly says of a kernel: counts of the instructions that decide its 
 An NVIDIA opcode is counted by its first word (`HGMMA.64x256x16.F32.BF16` is an HGMMA), and its 16-byte form
 apart (`LDGSTS.128`): that is what a lost alignment takes away. Products of fp8 are counted apart, too, where
 they begin a sum (`QGMMA.RZ`: they are added to zero) and where they end a batch (`QGMMA.gsb0`), which is
-awaited together; so are copies into several blocks (`UTMALDG.MULTICAST`). An AMD opcode is counted by its
+awaited together. An AMD opcode is counted by its
 family, and a matrix product of fp32 with fewer bits apart (`v_mfma.xf32`).
 """
 
@@ -50,10 +50,8 @@ def sass_mix(sass: str) -> dict[str, int]:
         family, *modifiers = opcode.split(".")
         mix["all"] += 1
         if family in NVIDIA_MIX:
-            mix[f"{family}.2CTA"] += "2CTA" in modifiers
             mix[family] += 1
             mix[f"{family}.128"] += "128" in modifiers
-            mix[f"{family}.MULTICAST"] += "MULTICAST" in modifiers
     for family, text in _FP8_PRODUCT.findall(sass):
         operands = re.split(r"[,\s]+", text)
         for word in _OF_A_SUM:

@@ -1,13 +1,13 @@
-"""How many blocks an SM holds, and how many waves a result takes: arithmetic from NVIDIA's tables."""
+"""How many blocks an SM holds: arithmetic from NVIDIA's tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tpkernels.gate.ptx_flow import WARP
-from tpkernels.kernels.footprints import BLOCK_BYTES, REGISTERS
-
+WARP = 32  # threads
+REGISTERS = 65_536  # of an SM
+BLOCK_BYTES = 1024  # of shared memory that CUDA takes for each block
 QUARTERS = 4  # of an SM: warps are spread over them, each with its own registers
 WARP_REGISTERS = 256  # in which a warp is given registers
 
@@ -52,10 +52,3 @@ def too_few(promised: int, limits: Mapping[str, int]) -> Iterator[str]:
     for limit, blocks in limits.items():
         if blocks < promised:
             yield f"{promised} blocks an SM are launched, its {limit} hold {blocks}"
-
-
-def waves(tiles: int, processors: int, per_processor: int = 1) -> tuple[float, float]:
-    """How many times as many tiles there are as blocks at once, and which part of all waves is work."""
-    blocks = processors * per_processor
-    begun = -(-tiles // blocks)
-    return tiles / blocks, tiles / (begun * blocks)

@@ -14,23 +14,10 @@ from tpkernels.gate.numerics import Computed
 
 # shown if present; the rest of the mix is in the JSON
 SHOWN = (
-    "HGMMA",
-    "UTCHMMA",
-    "HMMA",
-    "QGMMA",
-    "UTCQMMA",
-    "QMMA",
-    "FFMA",
-    "FFMA2",
-    "v_mfma",
-    "UTMALDG",
-    "UTMASTG",
-    "UTMAREDG",
-    "LDGSTS",
-    "STL",
-    "LDL",
+    *("HGMMA", "UTCHMMA", "HMMA", "QGMMA", "UTCQMMA", "QMMA", "FFMA", "FFMA2", "v_mfma"),
+    *("UTMALDG", "UTMASTG", "UTMAREDG", "LDGSTS", "STL", "LDL"),
 )
-HEADINGS = "regs   shared  blocks  spills  waits   step     edge  instructions"
+HEADINGS = "regs   shared  blocks  spills   step     edge  instructions"
 
 
 def tell(
@@ -127,10 +114,9 @@ def _numbers(one: Compiled) -> str:
     if facts is None:
         return "does not compile"
     mix = " ".join(f"{name} {facts.count(name)}" for name in SHOWN if facts.count(name))
-    blocks, waits = ("-" if number is None else number for number in (facts.blocks, facts.exposed_waits))
-    roles = f" roles {'/'.join(map(str, facts.role_registers))}" if facts.role_registers else ""
-    taken = f"{facts.registers:>4}  {facts.shared:>7,}  {blocks:>6}  {facts.spills:>6}  {waits:>5}"
-    return f"{taken}  {_cycles(one.cost)}  {mix}{roles}"
+    blocks = "-" if facts.blocks is None else facts.blocks
+    taken = f"{facts.registers:>4}  {facts.shared:>7,}  {blocks:>6}  {facts.spills:>6}"
+    return f"{taken}  {_cycles(one.cost)}  {mix}"
 
 
 def _cycles(cost: Cost | None) -> str:

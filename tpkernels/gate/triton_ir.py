@@ -1,4 +1,4 @@
-"""What Triton's first intermediate code (TTIR; of Gluon: TTGIR) proves of addresses. Pure text, no Triton.
+"""What Triton's first intermediate code (TTIR) proves of addresses. Pure text, no Triton.
 
 Two things that no test of small tensors can see: whether the compiler knows the 16-byte alignment, and
 whether offsets stay right past 2**31 elements.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import NamedTuple
 
 _HEADER = re.compile(r"tt\.func public @\w+\((.*?)\)\s*(?:attributes\s*\{[^{}]*\})?\s*\{$", re.MULTILINE)
@@ -17,7 +16,6 @@ _ARGUMENT = re.compile(r"%(\w+): ([^{,]+?)\s*(\{[^}]*\})?(?:,|$)")
 _RESULT = re.compile(r"%(\w+)(?::\d+)? = (.*)$")
 _VALUE = re.compile(r"%(\w+)")
 _CARRIED = re.compile(r"[(,] ?%(\w+) = %(\w+)")
-_ROLE = re.compile(r"partition(\d+)\(")  # of warps, with arguments and names of its own
 
 
 class _Body(NamedTuple):
@@ -47,8 +45,7 @@ def narrow_offsets(ttir: str) -> tuple[str, ...]:
     offsets: list[str] = []
     regions: list[_Body] = []
     condition: list[str] = []  # what a while loop hands to its body
-    to_roles: list[str] = []  # what every role of warps is handed
-    for line in _lines(ttir):
+    for line in map(str.strip, _LOCATION.sub("", ttir).splitlines()):
         opens, closes = line.endswith("{"), line.startswith("}")
         found = _RESULT.match(line)
         if found:
@@ -71,26 +68,9 @@ def narrow_offsets(ttir: str) -> tuple[str, ...]:
         elif line.startswith("^bb"):
             for name, value in zip(_VALUE.findall(line), condition, strict=False):
                 handed[name].add(value)
-        if line.startswith("ttg.warp_specialize"):
-            to_roles = _VALUE.findall(line)
-        elif _ROLE.match(line):
-            for name, value in zip(_VALUE.findall(line), to_roles, strict=True):
-                handed[name].add(value)
         if "tt.addptr" in line:
             offsets.append(_VALUE.findall(line.split("tt.addptr", 1)[1])[1])
     return tuple(sorted(_narrow_products(operations, handed, offsets)))
-
-
-def _lines(ttir: str) -> Iterator[str]:
-    """The lines without their locations; names that a role of warps has to itself begin with its number."""
-    role, depth = "", 0
-    for line in map(str.strip, _LOCATION.sub("", ttir).splitlines()):
-        if found := _ROLE.match(line):
-            role, depth = f"role{found[1]}_", 0
-        depth += line.endswith("{") - line.startswith("}")
-        yield _VALUE.sub(rf"%{role}\1", line)
-        if not depth:
-            role = ""
 
 
 def _narrow_products(operations: dict[str, str], handed: dict[str, set[str]], offsets: list[str]) -> set[str]:

@@ -19,7 +19,7 @@ from tpkernels.kernels.invariance import tile_of_sums
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import require_matrices
 from tpkernels.kernels.target import target_of
-from tpkernels.kernels.tiles import INTERPRETED_SUM, SumTile
+from tpkernels.kernels.tiles import INTERPRETED_SUM, BlockTile
 
 mend()
 
@@ -51,7 +51,7 @@ def _sum_rows_kernel(
 
 
 @planned
-def bias_grad(dy: Tensor, *, out: Tensor | None = None, tile: SumTile | None = None) -> Tensor:
+def bias_grad(dy: Tensor, *, out: Tensor | None = None, tile: BlockTile | None = None) -> Tensor:
     """The sum of dy over tokens, in fp32.
 
     dy: (tokens, out_features)
@@ -70,7 +70,7 @@ def sum_partials(partials: Tensor, *, out: Tensor | None = None) -> Tensor:
     return bias_grad(partials, out=out)
 
 
-def _sum_rows(matrix: Tensor, total: Tensor, tile: SumTile) -> None:
+def _sum_rows(matrix: Tensor, total: Tensor, tile: BlockTile) -> None:
     """total: (cols,)"""
     rows, cols = matrix.shape
     chunks = max(1, launch.ceil_div(rows, tile.chunk))  # no rows: one chunk of nothing, which is zero

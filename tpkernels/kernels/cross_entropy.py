@@ -44,7 +44,7 @@ from tpkernels.kernels.operands import (
 )
 from tpkernels.kernels.reference import FLOOR
 from tpkernels.kernels.target import target_of
-from tpkernels.kernels.tiles import INTERPRETED_LOGITS, LOGITS, LogitsTile
+from tpkernels.kernels.tiles import INTERPRETED_LOGITS, LOGITS, BlockTile
 
 mend()
 
@@ -118,7 +118,7 @@ def softmax_statistics(
     columns: int | None = None,
     first_id: int = 0,
     scale: float | None = None,
-    tile: LogitsTile | None = None,
+    tile: BlockTile | None = None,
 ) -> Tensor:
     """maximum, total, picked and summed of each row, in fp32; with a scale weighted instead of summed.
 
@@ -214,7 +214,7 @@ def cross_entropy_grad(
     scale: float | None = None,
     mean: Tensor | None = None,
     dentropy: Tensor | None = None,
-    tile: LogitsTile | None = None,
+    tile: BlockTile | None = None,
 ) -> Tensor:
     """The gradient of the logits, or of scale * logits, in the dtype of the logits.
 

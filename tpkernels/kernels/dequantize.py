@@ -11,8 +11,7 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import DTYPES, FP8
-from tpkernels.kernels.recipe import BLOCK, MX_BLOCK
-from tpkernels.kernels.scaled import in_fp32
+from tpkernels.kernels.recipe import BLOCK
 from tpkernels.kernels.target import require_fp8, target_of
 
 mend()
@@ -56,23 +55,21 @@ def dequantize(data: Tensor, scale: Tensor, *, dtype: str, out: Tensor | None = 
     """data * scale, computed in fp32 and rounded to dtype: "bfloat16", "float16" or "float32".
 
     data: (rows, columns) of fp8, of any strides
-    scale: (rows, 1) or (rows, columns / 128, rounded up), in fp32; or (rows, columns / 32, rounded up), bytes
+    scale: (rows, 1) or (rows, columns / 128, rounded up), in fp32
     out: where it is written; rows of a larger matrix, say
     """
     wanted = getattr(torch, dtype)
     if wanted not in DTYPES:
         raise TypeError(f"dequantize: expected bfloat16, float16 or float32 as dtype, got {dtype}")
-    is_mx = scale.dtype == torch.uint8
-    if data.dtype not in FP8 or (scale.dtype != torch.float32 and not is_mx):
+    if data.dtype not in FP8 or scale.dtype != torch.float32:
         raise TypeError(
-            f"dequantize: expected data in fp8 and scale in fp32 or uint8, got {data.dtype} and {scale.dtype}"
+            f"dequantize: expected data in fp8 and scale in fp32, got {data.dtype} and {scale.dtype}"
         )
     if data.ndim != 2:
         raise ValueError(f"dequantize: expected data of 2 dimensions, got shape {tuple(data.shape)}")
     T, K = data.shape
-    block, groups = (MX_BLOCK, 1024 // MX_BLOCK) if is_mx else (BLOCK, GROUPS)
-    shapes = (T, 1), (T, launch.ceil_div(K, block))
-    if tuple(scale.shape) not in shapes[is_mx:] or scale.device != data.device:
+    shapes = (T, 1), (T, launch.ceil_div(K, BLOCK))
+    if tuple(scale.shape) not in shapes or scale.device != data.device:
         raise ValueError(
             f"dequantize: expected scale of shape {shapes[0]} or {shapes[1]} on {data.device} for data "
             f"{tuple(data.shape)}, got {tuple(scale.shape)} on {scale.device}"
@@ -80,8 +77,7 @@ def dequantize(data: Tensor, scale: Tensor, *, dtype: str, out: Tensor | None = 
     require_fp8("dequantize", target_of(data.device))
     (y,) = launch.results("dequantize", out, {"y": (T, K)}, (("data", data), ("scale", scale)), dtype=wanted)
     if y.numel():
-        scale = in_fp32(scale) if is_mx else scale
-        programs = launch.ceil_div(T, BLOCK_ROWS) * launch.ceil_div(K, groups * block)
+        programs = launch.ceil_div(T, BLOCK_ROWS) * launch.ceil_div(K, GROUPS * BLOCK)
         launch.on(data.device, _dequantize_kernel, (programs,))(
             data,
             scale,
@@ -91,9 +87,9 @@ def dequantize(data: Tensor, scale: Tensor, *, dtype: str, out: Tensor | None = 
             *data.stride(),
             scale.stride(0),
             scale.stride(1) if scale.shape[1] > 1 else 0,
-            BLOCK=block,
+            BLOCK=BLOCK,
             BLOCK_ROWS=BLOCK_ROWS,
-            GROUPS=groups,
+            GROUPS=GROUPS,
             num_warps=NUM_WARPS,
         )
     return y

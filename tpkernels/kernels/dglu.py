@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import gluon, launch
+from tpkernels.kernels import launch
 from tpkernels.kernels.activations import GATE_OF, Glu, require_glu
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act_and_grad
@@ -56,20 +56,13 @@ def _dglu_kernel(
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Each program computes every num_programs-th tile of dg, du and h."""
     PART: tl.constexpr = BLOCK_COLS // PARTS
     row_tiles = tl.cdiv(T, BLOCK_ROWS)
     col_tiles = tl.cdiv(K, BLOCK_COLS)
-    for index in tl.range(
-        tl.program_id(0),
-        row_tiles * col_tiles,
-        tl.num_programs(0),
-        flatten=FLATTEN,
-        warp_specialize=SPECIALIZE,
-    ):
+    for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
         t = row_tile * BLOCK_ROWS
         k = col_tile * BLOCK_COLS
@@ -131,9 +124,7 @@ def dglu(
     dg, du, h = written if emit_h else (*written, written[0])
     matrices = (*inputs, ("dg", dg), ("du", du), ("h", h))
     product = launch.product("dglu", "dglu", matrices, (T, K), tile, form)
-    if dg.numel() and product.tile.consumers:
-        gluon.multiply("dglu", product, (dy, weight), written, inputs=(g, u), activation=GATE_OF[kind])
-    elif dg.numel():
+    if dg.numel():
         product.start(_dglu_kernel)(
             product.block(dy, "rows", "depth"),
             product.block(weight, "depth", "cols"),

@@ -6,7 +6,7 @@ T tokens, N out_features, K in_features; z (T, K) is the pre-activation of the l
     dz = (dy w) * f'(z)       (T, K)    `dgrad_act`: the gradient of the layer below's product
     db = Σ over tokens of dz  (K,)      its bias gradient, of the fp32 dz; on request
 
-For db each tile, or each block of a pair, leaves the sum over its rows in a row of a small fp32 matrix.
+For db each tile leaves the sum over its rows in a row of a small fp32 matrix.
 `sum_partials` sums them: one writer an element and a fixed order, so the same bits every time.
 """
 
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import gluon, launch
+from tpkernels.kernels import launch
 from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.bias_grad import sum_partials
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
@@ -55,20 +55,13 @@ def _dgrad_kernel(
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Each program computes every num_programs-th tile of dx."""
     PART: tl.constexpr = BLOCK_COLS // PARTS
     row_tiles = tl.cdiv(T, BLOCK_ROWS)
     col_tiles = tl.cdiv(K, BLOCK_COLS)
-    for index in tl.range(
-        tl.program_id(0),
-        row_tiles * col_tiles,
-        tl.num_programs(0),
-        flatten=FLATTEN,
-        warp_specialize=SPECIALIZE,
-    ):
+    for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
         t = row_tile * BLOCK_ROWS
         k = col_tile * BLOCK_COLS
@@ -167,19 +160,9 @@ def _dgrad(
     product = launch.product(launcher, "dgrad", matrices, (T, K), tile, form)
     partials = dx
     if bias_grad:
-        rows = launch.ceil_div(T, product.tile.block_rows) * product.tile.blocks
+        rows = launch.ceil_div(T, product.tile.block_rows)
         partials = launch.empty((rows, K), torch.float32, dy.device)
-    if dx.numel() and product.tile.consumers:
-        gluon.multiply(
-            "dgrad",
-            product,
-            (dy, weight),
-            (dx,),
-            inputs=() if activation == "none" else (z,),
-            vector=partials if bias_grad else None,
-            activation=activation,
-        )
-    elif dx.numel():
+    if dx.numel():
         product.start(_dgrad_kernel)(
             product.block(dy, "rows", "depth"),
             product.block(weight, "depth", "cols"),

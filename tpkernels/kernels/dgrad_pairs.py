@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import gluon, launch
+from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
@@ -44,14 +44,12 @@ def _dgrad_pairs_kernel(
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Each program computes every num_programs-th tile of dx."""
     PART: tl.constexpr = BLOCK_COLS // PARTS
     row_tiles = tl.cdiv(T, BLOCK_ROWS)
     col_tiles = tl.cdiv(K, BLOCK_COLS)
-    tl.static_assert(not SPECIALIZE, "two loops over depth: Triton drops products")
     for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
         t = row_tile * BLOCK_ROWS
@@ -97,9 +95,7 @@ def dgrad_pairs(
     (dx,) = launch.results(name, out, {"dx": (T, K)}, operands, sums=True)
     product = launch.product(name, "dgrad", (*operands, ("the result", dx)), (T, K), tile, form)
     product = product._replace(tile=without_spills("dgrad_pairs", product.tile))
-    if dx.numel() and product.tile.consumers:
-        gluon.multiply("dgrad", product, (dy, weight, dy2, weight2), (dx,))
-    elif dx.numel():
+    if dx.numel():
         product.start(_dgrad_pairs_kernel)(
             product.block(dy, "rows", "depth"),
             product.block(weight, "depth", "cols"),

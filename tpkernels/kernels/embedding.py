@@ -27,7 +27,7 @@ from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import DTYPES, require_ids, require_matrices
 from tpkernels.kernels.target import target_of
-from tpkernels.kernels.tiles import EMBEDDING, EMBEDDING_GRAD, INTERPRETED_EMBEDDING, EmbeddingTile
+from tpkernels.kernels.tiles import EMBEDDING, EMBEDDING_GRAD, INTERPRETED_EMBEDDING, BlockTile
 
 mend()
 
@@ -60,9 +60,7 @@ def _embedding_fwd_kernel(
 
 
 @planned
-def embedding_fwd(
-    ids: Tensor, weight: Tensor, *, first_id: int = 0, tile: EmbeddingTile | None = None
-) -> Tensor:
+def embedding_fwd(ids: Tensor, weight: Tensor, *, first_id: int = 0, tile: BlockTile | None = None) -> Tensor:
     """The rows of this rank's shard of a table, zeros for ids of other ranks.
 
     ids: (tokens,) of the full table
@@ -181,7 +179,7 @@ def embedding_bwd(
     rows: int,
     first_id: int = 0,
     dtype: torch.dtype | None = None,
-    tile: EmbeddingTile | None = None,
+    tile: BlockTile | None = None,
 ) -> Tensor:
     """The gradient of this rank's shard of a table.
 
@@ -205,9 +203,9 @@ def embedding_bwd(
         starts = torch.searchsorted(
             sorted_ids, torch.arange(first_id, first_id + rows + 1, dtype=ids.dtype, device=ids.device)
         )
-        constants = {"SPLIT": tile.split, "BLOCK_ROWS": tile.block_rows, "BLOCK_COLS": tile.block_cols}
+        constants = {"SPLIT": tile.chunk, "BLOCK_ROWS": tile.block_rows, "BLOCK_COLS": tile.block_cols}
         col_blocks = launch.ceil_div(H, tile.block_cols)
-        splits = launch.empty((len(ids) // tile.split, H), torch.float32, dy.device)
+        splits = launch.empty((len(ids) // tile.chunk, H), torch.float32, dy.device)
         if splits.numel():  # else no row has a whole one
             launch.on(dy.device, _embedding_splits_kernel, (len(splits), col_blocks))(
                 dy,

@@ -102,12 +102,11 @@ def _gather_linear_kernel(
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Each program computes every num_programs-th tile of y, in the order in which rows arrive."""
     # one loop over tiles and depth would start a tile's loads before its wait: the compiler sees no tie
-    tl.static_assert(not (FLATTEN or SPECIALIZE), "a flattened loop loads rows before they are there")
+    tl.static_assert(not FLATTEN, "a flattened loop loads rows before they are there")
     PART: tl.constexpr = BLOCK_COLS // PARTS
     row_tiles = tl.cdiv(T, BLOCK_ROWS)
     col_tiles = tl.cdiv(N, BLOCK_COLS)

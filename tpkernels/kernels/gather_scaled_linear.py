@@ -64,12 +64,11 @@ def _gather_scaled_linear_kernel(
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Each program computes every num_programs-th tile of y, in the order in which rows arrive."""
     # one loop over tiles and depth would start a tile's loads before its wait: the compiler sees no tie
-    tl.static_assert(not (FLATTEN or SPECIALIZE), "a flattened loop loads rows before they are there")
+    tl.static_assert(not FLATTEN, "a flattened loop loads rows before they are there")
     row_tiles = tl.cdiv(T, BLOCK_ROWS)
     col_tiles = tl.cdiv(N, BLOCK_COLS)
     for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)):

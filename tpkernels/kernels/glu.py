@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import gluon, launch
+from tpkernels.kernels import launch
 from tpkernels.kernels.activations import GATE_OF, Glu, require_glu
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
@@ -51,20 +51,13 @@ def _glu_fwd_kernel(
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Each program computes every num_programs-th tile of h."""
     PART: tl.constexpr = BLOCK_COLS // PARTS
     row_tiles = tl.cdiv(T, BLOCK_ROWS)
     col_tiles = tl.cdiv(N, BLOCK_COLS)
-    for index in tl.range(
-        tl.program_id(0),
-        row_tiles * col_tiles,
-        tl.num_programs(0),
-        flatten=FLATTEN,
-        warp_specialize=SPECIALIZE,
-    ):
+    for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
         t = row_tile * BLOCK_ROWS
         n = col_tile * BLOCK_COLS
@@ -123,9 +116,7 @@ def glu_fwd(
     h, g, u = written if keep_gu else written * 3
     matrices = (*inputs, ("h", h), ("g", g), ("u", u))
     product = launch.product("glu_fwd", "glu", matrices, (T, N), tile, form)
-    if h.numel() and product.tile.consumers:
-        gluon.multiply("glu", product, (x, w_gate, w_up), written, activation=GATE_OF[kind])
-    elif h.numel():
+    if h.numel():
         product.start(_glu_fwd_kernel)(
             product.block(x, "rows", "depth"),
             product.block(w_gate, "cols", "depth"),

@@ -6,7 +6,7 @@ bits off where hardware rounds to nearest even; a cast to fp32 makes subnormal n
 loses what rounding carries into the exponent, so that 1.984 becomes 1; casts and products of fp8 take NaN
 for a number, and some numbers for zero. Products of fp32 go to the machine's BLAS, whose order of adding
 depends on shapes on some processors; in float64, rounded once, no order shows.
-`tensor_descriptor.atomic_add` and `tl.dot_scaled` are missing altogether. 3.9 refuses a mask that is an
+`tensor_descriptor.atomic_add` is missing altogether. 3.9 refuses a mask that is an
 `&` of comparisons of scalars and blocks, which it holds as integers. `mend()` replaces all of these. It is
 called where kernels are defined, and does nothing in a process that compiles.
 
@@ -85,13 +85,6 @@ def mend() -> None:
         product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
         return interpreter.TensorHandle(product.astype(np.float32) + d.data, tl.float32)
 
-    def create_dot_scaled(
-        self: Any, a: Any, a_scale: Any, _a: Any, b: Any, b_scale: Any, _b: Any, *how: Any
-    ) -> Any:
-        left = _as_fp32(a).data.astype(np.float64) * _each_32(a_scale.data)
-        right = _as_fp32(b).data.astype(np.float64) * _each_32(b_scale.data).T
-        return interpreter.TensorHandle(np.matmul(left, right).astype(np.float32) + how[-1].data, tl.float32)
-
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
         kinds = source.dtype.scalar, target.scalar
         if kinds == (tl.float32, tl.bfloat16):
@@ -120,7 +113,6 @@ def mend() -> None:
     builder.create_masked_load = create_masked_load
     builder.create_masked_store = create_masked_store
     builder.create_dot = create_dot
-    builder.create_dot_scaled = create_dot_scaled
     builder.create_fp_to_fp = create_fp_to_fp
     builder.cast_impl = cast_impl
     builder.create_descriptor_reduce = _create_descriptor_reduce
@@ -220,12 +212,6 @@ def _as_fp32(handle: Any) -> Any:
     if kind != tl.bfloat16:
         return handle
     return interpreter.TensorHandle(fp32_from_bf16(handle.data), tl.float32)
-
-
-def _each_32(scale: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
-    """The number of each byte of e8m0, for each of the 32 columns that share it."""
-    factors = np.where(scale == 255, np.nan, np.exp2(scale.astype(np.float64) - 127))
-    return np.repeat(factors, 32, axis=1)
 
 
 def _of_bools(mask: Any) -> Any:

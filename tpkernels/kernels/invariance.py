@@ -26,7 +26,7 @@ from tpkernels.env import env_flag
 if TYPE_CHECKING:
     from tpkernels.kernels.operands import MatrixLayout
     from tpkernels.kernels.target import Target
-    from tpkernels.kernels.tiles import Kernel, SumTile
+    from tpkernels.kernels.tiles import BlockTile, Kernel
 
 USUAL_ROWS = 4096
 USUAL_COLS = 4096
@@ -42,7 +42,7 @@ def why_fixed() -> str:
     return "TPKERNELS_BATCH_INVARIANT=1" if batch_invariant else ""
 
 
-def tile_of_sums() -> SumTile:
+def tile_of_sums() -> BlockTile:
     """Return the tile of sums over tokens."""
     from tpkernels.kernels.tiles import ORDERED_SUM, SUM  # here: launch plans call this once a shape
 

@@ -23,11 +23,10 @@ from tpkernels.kernels.target import (
     fast_math,
     input_precision,
     left_free,
-    recorded_target,
     resident_programs,
     target_of,
 )
-from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile, specializes, sum_tile, waiting_tile
+from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile, sum_tile, waiting_tile
 from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 
 Out = Tensor | Sequence[Tensor] | None  # of a launcher: what it writes into, one for each result asked for
@@ -43,9 +42,8 @@ class Launch:
     constants: dict[str, Any]  # with options such as num_warps
 
 
-EmulatedStart = Callable[
-    [Any, tuple[int, ...]], Callable[..., object]
-]  # kernel and grid -> what takes the arguments
+# kernel and grid -> what takes the arguments
+EmulatedStart = Callable[[Any, tuple[int, ...]], Callable[..., object]]
 
 
 class LaunchObserver(Protocol):
@@ -69,7 +67,6 @@ class LaunchObserver(Protocol):
         """What is written shares memory with nothing else."""
 
 
-_recorded: ContextVar[list[Launch]] = ContextVar("recorded")
 _emulated: ContextVar[EmulatedStart | None] = ContextVar("emulated", default=None)
 _observer: ContextVar[LaunchObserver | None] = ContextVar("observer", default=None)
 observing = _observer.get
@@ -78,18 +75,18 @@ observing = _observer.get
 @contextmanager
 def recording(target: Target, launches: list[Launch] | None = None) -> Iterator[list[Launch]]:
     """Launchers on the meta device launch nothing: what they would launch on `target` is listed."""
-    launches = [] if launches is None else launches
-    tokens = _recorded.set(launches), recorded_target.set(target)
-    try:
-        yield launches
-    finally:
-        _recorded.reset(tokens[0])
-        recorded_target.reset(tokens[1])
+    listed = [] if launches is None else launches
+
+    def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+        return lambda *arguments, **constants: listed.append(Launch(kernel, grid, arguments, constants))
+
+    with emulation(target, start):
+        yield listed
 
 
 @contextmanager
 def emulation(target: Target, start: EmulatedStart) -> Iterator[None]:
-    """Launchers on the CPU launch what they would on `target`, by `start` instead of the kernel."""
+    """Launchers on the CPU or the meta device launch what they would on `target`, by `start`."""
     tokens = _emulated.set(start), emulated_target.set(target)
     try:
         yield
@@ -109,9 +106,7 @@ def on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[...
 def unobserved(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """`on`, as plans repeat it."""
     kind = device.type
-    if kind == "meta":
-        return partial(_record, kernel, grid)
-    if kind == "cpu" and (start := _emulated.get()):
+    if kind in ("cpu", "meta") and (start := _emulated.get()):
         return start(kernel, grid)
     started: Callable[..., object] = kernel[grid]
     if not isinstance(kernel, CompiledKernel):  # which was compiled with them
@@ -119,10 +114,6 @@ def unobserved(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Call
     if kind == "cuda" and device.index != torch.cuda.current_device():
         return partial(_launch_elsewhere, device, started)  # Triton takes the current device
     return started
-
-
-def _record(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    _recorded.get().append(Launch(kernel, grid, arguments, constants))
 
 
 def _launch_elsewhere(
@@ -208,17 +199,8 @@ def choose(
         form = choose_form(target, dtype, layouts)
     else:
         require_form(launcher, form, target, dtype, layouts)
-    if tile is not None and tile.specialize and not specializes(launcher, form, target):
-        raise ValueError(
-            f"{launcher}: expected a tile without -ws, got {tile.name}: Triton gives warps roles in one loop "
-            "over descriptors, on Blackwell"
-        )
     ragged = any(layout.tma_obstacle() for layout in layouts)
     if kernel != "wgrad" and matrices[-1][1].dtype == torch.float32 != dtype:
-        if tile is not None and tile.consumers:
-            raise ValueError(
-                f"{launcher}: expected a tile without consumers for a result in fp32, got {tile}"
-            )
         tile = tile or sum_tile(form, dtype, target, ragged)
     return form, tile or default_tile(kernel, form, dtype, target, *judged_size(kernel, *result), ragged)
 
@@ -322,8 +304,7 @@ def grid(target: Target, form: Form, tile: MatmulTile, rows: int, cols: int) -> 
     tiles = tile.tiles(rows, cols) * tile.splits
     persistent = form == "descriptor" or target.backend == "interpreter"
     resident = resident_programs("a product", target, tile.per_processor, left_free(target))
-    programs = max(1, resident // tile.blocks)  # a pair is one program
-    return (min(tiles, programs) if persistent else tiles,)
+    return (min(tiles, resident) if persistent else tiles,)
 
 
 def constants(tile: MatmulTile, form: Form) -> dict[str, Any]:
@@ -335,7 +316,6 @@ def constants(tile: MatmulTile, form: Form) -> dict[str, Any]:
         "PARTS": tile.parts,
         "GROUP": tile.group,
         "FLATTEN": tile.flatten,
-        "SPECIALIZE": tile.specialize,
         "TMA": form == "descriptor",
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,

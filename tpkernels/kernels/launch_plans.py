@@ -38,7 +38,7 @@ from tpkernels.extension import steps
 from tpkernels.kernels import invariance, launch
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.operands import share_memory
-from tpkernels.kernels.target import FP32_PRECISION, Target, emulated_target, recorded_target
+from tpkernels.kernels.target import FP32_PRECISION, Target, emulated_target
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -331,7 +331,6 @@ _SETTINGS: tuple[Any, ...] = (
     FP32_PRECISION,
     (tp_invariance.mode, "segments"),
     (invariance, "batch_invariant"),
-    recorded_target,
     emulated_target,
 )
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import gluon, launch
+from tpkernels.kernels import launch
 from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
@@ -49,20 +49,13 @@ def _linear_fwd_kernel(
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Each program computes every num_programs-th tile of y."""
     PART: tl.constexpr = BLOCK_COLS // PARTS
     row_tiles = tl.cdiv(T, BLOCK_ROWS)
     col_tiles = tl.cdiv(N, BLOCK_COLS)
-    for index in tl.range(
-        tl.program_id(0),
-        row_tiles * col_tiles,
-        tl.num_programs(0),
-        flatten=FLATTEN,
-        warp_specialize=SPECIALIZE,
-    ):
+    for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
         t = row_tile * BLOCK_ROWS
         n = col_tile * BLOCK_COLS
@@ -127,9 +120,7 @@ def linear_fwd(
     y, z = written[0], written[-1]
     matrices = (*inputs, ("y", y), ("z", z))
     product = launch.product("linear_fwd", "linear", matrices, (T, N), tile, form)
-    if y.numel() and product.tile.consumers:
-        gluon.multiply("linear", product, (x, weight), written, vector=bias, activation=activation)
-    elif y.numel():
+    if y.numel():
         y_block = product.block(y, "rows", "part")
         product.start(_linear_fwd_kernel)(
             product.block(x, "rows", "depth"),

@@ -9,14 +9,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tpkernels.env import env_flag
-from tpkernels.kernels.triton_versions import (
-    GLUON_SINCE,
-    PAIRS_SINCE,
-    SPECIALIZED_SINCE,
-    triton_version,
-)
-
 
 @dataclass(frozen=True, slots=True)
 class MatmulTile:
@@ -30,12 +22,8 @@ class MatmulTile:
     parts: int = 1  # the epilogue works on this many column parts, one after the other
     per_processor: int = 1  # resident programs of a persistent launch
     flatten: bool = False  # one loop over tiles and depth: the next tile's loads start during the epilogue
-    specialize: bool = False  # Triton gives copies, products and epilogues warps of their own, on Blackwell
     group: int = 8  # tiles of a column that are computed in a row, see `blocks.tile_at`
     splits: int = 1  # the depth is cut so, and fp32 sums of the parts are added afterwards, in order
-    consumers: int = 0  # groups of warps that multiply what a warp of its own loads; 0: all warps do both
-    blocks: int = 1  # 2: a pair, each with half of the rows; columns are loaded once, into both
-    halves: bool = False  # of two consumers each has half of the rows of every tile; else they take turns
 
     def __post_init__(self) -> None:
         for name in ("block_rows", "block_cols", "block_depth", "num_warps", "parts"):
@@ -45,14 +33,6 @@ class MatmulTile:
         for name in ("num_stages", "per_processor", "group", "splits"):
             if getattr(self, name) < 1:
                 raise ValueError(f"MatmulTile expected {name} of at least 1, got {getattr(self, name)}")
-        if self.consumers not in (0, 1, 2) or (self.consumers and self.splits > 1):
-            raise ValueError(f"MatmulTile expected at most 2 consumers, and none beside splits, got {self}")
-        if self.halves and self.consumers != 2:
-            raise ValueError(f"MatmulTile expected halves for two consumers, got {self}")
-        if self.blocks not in (1, 2) or (self.blocks == 2 and self.consumers - self.halves != 1):
-            raise ValueError(f"MatmulTile expected 1 block, or 2 that do one tile at a time, got {self}")
-        if self.specialize and self.consumers:
-            raise ValueError(f"MatmulTile expected either specialize or consumers, got {self}")
         if self.block_depth < 16 or self.block_cols // self.parts < 16 or self.block_rows < 16:
             raise ValueError(
                 f"MatmulTile expected at least 16 rows, 16 depth and 16 columns a part, got {self}"
@@ -61,16 +41,10 @@ class MatmulTile:
     @property
     def name(self) -> str:
         """What tells it from any other tile; `named` reads it."""
-        marks = (
-            ("x", self.per_processor, 1),
-            ("k", self.splits, 1),
-            ("c", f"{self.consumers}{'h' * self.halves}", "0"),
-            ("b", self.blocks, 1),
-            ("g", self.group, 8),
-        )
+        marks = (("x", self.per_processor, 1), ("k", self.splits, 1), ("g", self.group, 8))
         return (
             f"{self.block_rows}x{self.block_cols}x{self.block_depth}-w{self.num_warps}-s{self.num_stages}"
-            f"-p{self.parts}{'-flat' * self.flatten}{'-ws' * self.specialize}"
+            f"-p{self.parts}{'-flat' * self.flatten}"
             + "".join(f"-{mark}{count}" for mark, count, usual in marks if count != usual)
         )
 
@@ -84,16 +58,10 @@ class MatmulTile:
         found = _NAME.fullmatch(name)
         if found:
             sizes = {field: int(text) for field, text in found.groupdict().items() if text and text.isdigit()}
-            flatten, specialize, halves = map(bool, found.group("flatten", "specialize", "halves"))
-            tile = MatmulTile(**sizes, flatten=flatten, specialize=specialize, halves=halves)
+            tile = MatmulTile(**sizes, flatten=bool(found["flatten"]))
             if tile.name == name:  # else it says what is usual, or 08 for 8
                 return tile
         raise ValueError(f"expected the name of a tile, such as 128x256x64-w8-s4-p2-flat, got {name!r}")
-
-    @property
-    def in_roles(self) -> bool:
-        """Whether warps of the kernel have roles, and wait for each other: a fault there could hang."""
-        return self.specialize or self.consumers > 0
 
     def tiles(self, rows: int, cols: int) -> int:
         """How many tiles cover a (rows, cols) result."""
@@ -102,25 +70,7 @@ class MatmulTile:
 
 _NAME = re.compile(
     r"(?P<block_rows>\d+)x(?P<block_cols>\d+)x(?P<block_depth>\d+)-w(?P<num_warps>\d+)-s(?P<num_stages>\d+)"
-    r"-p(?P<parts>\d+)(?P<flatten>-flat)?(?P<specialize>-ws)?"
-    r"(?:-x(?P<per_processor>\d+))?(?:-k(?P<splits>\d+))?(?:-c(?P<consumers>\d+)(?P<halves>h)?)?"
-    r"(?:-b(?P<blocks>\d+))?(?:-g(?P<group>\d+))?",
+    r"-p(?P<parts>\d+)(?P<flatten>-flat)?"
+    r"(?:-x(?P<per_processor>\d+))?(?:-k(?P<splits>\d+))?(?:-g(?P<group>\d+))?",
     re.ASCII,
 )
-
-
-def triton_for(tile: MatmulTile) -> tuple[int, int]:
-    """Return the first Triton that compiles the tile's kernel; with consumers it is Gluon."""
-    if tile.specialize:
-        return SPECIALIZED_SINCE
-    return (0, 0) if not tile.consumers else PAIRS_SINCE if tile.blocks == 2 else GLUON_SINCE
-
-
-def compiles(tile: MatmulTile) -> bool:
-    """Whether the Triton that is installed has what the tile's kernel is written in."""
-    return triton_version() >= triton_for(tile)
-
-
-def available(tile: MatmulTile) -> bool:
-    """Whether this process may use the tile's kernel: TPKERNELS_GLUON=0 leaves out those of Gluon."""
-    return compiles(tile) and (not tile.consumers or env_flag("TPKERNELS_GLUON", default=True))

@@ -32,7 +32,7 @@ from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import require_matrices, require_parameter, require_statistic
 from tpkernels.kernels.target import target_of
-from tpkernels.kernels.tiles import RowTile, row_tile
+from tpkernels.kernels.tiles import BlockTile, row_tile
 
 mend()
 
@@ -91,7 +91,7 @@ def rms_norm_fwd(
     weight: Tensor,
     *,
     eps: float = 1e-5,
-    tile: RowTile | None = None,
+    tile: BlockTile | None = None,
 ) -> NormForward:
     """x / rms(x) * weight, in the dtype of x.
 
@@ -108,7 +108,7 @@ def layer_norm_fwd(
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
-    tile: RowTile | None = None,
+    tile: BlockTile | None = None,
 ) -> NormForward:
     """x, centred and scaled to unit variance, times weight plus bias, in the dtype of x.
 
@@ -125,7 +125,7 @@ def _norm_fwd(
     bias: Tensor | None,
     eps: float,
     centre: bool,
-    tile: RowTile | None,
+    tile: BlockTile | None,
 ) -> NormForward:
     require_matrices(launcher, ("x", x))
     require_parameter(launcher, "weight", weight, x)
@@ -228,7 +228,7 @@ def rms_norm_bwd(
     weight: Tensor,
     rstd: Tensor,
     *,
-    tile: RowTile | None = None,
+    tile: BlockTile | None = None,
 ) -> NormBackward:
     """The gradients of `rms_norm_fwd`.
 
@@ -247,7 +247,7 @@ def layer_norm_bwd(
     mean: Tensor,
     rstd: Tensor,
     *,
-    tile: RowTile | None = None,
+    tile: BlockTile | None = None,
 ) -> NormBackward:
     """The gradients of `layer_norm_fwd`; arguments as in `rms_norm_bwd`.
 
@@ -263,7 +263,7 @@ def _norm_bwd(
     weight: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
-    tile: RowTile | None,
+    tile: BlockTile | None,
 ) -> NormBackward:
     require_matrices(launcher, ("dy", dy), ("x", x))
     if dy.shape != x.shape:

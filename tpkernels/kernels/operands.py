@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tpkernels.kernels.recipe import BLOCK, MX_BLOCK
+from tpkernels.kernels.recipe import BLOCK
 from tpkernels.kernels.target import Target
 
 Form = Literal["descriptor", "pointer"]
@@ -140,15 +140,14 @@ def require_tensors(launcher: str, *named: Named) -> None:
             )
 
 
-def require_scaled(launcher: str, *named: tuple[str, Tensor, Tensor], mx: bool = False) -> None:
+def require_scaled(launcher: str, *named: tuple[str, Tensor, Tensor]) -> None:
     """Two matrices in fp8 that are multiplied, each with its scales: names, data and scale as of `Scaled`.
 
-    The second one's scales may be one for each 128 of its rows. mx: they are bytes of MXFP8
+    The second one's scales may be one for each 128 of its rows.
     """
     (_, first, first_scale), _ = named
-    scales = torch.uint8 if mx else torch.float32
     for name, data, scale in named:
-        for what, tensor, dtypes in ((name, data, FP8), (f"{name}'s scale", scale, (scales,))):
+        for what, tensor, dtypes in ((name, data, FP8), (f"{name}'s scale", scale, (torch.float32,))):
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{launcher}: expected a Tensor as {what}, got {type(tensor).__name__}")
             if tensor.dtype not in dtypes or tensor.layout != torch.strided:
@@ -167,16 +166,11 @@ def require_scaled(launcher: str, *named: tuple[str, Tensor, Tensor], mx: bool =
                 f"{launcher}: expected the rows of {name} contiguous, as tensor cores read fp8, got strides "
                 f"{data.stride()}: quantize the transposed matrix instead"
             )
-        blocks = -(-features // (MX_BLOCK if mx else BLOCK))
+        blocks = -(-features // BLOCK)
         shapes = {(rows, 1), (rows, blocks)} | ({(-(-rows // BLOCK), blocks)} if data is not first else set())
-        counts = f"1 or {blocks}"
-        if mx:
-            shapes, counts = {(rows, blocks)}, f"{blocks}"
-            if scale.stride(1) != 1 and blocks > 1:
-                raise ValueError(f"{launcher}: expected {name}'s scale with contiguous rows, as `Scaled` has")
         if tuple(scale.shape) not in shapes or scale.shape[1] != first_scale.shape[1]:
             raise ValueError(
-                f"{launcher}: expected {name}'s scale of shape ({rows}, S), where S is {counts}, the "
+                f"{launcher}: expected {name}'s scale of shape ({rows}, S), where S is 1 or {blocks}, the "
                 f"same for both matrices, got {tuple(scale.shape)}, where the first has "
                 f"{tuple(first_scale.shape)}"
             )

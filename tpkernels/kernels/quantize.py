@@ -15,14 +15,11 @@ x may lie in memory by rows or by columns (`w.t()`), and is read along its memor
 is rows. Scales of rows need all of a row first: a program holds rows of up to 16k columns, and reads longer
 ones, and columns, twice. The second time goes backwards, as what was read last is still in the cache.
 
-Rows and columns of one matrix of 16 bits take 8 bytes of traffic an element by themselves, if no cache helps:
-3 for rows, 5 for columns. `quantize_both` takes 6.25: what writes rows finds the largest sizes of columns, a
-row of them for each 32, which what writes columns reads in place of the matrix.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 import triton
@@ -34,12 +31,11 @@ from tpkernels.kernels.activations import GATE_OF, Activation, Glu, require_acti
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.launch_plans import planned
-from tpkernels.kernels.mx import quantize_mx
 from tpkernels.kernels.operands import require_matrices
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
 from tpkernels.kernels.scaled import words_of
 from tpkernels.kernels.target import fast_math, require_fp8, target_of
-from tpkernels.kernels.tiles import MAX_FEATURES, RowTile, row_tile
+from tpkernels.kernels.tiles import MAX_FEATURES, BlockTile, row_tile
 
 mend()
 
@@ -145,57 +141,10 @@ def _quantize_rows_kernel(
 
 
 @triton.jit
-def _quantize_rows_and_largest_kernel(
-    x_ptr,  # (T, K)
-    words_ptr,  # (T, pitch / 4) contiguous, int32
-    largest_ptr,  # (programs, K) contiguous, int32: the largest size of each column in a program's rows
-    T,
-    K,
-    stride_xt,
-    stride_xk,
-    scales_at,  # the byte of a row of words at which its scales begin: K, rounded up to words
-    pitch,  # bytes of a row of words
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,  # at least K
-):
-    """One program takes CHUNK rows, BLOCK_ROWS at a time."""
-    # int64: T * K passes 2**31 at 512k tokens of width 4096
-    program = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK_COLS).to(tl.int64)
-    largest = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.int32)
-    for step in tl.range(0, CHUNK, BLOCK_ROWS):
-        t = program * CHUNK + step + tl.arange(0, BLOCK_ROWS)
-        in_rows = t < T
-        mask = in_rows[:, None] & (k < K)[None, :]
-        values = tl.load(x_ptr + t[:, None] * stride_xt + k[None, :] * stride_xk, mask, 0.0).to(tl.float32)
-        sizes = _sizes(values)
-        largest = tl.maximum(largest, sizes)
-        scale = _scale_of(tl.max(sizes, axis=1), FORMAT, POWER_OF_TWO)
-        _store_data(
-            words_ptr,
-            t[:, None],
-            k[None, :],
-            T,
-            scales_at,
-            pitch,
-            values,
-            scale[:, None],
-            FORMAT,
-            POWER_OF_TWO,
-        )
-        _store_scale(words_ptr, t, in_rows, scales_at, pitch, scale)
-    tl.store(largest_ptr + program * K + k, tl.max(largest, axis=0), k < K)
-
-
-@triton.jit
 def _quantize_strips_kernel(
     x_ptr,  # (T, K)
     u_ptr,  # (T, K), unread unless GATED
     words_ptr,  # (T, pitch / 4) contiguous, int32
-    largest_ptr,  # (count, T) contiguous, int32: the largest size in columns of each row; unread unless FOUND
     T,
     K,
     stride_xt,
@@ -204,46 +153,29 @@ def _quantize_strips_kernel(
     stride_uk,
     scales_at,  # the byte of a row of words at which its scales begin: K, rounded up to words
     pitch,  # bytes of a row of words
-    count,
     FORMAT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     FAST: tl.constexpr,
-    FOUND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """One program goes through BLOCK_ROWS rows twice: for their scales, and back to write them.
-
-    If largest sizes are FOUND, each of program_id(1) writes a part of them, and goes through that alone.
-    """
+    """One program goes through BLOCK_ROWS rows twice: for their scales, and back to write them."""
     # int64: T * K passes 2**31 at 512k tokens of width 4096
     t = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = t < T
     x_rows, u_rows = t[:, None] * stride_xt, t[:, None] * stride_ut
     largest = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.int32)
-    if FOUND:
-        for start in tl.range(0, count, BLOCK_COLS, num_stages=3):
-            i = (start + tl.arange(0, BLOCK_COLS)).to(tl.int64)[None, :]
-            found = tl.load(largest_ptr + i * T + t[:, None], in_rows[:, None] & (i < count), 0)
-            largest = tl.maximum(largest, found)
-    else:
-        for start in tl.range(0, K, BLOCK_COLS, num_stages=3):
-            k = (start + tl.arange(0, BLOCK_COLS)).to(tl.int64)
-            mask = in_rows[:, None] & (k < K)[None, :]
-            x_offsets, u_offsets = x_rows + k[None, :] * stride_xk, u_rows + k[None, :] * stride_uk
-            values = _values(x_ptr, u_ptr, x_offsets, u_offsets, mask, ACTIVATION, GATED, FAST)
-            largest = tl.maximum(largest, _sizes(values))
+    for start in tl.range(0, K, BLOCK_COLS, num_stages=3):
+        k = (start + tl.arange(0, BLOCK_COLS)).to(tl.int64)
+        mask = in_rows[:, None] & (k < K)[None, :]
+        x_offsets, u_offsets = x_rows + k[None, :] * stride_xk, u_rows + k[None, :] * stride_uk
+        values = _values(x_ptr, u_ptr, x_offsets, u_offsets, mask, ACTIVATION, GATED, FAST)
+        largest = tl.maximum(largest, _sizes(values))
     scale = _scale_of(tl.max(largest, axis=1), FORMAT, POWER_OF_TWO)
     blocks = tl.cdiv(K, BLOCK_COLS)
-    first, last, keeps_scale = 0, blocks, in_rows
-    if FOUND:  # programs share the rows
-        share = tl.cdiv(blocks, tl.num_programs(1))
-        first = tl.program_id(1) * share
-        last = tl.minimum(first + share, blocks)
-        keeps_scale = in_rows & (first == 0)
-    for done in tl.range(first, last, num_stages=3):
+    for done in tl.range(0, blocks, num_stages=3):
         k = ((blocks - 1 - done) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)).to(tl.int64)
         mask = in_rows[:, None] & (k < K)[None, :]
         x_offsets, u_offsets = x_rows + k[None, :] * stride_xk, u_rows + k[None, :] * stride_uk
@@ -260,7 +192,7 @@ def _quantize_strips_kernel(
             FORMAT,
             POWER_OF_TWO,
         )
-    _store_scale(words_ptr, t, keeps_scale, scales_at, pitch, scale)
+    _store_scale(words_ptr, t, in_rows, scales_at, pitch, scale)
 
 
 @triton.jit
@@ -311,19 +243,11 @@ def _quantize_blocks_kernel(
         tl.store(first_scale + i, tl.zeros((BLOCK_ROWS, 32), tl.int32), mask)
 
 
-class _Tile(NamedTuple):
-    """What a program holds at a time."""
-
-    block_rows: int
-    block_cols: int
-    num_warps: int
-
-
-_COLUMNS = _Tile(32, 128, num_warps=8)  # of x that lies by columns: 64 bytes of each
-_LONG_ROWS = _Tile(1, 4096, num_warps=8)
-_BLOCKS = _Tile(8, 8 * BLOCK, num_warps=8)  # a row's scales fill a sector
-_BLOCKS_BY_COLUMNS = _Tile(32, BLOCK, num_warps=8)
-_SQUARES = _Tile(BLOCK, BLOCK, num_warps=16)
+_COLUMNS = BlockTile(32, 128, num_warps=8)  # of x that lies by columns: 64 bytes of each
+_LONG_ROWS = BlockTile(1, 4096, num_warps=8)
+_BLOCKS = BlockTile(8, 8 * BLOCK, num_warps=8)  # a row's scales fill a sector
+_BLOCKS_BY_COLUMNS = BlockTile(32, BLOCK, num_warps=8)
+_SQUARES = BlockTile(BLOCK, BLOCK, num_warps=16, chunk=BLOCK)
 
 
 @planned
@@ -382,66 +306,6 @@ def quantize_glu(
     return _quantize("quantize_glu", g, u, GATE_OF[kind], format, scaling, power_of_two, False, out)
 
 
-class BothWords(NamedTuple):
-    """What `quantize_both` returns."""
-
-    rows: Tensor  # of x
-    columns: Tensor  # the rows of its transpose
-
-
-@planned
-def quantize_both(x: Tensor, *, format: Format, scaling: Scaling, power_of_two: bool = False) -> BothWords:
-    """`quantize` of x and of x.t(): x is read once for MXFP8; with a scale a row twice, and not three times.
-
-    Rows are written when they are first read, which gives the largest sizes of columns. Two calls quantize
-    rows that no program holds, and a matrix that is contiguous in neither direction.
-
-    x: (rows, columns), of any strides
-    """
-    name = "quantize_both"
-    require_matrices(name, ("x", x))
-    _require_words(name, "scaling", scaling, Literal["rows", "mx"])
-    if scaling == "mx":
-        _require_words(name, "format", format, Format)
-        require_fp8(name, target_of(x.device))
-        both = BothWords(*(_empty_words(each, "mx") for each in (x, x.t())))
-        quantize_mx(x, None, format=format, rows=both.rows, columns=both.columns)
-        return both
-    by_columns = x.stride(0) == 1 != x.stride(1)
-    one = x.t() if by_columns else x
-    T, K = one.shape
-    if one.stride(1) != 1 or not 0 < K <= MAX_FEATURES or not T:
-        apart = (
-            _quantize(name, each, None, "none", format, "rows", power_of_two, False, None)
-            for each in (x, x.t())
-        )
-        return BothWords(*apart)
-    _require_words(name, "format", format, Format)
-    require_fp8(name, target_of(x.device))
-    tile = row_tile(name, K)
-    programs = launch.ceil_div(T, tile.chunk)
-    rows, columns = (_empty_words(each, "rows") for each in (one, one.t()))
-    largest = launch.empty((programs, K), torch.float32, x.device).view(torch.int32)
-    launch.on(x.device, _quantize_rows_and_largest_kernel, (programs,))(
-        one,
-        rows,
-        largest,
-        T,
-        K,
-        *one.stride(),
-        4 * launch.ceil_div(K, 4),
-        4 * rows.shape[1],
-        FORMAT=format,
-        POWER_OF_TWO=power_of_two,
-        CHUNK=tile.chunk,
-        BLOCK_ROWS=tile.block_rows,
-        BLOCK_COLS=tile.block_cols,
-        num_warps=tile.num_warps,
-    )
-    _start_strips(one.t(), None, columns, "none", format, power_of_two, _COLUMNS, largest)
-    return BothWords(*((columns, rows) if by_columns else (rows, columns)))
-
-
 def _empty_words(x: Tensor, scaling: Scaling) -> Tensor:
     """Memory for the words of x, made as fp32, of which tests see what was not written."""
     shape = x.shape[0], words_of(x.shape[1], scaling)
@@ -479,39 +343,20 @@ def _quantize(
         (words,) = launch.results(launcher, out, shapes, inputs, dtype=torch.int32)
     if not words.numel():
         return words
-    if scaling == "mx":
-        quantize_mx(x, u, format=format, activation=activation, rows=words, columns=None)
-        return words
     by_columns = x.stride(0) == 1 != x.stride(1)
-    tile: _Tile | RowTile
     if scaling == "blocks":
         tile = _SQUARES if square else _BLOCKS_BY_COLUMNS if by_columns else _BLOCKS
         constants = {"SQUARE": square, "BLOCK": BLOCK, "GROUPS": tile.block_cols // BLOCK}
         _start(_quantize_blocks_kernel, x, u, words, activation, format, power_of_two, tile, constants)
     elif by_columns or K > MAX_FEATURES:
         tile = _COLUMNS if by_columns else _LONG_ROWS
-        _start_strips(x, u, words, activation, format, power_of_two, tile, None)
+        constants = {"BLOCK_COLS": tile.block_cols}
+        _start(_quantize_strips_kernel, x, u, words, activation, format, power_of_two, tile, constants)
     else:
         tile = row_tile(launcher, max(K, 1))
         constants = {"BLOCK_COLS": tile.block_cols}
         _start(_quantize_rows_kernel, x, u, words, activation, format, power_of_two, tile, constants)
     return words
-
-
-def _start_strips(
-    x: Tensor,
-    u: Tensor | None,
-    words: Tensor,
-    activation: Activation,
-    format: Format,
-    power_of_two: bool,
-    tile: _Tile,
-    largest: Tensor | None,
-) -> None:
-    """largest: (count, rows) sizes, of which each row's is the largest, if they are known."""
-    found = (words, 0) if largest is None else (largest, largest.shape[0])
-    constants = {"BLOCK_COLS": tile.block_cols, "FOUND": largest is not None}
-    _start(_quantize_strips_kernel, x, u, words, activation, format, power_of_two, tile, constants, found)
 
 
 def _start(
@@ -522,31 +367,24 @@ def _start(
     activation: Activation,
     format: Format,
     power_of_two: bool,
-    tile: _Tile | RowTile,
+    tile: BlockTile,
     constants: dict[str, Any],
-    found: tuple[Tensor, int] | tuple[()] = (),
 ) -> None:
     """Launch what quantizes f(x), or f(x) * u, into words."""
     T, K = x.shape
     target, programs = target_of(x.device), launch.ceil_div(T, tile.block_rows)
-    grid: tuple[int, ...] = (programs,)
     if "GROUPS" in constants:
-        grid = (programs * launch.ceil_div(K, tile.block_cols),)
-    elif constants.get("FOUND"):  # each reads all of the sizes again, which are a 16th of its columns
-        most = min(8, launch.ceil_div(K, tile.block_cols))
-        grid = programs, min(most, launch.ceil_div(2 * target.processors, programs))
-    launch.on(x.device, kernel, grid)(
+        programs *= launch.ceil_div(K, tile.block_cols)
+    launch.on(x.device, kernel, (programs,))(
         x,
         x if u is None else u,
         words,
-        *found[:1],
         T,
         K,
         *x.stride(),
         *(x if u is None else u).stride(),
         4 * launch.ceil_div(K, 4),
         4 * words.shape[1],
-        *found[1:],
         FORMAT=format,
         POWER_OF_TWO=power_of_two,
         ACTIVATION=activation,

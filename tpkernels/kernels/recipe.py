@@ -10,20 +10,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Format = Literal["e4m3", "e5m2"]
-Scaling = Literal["rows", "blocks", "mx"]
+Scaling = Literal["rows", "blocks"]
 Wgrad = Literal["bf16", "fp8"]
 FastAccumulate = Literal["never", "forward", "always"]
 BLOCK = 128  # elements that share a scale: of a row, and of a weight's rows as well
-MX_BLOCK = 32  # elements of a row that share a scale of MXFP8
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is rounded to fp8, and with which scales. Make one by `rowwise`, `blockwise` or `mxfp8`.
+    """What is rounded to fp8, and with which scales. Make one by `rowwise` or `blockwise`.
 
     scaling: one fp32 scale a row of activations and of weights (`rows`); or one for each 128 elements of a
-        row of activations and each 128 x 128 of a weight (`blocks`). `mx`: a byte, a power of two, for each
-        32 elements along the depth of a product
+        row of activations and each 128 x 128 of a weight (`blocks`)
     power_of_two: scales are powers of two, so that scaling rounds nothing by itself
     wgrad: gradients of weights are multiplied in the dtype of the activations (`bf16`), or in `fp8` too
     gradients: the format of dy; e5m2 has more range and a bit less
@@ -57,15 +55,11 @@ class Recipe:
                 "Recipe: expected wgrad='bf16' with blockwise scales, got 'fp8': a block of a row holds no "
                 "scale for a column; use Recipe.rowwise(wgrad='fp8')"
             )
-        if self.scaling != "rows" and self.fast_accumulate != "never":
-            kind, depth = ("blockwise", BLOCK) if self.scaling == "blocks" else ("mx", MX_BLOCK)
+        if self.scaling == "blocks" and self.fast_accumulate != "never":
             raise ValueError(
-                f"Recipe: expected fast_accumulate='never' with {kind} scales, got {self.fast_accumulate!r}: "
-                f"each {depth} of depth are scaled by themselves; use Recipe.rowwise"
-            )
-        if self.scaling == "mx" and self.power_of_two:
-            raise ValueError(
-                "Recipe: expected power_of_two=False with mx scales, got True: they are powers of two always"
+                "Recipe: expected fast_accumulate='never' with blockwise scales, "
+                f"got {self.fast_accumulate!r}: each {BLOCK} of depth are scaled by themselves; use "
+                "Recipe.rowwise"
             )
 
     @classmethod
@@ -88,21 +82,16 @@ class Recipe:
         """One scale for each 128 elements of a row, and for each 128 x 128 of a weight."""
         return cls("blocks", power_of_two, "bf16", gradients, head)
 
-    @classmethod
-    def mxfp8(cls, *, wgrad: Wgrad = "bf16", gradients: Format = "e4m3", head: bool = False) -> Recipe:
-        """One byte, a power of two, for each 32 elements along a product's depth; Blackwell's own form."""
-        return cls("mx", False, wgrad, gradients, head)
-
     def is_fast(self, *, forward: bool) -> bool:
         """Whether products of this pass may keep sums in few bits."""
         return self.fast_accumulate == "always" or (forward and self.fast_accumulate == "forward")
 
     @classmethod
     def named(cls, name: str) -> Recipe:
-        """As `str` writes it: "rowwise", "blockwise+power_of_two", "mxfp8+wgrad=fp8+gradients=e5m2"."""
+        """As `str` writes it: "rowwise", "blockwise+power_of_two", "rowwise+wgrad=fp8+gradients=e5m2"."""
         kind, *words = name.split("+")
         options: dict[str, Any] = {}
-        kinds: dict[str, Any] = {"rowwise": cls.rowwise, "blockwise": cls.blockwise, "mxfp8": cls.mxfp8}
+        kinds: dict[str, Any] = {"rowwise": cls.rowwise, "blockwise": cls.blockwise}
         for word in words:
             option, _, value = word.partition("=")
             options[option] = value or True
@@ -110,13 +99,13 @@ class Recipe:
             made: Recipe = kinds[kind](**options)
         except (KeyError, TypeError):
             raise ValueError(
-                "Recipe: expected 'rowwise', 'blockwise' or 'mxfp8', with options such as '+power_of_two' or "
+                "Recipe: expected 'rowwise' or 'blockwise', with options such as '+power_of_two' or "
                 f"'+gradients=e5m2', got {name!r}"
             ) from None
         return made
 
     def __str__(self) -> str:
-        words = [{"rows": "rowwise", "blocks": "blockwise", "mx": "mxfp8"}[self.scaling]]
+        words = ["rowwise" if self.scaling == "rows" else "blockwise"]
         words += [name for name in ("power_of_two", "head") if getattr(self, name)]
         words += [f"wgrad={self.wgrad}"] * (self.wgrad != "bf16")
         words += [f"gradients={self.gradients}"] * (self.gradients != "e4m3")

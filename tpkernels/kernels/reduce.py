@@ -22,7 +22,7 @@ from tpkernels.kernels.blocks import load_block, load_vector, store_block
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import DTYPES, require_tensors
 from tpkernels.kernels.target import left_free, resident_programs, target_of
-from tpkernels.kernels.tiles import INTERPRETED_SLOT_SUM, SLOT_SUM, SLOT_SUM_ALONE, SlotSumTile
+from tpkernels.kernels.tiles import INTERPRETED_SLOT_SUM, SLOT_SUM, SLOT_SUM_ALONE, BlockTile
 from tpkernels.kernels.waits import Arrivals, require_arrivals, wait_for
 
 
@@ -159,7 +159,7 @@ def reduce_slots(
     margin: int = 0,
     counted: int = 0,
     tree: bool = False,
-    tile: SlotSumTile | None = None,
+    tile: BlockTile | None = None,
 ) -> Tensor:
     """The sum of the slots, plus the bias once, rounded once.
 

@@ -8,9 +8,6 @@ T rows of K elements, S scales a row (one, or one for each 128 elements):
 
     value[t, k] = data[t, k] * scale[t, k // (K / S)]      as `dequantize` gives it
 
-MXFP8 has a scale for each 32 elements, of one byte b (e8m0): 2^(b - 127), or NaN for 255. Such scales are a
-view in uint8, by which they are known.
-
 One matrix, because what ranks send each other are rows: a row brings its scales along. A weight with one
 scale for each 128 x 128 repeats it in each of its rows.
 
@@ -24,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tpkernels.kernels.recipe import BLOCK, MX_BLOCK, Format, Scaling
+from tpkernels.kernels.recipe import BLOCK, Format, Scaling
 
 DTYPE_OF = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -42,7 +39,6 @@ class Scaled:
     features: int
     format: Format
     scaling: Scaling
-    columns: Tensor | None = None  # words of the transposed matrix, if both were made at once
 
     @property
     def data(self) -> Tensor:
@@ -52,8 +48,6 @@ class Scaled:
     def scale(self) -> Tensor:
         first = -(-self.features // 4)
         count = scales_of(self.features, self.scaling)
-        if self.scaling == "mx":
-            return self.words.view(torch.uint8)[:, 4 * first : 4 * first + count]
         return self.words[:, first : first + count].view(torch.float32)
 
     @property
@@ -66,12 +60,12 @@ class Scaled:
 
     def with_words(self, words: Tensor) -> Scaled:
         """Other rows of the same kind."""
-        return replace(self, words=words, columns=None)
+        return replace(self, words=words)
 
 
 def scales_of(features: int, scaling: Scaling) -> int:
     """How many a row has."""
-    return 1 if scaling == "rows" else -(-features // (BLOCK if scaling == "blocks" else MX_BLOCK))
+    return 1 if scaling == "rows" else -(-features // BLOCK)
 
 
 def words_of(features: int, scaling: Scaling) -> int:
@@ -79,11 +73,8 @@ def words_of(features: int, scaling: Scaling) -> int:
 
     >>> words_of(64, "rows"), words_of(1024, "rows"), words_of(4096, "rows"), words_of(4096, "blocks")
     (17, 264, 1056, 1056)
-    >>> words_of(64, "mx"), words_of(4096, "mx")
-    (17, 1056)
     """
-    scales = scales_of(features, scaling)
-    words = -(-features // 4) + (-(-scales // 4) if scaling == "mx" else scales)
+    words = -(-features // 4) + scales_of(features, scaling)
     start = next((size for least, size in STARTS if features >= least), 4)
     return -(-4 * words // start) * start // 4
 
@@ -104,9 +95,7 @@ def quantize_ref(
     made = Scaled(words, features, format, scaling)
     wide = x.to(torch.float32)
     amax = _largest(wide, scaling, square)
-    scale = scale_ref(amax, format, power_of_two or scaling == "mx")
-    if scaling == "mx":
-        scale = scale.view(torch.int32).bitwise_right_shift(23).to(torch.uint8)
+    scale = scale_ref(amax, format, power_of_two)
     made.scale.copy_(scale)
     by_element = spread(scale, features)
     # a row that has no scale holds zeros: the bits of NaN differ from one machine to the next
@@ -140,10 +129,9 @@ def _largest(wide: Tensor, scaling: Scaling, square: bool) -> Tensor:
     rows, features = wide.shape
     size = wide.abs()
     if scaling != "rows":
-        block = BLOCK if scaling == "blocks" else MX_BLOCK
-        padded = torch.nn.functional.pad(size, (0, -features % block))
-        count = padded.shape[1] // block
-        largest = padded.view(rows, count, block).amax(2)
+        padded = torch.nn.functional.pad(size, (0, -features % BLOCK))
+        count = padded.shape[1] // BLOCK
+        largest = padded.view(rows, count, BLOCK).amax(2)
         if square:
             tall = torch.nn.functional.pad(largest, (0, 0, 0, -rows % BLOCK))
             blocks = tall.view(tall.shape[0] // BLOCK, BLOCK, count).amax(1)
@@ -154,28 +142,7 @@ def _largest(wide: Tensor, scaling: Scaling, square: bool) -> Tensor:
 
 def spread(scale: Tensor, features: int) -> Tensor:
     """A scale for each element, from (T, S); one that all elements share stays (T, 1)."""
-    if scale.dtype == torch.uint8:
-        return in_fp32(scale).repeat_interleave(MX_BLOCK, 1)[:, :features]
     return scale if scale.shape[1] == 1 else scale.repeat_interleave(BLOCK, 1)[:, :features]
-
-
-def in_fp32(scale: Tensor) -> Tensor:
-    """The numbers that bytes of MXFP8 stand for."""
-    bits = scale.to(torch.int32) << 23
-    bits = torch.where(scale == 0, 1 << 22, bits)  # 2^-127 is subnormal in fp32
-    return torch.where(scale == 255, 0x7FC0_0000, bits).view(torch.float32)
-
-
-def swizzled(scale: Tensor) -> Tensor:
-    """Bytes of MXFP8 (T, S) as tensor cores take them: 512 together for each 128 rows and 4 scales.
-
-    In such a tile the scale at row r, column c is number 16 (r mod 32) + 4 (r // 32) + c. Tiles follow each
-    other along the rows' scales; zeros fill those at the edges.
-    """
-    rows, count = scale.shape
-    padded = torch.nn.functional.pad(scale, (0, -count % 4, 0, -rows % BLOCK))
-    tiles = padded.view(padded.shape[0] // BLOCK, 4, 32, padded.shape[1] // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
 
 
 def dequantize_ref(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -187,10 +154,6 @@ def dequantize_ref(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def pad_words(words: Tensor, features: int, scaling: Scaling) -> None:
     """Zero what is neither data nor scale, so that equal matrices have equal words."""
     first = -(-features // 4)
-    count = scales_of(features, scaling)
-    if scaling == "mx":
-        words.view(torch.uint8)[:, 4 * first + count :] = 0
-    else:
-        words[:, first + count :] = 0
+    words[:, first + scales_of(features, scaling) :] = 0
     if features % 4:
         words.view(torch.uint8)[:, features : 4 * first] = 0

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import gluon, launch
+from tpkernels.kernels import launch
 from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act, halves
@@ -31,7 +31,7 @@ from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.linear import LinearForward
 from tpkernels.kernels.operands import Form, require_scaled, require_shape, require_tensors
 from tpkernels.kernels.recipe import BLOCK
-from tpkernels.kernels.target import fast_math, require_fp8, require_mx, target_of
+from tpkernels.kernels.target import fast_math, require_fp8, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -71,19 +71,12 @@ def _scaled_linear_kernel(
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Each program computes every num_programs-th tile of y."""
     row_tiles = tl.cdiv(T, BLOCK_ROWS)
     col_tiles = tl.cdiv(N, BLOCK_COLS)
-    for index in tl.range(
-        tl.program_id(0),
-        row_tiles * col_tiles,
-        tl.num_programs(0),
-        flatten=FLATTEN,
-        warp_specialize=SPECIALIZE,
-    ):
+    for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
         scaled_tile(
             x,
@@ -331,12 +324,11 @@ class ScaledProduct(NamedTuple):
         bias: Tensor | None,
         activation: Activation,
         dtype: str,
-        mx: bool = False,
     ) -> ScaledProduct:
-        """Of such operands, or an error. mx: whether their scales are bytes"""
+        """Of such operands, or an error."""
         if dtype not in RESULTS:
             raise ValueError(f"{launcher}: expected dtype of {', '.join(RESULTS)}; got {dtype!r}")
-        require_scaled(launcher, ("x", x, x_scale), ("weight", weight, w_scale), mx=mx)
+        require_scaled(launcher, ("x", x, x_scale), ("weight", weight, w_scale))
         require_activation(launcher, activation)
         (T, K), N = x.shape, weight.shape[0]
         why = f"(out_features, in_features) for x {tuple(x.shape)}"
@@ -344,7 +336,7 @@ class ScaledProduct(NamedTuple):
         if bias is not None:
             require_tensors(launcher, ("bias", bias))
         require_shape(launcher, "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
-        (require_mx if mx else require_fp8)(launcher, target_of(x.device))
+        require_fp8(launcher, target_of(x.device))
         return ScaledProduct(T, N, K, RESULTS[dtype])
 
 
@@ -361,10 +353,8 @@ class Promotion(NamedTuple):
     def of(
         launcher: str, product: launch.ProductLaunch, x_scale: Tensor, w_scale: Tensor, fast_accumulate: bool
     ) -> Promotion:
-        if product.tile.consumers or product.tile.block_depth > BLOCK:
-            raise ValueError(
-                f"{launcher}: expected a tile of at most {BLOCK} depth, without consumers, got {product.tile}"
-            )
+        if product.tile.block_depth > BLOCK:
+            raise ValueError(f"{launcher}: expected a tile of at most {BLOCK} depth, got {product.tile}")
         by_block = x_scale.shape[1] != 1
         promote = by_block or not fast_accumulate
         shared = 1 if w_scale.shape[0] == product.cols else BLOCK
@@ -407,17 +397,7 @@ def scaled_linear_fwd(
     y, z = written[0], written[-1]
     matrices = (("x", x), ("weight", weight), ("y", y), ("z", z))
     product = launch.product(name, "linear", matrices, (T, N), tile, form)
-    if y.numel() and product.tile.consumers:
-        gluon.multiply_scaled(
-            product,
-            (x, weight),
-            (x_scale, w_scale),
-            bias,
-            written,
-            activation=activation,
-            promote=not fast_accumulate,
-        )
-    elif y.numel():
+    if y.numel():
         promotion = Promotion.of(name, product, x_scale, w_scale, fast_accumulate)
         y_block = product.block(y, "rows", "part")
         product.start(_scaled_linear_kernel)(

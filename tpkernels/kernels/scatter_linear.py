@@ -66,12 +66,11 @@ def _scatter_linear_kernel(
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Each program computes every num_programs-th tile, chunk by chunk."""
     # one loop over tiles and depth would hold the barrier, and so load nothing ahead
-    tl.static_assert(not (FLATTEN or SPECIALIZE), "a flattened loop waits for each load")
+    tl.static_assert(not FLATTEN, "a flattened loop waits for each load")
     PART: tl.constexpr = BLOCK_COLS // PARTS
     row_tiles = tl.cdiv(chunk_rows, BLOCK_ROWS)
     col_tiles = tl.cdiv(N, BLOCK_COLS)

@@ -59,10 +59,8 @@ L40S = Target("cuda", 89, 142)
 RTX_5090 = Target("cuda", 120, 170)
 MI300 = Target("hip", processors=304)
 
-recorded_target: ContextVar[Target | None] = ContextVar("recorded_target", default=None)
-"""What tensors on the meta device stand for, while `launch.recording`."""
 emulated_target: ContextVar[Target | None] = ContextVar("emulated_target", default=None)
-"""What tensors on the CPU stand for, within `launch.emulation`."""
+"""What tensors on the CPU or the meta device stand for, within `launch.emulation`."""
 
 
 def target_of(device: torch.device) -> Target:
@@ -70,12 +68,10 @@ def target_of(device: torch.device) -> Target:
     kind, interpreting = device.type, _interpret().INTERPRETING  # each look at a device costs
     if kind == "cuda" and not interpreting:
         return _gpu(torch.cuda.current_device() if device.index is None else device.index)
-    if kind == "cpu" and (emulated := emulated_target.get()):
+    if kind in ("cpu", "meta") and (emulated := emulated_target.get()):
         return emulated
     if interpreting and kind == "cpu":
         return INTERPRETER
-    if kind == "meta" and (recorded := recorded_target.get()):
-        return recorded
     wanted, mode = ("the CPU", "without") if interpreting else ("a CUDA device", "with")
     raise ValueError(
         f"kernels expected tensors on {wanted}, got {device}: move them there, use the oracles of "
@@ -139,20 +135,6 @@ def require_fp8(launcher: str, target: Target) -> None:
         raise ValueError(
             f"{launcher}: fp8 expected a GPU of capability 8.9 or later (Ada, Hopper, Blackwell), got "
             f"{obstacle}"
-        )
-
-
-def mx_obstacle(target: Target) -> str | None:
-    """Why there are no products of MXFP8; None if there are."""
-    too_old = target.backend == "cuda" and target.capability < 100
-    return fp8_obstacle(target) or (f"{target.capability / 10}" if too_old else None)
-
-
-def require_mx(launcher: str, target: Target) -> None:
-    require_fp8(launcher, target)
-    if obstacle := mx_obstacle(target):
-        raise ValueError(
-            f"{launcher}: MXFP8 expected a GPU of capability 10.0 or later (Blackwell), got {obstacle}"
         )
 
 

@@ -19,102 +19,61 @@ from typing import Literal, get_args
 import torch
 
 from tpkernels.kernels.matmul_tile import MatmulTile as MatmulTile
-from tpkernels.kernels.matmul_tile import compiles
 from tpkernels.kernels.operands import FP8, Form
 from tpkernels.kernels.target import Target
-from tpkernels.kernels.triton_versions import replacement, spilling
+from tpkernels.kernels.triton_versions import replacement
 
 Kernel = Literal["linear", "glu", "dgrad", "dglu", "wgrad"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 
 @dataclass(frozen=True, slots=True)
-class SumTile:
-    """A sum over rows: a program sums `chunk` rows of `block_cols` columns, `block_rows` at a time."""
-
-    chunk: int
-    block_rows: int
-    block_cols: int
-    num_warps: int
-
-
-SUM = SumTile(chunk=512, block_rows=32, block_cols=128, num_warps=4)
-# Row after row: a sum across threads takes the order of their layout, and that follows from alignment.
-ORDERED_SUM = SumTile(chunk=32, block_rows=1, block_cols=256, num_warps=4)
-INTERPRETED_SUM = SumTile(chunk=32, block_rows=16, block_cols=32, num_warps=4)
-
-
-@dataclass(frozen=True, slots=True)
-class SlotSumTile:
-    """A sum over slots: a program sums blocks of one matrix after the other, its slots in order."""
+class BlockTile:
+    """A kernel bound by memory: a program holds a block of so many rows and columns at a time."""
 
     block_rows: int
     block_cols: int
     num_warps: int
-    per_processor: int  # resident programs
-
-
-SLOT_SUM = SlotSumTile(block_rows=16, block_cols=128, num_warps=4, per_processor=8)
-# Beside a margin a processor has one program: of a larger block, so that enough bytes are on their way to it.
-SLOT_SUM_ALONE = SlotSumTile(block_rows=32, block_cols=512, num_warps=16, per_processor=1)
-INTERPRETED_SLOT_SUM = SlotSumTile(block_rows=16, block_cols=32, num_warps=4, per_processor=1)
-
-
-@dataclass(frozen=True, slots=True)
-class RowTile:
-    """A norm: a program holds `block_rows` whole rows; backward, it goes through `chunk` of them."""
-
-    block_rows: int
-    block_cols: int  # at least the number of features
-    num_warps: int
-    chunk: int = (
-        32  # fixed, so that gradients do not depend on the GPU; 32 keeps partials to 2 % of the traffic
-    )
+    chunk: int = 32  # rows that a program sums; fixed for all GPUs, as sums depend on it
+    per_processor: int = 1  # resident programs
 
     def __post_init__(self) -> None:
         if self.chunk % self.block_rows:
-            raise ValueError(f"RowTile expected block_rows to divide chunk, got {self}")
+            raise ValueError(f"BlockTile expected block_rows to divide chunk, got {self}")
 
 
+# Sums over rows
+SUM = BlockTile(32, 128, num_warps=4, chunk=512)
+# Row after row: a sum across threads takes the order of their layout, and that follows from alignment.
+ORDERED_SUM = BlockTile(1, 256, num_warps=4)
+INTERPRETED_SUM = BlockTile(16, 32, num_warps=4)
+# Sums over slots: a program sums blocks of one matrix after the other, its slots in order
+SLOT_SUM = BlockTile(16, 128, num_warps=4, per_processor=8)
+# Beside a margin a processor has one program: of a larger block, so that enough bytes are on their way to it.
+SLOT_SUM_ALONE = BlockTile(32, 512, num_warps=16)
+INTERPRETED_SLOT_SUM = BlockTile(16, 32, num_warps=4)
+# Cross-entropy: a program takes so many logits of a row at a time
+LOGITS = BlockTile(1, 2048, num_warps=8)
+INTERPRETED_LOGITS = BlockTile(1, 32, num_warps=4)
+# Embeddings: blocks of tokens by features, looked up or added together; chunk: tokens of a row of the table
+EMBEDDING = BlockTile(4, 512, num_warps=4)
+EMBEDDING_GRAD = BlockTile(8, 1024, num_warps=8, chunk=128)  # many tokens may share a row
+INTERPRETED_EMBEDDING = BlockTile(4, 32, num_warps=4, chunk=8)
 MAX_FEATURES = 2**14  # of a norm: a row is held in the registers of one program
 
 
-def row_tile(launcher: str, features: int) -> RowTile:
-    """The tile of a norm over so many features."""
+def row_tile(launcher: str, features: int) -> BlockTile:
+    """The tile of a norm over so many features, whose programs hold whole rows.
+
+    Backward a program goes through a chunk of them: 32 keep partial sums to 2 % of the traffic.
+    """
     if not 0 < features <= MAX_FEATURES:
         raise ValueError(
             f"{launcher}: expected 1 to {MAX_FEATURES} features, got {features}: use torch's own norm"
         )
     block_cols = max(16, 1 << (features - 1).bit_length())
     block_rows = max(1, min(16, 2048 // block_cols))
-    return RowTile(block_rows, block_cols, num_warps=max(4, min(32, block_cols // 512)))
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsTile:
-    """Cross-entropy: a program takes `block_cols` logits of a row at a time."""
-
-    block_cols: int
-    num_warps: int
-
-
-LOGITS = LogitsTile(block_cols=2048, num_warps=8)
-INTERPRETED_LOGITS = LogitsTile(block_cols=32, num_warps=4)
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingTile:
-    """An embedding: blocks of tokens by features, looked up or added together."""
-
-    block_rows: int
-    block_cols: int
-    num_warps: int
-    split: int = 128  # tokens of a row that are added up apart; fixed, as gradients depend on it
-
-
-EMBEDDING = EmbeddingTile(block_rows=4, block_cols=512, num_warps=4)
-EMBEDDING_GRAD = EmbeddingTile(block_rows=8, block_cols=1024, num_warps=8)  # many tokens may share a row
-INTERPRETED_EMBEDDING = EmbeddingTile(block_rows=4, block_cols=32, num_warps=4, split=8)
+    return BlockTile(block_rows, block_cols, num_warps=max(4, min(32, block_cols // 512)))
 
 
 _INTERPRETED = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)
@@ -154,24 +113,12 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
     "linear": (
         _FEW_TOKENS,
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, flatten=True),
-        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, consumers=1),
-        MatmulTile(128, 128, 64, num_warps=4, num_stages=5, parts=4, consumers=2),
-        MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=2, consumers=1, blocks=2),
-        MatmulTile(256, 128, 64, num_warps=8, num_stages=5, parts=2, consumers=1, blocks=2),
     ),
-    "glu": (
-        _FEW_TOKENS,
-        MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1),
-        MatmulTile(256, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),
-    ),
+    "glu": (_FEW_TOKENS,),
     "dgrad": (
         _FEW_TOKENS,
         MatmulTile(128, 128, 64, num_warps=4, num_stages=3, parts=4, per_processor=2),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True),
-        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1),
-        MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2),
-        MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=4, consumers=1, blocks=2),
-        MatmulTile(256, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),
     ),
     "dglu": (
         _FEW_TOKENS,
@@ -179,16 +126,10 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=4, flatten=True),
         MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
         MatmulTile(64, 128, 64, num_warps=4, num_stages=3, parts=4, per_processor=2),
-        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1),
-        MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2),
-        MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1, blocks=2),
-        MatmulTile(256, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),
     ),
     "wgrad": (
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=2),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=4),
-        MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=8, consumers=1),
-        MatmulTile(256, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1, blocks=2),
     ),
 }
 # kernel, tile -> epilogues that it is not shipped with. erf takes more registers than there are, and spills.
@@ -204,23 +145,6 @@ _BLACKWELL_WGRAD = (
     MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4),
     MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
 )
-# Timed beside these on Blackwell: copies, products and epilogues have warps of their own, and sums have two
-# places in tensor memory, so that one tile is stored while the next is multiplied.
-_BLACKWELL: Mapping[Kernel, MatmulTile] = {
-    "linear": MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=2, flatten=True, specialize=True),
-    "glu": MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, specialize=True),
-    "dgrad": MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, specialize=True),
-    "dglu": MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=4, specialize=True),
-    "wgrad": MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, specialize=True),
-}
-# Also timed there: pairs of blocks that multiply together, in Gluon
-_BLACKWELL_PAIRS: Mapping[Kernel, tuple[MatmulTile, ...]] = {
-    "linear": (MatmulTile(256, 256, 64, num_warps=8, num_stages=5, parts=4, consumers=1, blocks=2),),
-    "glu": (MatmulTile(256, 128, 64, num_warps=8, num_stages=5, parts=2, consumers=1, blocks=2),),
-    "dgrad": (MatmulTile(256, 256, 64, num_warps=8, num_stages=4, parts=4, consumers=1, blocks=2),),
-    "dglu": (MatmulTile(256, 256, 64, num_warps=8, num_stages=4, parts=8, consumers=1, blocks=2),),
-    "wgrad": (MatmulTile(256, 256, 64, num_warps=8, num_stages=4, parts=8, consumers=1, blocks=2),),
-}
 _POINTER_SMALL = MatmulTile(16, 64, 64, num_warps=4, num_stages=3)
 _POINTER_ONE_RESULT = (
     MatmulTile(128, 128, 32, num_warps=8, num_stages=3),
@@ -256,12 +180,6 @@ _DESCRIPTOR_FP8: tuple[MatmulTile, ...] = (
 # Timed beside these. Hopper promotes its columns in two turns; Blackwell's sums lie in memory of their own,
 # and take no registers.
 _HOPPER_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=4, parts=4, flatten=True)
-# In roles: one consumer adds its sums while the other multiplies.
-_HOPPER_FP8_ROLES = (
-    MatmulTile(128, 128, 128, num_warps=4, num_stages=5, parts=4, consumers=2, halves=True),
-    MatmulTile(128, 256, 128, num_warps=4, num_stages=4, parts=4, consumers=2, halves=True),
-    MatmulTile(256, 256, 128, num_warps=4, num_stages=4, parts=8, consumers=2, halves=True, blocks=2),
-)
 _BLACKWELL_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=2, flatten=True)
 # Where groups of warps multiply, 64 rows at least: what takes fewer makes 16 bits of fp8 first.
 _POINTER_FP8: tuple[MatmulTile, ...] = (
@@ -273,19 +191,6 @@ _POINTER_FP8_BY_WARPS: tuple[MatmulTile, ...] = (
     MatmulTile(64, 64, 128, num_warps=4, num_stages=3),
     MatmulTile(16, 64, 128, num_warps=4, num_stages=3),
 )
-# MXFP8: tensor cores of Blackwell scale blocks of 128 rows; others make 16 bits of fp8 first.
-_MX: Mapping[Form, tuple[MatmulTile, ...]] = {
-    "descriptor": (_DESCRIPTOR_FP8[0], _BLACKWELL_FP8),
-    "pointer": (MatmulTile(128, 128, 128, num_warps=8, num_stages=3),),
-}
-_MX_RAGGED = MatmulTile(128, 64, 32, num_warps=8, num_stages=2)
-
-
-def mx_tiles(form: Form, target: Target, ragged: bool = False) -> tuple[MatmulTile, ...]:
-    """Every tile that is shipped for products of MXFP8, the first by default. ragged: see `candidates`"""
-    if target.backend == "interpreter":
-        return (_INTERPRETED,)
-    return (_MX_RAGGED,) if ragged and form == "pointer" else _MX[form]
 
 
 def candidates(
@@ -297,14 +202,10 @@ def candidates(
     """
     tiles = default_tiles(kernel, form, dtype, target, ragged)
     if form == "descriptor" and target.backend == "cuda":
-        more: tuple[MatmulTile, ...] = (_BLACKWELL[kernel],)
         if dtype in FP8:
-            more = (_HOPPER_FP8, *_HOPPER_FP8_ROLES) if target.capability == 90 else (_BLACKWELL_FP8,)
+            tiles += (_HOPPER_FP8 if target.capability == 90 else _BLACKWELL_FP8,)
         elif target.capability == 90:
-            more = _HOPPER[kernel]
-        elif target.capability == 100:
-            more += _BLACKWELL_PAIRS[kernel]
-        tiles += tuple(tile for tile in more if compiles(tile))
+            tiles += _HOPPER[kernel]
     return tiles
 
 
@@ -342,25 +243,8 @@ def _fp8_tiles(form: Form, target: Target, ragged: bool) -> tuple[MatmulTile, ..
 
 def serves(kernel: Kernel, tile: MatmulTile, options: Container[str]) -> bool:
     """Whether a shipped tile is one for this epilogue; `options` names activation or gate."""
-    if tile.halves and ("blocks" in options or "float32" in options):
-        return False
-    spills = _SPILLING.get((kernel, tile.name), ()) + spilling(kernel, tile.name)
+    spills = _SPILLING.get((kernel, tile.name), ())
     return not any(option in options for option in spills)
-
-
-_TWO_LOOPS_OR_FLAGS = (
-    *("dgrad_pairs", "gather_linear", "gather_linear_fwd", "gather_scaled_linear_fwd"),
-    "scatter_linear",
-)
-
-
-def specializes(kernel: str, form: Form, target: Target) -> bool:
-    """Whether Triton can give a kernel's warps roles: with one loop over descriptors, on Blackwell.
-
-    With two loops it drops products or takes too much shared memory, and compiles all the same.
-    """
-    able = target.backend == "interpreter" or target.capability >= 100  # the interpreter ignores it
-    return able and form == "descriptor" and kernel not in _TWO_LOOPS_OR_FLAGS
 
 
 def default_tile(
@@ -372,11 +256,8 @@ def default_tile(
     cols: int,
     ragged: bool = False,
 ) -> MatmulTile:
-    """The first default that occupies every processor, else the one that occupies the most.
-
-    Never a tile whose warps have roles: nobody has checked what its kernel computes on this GPU.
-    """
-    tiles = [tile for tile in default_tiles(kernel, form, dtype, target, ragged) if not tile.in_roles]
+    """The first default that occupies every processor, else the one that occupies the most."""
+    tiles = default_tiles(kernel, form, dtype, target, ragged)
     filling = (tile for tile in tiles if tile.tiles(rows, cols) >= target.processors)
     return next(filling, max(tiles, key=lambda tile: tile.tiles(rows, cols)))
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import gluon, launch
+from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import DTYPES, Form, require_matrices, require_shape, require_writable
@@ -51,7 +51,6 @@ def _wgrad_kernel(
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     TMA: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -61,9 +60,7 @@ def _wgrad_kernel(
     col_tiles = tl.cdiv(K, BLOCK_COLS)
     rows = N if SPLITS == 1 else SPLITS * row_tiles * BLOCK_ROWS  # of dw
     items = SPLITS * row_tiles * col_tiles
-    for index in tl.range(
-        tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE
-    ):
+    for index in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN):
         split = index % SPLITS
         row_tile, col_tile = tile_at(index // SPLITS, row_tiles, col_tiles, GROUP)
         n = row_tile * BLOCK_ROWS
@@ -166,10 +163,6 @@ def _launch(
     sums = dw if splits == 1 else _slots(product.tile, dw)
     accumulate_here = accumulate and sums is dw
     reduces = accumulate_here and product.form == "descriptor" and dw.dtype == torch.float32
-    if product.tile.consumers:
-        read = (dw,) if accumulate and not reduces else ()
-        gluon.multiply("wgrad", product, (dy, x), (dw,), inputs=read, adds=reduces)
-        return
     product.start(_wgrad_kernel)(
         product.block(dy, "depth", "rows"),
         product.block(x, "depth", "cols"),

@@ -129,7 +129,6 @@ class Plain:
     segments = 0  # of TP-invariance, that this rank has
     sums_any_order = True  # of tokens: gradients may be summed as rows arrive
     kept: KeptRows = "none"  # the rows that forward keeps of an x that it gathered; none: x itself is kept
-    waits = True  # whether a kernel multiplies gathered rows as they arrive
 
     def __str__(self) -> str:
         return ""
@@ -142,8 +141,8 @@ class Plain:
     def activations(self, x: Tensor) -> Operand:
         return x
 
-    def gradients(self, dy: Tensor, for_weight: bool = False) -> Operand:
-        """Return the operand of dy. for_weight: `weight_gradient` is given it, too"""
+    def gradients(self, dy: Tensor) -> Operand:
+        """Return the operand of dy."""
         return dy
 
     def weight(self, weight: Tensor, transposed: bool) -> Operand:
@@ -232,11 +231,11 @@ class Plain:
         return ProductSum(pairs, transposed)
 
     def weight_gradient(
-        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"], operand: Operand = None
+        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"]
     ) -> Tensor | None:
         """Compute dyᵀ x; None if it was added to a main_grad.
 
-        split: the factor that ranks have shards of; operand: what `gradients` made of dy
+        split: the factor that ranks have shards of
         """
         return weight_gradient(dy, x, into)
 

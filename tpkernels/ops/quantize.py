@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.recipe import Recipe as Recipe
-from tpkernels.kernels.target import Target, fp8_obstacle, mx_obstacle
+from tpkernels.kernels.target import Target, fp8_obstacle
 from tpkernels.ops.inputs import in_forward_mode
 from tpkernels.ops.quantized.weights import reuse_quantized_weights as reuse_quantized_weights
 from tpkernels.tp_invariance import mode
@@ -22,8 +22,7 @@ def require_recipe(owner: str, recipe: object, device: torch.device | str | None
         return
     if not isinstance(recipe, Recipe):
         raise TypeError(
-            f"{owner}: expected quantize=tpkernels.Recipe.rowwise(), .blockwise(), .mxfp8() or "
-            f"None, got {recipe!r}"
+            f"{owner}: expected quantize=tpkernels.Recipe.rowwise(), .blockwise() or None, got {recipe!r}"
         )
     if mode.segments:
         raise ValueError(
@@ -31,7 +30,7 @@ def require_recipe(owner: str, recipe: object, device: torch.device | str | None
             "a rank has of it, and with them the bits; leave out one of them"
         )
     if device is not None:
-        _require_fp8_of(owner, torch.device(device), recipe)
+        _require_fp8_of(owner, torch.device(device))
 
 
 def require_quantizable(op: str, recipe: Recipe, x: Tensor) -> None:
@@ -48,22 +47,15 @@ def require_quantizable(op: str, recipe: Recipe, x: Tensor) -> None:
         )
 
 
-def _require_fp8_of(owner: str, device: torch.device, recipe: Recipe) -> None:
-    """Raise if `device` is a GPU that does not multiply fp8 so. CPUs multiply the same numbers in torch."""
+def _require_fp8_of(owner: str, device: torch.device) -> None:
+    """Raise if `device` is a GPU that does not multiply fp8. CPUs multiply the same numbers in torch."""
     if device.type != "cuda":
         return
     is_amd = torch.version.hip is not None
     major, minor = (0, 0) if is_amd else torch.cuda.get_device_capability(device)
-    target = Target("hip" if is_amd else "cuda", 10 * major + minor)
-    obstacle = fp8_obstacle(target)
-    if obstacle is None and (recipe.scaling != "mx" or mx_obstacle(target) is None):
+    if fp8_obstacle(Target("hip" if is_amd else "cuda", 10 * major + minor)) is None:
         return
     name = torch.cuda.get_device_name(device)
-    if obstacle is None:
-        raise ValueError(
-            f"{owner}: expected a GPU of compute capability 10.0 or later with Recipe.mxfp8(), got {name} of "
-            f"{major}.{minor}, whose tensor cores scale no blocks of 32; use Recipe.blockwise()"
-        )
     if is_amd:
         raise ValueError(
             f"{owner}: expected an NVIDIA GPU with quantize, got {name}: AMD's fp8 has other formats (fnuz), "

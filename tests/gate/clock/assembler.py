@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpkernels.gate.clock import effects
+from tpkernels.gate.clock.cubin import Instruction
 from tpkernels.gate.clock.effects import Effect
-from tpkernels.gate.clock.instructions import Instruction
-from tpkernels.gate.clock.processor import run
-from tpkernels.gate.clock.rates import SmRates
-from tpkernels.gate.clock.semantics import DecodedStep
-from tpkernels.gate.clock.timeline import Run
+from tpkernels.gate.clock.processor import Run, run
+from tpkernels.gate.clock.table import Operation
 from tpkernels.gate.clock.values import BlockValues, Constants, WarpState
 
 Does = Callable[[WarpState], Effect | None] | Effect | None
@@ -21,7 +19,7 @@ Does = Callable[[WarpState], Effect | None] | Effect | None
 class Assembly:
     """Each call appends an instruction; `loop` goes back so many times."""
 
-    steps: list[DecodedStep] = field(default_factory=list)
+    steps: list[Operation] = field(default_factory=list)
 
     def __call__(
         self,
@@ -39,9 +37,9 @@ class Assembly:
         opcode, *modifiers = name.split(".")
         parts = tuple(part.strip() for part in operands.split(",") if part)
         one = Instruction(
-            16 * len(self.steps), guard, opcode, tuple(modifiers), parts, stall, False, writes, reads, waits
+            16 * len(self.steps), guard, opcode, tuple(modifiers), parts, stall, writes, reads, waits
         )
-        self.steps.append(DecodedStep(one, _execute(does, warps)))
+        self.steps.append(Operation(one, _execute(does, warps)))
 
     def loop(self, to: int, count: int) -> None:
         """What is from step `to` to here runs `count` times."""
@@ -75,7 +73,6 @@ def _execute(does: Does, warps: Sequence[int] | None) -> Callable[[WarpState], E
 class SmLaunch:
     warps: int = 1
     resident: int = 1
-    registers: int = 128
     boxes: Mapping[int, int] = field(default_factory=dict)
     programs: Sequence[tuple[int, int, int]] = ((0, 0, 0),)
     predicates: Mapping[str, bool | None] = field(default_factory=dict)
@@ -85,13 +82,8 @@ class SmLaunch:
         return [WarpState(warp, block) for warp in range(self.warps)]
 
 
-MACHINE = SmRates()
-
-
-def timed(
-    program: Assembly, launch: SmLaunch | None = None, machine: SmRates = MACHINE, **options: int
-) -> Run:
-    return run(program.steps, launch or SmLaunch(), machine, **options)  # type: ignore[arg-type]
+def timed(program: Assembly, launch: SmLaunch | None = None, **options: int) -> Run:
+    return run(program.steps, launch or SmLaunch(), **options)  # type: ignore[arg-type]
 
 
 def ring(slots: int, steps: int, size: int = 20_000, products: int = 4) -> tuple[Assembly, SmLaunch]:
@@ -104,13 +96,13 @@ def ring(slots: int, steps: int, size: int = 20_000, products: int = 4) -> tuple
     for slot in range(slots):
         program("SYNCS.EXCH.64", effects.InitMbarrier(full(slot), 1), warps=[4])
         program("SYNCS.EXCH.64", effects.InitMbarrier(empty(slot), 4), warps=[4])
-    program("BAR.SYNC", effects.BarrierSync(0, None))
+    program("BAR.SYNC", effects.BarrierSync())
     program("BRA", lambda state: None if state.warp == 4 else effects.Jump(consume))
     for step in range(steps):
         slot, phase = step % slots, step // slots & 1
         program("SYNCS.PHASECHK", effects.AwaitPhase(empty(slot), 1 - phase), writes=0)
         program("SYNCS.ARRIVE", effects.Arrive(full(slot), 1, size), waits=(0,))
-        program("UTMALDG.2D", effects.Copy(576, 4096 * slot, full(slot), (0, 0)))
+        program("UTMALDG.2D", effects.Copy(576, full(slot)))
     program.end()
     consume = len(program.steps)
     for step in range(steps):

@@ -8,10 +8,13 @@ import json
 import pytest
 
 from tests.gate.clock.examined import clocked, examined, in_fp8, of_rows
+from tpkernels.dispatch.registered import entry_specs
+from tpkernels.dispatch.workload import of_entry
 from tpkernels.gate.clock.cost import Cost
+from tpkernels.gate.clock.model import predict
 
 TWO_BLOCKS = "linear/descriptor/bf16/64x128x64-w4-s4-p2-x2/gelu_tanh+bias+z"
-ROLES = "linear/descriptor/bf16/128x128x64-w4-s5-p4-c2/none"
+FLAT = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/none"
 BLOCKS = "scaled_linear/descriptor/fp8e4nv/64x128x128-w4-s3-p2-x2/none+blocks"
 SHARED = "reduce_slots/pointer/bf16/16x128/bias"  # a grid of blocks that share all tiles
 ALONE = "advance/pointer/bf16/one"  # a grid of one block
@@ -19,7 +22,7 @@ ALONE = "advance/pointer/bf16/one"  # a grid of one block
 
 @pytest.fixture(scope="module")
 def found(compiler):
-    return {name: compiler.run(examined, name) for name in (TWO_BLOCKS, ROLES)}
+    return {name: compiler.run(examined, name) for name in (TWO_BLOCKS, FLAT)}
 
 
 def test_entries_move_and_multiply_what_their_shapes_say_and_end(found):
@@ -27,22 +30,18 @@ def test_entries_move_and_multiply_what_their_shapes_say_and_end(found):
     assert (two.grid, two.resident, two.cost.resident) == ((2, 1, 1), 2, 2)
     assert two.cost.ideal == 2 * 64 * 128 * 64 / 4096  # of one tile: the tensor cores are shared
     assert two.cost.step.cycles >= two.cost.ideal
-    two, roles = found[TWO_BLOCKS], found[ROLES]
     assert two.tensor == 4 * 6 * two.cost.ideal
     operands, bias = 4 * 6 * (64 + 128) * 64 * 2, 4 * 128 * 2
     assert operands < two.fetched <= operands + 32 * bias  # each warp reads the bias anew, by sectors
     assert two.stored == 4 * 2 * 64 * 128 * 2  # y and z
-    assert roles.tensor == 4 * 6 * roles.cost.ideal
-    assert (roles.fetched, roles.stored) == (4 * 6 * (128 + 128) * 64 * 2, 4 * 128 * 128 * 2)
-    assert found[TWO_BLOCKS].exits == 2 * 4
-    assert found[ROLES].exits == 12
-    one, two = found[TWO_BLOCKS].cost, found[ROLES].cost
-    assert two.edge.cycles < 0.1 * one.edge.cycles + 100
+    flat = found[FLAT]
+    assert flat.tensor == 4 * 6 * flat.cost.ideal
+    assert (flat.fetched, flat.stored) == (4 * 6 * (128 + 256) * 64 * 2, 4 * 128 * 256 * 2)
     for name, one in found.items():
         assert one.boxes == one.compiled_boxes != (), name
 
 
-@pytest.mark.parametrize("name", [TWO_BLOCKS, ROLES])
+@pytest.mark.parametrize("name", [TWO_BLOCKS, FLAT])
 def test_what_does_not_fit_the_launch_is_refused(found, name):
     words = {what: error.split(":")[0] for what, error in found[name].faults.items()}
     assert words == {
@@ -79,9 +78,6 @@ def test_costs_survive_json(found):
         ("wgrad/descriptor/bf16/128x256x64-w8-s4-p4-flat/+=fp32", 0),
         # 8 warps look at flags, in 4 tiles
         ("gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z", 32),
-        pytest.param(
-            "linear/descriptor/bf16/128x256x64-w8-s3-p2-c1/gelu_tanh+bias+z", 0, marks=pytest.mark.sweep
-        ),
         pytest.param("linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z", 0, marks=pytest.mark.sweep),
     ],
 )
@@ -117,3 +113,33 @@ def test_rows_are_costed_by_the_block_whoever_computes_it(compiler):
     assert next(iter(shared.edge.waits)) == "scoreboard: LDG"
     assert alone.edge.cycles > 500  # a load
     assert alone.start == 0
+
+
+LINEAR = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
+POINTER = "linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z"
+WGRAD = "wgrad/descriptor/bf16/128x256x64-w8-s4-p4-flat/+=fp32"
+LAYER = (8192, 4096, 3584)  # tokens, out_features, in_features
+OPTIONS = {
+    "two_stages": (LINEAR, {"num_stages": 2}, 30, 60),
+    "one_stage": (LINEAR, {"num_stages": 1}, 70, 130),
+    "four_warps_spill": (LINEAR, {"num_warps": 4}, 50, 200),
+    "not_flattened": (LINEAR, {"FLATTEN": False}, 2, 8),
+    "adds_through_registers": (WGRAD, {"REDUCE": False, "num_stages": 3}, 1, 15),
+    "pointers_one_stage": (POINTER, {"num_stages": 1}, 80, 300),
+    "pointers_alignment_forgotten": (POINTER, {"aligned": frozenset()}, 100, 2000),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "least", "most"),
+    [
+        pytest.param(*case, id=what, marks=[] if what == "pointers_one_stage" else pytest.mark.sweep)
+        for what, case in OPTIONS.items()
+    ],
+)
+def test_a_worse_option_costs_what_it_should(compiler, name, changes, least, most):
+    """All figures are of the model, none is measured; docs/clock.md has the table. In percent of the time."""
+    work = of_entry(entry_specs()[name].entry(), LAYER)
+    costs = [compiler.run(clocked, name, made) for made in ({}, changes)]
+    before, after = (predict(cost, work).seconds for cost in costs)
+    assert least <= 100 * (after / before - 1) <= most

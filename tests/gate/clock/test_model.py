@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tpkernels.gate.catalog import entry_specs
+from tpkernels.dispatch.registered import entry_specs
+from tpkernels.dispatch.workload import of_entry
 from tpkernels.gate.clock.cost import Cost, Stretch
-from tpkernels.gate.clock.faults import TooFast
-from tpkernels.gate.clock.model import ERROR, Board, predict, sharing
-from tpkernels.gate.clock.rates import SmRates
-from tpkernels.gate.clock.workload import Product, of_entry
+from tpkernels.gate.clock.model import ERROR, Board, TooFast, predict
+from tpkernels.gate.clock.workload import Product
 
 PAGE = Path(__file__).parents[3] / "docs" / "clock-validation.md"
 
@@ -46,7 +45,8 @@ def test_a_wave_takes_its_cycles_at_the_clock_that_power_allows_and_a_tile_more_
     assert found.clock == pytest.approx(1.30e9 * found.busy ** (-1 / 3))
     assert found.seconds == pytest.approx(cycles / found.clock)
     assert found.tflops == pytest.approx(132 * 16 * 2 * 128 * 256 * 64 / found.seconds / 1e12)
-    assert (found.idle, found.error) == (0, ERROR)
+    assert (found.idle, found.waves, found.error) == (0, 1, ERROR)
+    assert found.of_peak == pytest.approx(found.tflops / 989.4)
     one, two = (predict(COST, replace(Work(), tiles=tiles), BOARD) for tiles in (132, 133))
     assert two.seconds > 1.4 * one.seconds
     assert two.idle == pytest.approx(1 - 133 / 264)
@@ -81,26 +81,6 @@ def test_stores_cannot_hide_under_a_few_steps():
         found = predict(cost, replace(Work(), shape=(128 * 12, 256 * 11, 64 * steps)), BOARD)
         assert found.seconds * found.clock == pytest.approx(steps * 1229 + edge)
         assert edge == pytest.approx(1638, abs=10)
-    faster = predict(cost, Work(), BOARD, SmRates(fetch=80.0))
-    assert faster.seconds * faster.clock == pytest.approx(16 * 1229)
-
-
-def test_rows_are_told_two_times_where_sms_in_step_would_take_longer():
-    blocks = replace(Work(), product=None, tiles=132, traffic=132 * 10**6)
-    alone = Cost(None, Stretch(50_000.0, {}, 1), 0.0, 0.0, 1, 10**6, 0)
-    rates = sharing(alone, blocks, BOARD)
-    assert rates == SmRates(memory=rates.memory)
-    assert rates.memory == pytest.approx(0.9 * 3.35e12 / 132 / 1.98e9)
-    # where blocks read twice what memory holds, half of it comes from L2
-    assert sharing(replace(alone, bytes=2 * 10**6), blocks, BOARD).memory == pytest.approx(2 * rates.memory)
-    memory = 132e6 / BOARD.memory
-    in_step = replace(alone, edge=Stretch(50_000 + 10**6 / rates.memory, {}, 1))
-    found = predict(alone, blocks, BOARD, in_step=in_step)
-    assert (found.seconds, found.bound) == (pytest.approx(memory), "memory")
-    assert found.slowest == pytest.approx(memory + 50_000 / 1.98e9)
-    assert found.open
-    assert not predict(alone, blocks, BOARD, in_step=alone).open
-    assert predict(alone, blocks, BOARD, in_step=alone).slowest == found.seconds
 
 
 def test_a_time_below_the_bytes_of_the_launch_is_an_error():

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tpkernels.gate import register
-from tpkernels.gate.user_kernels.config import read
-from tpkernels.gate.user_kernels.entries import Inspected, entry_of, inspect_kernels
+from tpkernels.gate.user_kernels.config import inspect_kernels, read
+from tpkernels.gate.user_kernels.entries import Inspected, entry_of
 from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel
 from tpkernels.gate.user_kernels.table import own_kernel
 
@@ -116,7 +116,6 @@ def test_table_and_kernel_that_disagree_are_told(changes, kernel, told):
 REGISTERING = """
 from kernels import scale_kernel
 from tpkernels.gate import register
-from tpkernels.gate.user_kernels.table import tables
 
 register(scale_kernel, {"x": "*bf16"}, num_warps=8)
 for wrong in ({"rules": ["speed"]}, {}):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tpkernels.cli.check import PREPARE
 from tpkernels.gate.user_kernels.children import answers
 from tpkernels.gate.user_kernels.table import own_kernel
 
@@ -150,7 +151,7 @@ def told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("team")
     (folder / "code.py").write_text(CODE)
     items = [
-        {"name": name, "table": own_kernel(name, table).as_table(), "sizes": 0}
+        {"name": name, "table": own_kernel(name, table).as_table(), "sizes": 0, "prepare": PREPARE}
         for name, (table, _, _) in CASES.items()
     ]
     variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -7,9 +7,9 @@ import torch
 
 from tests.gate.user_kernels.test_config import product
 from tpkernels.gate.clock.workload import Product
-from tpkernels.gate.user_kernels import config
-from tpkernels.gate.user_kernels.config import OwnWorkload
+from tpkernels.gate.user_kernels import workload
 from tpkernels.gate.user_kernels.table import own_kernel
+from tpkernels.gate.user_kernels.workload import OwnWorkload
 
 ARGUMENTS = ("a", "c", "M", "N", "K")
 
@@ -17,7 +17,7 @@ ARGUMENTS = ("a", "c", "M", "N", "K")
 @pytest.fixture
 def launched(monkeypatch):
     """What would be launched, instead of it."""
-    monkeypatch.setattr(config, "launch_of", lambda built, values, *rest: (values, *rest))
+    monkeypatch.setattr(workload, "launch_of", lambda built, values, *rest: (values, *rest))
 
 
 def test_a_product_is_launched_in_tiles_and_steps_and_a_persistent_grid_asks_for_processors(launched):

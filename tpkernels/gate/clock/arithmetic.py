@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tpkernels.gate.clock.instructions import Instruction
+from tpkernels.gate.clock.cubin import Instruction
 from tpkernels.gate.clock.operands import (
     NOWHERE,
     Meaning,
@@ -45,14 +45,8 @@ def _settled(value: Any) -> Any:
 
 def _by_lane(compute: Callable[..., int]) -> Callable[..., Value]:
     """A function of plain ints, for what is rare with lanes: one after the other."""
-
-    def run(*values: Any) -> Value:
-        if all(value.__class__ is not np.ndarray for value in values):
-            return compute(*values)
-        lanes = np.broadcast_arrays(*values, np.empty(32))[:-1]
-        return np.array([compute(*map(int, lane)) for lane in zip(*lanes, strict=True)], dtype=np.int64)
-
-    return run
+    found = _by_lane_all(lambda *values: (compute(*values),))
+    return lambda *values: _settled(found(*values)[0])
 
 
 def _by_lane_all(compute: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Value, ...]]:
@@ -81,10 +75,6 @@ def add(one: Instruction) -> Meaning:
     taken = tuple(source(text) for text in rest[count:] if text not in ("!PT", "!UPT"))
 
     if not carries:
-        if len(sources) == 3 and sources[2].name in ZERO and not taken:
-            return assign(to, sources[:2], lambda a, b: a + b & WORD)
-        if len(sources) == 3 and not taken:
-            return assign(to, sources, lambda a, b, c: a + b + c & WORD)
         return assign(to, sources + taken, lambda *values: sum(values) & WORD)
 
     def with_carries(*values: Any) -> tuple[Any, ...]:
@@ -145,13 +135,9 @@ def multiply_add(one: Instruction) -> Meaning:
 def _multiply_low(
     to: str, a: SourceOperand, b: SourceOperand, c: SourceOperand, taken: tuple[SourceOperand, ...]
 ) -> Meaning:
-    if (a.name in ZERO or b.name in ZERO) and not taken:
-        return copy((to,), (c.name,)) if c.change is None else assign(to, (c,), lambda x: x & WORD)
-    if c.name in ZERO and not taken:
-        return assign(to, (a, b), lambda x, y: x * y & WORD)
-    if taken:
-        return assign(to, (a, b, c, *taken), lambda x, y, z, carry: x * y + z + carry & WORD)
-    return assign(to, (a, b, c), lambda x, y, z: x * y + z & WORD)
+    if (a.name in ZERO or b.name in ZERO) and not taken:  # a move
+        return assign(to, (c,), lambda x: x & WORD)
+    return assign(to, (a, b, c, *taken), lambda x, y, z, *carry: x * y + z + sum(carry) & WORD)
 
 
 def shift_add(one: Instruction) -> Meaning:
@@ -184,22 +170,12 @@ def shift(one: Instruction) -> Meaning:
     left, wraps, upper = "L" in one.modifiers, "W" in one.modifiers, "HI" in one.modifiers
     signs = any(kind in one.modifiers for kind in ("S32", "S64"))
     most = 63 if {"S64", "U64"} & set(one.modifiers) else 32
-    if count.name.startswith("#") and not wraps and low.change is high.change is None:
-        by = min(int(count.name[1:]), most)
-        if left and not upper and by < 32:
-            return assign(to, (low,), lambda a: a << by & WORD)
-        if not left and upper and not signs:
-            return assign(to, (high,), lambda a: _settled(a >> by))
-        if not left and upper:
-            return assign(to, (high,), lambda a: _settled(((a ^ SIGN) - SIGN) >> by & WORD))
 
     def compute(a: int, by: int, c: int) -> int:
         by = by & (most | 31 if most == 63 else 31) if wraps else min(by, most)
         whole = (((c ^ SIGN) - SIGN) if signs else c) << 32 | a
         whole = whole << by if left else whole >> by
-        if upper or not left or most == 63:
-            return (whole >> 32 if upper else whole) & WORD
-        return whole & WORD
+        return (whole >> 32 if upper else whole) & WORD
 
     return assign(to, (low, count, high), _by_lane(compute))
 
@@ -239,33 +215,19 @@ def _depends(table: int, bit: int) -> bool:
 @cache
 def _of_table(table: int, used: tuple[int, ...]) -> Callable[..., Any]:
     """The function of the operands that matter (0 is a) which is 1 where the table is."""
-    known: dict[tuple[int, tuple[int, ...]], Callable[..., Any]] = {
-        (0xC0, (0, 1)): lambda a, b: a & b,
-        (0xFC, (0, 1)): lambda a, b: a | b,
-        (0x3C, (0, 1)): lambda a, b: a ^ b,
-        (0x30, (0, 1)): lambda a, b: a & (b ^ WORD),
-        (0x0C, (0, 1)): lambda a, b: (a ^ WORD) & b,
-        (0x33, (1,)): lambda b: b ^ WORD,
-        (0x0F, (0,)): lambda a: a ^ WORD,
-        (0xF8, (0, 1, 2)): lambda a, b, c: a | b & c,
-        (0xFE, (0, 1, 2)): lambda a, b, c: a | b | c,
-        (0x78, (0, 1, 2)): lambda a, b, c: a ^ b & c,
-        (0x96, (0, 1, 2)): lambda a, b, c: a ^ b ^ c,
-        (0x80, (0, 1, 2)): lambda a, b, c: a & b & c,
-        (0xE2, (0, 1, 2)): lambda a, b, c: a & b | c & (b ^ WORD),
-    }
-    if (table, used) in known:
-        return known[table, used]
+    terms = [
+        [index >> place & 1 for place in range(len(used))]
+        for index in range(1 << len(used))
+        if table >> sum(1 << 2 - number for place, number in enumerate(used) if index >> place & 1) & 1
+    ]
 
     def compute(*values: Any) -> Any:
         result: Any = 0
-        for index in range(1 << len(used)):
-            chosen = sum(1 << 2 - number for place, number in enumerate(used) if index >> place & 1)
-            if table >> chosen & 1:
-                term: Any = WORD
-                for place, value in enumerate(values):
-                    term = term & (value if index >> place & 1 else value ^ WORD)
-                result = result | term
+        for holds in terms:
+            term: Any = WORD
+            for value, is_set in zip(values, holds, strict=True):
+                term = term & (value if is_set else value ^ WORD)
+            result = result | term
         return result
 
     return compute

@@ -1,25 +1,18 @@
 """The state of warps and blocks, without values in registers: what they wait for, and who waits for them.
 
-Warps of a block meet at named barriers, and at mbarriers, which lie in shared memory and count bytes, too.
+Warps of a block meet at its barrier, and at mbarriers, which lie in shared memory and count bytes, too.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from tpkernels.gate.clock.faults import (
-    MbarrierNotMade,
-    TooManyArrivals,
-    UnexpectedBytes,
-    UnfitRegisters,
-    UnknownPlace,
-)
-from tpkernels.gate.clock.operations import Operation
+from tpkernels.gate.clock.effects import ClockFault
 from tpkernels.gate.clock.resources import GROUP, WarpGroup
+from tpkernels.gate.clock.table import Operation
 from tpkernels.gate.clock.values import WarpState
 
 SCOREBOARDS = 6
-LANES = 32
 
 
 class Warp:
@@ -44,9 +37,6 @@ class Warp:
         self.awaits: object = None  # the same, to be named in a deadlock's message
         self.since = 0.0  # it waits
         self.paused: Operation | None = None  # with which it waits
-        self.registers = block.registers
-        self.drained = -1.0  # when it had all its products, for the epilogue's span
-        self.stores = False  # and whether it has stored anything since
         self.issuing = 0.0  # cycles of stall counts
 
     def hold(self, scoreboard: int, done: float, opcode: str, now: float) -> None:
@@ -59,64 +49,20 @@ class Warp:
 
 
 class ThreadBlock:
-    def __init__(self, number: int, slot: int, warps: int, registers: int, start: float) -> None:
-        self.number, self.slot, self.start, self.running = number, slot, start, warps
-        self.registers = registers  # a thread, at the start
-        self.pool = 0  # registers a thread that warps have given back
-        self.asking: deque[tuple[Warp, int]] = deque()
-        self.mbarriers = Mbarriers()
-        self.barriers: dict[int, Barrier] = {}
+    def __init__(self, number: int, slot: int, warps: int) -> None:
+        self.number, self.slot, self.running = number, slot, warps
+        self.mbarriers: dict[int, Mbarrier] = {}
+        self.waiting: list[Warp] = []  # at the block's barrier
         self.groups = [WarpGroup() for _ in range(-(-warps // GROUP))]
         self.warps: list[Warp] = []
 
-    def barrier(self, number: int) -> Barrier:
-        return self.barriers.setdefault(number, Barrier(number))
-
-    def set_registers(self, warp: Warp, count: int, acquire: bool) -> list[Warp]:
-        """Warps that now have what they asked for, `warp` among them unless it must wait."""
-        more = count - warp.registers
-        if more > 0 and not acquire:
-            raise UnfitRegisters(f"{warp}: gives registers back to have {count}, but has {warp.registers}")
-        if more <= 0:
-            self.pool -= more
-            warp.registers = count
-            return [warp, *self._serve()]
-        self.asking.append((warp, count))
-        return self._serve()
-
-    def _serve(self) -> list[Warp]:
-        served = []
-        while self.asking and self.asking[0][1] - self.asking[0][0].registers <= self.pool:
-            warp, count = self.asking.popleft()
-            self.pool -= count - warp.registers
-            warp.registers = count
-            served.append(warp)
-        return served
-
-
-class Barrier:
-    """A named barrier. Warps arrive in full, so it counts them."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.awaited: int | None = None  # warps; None: all that run
-        self.arrived = 0
-        self.waiting: list[Warp] = []
-
-    def arrive(self, threads: int | None) -> None:
-        self.awaited = None if threads is None else -(-threads // LANES)
-        self.arrived += 1
-
-    def take(self, running: int) -> list[Warp]:
-        """Those who waited, if all have arrived."""
-        if not self.arrived or self.arrived < (running if self.awaited is None else self.awaited):
-            return []
-        waiting, self.waiting, self.arrived = self.waiting, [], 0
-        return waiting
-
-    def __str__(self) -> str:
-        awaited = "all" if self.awaited is None else self.awaited
-        return f"barrier {self.number} ({self.arrived} of {awaited} warps are there)"
+    def mbarrier(self, address: int | None) -> Mbarrier:
+        if address is None:
+            raise ClockFault("an mbarrier is used of which the address is unknown")
+        if address not in self.mbarriers:
+            made = ", ".join(f"{known:#x}" for known in sorted(self.mbarriers)) or "none"
+            raise ClockFault(f"no mbarrier at {address:#x}; there are: {made}")
+        return self.mbarriers[address]
 
 
 class Mbarrier:
@@ -136,7 +82,7 @@ class Mbarrier:
     def arrive(self, count: int, expected: int) -> bool:
         """Whether this ends the phase."""
         if count > self.pending:
-            raise TooManyArrivals(f"{count} more arrivals at {self}")
+            raise ClockFault(f"{count} more arrivals at {self}")
         self.pending -= count
         self.bytes += expected
         return self._end(-1.0)
@@ -144,7 +90,7 @@ class Mbarrier:
     def complete(self, arrived: int, issued: float) -> bool:
         """Bytes of a copy that was issued then; whether they end the phase."""
         if arrived > self.bytes:
-            raise UnexpectedBytes(f"a copy brings {arrived} bytes to {self}")
+            raise ClockFault(f"a copy brings {arrived} bytes to {self}")
         self.bytes -= arrived
         return self._end(issued)
 
@@ -159,21 +105,3 @@ class Mbarrier:
     def __str__(self) -> str:
         awaits = f"{self.pending} of {self.count} arrivals and {self.bytes} bytes"
         return f"mbarrier {self.address:#x}, whose phase {self.phase} awaits {awaits}"
-
-
-class Mbarriers:
-    def __init__(self) -> None:
-        self._made: dict[int, Mbarrier] = {}
-
-    def make(self, address: int | None, count: int | None) -> None:
-        if address is None or count is None:
-            raise UnknownPlace("an mbarrier is made of which address or count are unknown")
-        self._made[address] = Mbarrier(address, count)
-
-    def __getitem__(self, address: int | None) -> Mbarrier:
-        if address is None:
-            raise UnknownPlace("an mbarrier is used of which the address is unknown")
-        if address not in self._made:
-            made = ", ".join(f"{known:#x}" for known in sorted(self._made)) or "none"
-            raise MbarrierNotMade(f"no mbarrier at {address:#x}; there are: {made}")
-        return self._made[address]

@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from math import lcm
+from operator import attrgetter
 from typing import Any
 
-from tpkernels.gate.clock.faults import ClockFault
+from tpkernels.gate.clock.effects import ClockFault
 from tpkernels.gate.clock.launch import Built
-from tpkernels.gate.clock.processor import run
-from tpkernels.gate.clock.rates import SmRates
+from tpkernels.gate.clock.processor import Run, run
+from tpkernels.gate.clock.resources import FLOPS
 from tpkernels.gate.clock.semantics import translate
-from tpkernels.gate.clock.timeline import Run
-from tpkernels.gate.clock.workload import FLOPS_A_CYCLE, Product, Workload
+from tpkernels.gate.clock.workload import Product, Workload
 
+_cycles = attrgetter("cycles")  # of a run
 SHORT, LONG = 20, 40  # steps of a tile: buffers that an epilogue has filled must run dry first
-PRODUCTS = ("HGMMA", "QGMMA", "HMMA")
-LOADS = ("LDG", "LDGSTS", "UTMALDG")
 
 
 class WrongAmount(ClockFault):
@@ -60,17 +59,15 @@ class Cost:
         return Cost(**value | {"step": step, "edge": Stretch(**value["edge"])})
 
 
-def cost_of(built: Built, workload: Workload, machine: SmRates | None = None) -> Cost:
+def cost_of(built: Built, workload: Workload) -> Cost:
     """ClockFault where the machine code does not do what the workload says, or never ends."""
-    program, machine = translate(built.code), machine or SmRates()
+    program = translate(built.code)
 
     def ran(tiles: int, steps: int) -> Run:
-        return run(program, workload.on_one(built, tiles, steps), machine, drawing=False)
+        return run(program, workload.on_one(built, tiles, steps))
 
     resident = workload.on_one(built, 64 * workload.unit, SHORT).resident
-    # roles of warps may take tiles in turn
-    turns = 2 if any(one.opcode == "USETMAXREG" for one in built.code.instructions) else 1
-    together = lcm(resident * turns, workload.unit)
+    together = lcm(resident, workload.unit)
     few = -(-2 * resident // together) * together
     more = few + together
     if workload.product is None:
@@ -101,7 +98,7 @@ def cost_of(built: Built, workload: Workload, machine: SmRates | None = None) ->
 def _of_blocks(small: Run, wide: Run, few: int, more: int, resident: int) -> Cost:
     def edge(amount: Callable[[Run], float]) -> float:
         if small.instructions == wide.instructions:  # the grid has no more blocks than these
-            return amount(wide) / len(wide.blocks)
+            return amount(wide) / wide.blocks
         return (amount(wide) - amount(small)) / (more - few)
 
     start = max(0.0, small.cycles - few * edge(_cycles))
@@ -111,7 +108,7 @@ def _of_blocks(small: Run, wide: Run, few: int, more: int, resident: int) -> Cos
 
 def _stretch(part: Callable[[Callable[[Run], float]], float], one: Run, resident: int) -> Stretch:
     """part: takes this part's share of an amount of a run"""
-    warps = {mark.warp for mark in one.marks if mark.opcode in PRODUCTS} or set(range(len(one.stalls)))
+    warps = one.multiply or frozenset(range(len(one.stalls)))
     causes = {cause for warp in warps for cause in one.stalls[warp]}
 
     def spent(cause: str) -> float:
@@ -120,13 +117,9 @@ def _stretch(part: Callable[[Callable[[Run], float]], float], one: Run, resident
         )
 
     waits = {cause: cycles for cause in causes if (cycles := round(spent(cause), 1)) >= 1.0}
-    serial = part(lambda run: max(_serial_loads(run, warp) for warp in warps))
+    serial = part(lambda run: max(run.serial_loads.get(warp, 0) for warp in warps))
     ordered = dict(sorted(waits.items(), key=lambda item: (-item[1], item[0])))
     return Stretch(part(_cycles), ordered, max(0, round(serial)))
-
-
-def _serial_loads(one: Run, warp: int) -> int:
-    return sum(wait.serial and wait.what in LOADS for wait in one.waits if wait.warp == warp)
 
 
 def _check(workload: Workload, step: Callable[[Callable[[Run], float]], float], built: Built) -> None:
@@ -135,14 +128,14 @@ def _check(workload: Workload, step: Callable[[Callable[[Run], float]], float], 
     tensor, fetched, copied = (
         step(amount) for amount in (lambda one: one.tensor, lambda one: one.fetched, lambda one: one.copied)
     )
-    due = product.flops / FLOPS_A_CYCLE * (product.itemsize / 2)
+    due = product.flops / FLOPS * (product.itemsize / 2)
     if tensor and abs(tensor - due) > 1e-3 * due:
         raise WrongAmount(
             f"{workload.name}: products of a step take {tensor:,.1f} cycles, its shape says {due:,.1f}"
         )
     copies = any(one.opcode == "UTMALDG" for one in built.code.instructions)
-    most = product.fetched + product.beside + 0.5
-    if fetched < product.fetched - 0.5 or (copies and (fetched > most or abs(copied - product.bytes) > 0.5)):
+    most = product.bytes + product.beside + 0.5
+    if fetched < product.bytes - 0.5 or (copies and (fetched > most or abs(copied - product.bytes) > 0.5)):
         beside = f", of which {copied:,.1f} by copies" if copies else ""
         raise WrongAmount(
             f"{workload.name}: a step loads {fetched:,.1f} bytes{beside}; its operands have {product.bytes:,}"
@@ -153,10 +146,6 @@ def _check(workload: Workload, step: Callable[[Callable[[Run], float]], float], 
 def _ideal(product: Product, tensor: float) -> float:
     """Without tensor cores, an SM multiplies and adds 128 numbers a cycle."""
     return tensor or product.flops / 256
-
-
-def _cycles(one: Run) -> float:
-    return one.cycles
 
 
 def _bytes(one: Run) -> float:

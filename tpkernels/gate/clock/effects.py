@@ -1,4 +1,4 @@
-"""What an instruction does beyond its own warp's values: the clock acts on it."""
+"""What an instruction does beyond its own warp's values, on which the SM acts; and faults of machine code."""
 
 from __future__ import annotations
 
@@ -17,18 +17,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class BarrierSync:
-    """All warps of a named barrier wait for one another."""
-
-    number: int
-    threads: int | None  # None: all of the block
-
-
-@dataclass(frozen=True, slots=True)
-class BarrierArrive:
-    """Counts for a named barrier without waiting."""
-
-    number: int
-    threads: int | None
+    """All warps of a block wait for one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +31,6 @@ class Arrive:
     address: int | None
     count: int
     expected_bytes: int  # that copies are to bring before the phase ends
-    remote: bool = False  # at a barrier of a cluster, wherever it lies
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +46,7 @@ class Copy:
     """A box from global to shared memory."""
 
     descriptor: int | None  # offset of the parameter in constant bank 0
-    shared: int | None
     mbarrier: int | None
-    coordinates: tuple[int | None, ...]  # innermost first
-    blocks: int | None = 1  # of a cluster, into which it is copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +54,6 @@ class Put:
     """A box from shared to global memory."""
 
     descriptor: int | None
-    reduce: bool
-    coordinates: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +62,29 @@ class Global:
     sectors: int  # of 32 bytes; where an address is unknown, as many as the bytes fill
     store: bool
     shared: bool  # into shared memory, past the registers
-    exact: bool = True  # the addresses are known
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A spilled register, or a part of the stack."""
+    """A spilled register, or a part of the stack, loaded or stored."""
 
     bytes: int
-    store: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SetRegisters:
-    count: int  # a thread
-    acquire: bool
+Effect = Jump | Exit | BarrierSync | InitMbarrier | Arrive | AwaitPhase | Copy | Put | Global | Local
 
 
-Effect = (
-    Jump
-    | Exit
-    | BarrierSync
-    | BarrierArrive
-    | InitMbarrier
-    | Arrive
-    | AwaitPhase
-    | Copy
-    | Put
-    | Global
-    | Local
-    | SetRegisters
-)
+class ClockFault(RuntimeError):
+    """A mistake of the kernel, or of how it is read; the message says which warp, where, why."""
+
+
+class NeverEnds(ClockFault):
+    """More instructions than the budget, or a path that leaves the code without EXIT."""
+
+
+class Deadlock(ClockFault):
+    """All warps that are left wait for each other."""
+
+
+class UnknownTrips(ClockFault):
+    """A loop goes on as long as data says, and the launch does not say what the data is."""

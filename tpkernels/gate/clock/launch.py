@@ -26,8 +26,7 @@ from tpkernels.gate.clock.values import (
     WarpState,
     initial_values,
 )
-from tpkernels.gate.occupancy import blocks_by_limit
-from tpkernels.gate.ptx_flow import WARP
+from tpkernels.gate.occupancy import WARP, blocks_by_limit
 
 SCRATCH = 2  # pointers that Triton adds: memory for all blocks, and for its profiler
 SWIZZLE = 128  # bytes of a row that the copy engine moves at a time at most
@@ -43,7 +42,7 @@ class Built:
     """A compiled kernel, as far as launching it asks."""
 
     code: Cubin
-    warps: int  # of a block, all roles
+    warps: int  # of a block
     shared: int  # bytes of a block
 
     @staticmethod
@@ -77,11 +76,6 @@ class SmLaunch:
     def warps(self) -> int:
         """Of a block."""
         return self.built.warps
-
-    @property
-    def registers(self) -> int:
-        """Of a thread, at the start."""
-        return self.built.code.registers
 
     @property
     def programs(self) -> Sequence[tuple[int, int, int]]:
@@ -138,17 +132,7 @@ def launch_of(
 
 
 def box_bytes(descriptor: Any) -> int:
-    """What the copy engine moves at a time: the block, in boxes no wider than a swizzled row.
-
-    A block of a pair moves its half of what is split. Triton says so of what it compiles, and a test
-    compares.
-    """
-    bases = getattr(getattr(descriptor, "layout", None), "cga_layout", None) or [
-        [0] * len(descriptor.block_shape)
-    ]
-    *outer, inner = (
-        size // (1 + sum(split)) for size, *split in zip(descriptor.block_shape, *bases, strict=True)
-    )
+    """What the copy engine moves at a time: the block, in boxes no wider than a swizzled row."""
+    *outer, inner = descriptor.block_shape
     dtype: torch.dtype = descriptor.base.dtype
-    rows = [min(side, BOX_ROWS) for side in outer]
-    return int(prod(rows) * min(inner * dtype.itemsize, SWIZZLE))
+    return int(prod(min(side, BOX_ROWS) for side in outer) * min(inner * dtype.itemsize, SWIZZLE))

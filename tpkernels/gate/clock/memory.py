@@ -1,7 +1,7 @@
 """Loads, stores and copies: what moves, and the few values that pass through memory.
 
-What comes from global memory is unknown. What a warp puts into shared memory in words, or spills, is known
-when it is read back: Gluon tells its warps their roles so.
+What comes from global or shared memory is unknown, but for integers that the launch gives. A spilled register
+is known when it is read back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tpkernels.gate.clock import arithmetic, effects
-from tpkernels.gate.clock.instructions import Instruction
+from tpkernels.gate.clock.cubin import Instruction
 from tpkernels.gate.clock.operands import (
     Meaning,
     SourceOperand,
@@ -26,8 +26,6 @@ from tpkernels.gate.clock.operands import (
 from tpkernels.gate.clock.values import (
     ADDRESSES,
     BANK_ADDRESS,
-    WORD,
-    Constants,
     Contents,
     Mask,
     Value,
@@ -103,7 +101,7 @@ def _global(
     wanted: SourceOperand | None = None,
 ) -> Meaning:
     where, size = address(place), size_of(one)
-    full = effects.Global(32 * size, size, store, shared, exact=False)
+    full = effects.Global(32 * size, size, store, shared)
 
     def run(state: WarpState) -> effects.Global | None:
         mask = state.mask
@@ -118,7 +116,7 @@ def _global(
             if mask is None:
                 return full
             lanes = int(mask.sum())
-            return effects.Global(lanes * size, -(-lanes * size // 32), store, shared, exact=False)
+            return effects.Global(lanes * size, -(-lanes * size // 32), store, shared)
         if isinstance(at, int):
             lanes = 32 if mask is None else int(mask.sum())
             return effects.Global(lanes * size, 1, store, shared)
@@ -138,76 +136,6 @@ def _both(mask: Mask | None, wanted: Any) -> Mask | None:
     return found
 
 
-def shared_load(one: Instruction) -> Meaning:
-    """LDS d, [address]: what warps have put there, byte by byte."""
-    if set(one.modifiers) - set(_SIZES):
-        return Meaning(None, forgets=following(destination(one.operands[0]), words_of(one)))
-    where, size = address(one.operands[1]), size_of(one)
-    words = following(destination(one.operands[0]), words_of(one))
-    sign = 1 << 8 * size - 1 if {"S8", "S16"} & set(one.modifiers) else 0
-
-    def run(state: WarpState) -> None:
-        memory, registers = state.block.shared, state.registers
-        at = where.of(registers)
-        for number, name in enumerate(words):
-            begin = at if at is None else at + 4 * number
-            if not memory or begin is None:
-                value: Value = None
-            elif isinstance(begin, int):
-                value = _stored(memory, begin, min(size, 4))
-            else:
-                found = [_stored(memory, lane, min(size, 4)) for lane in begin.tolist()]
-                value = None if None in found else np.array(found, dtype=np.int64)
-            if sign and value is not None:
-                value = (value ^ sign) - sign & WORD
-            registers[name] = value
-
-    return Meaning(run, words, where.reads)
-
-
-def _stored(memory: dict[int, int], at: int, size: int) -> int | None:
-    if any(at + number not in memory for number in range(size)):
-        return None
-    return sum(memory[at + number] << 8 * number for number in range(size))
-
-
-def shared_store(one: Instruction) -> Meaning:
-    """STS [address], a: words that are known are kept, for those that read them; others are forgotten."""
-    where, size = address(one.operands[0]), size_of(one)
-    names = following(source(one.operands[1]).name, words_of(one))
-    keeps = size <= 8  # tiles pass through memory 16 bytes at a time, and are unknown
-
-    def run(state: WarpState) -> None:
-        memory, registers = state.block.shared, state.registers
-        at = where.of(registers)
-        if at is None:
-            return
-        for number, name in enumerate(names):
-            value = registers[name] if keeps else None
-            if value is None and not memory:
-                continue
-            begin = at + 4 * number
-            if isinstance(begin, int) and not isinstance(value, np.ndarray):
-                _store(memory, begin, min(size, 4), value)
-                continue
-            lanes = np.broadcast_to(begin, (32,)).tolist()
-            if value is None and memory.keys().isdisjoint(lanes):
-                continue
-            contents = [None] * 32 if value is None else np.broadcast_to(value, (32,)).tolist()
-            for lane in range(32) if state.mask is None else np.flatnonzero(state.mask).tolist():
-                _store(memory, lanes[lane], min(size, 4), contents[lane])
-
-    return Meaning(run, reads=(*where.reads, *names) if keeps else where.reads, acts=True)
-
-
-def _store(memory: dict[int, int], at: int, size: int, value: int | None) -> None:
-    for number in range(size):
-        if value is None:
-            memory.pop(at + number, None)
-        else:
-            memory[at + number] = int(value) >> 8 * number & 0xFF
-
-
 def local_load(one: Instruction) -> Meaning:
     """LDL d, [R1+0x10]: a spilled register comes back."""
     where, size = address(one.operands[1]), size_of(one)
@@ -217,7 +145,7 @@ def local_load(one: Instruction) -> Meaning:
         at = where.of(state.registers)
         for number, name in enumerate(words):
             state.registers[name] = state.local.get(at + 4 * number) if isinstance(at, int) else None
-        return effects.Local(32 * size, store=False)
+        return effects.Local(32 * size)
 
     return Meaning(run, words, where.reads, acts=True)
 
@@ -233,75 +161,37 @@ def local_store(one: Instruction) -> Meaning:
                 state.local[at + 4 * number] = state.registers[name] if size >= 4 else None
         else:
             state.local.clear()  # an array that is indexed: whatever was there
-        return effects.Local(32 * size, store=True)
+        return effects.Local(32 * size)
 
     return Meaning(run, reads=(*where.reads, *names), acts=True)
 
 
 def constant_load(one: Instruction) -> Meaning:
-    """LDC, ULDC d, c[0x0][0x210], a move of one or two words, or c[0x2][R5+0x10]: where a register says."""
-    found = re.fullmatch(r"c\[0x([0-9a-f]+)\](\[.*\])", one.operands[1])
-    if not found:
-        raise UnknownOperand(str(one))
-    bank, where, size = int(found[1], 16), address(found[2]), size_of(one)
-    if size in (4, 8) and re.fullmatch(r"\[0x[0-9a-f]+\]", found[2]):
+    """LDC, ULDC d, c[0x0][0x210]: a move of one or two words; else the result is unknown."""
+    if size_of(one) in (4, 8) and re.fullmatch(r"c\[0x[0-9a-f]+\]\[0x[0-9a-f]+\]", one.operands[1]):
         return arithmetic.move(one)
-    words = following(destination(one.operands[0]), words_of(one))
-
-    def run(state: WarpState) -> None:
-        at = where.of(state.registers)
-        for number, name in enumerate(words):
-            state.registers[name] = _constant(state.block.constants, bank, at, 4 * number, min(size, 4))
-
-    return Meaning(run, words, where.reads)
-
-
-def _constant(constants: Constants, bank: int, at: Value, more: int, size: int) -> Value:
-    if at is None or isinstance(at, int):
-        return None if at is None else constants.word(bank, at + more, size)
-    found = [constants.word(bank, lane + more, size) for lane in at.tolist()]
-    return None if None in found else np.array(found, dtype=np.int64)
+    return Meaning(None, forgets=following(destination(one.operands[0]), words_of(one)))
 
 
 def tensor_copy(one: Instruction) -> Meaning:
-    """UTMALDG.2D [UR8], [UR12]: UR8 into shared memory, UR9 the mbarrier, from UR10 the coordinates.
-
-    UTMALDG.2D.MULTICAST [UR8], [UR12], UR4: into the blocks of a mask in UR4's upper half.
-    """
-    names = following(source(one.operands[0].strip("[]")).name, 2 + _dimensions(one))
+    """UTMALDG.2D [UR8], [UR12]: UR8 into shared memory, UR9 the mbarrier."""
+    if "MULTICAST" in one.modifiers:  # into other blocks of a cluster
+        raise UnknownOperand(str(one))
+    mbarrier = following(source(one.operands[0].strip("[]")).name)[1]
     low, high = following(source(one.operands[1].strip("[]")).name)
-    mask = [source(one.operands[2]).name] if "MULTICAST" in one.modifiers else []
 
     def run(state: WarpState) -> effects.Copy:
-        shared, mbarrier, *coordinates = (first(state.registers[name]) for name in names)
-        blocks: int | None = 1
-        for name in mask:
-            chosen = first(state.registers[name])
-            blocks = None if chosen is None else (chosen >> 16).bit_count()
-        return effects.Copy(_descriptor(state, low, high), shared, mbarrier, tuple(coordinates), blocks)
+        return effects.Copy(_descriptor(state, low, high), first(state.registers[mbarrier]))
 
-    return Meaning(run, reads=(*names, low, high, *mask), acts=True)
+    return Meaning(run, reads=(mbarrier, low, high), acts=True)
 
 
 def tensor_put(one: Instruction) -> Meaning:
-    """UTMASTG.2D [UR8], [UR12], UTMAREDG: from UR8 in shared memory, from UR9 the coordinates."""
-    names = following(source(one.operands[0].strip("[]")).name, 1 + _dimensions(one))
+    """UTMASTG.2D, UTMAREDG.2D [UR8], [UR12]: from UR8 in shared memory."""
     low, high = following(source(one.operands[1].strip("[]")).name)
-    reduce = one.opcode == "UTMAREDG"
-
-    def run(state: WarpState) -> effects.Put:
-        coordinates = tuple(first(state.registers[name]) for name in names[1:])
-        return effects.Put(_descriptor(state, low, high), reduce, coordinates)
-
-    return Meaning(run, reads=(*names, low, high), acts=True)
-
-
-def _dimensions(one: Instruction) -> int:
-    return int(next(name for name in one.modifiers if re.fullmatch(r"\dD", name))[0])
+    return Meaning(lambda state: effects.Put(_descriptor(state, low, high)), reads=(low, high), acts=True)
 
 
 def _descriptor(state: WarpState, low: str, high: str) -> int | None:
     a, b = first(state.registers[low]), first(state.registers[high])
-    if a is None or b is None:
-        return None
-    return (a | b << 32) - BANK_ADDRESS
+    return None if a is None or b is None else (a | b << 32) - BANK_ADDRESS

@@ -5,16 +5,20 @@ A model: nothing here is measured. `ERROR` says how far it was from published ti
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from tpkernels.gate.clock.cost import Cost, cost_of
-from tpkernels.gate.clock.faults import TooFast
-from tpkernels.gate.clock.launch import Built
-from tpkernels.gate.clock.rates import SmRates
+from tpkernels.gate.clock.cost import Cost
+from tpkernels.gate.clock.effects import ClockFault
+from tpkernels.gate.clock.resources import FETCH
 from tpkernels.gate.clock.workload import Workload
 
 # Root mean square of the errors of what no constant was fitted to, see docs/clock.md; a test compares.
 ERROR = 0.08
+PEAK = 989.4  # TFLOP/s of an H100 SXM with 16-bit operands, by its data sheet
+
+
+class TooFast(ClockFault):
+    """A time in which memory could not move the bytes of the launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,54 +44,19 @@ class KernelPrediction:
 
     seconds: float
     tflops: float  # 0 without products
+    of_peak: float  # for operands of this size
     busy: float  # share of the time in which tensor cores work
     clock: float  # hertz
+    waves: float  # tiles over tiles that run at once
     idle: float  # share of the time in which SMs have no tile left
     memory: float  # share of the time that traffic to memory alone would take
     bound: str
     error: float = ERROR
-    # Seconds if all SMs stay in step, as at the start: memory rests while all compute. `seconds` is for SMs
-    # of which some always load. Products take the same.
-    slowest: float = 0.0
-
-    @property
-    def open(self) -> bool:
-        """Whether the two lie apart by more than the error."""
-        return self.slowest > (1 + self.error) * self.seconds
 
 
-def sharing(cost: Cost, workload: Workload, board: Board | None = None) -> SmRates:
-    """The rates of an SM that takes its share of memory's bandwidth, and no more when others rest.
-
-    cost: of a block of rows, by the rates of an SM alone
-    """
+def predict(cost: Cost, workload: Workload, board: Board | None = None) -> KernelPrediction:
+    """What a launch takes; TooFast where memory cannot move its bytes in that time."""
     board = board or Board()
-    moved = workload.tiles * cost.bytes
-    of_memory = min(moved, workload.traffic) / max(1, moved)  # what all blocks read lies in L2
-    return replace(SmRates(), memory=board.memory / board.processors / board.boost / of_memory)
-
-
-def predict_built(
-    built: Built, workload: Workload, cost: Cost, board: Board | None = None
-) -> KernelPrediction:
-    """As `predict`; a kernel without products is clocked once more, for what it takes in step."""
-    in_step = None if workload.product else cost_of(built, workload, sharing(cost, workload, board))
-    return predict(cost, workload, board, in_step=in_step)
-
-
-def predict(
-    cost: Cost,
-    workload: Workload,
-    board: Board | None = None,
-    machine: SmRates | None = None,
-    in_step: Cost | None = None,
-) -> KernelPrediction:
-    """What a launch takes; TooFast where memory cannot move its bytes in that time.
-
-    machine: the rates that `cost` was taken at
-    in_step: the cost by the rates of `sharing`
-    """
-    board, machine = board or Board(), machine or SmRates()
     share = workload.tiles / board.processors
     rounds = -(-workload.tiles // board.processors)  # on the SM with the most tiles
     if workload.persistent:  # fixed shares: each block as many as the first
@@ -96,27 +65,27 @@ def predict(
     product, steps = workload.product, steps_of(workload)
     tile = (cost.step.cycles if cost.step else 0.0) * steps + cost.edge.cycles
     if product:  # L2 serves an SM so many bytes a cycle, whether they are read or written
-        tile = max(tile, (product.fetched * steps + cost.bytes) / machine.fetch)
+        tile = max(tile, (product.bytes * steps + cost.bytes) / FETCH)
     total = cost.start + rounds * tile
     busy = cost.ideal * steps * share / total
     clock = board.clock(busy)
-    bytes_ = _traffic(workload, cost, board)
-    memory = bytes_ / board.memory
+    moved = _traffic(workload, cost, board)
+    memory = moved / board.memory
     seconds = max(total / clock, memory) + board.overhead
-    _require_time_for_bytes(workload, seconds, bytes_, board)
-    slowest = seconds
-    if in_step:
-        slowest = max(slowest, (in_step.start + rounds * in_step.edge.cycles) / clock + board.overhead)
-    flops = product.flops * steps * workload.tiles if product else 0
+    _require_time_for_bytes(workload, seconds, moved, board)
+    tflops = (product.flops if product else 0) * steps * workload.tiles / seconds / 1e12
+    peak = 2 * PEAK if product and product.itemsize == 1 else PEAK
+    idle = 1 - share / rounds
     return KernelPrediction(
         seconds,
-        flops / seconds / 1e12,
+        tflops,
+        tflops / peak,
         busy,
         clock,
-        1 - share / rounds,
+        share / cost.resident,
+        idle,
         memory / seconds,
-        _bound(cost, steps, tile, 1 - share / rounds, memory / seconds),
-        slowest=slowest,
+        _bound(cost, steps, tile, idle, memory / seconds),
     )
 
 

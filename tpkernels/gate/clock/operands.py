@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tpkernels.gate.clock.cubin import Instruction
 from tpkernels.gate.clock.effects import Effect
-from tpkernels.gate.clock.instructions import Instruction
 from tpkernels.gate.clock.values import WORD, Value, WarpState
 
 Execute = Callable[[WarpState], Effect | None]
@@ -117,44 +117,17 @@ def results(one: Instruction) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
 
 def assign(to: str, sources: tuple[SourceOperand, ...], compute: Callable[..., Value]) -> Meaning:
     """`to` becomes compute(*sources), or unknown where a source is."""
-    names = tuple(one.name for one in sources)
-    compute = _changed(compute, sources)
-    run: Execute
-    if len(names) == 1:
-        (first,) = names
+    names, compute = tuple(one.name for one in sources), _changed(compute, sources)
 
-        def run_1(state: WarpState) -> None:
-            registers = state.registers
-            a = registers[first]
-            registers[to] = None if a is None else compute(a)
+    def run(state: WarpState) -> None:
+        registers = state.registers
+        values = [registers[name] for name in names]
+        for value in values:
+            if value is None:
+                registers[to] = None
+                return
+        registers[to] = compute(*values)
 
-        run = run_1
-    elif len(names) == 2:
-        first, second = names
-
-        def run_2(state: WarpState) -> None:
-            registers = state.registers
-            a, b = registers[first], registers[second]
-            registers[to] = None if a is None or b is None else compute(a, b)
-
-        run = run_2
-    elif len(names) == 3:
-        first, second, third = names
-
-        def run_3(state: WarpState) -> None:
-            registers = state.registers
-            a, b, c = registers[first], registers[second], registers[third]
-            registers[to] = None if a is None or b is None or c is None else compute(a, b, c)
-
-        run = run_3
-    else:
-
-        def run_n(state: WarpState) -> None:
-            registers = state.registers
-            values = [registers[name] for name in names]
-            registers[to] = None if any(value is None for value in values) else compute(*values)
-
-        run = run_n
     return Meaning(run, (to,), names)
 
 
@@ -162,8 +135,7 @@ def assign_all(
     to: tuple[str, ...], sources: tuple[SourceOperand, ...], compute: Callable[..., tuple[Value, ...]]
 ) -> Meaning:
     """As `assign`, for several results."""
-    names = tuple(one.name for one in sources)
-    compute = _changed(compute, sources)
+    names, compute = tuple(one.name for one in sources), _changed(compute, sources)
 
     def run(state: WarpState) -> None:
         registers = state.registers
@@ -177,15 +149,6 @@ def assign_all(
 
 
 def copy(to: tuple[str, ...], names: tuple[str, ...]) -> Meaning:
-    if len(to) == 1:
-        (one,), (other,) = to, names
-
-        def run_1(state: WarpState) -> None:
-            registers = state.registers
-            registers[one] = registers[other]
-
-        return Meaning(run_1, to, names)
-
     def run(state: WarpState) -> None:
         registers = state.registers
         registers.update(zip(to, [registers[name] for name in names], strict=True))
@@ -223,38 +186,19 @@ def address(text: str) -> Address:
 
 
 def _sum(terms: list[tuple[str, str | None, int]], offset: int) -> Callable[[Registers], Value]:
-    if len(terms) == 1 and terms[0][2] == 1:
-        low, high, _ = terms[0]
-        if high is None:
+    narrow = len(terms) == 1 and terms[0][1:] == (None, 1)  # wraps in 32 bits
 
-            def narrow(registers: Registers) -> Value:
-                value = registers[low]
-                return None if value is None else value + offset & WORD
-
-            return narrow
-        upper = high
-
-        def wide(registers: Registers) -> Value:
-            a, b = registers[low], registers[upper]
-            return None if a is None or b is None else a + (b << 32) + offset
-
-        return wide
-
-    def several(registers: Registers) -> Value:
-        total: Value = offset
+    def total(registers: Registers) -> Value:
+        found: Any = offset
         for low, high, scale in terms:
-            value = registers[low]
-            if value is None or total is None:
+            value, more = registers[low], 0 if high is None else registers[high]
+            if value is None or more is None:
                 return None
-            total = total + value * scale
-            if high is not None:
-                more = registers[high]
-                if more is None:
-                    return None
-                total = total + (more << 32)
-        return total
+            found = found + value * scale + (more << 32)
+        result: Value = found & WORD if narrow else found
+        return result
 
-    return several
+    return total
 
 
 def _changed(compute: Callable[..., Result], sources: tuple[SourceOperand, ...]) -> Callable[..., Result]:

@@ -7,74 +7,78 @@ when it issues, so that what warps tell each other through shared memory and mba
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from tpkernels.gate.clock import effects
 from tpkernels.gate.clock.blocks import ThreadBlock, Warp
-from tpkernels.gate.clock.faults import ClockFault, Deadlock, NeverEnds, ScoreboardNeverSet
+from tpkernels.gate.clock.effects import ClockFault, Deadlock, NeverEnds
 from tpkernels.gate.clock.launch import SmLaunch
-from tpkernels.gate.clock.operations import Operation, active, operations
-from tpkernels.gate.clock.rates import SmRates
-from tpkernels.gate.clock.semantics import DecodedStep
+from tpkernels.gate.clock.resources import FIRST_BLOCK, NEXT_BLOCK
 from tpkernels.gate.clock.sm import NOBODY_KNOWS, Sm
-from tpkernels.gate.clock.table import PIPES, OpcodeKind
-from tpkernels.gate.clock.timeline import Run
+from tpkernels.gate.clock.table import PIPES, OpcodeKind, Operation
+from tpkernels.gate.clock.values import Value
 
 SCHEDULERS = 4
 BUDGET = 4_000_000  # instructions of a run, many times what the longest launch that we look at takes
-LOADS = {"LDG", "LD", "ATOM", "ATOMG"}
+AWAITED = {"LDG", "LD", "ATOM", "ATOMG"}
 GLOBAL = int(OpcodeKind.GLOBAL)
 INACTIVE = 12.0  # latency of an instruction without an active lane
 
 
-def run(
-    program: Sequence[DecodedStep],
-    launch: SmLaunch,
-    machine: SmRates | None = None,
-    *,
-    drawing: bool = True,
-    budget: int = BUDGET,
-) -> Run:
-    """drawing: whether spans of a time line are kept."""
-    return _Processor(program, launch, machine or SmRates(), drawing, budget).run()
+@dataclass(frozen=True, slots=True)
+class Run:
+    cycles: float  # from the start of the first block to the end of the last one
+    tensor: float  # cycles that products take at full speed
+    stalls: tuple[Mapping[str, float], ...]  # by warp of a block, all blocks together: cause -> cycles
+    blocks: int  # that ended
+    multiply: frozenset[int]  # warps of a block that issued products
+    instructions: int  # issued
+    guessed: int  # branches on unknown values
+    fetched: int  # bytes, from global memory
+    copied: int  # of these, by the copy engine
+    stored: int  # bytes, to it
+    serial_loads: Mapping[int, int]  # by warp of a block: that were awaited before the next was issued
+
+
+def run(program: Sequence[Operation], launch: SmLaunch, budget: int = BUDGET) -> Run:
+    return _Processor(program, launch, budget).run()
 
 
 class _Processor:
-    def __init__(
-        self, program: Sequence[DecodedStep], launch: SmLaunch, machine: SmRates, drawing: bool, budget: int
-    ) -> None:
-        self.launch, self.machine, self.budget = launch, machine, budget
-        self.operations = operations(program, machine)
+    def __init__(self, program: Sequence[Operation], launch: SmLaunch, budget: int) -> None:
+        self.operations, self.launch, self.budget = program, launch, budget
         # what sets a scoreboard may lie on a way that this warp does not take
         self.boards = {one.writes for one in self.operations} | {one.reads for one in self.operations}
-        self.sm = Sm(machine, launch.boxes, drawing)
+        self.sm = Sm(launch.boxes)
         self.issue_free = [0.0] * SCHEDULERS
         self.pipe_free = [[0.0] * len(PIPES) for _ in range(SCHEDULERS)]
         self.programs = iter(launch.programs)
         self.blocks: list[ThreadBlock] = []
-        self.lives: dict[int, tuple[float, float]] = {}  # of blocks that have ended
+        self.end = 0.0  # of the last block that has ended
         self.stalls: list[dict[str, float]] = [{} for _ in range(launch.warps)]
         self.issued = self.guessed = 0
 
     def run(self) -> Run:
         for slot in range(self.launch.resident):
-            self._start(slot, self.machine.first_block * slot)
+            self._start(slot, FIRST_BLOCK * slot)
         self._play()
         if any(block.running for block in self.blocks):
             raise Deadlock(self._stuck())
         return Run(
-            cycles=max((end for _, end in self.lives.values()), default=0.0),
+            cycles=self.end,
             tensor=self.sm.tensor_cores.busy,
             stalls=tuple(self.stalls),
-            blocks=tuple(self.lives[block.number] for block in self.blocks),
+            blocks=len(self.blocks),
+            multiply=frozenset(self.sm.multiply),
             instructions=self.issued,
             guessed=self.guessed,
             fetched=self.sm.bandwidth.fetched,
             copied=self.sm.bandwidth.copied,
             stored=self.sm.bandwidth.stored,
-            marks=tuple(self.sm.marks),
-            waits=tuple(self.sm.waits),
-            spans=tuple(self.sm.spans),
+            serial_loads=self.sm.serial_loads,
         )
 
     def _start(self, slot: int, when: float) -> None:
@@ -82,7 +86,7 @@ class _Processor:
         if program is None:
             return
         warps = self.launch.warps
-        block = ThreadBlock(len(self.blocks), slot, warps, self.launch.registers, when)
+        block = ThreadBlock(len(self.blocks), slot, warps)
         self.blocks.append(block)
         for number, state in enumerate(self.launch.states(program)):
             warp = Warp(block, number, (slot * warps + number) % SCHEDULERS, state, when)
@@ -91,21 +95,19 @@ class _Processor:
 
     def _exit(self, warp: Warp, now: float) -> None:
         block = warp.block
-        self.sm.close_epilogue(warp, now)
         self.guessed += warp.state.guessed
         into = self.stalls[warp.number]
         for cause, cycles in (*warp.stalls.items(), ("instructions", warp.issuing)):
             into[cause] = into.get(cause, 0.0) + cycles
         block.running -= 1
-        for barrier in block.barriers.values():
-            self.sm.release(block, barrier, now)
+        self.sm.release(block, now)
         if not block.running:
-            self.lives[block.number] = block.start, now
-            self._start(block.slot, now + self.machine.next_block)
+            self.end = max(self.end, now)
+            self._start(block.slot, now + NEXT_BLOCK)
 
     def _stuck(self) -> str:
         waiting = [
-            f"{self._at(warp, warp.paused, f'waits for {warp.awaits}')}"
+            self._at(warp, warp.paused, f"waits for {warp.awaits}")
             for block in self.blocks
             for warp in block.warps
             if warp.paused is not None
@@ -119,7 +121,7 @@ class _Processor:
         in one loop, which is where the clock spends its time: what it looks up is bound to local names.
         """
         sm, table, boards = self.sm, self.operations, self.boards
-        heap, order, drawing = sm.heap, sm.order, sm.drawing
+        heap, order = sm.heap, sm.order
         limits, issues, reactions = sm.limits, sm.issues, sm.reactions
         issue_free, pipe_free, pipe_names = self.issue_free, self.pipe_free, tuple(PIPES)
         nothing = (0.0, 0, None)
@@ -143,10 +145,8 @@ class _Processor:
                     if done > due:
                         due, slow = done, board
                     elif done < 0.0 and board not in boards:
-                        raise ScoreboardNeverSet(
-                            self._at(warp, operation, f"nothing sets scoreboard {board}")
-                        )
-                here = not operation.guard or active(operation.guard, registers)
+                        raise ClockFault(self._at(warp, operation, f"nothing sets scoreboard {board}"))
+                here = not operation.guard or _active(operation.guard, registers)
                 kind, pipe = operation.kind, operation.pipe
                 if here:
                     if kind:
@@ -164,12 +164,9 @@ class _Processor:
                     if slow >= 0:
                         opcode = warp.causes[slow]
                         cause = f"scoreboard: {opcode}"
-                        if opcode in LOADS:
-                            sm.loaded(warp, now, due, opcode, warp.at, warp.issued[slow])
-                    if drawing:
-                        sm.stalled(warp, now, due, cause)
-                    else:
-                        stalls[cause] = stalls.get(cause, 0.0) + due - now
+                        if opcode in AWAITED:
+                            sm.loaded(warp, due, opcode, warp.issued[slow])
+                    stalls[cause] = stalls.get(cause, 0.0) + due - now
                     if heap and heap[0][0] <= due:
                         now, _, event = heapq.heappushpop(heap, (due, order(), warp))
                         break
@@ -193,7 +190,6 @@ class _Processor:
                         done = now + INACTIVE
                 else:
                     if effect.__class__ is effects.Exit:
-                        sm.mark(warp, "EXIT", now, warp.at - 1)
                         self._exit(warp, now)
                         done = NOBODY_KNOWS
                     else:
@@ -215,4 +211,15 @@ class _Processor:
                     break
 
     def _at(self, warp: Warp, operation: Operation, fault: str) -> str:
-        return f"{warp}, {operation.opcode} at {operation.step.instruction.address:#x}: {fault}"
+        return f"{warp}, {operation.opcode} at {operation.instruction.address:#x}: {fault}"
+
+
+def _active(guard: str, registers: Mapping[str, Value]) -> bool:
+    """Does any lane take part? A guard of unknown value counts as true."""
+    negated = guard[0] == "!"
+    value = registers[guard[1:] if negated else guard]
+    if value is None:
+        return True
+    if isinstance(value, np.ndarray):
+        return not value.all() if negated else bool(value.any())
+    return value is not negated

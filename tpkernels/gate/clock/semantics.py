@@ -6,64 +6,42 @@ computed from, register by register wherever it is written. The rest, all of flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from tpkernels.gate.clock import control
-from tpkernels.gate.clock.cubin import Cubin
-from tpkernels.gate.clock.effects import Effect
-from tpkernels.gate.clock.faults import UnknownTrips
-from tpkernels.gate.clock.instructions import BYTES, Instruction
-from tpkernels.gate.clock.operands import NOWHERE, Execute, Meaning
-from tpkernels.gate.clock.table import meaning
+from tpkernels.gate.clock.cubin import BYTES, Cubin, Instruction
+from tpkernels.gate.clock.effects import Effect, UnknownTrips
+from tpkernels.gate.clock.operands import Execute, Meaning
+from tpkernels.gate.clock.table import Operation, meaning
 from tpkernels.gate.clock.values import ALL_LANES, Mask, Value, WarpState
 
-_BRANCHES = ("BRA", "BRX", "BRXU", "EXIT", "RET", "CALL")
+_BRANCHES = ("BRA", "EXIT", "RET", "CALL")
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedStep:
-    instruction: Instruction
-    execute: Callable[[WarpState], Effect | None] | None  # None: nothing that anybody needs to know
-
-
-def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[DecodedStep]:
+def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[Operation]:
     """UnknownInstruction for what is not known here.
 
     wanted: registers whose values are asked for, as well as those that decide something
     """
-    index_of = {one.address: index for index, one in enumerate(cubin.instructions)}
-    meanings = [meaning(one, index_of, cubin.kernel) for one in cubin.instructions]
-    needed = _needed(cubin.instructions, meanings, set(wanted))
-    meeting = {target for one in cubin.instructions if (target := control.target_of(one)) is not None}
-    return [
-        DecodedStep(
-            one,
-            _execute(
-                _Site(
-                    one,
-                    index,
-                    one.address in meeting,
-                    _over_rare_code(cubin.instructions, index),
-                    _loops(cubin.instructions, index),
-                ),
-                what,
-                needed,
-            ),
-        )
-        for index, (one, what) in enumerate(zip(cubin.instructions, meanings, strict=True))
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Site:
-    instruction: Instruction
-    index: int
-    meeting: bool  # branches lead here
-    over_rare: bool  # a branch over what data seldom asks for
-    loops: bool  # a branch back, by which no flag is awaited
+    code = cubin.instructions
+    index_of = {one.address: index for index, one in enumerate(code)}
+    meanings = [meaning(one, index_of, cubin.kernel) for one in code]
+    needed = _needed(code, meanings, set(wanted))
+    meeting = {target for one in code if (target := control.target_of(one)) is not None}
+    program = []
+    for index, (one, what) in enumerate(zip(code, meanings, strict=True)):
+        run = what.run if what.acts or not needed.isdisjoint(what.writes) else None
+        run = _forgetting(run, tuple(name for name in what.forgets if name in needed))
+        if run is not None:
+            kept = tuple(name for name in what.writes if name[0] not in "U_" and name in needed)
+            if one.guard:
+                run = _guarded(run, one, kept, _over_rare_code(code, index), _loops(code, index))
+            else:
+                run = _on_active_lanes(run, kept)
+        program.append(Operation(one, _meeting(run, index) if one.address in meeting else run))
+    return program
 
 
 def _over_rare_code(code: Sequence[Instruction], index: int) -> bool:
@@ -105,16 +83,6 @@ def _needed(code: Sequence[Instruction], meanings: Sequence[Meaning], needed: se
         rest = later
 
 
-def _execute(place: _Site, what: Meaning, needed: set[str]) -> Execute | None:
-    one = place.instruction
-    run = what.run if what.acts or not needed.isdisjoint(what.writes) else None
-    run = _forgetting(run, tuple(name for name in what.forgets if name in needed))
-    if run is not None:
-        kept = tuple(name for name in what.writes if name[0] != "U" and name != NOWHERE and name in needed)
-        run = _guarded(run, place, kept) if one.guard else _on_active_lanes(run, kept)
-    return _meeting(run, place.index) if place.meeting else run
-
-
 def _forgetting(run: Execute | None, names: tuple[str, ...]) -> Execute | None:
     if not names:
         return run
@@ -135,8 +103,10 @@ def _on_active_lanes(run: Execute, writes: tuple[str, ...]) -> Execute:
     return execute
 
 
-def _guarded(run: Execute, place: _Site, writes: tuple[str, ...]) -> Execute:
-    one, over_rare = place.instruction, place.over_rare
+def _guarded(
+    run: Execute, one: Instruction, writes: tuple[str, ...], over_rare: bool, loops: bool
+) -> Execute:
+    """over_rare: a branch over what data seldom asks for; loops: one back, by which no flag is awaited"""
     name, negated = one.guard.lstrip("!"), one.guard[0] == "!"
     branches = one.opcode in _BRANCHES
 
@@ -145,7 +115,7 @@ def _guarded(run: Execute, place: _Site, writes: tuple[str, ...]) -> Execute:
         if guard is negated:
             return None
         if guard is None and branches:  # on data: not taken, which also leaves a loop that waits for it
-            if place.loops and state.block.contents is not None:
+            if loops and state.block.contents is not None:
                 raise UnknownTrips(
                     f"{one}: how often a loop turns depends on data that the launch does not tell"
                 )

@@ -1,6 +1,7 @@
 """All that is known of an opcode, in one table: the pipe it takes, how long, what it means, what serves it.
 
-What is in no row is an error that names it: nothing is skipped silently.
+What is in no row is an error that names it: nothing is skipped silently. An `Operation` is what the processor
+needs of an instruction, worked out once before the program runs.
 """
 
 from __future__ import annotations
@@ -10,8 +11,16 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from tpkernels.gate.clock import arithmetic, control, memory, predicates
-from tpkernels.gate.clock.instructions import Instruction
-from tpkernels.gate.clock.operands import Meaning, UnknownOperand, destination, following, is_predicate
+from tpkernels.gate.clock.cubin import Instruction
+from tpkernels.gate.clock.operands import (
+    Execute,
+    Meaning,
+    UnknownOperand,
+    destination,
+    following,
+    is_predicate,
+)
+from tpkernels.gate.clock.resources import ATOMIC_LATENCY, GPU_FENCE, LOAD_LATENCY, SHARED, SYSTEM_FENCE
 
 
 class OpcodeKind(IntEnum):
@@ -52,7 +61,7 @@ def meaning(one: Instruction, index_of: Mapping[int, int], kernel: str) -> Meani
 
 
 def _nothing(one: Instruction) -> Meaning:
-    """Order, caches, hints; STSM stores tiles, whose content is unknown."""
+    """Order, caches, hints; what is stored into shared memory is unknown."""
     return Meaning(None)
 
 
@@ -96,7 +105,7 @@ PIPES: Mapping[str, float] = {
     **{"": 0.0, "fma": 1.0, "alu": 2.0, "imad": 2.0},
     **{"xu": 8.0, "mio": 2.0, "uniform": 2.0, "fp64": 16.0},
 }
-_BRANCHES = (control.branch, control.indexed_branch)
+_BRANCHES = (control.branch, control.back)
 # Latencies from published micro-benchmarks of Volta to Hopper, rounded; 12 where nobody waits long. Those of
 # loads and atomics are the machine's.
 _ROWS: Mapping[str, Row] = {
@@ -130,9 +139,9 @@ _ROWS: Mapping[str, Row] = {
     "FLO": Row("xu", arithmetic.find_leading_one, 22.0),
     "POPC": Row("xu", arithmetic.count_ones, 22.0),
     "BREV": Row("xu", arithmetic.reverse_bits, 22.0),
-    "LDS": Row("mio", memory.shared_load, 29.0, OpcodeKind.ACCESS),
+    "LDS": Row("mio", _unknown, 29.0, OpcodeKind.ACCESS),
     "LDSM": Row("mio", _unknown, 33.0, OpcodeKind.ACCESS),
-    "STS": Row("mio", memory.shared_store, 18.0, OpcodeKind.ACCESS),
+    "STS": Row("mio", _nothing, 18.0, OpcodeKind.ACCESS),
     "STSM": Row("mio", _nothing, 18.0, OpcodeKind.ACCESS),
     "ATOMS": Row("mio", _unknown, 60.0, OpcodeKind.ACCESS),
     "LDG LD": Row("mio", memory.global_load, kind=OpcodeKind.GLOBAL),
@@ -142,7 +151,7 @@ _ROWS: Mapping[str, Row] = {
     "LDL": Row("mio", memory.local_load, 60.0),
     "STL": Row("mio", memory.local_store, 20.0),
     "SHFL": Row("mio", predicates.shuffle, 24.0),
-    "REDUX": Row("mio", predicates.reduction, 24.0),
+    "REDUX": Row("mio", _unknown, 24.0),
     "MATCH MOVM": Row("mio", _unknown, 24.0),
     "VOTE": Row("mio", predicates.vote),
     "R2UR": Row("mio", arithmetic.first_lane),
@@ -150,10 +159,9 @@ _ROWS: Mapping[str, Row] = {
     "VOTEU": Row("uniform", predicates.vote),
     "UP2UR": Row("uniform", predicates.to_register),
     "UR2UP": Row("uniform", predicates.from_register),
-    "USETMAXREG": Row("uniform", control.set_registers),
     "DADD DFMA DMUL DSETP": Row("fp64", _unknown, 48.0),
     "BRA CALL": Row("", control.branch),
-    "BRX BRXU RET": Row("", control.indexed_branch),
+    "RET": Row("", control.back),
     "EXIT": Row("", control.leave),
     "BSSY": Row("", control.begin_join),
     "BSYNC": Row("", control.join),
@@ -171,7 +179,6 @@ _ROWS: Mapping[str, Row] = {
     "DEPBAR": Row("", _nothing, kind=OpcodeKind.AWAIT_GROUPS),
     "MEMBAR": Row("", _nothing, 30.0, OpcodeKind.FENCE),
     "FENCE CGAERRBAR": Row("", _nothing, 30.0),
-    "UCGABAR_ARV UCGABAR_WAIT": Row("", _nothing, 200.0),  # the other blocks of a cluster are as far
     "ERRBAR": Row("", _nothing, 20.0),
     "B2R QSPC": Row("", _unknown),
     "BREAK BMOV WARPSYNC NANOSLEEP YIELD NOP PREEXIT ACQBULK": Row("", _nothing),
@@ -181,3 +188,61 @@ _ROWS: Mapping[str, Row] = {
 _UNIFORM = "UIADD3 UIMAD ULEA USHF ULOP3 UPRMT USGXT UBMSK UFLO UPOPC UBREV UMOV ULDC UISETP UPLOP3 USEL"
 TABLE = {opcode: row for opcodes, row in _ROWS.items() for opcode in opcodes.split()}
 TABLE |= {opcode: Row("uniform", TABLE[opcode[1:]].means) for opcode in _UNIFORM.split()}
+
+
+class Operation:
+    """Plain attributes, for the processor's loop reads them at each issue."""
+
+    def __init__(self, instruction: Instruction, execute: Execute | None) -> None:
+        """execute: None if its values decide nothing."""
+        opcode, modifiers, operands = instruction.opcode, instruction.modifiers, instruction.operands
+        row = TABLE[opcode]
+        self.instruction, self.execute, self.opcode = instruction, execute, opcode
+        self.latency = _LATENCIES.get(opcode, row.latency)
+        self.kind = row.kind
+        self.guard = instruction.guard
+        self.stall = max(1, instruction.stall)
+        self.writes, self.reads, self.waits = instruction.writes, instruction.reads, instruction.waits
+        self.pipe, self.busy = list(PIPES).index(row.pipe), PIPES[row.pipe]
+        self.shared = self.ideal = self.read = 0.0
+        self.pending, self.closes = 0, False
+        if self.kind == OpcodeKind.ACCESS:
+            self.shared = _shared_bytes(opcode, modifiers) / SHARED
+        elif self.kind == OpcodeKind.PRODUCT:
+            self.closes = "gsb0" in operands
+            self.ideal, self.read = _product(modifiers, operands)
+        elif self.kind == OpcodeKind.FENCE:
+            if "SYS" in modifiers:
+                self.latency = SYSTEM_FENCE
+            elif "GPU" in modifiers:
+                self.latency = GPU_FENCE
+            else:  # of the block, whose shared memory answers in order
+                self.kind = OpcodeKind.PLAIN
+        elif self.kind in (OpcodeKind.AWAIT_PRODUCTS, OpcodeKind.AWAIT_GROUPS):
+            if "DEPBAR" in modifiers or (operands[:1] == ("SB0",) and len(operands) > 1):
+                self.pending = int(operands[1], 0)
+            else:
+                self.kind = OpcodeKind.PLAIN
+
+
+_LATENCIES = {"LDG": LOAD_LATENCY, "ATOM": ATOMIC_LATENCY, "ATOMG": ATOMIC_LATENCY}
+
+
+def _shared_bytes(opcode: str, modifiers: tuple[str, ...]) -> int:
+    """That a warp's access moves, without conflicts between banks."""
+    if opcode in ("LDSM", "STSM"):  # matrices of 8 rows of 16 bytes
+        return 128 * (int(modifiers[-1]) if modifiers and modifiers[-1] in ("2", "4") else 1)
+    for name, size in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1)):
+        if name in modifiers:
+            return 32 * size
+    return 32 * 4
+
+
+def _product(modifiers: tuple[str, ...], operands: tuple[str, ...]) -> tuple[float, float]:
+    """(cycles at full speed, bytes read from shared memory) of a product of a warp group.
+
+    Its depth is 32 bytes in each type: 16 of bf16, 32 of fp8, 8 of tf32.
+    """
+    rows, cols, _ = (int(size) for size in modifiers[0].split("x"))
+    from_registers = operands[1].startswith("R")
+    return cols / 2, cols * 32 + (0 if from_registers else rows * 32)

@@ -10,22 +10,23 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpkernels.gate.clock.cubin import Cubin
+from tpkernels.gate.occupancy import WARP
 
 Lanes = NDArray[np.int64] | NDArray[np.bool_]
 Value = int | Lanes | None
 Mask = NDArray[np.bool_]
-Argument = int | float | bytes | None  # None: unknown, as the content of a descriptor is
+Argument = int | float | None  # None: unknown, as the content of a descriptor is
 
 ADDRESSES = 2**40  # from one tensor's address to the next one's
 WORD = 0xFFFFFFFF
-LANES = np.arange(32, dtype=np.int64)
-ALL_LANES = np.ones(32, dtype=np.bool_)
+LANES = np.arange(WARP, dtype=np.int64)
+ALL_LANES = np.ones(WARP, dtype=np.bool_)
 
 # Where bank 0 of sm_90 has what a launch brings beside its parameters (read off cubins: blockIdx code, CS2R).
 _THREADS_AT, _GRID_AT, _STACK_AT, _BANK_ADDRESS_AT = 0x0, 0xC, 0x28, 0x198
@@ -102,7 +103,6 @@ class BlockValues:
     constants: Constants
     initial: Mapping[str, Value]  # registers at the start, see `initial_values`
     contents: Contents | None = None  # None: nobody says
-    shared: dict[int, int] = field(default_factory=dict)  # bytes whose values are known, by address
 
 
 class WarpState:
@@ -166,11 +166,7 @@ def first(value: Value, mask: Mask | None = None) -> int | None:
     return value
 
 
-def _bytes_of(argument: int | float | bytes, size: int) -> bytes:
+def _bytes_of(argument: int | float, size: int) -> bytes:
     if isinstance(argument, float):
         return struct.pack("<f" if size == 4 else "<d", argument)
-    if isinstance(argument, int):
-        return (argument & (1 << 8 * size) - 1).to_bytes(size, "little")
-    if len(argument) != size:
-        raise ValueError(f"expected {size} bytes for a parameter, got {len(argument)}")
-    return argument
+    return (argument & (1 << 8 * size) - 1).to_bytes(size, "little")

@@ -13,13 +13,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tpkernels.gate.child import end_with_parent, ending, started
+from tpkernels.gate.child import end_with_parent, ending, one_line_error, started
+from tpkernels.gate.user_kernels.entries import Inspected
 from tpkernels.gate.user_kernels.record import ConfigError
-from tpkernels.gate.user_kernels.table import tables
+from tpkernels.gate.user_kernels.table import registered
 
 LIMIT = 300  # seconds for an item
 
@@ -28,11 +30,11 @@ Answer = dict[str, Any]
 
 
 def answers(
-    program: str, folder: Path, items: Sequence[ItemOfChild], variables: dict[str, str] | None = None
+    program: str, folder: Path | None, items: Sequence[ItemOfChild], variables: dict[str, str] | None = None
 ) -> Iterator[Answer | str]:
     """The answer to each item, or in words how the process ended over it; what is left goes to a new one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", program, str(folder)]
+    command = [sys.executable, "-m", program, str(folder or "")]
     todo = list(items)
     while todo:
         with started(command, json.dumps(todo), environment | (variables or {})) as child:
@@ -51,7 +53,8 @@ def serve(work: Callable[[ItemOfChild], Answer]) -> None:
     items = json.load(sys.stdin)
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever others print does not come between our lines
-    sys.path.insert(0, folder)
+    if folder:
+        sys.path.insert(0, folder)
     for item in items:
         signal.alarm(LIMIT)  # ends the process, also where Python does not get a turn
         try:
@@ -60,14 +63,6 @@ def serve(work: Callable[[ItemOfChild], Answer]) -> None:
             answer = {"mistake": str(mistake)}
         signal.alarm(0)
         print(json.dumps(answer), file=lines, flush=True)
-
-
-def one_line_error(error: BaseException) -> str:
-    """In one line: the first cause, and its last words."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
 def _ending(code: int, last_words: str) -> str:
@@ -98,7 +93,7 @@ def _registered(module: str) -> Answer:
         import_module(module)
     except BaseException as error:
         raise ConfigError("importing it", one_line_error(error)) from error
-    return {"kernels": tables()}
+    return {"kernels": {own.name: own.as_table() for own in registered()}}
 
 
 def _inspected(item: ItemOfChild) -> Answer:
@@ -111,23 +106,12 @@ def _inspected(item: ItemOfChild) -> Answer:
         raise ConfigError(
             "kernel", f"expected a function under triton.jit, {item['kernel']} is {_kind(kernel)}"
         )
-    if item["oracle"]:
-        oracle = imported_attribute("oracle", item["oracle"])
-        if not callable(oracle):
-            raise ConfigError("oracle", f"expected a function, {item['oracle']} is {_kind(oracle)}")
-        if kernel.is_gluon():
-            raise ConfigError("oracle", "Triton's interpreter knows no Gluon: leave it out")
-    return {
-        "arguments": list(kernel.arg_names),
-        "constexprs": [one.name for one in kernel.params if one.is_constexpr],
-        "defaults": {
-            one.name: one.default
-            for one in kernel.params
-            if one.has_default and isinstance(one.default, bool | int | float | str | None)
-        },
-        "plain": [one.name for one in kernel.params if one.do_not_specialize],
-        "unaligned": [one.name for one in kernel.params if one.do_not_specialize_on_alignment],
-    }
+    if kernel.is_gluon():
+        raise ConfigError("kernel", f"{item['kernel']} is written in Gluon, which is not checked")
+    for key in ("oracle", "workload"):
+        if item[key] and not callable(function := imported_attribute(key, item[key])):
+            raise ConfigError(key, f"expected a function, {item[key]} is {_kind(function)}")
+    return asdict(Inspected.of(kernel))
 
 
 def _kind(thing: Any) -> str:

@@ -1,15 +1,18 @@
-"""Kernels of others as entries, which compile, are cached and judged as ours are."""
+"""Registered kernels as entries, which are compiled, cached and judged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.gate.ahead_of_time import Constant, Entry
-from tpkernels.gate.user_kernels import children
-from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel, Values
+from tpkernels.gate.user_kernels.record import DTYPES, ConfigError, OwnKernel, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,30 +25,29 @@ class Inspected:
     plain: tuple[str, ...]  # which Triton is told nothing of
     unaligned: tuple[str, ...]  # of which it is not told that they are multiples of 16
 
+    @staticmethod
+    def of(kernel: Any) -> Inspected:
+        """kernel: under `triton.jit`; of one that is interpreted names of arguments are all that is known"""
+        parameters = getattr(kernel, "params", ())
+        simple = bool | int | float | str | None
+        return Inspected(
+            arguments=tuple(kernel.arg_names),
+            constexprs=tuple(one.name for one in parameters if one.is_constexpr),
+            defaults={
+                one.name: one.default
+                for one in parameters
+                if one.has_default and isinstance(one.default, simple)
+            },
+            plain=tuple(one.name for one in parameters if one.do_not_specialize),
+            unaligned=tuple(one.name for one in parameters if one.do_not_specialize_on_alignment),
+        )
+
     @property
     def untold(self) -> tuple[str, ...]:
         return self.plain + self.unaligned
 
 
-InspectedKernel: TypeAlias = "tuple[OwnKernel, Inspected | ConfigError]"
-
-
-def inspect_kernels(kernels: Iterable[OwnKernel], folder: Path) -> Iterable[InspectedKernel]:
-    """Each kernel with what it says of itself, or with what is wrong in its table."""
-    own = list(kernels)
-    items = [{"kernel": one.kernel, "oracle": one.oracle} for one in own]
-    told = children.answers("tpkernels.gate.user_kernels.children", folder, items)
-    for one, answer in zip(own, told, strict=True):
-        if isinstance(answer, str):
-            yield one, ConfigError("kernel", f"importing {one.kernel.split(':')[0]!r} {answer}")
-        elif "mistake" in answer:
-            yield one, ConfigError(*answer["mistake"].split(": ", 1))
-        else:
-            lists = {name: tuple(said) for name, said in answer.items() if isinstance(said, list)}
-            yield one, Inspected(**answer | lists)
-
-
-def entry_of(own: OwnKernel, kernel: Inspected, folder: Path) -> Entry:
+def entry_of(own: OwnKernel, kernel: Inspected, folder: Path | None) -> Entry:
     """What is compiled; ConfigError if table and kernel disagree."""
     constants = _constants(own, kernel)
     module, function = own.kernel.split(":")
@@ -62,7 +64,9 @@ def entry_of(own: OwnKernel, kernel: Inspected, folder: Path) -> Entry:
         num_stages=own.num_stages,
         architectures=own.architectures,
         unspecialised=frozenset(kernel.untold),
-        folder=str(folder),
+        folder=str(folder or ""),
+        more_options=own.options,
+        rules=own.rules,
     )
 
 
@@ -101,6 +105,20 @@ def _aligned(own: OwnKernel, kernel: Inspected, values: Values | None) -> list[s
         return list(own.aligned)
     pointers = {name for name, kind in own.tensors.items() if not kind.block}
     return [name for name in own.signature if name in pointers | whole and name not in kernel.untold]
+
+
+def passed(own: OwnKernel, name: str, tensor: Tensor) -> Tensor | TensorDescriptor:
+    """A tensor as the kernel's signature wants it."""
+    block = own.tensors[name].block
+    return (
+        TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block)) if block else tensor
+    )
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """name: Triton's"""
+    found: torch.dtype = getattr(torch, DTYPES[name])
+    return found
 
 
 def constant_of_toml(value: Constant) -> Any:

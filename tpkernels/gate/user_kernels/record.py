@@ -1,87 +1,20 @@
-"""A kernel that is not ours, as its owners describe it. Nothing of theirs is imported here.
+"""A kernel as its owners describe it. Nothing of theirs is imported here.
 
 Sizes are numbers, or sums and products of names, such as "cdiv(M, BLOCK_M)".
-
-Rules that owners of a kernel may hold it to. Budgets cannot excuse what breaks one.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NewType
 
-from tpkernels.gate.ahead_of_time import Constant, Facts
-from tpkernels.gate.expectations import overflow, serialised, spilled
-from tpkernels.kernels.target import H100
+from tpkernels.gate.ahead_of_time import Constant
+from tpkernels.gate.rules import DEFAULT_RULES
 
-Rule = Callable[[str, Facts], Iterator[str]]  # architecture, facts -> what is wrong
-WITH_WGMMA = ("sm_90",)
-WITH_DESCRIPTORS = ("sm_90", "sm_100")
-
-
-def violations(rules: Sequence[str], architecture: str, facts: Facts) -> Iterator[str]:
-    """Each rule that the facts break, in words; that a block can be launched is always one."""
-    yield from overflow(architecture, facts)
-    for rule in rules:
-        yield from RULES[rule](architecture, facts)
-
-
-def _tensor_cores(architecture: str, facts: Facts) -> Iterator[str]:
-    if architecture in WITH_WGMMA:
-        names: tuple[str, ...] = ("HGMMA", "QGMMA", "HMMA")
-    else:
-        nvidia = ("UTCHMMA", "UTCQMMA", "HMMA", "QMMA")
-        names = ("v_mfma",) if architecture.startswith("gfx") else nvidia
-    if not any(map(facts.count, names)):
-        yield f"no {' or '.join(names)}: no tensor core is used"
-
-
-def _wgmma(architecture: str, facts: Facts) -> Iterator[str]:
-    if architecture not in WITH_WGMMA:
-        return
-    if not facts.count("HGMMA") and not facts.count("QGMMA"):
-        yield "no HGMMA or QGMMA"
-    yield from serialised(facts)
-    if facts.count("HMMA"):
-        yield f"{facts.count('HMMA')} HMMA, expected none (the tensor core's older instruction)"
-
-
-def _descriptors(architecture: str, facts: Facts) -> Iterator[str]:
-    if architecture in WITH_DESCRIPTORS and not facts.count("UTMALDG"):
-        yield "no UTMALDG: nothing is loaded through a descriptor"
-
-
-def _wide_offsets(architecture: str, facts: Facts) -> Iterator[str]:
-    for product in facts.narrow_offsets:
-        yield f"32-bit product in an address, wraps past 2**31 elements; cast a factor to tl.int64: {product}"
-
-
-def _some(what: str, *instructions: str) -> Rule:
-    """The rule that NVIDIA's code has one of these instructions."""
-
-    def rule(architecture: str, facts: Facts) -> Iterator[str]:
-        if not architecture.startswith("gfx") and not any(map(facts.count, instructions)):
-            yield f"no {' or '.join(instructions)}: nothing {what}"
-
-    return rule
-
-
-RULES: Mapping[str, Rule] = {
-    "no_spills": spilled,  # on sm_90; elsewhere spills are budgeted
-    "vector_loads": _some("loads 16 bytes at a time", "LDG.128", "LDGSTS.128", "UTMALDG"),
-    "vector_stores": _some("stores 16 bytes at a time", "STG.128", "UTMASTG", "UTMAREDG"),
-    "async_loads": _some("copies to shared memory meanwhile", "LDGSTS.128", "UTMALDG"),
-    "tensor_cores": _tensor_cores,
-    "wgmma": _wgmma,
-    "descriptors": _descriptors,
-    "wide_offsets": _wide_offsets,
-}
-DEFAULT_RULES = ("no_spills",)
-
-
+PROCESSORS = 132  # of an H100
 Numeric = int | float
 Expression = int | float | str
 # Triton's names of types -> torch's
@@ -145,6 +78,7 @@ class OwnKernel:
     aligned: tuple[str, ...] | None = None  # arguments that are multiples of 16; None: as `sizes` make them
     num_warps: int = 4
     num_stages: int | None = None
+    options: Mapping[str, Constant] = field(default_factory=dict)  # more options of Triton
     architectures: tuple[str, ...] = ("sm_90",)
     rules: tuple[str, ...] = DEFAULT_RULES
     sizes: Mapping[str, int] = field(default_factory=dict)  # of a real launch, which is clocked
@@ -154,6 +88,7 @@ class OwnKernel:
     grid: tuple[Expression, ...] = ()
     tile: Mapping[str, Expression] = field(default_factory=dict)  # of products: size -> what a block computes
     step: Mapping[str, Expression] = field(default_factory=dict)  # size -> what a turn of the loop takes
+    workload: FunctionPath | None = None  # entry -> how it is clocked, where `sizes` cannot say it
     oracle: FunctionPath | None = None
     oracle_sizes: tuple[Mapping[str, int], ...] = ()  # to compute at; (): `sizes`
     outputs: tuple[str, ...] = ()
@@ -196,7 +131,7 @@ class OwnKernel:
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
 
-    def at(self, sizes: Mapping[str, int], processors: int = H100.processors) -> Values:
+    def at(self, sizes: Mapping[str, int], processors: int = PROCESSORS) -> Values:
         """What is launched; ConfigError names the key whose expression has no value."""
         names = {**self._constants, **sizes, "processors": processors}
         numbers = {}

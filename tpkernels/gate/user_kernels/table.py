@@ -12,9 +12,9 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Constant, undecorated
+from tpkernels.gate.rules import RULES, RULES_WITH_VALUE, rule_named
 from tpkernels.gate.user_kernels.record import (
     DTYPES,
-    RULES,
     ConfigError,
     Expression,
     FunctionPath,
@@ -26,8 +26,8 @@ from tpkernels.gate.user_kernels.record import (
 SCALARS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp32", "fp64")
 FILLS = ("normal", "uniform", "zeros", "ones")
 _PLACE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")  # "module.of.it:function"
-_NAME = re.compile(r"[A-Za-z0-9][\w.+=-]*(/[A-Za-z0-9][\w.+=-]*)*")
-_tables: dict[str, dict[str, Any]] = {}  # that were registered in this process
+_NAME = re.compile(r"[A-Za-z0-9][\w.+=-]*(/[\w.+=-]+)*")
+_registered: dict[str, OwnKernel] = {}  # in this process
 
 
 def own_kernel(name: str, table: Mapping[str, Any]) -> OwnKernel:
@@ -68,10 +68,13 @@ def _check_arguments(own: OwnKernel) -> None:
 
 
 def _check_choices(own: OwnKernel) -> None:
-    for key, known in (("architectures", ARCHITECTURES), ("rules", tuple(RULES))):
-        for one in getattr(own, key):
-            if one not in known:
-                raise ConfigError(key, f"expected some of {', '.join(known)}; got {one!r}")
+    for one in own.architectures:
+        if one not in ARCHITECTURES:
+            raise ConfigError("architectures", f"expected some of {', '.join(ARCHITECTURES)}; got {one!r}")
+    for one in own.rules:
+        if rule_named(one) is None:
+            known = (*RULES, *(f"{name}:..." for name in RULES_WITH_VALUE))
+            raise ConfigError("rules", f"expected some of {', '.join(known)}; got {one!r}")
     if not own.architectures:
         raise ConfigError("architectures", "expected at least one")
     if own.num_warps not in (1, 2, 4, 8, 16, 32):
@@ -197,6 +200,7 @@ def register(
     aligned: Sequence[str] | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
+    options: Mapping[str, Constant] | None = None,
     architectures: Sequence[str] | None = None,
     rules: Sequence[str] | None = None,
     sizes: Mapping[str, int] | None = None,
@@ -206,6 +210,7 @@ def register(
     grid: Sequence[Expression] | None = None,
     tile: Mapping[str, Expression] | None = None,
     step: Mapping[str, Expression] | None = None,
+    workload: Callable[..., Any] | str | None = None,
     oracle: Callable[..., Any] | str | None = None,
     oracle_sizes: Sequence[Mapping[str, int]] | None = None,
     outputs: Sequence[str] | None = None,
@@ -221,6 +226,7 @@ def register(
     name: in findings and budgets; else that of the function
     constants: each other argument, unless it has a default
     aligned: arguments that are multiples of 16; else what is so at `sizes`, and all pointers
+    options: more of Triton's
     architectures: such as ("sm_90", "gfx942"); else ("sm_90",)
     rules: such as ("no_spills", "vector_loads"); else ("no_spills",)
     sizes: of a real launch: name -> integer, which the expressions below may use, as they may constants
@@ -228,6 +234,7 @@ def register(
     values: of each other argument, unless a size has its name
     grid: one to three numbers or expressions, which may use `processors`
     tile, step: of a product, what a block computes of two sizes, and a turn of its loop takes of a third
+    workload: gets an entry, returns a `gate.clocking.Launching`: where `sizes` cannot say what is clocked
     oracle: gets tensors in float64 and numbers by its parameters' names; returns the expected outputs
     oracle_sizes: at which the kernel is interpreted; else `sizes`
     outputs: the tensors that the kernel writes
@@ -240,17 +247,18 @@ def register(
     if not callable(wrapped):
         raise ValueError(f"register: expected a kernel under triton.jit, got {kernel!r}")
     said["kernel"] = f"{wrapped.__module__}:{wrapped.__name__}"
-    said["oracle"] = _place(oracle) if callable(oracle) else oracle
+    for key in ("oracle", "workload"):
+        said[key] = _place(said[key]) if callable(said[key]) else said[key]
     table = {key: value for key, value in said.items() if value is not None and key != "name"}
     own = own_kernel(name or wrapped.__name__, table)
-    if own.name in _tables:
+    if own.name in _registered:
         raise ValueError(f"register: {own.name!r} is registered twice: give one a `name`")
-    _tables[own.name] = table
+    _registered[own.name] = own
 
 
-def tables() -> dict[str, dict[str, Any]]:
-    """What has been registered in this process, as a gate.toml would say it."""
-    return dict(_tables)
+def registered() -> tuple[OwnKernel, ...]:
+    """What has been registered in this process."""
+    return tuple(_registered.values())
 
 
 def _place(function: Callable[..., Any]) -> str:

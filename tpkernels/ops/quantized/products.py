@@ -49,7 +49,6 @@ class Quantized(Plain):
 
     def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
         self.recipe, self._dtype = recipe, dtype
-        self.waits = recipe.scaling != "mx"
 
     def __str__(self) -> str:
         return word_of(self._dtype) + " " + str(self.recipe)  # the compiler traces no f-string of a recipe
@@ -60,11 +59,7 @@ class Quantized(Plain):
     def activations(self, x: Tensor) -> Scaled:
         return self._quantized(x, "e4m3")
 
-    def gradients(self, dy: Tensor, for_weight: bool = False) -> Scaled:
-        if for_weight and self.recipe.wgrad == "fp8":  # which takes columns: dy is read once for both
-            format, scaling = self.recipe.gradients, self.recipe.scaling
-            words, columns = primitives.quantize_both(dy, format, scaling, self.recipe.power_of_two)
-            return Scaled(words, dy.shape[1], format, scaling, columns)
+    def gradients(self, dy: Tensor) -> Scaled:
         return self._quantized(dy, self.recipe.gradients)
 
     def _quantized(self, x: Tensor, format: Format) -> Scaled:
@@ -145,15 +140,10 @@ class Quantized(Plain):
         into: Into,
         *,
         split: Literal["dy", "x"],
-        operand: Scaled | None = None,
     ) -> Tensor | None:
         if self.recipe.wgrad == "bf16":
             return weight_gradient(dy, x, into)
-        if operand is None or operand.columns is None:
-            columns = self.gradients(dy.t())
-        else:
-            columns = Scaled(operand.columns, dy.shape[0], operand.format, operand.scaling)
-        pairs = [(columns, self.activations(x.t()))]
+        pairs = [(self.gradients(dy.t()), self.activations(x.t()))]
         fast = self.recipe.is_fast(forward=False)
         gradient = _sum_of(pairs, dtype_of_gradient(x, into), fast)
         if not isinstance(into, Tensor):

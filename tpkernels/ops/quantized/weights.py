@@ -50,13 +50,7 @@ class _WeightCache:
         key = *place, weight.shape, weight.stride(), weight.dtype, weight.is_neg(), recipe, transposed
         version, words = found.get(key, (-1, weight))
         if version != weight._version:
-            version = weight._version
-            if recipe.scaling == "mx" and weight.requires_grad:  # backward asks for the other copy
-                both = primitives.quantize_both(weight.detach(), "e4m3", "mx", recipe.power_of_two)
-                words = both[transposed]
-                found[(*key[:-1], not transposed)] = version, both[not transposed]
-            else:
-                words = _quantized(weight, recipe, transposed)
+            version, words = weight._version, _quantized(weight, recipe, transposed)
             for other in [key for key in list(found) if key[0].expired()]:  # type: ignore[attr-defined]
                 found.pop(other, None)  # casts of weights, which each call makes anew
             found[key] = version, words

@@ -43,7 +43,7 @@ from tpkernels.ops.main_grad import (
     check_main_grad,
     empty_weight_gradient,
 )
-from tpkernels.ops.numerics import KeptRows, Operand
+from tpkernels.ops.numerics import KeptRows
 from tpkernels.ops.tensor_parallel.layout import (
     Layout,
     apply_distinct,
@@ -281,10 +281,8 @@ def _column_gradients(
     if x is not None and any(needs_dws):
         gathering = layout.gather_kept(op, "x", x, kept, features)
     dzs = [numerics.act_gradient(dy, z, activation) for dy, z in zip(dys, zs, strict=True)] if zs else dys
-    operands: list[Operand] = [None] * count
     if needs_dx:
-        operands = [numerics.gradients(dz, need) for dz, need in zip(dzs, needs_dws, strict=True)]
-        pairs = [(operand, w) for operand, w in zip(operands, weights, strict=True) if w is not None]
+        pairs = [(numerics.gradients(dz), w) for dz, w in zip(dzs, weights, strict=True) if w is not None]
         summing = layout.sum_of_products(op, pairs, transposed=False, hidden=any(needs_dws))
         if not layout.overlap:
             summing = Done(summing.wait())
@@ -296,8 +294,8 @@ def _column_gradients(
     if gathering is not None:
         full_x = gathering.numbers()
         dws = [
-            numerics.weight_gradient(dz, full_x, into, split="dy", operand=operand) if need else None
-            for dz, operand, into, need in zip(dzs, operands, main_grads, needs_dws, strict=True)
+            numerics.weight_gradient(dz, full_x, into, split="dy") if need else None
+            for dz, into, need in zip(dzs, main_grads, needs_dws, strict=True)
         ]
     return [None if summing is None else summing.wait(), *dws, *dbs]
 

@@ -131,7 +131,7 @@ class Layout(NamedTuple):
         what = f"gather of {name}{self.numerics.described(own)}"
         sent = self.numerics.sent(own)
         purpose = f"gathers of {name}" if beside is not None and beside.moves_like(sent) else "gathers"
-        multiplied = Multiplied(self.numerics, own, prepare) if self.numerics.waits else None
+        multiplied = Multiplied(self.numerics, own, prepare)
         gathering = start_rows(op, what, sent, group, features, self.overlap, multiplied, purpose=purpose)
         return GatheredRows(self, prepare, own, gathering, keep)
 

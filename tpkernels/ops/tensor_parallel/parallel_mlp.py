@@ -51,7 +51,7 @@ from tpkernels.ops.main_grad import (
     check_main_grad,
     empty_weight_gradient,
 )
-from tpkernels.ops.numerics import KeptRows, Operand
+from tpkernels.ops.numerics import KeptRows
 from tpkernels.ops.tensor_parallel.layout import Layout, apply_distinct, checked_layout, recorded
 from tpkernels.ops.tensor_parallel.parallel import require_segments
 
@@ -273,16 +273,14 @@ def _mlp_gradients(
             dw_down = numerics.weight_gradient(dy, h, into_down, split="x")
         db_down = numerics.bias_gradient(dy, split=False) if needs_db_down else None
     full_x = None if gathering_x is None else gathering_x.numbers()
-    operands: list[Operand] = [None] * len(dzs)
     if needs_dx:
-        operands = [numerics.gradients(dz, need) for dz, need in zip(dzs, needs_ups, strict=True)]
-        pairs = [(operand, up) for operand, up in zip(operands, ups, strict=True) if up is not None]
+        pairs = [(numerics.gradients(dz), up) for dz, up in zip(dzs, ups, strict=True) if up is not None]
         summing = layout.sum_of_products(op, pairs, transposed=False, hidden=any(needs_ups))
     dws: list[Tensor | None] = [None] * len(ups)
     if full_x is not None:
         dws = [
-            numerics.weight_gradient(dz, full_x, into, split="dy", operand=operand) if need else None
-            for dz, operand, into, need in zip(dzs, operands, into_ups, needs_ups, strict=True)
+            numerics.weight_gradient(dz, full_x, into, split="dy") if need else None
+            for dz, into, need in zip(dzs, into_ups, needs_ups, strict=True)
         ]
     return [None if summing is None else summing.wait(), db_up, db_down, *dws, dw_down]
 

@@ -152,7 +152,7 @@ class Segmented(Plain):
     def activations(self, x: Tensor) -> Tensor:
         return canonical(x)
 
-    def gradients(self, dy: Tensor, for_weight: bool = False) -> Tensor:
+    def gradients(self, dy: Tensor) -> Tensor:
         return canonical(dy)
 
     def blocks(self, arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterable[tuple[slice, Tensor]]:
@@ -194,7 +194,7 @@ class Segmented(Plain):
         return SegmentSum(pairs, transposed, self.segments)
 
     def weight_gradient(
-        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"], operand: object = None
+        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"]
     ) -> Tensor | None:
         calls = segment_calls(self.segments, x.device)
         return segmented_weight_gradient(canonical(dy), canonical(x), into, calls, dim=int(split == "x"))

@@ -325,16 +325,16 @@ class PartialGradients:
         self._columns = self._numerics.weight(weight, False) if needs_dhidden else None
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        numerics, operand = self._numerics, None
+        numerics = self._numerics
         if self.dhidden is not None and numerics.segments:
             pairs = [(dlogits, self._weight)]
             self.dhidden[rows] = segment_sum(pairs, transposed=False, segments=numerics.segments)
         elif self.dhidden is not None:
-            operand = numerics.gradients(dlogits, self.dweight is not None)
+            operand = numerics.gradients(dlogits)
             numerics.product_into([self.dhidden[rows]], operand, self._columns, None, False, "none", False)
         if self.dweight is not None:
             hidden = self._hidden[rows]
-            numerics.weight_gradient(dlogits, hidden, self.dweight, split="dy", operand=operand)
+            numerics.weight_gradient(dlogits, hidden, self.dweight, split="dy")
 
 
 def terms_dtype(dtype: torch.dtype) -> torch.dtype:

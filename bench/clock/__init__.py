@@ -1,1 +1,0 @@
-"""The clock against published timings, and what it says of what is shipped."""
