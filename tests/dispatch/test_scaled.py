@@ -234,6 +234,14 @@ def test_ways_of_torch_agree_and_write_the_same_bits_into_rows(way, keep_z, acti
     assert_written(out, around, results)
 
 
+@pytest.mark.parametrize("which", [2, 3])
+def test_scales_in_bytes_are_refused_by_torch_too(which):
+    arguments = list(scratch())
+    arguments[which] = arguments[which].byte()
+    with pytest.raises(TypeError, match=r"scaled_linear: expected scales in fp32, got .*torch\.uint8"):
+        scaled_linear.by_torch(*arguments)
+
+
 def test_a_scale_for_128_rows_of_a_weight_is_that_of_each():
     x, w, x_scale, w_scale, *rest = scratch(scaling="blocks", out_features=300)
     few = w_scale[::BLOCK].clone()

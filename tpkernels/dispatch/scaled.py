@@ -130,6 +130,8 @@ def _wide_z(
 ) -> Tensor:
     """x̂ ŵᵀ + bias in fp32, or in dtype if that is wider."""
     wide = torch.promote_types(dtype, torch.float32)
+    if x_scale.dtype != torch.float32 or w_scale.dtype != torch.float32:
+        raise TypeError(f"scaled_linear: expected scales in fp32, got {x_scale.dtype} and {w_scale.dtype}")
     w_scale = _each_row(w_scale, weight)
     if x_scale.shape[1] != 1:
         z = _wide_linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide), wide)
