@@ -99,8 +99,10 @@ def stages_of(out: Path, jobs: int) -> list[Stage]:
         return [[python, "setup.py", "-q", "build_ext", "--inplace"]]
 
     def tests(stage: str, files: Sequence[str]) -> list[Command]:
-        pytest = (python, "-m", "pytest", "-q", "-p", "tests.outcomes", "--outcomes")
-        return [[*pytest, str(out / stage / Path(file).with_suffix(".json")), file] for file in files]
+        def report(file: str) -> str:
+            return str(out / stage / Path(file).with_suffix(".xml"))
+
+        return [[python, "-m", "pytest", "-q", f"--junitxml={report(file)}", file] for file in files]
 
     def sanitizer() -> list[Command]:
         tool = shutil.which("compute-sanitizer")

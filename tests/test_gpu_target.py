@@ -12,7 +12,7 @@ import torch
 
 from bench import gpu
 from bench.gpu import plan, stages_of
-from bench.results import slug
+from bench.results import NEEDED, RATIOS, slug
 from bench.shapes import GPU_SET, all_shapes, sizes_of
 from bench.stages import GRACE, CannotRun, Stage
 from tests.patience import patient
@@ -38,7 +38,7 @@ def place(lines: list[str], part: str) -> int:
 
 
 def files(lines: list[str]) -> set[str]:
-    return {found[1] for line in lines if (found := re.search(r"--outcomes \S+ (tests/\S+\.py)$", line))}
+    return {found[1] for line in lines if (found := re.search(r"--junitxml=\S+ (tests/\S+\.py)$", line))}
 
 
 def test_stages_take_less_than_half_an_hour_in_calls_of_ten_minutes(lines):
@@ -68,7 +68,7 @@ def test_every_room_that_is_named_has_tests():
 
 
 def test_nothing_is_timed_before_the_tests_are_done_nor_beside_anything(lines):
-    tests = [number for number, line in enumerate(lines) if "--outcomes" in line]
+    tests = [number for number, line in enumerate(lines) if "--junitxml" in line]
     timed = ("tpkernels qualify", "tpkernels tune", "bench run --gpu-set", "bench.cases.overlap")
     order = [place(lines, part) for part in timed]
     assert [tests[-1], *order] == sorted([tests[-1], *order])
@@ -105,10 +105,13 @@ sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:hypothesispytest", *sys
     assert collected.returncode == 0, collected.stdout[-2000:]
 
 
-def test_every_step_leaves_json(lines):
+def test_every_step_leaves_a_report(lines):
     for line in lines:
         if " -m pytest " in line or " tune " in line or " qualify " in line or " bench run " in line:
-            assert re.search(r"(--outcomes|--json|-o) out/gpu/\S+\.json", line) or "sanitizer" in line, line
+            assert (
+                re.search(r"(--json|-o) out/gpu/\S+\.json|--junitxml=out/gpu/\S+\.xml", line)
+                or "sanitizer" in line
+            ), line
 
 
 def test_very_same_tuning_can_be_listed_without_a_gpu(lines, tmp_path):
@@ -145,7 +148,8 @@ def test_sanitizer_is_left_out_in_words_where_there_is_none(monkeypatch):
 def test_gate_compares_with_a_baseline_or_proposes_the_first(tmp_path, monkeypatch, known):
     device = "NVIDIA Imaginary"
     (tmp_path / "bench").mkdir()
-    case = {"fullname": "a", "extra_info": {"device": device, "ratio": 1.0}}
+    info = {key: 1.0 for key in (*NEEDED, *RATIOS)} | {"device": device}
+    case = {"fullname": "a", "extra_info": info}
     (tmp_path / "bench" / "bench.json").write_text(json.dumps({"benchmarks": [case]}))
     monkeypatch.setattr(gpu, "path_for", lambda device: ROOT if known else tmp_path / "absent.json")
     (gate,) = (stage for stage in stages_of(tmp_path, 8) if stage.name == "gate")
@@ -166,16 +170,3 @@ def test_without_a_gpu_it_says_so_and_names_bad_stages():
     misspelt = ran("-m", "bench", "gpu", "--stages", "tests,tunes", "--dry-run", cwd=ROOT)
     assert misspelt.returncode != 0
     assert f"of {', '.join(STAGES)}; got 'tunes'" in misspelt.stderr
-
-
-def test_outcomes_are_written_also_of_failures(tmp_path):
-    (tmp_path / "test_two.py").write_text("def test_good(): pass\ndef test_bad(): assert 1 == 2, 'planted'\n")
-    report = tmp_path / "out" / "two.json"
-    plugin = ("-p", "tests.outcomes", "--outcomes", str(report))
-    tested = ran("-m", "pytest", "-q", tmp_path / "test_two.py", *plugin, cwd=ROOT)
-    assert tested.returncode == 1, tested.stderr
-    outcome = json.loads(report.read_text())
-    assert (outcome["exit_code"], outcome["counts"]["passed"], outcome["counts"]["failed"]) == (1, 1, 1)
-    ((name, why),) = outcome["failures"].items()
-    assert name.endswith("test_bad")
-    assert "planted" in why

@@ -9,36 +9,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from tpkernels.cli import SAID_EVERY, BadUse, Progress, write_json, written_to
+from tpkernels.cli import SAID_EVERY, BadUse, Progress, add_number, write_json, written_to
 
 if TYPE_CHECKING:
-    from bench.bits.ranks import Digests, Ranks
+    from bench.bits.rank import Digests
 
 SCHEDULES, SEED, RANKS = 1000, 1, (2, 4)
 MOST_RANKS = 16
+AT_ONCE = 25  # schedules of one program in one call of the ranks
+PATIENCE = 120.0  # seconds for one program under one schedule
 INTERPRETED_SHARE = 100  # one schedule in so many: interpreted kernels are slow
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
-    parser.add_argument(
-        "--schedules",
-        type=_count,
-        default=SCHEDULES,
-        metavar="N",
-        help=f"adversarial ones, in all ({SCHEDULES})",
-    )
-    parser.add_argument(
-        "--seed", type=_seed, default=SEED, metavar="S", help=f"of the first schedule ({SEED})"
-    )
+    add_number(parser, "--schedules", "adversarial ones, in all", SCHEDULES, least=1)
+    add_number(parser, "--seed", "of the first schedule", SEED, least=0)
     parser.add_argument(
         "--world-size",
         type=_ranks,
@@ -61,7 +58,7 @@ def main(options: Namespace) -> int:
     """Print a table of certificates; return 1 if a bit differed or ranks hung."""
     began = time.perf_counter()
     plan = planned(options.schedules, options.world_size, options.only)
-    total = sum(count for _, count in plan)
+    total = sum(len(each.programs) * len([*_batches(range(count))]) for each, count in plan)
     if find_spec("triton") is None:
         print("waiting kernels are left out: triton is not installed")
     with Progress("checking bits:", total, seconds=SAID_EVERY) as step:
@@ -88,18 +85,6 @@ def main(options: Namespace) -> int:
     if not failures:
         print(f"the same bits under {done} schedules in {seconds:.0f} s, from seed {options.seed} on")
     return 1 if failures else 0
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"expected at least 1, got {text!r}")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"expected a whole number of 0 or more, got {text!r}")
-    return int(text)
 
 
 def _ranks(text: str) -> tuple[int, ...]:
@@ -153,50 +138,60 @@ def certify(
     plan: Sequence[tuple[Certificate, int]],
     seed: int,
     step: Callable[[object], None],
-    planted: Sequence[str] = (),
-    patience: float | None = None,
+    planted: str = "",
+    patience: float = PATIENCE,
 ) -> list[Certificate]:
-    """Run all that is planned. A transport whose ranks fail is left; the others go on with new ranks."""
-    from bench.bits.ranks import PATIENCE, RankFailure, Ranks
+    """Run all that is planned. A transport whose ranks fail is left; the others go on with new ranks.
 
+    planted: `module:function`, called first by each rank, so that tests can plant faults
+    """
+    from bench.bits.rank import Task, results_of
+    from tests.ranks import RankFailure, RankPool
+
+    os.environ["TRITON_INTERPRET"] = "1"  # read by the ranks
     for count in dict.fromkeys(each.ranks for each, _ in plan):
-        with Ranks(count, planted, patience or PATIENCE) as ranks:
+        with RankPool(count) as ranks, TemporaryDirectory() as folder:
+            progress = Path(folder, "seed")  # of the schedule under which ranks run now
             for certificate, schedules in plan:
                 if certificate.ranks != count:
                     continue
                 began = time.perf_counter()
                 try:
-                    _certify_one(certificate, range(seed, seed + schedules), ranks, step)
+                    for program in certificate.programs:
+                        for seeds in _batches(range(seed, seed + schedules)):
+                            progress.write_text("undisturbed")
+                            task = Task(certificate.transport, program, seeds, planted, str(progress))
+                            limit = patience * (1 + len(seeds))
+                            found = ranks.run(results_of, task, timeout=limit)
+                            _compare(certificate, program, seeds, found)
+                            what = f"{certificate.transport} on {count} ranks: {program}"
+                            step(f"{what}, {len(seeds)} schedules")
+                    certificate.schedules = schedules
                 except RankFailure as error:
-                    certificate.failures.append(str(error))
+                    under = progress.read_text()
+                    seed_of = None if under == "undisturbed" else int(under)
+                    certificate.failures.append(_said(certificate, program, seed_of, str(error)))
                 certificate.seconds = time.perf_counter() - began
     return [certificate for certificate, _ in plan]
 
 
-def _certify_one(
-    certificate: Certificate, seeds: Sequence[int], ranks: Ranks, step: Callable[[object], None]
+def _batches(seeds: range) -> Iterator[tuple[int, ...]]:
+    for first in range(0, len(seeds), AT_ONCE):
+        yield tuple(seeds[first : first + AT_ONCE])
+
+
+def _compare(
+    certificate: Certificate, program: str, seeds: Sequence[int], found: Sequence[Sequence[Digests]]
 ) -> None:
-    from bench.bits.ranks import RankFailure, Task
-
-    def results(program: str, seed: int | None) -> list[Digests]:
-        try:
-            return ranks.run(Task(certificate.transport, program, seed))
-        except RankFailure as error:
-            raise RankFailure(_said(certificate, program, seed, str(error))) from error
-
-    first = {program: results(program, None) for program in certificate.programs}
-    certificate.hashes = {program: [_hash(found)] for program, found in first.items()}
-    for seed in seeds:
-        for program in certificate.programs:
-            found, known = results(program, seed), certificate.hashes[program]
-            if (own := _hash(found)) in known:
-                continue
-            if len(known) == 1:  # the first difference says enough
-                what = _difference(first[program], found)
-                certificate.failures.append(_said(certificate, program, seed, what))
-            known.append(own)
-        certificate.schedules += 1
-        step(f"{certificate.transport} on {certificate.ranks} ranks, seed {seed}")
+    """found: of each rank, first of the undisturbed run, then under the schedule of each seed"""
+    undisturbed, *others = zip(*found, strict=True)
+    known = certificate.hashes.setdefault(program, [_hash(undisturbed)])
+    for seed, results in zip((None, *seeds), (undisturbed, *others), strict=True):
+        if (own := _hash(results)) in known:
+            continue
+        if len(known) == 1:  # the first difference says enough
+            certificate.failures.append(_said(certificate, program, seed, _difference(undisturbed, results)))
+        known.append(own)
 
 
 def _hash(found: Sequence[Digests]) -> str:

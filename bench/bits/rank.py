@@ -1,20 +1,12 @@
-"""One rank of `bench bits`: a process that computes what it is told by a pipe, and answers with hashes.
-
-python -m bench.bits.rank DESCRIPTOR [MODULE:FAULT ...]      in the environment of a rank
-"""
+"""What a rank of `bench bits` computes: one program, undisturbed and under schedules, with the same group."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
-import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
-from datetime import timedelta
+from contextlib import ExitStack, nullcontext
 from importlib import import_module
-from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -22,75 +14,54 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.bits.programs import Place, run_program
-from bench.bits.ranks import Digests, Task
 from bench.bits.schedule import drawn, imposed
 from tpkernels.comm.transports import select
 from tpkernels.dispatch import backends
-from tpkernels.gate.child import end_with_parent
 from tpkernels.groups.initialize import create_parallel_state
 from tpkernels.groups.plan import plan_groups
-from tpkernels.training.launch import join_world
 
-JOIN_SECONDS, CALL_SECONDS = 600.0, 30.0  # for all ranks to start; of one call
 WAYS = {  # the transport that is asked for, and who computes
     "c10d": ("c10d", "torch"),
     "shared": ("shared", "torch"),
     "kernels": ("shared", "triton"),  # which wait themselves, in the interpreter
 }
 
-
-def main(argv: Sequence[str]) -> None:
-    """Serve until the pipe ends."""
-    connection = Connection(int(argv[0]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; who started us ends us
-    end_with_parent()  # a rank that is stopped would not see the pipe end
-    for fault in argv[1:]:
-        module, _, name = fault.partition(":")
-        getattr(import_module(module), name)()
-    rank = _Rank()
-    connection.send({})  # ready
-    while True:
-        try:
-            task = Task(*connection.recv())
-        except EOFError:
-            os._exit(0)  # whoever started us is gone, and nobody waits for threads
-        try:
-            connection.send(rank.run(task))
-        except Exception as error:  # whatever it is, it is told
-            connection.send(f"{type(error).__name__}: {error}")
+Digests = dict[str, str]  # of each tensor of a rank, by name
 
 
-class _Rank:
-    """This process in its world."""
+class Task(NamedTuple):
+    """One program over one transport."""
 
-    def __init__(self) -> None:
-        torch.set_num_threads(1)
-        join_world("gloo", timedelta(seconds=JOIN_SECONDS))
-        ranks = dist.get_world_size()
-        self._grid = create_parallel_state(plan_groups(world_size=ranks, tensor=ranks if ranks % 2 else 2))
-        self._places: dict[tuple[str, str], Place] = {}  # each with a group of its own
+    transport: str
+    program: str
+    seeds: tuple[int, ...]  # of schedules; the program first runs without one
+    planted: str = ""  # `module:function` that plants a fault in this rank
+    progress: str = ""  # a file for the seed of the schedule that rank 0 has come to
 
-    def run(self, task: Task) -> Digests:
-        transport, backend = WAYS[task.transport]
-        rank, program = dist.get_rank(), task.program
-        with (
-            patch.object(select, "requested_transport", transport),
-            patch.object(backends, "backend", backend),
-        ):
-            place = self._places.get((task.transport, program)) or self._place(task)
-            adversary = (
-                nullcontext(_no_pause)
-                if task.seed is None
-                else imposed(drawn(task.seed, program, place.ranks), rank)
-            )
+
+def results_of(task: Task) -> list[Digests]:
+    """Return digests of the undisturbed run, and of the run under each schedule."""
+    transport, backend = WAYS[task.transport]
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    assert group is not None, "ranks have one"
+    found = []
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(select, "requested_transport", transport))
+        stack.enter_context(patch.object(backends, "backend", backend))
+        if task.planted:
+            module, _, name = task.planted.partition(":")
+            stack.enter_context(getattr(import_module(module), name)())
+        grid = create_parallel_state(plan_groups(world_size=ranks, tensor=ranks if ranks % 2 else 2))
+        for seed in (None, *task.seeds):
+            if task.progress and dist.get_rank() == 0 and seed is not None:
+                Path(task.progress).write_text(str(seed))
+            adversary = nullcontext(_no_pause)
+            if seed is not None:
+                adversary = imposed(drawn(seed, task.program, ranks), dist.get_rank())  # type: ignore[assignment]
             with adversary as pause:
-                results = run_program(program, replace(place, pause=pause))
-        return {name: _digest(tensor) for name, tensor in results.items()}
-
-    def _place(self, task: Task) -> Place:
-        group = dist.new_group(timeout=timedelta(seconds=CALL_SECONDS))
-        place = self._places[task.transport, task.program] = Place(group, self._grid, _no_pause)
-        return place
+                results = run_program(task.program, Place(group, grid, pause))
+            found.append({name: _digest(tensor) for name, tensor in results.items()})
+    return found
 
 
 def _no_pause() -> None:
@@ -100,7 +71,3 @@ def _no_pause() -> None:
 def _digest(tensor: Tensor) -> str:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -10,12 +10,14 @@ process that started them draw the same from a seed, and each rank its own pause
     sends     chunks leave in another order: to other ranks first, or all at the end
     waits     chunks are awaited in another order
     busy      a thread that holds Python's lock, or one that multiplies, for a while
-    stops     SIGSTOP, and some time later SIGCONT
+    stops     SIGSTOP, and some time later SIGCONT, by a process of its own
 """
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -92,6 +94,9 @@ def imposed(schedule: Schedule, rank: int) -> Iterator[Callable[[], None]]:
         for owner, name, replacement in adversary.seams():
             stack.enter_context(patch.object(owner, name, replacement))
         stack.enter_context(_busy(schedule.busy[rank]))
+        for stop in schedule.stops:
+            if stop.rank == rank:
+                stack.enter_context(_stopped(stop))
         time.sleep(schedule.late[rank])
         yield adversary.pause
 
@@ -254,3 +259,15 @@ def _busy(kind: str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def _stopped(stop: Stop) -> Iterator[None]:
+    """This process is stopped for a moment, if it has not ended by then: the other process lets it go on."""
+    pid = os.getpid()
+    script = f"sleep {stop.after:.3f}; kill -STOP {pid}; sleep {stop.seconds:.3f}; kill -CONT {pid}"
+    stopping = subprocess.Popen(["sh", "-c", script])
+    try:
+        yield
+    finally:
+        stopping.wait()

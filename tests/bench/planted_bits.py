@@ -4,9 +4,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from unittest.mock import patch
 
+import torch.distributed as dist
 from torch import Tensor
 
 from bench.bits.programs import PROGRAMS, Place, Results
@@ -41,35 +42,35 @@ def order_of_arrival() -> Iterator[None]:
         yield
 
 
-def sums_in_order_of_arrival() -> None:
-    HostWaits.total = total_by_arrival  # type: ignore[method-assign]
-
-
-def flags_come_before_their_rows() -> None:
+@contextmanager
+def flags_come_before_their_rows() -> Iterator[None]:
     def put(self: HostExchange, peer: int, there: slice, rows: Tensor, delivery: HostDelivery) -> None:
         landing, chunks = self.landing(delivery.slot, peer), self.chunks_of_ours(there)
         landing.flags[chunks.start : chunks.stop].fill_(delivery.flag)
         host._copy(landing.rows_of(chunks), rows)
 
-    HostExchange.put = put  # type: ignore[method-assign]
+    with patch.object(HostExchange, "put", put):
+        yield
 
 
-def a_rank_hangs() -> None:
-    _second_row(lambda: time.sleep(3600))
+def a_rank_hangs() -> AbstractContextManager[None]:
+    return _second_row(lambda: time.sleep(3600))
 
 
-def a_rank_dies() -> None:
-    _second_row(lambda: os._exit(7))
+def a_rank_dies() -> AbstractContextManager[None]:
+    return _second_row(lambda: os._exit(7))
 
 
-def _second_row(fault: Callable[[], None]) -> None:
+@contextmanager
+def _second_row(fault: Callable[[], None]) -> Iterator[None]:
     """On rank 1, when it computes that program for the second time: under the first schedule."""
     sound, calls = PROGRAMS["row"], []
 
     def faulty(place: Place) -> Results:
         calls.append(place)
-        if len(calls) == 2 and os.environ["RANK"] == "1":
+        if len(calls) == 2 and dist.get_rank() == 1:
             fault()
         return sound(place)
 
-    PROGRAMS["row"] = faulty
+    with patch.dict(PROGRAMS, row=faulty):
+        yield

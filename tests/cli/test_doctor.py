@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.programs import ran
 from tpkernels.cli import doctor, main
-from tpkernels.cli.doctor import VARIABLES, probe_symmetric, probe_triton, variables
-from tpkernels.comm.transports import select
+from tpkernels.cli.doctor import VARIABLES, probe_triton, variables
 from tpkernels.comm.transports.select import TRANSPORTS
 from tpkernels.dispatch.backends import BACKENDS
 
@@ -182,45 +180,3 @@ def test_a_missing_triton_is_a_problem_with_what_installs_it(monkeypatch):
     ((health, text),) = probe_triton()
     assert health == "problem"
     assert text.endswith(f"no fused kernels; pip install 'triton<3.{int(NEWEST[2:]) + 1}' numpy")
-
-
-BEFORE = "class StoreExchange {\n  size_t seq_id_ = 0;\n};\n"
-AFTER = "class StoreExchange {\n  struct Entry { size_t seq_id; };\n  std::map<Store*, Entry> seq_ids_;\n};\n"
-
-
-@pytest.mark.parametrize(
-    ("header", "transport", "words"),
-    [
-        (BEFORE, "auto", "makes that of a larger one, opened later, hang"),
-        (BEFORE, "symmetric", "makes that of a larger one, opened later, hang"),
-        (None, "auto", "may make that of a larger one"),
-        (AFTER, "auto", None),
-        (BEFORE, "c10d", None),
-        (BEFORE, "shared", None),
-    ],
-)
-def test_a_torch_whose_symmetric_memory_hangs_is_noted(header, transport, words, tmp_path, monkeypatch):
-    if header is not None:
-        path = tmp_path / "include" / doctor.EXCHANGE
-        path.parent.mkdir(parents=True)
-        path.write_text(header)
-    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(select, "requested_transport", transport)
-    found = list(probe_symmetric())
-    assert len(found) == (words is not None)
-    for health, text in found:
-        assert health == "note"
-        assert words in text
-        assert "open it for the larger one first" in text
-
-
-def test_the_installed_torch_has_the_header_that_is_looked_at(monkeypatch):
-    """If it moves, look for what tells the releases apart anew."""
-    minor = tuple(map(int, torch.__version__.split(".")[:2]))
-    if minor > (2, 13):
-        pytest.skip(f"looked at in torch 2.13; this is {torch.__version__}")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(select, "requested_transport", "auto")
-    ((_, text),) = probe_symmetric()
-    assert "makes that of a larger one" in text

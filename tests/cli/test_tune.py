@@ -23,7 +23,7 @@ def test_dry_run_lists_candidates(capsys, tmp_path):
     assert main([*DRY, "--steps", "linear,wgrad_accumulate_", "--json", str(report)]) == 0
     printed = capsys.readouterr().out
     announced, _, rest = printed.partition("\n")
-    assert announced == ("3 problems, 15 candidates: at most about 1 min (2.5 s a candidate)")
+    assert announced == "3 problems, 15 candidates: at most about 1 min (2.5 s a candidate)"
     assert rest.startswith("candidates on NVIDIA H100 80GB HBM3, not timed:\nlinear bfloat16 8192x4096x4096")
     listed = json.loads(report.read_text())
     assert listed["gpu"] == "NVIDIA H100 80GB HBM3"
@@ -70,7 +70,7 @@ def timer(monkeypatch, tmp_path) -> FakeTimer:
 
     def chooser_on(device):
         gpu = TargetGpu(VERSIONS.gpu, INTERPRETER)
-        return Chooser(torch.device("cpu"), gpu, timer, Cache(tmp_path, VERSIONS))
+        return Chooser(torch.device("cpu"), gpu, timer, Cache(tmp_path, VERSIONS), {})
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

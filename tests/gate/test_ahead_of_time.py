@@ -17,8 +17,8 @@ from tpkernels.gate.ahead_of_time import (
     CompileJob,
     Entry,
     Facts,
-    compile_entry,
     compile_key,
+    facts_of,
     facts_or_error,
 )
 from tpkernels.gate.rules import violations
@@ -130,12 +130,12 @@ def test_compiling_is_refused_where_kernels_are_interpreted():
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("this process compiles: there is a GPU")
     with pytest.raises(RuntimeError, match="unset it"):
-        compile_entry(LINEAR, "sm_90")
+        facts_of(LINEAR, "sm_90")
 
 
 def test_unknown_architecture_is_refused():
     with pytest.raises(ValueError, match=r"expected an architecture of sm_80, .*; got 'sm_42'"):
-        compile_entry(LINEAR, "sm_42")
+        facts_of(LINEAR, "sm_42")
 
 
 def test_every_architecture_compiles_something():

@@ -8,7 +8,7 @@ from tests.gate.samples import COST, FACTS
 from tpkernels.dispatch.registered import entry_specs
 from tpkernels.dispatch.workload import FromCatalog
 from tpkernels.gate import ahead_of_time, clocking, expectations
-from tpkernels.gate.ahead_of_time import DIED, CompileError, CompileJob, facts_of, machine_code_of
+from tpkernels.gate.ahead_of_time import DIED, CompileJob, facts_of, machine_code_of
 from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.clocking import ClockedJob, Examined, examine, examine_all
 from tpkernels.kernels.footprints import TABLE
@@ -140,11 +140,11 @@ def test_errors_are_findings_and_are_not_kept(counted, monkeypatch):
     assert cost_of_task() == COST
 
     def refuses(job):
-        raise CompileError("no")
+        raise RuntimeError("no")
 
     monkeypatch.setattr(ahead_of_time, "_made", refuses)
     monkeypatch.setattr(ahead_of_time, "compile_key", lambda *_: "new")
-    assert examine(TASK) == Examined("no")
+    assert examine(TASK) == Examined("RuntimeError: no")
 
 
 @pytest.mark.parametrize("edited", ["nothing", "kernel", "clock", "launch"])

@@ -86,8 +86,8 @@ def assert_accurate(
 
 
 def assert_framed(frames: Frames) -> None:
-    overruns = frames.take_overruns()
-    assert not overruns, f"a kernel wrote outside its output of {overruns[0]} elements"
+    faults = frames.take_faults()
+    assert not faults, faults[0]
 
 
 def rows_for(results: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:

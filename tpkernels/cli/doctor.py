@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from difflib import SequenceMatcher
 from io import TextIOWrapper
-from pathlib import Path
 from signal import strsignal
 from tempfile import TemporaryFile
 from typing import Literal, NamedTuple
@@ -50,7 +49,6 @@ VARIABLES: dict[str, tuple[str, ...]] = {  # allowed values
 }
 Health = Literal["ok", "note", "problem"]  # a note costs something, a problem stops work
 ALIKE = 0.85  # similarity from which a name without the prefix counts as a misspelling of ours
-EXCHANGE = "torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp"  # in torch's headers
 
 
 class Finding(NamedTuple):
@@ -89,7 +87,8 @@ def probed(command: Sequence[str], seconds: float = SECONDS) -> list[Finding]:
     """Return the findings of a child that runs the probes; its failure is one."""
     findings: list[Finding] = []
     probing = "probe"
-    with TemporaryFile("w+") as told, TemporaryFile("w+") as errors:  # a pipe may stay open in a grandchild
+    # files: a pipe may stay open in a grandchild
+    with TemporaryFile("w+", errors="replace") as told, TemporaryFile("w+", errors="replace") as errors:
         try:
             code = subprocess.run(command, stdout=told, stderr=errors, timeout=seconds).returncode
             failure = f"failed with exit code {code}" * (code > 0)
@@ -213,30 +212,6 @@ def probe_extension() -> Iterator[tuple[Health, str]]:
     yield "ok" if found.state is ExtensionState.LOADED else unused, found.detail
 
 
-def probe_symmetric() -> Iterator[tuple[Health, str]]:
-    """Look whether a rendezvous on some ranks makes a later one of more ranks hang, as in torch 2.13.
-
-    Ranks then count rendezvous by process, not by group, and wait under different keys (pytorch issue 196082,
-    fixed by pull request 196350). A release with the process's counter in its header has the defect.
-    """
-    import torch
-
-    from tpkernels.comm.transports.select import requested_transport
-
-    if not torch.cuda.is_available() or requested_transport in ("c10d", "shared"):
-        return
-    header = Path(torch.__file__).parent / "include" / EXCHANGE
-    text = header.read_text(encoding="utf-8") if header.exists() else None
-    if text is None or "size_t seq_id_" in text:
-        yield (
-            "note",
-            f"torch {torch.__version__}: symmetric memory of a group of some ranks "
-            f"{'may make' if text is None else 'makes'} that of a larger one, opened later, hang (pytorch "
-            "issue 196082). Where a tensor-parallel group is smaller than another that uses it, open it for "
-            "the larger one first, or set TPKERNELS_TRANSPORT=c10d",
-        )
-
-
 def probe_self_test() -> Iterator[tuple[Health, str]]:
     """Let ranks form a group and add up numbers; if one fails, exit after its words on stderr."""
     from tpkernels.training.launch import run_ranks
@@ -272,7 +247,6 @@ PROBES: dict[str, Callable[[], Iterator[tuple[Health, str]]]] = {
     "gpu": probe_gpu,
     "triton": probe_triton,
     "extension": probe_extension,
-    "symmetric": probe_symmetric,
     "self-test": probe_self_test,
 }
 

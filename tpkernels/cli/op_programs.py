@@ -1,7 +1,10 @@
 """Ops over a group as programs: `qualify` compares them with float64, `bench bits` runs them delayed.
 
-A program takes full operands, the same on all ranks, and each rank takes its shards of them. Letters are
-sizes: T tokens, F features, B features between two layers, O out_features, V rows of the vocabulary.
+A program takes full operands, the same on all ranks, and each rank takes its shards of them. Operands and
+result are written as letters of their sizes, in lower case for the dimension that is split over ranks:
+
+    T tokens, t if sequence-parallel        F features          B, b features between two layers
+    O out_features                          v rows of the vocabulary
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,14 +27,12 @@ from tpkernels.ops import (
     vocab_embedding,
 )
 
-Dim = int | Literal["tokens"] | None  # split over ranks; "tokens": the first, under sequence parallelism
-Sides = tuple[str, Dim]  # sizes, and the split dimension
 IDS = "ids"  # the operand with ids of the vocabulary, without gradient
 
 
 @dataclass(frozen=True)
 class OpProgram:
-    """An op over a group, with sizes and split dimensions of its operands and of its result.
+    """An op over a group, with letters of its operands by name, and of its result.
 
     op: takes this rank's shards, the group, and whether it is sequence-parallel
     exact: takes full operands
@@ -40,18 +40,18 @@ class OpProgram:
 
     op: Callable[..., Tensor]
     exact: Callable[..., Tensor]
-    operands: Mapping[str, Sides]
-    result: Sides
+    operands: Mapping[str, str]
+    result: str
 
     @property
     def by_tokens(self) -> bool:
         """Whether it can be sequence-parallel."""
-        return "tokens" in [dim for _, dim in (*self.operands.values(), self.result)]
+        return any("t" in letters for letters in (*self.operands.values(), self.result))
 
     def shapes(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Return the full shape of each operand, by name, and of the result as "y"."""
-        letters = {name: its for name, (its, _) in self.operands.items()} | {"y": self.result[0]}
-        return {name: tuple(sizes[letter] for letter in its) for name, its in letters.items()}
+        named = {**self.operands, "y": self.result}
+        return {name: tuple(sizes[each.upper()] for each in letters) for name, letters in named.items()}
 
     def results(
         self, full: Sequence[Tensor], group: ProcessGroup, split: bool, device: torch.device | None = None
@@ -61,15 +61,15 @@ class OpProgram:
         full: operands, and the gradient of the result
         split: sequence-parallel
         """
-        dims = [dim for _, dim in self.operands.values()]
-        *leaves, dy = (each.to(device) for each in _shards(full, [*dims, self.result[1]], group, split))
+        shards = _shards(full, [*self.operands.values(), self.result], group, split)
+        *leaves, dy = (shard.to(device) for shard in shards)
         return _with_gradients(partial(self.op, group=group, sequence_parallel=split), leaves, dy)
 
     def exact_results(self, full: Sequence[Tensor], group: ProcessGroup, split: bool) -> list[Tensor]:
         """Compute the same in float64, of full operands, and return this rank's shards."""
         *doubles, dy = (each.double() if each.is_floating_point() else each for each in full)
-        dims = [self.result[1], *(dim for name, (_, dim) in self.operands.items() if name != IDS)]
-        return _shards(_with_gradients(self.exact, doubles, dy), dims, group, split)
+        letters = [self.result, *(letters for name, letters in self.operands.items() if name != IDS)]
+        return _shards(_with_gradients(self.exact, doubles, dy), letters, group, split)
 
 
 def _with_gradients(run: Callable[..., Tensor], leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
@@ -78,12 +78,11 @@ def _with_gradients(run: Callable[..., Tensor], leaves: Sequence[Tensor], dy: Te
     return [y.detach(), *torch.autograd.grad(y, wanted, dy.to(y.dtype))]
 
 
-def _shards(full: Sequence[Tensor], dims: Sequence[Dim], group: ProcessGroup, split: bool) -> list[Tensor]:
+def _shards(full: Sequence[Tensor], letters: Sequence[str], group: ProcessGroup, split: bool) -> list[Tensor]:
     """Return this rank's shard of each full tensor."""
     found = []
-    for tensor, dim in zip(full, dims, strict=True):
-        if dim == "tokens":
-            dim = 0 if split else None
+    for tensor, its in zip(full, letters, strict=True):
+        dim = next((i for i, each in enumerate(its) if each.islower() and (split or each != "t")), None)
         shard = tensor if dim is None else tensor.chunk(group.size(), dim)[group.rank()].contiguous()
         found.append(shard.detach())
     return found
@@ -93,50 +92,40 @@ def _exact_up(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return gelu(linear(x, w, b), approximate="tanh")
 
 
-_X: Sides = ("TF", "tokens")
-_UP: Sides = ("BF", 0)
-_DOWN: Sides = ("OB", 1)
-_BIAS: Sides = ("B", 0)
-_LOSS: dict[str, Sides] = {"hidden": _X, "w": ("VF", 0), IDS: ("T", None)}
 OP_PROGRAMS: Mapping[str, OpProgram] = {
     "column_linear": OpProgram(
-        partial(column_linear, activation="gelu_tanh"),
-        _exact_up,
-        {"x": _X, "w": _UP, "b": _BIAS},
-        ("TB", 1),
+        partial(column_linear, activation="gelu_tanh"), _exact_up, {"x": "tF", "w": "bF", "b": "b"}, "Tb"
     ),
-    "row_linear": OpProgram(
-        row_linear, linear, {"h": ("TB", 1), "w": _DOWN, "b": ("O", None)}, ("TO", "tokens")
-    ),
+    "row_linear": OpProgram(row_linear, linear, {"h": "Tb", "w": "Ob", "b": "O"}, "tO"),
     "parallel_mlp": OpProgram(
         lambda x, up, b, down, **how: parallel_mlp(x, up, b, down, None, **how),
         lambda x, up, b, down: linear(_exact_up(x, up, b), down),
-        {"x": _X, "up": _UP, "b": _BIAS, "down": _DOWN},
-        ("TO", "tokens"),
+        {"x": "tF", "up": "bF", "b": "b", "down": "Ob"},
+        "tO",
     ),
     "gated_mlp": OpProgram(
         lambda x, up, gate, down, **how: parallel_mlp(x, up, None, down, None, w_gate_shard=gate, **how),
         lambda x, up, gate, down: linear(silu(linear(x, gate)) * linear(x, up), down),
-        {"x": _X, "up": _UP, "gate": _UP, "down": _DOWN},
-        ("TO", "tokens"),
+        {"x": "tF", "up": "bF", "gate": "bF", "down": "Ob"},
+        "tO",
     ),
-    "embedding": OpProgram(vocab_embedding, embedding, {IDS: ("T", None), "w": ("VF", 0)}, ("TF", "tokens")),
+    "embedding": OpProgram(vocab_embedding, embedding, {IDS: "T", "w": "vF"}, "tF"),
     "cross_entropy": OpProgram(
         lambda logits, ids, group, sequence_parallel: vocab_cross_entropy(logits, ids, group),
         partial(cross_entropy, reduction="none"),
-        {"logits": ("TV", 1), IDS: ("T", None)},
-        ("T", None),
+        {"logits": "Tv", IDS: "T"},
+        "T",
     ),
     "linear_cross_entropy mean": OpProgram(
         partial(linear_cross_entropy, reduction="mean", chunk_tokens=5),
         lambda hidden, w, ids: cross_entropy(linear(hidden, w), ids),
-        _LOSS,
-        ("", None),
+        {"hidden": "tF", "w": "vF", IDS: "T"},
+        "",
     ),
     "linear_cross_entropy none": OpProgram(
         partial(linear_cross_entropy, reduction="none", chunk_tokens=5),
         lambda hidden, w, ids: cross_entropy(linear(hidden, w), ids, reduction="none"),
-        _LOSS,
-        ("T", None),
+        {"hidden": "tF", "w": "vF", IDS: "T"},
+        "T",
     ),
 }

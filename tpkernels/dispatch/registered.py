@@ -62,16 +62,8 @@ def config() -> Config:
     """Our kernels, registered by the call that registers anybody's."""
     for spec in entry_specs().values():
         spec.register()
-    package = Path(__file__).parents[1]
-    sources = (path for room in ("kernels", "dispatch", "gate") for path in (package / room).rglob("*.py"))
-    return Config(
-        Path(__file__),
-        TABLE,
-        registered(),
-        imported=True,
-        cases=FunctionPath("tpkernels.dispatch.numeric_cases:cases"),
-        sources=tuple(sources),
-    )
+    cases = FunctionPath("tpkernels.dispatch.numeric_cases:cases")
+    return Config(Path(__file__), TABLE, registered(), imported=True, cases=cases)
 
 
 @cache

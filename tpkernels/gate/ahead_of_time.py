@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tpkernels.gate import disassembly, occupancy, ptx_flow, triton_ir
+from tpkernels.gate.child import one_line_error
 from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
 from tpkernels.gate.disk_cache import DiskCache
 from tpkernels.gate.workers import results_of
@@ -121,10 +122,6 @@ class Facts:
         return Facts(**value | lists | {"aligned": frozenset(value["aligned"])})
 
 
-class CompileError(RuntimeError):
-    """Triton refused an entry, or the compiler behind it did."""
-
-
 def compile_all(
     jobs: Sequence[CompileJob], processes: int, report: Callable[[CompileJob], None]
 ) -> list[Facts | str]:
@@ -139,16 +136,19 @@ def facts_or_error(job: CompileJob) -> Facts | str:
 
 def facts_together(jobs: Sequence[CompileJob]) -> list[Facts | str]:
     """Of jobs on one architecture: compiled one by one, and disassembled at once."""
-    begun = [_or_error(partial(_begun, job)) for job in jobs]
+    begun = [_or_error(partial(_kept_or_made, job)) for job in jobs]
     with suppress(NoDisassembler):  # of which each hears below
         disassemble_ahead([one.code for one in begun if isinstance(one, _Made) and not one.is_amd])
     return [_or_error(one.kept) if isinstance(one, _Made) else one for one in begun]
 
 
+def _kept_or_made(job: CompileJob) -> Facts | _Made:
+    return facts_kept(job.entry, job.architecture) or _made(job)
+
+
 def facts_of(entry: Entry, architecture: str) -> Facts:
     """The facts of one entry on one architecture: from the user's cache, or compiled and put there."""
-    begun = _begun(CompileJob(entry, architecture))
-    return begun.kept() if isinstance(begun, _Made) else begun
+    return facts_kept(entry, architecture) or _made(CompileJob(entry, architecture)).kept()
 
 
 def facts_kept(entry: Entry, architecture: str) -> Facts | None:
@@ -168,11 +168,6 @@ def machine_code_of(entry: Entry, architecture: str) -> bytes:
     made = _made(job)
     made.kept()
     return made.code
-
-
-def compile_entry(entry: Entry, architecture: str) -> Facts:
-    """The facts of one entry on one architecture, compiled afresh: Triton's own cache is left out."""
-    return _made(CompileJob(entry, architecture)).facts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +201,6 @@ class _Made:
         return facts
 
 
-def _begun(job: CompileJob) -> Facts | _Made:
-    """The facts from the user's cache, or what was compiled."""
-    return facts_kept(job.entry, job.architecture) or _made(job)
-
-
 def _made(job: CompileJob) -> _Made:
     import triton
 
@@ -218,20 +208,15 @@ def _made(job: CompileJob) -> _Made:
     start = time.perf_counter()
     with TemporaryDirectory(prefix="tpkernels-") as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        try:
-            compiled = triton.compile(ast_source(entry), target=target, options=entry.options)
-        except Exception as error:  # whatever the compiler raises is a finding about this entry
-            raise CompileError(_reason(error)) from error
+        compiled = triton.compile(ast_source(entry), target=target, options=entry.options)
     return _Made(job, compiled, time.perf_counter() - start)
 
 
 def _or_error(work: Callable[[], Result]) -> Result | str:
     try:
         return work()
-    except CompileError as error:
-        return str(error)
-    except Exception as error:  # an entry that names no kernel, and the like: a finding about this entry too
-        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # whatever the compiler raises, or an import, is a finding about this entry
+        return one_line_error(error)
 
 
 def compile_key(entry: Entry, architecture: str) -> str:
@@ -291,14 +276,6 @@ def gpu_target(architecture: str) -> GPUTarget:
     if architecture.startswith("gfx"):
         return GPUTarget("hip", architecture, 64)
     return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-
-
-def _reason(error: BaseException) -> str:
-    """One line: the first cause, where Triton shows the source around it, and the last words of that."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    words = [line.strip() for line in str(error).splitlines() if re.search(r"\w", line)]
-    return f"{type(error).__name__}: {words[-1] if words else 'without a message'}"
 
 
 def _nvidia(compiled: Any, seconds: float, architecture: str) -> Facts:

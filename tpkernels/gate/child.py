@@ -1,4 +1,4 @@
-"""A child process that cannot block its parent, and the words for how it ended.
+"""A child process that cannot block its parent, and the words for how it ended, or what it raised.
 
 It reads and writes files without a name: no pipe can be full, or stay open in a grandchild. The parent polls
 its end and its output, and never waits for either; at the end the child's process group is killed.
@@ -33,6 +33,14 @@ def ending(code: int) -> str:
     if code >= 0:
         return f"with exit code {code}"
     return "by " + {int(one): one.name for one in signal.Signals}.get(-code, f"signal {-code}")
+
+
+def one_line_error(error: BaseException) -> str:
+    """In one line: the first cause, and its last words."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if any(map(str.isalnum, line))]
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
 def end_with_parent() -> None:

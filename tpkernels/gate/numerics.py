@@ -8,19 +8,17 @@ the tests, so that the two cannot come to mean different things.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from importlib import import_module
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tpkernels.gate.child import one_line_error
 from tpkernels.gate.compile_gate import has_parts
-from tpkernels.gate.disk_cache import DiskCache
 from tpkernels.gate.user_kernels import children
 
 if TYPE_CHECKING:
@@ -48,35 +46,27 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Framed:
+class _Frame:
     """A view of a buffer, with the buffer as it was."""
 
+    name: str
+    is_output: bool
     view: Tensor
     buffer: Tensor
     before: Tensor
-    margin: int
 
-    @staticmethod
-    def around(values: Tensor, strides: tuple[int, ...], margin: int) -> Framed:
-        """values: what the view shall hold, of any strides itself; margin: elements on each side"""
-        reach = 1 + sum((size - 1) * step for size, step in zip(values.shape, strides, strict=True))
-        buffer = torch.empty(max(0, reach) + 2 * margin, dtype=values.dtype, device=values.device)
-        buffer.fill_(outside(values.dtype))
-        view = buffer.as_strided(values.shape, strides, margin)
-        view.copy_(values)
-        return Framed(view, buffer, buffer.clone(), margin)
-
-    def written_outside(self) -> bool:
-        """Whether anything around the view, or between its rows, is not as it was."""
+    def faults(self) -> Iterator[str]:
         after, before = self.buffer.clone(), self.before.clone()
+        inside = [self._view_of(one).clone(memory_format=torch.contiguous_format) for one in (after, before)]
         for one in (after, before):
-            one.as_strided(self.view.shape, self.view.stride(), self.margin).zero_()
-        return not torch.equal(_bits(after), _bits(before))
+            self._view_of(one).zero_()
+        if not torch.equal(_bits(after), _bits(before)):  # around the view, or between its rows
+            yield f"written outside {self.name}"
+        if not self.is_output and not torch.equal(*map(_bits, inside)):
+            yield f"writes into {self.name}, which is none of its outputs"
 
-    def changed(self) -> bool:
-        """Whether anything in the view is not as it was."""
-        there = self.before.as_strided(self.view.shape, self.view.stride(), self.margin)
-        return not torch.equal(_bits(self.view.contiguous()), _bits(there.contiguous()))
+    def _view_of(self, buffer: Tensor) -> Tensor:
+        return buffer.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
 
 
 def outside(dtype: torch.dtype) -> float | int | bool:
@@ -91,30 +81,42 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class Frames:
-    """Allocates outputs: NaN, which must be overwritten, in frames of it, which must not."""
+    """Allocates tensors in frames of NaN, which must not be written; outputs are NaN, to be overwritten."""
 
-    MARGIN = 64  # keeps the 16-byte alignment that descriptors need
+    MARGIN = 64  # elements; keeps the 16-byte alignment that descriptors need
 
     def __init__(self) -> None:
-        self._frames: list[Framed] = []
+        self._frames: list[_Frame] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         content = torch.full(shape, outside(dtype), dtype=dtype, device=device)
-        self._frames.append(Framed.around(content, content.stride(), self.MARGIN))
-        return self._frames[-1].view
+        return self.hold("an output", True, content, content.stride(), self.MARGIN)
 
-    def take_overruns(self) -> list[int]:
-        """The sizes of the outputs, allocated since the last call, that were written outside of."""
+    def hold(
+        self, name: str, is_output: bool, values: Tensor, strides: tuple[int, ...], margin: int
+    ) -> Tensor:
+        """Return a tensor of these values and strides. margin: elements on each side"""
+        reach = 1 + sum((size - 1) * step for size, step in zip(values.shape, strides, strict=True))
+        size = max(0, reach) + 2 * margin
+        buffer = torch.full((size,), outside(values.dtype), dtype=values.dtype, device=values.device)
+        view = buffer.as_strided(values.shape, strides, margin)
+        view.copy_(values)
+        self._frames.append(_Frame(name, is_output, view, buffer, buffer.clone()))
+        return view
+
+    def take_faults(self) -> list[str]:
+        """What was written that should not be, since the last call, each kind once."""
         taken, self._frames = self._frames, []
-        return [framed.view.numel() for framed in taken if framed.written_outside()]
+        return [*dict.fromkeys(fault for frame in taken for fault in frame.faults())]
 
 
 @dataclass(frozen=True)
 class NumericCase:
-    """What a launcher computes, and the truth."""
+    """What a launcher or a kernel computes, and the truth."""
 
     name: str  # "dgrad_act/descriptor/bf16/silu", starting with the launcher's name
     run: Callable[[], Results]
+    bounds: Mapping[torch.dtype, float] = field(default_factory=lambda: BOUND)
 
 
 @dataclass(frozen=True)
@@ -127,26 +129,26 @@ class Computed:
 
 
 def examine(case: NumericCase, frames: Frames) -> Computed:
-    """frames: that the launchers of the case allocate their outputs in"""
+    """frames: that the tensors of the case are allocated in"""
     try:
         results = case.run()
     except Exception as error:  # a kernel that does not run is a finding
-        frames.take_overruns()
-        return Computed(case.name, float("nan"), f"{type(error).__name__}: {error}")
-    errors = {what: part_of_bound(*pair) for what, pair in results.items()}
+        frames.take_faults()
+        return Computed(case.name, float("nan"), one_line_error(error))
+    errors = {what: _part_of_bound(*pair, case.bounds) for what, pair in results.items()}
     off = {what: error for what, error in errors.items() if not error < 1}
     failures = [f"{what} {_mismatch(*results[what], error)}" for what, error in off.items()]
-    if frames.take_overruns():
-        failures.append("written outside an output")
     largest = max(errors.values(), key=lambda error: (error != error, error))  # NaN above all numbers
-    return Computed(case.name, largest, "; ".join(failures))
+    return Computed(case.name, largest, "; ".join([*failures, *frames.take_faults()]))
 
 
-def part_of_bound(actual: Tensor | None, exact: Tensor) -> float:
+def _part_of_bound(actual: Tensor | None, exact: Tensor, bounds: Mapping[torch.dtype, float]) -> float:
     """‖actual - exact‖ / ‖exact‖ over what the dtype is allowed; NaN where a value is missing."""
     if actual is None or actual.shape != exact.shape:
         return float("nan")
-    return relative_error(actual, exact) / BOUND[actual.dtype]
+    if not actual.dtype.is_floating_point:
+        return float((actual != exact).any())
+    return relative_error(actual, exact) / bounds[actual.dtype]
 
 
 def _mismatch(actual: Tensor | None, exact: Tensor, error: float) -> str:
@@ -154,11 +156,8 @@ def _mismatch(actual: Tensor | None, exact: Tensor, error: float) -> str:
         return "is missing"
     if actual.shape != exact.shape:
         return f"has shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
-    return off_by(error)
-
-
-def off_by(error: float) -> str:
-    """error: as a part of what is allowed"""
+    if not actual.dtype.is_floating_point:
+        return f"differs in {int((actual != exact).sum())} of {actual.numel()} elements"
     return f"is off by {error:.3g} times the bound" if error == error else "holds NaN"
 
 
@@ -166,21 +165,12 @@ def check(config: Config, only: str, report: Callable[[str], None], prepare: str
     """All cases that `only` names, see `has_parts`; `report` hears of each as it is done.
 
     prepare: "module:function", which each process calls with the frames of its cases, before them
-
-    A run without a finding is remembered, if the config says by which sources.
     """
     cases = [one for one in _cases_of(config) if has_parts(one.name, only)]
-    cache, key = DiskCache.of_user("numerics") if config.sources else DiskCache(None), _key(config, only)
-    remembered = cache.get(key)
-    if remembered is not None:
-        return [Computed(**case) for case in remembered]
     parts = max(1, min(PROCESSES, len(cases) // WORTH_A_PROCESS))
     with ThreadPoolExecutor(parts) as threads:
         found = threads.map(lambda part: _computed(config, cases[part::parts], report, prepare), range(parts))
-        computed = [case for row in zip_longest(*found) for case in row if case is not None]
-    if not any(case.failure for case in computed):
-        cache.put(key, [asdict(case) for case in computed])
-    return computed
+        return [case for row in zip_longest(*found) for case in row if case is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +211,3 @@ def _computed(
         computed.append(Computed(case.name, error, answer["failure"]))
         report(case.name)
     return computed
-
-
-def _key(config: Config, only: str) -> str:
-    """What the results depend on."""
-    digest = hashlib.sha256()
-    for path in sorted(config.sources):
-        digest.update(path.name.encode() + path.read_bytes())
-    versions = [f"{name} {import_module(name).__version__}" for name in ("triton", "numpy", "torch")]
-    return f"{only} {versions} {digest.hexdigest()}"

@@ -52,10 +52,3 @@ def too_few(promised: int, limits: Mapping[str, int]) -> Iterator[str]:
     for limit, blocks in limits.items():
         if blocks < promised:
             yield f"{promised} blocks an SM are launched, its {limit} hold {blocks}"
-
-
-def waves(tiles: int, processors: int, per_processor: int = 1) -> tuple[float, float]:
-    """How many times as many tiles there are as blocks at once, and which part of all waves is work."""
-    blocks = processors * per_processor
-    begun = -(-tiles // blocks)
-    return tiles / blocks, tiles / (begun * blocks)

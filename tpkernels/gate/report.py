@@ -14,21 +14,8 @@ from tpkernels.gate.numerics import Computed
 
 # shown if present; the rest of the mix is in the JSON
 SHOWN = (
-    "HGMMA",
-    "UTCHMMA",
-    "HMMA",
-    "QGMMA",
-    "UTCQMMA",
-    "QMMA",
-    "FFMA",
-    "FFMA2",
-    "v_mfma",
-    "UTMALDG",
-    "UTMASTG",
-    "UTMAREDG",
-    "LDGSTS",
-    "STL",
-    "LDL",
+    *("HGMMA", "UTCHMMA", "HMMA", "QGMMA", "UTCQMMA", "QMMA", "FFMA", "FFMA2", "v_mfma"),
+    *("UTMALDG", "UTMASTG", "UTMAREDG", "LDGSTS", "STL", "LDL"),
 )
 HEADINGS = "regs   shared  blocks  spills   step     edge  instructions"
 

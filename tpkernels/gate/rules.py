@@ -63,11 +63,6 @@ def _wgmma(architecture: str, facts: Facts) -> Iterator[str]:
     yield from _absent(facts, "the tensor core's older instruction", "HMMA")
 
 
-def _tensor_memory(architecture: str, facts: Facts) -> Iterator[str]:
-    if architecture == "sm_100" and not facts.count("UTCHMMA") and not facts.count("UTCQMMA"):
-        yield "no UTCHMMA or UTCQMMA"
-
-
 def _products_overlap(architecture: str, facts: Facts) -> Iterator[str]:
     """Products of warp groups are not awaited one by one.
 
@@ -94,29 +89,17 @@ def _true_fp32(architecture: str, facts: Facts) -> Iterator[str]:
     yield from _absent(facts, "products in true fp32", *TENSOR_CORES)
 
 
-def _descriptors(architecture: str, facts: Facts) -> Iterator[str]:
-    if architecture in WITH_DESCRIPTORS and not facts.count("UTMALDG"):
-        yield "no UTMALDG: nothing is loaded through a descriptor"
-
-
 def _wide_offsets(architecture: str, facts: Facts) -> Iterator[str]:
     for product in facts.narrow_offsets:
         yield f"32-bit product in an address, wraps past 2**31 elements; cast a factor to tl.int64: {product}"
 
 
-def _reads_after_flags(architecture: str, facts: Facts) -> Iterator[str]:
-    yield from facts.unordered_reads
-
-
-def _flags_after_rows(architecture: str, facts: Facts) -> Iterator[str]:
-    yield from facts.unordered_flags
-
-
-def _some(what: str, *instructions: str) -> Rule:
-    """The rule that NVIDIA's code has one of these instructions."""
+def _some(what: str, *instructions: str, on: Sequence[str] = ()) -> Rule:
+    """The rule that code for these GPUs has one of these instructions. on: (): all of NVIDIA's"""
 
     def rule(architecture: str, facts: Facts) -> Iterator[str]:
-        if not _is_amd(architecture) and not any(map(facts.count, instructions)):
+        asked = architecture in on if on else not _is_amd(architecture)
+        if asked and not any(map(facts.count, instructions)):
             yield f"no {' or '.join(instructions)}{what}"
 
     return rule
@@ -191,13 +174,13 @@ RULES: Mapping[str, Rule] = {
     "async_loads": _some(": nothing copies to shared memory meanwhile", "LDGSTS.128", "UTMALDG"),
     "tensor_cores": _tensor_cores,
     "wgmma": _wgmma,
-    "tensor_memory": _tensor_memory,
+    "tensor_memory": _some("", "UTCHMMA", "UTCQMMA", on=("sm_100",)),
     "products_overlap": _products_overlap,
     "true_fp32": _true_fp32,
-    "descriptors": _descriptors,
+    "descriptors": _some(": nothing is loaded through a descriptor", "UTMALDG", on=WITH_DESCRIPTORS),
     "wide_offsets": _wide_offsets,
-    "reads_after_flags": _reads_after_flags,
-    "flags_after_rows": _flags_after_rows,
+    "reads_after_flags": lambda architecture, facts: iter(facts.unordered_reads),
+    "flags_after_rows": lambda architecture, facts: iter(facts.unordered_flags),
 }
 RULES_WITH_VALUE: Mapping[str, Callable[[str], Rule]] = {
     "aligned": _aligned,  # arguments, by commas

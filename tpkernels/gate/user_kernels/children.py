@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tpkernels.gate.child import end_with_parent, ending, started
+from tpkernels.gate.child import end_with_parent, ending, one_line_error, started
 from tpkernels.gate.user_kernels.entries import Inspected
 from tpkernels.gate.user_kernels.record import ConfigError
 from tpkernels.gate.user_kernels.table import registered
@@ -63,14 +63,6 @@ def serve(work: Callable[[ItemOfChild], Answer]) -> None:
             answer = {"mistake": str(mistake)}
         signal.alarm(0)
         print(json.dumps(answer), file=lines, flush=True)
-
-
-def one_line_error(error: BaseException) -> str:
-    """In one line: the first cause, and its last words."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
 def _ending(code: int, last_words: str) -> str:

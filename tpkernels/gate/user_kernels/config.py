@@ -26,7 +26,6 @@ class Config:
     """Kernels with their budgets, and more numeric cases than their tables have oracles.
 
     cases: a function that returns `gate.numerics.NumericCase`s
-    sources: of the code that numbers depend on: a run without a finding is remembered; (): none is
     """
 
     path: Path
@@ -34,7 +33,6 @@ class Config:
     kernels: tuple[OwnKernel, ...]
     imported: bool = False  # whether modules may be imported in this process: they are this package's
     cases: FunctionPath | None = None
-    sources: tuple[Path, ...] = ()
 
     @property
     def folder(self) -> Path | None:

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
 from tpkernels.gate.ahead_of_time import Constant, Entry
-from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel, Values
+from tpkernels.gate.user_kernels.record import DTYPES, ConfigError, OwnKernel, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,20 @@ def _aligned(own: OwnKernel, kernel: Inspected, values: Values | None) -> list[s
         return list(own.aligned)
     pointers = {name for name, kind in own.tensors.items() if not kind.block}
     return [name for name in own.signature if name in pointers | whole and name not in kernel.untold]
+
+
+def passed(own: OwnKernel, name: str, tensor: Tensor) -> Tensor | TensorDescriptor:
+    """A tensor as the kernel's signature wants it."""
+    block = own.tensors[name].block
+    return (
+        TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block)) if block else tensor
+    )
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """name: Triton's"""
+    found: torch.dtype = getattr(torch, DTYPES[name])
+    return found
 
 
 def constant_of_toml(value: Constant) -> Any:

@@ -16,27 +16,16 @@ import torch
 from torch import Tensor
 
 from tpkernels.gate.ahead_of_time import undecorated
-from tpkernels.gate.numerics import (
-    BOUND,
-    SEED,
-    Framed,
-    Frames,
-    NumericCase,
-    examine,
-    off_by,
-    outside,
-    relative_error,
-)
+from tpkernels.gate.child import one_line_error
+from tpkernels.gate.numerics import BOUND, SEED, Frames, NumericCase, Results, examine, outside
 from tpkernels.gate.user_kernels.children import (
     Answer,
     ItemOfChild,
     imported_attribute,
-    one_line_error,
     serve,
 )
-from tpkernels.gate.user_kernels.entries import constant_of_toml
+from tpkernels.gate.user_kernels.entries import constant_of_toml, dtype_of, passed
 from tpkernels.gate.user_kernels.record import (
-    DTYPES,
     ConfigError,
     Expression,
     OwnKernel,
@@ -45,7 +34,6 @@ from tpkernels.gate.user_kernels.record import (
 )
 from tpkernels.gate.user_kernels.table import own_kernel
 
-TOLERANCE = {name: BOUND[dtype] for name in DTYPES if (dtype := getattr(torch, DTYPES[name])) in BOUND}
 PROCESSORS = 3  # of the GPU that is interpreted
 MARGIN = 65_536  # elements on each side: tiles that reach over an edge stay within
 
@@ -67,44 +55,38 @@ def answered(item: ItemOfChild) -> Answer:
     """item: what to "prepare"; "cases" and the "name" of one, or "name", "table" and which of its "sizes" """
     frames = _prepared(item["prepare"])
     torch.manual_seed(SEED)  # the same operands, whatever else is computed
-    if "cases" not in item:
-        return computed(item)
-    found = examine(_cases(item["cases"])[item["name"]], frames)
+    case = _cases(item["cases"])[item["name"]] if "cases" in item else case_of(item, frames)
+    found = examine(case, frames)
     return {"error": found.error if found.error == found.error else None, "failure": found.failure}
 
 
-def computed(item: ItemOfChild) -> Answer:
+def case_of(item: ItemOfChild, frames: Frames) -> NumericCase:
     """item: "name", "table" and which of its "sizes" """
     own = own_kernel(item["name"], item["table"])
     values = own.at(own.computed[item["sizes"]], PROCESSORS)
-    tensors = {name: _framed(own, name, values) for name in own.tensors}
+    tensors = {name: _framed(own, name, values, frames) for name in own.tensors}
     exact = _expected(own, values, tensors)
-    try:
+    bounds = {**BOUND, **{dtype_of(name): bound for name, bound in own.tolerance.items()}}
+    for name in exact:
+        if tensors[name].is_floating_point() and tensors[name].dtype not in bounds:
+            dtype = own.tensors[name].dtype
+            raise ConfigError(f"tolerance.{dtype}", f"is needed for {name}: there is none for {dtype}")
+
+    def run() -> Results:
         _launch(own, values, tensors)
-    except Exception as error:  # a kernel that does not run is a finding
-        return {"error": None, "failure": one_line_error(error)}
-    errors, failures = [], []
-    for name, wanted in exact.items():
-        part, flaw = _compared(own, name, tensors[name].view, wanted)
-        errors.append(part)
-        failures += [f"{name} {flaw}"] * bool(flaw)
-    for name, framed in tensors.items():
-        if framed.written_outside():
-            failures.append(f"written outside {name}")
-        if name not in own.outputs and framed.changed():
-            failures.append(f"writes into {name}, which is none of its outputs")
-    known = [part for part in errors if part == part]
-    return {"error": max(known, default=None), "failure": "; ".join(failures)}
+        return {name: (tensors[name], one) for name, one in exact.items()}
+
+    return NumericCase(own.name, run, bounds)
 
 
-def _framed(own: OwnKernel, name: str, values: Values) -> Framed:
-    dtype = getattr(torch, DTYPES[own.tensors[name].dtype])
+def _framed(own: OwnKernel, name: str, values: Values, frames: Frames) -> Tensor:
+    dtype, is_output = dtype_of(own.tensors[name].dtype), name in own.outputs
     shape, fill = values.shapes[name], own.fill.get(name)
-    if fill is None and name in own.outputs:
+    if fill is None and is_output:
         content = torch.full(shape, outside(dtype), dtype=dtype)
     else:
         content = _filled(f"fill.{name}", fill or "normal", shape, dtype, values.names)
-    return Framed.around(content, values.strides[name], MARGIN)
+    return frames.hold(name, is_output, content, values.strides[name], MARGIN)
 
 
 def _filled(
@@ -126,12 +108,12 @@ def _filled(
     return makers[fill](shape).to(dtype)
 
 
-def _expected(own: OwnKernel, values: Values, tensors: Mapping[str, Framed]) -> dict[str, Tensor]:
+def _expected(own: OwnKernel, values: Values, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What the oracle returns, by output."""
     assert own.oracle is not None
     oracle = imported_attribute("oracle", own.oracle)
     offered = dict(values.names) | {name: constant_of_toml(value) for name, value in own.constants.items()}
-    offered |= {name: _exactly(framed.view) for name, framed in tensors.items()}
+    offered |= {name: _exactly(tensor) for name, tensor in tensors.items()}
     try:
         returned = oracle(**_asked(own.oracle, oracle, offered))
     except ConfigError:
@@ -184,34 +166,12 @@ def _exactly(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.dtype.is_floating_point else tensor.clone()
 
 
-def _launch(own: OwnKernel, values: Values, tensors: Mapping[str, Framed]) -> None:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
+def _launch(own: OwnKernel, values: Values, tensors: Mapping[str, Tensor]) -> None:
     kernel = undecorated(imported_attribute("kernel", own.kernel))
     arguments: dict[str, Any] = {name: constant_of_toml(value) for name, value in own.constants.items()}
     arguments |= values.numbers
-    for name, kind in own.tensors.items():
-        view = tensors[name].view
-        if kind.block:
-            arguments[name] = TensorDescriptor(view, list(view.shape), list(view.stride()), list(kind.block))
-        else:
-            arguments[name] = view
+    arguments |= {name: passed(own, name, tensor) for name, tensor in tensors.items()}
     kernel[values.grid](**arguments)
-
-
-def _compared(own: OwnKernel, name: str, actual: Tensor, exact: Tensor) -> tuple[float, str]:
-    """The error as a part of what is allowed, and in words what is wrong."""
-    dtype = own.tensors[name].dtype
-    if not actual.dtype.is_floating_point:
-        wrong = int((actual != exact).sum())
-        return float(wrong > 0), f"differs in {wrong} of {actual.numel()} elements" if wrong else ""
-    bound = own.tolerance.get(dtype) or TOLERANCE.get(dtype)
-    if bound is None:
-        raise ConfigError(f"tolerance.{dtype}", f"is needed for {name}: there is none for {dtype}")
-    error = relative_error(actual, exact) / bound
-    if error < 1:
-        return error, ""
-    return error, off_by(error)
 
 
 if __name__ == "__main__":

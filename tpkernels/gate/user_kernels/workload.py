@@ -13,7 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.gate.clock.launch import Built, SmLaunch, launch_of
 from tpkernels.gate.clock.workload import Product
-from tpkernels.gate.user_kernels.record import DTYPES, OwnKernel, TensorType, Values
+from tpkernels.gate.user_kernels.entries import dtype_of, passed
+from tpkernels.gate.user_kernels.record import OwnKernel, Values
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class OwnWorkload:
             return None
         rows, cols, depth = self.own.blocks.values()
         operand = next(iter(self.own.tensors.values()))
-        return Product(rows, cols, depth, _dtype(operand).itemsize)
+        return Product(rows, cols, depth, dtype_of(operand.dtype).itemsize)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -83,7 +84,7 @@ class OwnWorkload:
     def _tensors(self, values: Values) -> dict[str, Tensor]:
         return {
             name: torch.empty_strided(
-                values.shapes[name], values.strides[name], dtype=_dtype(kind), device="meta"
+                values.shapes[name], values.strides[name], dtype=dtype_of(kind.dtype), device="meta"
             )
             for name, kind in self.own.tensors.items()
         }
@@ -91,15 +92,4 @@ class OwnWorkload:
     def _passed(self, values: Values) -> Iterator[Tensor | TensorDescriptor | int | float]:
         tensors = self._tensors(values)
         for name in self.arguments:
-            if name not in tensors:
-                yield values.numbers[name]
-            elif block := self.own.tensors[name].block:
-                tensor = tensors[name]
-                yield TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
-            else:
-                yield tensors[name]
-
-
-def _dtype(kind: TensorType) -> torch.dtype:
-    found: torch.dtype = getattr(torch, DTYPES[kind.dtype])
-    return found
+            yield passed(self.own, name, tensors[name]) if name in tensors else values.numbers[name]
