@@ -36,7 +36,6 @@ from tpkernels.groups.state import ParallelState, ParallelStateError, current_or
 
 # None if check_initialized=False finds no group; Any, so that other callers need not check for None.
 GroupOrNone = ProcessGroup | Any
-EmbeddingRanks = Callable[..., Any] | None
 
 
 def state_for(what: str) -> ParallelState:
@@ -174,8 +173,8 @@ def initialize_model_parallel(
     num_distributed_optimizer_instances: int = 1,
     nccl_communicator_config_path: str | None = None,
     high_priority_stream_groups: Sequence[str] | None = None,
-    get_embedding_ranks: EmbeddingRanks = None,
-    get_position_embedding_ranks: EmbeddingRanks = None,
+    get_embedding_ranks: Callable[..., Any] | None = None,
+    get_position_embedding_ranks: Callable[..., Any] | None = None,
     rank_offset: int = 0,
     local_world_size: int | None = None,
 ) -> ParallelState:

@@ -1,7 +1,7 @@
 """Moves blocks between the tensors of ranks: copies those that a rank holds itself, and sends the others.
 
-Blocks travel in messages of at most `bucket_bytes`, of which a rank has at most `buckets` in flight. Beyond
-its tensors a rank takes no more memory than these messages.
+Blocks travel in messages of at most `bucket_bytes`; a rank has at most `buckets` messages in flight. Next to
+its tensors a rank uses the memory of these messages.
 """
 
 from __future__ import annotations
