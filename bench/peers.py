@@ -15,11 +15,11 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from bench.case import Work, timed_on_ranks
-from bench.cases.peers import LOCAL_SIZES, llama_case, local_case
+from bench.cases.peers import LOCAL_SIZES, block_case, llama_case, local_case
 from bench.measure import Comparison, Seconds
 from tests.ranks import RankPool
 
-PARTS = ("local", "llama")
+PARTS = ("local", "block", "llama")
 COLUMNS = ("what", "ranks", "ours, ms", "peer", "ours is faster by", "")
 SECONDS = 600.0  # of a case, which compiles
 ON_GPUS_ALONE = "Liger-Kernel, QuACK, torch's async-TP, whose kernels need a GPU"
@@ -44,6 +44,10 @@ def rows(parts: Sequence[str], rounds: int) -> Iterator[str]:
         with RankPool(1) as pool:
             for name in LOCAL_SIZES:
                 yield from of_case(*timed_on_ranks(pool, local_case, name, rounds=rounds, timeout=SECONDS))
+    if "block" in parts:
+        with RankPool(2) as pool:
+            for split in (True, False):
+                yield from of_case(*timed_on_ranks(pool, block_case, split, rounds=rounds, timeout=SECONDS))
     if "llama" in parts and find_spec("transformers") is None:
         yield _row("llama", "-", "-", "transformers", "not measured", "transformers is not installed")
     elif "llama" in parts:

@@ -8,12 +8,20 @@ import pytest
 import torch
 
 from bench.case import Work, timed_on_ranks
-from bench.cases.buckets import bytes_on_the_wire, list_case, step_case, with_better_ddp
+from bench.cases.buckets import (
+    bytes_on_the_wire,
+    construction_case,
+    hooks_case,
+    list_case,
+    step_case,
+    with_better_ddp,
+)
 from bench.measure import Seconds
 from tests.ranks import RankPool
 
 Record = Callable[[Work, Seconds], None]
-ALL = ("ours", "naive", "ddp_views", "loop")
+FORMS = ("ours", "naive", "ddp_views")
+ALL = (*FORMS, "loop")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.smoke), 4])
@@ -29,6 +37,15 @@ def test_small_step(record: Record, ranks: RankPool) -> None:
 
 def test_list(record: Record, ranks: RankPool) -> None:
     record(*timed_on_ranks(ranks, list_case, "400_small", rounds=25))
+
+
+def test_construction(record: Record, ranks: RankPool) -> None:
+    work, seconds = timed_on_ranks(ranks, construction_case, "400_small", FORMS, rounds=20)
+    record(work, with_better_ddp(seconds))
+
+
+def test_hooks(record: Record, ranks: RankPool) -> None:
+    record(*timed_on_ranks(ranks, hooks_case, rounds=31))
 
 
 @pytest.mark.parametrize("world", [2, 4])

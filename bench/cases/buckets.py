@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -192,6 +193,49 @@ def list_case(list_name: str) -> Case:
             "unchecked": way(partial(bucketed_all_reduce_, op="avg", check=False)),
             "naive": way(partial(average_in_a_loop, group=world())),
         },
+    )
+
+
+def construction_case(list_name: str, names: Sequence[str]) -> Case:
+    """Making `GradientBuckets`, and both forms of DDP."""
+    module = UsesAll(LISTS[list_name]())
+
+    def construct() -> Sequence[Tensor]:
+        GradientBuckets(module, world()).detach()
+        return []
+
+    def wrap(*, views: bool) -> Sequence[Tensor]:
+        DistributedDataParallel(module, bucket_cap_mb=25, gradient_as_bucket_view=views)
+        return []
+
+    ways: dict[str, Step] = {
+        "ours": construct,
+        "naive": partial(wrap, views=False),
+        "ddp_views": partial(wrap, views=True),
+    }
+    return Case(
+        reduced("gradient_buckets", list_name, "construction", "DistributedDataParallel"),
+        {name: ways[name] for name in names},
+    )
+
+
+def hooks_case() -> Case:
+    """Backwards that only accumulate: what hooks add, without communication."""
+
+    def accumulating(*, hooks: bool) -> Step:
+        module = UsesAll(small_tensors(400))
+        buckets = GradientBuckets(module, world()) if hooks else None
+
+        def step() -> Sequence[Tensor]:
+            with buckets.no_sync() if buckets else nullcontext():
+                module(own_input(world())).backward()
+            return module.gradients()
+
+        return step
+
+    return Case(
+        reduced("gradient_buckets", "400_small", "accumulation", "no hooks"),
+        {"ours": accumulating(hooks=True), "naive": accumulating(hooks=False)},
     )
 
 

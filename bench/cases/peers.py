@@ -1,14 +1,16 @@
 """Ours against the libraries that run on a CPU, with the same weights, compared before anything is timed.
 
-On one rank torch's own functions, eager and compiled. On tensor-parallel ranks a whole Llama of transformers,
-split by torch's `parallelize_module` and by transformers' own tensor parallelism.
+On one rank torch's own functions, eager and compiled. On tensor-parallel ranks a Llama's block by torch's
+`parallelize_module`, eager and compiled, and a whole Llama of transformers, split by that and by
+transformers' own tensor parallelism.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from importlib import import_module
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,8 +28,19 @@ from torch.distributed.tensor.parallel import (
 )
 
 from bench.case import Case, Computation, Work
+from bench.cases import plain_llama
 from bench.cases.local import Local
-from tpkernels import create_parallel_state, parallelize, plan_groups
+from bench.cases.plain_llama import block_plan
+from tpkernels import (
+    GPTConfig,
+    TransformerBlock,
+    create_parallel_state,
+    finalize_gradients,
+    parallelize,
+    plan_groups,
+)
+from tpkernels.checkpoints.full_state_dict import load_full_state_dict
+from tpkernels.layers.attention import rotation
 
 LOCAL_SIZES = {
     "linear": (512, 96, 256),
@@ -42,14 +55,18 @@ LOCAL_SIZES = {
     "head": (2048, 64, 2048),
 }
 TOKENS, BATCH = 256, 2
-LLAMA = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
+LLAMA = GPTConfig(
+    vocab_size=1024,
+    hidden_size=256,
+    ffn_hidden_size=704,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    activation="swiglu",
+    norm="rms_norm",
+    bias=False,
+    tied=False,
+)
 
 
 def local_case(name: str) -> Case:
@@ -62,12 +79,91 @@ def local_case(name: str) -> Case:
     return case
 
 
+def block_case(sequence_parallel: bool) -> Case:
+    """Attention and MLP of a Llama with their norms, forward and backward, on all ranks."""
+    torch.manual_seed(0)
+    ranks = dist.get_world_size()
+    state = create_parallel_state(plan_groups(world_size=ranks, tensor=ranks))
+    by = rotation(TOKENS, LLAMA.hidden_size // LLAMA.num_heads)
+    hidden = torch.randn(TOKENS, BATCH, LLAMA.hidden_size)
+    dy = torch.randn_like(hidden)
+    if sequence_parallel:
+        hidden, dy = (part.chunk(ranks)[dist.get_rank()].contiguous() for part in (hidden, dy))
+    hidden.requires_grad_()
+
+    plain = plain_llama.Block(LLAMA)
+    block = TransformerBlock(
+        LLAMA.hidden_size,
+        LLAMA.num_heads,
+        LLAMA.ffn_hidden_size,
+        num_kv_heads=LLAMA.num_kv_heads,
+        activation="swiglu",
+        norm="rms_norm",
+        norm_eps=LLAMA.norm_eps,
+        bias=False,
+        sequence_parallel=sequence_parallel,
+        state=state,
+    )
+    names = {name: name.replace(".qkv", "") for name, _ in block.named_parameters()}
+    weights = plain.state_dict()
+    load_full_state_dict(block, {name: weights[plainly] for name, plainly in names.items()}, state=state)
+    split = parallelize_module(plain, init_device_mesh("cpu", (ranks,)), block_plan(sequence_parallel))
+    compiled = torch.compile(split)
+
+    def way(
+        compute: Callable[[], Tensor],
+        parameters: Sequence[nn.Parameter],
+        finalize: Callable[[], None] = lambda: None,
+    ) -> Computation:
+        def run() -> list[Tensor]:
+            for leaf in (hidden, *parameters):
+                leaf.grad = None
+            y = compute()
+            y.backward(dy)
+            finalize()
+            return [y.detach(), _present(hidden.grad), *map(_gradient, parameters)]
+
+        return run
+
+    by_name = dict(split.named_parameters())
+    theirs = [by_name[name] for name in names.values()]
+    part = "sequence_parallel" if sequence_parallel else "plain"
+    return Case(
+        Work(
+            "llama_block",
+            f"{TOKENS}x{BATCH}x{LLAMA.hidden_size}x{LLAMA.ffn_hidden_size}-{part}-world{ranks}",
+            "forward_backward",
+            "parallelize_module",
+            world=ranks,
+            wire_bytes=None,
+        ),
+        {
+            "ours": way(
+                lambda: block(hidden, rotary=by),
+                list(block.parameters()),
+                partial(finalize_gradients, block, state=state),
+            ),
+            "naive": way(lambda: split(hidden, by), theirs),
+            "compiled": way(lambda: compiled(hidden, by), theirs),
+        },
+    )
+
+
 def llama_case() -> Case:
     """A whole LlamaForCausalLM with its loss, forward and backward, on all ranks."""
     torch.manual_seed(0)
     transformers = import_module("transformers")
-    whole = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
-    ids = torch.randint(LLAMA["vocab_size"], (BATCH, TOKENS))
+    whole = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=LLAMA.vocab_size,
+            hidden_size=LLAMA.hidden_size,
+            intermediate_size=LLAMA.ffn_hidden_size,
+            num_hidden_layers=LLAMA.num_layers,
+            num_attention_heads=LLAMA.num_heads,
+            num_key_value_heads=LLAMA.num_kv_heads,
+        )
+    )
+    ids = torch.randint(LLAMA.vocab_size, (BATCH, TOKENS))
     ranks = dist.get_world_size()
     state = create_parallel_state(plan_groups(world_size=ranks, tensor=ranks))
     models = {
@@ -99,7 +195,7 @@ def llama_case() -> Case:
     return Case(
         Work(
             "llama",
-            f"{TOKENS}x{BATCH}x{LLAMA['hidden_size']}-{LLAMA['num_hidden_layers']}_layers-world{ranks}",
+            f"{TOKENS}x{BATCH}x{LLAMA.hidden_size}-{LLAMA.num_layers}_layers-world{ranks}",
             "forward_backward",
             "parallelize_module",
             world=ranks,
