@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import triton
 
-from tests.blocks import write_files
+from tests.test_docs import write_files
 from tpkernels.gate.expectations import minor_version, read
 
 ROOT = Path(__file__).parents[2]
