@@ -96,7 +96,7 @@ def ring(slots: int, steps: int, size: int = 20_000, products: int = 4) -> tuple
     for slot in range(slots):
         program("SYNCS.EXCH.64", effects.InitMbarrier(full(slot), 1), warps=[4])
         program("SYNCS.EXCH.64", effects.InitMbarrier(empty(slot), 4), warps=[4])
-    program("BAR.SYNC", effects.BarrierSync(0, None))
+    program("BAR.SYNC", effects.BarrierSync())
     program("BRA", lambda state: None if state.warp == 4 else effects.Jump(consume))
     for step in range(steps):
         slot, phase = step % slots, step // slots & 1

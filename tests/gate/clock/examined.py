@@ -1,17 +1,12 @@
-"""What tests ask of a compiled entry, for `Compiler.run`; and of one that was edited."""
+"""What tests ask of a compiled entry, for `Compiler.run`; and of one with other options."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.compiled import assembly_of
-from tpkernels import kernels
 from tpkernels.dispatch.registered import entry_specs
 from tpkernels.dispatch.workload import EntryWorkload, of_entry
 from tpkernels.gate.ahead_of_time import Entry
@@ -21,9 +16,6 @@ from tpkernels.gate.clock.launch import Built, SmLaunch, box_bytes, launch_of
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.semantics import translate
 from tpkernels.gate.clock.workload import Product
-
-Edit = tuple[str, str, str]  # module of tpkernels.kernels, what stands there, what shall
-SOURCES = Path(str(kernels.__file__)).parent
 
 
 @dataclass(frozen=True)
@@ -104,40 +96,12 @@ def examined(name: str) -> Examined:
     )
 
 
-def clocked(name: str, edits: Sequence[Edit] = (), changes: Mapping[str, Any] | None = None) -> Cost:
-    """The cost of an entry after edits of its sources, with other options or constants."""
-    original = entry_specs()[name].entry()
-    with TemporaryDirectory(prefix="tpkernels-") as folder:
-        return cost_of(_built(_edited(original, Path(folder), edits, changes or {})), of_entry(original))
-
-
-def _edited(entry: Entry, folder: Path, edits: Sequence[Edit], changes: Mapping[str, Any]) -> Entry:
-    """The entry after edits of its module and of what that imports, in copies of the files."""
-    constants = {**entry.constants, **{k: v for k, v in changes.items() if k in entry.constants}}
-    fields = {name: value for name, value in changes.items() if name not in constants}
-    changed = replace(entry, constants=constants, **fields)
-    if not edits:
-        return changed
-    own = entry.module.removeprefix("tpkernels.kernels.")
-    texts = {own: (SOURCES / f"{own}.py").read_text()}
-    for module, old, new in edits:
-        text = texts.get(module) or (SOURCES / f"{module}.py").read_text()
-        assert text.count(old) == 1, f"{module} has {text.count(old)} times: {old}"
-        texts[module] = text.replace(old, new)
-    stem = folder.name.replace("-", "_")
-    for module in sorted(texts, key=lambda one: one == own):  # what imports the others comes last
-        text = texts[module]
-        for other in texts:
-            text = text.replace(f"tpkernels.kernels.{other} ", f"tpkernels.kernels.{stem}_{other} ")
-        path = folder / f"{module}.py"
-        path.write_text(text)
-        name = f"tpkernels.kernels.{stem}_{module}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return replace(changed, module=f"tpkernels.kernels.{stem}_{own}")
+def clocked(name: str, changes: Mapping[str, Any] | None = None) -> Cost:
+    """The cost of an entry with other options or constants."""
+    original, changes = entry_specs()[name].entry(), changes or {}
+    constants = {key: changes.get(key, value) for key, value in original.constants.items()}
+    options = {key: value for key, value in changes.items() if key not in constants}
+    return cost_of(_built(replace(original, constants=constants, **options)), of_entry(original))
 
 
 def _built(entry: Entry) -> Built:

@@ -8,7 +8,10 @@ import json
 import pytest
 
 from tests.gate.clock.examined import clocked, examined, in_fp8, of_rows
+from tpkernels.dispatch.registered import entry_specs
+from tpkernels.dispatch.workload import of_entry
 from tpkernels.gate.clock.cost import Cost
+from tpkernels.gate.clock.model import predict
 
 TWO_BLOCKS = "linear/descriptor/bf16/64x128x64-w4-s4-p2-x2/gelu_tanh+bias+z"
 FLAT = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/none"
@@ -110,3 +113,33 @@ def test_rows_are_costed_by_the_block_whoever_computes_it(compiler):
     assert next(iter(shared.edge.waits)) == "scoreboard: LDG"
     assert alone.edge.cycles > 500  # a load
     assert alone.start == 0
+
+
+LINEAR = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
+POINTER = "linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z"
+WGRAD = "wgrad/descriptor/bf16/128x256x64-w8-s4-p4-flat/+=fp32"
+LAYER = (8192, 4096, 3584)  # tokens, out_features, in_features
+OPTIONS = {
+    "two_stages": (LINEAR, {"num_stages": 2}, 30, 60),
+    "one_stage": (LINEAR, {"num_stages": 1}, 70, 130),
+    "four_warps_spill": (LINEAR, {"num_warps": 4}, 50, 200),
+    "not_flattened": (LINEAR, {"FLATTEN": False}, 2, 8),
+    "adds_through_registers": (WGRAD, {"REDUCE": False, "num_stages": 3}, 1, 15),
+    "pointers_one_stage": (POINTER, {"num_stages": 1}, 80, 300),
+    "pointers_alignment_forgotten": (POINTER, {"aligned": frozenset()}, 100, 2000),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "least", "most"),
+    [
+        pytest.param(*case, id=what, marks=[] if what == "pointers_one_stage" else pytest.mark.sweep)
+        for what, case in OPTIONS.items()
+    ],
+)
+def test_a_worse_option_costs_what_it_should(compiler, name, changes, least, most):
+    """All figures are of the model, none is measured; docs/clock.md has the table. In percent of the time."""
+    work = of_entry(entry_specs()[name].entry(), LAYER)
+    costs = [compiler.run(clocked, name, made) for made in ({}, changes)]
+    before, after = (predict(cost, work).seconds for cost in costs)
+    assert least <= 100 * (after / before - 1) <= most

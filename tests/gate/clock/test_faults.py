@@ -42,9 +42,12 @@ def test_a_slot_that_is_never_freed():
 
 def test_a_barrier_that_one_warp_never_reaches():
     lonely = Assembly()
-    lonely("BAR.SYNC", effects.BarrierSync(1, 64), warps=[0])
+    lonely("SYNCS.EXCH.64", effects.InitMbarrier(64, 1))
+    lonely("SYNCS.PHASECHK", effects.AwaitPhase(64, 0), warps=[1])
+    lonely("BAR.SYNC", effects.BarrierSync())
     lonely.end()
-    with pytest.raises(Deadlock, match=r"warp 0, BAR at 0x0: waits for barrier 1 \(1 of 2 warps"):
+    told = "warp 0, BAR at 0x20: waits for the other warps of its block at their barrier; .* warp 1, SYNCS"
+    with pytest.raises(Deadlock, match=told):
         timed(lonely, SmLaunch(warps=2))
 
 

@@ -157,15 +157,16 @@ def test_groups_of_asynchronous_copies_are_awaited_in_order(pending, cycles):
     assert found.stalls[0]["copies"] == pytest.approx(cycles, abs=10)
 
 
-def test_a_named_barrier_waits_for_its_own_threads():
+def test_a_barrier_waits_for_all_warps_of_a_block_that_still_run():
     program = Assembly()
     program("LDG R0, [R2]", effects.Global(128, 4, store=False, shared=False), writes=0, warps=[3])
-    program("BAR.SYNC", effects.BarrierSync(1, 64), warps=[0, 1])
+    program("EXIT", effects.Exit(), warps=[1])
     program("FADD R1, R1, R1", waits=(0,))
-    program("BAR.SYNC", effects.BarrierSync(0, None))
+    program("BAR.SYNC", effects.BarrierSync())
     program.end()
     found = timed(program, SmLaunch(warps=4))
-    assert found.stalls[0]["barrier"] == pytest.approx(550 + 2 * resources.BARRIER, abs=30)
+    assert found.stalls[0]["barrier"] == pytest.approx(550 + resources.BARRIER, abs=30)
+    assert found.cycles == pytest.approx(550 + resources.BARRIER, abs=30)
 
 
 def test_the_life_of_the_last_warp_is_what_it_issues_and_what_it_waits_for():

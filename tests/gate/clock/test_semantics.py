@@ -305,9 +305,11 @@ def test_predicates_are_kept_as_bits_of_a_register_that_nobody_has_cleared():
     [
         "UTMALDG.2D.MULTICAST [UR8], [UR6], UR12",
         "SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [UR8], RZ",
+        "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR8], RZ",
         "UCGABAR_ARV",
         "USETMAXREG.DEALLOC 0x18",
         "BAR.ARV 0x1, 0x100",
+        "BAR.SYNC.DEFER_BLOCKING 0x1, 0x80",
     ],
 )
 def test_clusters_and_roles_of_warps_are_not_known(text: str):
@@ -315,8 +317,10 @@ def test_clusters_and_roles_of_warps_are_not_known(text: str):
         warp(text)
 
 
-def test_a_copy_names_its_mbarrier_and_an_arrival_its_place():
+def test_a_copy_names_its_mbarrier_and_an_arrival_counts_lanes_and_bytes():
     program, state = warp("UTMALDG.2D [UR8], [UR6]", UR6=0, UR7=0x7000, UR9=576)
     assert program[0].execute(state) == Copy(0, 576)
-    program, state = warp("SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR8], RZ", UR8=4096)
-    assert program[0].execute(state) == Arrive(4096, 32, 0)
+    arrival = "@P0 SYNCS.ARRIVE.TRANS64 RZ, [UR8], R4"
+    for lanes, there in ((1, np.arange(32) == 5), (32, True)):
+        program, state = warp(arrival, UR8=4096, R4=16384, P0=there)
+        assert program[0].execute(state) == Arrive(4096, lanes, lanes * 16384)

@@ -1,6 +1,6 @@
 """The state of warps and blocks, without values in registers: what they wait for, and who waits for them.
 
-Warps of a block meet at named barriers, and at mbarriers, which lie in shared memory and count bytes, too.
+Warps of a block meet at its barrier, and at mbarriers, which lie in shared memory and count bytes, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from tpkernels.gate.clock.effects import ClockFault
 from tpkernels.gate.clock.resources import GROUP, WarpGroup
 from tpkernels.gate.clock.table import Operation
 from tpkernels.gate.clock.values import WarpState
-from tpkernels.gate.occupancy import WARP
 
 SCOREBOARDS = 6
 
@@ -50,15 +49,12 @@ class Warp:
 
 
 class ThreadBlock:
-    def __init__(self, number: int, slot: int, warps: int, start: float) -> None:
-        self.number, self.slot, self.start, self.running = number, slot, start, warps
+    def __init__(self, number: int, slot: int, warps: int) -> None:
+        self.number, self.slot, self.running = number, slot, warps
         self.mbarriers: dict[int, Mbarrier] = {}
-        self.barriers: dict[int, Barrier] = {}
+        self.waiting: list[Warp] = []  # at the block's barrier
         self.groups = [WarpGroup() for _ in range(-(-warps // GROUP))]
         self.warps: list[Warp] = []
-
-    def barrier(self, number: int) -> Barrier:
-        return self.barriers.setdefault(number, Barrier(number))
 
     def mbarrier(self, address: int | None) -> Mbarrier:
         if address is None:
@@ -67,31 +63,6 @@ class ThreadBlock:
             made = ", ".join(f"{known:#x}" for known in sorted(self.mbarriers)) or "none"
             raise ClockFault(f"no mbarrier at {address:#x}; there are: {made}")
         return self.mbarriers[address]
-
-
-class Barrier:
-    """A named barrier. Warps arrive in full, so it counts them."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.awaited: int | None = None  # warps; None: all that run
-        self.arrived = 0
-        self.waiting: list[Warp] = []
-
-    def arrive(self, threads: int | None) -> None:
-        self.awaited = None if threads is None else -(-threads // WARP)
-        self.arrived += 1
-
-    def take(self, running: int) -> list[Warp]:
-        """Those who waited, if all have arrived."""
-        if not self.arrived or self.arrived < (running if self.awaited is None else self.awaited):
-            return []
-        waiting, self.waiting, self.arrived = self.waiting, [], 0
-        return waiting
-
-    def __str__(self) -> str:
-        awaited = "all" if self.awaited is None else self.awaited
-        return f"barrier {self.number} ({self.arrived} of {awaited} warps are there)"
 
 
 class Mbarrier:

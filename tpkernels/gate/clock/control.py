@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from tpkernels.gate.clock import effects
-from tpkernels.gate.clock.cubin import BYTES, Instruction
+from tpkernels.gate.clock.cubin import Instruction
 from tpkernels.gate.clock.effects import Effect
 from tpkernels.gate.clock.operands import (
     Meaning,
@@ -71,14 +71,12 @@ def branch(one: Instruction, index_of: Mapping[int, int]) -> Meaning:
     return Meaning(run, reads=tuple(condition.name for condition in also), acts=True)
 
 
-def indexed_branch(one: Instruction, index_of: Mapping[int, int]) -> Meaning:
-    """BRX R2 -0x1a0, relative to the next instruction; RET R4 0x0, which cuobjdump prints as an address."""
-    found = re.fullmatch(r"(U?R\d+)\s+(-?0x[0-9a-f]+)", one.operands[0])
+def back(one: Instruction, index_of: Mapping[int, int]) -> Meaning:
+    """RET.REL.NODEC R4 0x0, which cuobjdump prints as an address."""
+    found = re.fullmatch(r"(R\d+)\s+(0x[0-9a-f]+)", one.operands[0])
     if not found:
         raise UnknownOperand(str(one))
     name, base = found[1], int(found[2], 16)
-    if one.opcode != "RET":
-        base += one.address + BYTES
 
     def run(state: WarpState) -> Effect | None:
         value = first(state.registers[name], state.mask)
@@ -142,23 +140,11 @@ def _resume(state: WarpState) -> Effect:
 
 
 def barrier(one: Instruction) -> Meaning:
-    """BAR.SYNC/.RED number [, threads]."""
-    numbers = [text for text in one.operands if not is_predicate(text)]
-    forgets = tuple(destination(text) for text in one.operands[:1] if is_predicate(text) and text[0] != "!")
-    if "ARV" in one.modifiers:
+    """BAR.SYNC 0x0, BAR.RED 0x0, P0: of all warps of a block; others are of warps in roles."""
+    named = [text for text in one.operands if not is_predicate(text) and text != "0x0"]
+    if named or "ARV" in one.modifiers:
         raise UnknownOperand(str(one))
-    if "ALL" in one.modifiers or not numbers:
-        numbers = ["0x0"]
-    names = [source(text).name for text in numbers[:2]]
-    if all(name.startswith("#") for name in names):
-        fixed = effects.BarrierSync(int(names[0][1:]), int(names[1][1:]) if len(names) > 1 else None)
-        return Meaning(lambda state: fixed, forgets=forgets, acts=True)
-
-    def run(state: WarpState) -> Effect:
-        values = [first(state.registers[name]) for name in names]
-        return effects.BarrierSync(values[0] or 0, values[1] if len(values) > 1 else None)
-
-    return Meaning(run, reads=tuple(names), forgets=forgets, acts=True)
+    return Meaning(lambda state: effects.BarrierSync(), acts=True)
 
 
 def mbarrier(one: Instruction) -> Meaning:
@@ -187,24 +173,17 @@ def _initialise(one: Instruction) -> Meaning:
 
 
 def _arrive(one: Instruction) -> Meaning:
-    """A lane counts once; .A1T0 expects no bytes, .A0TR does not count, .ART0 counts as the register says."""
-    where, value = address(one.operands[1]), source(one.operands[2]).name
-    form = next((name for name in one.modifiers if re.fullmatch(r"A[\dTR]+T[\dR]+|ART0", name)), "A1TR")
-    if form not in ("A1T0", "A1TR", "A0TR", "ART0") or "RED" in one.modifiers:  # at another block's mbarrier
+    """SYNCS.ARRIVE.TRANS64 RZ, [UR8], R2: a lane counts once, and expects so many bytes of copies."""
+    if set(one.modifiers) - {"ARRIVE", "TRANS64"}:  # of other counts, or at another block's mbarrier
         raise UnknownOperand(str(one))
-    forgets = following(destination(one.operands[0]))
+    where, value = address(one.operands[1]), source(one.operands[2]).name
 
     def run(state: WarpState) -> Effect:
-        lanes = 32 if state.mask is None else int(state.mask.sum())
-        content = state.registers[value]
-        if isinstance(content, np.ndarray):
-            total = int((content if state.mask is None else content[state.mask]).sum())
-        else:
-            total = (content or 0) * lanes
-        count = {"A1T0": lanes, "A1TR": lanes, "A0TR": 0, "ART0": total}[form]
-        expected = total if form.endswith("TR") else 0
-        return effects.Arrive(first(where.of(state.registers)), count, expected)
+        content, mask = state.registers[value], ALL_LANES if state.mask is None else state.mask
+        expected = int(np.broadcast_to(0 if content is None else content, mask.shape)[mask].sum())
+        return effects.Arrive(first(where.of(state.registers)), int(mask.sum()), expected)
 
+    forgets = following(destination(one.operands[0]))
     return Meaning(run, reads=(*where.reads, value), forgets=forgets, acts=True)
 
 

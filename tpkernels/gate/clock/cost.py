@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from math import lcm
+from operator import attrgetter
 from typing import Any
 
 from tpkernels.gate.clock.effects import ClockFault
@@ -18,6 +19,7 @@ from tpkernels.gate.clock.resources import FLOPS
 from tpkernels.gate.clock.semantics import translate
 from tpkernels.gate.clock.workload import Product, Workload
 
+_cycles = attrgetter("cycles")  # of a run
 SHORT, LONG = 20, 40  # steps of a tile: buffers that an epilogue has filled must run dry first
 
 
@@ -144,10 +146,6 @@ def _check(workload: Workload, step: Callable[[Callable[[Run], float]], float], 
 def _ideal(product: Product, tensor: float) -> float:
     """Without tensor cores, an SM multiplies and adds 128 numbers a cycle."""
     return tensor or product.flops / 256
-
-
-def _cycles(one: Run) -> float:
-    return one.cycles
 
 
 def _bytes(one: Run) -> float:

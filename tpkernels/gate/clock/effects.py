@@ -17,10 +17,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class BarrierSync:
-    """Warps of a named barrier wait for one another."""
-
-    number: int
-    threads: int | None  # None: all of the block
+    """All warps of a block wait for one another."""
 
 
 @dataclass(frozen=True, slots=True)

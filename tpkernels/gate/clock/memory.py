@@ -26,7 +26,6 @@ from tpkernels.gate.clock.operands import (
 from tpkernels.gate.clock.values import (
     ADDRESSES,
     BANK_ADDRESS,
-    Constants,
     Contents,
     Mask,
     Value,
@@ -168,28 +167,10 @@ def local_store(one: Instruction) -> Meaning:
 
 
 def constant_load(one: Instruction) -> Meaning:
-    """LDC, ULDC d, c[0x0][0x210], a move of one or two words, or c[0x2][R5+0x10]: where a register says."""
-    found = re.fullmatch(r"c\[0x([0-9a-f]+)\](\[.*\])", one.operands[1])
-    if not found:
-        raise UnknownOperand(str(one))
-    bank, where, size = int(found[1], 16), address(found[2]), size_of(one)
-    if size in (4, 8) and re.fullmatch(r"\[0x[0-9a-f]+\]", found[2]):
+    """LDC, ULDC d, c[0x0][0x210]: a move of one or two words; else the result is unknown."""
+    if size_of(one) in (4, 8) and re.fullmatch(r"c\[0x[0-9a-f]+\]\[0x[0-9a-f]+\]", one.operands[1]):
         return arithmetic.move(one)
-    words = following(destination(one.operands[0]), words_of(one))
-
-    def run(state: WarpState) -> None:
-        at = where.of(state.registers)
-        for number, name in enumerate(words):
-            state.registers[name] = _constant(state.block.constants, bank, at, 4 * number, min(size, 4))
-
-    return Meaning(run, words, where.reads)
-
-
-def _constant(constants: Constants, bank: int, at: Value, more: int, size: int) -> Value:
-    if at is None or isinstance(at, int):
-        return None if at is None else constants.word(bank, at + more, size)
-    found = [constants.word(bank, lane + more, size) for lane in at.tolist()]
-    return None if None in found else np.array(found, dtype=np.int64)
+    return Meaning(None, forgets=following(destination(one.operands[0]), words_of(one)))
 
 
 def tensor_copy(one: Instruction) -> Meaning:

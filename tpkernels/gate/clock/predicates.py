@@ -262,29 +262,6 @@ def shuffle(one: Instruction) -> Meaning:
     return Meaning(run, (to,), (value, by), forgets)
 
 
-_REDUCTIONS = {
-    **{"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum},
-    **{"AND": np.bitwise_and, "OR": np.bitwise_or, "XOR": np.bitwise_xor},
-}
-
-
-def reduction(one: Instruction) -> Meaning:
-    """REDUX.SUM/.MIN/.MAX/.AND/.OR/.XOR d, a: over the active lanes."""
-    to, value = destination(one.operands[0]), source(one.operands[1]).name
-    kind = next((name for name in one.modifiers if name in _REDUCTIONS), "OR")
-    flip = 0x80000000 if "S32" in one.modifiers and kind in ("MIN", "MAX") else 0
-
-    def run(state: WarpState) -> None:
-        found: Value = state.registers[value]
-        if found is not None:
-            lanes = np.broadcast_to(np.asarray(found, dtype=np.int64), (32,))
-            lanes = (lanes if state.mask is None else lanes[state.mask]) ^ flip
-            found = (int(_REDUCTIONS[kind].reduce(lanes)) ^ flip) & WORD
-        state.registers[to] = found
-
-    return Meaning(run, (to,), (value,))
-
-
 def _names(kind: str, mask: int) -> tuple[tuple[int, str], ...]:
     """The predicates of a mask: "PR" or "UPR" """
     letter = {"PR": "P", "UPR": "UP"}[kind]

@@ -86,7 +86,7 @@ class _Processor:
         if program is None:
             return
         warps = self.launch.warps
-        block = ThreadBlock(len(self.blocks), slot, warps, when)
+        block = ThreadBlock(len(self.blocks), slot, warps)
         self.blocks.append(block)
         for number, state in enumerate(self.launch.states(program)):
             warp = Warp(block, number, (slot * warps + number) % SCHEDULERS, state, when)
@@ -100,15 +100,14 @@ class _Processor:
         for cause, cycles in (*warp.stalls.items(), ("instructions", warp.issuing)):
             into[cause] = into.get(cause, 0.0) + cycles
         block.running -= 1
-        for barrier in block.barriers.values():
-            self.sm.release(block, barrier, now)
+        self.sm.release(block, now)
         if not block.running:
             self.end = max(self.end, now)
             self._start(block.slot, now + NEXT_BLOCK)
 
     def _stuck(self) -> str:
         waiting = [
-            f"{self._at(warp, warp.paused, f'waits for {warp.awaits}')}"
+            self._at(warp, warp.paused, f"waits for {warp.awaits}")
             for block in self.blocks
             for warp in block.warps
             if warp.paused is not None

@@ -17,7 +17,7 @@ from tpkernels.gate.clock.operands import Execute, Meaning
 from tpkernels.gate.clock.table import Operation, meaning
 from tpkernels.gate.clock.values import ALL_LANES, Mask, Value, WarpState
 
-_BRANCHES = ("BRA", "BRX", "BRXU", "EXIT", "RET", "CALL")
+_BRANCHES = ("BRA", "EXIT", "RET", "CALL")
 
 
 def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[Operation]:

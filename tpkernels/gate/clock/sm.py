@@ -15,7 +15,7 @@ from itertools import count, islice
 from typing import Any
 
 from tpkernels.gate.clock import effects
-from tpkernels.gate.clock.blocks import Barrier, Mbarrier, ThreadBlock, Warp
+from tpkernels.gate.clock.blocks import Mbarrier, ThreadBlock, Warp
 from tpkernels.gate.clock.effects import ClockFault
 from tpkernels.gate.clock.resources import (
     BARRIER,
@@ -190,11 +190,12 @@ class Sm:
                 self.wake(waiting, now)
         return now + operation.latency
 
-    def release(self, block: ThreadBlock, barrier: Barrier, now: float) -> None:
-        """Lets those go on who wait at a barrier, if all have arrived."""
-        for warp in barrier.take(block.running):
-            when = now + BARRIER
-            self._resume(warp, when, max(warp.ready, when))
+    def release(self, block: ThreadBlock, now: float) -> None:
+        """Lets those go on who wait at the block's barrier, if all have arrived."""
+        if len(block.waiting) == block.running:
+            waiting, block.waiting = block.waiting, []
+            for warp in waiting:
+                self._resume(warp, now + BARRIER, max(warp.ready, now + BARRIER))
 
     def land(self, landing: CopyInFlight, now: float) -> None:
         self.bandwidth.landed += landing.bytes
@@ -206,11 +207,9 @@ class Sm:
         return now + operation.latency
 
     def _sync(self, warp: Warp, operation: Operation, effect: effects.BarrierSync, now: float) -> float:
-        barrier = warp.block.barrier(effect.number)
-        barrier.arrive(effect.threads)
-        barrier.waiting.append(warp)
-        self.park(warp, operation, now, "barrier", barrier)
-        self.release(warp.block, barrier, now)
+        warp.block.waiting.append(warp)
+        self.park(warp, operation, now, "barrier", "the other warps of its block at their barrier")
+        self.release(warp.block, now)
         return NOBODY_KNOWS
 
     def _make(self, warp: Warp, operation: Operation, effect: effects.InitMbarrier, now: float) -> float:

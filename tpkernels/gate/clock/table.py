@@ -105,7 +105,7 @@ PIPES: Mapping[str, float] = {
     **{"": 0.0, "fma": 1.0, "alu": 2.0, "imad": 2.0},
     **{"xu": 8.0, "mio": 2.0, "uniform": 2.0, "fp64": 16.0},
 }
-_BRANCHES = (control.branch, control.indexed_branch)
+_BRANCHES = (control.branch, control.back)
 # Latencies from published micro-benchmarks of Volta to Hopper, rounded; 12 where nobody waits long. Those of
 # loads and atomics are the machine's.
 _ROWS: Mapping[str, Row] = {
@@ -151,7 +151,7 @@ _ROWS: Mapping[str, Row] = {
     "LDL": Row("mio", memory.local_load, 60.0),
     "STL": Row("mio", memory.local_store, 20.0),
     "SHFL": Row("mio", predicates.shuffle, 24.0),
-    "REDUX": Row("mio", predicates.reduction, 24.0),
+    "REDUX": Row("mio", _unknown, 24.0),
     "MATCH MOVM": Row("mio", _unknown, 24.0),
     "VOTE": Row("mio", predicates.vote),
     "R2UR": Row("mio", arithmetic.first_lane),
@@ -161,7 +161,7 @@ _ROWS: Mapping[str, Row] = {
     "UR2UP": Row("uniform", predicates.from_register),
     "DADD DFMA DMUL DSETP": Row("fp64", _unknown, 48.0),
     "BRA CALL": Row("", control.branch),
-    "BRX BRXU RET": Row("", control.indexed_branch),
+    "RET": Row("", control.back),
     "EXIT": Row("", control.leave),
     "BSSY": Row("", control.begin_join),
     "BSYNC": Row("", control.join),
