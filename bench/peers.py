@@ -2,7 +2,7 @@
 
 Forward and backward. Rounds are interleaved: of one rank they are its processor time, of two they last as
 long as on the slower one. A peer that computes something else is an error and has no time. A peer that is
-not installed, or refuses a CPU, is told with the reason.
+not installed is told.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from bench.case import Work, timed_on_ranks
-from bench.cases.peers import LOCAL_SIZES, accelerate_refuses, block_case, llama_case, local_case
+from bench.cases.peers import LOCAL_SIZES, llama_case, local_case
 from bench.measure import Comparison, Seconds
 from tests.ranks import RankPool
 
-PARTS = ("local", "block", "llama")
+PARTS = ("local", "llama")
 COLUMNS = ("what", "ranks", "ours, ms", "peer", "ours is faster by", "")
 SECONDS = 600.0  # of a case, which compiles
-ON_GPUS_ALONE = "Liger-Kernel, QuACK, torch's async-TP"
+ON_GPUS_ALONE = "Liger-Kernel, QuACK, torch's async-TP, whose kernels need a GPU"
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
@@ -35,9 +35,7 @@ def main(options: Namespace) -> int:
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
     for row in rows(options.only, options.rounds):
         print(row, flush=True)
-    print(f"\nNot compared: {ON_GPUS_ALONE} (their kernels need a GPU;", end="")
-    print(" python -m bench.cases.async_tp counts the last).", end="")
-    print(f" Load {os.getloadavg()[0]:.1f} at the end.")
+    print(f"\nNot compared: {ON_GPUS_ALONE}. Load {os.getloadavg()[0]:.1f} at the end.")
     return 0
 
 
@@ -46,23 +44,11 @@ def rows(parts: Sequence[str], rounds: int) -> Iterator[str]:
         with RankPool(1) as pool:
             for name in LOCAL_SIZES:
                 yield from of_case(*timed_on_ranks(pool, local_case, name, rounds=rounds, timeout=SECONDS))
-    with RankPool(2) as pool:
-        if "block" in parts:
-            for split in (True, False):
-                yield from of_case(*timed_on_ranks(pool, block_case, split, rounds=rounds, timeout=SECONDS))
-        if "llama" in parts:
-            yield from _of_llama(pool, rounds)
-
-
-def _of_llama(pool: RankPool, rounds: int) -> Iterator[str]:
-    if find_spec("transformers") is None:
-        yield absent("llama", "transformers, accelerate", "transformers is not installed")
-        return
-    yield from of_case(*timed_on_ranks(pool, llama_case, rounds=rounds, timeout=SECONDS))
-    if find_spec("accelerate") is None:
-        yield absent("llama", "accelerate", "not installed")
-    elif refusal := pool.run(accelerate_refuses)[0]:
-        yield absent("llama", "accelerate", f"refuses: {refusal}")
+    if "llama" in parts and find_spec("transformers") is None:
+        yield _row("llama", "-", "-", "transformers", "not measured", "transformers is not installed")
+    elif "llama" in parts:
+        with RankPool(2) as pool:
+            yield from of_case(*timed_on_ranks(pool, llama_case, rounds=rounds, timeout=SECONDS))
 
 
 def of_case(work: Work, seconds: Seconds) -> Iterator[str]:
@@ -70,7 +56,6 @@ def of_case(work: Work, seconds: Seconds) -> Iterator[str]:
     peers = {
         "naive": work.naive,
         "compiled": f"{work.naive}, compiled",
-        "bare": "a bare autograd.Function of its products",
         "unsharded": "not split, on each rank",
     }
     for way in seconds:
@@ -89,10 +74,6 @@ def of_case(work: Work, seconds: Seconds) -> Iterator[str]:
         )
 
 
-def absent(what: str, peer: str, why: str) -> str:
-    return _row(what, "-", "-", peer, "not measured", why)
-
-
 def _row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -102,7 +83,7 @@ def _milliseconds(seconds: Sequence[float]) -> str:
 
 
 def _versions() -> str:
-    return ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers", "accelerate"))
+    return ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers"))
 
 
 def _version(name: str) -> str:

@@ -1,12 +1,7 @@
-"""The products that large models ask for, and how fast a GPU could at best compute each.
-
-python -m bench.shapes > bench/shapes.csv     the table of them all
-python -m bench.shapes --gpu-set              those that `make gpu` tunes and times, for `tpkernels tune`
-"""
+"""The products that large models ask for, and how fast a GPU could at best compute each."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -52,12 +47,6 @@ class Shape:
     def flops(self) -> int:
         return 2 * self.tokens * self.out_features * self.in_features
 
-    @property
-    def traffic(self) -> int:
-        """Bytes that a perfect kernel reads and writes in 16 bits."""
-        t, n, k = self.tokens, self.out_features, self.in_features
-        return 2 * (t * k + n * k + t * n)
-
 
 def shapes_of(model: Model, tensor: int, tokens: int) -> list[Shape]:
     sizes = {
@@ -86,20 +75,6 @@ def this_gpu() -> RatedGpu | None:
     return next((gpu for gpu in RATED_GPUS.values() if gpu.name == name), None)
 
 
-def table() -> Iterator[str]:
-    """The lines of `shapes.csv`: each product with its work and, in microseconds, its floor on each GPU."""
-    floors = ",".join(f"{gpu}_us" for gpu in RATED_GPUS)
-    yield f"model,tensor,tokens,layer,out_features,in_features,gflop,mbyte,{floors}"
-    for s in all_shapes():
-        sizes = f"{s.model.name},{s.tensor},{s.tokens},{s.layer},{s.out_features},{s.in_features}"
-        floors = ",".join(f"{1e6 * gpu.floor(s.flops, s.traffic):.1f}" for gpu in RATED_GPUS.values())
-        yield f"{sizes},{s.flops / 1e9:.1f},{s.traffic / 1e6:.1f},{floors}"
-
-
 def sizes_of(shapes: Iterable[Shape]) -> str:
     """What `python -m tpkernels tune --shapes` takes: tokens x out_features x in_features, each once."""
     return ",".join(dict.fromkeys(f"{s.tokens}x{s.out_features}x{s.in_features}" for s in shapes))
-
-
-if __name__ == "__main__":
-    print(sizes_of(GPU_SET) if sys.argv[1:] == ["--gpu-set"] else "\n".join(table()))

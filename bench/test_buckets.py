@@ -8,21 +8,12 @@ import pytest
 import torch
 
 from bench.case import Work, timed_on_ranks
-from bench.cases.buckets import (
-    apart,
-    bytes_on_the_wire,
-    construction_case,
-    hooks_case,
-    list_case,
-    step_case,
-    with_better_ddp,
-)
+from bench.cases.buckets import bytes_on_the_wire, list_case, step_case, with_better_ddp
 from bench.measure import Seconds
 from tests.ranks import RankPool
 
 Record = Callable[[Work, Seconds], None]
-FORMS = ("ours", "naive", "ddp_views")
-ALL = (*FORMS, "loop")
+ALL = ("ours", "naive", "ddp_views", "loop")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.smoke), 4])
@@ -40,15 +31,6 @@ def test_list(record: Record, ranks: RankPool) -> None:
     record(*timed_on_ranks(ranks, list_case, "400_small", rounds=25))
 
 
-def test_construction(record: Record, ranks: RankPool) -> None:
-    work, seconds = timed_on_ranks(ranks, construction_case, "400_small", FORMS, rounds=20)
-    record(work, with_better_ddp(seconds))
-
-
-def test_hooks(record: Record, ranks: RankPool) -> None:
-    record(*timed_on_ranks(ranks, hooks_case, rounds=31))
-
-
 @pytest.mark.parametrize("world", [2, 4])
 def test_large_step(record: Record, world: int) -> None:
     names = ALL if world == 2 else ("ours", "naive")  # four ranks with all ways would need 20 GB
@@ -56,25 +38,6 @@ def test_large_step(record: Record, world: int) -> None:
         rounds = 30 // world
         work, seconds = timed_on_ranks(pool, step_case, "gpt2_small", names, rounds=rounds, timeout=500)
         record(work, with_better_ddp(seconds))
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_large_step_apart(record: Record, world: int) -> None:
-    """Each way in processes of its own."""
-    names = [*FORMS] if world == 2 else ["ours", "naive"]
-    with RankPool(world * len(names)) as pool:
-        seconds, faults = apart(pool, "gpt2_small", names, 11)
-    work = Work(
-        op="gradient_buckets",
-        shape=f"gpt2_small-world{world}",
-        pass_="step_apart",
-        naive="DistributedDataParallel",
-        world=world,
-        wire_bytes=None,
-        backend="gloo",
-    )
-    record(work, with_better_ddp(seconds))
-    print(f"\npage faults a step: {faults}")
 
 
 @pytest.mark.parametrize("list_name", ["gpt2_small", "400_small"])

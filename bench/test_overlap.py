@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from bench.case import Work
 from bench.cases import bucket_overlap
 from bench.cases.linear_overlap import LinearOverlap, measure
-from bench.cases.linear_timeline import write
 from bench.measure import Seconds
 from bench.slow_link import SlowLink, why_not
 
@@ -45,9 +43,3 @@ def test_linear(link: SlowLink, record: Record, case: str, megabits: float) -> N
     work, seconds = link.run(measure, case, megabits, timeout=300)[0]
     print(f"\n{case}: {LinearOverlap(**seconds)}")
     record(work, seconds)
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_time_line(link: SlowLink, kind: str) -> None:
-    """Draw a picture and write a trace for chrome://tracing; nothing is timed."""
-    assert write(link, kind, Path("out/overlap", kind)).exists()

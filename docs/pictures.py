@@ -1,19 +1,16 @@
 """Draws the pictures of the pages: `python -m docs.pictures`, into docs/*.svg. Needs matplotlib.
 
-Two of them show runs that `docs/record_runs.py` recorded. One shows the groups that
-`initialize_model_parallel` makes.
+One shows buckets of a run that `docs/record_runs.py` recorded, another the groups that
+`initialize_model_parallel` makes. `overlap-timeline.svg` was drawn by commit 881e42bb.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.recorded import TimeLine, read
 from tpkernels.groups.kinds import GroupKind
-from tpkernels.pictures.charts import lanes
 from tpkernels.pictures.figure import BLUE, GREEN, GRID, INK, ORANGE, PAPER, QUIET, VIOLET, Picture, hint
 
 if TYPE_CHECKING:
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parent
-TIMELINE, LAYOUT = DOCS / "overlap-timeline.json", DOCS / "bucket-layout.json"
+LAYOUT = DOCS / "bucket-layout.json"
 PIXELS = 700  # what a page shows without scaling
 WIDTH = PIXELS / 96  # inches
 PALE, CARD = "#f1f4f7", "#cfe0f3"  # what other things lie on
@@ -66,12 +63,11 @@ def path(axes: Axes, *points: Point, colour: str = INK, width: float = 1.6, head
 ON_TOP = ("cli", "training", "planning", "optim", "interop", "models", "parallel_state")
 BELOW = (
     ("buckets", "gradients over data-parallel ranks"),
-    ("runtime", "process groups, random streams"),
-    ("topology", "rank arithmetic"),
+    ("groups", "ranks and their process groups"),
+    ("checkpoints", "shards of tensors"),
 )
 CHECKS = (
     ("gate", "compiles and interprets kernels"),
-    ("streams", "runs calls in many orders"),
     ("pictures", "draws results"),
 )
 LANES = {  # room: what it does with x
@@ -142,18 +138,6 @@ def way_of_x() -> Picture:
     note = "Forward on one of two tensor-parallel ranks, with sequence parallelism."
     heading = "The package, and the way of x through a column-row pair"
     return Picture(heading, height / 96, draw, note, width=WIDTH)
-
-
-def schedules() -> Picture:
-    recorded = read(TIMELINE)
-    assert isinstance(recorded, TimeLine)
-    sequential, overlapped = recorded.panels.values()
-    panels = {
-        name: [replace(span, name=span.name.replace("piece", "chunk")) for span in spans]
-        for name, spans in {"sequential": sequential, "overlapped": overlapped}.items()
-    }
-    note = f"Two CPU ranks on a throttled link; one run of {made_on(TIMELINE)}."
-    return lanes("Forward of a column-parallel linear layer", panels, note=note, width=WIDTH)
 
 
 def groups_built(world: int, tensor: int, pipeline: int) -> dict[GroupKind, list[list[int]]]:
@@ -244,7 +228,6 @@ def made_on(record: Path) -> str:
 
 DRAWN = {
     "way-of-x.svg": way_of_x,
-    "overlap-timeline.svg": schedules,
     "groups-16.svg": groups,
     "bucket-layout.svg": buckets,
 }

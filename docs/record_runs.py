@@ -1,6 +1,6 @@
-"""Records the runs that pictures show: `python -m docs.record_runs`, as root; `make pictures` draws them.
+"""Records the run whose buckets a picture shows: `python -m docs.record_runs`; `make pictures` draws it.
 
-Two ranks of this machine write docs/overlap-timeline.json, on a throttled link, and docs/bucket-layout.json.
+Two ranks of this machine write docs/bucket-layout.json.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.cases import linear_timeline
-from bench.slow_link import SlowLink
-from docs.pictures import LAYOUT, TIMELINE
+from docs.pictures import LAYOUT
 from tests.ranks import RankPool
 from tpkernels import GPT, GPTConfig, GradientBuckets, initialize_model_parallel
 
@@ -43,14 +41,10 @@ def bucket_run() -> dict[str, Any]:
 
 
 def main() -> None:
-    on = {"recorded": f"{date.today()}"}
     model = f"GPT of {CONFIG.num_layers} layers and {CONFIG.hidden_size} features"
     with RankPool(2) as ranks:
         run = ranks.run(bucket_run)[0]
-    LAYOUT.write_text(json.dumps({**on, "model": model, **run}) + "\n")
-    with SlowLink(bits_per_second=1e9) as link:
-        linear_timeline.write(link, "column", TIMELINE)
-    TIMELINE.write_text(json.dumps({**on, **json.loads(TIMELINE.read_text())}) + "\n")
+    LAYOUT.write_text(json.dumps({"recorded": f"{date.today()}", "model": model, **run}) + "\n")
 
 
 if __name__ == "__main__":

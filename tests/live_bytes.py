@@ -22,7 +22,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         for result in results if isinstance(results, tuple | list) else (results,):
-            if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in self._before:
+            if not isinstance(result, Tensor) or result.is_meta:
+                continue
+            if result.untyped_storage().data_ptr() not in self._before:
                 self.largest = max(self.largest, result.numel())
                 self._storages.add(result.untyped_storage())
         self.peak = max(self.peak, sum(storage.nbytes() for storage in self._storages))

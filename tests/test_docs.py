@@ -94,9 +94,13 @@ def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     for page in PAGES:
         if page.name == block.page:
             write_files(page, folder)
-    program, output = folder / "block.py", folder / "output.txt"
+    program = folder / "block.py"
     program.write_text(block.text)
-    ranks = 2 if "init_process_group" in block.text else 1
+    return run_on_ranks(2 if "init_process_group" in block.text else 1, program)
+
+
+def run_on_ranks(ranks: int, program: Path) -> subprocess.CompletedProcess[str]:
+    output = program.with_name("output.txt")
     store = loopback_store()
     context = multiprocessing.get_context(FORKED)
     processes = [
@@ -109,7 +113,7 @@ def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
         process.join(patient(120))
         process.kill()
     codes = [process.exitcode for process in processes]
-    return subprocess.CompletedProcess(block, max(codes, key=bool), output.read_text(), output.read_text())
+    return subprocess.CompletedProcess(program, max(codes, key=bool), output.read_text(), output.read_text())
 
 
 def _run_program(program: Path, output: Path, rank: int, ranks: int, port: int) -> None:

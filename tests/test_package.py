@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import ran
-from tpkernels.cli.probe import TESTED_TORCH, TESTED_TRITON
+from tpkernels.cli.doctor import TESTED_TORCH, TESTED_TRITON
 
 ROOT = Path(__file__).parents[1]
 

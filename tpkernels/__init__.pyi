@@ -9,7 +9,6 @@ from tpkernels.buckets.collectives import bucketed_all_reduce_ as bucketed_all_r
 from tpkernels.buckets.collectives import bucketed_broadcast_ as bucketed_broadcast_
 from tpkernels.buckets.collectives import bucketed_reduce_scatter as bucketed_reduce_scatter
 from tpkernels.buckets.gradients import GradientBuckets as GradientBuckets
-from tpkernels.checkpoints.reshard import reshard as reshard
 from tpkernels.groups.initialize import create_parallel_state as create_parallel_state
 from tpkernels.groups.initialize import destroy_model_parallel as destroy_model_parallel
 from tpkernels.groups.initialize import destroy_parallel_state as destroy_parallel_state
@@ -24,6 +23,7 @@ from tpkernels.groups.state import ParallelStateError as ParallelStateError
 from tpkernels.groups.state import current as current
 from tpkernels.groups.state import use as use
 from tpkernels.interop.parallelize import parallelize as parallelize
+from tpkernels.interop.renamed_shards import reshard as reshard
 from tpkernels.interop.typecheck import typecheck as typecheck
 from tpkernels.kernels.recipe import Recipe as Recipe
 from tpkernels.layers.attention import ParallelAttention as ParallelAttention

@@ -20,19 +20,10 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from tpkernels.buckets.gradients import GradientBuckets
+from tpkernels.cli.op_programs import IDS, OP_PROGRAMS, OpProgram
 from tpkernels.comm import schedule
 from tpkernels.groups.state import ParallelState
-from tpkernels.ops import (
-    column_linear,
-    linear_cross_entropy,
-    parallel_mlp,
-    row_linear,
-    vocab_cross_entropy,
-    vocab_embedding,
-)
 
-Dim = int | Literal["tokens"] | None  # split over ranks; "tokens": the first, under sequence parallelism
-IDS = "ids"  # the operand with ids of the vocabulary, without gradient
 TOKENS = 8  # of a rank
 FEATURES = 24
 SPLIT = 8  # of a rank, of what is split: features between two layers, rows of a vocabulary
@@ -89,99 +80,33 @@ class Place:
 Program = Callable[[Place], Results]
 
 
-@dataclass(frozen=True)
-class OpProgram:
-    """An op over a group, with sizes and split dimensions of its operands and of its result.
-
-    run: takes this rank's shards, the group, and whether it is sequence-parallel
-    operands: by name, letters for sizes: T tokens, F features, B features between two layers, V vocabulary
-    """
-
-    run: Callable[..., Tensor]
-    operands: Mapping[str, tuple[str, Dim]]
-    result: tuple[str, Dim]
-
-    def shards(self, form: Form, scales: Mapping[str, float], place: Place) -> list[Tensor]:
-        """Return this rank's shards of the operands, and of the gradient of the result."""
-        split = place.ranks * SPLIT
-        sizes = {"T": form.tokens * place.ranks, "F": FEATURES, "B": split, "V": split}
-        found = []
-        for name, (letters, dim) in (*self.operands.items(), ("y", self.result)):
-            full = place.same(name, *(sizes[letter] for letter in letters))
-            if name == IDS:
-                full = (full * 2**POWERS).abs().long() % split
-            else:
-                full = (full * scales.get(name, 1.0)).to(form.dtype)
-            if dim == "tokens":
-                dim = 0 if form.sequence_parallel else None
-            shard = full if dim is None else full.chunk(place.ranks, dim)[place.group.rank()].contiguous()
-            found.append(shard)
-        return found
-
-
-def _linear_cross_entropy(reduction: Literal["mean", "none"]) -> Callable[..., Tensor]:
-    return lambda hidden, w, ids, group, split: linear_cross_entropy(
-        hidden, w, ids, group, reduction=reduction, sequence_parallel=split, chunk_tokens=5
-    )
-
-
-_HEAD: dict[str, tuple[str, Dim]] = {"hidden": ("TF", "tokens"), "w": ("VF", 0), IDS: ("T", None)}
-OPS: Mapping[str, OpProgram] = {
-    "column_linear": OpProgram(
-        lambda x, w, b, group, split: column_linear(
-            x, w, b, group, activation="gelu_tanh", sequence_parallel=split
-        ),
-        {"x": ("TF", "tokens"), "w": ("BF", 0), "b": ("B", 0)},
-        ("TB", 1),
-    ),
-    "row_linear": OpProgram(
-        lambda h, w, b, group, split: row_linear(h, w, b, group, sequence_parallel=split),
-        {"h": ("TB", 1), "w": ("FB", 1), "b": ("F", None)},
-        ("TF", "tokens"),
-    ),
-    "parallel_mlp": OpProgram(
-        lambda x, up, b, down, group, split: parallel_mlp(
-            x, up, b, down, None, group, sequence_parallel=split
-        ),
-        {"x": ("TF", "tokens"), "up": ("BF", 0), "b": ("B", 0), "down": ("FB", 1)},
-        ("TF", "tokens"),
-    ),
-    "gated_mlp": OpProgram(
-        lambda x, up, gate, down, group, split: parallel_mlp(
-            x, up, None, down, None, group, w_gate_shard=gate, sequence_parallel=split
-        ),
-        {"x": ("TF", "tokens"), "up": ("BF", 0), "gate": ("BF", 0), "down": ("FB", 1)},
-        ("TF", "tokens"),
-    ),
-    "embedding": OpProgram(
-        lambda ids, w, group, split: vocab_embedding(ids, w, group, sequence_parallel=split),
-        {IDS: ("T", None), "w": ("VF", 0)},
-        ("TF", "tokens"),
-    ),
-    "cross_entropy": OpProgram(
-        lambda logits, ids, group, split: vocab_cross_entropy(logits, ids, group, label_smoothing=0.1),
-        {"logits": ("TV", 1), IDS: ("T", None)},
-        ("T", None),
-    ),
-    "linear_cross_entropy mean": OpProgram(_linear_cross_entropy("mean"), _HEAD, ("", None)),
-    "linear_cross_entropy none": OpProgram(_linear_cross_entropy("none"), _HEAD, ("T", None)),
-}
-
-
 def of_ops(names: Sequence[str], forms: Sequence[Form], scales: Mapping[str, float], place: Place) -> Results:
-    """Yield results and gradients of these ops in each form.
+    """Yield results and gradients of these op programs in each form.
 
     scales: of operands that lie before an activation or a softmax, which large numbers saturate
     """
     for name, form in product(names, forms):
+        op = OP_PROGRAMS[name]
         with _chunks_of(form.least_bytes):
-            *operands, dy = OPS[name].shards(form, scales, place)
-            leaves = [operand.requires_grad_() for operand in operands if operand.is_floating_point()]
-            y = OPS[name].run(*operands, place.group, form.sequence_parallel)
-            found = [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
-        gradients = [f"d{operand}" for operand in OPS[name].operands if operand != IDS]
+            full = _operands(op, form, scales, place)
+            found = op.results(full, place.group, form.sequence_parallel)
+        gradients = [f"d{operand}" for operand in op.operands if operand != IDS]
         for what, tensor in zip(("y", *gradients), found, strict=True):
             yield f"{name}, {form.name}: {what}", tensor
+
+
+def _operands(op: OpProgram, form: Form, scales: Mapping[str, float], place: Place) -> list[Tensor]:
+    """Return full ones; the last is the gradient of the result."""
+    split = place.ranks * SPLIT
+    sizes = {"T": form.tokens * place.ranks, "F": FEATURES, "B": split, "O": FEATURES, "V": split}
+    full = []
+    for name, shape in op.shapes(sizes).items():
+        numbers = place.same(name, *shape)
+        if name == IDS:
+            full.append((numbers * 2**POWERS).abs().long() % split)
+        else:
+            full.append((numbers * scales.get(name, 1.0)).to(form.dtype))
+    return full
 
 
 def buckets(place: Place) -> Results:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -16,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.case import Case, Work
 from bench.measure import Seconds
-from tests.ranks import RankPool
 from tpkernels import GradientBuckets, bucketed_all_reduce_
 
 Step = Callable[[], Sequence[Tensor]]
@@ -36,10 +32,10 @@ def small_tensors(count: int) -> Shapes:
     return [(32,), (32, 32), (32,), (32, 128)] * (count // 4)
 
 
-GROWTH = (100, 1000, 5000, 20000)  # parameters
 LISTS: dict[str, Callable[[], Shapes]] = {
+    "400_small": partial(small_tensors, 400),
+    "5000_small": partial(small_tensors, 5000),
     "gpt2_small": gpt2_small,
-    **{f"{count}_small": partial(small_tensors, count) for count in (400, *GROWTH)},
 }
 
 
@@ -156,51 +152,12 @@ def reduced(op: str, list_name: str, pass_: str, naive: str) -> Work:
 
 
 def step_case(list_name: str, names: Sequence[str]) -> Case:
-    """Forward, backward and reduction of gradients; all ways in the same processes."""
+    """Forward, backward and reduction of gradients."""
     shapes = LISTS[list_name]()
     return Case(
         reduced("gradient_buckets", list_name, "step", "DistributedDataParallel"),
         {name: STEPS[name](shapes, world()) for name in names},
     )
-
-
-def time_steps_apart(list_name: str, names: list[str], rounds: int) -> tuple[str, list[float], int, float]:
-    """The same, each way with ranks of its own: (whose rank this is, its seconds, page faults a step, a sum).
-
-    Where gradients are large, ways in one process take each other's memory: what one gives back the next has
-    to fault in. Ranks of the ways whose turn it is not wait meanwhile.
-    """
-    size = dist.get_world_size() // len(names)
-    groups = [dist.new_group(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
-    turn = dist.get_rank() // size
-    step = STEPS[names[turn]](LISTS[list_name](), groups[turn])
-    for _ in range(3):
-        step()
-    seconds = []
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for round_ in range(rounds):
-        for position in range(len(names)):
-            dist.barrier()
-            if (round_ + position) % len(names) == turn:
-                start = time.perf_counter()
-                step()
-                seconds.append(time.perf_counter() - start)
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    total = sum(float(gradient.sum()) for gradient in step())
-    return names[turn], seconds, faults // rounds, total
-
-
-def apart(pool: RankPool, list_name: str, names: list[str], rounds: int) -> tuple[Seconds, dict[str, int]]:
-    """(seconds of the slowest rank, most page faults of a step), by way, of ranks of its own."""
-    answers = pool.run(time_steps_apart, list_name, names, rounds, timeout=500)
-    totals = [total for *_, total in answers]
-    assert max(totals) - min(totals) <= 1e-4 * abs(totals[0]), f"gradients differ: {totals}"
-    seconds, faults = {}, {}
-    for name in names:
-        own = [answer for answer in answers if answer[0] == name]
-        seconds[name] = [max(times) for times in zip(*(taken for _, taken, _, _ in own), strict=True)]
-        faults[name] = max(found for _, _, found, _ in own)
-    return seconds, faults
 
 
 def low(seconds: Sequence[float]) -> float:
@@ -235,49 +192,6 @@ def list_case(list_name: str) -> Case:
             "unchecked": way(partial(bucketed_all_reduce_, op="avg", check=False)),
             "naive": way(partial(average_in_a_loop, group=world())),
         },
-    )
-
-
-def construction_case(list_name: str, names: Sequence[str]) -> Case:
-    """Making `GradientBuckets`, and both forms of DDP."""
-    module = UsesAll(LISTS[list_name]())
-
-    def construct() -> Sequence[Tensor]:
-        GradientBuckets(module, world()).detach()
-        return []
-
-    def wrap(*, views: bool) -> Sequence[Tensor]:
-        DistributedDataParallel(module, bucket_cap_mb=25, gradient_as_bucket_view=views)
-        return []
-
-    ways: dict[str, Step] = {
-        "ours": construct,
-        "naive": partial(wrap, views=False),
-        "ddp_views": partial(wrap, views=True),
-    }
-    return Case(
-        reduced("gradient_buckets", list_name, "construction", "DistributedDataParallel"),
-        {name: ways[name] for name in names},
-    )
-
-
-def hooks_case() -> Case:
-    """Backwards that only accumulate: what hooks add, without communication."""
-
-    def accumulating(*, hooks: bool) -> Step:
-        module = UsesAll(small_tensors(400))
-        buckets = GradientBuckets(module, world()) if hooks else None
-
-        def step() -> Sequence[Tensor]:
-            with buckets.no_sync() if buckets else nullcontext():
-                module(own_input(world())).backward()
-            return module.gradients()
-
-        return step
-
-    return Case(
-        reduced("gradient_buckets", "400_small", "accumulation", "no hooks"),
-        {"ours": accumulating(hooks=True), "naive": accumulating(hooks=False)},
     )
 
 

@@ -1,44 +1,33 @@
-"""Ops of one rank against torch's own: linear, gated unit, MLP, norms, and those over a vocabulary.
-
-    python -m bench.cases.local [--rounds N] [PATTERN ...]
-
-prints our time as a multiple of torch's, on a CPU, at a small size and at eight times as large ones. Ways are
-interleaved, and of each the second lowest round counts: on a shared machine higher ones tell of others' work.
-PATTERN: part of a case's name
-"""
+"""Ops of one rank against torch's own: linear, gated unit, MLP, norms, and those over a vocabulary."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from bench.case import Case, Work
-from bench.cases.differentiated import Function, differentiated
 from tpkernels import ops
 
-PASSES = ("forward", "forward_backward", "inference")
+Function = Callable[..., Tensor]
 
 
-class _BareLinear(torch.autograd.Function):
-    """What an op in Python costs at least: the same products, and no more."""
+def differentiated(
+    work: Work, ours: Function, naive: Function, operands: Sequence[Tensor], **others: Function
+) -> Case:
+    """Forward and backward of functions of the same operands, by which all are differentiated."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+    def way(function: Function) -> Callable[[], tuple[Tensor, ...]]:
+        def run() -> tuple[Tensor, ...]:
+            y = function(*operands)
+            return y.detach(), *torch.autograd.grad(y, operands, torch.ones_like(y))
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        x, weight = ctx.saved_tensors
-        return dy @ weight, dy.T @ x, dy.sum(0)
+        return run
+
+    return Case(work, {name: way(f) for name, f in {"ours": ours, "naive": naive, **others}.items()})
 
 
 class Local:
@@ -47,10 +36,8 @@ class Local:
     compiles: torch's way, compiled, is a further way
     """
 
-    def __init__(
-        self, dtype: torch.dtype, device: str, pass_: str = "forward_backward", *, compiles: bool = False
-    ) -> None:
-        self.dtype, self.device, self.pass_, self.compiles = dtype, device, pass_, compiles
+    def __init__(self, dtype: torch.dtype, device: str, *, compiles: bool = False) -> None:
+        self.dtype, self.device, self.compiles = dtype, device, compiles
 
     def case(
         self, work: Work, ours: Function, naive: Function, operands: Sequence[Tensor], **others: Function
@@ -71,7 +58,7 @@ class Local:
         return Work(
             op=op,
             shape="x".join(map(str, sizes)),
-            pass_=self.pass_,
+            pass_="forward_backward",
             naive=naive,
             dtype=self.dtype,
             device=self.device,
@@ -85,7 +72,6 @@ class Local:
             ops.linear,
             F.linear,
             [self.normal(tokens, features), self.normal(out, features), self.normal(out)],
-            bare=lambda *operands: _BareLinear.apply(*operands),  # type: ignore[no-untyped-call]
         )
 
     def linear_gelu(self, tokens: int, features: int, out: int) -> Case:
@@ -184,50 +170,3 @@ class Local:
             lambda hidden, weight: F.cross_entropy(F.linear(hidden, weight).float(), target),
             [self.normal(tokens, features), self.normal(columns, features)],
         )
-
-
-def on_cpu(pass_: str, group: ProcessGroup) -> Iterator[tuple[str, Callable[[], Case]]]:
-    """Names and cases: small, and eight times as large by tokens or by what is as wide."""
-    local = Local(torch.float32, "cpu", pass_)
-    products = {"": (64, 96, 256), " tokens x8": (512, 96, 256), " widths x8": (64, 272, 724)}
-    norms = {"": (256, 256), " tokens x8": (2048, 256), " features x8": (256, 2048)}
-    ids = {"": (256, 64, 2048), " tokens x8": (2048, 64, 2048), " columns x8": (256, 64, 16384)}
-    tables: list[tuple[Mapping[str, tuple[int, ...]], list[Callable[..., Case]]]] = [
-        ({" tiny": (4, 16, 16)}, [local.linear]),
-        (products, [local.linear, local.linear_gelu, local.swiglu, local.mlp, local.gated_mlp]),
-        (norms, [local.rms_norm, local.layer_norm]),
-        (ids, [partial(build, group) for build in (local.embedding, local.loss, local.head)]),
-    ]
-    for sizes, builds in tables:
-        for build in builds:
-            word = getattr(build, "func", build).__name__
-            for which, size in sizes.items():
-                yield f"{word}{which} {pass_}", partial(build, *size)
-
-
-def second_lowest(seconds: list[float]) -> float:
-    return sorted(seconds)[1]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.cases.local")
-    parser.add_argument("patterns", nargs="*", metavar="PATTERN")
-    parser.add_argument("--rounds", type=int, default=41)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = dist.group.WORLD
-    assert group is not None
-    for pass_ in PASSES:
-        for name, build in on_cpu(pass_, group):
-            if all(pattern in name for pattern in options.patterns):
-                torch.manual_seed(0)
-                taken = {way: second_lowest(s) for way, s in build().time(options.rounds).items()}
-                ours = taken.pop("ours")
-                ratios = ", ".join(f"{ours / other:.2f} of {way}" for way, other in taken.items())
-                print(f"{name:40} {1e6 * ours:9.1f} us  {ratios}", flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,9 +7,8 @@ part, each with a flag after it. A copy inside the GPU would take processors, wh
 slower than NVLink: of each part only as many rows are really copied as make the transfer a given part of the
 product's time.
 
-Times are the product's alone, the transfer's alone, one after the other, at once; at once with a transfer
-that starts later and later, and what the model says; and a control, whose flags all rise after the last
-copy: it has to hide nothing, or the run fails.
+Times are the product's alone, the transfer's alone, one after the other, at once, and a control, whose flags
+all rise after the last copy: it has to hide nothing, or the run fails.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import Any
 
 import torch
 
-DELAYS = (0.0, 0.25, 0.5, 0.75, 1.0)  # in parts of the product's time
 LABEL = "emulated link"
 
 
@@ -49,15 +47,6 @@ class Times:
 
     def _saved(self, time: float) -> float:
         return (self.sequential - time) / (self.sequential - max(self.product, self.transfer))
-
-
-def predicted(product: float, transfer: float, parts: int, delay: float = 0.0) -> float:
-    """When the product is done, if half of the rows are here, and the others come evenly, after `delay`."""
-    done = product / 2
-    for part in range(1, parts + 1):
-        arrived = delay + transfer * part / parts
-        done = max(done, arrived) + product / 2 / parts
-    return done
 
 
 def rows_to_copy(part_rows: int, wanted: float, of_all_rows: float) -> int:
@@ -127,12 +116,9 @@ class EmulatedLink:
         torch.cuda.current_stream().wait_stream(self.side)
         self.multiply()
 
-    def overlapped(self, cycles: int = 0) -> None:
+    def overlapped(self) -> None:
         self.begin()
         self.raise_own()
-        if cycles:
-            with torch.cuda.stream(self.side):
-                torch.cuda._sleep(cycles)
         self.push()
         self.multiply()
         torch.cuda.current_stream().wait_stream(self.side)
@@ -172,14 +158,6 @@ def measure(tokens: int, width: int, features: int, parts: int, ratio: float) ->
     link.copied = rows_to_copy(link.part_rows, ratio * product, milliseconds(link.transfer))
     ways = (link.product, link.transfer, link.sequential, link.overlapped, link.control)
     times = Times(*(milliseconds(way) for way in ways))
-    a_cycle = milliseconds(lambda: torch.cuda._sleep(10**6)) / 10**6
-    sweep = []
-    for delay in DELAYS:
-        late = delay * times.product
-        cycles = round(late / a_cycle)
-        seen = milliseconds(lambda cycles=cycles: link.overlapped(cycles))  # type: ignore[misc]
-        model = predicted(times.product, times.transfer, parts, late)
-        sweep.append({"delay": late, "measured": seen, "model": model})
     assert not int(link.arrivals.status), "no wait ran out"
     return {
         "link": LABEL,
@@ -188,7 +166,6 @@ def measure(tokens: int, width: int, features: int, parts: int, ratio: float) ->
         "milliseconds": asdict(times),
         "efficiency": times.efficiency,
         "control_efficiency": times.control_efficiency,
-        "sweep": sweep,
     }
 
 

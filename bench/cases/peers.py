@@ -1,18 +1,15 @@
 """Ours against the libraries that run on a CPU, with the same weights, compared before anything is timed.
 
-On one rank torch's own functions, eager and compiled. On tensor-parallel ranks a Llama's block by torch's
-`parallelize_module`, eager and compiled, and a whole Llama of transformers by that, by transformers' own
-tensor parallelism and by accelerate's.
+On one rank torch's own functions, eager and compiled. On tensor-parallel ranks a whole Llama of transformers,
+split by torch's `parallelize_module` and by transformers' own tensor parallelism.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -29,19 +26,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from bench.case import Case, Computation, Work
-from bench.cases import plain_llama
 from bench.cases.local import Local
-from bench.cases.plain_llama import block_plan
-from tpkernels import (
-    GPTConfig,
-    TransformerBlock,
-    create_parallel_state,
-    finalize_gradients,
-    parallelize,
-    plan_groups,
-)
-from tpkernels.checkpoints.full_state_dict import load_full_state_dict
-from tpkernels.layers.attention import rotation
+from tpkernels import create_parallel_state, parallelize, plan_groups
 
 LOCAL_SIZES = {
     "linear": (512, 96, 256),
@@ -56,18 +42,14 @@ LOCAL_SIZES = {
     "head": (2048, 64, 2048),
 }
 TOKENS, BATCH = 256, 2
-LLAMA = GPTConfig(
-    vocab_size=1024,
-    hidden_size=256,
-    ffn_hidden_size=704,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=4,
-    activation="swiglu",
-    norm="rms_norm",
-    bias=False,
-    tied=False,
-)
+LLAMA = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 
 
 def local_case(name: str) -> Case:
@@ -80,83 +62,12 @@ def local_case(name: str) -> Case:
     return case
 
 
-def block_case(sequence_parallel: bool) -> Case:
-    """Attention and MLP of a Llama with their norms, forward and backward, on all ranks."""
-    torch.manual_seed(0)
-    ranks = dist.get_world_size()
-    state = create_parallel_state(plan_groups(world_size=ranks, tensor=ranks))
-    by = rotation(TOKENS, LLAMA.hidden_size // LLAMA.num_heads)
-    hidden = torch.randn(TOKENS, BATCH, LLAMA.hidden_size)
-    dy = torch.randn_like(hidden)
-    if sequence_parallel:
-        hidden, dy = (part.chunk(ranks)[dist.get_rank()].contiguous() for part in (hidden, dy))
-    hidden.requires_grad_()
-
-    plain = plain_llama.Block(LLAMA)
-    block = TransformerBlock(
-        LLAMA.hidden_size,
-        LLAMA.num_heads,
-        LLAMA.ffn_hidden_size,
-        num_kv_heads=LLAMA.num_kv_heads,
-        activation="swiglu",
-        norm="rms_norm",
-        norm_eps=LLAMA.norm_eps,
-        bias=False,
-        sequence_parallel=sequence_parallel,
-        state=state,
-    )
-    names = {name: name.replace(".qkv", "") for name, _ in block.named_parameters()}
-    weights = plain.state_dict()
-    load_full_state_dict(block, {name: weights[plainly] for name, plainly in names.items()}, state=state)
-    split = parallelize_module(plain, init_device_mesh("cpu", (ranks,)), block_plan(sequence_parallel))
-    compiled = torch.compile(split)
-
-    def way(
-        compute: Callable[[], Tensor],
-        parameters: Sequence[nn.Parameter],
-        finalize: Callable[[], None] = lambda: None,
-    ) -> Computation:
-        def run() -> list[Tensor]:
-            for leaf in (hidden, *parameters):
-                leaf.grad = None
-            y = compute()
-            y.backward(dy)
-            finalize()
-            return [y.detach(), _present(hidden.grad), *map(_gradient, parameters)]
-
-        return run
-
-    by_name = dict(split.named_parameters())
-    theirs = [by_name[name] for name in names.values()]
-    part = "sequence_parallel" if sequence_parallel else "plain"
-    return Case(
-        _work("llama_block", f"{TOKENS}x{BATCH}x{LLAMA.hidden_size}x{LLAMA.ffn_hidden_size}-{part}"),
-        {
-            "ours": way(
-                lambda: block(hidden, rotary=by),
-                list(block.parameters()),
-                partial(finalize_gradients, block, state=state),
-            ),
-            "naive": way(lambda: split(hidden, by), theirs),
-            "compiled": way(lambda: compiled(hidden, by), theirs),
-        },
-    )
-
-
 def llama_case() -> Case:
     """A whole LlamaForCausalLM with its loss, forward and backward, on all ranks."""
     torch.manual_seed(0)
     transformers = import_module("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=LLAMA.vocab_size,
-        hidden_size=LLAMA.hidden_size,
-        intermediate_size=LLAMA.ffn_hidden_size,
-        num_hidden_layers=LLAMA.num_layers,
-        num_attention_heads=LLAMA.num_heads,
-        num_key_value_heads=LLAMA.num_kv_heads,
-    )
-    whole = transformers.LlamaForCausalLM(config)
-    ids = torch.randint(LLAMA.vocab_size, (BATCH, TOKENS))
+    whole = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    ids = torch.randint(LLAMA["vocab_size"], (BATCH, TOKENS))
     ranks = dist.get_world_size()
     state = create_parallel_state(plan_groups(world_size=ranks, tensor=ranks))
     models = {
@@ -164,8 +75,6 @@ def llama_case() -> Case:
         "naive": parallelize_module(deepcopy(whole), init_device_mesh("cpu", (ranks,)), LLAMA_PLAN),
         "transformers": _split_by_transformers(whole),
     }
-    if find_spec("accelerate") and accelerate_refuses() is None:
-        models["accelerate"] = _accelerator().prepare(_split_by_transformers(whole))
     shapes = {name: parameter.shape for name, parameter in models["ours"].named_parameters()}
 
     def way(model: nn.Module, shard: Callable[[str, Tensor], Tensor]) -> Computation:
@@ -188,8 +97,13 @@ def llama_case() -> Case:
 
     ways = {name: way(model, lambda _, gradient: gradient) for name, model in models.items()}
     return Case(
-        _work(
-            "llama", f"{TOKENS}x{BATCH}x{LLAMA.hidden_size}x{LLAMA.ffn_hidden_size}-{LLAMA.num_layers}_layers"
+        Work(
+            "llama",
+            f"{TOKENS}x{BATCH}x{LLAMA['hidden_size']}-{LLAMA['num_hidden_layers']}_layers-world{ranks}",
+            "forward_backward",
+            "parallelize_module",
+            world=ranks,
+            wire_bytes=None,
         ),
         {**ways, "unsharded": way(whole, own_shard)},
     )
@@ -212,25 +126,11 @@ LLAMA_PLAN: dict[str, ParallelStyle] = {
 }
 
 
-def accelerate_refuses() -> str | None:
-    """Why accelerate's tensor parallelism does not run on this device; None where it does."""
-    try:
-        _accelerator()
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _accelerator() -> Any:
-    _say_ranks()
-    accelerate = import_module("accelerate")
-    parallel = import_module("accelerate.utils").ParallelismConfig(tp_size=dist.get_world_size())
-    return accelerate.Accelerator(cpu=True, parallelism_config=parallel)
-
-
 def _split_by_transformers(model: Any) -> nn.Module:
     """From a folder, as it splits only what it loads."""
-    _say_ranks()
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())  # read as torchrun's
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
     config = import_module("transformers.distributed").DistributedConfig(tp_size=dist.get_world_size())
     with TemporaryDirectory() as own:
         folder: list[Any] = [own]
@@ -243,20 +143,6 @@ def _split_by_transformers(model: Any) -> nn.Module:
         )
         dist.barrier()
     return split.train()
-
-
-def _say_ranks() -> None:
-    """Both packages read of torchrun's variables who this is."""
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
-
-
-def _work(op: str, shape: str) -> Work:
-    ranks = dist.get_world_size()
-    return Work(
-        op, f"{shape}-world{ranks}", "forward_backward", "parallelize_module", world=ranks, wire_bytes=None
-    )
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

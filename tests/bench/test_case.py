@@ -7,7 +7,6 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,16 +16,14 @@ from torch import Tensor
 from bench import record
 from bench.baseline import path_for, read_baseline
 from bench.case import Case, Work, timed_on_ranks
-from bench.cases import training
 from bench.cases.bucket_overlap import efficiency, hidden, listed
 from bench.cases.buckets import low, with_better_ddp
-from bench.cases.overlap import Times, predicted, problems, rows_to_copy
+from bench.cases.overlap import Times, problems, rows_to_copy
 from bench.cases.scaled import OFF_BY, PASSES, case_of
-from bench.cases.training import CHECKED, demo_config, training_case
 from bench.measure import WARM_UPS, interleave, seconds_of_processor, slowest
 from bench.record import extra_info
-from bench.shapes import RATED_GPUS, SMOKE, shapes_of
-from tests.warm_python import ran
+from bench.shapes import RATED_GPUS, SMOKE, all_shapes, shapes_of
+from tests.programs import ran
 
 ROOT = Path(__file__).parents[2]
 WORK = Work("sum", "3", "forward", "torch.sum", flops=2 * 10**12, bytes=8)
@@ -155,15 +152,6 @@ def test_efficiency_is_of_what_could_be_hidden_and_a_control_hides_nothing():
     assert problems([{"error": "copies do not proceed"}]) == ["copies do not proceed"]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4, 8])
-def test_the_model_hides_what_comes_in_time_and_exposes_the_rest(parts):
-    assert predicted(10.0, 0.0, parts) == pytest.approx(10.0)
-    assert predicted(10.0, 5.0, parts) == pytest.approx(10.0)  # here when the own rows are done, part by part
-    late = predicted(10.0, 30.0, parts)
-    assert late == pytest.approx(30.0 + 5.0 / parts)  # the link is the bottleneck: the last part comes on top
-    assert predicted(10.0, 0.0, parts, delay=100.0) == pytest.approx(105.0)
-
-
 ROUNDS = 20
 
 
@@ -200,27 +188,12 @@ def test_all_ways_agree_as_far_as_fp8_does(pass_):
         assert (ours - exact).norm() / exact.norm() > OFF_BY / 10  # it is fp8, and not the naive way
 
 
-def next_losses(config, rate_of_torch):
-    """Of the step after those that are checked."""
-    honest = training.learning_rate
-    with patch.object(training, "learning_rate", lambda *a, **k: rate_of_torch * honest(*a, **k)):
-        case = training_case(config)
-        return [float(case.ways[name]()[0]) for name in ("ours", "naive")]
-
-
-@pytest.fixture
-def small():
-    config = demo_config()
-    return replace(config, model=config.model.with_sizes(hidden_size=32, num_layers=2), tokens=16, warmup=1)
-
-
-def test_torchs_own_parallelism_learns_the_same(ranks2, small):
-    for ours, torchs in ranks2.run(next_losses, small, 1):
-        assert ours == pytest.approx(torchs, rel=1e-6)
-        assert ours < 5.5  # and they do learn
-    assert CHECKED > 1
-
-
-def test_rival_that_learns_otherwise_is_not_timed(ranks2, small):
-    with pytest.raises(Exception, match="result 0 of ours is off by"):
-        ranks2.run(next_losses, small, 0.5)
+def test_shapes_are_what_the_models_ask_for_and_bounds_follow_from_the_data_sheet():
+    shapes = {(one.model.name, one.tensor, one.tokens, one.layer): one for one in all_shapes()}
+    assert len(shapes) == 96
+    proj = shapes["gpt3-175b", 8, 4096, "proj"]
+    assert (proj.out_features, proj.in_features) == (12288, 1536)
+    assert proj.flops == 2 * 4096 * 12288 * 1536
+    assert RATED_GPUS["h100"].floor(1.0, 3.35e12) == 1.0  # little work, much memory
+    for (name, tensor, tokens, layer), one in shapes.items():
+        assert one.flops * tensor == shapes[name, 1, tokens, layer].flops

@@ -19,7 +19,7 @@ from bench.gate import judge
 from bench.record import extra_info
 from bench.results import Results, pooled, read
 from bench.verdict import Finding, findings, tolerated
-from tests.warm_python import ran
+from tests.programs import ran
 from tpkernels.pictures.figure import can_draw
 
 ROOT = Path(__file__).parents[2]

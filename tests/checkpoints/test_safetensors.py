@@ -45,23 +45,17 @@ def save_all(folder, tensor):
     return whole
 
 
-def load_all(folder, tensor):
-    """What differs from the model that was saved."""
-    initialize_model_parallel(tensor)
-    wrong = []
-    for kind in KINDS:
-        loaded, expected = built(kind, 2), built(kind, 1)
-        file = Path(folder, f"{kind}.safetensors")
-        safetensors.load(file, loaded)
-        wrong += [n for n, v in expected.state_dict().items() if not torch.equal(loaded.state_dict()[n], v)]
-        if not torch.equal(loss_of(loaded), loss_of(expected)):
-            wrong.append(f"loss of {kind}")
-        half = built(kind, 2).to(torch.bfloat16)
-        safetensors.load(file, half, cast=True)
-        for name, value in half.state_dict().items():
-            if not torch.equal(value, expected.state_dict()[name].to(value.dtype)):
-                wrong.append(f"{name} cast")
-    return wrong
+def load(file, kind):
+    """Load into models of other weights, one of them in bfloat16."""
+    initialize_model_parallel(dist.get_world_size())
+    loaded, half, expected = built(kind, 2), built(kind, 2).to(torch.bfloat16), built(kind, 1)
+    safetensors.load(file, loaded)
+    safetensors.load(file, half, cast=True)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+        found = half.state_dict()[name]
+        assert torch.equal(found, value.to(found.dtype)), name
+    assert torch.equal(loss_of(loaded), loss_of(expected))
 
 
 def load_into_a_model_from_meta(file):
@@ -106,7 +100,7 @@ def refuse(folder):
     stages = create_parallel_state(plan_groups(world_size=2, pipeline=2))
     dtype = "'table.weight': expected torch.float64, got torch.float32; pass cast=True"
     long, more = full | {"plain.bias": torch.zeros(5)}, full | {"other": torch.zeros(5)} if rank else full
-    names = "on rank 1: expected the tensors of the model by name: missing are none, not in the"
+    names = "on rank 1: expected the tensors of the model by name: missing are nothing, not in the"
     absent, nowhere = Path(folder, "absent.safetensors"), Path(folder, "no folder", "x")
     said = [
         refused("FileExistsError", "there is something already", safetensors.save, file, odd),
@@ -128,12 +122,12 @@ def refuse(folder):
 
 @pytest.fixture(scope="module")
 def saved_by_4(ranks4, tmp_path_factory):
-    """A file of each kind, saved at tensor size 4, and what each rank was given."""
+    """A file of each kind, saved by two tensor-parallel groups, and what each rank was given."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, ranks4.run(save_all, str(folder), 4)
+    return folder, ranks4.run(save_all, str(folder), 2)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "odd"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_file_is_the_unsharded_model(kind, saved_by_4):
     folder, given = saved_by_4
     with posing(0, 1):
@@ -153,17 +147,10 @@ def test_file_is_the_unsharded_model(kind, saved_by_4):
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 2), (4, 2)])
-def test_ranks_load_the_file(ranks, tensor, saved_by_4, request):
-    pool = request.getfixturevalue(f"ranks{ranks}")
-    assert pool.run(load_all, str(saved_by_4[0]), tensor) == [[]] * ranks
-
-
-def test_copies_of_a_model_are_saved_once(ranks4, saved_by_4, tmp_path):
-    assert [sorted(given) for given in ranks4.run(save_all, str(tmp_path), 2)] == [sorted(KINDS)] * 4
-    for kind in ("llama", "odd"):
-        once, twice = (safetensors.read(at / f"{kind}.safetensors") for at in (saved_by_4[0], tmp_path))
-        assert all(torch.equal(value, twice[name]) for name, value in once.items())
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_load_the_file(ranks, kind, saved_by_4, request):
+    request.getfixturevalue(f"ranks{ranks}").run(load, str(saved_by_4[0] / f"{kind}.safetensors"), kind)
 
 
 def test_model_built_on_the_meta_device_loads(ranks2, saved_by_4):
@@ -251,35 +238,13 @@ def test_fifos_are_refused_at_once(name, tmp_path):
         safetensors.read(tmp_path)
 
 
-ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
 @pytest.mark.parametrize(
-    ("header", "length"),
-    [
-        ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}}, None),
-        ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [9, 16]}}, None),
-        ({"a": {**ENTRY, "shape": [1 << 62, 8]}}, None),
-        ({"a": {**ENTRY, "data_offsets": [0, 1 << 62]}}, None),
-        ({"a": ENTRY}, 1 << 60),
-        ({"a": ENTRY}, 99_000_000),
-        (
-            b'{"a": %b, "a": %b}'
-            % ((b'{"dtype":"F32","shape":[2],"data_offsets":[%d,%d]}',) * 2)
-            % (0, 8, 8, 16),
-            None,
-        ),
-        (b"[" * 100_000, None),
-        (b"\xff", None),
-    ],
-    ids=["overlap", "gap", "shape", "offset", "length", "too_long", "twice", "nested", "no_text"],
+    "content", [b"\xff", struct.pack("<Q", 1 << 60) + b"{}"], ids=["no header", "cut off"]
 )
-def test_headers_that_make_no_sense_are_refused_with_the_file(header, length, tmp_path):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(struct.pack("<Q", length or len(text)) + text + bytes(16))
+def test_damaged_headers_are_refused_with_the_file(content, tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"x\.safetensors is damaged, or no safetensors file"):
-        safetensors.read(file)
+        safetensors.read(tmp_path / "x.safetensors")
 
 
 def write_over(folder):

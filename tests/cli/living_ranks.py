@@ -1,4 +1,4 @@
-"""`python -m tpkernels train`: with its launcher, or on ranks that live already, which is all but that."""
+"""`python -m tpkernels train`: a process with its launcher, or ranks of a pool without one."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import io
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
 
+from tests.patience import patient
 from tests.ranks import RankPool
 from tests.segments import tp_invariance
-from tests.warm_python import Program, started
 from tpkernels.cli import main
 from tpkernels.training.launch import loopback_store
 
@@ -26,11 +26,51 @@ TINY = [*SIZES, "--tokens", "16", "--batch", "4", "--warmup", "1"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
+class Program:
+    """A running process, whose output lies in files."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self.process, self._folder = process, folder
+
+    @property
+    def stdout(self) -> str:
+        return (self._folder / "stdout").read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return (self._folder / "stderr").read_text(errors="replace")
+
+    @property
+    def ranks(self) -> list[int]:
+        """Process ids of its children, in the order in which they were started."""
+        return sorted(
+            map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split())
+        )
+
+    def wait(self) -> int:
+        return self.process.wait(patient(120))
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait until the condition holds; fail if the process ends before."""
+        deadline = time.monotonic() + patient(120)
+        while not condition():
+            assert time.monotonic() < deadline, f"waited in vain: {self.stdout}{self.stderr}"
+            assert self.process.poll() is None, self.stdout + self.stderr
+            time.sleep(0.02)
+
+
 @contextmanager
-def training(*arguments: object, launcher: tuple[object, ...] = (), **how: Any) -> Iterator[Program]:
-    """A run as it is typed, launcher and all; `how`: see `started`."""
-    with started(*launcher, "-m", "tpkernels", "train", "--data", ALICE, *TINY, *arguments, **how) as run:
-        yield run
+def training(folder: Path, *arguments: object, launcher: tuple[object, ...] = ()) -> Iterator[Program]:
+    """Run `train` with its launcher, or under another; its output goes to files in `folder`."""
+    program = launcher or ("-m", "tpkernels")
+    command = [sys.executable, *program, "train", "--data", ALICE, *TINY, *arguments]
+    with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as errors:
+        process = subprocess.Popen(list(map(str, command)), stdout=out, stderr=errors)
+    try:
+        yield Program(process, folder)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def train_on(ranks: RankPool, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -66,7 +66,7 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
     },
     "train": {"": "--data: expected a file to learn from"},
     "train --data x": {
-        "--tp 0": "expected at least one rank each, got 0 and 1",
+        "--tp 0": "--tp: expected at least 1, got 0",
         "--config absent.json": "--config: ",
         "--resume": "expected a folder, --save FOLDER",
         "--model gpt5": "model: expected one of gpt2-small",
@@ -78,9 +78,8 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--page /": "argument --page: cannot write to '/'",
         f"--page {__file__}/page.html": "argument --page: cannot write to",
         "--prove 1 --dropout 0.1": "expected a run from the start without dropout",
-        "--peak-tflops 0": "--peak-tflops: expected more than 0 and less than 1e9, got 0.0",
-        "--timeout -1": "--timeout: expected more than 0 and less than 1e9, got -1.0",
-        "--profile-step 3": "--profile-step: expected a folder, --profile FOLDER",
+        "--peak-tflops 0": "--peak-tflops: expected more than 0 and less than 1e9, got 0",
+        "--timeout -1": "--timeout: expected more than 0 and less than 1e9, got -1",
         "--fp8 tensorwise": "Recipe: expected 'rowwise' or 'blockwise', with options such as",
         "--size depth=3": "depth: a model has no such size",
         "--size num_heads": "--size: expected NAME=VALUE, got 'num_heads'",
@@ -113,6 +112,7 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "": "required: KERNEL",
         "linea": "no kernel has 'linea' between slashes in its name",
         "gfx942/linear": "expected a kernel for sm_90: 'gfx942/linear' is compiled for gfx942",
+        "linear/descriptor --picture x.png": "--picture is of one kernel, and",
     },
     f"clock {KERNEL}": {
         "--shape 8192x4096": "expected tokens x out_features x in_features",
@@ -120,6 +120,13 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--shape 0x4096x4096": "each from 1 to",
         "--shape 8192x4096x99999999": "each from 1 to 16,777,216",
         "--json /nowhere/x.json": "cannot write to",
+    },
+    "clock column_linear --tokens 2048 --in 4096 --out 14336 --tp 4": {
+        "--tp 0": "ranks: expected at least 1, got 0",
+        "--tp 100000": "--tp: expected at most 72 ranks of one machine, got 100000",
+        "--gpu h1000": "gpu: expected one of h200, h100, a100, got 'h1000'",
+        "--ways ours": "invalid choice: 'ours'",
+        "--json /nowhere/at/all": "cannot write to '/nowhere/at/all'",
     },
     "check": {
         "--bits": "in a checkout of the repository run `python -m bench bits`",

@@ -1,137 +1,182 @@
-"""`python -m tpkernels doctor` on this installation, and on broken ones."""
+"""`python -m tpkernels doctor` on this installation, on broken ones, and on GPUs that are not here."""
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.warm_python import ran
+from tests.programs import ran
 from tpkernels.cli import doctor, main
+from tpkernels.cli.doctor import VARIABLES, probe_triton, variables
+from tpkernels.comm.transports.select import TRANSPORTS
+from tpkernels.dispatch.backends import BACKENDS
 
-REPORT = ["-m", "tpkernels", "doctor", "--json"]
-
-
-def report(*, path=None, **variables: str) -> tuple[int, dict]:
-    """Exit code and findings by name; modules in the folder `path` hide the installed ones."""
-    if path is None:
-        made = ran(*REPORT, environment=variables)
-    else:
-        variables["PYTHONPATH"] = os.pathsep.join([str(path), os.getcwd()])
-        command, environment = [sys.executable, *REPORT], os.environ | variables
-        made = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert "Traceback" not in made.stderr
-    told = json.loads(made.stdout)
-    return made.returncode, {finding["name"]: finding for finding in told["findings"]} | {"": told}
+ROOT = Path(__file__).parents[2]
+SOURCES = [*(ROOT / "tpkernels").rglob("*.py"), *(ROOT / "csrc").glob("*.cpp"), ROOT / "setup.py"]
 
 
-def test_doctor_finds_this_installation_healthy():
-    code, found = report(TPKERNELS_LOG="choices")
-    assert code == 0, found
-    assert found[""]["healthy"] is True
-    parts = "python torch gpu collectives triton backend transport extension compiler self-test"
-    for name in parts.split():
-        assert found[name]["health"] in ("ok", "note")
-        assert found[name]["text"]
-    assert "agreed in" in found["self-test"]["text"]
+def report(*options, path=None, **environment: str) -> subprocess.CompletedProcess:
+    """Run the command; modules in the folder `path` hide the installed ones."""
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(path), str(ROOT)])
+    return ran("-m", "tpkernels", "doctor", *options, environment=environment)
 
 
-@pytest.fixture
-def look(monkeypatch, capsys):
-    """As `report`, but for the self-test, whose ranks take longer than all other findings."""
-
-    def look(*, path=None, **variables: str) -> tuple[int, dict]:
-        monkeypatch.setattr(doctor, "_self_test", lambda: doctor.ok("self-test", "left out"))
-        if path is not None:
-            variables["PYTHONPATH"] = os.pathsep.join([str(path), os.getcwd()])
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        code = main(["doctor", "--json"])
-        told = json.loads(capsys.readouterr().out)
-        return code, {finding["name"]: finding for finding in told["findings"]}
-
-    return look
+def findings(run: subprocess.CompletedProcess) -> dict[str, tuple[str, str]]:
+    """Health and text by name."""
+    told = json.loads(run.stdout)
+    assert told["healthy"] == (run.returncode == 0)
+    return {one["name"]: (one["health"], one["text"]) for one in told["findings"]}
 
 
-def broken_module(tmp_path, name: str, body: str):
-    (tmp_path / f"{name}.py").write_text(body)
-    return tmp_path
+def test_this_installation_is_healthy():
+    run = report("--json")
+    assert run.returncode == 0, run.stdout
+    found = findings(run)
+    for name in ("python", "torch", "gpu", "triton", "extension", "self-test", "compiler"):
+        assert found[name][0] in ("ok", "note")
+    assert found["self-test"] == ("ok", "2 gloo processes formed a group and agreed")
 
 
-BROKEN = {  # what a torch does on import -> what is said of it
+def test_ranks_that_fail_are_a_problem_with_their_last_words():
+    found = findings(report("--json", TPKERNELS_CHECK_REPLICAS="many"))
+    health, text = found["self-test"]
+    assert health == "problem"
+    assert "TPKERNELS_CHECK_REPLICAS is 'many'; expected a number of optimizer steps" in text
+    assert re.search("rank [01] ended with exit code 1; the other ranks were ended", text)
+
+
+BROKEN = {  # statements of a torch -> what is found
     "lacks_a_library": ("raise ImportError('libtorch_cpu.so: cannot open')", "libtorch_cpu.so: cannot open"),
-    "kills_the_process": ("import os; os.kill(os.getpid(), 11)", "looking at it ended by SIGSEGV"),
+    "kills_the_process": ("import os; os.kill(os.getpid(), 11)", "looking at it ended by Segmentation fault"),
     "old": ("__version__ = '1.13.1'", "1.13.1 is too old: tpkernels needs 2.11 or newer"),
     "prints_words_of_its_own": ("print('{\"a\": 1}'); raise ImportError('broken')", "broken"),
 }
 
 
-@pytest.mark.parametrize(("body", "said"), BROKEN.values(), ids=BROKEN)
-def test_doctor_explains_a_torch_that_is_broken(body, said, tmp_path):
-    code, found = report(path=broken_module(tmp_path, "torch", body))
-    assert code == 1
-    assert found[""]["healthy"] is False
-    assert found["torch"]["health"] == "problem"
-    assert said in found["torch"]["text"]
+@pytest.mark.parametrize(("statements", "said"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_torch_is_explained_and_nothing_else_probed(statements, said, tmp_path):
+    (tmp_path / "torch.py").write_text(statements)
+    found = findings(report("--json", path=tmp_path))
+    assert found["torch"][0] == "problem"
+    assert said in found["torch"][1]
     assert "self-test" not in found
 
 
-def test_doctor_explains_a_missing_triton(tmp_path, look):
-    code, found = look(path=broken_module(tmp_path, "triton", "raise ImportError('No module named triton')"))
-    assert code == 1
-    assert "No module named triton" in found["triton"]["text"]
-    assert found["torch"]["health"] == "ok"
+def test_a_terminal_that_lacks_a_character_is_written_to_all_the_same(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('broken')")
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "OMP_X": "\u00e9"}
+    run = report(path=tmp_path, **plain)
+    assert run.returncode == 1, run.stderr
+    assert "OMP_X=" in run.stdout
 
 
-def test_doctor_explains_a_compiler_that_does_not_work(look, monkeypatch):
-    monkeypatch.setattr(doctor, "_probes", list)
-    code, found = look(CXX="/bin/false")
+def test_a_probe_that_hangs_is_ended():
+    program = f"import time; print('{doctor.PREFIX}\"gpu\"', flush=True); time.sleep(600)"
+    assert doctor.probed([sys.executable, "-c", program], 3) == [
+        ("problem", "gpu", "looking at it took more than 3 s")
+    ]
+
+
+@pytest.fixture
+def alone(monkeypatch, capsys):
+    """The command without its probes; what it prints."""
+    monkeypatch.setattr(doctor, "probed", lambda command: [])
+
+    def run(**environment: str) -> tuple[int, str]:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return main(["doctor"]), capsys.readouterr().out
+
+    return run
+
+
+def test_a_missing_compiler_is_a_note(alone):
+    code, printed = alone(CXX="/nowhere/c++")
     assert code == 0  # the package works without
-    assert found["compiler"] == {
-        "name": "compiler",
-        "health": "note",
-        "text": "/bin/false --version fails with exit code 1",
-    }
+    assert "note     compiler  /nowhere/c++ not found: the C++ extension cannot be built here" in printed
 
 
-def test_doctor_ends_a_probe_that_hangs(tmp_path, monkeypatch):
-    (tmp_path / "hanging_probe.py").write_text("import time; print('before', flush=True); time.sleep(600)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert doctor._run("hanging_probe", 3) == (["before"], "took more than 3 s")
-
-
-def test_doctor_prints_on_a_terminal_without_the_characters(tmp_path):
-    path = broken_module(tmp_path, "torch", "raise ImportError('broken')")
-    environment = os.environ | {
-        "LC_ALL": "C",
-        "PYTHONUTF8": "0",
-        "PYTHONIOENCODING": "ascii",
-        "OMP_X": "\u00e9",
-    }
-    environment["PYTHONPATH"] = os.pathsep.join([str(path), os.getcwd()])
-    command = [sys.executable, "-m", "tpkernels", "doctor"]
-    ran = subprocess.run(command, capture_output=True, timeout=60, env=environment, check=False)
-    assert ran.returncode == 1, ran.stderr
-    assert b"OMP_X=" in ran.stdout
-
-
-def test_doctor_refuses_variables_that_mean_nothing(monkeypatch, capsys):
-    """Each with what was probably meant; a healthy word is no excuse for the rest."""
-    monkeypatch.setattr(doctor, "_probes", list)
-    monkeypatch.setattr(doctor, "_self_test", lambda: doctor.ok("self-test", "left out"))
-    monkeypatch.setenv("TPKERNELS_LOG", "choices")
-    assert main(["doctor"]) == 0
-    capsys.readouterr()
-    monkeypatch.setenv("TPKERNELS_TUEN", "0")
-    monkeypatch.setenv("TPKERNELS_TRANSPORT", "share")
-    assert main(["doctor"]) == 1
-    printed = capsys.readouterr().out
-    assert "problem  variable   TPKERNELS_TUEN=0: nothing reads it; did you mean TPKERNELS_TUNE?" in printed
-    told = (
-        "TPKERNELS_TRANSPORT=share: expected one of auto, c10d, shared, symmetric, symmetric-rounds; did you"
-    )
-    assert f"problem  variable   {told} mean shared?" in printed
-    assert "ok       variable   TPKERNELS_LOG=choices" in printed
+def test_variables_are_listed_and_mistakes_are_problems(alone):
+    assert alone(TPKERNELS_LOG="choices")[0] == 0
+    code, printed = alone(TPKERNELS_TUEN="0", TPKERNELS_TRANSPORT="share")
+    assert code == 1
+    assert "ok       variable  TPKERNELS_LOG=choices" in printed
+    assert "problem  variable  TPKERNELS_TUEN=0: nothing reads it; did you mean TPKERNELS_TUNE?" in printed
     assert printed.endswith("2 problems: variable, variable\n")
-    assert printed.count("TPKERNELS_TUEN") == 1
+
+
+def test_every_variable_that_is_read_is_known_with_its_values():
+    # A name in quotes is one that code asks for.
+    read = {name for path in SOURCES for name in re.findall(r'"(TPKERNELS_[A-Z_]*[A-Z])"', path.read_text())}
+    assert read == VARIABLES.keys()
+    assert set(VARIABLES["TPKERNELS_BACKEND"]) == set(BACKENDS)
+    assert set(VARIABLES["TPKERNELS_TRANSPORT"]) == set(TRANSPORTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("TPKERNELS_TUEN", "0", "nothing reads it; did you mean TPKERNELS_TUNE?"),
+        ("TPKERNELS_BACK_END", "torch", "nothing reads it; did you mean TPKERNELS_BACKEND?"),
+        ("TPKERNEL_TRANSPORT", "c10d", "nothing reads it; did you mean TPKERNELS_TRANSPORT?"),
+        ("TP_KERNELS_DEBUG", "1", "nothing reads it; did you mean TPKERNELS_DEBUG?"),
+        ("tpkernels_debug", "1", "nothing reads it; did you mean TPKERNELS_DEBUG?"),
+        ("TPKERNELS_BACKEND", "Torch", "expected one of auto, torch, triton; did you mean torch?"),
+        ("TPKERNELS_BACKEND", "", "expected one of auto, torch, triton"),
+        ("TPKERNELS_TUNE", "01", "expected one of 0, 1; did you mean 1?"),
+        ("TPKERNELS_LOG", "choice", "expected one of choices; did you mean choices?"),
+    ],
+)
+def test_a_mistake_is_a_problem_with_what_was_meant(name, value, said):
+    assert list(variables({name: value})) == [("problem", "variable", f"{name}={value}: {said}")]
+
+
+def test_variables_of_others_are_no_mistakes():
+    others = {"KERNELS": "", "NCCL_DEBUG": "INFO", "TPKERNELS_TUNE": "", "TRITON_INTERPRET": "1"}
+    assert [(found.health, found.text) for found in variables(others)] == [
+        ("ok", "NCCL_DEBUG=INFO"),
+        ("ok", "TPKERNELS_TUNE="),
+        ("ok", "TRITON_INTERPRET=1"),
+    ]
+
+
+NEWEST = doctor.TESTED_TRITON[1]
+NEWER = f"is newer than the newest tested, {NEWEST}: pip install 'triton<3.{int(NEWEST[2:]) + 1}'"
+
+
+@pytest.mark.parametrize(
+    ("version", "numpy", "found"),
+    [
+        ("3.5.1", "2.0", [("problem", "3.5.1 is too old: tpkernels needs 3.6 or newer")]),
+        ("3.6.0", "2.3.1", [("ok", "3.6.0")]),
+        (
+            "3.6.0",
+            "2.4.0",
+            [
+                ("ok", "3.6.0"),
+                (
+                    "note",
+                    "numpy 2.4.0 breaks the interpreter of Triton 3.6.0: use numpy < 2.4 or Triton 3.7",
+                ),
+            ],
+        ),
+        ("3.20.0", "2.4.0", [("note", f"3.20.0 {NEWER}")]),
+        ("4.0", "2.4.0", [("note", f"4.0 {NEWER}")]),
+    ],
+)
+def test_versions_of_triton_that_were_not_tried_are_told(version, numpy, found, monkeypatch):
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr("numpy.__version__", numpy)
+    assert list(probe_triton()) == found
+
+
+def test_a_missing_triton_is_a_problem_with_what_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    ((health, text),) = probe_triton()
+    assert health == "problem"
+    assert text.endswith(f"no fused kernels; pip install 'triton<3.{int(NEWEST[2:]) + 1}' numpy")

@@ -1,293 +1,220 @@
 """`python -m tpkernels qualify` on this machine's CPU, and with one thing wrong at a time."""
 
 import json
-import os
 import random
 import re
-from contextlib import ExitStack
-from dataclasses import asdict
-from itertools import groupby
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cli.living_ranks import told_by
 from tests.on_ranks import on_ranks
 from tests.patience import patient
+from tests.programs import ran
 from tests.ranks import RankPool
-from tests.warm_python import children_of, is_running, ran, started
-from tpkernels.cli import main, qualify_calls, qualify_checks
-from tpkernels.cli import qualify as qualify_command
-from tpkernels.cli.qualify_world import (
-    Check,
-    Qualification,
-    QualifyWorld,
-    save_report,
-    saved_report,
-    versions_here,
-)
+from tpkernels.cli import main, qualify_ranks
+from tpkernels.cli.op_programs import OP_PROGRAMS
+from tpkernels.cli.qualify_ranks import QualifyWorld, check_kernels, check_transports, problems_of
 from tpkernels.comm.schedule import MOST_CHUNKS, even_chunks, parts_of_shard
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.dispatch.cache import Versions
 from tpkernels.dispatch.numeric_cases import cases
-from tpkernels.gate.numerics import Computed
+from tpkernels.gate.numerics import Computed, NumericCase
 from tpkernels.kernels import linear as linear_kernel
+from tpkernels.kernels.target import A100, H100, RTX_5090
 
 if torch.cuda.is_available():
     pytest.skip("tries the CPU, and there is a GPU", allow_module_level=True)
 
-SEED = "20261122"
-VERSIONS = Versions("Test GPU 1", "2.13.0", "3.7.1", "0123456789ab")
+SEED = 20261122
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """Ranks that live already have their own environment: only this process writes here."""
-    monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+def launcher_of(case):
+    return case.name.partition("/")[0]
 
 
-def qualified_on(ranks, program, tmp_path):
-    """What was printed, and checks by part and name: as under torchrun."""
-    report = tmp_path / "report.json"
-    command = ["qualify", "--quick", "--seed", SEED, "--json", str(report), str(tmp_path / "cache")]
-    ran = told_by(ranks, program, command)
-    return ran, checks_of(report, ran.returncode)
-
-
-def checks_of(report, code):
-    told = json.loads(report.read_text())
-    assert told["right"] == (code == 0)
-    return {f"{check['part']} {check['name']}": check for check in told["checks"]}
-
-
-def qualify(command, *faults):
-    """As typed but with a little of each part, and with faults; its report stays in a folder of this test."""
-    *arguments, folder = command
-    with ExitStack() as planted:
-        planted.enter_context(patch.dict(os.environ, {"TPKERNELS_CACHE_DIR": folder}))
-        planted.enter_context(patch.object(qualify_checks, "MOST_QUICK", 1))
-        planted.enter_context(patch.object(qualify_checks, "CPU_SIZES", (64, 32, 32)))
-        planted.enter_context(patch.object(qualify_calls, "SIZES", ("small",)))
-        for fault in faults:
-            planted.enter_context(fault)
-        return main(arguments)
-
-
-def wrong(checks):
-    return {name for name, check in checks.items() if check["status"] == "wrong"}
-
-
-def test_all_is_right_here_and_the_report_is_kept(tmp_path):
+def test_the_command_finds_all_right_here(tmp_path):
     report = tmp_path / "report.json"
     run = ran("-m", "tpkernels", "qualify", "--quick", "--seed", SEED, "--json", report)
-    checks, told = checks_of(report, run.returncode), json.loads(report.read_text())
-    assert not wrong(checks), run.stdout + run.stderr
-    assert {"transports c10d", "calls c10d", "transports shared", "calls shared"} <= set(checks)
-    assert checks["graphs c10d"]["status"] == "left out"
-    tried = {name.removeprefix("kernels ") for name in checks if name.startswith("kernels ")} - {"others"}
-    left_out = checks["kernels others"]["text"].split(", ")
-    assert sorted([*tried, *left_out]) == sorted({case.name.partition("/")[0] for case in cases()})
-    assert checks["calls shared"]["numbers"].keys() == {"calls", "of one exchange"}
-    assert checks["calls shared"]["numbers"]["calls"] == qualify_calls.CALLS_QUICK
-    (times,) = (check["numbers"] for name, check in checks.items() if name.startswith("times"))
-    assert set(times) == {"c10d", "shared", "naive"}
-    assert told["seed"] == int(SEED)
-    assert f"--seed {SEED}" in run.stdout
-    auto = [line for line in run.stdout.splitlines() if line.startswith("auto: ")]
-    assert auto == [told["auto"]]
-    assert re.match(r"auto: (c10d|shared) \(.+\); measured: ", told["auto"])
-    assert run.stdout.endswith("qualified\n")
-    assert not list((tmp_path / "cache").glob("qualified_*")), "a quick one qualifies nothing"
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.startswith(f"cpu, torch {torch.__version__}, triton ")
+    assert f"2 ranks, --seed {SEED}\n" in run.stdout
+    assert run.stdout.endswith("\nqualified\n")
+    told = json.loads(report.read_text())
+    assert (told["right"], told["ranks"], told["seed"]) == (True, 2, SEED)
+    found = {f"{check['part']} {check['name']}": check for check in told["checks"]}
+    for name in ("transports c10d", "transports shared", "calls c10d", "calls shared"):
+        assert found[name]["status"] == "right"
+    assert found["calls shared"]["text"].startswith(f"{qualify_ranks.CALLS_QUICK} delayed calls")
+    tried = {name.removeprefix("kernels ") for name in found if name.startswith("kernels ")} - {"others"}
+    left_out = found["kernels others"]["text"].split(", ")
+    assert sorted([*tried, *left_out]) == sorted(set(map(launcher_of, cases())))
 
 
-def with_a_kernel_that_is_off(command):
-    """Which leaves one of its tiles out."""
+def test_an_interrupted_run_ends_as_its_ranks_did(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("tpkernels.training.launch.run_ranks", lambda command, ranks: 130)
+    assert main(["qualify"]) == 130
+
+
+def world_here(**options):
+    return QualifyWorld(torch.device("cpu"), SEED, **{"seconds": patient(60), "quick": True} | options)
+
+
+def kernels_with_one_that_is_off():
+    """Which leaves one of its tiles out, on rank 1."""
     real = linear_kernel.linear_fwd
 
     def off(*args, **kwargs):
         results = real(*args, **kwargs)
-        results.y[:16, :16] = 0
+        if dist.get_rank() == 1:
+            results.y[:16, :16] = 0
         return results
 
-    return qualify(
-        command,
+    def of_linear(sizes):
+        return (case for case in cases(sizes) if launcher_of(case) == "linear_fwd")
+
+    with (
         patch.object(linear_kernel, "linear_fwd", off),
-        patch.object(qualify_checks, "_one_of_each_first", _of_linear),
-    )
+        patch.object(qualify_ranks, "cases", of_linear),
+        patch.object(qualify_ranks, "CASES_QUICK", 1),
+    ):
+        return list(check_kernels(world_here()))
 
 
-def _of_linear(cases, draw):
-    return [case for case in cases if case.name.startswith("linear_fwd/")]
+def test_a_kernel_that_is_off_is_named_with_rank_and_how_far(ranks2):
+    for (check,) in ranks2.run(kernels_with_one_that_is_off):
+        assert (check.part, check.name, check.status) == ("kernels", "linear_fwd", "wrong")
+        assert re.search(r"rank 1: [\w/]+ y is off by [\d.e+]+ times the bound", check.text), check.text
 
 
-def test_a_kernel_that_is_off_is_named_with_how_far(ranks2, tmp_path):
-    run, checks = qualified_on(ranks2, with_a_kernel_that_is_off, tmp_path)
-    assert (run.returncode, wrong(checks)) == (1, {"kernels linear_fwd"}), run.stdout
-    text = checks["kernels linear_fwd"]["text"]
-    assert re.search(r"rank 1: (descriptor|pointer)/\w+/\w+ y is off by [\d.e+]+ times the bound", text), text
-    assert run.stdout.endswith("not qualified: kernels linear_fwd\n")
-
-
-def test_every_kernel_is_tried_however_little_time_there_is(monkeypatch):
-    monkeypatch.setattr(qualify_checks, "examine", lambda case, frames: Computed(case.name, 0.1, ""))
-    tried = set()
-    for rank in range(2):
-        world = QualifyWorld(rank, 2, torch.device("cpu"), 7, 1e-9, quick=False)
-        launchers, computed = qualify_checks._computed(world)
-        tried |= {name.partition("/")[0] for name, _, _ in computed}
-        assert len(computed) <= len(launchers) / 2 + 1
-    assert tried == launchers == {case.name.partition("/")[0] for case in cases()}
-
-
-@pytest.mark.parametrize(("in_a_row", "status"), [(6, "right"), (1, "wrong")])
 @on_ranks(2)
-def test_an_exchange_is_used_until_its_flags_begin_again(in_a_row, status):
-    """Not if each problem has one call in turn: other exchanges close it before."""
-    world = QualifyWorld(dist.get_rank(), 2, torch.device("cpu"), seed=1, seconds=patient(60), quick=False)
-    sizes = {"IN_TURN": 2, "IN_A_ROW": in_a_row, "LAST_ROW": in_a_row, "EPOCHS": 5, "SIZES": ("small",)}
-    with patch.multiple(qualify_calls, **sizes), world.group_over("shared") as group:
-        check = qualify_calls._delayed_calls(world, "shared", group, end=1.0)
-    assert (check.status, check.numbers["calls"]) == (status, 8 * (2 + in_a_row))
-    assert ("its flags begin again after 5" in check.text) == (status == "wrong")
+def test_every_kernel_is_tried_however_little_time_there_is():
+    def nothing(case, frames):
+        return Computed(case.name, 0.1, "")
+
+    with patch.object(qualify_ranks, "examine", nothing):
+        checks = list(check_kernels(world_here(seconds=1e-9, quick=False)))
+    assert {check.name for check in checks} == set(map(launcher_of, cases()))
+    for check in checks:
+        assert check.text == "1 case, at most 0.10 of what is allowed against float64"
 
 
-def test_calls_come_in_turn_then_in_rows_that_pass_a_look_and_a_wrap():
-    order = qualify_calls._order(16, quick=False)
-    assert order[:48] == [*range(16)] * 3
-    rows = [(problem, len(list(calls))) for problem, calls in groupby(order[48:])]
-    assert rows == [(problem, 72) for problem in range(15)] + [(15, 2056)]
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [
+        ("linear_fwd/descriptor/bf16/silu", {"h100"}),
+        ("linear_fwd/pointer/fp32/silu", {"a100", "h100", "rtx"}),
+        ("scaled_linear_fwd/pointer/fp8/rows/silu", {"h100", "rtx"}),
+        ("gather_scaled_linear_fwd/descriptor/fp8/rows/silu", {"h100"}),
+        ("quantize/bf16/e4m3", {"h100", "rtx"}),
+        ("bias_grad/bf16", {"a100", "h100", "rtx"}),
+    ],
+)
+def test_a_gpu_is_tried_with_what_it_can_run(name, gpus):
+    case = NumericCase(name, lambda: {})
+    targets = {"a100": A100, "h100": H100, "rtx": RTX_5090}
+    assert {gpu for gpu, target in targets.items() if qualify_ranks.runs_on(case, target)} == gpus
+    assert qualify_ranks.runs_on(case, None), "the interpreter runs all"
 
 
-def with_bits_that_differ_once(command):
-    """The last bits of what rank 1 pushes once, in one call of many: of one number, a sum may lose it."""
-    real, delayed_calls, calls = HostExchange.put, qualify_calls._delayed_calls, []
+def few_problems():
+    """Small ones of a row-parallel layer and an MLP, whose terms travel."""
+    kinds = "row_linear", "parallel_mlp"
+    return [one for one in problems_of(SEED, 2) if one.name in kinds and len(one.full[0]) < 100]
 
-    def delayed(*args):
-        calls.clear()
-        return delayed_calls(*args)
+
+def transports_with(*faults):
+    """The checks of all transports, on few problems; where a put fails, its rank says so."""
+    world = world_here()
+    with (
+        patch.object(qualify_ranks, "problems_of", lambda seed, ranks: few_problems()),
+        patch.object(qualify_ranks, "AT_ONCE", 1),  # else the other rank waits for calls that do not come
+        patch.object(HostExchange, "put", put_with(*faults)),
+    ):
+        return {f"{check.part} {check.name}": check for check in check_transports(world)}
+
+
+def put_with(fault="", at=0):
+    real, calls = HostExchange.put, []
 
     def put(self, peer, there, rows, delivery):
         calls.append(peer)
-        if len(calls) == 60 and dist.get_rank() == 1:
+        if fault == "fails" and dist.get_rank() == 1:
+            raise RuntimeError("planted: no memory")
+        if fault == "bits" and len(calls) == at and dist.get_rank() == 1:
             rows = torch.nextafter(rows, torch.tensor(9.0, dtype=rows.dtype))
+        if fault == "sum" and dist.get_rank() == 1:
+            rows = rows * 1.5
         real(self, peer, there, rows, delivery)
 
-    return qualify(
-        command,
-        patch.object(HostExchange, "put", put),
-        patch.object(qualify_calls, "_delayed_calls", delayed),
-        patch.object(qualify_calls, "AT_ONCE", 1),  # else the other rank waits for calls that do not come
-    )
+    return put
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("dtype", qualify_calls.DTYPES, ids=str)
-def test_shards_of_its_calls_are_one_chunk_and_four(ranks, dtype):
-    moved = {"column_linear": ["x"], "row_linear": ["y"]}
-    for name, op in qualify_calls.OPS.items():
-        for size, chunks in (("small", 1), ("large", MOST_CHUNKS)):
-            for seed in range(2):
-                full = qualify_calls.operands_of(name, size, ranks, random.Random(seed), dtype)
-                shapes = dict(zip((*op.program.operands, "y"), (x.shape for x in full), strict=True))
-                for rows, cols in (shapes[what] for what in moved.get(name, ["x", "y"])):
-                    wanted = parts_of_shard(rows // ranks * cols * dtype.itemsize)
-                    assert even_chunks(rows // ranks, wanted) == chunks
-
-
-def test_a_transport_whose_bits_differ_once_is_named_with_call_and_place(ranks2, tmp_path):
-    run, checks = qualified_on(ranks2, with_bits_that_differ_once, tmp_path)
-    assert (run.returncode, wrong(checks)) == (1, {"calls shared"}), run.stdout
-    assert re.search(
-        r"rank \d: ArithmeticError: call \d+ of \w+ in torch.\w+: .* differs from call \d+, which was the "
-        r"same, in \d+ of \d+ values, by up to \d",
-        checks["calls shared"]["text"],
-    )
-    assert checks["calls c10d"]["status"] == "right"
-
-
-def with_a_transport_that_fails(command):
-    """On one rank; the other must not wait for it."""
-
-    def put(self, peer, *_):
-        raise RuntimeError("planted: no memory")
-
-    return qualify(command, *[patch.object(HostExchange, "put", put)] * (os.environ["RANK"] == "1"))
-
-
-def test_a_transport_that_fails_on_one_rank_is_a_line_and_others_go_on(ranks2, tmp_path):
-    with RankPool(2) as own:
-        run, checks = qualified_on(own, with_a_transport_that_fails, tmp_path)
-    assert run.returncode == 1, run.stdout
-    assert "transports shared" in wrong(checks)
-    assert "rank 1: " in checks["transports shared"]["text"]
-    assert "planted: no memory" in checks["transports shared"]["text"]
-    assert checks["calls c10d"]["status"] == "right"
-    assert "calls shared" not in checks
-
-
-def a_rank_dies():
-    if os.environ.get("RANK") == "0":
-        qualify_checks.cases = lambda sizes: os._exit(7)
-
-
-def test_a_rank_that_dies_is_named_and_leaves_no_process(tmp_path):
-    report = tmp_path / "report.json"
-    command = ("-m", "tpkernels", "qualify", "--quick", "--json", report)
-    with started(*command, planted=a_rank_dies) as run:
-        run.until(lambda: len(children_of(run.pid)) == 2)
-        ranks = children_of(run.pid)
-        assert run.wait() == 1
-    (check,) = checks_of(report, 1).values()
-    assert check["status"] == "wrong"
-    assert re.fullmatch(
-        "rank 0 ended with exit code 7; the other ranks were ended, during (the start|kernels)", check["text"]
-    )
-    assert run.stdout.endswith("not qualified: ranks 2 ranks\n")
-    assert [is_running(rank) for rank in ranks] == [False, False]
-
-
-def test_a_report_is_kept_by_gpu_and_versions(cache):
-    right = Qualification(VERSIONS, 2, 1, [Check("times", "a", "right", "fast")], "auto: c10d")
-    save_report(right)
-    assert saved_report(VERSIONS)["right"] is True
-    assert saved_report(Versions("Test GPU 1", "2.14.0", "3.7.1", "0123456789ab")) is None
-    save_report(Qualification(VERSIONS, 2, 1, [Check("times", "a", "wrong", "slow")], "auto: c10d"))
-    assert saved_report(VERSIONS)["right"] is False
-    (path,) = cache.iterdir()
-    for damaged in ("{", "[]", '{"format": 2}', path.read_text().replace("2.13.0", "2.12.0")):
-        path.write_text(damaged)
-        assert saved_report(VERSIONS) is None
-
-
-@pytest.mark.parametrize(("arguments", "kept"), [([], True), (["--quick"], False)])
-def test_only_a_full_run_is_kept(arguments, kept, monkeypatch, capsys):
-    lines = [{"check": asdict(Check("times", "MLP", "right", "fast"))}, {"auto": "auto: c10d (the default)"}]
-
-    def run_ranks(command, ranks):
-        Path(os.environ[qualify_command.PROGRESS]).write_text(
-            "".join(json.dumps(line) + "\n" for line in lines)
+def test_transports_are_right_here(ranks2):
+    for checks in ranks2.run(transports_with):
+        assert {name: check.status for name, check in checks.items()} == dict.fromkeys(
+            ("transports c10d", "calls c10d", "transports shared", "calls shared"), "right"
         )
-        return 0
-
-    monkeypatch.setattr("tpkernels.training.launch.run_ranks", run_ranks)
-    assert main(["qualify", *arguments]) == 0
-    assert capsys.readouterr().out.endswith("auto: c10d (the default)\nqualified\n")
-    assert (saved_report(versions_here()) is not None) == kept
 
 
-def test_an_interrupted_run_says_nothing_of_the_gpu(monkeypatch, capsys):
-    monkeypatch.setattr("tpkernels.training.launch.run_ranks", lambda command, ranks: 130)
-    assert main(["qualify"]) == 130
-    assert saved_report(versions_here()) is None
-    assert "qualified" not in capsys.readouterr().out
+def test_a_transport_that_is_off_against_float64_is_named(ranks2):
+    for checks in ranks2.run(transports_with, "sum"):
+        check = checks["transports shared"]
+        assert check.status == "wrong"
+        assert re.search(
+            "row_linear in torch.float32: the result, of shape .* is off by .* times", check.text
+        )
+        assert "calls shared" not in checks
+        assert checks["calls c10d"].status == "right"
+
+
+def test_a_call_whose_bits_differ_is_named_with_its_number(ranks2):
+    """The last bits of what rank 1 pushes once, after the comparison with float64."""
+    for checks in ranks2.run(transports_with, "bits", 60):
+        check = checks["calls shared"]
+        assert check.status == "wrong"
+        assert re.search(
+            r"rank \d: ArithmeticError: call \d+ of \w+ in torch.\w+: .* differs from that of its first call "
+            r"in \d+ of \d+ values, by up to \d",
+            check.text,
+        )
+        assert checks["calls c10d"].status == "right"
+
+
+def test_a_transport_that_fails_on_one_rank_is_a_line_and_others_go_on():
+    with RankPool(2) as own:
+        for checks in own.run(transports_with, "fails"):
+            assert checks["transports shared"].status == "wrong"
+            assert "rank 1: " in checks["transports shared"].text
+            assert "planted: no memory" in checks["transports shared"].text
+            assert checks["calls c10d"].status == "right"
+
+
+@on_ranks(2)
+def test_calls_end_when_their_time_is_over():
+    with patch.object(qualify_ranks, "problems_of", lambda seed, ranks: few_problems()):
+        checks = {check.part: check for check in check_transports(world_here(seconds=1e-9, quick=False))}
+    assert re.match(
+        r"8 delayed calls \(of \d+: the time was over; --seconds gives more\)", checks["calls"].text
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("number", range(2))
+def test_shards_of_its_problems_are_one_chunk_and_four(ranks, number):
+    moved = {"column_linear": ["x"], "row_linear": ["y"], "parallel_mlp": ["x", "y"]}
+    found = {name: set() for name in moved}
+    for name, _, full in problems_of(random.Random(number).randrange(2**31), ranks):
+        shapes = dict(zip((*OP_PROGRAMS[name].operands, "y"), (x.shape for x in full), strict=True))
+        for rows, cols in (shapes[what] for what in moved.get(name, [])):
+            wanted = parts_of_shard(rows // ranks * cols * full[0].dtype.itemsize)
+            found[name].add(even_chunks(rows // ranks, wanted))
+    assert found == {name: {1, MOST_CHUNKS} for name in moved}
 
 
 class Gpus:
-    """What of CUDA is asked for how ranks reach each other."""
+    """The answers of CUDA about how GPUs reach each other."""
 
     def __init__(self, count, apart=()):
         self.count, self.apart = count, apart
@@ -312,7 +239,8 @@ def test_gpus_are_tried_over_what_they_can(ranks, gpus, symmetric, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", gpus.device_count)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", gpus.can_device_access_peer)
-    world = QualifyWorld(0, ranks, torch.device("cuda"), 1, 1.0, quick=True)
+    world = object.__new__(QualifyWorld)
+    world.ranks, world.on_gpu = ranks, True
     expected = {
         "c10d": symmetric if ranks == 1 else "",
         "symmetric": symmetric,

@@ -1,4 +1,4 @@
-"""What a run owes its user when something breaks: launchers, ranks, signals and checkpoints are real."""
+"""When something breaks: launchers, ranks, signals and checkpoints are real."""
 
 import json
 import os
@@ -6,17 +6,20 @@ import re
 import resource
 import shutil
 import signal
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from tests.cli.living_ranks import ALICE, TINY, TORCHRUN, told_by, train_on, training
 from tests.patience import patient
-from tests.warm_python import await_end_of, children_of
 from tpkernels.cli import main
+from tpkernels.training.trainer import Trainer
 
 ENDLESS = ("--tp", "2", "--steps", "100000")
-both_launchers = pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["its_own", "torchrun"])
+TRAIN = ["train", "--data", str(ALICE), *TINY]
 
 
 def exists(path):
@@ -31,64 +34,73 @@ def our_messages(errors):
     return re.findall(r"^python -m tpkernels train: rank .*", errors, re.MULTILINE)
 
 
-def rank_1_dies_once():
-    """In its sixth step, and not again once torchrun has restarted it."""
-    if os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        from tpkernels.training.trainer import Trainer
-
-        step, steps = Trainer._step, []
-
-        def _step(trainer):
-            steps.append(trainer)
-            if len(steps) == 6:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return step(trainer)
-
-        Trainer._step = _step
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"  # may be reaped late
+    except FileNotFoundError:
+        return False
 
 
-def test_torchrun_restarts_and_goes_on_as_if_nothing_had_been(tmp_path, ranks2):
+DIES_ONCE = """
+import os, signal, sys
+from tpkernels.cli import main
+from tpkernels.training.trainer import Trainer
+
+step = Trainer._step
+
+def dying(trainer):
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and trainer.done == 5 and trainer.state.rank == 1:
+        os.kill(os.getpid(), 9)
+    return step(trainer)
+
+Trainer._step = dying
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_torchrun_restarts_from_the_checkpoint_with_losses_of_an_undisturbed_run(tmp_path, ranks2):
     folder, lines, undisturbed = (tmp_path / name for name in ("saved", "metrics", "undisturbed"))
-    launcher = (*TORCHRUN, "--max-restarts", "1")
-    options = f"--tp 2 --steps 8 --save {folder} --save-every 4 --resume --json {lines}".split()
-    with training(*options, launcher=launcher, planted=rank_1_dies_once) as run:
-        code = run.wait()
-    assert code == 0, run.stderr
+    program, config = tmp_path / "dies_once.py", tmp_path / "run.json"
+    program.write_text(DIES_ONCE)
+    config.write_text(json.dumps({"tp": 2, "steps": 50, "save_every": 4, "resume": True}))
+    launcher = (*TORCHRUN, "--max-restarts", "1", program)
+    options = f"--config {config} --steps 8 --save {folder} --json {lines}".split()
+    with training(tmp_path, *options, launcher=launcher) as run:
+        assert run.wait() == 0, run.stderr
     assert len(our_messages(run.stderr)) == 1, run.stderr  # of the rank that lost the other
     assert re.search(r"rows of rank \d did not arrive|one died|came too late", run.stderr)
     assert re.search(rf"^from {folder}/step-00000004, after 4 steps$", run.stdout, re.MULTILINE)
     again = train_on(ranks2, "--tp", "2", "--steps", "8", "--json", str(undisturbed))
     assert again.returncode == 0, again.stderr
-    assert len(losses_of(lines)) == 8
+    assert len(losses_of(lines)) == 8  # what is typed goes before what is in the file
     assert losses_of(lines) == losses_of(undisturbed)  # to the digit
 
 
-@both_launchers
+@pytest.mark.parametrize("launcher", [(), (*TORCHRUN, "-m", "tpkernels")], ids=["its_own", "torchrun"])
 def test_ranks_end_with_a_launcher_that_is_killed(launcher, tmp_path):
     lines = tmp_path / "metrics.jsonl"
-    with training(*ENDLESS, "--json", lines, launcher=launcher) as run:
+    with training(tmp_path, *ENDLESS, "--json", lines, launcher=launcher) as run:
         run.until(exists(lines))
-        ranks = children_of(run.pid)
-        run.kill()
+        ranks = run.ranks
+        run.process.kill()
         run.wait()
-        await_end_of(ranks)
+    deadline = time.monotonic() + patient(60)
+    while any(map(is_running, ranks)):
+        assert time.monotonic() < deadline, "ranks live on"
+        time.sleep(0.02)
 
 
-@both_launchers
-def test_sigterm_saves_and_resume_goes_on_with_other_ranks(launcher, tmp_path, ranks2):
+def test_sigterm_saves_and_resume_goes_on_with_other_ranks(tmp_path, ranks2):
     lines, folder = tmp_path / "metrics.jsonl", tmp_path / "saved"
-    with training(*ENDLESS, "--json", lines, "--save", folder, launcher=launcher) as run:
+    with training(tmp_path, *ENDLESS, "--json", lines, "--save", folder) as run:
         run.until(exists(lines))
-        run.terminate()
+        run.process.terminate()
         code = run.wait()
+    assert (code, run.stderr) == (0, "")
     done = len(losses_of(lines))
     assert f"saved {folder}/step-{done:08}" in run.stdout
-    assert our_messages(run.stderr) == []
     assert (folder / "latest").read_text() == f"step-{done:08}"
-    if launcher:
-        return
-    assert code == 0, run.stderr
-    assert "Traceback" not in run.stderr
 
     # what a run that died while it wrote leaves behind is never taken
     (folder / f".step-{done + 5:08}.unfinished").mkdir()
@@ -110,58 +122,61 @@ def test_sigterm_saves_and_resume_goes_on_with_other_ranks(launcher, tmp_path, r
 
 def test_death_of_a_rank_ends_the_others_with_one_message(tmp_path):
     lines = tmp_path / "metrics.jsonl"
-    with training(*ENDLESS, "--json", lines) as run:
+    with training(tmp_path, *ENDLESS, "--json", lines) as run:
         run.until(exists(lines))
-        ranks = children_of(run.pid)
+        ranks = run.ranks
         assert len(ranks) == 2
         os.kill(ranks[0], signal.SIGKILL)  # named first of those that the launcher finds dead at once
         assert run.wait() == 128 + signal.SIGKILL
     assert "rank 0 was killed by SIGKILL; the other ranks were ended" in run.stderr
     assert "Traceback" not in run.stderr
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert not any(map(is_running, ranks))
 
 
-def test_only_the_rank_that_knows_says_why(tmp_path):
+def test_only_the_rank_that_knows_says_why(tmp_path, ranks2):
     """One data rank meets a byte that the vocabulary does not have; the other only sees it go."""
     text = tmp_path / "text.txt"
     text.write_bytes(b"abc" * 300 + b"z" + b"abc" * 300)
-    command = f"--data {text} --dp 2 --batch 2 --size vocab_size=110 --tokens 250 --steps 200".split()
-    with training(*command) as run:
-        assert run.wait() == 1
+    options = f"--data {text} --dp 2 --batch 2 --size vocab_size=110 --tokens 250 --steps 200".split()
+    run = train_on(ranks2, *options)
+    assert run.returncode == 1
     assert re.search("expected (target|ids) from 0 to 109", run.stderr), run.stderr
     assert "Traceback" not in run.stderr
 
 
+def main_with_a_full_disk(command):
+    """On rank 1, once a checkpoint is there."""
+    save = Trainer.save
+
+    def saving(trainer, folder):
+        if trainer.done > 2 and dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        return save(trainer, folder)
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with patch.object(Trainer, "save", saving):
+            return main(command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_a_full_disk_is_told_and_costs_no_earlier_checkpoint(tmp_path, ranks2):
     folder = tmp_path / "saved"
-    with training(*ENDLESS, "--save", folder, "--save-every", "5") as run:
-        run.until(exists(folder / "latest"))
-        full = children_of(run.pid)[1]
-        resource.prlimit(full, resource.RLIMIT_FSIZE, (1000, 1000))  # of one rank alone
-        assert run.wait() == 1
+    options = f"--tp 2 --steps 4 --save {folder} --save-every 2".split()
+    run = told_by(ranks2, main_with_a_full_disk, [*TRAIN, *options])
+    assert run.returncode == 1, run.stdout
     assert len(our_messages(run.stderr)) == 1, run.stderr
     assert "the checkpoint could not be written to" in run.stderr
     assert "File too large (rank 1)" in run.stderr
-    assert "Traceback" not in run.stderr
     assert not list(folder.glob(".*unfinished"))
-    assert (folder / "latest").read_text() in {path.name for path in folder.glob("step-*")}
-    # what was saved before is whole, and what a run that was killed while it wrote leaves is never taken
-    latest = folder / (folder / "latest").read_text()
-    done = int(latest.name.removeprefix("step-"))
-    half = folder / f".step-{done + 1:08}.unfinished"
-    shutil.copytree(latest, half)
-    next(half.glob("*.distcp")).write_bytes(b"half")
-    shutil.copytree(half, folder / f"step-{done + 1:08}")  # renamed, but not yet `latest`
-    again = train_on(
-        ranks2,
-        *f"--tp 2 --steps {done + 2} --save {folder} --save-every 1 --resume".split(),
-        *f"--profile {tmp_path} --profile-step 1".split(),
-    )
+    assert (folder / "latest").read_text() == "step-00000002"
+    # a later checkpoint that `latest` does not name is set aside
+    shutil.copytree(folder / "step-00000002", folder / "step-00000003")
+    again = train_on(ranks2, *options, "--resume")
     assert again.returncode == 0, again.stderr
-    assert f"from {latest}, after {done} steps" in again.stdout
-    assert f"no profile: step 1 did not come; this run began after {done} of {done + 2}" in again.stdout
-    assert (folder / "latest").read_text() == f"step-{done + 2:08}"
-    assert (folder / f"step-{done + 1:08}.abandoned").is_dir()
+    assert f"from {folder}/step-00000002, after 2 steps" in again.stdout
+    assert (folder / "step-00000003.abandoned").is_dir()
 
 
 def test_a_folder_with_another_run_is_told_before_the_first_step(tmp_path, ranks1):
@@ -174,19 +189,25 @@ def test_a_folder_with_another_run_is_told_before_the_first_step(tmp_path, ranks
     assert not lines.exists()
 
 
-def test_a_rank_that_hangs_is_given_up_in_time(tmp_path):
-    lines, seconds = tmp_path / "metrics.jsonl", round(patient(3))
-    with training(*ENDLESS, "--timeout", seconds, "--json", lines) as run:
-        run.until(lambda: lines.exists() and lines.read_text().count("\n") > 2)  # all connections are made
-        hanging = children_of(run.pid)[1]
-        os.kill(hanging, signal.SIGSTOP)
-        run.until(lambda: our_messages(run.stderr))  # the other one's
-        os.kill(hanging, signal.SIGCONT)  # else the launcher waits a while before it kills
-        assert run.wait() == 1
+def main_where_rank_1_hangs(command):
+    step = Trainer._step
+
+    def slow(trainer):
+        if trainer.done == 2 and dist.get_rank() == 1:
+            time.sleep(2.5 * float(command[-1]))
+        return step(trainer)
+
+    with patch.object(Trainer, "_step", slow):
+        return main(command)
+
+
+def test_a_rank_that_hangs_is_given_up_in_time(ranks2):
+    seconds = round(patient(3))
+    run = told_by(ranks2, main_where_rank_1_hangs, [*TRAIN, *ENDLESS, "--timeout", str(seconds)])
+    assert run.returncode == 1
     assert "rank 0: RuntimeError" in run.stderr
     # of a transfer, or of what a rank looks up in the store
     assert re.search(rf"(Timed out waiting|timeout after) {seconds}000ms", run.stderr), run.stderr
-    assert "the other ranks were ended" in run.stderr
     assert "Traceback" not in run.stderr
 
 
@@ -195,9 +216,7 @@ def main_at_own_rate(command):
 
 
 def test_ranks_that_were_given_other_options_are_told(ranks2):
-    """As where torchrun is started on two machines with other words."""
-    run = told_by(
-        ranks2, main_at_own_rate, ["train", "--data", str(ALICE), *TINY, "--tp", "2", "--steps", "2"]
-    )
+    """As where torchrun is started on two machines with other options."""
+    run = told_by(ranks2, main_at_own_rate, [*TRAIN, "--tp", "2", "--steps", "2"])
     assert run.returncode != 0, run.stdout
     assert "ranks disagree on config.peak_rate of train: rank 0 has 0.001; rank 1 has 0.002" in run.stderr

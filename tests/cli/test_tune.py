@@ -2,14 +2,13 @@
 
 import itertools
 import json
-import sys
 
 import pytest
 import torch
 
 from tests.dispatch.conftest import TRITON_WINS, VERSIONS, FakeTimer, need_interpreter
 from tpkernels import cli
-from tpkernels.cli import main, tune, tuning
+from tpkernels.cli import main, tune
 from tpkernels.dispatch import candidates
 from tpkernels.dispatch.cache import Cache, parse
 from tpkernels.dispatch.candidates import TargetGpu
@@ -24,9 +23,7 @@ def test_dry_run_lists_candidates(capsys, tmp_path):
     assert main([*DRY, "--steps", "linear,wgrad_accumulate_", "--json", str(report)]) == 0
     printed = capsys.readouterr().out
     announced, _, rest = printed.partition("\n")
-    assert announced == (
-        "3 problems, 20 candidates, 16 kernels to compile: about 38 s (2 s a kernel, 2 s a problem)"
-    )
+    assert announced == "3 problems, 15 candidates: at most about 1 min (2.5 s a candidate)"
     assert rest.startswith("candidates on NVIDIA H100 80GB HBM3, not timed:\nlinear bfloat16 8192x4096x4096")
     listed = json.loads(report.read_text())
     assert listed["gpu"] == "NVIDIA H100 80GB HBM3"
@@ -38,38 +35,19 @@ def test_dry_run_lists_candidates(capsys, tmp_path):
         assert ("addmm_dtype_out" in names) == key.startswith("wgrad_accumulate_")
 
 
-def test_products_in_fp8_are_listed_beside_those_they_replace(capsys):
-    assert (
-        main(["tune", "--shapes", "4096x8192x2048", "--steps", "glu,dgrad_pairs,wgrad", "--fp8", "--dry-run"])
-        == 0
-    )
-    listed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("scaled_linear")]
-    assert [line.split()[2:4] for line in listed] == [
-        ["4096x8192x2048", "none+bfloat16+fast"],  # of the gate and of up alike
-        ["4096x2048x8192", "none+float32"],  # which are added before they are rounded
-    ]
-
-
 def test_a_model_is_listed_with_what_it_will_take(capsys, tmp_path):
     report = tmp_path / "tune.json"
     command = ["tune", "--dry-run", "--shapes", "model:llama3-8b,tp:8,64x32x16", "--json", str(report)]
-    assert main([*command, "--thorough"]) == 0
+    assert main(command) == 0
     announced = capsys.readouterr().out.partition("\n")[0]
     listed = json.loads(report.read_text())["candidates"]
     count = sum(map(len, listed.values()))
-    assert announced.startswith(f"{len(listed)} problems, {count} candidates, ")
-    assert announced.endswith(f"; variations: at most {2 * len(listed)} min more")
+    assert announced.startswith(f"{len(listed)} problems, {count} candidates: at most about ")
     assert "dglu bfloat16 8192x4096x1792 swiglu rows,rows,rows,rows,rows" in listed
     assert "dglu bfloat16 64x32x16 swiglu rows,rows,rows,rows,rows" in listed
 
     assert main([*command[:-2], "--steps", "dglu"]) == 0
     assert capsys.readouterr().out.startswith("2 problems, ")
-
-
-def test_steps_are_the_products_and_gpus_those_with_a_target():
-    assert tuple(tuning.PRODUCTS) == tune.STEPS
-    assert tuple(tuning.DTYPES) == tune.DTYPES
-    assert tuning.TARGET_GPUS.keys() == tune.GPUS.keys()
 
 
 def test_without_triton_its_candidates_are_missed_aloud(capsys, monkeypatch):
@@ -84,16 +62,6 @@ def test_without_triton_its_candidates_are_missed_aloud(capsys, monkeypatch):
     assert "tune needs triton, which is not installed" in capsys.readouterr().err
 
 
-def test_missing_package_is_named_in_one_line(capsys, monkeypatch):
-    monkeypatch.delitem(sys.modules, "tpkernels.cli.tuning")
-    monkeypatch.delattr(cli, "tuning")
-    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not there
-    with pytest.raises(SystemExit) as exit_:
-        main(["tune", "--shapes", "64x64x64"])
-    assert exit_.value.code == 2
-    assert capsys.readouterr().err == "python -m tpkernels: error: tune needs torch, which is not installed\n"
-
-
 @pytest.fixture
 def timer(monkeypatch, tmp_path) -> FakeTimer:
     """A machine with a GPU, as far as the command can tell."""
@@ -106,7 +74,7 @@ def timer(monkeypatch, tmp_path) -> FakeTimer:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tuning, "chooser_on", chooser_on)
+    monkeypatch.setattr(tune, "chooser_on", chooser_on)
     return timer
 
 
@@ -130,18 +98,12 @@ def test_tune_times_remembers_and_reports(timer, capsys, tmp_path):
 
     assert main([*command, "--again"]) == 0
     assert len(timer.asked) == 2 * asked
-    assert capsys.readouterr().out.startswith("9 problems, 27 candidates, 18 kernels")
-
-    found = "triton/pointer/32x32x32-w4-s1-p1-g2"
-    timer.milliseconds = {found: 0.5, **TRITON_WINS, "triton/pointer": 1.1}
-    assert main([*command, "--thorough", "--steps", "dgrad"]) == 0
-    assert f"dgrad bfloat16 64x48x32 rows,rows,rows: {found} (timed" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("9 problems, 27 candidates: ")
 
 
 def test_tune_begins_nothing_after_its_seconds(timer, capsys, monkeypatch):
-    monkeypatch.setattr(
-        tuning, "monotonic", itertools.count(0, 10).__next__
-    )  # began at 0, then at 10, 20, ...
+    clock = itertools.count(0, 10)  # began at 0, then at 10, 20, ...
+    monkeypatch.setattr(tune, "monotonic", clock.__next__)
     assert main(["tune", "--shapes", "64x48x32", "--seconds", "25"]) == 0
     printed = capsys.readouterr().out
     assert (printed.count("(timed: triton/"), printed.count(": left, --seconds 25 are over")) == (2, 7)

@@ -1,24 +1,28 @@
-"""What `tune --shapes` names: layers, and the products that models pose, held to those that they do pose."""
+"""The products that `tune --shapes` lists for layers and models, against those that a model computes."""
+
+from functools import wraps
 
 import pytest
 import torch
 
-from tests.cli.posed_problems import GPTS, problems_of_a_step
 from tests.products import pairwise
-from tpkernels.cli.tuning import TUNED, SplitModel, model_calls, parsed_shapes
+from tpkernels import GPT, GPTConfig, initialize_model_parallel
+from tpkernels.cli.tune import TUNED, SplitModel, model_calls, parsed_shapes
+from tpkernels.dispatch import primitives
 from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
+from tpkernels.dispatch.products import PRODUCTS
 
 
 def test_shapes_and_models_are_mixed():
     assert parsed_shapes(
         "8192x4096x512,model:llama3-8b,tp:8,64x32x16,model:gpt2-xl,tokens:96,tp:2,model:mistral-7b"
-    ) == [
-        (8192, 4096, 512),
-        SplitModel("llama3-8b", tensor=8),
-        (64, 32, 16),
-        SplitModel("gpt2-xl", tensor=2, tokens=96),
-        SplitModel("mistral-7b", tensor=1, tokens=8192),
-    ]
+    ) == {
+        "8192x4096x512": (8192, 4096, 512),
+        "model:llama3-8b,tp:8": SplitModel("llama3-8b", tensor=8),
+        "64x32x16": (64, 32, 16),
+        "model:gpt2-xl,tokens:96,tp:2": SplitModel("gpt2-xl", tensor=2, tokens=96),
+        "model:mistral-7b": SplitModel("mistral-7b", tensor=1, tokens=8192),
+    }
 
 
 @pytest.mark.parametrize("name", TUNED)
@@ -70,6 +74,67 @@ def test_biases_are_those_of_the_model():
     assert biased("llama3-8b", 1) == [False, False, False, False, False, False]
     assert biased("gpt3-175b", 1) == [True, True, True, True, True, False, False]
     assert biased("gpt3-175b", 8) == [True, True, False, False, True, False]
+
+
+GPTS = {
+    "gated": GPTConfig(
+        vocab_size=96,
+        hidden_size=64,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_hidden_size=96,
+        activation="swiglu",
+        norm="rms_norm",
+        bias=False,
+        tied=False,
+    ),
+    "plain": GPTConfig(vocab_size=96, hidden_size=64, num_layers=1, num_heads=4, max_positions=160),
+}
+
+
+def problems_of_a_step(kind: str, tokens: int, fused: bool) -> list[str]:
+    """Their keys, once each. Without overlap each product is of all tokens."""
+    initialize_model_parallel(torch.distributed.get_world_size())
+    model = GPT(
+        GPTS[kind],
+        dtype=torch.bfloat16,
+        sequence_parallel=True,
+        gradient_accumulation_fusion=fused,
+        overlap=False,
+    )
+    if fused:
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    ids = torch.arange(tokens).view(1, -1) % 96
+    posed: list[str] = []
+    real = {name: getattr(primitives, name) for name in PRODUCTS}
+    real_into = primitives.into
+
+    def seen(name):
+        @wraps(real[name])
+        def call(*args):
+            posed.append(PRODUCTS[name].problem(*args).key)
+            return real[name](*args)
+
+        return call
+
+    def into(primitive, out, *args):
+        name = primitive.__name__
+        if name in PRODUCTS:
+            posed.append(PRODUCTS[name].problem(*args, out=out).key)
+        real_into(primitive, out, *args)
+
+    try:
+        for name in PRODUCTS:
+            setattr(primitives, name, seen(name))
+        primitives.into = into
+        model(ids, ids).backward()
+    finally:
+        for name, call in real.items():
+            setattr(primitives, name, call)
+        primitives.into = real_into
+    return sorted(set(posed))
 
 
 @pairwise(kind=list(GPTS), tokens={"one_chunk": 64, "two_chunks": 160}, ranks=[1, 2])

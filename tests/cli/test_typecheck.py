@@ -69,7 +69,6 @@ for step in range(2):
     optimizer.step()
 print("the script went on")
 """
-STEP = SCRIPT.splitlines().index("    optimizer.step()") + 1
 
 
 @pytest.fixture
@@ -91,6 +90,7 @@ def checked(tmp_path, capsys):
     ids="_".join,
 )
 def test_a_right_script_is_run_until_its_second_step(checked, how):
+
     assert checked(*how) == (
         0,
         "train.py: no fault found in types over 2 tensor-parallel ranks\n",
@@ -98,19 +98,21 @@ def test_a_right_script_is_run_until_its_second_step(checked, how):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "line", "count"),
     [
-        ((), "was summed 0 times"),
-        (("summed", "summed"), "was summed 2 times"),
-        (("summed", "late"), "a backward has added to it after it was summed"),
-        (("two",), "was summed 0 times"),
+        ((), "optimizer.step()", 0),
+        (("summed", "summed"), "tpkernels.finalize_gradients(model)", 2),
+        (("summed", "late"), "optimizer.step()", 0),
+        (("two",), "optimizer.step()", 0),
     ],
+    ids=["not_summed", "twice", "too_early", "of_two_optimizers"],
 )
-def test_partial_gradients_must_be_summed_once_before_the_step(checked, arguments, why):
+def test_partial_gradients_must_be_summed_once_before_the_step(checked, arguments, line, count):
     code, said = checked(*arguments)
     assert code == 1
-    assert said.startswith(f"train.py:{STEP}, in <module>\n    optimizer.step()\n")
-    assert f"a term of a sum over the ranks, and before the step {why};" in said
+    number = [text.strip() for text in SCRIPT.splitlines()].index(line) + 1
+    assert said.startswith(f"train.py:{number}, in <module>\n    {line}\n")
+    assert f"since the last backward it was summed {count} times;" in said
 
 
 def test_parameters_that_no_optimizer_steps_are_half_checked(checked):

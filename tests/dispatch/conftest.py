@@ -8,7 +8,7 @@ from time import perf_counter
 import pytest
 import torch
 
-from tpkernels.dispatch.cache import Cache, Choice, Versions
+from tpkernels.dispatch.cache import Cache, Versions
 from tpkernels.dispatch.candidates import TargetGpu
 from tpkernels.dispatch.chooser import Chooser
 from tpkernels.dispatch.timing import Times
@@ -63,7 +63,6 @@ def make_chooser(tmp_path: Path) -> MakeChooser:
 
     def make(
         timer: FakeTimer | None = None,
-        shipped: Mapping[str, Choice] | None = None,
         obstacle: str | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> Chooser:
@@ -72,7 +71,6 @@ def make_chooser(tmp_path: Path) -> MakeChooser:
             TargetGpu(VERSIONS.gpu, INTERPRETER),
             timer or FakeTimer(TRITON_WINS),
             Cache(tmp_path, VERSIONS),
-            shipped or {},
             lambda device: obstacle,
             clock,
         )

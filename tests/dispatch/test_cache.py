@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.dispatch.conftest import VERSIONS
 from tpkernels.dispatch import cache as module
-from tpkernels.dispatch.cache import Cache, Choice, parse, render, shipped_choices
+from tpkernels.dispatch.cache import Cache, Choice, parse, render
 
 A = Choice("triton/a", {"torch": 2.0, "triton/a": 1.0})
 B = Choice("torch", {"torch": 1.0})
@@ -168,23 +168,3 @@ def test_versions_change_with_the_source(tmp_path):
     after = module.source_hash.__wrapped__(tmp_path)
     assert after != before
     assert len(before) == 12
-
-
-def test_shipped_choices_are_those_of_the_gpu(tmp_path, caplog):
-    (tmp_path / "test-gpu-1.json").write_text(GOOD)
-    (tmp_path / "other.json").write_text(GOOD)
-    assert shipped_choices("Test GPU 1", tmp_path) == {"k": A}
-    assert shipped_choices("absent", tmp_path) == {}
-    assert not caplog.records
-    assert shipped_choices("Other", tmp_path) == {}
-    assert "it was written for Test GPU 1" in caplog.text
-
-
-def test_every_shipped_file_can_be_read():
-    shipped = list(module.SHIPPED.glob("*.json"))
-    if not shipped:
-        pytest.skip("nothing is shipped yet: nobody has timed a GPU")
-    for path in shipped:
-        versions, choices = parse(path.read_text())
-        assert choices
-        assert shipped_choices(versions["gpu"]) == choices

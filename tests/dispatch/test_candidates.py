@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tpkernels.dispatch import candidates as module
-from tpkernels.dispatch.candidates import TARGET_GPUS, candidates, named
+from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
 from tpkernels.dispatch.problem import layout_class, token_class
 from tpkernels.dispatch.products import PRODUCTS, dgrad, linear
 from tpkernels.dispatch.record import Layer
@@ -112,33 +112,6 @@ def test_shared_memory_is_what_was_compiled(step, tile, compiled):
     """But for barriers, and for what pairs of matrices are aligned to."""
     expected = module.shared_memory(posed(step, BIG)[1], "descriptor", MatmulTile.named(tile))
     assert expected <= compiled <= expected + (1024 if step == "dgrad_pairs" else 64)
-
-
-def test_names_find_what_is_shipped_and_what_can_be_launched():
-    record, problem = posed("linear", BIG)
-    h100 = TARGET_GPUS["h100"]
-
-    def found(name):
-        candidate = named(name, record, problem, h100)
-        return candidate and candidate.name == name
-
-    for candidate in candidates(record, problem, h100):
-        assert named(candidate.name, record, problem, h100) == candidate
-    assert found("triton/descriptor/128x256x64-w8-s3-p4-flat-g4")
-    assert found("triton/pointer/64x32x32-w4-s2-p1")
-    for other in (
-        "triton/descriptor/128x256x64-w8-s5-p4-flat",  # 278,528 bytes
-        "triton/descriptor/128x128x64-w8-s4-p2-flat-x2",  # in two blocks of 147,456 bytes
-        "triton/descriptor/128x256x64",
-        "triton/128x256x64-w8-s3-p4",
-        "addmm_activation",
-        "cublas",
-        "",
-    ):
-        assert found(other) is None, other
-    a100 = TARGET_GPUS["a100"]
-    assert named("triton/descriptor/128x128x64-w8-s2-p4", record, problem, a100) is None
-    assert named("torch", *posed("linear", Layer(0, 64, 64)), h100).name == "torch"
 
 
 def test_tiles_far_from_the_size_of_the_result_are_left_out():

@@ -77,28 +77,6 @@ def test_next_process_reads_it_from_disk_though_it_may_time_nothing(make_chooser
     assert not timer.asked
 
 
-def test_shipped_choice_of_a_candidate_saves_timing_but_the_users_own_comes_first(make_chooser):
-    gone = {KEY: Choice("triton/pointer/8x8x8-w1-s1", {})}
-    assert make_chooser(shipped=gone).known(*KNOWN) is None
-    shipped = {KEY: Choice(POINTER, {"torch": 2.0, POINTER: 1.0})}
-    assert make_chooser(shipped=shipped).known(*KNOWN).source == "shipped"
-    make_chooser(FakeTimer({"": 1.0})).call(*LINEAR)
-    known = make_chooser(shipped=shipped).known(*KNOWN)
-    assert (known.source, known.candidate.name) == ("cached", "torch")
-
-
-def test_choice_of_a_tile_that_is_not_shipped_binds_if_it_can_be_launched(make_chooser):
-    """What a search has found is found again in the next process."""
-    other = "triton/pointer/16x32x32-w4-s1-p2-g4"
-    make_chooser().cache.put(KEY, Choice(other, {"torch": 2.0, other: 1.0}))
-    chooser = make_chooser()
-    known = chooser.known(*KNOWN)
-    assert (known.source, known.candidate.name) == ("cached", other)
-    assert known.candidate.tile == MatmulTile(16, 32, 32, num_warps=4, num_stages=1, parts=2, group=4)
-    y, _ = chooser.call(*LINEAR)
-    torch.testing.assert_close(y, products.linear.by_torch(*ARGUMENTS)[0])
-
-
 def test_after_some_seconds_no_further_candidate_is_tried(make_chooser, monkeypatch, caplog):
     timer, tried, total = FakeTimer({"triton": 1.0, "torch": 3.0}), [], []
     shipped = tuple(MatmulTile(rows, 32, 32, num_warps=4, num_stages=1) for rows in (64, 32, 16))
@@ -175,7 +153,8 @@ def test_a_candidate_for_graphs_that_fails_when_it_is_loaded_is_dropped_with_a_w
         raise RuntimeError("out of memory")
 
     record = replace(products.linear, by_kernel=by_kernel)
-    chooser = make_chooser(shipped={KEY: Choice("torch", {"torch": 1.0}, POINTER)})
+    chooser = make_chooser()
+    chooser.cache.put(KEY, Choice("torch", {"torch": 1.0}, POINTER))
     x, weight, *_ = ARGUMENTS
     out = torch.zeros(x.shape[0], weight.shape[0])
     chooser.call_into(record, (out,), *ARGUMENTS)
@@ -185,9 +164,11 @@ def test_a_candidate_for_graphs_that_fails_when_it_is_loaded_is_dropped_with_a_w
     ]
 
 
-def test_what_may_not_run_here_is_not_captured_either(make_chooser):
-    gone = Choice("torch", {"torch": 1.0}, "triton/pointer/8x8x8-w1-s1")
-    assert make_chooser(shipped={KEY: gone}).known(*KNOWN) is None
+def test_a_candidate_that_is_gone_is_chosen_anew(make_chooser):
+    chooser = make_chooser()
+    for gone in (Choice("triton/pointer/8x8x8-w1-s1", {}), Choice("torch", {}, "triton/pointer/8x8x8-w1-s1")):
+        chooser.cache.put(KEY, gone)
+        assert chooser.known(*KNOWN) is None
 
 
 def test_winner_must_beat_torch_by_a_margin():
@@ -371,7 +352,7 @@ def rank(tmp_path):
         timer = timer if callable(timer) else FakeTimer(timer)
         made.append(tmp_path / f"rank {len(made)}")
         gpu = TargetGpu(versions.gpu, INTERPRETER)
-        chooser = Chooser(CPU, gpu, timer, Cache(made[-1], versions), {}, obstacle)
+        chooser = Chooser(CPU, gpu, timer, Cache(made[-1], versions), obstacle)
         return chooser, timer
 
     return make

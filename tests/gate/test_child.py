@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.warm_python import await_end_of, is_running
+from tests.programs import await_end_of, is_running
 from tpkernels.gate import child as module
 from tpkernels.gate.child import ending, started
 

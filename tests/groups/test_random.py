@@ -12,16 +12,16 @@ from tpkernels.groups.random import RngTracker, get_rng_tracker, manual_seed
 from tpkernels.groups.state import ParallelState, ParallelStateError, use
 
 
-def draws(seed: int, count: int) -> list[float]:
+def draws(seed, count):
     """What a fresh generator gives."""
     return torch.rand(count, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def draw(count: int = 1) -> list[float]:
+def draw(count=1):
     return torch.rand(count).tolist()
 
 
-def draw_of(tracker: RngTracker, name: str, count: int = 1) -> list[float]:
+def draw_of(tracker, name="model-parallel-rng", count=1):
     with tracker.fork(name):
         return draw(count)
 
@@ -35,7 +35,7 @@ def _undisturbed():
 
 
 @pytest.fixture
-def tracker() -> RngTracker:
+def tracker():
     torch.manual_seed(1)
     tracker = RngTracker()
     tracker.add("a", 11)
@@ -47,7 +47,7 @@ def test_each_stream_goes_on_where_it_stopped_however_forks_nest(tracker):
     """A stream forked inside itself goes on, too: from the stored state it would draw the same mask twice."""
     drawn = {"default": [], "a": [], "b": []}
 
-    def drawing(name: str, *outer: str) -> None:
+    def drawing(name, *outer):
         for inner in drawn:
             drawn[name] += draw()
             if len(outer) < 3:
@@ -61,35 +61,37 @@ def test_each_stream_goes_on_where_it_stopped_however_forks_nest(tracker):
     assert min(map(len, drawn.values())) > 20
 
 
-def test_fork_comes_back_after_an_exception(tracker):
-    def draw_and_fail():
-        with tracker.fork("a"), tracker.fork("b"):
-            draw()
-            raise KeyError
+def draw_and_fail(tracker):
+    with tracker.fork("a"), tracker.fork("b"):
+        draw()
+        raise KeyError
 
+
+def test_fork_comes_back_after_an_exception(tracker):
     with pytest.raises(KeyError):
-        draw_and_fail()
+        draw_and_fail(tracker)
     assert draw() == draws(1, 1)
     assert draw_of(tracker, "b") == draws(22, 2)[1:]
 
 
-def test_adding_a_stream_does_not_disturb_the_live_one(tracker):
+@pytest.mark.parametrize(
+    ("name", "seed", "error", "words"),
+    [
+        ("a", 44, ValueError, "random stream 'a' exists already"),
+        ("default", 44, ValueError, "random stream 'default' exists already"),
+        ("c", 22, ValueError, "seed 22 is taken"),
+        *(("c", seed, TypeError, "a seed must be an integer") for seed in (1.9, "7", None, True)),
+        *(("c", seed, ValueError, r"from 0 to 2\*\*63 - 1") for seed in (-1, 2**63)),
+    ],
+)
+def test_names_used_twice_and_seeds_that_are_none_are_refused(tracker, name, seed, error, words):
     first = draw()
-    tracker.add("c", 33)
-    assert first + draw() == draws(1, 2)
-
-
-def test_unknown_streams_and_names_or_seeds_used_twice_are_refused(tracker):
-    for name, seed, words in (
-        ("a", 44, "random stream 'a' exists already"),
-        ("default", 44, "random stream 'default' exists already"),
-        ("c", 22, "seed 22 is taken"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            tracker.add(name, seed)
+    with pytest.raises(error, match=words):
+        tracker.add(name, seed)
     with pytest.raises(ValueError, match="no random stream 'c'; known are default, a, b"), tracker.fork("c"):
         pass
-    assert draw() == draws(1, 1)
+    tracker.add("c", 33)
+    assert first + draw() == draws(1, 2)  # the live stream is undisturbed
 
 
 def test_states_survive_a_checkpoint(tracker, tmp_path):
@@ -116,15 +118,21 @@ def test_states_taken_inside_a_fork_are_live(tracker):
 
 
 def test_states_that_are_refused_leave_the_streams_as_they_are(tracker):
-    for states in (None, {}, {"a": {}}, {"default": {"cuda": 1}}):
-        with pytest.raises(ValueError, match=r"get_states\(\)|no state of the CPU's generator"):
-            tracker.set_states(states)
     states = tracker.get_states()
-    with tracker.fork("a"), pytest.raises(ValueError, match="default"):
-        tracker.set_states({"a": states["a"]})
-    states["a"] = {"cpu": torch.zeros(3, dtype=torch.uint8)}
-    with pytest.raises(ValueError, match="the state of random stream 'a' is not one of a generator"):
-        tracker.set_states(states)
+    zeros = torch.zeros(3, dtype=torch.uint8)
+    for wrong in (None, {}, {"a": {}}, {"default": {"cuda": 1}}):
+        with pytest.raises(ValueError, match=r"get_states\(\)|no state of the CPU's generator"):
+            tracker.set_states(wrong)
+    for wrong in (states | {"a": {"cpu": zeros}}, {"a": torch.zeros(5056, dtype=torch.uint8)}):
+        with pytest.raises(ValueError, match="'a' is not one of a generator"):
+            tracker.set_states(wrong)
+    with pytest.raises(ValueError, match="of a generator of cuda, but these streams have"):
+        tracker.set_states(megatrons(a=41))
+    with tracker.fork("a"):
+        for wrong in ({"a": states["a"]}, {"a": torch.get_rng_state()}):
+            with pytest.raises(ValueError, match=r"those of \['a', 'default'\]; outside of a fork also"):
+                tracker.set_states(wrong)
+    assert draw_of(tracker, "a") == draws(11, 1)
     assert draw_of(tracker, "b") == draws(22, 1)
 
 
@@ -137,59 +145,58 @@ def test_reset_forgets_streams_and_seeds_outside_of_forks(tracker):
     assert draw_of(tracker, "a") == draws(22, 1)
 
 
-def first_draws(rank: int, **sizes: int) -> dict[str, list[float]]:
-    plan = plan_groups(world_size=16, **sizes)
+@pytest.mark.parametrize("rank", range(16))
+def test_seeds_are_megatrons_on_every_rank(rank):
+    plan = plan_groups(world_size=16, tensor=4, expert=2, pipeline=2)
+    tensor_rank, expert_rank = plan.index_in(rank, "tp"), plan.index_in(rank, "ep")
     with use(ParallelState(rank=rank, plan=plan, process_groups={})):
         manual_seed(1234)
-        drawn = {"default": draw()}
-        for name in ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng"):
-            with get_rng_tracker().fork(name):
-                drawn[name] = draw()
-    return drawn
+        for name, seed in {
+            "default": 1234,
+            "data-parallel-rng": 1234,
+            "model-parallel-rng": 1234 + 2718 + tensor_rank,
+            "expert-parallel-rng": 1234 + 1024 + 100 * expert_rank + tensor_rank,
+        }.items():
+            assert draw_of(get_rng_tracker(), name) == draws(seed, 1)
 
 
-def test_seeds_are_megatrons_on_every_rank():
-    plan = plan_groups(world_size=16, tensor=4, expert=2, pipeline=2)
-    for rank in range(16):
-        tensor_rank, expert_rank = plan.index_in(rank, "tp"), plan.index_in(rank, "ep")
-        assert first_draws(rank, tensor=4, expert=2, pipeline=2) == {
-            "default": draws(1234, 1),
-            "data-parallel-rng": draws(1234, 1),
-            "model-parallel-rng": draws(1234 + 2718 + tensor_rank, 1),
-            "expert-parallel-rng": draws(1234 + 1024 + 100 * expert_rank + tensor_rank, 1),
-        }
-
-
-def test_seeding_before_initialization_says_what_to_do():
+def test_a_tensor_rank_that_was_set_is_seeded_for_and_a_state_is_needed():
     with pytest.raises(ParallelStateError, match="initialize_model_parallel"):
         manual_seed(1)
+    with fake_rank(0, 4):
+        initialize_model_parallel(4)
+        parallel_state.set_tensor_model_parallel_rank(3)
+        manual_seed(5)
+        with pytest.raises(ValueError, match=r"a seed must be from 0 to 2\*\*63 - 1"):
+            manual_seed(2**63 - 1)  # the model-parallel stream's would be larger
+        assert draw_of(get_rng_tracker()) == draws(5 + 2718 + 3, 1)
 
 
 class FakeCuda:
     """Stands for a CUDA device's generator: states as small, numbers that say where they come from."""
 
-    def __init__(self, _device: str = "cuda") -> None:
+    def __init__(self, _device="cuda"):
         self.seed = self.drawn = 0
 
-    def manual_seed(self, seed: int) -> "FakeCuda":
+    def manual_seed(self, seed):
         self.seed, self.drawn = seed, 0
         return self
 
-    def get_state(self) -> torch.Tensor:
+    def get_state(self):
         return torch.tensor([self.seed, self.drawn]).view(torch.uint8)
 
-    def set_state(self, state: torch.Tensor) -> None:
+    def set_state(self, state):
         if state.numel() != 16:
             raise RuntimeError("RNG state is wrong size")
         self.seed, self.drawn = state.view(torch.int64).tolist()
 
-    def draw(self) -> tuple[int, int]:
+    def draw(self):
         self.drawn += 1
         return self.seed, self.drawn
 
 
 @pytest.fixture
-def cuda(monkeypatch) -> FakeCuda:
+def cuda(monkeypatch):
     """A machine with one."""
     live = FakeCuda()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -202,34 +209,26 @@ def cuda(monkeypatch) -> FakeCuda:
     return live
 
 
-@pytest.fixture
-def seeded_cuda_only(cuda):
+def test_streams_of_cuda_alone_leave_the_cpus_generator_to_the_caller(cuda):
     with fake_rank(1, 2):
         initialize_model_parallel(2)
         torch.manual_seed(77)
         manual_seed(5, cuda_only=True)
-        yield get_rng_tracker()
-    get_rng_tracker().reset(cuda_only=False)
-
-
-def test_streams_of_cuda_alone_leave_the_cpus_generator_to_the_caller(cuda, seeded_cuda_only):
-    drawn = draw()
-    with seeded_cuda_only.fork():
-        assert cuda.draw() == (5 + 2718 + 1, 1)
+        streams = get_rng_tracker()
+        drawn = draw()
+        with streams.fork():
+            assert cuda.draw() == (5 + 2718 + 1, 1)
+            drawn += draw()
+        moment = streams.snapshot()
         drawn += draw()
-    assert cuda.draw() == (5, 1)
-    with seeded_cuda_only.fork():
-        assert cuda.draw() == (5 + 2718 + 1, 2)
-    assert drawn + draw() == draws(77, 3)
-    assert seeded_cuda_only.get_states()["model-parallel-rng"].keys() == {"cuda"}
-
-
-def test_replay_draws_from_the_cpu_again_beside_streams_of_cuda_alone(cuda, seeded_cuda_only):
-    moment = seeded_cuda_only.snapshot()
-    first = draw(), cuda.draw()
-    with seeded_cuda_only.replay(moment):
-        assert (draw(), cuda.draw()) == first
-    assert (draw(), cuda.draw()) == (draws(77, 2)[1:], (5, 2))
+        assert cuda.draw() == (5, 1)
+        with streams.replay(moment):
+            assert (draw(), cuda.draw()) == (drawn[2:], (5, 1))  # from the CPU again, too
+        with streams.fork():
+            assert cuda.draw() == (5 + 2718 + 1, 2)
+        assert drawn + draw() == draws(77, 4)
+        assert streams.get_states()["model-parallel-rng"].keys() == {"cuda"}
+        streams.reset(cuda_only=False)
 
 
 def test_streams_of_cuda_alone_need_cuda(tracker):
@@ -239,7 +238,7 @@ def test_streams_of_cuda_alone_need_cuda(tracker):
     assert draw_of(tracker, "a") == draws(11, 1)
 
 
-def megatrons(**seeds: int) -> dict[str, torch.Tensor]:
+def megatrons(**seeds):
     """States as Megatron's tracker keeps them, each after two draws."""
     return {name: torch.tensor([seed, 2]).view(torch.uint8) for name, seed in seeds.items()}
 
@@ -248,6 +247,9 @@ def megatrons(**seeds: int) -> dict[str, torch.Tensor]:
 def test_states_of_megatrons_tracker_load(cuda, tracker, cuda_only):
     if cuda_only:
         tracker = RngTracker(cuda_only=True)
+    else:
+        with pytest.raises(ValueError, match=r"'c' holds no state of the CPU's generator.*cuda_only=True"):
+            tracker.set_states(megatrons(c=41))  # a stream that is new
     cuda.manual_seed(9)
     tracker.set_states(megatrons(a=41, b=42))
     assert cuda.draw() == (9, 1)
@@ -266,58 +268,17 @@ def test_generators_and_states_of_the_cpu_load_in_megatrons_form(tracker):
         assert draw_of(tracker, name) == draws(seed, 1)
 
 
-def test_states_of_megatrons_that_cannot_go_on_here_are_refused(tracker):
-    with pytest.raises(ValueError, match="of a generator of cuda, but these streams have"):
-        tracker.set_states(megatrons(a=41))
-    with tracker.fork("a"), pytest.raises(ValueError, match="outside of a fork also those of Megatron's"):
-        tracker.set_states({"a": torch.get_rng_state()})
-    with pytest.raises(ValueError, match="'a' is not one of a generator"):
-        tracker.set_states({"a": torch.get_rng_state()[:-1].clone().new_zeros(5056)})
-    assert draw_of(tracker, "a") == draws(11, 1)
-
-
-def test_a_stream_that_is_new_needs_a_state_of_the_cpu(cuda, tracker):
-    with pytest.raises(ValueError, match=r"'c' holds no state of the CPU's generator.*cuda_only=True"):
-        tracker.set_states(megatrons(c=41))
-
-
 @pytest.mark.gpu
 def test_streams_cover_the_gpu():
     torch.manual_seed(1)
     tracker = RngTracker()
     tracker.add("a", 11)
-    expected = {
-        seed: torch.rand(4, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
-        for seed in (1, 11)
-    }
-    first = torch.rand(2, device="cuda")
-    with tracker.fork("a"):
-        forked = torch.rand(2, device="cuda")
-    with tracker.fork("a"):
-        forked = torch.cat([forked, torch.rand(2, device="cuda")])
-    rest = torch.rand(2, device="cuda")
-    torch.testing.assert_close(torch.cat([first, rest]), expected[1], rtol=0, atol=0)
-    torch.testing.assert_close(forked, expected[11], rtol=0, atol=0)
-
-
-def test_seed_that_is_none_is_refused_before_anything_is_lost(tracker):
-    for seed in (1.9, "7", None, True):
-        with pytest.raises(TypeError, match="a seed must be an integer"):
-            tracker.add("c", seed)
-    with fake_rank(0, 2):
-        initialize_model_parallel(2)
-        manual_seed(5)
-        for seed in (-1, 2**63, 2**64):
-            with pytest.raises(ValueError, match=r"a seed must be from 0 to 2\*\*63 - 1"):
-                manual_seed(seed)
-        with get_rng_tracker().fork():  # without a name, the model-parallel stream
-            assert draw() == draws(5 + 2718, 1)
-
-
-def test_tensor_rank_set_on_the_fly_is_seeded_for():
-    with fake_rank(0, 4):
-        initialize_model_parallel(4)
-        parallel_state.set_tensor_model_parallel_rank(3)
-        manual_seed(5)
-        with get_rng_tracker().fork():
-            assert draw() == draws(5 + 2718 + 3, 1)
+    seeds = {seed: torch.Generator("cuda").manual_seed(seed) for seed in (1, 11)}
+    expected = {seed: torch.rand(4, device="cuda", generator=each) for seed, each in seeds.items()}
+    found = {1: [torch.rand(2, device="cuda")], 11: []}
+    for _ in range(2):
+        with tracker.fork("a"):
+            found[11].append(torch.rand(2, device="cuda"))
+    found[1].append(torch.rand(2, device="cuda"))
+    for seed, drawn in found.items():
+        torch.testing.assert_close(torch.cat(drawn), expected[seed], rtol=0, atol=0)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from tests.comm.test_small import backend
-from tpkernels.checkpoints import reshard_transfer as carry
+from tpkernels.checkpoints import reshard_transfer
 from tpkernels.comm import agreement
-from tpkernels.comm.transports import c10d, rows, select
+from tpkernels.comm.transports import c10d, rows
 
 GPU = torch.device("cpu", 1)  # a name of its own for the same memory
 _TAGS = 2**24  # tags of our own, by which gloo tells messages
@@ -99,11 +99,10 @@ def over_nccl() -> Iterator[Counter]:
     all_gather = rows.start_all_gather
     with ExitStack() as patches:
         for where, name, new in (
-            (carry, "exchange_device", lambda group: GPU),
+            (reshard_transfer, "exchange_device", lambda group: GPU),
             (agreement, "exchange_device", lambda group: GPU),
             (c10d, "start_together", start_together),
             (rows, "start_all_gather", start_all_gather),
-            (select, "requested_transport", "c10d"),  # nothing lies on the CPU
         ):
             patches.enter_context(patch.object(where, name, new))
         patches.enter_context(backend(tags=False))

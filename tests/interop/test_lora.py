@@ -26,7 +26,7 @@ from peft import (
 from tests.checks import error_of
 from tests.on_ranks import on_ranks
 from tests.ranks import RankFailure
-from tests.test_docs import ROOT, blocks_of, run_on_two_ranks
+from tests.test_docs import ROOT, blocks_of, run_on_ranks
 from tpkernels import Recipe, check_replicas, clip_grad_norm_, initialize_model_parallel, parallelize
 from tpkernels.checkpoints.full_state_dict import full_state_dict
 from tpkernels.interop import dcp, huggingface
@@ -257,7 +257,7 @@ def test_the_program_of_the_page_runs(tmp_path):
     (block,) = [b for b in blocks_of(PAGE, (ROOT / "docs" / PAGE).read_text()) if b.language == "py"]
     program = tmp_path / "program.py"
     program.write_text(block.text)
-    ran = run_on_two_ranks(program, tmp_path)
+    ran = run_on_ranks(2, program)
     assert ran.returncode == 0, ran.stderr
     written = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= written

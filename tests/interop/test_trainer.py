@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.test_docs import ROOT, blocks_of, run_on_two_ranks
+from tests.test_docs import ROOT, blocks_of, run_on_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -19,7 +19,7 @@ HIDING = TRAINER[TRAINER.index("for name in") : TRAINER.index("from transformers
 def ran(text, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(text)
-    return run_on_two_ranks(program, tmp_path)
+    return run_on_ranks(2, program)
 
 
 def unsharded_model():

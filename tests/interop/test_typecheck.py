@@ -25,7 +25,7 @@ from tpkernels import (
     parallelize,
     typecheck,
 )
-from tpkernels.cli.typecheck_steps import told
+from tpkernels.cli.typecheck import told
 from tpkernels.comm.transports import c10d
 from tpkernels.layers.replicas import finalize_gradients
 from tpkernels.ops.tensor_parallel import mappings

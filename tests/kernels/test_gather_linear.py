@@ -10,7 +10,6 @@ import triton.language as tl
 from tests.kernels.checks import (
     DTYPES,
     EMPTY_SHAPES,
-    LAYOUTS,
     SHAPES,
     TILE,
     assert_accurate,
@@ -66,14 +65,6 @@ def test_gather_linear_reads_a_weight_as_it_lies(form, device):
     y = gather_linear_fwd(dy, weight.t(), arrivals=here, first_row=36, form=form, tile=TILE).y
     assert torch.equal(y, dgrad(dy, weight, form=form, tile=TILE))
     assert_accurate(y, dy.double() @ weight.double())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_gather_linear_takes_any_layout(layout, device):
-    x, w, _ = operands((71, 45, 51), torch.float16, device)
-    x, w = layout(x), layout(w)
-    y = gather_linear_fwd(x, w, arrivals=arrivals(device, EPOCH)).y
-    assert_accurate(y, x.double() @ w.double().t())
 
 
 @pytest.mark.parametrize("shape", EMPTY_SHAPES.values(), ids=EMPTY_SHAPES.keys())

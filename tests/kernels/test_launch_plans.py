@@ -25,7 +25,6 @@ from tests.kernels.starting import starting
 from tpkernels import tp_invariance
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.record import Layer
-from tpkernels.extension import steps
 from tpkernels.kernels import invariance, launch, launch_plans
 from tpkernels.kernels.flags import advance
 from tpkernels.kernels.gather_linear import gather_linear_fwd
@@ -316,29 +315,6 @@ def test_what_no_key_can_describe_is_the_launchers_to_take_or_refuse():
             assert refusals[0] == refusals[1], options
 
 
-def test_a_list_that_changes_while_operands_are_compared(monkeypatch, device):
-    """What compares them is Python: another thread may run."""
-    x, weight = normal(32, 32, torch.float32, device), normal(32, 32, torch.float32, device)
-    apart = [torch.empty_like(x)]
-    for _ in range(2):
-        linear_fwd(x, weight, out=apart)
-
-    def compare(one: Tensor, other: Tensor) -> bool:
-        apart.clear()
-        gc.collect()
-        return False
-
-    if (native := launch_plans._native()) is None:
-        pytest.skip("Python's plans hold a list of their own")
-    known = launch_plans._SETTINGS, launch_plans._PLAIN, launch_plans._is_plain
-    native.bind_launch_plans(launch, *known, compare)
-    try:
-        linear_fwd(x, weight, out=apart)
-    finally:
-        launch_plans._native.cache_clear()  # whoever asks next binds it as it was
-    assert apart == []
-
-
 def test_a_mode_sees_what_plans_allocate():
     seen = []
 
@@ -457,9 +433,3 @@ def test_a_plan_starts_what_triton_has_compiled_with_the_same_arguments(compiler
     assert anew == observed == repeated
     assert anew[1] == 7
     assert "x" in str(anew[3])
-
-
-@pytest.mark.parametrize("returns", [int, list, "x", 5])
-def test_a_plan_in_the_extension_returns_a_tuple_or_one_result(returns):
-    with pytest.raises(TypeError, match="Plan: expected a type of tuple, or None"):
-        steps().Plan((), ([], (), ()), returns, ())

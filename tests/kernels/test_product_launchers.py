@@ -1,7 +1,5 @@
 """Products at edges and in every layout a user may bring; for epilogues and forms see test_numerics."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -27,13 +25,6 @@ OPERANDS = {
 @pairwise(name=list(PRODUCTS), shape=SHAPES, dtype=DTYPES)
 def test_product_matches_float64(name, shape, dtype, device):
     assert_product(name, arguments(name, shape, dtype, device))
-
-
-@pairwise(form=FORMS, bias=[False, True], parts=[1, 2])
-def test_one_loop_over_tiles_and_depth_matches_float64(form, bias, parts, device):
-    call = arguments("linear", SHAPES["aligned"], torch.bfloat16, device, "gelu_tanh")
-    tile = replace(TILE, parts=parts, group=8, flatten=True)
-    assert_product("linear", call if bias else call | {"bias": None}, tile=tile, form=form)
 
 
 @once(operand=OPERANDS, layout=LAYOUTS)

@@ -8,7 +8,6 @@ import torch
 
 from tests.kernels.checks import EMPTY_SHAPES
 from tests.products import once
-from tpkernels.dispatch import primitives
 from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.dispatch.soundness import FP8_BOUND
 from tpkernels.gate.numerics import BOUND, relative_error
@@ -176,29 +175,6 @@ def test_what_is_no_number_stays_in_its_row(bad, scaling, device):
     assert y[torch.arange(40) != 7].isfinite().all()
 
 
-def test_huge_rows_by_small_weights_stay_within_fp32(device):
-    """Their sums times the scale of a row are beyond it, and times both scales are not."""
-    x, w = (
-        Scaled(quantize_ref(torch.randn(40, 300, device=device) * size, "e4m3", "rows"), 300, "e4m3", "rows")
-        for size in (1e36, 1e-6)
-    )
-    by_torch = primitives.RECORDS["scaled_linear"].by_torch
-    for y in (
-        run(x, w, dtype="float32").y,
-        by_torch(x.data, w.data, x.scale, w.scale, None, "none", False, "float32", False)[0],
-    ):
-        assert relative_error(y.double() * 1e-30, exact_z(x, w) * 1e-30) < BOUND[torch.float32]
-
-
-def test_tiny_rows_by_tiny_weights_do_not_vanish(device):
-    """The product of their scales is too small for fp32, that of their rows is not."""
-    tiny = (torch.randn(40, 3000, device=device) * 2.0**-70 for _ in range(2))
-    x, w = (Scaled(quantize_ref(one, "e4m3", "rows"), 3000, "e4m3", "rows") for one in tiny)
-    assert not (x.scale * w.scale.t()).any()
-    y = run(x, w, dtype="float32").y.double()
-    assert relative_error(y * 2.0**134, exact_z(x, w) * 2.0**134) < 1e-2  # of few bits: they are subnormal
-
-
 def multiply(x, w, /, **changed):
     given = {"x": x.data, "weight": w.data, "x_scale": x.scale, "w_scale": w.scale}
     return scaled_linear_fwd(*(given | changed).values())
@@ -302,11 +278,6 @@ def test_columns_that_are_promoted_in_turns_match_float64(parts, scaling, form, 
     monkeypatch.setattr("tpkernels.kernels.scaled_linear._turns", lambda product: 2)
     tile = replace(DEEP, parts=parts)
     assert_scaled_linear(*operands((71, 1056, 264), device, scaling), "gelu_tanh", tile=tile, form=form)
-
-
-@pytest.mark.parametrize("scaling", ["rows", "blocks"])
-def test_fast_sums_match_float64_where_no_tensor_core_adds(scaling, device):
-    assert_scaled_linear(*operands(SHAPES["ragged"], device, scaling), fast_accumulate=True)
 
 
 def test_sums_in_fp32_have_one_tile_for_all_sizes():

@@ -73,16 +73,6 @@ def test_what_is_timed_on_hopper_changes_no_default():
         assert default_tile(kernel, "descriptor", BF16, H100, rows, cols) in _defaults(kernel, H100)
 
 
-def test_few_tokens_have_a_tile_for_twice_as_many_processors_on_hopper():
-    small = MatmulTile.named("64x64x64-w4-s4-p1-x2")
-    with_it = [k for k in KERNELS if small in candidates(k, "descriptor", BF16, H100)]
-    assert with_it == ["linear", "glu", "dgrad", "dglu"]
-    assert not any(small in candidates(k, "descriptor", BF16, B200) for k in KERNELS)
-    for rows, cols in ((256, 768), (512, 512)):  # Llama-3 8B at 8 ranks
-        least = default_tile("linear", "descriptor", BF16, H100, rows, cols)
-        assert small.tiles(rows, cols) == 2 * least.tiles(rows, cols)
-
-
 def _defaults(kernel, target):
     return default_tiles(kernel, "descriptor", BF16, target)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.kernels.checks import DTYPES
 from tests.kernels.waiting import EPOCH, arrivals
-from tests.products import once, pairwise
+from tests.products import once
 from tpkernels import tp_invariance
 from tpkernels.kernels import invariance, launch
 from tpkernels.kernels.bias_grad import bias_grad
@@ -130,23 +130,6 @@ def test_views_that_contradict_are_refused_by_name(make, monkeypatch):
         monkeypatch.setattr(tp_invariance.mode, "segments", 0)
         linear_fwd(make(), meta(64, 64))
     assert len(launches) == 2
-
-
-ARITHMETIC = ("BLOCK_ROWS", "BLOCK_COLS", "BLOCK_DEPTH", "num_warps", "TMA", "PRECISION", "FAST")
-
-
-@pairwise(target=GPUS, dtype=DTYPES, tokens=[16, 8192])
-def test_a_kernel_that_waits_adds_as_the_one_does_that_has_all_rows(tokens, dtype, target):
-    """Blocks, warps and precision decide on the instructions that multiply; loops and stages do not."""
-    x, w = meta(tokens, 512, dtype), meta(1024, 512, dtype)
-    with launch.recording(target) as launches:
-        linear_fwd(x, w)
-        gather_linear_fwd(x, w, arrivals=arrivals(torch.device("meta"), *[EPOCH] * 8))
-        dgrad(x, w.view(512, 1024))
-        gather_linear_fwd(x, w.view(512, 1024).t(), arrivals=arrivals(torch.device("meta"), *[EPOCH] * 8))
-    found = [{name: one.constants[name] for name in ARITHMETIC if name in one.constants} for one in launches]
-    for alone, waiting in ((0, 1), (2, 3)):
-        assert found[waiting] == {"FAST": found[waiting]["FAST"]} | found[alone]
 
 
 @once(dtype=DTYPES, width={"aligned": 8, "ragged": 21})

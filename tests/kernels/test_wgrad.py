@@ -53,16 +53,6 @@ def test_wgrad_accumulate_matches_float64(shape, dtype, grad_dtype, device, fram
     assert_accumulates(framed_grad(shape, grad_dtype, device, frames), *operands(shape, dtype, device))
 
 
-def test_wgrad_accumulate_over_several_backwards_rounds_as_one(device, frames):
-    shape = SHAPES["aligned"]
-    dy, x = operands(shape, torch.bfloat16, device)
-    main_grad = framed_grad(shape, torch.float32, device, frames)
-    exact = main_grad.double() + dy.double().T @ x.double()
-    for tokens in (slice(0, 24), slice(24, 56), slice(56, None)):
-        wgrad_accumulate_(main_grad, dy[tokens], x[tokens], tile=TILE)
-    assert_accurate(main_grad, exact)
-
-
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "expanded"])
 def test_wgrad_accumulate_takes_a_main_grad_of_any_layout(layout, splits, device):

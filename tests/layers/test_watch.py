@@ -23,7 +23,7 @@ from tests.layers.worlds import posing
 from tests.on_ranks import on_ranks
 from tests.products import once
 from tpkernels import ColumnParallelLinear, RMSNorm, clip_grad_norm_, finalize_gradients, parallelize
-from tpkernels.groups.agreement import sums_of_bits
+from tpkernels.groups.checksums import sums_of_bits
 from tpkernels.layers import replicas
 from tpkernels.layers.attributes import Attributes
 

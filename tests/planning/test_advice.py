@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from bench.streams.prediction import block_exposed
 from tests.checks import error_of
 from tests.layers.worlds import posing
 from tests.planning.shapes import GPT2, LLAMA
@@ -12,7 +11,7 @@ from tests.products import once
 from tpkernels import GPT, model_config
 from tpkernels.planning.gpus import RATED_GPUS
 from tpkernels.planning.job import Hardware, Job, RankLayout, layouts
-from tpkernels.planning.step_time import advise as _advise
+from tpkernels.planning.step_time import advise
 
 H100 = Hardware(RATED_GPUS["h100"])
 LLAMA_70B = Job(model=model_config("llama3-70b"), tokens=8192, batch=512)
@@ -27,10 +26,6 @@ def test_layouts_are_all_that_use_every_gpu():
         for pipeline in range(1, 13)
         if 12 % (tensor * pipeline) == 0
     }
-
-
-def advise(job, machine, world_size, most_tensor):
-    return _advise(job, machine, world_size, most_tensor, block_exposed)
 
 
 @once(gpu=[*RATED_GPUS], recompute=["none", "full"])
@@ -54,8 +49,8 @@ def test_each_layout_is_in_one_place(gpu, recompute):
 def test_advice_for_70_billion_parameters_is_what_one_would_choose():
     """Tensor-parallel inside the node, and few stages."""
     fitting = advise(LLAMA_70B, H100, 64, 8).fitting
-    assert {(found.layout.tensor, found.layout.pipeline) for found in fitting[:2]} == {(8, 2), (4, 8)}
-    assert fitting[1].time.total < 1.02 * fitting[0].time.total
+    assert [(found.layout.tensor, found.layout.pipeline) for found in fitting[:2]] == [(8, 2), (8, 4)]
+    assert fitting[1].time.total < 1.04 * fitting[0].time.total
     assert advise(LLAMA_70B, H100, 64, 64).fitting[0].layout.tensor <= 8  # not across nodes
     small = advise(Job(model=model_config("gpt2-small"), tokens=1024, batch=512), H100, 64, 8)
     assert small.fitting[0].layout == RankLayout(1, 1, 64)  # nothing need be split

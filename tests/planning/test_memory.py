@@ -24,6 +24,7 @@ from tpkernels.planning.memory import (
     memory_of_stage,
 )
 from tpkernels.training.config import TrainConfig
+from tpkernels.training.measures import least_bytes
 from tpkernels.training.trainer import Trainer
 
 TOKENS, BATCH = 32, 2
@@ -86,13 +87,10 @@ def alive():
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
 
 
-def held_by_trainer(model, tensor, text, dtype):
+def held_by_trainer(config, tensor):
     """(bytes between steps, of weights, of gradients, of the optimizer, parameters, buckets)"""
     before = alive()  # and held, so that nothing new takes its place
     state = create_parallel_state(plan_groups(world_size=2, tensor=tensor))
-    config = TrainConfig(
-        model=model, data=text, steps=2, batch=4, tokens=8, dtype=dtype, sequence_parallel=True
-    )
     trainer = Trainer(config, state, torch.device("cpu"))
     trainer.step()
     buckets = trainer.optimizer.buckets.buckets
@@ -117,15 +115,17 @@ def test_a_trainer_holds_what_is_predicted(tensor, name, dtype, ranks2, tmp_path
     model = MODELS[name].with_sizes(vocab_size=256)
     layout = RankLayout(tensor, 1, 2 // tensor)
     predicted = memory_of(job_of(model, element=dtype.itemsize), layout)
-    for found in ranks2.run(
-        under, "c10d", "torch", held_by_trainer, model, tensor, str(tmp_path / "text"), dtype
-    ):
+    sizes = {"model": model, "steps": 2, "batch": 4, "tokens": 8, "dtype": dtype}
+    config = TrainConfig(data=str(tmp_path / "text"), sequence_parallel=True, **sizes)
+    needed = least_bytes(config, tensor, layout.data)
+    for found in ranks2.run(under, "c10d", "torch", held_by_trainer, config, tensor):
         total, weights, gradients, optimizer, parameters, buckets = found
         padding = ALIGNMENT * (parameters + buckets * layout.data)
         assert weights == predicted.weights
         assert 0 <= gradients - predicted.gradients <= 4 * padding
         assert 0 <= optimizer - predicted.optimizer <= 12 * padding
         assert 0 <= total - (weights + gradients + optimizer) <= FEW
+        assert total / 2 < needed <= total + predicted.activations
 
 
 def test_stages_keep_micro_batches_until_their_backward():

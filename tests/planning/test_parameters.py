@@ -16,14 +16,13 @@ NAMED = {"gpt2-small": model_config("gpt2-small"), "llama3-8b": model_config("ll
 
 def counted(model):
     """What a model has on this rank."""
-    found = ParameterCount()
+    sharded = replicated = marked = 0
     for parameter in model.parameters():
         marks, count = Attributes.of(parameter), parameter.numel()
-        if marks.tensor_model_parallel:
-            found += ParameterCount(sharded=count)
-        else:
-            found += ParameterCount(replicated=count, marked=count * marks.sequence_parallel)
-    return found
+        sharded += count * marks.tensor_model_parallel
+        replicated += count * (not marks.tensor_model_parallel)
+        marked += count * marks.sequence_parallel
+    return ParameterCount(sharded, replicated, marked)
 
 
 @once(name=[*MODELS, *NAMED], tensor=[4, 1, 2])

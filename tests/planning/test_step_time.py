@@ -5,52 +5,41 @@ from dataclasses import replace
 
 import pytest
 
-from bench.streams.prediction import block_exposed
 from tests.planning.shapes import GPT2, LLAMA
 from tests.products import pairwise
-from tpkernels.comm.schedule import MOST_CHUNKS
 from tpkernels.dispatch.candidates import TARGET_GPUS
 from tpkernels.models.config import model_config
 from tpkernels.planning.gpus import RATED_GPUS, RatedGpu, gpu_named
 from tpkernels.planning.job import Hardware, Job, RankLayout
 from tpkernels.planning.memory import parameters_of_stage
-from tpkernels.planning.step_time import OverlappedWork, _TransferTimes, exposed, message_between_stages
-from tpkernels.planning.step_time import step_time as _step_time
+from tpkernels.planning.step_time import (
+    OverlappedWork,
+    _TransferTimes,
+    exposed,
+    message_between_stages,
+    step_time,
+)
 
 ROUND = RatedGpu("round numbers", 132, flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
 MACHINE = Hardware(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)
 JOB = Job(model=LLAMA.with_sizes(num_layers=8), tokens=64, batch=16)
 
 
-def step_time(job, layout, machine):
-    return _step_time(job, layout, machine, block_exposed)
-
-
 @pytest.mark.parametrize(
-    ("work", "products", "transfers", "seconds"),
+    ("alone", "products", "transfers", "seconds"),
     [
-        (
-            OverlappedWork(products_alone=0.25, transfers_alone=0.0),
-            8.0,
-            6.0,
-            0.0,
-        ),  # all but the last quarter hide it
-        (OverlappedWork(products_alone=0.25, transfers_alone=0.0), 8.0, 7.0, 1.0),
-        (OverlappedWork(products_alone=0.25, transfers_alone=0.2), 8.0, 6.0, 1.2),  # before the first product
-        (OverlappedWork(), 8.0, 7.0, 7.0),  # one after the other
-        (OverlappedWork(products_alone=0.25, transfers_alone=0.0), 0.0, 7.0, 7.0),  # nothing to hide behind
-        (OverlappedWork(products_alone=0.0, transfers_alone=0.0), 8.0, 7.0, 0.0),  # another product hides it
-        (OverlappedWork(products_alone=0.0, transfers_alone=0.0), 8.0, 9.0, 1.0),
-        (
-            OverlappedWork(products_alone=0.25, transfers_alone=0.25),
-            80.0,
-            8.0,
-            2.0,
-        ),  # the last, whatever the products
-        (OverlappedWork(products_alone=0.25, transfers_alone=0.25), 8.0, 0.0, 0.0),
+        ((0.25, 0.0), 8.0, 6.0, 0.0),  # all but the last quarter hide it
+        ((0.25, 0.0), 8.0, 7.0, 1.0),
+        ((0.25, 0.2), 8.0, 6.0, 1.2),  # before the first product
+        ((1.0, 1.0), 8.0, 7.0, 7.0),  # one after the other
+        ((0.25, 0.0), 0.0, 7.0, 7.0),  # nothing to hide behind
+        ((0.0, 0.0), 8.0, 7.0, 0.0),  # another product hides it
+        ((0.25, 0.25), 80.0, 8.0, 2.0),  # the last, whatever the products
     ],
 )
-def test_products_hide_transfers_but_for_what_is_alone(work, products, transfers, seconds):
+def test_products_hide_transfers_but_for_what_is_alone(alone, products, transfers, seconds):
+    products_alone, transfers_alone = alone
+    work = OverlappedWork(products_alone=products_alone, transfers_alone=transfers_alone)
     assert exposed(work, products, transfers) == pytest.approx(seconds)
 
 
@@ -172,10 +161,8 @@ def test_data_sheets():
     assert gpu_named("h100").floor(1.0, 3.35e12) == 1.0  # little work, much memory
     for gpu in RATED_GPUS.values():
         assert gpu.network < gpu.nvlink < gpu.bytes < gpu.flops
-    assert {name: gpu.processors for name, gpu in RATED_GPUS.items()} == {
-        name: TARGET_GPUS[name].target.processors for name in RATED_GPUS
-    }
-    assert MOST_CHUNKS > 1
+    processors = {name: TARGET_GPUS[name].target.processors for name in RATED_GPUS}
+    assert {name: gpu.processors for name, gpu in RATED_GPUS.items()} == processors
     with pytest.raises(ValueError, match="gpu: expected one of h200, h100, a100, got 'h1000'"):
         gpu_named("h1000")
 

@@ -50,17 +50,6 @@ def saved_then(config, folder):
     return losses_of(trainer, 2)
 
 
-def saved_as_before(config, folder):
-    save = dcp.save
-
-    def without(path, *args, extra, **named):
-        del extra["fp8"]
-        return save(path, *args, extra=extra, **named)
-
-    with patch.object(dcp, "save", without):
-        return saved_then(config, folder)
-
-
 def resumed(config, folder):
     trainer = trainer_for(config)
     with warnings.catch_warnings(record=True) as told:
@@ -95,12 +84,6 @@ def test_a_run_goes_on_to_the_digit_and_other_products_are_said(config, tmp_path
     ):
         told = [text for _, text in ranks2.run(resumed, replace(config, fp8=fp8), tmp_path)]
         assert [said in text for text in told].count(True) == 1  # by one rank of the machine
-
-
-def test_a_checkpoint_from_before_there_was_fp8_goes_on(config, tmp_path, ranks2):
-    config = replace(config, fp8="")
-    expected = ranks2.run(saved_as_before, config, tmp_path)
-    assert ranks2.run(resumed, config, tmp_path) == [(losses, "") for losses in expected]
 
 
 def test_what_cannot_be_is_refused(config):

@@ -16,24 +16,39 @@ from tpkernels.training.launch import device_of_rank, join_world, loopback_store
 TELL = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))"
 
 
-@pytest.fixture
-def environments(tmp_path, monkeypatch):
-    """What each rank of a run finds."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # it stays the test's own
-
-    def find(ranks):
-        assert run_ranks([sys.executable, "-c", TELL, str(tmp_path / "rank-")], ranks) == 0
-        return [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(ranks)]
-
-    return find
+@pytest.fixture(autouse=True)
+def _same_handlers(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # they stay the test's own
 
 
-def test_gloo_listens_on_loopback_only_unless_the_user_chose_an_interface(environments, monkeypatch):
+def run(program, *arguments):
+    return run_ranks([sys.executable, "-c", program, *map(str, arguments)], 2)
+
+
+def test_gloo_listens_on_loopback_only_unless_the_user_chose_an_interface(monkeypatch, tmp_path):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    assert {found["GLOO_SOCKET_IFNAME"] for found in environments(2)} == loopback
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert [found["GLOO_SOCKET_IFNAME"] for found in environments(2)] == ["eth7", "eth7"]
+    for name in (*loopback, "eth7"):
+        assert run(TELL, tmp_path / "rank-") == 0
+        found = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
+        assert [one["GLOO_SOCKET_IFNAME"] for one in found] == [name] * 2
+        assert [one["RANK"] for one in found] == [one["LOCAL_RANK"] for one in found] == ["0", "1"]
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+
+
+FAILS = "import os, time; exec(os.environ['RANK'] == '1' and {!r} or 'time.sleep(100)')"
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        ("raise SystemExit(7)", 7, "rank 1 ended with exit code 7"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_the_rank_that_fails_is_named_and_the_others_are_ended(fault, code, said, capfd):
+    assert run(FAILS.format(fault)) == code
+    assert capfd.readouterr().err == f"\n{said}; the other ranks were ended\n"
 
 
 def test_store_is_reached_by_this_machine_alone():

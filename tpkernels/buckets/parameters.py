@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.supported import Problem
-from tpkernels.groups.agreement import sums_of_bits
+from tpkernels.groups.checksums import sums_of_bits
 from tpkernels.tp_invariance import mode
 
 NamedParameters = list[tuple[str, nn.Parameter]]

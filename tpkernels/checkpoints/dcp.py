@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,10 +32,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tpkernels.checkpoints.dtensor import as_dtensor
-from tpkernels.checkpoints.optimizer_state import GROUPS, STATE, Described, OptimizerState
+from tpkernels.checkpoints.optimizer_state import GROUPS, STATE, OptimizerState
 from tpkernels.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.checkpoints.saved import (
-    SUMS,
     Planner,
     Reader,
     files_of,
@@ -46,7 +44,7 @@ from tpkernels.checkpoints.saved import (
     sums_of_own,
     write_sums,
 )
-from tpkernels.checkpoints.shards import TensorShard, require_one_stage, shards_of, world_of
+from tpkernels.checkpoints.shards import TensorShard, require_alike, require_one_stage, shards_of, world_of
 from tpkernels.errors import warn
 from tpkernels.files import clear, read_bytes, replace_text
 from tpkernels.groups import c10d
@@ -54,6 +52,7 @@ from tpkernels.groups.random import get_rng_tracker
 from tpkernels.layers.world import State
 
 LATEST = "latest"
+MODEL, RANDOM = "model.", "random."  # prefixes of entries
 
 
 def save(
@@ -81,24 +80,27 @@ def save(
         require_one_stage(state)
         shards = shards_of(model, state)
         world = world_of(model, state)
-        content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in shards.items()}
+        content: dict[str, Any] = {f"{MODEL}{name}": shard for name, shard in shards.items()}
         if optimizer is not None:
-            content |= _as_dtensors(OptimizerState(optimizer, shards).content(), world.group)
+            content |= OptimizerState(optimizer, shards).content()
+        content = _as_dtensors(content, world.group)
         content |= _rows_of_ranks(_streams()) | {"extra": extra, "sizes": _sizes(world.size)}
     with raise_on_all_ranks(request):
         if dist.get_rank() == 0:
             clear(unfinished)  # of a run that ended while it wrote
             unfinished.mkdir(parents=True)
-    _write(unfinished, content)
-    own: dict[str, str] = {}
-    with raise_on_all_ranks(request):
-        own = sums_of_own(unfinished, dist.get_rank(), dist.get_world_size())
-    sums = _gathered(own)
-    with raise_on_all_ranks(request):
-        if dist.get_rank() == 0:
-            with _removed_on_failure(unfinished):
+    with _removed_on_failure(unfinished):
+        _write(unfinished, content)
+        own: dict[str, str] = {}
+        with raise_on_all_ranks(request):
+            own = sums_of_own(unfinished, dist.get_rank(), dist.get_world_size())
+        sums = _gathered(own)
+        with raise_on_all_ranks(request):
+            if dist.get_rank() == 0:
                 write_sums(unfinished, sums)
                 unfinished.rename(path)
+    with raise_on_all_ranks(request):
+        if dist.get_rank() == 0:
             replace_text(path.with_name(LATEST), path.name)
 
 
@@ -124,16 +126,14 @@ def load(
         if not path.is_dir():
             raise FileNotFoundError(f"there is no checkpoint {path}")
         summed = intact_files(path, dist.get_rank(), dist.get_world_size())
-    with raise_on_all_ranks(request):
+    with raise_on_all_ranks(request):  # once all sums were compared: they name the cause
         saved = read_metadata(path)
-        if summed is None:
-            _warn_of_no_sums(path)
-        else:
-            require_sums(path, files_of(saved), summed)
+        require_sums(path, files_of(saved), summed)
         require_one_stage(state)
         shards = shards_of(model, state)
         world = world_of(model, state)
-        _compare(shards, saved)
+        weights = {n.removeprefix(MODEL): t for n, t in _described(saved, MODEL).items() if t is not None}
+        require_alike(shards, weights, "the checkpoint is of another model:")
         header: dict[str, Any] = dict.fromkeys(("extra", "sizes"))
         if optimizer is not None:
             if GROUPS not in saved.state_dict_metadata:
@@ -143,13 +143,15 @@ def load(
     _read(reader, header, weights_only=weights_only)
     same_sizes = header["sizes"] == _sizes(world.size)
     with raise_on_all_ranks(request):
-        content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in shards.items()}
+        content: dict[str, Any] = {f"{MODEL}{name}": shard for name, shard in shards.items()}
         resumed = None
         if optimizer is not None:
             resumed = OptimizerState(optimizer, shards)
             resumed.require_groups(header[GROUPS])
-            content |= _as_dtensors(resumed.place_for(_entries_of_optimizer(saved)), world.group)
-        streams = _places_of_streams(saved) if same_sizes else {}
+            content |= resumed.place_for(_described(saved, STATE))
+        content = _as_dtensors(content, world.group)
+        saved_streams = _described(saved, RANDOM).items() if same_sizes else ()
+        streams = {n: torch.empty_like(t[:1], device="cpu") for n, t in saved_streams if t is not None}
         content |= _rows_of_ranks(streams)
     _read(reader, content, weights_only=weights_only)
     for shard in shards.values():
@@ -187,35 +189,25 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     try:
         storage.save(content, storage_writer=storage.FileSystemWriter(path), planner=planner)
     except storage.CheckpointException as error:  # a BaseException, on all ranks
-        if dist.get_rank() == 0:
-            shutil.rmtree(path, ignore_errors=True)
         raise RuntimeError(f"the checkpoint could not be written to {path}: {_causes(error)}") from error
 
 
 @contextmanager
 def _removed_on_failure(path: Path) -> Iterator[None]:
-    """Remove an unfinished checkpoint: the disk may be full."""
+    """Remove an unfinished checkpoint: the disk may be full. Called by all ranks."""
     try:
         yield
     except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
         raise
 
 
 def _gathered(own: dict[str, str]) -> dict[str, str]:
     """All-gather the sums of the ranks' files."""
     everybody: list[dict[str, str]] = [own] * dist.get_world_size()
-    if dist.get_world_size() > 1:
-        dist.all_gather_object(everybody, own)
+    dist.all_gather_object(everybody, own)
     return {name: value for some in everybody for name, value in some.items()}
-
-
-def _warn_of_no_sums(path: Path) -> None:
-    if dist.get_rank() == 0:
-        warnings.warn(
-            f"{path} has no {SUMS}, as older checkpoints: its files cannot be checked for damage",
-            stacklevel=3,
-        )
 
 
 def _read(reader: Reader, content: dict[str, Any], *, weights_only: bool) -> None:
@@ -238,30 +230,6 @@ def _sizes(tensor: int) -> dict[str, int]:
     return {"world_size": dist.get_world_size(), "tensor": tensor}
 
 
-def _compare(shards: dict[str, TensorShard], saved: Metadata) -> None:
-    there = {
-        name.removeprefix("model."): entry
-        for name, entry in saved.state_dict_metadata.items()
-        if name.startswith("model.")
-    }
-    missing, surplus = [n for n in shards if n not in there], [n for n in there if n not in shards]
-    if missing or surplus:
-        raise ValueError(
-            f"the checkpoint is of another model: it lacks {missing or 'nothing'}, and has also "
-            f"{surplus or 'nothing'}; build the model that was saved"
-        )
-    for name, shard in shards.items():
-        entry = there[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(f"'{name}': expected a tensor as in the model, got an object in the checkpoint")
-        expected = shard.shape, shard.local.dtype
-        if (tuple(entry.size), entry.properties.dtype) != expected:
-            raise ValueError(
-                f"'{name}': expected {expected[0]} of {expected[1]} as in the model, the checkpoint has "
-                f"{tuple(entry.size)} of {entry.properties.dtype}"
-            )
-
-
 def _as_dtensors(content: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
     return {
         name: as_dtensor(value, group) if isinstance(value, TensorShard) else value
@@ -269,31 +237,23 @@ def _as_dtensors(content: dict[str, Any], group: ProcessGroup) -> dict[str, Any]
     }
 
 
-def _entries_of_optimizer(saved: Metadata) -> dict[str, Described | None]:
-    """Shape and dtype of the tensors of an optimizer's state; None for pickled values."""
+def _described(saved: Metadata, prefix: str) -> dict[str, Tensor | None]:
+    """Return the entries whose names have the prefix: tensors on the meta device, None for other values."""
     return {
-        name: Described(tuple(entry.size), entry.properties.dtype)
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         if isinstance(entry, TensorStorageMetadata)
         else None
         for name, entry in saved.state_dict_metadata.items()
-        if name.startswith(STATE)
+        if name.startswith(prefix)
     }
 
 
 def _streams() -> dict[str, Tensor]:
     """This rank's streams: each is a row of one tensor for all ranks."""
     return {
-        f"random.{stream}.{device}": value[None]
+        f"{RANDOM}{stream}.{device}": value[None]
         for stream, generators in get_rng_tracker().get_states().items()
         for device, value in generators.items()
-    }
-
-
-def _places_of_streams(saved: Metadata) -> dict[str, Tensor]:
-    return {
-        name: torch.empty(1, entry.size[1], dtype=entry.properties.dtype)
-        for name, entry in saved.state_dict_metadata.items()
-        if name.startswith("random.") and isinstance(entry, TensorStorageMetadata)
     }
 
 
@@ -311,6 +271,6 @@ def _rows_of_ranks(rows: dict[str, Tensor]) -> dict[str, DTensor]:
 def _restore_streams(streams: dict[str, Tensor]) -> None:
     states: dict[str, dict[str, Tensor]] = {}
     for name, row in streams.items():
-        stream, device = name.removeprefix("random.").rsplit(".", 1)
+        stream, device = name.removeprefix(RANDOM).rsplit(".", 1)
         states.setdefault(stream, {})[device] = row[0]
     get_rng_tracker().set_states(states)

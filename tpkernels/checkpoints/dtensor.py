@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +38,7 @@ def as_dtensors(model: nn.Module, state: State = None) -> dict[str, DTensor]:
 def as_dtensor(shard: TensorShard, group: ProcessGroup) -> DTensor:
     """Return `shard` as a DTensor of the full shape over `group`, in the memory of the shard."""
     if shard.dim is None and isinstance(shard.tensor, DTensor):
-        return DTensor.from_local(
-            shard.local,
-            shard.tensor.device_mesh,
-            shard.tensor.placements,
-            run_check=False,
-            shape=shard.tensor.shape,
-            stride=shard.tensor.stride(),
-        )
+        return cast(DTensor, shard.tensor.detach())
     device_type = shard.local.device.type
     return over_mesh(shard, DeviceMesh.from_group(group, device_type, mesh_dim_names=(TENSOR_DIM,)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Set
+from collections.abc import Container, Mapping
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from tpkernels.checkpoints.raise_on_all_ranks import raise_on_all_ranks
-from tpkernels.checkpoints.shards import TensorShard, require_one_stage, shards_of, unwrapped, world_of
+from tpkernels.checkpoints.shards import (
+    TensorShard,
+    require_alike,
+    require_one_stage,
+    shards_of,
+    unwrapped,
+    world_of,
+)
 from tpkernels.layers.world import State
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
 
@@ -59,7 +66,9 @@ def load_full_state_dict(
     """
     with raise_on_all_ranks("load_full_state_dict"):
         shards = shards_of(model, state)
-        _compare(shards, full, unwrapped(model).state_dict().keys(), cast=cast)
+        aliases = unwrapped(model).state_dict().keys()
+        problem = "expected the tensors of the model by name:"
+        require_alike(shards, full, problem, cast=cast, aliases=aliases)
     for name, shard in shards.items():
         for chunk in shard.chunks():
             chunk.view.copy_(full[name][chunk.where])
@@ -78,22 +87,3 @@ def _gathered(shard: TensorShard, group: ProcessGroup) -> Tensor:
         for chunk in shard.chunks(local.movedim(0, shard.dim), rank):
             full[chunk.where] = chunk.view
     return full
-
-
-def _compare(
-    shards: Mapping[str, TensorShard], full: Mapping[str, Tensor], known: Set[str], *, cast: bool
-) -> None:
-    missing = [name for name in shards if name not in full]
-    surplus = [name for name in full if name not in shards and name not in known]
-    if missing or surplus:
-        raise ValueError(
-            f"expected the tensors of the model by name: missing are {missing or 'none'}, not in the model "
-            f"are {surplus or 'none'}"
-        )
-    for name, shard in shards.items():
-        if tuple(full[name].shape) != shard.shape:
-            raise ValueError(f"'{name}': expected {shard.shape}, got {tuple(full[name].shape)}")
-        if full[name].dtype != shard.local.dtype and not cast:
-            raise ValueError(
-                f"'{name}': expected {shard.local.dtype}, got {full[name].dtype}; pass cast=True to convert"
-            )

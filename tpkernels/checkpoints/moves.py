@@ -10,8 +10,8 @@ is one; several holders send in turn. So a rank computes its own moves without t
 ...     print(move.sender, move.receiver, move.block, move.size)
 0 0 ((0, 4), (0, 1)) 8
 1 0 ((4, 8), (0, 1)) 8
-1 1 ((4, 8), (1, 2)) 8
 0 1 ((0, 4), (1, 2)) 8
+1 1 ((4, 8), (1, 2)) 8
 
 Blocks are packed into messages of at most `bucket_bytes`. All messages of all ranks have one order, in which
 each rank starts its own, a few at a time. So the first message that has not arrived is in flight on both of
@@ -20,9 +20,7 @@ its ranks, and no deadlock is possible.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -53,8 +51,7 @@ class BlockMove(NamedTuple):
     size: int  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class BlockMessage:
+class BlockMessage(NamedTuple):
     """Blocks that one rank sends to another together."""
 
     sender: int
@@ -109,20 +106,23 @@ def moves_of(
 
     machines: the machine of each rank
     """
-    layouts: dict[tuple[tuple[Blocks, ...], tuple[Blocks, ...]], _PlacementShares] = {}
+    shares_of: dict[object, list[_Share]] = {}
+    turns: dict[object, int] = {}  # the position of the first sender, by layout
     moves = []
     for name, item_bytes, held, wanted in placements:
-        key = tuple(held), tuple(wanted)
-        layout = layouts.get(key)
-        if layout is None:  # layers of a model are alike
-            layout = layouts[key] = _PlacementShares(
-                _shares_of(name, *key, machines, rank), turn=len(layouts)
-            )
-        for share in layout.shares:
-            size = elements(share.block) * item_bytes
-            for sender, receiver in share.pairs(layout.turn):
-                moves.append(BlockMove(name, sender, receiver, share.block, size))
-        layout.turn += 1
+        layout = tuple(held), tuple(wanted)
+        if layout not in shares_of:  # layers of a model are alike
+            shares = _shares_of(name, *layout, machines)
+            shares_of[layout] = [each for each in shares if rank is None or each.has(rank)]
+            turns[layout] = len(turns)
+        first = turns[layout]
+        for block, senders, receivers in shares_of[layout]:
+            size = elements(block) * item_bytes
+            for turn, receiver in enumerate(receivers, start=first):
+                sender = senders[turn % len(senders)]
+                if rank is None or rank in (sender, receiver):
+                    moves.append(BlockMove(name, sender, receiver, block, size))
+        turns[layout] += 1
     return moves
 
 
@@ -171,153 +171,62 @@ def messages_of(moves: Iterable[BlockMove], bucket_bytes: int, ranks: int) -> li
     ]
 
 
-@dataclass
-class _Share:
-    """A block that some ranks need, and the ranks that send it in turn.
-
-    place: the position, among the senders, of the rank whose moves are wanted; None: it is no sender
-    own: positions of that rank among the receivers; all positions if all moves are wanted
-    """
+class _Share(NamedTuple):
+    """A block, the ranks that send it in turn, and the ranks that need it."""
 
     block: Block
     senders: tuple[int, ...]
-    receivers: list[int] = field(default_factory=list)
-    place: int | None = None
-    own: Sequence[int] = ()
+    receivers: list[int]
 
-    def find(self, rank: int | None) -> bool:
-        """Note whose moves are wanted; return whether there may be any."""
-        if rank is None:
-            self.own = range(len(self.receivers))
-        else:
-            self.own = [number for number, receiver in enumerate(self.receivers) if receiver == rank]
-            self.place = self.senders.index(rank) if rank in self.senders else None
-        return self.place is not None or len(self.own) > 0
-
-    def pairs(self, turn: int) -> Iterator[tuple[int, int]]:
-        """Yield senders and receivers. turn: the position of the first sender"""
-        count, numbers = len(self.senders), self.own
-        if self.place is not None:
-            numbers = sorted({*numbers, *range((self.place - turn) % count, len(self.receivers), count)})
-        for number in numbers:
-            yield self.senders[(number + turn) % count], self.receivers[number]
-
-
-@dataclass
-class _PlacementShares:
-    """The shares of tensors with the same placement. turn: the first sender's position for the next tensor"""
-
-    shares: list[_Share]
-    turn: int
+    def has(self, rank: int) -> bool:
+        return rank in self.senders or rank in self.receivers
 
 
 def _shares_of(
-    name: str,
-    held: Sequence[Blocks],
-    wanted: Sequence[Blocks],
-    machines: Sequence[Hashable],
-    rank: int | None,
+    name: str, held: Sequence[Blocks], wanted: Sequence[Blocks], machines: Sequence[Hashable]
 ) -> list[_Share]:
+    """Cut the needed blocks where their holders change; raise if no rank holds one."""
+    holders_of: dict[Block, list[int]] = {}
+    for rank, blocks in enumerate(held):
+        for block in filter(elements, blocks):
+            holders_of.setdefault(block, []).append(rank)
+    in_order = [(block, tuple(ranks)) for block, ranks in sorted(holders_of.items())]
+    cells_of: dict[Block, list[tuple[Block, tuple[int, ...]]]] = {}
     shares: dict[object, _Share] = {}
-    by_machine: dict[int, dict[Hashable, list[int]]] = {}  # the holders of each cell
-    for receiver, cells in enumerate(_cells_of(name, held, wanted)):
-        machine = machines[receiver]
-        for number, block, holders in cells:
-            if holders is None:
-                shares[number, receiver] = _Share(block, (receiver,), [receiver])
-                continue
-            if number not in by_machine:
-                by_machine[number] = {}
-                for holder in holders:
-                    by_machine[number].setdefault(machines[holder], []).append(holder)
-            near = by_machine[number].get(machine)
-            key = number, None if near is None else (machine,)
-            if key not in shares:
-                shares[key] = _Share(block, tuple(near or holders))
-            shares[key].receivers.append(receiver)
-    return [share for share in shares.values() if share.find(rank)]
+    for receiver, blocks in enumerate(wanted):
+        for needed in filter(elements, blocks):
+            if needed not in cells_of:
+                cells_of[needed] = list(_cells(needed, in_order))
+            for block, holders in cells_of[needed]:
+                if not holders:
+                    ranges = ", ".join(f"{begin}:{end}" for begin, end in block)
+                    raise ValueError(f"'{name}': rank {receiver} needs [{ranges}], which no rank holds")
+                senders = tuple(rank for rank in holders if machines[rank] == machines[receiver]) or holders
+                if receiver in holders:
+                    senders = (receiver,)
+                shares.setdefault((block, senders), _Share(block, senders, [])).receivers.append(receiver)
+    return list(shares.values())
 
 
-class _Cell(NamedTuple):
-    """A block that a rank needs, with the same holders for all of it."""
-
-    number: int  # equal cells have one number
-    block: Block
-    holders: tuple[int, ...] | None  # None: the rank holds it itself
-
-
-def _cells_of(name: str, held: Sequence[Blocks], wanted: Sequence[Blocks]) -> list[list[_Cell]]:
-    """Return the cells that each rank needs; raise if no rank holds one."""
-    index = _Index(held)
-    numbers: dict[object, int] = {}
-    known: dict[tuple[Blocks, Blocks], list[_Cell]] = {}
-    found = []
-    for rank, key in enumerate(zip(held, wanted, strict=True)):
-        if key not in known:
-            own, needed = key
-            known[key] = [
-                _Cell(numbers.setdefault(cell, len(numbers)), *cell)
-                for block in needed
-                for cell in _cells(index, own, block)
-            ]
-        for _, block, holders in known[key]:
-            if holders == ():
-                raise ValueError(f"'{name}': rank {rank} needs {_words(block)}, which no rank holds")
-        found.append(known[key])
-    return found
-
-
-def _cells(index: _Index, own: Blocks, needed: Block) -> Iterator[tuple[Block, tuple[int, ...] | None]]:
-    if not all(begin < end for begin, end in needed):
-        return
-    lacking = [needed]
-    for mine in own:
-        rest = []
-        for block in lacking:
-            if (held := common(block, mine)) is None:
-                rest.append(block)
-                continue
-            yield held, None
-            rest += without(block, held)
-        lacking = rest
-    for block in lacking:
-        yield from index.cells(block)
-
-
-class _Index:
-    """Distinct blocks and their holders, in the order of their first rows."""
-
-    def __init__(self, held: Sequence[Blocks]) -> None:
-        holders: dict[Block, list[int]] = {}
-        for rank, blocks in enumerate(held):
-            for block in blocks:
-                if all(begin < end for begin, end in block):
-                    holders.setdefault(block, []).append(rank)
-        self._entries = sorted((block, tuple(ranks)) for block, ranks in holders.items())
-        self._begins = [block[0][0] if block else 0 for block, _ in self._entries]
-        self._longest = max((block[0][1] - block[0][0] for block, _ in self._entries if block), default=1)
-
-    def cells(self, needed: Block) -> Iterator[tuple[Block, tuple[int, ...]]]:
-        """Yield parts of a block, each with all of its holders."""
-        cells: list[tuple[Block, tuple[int, ...]]] = [(needed, ())]
-        begin, end = needed[0] if needed else (0, 1)
-        first = bisect_left(self._begins, begin - self._longest + 1)
-        for block, ranks in self._entries[first : bisect_left(self._begins, end)]:
-            if common(block, needed) is None:
-                continue
-            finer = []
-            for cell, holders in cells:
-                shared = common(cell, block)
-                if shared is not None:
-                    finer.append((shared, (*holders, *ranks)))
-                    finer += [(rest, holders) for rest in without(cell, shared)]
-                elif cell and cell[0][1] <= block[0][0]:
-                    yield cell, holders  # all later blocks begin after it
-                else:
-                    finer.append((cell, holders))
-            cells = finer
-        yield from cells
-
-
-def _words(block: Block) -> str:
-    return f"[{', '.join(f'{begin}:{end}' for begin, end in block)}]"
+def _cells(
+    needed: Block, held: Sequence[tuple[Block, tuple[int, ...]]]
+) -> Iterator[tuple[Block, tuple[int, ...]]]:
+    """Yield parts of a block, each with all of its holders. held: blocks in order, with their holders"""
+    cells: list[tuple[Block, tuple[int, ...]]] = [(needed, ())]
+    for block, ranks in held:
+        if needed and (block[0][1] <= needed[0][0] or needed[0][1] <= block[0][0]):
+            continue  # cheaper than `common`
+        if common(block, needed) is None:
+            continue
+        finer = []
+        for cell, holders in cells:
+            shared = common(cell, block)
+            if shared is not None:
+                finer.append((shared, (*holders, *ranks)))
+                finer += [(rest, holders) for rest in without(cell, shared)]
+            elif cell and cell[0][1] <= block[0][0]:
+                yield cell, holders  # all later blocks begin after it
+            else:
+                finer.append((cell, holders))
+        cells = finer
+    yield from cells

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tpkernels.checkpoints.reshard_transfer import freed_like, is_freed
+from tpkernels.checkpoints.freed import freed_like, is_freed
 from tpkernels.checkpoints.shards import TensorShard
 
 STATE = "optimizer.state."  # prefix of entries: optimizer.state.NAME.KEY
 GROUPS = "optimizer.groups"
 # options that are not copied from one optimizer to another
 _OWN = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
-
-
-class Described(NamedTuple):
-    """Shape and dtype of a tensor in an optimizer's state."""
-
-    shape: tuple[int, ...]  # full
-    dtype: torch.dtype
 
 
 class OptimizerState:
@@ -37,7 +30,7 @@ class OptimizerState:
                 "keeps it in another optimizer, sharded in a way of its own"
             )
         self.optimizer = optimizer
-        self.shards = shards
+        self._owned: dict[str, tuple[TensorShard, dict[str, Any]]] = {}  # shards, and options of their groups
         self._placed: dict[str, Tensor] = {}  # local tensors that are filled, with padding
         by_id = {id(shard.tensor): name for name, shard in shards.items()}
         self.names: list[list[str]] = []  # of each parameter group
@@ -49,6 +42,7 @@ class OptimizerState:
                     "a parameter of the model; build the optimizer over model.parameters()"
                 )
             self.names.append([by_id[id(parameter)] for parameter in options["params"]])
+            self._owned |= {name: (shards[name], options) for name in self.names[-1]}
 
     def content(self) -> dict[str, Any]:
         """Return the entries: shards, numbers, and the groups' options."""
@@ -57,7 +51,7 @@ class OptimizerState:
             for options, names in zip(self.optimizer.param_groups, self.names, strict=True)
         ]
         found: dict[str, Any] = {GROUPS: groups}
-        for name, (shard, _) in self._owned().items():
+        for name, (shard, _) in self._owned.items():
             for key, value in self.optimizer.state.get(shard.tensor, {}).items():
                 found[f"{STATE}{name}.{key}"] = self._shared(name, key, value)
         return found
@@ -82,28 +76,31 @@ class OptimizerState:
                 "optimizer lacks: its state would mean something else; build both of the same class"
             )
 
-    def place_for(self, entries: Mapping[str, Described | None]) -> dict[str, TensorShard | Tensor | None]:
-        """Return new tensors to fill for the entries of another optimizer; None for values without tensor."""
-        owned = self._owned()
+    def place_for(self, entries: Mapping[str, Any]) -> dict[str, TensorShard | Tensor | None]:
+        """Return new tensors for the tensors among another optimizer's entries; None for other values.
+
+        entries: full tensors, whose values are copied, or on the meta device, to be filled by the caller
+        """
         place: dict[str, TensorShard | Tensor | None] = {}
-        for entry, described in entries.items():
+        for entry, value in entries.items():
             name, key = _name_and_key(entry)
-            if name not in owned:
+            if name not in self._owned:
                 raise ValueError(f"optimizer: there is {key!r} of {name!r}, which is not in its groups")
-            shard, options = owned[name]
-            if described is None:
+            shard, options = self._owned[name]
+            if not isinstance(value, Tensor):
                 place[entry] = None
-                continue
-            shape, dtype = described
-            if shape and shape == shard.shape:
+            elif value.ndim and value.shape == shard.shape:
                 is_later = not isinstance(shard.tensor, DTensor) and is_freed(shard.tensor)
                 new = freed_like if is_later else torch.zeros_like
-                self._placed[entry] = new(shard.tensor, dtype=dtype)
+                self._placed[entry] = new(shard.tensor, dtype=value.dtype)
                 place[entry] = shard.of(self._placed[entry])
             else:
                 on_device = options.get("capturable") or options.get("fused")
                 device = shard.local.device if on_device else torch.device("cpu")
-                place[entry] = self._placed[entry] = torch.empty(shape, dtype=dtype, device=device)
+                new_value = (
+                    torch.empty_like(value, device=device) if value.is_meta else value.to(device, copy=True)
+                )
+                place[entry] = self._placed[entry] = new_value
         return place
 
     def take(self, groups: list[dict[str, Any]], content: Mapping[str, Any]) -> None:
@@ -114,24 +111,15 @@ class OptimizerState:
                 if isinstance(value, Tensor) and isinstance(now, Tensor):
                     value = value.to(now.device)
                 options[key] = value
-        owned = self._owned()
-        for shard, _ in owned.values():
+        for shard, _ in self._owned.values():
             self.optimizer.state.pop(shard.tensor, None)
         for entry, value in content.items():
             if entry.startswith(STATE):
                 name, key = _name_and_key(entry)
-                self.optimizer.state[owned[name][0].tensor][key] = self._placed.get(entry, value)
-
-    def _owned(self) -> dict[str, tuple[TensorShard, dict[str, Any]]]:
-        """Each parameter's shard and the options of its group."""
-        return {
-            name: (self.shards[name], options)
-            for options, names in zip(self.optimizer.param_groups, self.names, strict=True)
-            for name in names
-        }
+                self.optimizer.state[self._owned[name][0].tensor][key] = self._placed.get(entry, value)
 
     def _shared(self, name: str, key: str, value: object) -> object:
-        shard = self.shards[name]
+        shard, _ = self._owned[name]
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
         if value.shape != shard.tensor.shape or isinstance(value, DTensor) != isinstance(

@@ -1,4 +1,4 @@
-"""The two sides of `reshard`: the tensors that each rank holds and needs, and whether they fit.
+"""The two sides of `reshard`: tensors that each rank holds and needs, whether they fit, and the plan.
 
 All ranks gather the descriptions of all ranks, so that each finds the same errors and the same plan.
 """
@@ -6,26 +6,55 @@ All ranks gather the descriptions of all ranks, so that each finds the same erro
 from __future__ import annotations
 
 import pickle
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from functools import lru_cache
+from itertools import combinations
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tpkernels.checkpoints.moves import Block, BlockMove, Placement, common
-from tpkernels.checkpoints.peer_memory import Located, Trial, can_read, own_trial
-from tpkernels.checkpoints.reshard_transfer import Peer, block_of, free, give_memory, is_freed
-from tpkernels.checkpoints.shards import Chunk, TensorShard, require_one_stage, shards_in, shards_of
-from tpkernels.comm.transports import select
-from tpkernels.comm.transports.processes import machine
-from tpkernels.interop.renamed_shards import Heads, NamingScheme, some_names, under_our_names
+from tpkernels.checkpoints.freed import free, give_memory, is_freed
+from tpkernels.checkpoints.moves import (
+    Block,
+    BlockMessage,
+    BlockMove,
+    Placement,
+    common,
+    messages_of,
+    moves_of,
+    steps_of,
+)
+from tpkernels.checkpoints.shards import (
+    Chunk,
+    TensorShard,
+    require_alike,
+    require_one_stage,
+    shards_in,
+    shards_of,
+)
 from tpkernels.layers.world import State
+from tpkernels.models.config import GPTConfig
 
 Tensors = Mapping[str, Tensor | TensorShard]  # by name; a plain tensor is a full one, a DTensor a shard
+
+
+class Renamed(NamedTuple):
+    """Shards under the names of a GPT.
+
+    chunks: by the GPT's name
+    padding: views of shards that no row of the GPT fills
+    """
+
+    chunks: dict[str, list[Chunk]]
+    padding: list[Tensor]
+
+
+# Renames shards of another library's model. Arguments: its shards by name; the GPT's full shapes by name; the
+# GPT's configuration, None if its tensors were given by name. Raises if names or shapes do not match.
+NamingScheme = Callable[[Mapping[str, TensorShard], Mapping[str, tuple[int, ...]], GPTConfig | None], Renamed]
 
 
 @dataclass
@@ -33,12 +62,13 @@ class Side:
     """One rank's shards of the tensors that it holds, or needs.
 
     shards: by the names of this side
-    tensors: by the names under which tensors move
+    chunks, shapes: of this rank, and of the full tensors, by the names under which tensors move
     together: for tensors of the caller's own mapping, the ranks that together hold each full tensor
     """
 
     shards: dict[str, TensorShard] = field(default_factory=dict)
-    tensors: dict[str, Part] = field(default_factory=dict)
+    chunks: dict[str, list[Chunk]] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     together: dict[str, tuple[int, ...]] = field(default_factory=dict)
     padding: list[Tensor] = field(default_factory=list)
 
@@ -65,12 +95,28 @@ class Side:
         """Add shards to move under their own names; raise if a rank would hold a row twice."""
         for name, shard in shards.items():
             chunks = list(shard.chunks())
-            if any(common(block_of(one), block_of(other)) for one, other in combinations(chunks, 2)):
+            if any(common(one.block, other.block) for one, other in combinations(chunks, 2)):
                 raise ValueError(
                     f"'{name}': expected ranges that do not overlap on a rank, got some twice; give each "
                     "copy a name of its own"
                 )
-            self.shards[name], self.tensors[name] = shard, Part(shard.shape, shard.local.dtype, chunks)
+            self.shards[name], self.chunks[name], self.shapes[name] = shard, chunks, tuple(shard.shape)
+
+    def rename(self, renamed: Renamed, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Let all tensors move under the names of a GPT. shapes: of its full tensors"""
+        self.chunks, self.padding = renamed
+        self.shapes = {name: shapes[name] for name in self.chunks}
+
+    def described(self) -> dict[str, ShardDescription]:
+        return {
+            name: ShardDescription(
+                self.shapes[name],
+                chunks[0].view.dtype,
+                tuple(chunk.block for chunk in chunks),
+                self.together.get(name),
+            )
+            for name, chunks in self.chunks.items()
+        }
 
     def give_memory(self, names: Iterable[str]) -> None:
         """Give the freed ones among these tensors memory again."""
@@ -83,48 +129,21 @@ class Side:
     def free(self, names: Iterable[str]) -> None:
         """Free the memory of these tensors."""
         for name in names:
-            if self.tensors.pop(name, None) is not None:  # it has views
+            if self.chunks.pop(name, None) is not None:  # they are views
                 free(self.shards[name].tensor)
 
-    def rename(self, ours: Mapping[str, tuple[int, ...]], names: NamingScheme, heads: Heads | None) -> None:
-        """Let all tensors move under our names. ours: full shapes by name"""
-        found = under_our_names(self.shards, ours, names, heads)
-        self.tensors = {
-            name: Part(ours[name], chunks[0].view.dtype, chunks) for name, chunks in found.chunks.items()
-        }
-        self.padding = found.padding
-
-    @property
-    def chunks(self) -> dict[str, Sequence[Chunk]]:
-        return {name: part.chunks for name, part in self.tensors.items()}
-
-    @property
-    def places(self) -> tuple[object, ...]:
-        """Names, ranges and memory of all shards: everything on this side that a plan depends on."""
-        found: list[object] = [*self.together.items()]
-        for name, shard in self.shards.items():
-            local, ranges = shard.local, tuple(map(tuple, shard.ranges))  # which callers may give as lists
-            found += name, tuple(shard.shape), shard.dim, ranges, shard.rank, tuple(shard.start)
-            found += local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
-            found += local.is_neg(), local.is_conj()
-        return tuple(found)
-
-    @property
-    def is_on_cpu(self) -> bool:
-        return all(
-            local.device.type == "cpu"
-            and not (local.is_conj() or local.is_neg())  # whose bytes are no numbers
-            for local in (shard.local for shard in self.shards.values())
-        )
-
     @torch.no_grad()
-    def finish(self) -> None:
-        """Zero the padding once the tensors are filled, and let autograd know of the new values."""
+    def zero_padding(self) -> None:
         for view in self.padding:
             view.zero_()
         for shard in self.shards.values():
             shard.zero_padding()
-            torch.autograd.graph.increment_version(shard.local)  # torch did not see the read bytes
+
+    def refuse_freed(self, why: str) -> None:
+        """Raise if a tensor was freed. why: the end of the message"""
+        for name, shard in self.shards.items():
+            if is_freed(shard.local):
+                raise ValueError(f"'{name}' was freed by a call with free_source=True, and {why}")
 
 
 def _require_plain(name: str, local: Tensor) -> None:
@@ -178,95 +197,83 @@ def _is_more(state: object) -> bool:
     return state is not None and not (isinstance(state, Tensor) and not state.numel())
 
 
-class Part(NamedTuple):
-    """One rank's chunks of a tensor."""
-
-    shape: tuple[int, ...]  # full
-    dtype: torch.dtype
-    chunks: list[Chunk]
-
-
-def refuse_freed(shards: Mapping[str, TensorShard], why: str) -> None:
-    """Raise if a tensor was freed. why: the end of the message"""
-    for name, shard in shards.items():
-        if is_freed(shard.local):
-            raise ValueError(f"'{name}' was freed by a call with free_source=True, and {why}")
-
-
 def refuse_shared_memory(source: Side, target: Side, *, is_freed_later: bool) -> None:
     """Raise if a tensor to be filled shares memory with a held tensor, or with another one to be filled.
 
     is_freed_later: whether the source is freed
     """
-    held: list[tuple[int, int, str]] = []  # memory of storages; those of numpy's arrays may meet in part
-    same: set[tuple[object, ...]] = set()
-    for name, part in source.tensors.items():
-        for chunk in part.chunks:
-            held.append((*_extent(chunk.view.untyped_storage()), name))
-            if not is_freed_later:
-                same.add((name, block_of(chunk), *_numbers(chunk.view)))
-    held.sort()
-    furthest = held[:1]  # of each and what begins before it, the one that ends last
-    for each in held[1:]:
-        furthest.append(each if each[1] > furthest[-1][1] else furthest[-1])
-    filled: list[tuple[int, int, str, Tensor]] = []  # from where to where in memory
-    for name, part in target.tensors.items():
-        for chunk in part.chunks:
-            if not chunk.view.numel() or is_freed(chunk.view):
-                continue
-            if _overlaps(chunk.view):
-                raise ValueError(
-                    f"to: several elements of '{name}' are one memory, as of an expanded tensor; "
-                    "give it memory of its own"
-                )
-            begin, end = _extent(chunk.view.untyped_storage())
-            before = bisect_left(held, (end,))  # how many begin before the end
-            is_shared = before > 0 and furthest[before - 1][1] > begin
-            if is_shared and (name, block_of(chunk), *_numbers(chunk.view)) not in same:
-                raise ValueError(
-                    f"to: '{name}' shares memory with '{furthest[before - 1][2]}' of the model that it is "
-                    f"filled from, {'which is freed' if is_freed_later else 'in another layout'}; give it "
-                    "memory of its own"
-                )
-            first, last = chunk.view.data_ptr(), (chunk.view[(-1,) * chunk.view.ndim]).data_ptr()
-            filled.append((first, last + chunk.view.element_size(), name, chunk.view))
-    filled.sort(key=lambda each: each[:3])
-    extents_meet = any(begin < end for (_, end, *_), (begin, *_) in pairwise(filled))
-    if extents_meet and (names := _sharing([(name, view) for *_, name, view in filled])):
+    extents: list[_Extent] = []
+    for side in (source, target):
+        for name, chunks in side.chunks.items():
+            for view, block in chunks:
+                if not view.numel() or is_freed(view):
+                    continue
+                if side is target and _repeats(view):
+                    raise ValueError(
+                        f"to: several elements of '{name}' are one memory, as of an expanded tensor; "
+                        "give it memory of its own"
+                    )
+                end = view[(-1,) * view.ndim].data_ptr() + view.element_size()
+                extents.append(_Extent(view.data_ptr(), end, name, block, view, side is source))
+    before: list[_Extent] = []
+    for each in sorted(extents, key=lambda extent: extent.begin):
+        before = [other for other in before if other.end > each.begin]
+        for other in before:
+            _refuse_pair(other, each, is_freed_later=is_freed_later)
+        before.append(each)
+
+
+class _Extent(NamedTuple):
+    """From where to where in memory a rank's block of a tensor lies."""
+
+    begin: int
+    end: int
+    name: str
+    block: Block
+    view: Tensor
+    is_held: bool
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Which block it is, in which memory, read as which numbers."""
+        view = self.view
+        return self.name, self.block, self.begin, view.stride(), view.dtype, view.is_conj(), view.is_neg()
+
+
+def _refuse_pair(one: _Extent, other: _Extent, *, is_freed_later: bool) -> None:
+    """Raise if two extents that overlap share elements, unless both are held, or one and the same block."""
+    if one.is_held and other.is_held:
+        return
+    if one.is_held == other.is_held:
+        if _share_bytes(one, other):
+            raise ValueError(
+                f"to: '{one.name}' and '{other.name}' are one memory, at least in part, and two tensors "
+                "of the model that it is filled from; leave one of the names out"
+            )
+        return
+    held, filled = (one, other) if one.is_held else (other, one)
+    if (is_freed_later or held.identity != filled.identity) and _share_bytes(held, filled):
         raise ValueError(
-            f"to: '{names[0]}' and '{names[1]}' are one memory, at least in part, and two tensors of the "
-            "model that it is filled from; leave one of the names out"
+            f"to: '{filled.name}' shares memory with '{held.name}' of the model that it is filled from, "
+            f"{'which is freed' if is_freed_later else 'in another layout'}; give it memory of its own"
         )
 
 
-def _extent(storage: torch.UntypedStorage) -> tuple[int, int]:
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+def _share_bytes(one: _Extent, other: _Extent) -> bool:
+    """Whether blocks whose extents overlap share a byte, by marking the bytes of one."""
+    begin = min(one.begin, other.begin)
+    marks = torch.zeros(max(one.end, other.end) - begin, dtype=torch.bool, device="cpu")
+
+    def marks_of(extent: _Extent) -> Tensor:
+        view, size = extent.view, extent.view.element_size()
+        strides = [stride * size for stride in view.stride()]
+        return marks.as_strided((*view.shape, size), (*strides, 1), extent.begin - begin)
+
+    marks_of(one).fill_(True)
+    return bool(marks_of(other).any())
 
 
-def _numbers(view: Tensor) -> tuple[object, ...]:
-    """What memory a view reads, and as which numbers; of views of one shape."""
-    return view.data_ptr(), view.stride(), view.dtype, view.is_conj(), view.is_neg()
-
-
-def _sharing(views: Sequence[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """Return the names of two views that share an element, if there are any."""
-    found = []
-    for number, (_, view) in enumerate(views):
-        by_stride = sorted(range(view.ndim), key=view.stride, reverse=True)
-        runs = Located.of(view.permute(by_stride)).runs()
-        found.append(torch.cat([runs, torch.full_like(runs[:, :1], number)], dim=1))
-    begins, sizes, owners = torch.cat(found).unbind(1)
-    order = begins.argsort()
-    ends, later = (begins + sizes)[order[:-1]], order[1:]
-    meet = (begins[later] < ends).nonzero()
-    if not len(meet):
-        return None
-    first = int(meet[0])
-    one, other = owners[order[first : first + 2]].tolist()
-    return views[one][0], views[other][0]
-
-
-def _overlaps(view: Tensor) -> bool:
+def _repeats(view: Tensor) -> bool:
     """Whether elements may share memory: whether a stride is below the span of smaller strides."""
     span = 1
     for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
@@ -276,101 +283,105 @@ def _overlaps(view: Tensor) -> bool:
     return False
 
 
-class TensorDescription(NamedTuple):
-    """One rank's description of its blocks of a tensor."""
+class ShardDescription(NamedTuple):
+    """One rank's shard of a tensor, as it is sent to all ranks. together: see `Side`"""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # full
     dtype: torch.dtype
     blocks: tuple[Block, ...]
-    together: tuple[int, ...] | None = None  # ranks that together hold it, if it is from a mapping
-
-    @classmethod
-    def of(cls, side: Side) -> dict[str, TensorDescription]:
-        return {
-            name: cls(shape, dtype, tuple(map(block_of, chunks)), side.together.get(name))
-            for name, (shape, dtype, chunks) in side.tensors.items()
-        }
+    together: tuple[int, ...] | None
 
 
-class Description(NamedTuple):
-    """One rank's description for all ranks.
+ByRank = list[dict[str, ShardDescription]]  # what each rank holds, or needs; replicas share one dict
 
-    place: its machine
-    trial: memory to try reading from this process; None: the tensors that it holds are not on the CPU
-    reads: whether the tensors that it needs are on the CPU
-    tensors: pickled (held, needed), each `TensorDescription` by name: replicas send the same
-    located: pickled addresses of its held tensors, by name, for ranks that read them
+
+class ReshardStep(NamedTuple):
+    """One rank's work on some of the tensors: blocks to copy, messages to send or receive."""
+
+    names: list[str]
+    copied: list[BlockMove]
+    messages: list[BlockMessage]
+
+
+class ReshardPlan(NamedTuple):
+    """One rank's plan of a call, and the dtypes of the source's tensors."""
+
+    dtypes: dict[str, torch.dtype]
+    steps: list[ReshardStep]
+
+
+@lru_cache(maxsize=4)  # a training loop makes the same moves again
+def plan_of(
+    described: tuple[bytes, ...],
+    machines: tuple[str, ...],
+    rank: int,
+    *,
+    cast: bool,
+    bucket_bytes: int,
+    step_bytes: int | None,
+) -> ReshardPlan:
+    """Plan one rank's moves; raise if the models do not fit, on all ranks alike.
+
+    described: by rank, the pickled descriptions of what it holds and what it needs
+    machines: by rank
+    step_bytes: the most bytes that a rank needs in a step, unless one tensor has more; None: one step
     """
-
-    place: str
-    trial: Trial | None
-    reads: bool
-    tensors: bytes
-    located: bytes
-
-    @classmethod
-    def of(cls, source: Side, target: Side) -> Description:
-        reads = target.is_on_cpu and select.requested_transport != "c10d"
-        trial = own_trial() if source.is_on_cpu else None
-        tensors = pickle.dumps((TensorDescription.of(source), TensorDescription.of(target)))
-        located = {
-            name: [(block_of(chunk), Located.of(chunk.view)) for chunk in part.chunks]
-            for name, part in source.tensors.items()
-        }
-        return cls(machine(), trial, reads, tensors, pickle.dumps(located if trial else {}))
-
-
-ByRank = list[dict[str, TensorDescription]]  # replicas share one dict
-
-
-def held_and_needed(everybody: Sequence[Description]) -> tuple[ByRank, ByRank]:
-    """Return the tensors that each rank holds, and those that it needs."""
-    known: dict[bytes, tuple[dict[str, TensorDescription], dict[str, TensorDescription]]] = {}
-    for each in everybody:
-        if each.tensors not in known:
-            known[each.tensors] = pickle.loads(each.tensors)
-    held, needed = zip(*(known[each.tensors] for each in everybody), strict=True)
-    return list(held), list(needed)
+    known = {each: pickle.loads(each) for each in set(described)}
+    held, needed = ([known[each][side] for each in described] for side in (0, 1))
+    dtypes = dtypes_of(held, needed, cast=cast)
+    placements = [
+        Placement(
+            name,
+            dtype.itemsize,
+            *([own[name].blocks if name in own else () for own in side] for side in (held, needed)),
+        )
+        for name, dtype in dtypes.items()
+    ]
+    names = [[*dtypes]] if step_bytes is None else steps_of(placements, step_bytes)
+    step_of = {name: number for number, some in enumerate(names) for name in some}
+    moves: list[list[BlockMove]] = [[] for _ in names]
+    for move in moves_of(placements, machines, rank):
+        moves[step_of[move.name]].append(move)
+    steps = [
+        ReshardStep(
+            some,
+            [move for move in own if move.sender == move.receiver],
+            messages_of(own, bucket_bytes, len(described)),
+        )
+        for some, own in zip(names, moves, strict=True)
+    ]
+    return ReshardPlan(dtypes, steps)
 
 
 def dtypes_of(held: ByRank, needed: ByRank, *, cast: bool) -> dict[str, torch.dtype]:
     """Return the dtype of each held tensor; raise unless needed tensors and held tensors match."""
     found, wanted = _agreed("holds", held), _agreed("needs", needed)
-    missing, surplus = [name for name in wanted if name not in found], [n for n in found if n not in wanted]
-    if missing or surplus:
-        also, lacking = some_names(missing), some_names(surplus)
-        raise ValueError(f"the models differ in tensors: `to` has also {also}, and lacks {lacking}")
-    for name, (shape, dtype) in wanted.items():
-        if found[name][0] != shape:
-            raise ValueError(f"'{name}': expected {found[name][0]} in `to`, got {shape}: full shapes")
-        _require_dtype(name, found[name][1], dtype, cast=cast)
-    distinct = {id(own): own for own in held}.values()
+    require_alike(found, wanted, "the models differ in tensors: in `to`", cast=cast)
+    for name, mine in found.items():
+        _require_castable(name, mine.dtype, wanted[name].dtype)
     for name in found:
-        if len({own[name].together for own in distinct if name in own}) > 1:
+        if len({own[name].together for own in held if name in own}) > 1:
             holders = [rank for rank, own in enumerate(held) if name in own]
             raise ValueError(
                 f"'{name}': ranks {', '.join(map(str, holders))} hold plain tensors, or DTensors of several "
                 "meshes, of this name, which may be shards or replicas: pass the model, DTensors, or the "
                 "result of checkpoints.shards.shards_of(model)"
             )
-    return {name: dtype for name, (_, dtype) in found.items()}
+    return {name: mine.dtype for name, mine in found.items()}
 
 
-def _require_dtype(name: str, held: torch.dtype, needed: torch.dtype, *, cast: bool) -> None:
-    if held == needed:
-        return
-    if not cast:
-        raise ValueError(f"'{name}': expected {held} in `to`, got {needed}; pass cast=True to convert")
-    if not (held.is_floating_point and needed.is_floating_point and min(held.itemsize, needed.itemsize) > 1):
+def _require_castable(name: str, held: torch.dtype, needed: torch.dtype) -> None:
+    kinds_fit = held.is_floating_point and needed.is_floating_point
+    if held != needed and not (kinds_fit and min(held.itemsize, needed.itemsize) > 1):
         raise ValueError(
             f"'{name}': cast=True converts between floating-point numbers of at least two bytes, got {held} "
             f"and {needed}: they need scales, or lose more than digits; convert them yourself"
         )
 
 
-def _agreed(what: str, tensors: ByRank) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return full shape and dtype of each tensor; raise if ranks differ in them."""
-    found: dict[str, tuple[int, TensorDescription]] = {}
+def _agreed(what: str, tensors: ByRank) -> dict[str, ShardDescription]:
+    """Return a description of each tensor; raise if ranks differ in its full shape or dtype."""
+    found: dict[str, tuple[int, ShardDescription]] = {}
     distinct = {id(own): rank for rank, own in reversed([*enumerate(tensors)])}
     for rank in sorted(distinct.values()):
         for name, mine in tensors[rank].items():
@@ -382,28 +393,4 @@ def _agreed(what: str, tensors: ByRank) -> dict[str, tuple[tuple[int, ...], torc
                 )
     if not found:
         raise ValueError(f"expected a model on at least one rank, no rank {what} any tensor")
-    return {name: (mine.shape, mine.dtype) for name, (_, mine) in found.items()}
-
-
-def placements_of(held: ByRank, needed: ByRank, dtypes: Mapping[str, torch.dtype]) -> list[Placement]:
-    """Return the held and the needed blocks of each tensor, by rank."""
-
-    def blocks(tensors: ByRank, name: str) -> list[tuple[Block, ...]]:
-        return [own[name].blocks if name in own else () for own in tensors]
-
-    return [
-        Placement(name, dtype.itemsize, blocks(held, name), blocks(needed, name))
-        for name, dtype in dtypes.items()
-    ]
-
-
-def readable(moves: Sequence[BlockMove], everybody: Sequence[Description], rank: int) -> dict[int, Peer]:
-    """Return the ranks whose memory this rank reads, after a trial read of each."""
-    peers = {}
-    for sender in {move.sender for move in moves if move.receiver == rank != move.sender}:
-        theirs = everybody[sender]
-        if not everybody[rank].reads or theirs.trial is None or theirs.place != everybody[rank].place:
-            continue
-        if can_read(theirs.trial):
-            peers[sender] = Peer(theirs.trial.process, pickle.loads(theirs.located))
-    return peers
+    return {name: mine for name, (_, mine) in found.items()}

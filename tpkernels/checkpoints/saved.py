@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import os
 import pickle
 import re
 from collections.abc import Container, Iterable
@@ -169,13 +170,11 @@ def write_sums(folder: Path, sums: dict[str, str]) -> None:
     replace_text(folder / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
 
 
-def intact_files(folder: Path, rank: int, ranks: int) -> set[str] | None:
-    """Check the sums of this rank's files; return the names of all files, None if there are no sums."""
-    try:
-        text = read_bytes(folder / SUMS).decode(errors="replace")
-    except FileNotFoundError:  # an old checkpoint
-        return None
-    sums = _parsed(folder, text)
+def intact_files(folder: Path, rank: int, ranks: int) -> set[str]:
+    """Check the sums of this rank's files; return the names of all files."""
+    if not os.path.lexists(folder / SUMS):
+        raise ValueError(f"{folder / SUMS} is missing; {_CURE}")
+    sums = _parsed(folder, read_bytes(folder / SUMS).decode(errors="replace"))
     for name, expected in sums.items():
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name} is missing; {_CURE}")

@@ -7,9 +7,10 @@ the full tensor has no padding. Under `fully_shard` a rank holds a block of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
+from tpkernels.checkpoints.moves import Block
 from tpkernels.groups.sizes import HeadSplit, VocabularySplit, ranges_of, stacked_ranges
 from tpkernels.groups.state import ParallelState, current_or_none
 from tpkernels.layers.attributes import Attributes
@@ -47,6 +49,10 @@ class TensorShard:
     start: tuple[int, ...] = ()
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
     def local(self) -> Tensor:
         """This rank's shard as a plain tensor that shares memory with the model."""
         return local_of(self.tensor)
@@ -65,24 +71,20 @@ class TensorShard:
     def chunks(self, local: Tensor | None = None, rank: int | None = None) -> Iterator[Chunk]:
         """Yield a rank's, by default this rank's, chunks of the full tensor as views of `local`."""
         local = self.local if local is None else local
-        ends = [start + size for start, size in zip(self.start, local.shape, strict=True)]
-        block = tuple(map(slice, self.start, ends))
+        block = tuple((start, start + size) for start, size in zip(self.start, local.shape, strict=True))
         if self.dim is None:
             yield Chunk(local, block)
             return
-        found = False
-        begin, end, offset = self.start[self.dim], ends[self.dim], 0
+        dim, full = self.dim, self.shape[self.dim]
+        (begin, end), offset, found = block[dim], 0, []
         for each in self.ranges[self.rank if rank is None else rank]:
             low, high = max(begin, offset), min(end, offset + len(each))
             if low < high:
-                found = True
-                view = local.narrow(self.dim, low - begin, high - low)
-                held = slice(each.start + low - offset, each.start + high - offset)
-                yield Chunk(view, (*block[: self.dim], held, *block[self.dim + 1 :]))
+                found.append((low, each.start + low - offset, each.start + high - offset))
             offset += len(each)
-        if not found:  # padding only, or nothing: no elements, past the end
-            held = slice(self.shape[self.dim], self.shape[self.dim])
-            yield Chunk(local.narrow(self.dim, 0, 0), (*block[: self.dim], held, *block[self.dim + 1 :]))
+        for low, first, last in found or [(begin, full, full)]:  # padding only: no elements, past the end
+            view = local.narrow(dim, low - begin, last - first)
+            yield Chunk(view, (*block[:dim], (first, last), *block[dim + 1 :]))
 
     def zero_padding(self) -> None:
         """Set the padding of this rank's shard to zero."""
@@ -93,21 +95,21 @@ class TensorShard:
             self.local.narrow(self.dim, first, size - first).zero_()
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """One range of a shard.
-
-    view: of a shard
-    where: index of the full tensor, a slice for each dimension
-    """
+class Chunk(NamedTuple):
+    """One range of a shard: a view of the shard, and its block of the full tensor."""
 
     view: Tensor
-    where: tuple[slice, ...]
+    block: Block
+
+    @property
+    def where(self) -> tuple[slice, ...]:
+        """The block as an index of the full tensor."""
+        return tuple(slice(*ends) for ends in self.block)
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The first index of the range in the full tensor, by dimension."""
-        return tuple(index.start for index in self.where)
+        """The first index of the block, by dimension."""
+        return tuple(begin for begin, _ in self.block)
 
 
 def shards_of(model: nn.Module, state: State = None) -> dict[str, TensorShard]:
@@ -172,6 +174,55 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = inner
         else:
             return model
+
+
+def some_names(names: Sequence[str], most: int = 4) -> str:
+    """Format some of the names, for errors."""
+    if not names:
+        return "nothing"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{list(names[:most])}{more}"
+
+
+class Described(Protocol):
+    """A tensor, or a description of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def require_alike(
+    model: Mapping[str, Described],
+    given: Mapping[str, Described],
+    problem: str,
+    *,
+    cast: bool | None = None,
+    aliases: Container[str] = (),
+) -> None:
+    """Raise unless tensors have the names, full shapes and dtypes of the model's.
+
+    problem: the beginning of the message about other names
+    cast: whether other dtypes are allowed; None: not, and the caller has no such option
+    aliases: names that may be given as well
+    """
+    missing = [name for name in model if name not in given]
+    surplus = [name for name in given if name not in model and name not in aliases]
+    if missing or surplus:
+        raise ValueError(
+            f"{problem} missing are {some_names(missing)}, not in the model are {some_names(surplus)}"
+        )
+    for name, expected in model.items():
+        found = given[name]
+        if tuple(found.shape) != tuple(expected.shape):
+            raise ValueError(
+                f"'{name}': expected {tuple(expected.shape)}, got {tuple(found.shape)}: full shapes"
+            )
+        if found.dtype != expected.dtype and not cast:
+            advice = "" if cast is None else "; pass cast=True to convert"
+            raise ValueError(f"'{name}': expected {expected.dtype}, got {found.dtype}{advice}")
 
 
 def world_of(model: nn.Module, state: State = None) -> TensorWorld:

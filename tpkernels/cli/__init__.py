@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tpkernels import __version__
 from tpkernels.files import parsed
-from tpkernels.pictures.figure import NO_MATPLOTLIB, can_draw
 
 if TYPE_CHECKING:
     from argparse import _ActionsContainer
@@ -34,7 +33,7 @@ COMMANDS = {
     "clock": "predict by a model what a kernel takes; needs no GPU",
     "check": "compile the kernels and compute with them, without a GPU: exit code 1 on a regression",
     "doctor": "look at this installation and say what is wrong with it",
-    "qualify": "try kernels, transports and graphs on the GPUs of this machine, or on its CPU",
+    "qualify": "try kernels and transports on the GPUs of this machine, or on its CPU",
     "train": "train a GPT on ranks of this machine, or under torchrun",
     "typecheck": "check one step of a training script by types over its ranks, in one process",
     "tune": "time who computes each step of a layer fastest on this GPU, and remember it",
@@ -143,13 +142,6 @@ def written_to(text: str) -> Path:
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ArgumentTypeError(f"cannot write to {text!r}")
     return path
-
-
-def drawn_into(text: str) -> Path:
-    """Return the path of a picture to write, from an argument; refuse it if nothing can draw it."""
-    if not can_draw():
-        raise ArgumentTypeError(NO_MATPLOTLIB)
-    return written_to(text)
 
 
 def write_json(path: Path | None, content: object) -> None:

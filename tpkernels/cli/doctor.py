@@ -1,72 +1,62 @@
 """`python -m tpkernels doctor`: checks this installation and environment variables, and reports problems.
 
-Code that could crash runs in a process of its own: a torch that dies on import is a finding, too.
+A child process, `python -m tpkernels.cli.doctor`, imports packages that may be broken, and prints a JSON line
+for each finding, after the name of its probe: a torch that dies on import is a finding, too.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from difflib import SequenceMatcher
 from io import TextIOWrapper
+from signal import strsignal
+from tempfile import TemporaryFile
+from typing import Literal, NamedTuple
 
 from tpkernels import __version__
-from tpkernels.cli.probe import PREFIX, SELF_TEST, Finding, note, ok, problem
-from tpkernels.gate.child import ending, started
 
-PROBE_SECONDS = 120
-SELF_TEST_SECONDS = 120
-OUR_VARIABLES = ("TPKERNELS_", "TRITON_", "TORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MASTER_")
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-
-ALIKE = 0.85  # similarity from which a name without the prefix counts as a misspelling of ours
-
-
-@dataclass(frozen=True)
-class AllowedValues:
-    """Allowed values of a variable, as a pattern and in words."""
-
-    pattern: str
-    expected: str
-    words: tuple[str, ...] = ()  # all allowed values, if these are few
-
-    def has(self, value: str) -> bool:
-        return re.fullmatch(self.pattern, value) is not None
-
-
-def _one_of(*words: str, or_empty: bool = True) -> AllowedValues:
-    pattern = "|".join(map(re.escape, words)) + "|" * or_empty
-    return AllowedValues(pattern, f"{'one of ' * bool(words[1:])}{', '.join(words)}", words)
-
-
-_SWITCH = AllowedValues("[01]?", "0 or 1", ("0", "1"))
-_ANYTHING = AllowedValues("(?s:.*)", "anything")
-POWERS_OF_TWO = tuple(str(2**power) for power in range(11))  # up to tp_invariance.MOST_SEGMENTS
-VARIABLES = {
-    "TPKERNELS_BACKEND": _one_of("auto", "torch", "triton", or_empty=False),
+MODULE = "tpkernels.cli.doctor"
+PREFIX = "tpkernels-finding: "  # distinguishes our lines from output of libraries
+SECONDS = 240.0  # for all probes
+RANKS, RANK = 2, "rank"  # of the self-test; argument of one of its ranks
+# Versions that pyproject.toml allows: the oldest and the newest tested, see docs/ci.md.
+TESTED_TORCH = ("2.11", "2.15")
+TESTED_TRITON = ("3.6", "3.9")
+PREFIXES = ("TPKERNELS_", "TRITON_", "TORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MASTER_")
+_SWITCH = ("0", "1", "")
+_ANYTHING = ()  # a path, or a number that its reader checks
+VARIABLES: dict[str, tuple[str, ...]] = {  # allowed values
+    "TPKERNELS_BACKEND": ("auto", "torch", "triton"),
     "TPKERNELS_BACKEND_SUMS": _SWITCH,
     "TPKERNELS_BATCH_INVARIANT": _SWITCH,
     "TPKERNELS_CACHE_DIR": _ANYTHING,
-    "TPKERNELS_CHECK_REPLICAS": AllowedValues("[0-9]*", "a number of optimizer steps, or 0 for never"),
+    "TPKERNELS_CHECK_REPLICAS": _ANYTHING,
     "TPKERNELS_CXXFLAGS": _ANYTHING,  # of setup.py
     "TPKERNELS_DEBUG": _SWITCH,
     "TPKERNELS_LIFELINE": _ANYTHING,  # from a launcher to its ranks
-    "TPKERNELS_LOG": _one_of("choices"),
-    "TPKERNELS_QUALIFY_PROGRESS": _ANYTHING,  # from `qualify` to its ranks
+    "TPKERNELS_LOG": ("choices", ""),
     "TPKERNELS_REQUIRE_EXT": _SWITCH,  # of setup.py
-    "TPKERNELS_TP_INVARIANT": AllowedValues(
-        f"0*({'|'.join(('0', *POWERS_OF_TWO))})?", "0 (off) or a power of two", ("0", *POWERS_OF_TWO)
-    ),
-    "TPKERNELS_TRANSPORT": _one_of("auto", "c10d", "shared", "symmetric", "symmetric-rounds", or_empty=False),
+    "TPKERNELS_TP_INVARIANT": _ANYTHING,
+    "TPKERNELS_TRANSPORT": ("auto", "c10d", "shared", "symmetric", "symmetric-rounds"),
     "TPKERNELS_TUNE": _SWITCH,
 }
+Health = Literal["ok", "note", "problem"]  # a note costs something, a problem stops work
+ALIKE = 0.85  # similarity from which a name without the prefix counts as a misspelling of ours
+
+
+class Finding(NamedTuple):
+    """A checked item, its health, and an explanation."""
+
+    health: Health
+    name: str
+    text: str
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
@@ -75,143 +65,205 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
 
 def main(options: Namespace) -> int:
     version = ".".join(map(str, sys.version_info[:3]))
-    python = ok("python", f"{version} at {sys.executable}")
-    findings = [python, *_probes(), _compiler(), *_environment()]
+    python = Finding("ok", "python", f"{version} at {sys.executable}")
+    findings = [python, *probed([sys.executable, "-m", MODULE]), _compiler(), *variables()]
+    problems = [finding.name for finding in findings if finding.health == "problem"]
     if isinstance(sys.stdout, TextIOWrapper):  # continue on terminals that cannot show a character
         sys.stdout.reconfigure(errors="backslashreplace")
-    # without torch there is nothing to test, and there is a finding already
-    if not any(finding.name == "torch" and finding.health == "problem" for finding in findings):
-        findings.append(_self_test())
-    problems = [finding for finding in findings if finding.health == "problem"]
     if options.json:
-        report = {
-            "version": __version__,
-            "healthy": not problems,
-            "findings": [asdict(f) for f in findings],
-        }
-        print(json.dumps(report, indent=2))
-    else:
-        _print(findings, problems)
+        found = [finding._asdict() for finding in findings]
+        print(json.dumps({"version": __version__, "healthy": not problems, "findings": found}, indent=2))
+        return 1 if problems else 0
+    print(f"tpkernels {__version__}")
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"  {finding.health:<7}  {finding.name:<{width}}  {finding.text}")
+    count = f"{len(problems)} problem{'s' * (len(problems) > 1)}: {', '.join(problems)}"
+    print(count if problems else "healthy")
     return 1 if problems else 0
 
 
-def _probes() -> list[Finding]:
-    """Return the findings of `tpkernels.cli.probe`, with a finding of its failure if it failed."""
-    lines, failure = _run("tpkernels.cli.probe", PROBE_SECONDS)
+def probed(command: Sequence[str], seconds: float = SECONDS) -> list[Finding]:
+    """Return the findings of a child that runs the probes; its failure is one."""
     findings: list[Finding] = []
     probing = "probe"
-    for line in lines:
+    # files: a pipe may stay open in a grandchild
+    with TemporaryFile("w+", errors="replace") as told, TemporaryFile("w+", errors="replace") as errors:
         try:
-            said = json.loads(line.removeprefix(PREFIX)) if line.startswith(PREFIX) else None
-        except ValueError:
-            said = None
-        if isinstance(said, str):
-            probing = said
-        elif isinstance(said, dict):
-            findings.append(Finding(**said))
-        # other lines are output of libraries
-    if failure:
-        findings.append(problem(probing, f"looking at it {failure}"))
+            code = subprocess.run(command, stdout=told, stderr=errors, timeout=seconds).returncode
+            failure = f"failed with exit code {code}" * (code > 0)
+            if code < 0:
+                failure = f"ended by {strsignal(-code)}"
+        except subprocess.TimeoutExpired:
+            failure = f"took more than {seconds:g} s"
+        told.seek(0)
+        for line in told:
+            if line.startswith(PREFIX):  # other lines are output of libraries
+                said = json.loads(line.removeprefix(PREFIX))
+                if isinstance(said, str):
+                    probing = said
+                else:
+                    findings.append(Finding(*said))
+        if failure:
+            errors.seek(0)
+            # of the self-test: a rank's, and its launcher's
+            words = "; ".join([line.strip() for line in errors if line.strip()][-2:])
+            findings.append(
+                Finding("problem", probing, f"looking at it {failure}{': ' * bool(words)}{words}")
+            )
     return findings
 
 
 def _compiler() -> Finding:
     name = os.environ.get("CXX", "").strip()
-    name = name or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), "")
-    if not name or not shutil.which(name.split()[0]):
-        return note("compiler", f"{name or 'none'} not found: the C++ extension cannot be built here")
-    try:
-        command = [*name.split(), "--version"]
-        told = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30)
-    except (OSError, subprocess.SubprocessError) as error:
-        return note("compiler", f"{name} does not run: {error}")
-    if told.returncode != 0:
-        return note("compiler", f"{name} --version fails with exit code {told.returncode}")
-    return ok("compiler", next(iter(told.stdout.splitlines()), name))
+    name = name or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), "none")
+    if found := shutil.which(name.split()[0]):
+        return Finding("ok", "compiler", found)
+    return Finding("note", "compiler", f"{name} not found: the C++ extension cannot be built here")
 
 
-def _environment() -> list[Finding]:
-    wrong = dict(mistakes())
-    findings = [problem("variable", text) for text in wrong.values()]
-    for name in sorted(os.environ.keys() - wrong):
-        if name.startswith(OUR_VARIABLES) or name in LAUNCHER_VARIABLES:
-            findings.append(ok("variable", f"{name}={os.environ[name]}"))
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        findings.append(
-            note(
-                "variable",
-                "CUDA_DEVICE_MAX_CONNECTIONS=1 is not needed here: overlap uses streams and events",
-            )
-        )
-    return findings
-
-
-def _self_test() -> Finding:
-    # words: a rank's, and its launcher's
-    lines, failure = _run("tpkernels.cli.probe", SELF_TEST_SECONDS, SELF_TEST, words=2)
-    if failure:
-        return problem("self-test", f"two gloo processes on this machine: {failure}")
-    return ok("self-test", lines[-1] if lines else "two gloo processes agree")
-
-
-def _run(module: str, seconds: float, *arguments: str, words: int = 1) -> tuple[list[str], str]:
-    """Run `python -m module arguments`; return its lines, and its failure in words, "" for none.
-
-    words: how many of its last lines on stderr to cite
-    """
-    lines: list[str] = []
-    with started([sys.executable, "-m", module, *arguments]) as child:
-        try:
-            for line in child.lines_until_end(seconds):
-                lines.append(line)
-            code = child.end()
-            failure = f"{'failed' if code > 0 else 'ended'} {ending(code)}" if code else ""
-        except TimeoutError as error:
-            failure = str(error)
-        last_words = child.last_words(words)
-    return lines, f"{failure}: {last_words}" if failure and last_words else failure
-
-
-def _print(findings: Sequence[Finding], problems: Sequence[Finding]) -> None:
-    print(f"tpkernels {__version__}")
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        print(f"  {finding.health:<7}  {finding.name:<{width}}  {finding.text}")
-    if problems:
-        print(f"{len(problems)} problem{'s' * (len(problems) > 1)}: {', '.join(f.name for f in problems)}")
-    else:
-        print("healthy")
-
-
-# Checks of environment variables TPKERNELS_*: their names and values, with suggestions.
-
-
-def mistakes(environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
-    """Yield unknown variables and variables with invalid values, each with advice."""
+def variables(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Yield a finding for each variable of ours, of libraries below, and for misspelt names of ours."""
     for name, value in sorted(environment.items()):
+        said = f"{name}={value}"
         if name in VARIABLES:
-            if not VARIABLES[name].has(value):
-                yield name, f"{name}={value}: expected {VARIABLES[name].expected}{_meant_value(name, value)}"
-        elif name.startswith("TPKERNELS_"):
-            yield name, f"{name}={value}: nothing reads it; did you mean {_nearest(name)[1]}?"
+            allowed = VARIABLES[name]
+            if allowed and value not in allowed:
+                alike, nearest = _nearest(value.strip().lower(), allowed)
+                meant = f"; did you mean {nearest}?" * bool(alike)
+                said += f": expected one of {', '.join(filter(None, allowed))}{meant}"
+                yield Finding("problem", "variable", said)
+                continue
         else:
-            alike, nearest = _nearest(name)
-            if alike >= ALIKE:
-                yield name, f"{name}={value}: nothing reads it; did you mean {nearest}?"
+            alike, nearest = _nearest(name.upper(), VARIABLES)
+            if name.startswith("TPKERNELS_") or alike >= ALIKE:
+                yield Finding("problem", "variable", f"{said}: nothing reads it; did you mean {nearest}?")
+                continue
+        if name.startswith(PREFIXES) or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            yield Finding("ok", "variable", said)
 
 
-def _nearest(name: str) -> tuple[float, str]:
-    """Return the similarity of the most similar variable, 1 for equal, and its name."""
-    return max((_likeness(name.upper(), known), known) for known in VARIABLES)
+def _nearest(word: str, known: Iterable[str]) -> tuple[float, str]:
+    """Return the similarity of the most similar known word, 1 for equal, and this word."""
+    return max((SequenceMatcher(None, word, one).ratio(), one) for one in known)
 
 
-def _meant_value(name: str, value: str) -> str:
-    words = VARIABLES[name].words
-    if not words:
-        return ""
-    alike, nearest = max((_likeness(value.strip().lower(), word), word) for word in words)
-    return f"; did you mean {nearest}?" if alike else ""
+# What the child looks at. Each yields the health of what it is named after, and an explanation.
 
 
-def _likeness(one: str, other: str) -> float:
-    return SequenceMatcher(None, one, other).ratio()
+def probe_torch() -> Iterator[tuple[Health, str]]:
+    import torch
+
+    yield _version("torch", torch.__version__, TESTED_TORCH)
+
+
+def _version(name: str, version: str, tested: tuple[str, str]) -> tuple[Health, str]:
+    """Return the health of a version: too old, newer than the newest tested, or fine."""
+    minor, oldest, newest = (tuple(map(int, text.split(".")[:2])) for text in (version, *tested))
+    if minor < oldest:
+        return "problem", f"{version} is too old: tpkernels needs {tested[0]} or newer"
+    if minor > newest:
+        newer = f"{version} is newer than the newest tested, {tested[1]}"
+        return "note", f"{newer}: pip install '{_allowed(name, tested)}'"
+    return "ok", version
+
+
+def _allowed(name: str, tested: tuple[str, str]) -> str:
+    """Return the requirement for pip: at most the newest version that was tested."""
+    major, minor = map(int, tested[1].split("."))
+    return f"{name}<{major}.{minor + 1}"
+
+
+def probe_gpu() -> Iterator[tuple[Health, str]]:
+    import torch
+
+    runtime = torch.version.cuda or torch.version.hip
+    if runtime is None:
+        yield "note", "this torch is built for the CPU only: no GPU kernels, gloo collectives"
+    elif not torch.cuda.is_available():
+        yield "note", f"torch is built for {runtime}, but sees no GPU: check driver and visible devices"
+    else:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        for i in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(i)
+            memory, version = f"{gpu.total_memory / 2**30:.0f} GiB", f"sm_{gpu.major}{gpu.minor}"
+            yield "ok", f"{i}: {gpu.name}, {memory}, {version}, CUDA {runtime}, NCCL {nccl}"
+
+
+def probe_triton() -> Iterator[tuple[Health, str]]:
+    try:
+        import numpy
+        import triton
+    except ImportError as error:
+        install = f"pip install '{_allowed('triton', TESTED_TRITON)}' numpy"
+        yield "problem", f"cannot be imported ({error}): no fused kernels; {install}"
+        return
+    yield _version("triton", triton.__version__, TESTED_TRITON)
+    if triton.__version__.startswith("3.6.") and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
+        breaks = f"numpy {numpy.__version__} breaks the interpreter of Triton {triton.__version__}"
+        yield "note", f"{breaks}: use numpy < 2.4 or Triton 3.7"
+
+
+def probe_extension() -> Iterator[tuple[Health, str]]:
+    from tpkernels.extension import ExtensionState, extension
+
+    found = extension()
+    unused: Health = "problem" if found.state is ExtensionState.UNUSABLE else "note"
+    yield "ok" if found.state is ExtensionState.LOADED else unused, found.detail
+
+
+def probe_self_test() -> Iterator[tuple[Health, str]]:
+    """Let ranks form a group and add up numbers; if one fails, exit after its words on stderr."""
+    from tpkernels.training.launch import run_ranks
+
+    if code := run_ranks([sys.executable, "-m", MODULE, RANK], RANKS):
+        sys.exit(code)
+    yield "ok", f"{RANKS} gloo processes formed a group and agreed"
+
+
+def rank_of_self_test() -> None:
+    """Add up a number of each rank in a row-parallel layer; raise if the sum is wrong."""
+    import torch
+    import torch.distributed as dist
+
+    from tpkernels import RowParallelLinear, destroy_model_parallel, initialize_model_parallel
+    from tpkernels.training.launch import hold_lifeline, join_world
+
+    hold_lifeline()
+    torch.set_num_threads(1)
+    join_world("gloo", timedelta(seconds=30))
+    initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    layer = RowParallelLinear(RANKS, 1, bias=False, input_is_parallel=True)
+    layer.load_state_dict({"weight": torch.ones(1, 1)})
+    total, _ = layer(torch.tensor([[float(dist.get_rank() + 1)]]))
+    if total.item() != 3:
+        raise RuntimeError(f"the sum of 1 and 2 is {total.item()} on rank {dist.get_rank()}")
+    destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+PROBES: dict[str, Callable[[], Iterator[tuple[Health, str]]]] = {
+    "torch": probe_torch,
+    "gpu": probe_gpu,
+    "triton": probe_triton,
+    "extension": probe_extension,
+    "self-test": probe_self_test,
+}
+
+
+def print_findings() -> None:
+    """Run the probes; print the name of each before it, and each finding as a JSON line."""
+    for name, probe in PROBES.items():
+        print(PREFIX + json.dumps(name), flush=True)
+        try:
+            findings = list(probe())
+        except Exception as error:  # any error of a broken install is a finding
+            findings = [("problem", f"{type(error).__name__}: {error}")]
+        for health, text in findings:
+            print(PREFIX + json.dumps([health, name, text]), flush=True)
+        if name == "torch" and findings[0][0] == "problem":
+            return  # other probes need torch
+
+
+if __name__ == "__main__":
+    rank_of_self_test() if RANK in sys.argv[1:] else print_findings()

@@ -6,10 +6,11 @@ the traffic to move the model between two layouts.
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpkernels.cli import USUAL_TOKENS, BadUse, add_number, bad_use_if, size_of, write_json, written_to
 from tpkernels.groups.draw import describe_rank
@@ -54,7 +55,7 @@ def main(options: Namespace) -> int:
     with bad_use_if(ValueError, TypeError, ArithmeticError):
         if "reshard" in options:
             return _plan_move(options)
-        return advise_on(options) if "model" in options else _plan(options)
+        return _advise(options) if "model" in options else _plan(options)
 
 
 def _add_options_of_groups(parser: ArgumentParser) -> None:
@@ -63,9 +64,8 @@ def _add_options_of_groups(parser: ArgumentParser) -> None:
         add_number(group, f"--{axis}", f"{name}-parallel size", 1)
     add_number(group, "--virtual-pipeline", "interleaved stages on each rank")
     add_number(group, "--split-rank", "first stage of the decoder", metavar="STAGE")
-    group.add_argument(
-        "--order", default=DEFAULT_ORDER, help=f"axes, fastest first (default {DEFAULT_ORDER})"
-    )
+    axes = f"axes, fastest first (default {DEFAULT_ORDER})"
+    group.add_argument("--order", default=DEFAULT_ORDER, help=axes)
     add_number(group, "--rank", "show one rank's place only", metavar="R")
     group.add_argument("--svg", type=written_to, metavar="FILE", help="also draw the groups into FILE")
 
@@ -91,52 +91,33 @@ def _plan(options: Namespace) -> int:
 
 def _add_options_of_moves(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("options of moves between layouts")
-    group.add_argument(
-        "--reshard",
-        nargs=2,
-        required=True,
-        metavar=("FROM", "TO"),
-        help="such as tp=8 tp=4, or tp=8,ranks=0-511 tp=4,ranks=512-1023",
-    )
-    add_model(group)
-    add_number(group, "--item-bytes", "of a weight", 2, least=1)
-    add_number(group, "--bucket-mib", "of a message", 32, least=1)
+    such = "such as tp=8 tp=4, or tp=8,ranks=0-511 tp=4,ranks=512-1023"
+    group.add_argument("--reshard", nargs=2, required=True, metavar=("FROM", "TO"), help=such)
+    _add_model(group)
 
 
 def _plan_move(options: Namespace) -> int:
-    """Print the bytes and messages of a move between two layouts."""
-    source, target = (_holders(text, options.world_size) for text in options.reshard)
-    found = traffic(
-        model_of(options),
-        options.world_size,
-        source,
-        target,
-        item_bytes=options.item_bytes,
-        gpus_per_node=options.gpus_per_node,
-        bucket_bytes=options.bucket_mib * 2**20,
-    )
+    """Print the bytes of a move between two layouts."""
+    world, nodes = options.world_size, options.gpus_per_node
+    source, target = (_holders(text, world) for text in options.reshard)
+    found = traffic(_model_of(options), world, source, target, gpus_per_node=nodes)
     print(
-        f"""{options.model}: {found.held / _GB:.2f} GB of weights, {options.item_bytes} bytes each
+        f"""{options.model}: {found.held / _GB:.2f} GB of weights in bfloat16
 from   {source}
 to     {target}
 sent   {found.sent / _GB:.2f} GB, no less can be: what ranks need and do not hold
-       {found.between_nodes / _GB:.2f} GB of it between nodes of {options.gpus_per_node} GPUs
-rank   sends {found.most_sent / _GB:.2f} GB and receives {found.most_received / _GB:.2f} GB at most
-copied {found.copied / _GB:.2f} GB, on the ranks that hold it
-pairs  {found.pairs} of ranks, with at least {found.least_messages} messages of {options.bucket_mib} MiB"""
+       {found.between_nodes / _GB:.2f} GB of it between nodes of {nodes} GPUs
+rank   sends {found.most_sent / _GB:.2f} GB and receives {found.most_received / _GB:.2f} GB at most"""
     )
     return 0
 
 
 def _holders(text: str, world: int) -> Holders:
-    words = text.split(",")
-    given = dict(size_of(word) for word in words if "=" in word)
-    if len(given) < len(words) or not given.keys() <= {"tp", "ranks"} or not isinstance(given.get("tp"), int):
+    parsed = re.fullmatch(r"tp=(\d+)(?:,ranks=(\d+)-(\d+))?", text)
+    if not parsed:
         raise ValueError(f"--reshard: expected tp=N or tp=N,ranks=FIRST-LAST, got {text!r}")
-    first, dash, last = str(given.get("ranks", f"0-{world - 1}")).partition("-")
-    if not (dash and first.isdecimal() and last.isdecimal()):
-        raise ValueError(f"--reshard: expected ranks=FIRST-LAST, got {text!r}")
-    return Holders(given["tp"], range(int(first), int(last) + 1))
+    tensor, first, last = (int(number) for number in parsed.groups(str(world - 1)))
+    return Holders(tensor, range(first if parsed[2] else 0, last + 1))
 
 
 _USUAL_SEQUENCES = 8  # of a step, for each GPU, so that any data-parallel size divides them
@@ -149,75 +130,53 @@ _USUAL = {field.name: field.default for field in fields(Hardware)}
 _STAGES = "not for `train`: stages"
 
 
-def advise_on(options: Namespace) -> int:
-    """Print the layouts for a model; return 1 if none fits."""
-    assumed = {name: getattr(options, name) for name in ("gpus_per_node", *_ASSUMED)}
-    job, machine = _job(options), Hardware(gpu_named(options.gpu), **assumed)
-    most = machine.gpus_per_node if options.max_tp is None else options.max_tp
-    from bench.streams.prediction import block_exposed  # here: other plans, and `--help`, need no torch
-
-    advice = advise(job, machine, options.world_size, most, block_exposed)
-    text = "\n\n".join(
-        [
-            _heading(options, job, machine),
-            "\n".join([_table(_listed(options, advice)), *_best(advice)]),
-            _others(options, advice),
-            _assumptions(machine),
-        ]
-    )
-    write_json(options.json, _as_json(options, job, machine, advice))
-    print(text)
-    return 0 if advice.fitting else 1
-
-
 def _add_options_of_layouts(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("options of layouts")
-    add_model(group)
+    _add_model(group)
     group.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (default), h200 or a100")
     add_number(group, "--max-tp", "most tensor-parallel ranks (default: those of a node)")
     add_number(group, "--tokens", f"in a sequence (default {USUAL_TOKENS})")
     add_number(group, "--batch", f"sequences a step (default {_USUAL_SEQUENCES} for each GPU)")
     add_number(group, "--micro-batch", "sequences that a rank computes at once", 1)
-    group.add_argument(
-        "--recompute",
-        choices=("none", "selective", "full"),
-        default="none",
-        help="what of a block backward computes again (default none)",
-    )
-    group.add_argument(
-        "--no-sequence-parallel",
-        dest="sequence_parallel",
-        action="store_false",
-        help="each tensor-parallel rank holds all tokens (default: its own)",
-    )
+    again = "what of a block backward computes again (default none)"
+    group.add_argument("--recompute", choices=("none", "selective", "full"), default="none", help=again)
+    full = "each tensor-parallel rank holds all tokens (default: its own)"
+    group.add_argument("--no-sequence-parallel", dest="sequence_parallel", action="store_false", help=full)
     for name, meaning in _ASSUMED.items():
-        usual = _USUAL[name]
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=float,
-            default=usual,
-            metavar="X",
-            help=f"{meaning} (default {usual})",
-        )
+        option, usual = f"--{name.replace('_', '-')}", _USUAL[name]
+        told = f"{meaning} (default {usual})"
+        group.add_argument(option, type=float, default=usual, metavar="X", help=told)
     add_number(group, "--top", "how many to list", 10, least=1)
     group.add_argument("--all", action="store_true", help="list all, those that do not fit as well")
     group.add_argument("--json", type=written_to, metavar="FILE", help="also write all of them into FILE")
 
 
-def add_model(group: _ActionsContainer) -> None:
-    """Add the options that name a model, for `model_of`."""
+def _add_model(group: _ActionsContainer) -> None:
     group.add_argument("--model", required=True, metavar="NAME", help="such as gpt2-small or llama3-8b")
-    group.add_argument(
-        "--size", action="append", default=[], metavar="NAME=VALUE", help="a size of it, as in `train`"
-    )
+    size = "a size of it, as in `train`"
+    group.add_argument("--size", action="append", default=[], metavar="NAME=VALUE", help=size)
 
 
-def model_of(options: Namespace) -> GPTConfig:
+def _model_of(options: Namespace) -> GPTConfig:
     return model_config(options.model).with_sizes(**dict(map(size_of, options.size)))
 
 
+def _advise(options: Namespace) -> int:
+    """Print the layouts for a model; return 1 if none fits."""
+    assumed = {name: getattr(options, name) for name in ("gpus_per_node", *_ASSUMED)}
+    job, machine = _job(options), Hardware(gpu_named(options.gpu), **assumed)
+    most = machine.gpus_per_node if options.max_tp is None else options.max_tp
+    advice = advise(job, machine, options.world_size, most)
+    listed = advice.fitting + advice.too_large if options.all else advice.fitting[: options.top]
+    table = "\n".join([_table(listed), _best(advice)])
+    text = "\n\n".join([_heading(options, job, machine), table, _others(advice), _assumptions(machine)])
+    write_json(options.json, {"job": asdict(job), "machine": asdict(machine), **asdict(advice)})
+    print(text)
+    return 0 if advice.fitting else 1
+
+
 def _job(options: Namespace) -> Job:
-    model = model_of(options)
+    model = _model_of(options)
     usual_tokens = min(USUAL_TOKENS, model.max_positions or USUAL_TOKENS)
     return Job(
         model=model,
@@ -240,62 +199,53 @@ def _heading(options: Namespace, job: Job, machine: Hardware) -> str:
     )
 
 
-def _listed(options: Namespace, advice: Advice) -> list[Prediction]:
-    return advice.fitting + advice.too_large if options.all else advice.fitting[: options.top]
-
-
 def _table(predictions: Sequence[Prediction]) -> str:
     if not predictions:
         return "no layout fits"
-    lines = [
-        f"{'':17}{'GB on the fullest GPU':<60}  seconds of a step",
-        f"{'tp':>4}{'pp':>5}{'dp':>5}"
-        f"{'weights':>10}{'gradients':>11}{'optimizer':>11}{'activations':>13}{'update':>8}{'peak':>7}   "
-        f"{'compute':>9}{'exposed':>9}{'bubble':>9}{'step':>9}",
-    ]
+    names = ["tp", "pp", "dp", "weights", "gradients", "optimizer", "activations", "update", "peak"]
+    names += ["compute", "exposed", "bubble", "step"]
+    lines = [f"{'':17}{'GB on the fullest GPU':64}seconds of a step"]
+    lines.append("".join(f"{name:>{_width(name)}}" for name in names))
     for found in predictions:
         layout, memory, time = found.layout, found.memory, found.time
-        line = f"{layout.tensor:4}{layout.pipeline:5}{layout.data:5}"
-        held = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.update)
-        for size, width in zip((*held, memory.peak), (10, 11, 11, 13, 8, 7), strict=True):
-            line += f"{size / _GB:{width}.1f}"
-        line += "   " + "".join(
-            f"{seconds:9.3f}" for seconds in (time.compute, time.exposed, time.bubble, time.total)
-        )
+        cells = [str(size) for size in (layout.tensor, layout.pipeline, layout.data)]
+        cells += [f"{size / _GB:.1f}" for size in (*asdict(memory).values(), memory.peak)]
+        cells += [f"{seconds:.3f}" for seconds in (*asdict(time).values(), time.total)]
+        line = "".join(f"{cell:>{_width(name)}}" for name, cell in zip(names, cells, strict=True))
         remarks = [] if found.fits else [f"lacks {found.excess / _GB:.1f} GB"]
-        if layout.pipeline > 1:
-            remarks.append(_STAGES)
+        remarks += [_STAGES] if layout.pipeline > 1 else []
         lines.append("   ".join([line, ", ".join(remarks)]).rstrip())
     return "\n".join(lines)
 
 
-def _best(advice: Advice) -> list[str]:
+def _width(name: str) -> int:
+    return 5 if len(name) == 2 else max(10, len(name) + 2)
+
+
+def _best(advice: Advice) -> str:
     """Return in a line the best layout that `train` can run; the table has layouts that beat it."""
-    runnable = [found for found in advice.fitting if found.layout.pipeline == 1]
-    if runnable:
-        return [f"best for `train`: {runnable[0].layout}, {runnable[0].time.total:.3f} s"]
-    flat = [found for found in advice.too_large if found.layout.pipeline == 1]
+    flat = [found for found in advice.fitting + advice.too_large if found.layout.pipeline == 1]
     if not flat:
-        return ["best for `train`: none, because no layout without pipeline stages is possible"]
-    return [
-        f"best for `train`: none, because no layout without pipeline stages fits; {flat[0].layout} lacks "
-        f"{flat[0].excess / _GB:.1f} GB{', the least' if len(flat) > 1 else ''}"
-    ]
+        return "best for `train`: none, because no layout without pipeline stages is possible"
+    first = flat[0]
+    if first.fits:
+        return f"best for `train`: {first.layout}, {first.time.total:.3f} s"
+    return (
+        f"best for `train`: none, because no layout without pipeline stages fits; {first.layout} lacks "
+        f"{first.excess / _GB:.1f} GB"
+    )
 
 
-def _others(options: Namespace, advice: Advice) -> str:
-    said = []
-    hidden = 0 if options.all else max(0, len(advice.fitting) - options.top)
-    if hidden:
-        said.append(f"{hidden} more {'fits' if hidden == 1 else 'fit'} (--top {len(advice.fitting)})")
+def _others(advice: Advice) -> str:
+    said = [f"fit: {len(advice.fitting)}"]
     if advice.too_large:
-        nearest, count = advice.too_large[0], len(advice.too_large)
-        lacks = f"{nearest.layout} lacks {nearest.excess / _GB:.1f} GB"
-        said.append(f"1 does not fit; {lacks}" if count == 1 else f"{count} do not fit; {lacks}, the least")
+        nearest = advice.too_large[0]
+        lacks = f"{nearest.layout} lacks {nearest.excess / _GB:.1f} GB, the least"
+        said.append(f"do not fit: {len(advice.too_large)}; {lacks}")
     if advice.impossible:
-        (layout, reason), count = advice.impossible[0], len(advice.impossible)
-        said.append(f"{count} cannot be{', such as' if count > 1 else ','} {layout}: {reason}")
-    return "\n".join(said) or ("all layouts fit" if len(advice.fitting) > 1 else "the only layout fits")
+        layout, reason = advice.impossible[0]
+        said.append(f"cannot be: {len(advice.impossible)}, such as {layout}: {reason}")
+    return "\n".join(said)
 
 
 def _assumptions(machine: Hardware) -> str:
@@ -309,17 +259,3 @@ def _assumptions(machine: Hardware) -> str:
         "peak: weights, gradients, optimizer, and the larger of activations and what the update needs\n"
         "pp: more than one stage is planned only, `train` does not run it"
     )
-
-
-def _as_json(options: Namespace, job: Job, machine: Hardware, advice: Advice) -> dict[str, Any]:
-    return {
-        "model": options.model,
-        "world_size": options.world_size,
-        "job": asdict(job),
-        "machine": asdict(machine),
-        "layouts": [
-            {**found.as_dict(), "trains": found.layout.pipeline == 1}
-            for found in advice.fitting + advice.too_large
-        ],
-        "impossible": [{"layout": asdict(layout), "reason": reason} for layout, reason in advice.impossible],
-    }

@@ -44,7 +44,6 @@ except ImportError:  # not a POSIX system
 FORMAT = 1
 LOCK_SECONDS = 2.0
 KERNELS = Path(__file__).parents[1] / "kernels"
-SHIPPED = Path(__file__).parent / "shipped"  # one <gpu>.json for each GPU that someone has timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,21 +227,6 @@ def _locked(path: Path) -> Iterator[None]:
 def _without_waiting(path: str, flags: int) -> int:
     """Open a file; a FIFO that nobody reads is an error, not a wait."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
-
-
-def shipped_choices(gpu: str, folder: Path = SHIPPED) -> Mapping[str, Choice]:
-    """Return the choices that are shipped for a GPU of this name; none for most."""
-    path = folder / f"{gpu_slug(gpu)}.json"
-    try:
-        versions, choices = parse(path.read_text(encoding="utf-8"))
-        if versions.get("gpu") != gpu:
-            raise ForeignFile(f"it was written for {versions.get('gpu')}")
-        return choices
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        warnings.warning("ignoring %s: %s", path, error)
-        return {}
 
 
 _NOBODYS = "?"  # a value that nothing has: expecting it reads a key and never sets it

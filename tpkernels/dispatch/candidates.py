@@ -99,26 +99,6 @@ def candidates(record: Primitive[..., Any], problem: Problem, gpu: TargetGpu) ->
     return TORCH, *fused, *_ours(problem, gpu)
 
 
-def named(name: str, record: Primitive[..., Any], problem: Problem, gpu: TargetGpu) -> Candidate | None:
-    """Return the candidate of a name, or our kernel with an unshipped tile, if it can be launched."""
-    for candidate in candidates(record, problem, gpu):
-        if candidate.name == name:
-            return candidate
-    for form in forms_of(problem, gpu):
-        start = f"triton/{form}/"
-        if name.startswith(start):
-            try:
-                tile = MatmulTile.named(name.removeprefix(start))
-            except ValueError:
-                return None
-            return None if obstacle(problem, form, tile, gpu) else of_tile(form, tile)
-    return None
-
-
-def of_tile(form: Form, tile: MatmulTile) -> Candidate:
-    return Candidate(f"triton/{form}/{tile.name}", tile, form)
-
-
 def forms_of(problem: Problem, gpu: TargetGpu) -> tuple[Form, ...]:
     """Return the forms in which our kernels can compute a problem; none if they cannot."""
     dtypes = DTYPES if problem.step != "scaled_linear" else FP8
@@ -131,16 +111,11 @@ def forms_of(problem: Problem, gpu: TargetGpu) -> tuple[Form, ...]:
     return ("pointer",)  # serves everything, and is lighter to launch
 
 
-def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: TargetGpu) -> str | None:
-    """Return why a tile is no candidate, as far as that is known without compiling it, or None."""
-    if problem.kernel != "wgrad" and tile.splits > 1:
-        return "its kernel knows no such tile"
-    if not serves(problem.kernel, tile, problem.options):
-        return "it spills with this epilogue"
-    taken, held = shared_memory(problem, form, tile), gpu.target.shared_memory
-    if tile.per_processor * (taken + BLOCK_BYTES) <= held + BLOCK_BYTES:
-        return None
-    return f"{tile.per_processor} blocks of {taken:,} bytes of shared memory, of {held:,}"
+def _fits(problem: Problem, form: Form, tile: MatmulTile, target: Target) -> bool:
+    """Whether a tile computes a problem, as far as that is known without compiling it."""
+    taken, held = shared_memory(problem, form, tile), target.shared_memory
+    fits = tile.per_processor * (taken + BLOCK_BYTES) <= held + BLOCK_BYTES
+    return fits and serves(problem.kernel, tile, problem.options)
 
 
 def shared_memory(problem: Problem, form: Form, tile: MatmulTile) -> int:
@@ -161,31 +136,11 @@ def shared_memory(problem: Problem, form: Form, tile: MatmulTile) -> int:
     )
 
 
-def entry_of(problem: Problem) -> tuple[str, str]:
-    """Return the kernel and the epilogue as the catalog names them; fp16 is compiled as bf16."""
-    kernel = problem.step if problem.step in ("dgrad_pairs", "scaled_linear") else problem.kernel
-    return kernel, _epilogue(problem)
-
-
-def _epilogue(problem: Problem) -> str:
-    match problem.step:
-        case "wgrad":
-            return "=fp32" if problem.dtype == torch.float32 else "=bf16"
-        case "wgrad_accumulate_":
-            return "+=fp32" if problem.options == ("float32",) else "+=bf16"
-        case "dglu":
-            return f"{problem.options[0]}+h"
-        case "scaled_linear":
-            words = [word for word in problem.options if word not in ("bfloat16", "float16")]
-            return "+".join("=fp32" if word == "float32" else word for word in words)
-    return "+".join(problem.options) or "none"
-
-
 def _ours(problem: Problem, gpu: TargetGpu) -> Iterator[Candidate]:
     ragged = any(layout.tma_obstacle() for layout in problem.layouts)
     for form in forms_of(problem, gpu):
         shipped = shipped_tiles(problem.kernel, form, problem.dtype, gpu.target, ragged)
-        tiles = [tile for tile in shipped if obstacle(problem, form, tile, gpu) is None]
+        tiles = [tile for tile in shipped if _fits(problem, form, tile, gpu.target)]
         for tile in tiles:
             useless = (
                 _oversized(tile, tiles, problem)
@@ -193,7 +148,7 @@ def _ours(problem: Problem, gpu: TargetGpu) -> Iterator[Candidate]:
                 or _needless_split(tile, tiles, problem, gpu)
             )
             if not useless:
-                yield of_tile(form, tile)
+                yield Candidate(f"triton/{form}/{tile.name}", tile, form)
 
 
 def _oversized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem) -> bool:

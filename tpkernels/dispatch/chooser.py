@@ -2,9 +2,8 @@
 
     1. what this process has chosen before
     2. the user's cache on disk
-    3. what the package ships for this GPU
-    4. timing now: on random operands of the same layout, each candidate checked against plain torch first
-    5. plain torch, where timing is not allowed
+    3. timing now: on random operands of the same layout, each candidate checked against plain torch first
+    4. plain torch, where timing is not allowed
 
 A candidate other than torch must win by MARGIN, and plain torch is always among those timed: nobody is made
 slower than with `F.linear`. A small product costs what launching it takes, but not where a captured graph is
@@ -34,8 +33,8 @@ import torch
 from torch import Tensor
 
 from tpkernels.dispatch import log
-from tpkernels.dispatch.cache import Cache, Choice, KeyValueStore, Published, shipped_choices, versions_for
-from tpkernels.dispatch.candidates import TORCH, Candidate, TargetGpu, candidates, gpu_of, named
+from tpkernels.dispatch.cache import Cache, Choice, KeyValueStore, Published, versions_for
+from tpkernels.dispatch.candidates import TORCH, Candidate, TargetGpu, candidates, gpu_of
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive, R
 from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like, spoil_freed
@@ -56,7 +55,6 @@ Source = Literal[
     "only one",
     "agreed",
     "cached",
-    "shipped",
     "timed",
     "not timed",
     "not timed now",
@@ -125,7 +123,6 @@ class Chooser:
         gpu: TargetGpu,
         timer: Timer,
         cache: Cache,
-        shipped: Mapping[str, Choice],
         obstacle: Callable[[torch.device], str | None] = obstacle,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -133,7 +130,6 @@ class Chooser:
         self._device = device
         self._timer = timer
         self.cache = cache
-        self._shipped = shipped
         self._obstacle = obstacle
         self._clock = clock
         self._published: Published | None = None
@@ -248,7 +244,7 @@ class Chooser:
                 return own
         found: list[Candidate] = []
         for name in choice.names:
-            candidate = named(name, record, problem, self.gpu)
+            candidate = self._named(name, record, problem)
             if candidate is None:
                 log.warnings.warning(
                     "other ranks compute %s by %s, which is no candidate here: results may differ in bits",
@@ -274,22 +270,20 @@ class Chooser:
     def known(
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor] = ()
     ) -> Decision[Candidate] | None:
-        """Return the choice that is on disk or shipped, or the only candidate; None if timing must tell."""
+        """Return the choice that is on disk, or the only candidate; None if timing must tell."""
         problem = record.problem(*arguments, out=out)
         if len(self.candidates(record, problem)) == 1:
             return Decision(problem.key, TORCH, "only candidate")
-        sources: dict[Source, Choice | None] = {
-            "cached": self.cache.get(problem.key),
-            "shipped": self._shipped.get(problem.key),
-        }
-        for source, choice in sources.items():
-            if choice is None:
-                continue
-            found = [named(name, record, problem, self.gpu) for name in choice.names]
-            there = [one for one in found if one is not None]
-            if len(there) == len(found):
-                return _decision(problem, there, source, choice)
-        return None
+        choice = self.cache.get(problem.key)
+        found = [self._named(name, record, problem) for name in choice.names] if choice else []
+        there = [one for one in found if one is not None]
+        if choice is None or len(there) < len(found):  # a candidate that is gone
+            return None
+        return _decision(problem, there, "cached", choice)
+
+    def _named(self, name: str, record: Primitive[..., Any], problem: Problem) -> Candidate | None:
+        found = (one for one in self.candidates(record, problem) if one.name == name)
+        return next(found, None)
 
     def timed(
         self,
@@ -398,8 +392,8 @@ def _signature(name: str, arguments: tuple[Any, ...], out: Sequence[Tensor] = ()
 
 @cache
 def chooser_on(device: torch.device) -> Chooser:
-    """Return the chooser of a GPU of this machine, with its cache and the choices that are shipped for it."""
+    """Return the chooser of a GPU of this machine, with its cache"""
     log.show_choices_if_asked()
     gpu = gpu_of(device)
     cache = Cache(cache_folder(), versions_for(gpu.name))
-    return Chooser(device, gpu, CudaTimer(device), cache, shipped_choices(gpu.name))
+    return Chooser(device, gpu, CudaTimer(device), cache)

@@ -1,1 +1,1 @@
-"""Rank arithmetic and drawing. The standard library only."""
+"""Groups of ranks: arithmetic, process groups, the current state, random streams."""

@@ -14,17 +14,19 @@ from xml.etree import ElementTree as ET
 from tpkernels.groups import sizes as check
 from tpkernels.groups.kinds import GroupKind, Groups, Ranks
 
-NAMES: dict[GroupKind, str] = {
-    "dp": "data_parallel",
-    "tp": "tensor model-parallel",
-    "pp": "pipeline model-parallel",
-    "cp": "context_parallel",
-    "dp_cp": "data_parallel with context",
-    "ep": "expert model-parallel",
-    "expert_dp": "expert data_parallel",
-    "embedding": "embedding",
-    "position_embedding": "position embedding",
+WORDS: dict[GroupKind, tuple[str, str]] = {  # a kind's name, and what its ranks share
+    "dp": ("data_parallel", "the same weights on these ranks, other samples"),
+    "tp": ("tensor model-parallel", "one layer's weights are split over these ranks"),
+    "pp": ("pipeline model-parallel", "the layers are split over these ranks"),
+    "cp": ("context_parallel", "one sequence is split over these ranks"),
+    "dp_cp": ("data_parallel with context", "gradients of ordinary weights are summed here"),
+    "ep": ("expert model-parallel", "one layer's experts are spread over these ranks"),
+    "expert_dp": ("expert data_parallel", "gradients of experts are summed here"),
+    "embedding": ("embedding", "stages that hold the word embedding"),
+    "position_embedding": ("position embedding", "stages that hold the position embedding"),
+    "model": ("whole-model replica", "these ranks together hold one whole model"),
 }
+Size = tuple[int, int]
 Unit = Literal["GPU", "rank"]  # the word for a position in the world: a rank on a CPU is no GPU
 LINE_WIDTH = 96
 MAX_MEMBERS = 16  # a longer group is shown by its first ranks and its last
@@ -39,8 +41,8 @@ def shown_kinds(plan: Groups) -> list[GroupKind]:
         kinds += ["ep", "expert_dp"]
     if plan.pipeline > 1:
         kinds += ["embedding"]
-        if plan.split_rank is not None:
-            kinds += ["position_embedding"]
+    if plan.pipeline > 1 and plan.split_rank is not None:
+        kinds += ["position_embedding"]
     return kinds
 
 
@@ -59,18 +61,9 @@ def headline(plan: Groups) -> str:
     return f"{text}  (order {'-'.join(plan.order)})"
 
 
-def name_of(rank: int, unit: Unit) -> str:
-    """Return the short name of a rank.
-
-    >>> name_of(3, "GPU"), name_of(3, "rank")
-    ('g3', 'r3')
-    """
-    return f"{unit[0].lower()}{rank}"
-
-
 def group_text(ranks: Ranks, unit: Unit = "GPU") -> str:
     """Format a group's ranks as "[g0, g2]", shortened in the middle if there are many."""
-    return "[" + ", ".join(_shortened(ranks, name_of(0, unit)[:-1])) + "]"
+    return "[" + ", ".join(_shortened(ranks, unit[0].lower())) + "]"
 
 
 def describe(plan: Groups, *, max_groups: int, unit: Unit) -> str:
@@ -81,17 +74,12 @@ def describe(plan: Groups, *, max_groups: int, unit: Unit) -> str:
         shown = [group_text(ranks, unit) for ranks in plan.first_groups(kind, max_groups)]
         if count > max_groups:
             shown.append(f"... and {count - max_groups} more")
-        lines.append(f"{count} {NAMES[kind]} group{'s' * (count != 1)}:")
+        lines.append(f"{count} {WORDS[kind][0]} group{'s' * (count != 1)}:")
         lines += _wrap(shown)
     count = plan.count_groups("model")
-    lines += [
-        "",
-        f"{count} full model{'s' * (count != 1)} partitioned over {plan.world_size} {unit}s:",
-    ]
-    lines += [
-        f"    model {i} is partitioned into {unit.lower()}s {','.join(_shortened(ranks))}"
-        for i, ranks in enumerate(plan.first_groups("model", max_groups))
-    ]
+    lines += ["", f"{count} full model{'s' * (count != 1)} partitioned over {plan.world_size} {unit}s:"]
+    for i, ranks in enumerate(plan.first_groups("model", max_groups)):
+        lines.append(f"    model {i} is partitioned into {unit.lower()}s {','.join(_shortened(ranks))}")
     if count > max_groups:
         lines.append(f"    ... and {count - max_groups} more")
     return "\n".join(lines)
@@ -99,7 +87,7 @@ def describe(plan: Groups, *, max_groups: int, unit: Unit) -> str:
 
 def describe_rank(plan: Groups, rank: int) -> str:
     """Describe the position of one rank in each kind of group."""
-    width = max(len(NAMES[kind]) for kind in shown_kinds(plan))
+    width = max(len(WORDS[kind][0]) for kind in shown_kinds(plan))
     lines = [f"rank {rank} of {plan.world_size}"]
     for kind in shown_kinds(plan):
         if plan.is_member(rank, kind):
@@ -107,7 +95,7 @@ def describe_rank(plan: Groups, rank: int) -> str:
             place = f"{plan.index_in(rank, kind)} of {len(ranks)} in {group_text(ranks)}"
         else:
             place = "not a member"
-        lines.append(f"    {NAMES[kind]:<{width}}  {place}")
+        lines.append(f"    {WORDS[kind][0]:<{width}}  {place}")
     return "\n".join(lines)
 
 
@@ -129,37 +117,18 @@ def _wrap(parts: list[str]) -> list[str]:
     return [f"    {line}" for line in lines]
 
 
-PURPOSES: dict[GroupKind, str] = {
-    "tp": "one layer's weights are split over these ranks",
-    "cp": "one sequence is split over these ranks",
-    "ep": "one layer's experts are spread over these ranks",
-    "dp": "the same weights on these ranks, other samples",
-    "pp": "the layers are split over these ranks",
-    "model": "these ranks together hold one whole model",
-    "dp_cp": "gradients of ordinary weights are summed here",
-    "expert_dp": "gradients of experts are summed here",
-    "embedding": "stages that hold the word embedding",
-    "position_embedding": "stages that hold the position embedding",
-}
-
-# Paul Tol's "light" scheme for cells with text and for colour-blind readers, with indigo in place of olive;
-# ordered so that fills that some readers confuse, such as pink and mint, are not neighbours.
-SAFE_FILLS = ("#77aadd", "#ee8866", "#eedd88", "#5b5ea6", "#ffaabb", "#bbcc33", "#99ddff", "#44bb99")
-# Lightness and chroma of more fills. Three bands, because hues 8 golden angles apart are close, and
-# groups 8 apart often have the same position on neighbouring nodes.
-BANDS = ((0.86, 0.08), (0.47, 0.11), (0.70, 0.12))
-GOLDEN_ANGLE = math.radians(137.508)
-
-Size = tuple[int, int]
-
 INK, QUIET, LINE = "#1c2530", "#5b6875", "#c9d1d9"
-PAPER, CARD, NODE, SLOT = "#eef1f4", "#ffffff", "#f6f8fa", "#e9edf1"
-
-MARGIN, PANEL_GAP, PADDING = 24, 16, 16
+PAPER, CARD, NODE = "#eef1f4", "#ffffff", "#f6f8fa"
+# Paul Tol's "light" scheme for colour-blind readers, indigo in place of olive; confusable fills lie apart.
+SAFE_FILLS = ("#77aadd", "#ee8866", "#eedd88", "#5b5ea6", "#ffaabb", "#bbcc33", "#99ddff", "#44bb99")
+# Saturation and lightness of more fills, in percent: three bands, as hues 8 golden angles apart are close.
+BANDS = ((65, 82), (45, 33), (55, 66))
+GOLDEN_ANGLE = 137.508  # degrees
+MARGIN, PANEL_GAP, PADDING, TITLE = 24, 16, 16, 46
 TILE_HEIGHT, TILE_GAP = 34, 4
 NODE_TITLE, NODE_PADDING, NODE_GAP = 18, 8, 10
-PANEL_TITLE, LEGEND_TOP = 46, 16
-SWATCH, SWATCH_HEIGHT, LEGEND_GAP, LEGEND_ROWS = 24, 15, 6, 8
+LEGEND_ROW, LEGEND_ROWS = 21, 8
+BOLD_FROM = 15  # sizes of titles
 MAX_WIDTH = 1800  # a row takes fewer panels rather than grow wider
 
 
@@ -178,192 +147,122 @@ class _Lattice:
         x, y = self.at(self.columns * -(-self.count // self.columns) - 1)
         return x + self.width, y + self.height
 
-    def at(self, cell: int) -> tuple[int, int]:
+    def at(self, cell: int) -> Size:
         row, column = divmod(cell, self.columns)
         return column * (self.width + self.gap), row * (self.height + self.gap)
 
 
 @dataclass(frozen=True)
-class _DrawnNodes:
-    """The drawn nodes, and the GPUs in each."""
+class _Map:
+    """The drawn ranks, and the lattices of their tiles and nodes."""
 
     ranks: range
     tiles: _Lattice
     nodes: _Lattice
-    note: str
     unit: Unit
 
-
-@dataclass(frozen=True)
-class _DrawnGroup:
-    ranks: Ranks
-    text: str
-    fill: str
-    ink: str
-
-
-@dataclass(frozen=True)
-class _Panel:
-    """The groups of one kind that have a rank on the map, by first rank."""
-
-    title: str
-    purpose: str
-    total: int
-    unit: Unit
-    groups: list[_DrawnGroup]
-    group_at: dict[int, int]
+    def name(self, rank: int) -> str:
+        return f"{self.unit[0].lower()}{rank}"
 
 
 def to_svg(plan: Groups, *, gpus_per_node: int, max_nodes: int, unit: Unit) -> str:
     """Draw the groups of the first `max_nodes` nodes as a self-contained SVG document."""
-    machine = _drawn_nodes(
-        plan.world_size,
-        gpus_per_node=check.positive(gpus_per_node, "gpus_per_node"),
-        max_nodes=check.positive(max_nodes, "max_nodes"),
-        unit=unit,
-    )
-    kinds: list[GroupKind] = [*shown_kinds(plan), "model"]
-    panels = [_panel(plan, kind, machine) for kind in kinds]
-    cards = _cards(panels, machine)
-    width = cards.size[0] + 2 * MARGIN
-    columns = cards.size[0] // _width_of("x", 18, bold=True)
-    header = textwrap.wrap(headline(plan), columns, break_on_hyphens=False)
-    top = MARGIN + 24 * len(header) + 30
-    height = top + cards.size[1] + MARGIN
+    per_node = min(plan.world_size, check.positive(gpus_per_node, "gpus_per_node"))
+    all_nodes = -(-plan.world_size // per_node)
+    drawn = min(all_nodes, check.positive(max_nodes, "max_nodes"))
+    ranks = range(min(plan.world_size, drawn * per_node))
+    tile = max(38, _width_of(f"g{ranks[-1]}", 12) + 8)
+    tiles = _Lattice(per_node, _columns(per_node), tile, TILE_HEIGHT, TILE_GAP)
+    width = max(tiles.size[0], _width_of(f"node {drawn}", 11)) + 2 * NODE_PADDING
+    height = tiles.size[1] + 2 * NODE_PADDING + NODE_TITLE
+    world = _Map(ranks, tiles, _Lattice(drawn, _columns(drawn), width, height, NODE_GAP), unit)
+    note = f"first {drawn:,} of " * (drawn < all_nodes) + _counted(all_nodes, "node")
+    note += f", {_counted(per_node, unit)} per node; the small number on a {unit} is its group"
 
+    kinds: list[GroupKind] = [*shown_kinds(plan), "model"]
+    titles = [_width_of(_title(plan, kind, unit), 15) for kind in kinds]
+    inner = max(world.nodes.size[0], _width_of("x" * 64, 12), *titles)  # no purpose is longer
+    card = inner + 2 * PADDING
+    columns = max(1, min(_columns(len(kinds)), MAX_WIDTH // card))
+    height = TITLE + world.nodes.size[1] + LEGEND_ROW * (LEGEND_ROWS + 1) + 2 * PADDING
+    cards = _Lattice(len(kinds), columns, card, height, PANEL_GAP)
+    header = textwrap.wrap(headline(plan), cards.size[0] // _width_of("x", 18), break_on_hyphens=False)
+    top = MARGIN + 24 * len(header) + 30
+    width, height = cards.size[0] + 2 * MARGIN, top + cards.size[1] + MARGIN
     svg = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width} {height}")
     svg.attrib |= {"width": str(width), "height": str(height), "font-family": "system-ui, sans-serif"}
     ET.SubElement(svg, "title").text = headline(plan)
     _rect(svg, (width, height), fill=PAPER, radius=0)
     for i, line in enumerate(header):
-        _text(svg, MARGIN, MARGIN + 14 + 24 * i, line, size=18, bold=True)
-    _text(svg, MARGIN, top - 18, machine.note, size=13, fill=QUIET)
-    for i, panel in enumerate(panels):
-        x, y = cards.at(i)
-        _draw_panel(_at(svg, MARGIN + x, top + y), panel, machine, (cards.width, cards.height))
+        _text(svg, MARGIN, MARGIN + 14 + 24 * i, line, size=18)
+    _text(svg, MARGIN, top - 18, note, size=13, fill=QUIET)
+    for kind, (x, y) in zip(kinds, map(cards.at, range(len(kinds))), strict=True):
+        panel = _at(svg, MARGIN + x, top + y)
+        _rect(panel, (card, cards.height), fill=CARD, stroke=LINE, radius=10)
+        _draw_panel(_at(panel, PADDING, PADDING), plan, kind, world, inner)
     ET.indent(svg, " ")
     return ET.tostring(svg, encoding="unicode") + "\n"
 
 
-def _drawn_nodes(world_size: int, *, gpus_per_node: int, max_nodes: int, unit: Unit) -> _DrawnNodes:
-    nodes = -(-world_size // gpus_per_node)
-    drawn = min(nodes, max_nodes)
-    ranks = range(min(world_size, drawn * gpus_per_node))
-    slots = min(world_size, gpus_per_node)
-    tile_width = max(38, _width_of(name_of(ranks[-1], unit), 12, bold=True) + 8)
-    tiles = _Lattice(slots, _columns(slots), tile_width, TILE_HEIGHT, TILE_GAP)
-    width = max(tiles.size[0], _width_of(f"node {drawn - 1}", 11)) + 2 * NODE_PADDING
-    height = tiles.size[1] + 2 * NODE_PADDING + NODE_TITLE
-    note = f"{nodes:,} node{'s' * (nodes != 1)}" if nodes == drawn else f"first {drawn:,} of {nodes:,} nodes"
-    note += f", {_counted(slots, unit)} per node; the small number on a {unit} is its group"
-    return _DrawnNodes(ranks, tiles, _Lattice(drawn, _columns(drawn), width, height, NODE_GAP), note, unit)
-
-
-def _panel(plan: Groups, kind: GroupKind, machine: _DrawnNodes) -> _Panel:
-    # the first rank is in a group of every kind, and the other groups of a kind are as large as its own
-    ranks, unit = machine.ranks, machine.unit
-    size = len(plan.group_of(0, kind))
-    total = plan.count_groups(kind)
-    name = "whole-model replica" if kind == "model" else f"{NAMES[kind].replace('_', '-')} group"
+def _draw_panel(panel: ET.Element, plan: Groups, kind: GroupKind, world: _Map, width: int) -> None:
+    """Draw the map of one kind's groups, and a legend of the first."""
     groups: list[Ranks] = []
     group_at: dict[int, int] = {}
-    for rank in ranks:
+    for rank in world.ranks:
         if rank not in group_at and plan.is_member(rank, kind):
             groups.append(plan.group_of(rank, kind))
             group_at |= dict.fromkeys(groups[-1], len(groups) - 1)
-    purpose = PURPOSES[kind]
-    if kind == "model" and plan.expert > 1:
-        purpose += ", experts aside"
-    if any(rank not in group_at for rank in ranks):
-        purpose += "; others outlined"
-    painted = [
-        _DrawnGroup(members, group_text(members, unit), fill, _ink_on(fill))
-        for members, fill in zip(groups, _fills(len(groups)), strict=True)
-    ]
-    title = f"{total:,} {name}{'s' * (total != 1)} of {_counted(size, unit)}"
-    return _Panel(title, purpose, total, unit, painted, group_at)
+    fills = _fills(len(groups))
+    purpose = WORDS[kind][1] + ", experts aside" * (kind == "model" and plan.expert > 1)
+    purpose += "; others outlined" * any(rank not in group_at for rank in world.ranks)
+    _text(panel, 0, 13, _title(plan, kind, world.unit), size=15)
+    _text(panel, 0, 32, purpose, size=12, fill=QUIET)
+
+    size = (world.tiles.width, world.tiles.height)
+    for node in range(world.nodes.count):
+        x, y = world.nodes.at(node)
+        place = _at(panel, x, TITLE + y)
+        _rect(place, (world.nodes.width, world.nodes.height), fill=NODE, stroke=LINE, radius=8)
+        _text(place, NODE_PADDING, 18, f"node {node}", size=11, fill=QUIET)
+        for rank in world.ranks[node * world.tiles.count : (node + 1) * world.tiles.count]:
+            x, y = world.tiles.at(rank % world.tiles.count)
+            tile = _at(place, NODE_PADDING + x, NODE_PADDING + NODE_TITLE + y)
+            said, fill, ink, line = "in no group of this kind", "none", QUIET, LINE
+            if rank in group_at:
+                group = groups[group_at[rank]]
+                said = f"group {group_text(group, world.unit)}, position {group.index(rank)}"
+                (fill, ink), line = fills[group_at[rank]], "none"
+            ET.SubElement(tile, "title").text = f"{world.name(rank)}: {said}"
+            _rect(tile, size, fill=fill, stroke=line)
+            _text(tile, size[0] // 2, 16, world.name(rank), size=12, fill=ink, centred=True)
+            if rank in group_at:
+                _text(tile, size[0] // 2, 28, str(group_at[rank]), size=9, fill=ink, centred=True)
+
+    legend = _at(panel, 0, TITLE + world.nodes.size[1] + PADDING)
+    for number, ranks in enumerate(groups[:LEGEND_ROWS]):
+        fill, ink = fills[number]
+        row = _at(legend, 0, LEGEND_ROW * number)
+        _rect(row, (24, 15), fill=fill, radius=3)
+        _text(row, 12, 11, str(number), size=9, fill=ink, centred=True)
+        fits = (width - 30) // _width_of("x", 12)
+        text = textwrap.shorten(group_text(ranks, world.unit), fits, placeholder=" ...]")
+        _text(row, 30, 12, text, size=12)
+    if (more := plan.count_groups(kind) - LEGEND_ROWS) > 0:
+        _text(legend, 0, 12 + LEGEND_ROW * LEGEND_ROWS, f"... and {more:,} more", size=12, fill=QUIET)
 
 
-def _cards(panels: list[_Panel], machine: _DrawnNodes) -> _Lattice:
-    """Return the grid of panels, with cells as wide and high as the largest panel."""
-    titles = [_width_of(panel.title, 15, bold=True) for panel in panels]
-    purposes = [_width_of(panel.purpose, 12) for panel in panels]
-    inner = max(machine.nodes.size[0], *titles, *purposes)
-    legend = max(_legend(panel, inner)[0].size[1] for panel in panels)
-    width = inner + 2 * PADDING
-    height = PANEL_TITLE + machine.nodes.size[1] + LEGEND_TOP + legend + 2 * PADDING
-    columns = max(1, min(_columns(len(panels)), MAX_WIDTH // width))
-    return _Lattice(len(panels), columns, width, height, PANEL_GAP)
+def _title(plan: Groups, kind: GroupKind, unit: Unit) -> str:
+    # the first rank is in a group of every kind, and the other groups of a kind are as large as its own
+    size, name = len(plan.group_of(0, kind)), WORDS[kind][0].replace("_", "-") + " group" * (kind != "model")
+    return f"{_counted(plan.count_groups(kind), name)} of {_counted(size, unit)}"
 
 
-def _legend(panel: _Panel, width: int) -> tuple[_Lattice, list[str]]:
-    """Return the cells of a legend and its groups' texts; the last row counts groups left out."""
-    texts = [_fitting_text(group, width - SWATCH - 6, panel.unit) for group in panel.groups]
-    cell = SWATCH + 6 + max(_width_of(text, 12) for text in texts)
-    columns = max(1, (width + LEGEND_GAP) // (cell + LEGEND_GAP))
-    texts = texts[: columns * LEGEND_ROWS]
-    rows = -(-len(texts) // columns)
-    columns = -(-len(texts) // rows)
-    rows += len(texts) < panel.total
-    cell = min(cell + 12, (width + LEGEND_GAP) // columns - LEGEND_GAP)
-    return _Lattice(rows * columns, columns, cell, SWATCH_HEIGHT, LEGEND_GAP), texts
-
-
-def _draw_panel(parent: ET.Element, panel: _Panel, machine: _DrawnNodes, size: Size) -> None:
-    _rect(parent, size, fill=CARD, stroke=LINE, radius=10)
-    inner = _at(parent, PADDING, PADDING)
-    _text(inner, 0, 13, panel.title, size=15, bold=True)
-    _text(inner, 0, 32, panel.purpose, size=12, fill=QUIET)
-    for node in range(machine.nodes.count):
-        x, y = machine.nodes.at(node)
-        _draw_node(_at(inner, x, PANEL_TITLE + y), node, panel, machine)
-    legend = _at(inner, 0, PANEL_TITLE + machine.nodes.size[1] + LEGEND_TOP)
-    _draw_legend(legend, panel, size[0] - 2 * PADDING)
-
-
-def _draw_node(parent: ET.Element, node: int, panel: _Panel, machine: _DrawnNodes) -> None:
-    _rect(parent, (machine.nodes.width, machine.nodes.height), fill=NODE, stroke=LINE, radius=8)
-    _text(parent, NODE_PADDING, 18, f"node {node}", size=11, fill=QUIET)
-    size = (machine.tiles.width, machine.tiles.height)
-    for slot in range(machine.tiles.count):
-        x, y = machine.tiles.at(slot)
-        tile = _at(parent, NODE_PADDING + x, NODE_PADDING + NODE_TITLE + y)
-        rank = node * machine.tiles.count + slot
-        if rank not in machine.ranks:
-            _rect(tile, size, fill=SLOT)
-        elif rank in panel.group_at:
-            _draw_member(tile, rank, panel, size)
-        else:
-            _draw_outsider(tile, name_of(rank, machine.unit), size)
-
-
-def _draw_member(tile: ET.Element, rank: int, panel: _Panel, size: Size) -> None:
-    number = panel.group_at[rank]
-    group = panel.groups[number]
-    name = name_of(rank, panel.unit)
-    ET.SubElement(tile, "title").text = f"{name}: group {group.text}, position {group.ranks.index(rank)}"
-    _rect(tile, size, fill=group.fill)
-    _text(tile, size[0] // 2, 16, name, size=12, fill=group.ink, bold=True, centred=True)
-    _text(tile, size[0] // 2, 28, str(number), size=9, fill=group.ink, centred=True)
-
-
-def _draw_outsider(tile: ET.Element, name: str, size: Size) -> None:
-    ET.SubElement(tile, "title").text = f"{name}: in no group of this kind"
-    _rect(tile, size, fill="none", stroke=LINE)
-    _text(tile, size[0] // 2, 21, name, size=12, fill=QUIET, centred=True)
-
-
-def _draw_legend(parent: ET.Element, panel: _Panel, width: int) -> None:
-    cells, texts = _legend(panel, width)
-    for number, text in enumerate(texts):
-        group = panel.groups[number]
-        entry = _at(parent, *cells.at(number))
-        _rect(entry, (SWATCH, SWATCH_HEIGHT), fill=group.fill, radius=3)
-        _text(entry, SWATCH // 2, 11, str(number), size=9, fill=group.ink, centred=True)
-        _text(entry, SWATCH + 6, 12, text, size=12)
-    if len(texts) < panel.total:
-        rest = _at(parent, *cells.at(cells.count - cells.columns))
-        _text(rest, 0, 12, f"... and {panel.total - len(texts):,} more", size=12, fill=QUIET)
+def _fills(count: int) -> list[tuple[str, str]]:
+    """Return a fill for each group, with the colour of its text."""
+    if count <= len(SAFE_FILLS):
+        return [(fill, "#ffffff" if fill == "#5b5ea6" else INK) for fill in SAFE_FILLS]
+    hues = [(i * GOLDEN_ANGLE % 360, *BANDS[i % len(BANDS)]) for i in range(count)]
+    return [(f"hsl({hue:.1f},{s}%,{light}%)", "#ffffff" if light < 50 else INK) for hue, s, light in hues]
 
 
 def _columns(count: int) -> int:
@@ -373,49 +272,13 @@ def _columns(count: int) -> int:
     return full[0] if full else narrowest
 
 
-def _fills(count: int) -> list[str]:
-    if count <= len(SAFE_FILLS):
-        return list(SAFE_FILLS[:count])
-    return [_oklch(*BANDS[i % len(BANDS)], hue=4.5 + i * GOLDEN_ANGLE) for i in range(count)]
-
-
-def _oklch(lightness: float, chroma: float, *, hue: float) -> str:
-    """Convert OKLCH to an sRGB fill; equal lightness looks equally light in each hue."""
-    a, b = chroma * math.cos(hue), chroma * math.sin(hue)
-    long = (lightness + 0.3963 * a + 0.2158 * b) ** 3
-    medium = (lightness - 0.1056 * a - 0.0639 * b) ** 3
-    short = (lightness - 0.0895 * a - 1.2915 * b) ** 3
-    linear = (
-        4.0767 * long - 3.3077 * medium + 0.2310 * short,
-        -1.2684 * long + 2.6098 * medium - 0.3413 * short,
-        -0.0042 * long - 0.7034 * medium + 1.7076 * short,
-    )
-    return "#" + "".join(f"{round(255 * min(1.0, max(0.0, part)) ** (1 / 2.2)):02x}" for part in linear)
-
-
-def _ink_on(fill: str) -> str:
-    """Return the colour of text on a fill: white on dark fills, by WCAG's luminance."""
-    red, green, blue = ((int(fill[i : i + 2], 16) / 255) ** 2.2 for i in (1, 3, 5))
-    return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.2 else INK
-
-
-def _fitting_text(group: _DrawnGroup, width: int, unit: Unit) -> str:
-    """Format as many of a group's ranks as fit into `width`."""
-    text = group.text
-    kept = min(len(group.ranks), 16) - 2
-    while _width_of(text, 12) > width and kept > 1:
-        kept -= 1
-        text = f"{group_text(group.ranks[:kept], unit)[:-1]}, ..., {name_of(group.ranks[-1], unit)}]"
-    return text
-
-
-def _width_of(text: str, size: int, *, bold: bool = False) -> int:
+def _width_of(text: str, size: int) -> int:
     """Estimate an upper bound of a text's width, as in a wide font such as DejaVu Sans."""
-    return math.ceil(len(text) * size * (0.64 if bold else 0.58))
+    return math.ceil(len(text) * size * (0.64 if size >= BOLD_FROM else 0.58))
 
 
-def _counted(count: int, unit: Unit) -> str:
-    return f"{count:,} {unit}{'s' * (count != 1)}"
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _at(parent: ET.Element, x: int, y: int) -> ET.Element:
@@ -428,20 +291,10 @@ def _rect(parent: ET.Element, size: Size, *, fill: str, stroke: str = "none", ra
 
 
 def _text(
-    parent: ET.Element,
-    x: int,
-    y: int,
-    text: str,
-    *,
-    size: int,
-    fill: str = INK,
-    bold: bool = False,
-    centred: bool = False,
+    parent: ET.Element, x: int, y: int, text: str, *, size: int, fill: str = INK, centred: bool = False
 ) -> None:
     element = ET.SubElement(parent, "text", x=str(x), y=str(y), fill=fill)
     element.set("font-size", str(size))
-    if bold:
-        element.set("font-weight", "600")
-    if centred:
-        element.set("text-anchor", "middle")
+    element.set("font-weight", "600" if size >= BOLD_FROM else "400")
+    element.set("text-anchor", "middle" if centred else "start")
     element.text = text

@@ -1,8 +1,7 @@
 """Initializes model parallelism: ranks agree on sizes, check them, and create process groups.
 
-Groups are those of a plan over the world, or of listed ranks; only their members call for them. Each rank
-makes the groups that it belongs to, each once. Listed ranks are for Megatron's instances of an optimizer, a
-grid over half of the world, or a second communicator.
+Groups are those of a plan over the world, or of listed ranks, such as Megatron's instances of an optimizer
+or a second communicator. Each rank makes the groups that it belongs to, each once.
 """
 
 from __future__ import annotations

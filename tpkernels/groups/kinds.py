@@ -42,7 +42,7 @@ GroupKind = Literal[
 COMBINED_KINDS: tuple[GroupKind, ...] = get_args(GroupKind)[10:]  # made for Megatron's names only
 KINDS: tuple[GroupKind, ...] = get_args(GroupKind)[:10]
 
-_AXES_OF: Mapping[GroupKind, tuple[str, ...]] = {
+DENSE_AXES: Mapping[GroupKind, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
     "dp": ("dp",),
@@ -56,7 +56,7 @@ _AXES_OF: Mapping[GroupKind, tuple[str, ...]] = {
     "alone": (),
 }
 # Experts have their own grid: expert and data axes in place of data and context.
-_EXPERT_AXES_OF: Mapping[GroupKind, tuple[str, ...]] = {
+EXPERT_AXES: Mapping[GroupKind, tuple[str, ...]] = {
     "ep": ("ep",),
     "expert_dp": ("dp",),
     "expert_tp": ("tp",),
@@ -166,13 +166,13 @@ class Groups:
         return Grid({axis: sizes[axis] for axis in self.order if axis in sizes})
 
     def _along(self, kind: GroupKind) -> tuple[Grid, tuple[str, ...]]:
-        if kind in _AXES_OF:
-            return self._dense, _AXES_OF[kind]
+        if kind in DENSE_AXES:
+            return self._dense, DENSE_AXES[kind]
         if self.expert > 1:
-            return self._experts, _EXPERT_AXES_OF[kind]
+            return self._experts, EXPERT_AXES[kind]
         if kind == "expert_dp":
-            return self._dense, _AXES_OF["dp_cp"]
-        return self._dense, tuple(axis for axis in _EXPERT_AXES_OF[kind] if axis != "ep")
+            return self._dense, DENSE_AXES["dp_cp"]
+        return self._dense, tuple(axis for axis in EXPERT_AXES[kind] if axis != "ep")
 
     def _embedding_stages(self, kind: GroupKind) -> list[int]:
         stages = {0} if kind == "position_embedding" else {0, self.pipeline - 1}

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from tpkernels.errors import warn
-from tpkernels.groups.state import current, on_the_fly
+from tpkernels.groups.state import current, overwritten
 
 DEFAULT_STREAM = "default"
 DATA_PARALLEL_STREAM = "data-parallel-rng"
@@ -227,10 +227,10 @@ def manual_seed(seed: int, *, cuda_only: bool = False) -> None:
     cuda_only: only the CUDA device's generator, like Megatron's `model_parallel_cuda_manual_seed`; the CPU's
         is neither seeded nor forked
     """
-    state, changed = current(), on_the_fly()
-    tensor_rank = state.rank_in("tp") if changed.tensor_rank is None else changed.tensor_rank
-    expert_rank = state.rank_in("ep") if changed.expert_rank is None else changed.expert_rank
-    in_expert = tensor_rank if changed.expert_tensor_rank is None else changed.expert_tensor_rank
+    state, set_by_caller = current(), overwritten()
+    tensor_rank = set_by_caller.get("tensor_rank", state.rank_in("tp"))
+    expert_rank = set_by_caller.get("expert_rank", state.rank_in("ep"))
+    in_expert = set_by_caller.get("expert_tensor_rank", tensor_rank)
     seed_streams(get_rng_tracker(), seed, tensor_rank, expert_rank, in_expert, cuda_only=cuda_only)
     if cuda_only:
         torch.cuda.manual_seed(seed)

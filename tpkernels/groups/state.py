@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch.distributed import ProcessGroup
 
@@ -60,29 +61,11 @@ class ParallelState:
         return self.process_groups[kind]
 
 
-@dataclass(frozen=True, slots=True)
-class OnTheFly:
-    """Sizes and ranks that callers have set at run time; None: as in the plan."""
-
-    tensor_size: int | None = None
-    pipeline_size: int | None = None
-    expert_size: int | None = None
-    expert_tensor_size: int | None = None
-    tensor_rank: int | None = None
-    pipeline_rank: int | None = None
-    data_rank: int | None = None
-    expert_rank: int | None = None
-    expert_tensor_rank: int | None = None
-    split_rank: int | None = None
-    virtual_size: int | None = None  # None: no virtual pipeline
-    virtual_rank: int | None = None  # the current virtual pipeline stage
-
-
 class _StateOfProcess:
     """The current state; not a ContextVar: threads of autograd and recomputation inherit no context."""
 
     state: ParallelState | None = None
-    on_the_fly: OnTheFly = OnTheFly()
+    overwritten: ClassVar[dict[str, int]] = {}  # sizes and ranks, by name; not part of the frozen state
 
 
 def current_or_none() -> ParallelState | None:
@@ -99,29 +82,22 @@ def current() -> ParallelState:
     return _StateOfProcess.state
 
 
-def on_the_fly() -> OnTheFly:
-    return _StateOfProcess.on_the_fly
-
-
-def set_on_the_fly(changed: OnTheFly) -> None:
-    _StateOfProcess.on_the_fly = changed
+def overwritten() -> dict[str, int]:
+    """Return the sizes and ranks that `tpkernels.parallel_state` overwrites by name, until the state goes."""
+    return _StateOfProcess.overwritten
 
 
 def install(state: ParallelState) -> None:
     """Make `state` current. A virtual pipeline starts at its first stage."""
     _StateOfProcess.state = state
     if state.plan.virtual_pipeline is not None:
-        _StateOfProcess.on_the_fly = replace(
-            _StateOfProcess.on_the_fly,
-            virtual_size=state.plan.virtual_pipeline,
-            virtual_rank=0,
-        )
+        overwritten().update(virtual_size=state.plan.virtual_pipeline, virtual_rank=0)
 
 
 def uninstall() -> None:
-    """Remove the current state, and all numbers that were set on the fly."""
+    """Remove the current state, and all numbers that were overwritten."""
     _StateOfProcess.state = None
-    _StateOfProcess.on_the_fly = OnTheFly()
+    _StateOfProcess.overwritten = {}
 
 
 @contextmanager
@@ -129,10 +105,10 @@ def use(state: ParallelState) -> Iterator[ParallelState]:
     """Make `state` current inside the block, for tests or for two models in one process."""
     if not isinstance(state, ParallelState):
         raise TypeError(f"state: expected a ParallelState, got {state!r}")
-    outside = _StateOfProcess.state, _StateOfProcess.on_the_fly
+    outside = _StateOfProcess.state, _StateOfProcess.overwritten
     uninstall()
     install(state)
     try:
         yield state
     finally:
-        _StateOfProcess.state, _StateOfProcess.on_the_fly = outside
+        _StateOfProcess.state, _StateOfProcess.overwritten = outside

@@ -9,14 +9,9 @@ import torch.distributed as dist
 
 from tpkernels import parallel_state
 from tpkernels.errors import warn
-from tpkernels.groups.initialize import destroy_model_parallel as destroy_model_parallel
-from tpkernels.groups.initialize import initialize_model_parallel as initialize_in_runtime
+from tpkernels.groups import initialize
 from tpkernels.groups.sizes import InvalidSizes
 from tpkernels.groups.state import ParallelState, ParallelStateError
-from tpkernels.parallel_state import table, todays
-from tpkernels.parallel_state.table import *  # noqa: F403
-from tpkernels.parallel_state.table import public_names
-from tpkernels.parallel_state.todays import *  # noqa: F403
 
 
 class LayerArguments(Protocol):
@@ -41,7 +36,7 @@ def initialize_model_parallel(
     pipeline_model_parallel_split_rank_: int | None = None,
 ) -> ParallelState:
     """As in `parallel_state`, but a size larger than the world is reduced to the world's, with a warning."""
-    return initialize_in_runtime(
+    return initialize.initialize_model_parallel(
         _at_most_world(tensor_model_parallel_size_, "tensor_model_parallel_size_"),
         _at_most_world(pipeline_model_parallel_size_, "pipeline_model_parallel_size_"),
         virtual_pipeline_model_parallel_size_,
@@ -98,6 +93,8 @@ def _divide(layers: int, stages: int, what: str) -> int:
     return layers // stages
 
 
-if not TYPE_CHECKING:  # type checkers read the names themselves
-    own = {"destroy_model_parallel", *public_names(globals())}
-    __all__ = sorted(own.union(table.__all__, todays.__all__))
+if TYPE_CHECKING:
+    from tpkernels.parallel_state import *  # type: ignore[assignment]  # noqa: F403
+else:
+    globals().update({name: getattr(parallel_state, name) for name in parallel_state.__all__} | globals())
+    __all__ = [*parallel_state.__all__, "get_num_layers", "get_num_layers_decoder", "is_unitialized"]

@@ -1,42 +1,28 @@
 """Shards of tensors under another library's names, as views that are blocks of our tensors.
 
 Renaming row numbers in place of weights, by `to_huggingface` and `to_megatron`, shows which of our rows is
-which of theirs. So each rule exists once, and no weight is gathered to be renamed.
+which of theirs. So each rule exists once, and no weight is gathered to be renamed. The import adds these
+naming schemes to those of `reshard`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tpkernels.checkpoints.shards import Chunk, TensorShard
+from tpkernels.checkpoints.reshard import naming_schemes
+from tpkernels.checkpoints.reshard import reshard as reshard
+from tpkernels.checkpoints.reshard_plan import Renamed
+from tpkernels.checkpoints.shards import Chunk, TensorShard, some_names
 from tpkernels.interop.huggingface import to_huggingface
 from tpkernels.interop.megatron import to_megatron
+from tpkernels.models.config import GPTConfig
 
-NamingScheme = Literal["own", "huggingface", "megatron"]
 _MAY_BE_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")  # by Megatron
-
-
-class Heads(NamedTuple):
-    """Numbers of heads, on which Megatron's fused weights depend; shapes do not show them."""
-
-    query: int
-    key: int
-
-
-class Renamed(NamedTuple):
-    """Shards under our names.
-
-    chunks: by our name
-    padding: views of their shards that no row of ours fills
-    """
-
-    chunks: dict[str, list[Chunk]]
-    padding: list[Tensor]
 
 
 class _ConsecutiveRows(NamedTuple):
@@ -48,18 +34,44 @@ class _ConsecutiveRows(NamedTuple):
     first: int  # row of ours
 
 
-def under_our_names(
+def under_huggingface_names(
+    theirs: Mapping[str, TensorShard], ours: Mapping[str, tuple[int, ...]], config: GPTConfig | None
+) -> Renamed:
+    """Return shards of a model of `transformers` as views under a GPT's names; see `NamingScheme`."""
+    numbered, owner = _numbered(ours)
+    return _under_our_names("huggingface", to_huggingface(numbered), theirs, ours, owner)
+
+
+def under_megatron_names(
+    theirs: Mapping[str, TensorShard], ours: Mapping[str, tuple[int, ...]], config: GPTConfig | None
+) -> Renamed:
+    """Return shards of a model of Megatron-Core as views under a GPT's names; see `NamingScheme`."""
+    numbered, owner = _numbered(ours)
+    if config is None:
+        raise ValueError(
+            "names='megatron': expected a GPT to take the numbers of heads from, got tensors by name"
+        )
+    rows = to_megatron(
+        numbered,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        fused_norms=not any("input_layernorm" in name for name in theirs),
+    )
+    return _under_our_names("megatron", rows, theirs, ours, owner)
+
+
+def _under_our_names(
+    names: str,
+    rows: Mapping[str, Tensor],
     theirs: Mapping[str, TensorShard],
     ours: Mapping[str, tuple[int, ...]],
-    names: NamingScheme,
-    heads: Heads | None,
+    owner: list[tuple[int, str]],
 ) -> Renamed:
     """Return their shards as views under our names; raise unless names and full shapes match.
 
-    ours: full shapes by name, of all ranks
+    rows: their tensors, of the numbers of our rows instead of weights
+    owner: the first number of each of our names
     """
-    numbered, owner = _numbered(ours)
-    rows = _renamed(numbered, theirs, names, heads)
     theirs = _without_aliases(theirs, rows)
     missing, surplus = [name for name in rows if name not in theirs], [n for n in theirs if n not in rows]
     if missing or surplus:
@@ -78,14 +90,6 @@ def under_our_names(
     return found
 
 
-def some_names(names: Sequence[str], most: int = 4) -> str:
-    """Format some of the names, for errors."""
-    if not names:
-        return "nothing"
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{list(names[:most])}{more}"
-
-
 def _numbered(ours: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], list[tuple[int, str]]]:
     """Return the numbers of rows by name, in two columns for a weight, and the first number of each name."""
     numbered, owner, count = {}, [], 0
@@ -97,26 +101,6 @@ def _numbered(ours: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], l
         owner.append((count, name))
         count += shape[0]
     return numbered, owner
-
-
-def _renamed(
-    numbered: Mapping[str, Tensor],
-    theirs: Mapping[str, TensorShard],
-    names: NamingScheme,
-    heads: Heads | None,
-) -> dict[str, Tensor]:
-    if names == "huggingface":
-        return to_huggingface(numbered)
-    if heads is None:
-        raise ValueError(
-            "names='megatron': expected a GPT to take the numbers of heads from, got tensors by name"
-        )
-    return to_megatron(
-        numbered,
-        num_heads=heads.query,
-        num_kv_heads=heads.key,
-        fused_norms=not any("input_layernorm" in name for name in theirs),
-    )
 
 
 def _without_aliases(
@@ -151,14 +135,17 @@ def _require_shape(name: str, shard: TensorShard, rows: int, dim: int, rest: tup
 
 
 def _add(found: Renamed, chunk: Chunk, runs: list[_ConsecutiveRows], dim: int) -> None:
-    where = chunk.where[dim]
+    view, (first, last) = chunk.view, chunk.block[dim]
+    rest = chunk.block[1 - dim : 2 - dim] if view.ndim == 2 else ()
     for run in runs:
-        begin, end = max(where.start, run.begin), min(where.stop, run.end)
+        begin, end = max(first, run.begin), min(last, run.end)
         if begin < end:
-            view = chunk.view.narrow(dim, begin - where.start, end - begin)
-            rows = slice(run.first + begin - run.begin, run.first + end - run.begin)
-            rest = chunk.where[1 - dim : 2 - dim] if chunk.view.ndim == 2 else ()
-            found.chunks.setdefault(run.name, []).append(Chunk(view.t() if dim else view, (rows, *rest)))
-    begin = max(where.start, runs[-1].end)
-    if begin < where.stop:
-        found.padding.append(chunk.view.narrow(dim, begin - where.start, where.stop - begin))
+            part = view.narrow(dim, begin - first, end - begin)
+            rows = run.first + begin - run.begin, run.first + end - run.begin
+            found.chunks.setdefault(run.name, []).append(Chunk(part.t() if dim else part, (rows, *rest)))
+    begin = max(first, runs[-1].end)
+    if begin < last:
+        found.padding.append(view.narrow(dim, begin - first, last - begin))
+
+
+naming_schemes.update(huggingface=under_huggingface_names, megatron=under_megatron_names)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.groups.agreement import sums_on_device
+from tpkernels.groups.checksums import sums_on_device
 from tpkernels.groups.random import is_capturing
 from tpkernels.groups.state import current_or_none
 from tpkernels.layers import replicas

@@ -34,7 +34,8 @@ from torch.distributed import DistNetworkError, PrefixStore, Store
 from torch.optim.optimizer import Optimizer
 
 from tpkernels.groups import c10d
-from tpkernels.groups.agreement import are_set, sums_of_bits
+from tpkernels.groups.agreement import are_set
+from tpkernels.groups.checksums import sums_of_bits
 from tpkernels.groups.random import is_capturing
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.foreign import is_dtensor, is_split_over, local_of, reshard

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.groups import c10d
 from tpkernels.groups.sizes import not_negative, positive
-from tpkernels.groups.state import ParallelState, ParallelStateError, current, current_or_none, on_the_fly
+from tpkernels.groups.state import ParallelState, ParallelStateError, current, current_or_none, overwritten
 from tpkernels.tp_invariance import mode
 
 
@@ -144,11 +144,12 @@ def group_of(state: State = None) -> ProcessGroup:
 
 
 def _ambient() -> TensorWorld:
-    changed, state = on_the_fly(), current_or_none()
-    if changed.tensor_size is None and changed.tensor_rank is None:
+    size, rank = overwritten().get("tensor_size"), overwritten().get("tensor_rank")
+    state = current_or_none()
+    if size is None and rank is None:
         return tensor_world(current())
-    size = current().size("tp") if changed.tensor_size is None else changed.tensor_size
-    rank = changed.tensor_rank
+    if size is None:
+        size = current().size("tp")
     if rank is None:
         rank = 0 if state is None else state.rank_in("tp")
     if not 0 <= rank < size:

@@ -16,8 +16,7 @@ With D data-parallel replicas of the group, each replica computes its own matric
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +27,8 @@ from tpkernels.comm.groups import failed, start_all_gather, start_all_to_all
 
 WIRE = torch.bfloat16
 MatrixFunction = Callable[[int, Tensor], Tensor]  # takes a position and its matrix, which it may overwrite
+Owned = tuple[int, int]  # a matrix by its position in the caller's list, and the rank that computes it
+Received = Callable[[], list[list[Tensor]]]  # waits; returns flat tensors from each rank
 
 
 class FullMatrices:
@@ -42,32 +43,26 @@ class FullMatrices:
         round_bytes: int,
     ) -> None:
         """shards: of the same matrices on all ranks; costs: of `compute` for each matrix"""
-        self.shards = shards
-        self.group = group
-        self.replicas = replicas
+        self.shards, self.group, self.replicas = shards, group, replicas
         self.replica_of: dict[int, int] = {}  # by position
         split = [i for i, shard in enumerate(shards) if shard.dim is not None and group.size() > 1]
         alone = [i for i in range(len(shards)) if i not in set(split)]
         self.rounds = self._dealt(split, costs, group.size(), round_bytes)
         self.computed_here = [
-            matrix.position for matrices in self._dealt(alone, costs, 1, round_bytes) for matrix in matrices
+            i for matrices in self._dealt(alone, costs, 1, round_bytes) for i, _ in matrices
         ]
 
     def _dealt(
         self, positions: Sequence[int], costs: Sequence[int], ranks: int, round_bytes: int
-    ) -> list[list[OwnedMatrix]]:
+    ) -> list[list[Owned]]:
         """Return this replica's matrices by round, with owners among its `ranks` ranks."""
         count, here = (1, 0) if self.replicas is None else (self.replicas.size(), self.replicas.rank())
         sizes = [WIRE.itemsize * self.shards[i].shape[0] * self.shards[i].shape[1] for i in positions]
         rounds = []
         for matrices in plan_rounds([costs[i] for i in positions], sizes, ranks * count, round_bytes):
-            mine = []
-            for matrix in matrices:
-                position, (replica, owner) = positions[matrix.position], divmod(matrix.owner, ranks)
-                self.replica_of[position] = replica
-                if replica == here:
-                    mine.append(OwnedMatrix(position, owner))
-            rounds.append(mine)
+            placed = [(positions[number], *divmod(owner, ranks)) for number, owner in matrices]
+            self.replica_of |= {i: replica for i, replica, _ in placed}
+            rounds.append([(i, owner) for i, replica, owner in placed if replica == here])
         return rounds
 
     @torch.no_grad()
@@ -105,107 +100,82 @@ class FullMatrices:
         for i in self.computed_here:
             if i in held:
                 yield i, compute(i, held[i])
-        rounds = [tuple(matrix for matrix in matrices if matrix.position in held) for matrices in self.rounds]
+        rounds = [[(i, owner) for i, owner in matrices if i in held] for matrices in self.rounds]
         rounds = [matrices for matrices in rounds if matrices]
         gathering = self._gather(rounds[0], held) if rounds else None
-        scattering: _TransferUnderWay | None = None
+        scattering: Received | None = None
         for number, matrices in enumerate(rounds):
             assert gathering is not None
-            received = gathering.wait()
+            received = gathering()
             if number + 1 < len(rounds):
                 gathering = self._gather(rounds[number + 1], held)
             begun = self._compute(compute, matrices, received)
             if scattering is not None:
-                yield from self._taken(rounds[number - 1], scattering.wait())
+                yield from self._taken(rounds[number - 1], scattering())
             scattering = begun
         if scattering is not None:
-            yield from self._taken(rounds[-1], scattering.wait())
+            yield from self._taken(rounds[-1], scattering())
 
-    def _gather(self, matrices: Sequence[OwnedMatrix], held: Mapping[int, Tensor]) -> _TransferUnderWay:
-        me = self.group.rank()
-        return self._exchange(
-            [
-                [held[matrix.position] for matrix in matrices if matrix.owner == owner]
-                for owner in self._ranks()
-            ],
-            [
-                [self._elements(matrix, rank) for matrix in matrices if matrix.owner == me]
-                for rank in self._ranks()
-            ],
-        )
+    def _gather(self, matrices: Sequence[Owned], held: Mapping[int, Tensor]) -> Received:
+        me, ranks = self.group.rank(), range(self.group.size())
+        sent = [[held[i] for i, owner in matrices if owner == rank] for rank in ranks]
+        shapes = [[self._shape(i, rank) for i, owner in matrices if owner == me] for rank in ranks]
+        return self._exchange(sent, shapes)
 
     def _compute(
-        self, compute: MatrixFunction, matrices: Sequence[OwnedMatrix], received: Sequence[Sequence[Tensor]]
-    ) -> _TransferUnderWay:
+        self, compute: MatrixFunction, matrices: Sequence[Owned], received: Sequence[Sequence[Tensor]]
+    ) -> Received:
         """Compute this rank's matrices from the received shards, and start to send shards of the results."""
-        me = self.group.rank()
-        results: list[list[Tensor]] = [[] for _ in self._ranks()]
-        for number, matrix in enumerate(matrix for matrix in matrices if matrix.owner == me):
-            shard = self.shards[matrix.position]
+        me, ranks = self.group.rank(), range(self.group.size())
+        results: list[list[Tensor]] = [[] for _ in ranks]
+        for number, i in enumerate(i for i, owner in matrices if owner == me):
+            shard = self.shards[i]
             full = received[0][0].new_empty(shard.shape)
-            for rank, flat in enumerate(shards[number] for shards in received):
-                for chunk in shard.chunks(flat.view(self._shape(matrix, rank)), rank):
+            for rank in ranks:
+                for chunk in shard.chunks(received[rank][number], rank):
                     full[chunk.where] = chunk.view
-            result = compute(matrix.position, full)
+            result = compute(i, full)
             for rank, own in enumerate(results):
                 assert shard.dim is not None
                 ranges = [result.narrow(shard.dim, each.start, len(each)) for each in shard.ranges[rank]]
                 own.append(torch.cat(ranges, shard.dim).to(WIRE))
-        sizes = [
-            [self._elements(matrix, me) for matrix in matrices if matrix.owner == owner]
-            for owner in self._ranks()
-        ]
-        return self._exchange(results, sizes)
+        shapes = [[self._shape(i, me) for i, owner in matrices if owner == rank] for rank in ranks]
+        return self._exchange(results, shapes)
 
     def _taken(
-        self, matrices: Sequence[OwnedMatrix], received: Sequence[Sequence[Tensor]]
+        self, matrices: Sequence[Owned], received: Sequence[Sequence[Tensor]]
     ) -> Iterator[tuple[int, Tensor]]:
         arrived = [iter(shards) for shards in received]
-        for matrix in matrices:
-            yield matrix.position, next(arrived[matrix.owner]).view(self._shape(matrix, self.group.rank()))
+        for i, owner in matrices:
+            yield i, next(arrived[owner])
 
-    def _exchange(
-        self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
-    ) -> _TransferUnderWay:
-        """Start an all-to-all. sent: tensors for each rank; sizes: numbers of elements from each rank"""
+    def _exchange(self, sent: Sequence[Sequence[Tensor]], shapes: list[list[tuple[int, int]]]) -> Received:
+        """Start an all-to-all. sent: tensors for each rank; shapes: of those from each rank"""
         flat = [tensor.reshape(-1).to(WIRE) for tensors in sent for tensor in tensors]
-        device = self.shards[0].tensor.device
-        data = torch.cat(flat) if flat else torch.empty(0, dtype=WIRE, device=device)
+        data = torch.cat(flat) if flat else self.shards[0].tensor.new_empty(0, dtype=WIRE)
+        sizes = [[rows * columns for rows, columns in some] for some in shapes]
         received = data.new_empty(sum(map(sum, sizes)))
         counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         into, out = (flat.view(torch.uint8).view(-1, WIRE.itemsize) for flat in (received, data))  # for gloo
         work = start_all_to_all(self.group, into, out, list(map(sum, sizes)), counts)
-        return _TransferUnderWay(work, data, received, sizes, self.group)
 
-    def _ranks(self) -> Iterable[int]:
-        return range(self.group.size())
+        def wait(_sent: Tensor = data) -> list[list[Tensor]]:  # kept until it has arrived
+            _wait(work, "all-to-all of matrices", self.group)
+            by_rank = received.split(list(map(sum, sizes)))
+            return [
+                [own.view(shape) for own, shape in zip(flat.split(some), shaped, strict=True)]
+                for flat, some, shaped in zip(by_rank, sizes, shapes, strict=True)
+            ]
 
-    def _shape(self, matrix: OwnedMatrix, rank: int) -> tuple[int, ...]:
-        shard = self.shards[matrix.position]
+        return wait
+
+    def _shape(self, position: int, rank: int) -> tuple[int, int]:
+        """Return the shape of a rank's shard without padding."""
+        shard = self.shards[position]
         assert shard.dim is not None
-        length = sum(map(len, shard.ranges[rank]))
-        return (*shard.shape[: shard.dim], length, *shard.shape[shard.dim + 1 :])
-
-    def _elements(self, matrix: OwnedMatrix, rank: int) -> int:
-        rows, columns = self._shape(matrix, rank)
-        return rows * columns
-
-
-@dataclass(frozen=True)
-class _TransferUnderWay:
-    """An all-to-all in flight; `sent` is kept until it has ended."""
-
-    work: Work
-    sent: Tensor
-    received: Tensor
-    sizes: Sequence[Sequence[int]]
-    group: ProcessGroup
-
-    def wait(self) -> list[list[Tensor]]:
-        """Wait; return the tensors from each rank."""
-        _wait(self.work, "all-to-all of matrices", self.group)
-        by_rank = self.received.split(list(map(sum, self.sizes)))
-        return [list(own.split(list(sizes))) for own, sizes in zip(by_rank, self.sizes, strict=True)]
+        shape = [*shard.shape]
+        shape[shard.dim] = sum(map(len, shard.ranges[rank]))
+        return shape[0], shape[1]
 
 
 def _wait(work: Work, what: str, group: ProcessGroup) -> None:
@@ -215,20 +185,9 @@ def _wait(work: Work, what: str, group: ProcessGroup) -> None:
         raise failed(f"optim: an {what}", group.group_name, group.size(), error) from error
 
 
-# The plan: the rank that orthogonalizes each matrix, and its round.
-
-
-@dataclass(frozen=True)
-class OwnedMatrix:
-    """A matrix, by its position in the caller's list, and the rank of the group that owns it."""
-
-    position: int
-    owner: int
-
-
 def plan_rounds(
     costs: Sequence[int], sizes: Sequence[int], ranks: int, round_bytes: int
-) -> list[tuple[OwnedMatrix, ...]]:
+) -> list[list[Owned]]:
     """Assign each matrix to the rank with the least work in its round, expensive matrices first.
 
     costs: of orthogonalizing each matrix
@@ -236,25 +195,20 @@ def plan_rounds(
         matrices
     """
     expensive_first = sorted(range(len(costs)), key=lambda position: (-costs[position], position))
-    rounds: list[tuple[OwnedMatrix, ...]] = []
-    work = [0] * ranks  # of all rounds
+    rounds: list[list[Owned]] = []
+    work = [0] * ranks  # of all rounds: decides between ranks that are equally busy in this one
     waiting: list[int] = []
     for number, position in enumerate(expensive_first, 1):
         waiting.append(position)
         is_full = sum(sizes[each] for each in waiting) >= ranks * round_bytes and not len(waiting) % ranks
-        if is_full or number == len(costs):
-            rounds.append(_shared_out(waiting, costs, work))
-            waiting = []
+        if not is_full and number < len(costs):
+            continue
+        here = [0] * ranks
+        rounds.append([])
+        for each in waiting:
+            owner = min(range(ranks), key=lambda rank: (here[rank], work[rank], rank))
+            here[owner] += costs[each]
+            work[owner] += costs[each]
+            rounds[-1].append((each, owner))
+        waiting = []
     return rounds
-
-
-def _shared_out(positions: Sequence[int], costs: Sequence[int], work: list[int]) -> tuple[OwnedMatrix, ...]:
-    """Assign matrices of a round to ranks, and add to `work`, which decides between equally busy ranks."""
-    here = [0] * len(work)
-    matrices = []
-    for position in positions:
-        owner = min(range(len(work)), key=lambda rank: (here[rank], work[rank], rank))
-        here[owner] += costs[position]
-        work[owner] += costs[position]
-        matrices.append(OwnedMatrix(position, owner))
-    return tuple(matrices)

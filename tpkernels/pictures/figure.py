@@ -30,7 +30,6 @@ BLUE, ORANGE, GREEN, VIOLET, GREY = "#2f6fb5", "#d9822b", "#3c8d5a", "#7a5195", 
 WIDTH = 9.8  # inches
 FEW = 4  # files that are named one by one
 DOTS_PER_INCH = 160  # of a PNG
-_PIXELS = 96  # of an SVG to an inch
 
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _STYLE = {
@@ -188,48 +187,6 @@ def draw_empty(axes: Axes, text: str) -> None:
     """Write into empty axes why they are empty."""
     axes.set_axis_off()
     axes.text(0.5, 0.5, text, ha="center", va="center", color=QUIET, transform=axes.transAxes)
-
-
-def sheet(svg: str) -> Picture:
-    """What `topology.svg` has drawn, for a PNG of it: rectangles and words, and no other element."""
-    root = ET.fromstring(svg)
-    width, height = int(root.attrib["width"]), int(root.attrib["height"])
-
-    def draw(figure: Figure) -> None:
-        figure.set_layout_engine("none")
-        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
-        axes.set_axis_off()
-        _place(axes, root, 0, 0)
-
-    return Picture("", height / _PIXELS, draw, width=width / _PIXELS)
-
-
-def _place(axes: Axes, parent: ET.Element, left: float, top: float) -> None:
-    """left, top: where the parent's own zero is"""
-    from matplotlib.patches import FancyBboxPatch
-
-    for element in parent:
-        tag = element.tag.removeprefix(f"{{{_SVG}}}")
-        x, y, width, height, radius, size = (
-            float(element.get(name, "0")) for name in ("x", "y", "width", "height", "rx", "font-size")
-        )
-        at = left + x, top + y
-        if tag == "g":
-            across, down = map(float, element.attrib["transform"][len("translate(") : -1].split())
-            _place(axes, element, left + across, top + down)
-        elif tag == "rect":
-            box = f"round,pad=0,rounding_size={radius}" if radius else "square,pad=0"
-            edge, fill = element.get("stroke", "none"), element.attrib["fill"]
-            axes.add_patch(
-                FancyBboxPatch(at, width, height, box, facecolor=fill, edgecolor=edge, linewidth=0.75)
-            )
-        elif tag == "text":
-            weight = "bold" if "font-weight" in element.attrib else "normal"
-            centred = "center" if "text-anchor" in element.attrib else "left"
-            words = axes.text(*at, element.text or "", ha=centred, va="baseline", weight=weight)
-            words.set(color=element.attrib["fill"], size=72 / _PIXELS * size)
-        elif tag != "title":
-            raise ValueError(f"expected g, rect, text and title in a drawing of groups, got {element.tag}")
 
 
 def shortened(text: str, size: float, inches: float) -> str:

@@ -19,6 +19,7 @@ the embedding's table.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -85,18 +86,10 @@ class ParameterCount:
     def total(self) -> int:
         return self.sharded + self.replicated
 
-    def __add__(self, other: ParameterCount) -> ParameterCount:
-        return ParameterCount(
-            self.sharded + other.sharded, self.replicated + other.replicated, self.marked + other.marked
-        )
-
-    def times(self, count: int) -> ParameterCount:
-        return ParameterCount(self.sharded * count, self.replicated * count, self.marked * count)
-
 
 def parameters_of_stage(job: Job, layout: RankLayout, stage: int) -> ParameterCount:
     is_first, is_last = stage == 0, stage == layout.pipeline - 1
-    found = ParameterCount()
+    counted = Counter[str]()
     for weight in weights_of(job.model):
         owner = weight.name.partition(".")[0]
         times = {
@@ -104,21 +97,19 @@ def parameters_of_stage(job: Job, layout: RankLayout, stage: int) -> ParameterCo
             "embedding": int(is_first or (is_last and job.model.tied)),
             "positions": int(is_first),
         }.get(owner, int(is_last))
-        found += _on_a_rank(weight, job, layout.tensor).times(times)
-    return found
+        elements = prod(weight.shape) * times
+        if weight.split == "vocabulary":
+            counted["sharded"] += table_elements(job, layout.tensor) * times
+        elif weight.split:
+            counted["sharded"] += elements // layout.tensor
+        else:
+            counted["replicated"] += elements
+            counted["marked"] += elements * weight.is_marked
+    return ParameterCount(**counted)
 
 
 def table_elements(job: Job, tensor: int) -> int:
     return job.vocabulary_rows(tensor) * job.model.hidden_size
-
-
-def _on_a_rank(weight: Weight, job: Job, tensor: int) -> ParameterCount:
-    if weight.split == "vocabulary":
-        return ParameterCount(sharded=table_elements(job, tensor))
-    elements = prod(weight.shape)
-    if weight.split:
-        return ParameterCount(sharded=elements // tensor)
-    return ParameterCount(replicated=elements, marked=elements * weight.is_marked)
 
 
 GRADIENT = 4  # bytes of a sum of gradients

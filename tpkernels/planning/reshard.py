@@ -1,4 +1,4 @@
-"""Bytes and messages that move a GPT's weights from one layout of ranks to another."""
+"""Bytes that move a GPT's weights from one layout of ranks to another."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from math import prod
 
 from tpkernels.checkpoints.moves import Block, Blocks, Placement, moves_of
-from tpkernels.groups.sizes import head_size_of, ranges_of, require_heads, shard_size, split_vocabulary
+from tpkernels.groups.sizes import ranges_of, split_vocabulary
 from tpkernels.models.config import GPTConfig
+from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.memory import Weight, weights_of
+
+ITEM_BYTES = 2  # of a weight in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,70 +39,45 @@ class Holders:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes and messages to move a model, over all ranks."""
+    """Bytes to move a model, over all ranks."""
 
-    held: int  # bytes of the model
-    copied: int  # from ranks' own tensors
+    held: int  # of the model
     sent: int
-    between_nodes: int  # of the bytes sent
+    between_nodes: int  # of those that are sent
     most_sent: int  # by one rank
     most_received: int
-    pairs: int  # of sending and receiving ranks
-    least_messages: int
 
 
 def traffic(
-    model: GPTConfig,
-    world: int,
-    source: Holders,
-    target: Holders,
-    *,
-    item_bytes: int = 2,
-    gpus_per_node: int = 8,
-    bucket_bytes: int = 32 * 2**20,
+    model: GPTConfig, world: int, source: Holders, target: Holders, *, gpus_per_node: int = 8
 ) -> Traffic:
     """Return the traffic to move a model from `source` to `target`; one layer is planned for all."""
+    job = Job(model=model, tokens=1, batch=1, sequence_parallel=False)
     for holders in (source, target):
-        _require_fit(model, world, holders)
+        if not (holders.ranks[0] >= 0 and holders.ranks[-1] < world):
+            raise ValueError(f"ranks: expected some of 0 to {world - 1}, got {holders}")
+        job.require_split(RankLayout(holders.tensor, 1, 1))
     nodes = [rank // gpus_per_node for rank in range(world)]
-    counts = {weight.name: weight.count for weight in weights_of(model)}
+    weights = {weight.name: weight for weight in weights_of(model)}
     placements = [
-        Placement(
-            weight.name, item_bytes, *(blocks_of(weight, holders, world) for holders in (source, target))
-        )
-        for weight in weights_of(model)
+        Placement(name, ITEM_BYTES, *(blocks_of(weight, holders, world) for holders in (source, target)))
+        for name, weight in weights.items()
     ]
-    by_pair: Counter[tuple[int, int]] = Counter()
-    for name, sender, receiver, _, size in moves_of(placements, nodes):
-        by_pair[sender, receiver] += size * counts[name]
     sent, received = Counter[int](), Counter[int]()
-    between = copied = 0
-    for (sender, receiver), size in by_pair.items():
-        if sender == receiver:
-            copied += size
-            continue
-        sent[sender] += size
-        received[receiver] += size
-        between += size if nodes[sender] != nodes[receiver] else 0
-    messages = {pair: -(-size // bucket_bytes) for pair, size in by_pair.items() if pair[0] != pair[1]}
+    between = 0
+    for name, sender, receiver, _, size in moves_of(placements, nodes):
+        if sender != receiver:
+            moved = size * weights[name].count
+            sent[sender] += moved
+            received[receiver] += moved
+            between += moved if nodes[sender] != nodes[receiver] else 0
     return Traffic(
-        item_bytes * sum(prod(weight.shape) * weight.count for weight in weights_of(model)),
-        copied,
+        ITEM_BYTES * sum(prod(weight.shape) * weight.count for weight in weights.values()),
         sent.total(),
         between,
         max(sent.values(), default=0),
         max(received.values(), default=0),
-        len(messages),
-        sum(messages.values()),
     )
-
-
-def _require_fit(model: GPTConfig, world: int, holders: Holders) -> None:
-    if not (holders.ranks[0] >= 0 and holders.ranks[-1] < world):
-        raise ValueError(f"ranks: expected some of 0 to {world - 1}, got {holders}")
-    head = head_size_of(model.hidden_size, model.num_heads, rotary=model.max_positions is None)
-    require_heads(model.num_heads, model.num_kv_heads or model.num_heads, head, holders.tensor)
-    shard_size(model.ffn_hidden_size or 4 * model.hidden_size, holders.tensor, "ffn_hidden_size")
 
 
 def blocks_of(weight: Weight, holders: Holders, world: int) -> list[Blocks]:

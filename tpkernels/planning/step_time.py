@@ -1,8 +1,6 @@
 """Seconds of a step: products at a fraction of the peak rate, plus transfers that they do not hide.
 
-For blocks whose tensor group lies in one node, the caller passes a model of single calls (`BlockExposed`).
-Other blocks and other work use a formula. With transfers alone (no product runs at the same time) and
-products alone (no transfer does),
+With transfers alone (no product runs at the same time) and products alone (no transfer does),
 
     exposed = max(transfers alone, transfers - (products - products alone))
 
@@ -39,19 +37,16 @@ without sequence parallelism:
 With fewer heads of keys and values than ranks, shards of keys and of values are gathered, and their gradients
 reduced. Recomputation repeats the forward of a block with its transfers, or of attention only.
 
-
 `advise` sorts all layouts of a number of GPUs for a job: layouts that fit by time, others by excess memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from tpkernels.buckets.layout import SMALLEST_BUCKET_BYTES
-from tpkernels.comm.schedule import MOST_CHUNKS, collective_rounds, swaps_full_sums
-from tpkernels.planning.gpus import RatedGpu
+from tpkernels.comm.schedule import collective_rounds, swaps_full_sums
 from tpkernels.planning.job import Hardware, Job, RankLayout, layouts
 from tpkernels.planning.memory import (
     GRADIENT,
@@ -61,48 +56,6 @@ from tpkernels.planning.memory import (
     parameters_of_stage,
     table_elements,
 )
-
-OPERATORS = ("column_linear", "row_linear", "mlp", "gated_mlp")
-DIRECTIONS = ("forward", "backward")
-WAYS = ("naive", "c10d", "symmetric", "decomposed")
-IN_ROUNDS = tuple(f"rounds-{rounds}" for rounds in range(1, MOST_CHUNKS + 1))  # through symmetric memory
-MOST_RANKS = 72  # the largest NVLink domain today
-# Published times on 2 to 8 H100s over the model's: the least and the most (docs/overlap-predicted.md).
-# Those of symmetric and decomposed are of other people's kernels, with the same schedule.
-PUBLISHED: Mapping[str, tuple[float, float]] = {
-    "naive": (0.78, 1.39),
-    "symmetric": (0.92, 2.23),
-    "decomposed": (0.82, 3.46),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of one call on R ranks."""
-
-    tokens: int
-    features_in: int
-    features_out: int  # of column_linear the full output features; of an MLP its inner width
-    ranks: int
-    sequence_parallel: bool = True
-    narrowest: int = 0  # a rank's features of each of two more weights that share one gather
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "features_in", "features_out", "ranks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.sequence_parallel and self.tokens % self.ranks:
-            raise ValueError(
-                f"tokens: expected a multiple of the {self.ranks} ranks with sequence parallelism, got "
-                f"{self.tokens}"
-            )
-
-    def shard(self, name: str) -> int:
-        """Return a rank's shard of features_in or features_out."""
-        features: int = getattr(self, name)
-        if features % self.ranks:
-            raise ValueError(f"{name}: expected a multiple of the {self.ranks} ranks, got {features}")
-        return features // self.ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +202,6 @@ def shared_heads(job: Job, tensor: int) -> list[OverlappedWork]:
     return [OverlappedWork(sent=job.tokens_at_once() * features * job.element * (tensor - 1) / tensor)]
 
 
-BlockExposed = Callable[[Job, int, RatedGpu], float]  # by the number of ranks in a node: `streams.prediction`
-
-
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds of a step."""
@@ -270,9 +220,9 @@ def exposed(work: OverlappedWork, products: float, transfers: float) -> float:
     return max(work.transfers_alone * transfers, transfers - products * (1 - work.products_alone))
 
 
-def step_time(job: Job, layout: RankLayout, machine: Hardware, block_exposed: BlockExposed) -> StepTime:
+def step_time(job: Job, layout: RankLayout, machine: Hardware) -> StepTime:
     stages = layout.pipeline
-    turns = [_turn(job, layout, machine, stage, block_exposed) for stage in range(stages)]
+    turns = [_turn(job, layout, machine, stage) for stage in range(stages)]
     compute, waiting = max(turns, key=sum)
     once = max(_once_a_step(job, layout, machine, stage) for stage in range(stages))
     count = job.micro_batches(layout)
@@ -283,18 +233,12 @@ def step_time(job: Job, layout: RankLayout, machine: Hardware, block_exposed: Bl
     )
 
 
-def _turn(
-    job: Job, layout: RankLayout, machine: Hardware, stage: int, block_exposed: BlockExposed
-) -> tuple[float, float]:
+def _turn(job: Job, layout: RankLayout, machine: Hardware, stage: int) -> tuple[float, float]:
     """Return seconds of products and of waits, for forward and backward of one microbatch on a stage."""
     tensor, stages = layout.tensor, layout.pipeline
     processors = machine.gpu.processors
     block = block_forward(job, tensor, processors) + block_backward(job, tensor, processors)
     compute, waiting = _seconds(block, machine, tensor)
-    if tensor <= machine.gpus_per_node:  # else over the network, which the model of calls does not cover
-        times = 3 if job.recompute == "full" else 2
-        _, shared = _seconds(times * shared_heads(job, tensor), machine, tensor)
-        waiting = block_exposed(job, tensor, machine.gpu) + shared
     blocks = job.model.num_layers // stages
     ends = (embedding_work(job, tensor) if stage == 0 else []) + (
         head_work(job, tensor) if stage == stages - 1 else []
@@ -372,15 +316,6 @@ class Prediction:
     def fits(self) -> bool:
         return self.excess <= 0
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "layout": asdict(self.layout),
-            "bytes": {**asdict(self.memory), "peak": self.memory.peak},
-            "seconds": {**asdict(self.time), "step": self.time.total},
-            "excess": self.excess,
-            "fits": self.fits,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -391,9 +326,7 @@ class Advice:
     impossible: list[tuple[RankLayout, str]]  # and the error of the sizes
 
 
-def advise(
-    job: Job, machine: Hardware, world_size: int, most_tensor: int, block_exposed: BlockExposed
-) -> Advice:
+def advise(job: Job, machine: Hardware, world_size: int, most_tensor: int) -> Advice:
     for name, count in {"world_size": world_size, "max_tp": most_tensor}.items():
         if count < 1:
             raise ValueError(f"{name}: expected at least 1, got {count}")
@@ -404,7 +337,7 @@ def advise(
         except ValueError as error:
             impossible.append((layout, str(error)))
         else:
-            predictions.append(predict(job, machine, layout, block_exposed))
+            predictions.append(predict(job, machine, layout))
     return Advice(
         fitting=sorted(
             (found for found in predictions if found.fits), key=lambda p: (p.time.total, p.memory.peak)
@@ -414,7 +347,7 @@ def advise(
     )
 
 
-def predict(job: Job, machine: Hardware, layout: RankLayout, block_exposed: BlockExposed) -> Prediction:
+def predict(job: Job, machine: Hardware, layout: RankLayout) -> Prediction:
     memory = memory_of(job, layout)
-    time = step_time(job, layout, machine, block_exposed)
+    time = step_time(job, layout, machine)
     return Prediction(layout, memory, time, memory.peak - machine.usable_memory)

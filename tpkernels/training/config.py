@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,31 +140,24 @@ def _steps(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in named if match}
 
 
-def open_lines_after(path: Path, done: int) -> tuple[TextIO, str]:
-    """Open a file for the lines of later steps; return it, and a warning about damaged lines, or "".
+def open_lines_after(path: Path, done: int) -> TextIO:
+    """Open a file for the lines of later steps.
 
-    Lines of steps after the last checkpoint are dropped, because these steps run again. Lines without a step,
-    as of a run killed while it wrote, stay in a copy of the file.
+    Lines of steps after the last checkpoint are dropped, because these steps run again, and so are lines
+    without a step, as a run leaves that is killed while it writes.
     """
-    said = ""
-    if done and path.is_file():
-        lines = read_bytes(path).decode("utf-8", errors="replace").split("\n")
-        steps = [_step_of(line) for line in lines]
-        damaged = [number for number, step in enumerate(steps, start=1) if step is None and lines[number - 1]]
-        if damaged:
-            aside = unused(path.with_name(f"{path.name}.damaged"))
-            shutil.copy2(path, aside)
-            said = f"{path}: line {damaged[0]} holds no step; left out, and the file as it was is {aside}"
-        kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= done]
-        replace_text(path.resolve(), "".join(f"{line}\n" for line in kept))
-        return path.open("a", encoding="utf-8"), said
-    return path.open("w", encoding="utf-8"), said
+    if not (done and path.is_file()):
+        return path.open("w", encoding="utf-8")
+    lines = read_bytes(path).decode("utf-8", errors="replace").split("\n")
+    replace_text(path.resolve(), "".join(f"{line}\n" for line in lines if 0 < _step_of(line) <= done))
+    return path.open("a", encoding="utf-8")
 
 
-def _step_of(line: str) -> int | None:
+def _step_of(line: str) -> int:
+    """Return the step of a line, 0 if it has none."""
     try:
         found = parsed(line)
     except ValueError:
-        return None
+        return 0
     step = found.get("step") if isinstance(found, dict) else None
-    return step if isinstance(step, int) else None
+    return step if isinstance(step, int) else 0

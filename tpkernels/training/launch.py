@@ -1,34 +1,34 @@
-"""Starts ranks as processes of this machine with torchrun's environment; reports the first that fails.
+"""Starts ranks as torchrun starts them, on this machine alone, and joins them into a world.
 
-torchrun's engine, `torch.distributed.launcher.api.elastic_launch`, is not used, because its stores are open
-to other machines: with torch 2.13 `ss -ltnp` shows `*:PORT` in spite of `rdzv_endpoint="127.0.0.1:0"`, two
-ports of `rdzv_backend="c10d"` and one of "static".
+The processes are torchrun's own, its rendezvous is not, because its stores are open to other machines: with
+torch 2.13 `ss -ltnp` shows `*:PORT` in spite of `rdzv_endpoint="127.0.0.1:0"`, two ports of
+`rdzv_backend="c10d"` and one of "static".
 """
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
+import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
-from tpkernels.gate.child import ending
-
-LIFELINE = "TPKERNELS_LIFELINE"  # a pipe that ends with the launcher
-GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 EXIT_SECONDS = 120.0  # for the threads of backends to end after a rank's work
 POLL_SECONDS = 0.05
+GRACE_SECONDS = 10  # for ranks to end after Ctrl-C
+SAVE_SECONDS = 10**6  # for ranks to save after SIGTERM, as long as it takes
 
 
 def run_ranks(command: Sequence[str], ranks: int) -> int:
@@ -37,28 +37,32 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
     The first rank that fails is named, and the others are ended, as by Ctrl-C. SIGTERM is passed on. Ranks
     that call `hold_lifeline` end with this process even if it is killed.
     """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are named below
     store = loopback_store()
     common = environment_of_ranks(store, ranks)
-    processes: list[subprocess.Popen[bytes]] = []
-    signal.signal(signal.SIGTERM, lambda *_: _pass_on(processes))
-    theirs, ours = os.pipe()
-    common[LIFELINE] = str(theirs)
-    try:
-        for rank in range(ranks):
-            environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(list(command), env=environment, pass_fds=[theirs]))
-        failed = _first_failure(processes)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    finally:
-        _end(processes)
-        os.close(theirs)
-        os.close(ours)
-    if failed is None:
+    with TemporaryDirectory() as folder:  # torch requires one
+        processes = start_processes(
+            name="tpkernels",
+            entrypoint=command[0],
+            args=dict.fromkeys(range(ranks), tuple(command[1:])),
+            envs={rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)},
+            logs_specs=DefaultLogsSpecs(folder),
+        )
+        try:
+            result = processes.wait(period=POLL_SECONDS)
+        except SignalException as received:
+            is_interrupt = received.sigval == signal.SIGINT
+            processes.close(signal.SIGTERM, GRACE_SECONDS if is_interrupt else SAVE_SECONDS)
+            if is_interrupt:
+                return 128 + signal.SIGINT
+            result = processes.wait(0)
+    assert result is not None, "no process is left"
+    if not result.is_failed():
         return 0
-    code = processes[failed].returncode
-    how = "was killed" if code < 0 else "ended"
-    sys.stderr.write(f"\nrank {failed} {how} {ending(code)}; the other ranks were ended\n")
+    rank, failure = next(iter(result.failures.items()))  # those that were ended follow
+    code = failure.exitcode
+    how = f"was killed by {failure.signal_name()}" if code < 0 else f"ended with exit code {code}"
+    sys.stderr.write(f"\nrank {rank} {how}; the other ranks were ended\n")
     return code if code > 0 else 128 - code
 
 
@@ -73,6 +77,7 @@ def environment_of_ranks(store: TCPStore, ranks: int) -> dict[str, str]:
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "tpkernels",
     }
     common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # ranks share the cores
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _loopback_interface()):
@@ -126,10 +131,7 @@ def join_world(backend: str, timeout: timedelta | None = None) -> None:
 
 def hold_lifeline() -> None:
     """End this process when its launcher ends, for any reason."""
-    if LIFELINE in os.environ:
-        descriptor = int(os.environ[LIFELINE])
-        threading.Thread(target=_exit_with, args=(descriptor,), daemon=True).start()
-    elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has no such pipe
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_exit_without, args=(os.getppid(),), daemon=True).start()
 
 
@@ -138,41 +140,7 @@ def exit_in_time() -> None:
     atexit.register(faulthandler.dump_traceback_later, EXIT_SECONDS, exit=True)
 
 
-def _exit_with(descriptor: int) -> None:
-    os.read(descriptor, 1)  # nothing is ever written
-    os._exit(1)
-
-
 def _exit_without(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
-
-
-def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank that fails first, or None once all have succeeded."""
-    while True:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code:
-                return rank
-        if None not in codes:
-            return None
-        time.sleep(POLL_SECONDS)
-
-
-def _pass_on(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    _pass_on(processes)
-    deadline = time.monotonic() + GRACE_SECONDS
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

@@ -15,37 +15,31 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tpkernels.files import read_text
 from tpkernels.models.config import GPTConfig
-from tpkernels.ops.activations import GATE_OF
 from tpkernels.planning.gpus import RATED_GPUS
 from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.memory import GRADIENT, OPTIMIZER, parameters_of_stage
+from tpkernels.planning.step_time import FlopsOfBlock
 from tpkernels.training.config import TrainConfig
-from tpkernels.training.trainer import StepReport, Trainer
+from tpkernels.training.trainer import StepReport
 
 PROCESS = 100 * 2**20  # of a process's own memory once torch is imported; measured: 225 MiB
 
 
-def flops_per_token(model: GPTConfig, tokens: int) -> int:
+def flops_per_token(model: GPTConfig, tokens: int) -> float:
     """Return the FLOPs of a training step for each token, forward and backward; tokens: in an excerpt"""
-    width = model.hidden_size
-    key_features = (model.num_kv_heads or model.num_heads) * (width // model.num_heads)
-    ups = 2 if model.activation in GATE_OF else 1
-    block = 2 * width * width + 2 * width * key_features  # query and output; key and value
-    block += (ups + 1) * width * (model.ffn_hidden_size or 4 * width)
-    weights = model.num_layers * block + width * model.vocab_size
-    attention = 2 * model.num_layers * tokens * width  # scores, and their products with values
-    return 3 * 2 * (weights + attention)  # a multiplication and an addition each
+    flops = FlopsOfBlock.of(Job(model=model, tokens=tokens, batch=1), 1)
+    block = flops.qkv + flops.output + flops.up + flops.down + 2 * flops.attention  # which is causal there
+    return 3 * (model.num_layers * block / tokens + 2 * model.hidden_size * model.vocab_size)
 
 
 def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -63,7 +57,7 @@ class Speed:
     peak: FLOP/s of a rank's device; None: unknown
     """
 
-    flops_per_token: int
+    flops_per_token: float
     ranks: int
     peak: float | None
 
@@ -95,57 +89,12 @@ def median_step(reports: Sequence[StepReport]) -> StepReport:
     return sorted(reports, key=lambda report: report.seconds)[len(reports) // 2]
 
 
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes of one rank, by purpose."""
-
-    rank: int
-    weights: int
-    gradients: int
-    optimizer: int
-    peak: int
-    peak_is: str  # the kind of measurement
-
-    def as_dict(self) -> dict[str, int | str]:
-        return asdict(self)
-
-    def line(self) -> str:
-        parts = (f"{name} {_shown(getattr(self, name))}" for name in ("weights", "gradients", "optimizer"))
-        return (
-            f"memory of rank {self.rank}, the largest: {', '.join(parts)}; {self.peak_is} {_shown(self.peak)}"
-        )
-
-
-def largest_memory(trainer: Trainer) -> RankMemory:
-    """Return the memory of the rank with the highest peak; called by all ranks."""
-    everybody: list[RankMemory] = [_memory(trainer)] * dist.get_world_size()
-    dist.all_gather_object(everybody, _memory(trainer))
-    return max(everybody, key=lambda memory: (memory.peak, -memory.rank))
-
-
-def _memory(trainer: Trainer) -> RankMemory:
-    on_gpu = trainer.device.type == "cuda"
-    return RankMemory(
-        rank=dist.get_rank(),
-        weights=_bytes([*trainer.model.parameters(), *trainer.model.buffers()]),
-        gradients=_bytes(trainer.optimizer.buckets.buckets),
-        optimizer=_bytes(trainer.optimizer.tensors()),
-        peak=torch.cuda.max_memory_allocated(trainer.device) if on_gpu else _peak_of_process(),
-        peak_is="peak of what torch allocated on the GPU" if on_gpu else "peak resident set of the process",
-    )
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _peak_of_process() -> int:
+def peak_memory(device: torch.device) -> int:
+    """Return the peak of bytes: of what torch allocated on a GPU, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts kilobytes
-
-
-def _shown(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 def least_bytes(config: TrainConfig, tensor: int, data: int) -> int:

@@ -1,4 +1,4 @@
-"""The report of a run: a self-contained page, its pictures as files, and its proof.
+"""The report of a run: a self-contained page with the curve of losses, and its proof.
 
 A proof compares losses of the run's first steps with those of other layouts of the same ranks.
 """
@@ -15,21 +15,18 @@ import torch
 
 from tpkernels.groups.draw import Unit
 from tpkernels.groups.plan import GroupPlan
-from tpkernels.pictures.charts import TimeSpan, curve, lanes
+from tpkernels.pictures.charts import curve
 from tpkernels.pictures.figure import (
     NO_MATPLOTLIB,
-    Picture,
     can_draw,
     facts,
     page,
     paragraph,
     save,
-    sheet,
     table,
     verbatim,
 )
 from tpkernels.training.config import TrainConfig
-from tpkernels.training.profile import SHOWN_RANKS, seconds_at_once
 from tpkernels.training.trainer import StepReport
 
 _ROWS = 10  # of the table that replaces the curve
@@ -103,73 +100,40 @@ class Proof:
         return f"losses of {self.steps} steps agree with an unsharded run's within {self.worst:.0e}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """The content of a page about a run.
+def write_report(
+    path: Path,
+    title: str,
+    reports: Sequence[StepReport],
+    *,
+    plan: GroupPlan,
+    unit: Unit,
+    known: Sequence[tuple[str, str]] = (),
+    proof: Proof | None = None,
+    sample: str = "",
+) -> str:
+    """Write the page, and its curve as loss.png into its folder; return a line about that picture.
 
-    spans: of the last step, if it was recorded
-    known: names and values of further facts
+    known: names and values of facts about the run
     sample: text that the model wrote, or ""
     """
-
-    title: str
-    reports: Sequence[StepReport]
-    spans: Sequence[TimeSpan]
-    plan: GroupPlan
-    on_gpu: bool
-    known: Sequence[tuple[str, str]] = ()
-    proof: Proof | None = None
-    sample: str = ""
-
-    @property
-    def unit(self) -> Unit:
-        return "GPU" if self.on_gpu else "rank"
-
-
-def pictures_of(run: RunRecord) -> dict[str, Picture]:
-    """Return pictures by name: the loss, the last step if it was recorded, the groups."""
-    reports, spans, plan = run.reports, run.spans, run.plan
     first, last = reports[0], reports[-1]
-    losses = f"Loss: {first.loss:.3f} at step {first.step}, {last.loss:.3f} at step {last.step}"
+    heading = f"Loss: {first.loss:.3f} at step {first.step}, {last.loss:.3f} at step {last.step}"
     points = [(float(report.step), report.loss) for report in reports]
-    pictures = {"loss": curve(losses, points, across="step", along="loss, nats per token")}
-    if spans:
-        shown = len({span.rank for span in spans})
-        of_all = f", on {shown} of {plan.world_size} ranks" * (shown < plan.world_size)
-        title = f"Step {last.step}: what was computed, and what was in flight{of_all}"
-        pictures["timeline"] = lanes(title, {"": spans}, note=at_once(spans))
-    return pictures | {"plan": sheet(plan.to_svg(unit=run.unit))}
-
-
-def at_once(spans: Sequence[TimeSpan]) -> str:
-    """Return in words the fraction of the time in flight during which ranks computed."""
-    in_flight, hidden = seconds_at_once(spans)
-    if not in_flight:
-        return "nothing was in flight between ranks"
-    share = hidden / in_flight
-    return f"ranks computed during {share:.0%} of the time that they had something in flight"
-
-
-def write_report(path: Path, run: RunRecord) -> str:
-    """Write the page, and the pictures as PNG into its folder; return a line about the pictures."""
-    pictures = pictures_of(run)
-    sections = [("", facts([*run.known, *facts_of(run.reports)]))]
-    if run.proof is not None:
-        sections.append(("The same losses as unsharded", _proof(run.proof)))
+    losses = curve(heading, points, across="step", along="loss, nats per token")
+    sections = [("", facts([*known, *facts_of(reports)]))]
+    if proof is not None:
+        sections.append(("The same losses as unsharded", _proof(proof)))
     if can_draw():
-        sections.append(("Loss", pictures["loss"].svg))
+        sections.append(("Loss", losses.svg))
     else:
-        sections.append(("Loss", _losses(run.reports) + paragraph(NO_MATPLOTLIB)))
-    if run.spans:
-        words = paragraph(at_once(run.spans)) + paragraph(_how_to_read(run.on_gpu))
-        sections.append(("One step", pictures["timeline"].svg + words))
-    if run.sample:
-        sections.append(("What it writes", verbatim(run.sample)))
-    groups = run.plan.to_svg(unit=run.unit) + verbatim(run.plan.describe(unit=run.unit))
+        sections.append(("Loss", _losses(reports) + paragraph(NO_MATPLOTLIB)))
+    if sample:
+        sections.append(("What it writes", verbatim(sample)))
+    groups = plan.to_svg(unit=unit) + verbatim(plan.describe(unit=unit))
     sections.append(("Groups", groups))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(run.title, sections), encoding="utf-8")
-    return save({path.parent / f"{name}.png": picture for name, picture in pictures.items()})
+    path.write_text(page(title, sections), encoding="utf-8")
+    return save({path.with_name("loss.png"): losses})
 
 
 def _proof(proof: Proof) -> str:
@@ -189,17 +153,6 @@ def _losses(reports: Sequence[StepReport]) -> str:
     stride = -(-len(reports) // _ROWS)
     rows = [[str(report.step), f"{report.loss:.4f}"] for report in reversed(reports[::-stride])]
     return table(["step", "loss, nats per token"], rows)
-
-
-def _how_to_read(on_gpu: bool) -> str:
-    if on_gpu:
-        seen = "A rank computes while a kernel runs, and a transfer is in flight while its kernel does."
-    else:
-        seen = "A rank computes while an operator of torch runs; a transfer is in flight until it is awaited."
-    return (
-        f"The last step, as torch's profiler saw it on up to {SHOWN_RANKS} ranks. {seen} Ranks are put "
-        "together by the clocks of their machines."
-    )
 
 
 def facts_of(reports: Sequence[StepReport]) -> list[tuple[str, str]]:

@@ -21,13 +21,12 @@ from tpkernels.groups.c10d import default_group
 from tpkernels.groups.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.groups.plan import plan_groups
 from tpkernels.ops.replicas import from_all_ranks
-from tpkernels.pictures.charts import TimeSpan
 from tpkernels.tp_invariance import mode, tp_invariant
 from tpkernels.training.config import TrainConfig, open_lines_after, rename_later_checkpoints
 from tpkernels.training.launch import device_of_rank, join_world
 from tpkernels.training.measures import require_room
-from tpkernels.training.profile import StepProfile, traced
-from tpkernels.training.report import Proof, RunRecord, loss_tolerance, write_report
+from tpkernels.training.profile import StepProfile
+from tpkernels.training.report import Proof, loss_tolerance, write_report
 from tpkernels.training.trainer import StepReport, Trainer
 
 
@@ -65,7 +64,6 @@ class Session:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         join_world(backend, None if timeout is None else timedelta(seconds=timeout))
         self._got_signal = self.was_asked_to_stop = False
-        self._recorded: list[TimeSpan] = []  # of one step
         if saves:
             signal.signal(signal.SIGTERM, self._note_signal)
         world = dist.get_world_size()
@@ -106,19 +104,10 @@ class Session:
         rename_later_checkpoints(folder, self.trainer.done)
         self.say(f"from {found}, after {self.trainer.done} steps")
 
-    def steps(
-        self, folder: Path | None = None, every: int = 0, *, record_last: bool = False
-    ) -> Iterator[StepReport]:
-        """Run the steps and yield their reports; with a folder save at the end, and when asked to stop.
-
-        record_last: record the spans of the last step for the page
-        """
+    def steps(self, folder: Path | None = None, every: int = 0) -> Iterator[StepReport]:
+        """Run the steps and yield their reports; with a folder save at the end, and when asked to stop."""
         while self.trainer.done < self.config.steps and not self.was_asked_to_stop:
-            if record_last and self.trainer.done == self.config.steps - 1:
-                report, self._recorded = traced(self.trainer.step)
-                yield report
-            else:
-                yield self.trainer.step()
+            yield self.trainer.step()
             if folder is None:
                 continue
             self.was_asked_to_stop = self._any_was_asked()
@@ -129,13 +118,8 @@ class Session:
 
     def lines(self, path: Path) -> TextIO | None:
         """Open the first rank's file for a line per step; called by all ranks."""
-        opened, said = None, ""
         with raise_on_all_ranks(f"--json {path}"):
-            if self.rank == 0:
-                opened, said = open_lines_after(path, self.trainer.done)
-        if said:
-            self.say(said)
-        return opened
+            return open_lines_after(path, self.trainer.done) if self.rank == 0 else None
 
     def _any_was_asked(self) -> bool:
         """Return whether SIGTERM has reached any rank, so that all stop after the same step."""
@@ -156,18 +140,17 @@ class Session:
         )
 
     def write_page(self, path: Path, reports: Sequence[StepReport], proof: Proof | None, sample: str) -> str:
-        """Write a page about the run, and its pictures into the same folder; return a line about these."""
-        run = RunRecord(
-            title=f"Training from {self.config.data}",
-            reports=reports,
-            spans=self._recorded,
+        """Write a page about the run; return a line about its picture."""
+        return write_report(
+            path,
+            f"Training from {self.config.data}",
+            reports,
             plan=self._state.plan,
-            on_gpu=self.device.type == "cuda",
+            unit="GPU" if self.device.type == "cuda" else "rank",
             known=[("run", self.describe()), ("torch", torch.__version__)],
             proof=proof,
             sample=sample,
         )
-        return write_report(path, run)
 
     def require_proof(self) -> None:
         """Raise if the unsharded run, with data-parallel ranks only, cannot have the same batches."""
@@ -198,13 +181,10 @@ class Session:
                 f"sample: expected at most {model.max_positions} bytes with the prompt, got {length}"
             )
 
-    def profile(self, folder: Path, step: int | None) -> StepProfile:
-        """Profile a later step; report at once if the run has no such step."""
-        trainer = self.trainer
-        profile = StepProfile(folder, self.rank, done=trainer.done, steps=self.config.steps, step=step)
-        trainer.step_context = profile
-        if not profile.comes:
-            self.say(profile.outcome())
+    def profile(self, folder: Path) -> StepProfile:
+        """Profile a later step."""
+        profile = StepProfile(folder, self.rank, done=self.trainer.done, steps=self.config.steps)
+        self.trainer.step_context = profile
         return profile
 
     def prove(self, losses: Sequence[float]) -> Proof:

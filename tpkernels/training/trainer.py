@@ -102,11 +102,6 @@ class ShardedAdamW:
         self.buckets.gather_parameters(self._shards)
         return norm
 
-    def tensors(self) -> list[Tensor]:
-        """Return this rank's tensors: its shard of the fp32 parameters, and Adam's states for it."""
-        states = [tensor for state in self._adam.state.values() for tensor in state.values()]
-        return [*self._shards, *states]
-
     def unsharded(self) -> torch.optim.AdamW:
         """Gather a full AdamW for a checkpoint, with states and fp32 parameters.
 
@@ -370,13 +365,8 @@ class Trainer:
         """Write a checkpoint into `folder`, and its name into `latest`; called by all ranks."""
         self._watch.look(self._copies())  # a checkpoint keeps one rank's replicas
         path = checkpoint_of(folder, self.done)
-        extra = {
-            "done": self.done,
-            "ranks": self._ranks(),
-            "segments": mode.segments,
-            "fp8": self._fp8,
-            **self._batches(),
-        }
+        how = {"done": self.done, "ranks": self._ranks(), "segments": mode.segments, "fp8": self._fp8}
+        extra = {**how, **self._batches()}
         dcp.save(path, self.model, self.optimizer.unsharded(), extra=extra, state=self.state)
         return path
 
@@ -384,12 +374,11 @@ class Trainer:
         """Continue from a checkpoint of any number of ranks; called by all ranks."""
         full = self.optimizer.blank()
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message=".*random streams stay as they are"
-            )  # they do not: see below
+            # they do not: see below
+            warnings.filterwarnings("ignore", message=".*random streams stay as they are")
             extra = dcp.load(path, self.model, full, state=self.state)
         ours = self._batches()
-        if not isinstance(extra, dict) or not {"done", "ranks", *ours} <= extra.keys():
+        if not isinstance(extra, dict) or not {"done", "ranks", "segments", "fp8", *ours} <= extra.keys():
             raise ValueError(
                 f"{path}: expected a checkpoint of a training run, got one with extra {extra!r:.60}"
             )
@@ -399,17 +388,16 @@ class Trainer:
                     f"{path}: expected {name} {extra[name]}, which the run began with, got {value}: it would "
                     "go on with other batches"
                 )
-        segments = extra.get("segments", 0)
+        segments, fp8 = extra["segments"], extra["fp8"]
         if segments != mode.segments:
             warn(
                 f"{path} was computed with {segments} segments of TP-invariance (0: off); this run, with "
                 f"{mode.segments}, goes on with equal losses within rounding, not to the bit",
                 stacklevel=2,
             )
-        before = extra.get("fp8", "")
-        if before != self._fp8:
+        if fp8 != self._fp8:
             warn(
-                f"{path} was computed with {before or 'no'} fp8; this run, with {self._fp8 or 'none'}, "
+                f"{path} was computed with {fp8 or 'no'} fp8; this run, with {self._fp8 or 'none'}, "
                 "goes on with other losses",
                 stacklevel=2,
             )
@@ -426,13 +414,8 @@ class Trainer:
 
     def _batches(self) -> dict[str, int]:
         """Return the options that determine the excerpts of a step."""
-        config = self.config
-        return {
-            "seed": config.seed,
-            "batch": config.batch,
-            "tokens": config.tokens,
-            "ids": len(self.batches.file),
-        }
+        chosen = {name: getattr(self.config, name) for name in ("seed", "batch", "tokens")}
+        return {**chosen, "ids": len(self.batches.file)}
 
     @property
     def _fp8(self) -> str:

@@ -1,6 +1,6 @@
 """Processes that run the code of others end with who started them."""
 
-from tests.warm_python import await_end_of, started
+from tests.programs import await_end_of, started, until
 
 RUNS = """
 from pathlib import Path
@@ -15,6 +15,6 @@ def test_code_of_others_ends_with_who_runs_it_even_if_that_is_killed(tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
     said = tmp_path / "pid"
     with started("-c", RUNS, cwd=tmp_path) as parent:
-        parent.until(lambda: said.exists() and said.read_text().endswith(" "))
+        until(lambda: said.exists() and said.read_text().endswith(" "))
         parent.kill()
         await_end_of([int(said.read_text())])

@@ -26,14 +26,15 @@ def found():
         parallel_state.initialize_model_parallel(2, 2, create_gloo_process_groups=False)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         sizes = {name: getattr(groups, name).size() for name in ("tp", "pp", "dp", "mp", "tp_ep_pp")}
+        scratch = type(parallel_state.get_global_memory_buffer()).__name__
         parallel_state.destroy_model_parallel()
     return {
         "state": [home(parallel_state.initialize_model_parallel), parallel_state._MODEL_PARALLEL_GROUP],
-        "tensor_parallel": [home(tensor_parallel.checkpoint), home(tensor_parallel.broadcast_data)],
-        "regions": [
-            home(mappings.all_to_all),
-            home(mappings._CopyToModelParallelRegion),
-            mappings.copy_to_tensor_model_parallel_region.__module__,
+        "left": [home(parallel_state.RankGenerator), home(mappings.all_to_all)],
+        "scratch": [scratch, error_of(parallel_state.get_global_memory_buffer)[0]],
+        "tensor_parallel": [
+            home(tensor_parallel.checkpoint),
+            home(tensor_parallel.vocab_parallel_cross_entropy),
         ],
         "streams": [home(random.CudaRNGStatesTracker), home(without["_fork_rng"]), replaced],
         "layers": [home(layers.set_tensor_model_parallel_attributes), home(layers.ColumnParallelLinear)],
@@ -51,7 +52,9 @@ def main():
 
     after = home(parallel_state.initialize_model_parallel)
     late = error_of(hook.install)
-    print(json.dumps({**inside, "left": left, "after": after, "late": [late[0], "first lines" in late[1]]}))
+    print(
+        json.dumps({**inside, "imported": left, "after": after, "late": [late[0], "first lines" in late[1]]})
+    )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,25 @@
 """Every group of a parallel state by Megatron's getters: of Megatron's own module, or of ours."""
 
+import re
+from pathlib import Path
+
 import torch.distributed as dist
 
-_GROUPS = (
-    "model_parallel tensor_model_parallel pipeline_model_parallel data_parallel context_parallel "
-    "amax_reduction tensor_and_data_parallel tensor_and_context_parallel expert_model_parallel "
-    "expert_tensor_parallel expert_tensor_and_model_parallel expert_tensor_model_pipeline_parallel "
-    "expert_data_parallel intra_distributed_optimizer_instance"
-)
-GETTERS = [(f"get_{name}_group", {}) for name in _GROUPS.split()]
-for name in ("embedding", "position_embedding", "inter_distributed_optimizer_instance"):
-    GETTERS.append((f"get_{name}_group", {"check_initialized": False}))
+LISTED = Path(__file__).with_name("megatrons_names.txt").read_text().splitlines()
+# names of functions that need no argument, with their arguments
+_ASKED = {
+    name: arguments
+    for name, arguments in re.findall(r"^parallel_state\.(\w+)\((.*)\)$", "\n".join(LISTED), re.M)
+    if all("=" in each for each in arguments.split(", ") if each)
+    and re.match("get_|is_pipeline|is_rank|model_parallel_is|has_separate", name)
+    and not re.search("memory|gloo|modulo|hybrid|hierarchical", name)
+}
+MEASURES = [name for name in _ASKED if not (name.startswith("get_") and name.endswith("_group"))]
+GETTERS = [
+    (name, {"check_initialized": False} if "check_initialized" in _ASKED[name] else {})
+    for name in _ASKED
+    if name not in MEASURES
+]
 for name, *options in (
     ("data_parallel", "with_context_parallel"),
     ("data_parallel", "with_context_parallel", "partial_data_parallel"),
@@ -21,24 +30,6 @@ for name, *options in (
     ("expert_data_parallel", "partial_expert_data_parallel"),
 ):
     GETTERS.append((f"get_{name}_group", dict.fromkeys(options, True)))
-_MEASURES = (  # without arguments
-    "model_parallel_is_initialized get_tensor_model_parallel_world_size "
-    "get_pipeline_model_parallel_world_size get_tensor_model_parallel_rank "
-    "get_pipeline_model_parallel_rank is_pipeline_first_stage is_pipeline_last_stage "
-    "is_rank_in_embedding_group is_rank_in_position_embedding_group get_virtual_pipeline_model_parallel_rank "
-    "get_virtual_pipeline_model_parallel_world_size get_tensor_model_parallel_src_rank "
-    "get_model_parallel_src_rank get_data_parallel_src_rank get_pipeline_model_parallel_first_rank "
-    "get_pipeline_model_parallel_last_rank get_pipeline_model_parallel_next_rank "
-    "get_pipeline_model_parallel_prev_rank get_data_parallel_world_size get_data_parallel_rank "
-    "get_context_parallel_world_size get_context_parallel_rank get_context_parallel_global_ranks "
-    "get_tensor_and_context_parallel_world_size get_tensor_and_context_parallel_rank "
-    "get_expert_model_parallel_src_rank get_expert_model_parallel_world_size "
-    "get_expert_model_parallel_rank get_expert_tensor_parallel_world_size get_expert_tensor_parallel_rank "
-    "get_expert_tensor_and_model_parallel_world_size get_expert_tensor_and_model_parallel_rank "
-    "get_expert_data_parallel_rank get_expert_data_parallel_world_size has_separate_all_gather_group "
-    "get_all_ranks"
-)
-MEASURES = _MEASURES.split()
 
 
 def answers(module, sizes):

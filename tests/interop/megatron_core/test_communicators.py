@@ -15,7 +15,6 @@ from tpkernels.groups.initialize import Listed, create_listed_groups
 from tpkernels.groups.sizes import InvalidSizes
 from tpkernels.interop.megatron_core import initialize
 from tpkernels.interop.megatron_core import parallel_state as ps
-from tpkernels.interop.megatron_core.groups import ProcessGroupCollection
 
 
 @pytest.fixture
@@ -141,6 +140,7 @@ def test_time_outs_change_and_second_communicators_move_data(ranks4):
 def test_a_collection_of_several_stages_is_no_whole_model():
     with fake_rank(1, 4):
         ps.initialize_model_parallel(2, 2, create_gloo_process_groups=False)
-        require_one_stage(ProcessGroupCollection.use_mpu_process_groups(["tp"]))
+        tensor, pipeline = ps.get_tensor_model_parallel_group(), ps.get_pipeline_model_parallel_group()
+        require_one_stage(SimpleNamespace(tp=tensor))
         with pytest.raises(ValueError, match="one of 2 pipeline stages"):
-            require_one_stage(ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"]))
+            require_one_stage(SimpleNamespace(tp=tensor, pp=pipeline))

@@ -3,7 +3,6 @@
 from itertools import product
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.fake_world import each_rank, fake_rank
@@ -154,13 +153,10 @@ def test_before_initialization():
     assert ps.get_tensor_model_parallel_group(check_initialized=False) is None
     with pytest.raises(AttributeError, match="_NO_SUCH_GROUP"):
         _ = ps._NO_SUCH_GROUP
-    for getter in (ps.get_tensor_model_parallel_group, ps.get_global_memory_buffer):
-        with pytest.raises(AssertionError, match="not initialized"):
-            getter()
+    with pytest.raises(AssertionError, match="not initialized"):
+        ps.get_tensor_model_parallel_group()
     with fake_rank(0, 2), pytest.raises(ParallelStateError, match="not initialized"):
         ps.get_data_parallel_rank()
-    with pytest.warns(DeprecationWarning, match="use is_initialized"):
-        assert ps.is_unitialized()
 
 
 def test_virtual_stages_are_asked_for_by_vp_stage():
@@ -175,36 +171,3 @@ def test_virtual_stages_are_asked_for_by_vp_stage():
             any(ask(ignore_virtual=False) for ask in (ps.is_pipeline_first_stage, ps.is_pipeline_last_stage))
         with pytest.raises(ValueError, match="from 0 to 1, got 2"):
             ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=2)
-
-
-def test_the_memory_buffer_grows_and_is_forgotten():
-    with fake_rank(0, 2):
-        ps.initialize_model_parallel(2, create_gloo_process_groups=False)
-        buffer = ps.get_global_memory_buffer()
-        small = buffer.get_tensor((2, 3), torch.float32, "mpu")
-        assert buffer.get_tensor([6], torch.float32, "mpu").data_ptr() == small.data_ptr()
-        assert buffer.get_tensor((6,), torch.float32, "other").data_ptr() != small.data_ptr()
-        assert buffer.get_tensor((4, 4), torch.bfloat16, "mpu").dtype == torch.bfloat16
-        ps.destroy_model_parallel()
-        with pytest.raises(AssertionError):
-            ps.get_global_memory_buffer()
-
-
-def test_masked_groups_and_default_embeddings():
-    masked = ps.generate_masked_orthogonal_rank_groups
-    assert masked(8, [2, 2, 2], [False, True, True]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    with pytest.raises(InvalidSizes):
-        masked(9, [2, 2, 2], [True, False, False])
-    assert ps.default_embedding_ranks([4, 5, 6]) == [4, 6]
-    assert ps.default_embedding_ranks([4]) == ps.default_position_embedding_ranks([4, 5]) == [4]
-    grid = ps.RankGenerator(tp=2, ep=1, dp=2, pp=1, cp=1, order="tp-dp", rank_offset=10)
-    assert grid.get_ranks("dp") == [[10, 12], [11, 13]]
-    for refused in (
-        lambda: ps.RankGenerator(1, 2, 1, 1, 2, "tp-ep-cp"),
-        lambda: ps.RankGenerator(1, 1, 2, 1, 1, "tp"),
-        lambda: ps.RankGenerator(1, 1, 2, 1, 1, "tp-dp-xp"),
-    ):
-        with pytest.raises(InvalidSizes):
-            refused()
-    with pytest.raises(ValueError, match="expected axes of"):
-        grid.get_ranks("sp")

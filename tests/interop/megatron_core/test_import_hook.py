@@ -31,12 +31,13 @@ def test_modules_of_megatron_come_from_here_and_the_rest_from_megatron():
     assert json.loads(ran.stdout.splitlines()[-1]) == {
         "state": ["initialize", None],
         "tensor_parallel": ["rng", "utilities"],
-        "regions": ["mappings", "megatron.core.tensor_parallel.mappings", "tpkernels.layers.functional"],
+        "left": ["megatron.core.parallel_state", "megatron.core.tensor_parallel.mappings"],
+        "scratch": ["GlobalMemoryBuffer", "AssertionError"],
         "streams": ["rng", "rng", True],
         "layers": ["tpkernels.layers.attributes", "linear"],
         "groups": {"tp": 2, "pp": 2, "dp": 2, "mp": 4, "tp_ep_pp": 4},
         "twice": "nothing",
-        "left": [],
+        "imported": [],
         "after": "megatron.core.parallel_state",
         "late": ["MegatronImportedError", True],
     }

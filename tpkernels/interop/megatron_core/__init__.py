@@ -13,7 +13,7 @@ from typing import Any
 from tpkernels import homes_in_stub
 
 _HOMES = homes_in_stub(__file__)
-_ALONE = ("grid", "groups", "import_hook")  # which need no Megatron
+_ALONE = ("groups", "import_hook")  # which need no Megatron
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,3 @@
-from tpkernels.interop.megatron_core.grid import HyperCommGrid as HyperCommGrid
-from tpkernels.interop.megatron_core.groups import ProcessGroupCollection as ProcessGroupCollection
 from tpkernels.interop.megatron_core.groups import from_megatron as from_megatron
 from tpkernels.interop.megatron_core.import_hook import install as install
 from tpkernels.interop.megatron_core.import_hook import installed as installed

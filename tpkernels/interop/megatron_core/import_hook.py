@@ -4,8 +4,8 @@
     install()  # before anything of Megatron is imported
     from megatron.core import parallel_state, tensor_parallel
 
-`parallel_state` is ours alone. A module of `tensor_parallel` is Megatron's, executed under another name, with
-our names in place of its own: other names, such as `CheckpointWithoutOutput`, stay Megatron's, and call ours.
+A served module is Megatron's, executed under another name, with our names in place of its own: other names,
+such as `RankGenerator` or `CheckpointWithoutOutput`, stay Megatron's, and call ours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
-from inspect import isfunction
 from types import ModuleType
 from typing import Any
 
@@ -34,18 +33,8 @@ _ATTRIBUTES = (
 SERVED: Mapping[str, Mapping[str, Sequence[str]]] = {
     _STATE: {"parallel_state": ()},
     f"{_TENSOR}.cross_entropy": {"utilities": ("vocab_parallel_cross_entropy",)},
-    f"{_TENSOR}.data": {"utilities": ("broadcast_data",)},
-    f"{_TENSOR}.mappings": {"mappings": ()},
     f"{_TENSOR}.random": {"rng": ()},
-    f"{_TENSOR}.utils": {
-        "utilities": (
-            "VocabUtility",
-            "divide",
-            "gather_split_1d_tensor",
-            "split_tensor_along_last_dim",
-            "split_tensor_into_1d_equal_chunks",
-        )
-    },
+    f"{_TENSOR}.utils": {"utilities": ("gather_split_1d_tensor", "split_tensor_into_1d_equal_chunks")},
     f"{_TENSOR}.layers": {
         "utilities": _ATTRIBUTES,
         "linear": (
@@ -136,9 +125,6 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
-        if name == _STATE:
-            vars(module).update(_ours(name))
-            return
         original = module_from_spec(self._aside)
         sys.modules[name] = original  # our layers are subclasses of Megatron's: they find those
         try:
@@ -146,12 +132,19 @@ class _Loader(Loader):
             ours = _ours(name)
         finally:
             sys.modules[name] = module
-        vars(module).update({key: value for key, value in vars(original).items() if key[:2] != "__"})
+        hides_variables = "__getattr__" in ours  # which answers for Megatron's private variables
+        vars(module).update(
+            {
+                key: value
+                for key, value in vars(original).items()
+                if key[:2] != "__" and not (hides_variables and key[0] == "_" and key.isupper())
+            }
+        )
         vars(module).update(ours)
         vars(module)["__aside__"] = original
         module.__class__ = _Served
         # Megatron's remaining functions look up others in their module; its classes may be bases of ours.
-        vars(original).update({key: value for key, value in ours.items() if isfunction(value)})
+        vars(original).update({key: value for key, value in ours.items() if not isinstance(value, type)})
 
 
 class _Served(ModuleType):

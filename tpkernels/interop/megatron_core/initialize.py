@@ -1,23 +1,16 @@
-"""Megatron's functions that make and destroy groups, with its arguments, over our agreement of ranks.
-
-Also its global memory buffer: named scratch tensors that Megatron's own code takes from `parallel_state`.
-tpkernels' layers do not use it: a second gather would overwrite the first.
-"""
+"""Megatron-Core 0.16's functions that make and destroy groups, over our agreement of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.groups import c10d
@@ -38,10 +31,7 @@ from tpkernels.interop.megatron_core.rank_lists import (
     OPTION_NAMES,
     EmbeddingRanks,
     MegatronSizes,
-    hierarchy,
-    hybrid_sizes,
 )
-from tpkernels.parallel_state.table import public_names
 
 _ALL_KINDS = (*KINDS, *COMBINED_KINDS)
 
@@ -131,7 +121,7 @@ def initialize_model_parallel(
         if wanted:
             further = create_listed_groups(wanted, what="Megatron's groups", timeout=limit)
             runtime_state.install(replace(state, further=further))
-        _set_global_memory_buffer()
+        _scratch_memory("_set_global_memory_buffer")
     except BaseException:
         destroy_model_parallel()
         raise
@@ -139,9 +129,16 @@ def initialize_model_parallel(
 
 def destroy_model_parallel() -> None:
     """Destroy all groups and reset values that were set. Harmless when there are none."""
-    destroy_global_memory_buffer()
-    destroy_global_symmetric_memory_buffer()
+    _scratch_memory("destroy_global_memory_buffer")
+    _scratch_memory("destroy_global_symmetric_memory_buffer")
     runtime.destroy_model_parallel()
+
+
+def _scratch_memory(function: str) -> None:
+    """Make or destroy the scratch tensors of Megatron's own module, if the import hook has put it aside."""
+    aside = getattr(sys.modules.get("megatron.core.parallel_state"), "__aside__", None)
+    if hasattr(aside, function):  # newer Megatrons have one buffer only
+        getattr(aside, function)()
 
 
 def create_all_gather_groups(
@@ -159,61 +156,6 @@ def create_all_gather_groups(
         wanted["ep_dp"] = Listed(plan.groups["expert_dp"], options=get_nccl_options("ep_dp", configs))
     made = create_listed_groups(wanted, what="create_all_gather_groups", timeout=timeout)
     return made["dp_cp"], made.get("ep_dp")
-
-
-def create_group(
-    ranks: Sequence[int] | None = None,
-    timeout: timedelta | None = None,
-    backend: str | None = None,
-    pg_options: Any = None,
-    use_local_synchronization: bool = False,
-    group_desc: str | None = None,
-) -> ProcessGroup | object:
-    """Make a group of `ranks`, by default all; other ranks get torch's `GroupMember.NON_GROUP_MEMBER`.
-
-    use_local_synchronization: no effect: members make the group, and other ranks may call or not
-    """
-    members = range(dist.get_world_size()) if ranks is None else ranks
-    name = group_desc or "group"
-    made = create_listed_groups(
-        {name: Listed([members], backend, pg_options)}, what="create_group", timeout=timeout
-    )
-    return made.get(name, dist.GroupMember.NON_GROUP_MEMBER)
-
-
-def create_hierarchical_groups(
-    rank: int,
-    ranks: Sequence[int],
-    hierarchical_group_sizes: Sequence[int],
-    create_gloo_process_groups: bool = False,
-    pg_options: Any = None,
-    timeout: timedelta | None = None,
-    group_desc: str | None = None,
-) -> tuple[list[ProcessGroup], list[ProcessGroup | None]]:
-    """Make this rank's groups by level, neighbours first, and their gloo twins; return empty lists elsewhere.
-
-    rank: ignored: it is this process's rank
-    """
-    levels = hierarchy(ranks, hierarchical_group_sizes)
-    options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
-    wanted = {f"{group_desc} {i}": Listed(groups, None, options[i]) for i, groups in enumerate(levels)}
-    if create_gloo_process_groups:
-        wanted |= {f"{group_desc} {i} gloo": Listed(groups, "gloo") for i, groups in enumerate(levels)}
-    made = create_listed_groups(wanted, what="create_hierarchical_groups", timeout=timeout)
-    at = range(len(levels) if made else 0)
-    return [made[f"{group_desc} {i}"] for i in at], [made.get(f"{group_desc} {i} gloo") for i in at]
-
-
-def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, ProcessGroup]:
-    """Make groups of neighbours for each power of two; return this rank's by size. rank: ignored"""
-    wanted = {
-        str(size): Listed([ranks[i : i + size] for i in range(0, len(ranks), size)], None, pg_options)
-        for size in hybrid_sizes(len(ranks))
-    }
-    if not wanted:
-        return {}
-    made = create_listed_groups(wanted, what="create_hybrid_dp_cp_groups")
-    return {int(size): group for size, group in made.items()}
 
 
 def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
@@ -254,7 +196,7 @@ def _communicators(path: str | None, high_priority: Sequence[str] | None) -> dic
         yaml = import_module("yaml")  # optional: needed for this file alone
         configs = yaml.safe_load(Path(path).read_text()) or {}
     for name in high_priority or ():
-        overwrite_nccl_comm_cfgs(configs, name, ("is_high_priority_stream", True))
+        configs.setdefault(name, {})["is_high_priority_stream"] = True
     if configs and not is_nccl(None):
         raise InvalidSizes(
             f"settings for communicators of {', '.join(configs)}: expected NCCL as the default backend, "
@@ -280,86 +222,3 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
             raise InvalidSizes(f"net_name: expected 'IB' or 'socket', got {value!r}")
         setattr(options.config, name, value)
     return options
-
-
-def overwrite_nccl_comm_cfgs(
-    nccl_comm_cfgs: dict[str, Any], pg_name: str, key_value_pair: tuple[str, Any]
-) -> None:
-    """Set one setting of a communicator."""
-    nccl_comm_cfgs.setdefault(pg_name, {})[key_value_pair[0]] = key_value_pair[1]
-
-
-class GlobalMemoryBuffer:
-    """One scratch tensor for each name and dtype, as large as the largest request."""
-
-    def __init__(self) -> None:
-        self.buffer: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def get_tensor(
-        self,
-        tensor_shape: Sequence[int],
-        dtype: torch.dtype,
-        name: str,
-        mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
-    ) -> Tensor:
-        """Return the first elements of the scratch tensor in this shape, with arbitrary values.
-
-        mem_alloc_context: makes the context in which memory is allocated
-        """
-        needed = prod(tensor_shape)
-        held = self.buffer.get((name, dtype))
-        if held is None or held.numel() < needed:
-            with (mem_alloc_context or nullcontext)():
-                device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-                held = self.buffer[name, dtype] = torch.empty(needed, dtype=dtype, device=device)
-        return held[:needed].view(*tensor_shape)
-
-
-class _Buffers:
-    """The buffers that `get_global_memory_buffer` and its symmetric twin return."""
-
-    plain: GlobalMemoryBuffer | None = None
-    symmetric: Any = None  # Megatron's own
-
-
-def _set_global_memory_buffer() -> None:
-    """Make a new buffer, for a new parallel state."""
-    _Buffers.plain = GlobalMemoryBuffer()
-
-
-def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """Return the buffer of the current parallel state, or raise."""
-    if _Buffers.plain is None:
-        raise runtime_state.ParallelStateError(
-            "global memory buffer is not initialized: call initialize_model_parallel first"
-        )
-    return _Buffers.plain
-
-
-def destroy_global_memory_buffer() -> None:
-    """Drop the buffer of the current parallel state."""
-    _Buffers.plain = None
-
-
-def _set_global_symmetric_memory_buffer() -> None:
-    """Make Megatron's own buffer, for its inference."""
-    if _Buffers.symmetric is not None:
-        raise runtime_state.ParallelStateError("global symmetric memory buffer is already initialized")
-    buffer = import_module("megatron.core.utils").GlobalSymmetricMemoryBuffer
-    _Buffers.symmetric = buffer(size_in_mb=256, process_group=runtime_state.current().process_group("tp"))
-
-
-def get_global_symmetric_memory_buffer() -> Any:
-    """Return Megatron's symmetric buffer, or raise."""
-    if _Buffers.symmetric is None:
-        raise runtime_state.ParallelStateError("global symmetric memory buffer is not initialized")
-    return _Buffers.symmetric
-
-
-def destroy_global_symmetric_memory_buffer() -> None:
-    """Drop Megatron's symmetric buffer."""
-    _Buffers.symmetric = None
-
-
-if not TYPE_CHECKING:
-    __all__ = public_names(globals())

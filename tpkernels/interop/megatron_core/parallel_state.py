@@ -1,15 +1,14 @@
 """The functions of Megatron-Core 0.16's `parallel_state`, with its arguments and results.
 
 Most are those of `tpkernels.parallel_state`. Here are functions that differ between Megatrons (arguments of
-data-parallel getters, `vp_stage`), and Megatron-Core's own (`RankGenerator`, second communicators, instances
-of the distributed optimizer, gloo twins, the memory buffer). Before torch.distributed is initialized sizes
+data-parallel getters, `vp_stage`), and those of groups that only Megatron's own code asks for: instances of
+the distributed optimizer, gloo twins, second communicators. Before torch.distributed is initialized sizes
 and ranks are zero: Megatron relies on it. Newer Megatrons' arguments are keyword-only.
 with_gtp_remat: no effect: no weights are gathered for each use.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -17,29 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from tpkernels import parallel_state as face
 from tpkernels.groups.c10d import takes_cpu_tensors_by_gloo
 from tpkernels.groups.plan import GroupKind
-from tpkernels.groups.state import ParallelStateError, current_or_none, on_the_fly
-from tpkernels.interop.megatron_core import initialize
-from tpkernels.interop.megatron_core.initialize import *  # noqa: F403
-from tpkernels.interop.megatron_core.initialize import (
-    _set_global_memory_buffer as _set_global_memory_buffer,
-)
-from tpkernels.interop.megatron_core.initialize import (
-    _set_global_symmetric_memory_buffer as _set_global_symmetric_memory_buffer,
-)
-from tpkernels.interop.megatron_core.rank_lists import RankGenerator as RankGenerator
-from tpkernels.interop.megatron_core.rank_lists import default_embedding_ranks as default_embedding_ranks
-from tpkernels.interop.megatron_core.rank_lists import (
-    default_position_embedding_ranks as default_position_embedding_ranks,
-)
-from tpkernels.interop.megatron_core.rank_lists import (
-    generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
-)
+from tpkernels.groups.state import ParallelStateError, current_or_none, overwritten
+from tpkernels.interop.megatron_core.initialize import create_all_gather_groups as create_all_gather_groups
+from tpkernels.interop.megatron_core.initialize import destroy_model_parallel as destroy_model_parallel
+from tpkernels.interop.megatron_core.initialize import get_nccl_options as get_nccl_options
+from tpkernels.interop.megatron_core.initialize import initialize_model_parallel as initialize_model_parallel
+from tpkernels.interop.megatron_core.initialize import update_pg_timeout as update_pg_timeout
 from tpkernels.interop.megatron_core.rank_lists import hybrid_sizes
-from tpkernels.parallel_state import table, todays
-from tpkernels.parallel_state.table import *  # noqa: F403
-from tpkernels.parallel_state.table import GroupOrNone, NamedGroup, data_group, public_names, state_for
+from tpkernels.parallel_state import GroupOrNone, NamedGroup, data_group, state_for
 
 
 def _further(name: str) -> ProcessGroup | None:
@@ -63,20 +50,14 @@ def _or_zero(measure: Callable[[], int]) -> Callable[[], int]:
     return measured
 
 
-get_context_parallel_world_size = _or_zero(table.CONTEXT.world_size)
-get_context_parallel_rank = _or_zero(table.CONTEXT.rank)
-get_tensor_and_context_parallel_world_size = _or_zero(table.TENSOR_AND_CONTEXT.world_size)
-get_tensor_and_context_parallel_rank = _or_zero(table.TENSOR_AND_CONTEXT.rank)
-get_expert_model_parallel_world_size = _or_zero(table.EXPERT.world_size)
-get_expert_model_parallel_rank = _or_zero(table.EXPERT.rank)
-get_expert_tensor_and_model_parallel_world_size = _or_zero(table.EXPERT_TENSOR_AND_MODEL.world_size)
-get_expert_tensor_and_model_parallel_rank = _or_zero(table.EXPERT_TENSOR_AND_MODEL.rank)
-
-
-def is_unitialized() -> bool:
-    """Whether there are no groups yet. The misspelling is Megatron's."""
-    warnings.warn("is_unitialized is deprecated: use is_initialized", DeprecationWarning, stacklevel=2)
-    return current_or_none() is None
+get_context_parallel_world_size = _or_zero(face.CONTEXT.world_size)
+get_context_parallel_rank = _or_zero(face.CONTEXT.rank)
+get_tensor_and_context_parallel_world_size = _or_zero(face.TENSOR_AND_CONTEXT.world_size)
+get_tensor_and_context_parallel_rank = _or_zero(face.TENSOR_AND_CONTEXT.rank)
+get_expert_model_parallel_world_size = _or_zero(face.EXPERT.world_size)
+get_expert_model_parallel_rank = _or_zero(face.EXPERT.rank)
+get_expert_tensor_and_model_parallel_world_size = _or_zero(face.EXPERT_TENSOR_AND_MODEL.world_size)
+get_expert_tensor_and_model_parallel_rank = _or_zero(face.EXPERT_TENSOR_AND_MODEL.rank)
 
 
 def get_data_parallel_group(
@@ -115,7 +96,7 @@ def get_data_parallel_rank(
     with_context_parallel: bool = False, partial_data_parallel: bool = False, *, with_gtp_remat: bool = True
 ) -> int:
     """This rank's position in `get_data_parallel_group`, or the rank that was set."""
-    changed = on_the_fly().data_rank
+    changed = overwritten().get("data_rank")
     if changed is not None:
         return changed
     return _or_zero(lambda: get_data_parallel_group(with_context_parallel, partial_data_parallel).rank())()
@@ -132,17 +113,7 @@ def get_expert_data_parallel_group(
     partial_expert_data_parallel: only the ranks of one instance of the distributed optimizer
     """
     intra = _further("intra_expert_dp") if partial_expert_data_parallel else None
-    return intra or table.EXPERT_DATA.group(check_initialized)
-
-
-def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
-    """The older name of `get_expert_data_parallel_group`."""
-    warnings.warn(
-        "get_data_modulo_expert_parallel_group is deprecated: use get_expert_data_parallel_group",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
+    return intra or face.EXPERT_DATA.group(check_initialized)
 
 
 def get_expert_data_parallel_world_size(
@@ -174,7 +145,7 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> GroupOrNone:
     """The group of one instance of the distributed optimizer."""
-    return _further("intra_dist_opt") or table.OPTIMIZER_INSTANCE.group(check_initialized)
+    return _further("intra_dist_opt") or face.OPTIMIZER_INSTANCE.group(check_initialized)
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> GroupOrNone:
@@ -201,9 +172,9 @@ def get_hybrid_data_context_parallel_groups(
     check_initialized: bool = True, group_size: int | None = None
 ) -> GroupOrNone:
     """This rank's group of `group_size` data and context ranks."""
-    all_of_them = table.DATA_AND_CONTEXT.world_size()
+    all_of_them = face.DATA_AND_CONTEXT.world_size()
     if group_size == all_of_them:
-        return table.DATA_AND_CONTEXT.group()
+        return face.DATA_AND_CONTEXT.group()
     if group_size not in hybrid_sizes(all_of_them):
         raise ValueError(
             f"group_size: expected one of {[*hybrid_sizes(all_of_them), all_of_them]}, got {group_size}"
@@ -213,21 +184,23 @@ def get_hybrid_data_context_parallel_groups(
 
 def get_expert_tensor_parallel_world_size() -> int | None:
     """The number of ranks that split an expert; without groups the tensor size that was set, or None."""
-    own = on_the_fly().expert_tensor_size
-    lacking = current_or_none() is None and own is None
-    return on_the_fly().tensor_size if lacking else table.EXPERT_TENSOR.world_size()
+    if current_or_none() is None and "expert_tensor_size" not in overwritten():
+        return overwritten().get("tensor_size")
+    return face.EXPERT_TENSOR.world_size()
 
 
 def get_expert_tensor_parallel_rank() -> int | None:
     """This rank among those that split an expert; without groups the tensor rank that was set, or None."""
-    own = on_the_fly().expert_tensor_rank
-    lacking = current_or_none() is None and own is None
-    return on_the_fly().tensor_rank if lacking else table.EXPERT_TENSOR.rank()
+    if current_or_none() is None and "expert_tensor_rank" not in overwritten():
+        return overwritten().get("tensor_rank")
+    return face.EXPERT_TENSOR.rank()
 
 
 def get_all_ranks() -> str:
     """This rank's tensor, data, context, pipeline and expert ranks, joined by "_"."""
-    return table.all_ranks(get_data_parallel_rank, get_context_parallel_rank, get_expert_model_parallel_rank)
+    context, expert = get_context_parallel_rank(), get_expert_model_parallel_rank()
+    ranks = face.TENSOR.rank(), get_data_parallel_rank(), context, face.PIPELINE.rank(), expert
+    return "_".join(map(str, ranks))
 
 
 def _required(name: str, made_by: str) -> ProcessGroup:
@@ -256,12 +229,12 @@ def _by_gloo(name: str, kind: GroupKind) -> ProcessGroup:
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this is the first stage; unless ignore_virtual, whether `vp_stage` is the first virtual one."""
-    return todays.is_pipeline_first_stage(ignore_virtual, _counted_stage(ignore_virtual, vp_stage))
+    return face.is_pipeline_first_stage(ignore_virtual, _counted_stage(ignore_virtual, vp_stage))
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this is the last stage; unless ignore_virtual, whether `vp_stage` is the last virtual one."""
-    return todays.is_pipeline_last_stage(ignore_virtual, _counted_stage(ignore_virtual, vp_stage))
+    return face.is_pipeline_last_stage(ignore_virtual, _counted_stage(ignore_virtual, vp_stage))
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -285,46 +258,29 @@ def is_rank_in_position_embedding_group() -> bool:
 
 def _counted_stage(ignore_virtual: bool, vp_stage: int | None) -> int | None:
     """Return `vp_stage` if virtual stages count, else None; raise if it is needed and missing."""
-    if ignore_virtual or on_the_fly().virtual_size is None:
+    if ignore_virtual or "virtual_size" not in overwritten():
         return None
     if vp_stage is None:
         raise ParallelStateError("vp_stage must be passed if virtual pipeline is enabled")
     return vp_stage
 
 
-if not TYPE_CHECKING:  # type checkers read the imports and names themselves
-    own = {
-        "RankGenerator",
-        "_set_global_memory_buffer",
-        "_set_global_symmetric_memory_buffer",
-        "default_embedding_ranks",
-        "default_position_embedding_ranks",
-        "generate_masked_orthogonal_rank_groups",
-        *public_names(globals()),
-    }
-    __all__ = sorted(own.union(initialize.__all__, table.__all__))
-
-# Megatron's private variables, which its tests and some programs read; setting them changes nothing.
-_VARIABLES = {
-    "_MODEL_PARALLEL_GROUP": "get_model_parallel_group",
-    "_TENSOR_MODEL_PARALLEL_GROUP": "get_tensor_model_parallel_group",
-    "_PIPELINE_MODEL_PARALLEL_GROUP": "get_pipeline_model_parallel_group",
-    "_CONTEXT_PARALLEL_GROUP": "get_context_parallel_group",
-    "_EMBEDDING_GROUP": "get_embedding_group",
-    "_POSITION_EMBEDDING_GROUP": "get_position_embedding_group",
-    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "get_tensor_and_context_parallel_group",
-    "_TENSOR_AND_DATA_PARALLEL_GROUP": "get_tensor_and_data_parallel_group",
-    "_EXPERT_MODEL_PARALLEL_GROUP": "get_expert_model_parallel_group",
-    "_EXPERT_TENSOR_PARALLEL_GROUP": "get_expert_tensor_parallel_group",
-    "_EXPERT_DATA_PARALLEL_GROUP": "get_expert_data_parallel_group",
-}
-
-
 def __getattr__(name: str) -> Any:
-    if name in _VARIABLES:
-        return globals()[_VARIABLES[name]](check_initialized=False)
+    """Groups under Megatron's private variables, which some programs read; setting one changes nothing."""
     if name == "_DATA_PARALLEL_GROUP_WITH_CP_AG":
         return _further("dp_cp_all_gather")
     if name in ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP"):
         return data_group(with_context_parallel=name.endswith("CP")).group(check_initialized=False)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    getter = globals().get(f"get{name.lower()}") if name.endswith("_GROUP") and name.isupper() else None
+    if getter is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getter(check_initialized=False)
+
+
+if TYPE_CHECKING:
+    from tpkernels.parallel_state import *  # type: ignore[assignment]  # noqa: F403
+else:
+    globals().update({name: getattr(face, name) for name in face.__all__} | globals())
+    _PREFIXES = ("get_", "set_", "is_", "model_parallel_is_", "initialize_model_", "destroy_model_")
+    _PREFIXES += ("has_separate_", "create_all_", "update_pg_")
+    __all__ = [name for name in dir() if name.startswith(_PREFIXES)]

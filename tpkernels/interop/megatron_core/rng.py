@@ -1,4 +1,4 @@
-"""Megatron's random streams and `checkpoint`, over `runtime.random`: the streams that our layers draw from.
+"""Megatron's random streams and `checkpoint`, over `groups.random`: the streams that our layers draw from.
 
 With CUDA the streams are states of its generator alone, as in Megatron. Without CUDA they are states of the
 CPU's generator, so that programs run there, too. Seeding does not change the CPU's generator that the caller
@@ -15,29 +15,17 @@ import torch
 from torch import Tensor
 
 from tpkernels.groups import random as streams
-from tpkernels.groups.random import (
-    DATA_PARALLEL_STREAM,
-    DEFAULT_STREAM,
-    EXPERT_PARALLEL_STREAM,
-    MODEL_PARALLEL_STREAM,
-    Generators,
-    RngTracker,
-    Snapshot,
-)
+from tpkernels.groups.random import DEFAULT_STREAM, MODEL_PARALLEL_STREAM, RngTracker, Snapshot
 from tpkernels.interop.megatron_core import parallel_state
 from tpkernels.layers.checkpoint import recomputed
 
 __all__ = [
     "CudaRNGStatesTracker",
     "checkpoint",
-    "convert_cuda_rng_state",
     "get_all_rng_states",
     "get_cuda_rng_tracker",
-    "get_data_parallel_rng_tracker_name",
-    "get_expert_parallel_rng_tracker_name",
     "initialize_rng_tracker",
     "is_checkpointing",
-    "is_graph_safe_cuda_rng_tracker",
     "model_parallel_cuda_manual_seed",
 ]
 
@@ -75,8 +63,11 @@ class CudaRNGStatesTracker:
 
     def get_states(self) -> dict[str, Tensor]:
         """Return the state of each stream: of the CUDA generator, or of the CPU's without CUDA."""
-        states: dict[str, Tensor] = states_to_megatron(self.tracker.get_states())["rng_tracker_states"]
-        return states
+        return {
+            name: state["cuda"] if "cuda" in state else state["cpu"]
+            for name, state in self.tracker.get_states().items()
+            if name != DEFAULT_STREAM
+        }
 
     @property
     def states_(self) -> dict[str, Tensor]:
@@ -189,72 +180,6 @@ def model_parallel_cuda_manual_seed(
     )
     if torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
-
-
-def get_expert_parallel_rng_tracker_name() -> str:
-    """The name of the stream that differs between expert ranks."""
-    return EXPERT_PARALLEL_STREAM
-
-
-def get_data_parallel_rng_tracker_name() -> str:
-    """The name of the stream that all ranks share."""
-    return DATA_PARALLEL_STREAM
-
-
-def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: object) -> bool:
-    """Whether CUDA graphs can register the streams of a tracker."""
-    return bool(getattr(cuda_rng_tracker, "use_cudagraphable_rng", False))
-
-
-def convert_cuda_rng_state(
-    state: Tensor | torch.Generator, to_graphable: bool = False
-) -> Tensor | torch.Generator:
-    """Convert a state to a tensor, or to a generator that CUDA graphs can register."""
-    if not isinstance(state, Tensor | torch.Generator):
-        raise ValueError(f"state: expected a tensor or a generator, got {type(state).__name__}")
-    if isinstance(state, Tensor) and to_graphable:
-        generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu")
-        return generator.set_state(state)
-    if isinstance(state, torch.Generator) and not to_graphable:
-        return state.get_state()
-    return state
-
-
-# What checkpoints of Megatron's training hold: torch_rng_state, cuda_rng_state, rng_tracker_states.
-
-
-def states_to_megatron(states: Mapping[str, Generators]) -> dict[str, Any]:
-    """Convert states from `get_rng_tracker().get_states()` to the form that Megatron saves."""
-    default = states[DEFAULT_STREAM]
-    named = {"cpu": "torch_rng_state", "cuda": "cuda_rng_state"}
-    saved: dict[str, Any] = {named[device]: state for device, state in default.items()}
-    saved["rng_tracker_states"] = {
-        name: state["cuda"] if "cuda" in state else state["cpu"]
-        for name, state in states.items()
-        if name != DEFAULT_STREAM
-    }
-    return saved
-
-
-def states_from_megatron(saved: Mapping[str, Any]) -> dict[str, Generators]:
-    """Convert states that Megatron saved, on the same device, for `get_rng_tracker().set_states`."""
-    missing = {"torch_rng_state", "rng_tracker_states"} - saved.keys()
-    if missing:
-        raise ValueError(
-            f"expected the random states of a checkpoint of Megatron's, got one without {sorted(missing)}"
-        )
-    cpu = torch.Generator().get_state().numel()
-    states: dict[str, Generators] = {DEFAULT_STREAM: {"cpu": saved["torch_rng_state"]}}
-    if "cuda_rng_state" in saved:
-        states[DEFAULT_STREAM]["cuda"] = saved["cuda_rng_state"]
-    for name, state in saved["rng_tracker_states"].items():
-        tensor = convert_cuda_rng_state(state)
-        assert isinstance(tensor, Tensor)
-        states[name] = {"cpu" if tensor.numel() == cpu else "cuda": tensor}
-    return states
-
-
-# Recomputation.
 
 
 def checkpoint(function: Callable[..., T], distribute_saved_activations: bool | None, *args: Any) -> T:
