@@ -79,9 +79,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def ranks2() -> Iterator[RankPool]:
     with RankPool(2) as pool:
         yield pool
-
-
-@pytest.fixture(scope="session")
-def ranks8() -> Iterator[RankPool]:
-    with RankPool(8) as pool:
-        yield pool

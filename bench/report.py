@@ -1,12 +1,10 @@
 """`python -m bench report`: one page about results of benchmarks, that stands by itself.
 
-python -m bench report RESULTS                       of one run
-python -m bench report BEFORE AFTER                  and what changed since another
+`bench gate` compares two runs.
 """
 
 from __future__ import annotations
 
-import math
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,8 +12,18 @@ from pathlib import Path
 
 from bench.results import BadFile, Info, Results, duration, label, read
 from tpkernels.cli import BadUse, bad_use_if
-from tpkernels.pictures.charts import EVEN, FILLS, Bar, bars
-from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, figure, page, paragraph, save, table, verbatim
+from tpkernels.pictures.charts import FILLS, Bar, bars
+from tpkernels.pictures.figure import (
+    NO_MATPLOTLIB,
+    Picture,
+    facts,
+    figure,
+    page,
+    paragraph,
+    save,
+    table,
+    verbatim,
+)
 
 MOST_BARS = 40  # of a picture
 OWN_PICTURE = 8  # cases of an op that are worth one
@@ -32,31 +40,22 @@ OF_CASES = (
     "fast as each of these."
 )
 
-Pictures = dict[str, Picture]  # by what their PNG is called
-
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
-    of_two = "JSON; of two runs the first is the older"
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS", help=of_two)
+    parser.add_argument("results", type=Path, metavar="RESULTS", help="the JSON of a run")
     parser.add_argument("-o", type=Path, default=Path("out/report.html"), metavar="FILE", help="the page")
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="write each picture into FOLDER, too")
 
 
 def main(options: Namespace) -> int:
-    if len(options.results) > 2:
-        raise BadUse(f"expected the results of one run, or of two to compare, got {len(options.results)}")
     with bad_use_if(BadFile):
-        *before, now = (read(path) for path in options.results)
-    pictures: Pictures = {}
-    sections = [("", paragraph(tally(now)) + _environment([*before, now]))]
+        now = read(options.results)
+    sections = [("", paragraph(tally(now)) + _environment(now))]
     if now.failures:
         told = (verbatim(f"{name}\n{why.strip()}") for name, why in now.failures.items())
         sections.append(("Failed", "".join(told)))
-    for older in before:
-        sections.append(("What changed", _changes(older, now, pictures)))
-    drawn = dict(_ratios(now.infos))
-    pictures |= drawn
-    sections.append(("Against the naive way", _figures(drawn, OF_RATIOS)))
+    pictures = dict(_ratios(now.infos))
+    sections.append(("Against the naive way", _figures(pictures)))
     sections.append(("All cases", _all_cases(now.infos)))
     try:
         options.o.parent.mkdir(parents=True, exist_ok=True)
@@ -83,31 +82,23 @@ def _bar(info: Info, name: str = "") -> Bar:
     return Bar(name or label(info), info["ratio"], low, high)
 
 
-def _facts(run: Results) -> dict[str, str]:
-    """What a run was timed on; several values with commas between."""
-    infos = [info | info["versions"] for info in run.infos.values()]
-    names = (*FACTS, *dict.fromkeys(name for info in infos for name in info["versions"]))
-    found = {name: _distinct(info.get(name) for info in infos) for name in names}
-    return {name: value for name, value in found.items() if value} | {"command": run.command}
-
-
 def _distinct(values: Iterable[object]) -> str:
     return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
 
 
-def _environment(runs: Sequence[Results]) -> str:
-    facts = [_facts(run) for run in runs]
-    names = dict.fromkeys(name for known in facts for name in known)
-    rows = [[name, *(known.get(name, "") for known in facts)] for name in names]
-    head = ["", "before", "after"] if len(runs) == 2 else ["", "here"]
-    return table(head, rows, numbers=False, caption="Where this was timed.")
+def _environment(run: Results) -> str:
+    """What it was timed on; several values with commas between."""
+    infos = [info | info["versions"] for info in run.infos.values()]
+    names = (*FACTS, *dict.fromkeys(name for info in infos for name in info["versions"]))
+    found = {name: _distinct(info.get(name) for info in infos) for name in names} | {"command": run.command}
+    return facts([(name, value) for name, value in found.items() if value])
 
 
-def _figures(pictures: Pictures, caption: str) -> str:
+def _figures(pictures: Mapping[str, Picture]) -> str:
     svgs = [picture.svg for picture in pictures.values()]
     if not any(svgs):
         return paragraph(NO_MATPLOTLIB) * bool(pictures)
-    return "".join(figure(svg, caption) for svg in svgs)
+    return "".join(figure(svg, OF_RATIOS) for svg in svgs)
 
 
 def _ratios(infos: Mapping[str, Info]) -> Iterator[tuple[str, Picture]]:
@@ -146,47 +137,3 @@ def _all_cases(infos: Mapping[str, Info]) -> str:
             others,
         ])  # fmt: skip
     return table(head, rows, caption=OF_CASES)
-
-
-def change(before: Info, after: Info) -> Bar:
-    """How many times its former ratio a case has.
-
-    The spread is the widest that both runs' allow, so that 1.0 is outside of it where they do not touch.
-    """
-    (old_low, old_high), (new_low, new_high) = _bar(before).spread, _bar(after).spread
-    ratio = after["ratio"] / before["ratio"]
-    return Bar(f"{after['op']} {label(after)}", ratio, new_low / old_high, new_high / old_low)
-
-
-def _changes(before: Results, after: Results, pictures: Pictures) -> str:
-    was, now = before.infos, after.infos
-    both = [name for name in now if name in was and math.isfinite(now[name]["ratio"] / was[name]["ratio"])]
-    changes = {name: change(was[name], now[name]) for name in both}
-    changed = sorted(
-        (name for name in both if changes[name].verdict != EVEN), key=lambda name: changes[name].ratio
-    )
-    said = (
-        f"{len(changed)} of {len(both)} ratios changed by more than the spreads of both runs."
-        + f" Only before: {len(was.keys() - now.keys())}." * bool(was.keys() - now.keys())
-        + f" Only after: {len(now.keys() - was.keys())}." * bool(now.keys() - was.keys())
-    )
-    facts = [_facts(run) for run in (before, after)]
-    if differing := [name for name in facts[1] if facts[0].get(name) != facts[1][name]]:
-        said += f" The runs differ in {', '.join(differing)}: a change may come from there."
-    if not changed:
-        return paragraph(said)
-    farthest = changed[:20] + changed[20:][-20:]
-    note = f"the {len(farthest)} that changed most; whiskers: what both spreads allow"
-    picture = bars(
-        "Ratios that changed",
-        [changes[name] for name in farthest],
-        note=note,
-        across="times the former ratio",
-    )
-    pictures["changes"] = picture
-    rows = [
-        [changes[name].name, f"{was[name]['ratio']:.3f}", f"{now[name]['ratio']:.3f}"] for name in changed
-    ]
-    caption = "Each bar: the ratio after, in parts of the ratio before; right of 1 it rose."
-    listed = table(["", "before", "after"], rows, caption="How many times as fast as the naive way.")
-    return paragraph(said) + _figures({"changes": picture}, caption) + listed

@@ -1,19 +1,34 @@
-"""Planning and making groups, against loops over every group of the world."""
+"""Planning groups, against loops over every group of the world."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from bench.case import Work
-from bench.cases.groups import initialization, loop_groups
-from bench.measure import Seconds, interleave, seconds_of_processor, slowest
-from tests.ranks import RankPool
+from bench.measure import Seconds, interleave, seconds_of_processor
 from tpkernels.groups.plan import KINDS, plan_groups
 
 WORLD, TENSOR, PIPELINE, RANK = 131_072, 8, 16, 77_777
-Record = Callable[[Work, Seconds], None]
+
+
+def loop_groups(world_size: int, tensor: int, pipeline: int) -> Iterator[tuple[str, list[int]]]:
+    """Kind and ranks of each group that the loops create, in their order."""
+    stage = world_size // pipeline
+    data = stage // tensor
+    data_groups = [
+        list(range(p * stage + t, (p + 1) * stage, tensor)) for p in range(pipeline) for t in range(tensor)
+    ]
+    yield from (("dp", ranks) for ranks in data_groups)
+    yield from (("model", [ranks[i] for ranks in data_groups]) for i in range(data))
+    for first in range(0, world_size, tensor):
+        yield "tp", list(range(first, first + tensor))
+    for first in range(stage):
+        ranks = list(range(first, world_size, stage))
+        yield "pp", ranks
+        yield "embedding", sorted({ranks[0], ranks[-1]})
+        yield "position_embedding", ranks[:1]
 
 
 def plan_one_rank() -> list[tuple[int, ...]]:
@@ -26,32 +41,17 @@ def list_every_group() -> list[list[int]]:
 
 
 @pytest.mark.smoke
-def test_plan_of_a_huge_world(record: Record) -> None:
+def test_plan_of_a_huge_world(record: Callable[[Work, Seconds], None]) -> None:
     found = {tuple(ranks) for ranks in list_every_group()}
     assert found <= set(plan_one_rank())  # right before quick
     ways = {"ours": plan_one_rank, "naive": list_every_group}
-    record(_work(f"tp{TENSOR}-pp{PIPELINE}", WORLD, "plan"), interleave(ways, 11, seconds_of_processor(1)))
-
-
-@pytest.mark.smoke
-def test_initialization_of_two_ranks(record: Record, ranks2: RankPool) -> None:
-    seconds = slowest(ranks2.run(initialization, 2, 1, 31, timeout=200))
-    record(_work("tp2-pp1", 2, "initialization"), seconds)
-
-
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 2), (8, 1), (2, 4), (1, 1)])
-def test_initialization(record: Record, ranks8: RankPool, tensor: int, pipeline: int) -> None:
-    seconds = slowest(ranks8.run(initialization, tensor, pipeline, 15, timeout=200))
-    record(_work(f"tp{tensor}-pp{pipeline}", 8, "initialization"), seconds)
-
-
-def _work(sizes: str, world: int, pass_: str) -> Work:
-    return Work(
+    work = Work(
         op="groups",
-        shape=f"{sizes}-world{world}",
-        pass_=pass_,
+        shape=f"tp{TENSOR}-pp{PIPELINE}-world{WORLD}",
+        pass_="plan",
         naive="loops over every group",
-        world=world,
+        world=WORLD,
         wire_bytes=None,
         backend="gloo",
     )
+    record(work, interleave(ways, 11, seconds_of_processor(1)))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 
 from bench.case import Work
 from bench.cases import bucket_overlap
-from bench.cases.linear_overlap import LinearOverlap, measure
+from bench.cases.linear_overlap import listed, measure
 from bench.measure import Seconds
 from bench.slow_link import SlowLink, why_not
 
@@ -26,9 +25,8 @@ def link() -> Iterator[SlowLink]:
 
 
 @pytest.mark.parametrize("megabits", [200, 400, 800])
-@pytest.mark.parametrize("paused", [False, True], ids=["computed", "paused"])
-def test_gradient_buckets(link: SlowLink, record: Record, paused: bool, megabits: float) -> None:
-    work, seconds = link.run(partial(bucket_overlap.measure, megabits, paused=paused), timeout=300)[0]
+def test_gradient_buckets(link: SlowLink, record: Record, megabits: float) -> None:
+    work, seconds = link.run(bucket_overlap.measure, megabits, timeout=300)[0]
     print(f"\n{work}: {bucket_overlap.listed(seconds)}; load {os.getloadavg()[0]:.1f}")
     record(work, seconds)
 
@@ -41,5 +39,5 @@ def test_gradient_buckets(link: SlowLink, record: Record, paused: bool, megabits
 )
 def test_linear(link: SlowLink, record: Record, case: str, megabits: float) -> None:
     work, seconds = link.run(measure, case, megabits, timeout=300)[0]
-    print(f"\n{case}: {LinearOverlap(**seconds)}")
+    print(f"\n{case}: {listed(seconds)}")
     record(work, seconds)

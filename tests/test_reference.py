@@ -58,11 +58,11 @@ def test_site_has_all_pages_and_the_reference(tmp_path):
     pages = {page.stem for page in (ROOT / "docs").glob("*.md")} - {"README"}
     assert pages <= {page.parent.name for page in tmp_path.glob("docs/*/index.html")}
     assert (tmp_path / "reference" / "tpkernels.html").exists()
-    assert 'src="../tables.js"' in (tmp_path / "docs" / "measured-kernels" / "index.html").read_text()
+    assert 'src="../tables.js"' in (tmp_path / "docs" / "measured-figures" / "index.html").read_text()
     found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
     assert "reduce-scatter" in str(found)
     boosts = {one["location"].split("#")[0]: one.get("boost", 1) for one in found}
-    assert boosts["docs/measured-kernels/"] < boosts["docs/overlap/"] == 1  # tables have every word
+    assert boosts["docs/measured-figures/"] < boosts["docs/overlap/"] == 1  # tables have every word
     assert "favicon.svg" in (tmp_path / "index.html").read_text()
     assert 'rel="icon"' in (tmp_path / "reference" / "tpkernels.html").read_text()
 

@@ -2,22 +2,19 @@
 
 Ways are timed in turn: the reduction after backward, during it in buckets as they are laid out, and during it
 in buckets of one size. The floor is the same backward and the same bytes at once, neither waiting for the
-other. The times of backward and reduction are reported, too. Computed products show what moving bytes
-takes from them; paused ones only wait, so that a busy machine does not disturb them, and show the schedule.
+other. The times of backward and reduction are reported, too.
 
 The model is a large one with buckets of 25 MiB, in which all sizes are divided by 25.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from bench.case import Case, Work
 from bench.cases.linear_overlap import low, seconds_of_slowest
@@ -28,38 +25,25 @@ from tpkernels.buckets import gradients as buckets_module
 
 LAYERS, WIDTH, TOKENS = 96, 256, 2048  # gradients of 24 MiB
 BUCKET, SMALLEST = 2**20, 2**20 // 25  # bytes
-A_PAUSE = 5e-3  # seconds of a layer's backward, about as long as on an idle core
 ROUNDS = 9
 
 
 def efficiency(seconds: Seconds, way: str) -> float:
     """What is saved, in parts of what could be."""
-    return _saved(seconds, way, "floor")
-
-
-def hidden(seconds: Seconds, way: str) -> float:
-    """What is saved, in parts of the reduction's time. It slows products down: all of it cannot be."""
-    return _saved(seconds, way, "products")
-
-
-def _saved(seconds: Seconds, way: str, least: str) -> float:
-    naive, taken, best = (low(seconds[name]) for name in ("naive", way, least))
+    naive, taken, best = (low(seconds[name]) for name in ("naive", way, "floor"))
     return (naive - taken) / (naive - best)
 
 
 def listed(seconds: Seconds) -> str:
-    shares = "; ".join(
-        f"{way}: efficiency {efficiency(seconds, way):.3f}, {100 * hidden(seconds, way):.1f} % hidden"
-        for way in ("ours", "alike")
-    )
+    shares = "; ".join(f"{way}: efficiency {efficiency(seconds, way):.3f}" for way in ("ours", "alike"))
     return f"{shares}; ms, second-lowest of {len(seconds['ours'])} rounds: " + ", ".join(
         f"{name} {1e3 * low(taken):.0f}" for name, taken in seconds.items()
     )
 
 
-def measure(megabits: float, *, paused: bool, rounds: int = ROUNDS) -> tuple[Work, Seconds]:
+def measure(megabits: float, rounds: int = ROUNDS) -> tuple[Work, Seconds]:
     """On both ranks."""
-    ours, alike = (_Backward(smallest, paused=paused) for smallest in (SMALLEST, BUCKET))
+    ours, alike = (_Backward(smallest) for smallest in (SMALLEST, BUCKET))
     flats = [torch.zeros_like(bucket) for bucket in ours.buckets.buckets]
 
     def transfers(meanwhile: Way = lambda: None) -> None:
@@ -72,14 +56,13 @@ def measure(megabits: float, *, paused: bool, rounds: int = ROUNDS) -> tuple[Wor
         ours.products()
         ours.buckets.finish()
 
-    products = "paused" if paused else "computed"
     work = Work(
         op="gradient_buckets",
-        shape=f"{LAYERS}x{WIDTH}x{WIDTH}-{products}-slow_link{megabits:g}mbit-world2",
+        shape=f"{LAYERS}x{WIDTH}x{WIDTH}-slow_link{megabits:g}mbit-world2",
         pass_="backward",
         naive="backward, then the reduction",
         world=2,
-        flops=None if paused else LAYERS * 2 * 2 * TOKENS * WIDTH**2,
+        flops=LAYERS * 2 * 2 * TOKENS * WIDTH**2,
         wire_bytes=sum(flat.nbytes for flat in flats),  # of two ranks, each sends as much as it has
     )
     ways = {"ours": ours.gradients, "naive": lambda: ours.gradients(in_turn), "alike": alike.gradients}
@@ -102,16 +85,16 @@ def measure(megabits: float, *, paused: bool, rounds: int = ROUNDS) -> tuple[Wor
 class _Backward:
     """Buckets of one model; the first and the last may hold `smallest` bytes."""
 
-    def __init__(self, smallest: int, *, paused: bool) -> None:
+    def __init__(self, smallest: int) -> None:
         group = dist.group.WORLD
         assert group is not None
         torch.manual_seed(0)
-        layers = [_Paused() if paused else nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
         for layer in layers:
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # else numbers vanish in 96 layers
         self.model = nn.Sequential(*[part for layer in layers for part in (layer, nn.ReLU())])
         torch.manual_seed(1 + group.rank())  # a sum that is not taken shows
-        self.x = torch.rand(1 if paused else TOKENS, WIDTH)
+        self.x = torch.rand(TOKENS, WIDTH)
         self.loss = torch.zeros(())
         with patch.object(buckets_module, "SMALLEST_BUCKET_BYTES", smallest):
             self.buckets = GradientBuckets(self.model, group, bucket_bytes=BUCKET)
@@ -133,27 +116,3 @@ class _Backward:
         self.forward()
         (way or self.at_once)()
         return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
-
-
-class _Paused(nn.Module):
-    """A layer whose backward takes its time, and nobody else's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Pause.apply(x, self.weight)  # type: ignore[no-untyped-call]
-        return y
-
-
-class _Pause(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor]:
-        time.sleep(A_PAUSE)
-        return dy, ctx.saved_tensors[0]  # type: ignore[attr-defined]

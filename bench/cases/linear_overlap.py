@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,25 +26,12 @@ TOKENS, IN, OUT_SHARD = 2048, 1024, 6144  # 4 MiB a rank travel, and a product i
 ROUNDS = 11
 
 
-@dataclass(frozen=True)
-class LinearOverlap:
-    """Seconds of each round, by the slowest rank."""
-
-    naive: list[float]  # one after the other
-    ours: list[float]  # overlapped
-    floor: list[float]  # the same work and the same bytes, neither waiting for the other
-    products: list[float]
-    transfers: list[float]
-
-    @property
-    def efficiency(self) -> float:
-        """What is saved, in parts of what could be."""
-        naive, ours, floor = map(low, (self.naive, self.ours, self.floor))
-        return (naive - ours) / (naive - floor)
-
-    def __str__(self) -> str:
-        listed = ", ".join(f"{name} {1e3 * low(seconds):.0f} ms" for name, seconds in vars(self).items())
-        return f"efficiency {self.efficiency:.2f}: {listed} (second-lowest of {len(self.ours)} rounds)"
+def listed(seconds: Seconds) -> str:
+    """Efficiency is what overlap saves, in parts of what it could."""
+    naive, ours, floor = (low(seconds[name]) for name in ("naive", "ours", "floor"))
+    times = ", ".join(f"{name} {1e3 * low(taken):.0f} ms" for name, taken in seconds.items())
+    told = f"second-lowest of {len(seconds['ours'])} rounds"
+    return f"efficiency {(naive - ours) / (naive - floor):.2f}: {times} ({told})"
 
 
 def low(seconds: Sequence[float]) -> float:
@@ -71,13 +57,8 @@ def measure(case: str, megabits: float, rounds: int = ROUNDS) -> tuple[Work, Sec
     return work, interleave(ways, rounds, seconds_of_slowest)
 
 
-def _ways(
-    case: str, multiply: Callable[[], Sequence[Tensor]] | None = None
-) -> tuple[dict[str, tuple[Way, Callable[[], Sequence[Tensor]]]], int]:
-    """Each way with what is done before it without being timed, and the bytes that a rank sends.
-
-    multiply: in place of the products that the floor takes
-    """
+def _ways(case: str) -> tuple[dict[str, tuple[Way, Computation]], int]:
+    """Each way with what is done before it without being timed, and the bytes that a rank sends."""
     group = dist.group.WORLD
     assert group is not None
     torch.manual_seed(0)
@@ -102,8 +83,6 @@ def _ways(
     all_x, all_dy, fixed = (x, h, weight.detach()) if kind == "column" else (h, x, weight.detach())
 
     def products() -> Sequence[Tensor]:
-        if multiply is not None:
-            return multiply()
         if direction == "forward":
             return [all_x @ fixed.T]
         return [all_dy @ fixed, all_dy.T @ all_x]
@@ -119,7 +98,7 @@ def _ways(
             moving.append(Reducing(begin("benchmark", "sum", group), x.__getitem__, TOKENS, IN, x))
         return [*meanwhile(), *(each.wait() for each in moving)]
 
-    def way(overlap: bool) -> tuple[Way, Callable[[], Sequence[Tensor]]]:
+    def way(overlap: bool) -> tuple[Way, Computation]:
         if direction == "forward":
             return nothing, lambda: forward(overlap)
         return lambda: forward(overlap), backward
@@ -133,7 +112,7 @@ def _ways(
     }, x_shard.nbytes * (gathers + reduces)
 
 
-def _computation(way: tuple[Way, Callable[[], Sequence[Tensor]]]) -> Computation:
+def _computation(way: tuple[Way, Computation]) -> Computation:
     prepare, timed = way
 
     def run() -> Sequence[Tensor]:

@@ -141,7 +141,7 @@ class Trials:
 
     def __init__(self, seconds: float = 120.0, hang: float = 150.0) -> None:
         """seconds: of tests that meet a fault; hang: of silence, after which a test hangs"""
-        self._seconds, self._hang = seconds, patient(hang)
+        self._seconds, self._hang = patient(seconds), patient(hang)
         self.broken: set[str] = set()  # tests that fail without a fault
 
     def judge(self, tree: Tree, fault: Mutant) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_a_flag_that_comes_before_its_rows_is_caught():
     [
         pytest.param(
             "a_rank_hangs",
-            r"(?s).*rank 1: did not end.*",
+            r"(?s).*rank 1: no answer in time.*",
             marks=pytest.mark.sweep,
         ),
         ("a_rank_dies", r"(?s).*rank 1: exited with code 7.*"),

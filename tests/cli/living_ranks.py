@@ -6,7 +6,6 @@ import io
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -15,6 +14,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from tests.patience import patient
+from tests.programs import started
 from tests.ranks import RankPool
 from tests.segments import tp_invariance
 from tpkernels.cli import main
@@ -26,51 +26,19 @@ TINY = [*SIZES, "--tokens", "16", "--batch", "4", "--warmup", "1"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-class Program:
-    """A running process, whose output lies in files."""
-
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
-        self.process, self._folder = process, folder
-
-    @property
-    def stdout(self) -> str:
-        return (self._folder / "stdout").read_text(errors="replace")
-
-    @property
-    def stderr(self) -> str:
-        return (self._folder / "stderr").read_text(errors="replace")
-
-    @property
-    def ranks(self) -> list[int]:
-        """Process ids of its children, in the order in which they were started."""
-        return sorted(
-            map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split())
-        )
-
-    def wait(self) -> int:
-        return self.process.wait(patient(120))
-
-    def until(self, condition: Callable[[], object]) -> None:
-        """Wait until the condition holds; fail if the process ends before."""
-        deadline = time.monotonic() + patient(120)
-        while not condition():
-            assert time.monotonic() < deadline, f"waited in vain: {self.stdout}{self.stderr}"
-            assert self.process.poll() is None, self.stdout + self.stderr
-            time.sleep(0.02)
-
-
 @contextmanager
-def training(folder: Path, *arguments: object, launcher: tuple[object, ...] = ()) -> Iterator[Program]:
-    """Run `train` with its launcher, or under another; its output goes to files in `folder`."""
-    program = launcher or ("-m", "tpkernels")
-    command = [sys.executable, *program, "train", "--data", ALICE, *TINY, *arguments]
-    with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as errors:
-        process = subprocess.Popen(list(map(str, command)), stdout=out, stderr=errors)
-    try:
-        yield Program(process, folder)
-    finally:
-        process.kill()
-        process.wait()
+def training(
+    *arguments: object, launcher: tuple[object, ...] = ("-m", "tpkernels")
+) -> Iterator[subprocess.Popen[str]]:
+    """Run `train` with its launcher, or under another."""
+    with started(*launcher, "train", "--data", ALICE, *TINY, *arguments) as run:
+        yield run
+
+
+def end_of(run: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """Wait for the end of a run and of its ranks; return its exit code and output."""
+    printed, errors = run.communicate(timeout=patient(120))
+    return subprocess.CompletedProcess(run.args, run.returncode, printed, errors)
 
 
 def train_on(ranks: RankPool, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bench.__main__ import main as bench
+from tests.programs import ran
 from tpkernels.cli import main
 
 PLAN_OF_A_MODEL = "plan --model llama3-70b --world-size 64 --gpu h100"
@@ -45,16 +46,16 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--shapes 1x1x1 --json /nowhere/file.json": "cannot write to '/nowhere/file.json'",
     },
     TUNE: {
-        "''": "expected --shapes such as 8192x4096x4096 or model:llama3-8b,tp:8, got ''",
-        "8192x4096": "expected --shapes such as",
-        "axbxc": "axbxc",
+        "''": "expected --shapes such as 8192x4096x4096, or model:NAME with at most one tp:N .* got ''",
+        "8192x4096": "got '8192x4096'",
+        "0x1x1": "got '0x1x1'",
         "3000000000x3000000000x16": "--shapes 3",  # no address reaches
-        "model:llama9": "expected model: of gpt2-small, .*, qwen2.5-32b; got 'llama9'",
-        "model:gpt2-xl,tp:2": "",
-        "tp:8": "expected one tp: after each model:NAME",
-        "model:llama3-8b,tp:8,tp:4": "expected one tp: after each model:NAME",
-        "model:llama3-8b,tp:0": "expected a number of at least 1 in 'tp:0'",
-        "model:llama3-8b,pp:2": "expected TxNxK, model:, tp: or tokens:, got 'pp:2'",
+        "model:llama9": "NAME is one of gpt2-small, .*, qwen2.5-32b; got 'model:llama9'",
+        "model:gpt2-xl,tp:2": "num_heads: expected a multiple of the 2 tensor-parallel ranks",
+        "tp:8": "got 'tp:8'",
+        "model:llama3-8b,tp:8,tp:4": "got 'model:llama3-8b,tp:8,tp:4'",
+        "model:llama3-8b,tp:0": "got 'model:llama3-8b,tp:0'",
+        "model:llama3-8b,pp:2": "got 'pp:2'",
         f"model:llama3-8b,tokens:{10**16}": "",
         "1x1x1 --steps conv": "conv",
         "1x1x1 --dtype fp8": "fp8",
@@ -112,7 +113,6 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "": "required: KERNEL",
         "linea": "no kernel has 'linea' between slashes in its name",
         "gfx942/linear": "expected a kernel for sm_90: 'gfx942/linear' is compiled for gfx942",
-        "linear/descriptor --picture x.png": "--picture is of one kernel, and",
     },
     f"clock {KERNEL}": {
         "--shape 8192x4096": "expected tokens x out_features x in_features",
@@ -121,21 +121,12 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--shape 8192x4096x99999999": "each from 1 to 16,777,216",
         "--json /nowhere/x.json": "cannot write to",
     },
-    "clock column_linear --tokens 2048 --in 4096 --out 14336 --tp 4": {
-        "--tp 0": "ranks: expected at least 1, got 0",
-        "--tp 100000": "--tp: expected at most 72 ranks of one machine, got 100000",
-        "--gpu h1000": "gpu: expected one of h200, h100, a100, got 'h1000'",
-        "--ways ours": "invalid choice: 'ours'",
-        "--json /nowhere/at/all": "cannot write to '/nowhere/at/all'",
-    },
     "check": {
         "--bits": "in a checkout of the repository run `python -m bench bits`",
         "--bits --schedules 3 --only row": "in a checkout of the repository run `python -m bench bits`",
-        "--arch sm_90,sm_42": "sm_42",
         "--arch sm_90 --skip compile": "",
         "--update --skip compile": "",
         "--skip numerics --only linea": "linea",
-        "--skip numerics --arch sm_80 --only linear/descriptor": "linear/descriptor",
         "--fast": "--fast",
         "--skip everything": "everything",
         "--json /nowhere/report.json": "cannot write to '/nowhere/report.json'",
@@ -143,9 +134,9 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--config absent.toml": "absent.toml: No such file or directory",
     },
     "bench bits": {
-        "--schedules 0": "argument --schedules: expected at least 1, got '0'",
-        "--schedules many": "argument --schedules: expected at least 1, got 'many'",
-        "--seed -1": "argument --seed: expected a whole number of 0 or more, got '-1'",
+        "--schedules 0": "argument --schedules: expected at least 1, got 0",
+        "--schedules many": "argument --schedules: expected at least 1, got many",
+        "--seed -1": "argument --seed: expected at least 0, got -1",
         "--world-size 1,2": "argument --world-size: expected numbers from 2 to 16 with commas between",
         "--world-size ''": "argument --world-size: expected numbers from 2 to 16",
         "--only rwo": "nothing has 'rwo' in its name, such as shared/2/row",
@@ -175,3 +166,18 @@ def test_bad_use_is_refused_in_one_line(command, wrong, said, tmp_path, monkeypa
     assert refusal.startswith("python -m bench" if bench_command else "python -m tpkernels")
     assert re.search(said, refusal), refusal[:300]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("--arch sm_90,sm_42", "sm_42"),
+        ("--skip numerics --arch sm_80 --only linear/descriptor", "linear/desc"),
+    ],
+    ids=["unknown_gpu", "nothing_selected"],
+)
+def test_check_refuses_entries_that_it_has_not(wrong, said):
+    """In a process of its own: entries are compiled kernels, and these tests interpret them."""
+    run = ran("-m", "tpkernels", "check", *wrong.split(), environment={"TRITON_INTERPRET": "0"})
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1), run.stderr
+    assert said in run.stderr

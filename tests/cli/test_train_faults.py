@@ -7,14 +7,14 @@ import resource
 import shutil
 import signal
 import time
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
-from tests.cli.living_ranks import ALICE, TINY, TORCHRUN, told_by, train_on, training
+from tests.cli.living_ranks import ALICE, TINY, TORCHRUN, end_of, told_by, train_on, training
 from tests.patience import patient
+from tests.programs import await_end_of, children_of, is_running, until
 from tpkernels.cli import main
 from tpkernels.training.trainer import Trainer
 
@@ -32,13 +32,6 @@ def losses_of(lines):
 
 def our_messages(errors):
     return re.findall(r"^python -m tpkernels train: rank .*", errors, re.MULTILINE)
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"  # may be reaped late
-    except FileNotFoundError:
-        return False
 
 
 DIES_ONCE = """
@@ -66,8 +59,9 @@ def test_torchrun_restarts_from_the_checkpoint_with_losses_of_an_undisturbed_run
     config.write_text(json.dumps({"tp": 2, "steps": 50, "save_every": 4, "resume": True}))
     launcher = (*TORCHRUN, "--max-restarts", "1", program)
     options = f"--config {config} --steps 8 --save {folder} --json {lines}".split()
-    with training(tmp_path, *options, launcher=launcher) as run:
-        assert run.wait() == 0, run.stderr
+    with training(*options, launcher=launcher) as started:
+        run = end_of(started)
+    assert run.returncode == 0, run.stderr
     assert len(our_messages(run.stderr)) == 1, run.stderr  # of the rank that lost the other
     assert re.search(r"rows of rank \d did not arrive|one died|came too late", run.stderr)
     assert re.search(rf"^from {folder}/step-00000004, after 4 steps$", run.stdout, re.MULTILINE)
@@ -77,27 +71,25 @@ def test_torchrun_restarts_from_the_checkpoint_with_losses_of_an_undisturbed_run
     assert losses_of(lines) == losses_of(undisturbed)  # to the digit
 
 
-@pytest.mark.parametrize("launcher", [(), (*TORCHRUN, "-m", "tpkernels")], ids=["its_own", "torchrun"])
-def test_ranks_end_with_a_launcher_that_is_killed(launcher, tmp_path):
+@pytest.mark.parametrize(
+    "program", [("-m", "tpkernels"), (*TORCHRUN, "-m", "tpkernels")], ids=["own", "torchrun"]
+)
+def test_ranks_end_with_a_launcher_that_is_killed(program, tmp_path):
     lines = tmp_path / "metrics.jsonl"
-    with training(tmp_path, *ENDLESS, "--json", lines, launcher=launcher) as run:
-        run.until(exists(lines))
-        ranks = run.ranks
-        run.process.kill()
-        run.wait()
-    deadline = time.monotonic() + patient(60)
-    while any(map(is_running, ranks)):
-        assert time.monotonic() < deadline, "ranks live on"
-        time.sleep(0.02)
+    with training(*ENDLESS, "--json", lines, launcher=program) as run:
+        until(exists(lines), 120)
+        ranks = children_of(run.pid)
+        run.kill()
+        await_end_of(ranks)
 
 
 def test_sigterm_saves_and_resume_goes_on_with_other_ranks(tmp_path, ranks2):
     lines, folder = tmp_path / "metrics.jsonl", tmp_path / "saved"
-    with training(tmp_path, *ENDLESS, "--json", lines, "--save", folder) as run:
-        run.until(exists(lines))
-        run.process.terminate()
-        code = run.wait()
-    assert (code, run.stderr) == (0, "")
+    with training(*ENDLESS, "--json", lines, "--save", folder) as started:
+        until(exists(lines), 120)
+        started.terminate()
+        run = end_of(started)
+    assert (run.returncode, run.stderr) == (0, "")
     done = len(losses_of(lines))
     assert f"saved {folder}/step-{done:08}" in run.stdout
     assert (folder / "latest").read_text() == f"step-{done:08}"
@@ -122,12 +114,13 @@ def test_sigterm_saves_and_resume_goes_on_with_other_ranks(tmp_path, ranks2):
 
 def test_death_of_a_rank_ends_the_others_with_one_message(tmp_path):
     lines = tmp_path / "metrics.jsonl"
-    with training(tmp_path, *ENDLESS, "--json", lines) as run:
-        run.until(exists(lines))
-        ranks = run.ranks
+    with training(*ENDLESS, "--json", lines) as started:
+        until(exists(lines), 120)
+        ranks = children_of(started.pid)
         assert len(ranks) == 2
         os.kill(ranks[0], signal.SIGKILL)  # named first of those that the launcher finds dead at once
-        assert run.wait() == 128 + signal.SIGKILL
+        run = end_of(started)
+    assert run.returncode == 128 + signal.SIGKILL
     assert "rank 0 was killed by SIGKILL; the other ranks were ended" in run.stderr
     assert "Traceback" not in run.stderr
     assert not any(map(is_running, ranks))

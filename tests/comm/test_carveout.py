@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.cases.launches import group_of, standing_in_for
+from tests.comm.counting import group_of, standing_in_for
 from tpkernels.comm.carveout import CollectivesInFlight, blocks_of
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.timing import rounds

@@ -17,10 +17,9 @@ from tpkernels.kernels.activations import ACTIVATIONS
 
 T, N, K = 37, 48, 40
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
-NARROWING = ("quantize", "quantize_act", "quantize_glu", "dequantize")
+NARROWING = ("quantize", "dequantize")
 IN_FP8 = {name: primitives.RECORDS[name] for name in (*NARROWING, "scaled_linear")}
 RECORDS = {name: record for name, record in primitives.RECORDS.items() if name not in IN_FP8}
-OTHERS = {name: record for name, record in RECORDS.items() if name not in products.PRODUCTS}
 FUNCTIONS = {
     name: next(getattr(home, name) for home in (primitives, norms, vocabulary) if hasattr(home, name))
     for name in primitives.RECORDS
@@ -163,18 +162,6 @@ def test_compiled_primitives_compute_the_same_bits():
     torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
 
 
-def test_library_operators_agree_with_torch():
-    x, w, b = torch.randn(T, K), torch.randn(N, K), torch.randn(N)
-    fused = products.linear.library[0].run
-    torch.testing.assert_close(
-        fused(x, w, b, "relu", False), products.linear.by_torch(x, w, b, "relu", False)
-    )
-    ours, torchs = torch.ones(2, N, K)
-    products.wgrad_accumulate_.library[0].run(ours, torch.ones(T, N), x)
-    products.wgrad_accumulate_.by_torch(torchs, torch.ones(T, N), x)
-    torch.testing.assert_close(ours, torchs)
-
-
 @pytest.mark.gpu
 def test_library_operators_of_the_gpu_agree_with_torch():
     x, w, b = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((64, 32), (48, 32), (48,)))
@@ -229,8 +216,6 @@ def test_backend_of_a_device(backend, device, expected, monkeypatch):
         ("softmax_statistics", torch.float64, K, False),
         ("quantize", torch.float32, K, True),
         ("quantize", torch.float64, K, False),
-        ("quantize_act", torch.bfloat16, K, True),
-        ("quantize_glu", torch.float64, K, False),
     ],
 )
 def test_what_kernels_do_not_take_is_torchs_on_a_gpu(name, dtype, width, ours, resolved, monkeypatch):

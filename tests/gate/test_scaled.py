@@ -18,7 +18,7 @@ from tpkernels.kernels.target import A100, H100, MI300
 CALLS = {
     "scaled_linear": partial(primitive, name="scaled_linear"),
     "quantize": quantize,
-    "quantize_glu": partial(quantize, name="quantize_glu"),
+    "quantize_gated": partial(quantize, gated=True),
     "dequantize": partial(primitive, name="dequantize"),
 }
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.cases.groups import loop_groups
+from bench.test_groups import loop_groups
 from tests.checks import error_of
 from tests.fake_world import each_rank, fake_rank
 from tests.on_ranks import on_ranks

@@ -8,7 +8,7 @@ from tests.products import pairwise
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF, act_ref
 from tpkernels.kernels.dequantize import dequantize
-from tpkernels.kernels.quantize import quantize, quantize_act, quantize_glu
+from tpkernels.kernels.quantize import quantize
 from tpkernels.kernels.scaled import DTYPE_OF, LINE, SECTOR, Scaled, dequantize_ref, quantize_ref
 from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import MAX_FEATURES
@@ -164,7 +164,7 @@ def test_activation_is_applied_in_fp32_on_the_way_in(activation, scaling, by, fo
     z = 2 * normal(37, 301, torch.bfloat16, device)
     z[3, 5], z[4, 5], z[5] = float("nan"), float("inf"), 0
     z = LAYOUTS["transposed"](z) if by == "columns" else z
-    ours = quantize_act(z, activation=activation, format=format, scaling=scaling)
+    ours = quantize(z, activation=activation, format=format, scaling=scaling)
     oracles = quantize_ref(act_ref(z.float(), activation), format, scaling)
     assert_one_step_apart(ours, oracles, z, format, scaling)
     assert_same_words(ours[5], oracles[5])
@@ -177,14 +177,14 @@ def test_gated_unit_is_applied_in_fp32_on_the_way_in(kind, scaling, by, device):
     oracles = quantize_ref(act_ref(g.float(), GATE_OF[kind]) * u.float(), "e4m3", scaling, power_of_two=True)
     g = LAYOUTS["transposed"](g) if by == "columns" else g
     u = u if by == "rows" else LAYOUTS["transposed"](u)
-    ours = quantize_glu(g, u, kind=kind, format="e4m3", scaling=scaling, power_of_two=True)
+    ours = quantize(g, u, activation=GATE_OF[kind], format="e4m3", scaling=scaling, power_of_two=True)
     assert_one_step_apart(ours, oracles, g * u, "e4m3", scaling)
 
 
 def test_activation_is_not_rounded_to_16_bits(device):
     """The bound above can tell: that way one number of seventy differs."""
     z = normal(64, 1024, torch.bfloat16, device)
-    ours = quantize_act(z, activation="gelu", format="e4m3", scaling="rows")
+    ours = quantize(z, activation="gelu", format="e4m3", scaling="rows")
     twice_rounded = quantize_ref(act_ref(z, "gelu"), "e4m3", "rows")
     with pytest.raises(AssertionError, match=r"numbers are not the oracle's|Tensor-likes are not close"):
         assert_one_step_apart(ours, twice_rounded, z, "e4m3", "rows")
@@ -222,11 +222,10 @@ REFUSED = {
     "3-D": (lambda: quantize(ONES[None], **HOW), "x of 2 dimensions"),
     "format": (lambda: quantize(ONES, **HOW | {"format": "e3m4"}), "expected format 'e4m3' or 'e5m2'"),
     "scaling": (lambda: quantize(ONES, **HOW | {"scaling": "row"}), "expected scaling 'rows' or 'blocks'"),
-    "activation": (lambda: quantize_act(ONES, activation="tanh", **HOW), "expected an activation of none"),
-    "kind": (lambda: quantize_glu(ONES, ONES, kind="silu", **HOW), "expected a gated unit of swiglu"),
+    "activation": (lambda: quantize(ONES, activation="tanh", **HOW), "expected an activation of none"),
     "u": (
-        lambda: quantize_glu(ONES, ONES[:, :4], kind="swiglu", **HOW),
-        r"expected u of the shape of g \(4, 8\), got \(4, 4\)",
+        lambda: quantize(ONES, ONES[:, :4], activation="silu", **HOW),
+        r"expected u of the shape of x \(4, 8\), got \(4, 4\)",
     ),
     "out": (lambda: quantize(ONES, out=ONES.int(), **HOW), r"expected words of out .* of shape \(4, 3\)"),
     "out in fp32": (lambda: quantize(ONES, out=ONES[:, :3], **HOW), "expected words of out"),

@@ -62,7 +62,7 @@ def test_quantized_numbers_are_those_of_the_definition(name, square):
     for recipe, format in product(RECIPES.values(), FORMATS):
         if square and recipe.scaling != "blocks":
             continue
-        words = primitives.quantize(x, format, recipe.scaling, recipe.power_of_two, square)
+        words = primitives.quantize(x, None, "none", format, recipe.scaling, recipe.power_of_two, square)
         ours = Scaled(words, K, format, recipe.scaling)
         found = primitives.dequantize(ours.data, ours.scale, "float64")
         torch.testing.assert_close(

@@ -204,7 +204,7 @@ def computed_cases(world: QualifyWorld) -> tuple[set[str], list[tuple[str, float
 def runs_on(case: NumericCase, target: Target | None) -> bool:
     """Whether a GPU can run a case; None: the interpreter, which runs all."""
     launcher, *options = case.name.split("/")
-    in_fp8 = "fp8" in options or launcher in ("quantize", "quantize_act", "quantize_glu", "dequantize")
+    in_fp8 = "fp8" in options or launcher in ("quantize", "dequantize")
     return target is None or not (
         ("descriptor" in options and not target.has_tma) or (in_fp8 and fp8_obstacle(target))
     )

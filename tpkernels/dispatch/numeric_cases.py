@@ -145,8 +145,7 @@ def _in_fp8() -> Iterator[NumericCase]:
         of = RandomOperands(*IN_FP8["pointer"], dtype)
         way = SHORT_NAMES[dtype]
         for how, quantized in QUANTIZED.items():
-            launcher = quantized.keywords.get("name", "quantize")
-            yield NumericCase(f"{launcher}/{way}/{how}", partial(quantized, of))
+            yield NumericCase(f"quantize/{way}/{how}", partial(quantized, of))
         for scaling in SCALINGS:
             call = partial(recording.primitive, of, "dequantize", into=dtype, scaling=scaling)
             yield NumericCase(f"dequantize/{way}/{scaling}", call)

@@ -100,8 +100,6 @@ dglu = primitive(products.dglu)
 wgrad = primitive(products.wgrad)
 bias_grad = primitive(products.bias_grad)
 quantize = primitive(scaled.quantize)
-quantize_act = primitive(scaled.quantize_act)
-quantize_glu = primitive(scaled.quantize_glu)
 dequantize = primitive(scaled.dequantize)
 scaled_linear = primitive(scaled.scaled_linear)
 

@@ -101,7 +101,7 @@ BARE: Mapping[str, Any] = {"bias": False, "training": False}  # of a layer: noth
 LISTED = (
     *("bias_grad", "lookup", "lookup_grad", "softmax_statistics", "cross_entropy_grad"),
     *("rms_norm", "rms_norm_grad", "layer_norm", "layer_norm_grad"),
-    *("quantize", "quantize_act", "quantize_glu", "dequantize", "scaled_linear"),
+    *("quantize", "dequantize", "scaled_linear"),
 )
 
 
@@ -343,20 +343,23 @@ def gather_scaled_linear(of: Operands, activation: Activation = "gelu_tanh", **o
     return {"y": (ours.y, y), "z": (ours.z, z)}
 
 
-def quantize(of: Operands, name: str = "quantize", by_columns: bool = False, **options: Any) -> Results:
+def quantize(of: Operands, by_columns: bool = False, gated: bool = False, **options: Any) -> Results:
     """The words of `quantize`, byte for byte; of activations scales and data, which differ where fp32 does.
 
     by_columns: of a matrix whose columns are contiguous, as those of a weight for dgrad
     """
-    record = RECORDS[name]
-    x, *others = arguments(of, record, options).values()
-    if name == "quantize":
+    record = RECORDS["quantize"]
+    x, u, *others = arguments(of, record, options).values()
+    between = gated or others[0] != "none"
+    if gated:
+        u = of.tensor(*x.shape)
+    if not between:
         x = of.tensor(*reversed(x.shape)).t() if by_columns else x
         x[0], x[1, -1], x[2, 0] = 0, float("inf"), float("nan")
         x[3] *= 1e-36
         x[4] *= 1e36
-    ours, exact = record.by_kernel(x, *others), record.by_torch(*map(in_float64, (x, *others)))
-    if name == "quantize":
+    ours, exact = record.by_kernel(x, u, *others), record.by_torch(*map(in_float64, (x, u, *others)))
+    if not between:
         return {"words": (ours.view(torch.uint8).float(), exact.view(torch.uint8).double())}
     scaling = options.get("scaling", of.scaling)
     one, truth = (Scaled(words, of.in_features, "e4m3", scaling) for words in (ours, exact))

@@ -252,8 +252,8 @@ FP8_FORMS = (
 )
 
 
-_ACT = partial(recording.quantize, name="quantize_act", activation="silu")
-_GLU = partial(recording.quantize, name="quantize_glu")
+_ACT = partial(recording.quantize, activation="silu")
+_GLU = partial(_ACT, gated=True)
 QUANTIZED: Mapping[str, partial[Results]] = {
     "rows": partial(recording.quantize),
     "rows+e5m2": partial(recording.quantize, format="e5m2"),

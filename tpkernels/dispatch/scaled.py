@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
-from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_into, act_ref
+from tpkernels.kernels.activations import Activation, act_into, act_ref
 from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
 from tpkernels.kernels.reference import linear_ref
@@ -27,60 +27,31 @@ DTYPE: Mapping[Wide, torch.dtype] = {
 }
 
 
-def _words(x: Tensor, scaling: Scaling) -> Tensor:
-    return empty_words(x.shape[0], x.shape[1], scaling, x.device)
-
-
-def _takes(x: Tensor, *_: Any) -> bool:
-    return x.dtype in DTYPES
+def _quantize(
+    x: Tensor,
+    u: Tensor | None,
+    activation: Activation,
+    format: Format,
+    scaling: Scaling,
+    power_of_two: bool,
+    square: bool,
+) -> Tensor:
+    """The words of f(x), or of f(x) * u, which is in fp32 or wider."""
+    if activation != "none" or u is not None:
+        x = act_ref(x.to(torch.promote_types(x.dtype, torch.float32)), activation)
+        x = x if u is None else x * u
+    return quantize_ref(x, format, scaling, power_of_two, square)
 
 
 quantize = Primitive(
     "quantize",
-    quantize_ref,
-    launcher("quantize", "quantize", "format", "scaling", "power_of_two", "square"),
-    lambda layer: (layer.x(), layer.format, layer.scaling, False, layer.square),
-    fake=lambda x, format, scaling, power_of_two, square: _words(x, scaling),
-    takes=_takes,
-)
-
-
-def _quantize_act(
-    z: Tensor, activation: Activation, format: Format, scaling: Scaling, power_of_two: bool
-) -> Tensor:
-    """`quantize` of act(z), which is in fp32."""
-    return quantize_ref(_wide_act(z, activation), format, scaling, power_of_two=power_of_two)
-
-
-def _wide_act(z: Tensor, activation: Activation) -> Tensor:
-    return act_ref(z.to(torch.promote_types(z.dtype, torch.float32)), activation)
-
-
-quantize_act = Primitive(
-    "quantize_act",
-    _quantize_act,
-    launcher("quantize", "quantize_act", "activation", "format", "scaling", "power_of_two"),
-    lambda layer: (layer.x(), layer.activation, layer.format, layer.scaling, False),
-    fake=lambda z, activation, format, scaling, power_of_two: _words(z, scaling),
-    takes=_takes,
-)
-
-
-def _quantize_glu(
-    g: Tensor, u: Tensor, kind: Glu, format: Format, scaling: Scaling, power_of_two: bool
-) -> Tensor:
-    """`quantize` of f(g) * u, which is in fp32."""
-    h = _wide_act(g, GATE_OF[kind]) * u
-    return quantize_ref(h, format, scaling, power_of_two=power_of_two)
-
-
-quantize_glu = Primitive(
-    "quantize_glu",
-    _quantize_glu,
-    launcher("quantize", "quantize_glu", "kind", "format", "scaling", "power_of_two"),
-    lambda layer: (layer.x(), layer.x(), layer.glu, layer.format, layer.scaling, False),
-    fake=lambda g, u, kind, format, scaling, power_of_two: _words(g, scaling),
-    takes=_takes,
+    _quantize,
+    launcher("quantize", "quantize", "activation", "format", "scaling", "power_of_two", "square"),
+    lambda layer: (layer.x(), None, layer.activation, layer.format, layer.scaling, False, layer.square),
+    fake=lambda x, u, activation, format, scaling, power_of_two, square: empty_words(
+        x.shape[0], x.shape[1], scaling, x.device
+    ),
+    takes=lambda x, *_: x.dtype in DTYPES,
 )
 
 
@@ -159,6 +130,8 @@ def _wide_z(
 ) -> Tensor:
     """x̂ ŵᵀ + bias in fp32, or in dtype if that is wider."""
     wide = torch.promote_types(dtype, torch.float32)
+    if x_scale.dtype != torch.float32 or w_scale.dtype != torch.float32:
+        raise TypeError(f"scaled_linear: expected scales in fp32, got {x_scale.dtype} and {w_scale.dtype}")
     w_scale = _each_row(w_scale, weight)
     if x_scale.shape[1] != 1:
         z = _wide_linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide), wide)

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels import launch
-from tpkernels.kernels.activations import GATE_OF, Activation, Glu, require_activation, require_glu
+from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.launch_plans import planned
@@ -253,94 +253,39 @@ _SQUARES = BlockTile(BLOCK, BLOCK, num_warps=16, chunk=BLOCK)
 @planned
 def quantize(
     x: Tensor,
+    u: Tensor | None = None,
     *,
+    activation: Activation = "none",
     format: Format,
     scaling: Scaling,
     power_of_two: bool = False,
     square: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The rows of x in fp8, each with its scales: the words of `scaled.quantize_ref`, bit for bit.
+    """The rows of f(x), or of f(x) * u, in fp8, each with its scales: words, see `scaled`.
 
-    x: (rows, columns), of any strides
+    What is between is computed in fp32 and never written. Words of x itself are those of
+    `scaled.quantize_ref`, bit for bit.
+
+    x, u: (rows, columns), of any strides
     square: one scale for each 128 x 128, not for each 128 of a row
     out: where the words are written; rows of a larger matrix, say
     """
-    return _quantize("quantize", x, None, "none", format, scaling, power_of_two, square, out)
-
-
-@planned
-def quantize_act(
-    z: Tensor,
-    *,
-    activation: Activation,
-    format: Format,
-    scaling: Scaling,
-    power_of_two: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`quantize` of f(z), which is computed in fp32 and never written.
-
-    z: (rows, columns), of any strides
-    """
-    require_activation("quantize_act", activation)
-    return _quantize("quantize_act", z, None, activation, format, scaling, power_of_two, False, out)
-
-
-@planned
-def quantize_glu(
-    g: Tensor,
-    u: Tensor,
-    *,
-    kind: Glu,
-    format: Format,
-    scaling: Scaling,
-    power_of_two: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`quantize` of f(g) * u, f being the activation of `kind`; computed in fp32 and never written.
-
-    g, u: (rows, columns), of any strides
-    """
-    require_glu("quantize_glu", kind)
-    return _quantize("quantize_glu", g, u, GATE_OF[kind], format, scaling, power_of_two, False, out)
-
-
-def _empty_words(x: Tensor, scaling: Scaling) -> Tensor:
-    """Memory for the words of x, made as fp32, of which tests see what was not written."""
-    shape = x.shape[0], words_of(x.shape[1], scaling)
-    return launch.empty(shape, torch.float32, x.device).view(torch.int32)
-
-
-def _require_words(launcher: str, name: str, word: str, kinds: Any) -> None:
-    if word not in get_args(kinds):
-        expected = " or ".join(map(repr, get_args(kinds)))
-        raise ValueError(f"{launcher}: expected {name} {expected}, got {word!r}")
-
-
-def _quantize(
-    launcher: str,
-    x: Tensor,
-    u: Tensor | None,
-    activation: Activation,
-    format: Format,
-    scaling: Scaling,
-    power_of_two: bool,
-    square: bool,
-    out: Tensor | None,
-) -> Tensor:
+    launcher = "quantize"
+    require_activation(launcher, activation)
     require_matrices(launcher, ("x", x), ("u", u))
     if u is not None and u.shape != x.shape:
-        raise ValueError(f"{launcher}: expected u of the shape of g {tuple(x.shape)}, got {tuple(u.shape)}")
+        raise ValueError(f"{launcher}: expected u of the shape of x {tuple(x.shape)}, got {tuple(u.shape)}")
     _require_words(launcher, "format", format, Format)
     _require_words(launcher, "scaling", scaling, Scaling)
     require_fp8(launcher, target_of(x.device))
     T, K = x.shape
-    if out is None:
-        words = _empty_words(x, scaling)
+    shape = T, words_of(K, scaling)
+    if out is None:  # made as fp32, of which tests see what was not written
+        words = launch.empty(shape, torch.float32, x.device).view(torch.int32)
     else:
-        inputs, shapes = (("x", x), ("u", u)), {"words": (T, words_of(K, scaling))}
-        (words,) = launch.results(launcher, out, shapes, inputs, dtype=torch.int32)
+        inputs = (("x", x), ("u", u))
+        (words,) = launch.results(launcher, out, {"words": shape}, inputs, dtype=torch.int32)
     if not words.numel():
         return words
     by_columns = x.stride(0) == 1 != x.stride(1)
@@ -357,6 +302,12 @@ def _quantize(
         constants = {"BLOCK_COLS": tile.block_cols}
         _start(_quantize_rows_kernel, x, u, words, activation, format, power_of_two, tile, constants)
     return words
+
+
+def _require_words(launcher: str, name: str, word: str, kinds: Any) -> None:
+    if word not in get_args(kinds):
+        expected = " or ".join(map(repr, get_args(kinds)))
+        raise ValueError(f"{launcher}: expected {name} {expected}, got {word!r}")
 
 
 def _start(

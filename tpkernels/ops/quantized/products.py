@@ -64,7 +64,7 @@ class Quantized(Plain):
 
     def _quantized(self, x: Tensor, format: Format) -> Scaled:
         scaling = self.recipe.scaling
-        words = primitives.quantize(x, format, scaling, self.recipe.power_of_two, False)
+        words = primitives.quantize(x, None, "none", format, scaling, self.recipe.power_of_two, False)
         return Scaled(words, x.shape[1], format, scaling)
 
     def weight(self, weight: Tensor, transposed: bool) -> Scaled:
@@ -159,9 +159,11 @@ class Quantized(Plain):
         scaling, power_of_two = self.recipe.scaling, self.recipe.power_of_two
         if unit in GATE_OF:
             u, g = zs
-            words = primitives.quantize_glu(g, u, cast("Glu", unit), "e4m3", scaling, power_of_two)
+            f = GATE_OF[cast("Glu", unit)]
+            words = primitives.quantize(g, u, f, "e4m3", scaling, power_of_two, False)
         else:
-            words = primitives.quantize_act(zs[0], cast("Activation", unit), "e4m3", scaling, power_of_two)
+            f = cast("Activation", unit)
+            words = primitives.quantize(zs[0], None, f, "e4m3", scaling, power_of_two, False)
         return Scaled(words, zs[0].shape[1], "e4m3", scaling), zs if keep else []
 
     def unit_gradients(

@@ -88,9 +88,8 @@ def columns_of_weight(weight: Tensor, recipe: Recipe) -> Scaled:
 
 def _quantized(weight: Tensor, recipe: Recipe, transposed: bool) -> Tensor:
     matrix = weight.detach().t() if transposed else weight.detach()
-    return primitives.quantize(
-        matrix, "e4m3", recipe.scaling, recipe.power_of_two, recipe.scaling == "blocks"
-    )
+    square = recipe.scaling == "blocks"
+    return primitives.quantize(matrix, None, "none", "e4m3", recipe.scaling, recipe.power_of_two, square)
 
 
 def _is_captured(weight: Tensor) -> bool:

@@ -1,7 +1,5 @@
 """What a tensor-parallel op asks of a GPU and of its host, counted without one.
 
-    python -m bench.cases.launches
-
 An op runs as one rank of a group whose backend moves nothing, on tensors without memory. Host time is that of
 our code and of torch's dispatcher, on one core, without what CUDA takes to launch.
 """
@@ -13,9 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
-from itertools import product
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -34,8 +31,6 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.target import H100, Target
 from tpkernels.ops import column_linear, row_linear
 
-TOKENS, RANKS, WIDTHS = (2048, 8192, 32768), (2, 4, 8), (4096, 8192)
-TRANSPORTS = ("c10d", "symmetric")
 PRODUCTS = ("linear_kernel", "fwd_kernel", "grad_kernel")  # ends of names of kernels
 CASES = ("column forward", "column backward", "row forward", "row backward")
 FEATURES = {4096: 14336, 8192: 28672}  # of the Llama-3 MLPs of these widths
@@ -52,11 +47,6 @@ class Count:
     flags: int  # words that a stream writes
     waits: int  # of a stream for another
     host: float  # microseconds of one call
-
-    def __str__(self) -> str:
-        *counts, host = asdict(self).items()
-        counted = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts if count)
-        return f"{counted}, {host[1]:.0f} us"
 
 
 class CountingGroup(dist.ProcessGroup):
@@ -288,13 +278,3 @@ class _Copies(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._noted["copies"] += func.overloadpacket.__name__ == "copy_"
         return func(*args, **(kwargs or {}))
-
-
-def main() -> None:
-    for transport, case, tokens, ranks, width in product(TRANSPORTS, CASES, TOKENS, RANKS, WIDTHS):
-        one = count(case, tokens, ranks, width, transport=transport)
-        print(f"{transport}, {case}, T {tokens}, R {ranks}, K {width}: {one}")
-
-
-if __name__ == "__main__":
-    main()

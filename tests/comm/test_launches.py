@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from bench.cases.launches import CASES, Count, count
+from tests.comm.counting import CASES, Count, count
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.c10d import C10D
 

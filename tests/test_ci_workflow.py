@@ -17,7 +17,7 @@ from tpkernels.cli import COMMANDS, main
 yaml = pytest.importorskip("yaml")
 requirements = pytest.importorskip("packaging.requirements")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 WORKFLOWS = {path.name: yaml.safe_load(path.read_text()) for path in sorted(DOCS.glob("ci-workflow*.yml"))}
 JOBS = [
