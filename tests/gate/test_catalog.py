@@ -16,14 +16,14 @@ from tests.kernels.test_target import GPUS
 from tpkernels.dispatch import primitives, products, recording
 from tpkernels.dispatch.numeric_cases import cases
 from tpkernels.dispatch.recording import EntrySpec, MetaOperands, _is_aligned, _type_of
-from tpkernels.dispatch.registered import E4M3, _tiles, catalog
+from tpkernels.dispatch.registered import E4M3, _tiles, catalog, config, entry_specs
 from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.compile_gate import has_parts
 from tpkernels.gate.disassembly import FP8_PRODUCTS
 from tpkernels.gate.numerics import Frames, examine
 from tpkernels.kernels import launch
 from tpkernels.kernels.bias_grad import bias_grad
-from tpkernels.kernels.footprints import stem_of
+from tpkernels.kernels.footprints import TABLE, stem_of
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import KERNELS, MatmulTile
@@ -41,6 +41,11 @@ def test_names_are_unique_and_entries_name_every_argument_once():
             entry.name
         )
         assert entry.aligned <= set(entry.arguments), entry.name
+
+
+def test_our_kernels_are_registered_as_anybodys_are():
+    assert [own.name for own in config().kernels] == [*entry_specs()]
+    assert config().budgets == TABLE
 
 
 def test_every_tile_is_compiled_for_every_gpu_that_may_be_given_it():

@@ -57,11 +57,11 @@ def without_numeric_case(sources: dict[str, str]) -> set[str]:
 
 
 def test_every_kernel_is_in_the_catalog():
-    assert not not_in_catalog(SOURCES), "give it an entry: see gate/catalog.py"
+    assert not not_in_catalog(SOURCES), "give it an entry: see dispatch/registered.py"
 
 
 def test_every_launcher_has_a_numeric_case():
-    assert not without_numeric_case(SOURCES), "give it a case: see gate/numerics.py"
+    assert not without_numeric_case(SOURCES), "give it a case: see dispatch/numeric_cases.py"
 
 
 def test_every_launcher_has_plans():

@@ -1,8 +1,8 @@
 """`python -m tpkernels check`: checks without a GPU whether kernels are still right and fast.
 
-It compiles every catalog entry and checks the result against rules and budgets, then runs every launcher in
-Triton's interpreter against float64. Exit code 1 means a regression. With --config it does the same for a
-user's kernels.
+It compiles every kernel that is registered, checks the result against rules and budgets, then computes in
+Triton's interpreter against float64. Exit code 1 means a regression. The kernels are ours, or with --config
+a user's.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""What Triton derives at launch, read off a launch that is recorded on the meta device.
-
-Triton compiles a kernel anew for other types of its run-time arguments, for integers that are 1, and for
-addresses and integers that are multiples of 16; without the latter it silently drops pipelining.
-
-How each launcher is called, and its oracle: by the numeric gate on numbers, by the catalog on none.
+"""Each launcher's call with its oracle, and what Triton derives from the launch.
 
 A call makes its operands, and returns by name what the launcher computed and what the oracle says of the same
-operands in float64.
+operands in float64. The numeric gate calls it on numbers. On the meta device the launch is recorded instead,
+and registered: Triton compiles a kernel anew for other types of its run-time arguments, for integers that are
+1, and for addresses and integers that are multiples of 16; without the latter it silently drops pipelining.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -166,48 +166,43 @@ def check(config: Config, only: str, report: Callable[[str], None], prepare: str
 
     prepare: "module:function", which each process calls with the frames of its cases, before them
     """
-    cases = [one for one in _cases_of(config) if has_parts(one.name, only)]
+    cases = [case for case in _cases_of(config) if has_parts(case[0], only)]
     parts = max(1, min(PROCESSES, len(cases) // WORTH_A_PROCESS))
     with ThreadPoolExecutor(parts) as threads:
         found = threads.map(lambda part: _computed(config, cases[part::parts], report, prepare), range(parts))
         return [case for row in zip_longest(*found) for case in row if case is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    name: str
-    kernel: str  # of the config, whose table is at fault if the case cannot be computed; "": none
-    item: Mapping[str, Any]  # what the process is sent
-
-
-def _cases_of(config: Config) -> Sequence[_Case]:
-    """Each size of each table with an oracle, then each case of a launcher."""
-    found = []
+def _cases_of(config: Config) -> Iterator[tuple[str, children.ItemOfChild]]:
+    """Name and item of each size of each table with an oracle, then of each case of a launcher."""
     for own in config.kernels:
         for number, sizes in enumerate(own.computed):
             text = ",".join(f"{name}={size}" for name, size in sizes.items())
             item = {"name": own.name, "table": own.as_table(), "sizes": number}
-            found.append(_Case(f"{own.name}/{text}" if text else own.name, own.name, item))
+            yield f"{own.name}/{text}" if text else own.name, item
     if config.cases:
         assert config.imported
-        function = children.imported_attribute("cases", config.cases)
-        found += [_Case(one.name, "", {"cases": config.cases, "name": one.name}) for one in function()]
-    return found
+        for one in children.imported_attribute("cases", config.cases)():
+            yield one.name, {"cases": config.cases, "name": one.name}
 
 
 def _computed(
-    config: Config, cases: Sequence[_Case], report: Callable[[str], None], prepare: str
+    config: Config,
+    cases: Sequence[tuple[str, children.ItemOfChild]],
+    report: Callable[[str], None],
+    prepare: str,
 ) -> list[Computed]:
     variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    items = [{**case.item, "prepare": prepare} for case in cases]
+    items = [{**item, "prepare": prepare} for _, item in cases]
     computed = []
-    for case, answer in zip(cases, children.answers(PROGRAM, config.folder, items, variables), strict=True):
+    answers = children.answers(PROGRAM, config.folder, items, variables)
+    for (name, item), answer in zip(cases, answers, strict=True):
         if isinstance(answer, str):
             answer = {"error": None, "failure": answer}
         elif "mistake" in answer:
-            own = next(own for own in config.kernels if own.name == case.kernel)
+            own = next(own for own in config.kernels if own.name == item["name"])
             raise config.mistake(own, answer["mistake"])
         error = float("nan") if answer["error"] is None else answer["error"]
-        computed.append(Computed(case.name, error, answer["failure"]))
-        report(case.name)
+        computed.append(Computed(name, error, answer["failure"]))
+        report(name)
     return computed

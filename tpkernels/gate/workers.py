@@ -53,16 +53,13 @@ def results_of(
             for process in set(active_children()) - others:
                 process.kill()
             raise
-    while lost:  # one died and took the others with it: one at a time shows which
+    for number in lost:  # one died and took the others with it: each in a process of its own shows which
+        report(items[number])
         with _pool(1) as pool:
-            while lost:
-                number = lost.pop()
-                report(items[number])
-                try:
-                    results[number] = pool.submit(work, items[number]).result()
-                except BrokenProcessPool:
-                    results[number] = of_the_dead
-                    break
+            try:
+                results[number] = pool.submit(work, items[number]).result()
+            except BrokenProcessPool:
+                results[number] = of_the_dead
     return [results[number] for number in range(len(items))]
 
 

@@ -29,6 +29,13 @@ def helper():
 number = 3
 print("a module that talks", end="")
 """
+GLUED = """
+from triton.experimental import gluon
+
+@gluon.jit
+def scale(x):
+    pass
+"""
 TABLE = {
     "kernel": "kernels:scale_kernel",
     "signature": {"x": "*bf16", "y": "*bf16", "stride": "i32", "count": "i32"},
@@ -55,6 +62,8 @@ NAMED = {  # changes of the table -> what is told
     "no_jit": ({"kernel": "kernels:helper"}, "kernel: expected a function under triton.jit, .* a function"),
     "no_oracle": ({"oracle": "kernels:ref"} | ORACLE, "oracle: module 'kernels' .* has no 'ref'"),
     "number": ({"oracle": "kernels:number"} | ORACLE, "oracle: expected a function, .* is a int"),
+    "number_for_a_workload": ({"workload": "kernels:number"}, "workload: expected a function, .* is a int"),
+    "gluon": ({"kernel": "glued:scale"}, "kernel: glued:scale is written in Gluon, which is not checked"),
     "dying": ({"kernel": "dying:scale"}, "kernel: importing 'dying' ended its process with exit code 9"),
 }
 
@@ -62,6 +71,7 @@ NAMED = {  # changes of the table -> what is told
 def test_what_is_named_is_found_or_told(tmp_path):
     (tmp_path / "kernels.py").write_text(KERNELS)
     (tmp_path / "failing.py").write_text("raise ValueError('not\\n today')")
+    (tmp_path / "glued.py").write_text(GLUED)
     (tmp_path / "dying.py").write_text("import os; os._exit(9)")
     (tmp_path / "leaving.py").write_text("import sys; sys.exit(4)")
     kernels = [own_kernel(name, TABLE | changes) for name, (changes, _) in NAMED.items()]
