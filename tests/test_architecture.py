@@ -19,7 +19,7 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "comm": "env errors extension files tp_invariance",
     "buckets": "comm errors extension groups tp_invariance",
     "kernels": "env extension files tp_invariance",
-    "dispatch": "env errors extension files gate kernels planning tp_invariance",
+    "dispatch": "env errors extension files kernels planning tp_invariance",
     "ops": "comm dispatch env extension kernels tp_invariance",
     "layers": "buckets errors groups ops tp_invariance",
     "models": "groups layers ops tp_invariance",
@@ -29,9 +29,10 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "optim": "checkpoints comm groups interop layers",
     "pictures": "",
     "planning": "buckets checkpoints comm groups kernels layers models",
-    "training": "buckets checkpoints comm errors files gate groups interop layers "
+    "training": "buckets checkpoints comm errors files groups interop layers "
     "models ops pictures planning tp_invariance",
     "gate": "files",
+    "registered": "dispatch gate kernels planning",
     "cli": None,  # on top: anything
 }
 SHARED_NAMES = {  # public classes and type aliases of one name in several files, and why

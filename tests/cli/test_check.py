@@ -18,7 +18,7 @@ import tpkernels
 from tests.checks import without_progress
 from tests.patience import patient
 from tpkernels.gate.expectations import minor_version, read
-from tpkernels.kernels.footprints import TABLE
+from tpkernels.registered.names import TABLE
 
 SOUND = "sum_rows/pointer/bf16/512x128"
 

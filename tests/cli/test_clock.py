@@ -6,12 +6,12 @@ import pytest
 
 from tests.gate.samples import COST
 from tpkernels.cli import main
-from tpkernels.dispatch.registered import entry_specs
-from tpkernels.dispatch.workload import FromCatalog
 from tpkernels.gate import workers
 from tpkernels.gate.ahead_of_time import CompileJob
 from tpkernels.gate.clock.model import PEAK, Board, KernelPrediction
 from tpkernels.gate.clocking import ClockedJob, Predicted, predicted
+from tpkernels.registered.entries import entry_specs
+from tpkernels.registered.workload import FromCatalog
 
 NAME = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 MODEL = KernelPrediction(418e-6, 576.0, 0.58, 0.75, 1.43e9, 7.76, 0.03, 0.4, "main loop")

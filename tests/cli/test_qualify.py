@@ -18,10 +18,10 @@ from tpkernels.cli.op_programs import OP_PROGRAMS
 from tpkernels.cli.qualify_ranks import QualifyWorld, check_kernels, check_transports, problems_of
 from tpkernels.comm.schedule import MOST_CHUNKS, even_chunks, parts_of_shard
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.dispatch.numeric_cases import cases
 from tpkernels.gate.numerics import Computed, NumericCase
 from tpkernels.kernels import linear as linear_kernel
 from tpkernels.kernels.target import A100, H100, RTX_5090
+from tpkernels.registered.numeric_cases import cases
 
 if torch.cuda.is_available():
     pytest.skip("tries the CPU, and there is a GPU", allow_module_level=True)

@@ -1,8 +1,8 @@
 """An entry by its name, and what might be found of one."""
 
-from tpkernels.dispatch.registered import entry_specs
 from tpkernels.gate.ahead_of_time import Entry, Facts
 from tpkernels.gate.clock.cost import Cost, Stretch
+from tpkernels.registered.entries import entry_specs
 
 
 def entry_of(name: str) -> Entry:

@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 
 from tests.gate.samples import entry_of
-from tpkernels.dispatch.registered import entry_specs
 from tpkernels.gate.ahead_of_time import (
     ARCHITECTURES,
     SHARED_LIMIT,
@@ -23,6 +22,7 @@ from tpkernels.gate.ahead_of_time import (
 )
 from tpkernels.gate.rules import violations
 from tpkernels.kernels.tiles import KERNELS
+from tpkernels.registered.entries import entry_specs
 
 LINEAR = entry_of("linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z")
 POINTER = entry_of("linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z")

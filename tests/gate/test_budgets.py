@@ -7,14 +7,14 @@ import pytest
 import triton
 
 from tests.gate.samples import COST, FACTS
-from tpkernels.dispatch.registered import catalog, entry_specs
 from tpkernels.gate import compile_gate, expectations
 from tpkernels.gate.ahead_of_time import ARCHITECTURES
 from tpkernels.gate.clocking import Examined
 from tpkernels.gate.compile_gate import CompileJob, Suite, judge
 from tpkernels.gate.expectations import Budget
 from tpkernels.kernels import triton_versions
-from tpkernels.kernels.footprints import TABLE
+from tpkernels.registered.entries import catalog, entry_specs
+from tpkernels.registered.names import TABLE
 
 
 def test_budget_is_exact_but_for_the_unit_of_registers():

@@ -13,21 +13,22 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels.test_target import GPUS
-from tpkernels.dispatch import primitives, products, recording
-from tpkernels.dispatch.numeric_cases import cases
-from tpkernels.dispatch.recording import EntrySpec, MetaOperands, _is_aligned, _type_of
-from tpkernels.dispatch.registered import E4M3, _tiles, catalog, config, entry_specs
+from tpkernels.dispatch import primitives, products
 from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.compile_gate import has_parts
 from tpkernels.gate.disassembly import FP8_PRODUCTS
 from tpkernels.gate.numerics import Frames, examine
 from tpkernels.kernels import launch
 from tpkernels.kernels.bias_grad import bias_grad
-from tpkernels.kernels.footprints import TABLE, stem_of
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import KERNELS, MatmulTile
 from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
+from tpkernels.registered import recording
+from tpkernels.registered.entries import E4M3, _tiles, catalog, config, entry_specs
+from tpkernels.registered.names import TABLE, stem_of
+from tpkernels.registered.numeric_cases import cases
+from tpkernels.registered.recording import EntrySpec, MetaOperands, _is_aligned, _type_of
 
 
 def jit_function(entry: Entry):

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from tests.gate.samples import COST, FACTS
-from tpkernels.dispatch.registered import entry_specs
-from tpkernels.dispatch.workload import FromCatalog
 from tpkernels.gate import ahead_of_time, clocking, expectations
 from tpkernels.gate.ahead_of_time import DIED, CompileJob, facts_of, machine_code_of
 from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.clocking import ClockedJob, Examined, examine, examine_all
-from tpkernels.kernels.footprints import TABLE
+from tpkernels.registered.entries import entry_specs
+from tpkernels.registered.names import TABLE
+from tpkernels.registered.workload import FromCatalog
 
 ENTRY = next(spec.entry() for name, spec in entry_specs().items() if name.startswith("linear/descriptor"))
 TASK = ClockedJob(CompileJob(ENTRY, "sm_90"), FromCatalog(ENTRY))

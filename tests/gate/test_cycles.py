@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from tests.gate.samples import COST, FACTS
-from tpkernels.dispatch.registered import entry_specs
 from tpkernels.gate import expectations, report
 from tpkernels.gate.ahead_of_time import CompileJob
 from tpkernels.gate.clock.cost import Cost, Stretch
@@ -15,6 +14,7 @@ from tpkernels.gate.clocking import Examined
 from tpkernels.gate.compile_gate import Compiled, judge
 from tpkernels.gate.expectations import Budget, as_text, from_text, kept
 from tpkernels.gate.numerics import Computed
+from tpkernels.registered.entries import entry_specs
 
 JOB = CompileJob(replace(next(iter(entry_specs().values())).entry(), rules=()), "sm_90")
 ROW = replace(COST, step=None, ideal=0.0)  # a kernel without products

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from tpkernels.dispatch.numeric_cases import cases
 from tpkernels.gate.numerics import Frames, NumericCase, examine
+from tpkernels.registered.numeric_cases import cases
 
 EXACT = torch.linspace(1, 2, 12, dtype=torch.float64).view(3, 4)
 RESULTS = {

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.gate.samples import FACTS, entry_of
-from tpkernels.dispatch.recording import COUNTS
-from tpkernels.dispatch.registered import catalog
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Facts
 from tpkernels.gate.rules import DEFAULT_RULES, RULES, RULES_WITH_VALUE, rule_named, violations
+from tpkernels.registered.entries import catalog
+from tpkernels.registered.recording import COUNTS
 
 
 def with_mix(text: str) -> Facts:

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.gate.samples import entry_of
-from tpkernels.dispatch.numeric_cases import RandomOperands
 from tpkernels.dispatch.primitives import RECORDS
-from tpkernels.dispatch.recording import EntrySpec, MetaOperands, primitive, quantize
-from tpkernels.dispatch.registered import SCALES, entry_specs
 from tpkernels.gate.disassembly import FP8_PRODUCTS
 from tpkernels.gate.numerics import Frames, NumericCase, examine
 from tpkernels.kernels.target import A100, H100, MI300
+from tpkernels.registered.entries import SCALES, entry_specs
+from tpkernels.registered.numeric_cases import RandomOperands
+from tpkernels.registered.recording import EntrySpec, MetaOperands, primitive, quantize
 
 CALLS = {
     "scaled_linear": partial(primitive, name="scaled_linear"),

@@ -3,9 +3,9 @@
 import ast
 from pathlib import Path
 
-from tpkernels.dispatch.numeric_cases import cases
-from tpkernels.dispatch.registered import catalog
 from tpkernels.kernels import launch
+from tpkernels.registered.entries import catalog
+from tpkernels.registered.numeric_cases import cases
 
 SOURCES = {path.stem: path.read_text() for path in Path(launch.__file__).parent.glob("*.py")}
 
@@ -57,11 +57,11 @@ def without_numeric_case(sources: dict[str, str]) -> set[str]:
 
 
 def test_every_kernel_is_in_the_catalog():
-    assert not not_in_catalog(SOURCES), "give it an entry: see dispatch/registered.py"
+    assert not not_in_catalog(SOURCES), "give it an entry: see registered/entries.py"
 
 
 def test_every_launcher_has_a_numeric_case():
-    assert not without_numeric_case(SOURCES), "give it a case: see dispatch/numeric_cases.py"
+    assert not without_numeric_case(SOURCES), "give it a case: see registered/numeric_cases.py"
 
 
 def test_every_launcher_has_plans():

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tpkernels.dispatch.numeric_cases import cases
 from tpkernels.gate.numerics import Frames, NumericCase, examine
 from tpkernels.kernels import launch
+from tpkernels.registered.numeric_cases import cases
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU `qualify` computes these cases")
 

@@ -181,7 +181,7 @@ def test_plain_values_and_oracles_need_no_triton():
 
     And of what compiles: Triton decides when a kernel is defined whether it is interpreted.
     """
-    kernels = ("activations", "operands", "reference", "target", "tiles", "matmul_tile", "footprints")
+    kernels = ("activations", "operands", "reference", "target", "tiles", "matmul_tile")
     modules = (*(f"kernels.{module}" for module in kernels), "gate.ahead_of_time")
     program = "; ".join(f"import tpkernels.{module}" for module in modules)
     program += "; import sys; assert 'triton' not in sys.modules"

@@ -7,10 +7,10 @@ import torch
 import triton
 from triton.compiler import CompiledKernel
 
-from tpkernels.dispatch.registered import entry_specs
 from tpkernels.gate.ahead_of_time import gpu_target
 from tpkernels.kernels import launch
 from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
+from tpkernels.registered.entries import entry_specs
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from tpkernels.cli import SAID_EVERY, BadUse, Progress, bad_use_if, require_packages, written_to
 
 PROCESSES = 2
-PREPARE = "tpkernels.dispatch.numeric_cases:prepare"
+PREPARE = "tpkernels.registered.numeric_cases:prepare"
 PACKAGES = ("triton", "torch", "numpy")
 MOVED = (
     "--bits is no option of `check` any more: in a checkout of the repository run `python -m bench bits`; "
@@ -49,16 +49,16 @@ def main(options: Namespace) -> int:
         raise BadUse("--update and --arch are about compiling: leave --skip compile out")
     require_packages(*PACKAGES)
 
-    from tpkernels.dispatch import registered
     from tpkernels.gate import compile_gate, numerics, report
     from tpkernels.gate.ahead_of_time import ARCHITECTURES
     from tpkernels.gate.user_kernels.config import read, suite_of
     from tpkernels.gate.user_kernels.record import ConfigError
+    from tpkernels.registered import entries
 
     start = time.perf_counter()
     architectures = ARCHITECTURES if options.arch is None else options.arch.split(",")
     with bad_use_if(compile_gate.UsageError, ConfigError):
-        config = registered.config() if options.config is None else read(options.config)
+        config = entries.config() if options.config is None else read(options.config)
         suite = suite_of(config)
         jobs = [] if options.skip == "compile" else compile_gate.jobs_of(suite, architectures, options.only)
         with Progress("compiling", len(jobs), seconds=SAID_EVERY) as step:

@@ -36,10 +36,10 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
 def main(options: Namespace) -> int:
     require_packages("triton", "torch", "numpy")
 
-    from tpkernels.dispatch.workload import FromCatalog
     from tpkernels.gate.ahead_of_time import CLOCKED, DIED, CompileJob
     from tpkernels.gate.clocking import ClockedJob, Predicted, predicted
     from tpkernels.gate.workers import results_of
+    from tpkernels.registered.workload import FromCatalog
 
     entries = _entries(options.kernel)
     tasks = [ClockedJob(CompileJob(one, CLOCKED[0]), FromCatalog(one, options.shape)) for one in entries]
@@ -76,9 +76,9 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 def _entries(wanted: str) -> list[Entry]:
     """Return the catalog entries with this part in their names that the clock supports."""
-    from tpkernels.dispatch.registered import catalog
     from tpkernels.gate.ahead_of_time import CLOCKED
     from tpkernels.gate.compile_gate import has_parts
+    from tpkernels.registered.entries import catalog
 
     named = [entry for entry in catalog() if has_parts(entry.name, wanted)]
     if not named:

@@ -31,11 +31,11 @@ from tpkernels.comm.transports import select
 from tpkernels.comm.transports.symmetric import EPOCHS
 from tpkernels.dispatch import backends
 from tpkernels.dispatch.cache import versions_for
-from tpkernels.dispatch.numeric_cases import cases
 from tpkernels.gate.numerics import BOUND, Frames, NumericCase, examine, relative_error
 from tpkernels.kernels import launch
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import Target, fp8_obstacle, target_of
+from tpkernels.registered.numeric_cases import cases
 from tpkernels.training.launch import device_of_rank, hold_lifeline, join_world
 
 # of one call: a rank that takes longer has failed. On GPUs the first call compiles kernels.

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.compiled import assembly_of
-from tpkernels.dispatch.registered import entry_specs
-from tpkernels.dispatch.workload import EntryWorkload, of_entry
 from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.cubin import read
@@ -16,6 +14,8 @@ from tpkernels.gate.clock.launch import Built, SmLaunch, box_bytes, launch_of
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.semantics import translate
 from tpkernels.gate.clock.workload import Product
+from tpkernels.registered.entries import entry_specs
+from tpkernels.registered.workload import EntryWorkload, of_entry
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import json
 import pytest
 
 from tests.gate.clock.examined import clocked, examined, in_fp8, of_rows
-from tpkernels.dispatch.registered import entry_specs
-from tpkernels.dispatch.workload import of_entry
 from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.clock.model import predict
+from tpkernels.registered.entries import entry_specs
+from tpkernels.registered.workload import of_entry
 
 TWO_BLOCKS = "linear/descriptor/bf16/64x128x64-w4-s4-p2-x2/gelu_tanh+bias+z"
 FLAT = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/none"

@@ -8,11 +8,11 @@ import struct
 import pytest
 
 from tests.compiled import assembly_of
-from tpkernels.dispatch.registered import entry_specs
 from tpkernels.gate import disassembly
 from tpkernels.gate.clock.cubin import Cubin, KernelParameter, WrongArchitecture, parse, read
 from tpkernels.gate.clock.values import Constants
 from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead, sass_mix
+from tpkernels.registered.entries import entry_specs
 
 FLAT = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 NORM = "norm_fwd/pointer/bf16/8192/rms"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tpkernels.dispatch.registered import entry_specs
-from tpkernels.dispatch.workload import of_entry
 from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.gate.clock.model import ERROR, Board, TooFast, predict
 from tpkernels.gate.clock.workload import Product
+from tpkernels.registered.entries import entry_specs
+from tpkernels.registered.workload import of_entry
 
 PAGE = Path(__file__).parents[3] / "docs" / "clock-validation.md"
 

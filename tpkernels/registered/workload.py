@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from tpkernels.dispatch.recording import EntrySpec
-from tpkernels.dispatch.registered import entry_specs
 from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.clock.launch import Built, SmLaunch, WrongLaunch, launch_of
 from tpkernels.gate.clock.workload import Product
 from tpkernels.kernels import launch
 from tpkernels.kernels.scaled import SECTOR
 from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.registered.entries import entry_specs
+from tpkernels.registered.recording import EntrySpec
 
 RANKS = 2  # that `recording.scatter_linear` stores to
 

@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.dispatch import recording
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer
-from tpkernels.dispatch.recording import Operands
-from tpkernels.dispatch.registered import BF16, FP16, FP32, QUANTIZED, SCALES, SCALINGS
 from tpkernels.gate.numerics import Frames, NumericCase
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
 from tpkernels.kernels.bias_grad import bias_grad, sum_partials
-from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.recipe import Format
 from tpkernels.kernels.scaled import Scaled, quantize_ref
 from tpkernels.kernels.target import INTERPRETER
 from tpkernels.kernels.tiles import ORDERED_SUM, candidates
+from tpkernels.registered import recording
+from tpkernels.registered.entries import BF16, FP16, FP32, QUANTIZED, SCALES, SCALINGS
+from tpkernels.registered.names import SHORT_NAMES
+from tpkernels.registered.recording import Operands
 
 # tokens, out_features, in_features: descriptors want rows of whole 16-byte units, pointers take anything
 SIZES: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 104, 88), "pointer": (71, 83, 45)}

@@ -36,7 +36,6 @@ from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statistics
 from tpkernels.kernels.flags import advance as count_call
-from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.gather_scaled_linear import gather_scaled_linear_fwd
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
@@ -49,6 +48,7 @@ from tpkernels.kernels.target import Target
 from tpkernels.kernels.tiles import BlockTile, MatmulTile, waiting_tile
 from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 from tpkernels.kernels.waits import Arrivals, Departures
+from tpkernels.registered.names import SHORT_NAMES
 
 MATMULS = (
     *("linear", "gather_linear", "scatter_linear", "glu", "dgrad", "dgrad_pairs", "dglu", "wgrad"),
@@ -454,7 +454,7 @@ class EntrySpec:
             "options": LAUNCH_OPTIONS,
             "architectures": self.architectures,
             "rules": tuple(rules_of(self, arguments, constants, promised)),
-            "workload": "tpkernels.dispatch.workload:FromCatalog",
+            "workload": "tpkernels.registered.workload:FromCatalog",
         }
 
     def register(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.operands import Form
 
-TABLE = Path(__file__).with_name("budgets.json")
+TABLE = Path(__file__).parents[1] / "kernels" / "budgets.json"
 SHORT_NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from tpkernels.dispatch import recording
-from tpkernels.dispatch.recording import EntrySpec, MetaOperands
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Entry
 from tpkernels.gate.disassembly import FP8_PRODUCTS
 from tpkernels.gate.numerics import Results
@@ -24,7 +22,6 @@ from tpkernels.gate.user_kernels.config import Config
 from tpkernels.gate.user_kernels.record import FunctionPath
 from tpkernels.gate.user_kernels.table import registered
 from tpkernels.kernels.bias_grad import bias_grad
-from tpkernels.kernels.footprints import SHORT_NAMES, TABLE, stem_of
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.scaled import DTYPE_OF
 from tpkernels.kernels.target import A100, B200, H100, L40S, MI300, Target
@@ -45,6 +42,9 @@ from tpkernels.kernels.tiles import (
     serves,
     sum_tile,
 )
+from tpkernels.registered import recording
+from tpkernels.registered.names import SHORT_NAMES, TABLE, stem_of
+from tpkernels.registered.recording import EntrySpec, MetaOperands
 
 SCALINGS = ("rows", "blocks")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -62,7 +62,7 @@ def config() -> Config:
     """Our kernels, registered by the call that registers anybody's."""
     for spec in entry_specs().values():
         spec.register()
-    cases = FunctionPath("tpkernels.dispatch.numeric_cases:cases")
+    cases = FunctionPath("tpkernels.registered.numeric_cases:cases")
     return Config(Path(__file__), TABLE, registered(), imported=True, cases=cases)
 
 
