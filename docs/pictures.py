@@ -60,7 +60,7 @@ def path(axes: Axes, *points: Point, colour: str = INK, width: float = 1.6, head
         axes.annotate("", points[-1], points[-2], arrowprops={**arrow, "shrinkA": 0, "shrinkB": 0})
 
 
-ON_TOP = ("cli", "training", "planning", "optim", "interop", "models", "parallel_state")
+ON_TOP = ("cli", "training", "planning", "optim", "interop", "models", "registered")
 BELOW = (
     ("buckets", "gradients over data-parallel ranks"),
     ("groups", "ranks and their process groups"),
