@@ -23,7 +23,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import textwrap
@@ -47,6 +46,7 @@ import torch.distributed as dist
 
 from tests.patience import patient
 from tpkernels.comm import schedule
+from tpkernels.training.launch import loopback_store
 
 T = TypeVar("T")
 
@@ -240,15 +240,6 @@ class RankPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def loopback_store() -> dist.TCPStore:
-    """Return a store for the ranks of this machine; given a name, torch would listen on every interface."""
-    listening = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
-    port = listening.getsockname()[1]
-    return dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-    )
 
 
 def join_world(backend: str, store: dist.Store, rank: int, world_size: int) -> None:

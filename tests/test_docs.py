@@ -17,7 +17,8 @@ from _pytest.mark import ParameterSet
 
 from tests.patience import patient
 from tests.programs import ran
-from tests.ranks import FORKED, loopback_store
+from tests.ranks import FORKED
+from tpkernels.training.launch import loopback_store
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
