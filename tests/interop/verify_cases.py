@@ -12,7 +12,7 @@ from tests.checks import error_of
 from tests.interop.refused import refused
 from tests.interop.torch_models import PLAN, Toy, toy
 from tests.models.small import IDS
-from tpkernels import RowParallelLinear, initialize_model_parallel, parallelize
+from tpkernels import initialize_model_parallel, ops, parallelize
 from tpkernels.interop.parallelize import trial
 from tpkernels.interop.parallelize.hf_modules import RowLinear
 from tpkernels.interop.parallelize.plan import Divided, Split
@@ -135,7 +135,7 @@ def told_when_not_compared():
 
 
 def added_twice(layer, x):
-    return RowParallelLinear.forward(layer, x)[0] + layer.bias
+    return ops.row_linear(x, layer.weight, layer.bias, layer.world.group) + layer.bias
 
 
 def faults_seen():
