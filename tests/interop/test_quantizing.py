@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.interop.models import needs_transformers
-from tests.interop.refused import refused
+from tests.interop.refused import refused_alike
 from tests.interop.test_architectures import built
 from tests.interop.torch_models import PLAN, STACK_PLAN, Toy, loss_of, stack, toy
 from tests.models.small import IDS
+from tests.on_ranks import on_ranks
 from tpkernels import Recipe, initialize_model_parallel, ops, parallelize
 from tpkernels.checkpoints.full_state_dict import full_state_dict
 from tpkernels.interop.parallelize.changes import planned, quantizable
@@ -134,44 +135,34 @@ def test_it_is_the_unsharded_model_with_the_same_products(kind, head, sequence_p
         assert found["gradient"] < (0.5, "")
 
 
-def as_dtensors(recipe):
-    """Whether logits and gradients are those of plain parameters, to the bit."""
+@pytest.mark.parametrize("recipe", [Recipe.rowwise(), Recipe.blockwise(head=True)], ids=str)
+@on_ranks(2)
+def test_dtensors_have_the_bits_of_plain_parameters(recipe):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     plain, split = (
         parallelize(toy().float(), mesh, plan=UNSTACKED, quantize=recipe, as_dtensor=each)
         for each in (False, True)
     )
-    found = {"logits": torch.equal(logits_of(split), logits_of(plain))}
+    assert torch.equal(logits_of(split), logits_of(plain))
     for model in (split, plain):
         loss_of(model).backward()
-    for (name, ours), (_, other) in zip(split.named_parameters(), plain.named_parameters(), strict=True):
-        if other.grad is not None and name.endswith("down.weight"):
-            found[name] = torch.equal(ours.grad.to_local(), other.grad)
-    return found
-
-
-@pytest.mark.parametrize("recipe", [Recipe.rowwise(), Recipe.blockwise(head=True)], ids=str)
-def test_parameters_may_be_dtensors(recipe, ranks2):
-    assert ranks2.run(as_dtensors, recipe) == [{"logits": True, "blocks.0.down.weight": True}] * 2
-
-
-def compiled(recipe):
-    """How far logits of one graph are from those of the model."""
-    initialize_model_parallel(dist.get_world_size())
-    whole = toy().float()
-    del whole.blocks[1]  # which would be traced as the first is
-    split = parallelize(whole, plan=PLAN, quantize=recipe)
-    torch._dynamo.reset()
-    return relative(logits_of(torch.compile(split, backend="aot_eager", fullgraph=True)), logits_of(split))
+    assert torch.equal(split.blocks[0].down.weight.grad.to_local(), plain.blocks[0].down.weight.grad)
 
 
 @pytest.mark.sweep  # its layers and its ops are, and without fp8 the model
-def test_it_is_one_graph(ranks2):
-    assert max(ranks2.run(compiled, Recipe.rowwise(), timeout=180)) < 1e-2
+@on_ranks(2)
+def test_it_is_one_graph():
+    initialize_model_parallel(dist.get_world_size())
+    whole = toy().float()
+    del whole.blocks[1]  # which would be traced as the first is
+    split = parallelize(whole, plan=PLAN, quantize=Recipe.rowwise())
+    torch._dynamo.reset()
+    graph = torch.compile(split, backend="aot_eager", fullgraph=True)
+    assert relative(logits_of(graph), logits_of(split)) < 1e-2
 
 
-def heads():
-    """What is in fp8 of plans that split the head in one way or another."""
+@on_ranks(2)
+def test_a_head_only_where_it_is_asked_for():
     initialize_model_parallel(dist.get_world_size())
     tied = Toy(tied=True, bias=False)
     wide = nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 16), nn.Linear(16, 40))
@@ -183,19 +174,17 @@ def heads():
         "column": (wide, columns, Recipe.rowwise()),
         "column, asked for": (wide, columns, Recipe.rowwise(head=True)),
     }
-    return {
+    found = {
         name: sorted(quantizable(model, planned(model, plan, tensor_world()), recipe))
         for name, (model, plan, recipe) in cases.items()
     }
-
-
-def test_a_head_only_where_it_is_asked_for(ranks2):
     plain, head = names_of("toy"), [*names_of("toy"), "head"]
     expected = {"gathered": plain, "asked for": head, "tied": plain}
-    assert ranks2.run(heads) == [{**expected, "column": ["1"], "column, asked for": ["1", "2"]}] * 2
+    assert found == {**expected, "column": ["1"], "column, asked for": ["1", "2"]}
 
 
-def refusals():
+@on_ranks(2)
+def test_what_cannot_be_is_refused_on_all_ranks():
     initialize_model_parallel(dist.get_world_size())
     rowwise = Recipe.rowwise()
     model, unlike = toy().float(), rowwise if dist.get_rank() else Recipe.blockwise()
@@ -203,32 +192,23 @@ def refusals():
     recipes = "parallelize: expected quantize=tpkernels.Recipe.rowwise(), .blockwise() or None"
     layers = "quantize: expected a plan that splits linear layers other than the head"
     differ = "ranks disagree on quantize.scaling of parallelize: rank 0 has 'blocks'; rank 1 has 'rows'"
-    said = [
-        refused("TypeError", recipes, parallelize, model, plan=PLAN, quantize="rowwise"),
-        refused("ValueError", layers, parallelize, model, plan=ends, quantize=rowwise),
-        refused("ValueError", differ, parallelize, model, plan=PLAN, quantize=unlike),
-        # the comparison without fp8 finds a wrong plan
-        refused("ValueError", "'blocks.0.down'", parallelize, model, plan=wrong, quantize=rowwise),
-    ]
+    refused_alike("TypeError", recipes, parallelize, model, plan=PLAN, quantize="rowwise")
+    refused_alike("ValueError", layers, parallelize, model, plan=ends, quantize=rowwise)
+    refused_alike("ValueError", differ, parallelize, model, plan=PLAN, quantize=unlike)
+    # the comparison without fp8 finds a wrong plan
+    refused_alike("ValueError", "'blocks.0.down'", parallelize, model, plan=wrong, quantize=rowwise)
     split = parallelize(toy(), plan=PLAN, quantize=rowwise)
     dtypes = "expected x in bfloat16, float16 or float32 with quantize, got torch.float64"
-    return [*said, refused("TypeError", dtypes, split, IDS)]
-
-
-def test_what_cannot_be_is_refused_on_all_ranks(ranks2):
-    first, second = ranks2.run(refusals)
-    assert first == second
-
-
-def mixture():
-    initialize_model_parallel(dist.get_world_size())
-    model, _ = built("Mixtral", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
-    return sorted(in_fp8(parallelize(model, quantize=Recipe.rowwise())))
+    refused_alike("TypeError", dtypes, split, IDS)
 
 
 @needs_transformers
-def test_experts_and_routers_are_not_in_fp8(ranks2):
-    assert ranks2.run(mixture) == [sorted(f"model.layers.0.{name}" for name in LLAMA[:4])] * 2
+@on_ranks(2)
+def test_experts_and_routers_are_not_in_fp8():
+    initialize_model_parallel(dist.get_world_size())
+    model, _ = built("Mixtral", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
+    split = parallelize(model, quantize=Recipe.rowwise())
+    assert sorted(in_fp8(split)) == sorted(f"model.layers.0.{name}" for name in LLAMA[:4])
 
 
 @needs_transformers
