@@ -284,7 +284,7 @@ def runs_of(ranks1, ranks4, tmp_path_factory):
 
 
 @once(kind=KINDS, place=PLACES)
-def test_runs_of_2_by_2_are_the_unsharded_one_and_go_on_anywhere(kind, place, ranks4, ranks1, runs_of):
+def test_runs_of_2_by_2_are_unsharded_and_resume_anywhere(kind, place, ranks4, ranks1, runs_of):
     expected, split, saved = runs_of(kind)
     require_alike(split, expected, STEPS + MORE)
     data, tensor, folder = place

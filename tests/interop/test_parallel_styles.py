@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as theirs
 
-from tests.interop.refused import refused
+from tests.interop.refused import refused_alike
 from tests.on_ranks import on_ranks
 from tpkernels import check_replicas, clip_grad_norm_, finalize_gradients
 from tpkernels.checkpoints.full_state_dict import full_state_dict
@@ -144,8 +144,9 @@ class Scaled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def refusals():
-    """What is said of what styles do not take, which stays as it was."""
+@on_ranks(2)
+def test_other_modules_and_layouts_are_refused_by_name():
+    """Modules stay as they were."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     table = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     column, row, tokens = ours.ColwiseParallel(), ours.RowwiseParallel(), ours.SequenceParallel()
@@ -167,18 +168,12 @@ def refusals():
         ("ValueError", "a norm over one dimension that has a weight", tokens, nn.LayerNorm((4, 4)), mesh),
         ("TypeError", "nn.Embedding with its own forward, got ColwiseLinear", row, taken, mesh),
     ]
-    said = []
     for kind, part, style, module, where in calls:
         before = (type(module), [type(parameter) for parameter in module.parameters()])
-        said.append(refused(kind, part, theirs.parallelize_module, module, where, style))
+        refused_alike(kind, part, theirs.parallelize_module, module, where, style)
         assert before == (type(module), [type(parameter) for parameter in module.parameters()])
     partial = "ColwiseParallel: input_layouts: expected Replicate() or Shard(dim), got P(sum)"
-    return [*said, refused("ValueError", partial, ours.ColwiseParallel, input_layouts=Partial())]
-
-
-def test_what_styles_do_not_take_is_an_error_that_names_it(ranks2):
-    first, second = ranks2.run(refusals)
-    assert first == second
+    refused_alike("ValueError", partial, ours.ColwiseParallel, input_layouts=Partial())
 
 
 @on_ranks(4)

@@ -95,7 +95,7 @@ def test_files_are_those_of_the_unsharded_model(name, ranks2, tmp_path):
 
 
 @needs_both
-def test_several_files_and_their_index_are_those_of_the_unsharded_model(ranks2, tmp_path):
+def test_several_files_and_their_index_are_the_unsharded_models(ranks2, tmp_path):
     options = {"max_shard_size": "20KB"}
     ranks2.run(saves_as_the_unsharded, "LlamaForCausalLM", str(tmp_path), options)
     assert len([*Path(tmp_path, "split").glob("model-*.safetensors")]) > 1

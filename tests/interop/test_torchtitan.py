@@ -201,7 +201,7 @@ def test_torchtitans_own_layers_are_its_unsharded_ones():
 
 @needs_torchtitan
 @on_ranks(2)
-def test_its_llama_is_the_one_without_our_functions_and_has_the_right_types():
+def test_its_llama_is_the_stock_one_with_right_types():
     """Logits, and gradients of two blocks, embedding and head.
 
     As test_parallelize_preserves_the_fused_contracts.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -89,12 +90,8 @@ def planned(model: nn.Module, plan: ParallelizePlan, world: TensorWorld) -> Chan
             changes.modules.append(_shared_heads(match.name, module, entry, world))
         elif isinstance(entry, Parameters):
             changes.modules.append(_parameters(match.name, module, entry, world))
-        elif isinstance(entry, Divided):
-            changes.numbers.extend(_divided(match, entry, world.size))
-        elif isinstance(entry, Number):
-            if type(number := _number_of(match, entry.attribute)) is not int:
-                raise ValueError(f"'{match.name}.{entry.attribute}': expected a number, got {number!r}")
-            changes.numbers.append((module, entry.attribute, entry.value))
+        elif isinstance(entry, Divided | Number):
+            changes.numbers.extend(_numbers(match, entry, world.size))
         elif isinstance(entry, Tail):
             changes.tails.append((module, entry.features))
         elif isinstance(entry, Shared):
@@ -240,23 +237,16 @@ def _fits(old: nn.Module, kind: str) -> bool:
     return is_linear(old) or (kind in ("column", "row") and is_conv1d(old))
 
 
-def _divided(match: Match, entry: Divided, ranks: int) -> list[tuple[nn.Module, str, int]]:
-    found = []
-    for attribute in entry.attributes:
-        number = _number_of(match, attribute)
-        if type(number) is not int or number % ranks:
-            raise ValueError(
-                f"'{match.name}.{attribute}': expected a number that {ranks} ranks divide, got {number!r}"
-            )
-        found.append((match.module, attribute, number // ranks))
-    return found
-
-
-def _number_of(match: Match, path: str) -> Any:
-    number: Any = match.module
-    for attribute in path.split("."):
-        number = getattr(number, attribute, None)
-    return number
+def _numbers(match: Match, entry: Divided | Number, ranks: int) -> Iterator[tuple[nn.Module, str, int]]:
+    divided = isinstance(entry, Divided)
+    for path in entry.attributes if isinstance(entry, Divided) else (entry.attribute,):
+        number: Any = match.module
+        for attribute in path.split("."):
+            number = getattr(number, attribute, None)
+        if type(number) is not int or (divided and number % ranks):
+            expected = f"a number that {ranks} ranks divide" if divided else "a number"
+            raise ValueError(f"'{match.name}.{path}': expected {expected}, got {number!r}")
+        yield match.module, path, entry.value if isinstance(entry, Number) else number // ranks
 
 
 def _require_tied_alike(model: nn.Module, changes: list[ModuleChange]) -> None:

@@ -139,10 +139,8 @@ class SplitDropout(nn.Dropout):
 def split_module(change: ModuleChange, state: State) -> nn.Module:
     """Return the layer that replaces a module on this rank, or the kept module; the caller sets shards."""
     kind, old = change.kind, change.old
-    if kind == "parameters":
-        return _adopt_parameters(change, state)
-    if kind == "table":
-        return _adopt_table(change, state)
+    if kind in ("parameters", "table"):
+        return _adopt(change, state)
     if isinstance(old, nn.Embedding):
         if kind == "column":
             return ColumnEmbedding(change, state)
@@ -303,29 +301,22 @@ class ColumnEmbedding(SplitLayer):
         return F.embedding(ids, self.weight, self.padding_idx)  # type: ignore[arg-type]
 
 
-def _adopt_parameters(change: ModuleChange, state: State) -> nn.Module:
-    """Change a module's class to hold shards of its parameters, which the caller sets; return the module.
+def _adopt(change: ModuleChange, state: State) -> nn.Module:
+    """Change a kept module's class to hold shards of its parameters, which the caller sets.
 
-    A cut of None is a bias that is added once for all ranks.
+    A table's own forward calls ours; that of other modules is called by ours.
     """
     module = change.old
     own: Any = type(module)
-    module.__class__ = _derived(own.__name__, SummedModule if change.summed else ParallelModule, own)
+    ours = SummedModule if change.summed else ParallelModule
+    bases = (own, SplitTable) if change.kind == "table" else (ours, own)
+    module.__class__ = _derived(own.__name__, *bases)
     assert isinstance(module, ParallelModule)
     module.adopt(state, change.marks)
+    if isinstance(module, SplitTable):
+        module.split = change.split
     if isinstance(module, SummedModule):
         module.added_once = tuple(name for name, cut in change.cuts.items() if cut is None)
-    return module
-
-
-def _adopt_table(change: ModuleChange, state: State) -> nn.Module:
-    """Change the class of a derived embedding to hold a shard of its rows, which the caller sets."""
-    module = change.old
-    own: Any = type(module)
-    module.__class__ = _derived(own.__name__, own, SplitTable)  # its forward calls ours
-    assert isinstance(module, SplitTable)
-    module.adopt(state, change.marks)
-    module.split = change.split
     return module
 
 
