@@ -85,7 +85,7 @@ def require_equal_draws(model: nn.Module, world: TensorWorld) -> None:
 
 
 class _Draws:
-    """Compares random streams in a model's first call in train mode and in every N-th, as `layers.replicas`."""
+    """Compares random streams in the first call in train mode and in every N-th, as `layers.replicas`."""
 
     def __init__(self, world: TensorWorld) -> None:
         self.world = world

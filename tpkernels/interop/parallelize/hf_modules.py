@@ -185,7 +185,7 @@ def oriented_shape(module: nn.Module) -> tuple[int, int]:
 class SplitLayer(ParallelModule):
     """Base class of layers that replace `nn.Linear`, `Conv1D` and `nn.Embedding`.
 
-    split, stacks: as in `ModuleChange`
+    split, stacks, reads: as in `ModuleChange`
     is_conv1d: the weight keeps Conv1D's layout, (in_features, out_features), so that checkpoints fit
     tokens: under sequence parallelism, the tokens of the model
     """
@@ -199,7 +199,7 @@ class SplitLayer(ParallelModule):
         super().__init__(state)
         self.out_features, self.in_features = oriented_shape(change.old)
         self.is_conv1d = is_conv1d(change.old)
-        self.split, self.stacks = change.split, change.stacks
+        self.split, self.stacks, self.reads = change.split, change.stacks, change.reads
         for short in ("weight", "bias"):
             shape = (0,) if short in change.cuts else None
             self.add_parameter(short, shape, change.marks.get(short, Attributes()), device="meta")
@@ -222,7 +222,7 @@ class SplitLayer(ParallelModule):
 
 
 class ColumnLinear(SplitLayer):
-    """Takes all features, returns this rank's: `Columns` computes it if it gathers tokens."""
+    """Takes all features, returns this rank's: `compute_columns` computes it if it gathers tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features / R)"""
@@ -242,10 +242,6 @@ class HeadLinear(SplitLayer):
 
 class SharedHeadsLinear(SplitLayer):
     """Has a replicated weight, and returns the features that this rank's queries read."""
-
-    def __init__(self, change: ModuleChange, state: State) -> None:
-        super().__init__(change, state)
-        self.reads = change.reads
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., features of the heads that are read)"""

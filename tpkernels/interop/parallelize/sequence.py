@@ -25,9 +25,9 @@ from tpkernels.interop.parallelize.guards import refuse_hidden_states
 from tpkernels.interop.parallelize.hf_modules import ColumnLinear, ModuleChange, RowLinear
 from tpkernels.interop.parallelize.probe import ParameterNames
 from tpkernels.interop.parallelize.tokens import (
-    Columns,
     TokenMove,
     Tokens,
+    compute_columns,
     first_argument,
     move_input,
     move_output,
@@ -64,7 +64,7 @@ def share_tokens(model: nn.Module, sharing: Sharing, world: TensorWorld) -> None
     moves += [(name, tokens.all) for name in sharing.whole]
     for name, columns in sharing.columns:
         layers = [named[column] for column in columns]
-        moves.append((name, Columns(tokens, layers)))
+        moves.append((name, partial(compute_columns, tokens, layers)))
         for layer in layers:
             assert isinstance(layer, ColumnLinear)
             layer.tokens = tokens

@@ -85,36 +85,22 @@ def _gather_replicated(x: Tensor, group: Any) -> Tensor:
     return gather_from_sequence_region(x, group, tensor_parallel_output_grad=False)
 
 
-class Columns:
-    """Computes the column layers that take their module's input."""
-
-    def __init__(self, tokens: Tokens, layers: list[nn.Module]) -> None:
-        self.tokens = tokens
-        self.layers = layers
-
-    def __call__(self, x: Tensor, _: nn.Module) -> Tensor:
-        """Compute all layers; return the module's new input."""
-        group, sharded = self.tokens.world.group, self.tokens.sharded
-        pairs = [layer.weight_and_bias() for layer in self.layers]  # type: ignore[operator]
-        weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
-        first = x.transpose(0, -2) if sharded else x
-        recipe: Any = self.layers[0].quantize  # the same for all layers
-        outputs = ops.column_linear(
-            first,
-            weights,
-            biases,
-            group,
-            sequence_parallel=sharded,
-            quantize=recipe,
-        )
-        for layer, output in zip(self.layers, outputs, strict=True):
-            back = output.transpose(0, -2).contiguous() if sharded else output
-            object.__setattr__(layer, READY, back)
-        return x.new_full((), torch.nan).expand(*back.shape[:-1], x.shape[-1])
+def compute_columns(tokens: Tokens, layers: list[nn.Module], x: Tensor, _: nn.Module) -> Tensor:
+    """Compute the column layers that take their module's input x; return the module's new input."""
+    group, sharded = tokens.world.group, tokens.sharded
+    pairs = [layer.weight_and_bias() for layer in layers]  # type: ignore[operator]
+    weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
+    first = x.transpose(0, -2) if sharded else x
+    recipe: Any = layers[0].quantize  # the same for all layers
+    outputs = ops.column_linear(first, weights, biases, group, sequence_parallel=sharded, quantize=recipe)
+    for layer, output in zip(layers, outputs, strict=True):
+        back = output.transpose(0, -2).contiguous() if sharded else output
+        object.__setattr__(layer, READY, back)
+    return x.new_full((), torch.nan).expand(*back.shape[:-1], x.shape[-1])
 
 
 def precomputed_output(layer: nn.Module) -> Tensor:
-    """Return the output that `Columns` computed for this call of the layer."""
+    """Return the output that `compute_columns` computed for this call of the layer."""
     output: Tensor | None = vars(layer).pop(READY, None)
     if output is None:
         raise RuntimeError(
