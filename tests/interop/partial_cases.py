@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.interop.refused import refused
+from tests.interop.refused import refused_alike
 from tests.interop.torch_models import (
     PLAN,
     STACK_PLAN,
@@ -102,14 +102,13 @@ def declared():
     whole, reentrant = stack(), stack()
     reentrant.checkpointing = True
     untold = "'layers.0.attention.scale' is next to split layers"
-    of_queries, of_all = {"layers.*.attention.q_norm": "replicated"}, {"layers.*.norm1": "partial"}
+    wrong = {"q_norm": {"layers.*.attention.q_norm": "replicated"}, "norm1": {"layers.*.norm1": "partial"}}
     assert_trained_alike(split, whole, losses_of(split), losses_of(whole))
-    return [
-        refused("ValueError", f"{untold}, and", parallelize, stack(), plan=STACK_PLAN, verify=False),
-        refused("ValueError", "q_norm.weight' is off by", parallelize, stack(), plan=STACK_PLAN | of_queries),
-        refused("ValueError", "norm1.weight' is off by", parallelize, stack(), plan=STACK_PLAN | of_all),
-        refused("ValueError", untold, parallelize, reentrant, plan=STACK_PLAN),
-    ]
+    refused_alike("ValueError", f"{untold}, and", parallelize, stack(), plan=STACK_PLAN, verify=False)
+    for norm, entry in wrong.items():
+        off = f"{norm}.weight' is off by"
+        refused_alike("ValueError", off, parallelize, stack(), plan=STACK_PLAN | entry)
+    refused_alike("ValueError", untold, parallelize, reentrant, plan=STACK_PLAN)
 
 
 class Gated(nn.Module):
@@ -130,8 +129,7 @@ def refusals():
     initialize_model_parallel(2)
     torch.manual_seed(0)
     both = "reaches full features, and split features without a column before them"
-    said = [refused("ValueError", both, parallelize, Gated(), plan={"up": "column", "down": "row"})]
+    refused_alike("ValueError", both, parallelize, Gated(), plan={"up": "column", "down": "row"})
     with patch.object(verify, "sum_gradients", lambda *_: None):
-        said.append(refused("ValueError", "the gradient of 'layers.", parallelize, stack(), plan=STACK_PLAN))
-    assert "is off by" in said[-1]
-    return said
+        said = refused_alike("ValueError", "the gradient of 'layers.", parallelize, stack(), plan=STACK_PLAN)
+    assert "is off by" in said

@@ -56,7 +56,7 @@ def test_ranks_that_draw_apart_are_told_in_the_first_forward():
 
 
 @on_ranks(2)
-def test_hooks_for_what_a_table_returns_stay_and_can_be_removed():
+def test_hooks_on_output_of_a_table_stay_and_are_removable():
     initialize_model_parallel(2)
     model, seen = toy(), []
     handle = model.embed.register_forward_hook(lambda module, _, output: seen.append((module, output.shape)))

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, debug
 
-from tests.interop.refused import refused
+from tests.interop.refused import refused, refused_alike
 from tests.interop.torch_models import PLAN, STACK_PLAN, Stack, loss_of, stack, toy
 from tests.models.small import CONFIGS
+from tests.on_ranks import on_ranks
 from tests.products import once
 from tests.segments import tp_invariance
 from tpkernels import (
@@ -170,8 +171,8 @@ def unsharded_by_torch():
     return train_by_torch(model, adamw(model), mesh, STEPS + MORE)
 
 
-def from_meta():
-    """DTensors of a model without memory, which gets some, and its weights, later."""
+@on_ranks(4)
+def test_dtensors_of_a_model_on_the_meta_device():
     mesh = mesh_of(2, 2)
     whole = stack("tied", scalar=False)
     with torch.device("meta"):
@@ -183,34 +184,33 @@ def from_meta():
     assert model.head.weight is model.embed.weight
 
 
-def refusals():
-    """What is said of what cannot be DTensors, and by what cannot take them."""
+@on_ranks(2)
+def test_what_cannot_be_dtensors_is_refused_before_anything_is_replaced():
     mesh = mesh_of(1, 2)
     stacked, other = toy(), stack("tied", scalar=False)
     before = [type(module) for model in (stacked, other) for module in model.modules()]
     one_range = "plan: 'blocks.*.qkv': expected weights with one range of rows or columns on each rank"
     as_dtensor = partial(parallelize, verify=False, as_dtensor=True)
     group, plan = mesh.get_group("tp"), PLANS["as_dtensor"]
-    said = [
-        refused("ValueError", one_range, as_dtensor, stacked, mesh, plan=PLAN),
-        refused("ValueError", "as_dtensor=True: expected a DeviceMesh", as_dtensor, other, group, plan=plan),
-    ]
+    refused_alike("ValueError", one_range, as_dtensor, stacked, mesh, plan=PLAN)
+    refused_alike("ValueError", "True: expected a DeviceMesh", as_dtensor, other, group, plan=plan)
     assert before == [type(module) for model in (stacked, other) for module in model.modules()]
     plain = "is a DTensor; expected a plain tensor: use fully_shard"
     model = built("as_dtensor", mesh)
     refused("TypeError", plain, GradientBuckets, model, mesh.get_group("dp"))  # each rank names itself
-    return said
 
 
-def of_hybrid_mesh():
-    """Norms of the gradient under fully_shard that also replicates, and of the unsharded model."""
+@on_ranks(4)
+def test_norm_counts_replicas_of_shards_once():
+    """fully_shard also replicates."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicas", "shards", "tp"))
     model, whole = built("llama", mesh), built("llama", mesh)
     fully_shard(model, mesh=mesh["replicas", "shards"])
     for each in (model, whole):
         mean_loss(each, IDS, TARGETS).backward()
     norm = clip_grad_norm_(model.parameters(), MAX_NORM, state=mesh)
-    return norm.item(), nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM).item()
+    expected = nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0, check_dtype=False)
 
 
 def exact_norms(data, tensor):
@@ -237,8 +237,9 @@ def require_zero_padding(model, mesh):
     torch.testing.assert_close(held, expected.abs().sum())
 
 
-def of_marked_norm():
-    """The gradient of a norm of this rank's tokens: complete after backward, and not summed again."""
+@on_ranks(2)
+def test_partial_gradients_of_dtensors_are_summed_once():
+    """Of a norm of this rank's tokens: complete after backward."""
     mesh = mesh_of(1, 2)
     norm = RMSNorm(8, sequence_parallel=True)
     hold_dtensors(norm, mesh, tensor_world(mesh))
@@ -246,11 +247,9 @@ def of_marked_norm():
     norm(tokens[dist.get_rank()]).square().sum().backward()
     weight = torch.ones(8, requires_grad=True)
     F.rms_norm(tokens, (8,), weight, 1e-5).square().sum().backward()
-    told = []
     for _ in range(2):
-        told.append(torch.allclose(norm.weight.grad.full_tensor(), weight.grad, rtol=1e-5))
+        torch.testing.assert_close(norm.weight.grad.full_tensor(), weight.grad)
         finalize_gradients(norm, state=mesh)
-    return told
 
 
 def require_alike(found, expected, steps):
@@ -285,7 +284,7 @@ def runs_of(ranks1, ranks4, tmp_path_factory):
 
 
 @once(kind=KINDS, place=PLACES)
-def test_runs_of_2_by_2_are_the_unsharded_one_and_go_on_anywhere(kind, place, ranks4, ranks1, runs_of):
+def test_runs_of_2_by_2_are_unsharded_and_resume_anywhere(kind, place, ranks4, ranks1, runs_of):
     expected, split, saved = runs_of(kind)
     require_alike(split, expected, STEPS + MORE)
     data, tensor, folder = place
@@ -299,25 +298,7 @@ def test_torchs_own_tools_see_the_unsharded_model_in_dtensors(place, ranks4, ran
     ranks4.run(by_torch, str(tmp_path / "checkpoint"), reference, place)
 
 
-def test_dtensors_of_a_model_on_the_meta_device(ranks4):
-    ranks4.run(from_meta)
-
-
-def test_what_cannot_be_dtensors_is_refused_before_anything_is_replaced(ranks2):
-    first, second = ranks2.run(refusals)
-    assert first == second
-
-
-def test_norm_counts_replicas_of_shards_once(ranks4):
-    for norm, expected in ranks4.run(of_hybrid_mesh):
-        assert norm == pytest.approx(expected, rel=1e-6)
-
-
 def test_exact_norm_has_the_same_bits_under_fully_shard(ranks1, ranks4):
     (expected,) = ranks1.run(exact_norms, 1, 1)
     for sizes in ((2, 2), (4, 1), (1, 4)):
         assert ranks4.run(exact_norms, *sizes) == [expected] * 4
-
-
-def test_partial_gradients_of_dtensors_are_summed_once(ranks2):
-    assert ranks2.run(of_marked_norm) == [[True, True]] * 2

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as theirs
 
-from tests.checks import error_of
-from tests.interop.refused import refused
+from tests.interop.refused import refused_alike
+from tests.on_ranks import on_ranks
 from tpkernels import check_replicas, clip_grad_norm_, finalize_gradients
 from tpkernels.checkpoints.full_state_dict import full_state_dict
 from tpkernels.interop import parallel_styles as ours
@@ -81,9 +81,8 @@ def weighted(output):
     return (output * torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view_as(output)).sum()
 
 
-def differing(found, expected):
-    wrong = sorted(found.keys() ^ expected.keys())
-    return wrong + [n for n, v in expected.items() if not torch.allclose(found[n], v, rtol=0, atol=1e-12)]
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def run(model):
@@ -94,69 +93,50 @@ def run(model):
     return {"output": output.detach(), **gradients}
 
 
-def unlike(plan):
-    """By kind of norm, where our styles differ from torch's."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    return {
-        norm: differing(*(run(built(styles, plan, mesh, norm)) for styles in (ours, theirs)))
-        for norm in ("LayerNorm", "RMSNorm")
-    }
-
-
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_plans_compute_what_torch_does(plan, ranks2):
-    assert ranks2.run(unlike, plan) == [{"LayerNorm": [], "RMSNorm": []}] * 2
+@on_ranks(2)
+def test_plans_compute_what_torch_does(plan, norm):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    assert_same(*(run(built(styles, plan, mesh, norm)) for styles in (ours, theirs)))
 
 
 LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(2), Shard(-1))
 
 
-def each_layout(style):
-    """By layouts of input and output: "same" as torch in output and gradients, where not, or the error."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    return {
-        (str(given), str(wanted), as_dtensor): _one_layout(style, given, wanted, mesh, as_dtensor)
-        for given, wanted, as_dtensor in product(LAYOUTS, LAYOUTS, (False, True))
-    }
+def one_layout(styles, style, given, wanted, as_dtensor, mesh):
+    """Output and gradients of a linear layer."""
+    torch.manual_seed(1)
+    linear, x = nn.Linear(WIDTH, 12).double(), torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    options = {"input_layouts": given, "output_layouts": wanted, "use_local_output": not as_dtensor}
+    theirs.parallelize_module(linear, mesh, getattr(styles, style)(**options))
+    local = distribute_tensor(x, mesh, [given]).to_local().requires_grad_()
+    output = linear(DTensor.from_local(local, mesh, [given], run_check=False) if as_dtensor else local)
+    output = output if as_dtensor else DTensor.from_local(output, mesh, [wanted], run_check=False)
+    output = output.full_tensor()
+    weighted(output).backward()
+    gradients = {name: full(p.grad) for name, p in linear.named_parameters()}
+    return {"output": output.detach(), "input": local.grad, **gradients}
 
 
-def _one_layout(style, given, wanted, mesh, as_dtensor):
-    results = []
-    for styles in (ours, theirs):
-        torch.manual_seed(1)
-        linear, x = nn.Linear(WIDTH, 12).double(), torch.randn(2, 4, WIDTH, dtype=torch.float64)
-        options = {"input_layouts": given, "output_layouts": wanted, "use_local_output": not as_dtensor}
-        theirs.parallelize_module(linear, mesh, getattr(styles, style)(**options))
-        local = distribute_tensor(x, mesh, [given]).to_local().requires_grad_()
-        if styles is ours and (error := error_of(linear, local))[0] != "nothing":
-            return f"{error[0]}: {error[1]}"
-        taken = DTensor.from_local(local, mesh, [given], run_check=False) if as_dtensor else local
-        output = linear(taken)
-        output = output if as_dtensor else DTensor.from_local(output, mesh, [wanted], run_check=False)
-        output = output.full_tensor()
-        weighted(output).backward()
-        gradients = {name: full(p.grad) for name, p in linear.named_parameters()}
-        results.append({"output": output.detach(), "input": local.grad, **gradients})
-    wrong = differing(*results)
-    return f"other {wrong}" if wrong else "same"
-
-
+@pytest.mark.parametrize("as_dtensor", [False, True])
 @pytest.mark.parametrize(
     ("style", "inputs", "outputs"),
     [
-        ("ColwiseParallel", ("R", "S(0)", "S(1)", "S(2)", "S(-1)"), ("R", "S(2)", "S(-1)")),
-        ("RowwiseParallel", ("R", "S(2)", "S(-1)"), ("R", "S(0)", "S(1)")),
+        ("ColwiseParallel", LAYOUTS, (Replicate(), Shard(2), Shard(-1))),
+        ("RowwiseParallel", (Replicate(), Shard(2), Shard(-1)), (Replicate(), Shard(0), Shard(1))),
     ],
 )
-def test_layouts_are_computed_as_torch_does_or_refused(style, inputs, outputs, ranks2):
-    for said in ranks2.run(each_layout, style):
-        for (given, wanted, kind), outcome in said.items():
-            if given in inputs and wanted in outputs:
-                assert outcome == "same", (given, wanted, kind)
-            else:
-                assert outcome.startswith(f"ValueError: {style}: "), (given, wanted, kind)
-                assert "_layouts: expected" in outcome
-                assert "use torch's own style" in outcome
+@on_ranks(2)
+def test_layouts_are_computed_as_torch_does_or_refused(style, inputs, outputs, as_dtensor):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for given, wanted in product(LAYOUTS, LAYOUTS):
+        case = style, given, wanted, as_dtensor, mesh
+        if given in inputs and wanted in outputs:
+            assert_same(one_layout(ours, *case), one_layout(theirs, *case))
+        else:
+            with pytest.raises(ValueError, match=rf"^{style}: .*_layouts: expected .* use torch's own style"):
+                one_layout(ours, *case)
 
 
 class Scaled(nn.Linear):
@@ -164,8 +144,9 @@ class Scaled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def refusals():
-    """What is said of what styles do not take, which stays as it was."""
+@on_ranks(2)
+def test_other_modules_and_layouts_are_refused_by_name():
+    """Modules stay as they were."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     table = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     column, row, tokens = ours.ColwiseParallel(), ours.RowwiseParallel(), ours.SequenceParallel()
@@ -187,22 +168,17 @@ def refusals():
         ("ValueError", "a norm over one dimension that has a weight", tokens, nn.LayerNorm((4, 4)), mesh),
         ("TypeError", "nn.Embedding with its own forward, got ColwiseLinear", row, taken, mesh),
     ]
-    said = []
     for kind, part, style, module, where in calls:
         before = (type(module), [type(parameter) for parameter in module.parameters()])
-        said.append(refused(kind, part, theirs.parallelize_module, module, where, style))
+        refused_alike(kind, part, theirs.parallelize_module, module, where, style)
         assert before == (type(module), [type(parameter) for parameter in module.parameters()])
     partial = "ColwiseParallel: input_layouts: expected Replicate() or Shard(dim), got P(sum)"
-    return [*said, refused("ValueError", partial, ours.ColwiseParallel, input_layouts=Partial())]
+    refused_alike("ValueError", partial, ours.ColwiseParallel, input_layouts=Partial())
 
 
-def test_what_styles_do_not_take_is_an_error_that_names_it(ranks2):
-    first, second = ranks2.run(refusals)
-    assert first == second
-
-
-def under_fully_shard():
-    """Where gradients, norms of both clippings and saved weights are not the unsharded model's."""
+@on_ranks(4)
+def test_styles_go_under_fully_shard():
+    """Gradients, norms of both clippings and saved weights are the unsharded model's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     whole = Model().double()
@@ -218,17 +194,11 @@ def under_fully_shard():
     check_replicas(model, state=mesh)
     norms = [torch.nn.utils.get_total_norm(p.grad for p in model.parameters()).full_tensor()]
     norms += [clip_grad_norm_(model.parameters(), 0.5, state=mesh)]
-    wrong = [f"norm {norm}" for norm in norms if not torch.allclose(norm.double(), expected, rtol=1e-6)]
+    for norm in norms:
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
     for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
-        if not torch.allclose(full(p.grad), q.grad, rtol=0, atol=1e-7):
-            wrong.append(name)
-    saved = full_state_dict(model, state=mesh)
-    wrong += [name for name, value in saved.items() if not torch.equal(value, whole.state_dict()[name])]
-    return wrong, error_of(finalize_gradients, model, state=mesh)
-
-
-def test_styles_go_under_fully_shard(ranks4):
-    for wrong, (kind, text) in ranks4.run(under_fully_shard):
-        assert wrong == []
-        assert kind == "TypeError"
-        assert "after fully_shard, set its attribute sequence_parallel" in text
+        torch.testing.assert_close(full(p.grad), q.grad, rtol=0, atol=1e-7, msg=name)
+    for name, value in full_state_dict(model, state=mesh).items():
+        assert torch.equal(value, whole.state_dict()[name]), name
+    with pytest.raises(TypeError, match="after fully_shard, set its attribute sequence_parallel"):
+        finalize_gradients(model, state=mesh)

@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.interop import buffer_cases, partial_cases, verify_cases
-from tests.interop.refused import refused
+from tests.interop.refused import refused_alike
 from tests.interop.torch_models import PLAN, Toy, assert_alike, assert_gradients_alike, toy
 from tests.models.small import IDS
+from tests.on_ranks import on_ranks
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
 from tpkernels.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.interop.parallelize.plan import Divided, Split
@@ -66,18 +67,17 @@ def assert_rounded_alike(split, whole):
     torch.testing.assert_close(split(IDS), whole(IDS), rtol=0, atol=0.03)
 
 
-def memory_of_shards():
-    """Bytes that parameters hold, and those of what they are views of."""
-    initialize_model_parallel(dist.get_world_size())
+@on_ranks(4)
+def test_memory_of_the_whole_is_freed():
+    initialize_model_parallel(4)
     split = parallelize(toy(), plan=PLAN)
-    return [
-        sum(parameter.nbytes for parameter in split.parameters()),
-        sum(parameter.untyped_storage().nbytes() for parameter in split.parameters()),
-    ]
+    held = sum(parameter.nbytes for parameter in split.parameters())
+    assert held == sum(parameter.untyped_storage().nbytes() for parameter in split.parameters())
+    assert held < sum(parameter.nbytes for parameter in toy().parameters()) / 2
 
 
 def refuse():
-    """What is said of plans and models that do not fit, after which nothing is swapped."""
+    """What does not fit is refused, and nothing is swapped."""
     initialize_model_parallel(2)
     rank = dist.get_rank()
     model = toy()
@@ -124,18 +124,15 @@ def refuse():
         (single, {"a": "column"}, "for 'column', got ColumnLinear; it is split already"),
         (encoder, {"0.linear?": "column"}, "expected a module that its parent calls, but '0', an nn.Tr"),
     ]
-    said = [
-        refused(kind, part, parallelize, each, plan=plan)
-        for kind, cases in (("ValueError", values), ("TypeError", kinds))
-        for each, plan, part in cases
-    ]
-    said.append(refused("ValueError", "got 'ignore'", parallelize, model, plan=PLAN, weights="ignore"))
+    for kind, cases in (("ValueError", values), ("TypeError", kinds)):
+        for each, plan, part in cases:
+            refused_alike(kind, part, parallelize, each, plan=plan)
+    refused_alike("ValueError", "got 'ignore'", parallelize, model, plan=PLAN, weights="ignore")
     assert [type(module) for module in model.modules()] == before
     for each in (model, dropped):
         parallelize(each, plan=PLAN)
     assert keeps_it.module is inner
     assert steps_it.optimizer.param_groups
-    return said
 
 
 BESIDE_COPIES = pytest.param(4, 2, marks=pytest.mark.sweep)  # as in the wrappers' test
@@ -154,44 +151,17 @@ def test_split_model_is_the_whole_one(ranks, tensor, request):
         verify_cases.refused_though_right,
         buffer_cases.tied_again,
         buffer_cases.carried_over,
+        *(refuse, verify_cases.refused_and_unchanged, verify_cases.faults_seen, partial_cases.refusals),
+        *(partial_cases.declared, verify_cases.in_float32, verify_cases.told_when_not_compared),
     ],
 )
-def test_split_model_is_the_whole_one_on_two_ranks(case, ranks2):
+def test_split_model_is_the_whole_one_or_refused(case, ranks2):
     ranks2.run(case)
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
 def test_data_parallel_wrappers_take_it(wrapper, ranks4):
     ranks4.run(partial_cases.data_parallel, wrapper)
-
-
-def test_memory_of_the_whole_is_freed(ranks4):
-    whole = sum(parameter.nbytes for parameter in toy().parameters())
-    for held, reserved in ranks4.run(memory_of_shards):
-        assert held == reserved
-        assert held < whole / 2
-
-
-@pytest.mark.parametrize(
-    "refusals", [refuse, verify_cases.refused_and_unchanged, verify_cases.faults_seen, partial_cases.refusals]
-)
-def test_wrong_plans_are_refused_on_all_ranks_alike(refusals, ranks2):
-    first, second = ranks2.run(refusals)
-    assert first == second
-
-
-def test_it_says_when_it_could_not_compare(ranks2):
-    first, second = ranks2.run(verify_cases.told_when_not_compared)
-    assert second == {case: [] for case in first}
-    assert [len(first[case]) for case in ("no inputs", "off", "large", "large, asked")] == [1, 0, 1, 0]
-    assert "was not compared with the unsharded one: no inputs with which it runs" in first["no inputs"][0]
-    assert "numbers, and a comparison takes 26 bytes for each; pass verify=" in first["large"][0]
-
-
-def test_models_that_know_no_float64_are_compared_in_float32(ranks2):
-    for right, wrong in ranks2.run(verify_cases.in_float32):
-        assert right == ""
-        assert "(1e-03 is allowed, in torch.float32)" in wrong
 
 
 WAYS = ["checkpointed", "copied", "accumulated", "frozen", "buckets", "finalized"]
@@ -206,11 +176,6 @@ def test_adamw_does_what_it_does_unsharded(how, ranks2):
 @pytest.mark.sweep  # whose gradients are compared above
 def test_adamw_on_four_ranks(ranks4):
     ranks4.run(partial_cases.trained_alike, "plain")
-
-
-def test_plan_may_say_it_and_is_checked(ranks2):
-    first, second = ranks2.run(partial_cases.declared)
-    assert first == second
 
 
 @pytest.mark.parametrize("kind", ["reset", "configured", "told"])

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.checks import error_of
-from tests.interop.refused import refused
+from tests.interop.refused import refused_alike
 from tests.interop.torch_models import assert_alike
 from tests.models.small import IDS
+from tests.on_ranks import on_ranks
 from tpkernels import initialize_model_parallel, parallelize
 from tpkernels.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.groups.sizes import split_heads
@@ -226,8 +226,9 @@ def split_by_its_own_plan(kv_heads):
         assert torch.equal(p, split.state_dict()[name]), name
 
 
-def from_the_meta_device():
-    initialize_model_parallel(torch.distributed.get_world_size())
+@on_ranks(2)
+def test_it_is_built_without_memory():
+    initialize_model_parallel(2)
     whole = unusual()
     with torch.device("meta"):
         split = unusual()
@@ -253,8 +254,9 @@ class Named(nn.Module):
         return self.head(x + self.mlp.fc2(self.middle(self.mlp.fc1(x))))
 
 
-def by_names(wrong):
-    """The split model is the unsharded one; returns the warnings."""
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "next_plan_is_taken"])
+@on_ranks(2)
+def test_layers_are_known_by_their_names(wrong):
     initialize_model_parallel(2)
     torch.manual_seed(3)
     whole = Named(wrong).double()
@@ -262,7 +264,10 @@ def by_names(wrong):
         warnings.simplefilter("always")
         split = parallelize(deepcopy(whole))
     assert_alike(split, whole)
-    return [str(each.message) for each in told]
+    assert bool(told) == (wrong and torch.distributed.get_rank() == 0)
+    for each in told[:1]:
+        assert "'middle' does not take this rank's features" in str(each.message)
+        assert "a plan by names of layers (gathered) does" in str(each.message)
 
 
 class Asking(Named):
@@ -297,7 +302,8 @@ class Crooked(Unusual):
         return super().forward(ids) + read
 
 
-def refusals():
+@on_ranks(2)
+def test_unknown_styles_and_layers_are_refused():
     initialize_model_parallel(2)
     strange, unheard = unusual(), Named().double()
     strange._tp_plan["layers.5.down_proj"] = "sideways"
@@ -308,12 +314,11 @@ def refusals():
     style = "'layers.5.down_proj': expected a style among all_reduce, colwise"
     nameless = "the model brings none and none of its layers is known by name"
     unlike = "the split model computes something else than the unsharded model"
-    said = [
-        refused("ValueError", style, parallelize, strange),
-        refused("ValueError", nameless, parallelize, narrow),
-        refused("ValueError", unlike, parallelize, crooked),
-    ]
-    assert "that were tried splits Crooked correctly. Pass a plan" in said[2][:100]
+    assert "got 'sideways'" in refused_alike("ValueError", style, parallelize, strange)
+    refused_alike("ValueError", nameless, parallelize, narrow)
+    said = refused_alike("ValueError", unlike, parallelize, crooked)
+    assert "that were tried splits Crooked correctly. Pass a plan" in said[:100]
+    said = []
     uncalled = Asking().double(), {"plan": {"mlp.fc1": "column", "mlp.fc2": "row"}}
     unrunnable = "the unsharded model does not run with these inputs. Call it with them"
     cases = [
@@ -327,15 +332,12 @@ def refusals():
     ]
     for model, options, most, lead in cases:
         with patch.object(trial, "VERIFIED_PARAMETERS", most):
-            error, text = error_of(parallelize, model, **options)
-        assert (error, lead in text[:200]) == ("NotCompared", True), text
-        said.append(text)
-    assert "with ((3, 5),) it raises TypeError" in said[3]
-    assert "'mlp.middle.weight' is next to split layers" in said[4]
-    assert "got 'sideways'" in said[0]
+            said.append(refused_alike("NotCompared", lead, parallelize, model, **options))
+        assert lead in said[-1][:200]
+    assert "with ((3, 5),) it raises TypeError" in said[0]
+    assert "'mlp.middle.weight' is next to split layers" in said[1]
     assert all(torch.equal(tensor, before[name]) for name, tensor in crooked.state_dict().items())
     assert torch.is_tensor(crooked(IDS))
-    return said
 
 
 @pytest.mark.parametrize(
@@ -345,26 +347,6 @@ def refusals():
 def test_a_model_that_brings_a_plan_is_the_whole_one(ranks, kv_heads, request):
     pool = request.getfixturevalue(f"ranks{ranks}")
     pool.run(split_by_its_own_plan, kv_heads)
-
-
-def test_it_is_built_without_memory(ranks2):
-    ranks2.run(from_the_meta_device)
-
-
-def test_layers_are_known_by_their_names(ranks2):
-    assert ranks2.run(by_names, False) == [[], []]
-
-
-def test_the_next_plan_is_taken_where_one_is_wrong(ranks2):
-    told, other = ranks2.run(by_names, True)
-    assert other == []
-    assert "'middle' does not take this rank's features" in told[0]
-    assert "a plan by names of layers (gathered) does" in told[0]
-
-
-def test_unknown_styles_and_layers_are_refused(ranks2):
-    first, second = ranks2.run(refusals)
-    assert first == second
 
 
 class OfOwnWords(nn.Linear):

@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.interop.models import needs_transformers
-from tests.interop.refused import refused
+from tests.interop.refused import refused_alike
 from tests.interop.test_architectures import built
 from tests.interop.torch_models import PLAN, STACK_PLAN, Toy, loss_of, stack, toy
 from tests.models.small import IDS
+from tests.on_ranks import on_ranks
 from tpkernels import Recipe, initialize_model_parallel, ops, parallelize
 from tpkernels.checkpoints.full_state_dict import full_state_dict
 from tpkernels.interop.parallelize.changes import planned, quantizable
@@ -88,28 +89,6 @@ def logits_of(model, **options):
     return found.detach()
 
 
-def beside_the_unsharded(kind, recipe, sequence_parallel):
-    """How far logits are from those of the emulation, and from those without fp8; what is in fp8."""
-    initialize_model_parallel(dist.get_world_size())
-    whole, plan = model_and_plan(kind)
-    split = parallelize(deepcopy(whole), plan=plan, quantize=recipe, sequence_parallel=sequence_parallel)
-    ours = logits_of(split)
-    loss_of(split).backward()
-    gradients = {name: p.grad for name, p in split.named_parameters()}
-    plain = parallelize(deepcopy(whole), plan=plan, sequence_parallel=sequence_parallel)
-    loss_of(plain).backward()
-    norms = [(relative(gradients[n], p.grad), n) for n, p in plain.named_parameters() if p.grad is not None]
-    full = full_state_dict(split)
-    return {
-        "emulated": relative(ours, logits_of(emulated(whole, split, recipe))),
-        "unquantized": relative(ours, logits_of(whole)),
-        "gradient": max(norms),
-        "names": sorted(in_fp8(split)),
-        "said": sum(f"quantize={recipe}" in m.extra_repr() for m in in_fp8(split).values()),
-        "weights": [name for name, value in full.items() if not torch.equal(whole.state_dict()[name], value)],
-    }
-
-
 @pytest.mark.parametrize(
     ("kind", "head", "sequence_parallel"),
     [
@@ -123,55 +102,55 @@ def beside_the_unsharded(kind, recipe, sequence_parallel):
         pytest.param("GPT2", False, False, marks=needs_transformers),
     ],
 )
-def test_it_is_the_unsharded_model_with_the_same_products(kind, head, sequence_parallel, ranks2):
-    names = names_of(kind) + ["head"] * head
-    for found in ranks2.run(beside_the_unsharded, kind, Recipe.rowwise(head=head), sequence_parallel):
-        assert found["names"] == names
-        assert found["said"] == len(names)
-        assert found["weights"] == []
-        assert found["emulated"] < 2e-3  # sums in another order; few roundings to fp8 then go the other way
-        assert 5e-3 < found["unquantized"] < 0.1
-        assert found["gradient"] < (0.5, "")
+@on_ranks(2)
+def test_it_is_the_unsharded_model_with_the_same_products(kind, head, sequence_parallel):
+    initialize_model_parallel(2)
+    recipe, names = Recipe.rowwise(head=head), names_of(kind) + ["head"] * head
+    whole, plan = model_and_plan(kind)
+    split = parallelize(deepcopy(whole), plan=plan, quantize=recipe, sequence_parallel=sequence_parallel)
+    assert sorted(in_fp8(split)) == names
+    assert all(f"quantize={recipe}" in module.extra_repr() for module in in_fp8(split).values())
+    ours = logits_of(split)
+    # sums are in another order, so a few numbers are rounded to fp8 the other way
+    assert relative(ours, logits_of(emulated(whole, split, recipe))) < 2e-3
+    assert 5e-3 < relative(ours, logits_of(whole)) < 0.1
+    plain = parallelize(deepcopy(whole), plan=plan, sequence_parallel=sequence_parallel)
+    loss_of(split).backward()
+    loss_of(plain).backward()
+    for (name, p), (_, q) in zip(split.named_parameters(), plain.named_parameters(), strict=True):
+        assert q.grad is None or relative(p.grad, q.grad) < 0.5, name
+    for name, value in full_state_dict(split).items():
+        assert torch.equal(whole.state_dict()[name], value), name
 
 
-def as_dtensors(recipe):
-    """Whether logits and gradients are those of plain parameters, to the bit."""
+@pytest.mark.parametrize("recipe", [Recipe.rowwise(), Recipe.blockwise(head=True)], ids=str)
+@on_ranks(2)
+def test_dtensors_have_the_bits_of_plain_parameters(recipe):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     plain, split = (
         parallelize(toy().float(), mesh, plan=UNSTACKED, quantize=recipe, as_dtensor=each)
         for each in (False, True)
     )
-    found = {"logits": torch.equal(logits_of(split), logits_of(plain))}
+    assert torch.equal(logits_of(split), logits_of(plain))
     for model in (split, plain):
         loss_of(model).backward()
-    for (name, ours), (_, other) in zip(split.named_parameters(), plain.named_parameters(), strict=True):
-        if other.grad is not None and name.endswith("down.weight"):
-            found[name] = torch.equal(ours.grad.to_local(), other.grad)
-    return found
-
-
-@pytest.mark.parametrize("recipe", [Recipe.rowwise(), Recipe.blockwise(head=True)], ids=str)
-def test_parameters_may_be_dtensors(recipe, ranks2):
-    assert ranks2.run(as_dtensors, recipe) == [{"logits": True, "blocks.0.down.weight": True}] * 2
-
-
-def compiled(recipe):
-    """How far logits of one graph are from those of the model."""
-    initialize_model_parallel(dist.get_world_size())
-    whole = toy().float()
-    del whole.blocks[1]  # which would be traced as the first is
-    split = parallelize(whole, plan=PLAN, quantize=recipe)
-    torch._dynamo.reset()
-    return relative(logits_of(torch.compile(split, backend="aot_eager", fullgraph=True)), logits_of(split))
+    assert torch.equal(split.blocks[0].down.weight.grad.to_local(), plain.blocks[0].down.weight.grad)
 
 
 @pytest.mark.sweep  # its layers and its ops are, and without fp8 the model
-def test_it_is_one_graph(ranks2):
-    assert max(ranks2.run(compiled, Recipe.rowwise(), timeout=180)) < 1e-2
+@on_ranks(2)
+def test_it_is_one_graph():
+    initialize_model_parallel(dist.get_world_size())
+    whole = toy().float()
+    del whole.blocks[1]  # which would be traced as the first is
+    split = parallelize(whole, plan=PLAN, quantize=Recipe.rowwise())
+    torch._dynamo.reset()
+    graph = torch.compile(split, backend="aot_eager", fullgraph=True)
+    assert relative(logits_of(graph), logits_of(split)) < 1e-2
 
 
-def heads():
-    """What is in fp8 of plans that split the head in one way or another."""
+@on_ranks(2)
+def test_a_head_only_where_it_is_asked_for():
     initialize_model_parallel(dist.get_world_size())
     tied = Toy(tied=True, bias=False)
     wide = nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 16), nn.Linear(16, 40))
@@ -183,19 +162,17 @@ def heads():
         "column": (wide, columns, Recipe.rowwise()),
         "column, asked for": (wide, columns, Recipe.rowwise(head=True)),
     }
-    return {
+    found = {
         name: sorted(quantizable(model, planned(model, plan, tensor_world()), recipe))
         for name, (model, plan, recipe) in cases.items()
     }
-
-
-def test_a_head_only_where_it_is_asked_for(ranks2):
     plain, head = names_of("toy"), [*names_of("toy"), "head"]
     expected = {"gathered": plain, "asked for": head, "tied": plain}
-    assert ranks2.run(heads) == [{**expected, "column": ["1"], "column, asked for": ["1", "2"]}] * 2
+    assert found == {**expected, "column": ["1"], "column, asked for": ["1", "2"]}
 
 
-def refusals():
+@on_ranks(2)
+def test_what_cannot_be_is_refused_on_all_ranks():
     initialize_model_parallel(dist.get_world_size())
     rowwise = Recipe.rowwise()
     model, unlike = toy().float(), rowwise if dist.get_rank() else Recipe.blockwise()
@@ -203,32 +180,23 @@ def refusals():
     recipes = "parallelize: expected quantize=tpkernels.Recipe.rowwise(), .blockwise() or None"
     layers = "quantize: expected a plan that splits linear layers other than the head"
     differ = "ranks disagree on quantize.scaling of parallelize: rank 0 has 'blocks'; rank 1 has 'rows'"
-    said = [
-        refused("TypeError", recipes, parallelize, model, plan=PLAN, quantize="rowwise"),
-        refused("ValueError", layers, parallelize, model, plan=ends, quantize=rowwise),
-        refused("ValueError", differ, parallelize, model, plan=PLAN, quantize=unlike),
-        # the comparison without fp8 finds a wrong plan
-        refused("ValueError", "'blocks.0.down'", parallelize, model, plan=wrong, quantize=rowwise),
-    ]
+    refused_alike("TypeError", recipes, parallelize, model, plan=PLAN, quantize="rowwise")
+    refused_alike("ValueError", layers, parallelize, model, plan=ends, quantize=rowwise)
+    refused_alike("ValueError", differ, parallelize, model, plan=PLAN, quantize=unlike)
+    # the comparison without fp8 finds a wrong plan
+    refused_alike("ValueError", "'blocks.0.down'", parallelize, model, plan=wrong, quantize=rowwise)
     split = parallelize(toy(), plan=PLAN, quantize=rowwise)
     dtypes = "expected x in bfloat16, float16 or float32 with quantize, got torch.float64"
-    return [*said, refused("TypeError", dtypes, split, IDS)]
-
-
-def test_what_cannot_be_is_refused_on_all_ranks(ranks2):
-    first, second = ranks2.run(refusals)
-    assert first == second
-
-
-def mixture():
-    initialize_model_parallel(dist.get_world_size())
-    model, _ = built("Mixtral", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
-    return sorted(in_fp8(parallelize(model, quantize=Recipe.rowwise())))
+    refused_alike("TypeError", dtypes, split, IDS)
 
 
 @needs_transformers
-def test_experts_and_routers_are_not_in_fp8(ranks2):
-    assert ranks2.run(mixture) == [sorted(f"model.layers.0.{name}" for name in LLAMA[:4])] * 2
+@on_ranks(2)
+def test_experts_and_routers_are_not_in_fp8():
+    initialize_model_parallel(dist.get_world_size())
+    model, _ = built("Mixtral", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
+    split = parallelize(model, quantize=Recipe.rowwise())
+    assert sorted(in_fp8(split)) == sorted(f"model.layers.0.{name}" for name in LLAMA[:4])
 
 
 @needs_transformers

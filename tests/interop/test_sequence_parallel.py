@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.interop.partial_cases import ODD, data_parallel, trained_alike
-from tests.interop.refused import refused
+from tests.interop.refused import refused_alike
 from tests.interop.torch_models import STACK_PLAN, assert_alike, loss_of, sharings, stack
 from tests.models.small import IDS, TARGETS
+from tests.on_ranks import on_ranks
 from tests.planning.test_work import Wire
 from tpkernels import initialize_model_parallel, parallelize
 from tpkernels.comm import schedule
@@ -20,13 +21,6 @@ from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
 
 def shared(kind="gpt", **options):
     return parallelize(stack(kind), **{"plan": STACK_PLAN, "sequence_parallel": True, **options})
-
-
-def costs():
-    """Without sequence parallelism, and with it."""
-    initialize_model_parallel(dist.get_world_size())
-    models = {"plain": parallelize(stack().float(), plan=STACK_PLAN), "shared": shared().float()}
-    return {name: cost(model) for name, model in models.items()}
 
 
 def cost(model):
@@ -47,16 +41,20 @@ def cost(model):
     return sum(size for at, size in saved.items() if at not in weights), wire.sent
 
 
-def forms():
-    """Which modules gather for their columns, and which are computed as without sequence parallelism."""
+@on_ranks(2)
+def test_modules_with_more_than_columns_and_rows_compute_as_before():
     initialize_model_parallel(2)
+    attention = {f"layers.{i}.attention": tuple(f"layers.{i}.attention.{n}" for n in "qkv") for i in (0, 1)}
+    mlp = {f"layers.{i}.mlp": (f"layers.{i}.mlp.up",) for i in (0, 1)}
     with sharings() as seen:
         for kind in ("gpt", "mixture", "dropout inside"):
             shared(kind)
-    return {"columns": [dict(each.columns) for each in seen], "whole": [each.whole for each in seen]}
+    assert [dict(each.columns) for each in seen] == [attention | mlp, attention, attention]
+    assert [each.whole for each in seen] == [(), tuple(mlp), tuple(mlp)]
 
 
-def refusals():
+@on_ranks(2)
+def test_what_cannot_share_tokens_is_refused_on_all_ranks():
     initialize_model_parallel(2)
     of_flat, of_up = {"0": "column", "1": "row"}, {"layers.*.mlp.up": "column"}
     split, asked = shared(), dist.get_rank() == 0
@@ -66,32 +64,29 @@ def refusals():
     beside = "'layers.0.between.conv.weight' is in a layer, but not next to columns and rows"
     odd = "a number of tokens that 2 ranks divide, for sequence_parallel, got 5 in 'layers.0'"
     no_list = "expected all columns and rows in layers of an nn.ModuleList, got '0'"
-    said = [
-        refused("ValueError", random, shared, "dropout"),
-        refused("ValueError", beside, shared, "convolution"),
-        refused("ValueError", "split model computes something else than the unsharded", shared, "mean"),
-        refused("ValueError", each_once, shared, "backward"),
-        refused("ValueError", "expected distinct layers in 'layers', got one twice", shared, "twice"),
-        refused("ValueError", "expected a verify that is not False", shared, verify=False),
-        refused("ValueError", odd, shared, verify=(ODD[0],)),
-        refused("ValueError", no_list, parallelize, flat, plan=of_flat, sequence_parallel=True),
-        refused("ValueError", "in one nn.ModuleList of layers, got none", shared, plan={"head": "head"}),
-        refused("ValueError", "", shared, plan=of_up),
-        refused("ValueError", "ranks disagree", shared, sequence_parallel=asked),
-        refused("ValueError", "tokens that the 2 ranks divide, got 5 in (2, 5, 16); pad", split, ODD[0]),
-    ]
+    refused_alike("ValueError", random, shared, "dropout")
+    refused_alike("ValueError", beside, shared, "convolution")
+    refused_alike("ValueError", "split model computes something else than the unsharded", shared, "mean")
+    refused_alike("ValueError", each_once, shared, "backward")
+    refused_alike("ValueError", "expected distinct layers in 'layers', got one twice", shared, "twice")
+    refused_alike("ValueError", "expected a verify that is not False", shared, verify=False)
+    refused_alike("ValueError", odd, shared, verify=(ODD[0],))
+    refused_alike("ValueError", no_list, parallelize, flat, plan=of_flat, sequence_parallel=True)
+    refused_alike("ValueError", "in one nn.ModuleList of layers, got none", shared, plan={"head": "head"})
+    refused_alike("ValueError", "", shared, plan=of_up)
+    refused_alike("ValueError", "ranks disagree", shared, sequence_parallel=asked)
+    refused_alike("ValueError", "tokens that the 2 ranks divide, got 5 in (2, 5, 16); pad", split, ODD[0])
     assert_alike(split, stack())
-    return said
 
 
-def faults_seen():
-    """The comparison refuses what would be wrong."""
+@on_ranks(2)
+def test_the_comparison_finds_gradients_that_are_not_summed():
     initialize_model_parallel(2)
     with patch.object(sequence, "sum_gradients", lambda *_: None):
-        norms = refused("ValueError", "sequence_parallel: the split model computes", shared, "mixture")
+        norms = refused_alike("ValueError", "sequence_parallel: the split model computes", shared, "mixture")
     assert ".weight' is off by" in norms
     with patch.object(tokens, "_gather_replicated", gather_from_sequence_region):
-        return [norms, refused("ValueError", "off by", shared, "mixture")]
+        refused_alike("ValueError", "off by", shared, "mixture")
 
 
 WAYS = [(how, "gpt") for how in ("reentrant", "pickled")]
@@ -115,21 +110,11 @@ def test_it_does_so_under_fsdp(ranks4):
     ranks4.run(data_parallel, "fsdp", True)
 
 
-def test_modules_with_more_than_columns_and_rows_compute_as_before(ranks2):
-    attention = {f"layers.{i}.attention": tuple(f"layers.{i}.attention.{n}" for n in "qkv") for i in (0, 1)}
-    mlp = {f"layers.{i}.mlp": (f"layers.{i}.mlp.up",) for i in (0, 1)}
-    columns, whole = [attention | mlp, attention, attention], [(), tuple(mlp), tuple(mlp)]
-    assert ranks2.run(forms) == [{"columns": columns, "whole": whole}] * 2
-
-
-def test_it_saves_memory_and_transfers(ranks2):
-    for found in ranks2.run(costs):
-        (saved, sent), (shared_saved, shared_sent) = found["plain"], found["shared"]
-        assert shared_saved < 0.85 * saved
-        assert shared_sent < 0.95 * sent
-
-
-@pytest.mark.parametrize("refusals", [refusals, faults_seen])
-def test_what_cannot_share_tokens_is_refused_on_all_ranks_alike(refusals, ranks2):
-    first, second = ranks2.run(refusals)
-    assert first == second
+@on_ranks(2)
+def test_it_saves_memory_and_transfers():
+    initialize_model_parallel(2)
+    (saved, sent), (shared_saved, shared_sent) = (
+        cost(model) for model in (parallelize(stack().float(), plan=STACK_PLAN), shared().float())
+    )
+    assert shared_saved < 0.85 * saved
+    assert shared_sent < 0.95 * sent

@@ -1,7 +1,6 @@
 """torchtitan's `tp_gemm_backend="dist_gemm"` on our ops: with a stand-in of its hook, and with its layers.
 
 torchtitan's own tests of it (`test_distributed_linear.py`, `test_dist_gemm.py`) are in none of its packages.
-The tests here name the cases whose contracts they hold.
 """
 
 import sys
@@ -88,58 +87,6 @@ def test_hook_computes_the_unsharded_mlp_and_all_its_gradients():
     dy_shard, dz_shard = shards(dy, dy, dims="01")
     found = torch.autograd.grad([y_shard, z_shard], mine, [dy_shard, dz_shard])
     expect_shards(list(found), list(expected), dims)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("layer", ["AllGatherLinear", "AllGatherLinearMulti", "LinearReduceScatter"])
-def test_bf16_is_as_accurate_as_without_ranks(layer):
-    """As test_{all_gather_linear,all_gather_linear_multi,linear_reduce_scatter}_matches_..., with biases.
-
-    Theirs asks the row layer's weight gradient for the bits of one product. On a CPU ours is a sum over the
-    rows as they arrive: its error is at most twice that of the one product.
-    """
-    row, pair = layer == "LinearReduceScatter", layer == "AllGatherLinearMulti"
-    sizes = [(16, 32), (64, 32), (64, 32) if pair else (64,), (16, 64), (16, 64)]
-    torch.manual_seed(0)
-    *full, dy, dz = [torch.randn(size, dtype=torch.bfloat16) for size in sizes]
-
-    def unsharded(dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [each.to(dtype).requires_grad_() for each in full]
-        x, w, b = leaves
-        ys = [F.linear(x, w), F.linear(x, b)] if pair else [F.linear(x, w, b)]
-        dys = [dy.to(dtype), dz.to(dtype)][: len(ys)]
-        return [*ys, *torch.autograd.grad(ys, leaves, dys)]
-
-    split, given = ("11-", "0") if row else ("000", "1")
-    mine = shards(*full, dims=split)
-    group = dist.group.WORLD
-    with stand_in() as hook:
-        torchtitan.install()
-        ys = as_list(getattr(hook, layer).apply(*mine, group, group.group_name))
-    dys = [part.detach() for part in shards(dy, dz, dims=given * 2)][: len(ys)]
-    found = [*ys, *torch.autograd.grad(ys, mine, dys)]
-    theirs, exact = unsharded(torch.bfloat16), unsharded(torch.float64)
-    dims = given * len(ys) + split
-    for ours, torchs, truth in zip(found, shards(*theirs, dims=dims), shards(*exact, dims=dims), strict=True):
-        assert (ours.double() - truth).norm() <= 2 * (torchs.double() - truth).norm()
-    of_one_product = [len(ys)] if row else [len(ys) + 1]  # gradient of x; of w
-    for number in of_one_product:
-        assert torch.equal(found[number], shards(*theirs, dims=dims)[number])
-
-
-@on_ranks(2)
-def test_a_row_bias_is_added_once():
-    """As test_bias_is_applied_once; theirs shows, too, that two biases would be noticed."""
-    torch.manual_seed(1)
-    x, w, b = (torch.randn(size, dtype=torch.bfloat16) for size in [(16, 32), (64, 32), (64,)])
-    x_shard, w_shard, b_shard = shards(x, w, b, dims="11-")
-    group = dist.group.WORLD
-    with stand_in() as hook:
-        torchtitan.install()
-        y = hook.LinearReduceScatter.apply(x_shard, w_shard, b_shard, group, group.group_name)
-    once, twice = (shards(F.linear(x, w, times * b), dims="0")[0].detach() for times in (1, 2))
-    torch.testing.assert_close(y.detach(), once, atol=2e-2, rtol=2e-2)
-    assert (twice - once).abs().max() > 0.2
 
 
 needs_spmd_types = pytest.mark.skipif(
@@ -254,7 +201,7 @@ def test_torchtitans_own_layers_are_its_unsharded_ones():
 
 @needs_torchtitan
 @on_ranks(2)
-def test_its_llama_is_the_one_without_our_functions_and_has_the_right_types():
+def test_its_llama_is_the_stock_one_with_right_types():
     """Logits, and gradients of two blocks, embedding and head.
 
     As test_parallelize_preserves_the_fused_contracts.
@@ -304,57 +251,6 @@ def test_its_llama_is_the_one_without_our_functions_and_has_the_right_types():
         torch.testing.assert_close(
             found["dist_gemm"][name], expected, msg=lambda told, of=name: f"{of}: {told}"
         )
-
-
-@needs_torchtitan
-def test_its_configurations_select_its_layers_of_the_same_sizes():
-    """As test_tp_gemm_backend_selects_the_fused_configs, test_default_tp_gemm_backend_is_untouched,
-    test_stock_parameter_shapes_survive and test_sharding_setup_declares_the_fused_contracts.
-    """
-    torchtitan.install()
-    hook = import_module(HOOK)
-    shard = import_module("torchtitan.models.common.decoder_sharding").set_gqa_attention_sharding
-    fused, stock = (llama(backend).layers[0].attention for backend in ("dist_gemm", "default"))
-    assert isinstance(fused.qkv_linear, hook.AllGatherFusedQKVLinear.Config)
-    assert isinstance(fused.wo, hook.RowParallelLinear.Config)
-    assert not isinstance(stock.wo, hook.RowParallelLinear.Config)
-    for ours, theirs in [(fused.wo, stock.wo), (fused.qkv_linear.wqkv, stock.qkv_linear.wqkv)]:
-        assert (ours.in_features, ours.out_features) == (theirs.in_features, theirs.out_features)
-    with backend_of_types():
-        shard(fused, enable_sp=True), shard(stock, enable_sp=True)
-    assert fused.sharding_config is None
-    assert stock.sharding_config is not None
-    assert "weight" in fused.wo.sharding_config.state_shardings
-    assert fused.wo.sharding_config.out_src_shardings is None
-    assert stock.wo.sharding_config.out_src_shardings is not None
-
-
-@needs_torchtitan
-def test_what_its_layers_cannot_do_is_still_refused():
-    """As test_unfused_qkv_is_, test_dtensor_backend_is_, test_sequence_parallel_disabled_is_ and
-    test_bias_on_w1_w3_is_rejected.
-    """
-    torchtitan.install()
-    hook, linear = import_module(HOOK), import_module("torchtitan.models.common.linear").Linear
-    shard = import_module("torchtitan.models.common.decoder_sharding").set_gqa_attention_sharding
-    attention = llama("dist_gemm").layers[0].attention
-    with (
-        backend_of_types("partial_dtensor"),
-        pytest.raises(ValueError, match=r"requires parallelism\.spmd_backend"),
-    ):
-        shard(attention, enable_sp=True)
-    with backend_of_types(), pytest.raises(ValueError, match="enable_sequence_parallel"):
-        shard(attention, enable_sp=False)
-    up, down = ({"in_features": i, "out_features": o} for i, o in [(8, 16), (16, 8)])
-    with pytest.raises(ValueError, match="does not support a bias"):
-        hook.AllGatherFusedFeedForward.Config(
-            w1=linear.Config(**up, bias=True), w2=linear.Config(**down), w3=linear.Config(**up)
-        )
-    make = import_module("torchtitan.models.common.config_utils").make_gqa_config
-    inner = {"inner_attention": attention.inner_attention, "rope": attention.rope}
-    inits: dict[str, dict] = {"wqkv_param_init": {}, "wo_param_init": {}}
-    with pytest.raises(ValueError, match="requires fuse_qkv=True"):
-        make(dim=256, n_heads=8, **inits, **inner, fuse_qkv=False, tp_gemm_backend="dist_gemm")
 
 
 def llama(backend: str) -> Any:

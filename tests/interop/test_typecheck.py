@@ -61,7 +61,7 @@ def names(cases):
 
 
 @pytest.mark.parametrize(("program", "fault"), CASES, ids=names(CASES))
-def test_the_checker_names_the_line_of_each_fault_and_no_right_program(program, fault):
+def test_the_line_of_each_fault_is_named(program, fault):
     said = verdict(program, fault)
     assert bool(said) == bool(fault)
     if fault:
@@ -137,7 +137,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("op", TAKEN, ids=[op.replace(" ", "_") for op in TAKEN])
-def test_the_checker_of_spmd_types_finds_what_an_op_takes_and_gives(op):
+def test_spmd_types_knows_types_of_each_op(op):
     """Without `typecheck`: rules are found on the autograd functions."""
     call, taken, given = TAKEN[op]
     for kind in "IRVP":
@@ -178,7 +178,7 @@ def test_the_own_models_have_no_fault(shape, options):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_parameter_that_lost_its_mark_is_found_in_a_model(compiled):
+def test_a_lost_mark_is_found_in_a_model(compiled):
     ids = torch.arange(32).view(2, 16)
     with rank_of_two():
         config = GPTConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=4, **LLAMA)

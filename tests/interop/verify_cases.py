@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.checks import error_of
-from tests.interop.refused import refused
+from tests.interop.refused import refused_alike
 from tests.interop.torch_models import PLAN, Toy, toy
 from tests.models.small import IDS
-from tpkernels import RowParallelLinear, initialize_model_parallel, parallelize
+from tpkernels import initialize_model_parallel, ops, parallelize
 from tpkernels.interop.parallelize import trial
 from tpkernels.interop.parallelize.hf_modules import RowLinear
 from tpkernels.interop.parallelize.plan import Divided, Split
@@ -101,41 +101,41 @@ def refused_and_unchanged():
         ("TypeError", "always", no_inputs),
         ("TypeError", True, no_inputs),
     ]
-    said = []
     for plan, cases in ((plan_of(divided=False), wrong), (plan_of(divided=True), right)):
         for kind, verify, part in cases:
             model = held()
             before = state_of(model)
-            said.append(refused(kind, part, parallelize, model, plan=plan, verify=verify))
-            assert state_of(model) == before, said[-1]
+            said = refused_alike(kind, part, parallelize, model, plan=plan, verify=verify)
+            assert state_of(model) == before, said
     model = held()
     before = state_of(model)
     parallelize(model, plan=plan_of(divided=True))
     assert (model.inner.calls, state_of(model)[0]) == (0, before[0])  # the trial's copy was called
-    return said
-
-
-def warnings_of(model, plan, verify="auto"):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        parallelize(model, plan=plan, verify=verify, weights="broadcast")
-    return [str(warning.message) for warning in caught]
 
 
 def told_when_not_compared():
+    """On the first rank, except where it was not asked for."""
     initialize_model_parallel(2)
-    found = {
-        "no inputs": warnings_of(nn.ModuleDict({"a": nn.Linear(4, 8)}), {"a": "column"}),
-        "off": warnings_of(nn.ModuleDict({"a": nn.Linear(4, 8)}), {"a": "column"}, verify=False),
-    }
-    with patch.object(trial, "VERIFIED_PARAMETERS", 100):
-        found["large"] = warnings_of(toy(), PLAN)
-        found["large, asked"] = warnings_of(toy(), PLAN, verify=IDS)
-    return found
+    single, most = (lambda: nn.ModuleDict({"a": nn.Linear(4, 8)}), {"a": "column"}), 2**27
+    for (made, plan), numbers, verify, said in (
+        (single, most, "auto", "was not compared with the unsharded one: no inputs with which it runs"),
+        (single, most, False, None),
+        ((toy, PLAN), 100, "auto", "numbers, and a comparison takes 26 bytes for each; pass verify="),
+        ((toy, PLAN), 100, IDS, None),
+    ):
+        with (
+            patch.object(trial, "VERIFIED_PARAMETERS", numbers),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            parallelize(made(), plan=plan, verify=verify, weights="broadcast")
+        told = [str(warning.message) for warning in caught]
+        assert len(told) == (said is not None and dist.get_rank() == 0)
+        assert not told or said in told[0]
 
 
 def added_twice(layer, x):
-    return RowParallelLinear.forward(layer, x)[0] + layer.bias
+    return ops.row_linear(x, layer.weight, layer.bias, layer.world.group) + layer.bias
 
 
 def faults_seen():
@@ -147,17 +147,14 @@ def faults_seen():
             nn.init.zeros_(parameter)
     first = "the first module whose output differs is"
     with patch.object(RowLinear, "forward", added_twice):
-        said = [refused("ValueError", f"{first} 'blocks.0.out', and the last", parallelize, model, plan=PLAN)]
+        refused_alike("ValueError", f"{first} 'blocks.0.out', and the last", parallelize, model, plan=PLAN)
     even = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(1))
     wrong, right = plan_of(divided=False), plan_of(divided=True)
     with torch.device("meta"):
-        said += [
-            refused("ValueError", f"{first} 'inner.out'", parallelize, Held(), plan=wrong, verify=even),
-            refused("ValueError", "'inner' does not take this rank's f", parallelize, Held(), plan=wrong),
-        ]
+        refused_alike("ValueError", f"{first} 'inner.out'", parallelize, Held(), plan=wrong, verify=even)
+        refused_alike("ValueError", "'inner' does not take this rank's f", parallelize, Held(), plan=wrong)
         parallelize(Held(), plan=right, verify=even)
         parallelize(Toy(), plan=PLAN)
-    return said
 
 
 class Single(nn.Linear):
@@ -179,9 +176,10 @@ def in_float32():
     ]
     plan = {"0": "column", "2": "row"}
     before = [model[3].weight.clone() for model in models]
-    said = [error_of(parallelize, model, plan=plan, weights="broadcast")[1] for model in models]
+    right, wrong = (error_of(parallelize, model, plan=plan, weights="broadcast")[1] for model in models)
+    assert right == ""
+    assert "(1e-03 is allowed, in torch.float32)" in wrong
     assert all(model[3].weight.equal(weight) for model, weight in zip(models, before, strict=True))
-    return said
 
 
 def refused_though_right():

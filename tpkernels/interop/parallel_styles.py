@@ -26,9 +26,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from tpkernels import ops
+from tpkernels.interop.parallelize.guards import refuse_tp_invariance
 from tpkernels.layers.world import TensorWorld, tensor_world
 from tpkernels.ops.tensor_parallel.mappings import gather_from_region, scatter_to_region
-from tpkernels.tp_invariance import mode
 
 FEATURES = Shard(-1)
 _LAYOUTS = (Shard, Replicate)
@@ -61,11 +61,7 @@ class _Style(ParallelStyle):
         split: the dimension along which each parameter is split; other parameters are replicated
         """
         name = type(self).__name__
-        if mode.fix(name):
-            raise ValueError(
-                f"{name}: expected TP-invariance to be off, because it does not cover computation "
-                "between layers; use tpkernels.GPT or the parallel layers, or turn it off"
-            )
+        refuse_tp_invariance(name)
         if mesh.ndim != 1:
             raise ValueError(f"{name}: expected a mesh of one dimension, such as mesh['tp'], got {mesh}")
         world = tensor_world(mesh)
@@ -85,12 +81,6 @@ class _Style(ParallelStyle):
         assert isinstance(module, _Styled)
         module.style, module.world = self, world
         return module
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
-            f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
-        )
 
 
 class ColwiseParallel(_Style):

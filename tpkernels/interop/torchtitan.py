@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -36,12 +36,8 @@ class _AllGatherLinear:
         group: ProcessGroup,
         group_name: str,
     ) -> Tensor:
-        return _typed(
-            lambda: ops.column_linear(x_shard_m, w_shard_n, bias_shard_n, group, sequence_parallel=True),
-            group,
-            [(x_shard_m, 0), (w_shard_n, 0), (bias_shard_n, 0)],
-            1,
-        )
+        taken = [(x_shard_m, 0), (w_shard_n, 0), (bias_shard_n, 0)]
+        return _typed(ops.column_linear, (x_shard_m, w_shard_n, bias_shard_n), group, taken, 1)
 
 
 class _AllGatherLinearMulti:
@@ -53,14 +49,8 @@ class _AllGatherLinearMulti:
         group: ProcessGroup,
         group_name: str,
     ) -> tuple[Tensor, ...]:
-        return _typed(
-            lambda: ops.column_linear(
-                x_shard_m, [wa_shard_n, wb_shard_n], None, group, sequence_parallel=True
-            ),
-            group,
-            [(x_shard_m, 0), (wa_shard_n, 0), (wb_shard_n, 0)],
-            1,
-        )
+        taken = [(x_shard_m, 0), (wa_shard_n, 0), (wb_shard_n, 0)]
+        return _typed(ops.column_linear, (x_shard_m, [wa_shard_n, wb_shard_n], None), group, taken, 1)
 
 
 class _LinearReduceScatter:
@@ -72,28 +62,30 @@ class _LinearReduceScatter:
         group: ProcessGroup,
         group_name: str,
     ) -> Tensor:
-        return _typed(
-            lambda: ops.row_linear(x_shard_k, w_shard_k, bias, group, sequence_parallel=True),
-            group,
-            [(x_shard_k, 1), (w_shard_k, 1), (bias, None)],
-            0,
-        )
+        taken = [(x_shard_k, 1), (w_shard_k, 1), (bias, None)]
+        return _typed(ops.row_linear, (x_shard_k, w_shard_k, bias), group, taken, 0)
 
 
-def _typed(compute: Callable[[], Y], group: ProcessGroup, taken: Sequence[SplitTensor], given: int) -> Y:
-    """What compute returns. To spmd_types, if it is checking, its types are those of torchtitan's functions.
+def _typed(
+    op: Callable[..., Y],
+    tensors: tuple[Any, ...],
+    group: ProcessGroup,
+    taken: Sequence[SplitTensor],
+    given: int,
+) -> Y:
+    """Call an op on shards of tokens; if spmd_types is checking, with the types of torchtitan's functions.
 
     taken: tensors, and the dimension by which each is split over the group; None: replicated
     given: the dimension by which results are split
     """
     spmd = sys.modules.get("spmd_types")
     if spmd is None or not spmd.is_type_checking():
-        return compute()
+        return op(*tensors, group, sequence_parallel=True)
     for tensor, dim in taken:
         if tensor is not None:
             spmd.assert_type(tensor, {group: spmd.R if dim is None else spmd.S(dim)})
     with spmd.no_typecheck():  # the version that torchtitan requires has no rules for our functions
-        results = compute()
+        results = op(*tensors, group, sequence_parallel=True)
     over_other_groups = spmd.get_local_type(taken[0][0])
     for y in (results,) if isinstance(results, Tensor) else results:
         spmd.assert_type(y, {**over_other_groups, spmd.normalize_axis(group): spmd.S(given)})

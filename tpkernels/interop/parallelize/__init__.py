@@ -23,7 +23,11 @@ from torch import Tensor, nn
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
 from tpkernels.interop.parallelize.changes import carry_out, planned, quantizable, quantize_products
 from tpkernels.interop.parallelize.default_plan import PossiblePlan, first_that_works, possible_plans
-from tpkernels.interop.parallelize.guards import refuse_shards_of_heads, require_equal_draws
+from tpkernels.interop.parallelize.guards import (
+    refuse_shards_of_heads,
+    refuse_tp_invariance,
+    require_equal_draws,
+)
 from tpkernels.interop.parallelize.lora import base_model
 from tpkernels.interop.parallelize.plan import ParallelizePlan
 from tpkernels.interop.parallelize.saving import hold_dtensors, require_mesh, save_full_weights
@@ -34,7 +38,6 @@ from tpkernels.layers.foreign import refuse_wrapped
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.ops.quantize import Recipe, require_recipe
 from tpkernels.ops.replicas import agree_on, copy_first_rank_, unlike_first_rank
-from tpkernels.tp_invariance import mode
 
 
 def parallelize(
@@ -70,11 +73,7 @@ def parallelize(
     quantize: compute the products of split linear layers in fp8, except the head: see `.changes`;
         `print(model)` shows which. The comparison above is made without fp8
     """
-    if mode.fix("parallelize"):
-        raise ValueError(
-            "parallelize: expected TP-invariance to be off, because it does not cover computation "
-            "between layers; use tpkernels.GPT or the parallel layers, or turn it off"
-        )
+    refuse_tp_invariance("parallelize")
     base = base_model(model)  # the plan's names are names in it
     world = tensor_world(state)
     named = [*base.named_parameters(), *base.named_buffers()]

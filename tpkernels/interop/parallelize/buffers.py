@@ -50,70 +50,87 @@ def _apply_and_tie(
 
 
 def remember_buffers(model: nn.Module) -> None:
-    """Fill non-persistent buffers on the meta device when they get memory, or refuse to run without them."""
-    filled: dict[nn.Module, list[str]] = {}
+    """Fill non-persistent buffers on the meta device when they get memory, or refuse to run without them.
+
+    Buffers with values keep them if parameters are on the meta device, as `accelerate` builds models.
+    """
+    any_meta = any(parameter.is_meta for parameter in model.parameters())
     for prefix, owner in model.named_modules():
-        names = [
-            name
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and buffer.is_meta and name in owner._non_persistent_buffers_set
-        ]
-        if not names:
+        buffers = {name: buffer for name, buffer in owner._buffers.items() if buffer is not None}
+        names = [n for n, b in buffers.items() if b.is_meta and n in owner._non_persistent_buffers_set]
+        if not names and (not any_meta or all(buffer.is_meta for buffer in buffers.values())):
             continue
-        filled[owner] = names
-        later = _Later(prefix, {name: None for name in names} | _computed(model, prefix, owner, names))
-        owner._apply = partial(_apply_and_fill, owner, later)
-        if None in later.values.values():
+        values = dict.fromkeys(names) | (_computed(model, prefix, owner, names) if names else {})
+        later = _Later(owner, prefix, values)
+        owner._apply = later.apply
+        if None in values.values():
             for module in {model, owner}:
                 module.register_forward_pre_hook(later.require_set)
-    if any(p.is_meta for p in model.parameters()) and not all(b.is_meta for b in model.buffers()):
-        model.to_empty = partial(_to_empty, model, filled)  # type: ignore[method-assign]
 
 
 class _Later:
-    """Buffers of one module that must be filled.
+    """Buffers of one module, `owner`, that must be filled.
 
     values: by name; None: unknown
     unset: buffers that hold arbitrary numbers, each with its version when it got them
     """
 
-    def __init__(self, prefix: str, values: dict[str, Tensor | None]) -> None:
+    def __init__(self, owner: nn.Module, prefix: str, values: dict[str, Tensor | None]) -> None:
+        self.owner = owner
         self.prefix = prefix
         self.values = values
-        self.unset: dict[str, tuple[nn.Module, Tensor, int]] = {}
+        self.unset: dict[str, tuple[Tensor, int]] = {}
 
-    def is_unset(self, owner: nn.Module, name: str) -> bool:
+    def is_unset(self, name: str) -> bool:
         """Whether a buffer still has the arbitrary numbers that it got with its memory."""
-        buffer = owner._buffers[name]
+        buffer = self.owner._buffers[name]
         if buffer is None or name not in self.unset:
             return False
-        _, unset, version = self.unset[name]
+        unset, version = self.unset[name]
         return buffer is unset and buffer._version == version
 
-    def fill(self, owner: nn.Module, name: str) -> None:
+    @torch.no_grad()
+    def apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Replace the module's `_apply`, which `to_empty`, `to` and similar methods call."""
+        owner = self.owner
+        before = dict(owner._buffers)
+        empty = {
+            n for n in self.values if (b := before.get(n)) is not None and (b.is_meta or self.is_unset(n))
+        }
+        type(owner)._apply(owner, fn, recurse)
+        for name, old in before.items():
+            new = owner._buffers.get(name)
+            if old is None or new is None or new is old or new.is_meta:
+                continue
+            if name in empty:
+                self._fill(name, new)
+            elif not old.is_meta:
+                new.copy_(old)
+        return owner
+
+    def _fill(self, name: str, buffer: Tensor) -> None:
         """Write the value of a buffer that has got memory; without a value, note that it is unset."""
-        buffer, value = owner._buffers[name], self.values[name]
-        assert buffer is not None
+        value = self.values[name]
         if value is not None:
             buffer.copy_(value)
             return
         if buffer.is_floating_point():
             buffer.fill_(torch.nan)
-        self.unset[name] = owner, buffer, buffer._version
+        self.unset[name] = buffer, buffer._version
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, whose tensors start at version 0."""
-        unset = {name: where for name, where in self.unset.items() if self.is_unset(where[0], name)}
+        unset = {name: where for name, where in self.unset.items() if self.is_unset(name)}
         return vars(self) | {"unset": unset}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.unset = {n: (owner, buffer, buffer._version) for n, (owner, buffer, _) in self.unset.items()}
+        self.unset = {name: (buffer, buffer._version) for name, (buffer, _) in self.unset.items()}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def require_set(self, *_: Any) -> None:
         """Raise if a buffer is unset: a forward pre-hook."""
-        names = [name for name, (owner, _, _) in self.unset.items() if self.is_unset(owner, name)]
+        names = [name for name in self.unset if self.is_unset(name)]
         if names:
             full = ", ".join(f"'{self.prefix}.{name}'" if self.prefix else f"'{name}'" for name in names)
             raise RuntimeError(
@@ -121,47 +138,6 @@ class _Later:
                 "no checkpoint holds (persistent=False); set them after to_empty, or give their module a "
                 "reset_parameters() that does"
             )
-
-
-@torch.no_grad()
-def _apply_and_fill(
-    owner: nn.Module, later: _Later, fn: Callable[[Tensor], Tensor], recurse: bool = True
-) -> nn.Module:
-    """Replace the module's `_apply`, which `to_empty`, `to` and similar methods call."""
-    empty = [
-        name
-        for name in later.values
-        if (buffer := owner._buffers.get(name)) is not None
-        and (buffer.is_meta or later.is_unset(owner, name))
-    ]
-    type(owner)._apply(owner, fn, recurse)
-    for name in empty:
-        buffer = owner._buffers.get(name)
-        if buffer is not None and not buffer.is_meta:
-            later.fill(owner, name)
-    return owner
-
-
-def _to_empty(
-    model: nn.Module, filled: dict[nn.Module, list[str]], *, device: Any, recurse: bool = True
-) -> nn.Module:
-    """Run torch's `to_empty`, but keep the values of buffers that are not on the meta device.
-
-    filled: the buffers that `_apply_and_fill` fills, by module
-    """
-    valued = [
-        (owner, name, buffer)
-        for owner in model.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None and not buffer.is_meta and name not in filled.get(owner, ())
-    ]
-    type(model).to_empty(model, device=device, recurse=recurse)
-    with torch.no_grad():
-        for owner, name, buffer in valued:
-            emptied = owner._buffers[name]
-            assert emptied is not None
-            emptied.copy_(buffer)
-    return model
 
 
 def _computed(model: nn.Module, prefix: str, owner: nn.Module, names: list[str]) -> dict[str, Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,17 +85,13 @@ def planned(model: nn.Module, plan: ParallelizePlan, world: TensorWorld) -> Chan
     for match in matches(model, plan):
         module, entry = match.module, match.entry
         if isinstance(entry, Split):
-            changes.modules.append(_module_change(match.name, module, entry, world))
+            changes.modules.append(module_change(match.name, module, entry, world))
         elif isinstance(entry, SharedHeads):
             changes.modules.append(_shared_heads(match.name, module, entry, world))
         elif isinstance(entry, Parameters):
             changes.modules.append(_parameters(match.name, module, entry, world))
-        elif isinstance(entry, Divided):
-            changes.numbers.extend(_divided(match, entry, world.size))
-        elif isinstance(entry, Number):
-            if type(number := _number_of(match, entry.attribute)) is not int:
-                raise ValueError(f"'{match.name}.{entry.attribute}': expected a number, got {number!r}")
-            changes.numbers.append((module, entry.attribute, entry.value))
+        elif isinstance(entry, Divided | Number):
+            changes.numbers.extend(_numbers(match, entry, world.size))
         elif isinstance(entry, Tail):
             changes.tails.append((module, entry.features))
         elif isinstance(entry, Shared):
@@ -106,7 +104,8 @@ def planned(model: nn.Module, plan: ParallelizePlan, world: TensorWorld) -> Chan
     return changes
 
 
-def _module_change(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> ModuleChange:
+def module_change(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> ModuleChange:
+    """Return the change of a module that is split; raise if the entry does not fit it."""
     kind = entry.kind
     _require_replaceable(name, old, kind)
     out_features, in_features = oriented_shape(old)
@@ -116,7 +115,8 @@ def _module_change(name: str, old: nn.Module, entry: Split, world: TensorWorld) 
         split = split_vocabulary(out_features, ranks=world.size)
         rows = Cut(0, (split.ids_of(world.rank),), split.shard_size, out_features)
         derived = isinstance(old, nn.Embedding) and type(old) is not nn.Embedding
-        return ModuleChange(name, old, "table" if derived else kind, _cuts(old, weight=rows, bias=rows))
+        cuts = _cuts(old, weight=rows, bias=rows)
+        return ModuleChange(name, old, "table" if derived else kind, cuts, split=split)
     size = in_features if kind.startswith("row") else out_features
     if entry.padded:
         return _padded(name, old, entry, size, world)
@@ -133,7 +133,8 @@ def _module_change(name: str, old: nn.Module, entry: Split, world: TensorWorld) 
             f"multiple of {sizes} = {step}"
         )
     features = Cut.along(-1, stacks, world)
-    return ModuleChange(name, old, kind, _cuts_along(features, old, kind), features, stacks)
+    uneven = stacks if len(set(stacks)) > 1 else ()  # equal sizes need a stride only
+    return ModuleChange(name, old, kind, _cuts_along(features, old, kind), features, uneven)
 
 
 def _padded(name: str, old: nn.Module, entry: Split, size: int, world: TensorWorld) -> ModuleChange:
@@ -148,7 +149,7 @@ def _padded(name: str, old: nn.Module, entry: Split, size: int, world: TensorWor
     split = HeadSplit(heads, world.size, entry.padded, entry.unit)
     features = Cut(-1, (split.features_of(world.rank),), split.shard_size, size)
     cuts = _cuts_along(features, old, entry.kind)
-    return ModuleChange(name, old, entry.kind, cuts, features, (size,), split=split)
+    return ModuleChange(name, old, entry.kind, cuts, features, split=split)
 
 
 def _cuts_along(features: Cut, old: nn.Module, kind: str) -> dict[str, Cut | None]:
@@ -183,7 +184,6 @@ def _shared_heads(name: str, old: nn.Module, entry: SharedHeads, world: TensorWo
 
 def _parameters(name: str, old: nn.Module, entry: Parameters, world: TensorWorld) -> ModuleChange:
     cuts: dict[str, Cut | None] = {}
-    stacks: dict[str, int] = {}
     for short, dim, stacked in entry.split:
         parameter = old._parameters.get(short)
         if parameter is None or not -parameter.ndim <= dim < parameter.ndim:
@@ -196,7 +196,6 @@ def _parameters(name: str, old: nn.Module, entry: Parameters, world: TensorWorld
                 f"{world.size * stacked} divides, got {tuple(parameter.shape)}"
             )
         cuts[short] = Cut.along(dim, stacks_of(size, stacked), world)
-        stacks[short] = stacked
     for short, parameter in old._parameters.items():
         if entry.summed and parameter is not None and short not in cuts:
             if not short.endswith("bias"):
@@ -205,7 +204,7 @@ def _parameters(name: str, old: nn.Module, entry: Parameters, world: TensorWorld
                     "module computes"
                 )
             cuts[short] = None
-    return ModuleChange(name, old, "parameters", cuts, summed=entry.summed, stacks=tuple(stacks.values()))
+    return ModuleChange(name, old, "parameters", cuts, summed=entry.summed)
 
 
 def _require_replaceable(name: str, old: nn.Module, kind: str) -> None:
@@ -238,23 +237,16 @@ def _fits(old: nn.Module, kind: str) -> bool:
     return is_linear(old) or (kind in ("column", "row") and is_conv1d(old))
 
 
-def _divided(match: Match, entry: Divided, ranks: int) -> list[tuple[nn.Module, str, int]]:
-    found = []
-    for attribute in entry.attributes:
-        number = _number_of(match, attribute)
-        if type(number) is not int or number % ranks:
-            raise ValueError(
-                f"'{match.name}.{attribute}': expected a number that {ranks} ranks divide, got {number!r}"
-            )
-        found.append((match.module, attribute, number // ranks))
-    return found
-
-
-def _number_of(match: Match, path: str) -> Any:
-    number: Any = match.module
-    for attribute in path.split("."):
-        number = getattr(number, attribute, None)
-    return number
+def _numbers(match: Match, entry: Divided | Number, ranks: int) -> Iterator[tuple[nn.Module, str, int]]:
+    divided = isinstance(entry, Divided)
+    for path in entry.attributes if isinstance(entry, Divided) else (entry.attribute,):
+        number: Any = match.module
+        for attribute in path.split("."):
+            number = getattr(number, attribute, None)
+        if type(number) is not int or (divided and number % ranks):
+            expected = f"a number that {ranks} ranks divide" if divided else "a number"
+            raise ValueError(f"'{match.name}.{path}': expected {expected}, got {number!r}")
+        yield match.module, path, entry.value if isinstance(entry, Number) else number // ranks
 
 
 def _require_tied_alike(model: nn.Module, changes: list[ModuleChange]) -> None:
@@ -299,11 +291,7 @@ def carry_out(model: nn.Module, changes: Changes, world: TensorWorld, state: Sta
             if child is not None:
                 places.setdefault(child, []).append((parent, short))
     for change in changes.modules:
-        held = {short: _shard_once(change, short, made) for short in change.cuts}
-        new = split_module(change, state)
-        for short, parameter in held.items():
-            setattr(new, short, parameter)
-        new.train(change.old.training)
+        new = split_with_shards(change, state, made)
         for hooks in _AFTER_FORWARD if change.kind == "embedding" else ():  # its output is the old one's
             vars(new)[hooks] = vars(change.old)[hooks]
         if new is not change.old:
@@ -313,9 +301,18 @@ def carry_out(model: nn.Module, changes: Changes, world: TensorWorld, state: Sta
                     assert change.features is not None
                     split_dropouts(parent, change.features)
     for module, features in changes.tails:
-        module.register_forward_hook(_SummedTail(features, world))
+        module.register_forward_hook(partial(_sum_tail, features, world))
     for module in changes.shared:
-        module.register_forward_hook(_OwnShare(world))
+        module.register_forward_hook(partial(_own_share, world))
+
+
+def split_with_shards(change: ModuleChange, state: State, made: dict[int, nn.Parameter]) -> nn.Module:
+    """Return the split module with this rank's shards; made: shards of the model by ids of parameters."""
+    held = {short: _shard_once(change, short, made) for short in change.cuts}
+    new = split_module(change, state)
+    for short, parameter in held.items():
+        setattr(new, short, parameter)
+    return new.train(change.old.training)
 
 
 def _shard_once(change: ModuleChange, short: str, made: dict[int, nn.Parameter]) -> nn.Parameter:
@@ -329,26 +326,15 @@ def _shard_once(change: ModuleChange, short: str, made: dict[int, nn.Parameter])
     return made[id(old)]
 
 
-class _SummedTail:
+def _sum_tail(features: int, world: TensorWorld, _: nn.Module, __: Any, output: Tensor) -> Tensor:
     """A forward hook: backward sums gradients of the last features over ranks: see `Tail`."""
-
-    def __init__(self, features: int, world: TensorWorld) -> None:
-        self.features = features
-        self.world = world
-
-    def __call__(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        full, own = output.split([output.shape[-1] - self.features, self.features], -1)
-        return torch.cat([full, copy_to_region(own, self.world.group)], -1)
+    full, own = output.split([output.shape[-1] - features, features], -1)
+    return torch.cat([full, copy_to_region(own, world.group)], -1)
 
 
-class _OwnShare:
+def _own_share(world: TensorWorld, _: nn.Module, __: Any, output: Tensor) -> Tensor:
     """A forward hook that divides an output by the number of ranks: every rank adds the same to a sum."""
-
-    def __init__(self, world: TensorWorld) -> None:
-        self.world = world
-
-    def __call__(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return output / self.world.size
+    return output / world.size
 
 
 def quantizable(model: nn.Module, changes: Changes, recipe: Recipe) -> list[str]:

@@ -204,19 +204,27 @@ def _is_number(holder: nn.Module, name: str) -> bool:
 
 
 def packed_attention(layers: Layers, holder: nn.Module, ranks: int) -> Entries | None:
-    """Return entries for Phi-3's attention: queries, keys and values of different sizes in one weight."""
-    size, keys = head_size_of_holder(holder), getattr(holder, "num_key_value_heads", None)
-    queries = getattr(getattr(holder, "config", None), "num_attention_heads", None)
-    if len(layers.columns) != 1 or not size or type(keys) is not int or type(queries) is not int:
+    """Return entries for queries, keys and values in one weight, or None if their sizes are unknown.
+
+    GPT-2's are equal, in a Conv1D; Phi-3 has fewer keys than queries, in an nn.Linear.
+    """
+    size = head_size_of_holder(holder)
+    if len(layers.columns) != 1 or not size:
         return None
     ((name, column),) = layers.columns.items()
-    stacks = (queries * size, keys * size, keys * size)
-    if queries % ranks or keys % ranks or oriented_shape(column)[0] != sum(stacks):
+    if is_conv1d(column):
+        numbers, sizes = Divided("split_size"), [getattr(holder, "split_size", None)] * 3
+    else:
+        numbers = Divided("config.num_attention_heads", "num_key_value_heads")
+        queries = getattr(getattr(holder, "config", None), "num_attention_heads", None)
+        keys = getattr(holder, "num_key_value_heads", None)
+        sizes = [count * size if type(count) is int else None for count in (queries, keys, keys)]
+    stacks = tuple(each for each in sizes if type(each) is int and each % (size * ranks) == 0)
+    if len(stacks) != 3 or oriented_shape(column)[0] != sum(stacks):
         return None
     if any(oriented_shape(row)[1] != stacks[0] for row in layers.rows.values()):
         return None
     rows: Entries = {row: [Split("row", unit=size)] for row in layers.rows}
-    numbers = Divided("config.num_attention_heads", "num_key_value_heads")
     return {name: [Split("column", unit=size, stacked=stacks)], layers.holder: [numbers], **rows}
 
 

@@ -21,6 +21,16 @@ from tpkernels.interop.parallelize.changes import Changes
 from tpkernels.layers import replicas
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.replicas import from_all_ranks
+from tpkernels.tp_invariance import mode
+
+
+def refuse_tp_invariance(subject: str) -> None:
+    """Raise under TP-invariance, which layers of other libraries do not have."""
+    if mode.fix(subject):
+        raise ValueError(
+            f"{subject}: expected TP-invariance to be off, because it does not cover computation between "
+            "layers; use tpkernels.GPT or the parallel layers, or turn it off"
+        )
 
 
 def refuse_shards_of_heads(model: nn.Module, changes: Changes) -> None:
@@ -75,7 +85,7 @@ def require_equal_draws(model: nn.Module, world: TensorWorld) -> None:
 
 
 class _Draws:
-    """Compares random streams in a model's first call in train mode and in every N-th: see `layers.watch`."""
+    """Compares random streams in the first call in train mode and in every N-th, as `layers.replicas`."""
 
     def __init__(self, world: TensorWorld) -> None:
         self.world = world

@@ -20,15 +20,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tpkernels import ops
-from tpkernels.groups.sizes import HeadSplit, VocabularySplit, shard_size, split_vocabulary, stacked_ranges
+from tpkernels.groups.sizes import HeadSplit, VocabularySplit, stacked_ranges
 from tpkernels.interop.parallelize.tokens import Tokens, precomputed_output
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    with_recipe,
-)
+from tpkernels.layers.linear import VocabParallelEmbedding, with_recipe
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.quantize import Recipe
@@ -41,18 +36,21 @@ class Cut:
 
     size: the shard's size, padding included
     full: the dimension's size
+    stride: the number of weights that are concatenated along it
     """
 
     dim: int
     ranges: tuple[range, ...]
     size: int
     full: int
+    stride: int = 1
 
     @staticmethod
     def along(dim: int, stacks: tuple[int, ...], world: TensorWorld) -> Cut:
         """Return the cut for this rank's shard of each concatenated weight."""
         full = sum(stacks)
-        return Cut(dim, stacked_ranges(world.rank, stacks, world.size), full // world.size, full)
+        ranges = stacked_ranges(world.rank, stacks, world.size)
+        return Cut(dim, ranges, full // world.size, full, stride=len(stacks))
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this rank's shard, padded, in new memory."""
@@ -79,8 +77,9 @@ class ModuleChange:
     kind: a kind of `Split`, shared_heads, parameters or table
     cuts: this rank's cut of each parameter; None: the full parameter
     features: this rank's features of the output, for a column, or of the input, for a row
+    stacks: sizes of the concatenated weights, if they differ
     reads: the output features that this rank computes, for shared heads
-    split: how features are padded if ranks do not divide them
+    split: how features, or rows of a vocabulary, are padded if ranks do not divide them
     """
 
     name: str
@@ -91,7 +90,15 @@ class ModuleChange:
     stacks: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
     summed: bool = False
-    split: HeadSplit | None = None
+    split: HeadSplit | VocabularySplit | None = None
+
+    @property
+    def marks(self) -> dict[str, Attributes]:
+        """Megatron's attributes of each parameter."""
+        return {
+            short: Attributes() if cut is None else Attributes(True, cut.dim, cut.stride)
+            for short, cut in self.cuts.items()
+        }
 
     def shard_of(self, short: str, tensor: Tensor) -> Tensor:
         """Return this rank's shard of a parameter, or of its gradient, in new memory."""
@@ -132,34 +139,14 @@ class SplitDropout(nn.Dropout):
 def split_module(change: ModuleChange, state: State) -> nn.Module:
     """Return the layer that replaces a module on this rank, or the kept module; the caller sets shards."""
     kind, old = change.kind, change.old
-    if kind == "parameters":
-        return _adopt_parameters(change, state)
-    if kind == "table":
-        return _adopt_table(old, state)
-    out_features, in_features = oriented_shape(old)
-    bias = old._parameters.get("bias") is not None
+    if kind in ("parameters", "table"):
+        return _adopt(change, state)
     if isinstance(old, nn.Embedding):
         if kind == "column":
-            return ColumnEmbedding(old, state=state)
-        padding = old.padding_idx
-        return VocabParallelEmbedding(
-            out_features, in_features, padding_idx=padding, state=state, device="meta"
-        )
-    if kind == "head":
-        return HeadLinear(in_features, out_features, bias=bias, state=state)
-    if kind == "shared_heads":
-        return SharedHeadsLinear(in_features, out_features, change.reads, bias=bias, state=state)
-    if kind == "column":
-        if is_conv1d(old):
-            return ColumnConv1D(in_features, out_features, stacks=change.stacks, state=state)
-        return ColumnLinear(
-            in_features, out_features, change.stacks, bias=bias, split=change.split, state=state
-        )
-    if kind == "row_of_full":
-        return RowOfFullLinear(in_features, out_features, bias=bias, state=state)
-    if is_conv1d(old):
-        return RowConv1D(in_features, out_features, state=state)
-    return RowLinear(in_features, out_features, bias=bias, split=change.split, state=state)
+            return ColumnEmbedding(change, state)
+        sizes, padding = (old.num_embeddings, old.embedding_dim), old.padding_idx
+        return VocabParallelEmbedding(*sizes, padding_idx=padding, state=state, device="meta")
+    return LINEAR[kind](change, state)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -195,275 +182,137 @@ def oriented_shape(module: nn.Module) -> tuple[int, int]:
     return (second, first) if is_conv1d(module) else (first, second)
 
 
-class ColumnLinear(ColumnParallelLinear):
-    """A column-parallel nn.Linear: takes all features, returns this rank's.
+class SplitLayer(ParallelModule):
+    """Base class of layers that replace `nn.Linear`, `Conv1D` and `nn.Embedding`.
 
-    stacks: sizes of the weights that are concatenated in this one
-    split: how features are padded with zeros if ranks do not divide them
-    """
-
-    tokens: Tokens | None = None  # if set, `Columns` computes this layer when it gathers tokens
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        stacks: tuple[int, ...],
-        *,
-        bias: bool,
-        split: HeadSplit | None,
-        state: State,
-    ) -> None:
-        sizes = uneven(stacks)
-        super().__init__(
-            in_features,
-            out_features if split is None else split.shard_size * split.ranks,
-            bias=bias,
-            gather_output=False,
-            stride=1 if sizes else len(stacks),
-            state=state,
-            device="meta",
-        )
-        self.stacks = sizes
-        self.split = split
-        for parameter in self.parameters(recurse=False):
-            vars(parameter)["partition_stride"] = len(stacks)
-
-    def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(input_)[0] if self.tokens is None else precomputed_output(self)
-
-    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias in nn.Linear's layout."""
-        assert self.weight is not None
-        return self.weight, self.bias
-
-    def extra_repr(self) -> str:
-        return with_padding(super().extra_repr(), self.split)
-
-
-class RowLinear(RowParallelLinear):
-    """A row-parallel nn.Linear: takes this rank's features, returns all.
-
-    split: how features are padded if ranks do not divide them: padding enters no product, and its gradients
-        are zero, in this layer and in the layers before it
-    """
-
-    tokens: Tokens | None = None
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        split: HeadSplit | None = None,
-        state: State,
-    ) -> None:
-        padded = in_features if split is None else split.shard_size * split.ranks
-        super().__init__(padded, out_features, bias=bias, input_is_parallel=True, state=state, device="meta")
-        self.split = split
-
-    def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
-        if self.split is not None:
-            own = len(self.split.features_of(self.world.rank))
-            if own < self.split.shard_size:
-                input_ = F.pad(input_[..., :own], (0, self.split.shard_size - own))
-        if self.tokens is not None:
-            assert self.weight is not None
-            return self.tokens.row_linear(input_, self.weight, self.bias, self.quantize)
-        return super().forward(input_)[0]
-
-    def extra_repr(self) -> str:
-        return with_padding(super().extra_repr(), self.split)
-
-
-def with_padding(said: str, split: HeadSplit | None) -> str:
-    """Append the number of features before padding to a layer's `extra_repr`."""
-    return said if split is None else f"{said}, padded from {split.size} features"
-
-
-class RowOfFullLinear(RowLinear):
-    """A row-parallel nn.Linear that is called with all features and takes this rank's."""
-
-    def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(scatter_to_region(input_, self.world.group))
-
-
-class SharedHeadsLinear(ParallelModule):
-    """An nn.Linear with a replicated weight that returns the features that this rank's queries read.
-
-    reads: these features
+    split, stacks, reads: as in `ModuleChange`
+    is_conv1d: the weight keeps Conv1D's layout, (in_features, out_features), so that checkpoints fit
+    tokens: under sequence parallelism, the tokens of the model
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    quantize: Recipe | None = None
-
-    def __init__(
-        self, in_features: int, out_features: int, reads: tuple[int, ...], *, bias: bool, state: State
-    ) -> None:
-        super().__init__(state)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.reads = reads
-        self.add_parameter("weight", (out_features, in_features), Attributes(), device="meta")
-        self.add_parameter("bias", (out_features,) if bias else None, Attributes(), device="meta")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., features of the heads that are read)"""
-        self.require_features(x, self.in_features, "every rank needs all of them")
-        group = self.world.group
-        reads = torch.tensor(self.reads, device=x.device)
-        weight = copy_to_region(self.weight, group).index_select(0, reads)
-        bias = None if self.bias is None else copy_to_region(self.bias, group).index_select(0, reads)
-        return ops.column_linear(x, weight, bias, group, quantize=self.quantize)
-
-    def extra_repr(self) -> str:
-        said = f"{self.in_features}, {self.out_features}, {self.world} computes {len(self.reads)}"
-        return with_recipe(said, self.quantize)
-
-
-class ColumnEmbedding(ParallelModule):
-    """An nn.Embedding that returns this rank's features of each row."""
-
-    weight: nn.Parameter
-
-    def __init__(self, old: nn.Embedding, *, state: State) -> None:
-        super().__init__(state)
-        self.padding_idx = old.padding_idx
-        own = shard_size(old.embedding_dim, self.world.size, "embedding_dim")
-        split = Attributes(tensor_model_parallel=True, partition_dim=1)
-        self.add_parameter("weight", (old.num_embeddings, own), split, device="meta")
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight, self.padding_idx)
-
-
-def uneven(stacks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sizes if they differ; equal sizes need a stride only: see `checkpoints.shards`."""
-    return stacks if len(set(stacks)) > 1 else ()
-
-
-class ColumnConv1D(ParallelModule):
-    """A column-parallel Conv1D: takes all features, returns this rank's.
-
-    The weight keeps Conv1D's layout, (in_features, out_features / R), so that checkpoints fit.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter
     tokens: Tokens | None = None
     quantize: Recipe | None = None
 
-    def __init__(self, in_features: int, out_features: int, *, stacks: tuple[int, ...], state: State) -> None:
+    def __init__(self, change: ModuleChange, state: State) -> None:
         super().__init__(state)
-        self.in_features = in_features
-        self.stacks = uneven(stacks)
-        own = shard_size(out_features, self.world.size, "out_features")
-        columns, split = Attributes(True, 1, len(stacks)), Attributes(True, 0, len(stacks))
-        self.add_parameter("weight", (in_features, own), columns, device="meta")
-        self.add_parameter("bias", (own,), split, device="meta")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features / R)"""
-        self.require_features(x, self.in_features, "every rank needs all of them")
-        if self.tokens is not None:
-            return precomputed_output(self)
-        weight, bias = self.weight_and_bias()
-        features: Tensor = ops.column_linear(x, weight, bias, self.world.group, quantize=self.quantize)
-        return features
+        self.out_features, self.in_features = oriented_shape(change.old)
+        self.is_conv1d = is_conv1d(change.old)
+        self.split, self.stacks, self.reads = change.split, change.stacks, change.reads
+        for short in ("weight", "bias"):
+            shape = (0,) if short in change.cuts else None
+            self.add_parameter(short, shape, change.marks.get(short, Attributes()), device="meta")
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias in nn.Linear's layout."""
-        return self.weight.t(), self.bias
+        return self.weight.t() if self.is_conv1d else self.weight, self.bias
 
-    def extra_repr(self) -> str:
-        return with_recipe(f"{self.in_features}, {self.world}", self.quantize)
-
-
-class RowConv1D(ParallelModule):
-    """A row-parallel Conv1D: takes this rank's features; its weight is (in_features / R, out_features)."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter
-    tokens: Tokens | None = None
-    quantize: Recipe | None = None
-
-    def __init__(self, in_features: int, out_features: int, *, state: State) -> None:
-        super().__init__(state)
-        self.own_features = shard_size(in_features, self.world.size, "in_features")
-        rows = Attributes(True, 0)
-        self.add_parameter("weight", (self.own_features, out_features), rows, device="meta")
-        self.add_parameter("bias", (out_features,), Attributes(), device="meta")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features / R) -> (..., out_features)"""
-        self.require_features(x, self.own_features, "it takes this rank's features")
-        if self.tokens is not None:
-            return self.tokens.row_linear(x, self.weight.t(), self.bias, self.quantize)
-        return ops.row_linear(x, self.weight.t(), self.bias, self.world.group, quantize=self.quantize)
-
-    def extra_repr(self) -> str:
-        return with_recipe(f"{self.own_features}, {self.world}", self.quantize)
-
-
-class HeadLinear(ParallelModule):
-    """An nn.Linear with split, gathered output features; their number need not be a multiple of the ranks."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    quantize: Recipe | None = None
-
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, state: State) -> None:
-        super().__init__(state)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.split = split_vocabulary(out_features, ranks=self.world.size)
-        marked = Attributes(tensor_model_parallel=True, partition_dim=0)
-        rows = self.split.shard_size
-        self.add_parameter("weight", (rows, in_features), marked, device="meta")
-        self.add_parameter("bias", (rows,) if bias else None, marked, device="meta")
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)"""
-        self.require_features(input_, self.in_features, "every rank needs all of them")
-        group = self.world.group
-        features = ops.column_linear(input_, self.weight, self.bias, group, quantize=self.quantize)
-        return ops.vocab_gather(features, group, vocab_size=self.out_features)
+    def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in_features) -> (..., rows of the weight)"""
+        self.require_features(x, self.in_features, "every rank needs all of them")
+        y: Tensor = ops.column_linear(x, weight, bias, self.world.group, quantize=self.quantize)
+        return y
 
     def extra_repr(self) -> str:
         said = f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.world}"
+        if isinstance(self.split, HeadSplit):
+            said += f", padded from {self.split.size} features"
         return with_recipe(said, self.quantize)
 
 
-def _adopt_parameters(change: ModuleChange, state: State) -> nn.Module:
-    """Change a module's class to hold shards of its parameters, which the caller sets; return the module.
+class ColumnLinear(SplitLayer):
+    """Takes all features, returns this rank's: `compute_columns` computes it if it gathers tokens."""
 
-    A cut of None is a bias that is added once for all ranks.
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features / R)"""
+        if self.tokens is not None:
+            return precomputed_output(self)
+        return self.columns(x, *self.weight_and_bias())
+
+
+class HeadLinear(SplitLayer):
+    """Its output features are split and gathered; their number need not be a multiple of the ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)"""
+        features = self.columns(x, *self.weight_and_bias())
+        return ops.vocab_gather(features, self.world.group, vocab_size=self.out_features)
+
+
+class SharedHeadsLinear(SplitLayer):
+    """Has a replicated weight, and returns the features that this rank's queries read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., features of the heads that are read)"""
+        group, reads = self.world.group, torch.tensor(self.reads, device=x.device)
+        weight = copy_to_region(self.weight, group).index_select(0, reads)
+        bias = None if self.bias is None else copy_to_region(self.bias, group).index_select(0, reads)
+        return self.columns(x, weight, bias)
+
+
+class RowLinear(SplitLayer):
+    """Takes this rank's features, returns all.
+
+    Padding enters no product, and its gradients are zero, in this layer and in the layers before it.
     """
-    module, split = change.old, {name: cut for name, cut in change.cuts.items() if cut is not None}
-    once = tuple(name for name in change.cuts if name not in split)
-    marks = {
-        name: Attributes(tensor_model_parallel=True, partition_dim=cut.dim, partition_stride=stride)
-        for (name, cut), stride in zip(split.items(), change.stacks, strict=True)
-    }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features / R) -> (..., out_features)"""
+        weight, bias = self.weight_and_bias()
+        own = weight.shape[1]
+        self.require_features(x, own, "it takes this rank's features")
+        if isinstance(self.split, HeadSplit) and (real := len(self.split.features_of(self.world.rank))) < own:
+            x = F.pad(x[..., :real], (0, own - real))
+        if self.tokens is not None:
+            return self.tokens.row_linear(x, weight, bias, self.quantize)
+        return ops.row_linear(x, weight, bias, self.world.group, quantize=self.quantize)
+
+
+class RowOfFullLinear(RowLinear):
+    """Takes all features, uses this rank's, returns all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)"""
+        return super().forward(scatter_to_region(x, self.world.group))
+
+
+LINEAR: dict[str, type[SplitLayer]] = {
+    "column": ColumnLinear,
+    "head": HeadLinear,
+    "shared_heads": SharedHeadsLinear,
+    "row": RowLinear,
+    "row_of_full": RowOfFullLinear,
+}
+
+
+class ColumnEmbedding(SplitLayer):
+    """An nn.Embedding that returns this rank's features of each row."""
+
+    def __init__(self, change: ModuleChange, state: State) -> None:
+        super().__init__(change, state)
+        self.padding_idx = change.old.padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight, self.padding_idx)  # type: ignore[arg-type]
+
+
+def _adopt(change: ModuleChange, state: State) -> nn.Module:
+    """Change a kept module's class to hold shards of its parameters, which the caller sets.
+
+    A table's own forward calls ours; that of other modules is called by ours.
+    """
+    module = change.old
     own: Any = type(module)
-    module.__class__ = _derived(own.__name__, SummedModule if change.summed else ParallelModule, own)
+    ours = SummedModule if change.summed else ParallelModule
+    bases = (own, SplitTable) if change.kind == "table" else (ours, own)
+    module.__class__ = _derived(own.__name__, *bases)
     assert isinstance(module, ParallelModule)
-    module.adopt(state, marks | {name: Attributes() for name in once})
+    module.adopt(state, change.marks)
+    if isinstance(module, SplitTable):
+        module.split = change.split
     if isinstance(module, SummedModule):
-        module.added_once = once
-    return module
-
-
-def _adopt_table(module: nn.Module, state: State) -> nn.Module:
-    """Change the class of a derived embedding to hold a shard of its rows, which the caller sets."""
-    assert isinstance(module, nn.Embedding)
-    own: Any = type(module)
-    module.__class__ = _derived(own.__name__, own, SplitTable)  # its forward calls ours
-    assert isinstance(module, SplitTable)
-    module.adopt(state, {"weight": Attributes(tensor_model_parallel=True, partition_dim=0)})
-    module.split = split_vocabulary(module.num_embeddings, ranks=module.world.size)
+        module.added_once = tuple(name for name, cut in change.cuts.items() if cut is None)
     return module
 
 
@@ -503,7 +352,7 @@ class SummedModule(ParallelModule):
 class SplitTable(ParallelModule, nn.Embedding):
     """The base of a class derived from nn.Embedding: looks up rows that are split over ranks."""
 
-    split: VocabularySplit
+    split: HeadSplit | VocabularySplit | None
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.vocab_embedding(

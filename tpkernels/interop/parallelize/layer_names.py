@@ -29,12 +29,7 @@ from tpkernels.interop.parallelize.entries import (
     with_vocabulary,
 )
 from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape
-from tpkernels.interop.parallelize.plan import (
-    Divided,
-    ParallelizePlan,
-    Parameters,
-    Split,
-)
+from tpkernels.interop.parallelize.plan import ParallelizePlan, Parameters, Split
 
 Depth = Literal["heads", "heads and features", "gathered attention", "gathered", "mlp"]
 
@@ -123,26 +118,9 @@ def _attention(
         columns, rows = _found(name, module, (fused,)), _found(name, module, (output,))
         if columns and rows:
             layers = Layers(name, columns, rows)
-            if numbers is not None and is_conv1d(*columns.values()):
-                yield from _three_in_one(layers, module, ranks)
-            elif numbers is not None and (packed := packed_attention(layers, module, ranks)):
-                yield packed
-            else:
-                yield gathered(layers, ranks)
+            packed = None if numbers is None else packed_attention(layers, module, ranks)
+            yield packed or gathered(layers, ranks)
             return
-
-
-def _three_in_one(layers: Layers, module: nn.Module, ranks: int) -> Iterator[Entries]:
-    """Yield entries for GPT-2's attention: three weights in one, split by a number in an attribute."""
-    size, parted = head_size_of_holder(module), getattr(module, "split_size", None)
-    (column, linear), (row, _) = *layers.columns.items(), *layers.rows.items()
-    width = oriented_shape(linear)[0]
-    if size and type(parted) is int and parted * 3 == width and parted % (size * ranks) == 0:
-        yield {
-            column: [Split("column", unit=size, stacked=3)],
-            row: [Split("row", unit=size)],
-            layers.holder: [Divided("split_size")],
-        }
 
 
 def _of_heads(attention: nn.Module, ranks: int) -> Iterator[Entries]:

@@ -36,7 +36,7 @@ from tpkernels.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.checkpoints.shards import TensorShard, shard_of, shards_of
 from tpkernels.interop.parallelize.lora import base_model, is_of_peft
 from tpkernels.interop.parallelize.plan import ParallelizePlan, Parameters, SharedHeads, Split
-from tpkernels.interop.parallelize.tokens import StandIns
+from tpkernels.interop.parallelize.tokens import put_stand_ins
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import TENSOR_DIM, State, TensorWorld
@@ -85,8 +85,8 @@ def hold_dtensors(model: nn.Module, state: State, world: TensorWorld) -> None:
             module.holds_dtensors = True
         if old:
             summed = frozenset(short for short, p in old.items() if id(p) in marked)
-            local = _LocalParameters(summed, {short: p.shape for short, p in old.items()}, world)
-            StandIns(old, local).put_on(module, first=True)
+            shapes = {short: p.shape for short, p in old.items()}
+            put_stand_ins(module, old, partial(_local_parameter, summed, shapes, world), first=True)
 
 
 def _dtensor(shard: TensorShard, mesh: DeviceMesh) -> nn.Parameter:
@@ -104,29 +104,26 @@ def _refusal(what: str, how: str) -> str:
     )
 
 
-class _LocalParameters:
-    """Returns the local tensor that replaces a module's DTensor in its forward.
+def _local_parameter(
+    summed: frozenset[str],
+    shapes: Mapping[str, torch.Size],
+    world: TensorWorld,
+    module: nn.Module,
+    name: str,
+) -> Tensor:
+    """Return the local tensor that replaces a module's DTensor in its forward.
 
     summed: names of parameters marked `sequence_parallel`: their gradients are partial
     shapes: of the local tensors, padding included
     """
-
-    def __init__(self, summed: frozenset[str], shapes: Mapping[str, torch.Size], world: TensorWorld) -> None:
-        self.summed = summed
-        self.shapes = shapes
-        self.world = world
-
-    def __call__(self, module: nn.Module, name: str) -> Tensor:
-        parameter: Tensor | None = module._parameters[name]
-        if not isinstance(parameter, DTensor):
-            raise TypeError(f"'{name}': expected a DTensor, as parallelize made it, got {type(parameter)}")
-        local: Tensor = parameter.to_local()
-        if name in self.summed:
-            local = copy_to_region(local.reshape(-1), self.world.group).view(local.shape)
-        shape = self.shapes[name]
-        if local.shape[:1] != shape[:1]:
-            local = F.pad(local, (*[0, 0] * (local.ndim - 1), 0, shape[0] - local.shape[0]))
-        return local
+    parameter: Tensor | None = module._parameters[name]
+    if not isinstance(parameter, DTensor):
+        raise TypeError(f"'{name}': expected a DTensor, as parallelize made it, got {type(parameter)}")
+    local: Tensor = parameter.to_local()
+    if name in summed:
+        local = copy_to_region(local.reshape(-1), world.group).view(local.shape)
+    missing = shapes[name][0] - local.shape[0] if local.ndim else 0
+    return F.pad(local, (*[0, 0] * (local.ndim - 1), 0, missing)) if missing else local
 
 
 _METHODS = ("save_pretrained", "push_to_hub")

@@ -11,7 +11,6 @@ Other children, such as a mixture of experts, compute as without sequence parall
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,15 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tpkernels.groups.random import draws
 from tpkernels.interop.parallelize.changes import Changes
 from tpkernels.interop.parallelize.guards import refuse_hidden_states
-from tpkernels.interop.parallelize.hf_modules import (
-    ColumnConv1D,
-    ColumnLinear,
-    ModuleChange,
-    RowConv1D,
-    RowLinear,
-)
+from tpkernels.interop.parallelize.hf_modules import ColumnLinear, ModuleChange, RowLinear
 from tpkernels.interop.parallelize.probe import ParameterNames
-from tpkernels.interop.parallelize.tokens import After, Before, Columns, TokenMove, Tokens, sum_gradients
+from tpkernels.interop.parallelize.tokens import (
+    TokenMove,
+    Tokens,
+    compute_columns,
+    first_argument,
+    move_input,
+    move_output,
+    sum_gradients,
+)
 from tpkernels.interop.parallelize.twins import Inputs, call_model, trial_context
 from tpkernels.layers.world import TensorWorld
 
@@ -63,29 +64,23 @@ def share_tokens(model: nn.Module, sharing: Sharing, world: TensorWorld) -> None
     moves += [(name, tokens.all) for name in sharing.whole]
     for name, columns in sharing.columns:
         layers = [named[column] for column in columns]
-        moves.append((name, Columns(tokens, layers)))
+        moves.append((name, partial(compute_columns, tokens, layers)))
         for layer in layers:
-            assert isinstance(layer, ColumnLinear | ColumnConv1D)
+            assert isinstance(layer, ColumnLinear)
             layer.tokens = tokens
     for name, move in moves:
-        module = named[name]
-        module.register_forward_pre_hook(Before(move, first_argument(module)), with_kwargs=True)
+        move_input(named[name], move)
     for name in sharing.whole:
-        named[name].register_forward_hook(After(tokens.own))
-    last.register_forward_hook(After(tokens.all))
+        move_output(named[name], tokens.own)
+    move_output(last, tokens.all)
     for name in sharing.rows:
         row = named[name]
-        assert isinstance(row, RowLinear | RowConv1D)
+        assert isinstance(row, RowLinear)
         row.tokens = tokens
     sum_gradients(model, sharing.partial, world, tokens)
     for module in model.modules():
         if module is not first and any(child is first for child in module.modules()):
             module.register_forward_pre_hook(refuse_hidden_states, with_kwargs=True)
-
-
-def first_argument(module: nn.Module) -> str:
-    """Return the name of a module's first argument."""
-    return next(iter(inspect.signature(module.forward).parameters), "")
 
 
 def sharing_of(

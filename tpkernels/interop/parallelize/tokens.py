@@ -17,13 +17,14 @@ its columns may read.
 In eval mode tokens are not sharded if the ranks do not divide their number, as in a step of generation: then
 every rank has all tokens, and row layers all-reduce.
 
-
-`StandIns` replace a module's parameters in its forward, for example to sum gradients over ranks.
+Hooks are partials of functions, not closures: a copy of the model needs `Tokens` of its own.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,36 +85,22 @@ def _gather_replicated(x: Tensor, group: Any) -> Tensor:
     return gather_from_sequence_region(x, group, tensor_parallel_output_grad=False)
 
 
-class Columns:
-    """Computes the column layers that take their module's input."""
-
-    def __init__(self, tokens: Tokens, layers: list[nn.Module]) -> None:
-        self.tokens = tokens
-        self.layers = layers
-
-    def __call__(self, x: Tensor, _: nn.Module) -> Tensor:
-        """Compute all layers; return the module's new input."""
-        group, sharded = self.tokens.world.group, self.tokens.sharded
-        pairs = [layer.weight_and_bias() for layer in self.layers]  # type: ignore[operator]
-        weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
-        first = x.transpose(0, -2) if sharded else x
-        recipe: Any = self.layers[0].quantize  # the same for all layers
-        outputs = ops.column_linear(
-            first,
-            weights,
-            biases,
-            group,
-            sequence_parallel=sharded,
-            quantize=recipe,
-        )
-        for layer, output in zip(self.layers, outputs, strict=True):
-            back = output.transpose(0, -2).contiguous() if sharded else output
-            object.__setattr__(layer, READY, back)
-        return x.new_full((), torch.nan).expand(*back.shape[:-1], x.shape[-1])
+def compute_columns(tokens: Tokens, layers: list[nn.Module], x: Tensor, _: nn.Module) -> Tensor:
+    """Compute the column layers that take their module's input x; return the module's new input."""
+    group, sharded = tokens.world.group, tokens.sharded
+    pairs = [layer.weight_and_bias() for layer in layers]  # type: ignore[operator]
+    weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
+    first = x.transpose(0, -2) if sharded else x
+    recipe: Any = layers[0].quantize  # the same for all layers
+    outputs = ops.column_linear(first, weights, biases, group, sequence_parallel=sharded, quantize=recipe)
+    for layer, output in zip(layers, outputs, strict=True):
+        back = output.transpose(0, -2).contiguous() if sharded else output
+        object.__setattr__(layer, READY, back)
+    return x.new_full((), torch.nan).expand(*back.shape[:-1], x.shape[-1])
 
 
 def precomputed_output(layer: nn.Module) -> Tensor:
-    """Return the output that `Columns` computed for this call of the layer."""
+    """Return the output that `compute_columns` computed for this call of the layer."""
     output: Tensor | None = vars(layer).pop(READY, None)
     if output is None:
         raise RuntimeError(
@@ -127,59 +114,66 @@ READY = "_ready"
 TokenMove = Callable[[Tensor, nn.Module], Tensor]
 
 
-class Before:
-    """A forward pre-hook that moves a module's first argument, positional or by name."""
-
-    def __init__(self, move: TokenMove, name: str) -> None:
-        self.move = move
-        self.name = name
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (self.move(args[0], module), *args[1:]), kwargs
-        return args, {**kwargs, self.name: self.move(kwargs[self.name], module)}
+def move_input(module: nn.Module, move: TokenMove) -> None:
+    """Move a module's first argument, positional or by name, before its forward."""
+    module.register_forward_pre_hook(partial(_before, move, first_argument(module)), with_kwargs=True)
 
 
-class After:
-    """A forward hook that moves a module's output, or the first of several."""
-
-    def __init__(self, move: TokenMove) -> None:
-        self.move = move
-
-    def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return self.move(output, module)
-        return (self.move(output[0], module), *output[1:])
+def move_output(module: nn.Module, move: TokenMove) -> None:
+    """Move a module's output, or the first of several."""
+    module.register_forward_hook(partial(_after, move))
 
 
-class StandIns:
-    """Replaces parameters of a module during its forward by tensors that `make` returns.
+def first_argument(module: nn.Module) -> str:
+    """Return the name of a module's first argument."""
+    return next(iter(inspect.signature(module.forward).parameters), "")
+
+
+def _before(
+    move: TokenMove, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (move(args[0], module), *args[1:]), kwargs
+    return args, {**kwargs, name: move(kwargs[name], module)}
+
+
+def _after(move: TokenMove, module: nn.Module, _: Any, output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return move(output, module)
+    return (move(output[0], module), *output[1:])
+
+
+def put_stand_ins(
+    module: nn.Module,
+    names: Iterable[str],
+    make: Callable[[nn.Module, str], Tensor | None],
+    *,
+    first: bool = False,
+) -> None:
+    """Replace parameters of a module during its forward by tensors that `make` returns.
 
     Nothing is attached to a parameter, because wrappers such as fully_shard replace it: `make` reads the
     module's current parameter.
 
     make: called with the module and the name; returns None to keep the parameter
+    first: before other hooks, so that these see the stand-ins, too
     """
+    names = tuple(names)
+    module.register_forward_pre_hook(partial(_enter, names, make), prepend=first)
+    module.register_forward_hook(partial(_leave, names), always_call=True)
 
-    def __init__(self, names: Iterable[str], make: Callable[[nn.Module, str], Tensor | None]) -> None:
-        self.names = tuple(names)
-        self.make = make
 
-    def put_on(self, module: nn.Module, *, first: bool = False) -> None:
-        """Register the hooks. first: before other hooks, so that these see the stand-ins, too"""
-        module.register_forward_pre_hook(self._enter, prepend=first)
-        module.register_forward_hook(self._leave, always_call=True)
+def _enter(
+    names: tuple[str, ...], make: Callable[[nn.Module, str], Tensor | None], module: nn.Module, _: Any
+) -> None:
+    for name in names:
+        if (made := make(module, name)) is not None:
+            object.__setattr__(module, name, made)
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        for name in self.names:
-            if (made := self.make(module, name)) is not None:
-                object.__setattr__(module, name, made)
 
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        for name in self.names:
-            vars(module).pop(name, None)
+def _leave(names: tuple[str, ...], module: nn.Module, *_: Any) -> None:
+    for name in names:
+        vars(module).pop(name, None)
 
 
 def sum_gradients(
@@ -193,21 +187,12 @@ def sum_gradients(
     for module in model.modules():
         own = [short for short, p in module._parameters.items() if p is not None and id(p) in chosen]
         if own:
-            StandIns(own, _Summed(world, tokens)).put_on(module)
+            put_stand_ins(module, own, partial(_summed, world, tokens))
 
 
-class _Summed:
-    """Returns the stand-in of a parameter whose gradient is summed.
-
-    An object, not a closure: a copy of the model needs `tokens` of its own.
-    """
-
-    def __init__(self, world: TensorWorld, tokens: Tokens | None) -> None:
-        self.world = world
-        self.tokens = tokens
-
-    def __call__(self, module: nn.Module, name: str) -> Tensor | None:
-        parameter: Tensor | None = getattr(module, name)  # or its stand-in
-        if parameter is None or (self.tokens is not None and not self.tokens.sharded):
-            return None
-        return copy_to_region(parameter.reshape(-1), self.world.group).view(parameter.shape)
+def _summed(world: TensorWorld, tokens: Tokens | None, module: nn.Module, name: str) -> Tensor | None:
+    """Return the stand-in of a parameter whose gradient is summed."""
+    parameter: Tensor | None = getattr(module, name)  # or its stand-in
+    if parameter is None or (tokens is not None and not tokens.sharded):
+        return None
+    return copy_to_region(parameter.reshape(-1), world.group).view(parameter.shape)

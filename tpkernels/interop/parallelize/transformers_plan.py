@@ -3,16 +3,16 @@
 Its `_tp_plan` names a style for patterns of modules and parameters, in which * is one part of a name:
 
     style                                                 becomes
-    colwise, local_colwise                                column
+    colwise                                               column
     colwise_gather_output, colwise_rep                    head
-    rowwise, local_rowwise                                row
+    rowwise                                               row
     rowwise_split_input, rowwise_rep                      row_of_full
-    packed_colwise                                        column of two stacked weights
+    packed_colwise, packed_rowwise                        column or row of two stacked weights
     embedding_rowwise, embedding_colwise                  embedding
     replicate, sequence_parallel                          replicated
     replicated_with_grad_allreduce                        partial
     mla_kv_a_proj                                         Tail
-    moe_tp_experts, all_reduce, gather, local             Parameters of the module, summed over ranks
+    moe_tp_experts, all_reduce                            Parameters of the module, summed over ranks
     local_params                                          Parameters of the module, on this rank's features
     moe_identity_expert                                   Shared
 
@@ -41,38 +41,16 @@ from tpkernels.interop.parallelize.entries import (
     split_parameters,
     with_vocabulary,
 )
-from tpkernels.interop.parallelize.plan import (
-    Kept,
-    ParallelizePlan,
-    PlanEntry,
-    Shared,
-    Split,
-    Tail,
-)
+from tpkernels.interop.parallelize.plan import Kept, ParallelizePlan, PlanEntry, Shared, Split, Tail
 
-COLUMN_STYLES = ("colwise", "local_colwise")
-ROW_STYLES = ("rowwise", "local_rowwise")
+LINEAR_STYLES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 GATHERED_STYLES = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep")
-PACKED_STYLES = {
-    "packed_colwise": -2,
-    "local_packed_colwise": -2,
-    "packed_rowwise": -1,
-    "local_packed_rowwise": -1,
-}
 TABLE_STYLES = ("embedding_rowwise", "embedding_colwise")
 KEPT_STYLES = {"replicate": False, "sequence_parallel": False, "replicated_with_grad_allreduce": True}
-TAIL_STYLE = "mla_kv_a_proj"
-SUMMED_STYLES = ("moe_tp_experts", "all_reduce", "gather", "local")
-STYLES = {
-    *COLUMN_STYLES,
-    *ROW_STYLES,
-    *GATHERED_STYLES,
-    *PACKED_STYLES,
-    *TABLE_STYLES,
-    *KEPT_STYLES,
-    *SUMMED_STYLES,
-}
-STYLES |= {"local_params", TAIL_STYLE, "moe_identity_expert"}
+SUMMED_STYLES = ("moe_tp_experts", "all_reduce")
+TAIL_STYLE, SHARED_STYLE = "mla_kv_a_proj", "moe_identity_expert"
+STYLES = {*LINEAR_STYLES, *GATHERED_STYLES, *TABLE_STYLES, *KEPT_STYLES, *SUMMED_STYLES}
+STYLES |= {"local_params", TAIL_STYLE, SHARED_STYLE}
 
 
 def styles_of(model: nn.Module) -> dict[str, str]:
@@ -124,7 +102,7 @@ def _linear(
     for name, style in named.items():
         if isinstance(modules[name], nn.Embedding):
             continue
-        if style in (*COLUMN_STYLES, *ROW_STYLES, *GATHERED_STYLES, *PACKED_STYLES):
+        if style in LINEAR_STYLES + GATHERED_STYLES:
             holder = _holder(modules, name)
             layers = holders.setdefault(holder, Layers(holder, {}, {}))
             split = layers.rows if "rowwise" in style else layers.columns
@@ -142,7 +120,7 @@ def _linear(
         if plain.rows and head_size_of_holder(modules[holder]):
             yield split_attention(plain, modules[holder], ranks, say)
         else:
-            packed = any(named[name] in PACKED_STYLES for name in plain.columns)
+            packed = any(named[name].startswith("packed") for name in plain.columns)
             yield split_evenly(plain, ranks, say, stacked=2 if packed else 1)
 
 
@@ -161,11 +139,10 @@ def _holder(modules: Mapping[str, nn.Module], name: str) -> str:
 
 
 def _tables(modules: Mapping[str, nn.Module], named: Mapping[str, str]) -> Entries:
-    split = (*TABLE_STYLES, *COLUMN_STYLES, *ROW_STYLES, *GATHERED_STYLES)
     return {
         name: [Split("embedding")]
         for name, style in named.items()
-        if style in split and isinstance(modules[name], nn.Embedding)
+        if style in TABLE_STYLES + LINEAR_STYLES + GATHERED_STYLES and isinstance(modules[name], nn.Embedding)
     }
 
 
@@ -175,7 +152,7 @@ def _kept(model: nn.Module, modules: Mapping[str, nn.Module], named: Mapping[str
         entry: PlanEntry
         if style in KEPT_STYLES:
             entry = Kept(partial=KEPT_STYLES[style])
-        elif style == "moe_identity_expert":
+        elif style == SHARED_STYLE:
             entry = Shared()
         elif style == TAIL_STYLE:
             entry = Tail(config.get_text_config().qk_rope_head_dim)
@@ -193,10 +170,9 @@ def _parameters(
     for short, style in styles.items():
         parameter = module._parameters[short]
         assert parameter is not None
-        stacked = 2 if style in PACKED_STYLES else 1
-        dim = PACKED_STYLES.get(style, -1 if style in ROW_STYLES or parameter.ndim == 1 else -2)
-        if style not in (*COLUMN_STYLES, *ROW_STYLES, *PACKED_STYLES):
+        if style not in LINEAR_STYLES:
             raise ValueError(f"the model's own plan: '{name}.{short}': {style!r} is no style for a parameter")
-        split.append((short, dim % parameter.ndim, stacked))
-    summed = of_module in SUMMED_STYLES or any(style in ROW_STYLES for style in styles.values())
+        last = style.endswith("rowwise") or parameter.ndim == 1
+        split.append((short, parameter.ndim - (1 if last else 2), 2 if style.startswith("packed") else 1))
+    summed = of_module in SUMMED_STYLES or "rowwise" in styles.values()
     return split_parameters(name, module, split, summed, ranks, say)

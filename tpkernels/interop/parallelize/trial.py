@@ -58,7 +58,6 @@ class Example:
     """
 
     inputs: Inputs | None = None
-    given: bool = False
     fits: bool = True
     lacking: str = ""
     refusal: NotCompared | None = None
@@ -73,6 +72,11 @@ class PlanTrial:
     world: TensorWorld
     state: State
 
+    @property
+    def given(self) -> Inputs | None:
+        """The caller's example inputs."""
+        return None if isinstance(self.verify, str | bool) else self.verify
+
     def _twin(self, fits: bool) -> nn.Module:
         return twin_of(self.model, device=device_of(self.world) if fits else None)
 
@@ -84,7 +88,7 @@ class PlanTrial:
         model, world = self.model, self.world
         if self.verify is False or world.size == 1:
             return Example()
-        given = None if isinstance(self.verify, str | bool) else self.verify
+        given = self.given
         if given is not None:
             _require_same(given, world)
         size = sum(tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
@@ -112,7 +116,7 @@ class PlanTrial:
                 lacking = f"it has {size} numbers, and a comparison takes 26 bytes for each"
         refusal = self._not_compared(lacking, advice, "; ".join(failed)) if lacking else None
         raise_alike(refusal if given is not None else None, f"trying input {len(failed)}, {lacking}", world)
-        return Example(found, given is not None, fits, lacking, refusal)
+        return Example(found, fits, lacking, refusal)
 
     def _not_compared(self, lacking: str, advice: str, details: str) -> NotCompared:
         return NotCompared(
@@ -201,7 +205,7 @@ class PlanTrial:
         except Exception as error:
             found = f"in float64 and float32 it raises {_said(error)}"
         problem = None
-        if isinstance(found, str) and example.given:
+        if isinstance(found, str) and self.given is not None:
             problem = self._not_compared(
                 "not on these inputs", "Pass others, with which it returns finite numbers", found
             )
