@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.buckets.golden import Given, whole
 from tests.buckets.ways import on_ranks
 from tpkernels import GradientBuckets
-from tpkernels.buckets import memory
+from tpkernels.buckets import neighbours
 
 ROUNDS = 20
 SIZES = [(700,)] * 6
@@ -141,7 +141,7 @@ def test_rank_that_waits_is_woken():
             time.sleep(0.03)
         case.receive(number)
         started = time.monotonic()
-        with patch.object(memory, "LOOK_SECONDS", 10.0):
+        with patch.object(neighbours, "LOOK_SECONDS", 10.0):
             case.buckets.finish()
         waits.append(time.monotonic() - started)
     assert min(waits) < 7.5

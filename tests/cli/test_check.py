@@ -94,7 +94,7 @@ def test_update_records_what_exceeded_the_budget_and_drops_what_is_gone(check, c
     ran = check(*arguments)
     assert ran.returncode == 1
     assert re.search(rf"^entry {re.escape(SOUND)} on sm_90: registers \d+ > 8$", ran.stdout, re.MULTILINE)
-    assert "note: 1 budgets of what is no longer in registered.py: --update drops them" in ran.stdout
+    assert "note: 1 budgets of what is no longer in entries.py: --update drops them" in ran.stdout
     assert check(*arguments, "--update").returncode == 0
     ran = check(*arguments)
     assert ran.returncode == 0
