@@ -69,7 +69,7 @@ gate: $(READY) ## compile the kernels and run them interpreted, without a GPU
 	$(BIN)/python -m tpkernels check
 
 streams: $(READY) ## ranks and streams of our operators executed in many orders, without a GPU
-	$(BIN)/python -m bench streams
+	$(BIN)/python -m bench streams $(if $(ORDERS),--orders $(ORDERS))
 
 compile: $(READY) ## the compile half of the gate
 	$(BIN)/python -m tpkernels check --skip numerics
