@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from importlib import import_module
 from pathlib import Path
 from urllib.parse import quote
@@ -42,6 +43,8 @@ def write(folder: Path) -> None:
         "on_newline": True
     }  # arguments have lines of their own
     others = f"!(?!({'|'.join(map(re.escape, MODULES))})$)"
+    # it is left out below, and imports peft, which need not be installed
+    warnings.filterwarnings("ignore", "Couldn't import tpkernels.interop.peft")
     pdoc.pdoc("tpkernels", "tpkernels.checkpoints", "tpkernels.gate", others, output_directory=folder)
     for page in folder.rglob("*.html"):
         page.write_text(EMPTY.sub("", page.read_text()))
