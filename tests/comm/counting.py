@@ -1,18 +1,17 @@
-"""What a tensor-parallel op asks of a GPU and of its host, counted without one.
+"""What a tensor-parallel op asks of a GPU, counted without one.
 
-An op runs as one rank of a group whose backend moves nothing, on tensors without memory. Host time is that of
-our code and of torch's dispatcher, on one core, without what CUDA takes to launch.
+An op runs as one rank of a group whose backend moves nothing, on tensors without memory.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -38,7 +37,7 @@ FEATURES = {4096: 14336, 8192: 28672}  # of the Llama-3 MLPs of these widths
 
 @dataclass(frozen=True)
 class Count:
-    """What one call enqueues, and the microseconds of host time that it takes."""
+    """What one call enqueues."""
 
     collectives: int
     products: int
@@ -46,15 +45,15 @@ class Count:
     copies: int
     flags: int  # words that a stream writes
     waits: int  # of a stream for another
-    host: float  # microseconds of one call
 
 
 class CountingGroup(dist.ProcessGroup):
-    """A rank whose peers bring what it brings, at once. One launch is one collective."""
+    """A rank whose peers bring what it brings, at once. `notes`: launches, as NCCL makes them, and waits."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        super().__init__(rank, ranks)  # type: ignore[call-arg]  # as torch's own test groups do
-        self.launched, self._together = 0, False
+        super().__init__(rank, ranks)
+        self.notes: list[str] = []
+        self._together: list[str] = []
 
     def getBackendName(self) -> str:
         return "counting"
@@ -70,37 +69,45 @@ class CountingGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("meta"), torch.device("cpu")]
 
-    def _start(self) -> Any:
-        self.launched += not self._together
-        return EndedWork()
+    @property
+    def launched(self) -> int:
+        return sum(not note.startswith("await") for note in self.notes)
+
+    def _launch(self, name: str) -> Any:
+        self.notes.append(name)
+        return SimpleNamespace(wait=lambda *_: self.notes.append(f"await {name}"), is_completed=lambda: True)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._together = True
+        assert not self._together
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        self._together = False
-        return self._start()
+        together, self._together = self._together, []
+        return self._launch(f"{together.count('send')} sends, {together.count('receive')} receives")
+
+    def send(self, *_: object) -> None:
+        self._together.append("send")
+
+    def recv(self, *_: object) -> None:
+        self._together.append("receive")
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         if input.is_cpu:  # a handshake: all ranks ask for the same
             output.view(self.size(), -1).copy_(input.view(1, -1))
             return EndedWork()
-        return self._start()
+        assert output.shape[0] == self.size() * input.shape[0]
+        return self._launch("all_gather")
 
-    def alltoall_base(self, *_: object) -> Any:
-        return self._start()
+    def alltoall_base(
+        self, received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int], options: Any
+    ) -> Any:
+        assert (sum(received_rows), sum(sent_rows)) == (received.shape[0], sent.shape[0])
+        return self._launch("all_to_all")
 
     def _reduce_scatter_base(self, *_: object) -> Any:
-        return self._start()
+        return self._launch("reduce_scatter")
 
     def allreduce(self, *_: object) -> Any:
-        return self._start()
-
-    def send(self, *_: object) -> Any:
-        return self._start()
-
-    def recv(self, *_: object) -> Any:
-        return self._start()
+        return self._launch("all_reduce")
 
 
 @contextmanager
@@ -133,10 +140,8 @@ def standing_in_for(target: Target, transport: str, noted: Counter[str]) -> Iter
 
     def open_counted(opening: Opening) -> CountedExchange:
         layout, group = opening.layout, opening.group
-        memory, handle = (
-            torch.empty(layout.byte_count, dtype=torch.uint8, device="meta"),
-            _Handle(group, noted),
-        )
+        memory = torch.empty(layout.byte_count, dtype=torch.uint8, device="meta")
+        handle = _Handle(group, noted)
         side = SideStream(torch.device("cpu"))
         side._stream = cast("torch.Stream", _Stream(noted))
         streams = GroupStreams(StreamOrder(torch.device("xpu")), side, side)  # any device that has streams
@@ -201,8 +206,7 @@ class _Stream:
     def wait_stream(self, other: object) -> None:
         self._noted["waits"] += 1
 
-    def wait_event(self, event: object) -> None:
-        self._noted["waits"] += 1
+    wait_event = wait_stream
 
     def record_event(self) -> object:
         return self
@@ -212,16 +216,7 @@ class _Stream:
     def __exit__(self, *_: object) -> None: ...
 
 
-def count(
-    case: str,
-    tokens: int,
-    ranks: int,
-    width: int,
-    *,
-    transport: str = "c10d",
-    overlap: bool = True,
-    calls: int = 20,
-) -> Count:
+def count(case: str, transport: str, tokens: int, ranks: int, width: int, overlap: bool = True) -> Count:
     """One call of a layer of `width`, its features split over the ranks, in bf16."""
     kind, direction = case.split()
     features = FEATURES[width] // ranks
@@ -245,11 +240,8 @@ def count(
             return torch.autograd.grad(y, [leaf, weight], dy, retain_graph=True)
 
         run: Callable[[], object] = forward if direction == "forward" else backward
-        taken = []
-        for _ in range(calls):
-            start = time.perf_counter()
+        for _ in range(2):  # the first agree and choose
             run()
-            taken.append(time.perf_counter() - start)
         launches.clear()
         noted.clear()
         before = group.launched
@@ -264,7 +256,6 @@ def count(
             copies=noted["copies"],
             flags=noted["flags"],
             waits=noted["waits"],
-            host=1e6 * sorted(taken)[1],
         )
 
 

@@ -14,18 +14,12 @@ from tpkernels.comm.transports.c10d import C10D
 SIZES = [(2048, 2, 4096), (8192, 8, 4096), (32768, 4, 8192)]
 
 
-def counted(case: str, transport: str, *sizes: int, overlap: bool = True) -> Count:
-    found = count(case, *sizes, transport=transport, overlap=overlap, calls=2)
-    assert found.host > 0
-    return replace(found, host=0)
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_without_overlap_a_transfer_is_one_collective_and_a_product_one_kernel(case, sizes):
     transfers = 2 if case == "column backward" else 1
     products = 2 if "backward" in case else 1
-    found = counted(case, "c10d", *sizes, overlap=False)
+    found = count(case, "c10d", *sizes, overlap=False)
     assert (found.collectives, found.products, found.copies) == (transfers, products, 0)
     # what sums the slots; the gradients of a rank's own weight have nothing to sum
     assert found.other_kernels <= 1
@@ -36,19 +30,9 @@ def test_without_overlap_a_transfer_is_one_collective_and_a_product_one_kernel(c
     [("column forward", 1, 1), ("column backward", 2, 2), ("row forward", 2, 2), ("row backward", 1, 2)],
 )
 def test_c10d_at_the_sizes_of_a_large_layer(case, collectives, products):
-    found = counted(case, "c10d", 8192, 8, 4096)
+    found = count(case, "c10d", 8192, 8, 4096)
     assert (found.collectives, found.products, found.copies) == (collectives, products, 0)
     assert (found.flags, found.waits) == (0, 0)
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("tokens", [2048, 32768])
-def test_c10d_never_takes_more_than_four_collectives_a_transfer(tokens, ranks):
-    for case in CASES:
-        found = counted(case, "c10d", tokens, ranks, 8192)
-        transfers = 2 if case == "column backward" else 1
-        assert transfers <= found.collectives <= 4 * transfers
-        assert found.products <= 8
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -57,19 +41,19 @@ def test_symmetric_memory_takes_one_kernel_a_product(sizes):
     chunks = {2: 4, 4: 2, 8: 1}[ranks]  # of a shard
     pushes = (ranks - 1) * chunks + 1  # at most eight to the others, and own rows
     flags = ranks * chunks + 1  # of each chunk, and the word that the kernel awaits
-    forward = Count(collectives=0, products=1, other_kernels=0, copies=pushes, flags=flags, waits=2, host=0)
-    assert counted("column forward", "symmetric", *sizes) == forward
+    forward = Count(collectives=0, products=1, other_kernels=0, copies=pushes, flags=flags, waits=2)
+    assert count("column forward", "symmetric", *sizes) == forward
     # the kernel stores and raises flags itself: one word of ours says which call is awaited
-    row = Count(collectives=0, products=1, other_kernels=1, copies=0, flags=1, waits=0, host=0)
-    assert counted("row forward", "symmetric", *sizes) == row
+    row = Count(collectives=0, products=1, other_kernels=1, copies=0, flags=1, waits=0)
+    assert count("row forward", "symmetric", *sizes) == row
     # the gathered rows are kept for the second product, which is a copy out of the slots
     backward = replace(forward, products=2, other_kernels=1)
-    assert counted("row backward", "symmetric", *sizes) == backward
+    assert count("row backward", "symmetric", *sizes) == backward
     both = replace(forward, products=2, other_kernels=2, flags=flags + 1)
-    assert counted("column backward", "symmetric", *sizes) == both
+    assert count("column backward", "symmetric", *sizes) == both
 
 
 def test_a_schedule_of_chunks_would_be_seen():
     with patch.object(select, "c10d_for", lambda *_: C10D):
-        found = counted("column forward", "c10d", 8192, 8, 4096)
+        found = count("column forward", "c10d", 8192, 8, 4096)
     assert (found.collectives, found.products) == (28, 29)

@@ -72,37 +72,23 @@ def test_absent_rank_is_an_error_that_names_the_op(ranks2, tags, words):
     assert f"some op: {words}" in str(failure.value)
 
 
-class Posting:
-    """A group that notes what is posted."""
+@pytest.mark.parametrize("together", [False, True], ids=["each alone", "one launch"])
+def test_a_rank_posts_what_it_receives_before_what_it_sends(together):
+    """Behind its own rows its peer would learn too late that it may send. A launch is what all wait for."""
+    rows, posted = torch.zeros(2, 2), []
+    group = SimpleNamespace(
+        send=lambda tensors, to, tag: posted.append(("send", to)) or posted[-1],
+        recv=lambda tensors, source, tag: posted.append(("receive", source)) or posted[-1],
+    )
 
-    def __init__(self):
-        self.posted = []
+    def start_together(group, device, starts):
+        works = [start(group) for start in starts]
+        return ["launch"] if together else works
 
-    def send(self, tensors, to, tag):
-        self.posted.append(("send", to))
-        return ("sent", to)
-
-    def recv(self, tensors, source, tag):
-        self.posted.append(("receive", source))
-        return ("received", source)
-
-
-def test_a_rank_posts_what_it_receives_before_what_it_sends():
-    """Behind its own rows its peer would learn too late that it may send."""
-    group, rows = Posting(), torch.zeros(2, 2)
     transfers = c10d.Transfers(SimpleNamespace(tag=7, group=group, op="op"))
-    with patch.object(
-        c10d, "start_together", lambda group, device, starts: [start(group) for start in starts]
-    ):
-        received = transfers.exchange_all([(1, rows), (2, rows)], [(3, rows)])
-    assert group.posted == [("receive", 3), ("send", 1), ("send", 2)]
-    assert received == [("received", 3)]
-    assert [(work, peers) for work, peers, _ in transfers._sends] == [(("sent", 1), [1]), (("sent", 2), [2])]
-
-
-def test_one_launch_is_what_all_of_its_messages_wait_for():
-    rows = torch.zeros(2, 2)
-    transfers = c10d.Transfers(SimpleNamespace(tag=7, group=None, op="op"))
-    with patch.object(c10d, "start_together", lambda *_: ["launch"]):
-        assert transfers.exchange_all([(1, rows)], [(2, rows), (3, rows)]) == ["launch", "launch"]
-    assert [work for work, *_ in transfers._sends] == ["launch"]
+    with patch.object(c10d, "start_together", start_together):
+        received = transfers.exchange_all([(1, rows), (2, rows)], [(3, rows), (4, rows)])
+    assert posted == [("receive", 3), ("receive", 4), ("send", 1), ("send", 2)]
+    assert received == (["launch"] * 2 if together else posted[:2])
+    sends = [(work, peers) for work, peers, _ in transfers._sends]
+    assert sends == [("launch" if together else ("send", to), [to]) for to in (1, 2)]

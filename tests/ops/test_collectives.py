@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from tests.comm.counting import CountingGroup
 from tests.on_ranks import on_ranks
-from tests.ops import test_mappings as region_cases
 from tests.ops.parallel_behaviour import message_of, operands_of
 from tests.ops.parallel_cases import Setting, assert_within, run_all
+from tests.ops.test_mappings import assert_regions_mean_what_they_say
 from tests.ops.transport_cases import using
 from tests.products import pairwise
 from tpkernels.comm import schedule
@@ -59,8 +61,7 @@ def results_by_collectives(rounds: int, name: str, settings: Sequence[Setting]) 
 def test_regions_go_by_collectives():
     for rounds in (1, 2):
         with collectives(rounds):
-            wrong = region_cases.wrong_regions([(8, 4), (12,), (4, 0)], [torch.bfloat16, torch.int64])
-        assert wrong == [], rounds
+            assert_regions_mean_what_they_say([(8, 4), (12,), (4, 0)], [torch.bfloat16, torch.int64])
 
 
 @pytest.mark.parametrize("world", ["ranks2", "ranks4"])
@@ -98,8 +99,7 @@ def test_the_backend_sums_if_it_is_told_to(scatter):
 
     expected = y()
     with patch.object(parallel, "backend_sums", True):
-        words = "^row_linear: TPKERNELS_BACKEND_SUMS=1 leaves sums of tensors on"
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=r"^row_linear: TPKERNELS_BACKEND_SUMS=1 leaves sums of tensors"):
             y()
         with patch.object(parallel, "require_backend_sums", lambda *_: None):
             torch.testing.assert_close(y(), expected, rtol=1e-5, atol=1e-5)
@@ -161,78 +161,15 @@ def test_without_overlap_each_peer_gets_one_message(transport):
                 assert len(sent) == 4 * len(peers)
 
 
-class Work:
-    """One that is done; waiting for it is noted."""
-
-    def __init__(self, notes: list[str], name: str) -> None:
-        self._notes, self._name = notes, name
-
-    def wait(self) -> None:
-        self._notes.append(f"await {self._name}")
-
-
-class Noting(dist.ProcessGroup):
-    """A group of many ranks, of which one is here. It notes launches, as NCCL makes them; nothing travels."""
-
-    group_name = "noting"  # type: ignore[assignment]
-    supports_coalescing = True
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        super().__init__(rank, ranks)
-        self.notes: list[str] = []
-        self._coalesced: list[str] = []
-
-    def name(self) -> str:
-        return "gloo"  # so that ranks need not compare
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
-
-    def _launch(self, name: str) -> Work:
-        self.notes.append(name)
-        return Work(self.notes, name)
-
-    def _allgather_base(self, gathered: Tensor, part: Tensor, options: Any) -> Any:
-        assert gathered.shape[0] == self.size() * part.shape[0]
-        return self._launch("all_gather")
-
-    def alltoall_base(
-        self, received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int], options: Any
-    ) -> Any:
-        assert (sum(received_rows), sum(sent_rows)) == (received.shape[0], sent.shape[0])
-        return self._launch("all_to_all")
-
-    def allreduce(self, tensors: Any, options: Any) -> Any:
-        return self._launch("all_reduce")
-
-    def _reduce_scatter_base(self, shard: Tensor, data: Tensor, options: Any) -> Any:
-        return self._launch("reduce_scatter")
-
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
-        self._coalesced.append("send")
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
-        self._coalesced.append("recv")
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        assert not self._coalesced
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        launched = f"{self._coalesced.count('send')} sends, {self._coalesced.count('recv')} receives"
-        self._coalesced.clear()
-        return self._launch(launched)
-
-
 @contextmanager
-def noting(ranks: int) -> Iterator[Noting]:
+def noting(ranks: int) -> Iterator[CountingGroup]:
     """A group on which ops of tensors without memory are noted: launches, waits, products and sums."""
-    group = Noting(1, ranks)
+    group, backend = CountingGroup(1, ranks), SimpleNamespace(supports_coalescing=True, name=lambda: "gloo")
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*arguments: Any) -> Any:
-            multiplied = arguments[1 if name == "wgrad_accumulate_" else 0]
-            group.notes.append(f"{name.split('_')[0]} {multiplied.shape[0]}")
+            group.notes.append(f"{name} {arguments[0].shape[0]}")
             return function(*arguments)
 
         return call
@@ -243,17 +180,7 @@ def noting(ranks: int) -> Iterator[Noting]:
         group.notes.append(f"{primitive.__name__.split('_')[0]} {x.shape[0]}")
         into(primitive, out, x, *others)
 
-    def exchange_for(
-        op: str,
-        purpose: str,
-        like: Tensor,
-        rows: int,
-        cols: int,
-        group: dist.ProcessGroup,
-        features: int = 0,
-        overlap: bool = True,
-        **_: object,
-    ) -> Exchange:
+    def exchange_for(_op, _purpose, like, rows, _cols, group, features=0, overlap=True, **_) -> Exchange:
         return c10d.c10d_for(like, rows, features, group.size(), overlap)
 
     def note_sum(slots: Tensor, bias: Tensor | None) -> Tensor:
@@ -261,9 +188,10 @@ def noting(ranks: int) -> Iterator[Noting]:
         return slots[0]
 
     with ExitStack() as patches:
-        for name in ("linear", "dgrad", "wgrad", "wgrad_accumulate_", "dgrad_act"):
-            patches.enter_context(patch.object(primitives, name, noted(name, getattr(primitives, name))))
+        products = ("linear", "dgrad", "wgrad")
         for target, name, value in [
+            *((primitives, name, noted(name, getattr(primitives, name))) for name in products),
+            (CountingGroup, "_get_backend", lambda *_: backend),  # so that ranks need not compare
             (primitives, "into", note_into),
             (c10d, "_processors", lambda device: 132),
             (rows, "sum_of_slots", note_sum),
@@ -322,10 +250,9 @@ def leaf(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
 
 
-def launched(notes: list[str]) -> list[str]:
-    """And forget."""
-    found = list(notes)
-    notes.clear()
+def launched(group: CountingGroup) -> list[str]:
+    """Since the last look."""
+    found, group.notes = group.notes, []
     return found
 
 
@@ -333,27 +260,23 @@ def launched(notes: list[str]) -> list[str]:
 def test_column_is_one_gather_and_one_product(overlap):
     with noting(R) as group:
         y = column_linear(leaf(T // R, K), leaf(N, K), None, group, sequence_parallel=True, overlap=overlap)
-        assert launched(group.notes) == ["all_gather", "await all_gather", f"linear {T}"]
+        assert launched(group) == ["all_gather", "await all_gather", f"linear {T}"]
         y.backward(torch.empty_like(y))
-        notes = launched(group.notes)
-    gathered, summed = ["all_gather"], ["await all_to_all", "sum"]
-    if overlap:  # the gather travels behind dgrad, the reduce behind wgrad
-        expected = [*gathered, f"dgrad {T}", "all_to_all", "await all_gather", f"wgrad {T}", *summed]
-    else:
-        expected = [*gathered, f"dgrad {T}", "all_to_all", *summed, "await all_gather", f"wgrad {T}"]
-    assert notes == expected
+        multiplied, summed = ["await all_gather", f"wgrad {T}"], ["await all_to_all", "sum"]
+        # with overlap the gather travels behind dgrad, the reduce behind wgrad
+        last = [*multiplied, *summed] if overlap else [*summed, *multiplied]
+        assert launched(group) == ["all_gather", f"dgrad {T}", "all_to_all", *last]
 
 
 def test_row_is_cut_in_two_where_each_half_fills_the_gpu():
     with noting(R) as group:
         y = row_linear(leaf(T, N), leaf(K, N), None, group, sequence_parallel=True)
         half = [f"linear {T // 2}", "all_to_all"]
-        assert launched(group.notes) == [*half, *half, "await all_to_all", "await all_to_all", "sum"]
+        assert launched(group) == [*half, *half, "await all_to_all", "await all_to_all", "sum"]
         y.backward(torch.empty_like(y))
-        assert launched(group.notes)[:2] == ["all_gather", "await all_gather"]
+        assert launched(group)[:2] == ["all_gather", "await all_gather"]
         row_linear(leaf(T, N), leaf(K, N), None, group, sequence_parallel=True, overlap=False)
-        whole = [f"linear {T}", "all_to_all", "await all_to_all", "sum"]
-        assert launched(group.notes) == whole
+        assert launched(group) == [f"linear {T}", "all_to_all", "await all_to_all", "sum"]
 
 
 def test_rounds_of_a_gather_are_launched_before_the_first_product():
@@ -361,24 +284,23 @@ def test_rounds_of_a_gather_are_launched_before_the_first_product():
         column_linear(leaf(T // R, K), leaf(2 * N, K), None, group, sequence_parallel=True)
         rounds = ["3 sends, 3 receives", "4 sends, 4 receives"]
         half = f"linear {T // 2}"
-        assert launched(group.notes) == [*rounds, f"await {rounds[0]}", half, f"await {rounds[1]}", half]
+        assert launched(group) == [*rounds, f"await {rounds[0]}", half, f"await {rounds[1]}", half]
 
 
 def test_all_reduce_is_a_reduce_and_a_gather():
     with noting(R) as group, torch.no_grad():
         for overlap, pieces in [(True, 2), (False, 1)]:
             row_linear(leaf(T, N), leaf(K, N), None, group, overlap=overlap)
-            products = [f"linear {T // pieces}", "all_to_all"] if overlap else [f"linear {T}", "all_to_all"]
-            reduced = products * pieces + ["await all_to_all"] * pieces
-            assert launched(group.notes) == [*reduced, "sum", "all_gather", "await all_gather"]
+            reduced = [f"linear {T // pieces}", "all_to_all"] * pieces + ["await all_to_all"] * pieces
+            assert launched(group) == [*reduced, "sum", "all_gather", "await all_gather"]
     with noting(2) as group, torch.no_grad():  # as many bytes, in one step
         row_linear(leaf(2048, N), leaf(1024, N), None, group)
-        assert launched(group.notes) == ["linear 2048", "all_gather", "await all_gather", "sum"]
+        assert launched(group) == ["linear 2048", "all_gather", "await all_gather", "sum"]
 
 
 def test_a_message_alone_is_a_launch_too():
     """Its receiver may be in a launch of several."""
-    group = Noting(0, 2)
+    group = CountingGroup(0, 2)
     start_together(group, torch.device("cpu"), [lambda group: group.send([], 1, 0)])
     assert group.notes == ["1 sends, 0 receives"]
 
@@ -386,9 +308,9 @@ def test_a_message_alone_is_a_launch_too():
 def test_mlp_hides_its_transfers():
     with noting(R) as group:
         y = parallel_mlp(leaf(T // R, K), leaf(N, K), None, leaf(K, N), None, group, sequence_parallel=True)
-        launched(group.notes)
+        launched(group)
         y.backward(torch.empty_like(y))
-        notes = launched(group.notes)
+        notes = launched(group)
     assert [note for note in notes if not note.startswith("await")][:2] == ["all_gather", "all_gather"]
     assert notes.index("all_to_all") < len(notes) - 1 - notes[::-1].index(f"wgrad {T}")
     assert notes[-2:] == ["await all_to_all", "sum"]
@@ -399,17 +321,12 @@ def test_a_region_is_one_collective():
     x = torch.empty(T, K, device="meta")
     with noting(R) as group, torch.no_grad():
         mappings.gather_from_sequence_region(x, group)
-        assert launched(group.notes) == ["all_gather", "await all_gather"]
+        assert launched(group) == ["all_gather", "await all_gather"]
         mappings.reduce_scatter_to_sequence_region(x, group)
-        assert launched(group.notes) == ["all_to_all", "await all_to_all", "sum"]
+        reduced = ["all_to_all", "await all_to_all", "sum"]
+        assert launched(group) == reduced
         mappings.reduce_from_region(x, group)
-        assert launched(group.notes) == [
-            "all_to_all",
-            "await all_to_all",
-            "sum",
-            "all_gather",
-            "await all_gather",
-        ]
+        assert launched(group) == [*reduced, "all_gather", "await all_gather"]
 
 
 def test_the_backend_sums_in_one_launch(monkeypatch):
@@ -417,6 +334,6 @@ def test_the_backend_sums_in_one_launch(monkeypatch):
     monkeypatch.setattr(parallel, "require_backend_sums", lambda *_: None)
     with noting(R) as group, torch.no_grad():
         row_linear(leaf(T, N), leaf(K, N), None, group, sequence_parallel=True)
-        assert launched(group.notes) == [f"linear {T}", "reduce_scatter", "await reduce_scatter"]
+        assert launched(group) == [f"linear {T}", "reduce_scatter", "await reduce_scatter"]
         row_linear(leaf(T, N), leaf(K, N), None, group)
-        assert launched(group.notes) == [f"linear {T}", "all_reduce", "await all_reduce"]
+        assert launched(group) == [f"linear {T}", "all_reduce", "await all_reduce"]

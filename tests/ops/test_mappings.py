@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.on_ranks import on_ranks
+from tests.ops.parallel_cases import shard
 from tpkernels.comm import schedule
 from tpkernels.ops.tensor_parallel import mappings
 
@@ -26,16 +27,12 @@ def _sum(tensors: list[Tensor]) -> Tensor:
     return torch.stack(tensors).sum(0)
 
 
-def _ours(dim: int) -> Callable[[Tensor], Tensor]:
-    return lambda whole: whole.chunk(dist.get_world_size(), dim)[dist.get_rank()]
-
-
 def _mine(tensors: list[Tensor]) -> Tensor:
     return tensors[dist.get_rank()]
 
 
 def _part_of_mine(dim: int) -> Callable[[list[Tensor]], Tensor]:
-    return lambda tensors: _ours(dim)(_mine(tensors))
+    return lambda tensors: shard(_mine(tensors), dim)
 
 
 def _all(dim: int) -> Callable[[list[Tensor]], Tensor]:
@@ -43,7 +40,7 @@ def _all(dim: int) -> Callable[[list[Tensor]], Tensor]:
 
 
 def _part_of_sum(dim: int) -> Callable[[list[Tensor]], Tensor]:
-    return lambda tensors: _ours(dim)(_sum(tensors))
+    return lambda tensors: shard(_sum(tensors), dim)
 
 
 MEANING = {  # of everybody's x forward, of everybody's dy backward
@@ -58,27 +55,20 @@ MEANING = {  # of everybody's x forward, of everybody's dy backward
 
 
 @patch.object(schedule, "LEAST_BYTES", 32)  # cut even tiny shards
-def wrong_regions(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> list[str]:
-    """Which results differ from their meaning in any bit."""
-    wrong = []
-    for name, (forward, backward) in MEANING.items():
-        for shape in shapes:
-            for dtype in dtypes:
-                everybody = [t.to(dtype) for t in _everybody(shape, 1)]
-                x = _mine(everybody).clone().requires_grad_(dtype.is_floating_point)
-                before = x.detach().clone()
-                y = getattr(mappings, name)(x, dist.group.WORLD)
-                expected = forward(everybody)
-                if not torch.equal(y, expected) or y.dtype != dtype:
-                    wrong.append(f"{name} {shape} {dtype}: forward")
-                if not torch.equal(x, before):
-                    wrong.append(f"{name} {shape} {dtype}: input changed")
-                if dtype.is_floating_point:
-                    dys = [t.to(dtype) for t in _everybody(tuple(expected.shape), 2)]
-                    (dx,) = torch.autograd.grad(y, x, _mine(dys))
-                    if not torch.equal(dx, backward(dys)):
-                        wrong.append(f"{name} {shape} {dtype}: backward")
-    return wrong
+def assert_regions_mean_what_they_say(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> None:
+    for (name, (forward, backward)), shape, dtype in product(MEANING.items(), shapes, dtypes):
+        everybody, case = [t.to(dtype) for t in _everybody(shape, 1)], f"{name} {shape} {dtype}"
+        x = _mine(everybody).clone().requires_grad_(dtype.is_floating_point)
+        before = x.detach().clone()
+        y = getattr(mappings, name)(x, dist.group.WORLD)
+        expected = forward(everybody)
+        assert torch.equal(y, expected), case
+        assert y.dtype == dtype, case
+        assert torch.equal(x, before), f"{case}: input changed"
+        if dtype.is_floating_point:
+            dys = [t.to(dtype) for t in _everybody(tuple(expected.shape), 2)]
+            (dx,) = torch.autograd.grad(y, x, _mine(dys))
+            assert torch.equal(dx, backward(dys)), f"{case}: backward"
 
 
 @on_ranks(2)
@@ -87,18 +77,15 @@ def test_a_gradient_that_all_ranks_have_whole_is_split():
     y = mappings.gather_from_sequence_region(x, dist.group.WORLD, tensor_parallel_output_grad=False)
     dy = torch.arange(float(y.numel())).view_as(y)
     (dx,) = torch.autograd.grad(y, x, dy)
-    assert torch.equal(dx, _ours(0)(dy))
+    assert torch.equal(dx, shard(dy, 0))
 
 
 @on_ranks(2)
 def test_writing_into_a_part_leaves_the_whole_as_it_was():
     """Of a single row too, whose parts are contiguous."""
-    for scatter, shape in (
-        (mappings.scatter_to_region, (1, 4)),
-        (mappings.scatter_to_sequence_region, (2, 2)),
-    ):
+    for name, shape in (("scatter_to_region", (1, 4)), ("scatter_to_sequence_region", (2, 2))):
         x = torch.ones(shape)
-        scatter(x, dist.group.WORLD).zero_()
+        getattr(mappings, name)(x, dist.group.WORLD).zero_()
         assert x.eq(1).all()
 
 
@@ -147,8 +134,7 @@ def test_sizes_that_ranks_do_not_divide_are_refused():
             getattr(mappings, name)(torch.randn(3, 5), dist.group.WORLD)
 
 
-def test_regions_mean_what_they_say(ranks):
-    shapes = [(8, 4), (4, 3, 8), (12,), (4, 0)]
+@on_ranks()
+def test_regions_mean_what_they_say():
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
-    for wrong in ranks.run(wrong_regions, shapes, dtypes):
-        assert not wrong
+    assert_regions_mean_what_they_say([(8, 4), (4, 3, 8), (12,), (4, 0)], dtypes)

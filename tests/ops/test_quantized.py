@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.ops.cases import ACT
-from tests.ops.fp8_inputs import DISTRIBUTIONS, matrix
 from tests.ops.quantized_oracle import FORMATS, RECIPES, Oracle, quantized, rounded
 from tests.products import once, pairwise
 from tpkernels import ops
@@ -54,11 +54,29 @@ def test_rounding_of_the_oracle_is_that_of_each_number_of_a_format():
         assert rounded(x, name).equal(x.float().to(dtype).double()), name
 
 
-@pytest.mark.parametrize("name", [*DISTRIBUTIONS, "subnormal"])
+def _few_times(factor: float) -> Tensor:
+    """Of 8 features."""
+    return torch.cat([torch.full((8,), factor), torch.ones(K - 8)])
+
+
+HARD = {  # numbers by which normal ones are multiplied
+    "normal": lambda: 1.0,
+    "log-normal sizes": lambda: torch.exp(2 * random(T, K)),
+    "8 features times 100": lambda: _few_times(1e2),
+    "8 features times 100,000": lambda: _few_times(1e5),
+    "every second row zero": lambda: torch.arange(T)[:, None] % 2,
+    "rows of 1e30": lambda: 1e30,
+    "rows of 1e-30": lambda: 1e-30,
+    "rows of 1e-40": lambda: 1e-40,
+    "subnormal": lambda: 1e-42,
+}
+
+
+@pytest.mark.parametrize("name", HARD)
 @pytest.mark.parametrize("square", [False, True])
 def test_quantized_numbers_are_those_of_the_definition(name, square):
     """To the bit, of both formats and every kind of scale."""
-    x = random(T, K) * 1e-42 if name == "subnormal" else matrix(name, T, K)
+    x = random(T, K) * HARD[name]()
     for recipe, format in product(RECIPES.values(), FORMATS):
         if square and recipe.scaling != "blocks":
             continue
@@ -130,13 +148,13 @@ def test_other_ops_are_made_of_linear(recipe, dtype):
 
     cases = {
         "mlp": (
-            lambda x, up, b, down, c: ops.mlp(x, up, b, down, c, activation="gelu", quantize=recipe),
+            partial(ops.mlp, activation="gelu", quantize=recipe),
             lambda x, up, b, down, c: linear(_Act.apply(linear(x, up, b), "gelu"), down, c),
             [x, up, b_up, down, b_down],
         ),
         "swiglu": (
-            lambda x, gate, up: ops.swiglu(x, gate, up, quantize=recipe),
-            lambda x, gate, up: gated(x, gate, up, "swiglu"),
+            partial(ops.swiglu, quantize=recipe),
+            partial(gated, kind="swiglu"),
             [x, gate, up],
         ),
         "gated mlp": (
@@ -218,12 +236,9 @@ def test_what_overflows_in_torch_overflows_here_and_what_is_tiny_does_not_vanish
     x, weight = random(T, K) * 1e-30, random(N, K) * 1e-7
     y = ops.linear(x, weight, quantize=RECIPES[recipe])
     assert_within(y * 2.0**60, Oracle(RECIPES[recipe]).linear(x, weight) * 2.0**60, "y")
-    x = torch.full((2, K), 1e30)
-    weight = torch.full((3, K), 1e30)
-    assert ops.linear(x, weight, quantize=RECIPES[recipe]).tolist() == [[float("inf")] * 3] * 2
-    x, weight = (torch.full((rows, K), 300.0).half() for rows in (2, 3))
-    half = ops.linear(x, weight, quantize=RECIPES[recipe])
-    assert half.tolist() == [[float("inf")] * 3] * 2
+    for size, dtype in ((1e30, torch.float32), (300.0, torch.float16)):
+        x, weight = (torch.full((rows, K), size, dtype=dtype) for rows in (2, 3))
+        assert ops.linear(x, weight, quantize=RECIPES[recipe]).tolist() == [[float("inf")] * 3] * 2
 
 
 @pytest.mark.parametrize("wrong", [lambda scale: scale.roll(1, 0), lambda scale: scale * 1.125])
@@ -244,6 +259,24 @@ def test_a_wrong_scale_would_be_seen(monkeypatch, wrong):
     assert relative_error(y, exact) > 10 * BOUND[torch.bfloat16]
 
 
+@pytest.fixture
+def scaled_products(monkeypatch):
+    """The operands of each product in fp8."""
+    found, compute, compute_into = [], primitives.scaled_linear, primitives.into
+
+    def spied(*operands):
+        found.append(operands)
+        return compute(*operands)
+
+    def spied_into(primitive, out, *operands):
+        found.append(operands)
+        compute_into(compute, out, *operands)
+
+    monkeypatch.setattr(primitives, "scaled_linear", spied)
+    monkeypatch.setattr(primitives, "into", spied_into)
+    return found
+
+
 FAST = {  # of forward, dgrad and wgrad
     Recipe.rowwise(wgrad="fp8"): [True, False, False],
     Recipe.rowwise(wgrad="fp8", fast_accumulate="never"): [False, False, False],
@@ -254,53 +287,29 @@ FAST = {  # of forward, dgrad and wgrad
 
 @pytest.mark.parametrize("recipe", FAST, ids=str)
 @pytest.mark.parametrize("op", ["linear", "mlp", "gated mlp"])
-def test_the_recipe_says_which_products_accumulate_fast(op, recipe, monkeypatch):
+def test_the_recipe_says_which_products_accumulate_fast(op, recipe, scaled_products):
     """Also those of a layer with two products, and where gradients of two products are added."""
-    told, compute, compute_into = [], primitives.scaled_linear, primitives.into
-
-    def spied(*operands):
-        told.append((operands[0].shape[0], operands[-1]))
-        return compute(*operands)
-
-    def spied_into(primitive, out, *operands):
-        told.append((operands[0].shape[0], operands[-1]))
-        compute_into(compute, out, *operands)
-
-    monkeypatch.setattr(primitives, "scaled_linear", spied)
-    monkeypatch.setattr(primitives, "into", spied_into)
-    products = {"linear": 1, "mlp": 2, "gated mlp": 3}[op]
     x, up, gate, down = leaves_of([random(5, 48), random(64, 48), random(64, 48), random(48, 64)])
-    match op:
-        case "linear":
-            y = ops.linear(x, up, quantize=recipe)
-        case "mlp":
-            y = ops.mlp(x, up, None, down, None, quantize=recipe)
-        case _:
-            y = ops.mlp(x, up, None, down, None, w_gate=gate, quantize=recipe)
-    forward, told[:] = [fast for _, fast in told], []
+    products, call = {
+        "linear": (1, partial(ops.linear, x, up)),
+        "mlp": (2, partial(ops.mlp, x, up, None, down, None)),
+        "gated mlp": (3, partial(ops.mlp, x, up, None, down, None, w_gate=gate)),
+    }[op]
+    y = call(quantize=recipe)
+    forward = [operands[-1] for operands in scaled_products]
+    scaled_products.clear()
     y.sum().backward()
-    of_x = [fast for rows, fast in told if rows == 5]
-    of_weights = [fast for rows, fast in told if rows != 5]
+    of_x = [operands[-1] for operands in scaled_products if operands[0].shape[0] == 5]
+    of_weights = [operands[-1] for operands in scaled_products if operands[0].shape[0] != 5]
     assert forward == FAST[recipe][:1] * products
     assert of_x == FAST[recipe][1:2] * products
     assert of_weights == FAST[recipe][2:] * products
 
 
-def test_products_take_one_scale_for_each_square_of_a_weight(monkeypatch):
+def test_products_take_one_scale_for_each_square_of_a_weight(scaled_products):
     """One for each row, of which 128 are equal, would cost a kernel twice the cycles."""
-    shapes, compute, compute_into = [], primitives.scaled_linear, primitives.into
-
-    def spied(*operands):
-        shapes.append(tuple(tuple(scale.shape) for scale in operands[2:4]))
-        return compute(*operands)
-
-    def spied_into(primitive, out, *operands):
-        shapes.append(tuple(tuple(scale.shape) for scale in operands[2:4]))
-        compute_into(compute, out, *operands)
-
-    monkeypatch.setattr(primitives, "scaled_linear", spied)
-    monkeypatch.setattr(primitives, "into", spied_into)
     for recipe in ("rowwise", "blockwise"):
         x, weight = leaves_of([random(5, 300), random(257, 300)])
         ops.linear(x, weight, quantize=RECIPES[recipe]).sum().backward()
+    shapes = [tuple(tuple(scale.shape) for scale in operands[2:4]) for operands in scaled_products]
     assert shapes == [((5, 1), (257, 1)), ((5, 1), (300, 1)), *[((5, 3), (3, 3))] * 2]

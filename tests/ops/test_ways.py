@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,8 @@ MATMUL = torch.backends.cuda.matmul
 KEY = "gathers of this test"
 VERSIONS = Versions("no GPU", "torch", "triton", "kernels")
 PLAIN = {"one": (10.0, 10.0), "many": (5.0, 20.0), "memory": (8.0, 8.0)}  # milliseconds on each rank
+ROWS, FEATURES = 16, 32
+MEMORY_FIRST = {"1 collective": 3.0, "2 collectives": 2.0, "symmetric": 1.0}  # milliseconds
 
 
 def tell(texts: Sequence[str]) -> list[list[str]]:
@@ -58,12 +60,7 @@ class Table:
 
     def ways(self) -> list[Way]:
         return [
-            Way(
-                name,
-                lambda name=name: self._open(name),
-                lambda name=name: self.closed.append(name),
-                recovers=name == "memory",
-            )
+            Way(name, partial(self._open, name), partial(self.closed.append, name), recovers=name == "memory")
             for name in self.times
         ]
 
@@ -136,6 +133,20 @@ def as_on_gpus(of: Mapping[str, float], cache: Cache, opener: Any = open_stand_i
         yield said
 
 
+def assert_gathered(rows: int, group: dist.ProcessGroup, op: str = "op") -> None:
+    """A gather of so many rows of each of two ranks brings ones, then twos."""
+    gathered = start_rows(op, "x", torch.full((rows, 16), 1.0 + dist.get_rank()), group, FEATURES).wait()
+    assert gathered.equal(torch.arange(1.0, 3.0).repeat_interleave(rows)[:, None].expand(2 * rows, 16))
+
+
+def taken_by(group: dist.ProcessGroup) -> list[str]:
+    return [type(exchange).__name__ for exchange in select._of_group[id(group)].chosen.values()]
+
+
+def furthest(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    return max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True))
+
+
 def no_symmetric_memory(opening: Opening) -> Any:
     """On one rank."""
     problem = "torch has none" * (dist.get_rank() == 1)
@@ -148,24 +159,22 @@ def test_a_choice_against_memory_leaves_open_what_another_choice_took():
     """With the group's time-out, and not that of trials."""
     prepare(Setting())
     group, cache = dist.new_group(timeout=timedelta(seconds=40)), Cache(None, VERSIONS)
-    x = torch.full((8, 16), float(dist.get_rank()))
-    expected = torch.arange(2.0).repeat_interleave(8)[:, None].expand(16, 16)
     for one_collective, op in ((2.0, "one"), (1.0, "another"), (2.0, "one")):
         times_of = {"symmetric": 1.5, "1 collective": one_collective, "2 collectives": 3.0}
         with as_on_gpus(times_of, cache), patch.object(ways, "TRIAL_SECONDS", 3.0):
-            assert start_rows(op, "x", x, group, 32).wait().equal(expected)
+            assert_gathered(8, group, op)
         assert {exchange.timeout for exchange in select._of_group[id(group)]._open.values()} == {40.0}
-    names = [type(exchange).__name__ for exchange in select._of_group[id(group)].chosen.values()]
-    assert names == ["SymmetricExchange", "Collectives"]
+    assert taken_by(group) == ["SymmetricExchange", "Collectives"]
 
 
 @on_ranks(2)
 def test_a_group_times_so_many_shapes_and_remembers_no_more():
     prepare(Setting())
-    group, times_of = dist.new_group(), {"1 collective": 2.0, "2 collectives": 1.0, "symmetric": 3.0}
+    group = dist.new_group()
+    times_of = MEMORY_FIRST | {"symmetric": 9.0}
     with as_on_gpus(times_of, Cache(None, VERSIONS)), patch.object(ways, "MOST_TIMED", 2):
         for rows in (*range(8, 12), 8):
-            assert start_rows("op", "x", torch.ones(rows, 16), group, 32).wait().sum() == 2 * rows * 16
+            assert_gathered(rows, group)
     assert [moved.rows for moved in select._of_group[id(group)].chosen] == [16, 18]
 
 
@@ -175,7 +184,7 @@ def test_products_of_other_widths_decide_nothing_for_one_rank_alone():
     prepare(Setting())
     group, rank = dist.group.WORLD, dist.get_rank()
     x = torch.full((8, 16), float(rank))
-    with as_on_gpus({"1 collective": 2.0, "2 collectives": 1.0, "symmetric": 3.0}, Cache(None, VERSIONS)):
+    with as_on_gpus(MEMORY_FIRST | {"symmetric": 9.0}, Cache(None, VERSIONS)):
         for features in (32, 32 - rank, 32, 0 if rank else 32):
             assert float(start_rows("op", "x", x, group, features).wait()[-1, 0]) == 1.0
 
@@ -228,13 +237,12 @@ def test_what_is_chosen_after_a_way_has_failed_stays_out_of_the_file():
     """Of all shapes of the group: the next process may find the way well."""
     prepare(Setting())
     group, kept = dist.new_group(), Cache(None, VERSIONS)
-    times_of = {"1 collective": 2.0, "2 collectives": 3.0, "symmetric": 1.0}
-    with as_on_gpus(times_of, kept, no_symmetric_memory):
+    with as_on_gpus(MEMORY_FIRST, kept, no_symmetric_memory):
         for rows in (8, 16):
-            assert start_rows("op", "x", torch.ones(rows, 16), group, 32).wait().sum() == 2 * rows * 16
+            assert_gathered(rows, group)
     assert not kept.choices
-    with as_on_gpus(times_of, kept):
-        start_rows("op", "x", torch.ones(8, 16), dist.new_group(), 32).wait()
+    with as_on_gpus(MEMORY_FIRST, kept):
+        assert_gathered(8, dist.new_group())
     assert [choice.name for choice in kept.choices.values()] == ["symmetric"]
 
 
@@ -270,7 +278,7 @@ def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_sec
     operands = operands_of(0)
 
     def run() -> list[Tensor]:
-        return with_gradients(lambda *t: block(*t, sequence_parallel=True, group=group), operands)
+        return with_gradients(block, operands, sequence_parallel=True, group=group)
 
     with using("c10d"):
         group = dist.new_group()
@@ -278,17 +286,16 @@ def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_sec
     group = dist.new_group()
     no_memory = how == "no symmetric memory"
     opener = Mock(wraps=no_symmetric_memory if no_memory else open_stand_in)
-    times_of = {"1 collective": 3.0, "2 collectives": 2.0, "symmetric": symmetric}
-    with ExitStack() as stack:
-        said = stack.enter_context(as_on_gpus(times_of, Cache(None, VERSIONS), opener))
-        if how == "capture":
-            stack.enter_context(patch.object(ways, "obstacle", lambda device: "a graph is captured"))
-        if how == "TUNE=0":
-            stack.enter_context(patch.dict(os.environ, {"TPKERNELS_TUNE": "0"}))
+    times_of = MEMORY_FIRST | {"symmetric": symmetric}
+    obstacles = {
+        "capture": patch.object(ways, "obstacle", lambda device: "a graph is captured"),
+        "TUNE=0": patch.dict(os.environ, {"TPKERNELS_TUNE": "0"}),
+    }
+    with as_on_gpus(times_of, Cache(None, VERSIONS), opener) as said, obstacles.get(how, nullcontext()):
         found = run()
         first = list(said)
         run()
-    assert max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)) < 1e-6
+    assert furthest(found, expected) < 1e-6
     by_collectives = "2 collectives" in told  # of some shapes one is as fast
     assert (any if by_collectives else all)(told in line for line in first), first
     expected_keys = [f"{moved} float32 16x24x{features}" for moved, features in HIDING.items()]
@@ -305,23 +312,14 @@ def test_rows_in_fp8_are_timed_with_the_product_that_takes_them(symmetric):
     prepare(Setting())
     operands, recipe, group = operands_of(0), Recipe.rowwise(), dist.new_group()
 
-    def run(group: Any) -> list[Tensor]:
-        return with_gradients(
-            lambda *t: block(*t, sequence_parallel=True, group=group, quantize=recipe), operands
-        )
-
+    run = partial(with_gradients, block, operands, sequence_parallel=True, quantize=recipe)
     with using("c10d"):
-        expected = run(dist.new_group())
-    times_of = {"1 collective": 3.0, "2 collectives": 2.0, "symmetric": symmetric}
-    compared: list[Tensor] = []
-
-    def compare(found: Tensor, expected: Tensor) -> str:
-        compared.append(expected)
-        return _mismatch(found, expected)
-
-    with as_on_gpus(times_of, Cache(None, VERSIONS)) as said, patch.object(ways, "_mismatch", compare):
-        found = run(group)
-    assert max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)) < 1e-6
+        expected = run(group=dist.new_group())
+    times_of = MEMORY_FIRST | {"symmetric": symmetric}
+    comparing = patch.object(ways, "_mismatch", wraps=_mismatch)
+    with as_on_gpus(times_of, Cache(None, VERSIONS)) as said, comparing as compared:
+        found = run(group=group)
+    assert furthest(found, expected) < 1e-6
     of_words = [line for line in said if "float32 rowwise as int32 " in line]
     assert [line.partition(" 2 ranks")[0] for line in of_words[:2]] == [
         "column_linear gathers float32 rowwise as int32 16x7x16",
@@ -329,7 +327,7 @@ def test_rows_in_fp8_are_timed_with_the_product_that_takes_them(symmetric):
     ]
     chosen = "symmetric" if symmetric == 1.0 else "2 collectives"
     assert all(f": {chosen} (timed: " in line for line in of_words[:2]), of_words
-    assert all(one.std() > 0.1 for one in compared[:2])
+    assert all(call.args[1].std() > 0.1 for call in compared.call_args_list[:2])
 
 
 @on_ranks(2)
@@ -348,34 +346,45 @@ def test_kernels_are_compiled_before_the_time_of_a_trial_begins_to_run():
         limits[kernel.__name__].append(arrivals.seconds)
         return kernel(*args, arrivals=arrivals, **options)
 
-    times_of = {"1 collective": 3.0, "2 collectives": 2.0, "symmetric": 1.0}
     with (
-        as_on_gpus(times_of, Cache(None, VERSIONS)),
+        as_on_gpus(MEMORY_FIRST, Cache(None, VERSIONS)),
         patch.object(ways, "TRIAL_SECONDS", 1.0),
         patch.object(gather_linear, "gather_linear_fwd", partial(noting, gather_linear.gather_linear_fwd)),
         patch.object(reduce, "reduce_slots", partial(noting, reduce.reduce_slots)),
     ):
-        with_gradients(lambda *t: block(*t, sequence_parallel=True, group=group), operands_of(0))
-    exchanges = select._of_group[id(group)]
-    assert not exchanges.dropped
+        with_gradients(block, operands_of(0), sequence_parallel=True, group=group)
+    assert not select._of_group[id(group)].dropped
     assert len(limits) == 2
     assert all(first > then for first, then, *_ in limits.values()), limits
-    assert {type(exchange).__name__ for exchange in exchanges.chosen.values()} == {"SymmetricExchange"}
+    assert set(taken_by(group)) == {"SymmetricExchange"}
 
 
-ROWS, FEATURES = 16, 32
 IN_ROUNDS = {"1 collective": 5.0, "2 collectives": 6.0, "symmetric": 4.0, "symmetric in 2 rounds": 1.0}
+
+
+def layers() -> tuple[Callable[[dist.ProcessGroup], None], Tensor]:
+    """A column and a row of one weight over a group, whose numbers must be those of c10d; the column's x."""
+    prepare(Setting())
+    x, weight = torch.randn(ROWS // 2, 8), torch.randn(FEATURES, 8)
+
+    def results(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        y = column_linear(x, weight, None, group, sequence_parallel=True)
+        return y, row_linear(y, weight.t().contiguous(), None, group, sequence_parallel=True)
+
+    with using("c10d"):
+        expected = results(dist.group.WORLD)
+
+    def assert_right(group: dist.ProcessGroup) -> None:
+        for ours, theirs, atol in zip(results(group), expected, (1e-5, 1e-4), strict=True):
+            assert torch.allclose(ours, theirs, atol=atol)
+
+    return assert_right, x
 
 
 @on_ranks(2)
 def test_rounds_through_memory_are_products_of_their_own():
     """A gather's and a reduce's: no kernel of ours waits for rows, or stores them, once the way is chosen."""
-    prepare(Setting())
-    group, rank = dist.new_group(), dist.get_rank()
-    x, weight = torch.randn(ROWS // 2, 8), torch.randn(FEATURES, 8)
-    with using("c10d"):
-        expected = column_linear(x, weight, None, dist.group.WORLD, sequence_parallel=True)
-        sums = row_linear(expected, weight.t().contiguous(), None, dist.group.WORLD, sequence_parallel=True)
+    (assert_right, _), group = layers(), dist.new_group()
     multiplied: list[int] = []
 
     def into(primitive: Any, out: Sequence[Tensor], *arguments: Any) -> None:
@@ -383,24 +392,17 @@ def test_rounds_through_memory_are_products_of_their_own():
         really(primitive, out, *arguments)
 
     really = primitives.into
-    fused = "ours waits or stores"
+    fused = {"side_effect": AssertionError("ours waits or stores")}
     with as_on_gpus(IN_ROUNDS, Cache(None, VERSIONS)):
-        for call in range(4):
-            with ExitStack() as stack:
-                if call:
-                    for module, name in (
-                        (gather_linear, "gather_linear_fwd"),
-                        (scatter_linear, "scatter_linear"),
-                    ):
-                        stack.enter_context(
-                            patch.object(module, name, Mock(side_effect=AssertionError(fused)))
-                        )
-                    stack.enter_context(patch.object(primitives, "into", into))
-                y = column_linear(x, weight, None, group, sequence_parallel=True)
-                total = row_linear(y, weight.t().contiguous(), None, group, sequence_parallel=True)
-            assert torch.allclose(y, expected, atol=1e-5)
-            assert torch.allclose(total, sums, atol=1e-4)
-    assert multiplied == 3 * [ROWS // 2, ROWS // 2], f"rank {rank}: a product for each round of a gather"
+        assert_right(group)
+        with (
+            patch.object(gather_linear, "gather_linear_fwd", **fused),
+            patch.object(scatter_linear, "scatter_linear", **fused),
+            patch.object(primitives, "into", into),
+        ):
+            for _ in range(3):
+                assert_right(group)
+    assert multiplied == 3 * [ROWS // 2, ROWS // 2], "a product for each round of a gather"
     exchanges = select._of_group[id(group)]
     assert [(type(one).__name__, one.rounds) for one in exchanges.chosen.values()] == [("InRounds", 2)] * 2
     assert all(exchange.timeout > ways.TRIAL_SECONDS for exchange in exchanges._open.values())
@@ -432,13 +434,9 @@ def test_a_way_that_fails_leaves_no_half_of_a_call_to_those_that_share_its_memor
         patch.object(ways, "TRIAL_SECONDS", 5.0),
     ):
         for _ in range(3):
-            got = start_rows("op", "x", torch.full((8, 16), float(dist.get_rank())), group, FEATURES).wait()
-            assert got.sum() == 8 * 16
-    exchanges = select._of_group[id(group)]
-    assert [len(exchanges.dropped), *(name.removeprefix("symmetric ") for name in exchanges.dropped)] == [
-        1,
-        broken,
-    ]
+            assert_gathered(8, group)
+    dropped = select._of_group[id(group)].dropped
+    assert [name.removeprefix("symmetric ") for name in dropped] == [broken]
     assert chosen in said[0].partition(" (timed")[0]
     assert opener.call_count == 2
 
@@ -449,12 +447,7 @@ TILES = tiles._INTERPRETED, MatmulTile(16, 32, 16, num_warps=4, num_stages=1, gr
 @on_ranks(2)
 def test_kernels_that_wait_or_store_take_the_tile_that_was_fastest():
     """On all ranks, in the calls that follow and in the next process; not for operands of another form."""
-    prepare(Setting())
-    kept, taken = Cache(None, VERSIONS), list[str]()
-    x, weight = torch.randn(ROWS // 2, 8), torch.randn(FEATURES, 8)
-    with using("c10d"):
-        expected = column_linear(x, weight, None, dist.group.WORLD, sequence_parallel=True)
-        sums = row_linear(expected, weight.t().contiguous(), None, dist.group.WORLD, sequence_parallel=True)
+    (assert_right, x), kept, taken = layers(), Cache(None, VERSIONS), list[str]()
 
     def noting(kernel: Callable[..., Any], *args: Any, tile: MatmulTile | None, **options: Any) -> Any:
         taken.append(tile.name if tile else "untold")
@@ -472,12 +465,9 @@ def test_kernels_that_wait_or_store_take_the_tile_that_was_fastest():
         for how in ("timed", "cached"):
             group = dist.new_group()
             for _ in range(3):
-                before = len(taken)
-                y = column_linear(x, weight, None, group, sequence_parallel=True)
-                total = row_linear(y, weight.t().contiguous(), None, group, sequence_parallel=True)
-                assert torch.allclose(y, expected, atol=1e-5)
-                assert torch.allclose(total, sums, atol=1e-4)
-            assert [f"symmetric {name}" for name in taken[before:]] == [waits, stores], (how, said, taken)
+                taken.clear()
+                assert_right(group)
+            assert [f"symmetric {name}" for name in taken] == [waits, stores], (how, said)
             assert f": {waits} ({how}" in said[0]
             said.clear()
         unaligned = torch.randn(FEATURES * 8 + 1)[1:].view(FEATURES, 8)
@@ -500,7 +490,7 @@ def test_ways_open_memory_once_where_there_is_none():
     group, opener = dist.new_group(), Mock(wraps=no_symmetric_memory)
     with as_on_gpus(IN_ROUNDS, Cache(None, VERSIONS), opener), heard("tpkernels.dispatch"):
         for rows in (8, 16):
-            assert start_rows("op", "x", torch.ones(rows, 16), group, FEATURES).wait().sum() == 2 * rows * 16
+            assert_gathered(rows, group)
     assert opener.call_count == 1
     names = {"symmetric", "symmetric in 1 round", "symmetric in 2 rounds"}
     assert select._of_group[id(group)].dropped.keys() == names
@@ -519,13 +509,14 @@ def test_a_rank_without_memory_for_a_trial_says_so_before_others_wait():
         with patch.object(Tensor, "new_empty", lambda t, *s: reserved.append(s) or new_empty(t, *s)):
             really(self)
 
-    times_of = {"1 collective": 2.0, "2 collectives": 3.0, "symmetric": 1.0}
-    with as_on_gpus(times_of, Cache(None, VERSIONS)) as said, patch.object(ways._Ways, "_reserve", reserve):
+    with (
+        as_on_gpus(MEMORY_FIRST, Cache(None, VERSIONS)) as said,
+        patch.object(ways._Ways, "_reserve", reserve),
+    ):
         for rows in (8, 16):
-            assert start_rows("op", "x", torch.ones(rows, 16), group, 32).wait().sum() == 2 * rows * 16
+            assert_gathered(rows, group)
     assert not rank or "not timed: rank 1: OutOfMemoryError: CUDA out of memory" in said[0]
-    names = [type(exchange).__name__ for exchange in select._of_group[id(group)].chosen.values()]
-    assert names == ["Collectives", "SymmetricExchange"]
+    assert taken_by(group) == ["Collectives", "SymmetricExchange"]
     assert reserved[-3:] == [(32, 16), (32, 16), (32, 32)], "all rows, what they came in, and their product"
 
 
