@@ -28,12 +28,8 @@ class FakeTimer:
 
     def __call__(self, runs: Mapping[str, Callable[[], object]]) -> Times:
         self.asked.append(list(runs))
-        return Times(
-            *(
-                {name: _of(name, each) for name in runs}
-                for each in (self.milliseconds, self.on_gpu or self.milliseconds)
-            )
-        )
+        both = self.milliseconds, self.on_gpu or self.milliseconds
+        return Times(*({name: _of(name, each) for name in runs} for each in both))
 
 
 def _of(name: str, milliseconds: Mapping[str, float]) -> float:
@@ -62,17 +58,14 @@ def make_chooser(tmp_path: Path) -> MakeChooser:
     need_interpreter()
 
     def make(
-        timer: FakeTimer | None = None,
-        obstacle: str | None = None,
+        timer: Callable[..., Times] | None = None,
+        obstacle: str | Callable[[torch.device], str | None] | None = None,
         clock: Callable[[], float] = perf_counter,
+        folder: Path = tmp_path,
+        versions: Versions = VERSIONS,
     ) -> Chooser:
-        return Chooser(
-            CPU,
-            TargetGpu(VERSIONS.gpu, INTERPRETER),
-            timer or FakeTimer(TRITON_WINS),
-            Cache(tmp_path, VERSIONS),
-            lambda device: obstacle,
-            clock,
-        )
+        gpu, cache = TargetGpu(versions.gpu, INTERPRETER), Cache(folder, versions)
+        stands = obstacle if callable(obstacle) else lambda device: obstacle
+        return Chooser(CPU, gpu, timer or FakeTimer(TRITON_WINS), cache, stands, clock)
 
     return make

@@ -70,7 +70,7 @@ INFERENCE = Layer(64, 64, 64, activation="gelu_tanh", training=False)
         ({"activation": "silu"}, "h100", False),
     ],
 )
-def test_fused_activation_is_offered_where_it_is_the_same_and_there(changed, gpu, offered, monkeypatch):
+def test_fused_activation_is_offered_where_it_is_the_same(changed, gpu, offered, monkeypatch):
     assert ("addmm_activation" in names("linear", replace(INFERENCE, **changed), gpu)) == offered
     monkeypatch.delattr(torch, "_addmm_activation")
     assert "addmm_activation" not in names("linear", replace(INFERENCE, **changed), gpu)
@@ -114,7 +114,7 @@ def test_shared_memory_is_what_was_compiled(step, tile, compiled):
     assert expected <= compiled <= expected + (1024 if step == "dgrad_pairs" else 64)
 
 
-def test_tiles_far_from_the_size_of_the_result_are_left_out():
+def test_tiles_far_from_the_results_size_are_left_out():
     one_row, large = (names("linear", Layer(tokens, 8192, 4096))[1:] for tokens in (1, 65536))
     assert one_row
     assert not [name for name in one_row if name.split("/")[2].startswith("128x")]
@@ -142,7 +142,7 @@ def splits_of(layer, gpu="h100"):
         (Layer(896, 2048, 512), []),
     ],
 )
-def test_depth_is_split_where_that_saves_a_turn_of_the_processors(layer, splits):
+def test_depth_is_split_where_that_saves_a_turn(layer, splits):
     assert splits_of(layer) == splits
     assert splits_of(layer, "a100") == []
     assert splits_of(layer, "b200") == []
@@ -165,17 +165,6 @@ def test_key_names_all_that_matters(step):
     problem = PRODUCTS[step].problem(*PRODUCTS[step].sample(Layer(4096, 1024, 512, activation="gelu_tanh")))
     key, product, depth = KEYS[step]
     assert (problem.key, problem.product, problem.depth) == (f"{step} bfloat16 {key}", product, depth)
-
-
-def test_tf32_is_another_problem():
-    arguments = dgrad.sample(Layer(64, 32, 16, torch.float32))
-    before = torch.backends.cuda.matmul.fp32_precision
-    assert dgrad.problem(*arguments).key == "dgrad float32 64x32x16 rows,rows,rows"
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        assert dgrad.problem(*arguments).key == "dgrad float32/tf32 64x32x16 rows,rows,rows"
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def _layout(tensor):

@@ -1,26 +1,24 @@
 """How a choice is made, remembered, refused and told, and how ranks with one store agree on one."""
 
 import logging
-import threading
 from dataclasses import replace
 from functools import wraps
+from itertools import count
 from threading import Event, Thread
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from tests.dispatch.conftest import CPU, TRITON_WINS, VERSIONS, FakeTimer, need_interpreter
+from tests.dispatch.conftest import CPU, TRITON_WINS, VERSIONS, FakeTimer
 from tpkernels.dispatch import candidates as candidates_module
 from tpkernels.dispatch import chooser as chooser_module
 from tpkernels.dispatch import log, products
-from tpkernels.dispatch.cache import Cache, Choice
-from tpkernels.dispatch.candidates import TargetGpu
-from tpkernels.dispatch.chooser import CHECKING_SECONDS, Chooser, obstacle, winner
+from tpkernels.dispatch.cache import Choice
+from tpkernels.dispatch.chooser import CHECKING_SECONDS, obstacle, winner
 from tpkernels.dispatch.products import linear
 from tpkernels.dispatch.soundness import spoil_freed
 from tpkernels.kernels import linear as linear_kernel
-from tpkernels.kernels.target import INTERPRETER
 from tpkernels.kernels.tiles import MatmulTile
 
 X, W, B = torch.randn(16, 32), torch.randn(48, 32), torch.randn(48)
@@ -45,19 +43,19 @@ def test_fastest_is_chosen_and_remembered(make_chooser):
 def test_tf32_allowed_later_is_another_choice(make_chooser):
     timer = FakeTimer(TRITON_WINS)
     chooser = make_chooser(timer)
-    out, before = [torch.empty(16, 48)], torch.backends.cuda.matmul.fp32_precision
+    before = torch.backends.cuda.matmul.fp32_precision
     try:
         for precision in ("ieee", "tf32", "ieee"):
             torch.backends.cuda.matmul.fp32_precision = precision
             chooser.call(*LINEAR)
-            chooser.call_into(products.linear, out, *ARGUMENTS)
+            chooser.call_into(products.linear, [torch.empty(16, 48)], *ARGUMENTS)
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert len(timer.asked) == 2
     assert list(chooser.cache.choices) == [KEY, KEY.replace("float32", "float32/tf32")]
 
 
-def test_what_is_remembered_is_bounded_and_what_is_forgotten_is_not_timed_again(make_chooser, monkeypatch):
+def test_memory_is_bounded_and_forgotten_choices_are_not_timed_again(make_chooser, monkeypatch):
     monkeypatch.setattr(chooser_module, "MOST_REMEMBERED", 3)
     timer = FakeTimer({"": 1.0})
     chooser = make_chooser(timer)
@@ -67,14 +65,17 @@ def test_what_is_remembered_is_bounded_and_what_is_forgotten_is_not_timed_again(
     assert len(timer.asked) == 4, "by classes of lengths"
 
 
-def test_next_process_reads_it_from_disk_though_it_may_time_nothing(make_chooser, monkeypatch):
+def test_next_process_reads_choices_though_it_may_time_nothing(make_chooser, monkeypatch):
     make_chooser().call(*LINEAR)
     monkeypatch.setenv("TPKERNELS_TUNE", "0")
     timer = FakeTimer(TRITON_WINS)
     later = make_chooser(timer)
     assert later.known(*KNOWN).source == "cached"
     later.call(*LINEAR)
+    for _ in range(2):
+        later.call(products.linear, X[:1], *ARGUMENTS[1:])  # by torch
     assert not timer.asked
+    assert len(later._functions) == 2
 
 
 def test_after_some_seconds_no_further_candidate_is_tried(make_chooser, monkeypatch, caplog):
@@ -115,7 +116,7 @@ def test_after_some_seconds_no_further_candidate_is_tried(make_chooser, monkeypa
 SLOW_TO_LAUNCH = {"torch": 1.0, "triton": 2.0}, {"torch": 1.0, "triton": 0.5}  # eagerly, on the GPU alone
 
 
-def test_a_captured_graph_is_computed_by_what_is_fastest_without_the_host(make_chooser, monkeypatch):
+def test_captured_graphs_use_the_fastest_candidate_without_the_host(make_chooser, monkeypatch):
     by = []
 
     @wraps(products.linear.by_torch)
@@ -148,7 +149,7 @@ def test_a_captured_graph_is_computed_by_what_is_fastest_without_the_host(make_c
     assert (one_for_both.candidate.name, one_for_both.captured) == (POINTER, None)
 
 
-def test_a_candidate_for_graphs_that_fails_when_it_is_loaded_is_dropped_with_a_warning(make_chooser, caplog):
+def test_a_candidate_that_fails_when_loaded_is_dropped_with_warning(make_chooser, caplog):
     def by_kernel(*args, out, tile, form):
         raise RuntimeError("out of memory")
 
@@ -209,16 +210,7 @@ def test_timer_that_fails_leaves_torch_and_writes_nothing(make_chooser, caplog):
     assert make_chooser().known(*KNOWN) is None
 
 
-def test_disabled_tuning_means_torch_for_the_whole_process(make_chooser, monkeypatch):
-    monkeypatch.setenv("TPKERNELS_TUNE", "0")
-    timer = FakeTimer(TRITON_WINS)
-    chooser = make_chooser(timer)
-    chooser.call(*LINEAR)
-    assert not timer.asked
-    assert len(chooser._functions) == 1
-
-
-def test_nothing_is_timed_while_something_stands_in_the_way_but_afterwards(make_chooser):
+def test_nothing_is_timed_before_an_obstacle_is_gone(make_chooser):
     standing = ["a CUDA graph is being captured"]
     timer = FakeTimer(TRITON_WINS)
     chooser = make_chooser(timer)
@@ -259,7 +251,7 @@ def test_accumulation_is_timed_on_scratch(main_dtype, make_chooser):
     assert (main_grad - exact).norm() < 3e-3 * exact.norm()
 
 
-def test_timing_looks_at_no_values_and_leaves_the_random_stream_alone(make_chooser):
+def test_timing_looks_at_no_values_and_draws_no_numbers(make_chooser):
     # Operands that are all NaN or zero neither drop a candidate nor prove one.
     for value in (float("nan"), 0.0):
         timer = FakeTimer(TRITON_WINS)
@@ -300,7 +292,7 @@ def test_variable_shows_choices(asked, shown, make_chooser, monkeypatch, capsys,
     assert ("TPKERNELS_LOG is 'choice'; expected choices" in caplog.text) == (asked == "choice")
 
 
-def test_threads_time_a_problem_once_and_never_two_at_a_time(make_chooser):
+def test_threads_time_a_problem_once_and_in_turn(make_chooser):
     class SlowTimer(FakeTimer):
         def __call__(self, runs):
             assert not chooser._lock.acquire(blocking=False)
@@ -308,7 +300,7 @@ def test_threads_time_a_problem_once_and_never_two_at_a_time(make_chooser):
 
     timer = SlowTimer({"": 1.0})  # torch wins: the interpreter is not for threads
     chooser = make_chooser(timer)
-    threads = [threading.Thread(target=chooser.call, args=LINEAR) for _ in range(4)]
+    threads = [Thread(target=chooser.call, args=LINEAR) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -338,17 +330,13 @@ TORCH_WINS = {"torch": 1.0, "": 3.0}
 
 
 @pytest.fixture
-def rank(tmp_path):
+def rank(make_chooser, tmp_path):
     """Choosers with a cache each, as ranks on several machines have them."""
-    need_interpreter()
-    made = []
+    number = count()
 
-    def make(timer=TRITON_WINS, versions=VERSIONS, obstacle=lambda device: None):
+    def make(timer=TRITON_WINS, **options):
         timer = timer if callable(timer) else FakeTimer(timer)
-        made.append(tmp_path / f"rank {len(made)}")
-        gpu = TargetGpu(versions.gpu, INTERPRETER)
-        chooser = Chooser(CPU, gpu, timer, Cache(made[-1], versions), obstacle)
-        return chooser, timer
+        return make_chooser(timer, folder=tmp_path / f"rank {next(number)}", **options), timer
 
     return make
 
@@ -434,7 +422,7 @@ def test_what_was_chosen_before_is_chosen_again(rank):
     assert [chosen(first), chosen(second)] == ["triton", "triton"]
 
 
-def test_a_choice_that_is_no_candidate_here_is_refused_with_a_warning(rank, caplog):
+def test_a_choice_that_is_no_candidate_is_refused_with_warning(rank, caplog):
     store = HashStore()
     first, second = rank(TRITON_WINS)[0], rank(TRITON_WINS)[0]
     real, other = first.candidates, "triton/pointer/512x512x512-w4-s1"
@@ -449,8 +437,8 @@ def test_a_choice_that_is_no_candidate_here_is_refused_with_a_warning(rank, capl
 
 @pytest.mark.parametrize("field", ["gpu", "torch", "triton", "kernels"])
 def test_unequal_ranks_share_nothing(field, rank, caplog):
-    store = HashStore()
-    first, second = rank(TRITON_WINS)[0], rank(TORCH_WINS, replace(VERSIONS, **{field: "another"}))[0]
+    store, others = HashStore(), replace(VERSIONS, **{field: "another"})
+    first, second = rank(TRITON_WINS)[0], rank(TORCH_WINS, versions=others)[0]
     agree(store, first, second)
     assert [chosen(first), chosen(second)] == ["triton", "torch"]
     assert not caplog.records

@@ -58,9 +58,7 @@ def assert_close(ours, torchs, bound):
 
 
 @pairwise(name=list(products.PRODUCTS), winner=WINNERS, layer=list(LAYERS), dtype=list(BOUND))
-def test_chosen_candidate_computes_what_torch_does_also_into_given_tensors(
-    name, winner, layer, dtype, make_chooser
-):
+def test_chosen_candidate_computes_what_torch_does(name, winner, layer, dtype, make_chooser):
     record, chooser = RECORDS[name], make_chooser(FakeTimer({winner: 1.0, "": 2.0}))
     arguments = samples(record, Layer(T, N, K, dtype, **LAYERS[layer]))
     with torch.no_grad():
@@ -136,16 +134,13 @@ def test_what_is_given_is_part_of_the_problem(make_chooser):
 CHECKS = {False: "ALL", True: ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")}
 
 
-def dtype_of(argument):
-    return getattr(argument, "dtype", None)
-
-
 @pytest.mark.parametrize("name", primitives.OPERATORS)
 def test_operator_of_a_primitive_passes_opcheck(name):
     record = (RECORDS | IN_FP8)[name]
     overload = primitives.OPERATORS[name].overload
     narrow = samples(record, Layer(T, N, K, torch.float32, activation="gelu"))
-    torch.library.opcheck(overload, narrow, test_utils=CHECKS[torch.float8_e4m3fn in map(dtype_of, narrow)])
+    in_fp8 = torch.float8_e4m3fn in [getattr(argument, "dtype", None) for argument in narrow]
+    torch.library.opcheck(overload, narrow, test_utils=CHECKS[in_fp8])
     wide = samples(record, Layer(T, N, K, torch.float64, activation="gelu"))
     torch.library.opcheck(overload, wide, test_utils="test_faketensor")  # sums of float64 are announced so
 
@@ -236,7 +231,7 @@ def test_float64_is_dequantized_by_torch():
     assert not takes(data, scale, "float64")
 
 
-def test_the_chooser_is_asked_on_a_gpu_unless_batches_must_not_matter(monkeypatch, make_chooser):
+def test_chooser_is_asked_unless_batches_must_not_matter(monkeypatch, make_chooser):
     monkeypatch.setattr(backends, "backend", "elsewhere")
     timer = FakeTimer(TRITON_WINS)
     chooser = make_chooser(timer)
@@ -263,16 +258,14 @@ def resolved(monkeypatch, caplog):
     backends._resolved.cache_clear()
 
 
-def test_without_triton_a_gpu_is_served_by_torch_and_it_is_said_once(resolved, monkeypatch):
+def test_without_triton_torch_computes_and_says_so_once(resolved, monkeypatch):
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
     backend, (said,) = resolved()
     assert backend == "torch"
     assert "torch computes on cuda:0: Triton is not installed" in said
 
 
-def test_batch_invariance_leaves_nothing_to_choose_and_warns_where_torch_does_not_keep_it(
-    resolved, monkeypatch
-):
+def test_batch_invariance_leaves_no_choice_and_warns_of_torch(resolved, monkeypatch):
     monkeypatch.setattr(invariance, "batch_invariant", True)
     assert resolved() == ("invariant", [])
     backend, (said,) = resolved(backend="torch")
@@ -280,7 +273,7 @@ def test_batch_invariance_leaves_nothing_to_choose_and_warns_where_torch_does_no
     assert "TPKERNELS_BATCH_INVARIANT=1 promises nothing there" in said
 
 
-def test_tp_invariance_takes_our_kernels_on_a_gpu_and_torch_on_a_cpu_without_a_warning(resolved, monkeypatch):
+def test_tp_invariance_takes_kernels_on_gpus_and_torch_on_cpus(resolved, monkeypatch):
     monkeypatch.setattr(tp_invariance.mode, "segments", 8)
     assert resolved() == ("invariant", [])
     assert resolved(torch.device("cpu")) == ("torch", [])

@@ -5,16 +5,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.dispatch.conftest import CPU, FakeTimer
-from tests.dispatch.short_sums import summed
 from tests.kernels.checks import assert_written, rows_for
 from tests.products import once, pairwise
 from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
-from tpkernels.dispatch.chooser import chooser_on
 from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.dispatch.soundness import FP8_BOUND, ROUNDING, bound_of, mismatch, scratch_like
 from tpkernels.kernels.activations import ACTIVATIONS
 from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words
-from tpkernels.kernels.target import fp8_obstacle, target_of
 
 META = torch.device("meta")
 
@@ -99,12 +96,7 @@ def test_forms_and_tiles_are_those_of_the_gpu():
     found = names("l40s")
     assert "scaled_mm" in found
     assert {name.split("/")[1] for name in found if name.startswith("triton/")} == {"pointer"}
-    assert names(tokens=0) == ["torch"]
-
-
-@pytest.mark.parametrize("gpu", ["a100", "mi300x"])
-def test_gpus_without_fp8_leave_torch(gpu):
-    assert names(gpu) == ["torch"]
+    assert names(tokens=0) == names("a100") == names("mi300x") == ["torch"]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +124,7 @@ def scratch(**options):
 
 
 @pytest.mark.parametrize("scaling", ["rows", "blocks"])
-def test_scratch_lies_like_the_operands_and_gives_products_of_a_size_of_one(scaling):
+def test_scratch_lies_like_operands_and_gives_products_of_one(scaling):
     meta, made = call(96, 160, 1056, scaling=scaling), scratch(scaling=scaling)
     for like, tensor in zip(meta[:5], made[:5], strict=True):
         assert (tensor.shape, tensor.stride(), tensor.dtype) == (like.shape, like.stride(), like.dtype)
@@ -192,6 +184,31 @@ def test_chosen_candidate_computes_what_torch_does(winner, options, make_chooser
     assert_written(out, around, ours)
 
 
+def last_bit(largest):
+    """What the last of 14 bits is worth, in a number of this size."""
+    return torch.exp2(torch.frexp(largest).exponent.double() - 14)
+
+
+def summed(x, weight, promote_every):
+    """x weightᵀ in float64, summed as on Hopper's tensor cores by DeepSeek-V3's report (2024, 3.5.2).
+
+    32 products and the sum so far are shifted to their largest exponent, and cut off below its 14 bits.
+    promote_every: what depth is summed so before it is added in fp32
+    """
+    x, weight = x.double(), weight.double()
+    total = x.new_zeros(len(x), len(weight))
+    for deep_x, deep_weight in zip(x.split(promote_every, 1), weight.split(promote_every, 1), strict=True):
+        sums = torch.zeros_like(total)
+        for some_x, some_weight in zip(deep_x.split(32, 1), deep_weight.split(32, 1), strict=True):
+            terms = torch.cat([sums[..., None], some_x[:, None] * some_weight[None]], -1)
+            unit = last_bit(terms.abs().amax(-1))
+            exact = (terms / unit[..., None]).trunc_().sum(-1) * unit
+            kept = last_bit(exact.abs())
+            sums = (exact / kept).trunc_() * kept
+        total = (total + sums).float().double()
+    return total
+
+
 def test_bounds_of_soundness_are_those_of_emulated_sums():
     """Sums of few bits pass as fast at any depth, and are no promoted ones where that is deep."""
     depth = 65536
@@ -199,7 +216,7 @@ def test_bounds_of_soundness_are_those_of_emulated_sums():
     exact = scaled_linear.by_torch(x, w, x_scale, w_scale, None, "none", False, "float32", False)
     of = {"dtype": "float32", "activation": "none", "keep_z": False, "in_features": depth}
     fast, promoted = (scaled_linear.problem(*call(fast=one, **of)) for one in (True, False))
-    few, carried = (((summed(x, w, every) * x_scale * w_scale.t()).float(), None) for every in (None, BLOCK))
+    few, carried = (((summed(x, w, every) * x_scale * w_scale.t()).float(), None) for every in (depth, BLOCK))
     assert mismatch(few, exact, fast) is None
     assert "result 0 is off by" in mismatch(few, exact, promoted)
     assert mismatch(carried, exact, promoted) is None
@@ -220,7 +237,7 @@ def test_torchs_product_promotes_unless_it_is_told_not_to(monkeypatch, fast):
 
 
 @pairwise(activation=ACTIVATIONS, keep_z=[True, False], way=["torch", "scaled_mm"])
-def test_ways_of_torch_agree_and_write_the_same_bits_into_rows(way, keep_z, activation):
+def test_ways_of_torch_agree_and_write_the_same_bits(way, keep_z, activation):
     arguments = scratch(activation=activation, keep_z=keep_z, in_features=1024)
     problem = scaled_linear.problem(*call(activation=activation, keep_z=keep_z))
     library = scaled_linear.library[0]
@@ -242,7 +259,7 @@ def test_scales_in_bytes_are_refused_by_torch_too(which):
         scaled_linear.by_torch(*arguments)
 
 
-def test_a_scale_for_128_rows_of_a_weight_is_that_of_each():
+def test_a_scale_for_128_rows_is_that_of_each():
     x, w, x_scale, w_scale, *rest = scratch(scaling="blocks", out_features=300)
     few = w_scale[::BLOCK].clone()
     each = few.repeat_interleave(BLOCK, 0)[:300]
@@ -260,18 +277,3 @@ def test_a_compiler_for_gpus_is_told_the_shapes():
         y, z = scaled_linear.by_torch(*arguments)
     assert (y.shape, y.dtype, y.device.type) == ((96, 160), torch.bfloat16, "cuda")
     assert z.shape == y.shape
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_candidate_of_the_gpu_is_sound(dtype, options, tmp_path, monkeypatch, caplog):
-    device = torch.device("cuda", torch.cuda.current_device())
-    if fp8_obstacle(target_of(device)):
-        pytest.skip("needs a GPU that multiplies fp8")
-    monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path))
-    decision = chooser_on.__wrapped__(device).timed(
-        scaled_linear, call(512, 768, 1056, dtype=dtype, **options)
-    )
-    assert decision.source == "timed"
-    assert not caplog.records, "a candidate was dropped"

@@ -106,17 +106,6 @@ def test_wrong_shapes_dtypes_and_zeros_are_refused():
     assert mismatch((tiny,), (zeros,), problem)
 
 
-def drawn(draw, sizes, dtype):
-    activation, glu = draw.choice(["none", "gelu_tanh", "silu", "relu"]), draw.choice(["swiglu", "geglu"])
-    return Layer(*sizes, dtype, activation, glu, bias=draw.random() < 0.5, training=draw.random() < 0.5)
-
-
-def exactly(record, operands):
-    """In float64, where the order of sums is nothing."""
-    wide = tuple(x.double() if isinstance(x, torch.Tensor) else x for x in operands)
-    return results_of(record, record.by_torch, wide)
-
-
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("record", PRODUCTS.values(), ids=PRODUCTS)
 def test_honest_candidates_are_never_refused(record, dtype):
@@ -124,10 +113,13 @@ def test_honest_candidates_are_never_refused(record, dtype):
     draw = random.Random(f"{record.name} {dtype}")
     for _ in range(20):
         sizes = [draw.choice([1, 2, 7, draw.randint(1, 40), draw.randint(41, 300)]) for _ in range(3)]
-        layer = drawn(draw, sizes, dtype)
+        activation, glu = draw.choice(["none", "gelu_tanh", "silu", "relu"]), draw.choice(["swiglu", "geglu"])
+        bias, training = (draw.random() < 0.5 for _ in range(2))
+        layer = Layer(*sizes, dtype, activation, glu, bias=bias, training=training)
         problem, operands = posed(record, layer)
         expected = results_of(record, record.by_torch, operands)
-        exact = exactly(record, operands)
+        wide = tuple(x.double() if isinstance(x, torch.Tensor) else x for x in operands)
+        exact = results_of(record, record.by_torch, wide)
         rounded = tuple(None if e is None else x.to(e.dtype) for x, e in zip(exact, expected, strict=True))
         assert mismatch(rounded, expected, problem) is None, layer
 

@@ -41,7 +41,7 @@ def test_rows_are_read_as_they_were_written():
     assert Budget.of(FACTS).as_json() == {"registers": 168, "shared": 1000, "instructions": "HGMMA 4"}
 
 
-def test_instructions_are_those_of_one_version_and_are_told_after_what_is_worse(monkeypatch):
+def test_instructions_are_of_one_version_and_told_after_worse_excesses(monkeypatch):
     monkeypatch.setattr(compile_gate, "violations", lambda *_: [])
     job = CompileJob(catalog()[0], "sm_80")
     measured = {("sm_80", job.entry.name): Budget.of(FACTS)}
@@ -65,7 +65,7 @@ def test_what_a_table_has_lost_fails(monkeypatch, lost):
     assert judged.failures == ("no budget yet: record one with --update",)
 
 
-def test_table_of_budgets_survives_a_round_trip_and_drops_what_is_gone(tmp_path):
+def test_table_of_budgets_survives_and_drops_what_is_gone(tmp_path):
     path = tmp_path / "budgets.json"
     measured = {("sm_90", name): Budget.of(FACTS, COST) for name in ("one", "two")}
     table = {"3.7": expectations.updated(None, measured, set(measured), {"triton": "3.7.1"})}
@@ -76,7 +76,7 @@ def test_table_of_budgets_survives_a_round_trip_and_drops_what_is_gone(tmp_path)
     assert list(later.rows["sm_90"]) == ["two"]
 
 
-def test_a_table_begun_for_one_architecture_lists_it_and_may_not_lose_it(monkeypatch, tmp_path):
+def test_a_table_of_one_architecture_may_not_lose_it(monkeypatch, tmp_path):
     """Others are held to the rules alone, until an update has their rows."""
     monkeypatch.setattr(compile_gate, "examine_all", lambda tasks, *_: [Examined(FACTS) for _ in tasks])
     path, entry = tmp_path / "budgets.json", catalog()[0]
@@ -107,33 +107,23 @@ def test_a_table_begun_for_one_architecture_lists_it_and_may_not_lose_it(monkeyp
     assert check(hopper, ampere) == ([(), ()], [])
 
 
-HOPPER = ("sm_90",)
-WRITTEN = {  # Triton -> GPUs with budgets
-    "3.6": ARCHITECTURES,
-    "3.7": ARCHITECTURES,
-    "3.8": HOPPER,
-    "3.9": HOPPER,
-}
+ALL, HOPPER = ARCHITECTURES, ("sm_90",)
+WRITTEN = {"3.6": ALL, "3.7": ALL, "3.8": HOPPER, "3.9": HOPPER}  # Triton -> GPUs with budgets
 
 
-def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing(monkeypatch):
+def test_each_triton_has_budgets_of_all_entries_and_no_others(monkeypatch):
     table = expectations.read(TABLE)
     assert table.keys() == WRITTEN.keys()
     for minor, gpus in WRITTEN.items():
         assert {gpu for gpu in ARCHITECTURES if table[minor].hold(gpu)} == {*gpus}
-        entries = entries_of(minor, monkeypatch)
+        version = tuple(map(int, minor.split(".")))  # of another Triton, where some tiles are others
+        monkeypatch.setattr(triton_versions, "triton_version", lambda version=version: version)
+        entries = [spec.entry() for spec in entry_specs().values()]
         expected = {(gpu, e.name) for e in entries for gpu in gpus if gpu in e.architectures}
         assert table[minor].keys() == expected, f"run `check --update` on Triton {minor}"
 
 
-def entries_of(minor, monkeypatch):
-    """The catalog of another Triton, where some tiles are others."""
-    version = tuple(map(int, minor.split(".")))
-    monkeypatch.setattr(triton_versions, "triton_version", lambda: version)
-    return [spec.entry() for spec in entry_specs().values()]
-
-
-def test_every_entry_for_hopper_has_the_cycles_of_its_edge_and_products_those_of_a_step():
+def test_entries_for_hopper_have_cycles_of_edges_and_steps():
     for minor, rows in expectations.read(TABLE).items():
         for name, budget in rows.rows["sm_90"].items():
             assert "edge" in budget.cycles, f"{name}: run `check --update --arch sm_90` on Triton {minor}"

@@ -1,13 +1,15 @@
-"""A child process that cannot hold up who started it, and how one that ended is told."""
+"""Child processes hold up nobody, lose no work but what kills them, and end with who started them."""
 
 import os
 import sys
 
 import pytest
 
-from tests.programs import await_end_of, is_running
+from tests import programs
+from tests.programs import await_end_of, is_running, until
 from tpkernels.gate import child as module
 from tpkernels.gate.child import ending, started
+from tpkernels.gate.workers import results_of
 
 
 def python(program):
@@ -22,7 +24,7 @@ def test_ending_is_told_by_name_where_the_signal_has_one(code, words):
     assert ending(code) == words
 
 
-def test_lines_of_any_length_are_told_until_the_end_but_for_one_that_is_cut():
+def test_lines_of_any_length_are_told_until_the_end():
     with python("print('a' * 3_000_000); print('b'); print('c', end='')") as child:
         assert [line[:1] for line in child.lines_until_end()] == ["a", "b"]
         assert child.end() == 0
@@ -34,7 +36,7 @@ def test_last_words_are_those_of_the_error():
         assert (child.end(), child.last_words(), child.last_words(2)) == (1, "two", "ValueError: one; two")
 
 
-def test_lines_count_until_the_time_is_over_whoever_prints_for_ever():
+def test_lines_count_until_the_time_is_over():
     with (
         python("while True: print('x', flush=True)") as child,
         pytest.raises(TimeoutError, match=r"took more than 0\.5 s"),
@@ -66,3 +68,34 @@ def test_a_child_that_somebody_else_has_reaped_is_not_killed(monkeypatch):
         assert list(child.lines_until_end()) == ["7"]
         assert child.end() == 0
     assert killed == []
+
+
+def doubled(number: int) -> int | None:
+    if number == 3:
+        os._exit(1)
+    return 2 * number
+
+
+def test_only_the_item_that_kills_its_process_is_lost():
+    told = []
+    assert results_of(doubled, [1, 2, 3, 4], 2, told.append, None) == [2, 4, None, 8]
+    assert sorted(told) == [1, 2, 3, 4]
+    assert results_of(doubled, [], 2, told.append, None) == []
+
+
+RUNS = """
+from pathlib import Path
+from tpkernels.gate.user_kernels.children import answers
+print(*answers("tpkernels.gate.user_kernels.children", Path("."), [{"module": "hangs"}]))
+"""
+HANGS = "import os, time; open('pid', 'w').write(f'{os.getpid()} '); time.sleep(600)"
+
+
+def test_code_of_others_ends_with_its_parent_even_if_killed(tmp_path):
+    """A session of its own has no terminal that would end it."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    said = tmp_path / "pid"
+    with programs.started("-c", RUNS, cwd=tmp_path) as parent:
+        until(lambda: said.exists() and said.read_text().endswith(" "))
+        parent.kill()
+        await_end_of([int(said.read_text())])

@@ -38,21 +38,14 @@ def failures():
     return told
 
 
+HAIR = 1.031 * 5950  # past what is tolerated
+IN_TURN = changed("edge", 14100.0, serial_loads=4, copies=7000.0)
 SLOWER = {
-    "step_waits_for_copies": (
-        changed("step", 1460.0, copies=730.0),
-        "step 1,040 -> 1,460 cycles: waits for copies",
-    ),
-    "loads_in_turn": (
-        changed("edge", 14100.0, serial_loads=4, copies=7000.0),
-        "edge 5,950 -> 14,100 cycles: 4 loads awaited one after the other",
-    ),
+    "a_step": (changed("step", 1460.0, copies=730.0), "step 1,040 -> 1,460 cycles: waits for copies"),
+    "in_turn": (IN_TURN, "edge 5,950 -> 14,100 cycles: 4 loads awaited one after the other"),
     "a_new_cause": (changed("edge", 8000.0, barrier=2000.0), "edge 5,950 -> 8,000 cycles: waits for barrier"),
     "no_cause": (changed("edge", 9000.0), "edge 5,950 -> 9,000 cycles: more instructions"),
-    "a_hair_past_what_is_tolerated": (
-        changed("edge", 1.031 * 5950, stores=2600.0),
-        "edge 5,950 -> 6,134 cycles: waits for stores",
-    ),
+    "a_hair": (changed("edge", HAIR, stores=2600.0), "edge 5,950 -> 6,134 cycles: waits for stores"),
 }
 
 
@@ -69,7 +62,7 @@ def test_both_stretches_are_told(failures):
     )
 
 
-def test_within_three_percent_and_a_few_cycles_of_a_hidden_edge_nothing_is_said(failures):
+def test_within_three_percent_and_a_few_cycles_nothing_is_said(failures):
     for factor in (0.971, 1.0, 1.029):
         assert failures(changed("step", factor * 1040)) == ()
         assert failures(changed("edge", factor * 5950)) == ()
@@ -91,7 +84,7 @@ def test_faster_asks_for_an_update(failures):
     )
 
 
-def test_what_is_slower_says_more_than_other_instructions_or_another_stretch_that_is_faster(failures):
+def test_a_slower_stretch_is_told_before_a_faster_one(failures):
     other = replace(FACTS, instructions={"HGMMA": 8})
     cost = replace(changed("edge", 9000.0), step=replace(COST.step, cycles=900.0))
     assert failures(cost, other) == ("edge 5,950 -> 9,000 cycles: more instructions",)
@@ -125,7 +118,7 @@ def test_stretches_are_read_as_they_were_written():
     assert Budget.from_json(row) == Budget.of(FACTS, COST)
 
 
-def test_report_has_cycles_in_table_and_json_and_the_worst_case_of_each_launcher(capsys, tmp_path):
+def test_report_has_cycles_and_the_worst_case_of_each_launcher(capsys, tmp_path):
     rows = [Compiled(JOB, FACTS, (), COST), Compiled(JOB, FACTS, (), ROW), Compiled(JOB, FACTS, ())]
     errors = {"a": 0.25, "b": 0.5, "c": 0.125}
     cases = [Computed(f"linear_fwd/{name}", error, "") for name, error in errors.items()]

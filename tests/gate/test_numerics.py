@@ -46,13 +46,9 @@ def test_store_outside_an_output_is_a_finding_of_its_case_alone():
     assert examine(sound, frames).failure == ""
 
 
-def case_of(name):
-    return next(one for one in cases() if one.name == name)
-
-
 def test_cases_in_fp32_and_of_a_split_depth_are_what_they_are_called():
-    results = case_of("scaled_linear_fwd/pointer/fp8/rows/=fp32").run()
-    assert {found.dtype for found, _ in results.values()} == {torch.float32}
+    fp32 = next(one for one in cases() if one.name == "scaled_linear_fwd/pointer/fp8/rows/=fp32")
+    assert {found.dtype for found, _ in fp32.run().values()} == {torch.float32}
     names = {case.name: case.run.args[0].tile for case in cases() if case.name.endswith("/split")}
     assert len(names) == 9
     assert {tile.splits for tile in names.values()} == {3}

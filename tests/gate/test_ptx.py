@@ -52,71 +52,53 @@ def test_what_is_in_order_is_seen_to_be():
     assert unordered_flags(WAITS) == (NO_FLAG,)
 
 
-@pytest.mark.parametrize(
-    ("there", "instead", "fault"),
-    [
-        (LOOK, "", "a row is loaded without a look"),
-        ("bar.sync \t0;", "", "a row is loaded without a barrier"),
-        (FENCE, "", "a row is loaded without a proxy fence"),
-        (f"{FENCE}\n$L__BB0_3:", f"$L__BB0_3:\n\t{LOAD}\n\t{FENCE}", "a row is loaded without a proxy fence"),
-        ("bra.uni \t$L__BB0_2;", "bra.uni \t$L__BB0_3;", "a row is loaded without a look"),
-        ("@%p7 bra \t$L__BB0_4;", "@%p7 bra \t$L__BB0_3;", "a row is loaded without a look"),
-        (STORE, f"{STORE}\n\t{LOAD}", "a row is loaded without a look"),
-    ],
-    ids=["look", "barrier", "fence", "late_fence", "way_around", "way_around_a_later_wait", "ahead"],
-)
+LATE = f"$L__BB0_3:\n\t{LOAD}\n\t{FENCE}"
+NO_LOOK, NO_FENCE = "a row is loaded without a look", "a row is loaded without a proxy fence"
+START = f"$L__BB0_1:\n\t{STORE}"
+NO_COUNT = "a flag is raised without a count"
+ONE_GPU, RELAXED = LOOK.replace("sys", "gpu"), LOOK.replace("acquire", "relaxed")
+READS = {  # of `WAITS`: what is edited, into what, the fault
+    "look": (LOOK, "", NO_LOOK),
+    "barrier": ("bar.sync \t0;", "", "a row is loaded without a barrier"),
+    "fence": (FENCE, "", NO_FENCE),
+    "late_fence": (f"{FENCE}\n$L__BB0_3:", LATE, NO_FENCE),
+    "way_around": ("bra.uni \t$L__BB0_2;", "bra.uni \t$L__BB0_3;", NO_LOOK),
+    "way_around_a_later_wait": ("@%p7 bra \t$L__BB0_4;", "@%p7 bra \t$L__BB0_3;", NO_LOOK),
+    "ahead": (STORE, f"{STORE}\n\t{LOAD}", NO_LOOK),
+    "look_of_one_gpu": ("sys.acquire", "gpu.acquire", NO_LOOK),
+    "relaxed_look": ("sys.acquire", "sys.relaxed", NO_LOOK),
+    "one_more_of_one_gpu": (
+        LOOK,
+        f"{LOOK}\n\t{ONE_GPU}",
+        "an access that orders others does so for this",
+    ),
+    "another_relaxed": (LOOK, f"{LOOK}\n\t{RELAXED}", "an access for the whole system is relaxed"),
+    "fence_of_shared_memory": ("async.global", "async.shared::cta", NO_FENCE),
+}
+FLAGS = {  # of `PUSHES`
+    "gpu": ("sys.release.exch", "gpu.release.exch", NO_FLAG),
+    "relaxed": ("sys.release.exch", "sys.relaxed.exch", NO_FLAG),
+    "count_gpu": ("sys.acq_rel.add", "gpu.acq_rel.add", NO_COUNT),
+    "count_relaxed": ("sys.acq_rel.add", "sys.relaxed.add", NO_COUNT),
+    "no_barrier": ("bar.sync \t0;", "", "a flag is raised without a"),
+    "late_store": (COUNT, f"{COUNT}\n\t{STORE}", "a flag is raised without a barrier"),
+    "early_flag": (START, f"\t{FLAG}\n{START}", "a flag is raised before anything is stored"),
+}
+
+
+@pytest.mark.parametrize(("there", "instead", "fault"), READS.values(), ids=READS)
 def test_each_step_before_a_load_is_needed(there, instead, fault):
     assert there in WAITS
     assert any(found.startswith(fault) for found in unordered_reads(WAITS.replace(there, instead)))
+
+
+@pytest.mark.parametrize(("there", "instead", "fault"), FLAGS.values(), ids=FLAGS)
+def test_each_step_before_a_flag_is_needed(there, instead, fault):
+    assert there in PUSHES
+    assert any(found.startswith(fault) for found in unordered_flags(PUSHES.replace(there, instead)))
 
 
 def test_pointers_need_no_proxy_fence():
     copied = WAITS.replace(FENCE, "").replace(LOAD, "cp.async.cg.shared.global [ %r1 ], [ %rd1 ], 0x10;")
     assert unordered_reads(copied) == ()
     assert unordered_reads(copied.replace(LOOK, "")) != ()
-
-
-@pytest.mark.parametrize(
-    ("there", "instead", "fault"),
-    [
-        ("sys.acquire", "gpu.acquire", "a row is loaded without a look"),
-        ("sys.acquire", "sys.relaxed", "a row is loaded without a look"),
-        (
-            LOOK,
-            f"{LOOK}\n\t{LOOK.replace('sys', 'gpu')}",
-            "an access that orders others does so for this GPU",
-        ),
-        (
-            LOOK,
-            f"{LOOK}\n\t{LOOK.replace('acquire', 'relaxed')}",
-            "an access for the whole system is relaxed",
-        ),
-        ("async.global", "async.shared::cta", "a row is loaded without a proxy fence"),
-    ],
-    ids=["gpu", "relaxed", "one_gpu", "one_relaxed", "fence_of_shared_memory"],
-)
-def test_a_look_orders_the_whole_system(there, instead, fault):
-    assert any(found.startswith(fault) for found in unordered_reads(WAITS.replace(there, instead)))
-
-
-@pytest.mark.parametrize(
-    ("there", "instead", "fault"),
-    [
-        ("sys.release.exch", "gpu.release.exch", NO_FLAG),
-        ("sys.release.exch", "sys.relaxed.exch", NO_FLAG),
-        ("sys.acq_rel.add", "gpu.acq_rel.add", "a flag is raised without a count"),
-        ("sys.acq_rel.add", "sys.relaxed.add", "a flag is raised without a count"),
-        ("bar.sync \t0;", "", "a flag is raised without a"),
-        (COUNT, f"{COUNT}\n\t{STORE}", "a flag is raised without a barrier"),
-        (
-            f"$L__BB0_1:\n\t{STORE}",
-            f"\t{FLAG}\n$L__BB0_1:\n\t{STORE}",
-            "a flag is raised before anything is stored",
-        ),
-    ],
-    ids=["gpu", "relaxed", "count_gpu", "count_relaxed", "no_barrier", "late_store", "early_flag"],
-)
-def test_each_step_before_a_flag_is_needed(there, instead, fault):
-    assert there in PUSHES
-    found = unordered_flags(PUSHES.replace(there, instead))
-    assert any(words.startswith(fault) for words in found), found

@@ -21,49 +21,26 @@ def normal(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Te
     return torch.randn(rows, cols, device=device).to(dtype)
 
 
-def _transposed(t: Tensor) -> Tensor:
-    return t.T.contiguous().T
-
-
-def _every_other_column(t: Tensor) -> Tensor:
-    wide = torch.full((t.shape[0], 2 * t.shape[1]), float("nan"), dtype=t.dtype, device=t.device)
-    wide[:, ::2] = t
-    return wide[:, ::2]
+def _within(t: Tensor, cols: int, step: int = 1) -> Tensor:
+    """Columns of a wider matrix."""
+    wide = torch.full((t.shape[0], cols), float("nan"), dtype=t.dtype, device=t.device)
+    return wide[:, : step * t.shape[1] : step].copy_(t)
 
 
 def _misaligned(t: Tensor) -> Tensor:
     """One element past an aligned address."""
     flat = torch.full((t.numel() + 1,), float("nan"), dtype=t.dtype, device=t.device)
-    flat[1:] = t.flatten()
-    return flat[1:].view(t.shape)
-
-
-def _odd_pitch(t: Tensor) -> Tensor:
-    wide = torch.full((t.shape[0], t.shape[1] + 3), float("nan"), dtype=t.dtype, device=t.device)
-    wide[:, : t.shape[1]] = t
-    return wide[:, : t.shape[1]]
-
-
-def _padded_rows(t: Tensor) -> Tensor:
-    """A view of a wider matrix that descriptors can still describe."""
-    pad = 16 - t.shape[1] % 8
-    wide = torch.full((t.shape[0], t.shape[1] + pad), float("nan"), dtype=t.dtype, device=t.device)
-    wide[:, : t.shape[1]] = t
-    return wide[:, : t.shape[1]]
-
-
-def _expanded(t: Tensor) -> Tensor:
-    return t[:1].expand(t.shape)
+    return flat[1:].view(t.shape).copy_(t)
 
 
 # what surrounds a view is NaN, so that reading it shows
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": _transposed,
-    "every_other_column": _every_other_column,
+    "transposed": lambda t: t.T.contiguous().T,
+    "every_other_column": lambda t: _within(t, 2 * t.shape[1], step=2),
     "misaligned": _misaligned,
-    "odd_pitch": _odd_pitch,
-    "padded_rows": _padded_rows,
-    "expanded": _expanded,
+    "odd_pitch": lambda t: _within(t, t.shape[1] + 3),
+    "padded_rows": lambda t: _within(t, t.shape[1] + 16 - t.shape[1] % 8),  # descriptors can describe it
+    "expanded": lambda t: t[:1].expand(t.shape),
 }
 
 
@@ -72,9 +49,7 @@ def dense(t: Tensor) -> Tensor:
     return t.contiguous()
 
 
-def assert_accurate(
-    actual: Tensor, exact: Tensor, torchs: Tensor | None = None, what: str = "result"
-) -> None:
+def assert_accurate(actual: Tensor, exact: Tensor, torchs: Tensor | None = None, what="result") -> None:
     """Within the bound of the dtype, and at most twice torch's own error in that dtype."""
     error = relative_error(actual, exact)
     bound = BOUND[actual.dtype]

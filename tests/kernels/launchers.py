@@ -23,14 +23,7 @@ CHOICES = {f"{name}-{value}": (name, value) for name, values in VALUES.items() f
 Call = dict[str, Any]  # arguments by their names
 
 
-def arguments(
-    name: str,
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    value: str | None = None,
-    asked: bool = True,
-) -> Call:
+def arguments(name, shape, dtype, device, value: str | None = None, asked: bool = True) -> Call:
     """Random ones. shape: tokens, in_features, out_features; value: activation or gate; asked: all results"""
     tokens, depth, cols = shape
     layer = Layer(tokens, cols, depth, dtype, value or "gelu", value or "geglu", asked, asked)
@@ -66,11 +59,8 @@ def assert_product(name: str, call: Call, **how: Any) -> None:
     """The kernel's results are accurate, and its operands as before."""
     tensors = [one for one in call.values() if isinstance(one, Tensor)]
     before = [one.clone() for one in tensors]
-    assert_results(name, computed(name, call, **how), call)
+    ours = computed(name, call, **how)
     torch.testing.assert_close(tensors, before, rtol=0, atol=0)
-
-
-def assert_results(name: str, ours: tuple[Tensor | None, ...], call: Call) -> None:
     truths, torchs = (exact(name, _with_tensors(change, call)) for change in (torch.Tensor.double, dense))
     for number, (one, truth, other) in enumerate(zip(ours, truths, torchs, strict=True)):
         if truth is None:

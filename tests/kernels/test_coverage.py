@@ -1,6 +1,7 @@
-"""Whoever adds a kernel is told what else it needs: an entry in the catalog, and a case in the gate."""
+"""Whoever adds a kernel is told what else it needs: an entry in the catalog, a case in the gate, plans."""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 from tpkernels.kernels import launch
@@ -8,42 +9,29 @@ from tpkernels.registered.entries import catalog
 from tpkernels.registered.numeric_cases import cases
 
 SOURCES = {path.stem: path.read_text() for path in Path(launch.__file__).parent.glob("*.py")}
+CALLED = {"add_slots", "sum_partials"}  # by launchers that have plans
+
+
+def functions_of(source: str) -> Iterator[tuple[str, list[str]]]:
+    """Functions of a module and their decorators."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, [ast.unparse(decorator) for decorator in node.decorator_list]
 
 
 def kernels_of(source: str) -> set[str]:
     """The functions that are launched: decorated by triton.jit, and named as kernels are."""
     return {
-        node.name
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef)
-        and node.name.endswith("_kernel")
-        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        name
+        for name, decorators in functions_of(source)
+        if name.endswith("_kernel") and any("triton.jit" in one for one in decorators)
     }
 
 
-def launchers_of(source: str) -> set[str]:
+def launchers_of(source: str, *decorated: list[str]) -> set[str]:
     """The public functions of a file that holds a kernel."""
-    if not kernels_of(source):
-        return set()
-    return {
-        node.name
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef)
-        and not node.name.startswith("_")
-        and all(ast.unparse(decorator) == "planned" for decorator in node.decorator_list)
-    }
-
-
-def without_plans(sources: dict[str, str]) -> set[str]:
-    """Launchers that do each time anew what they did before."""
-    return {
-        node.name
-        for source in sources.values()
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef)
-        and node.name in launchers_of(source)
-        and "planned" not in map(ast.unparse, node.decorator_list)
-    }
+    public = {name for name, by in functions_of(source) if by in decorated and not name.startswith("_")}
+    return public if kernels_of(source) else set()
 
 
 def not_in_catalog(sources: dict[str, str]) -> set[tuple[str, str]]:
@@ -53,26 +41,20 @@ def not_in_catalog(sources: dict[str, str]) -> set[tuple[str, str]]:
 
 def without_numeric_case(sources: dict[str, str]) -> set[str]:
     computed = {word for case in cases() for word in case.name.split("/")}
-    return {name for source in sources.values() for name in launchers_of(source)} - computed
+    return set().union(*(launchers_of(source, [], ["planned"]) for source in sources.values())) - computed
 
 
-def test_every_kernel_is_in_the_catalog():
+def without_plans(sources: dict[str, str]) -> set[str]:
+    return set().union(*(launchers_of(source, []) for source in sources.values()))
+
+
+def test_every_kernel_has_an_entry_a_case_and_plans():
     assert not not_in_catalog(SOURCES), "give it an entry: see registered/entries.py"
-
-
-def test_every_launcher_has_a_numeric_case():
     assert not without_numeric_case(SOURCES), "give it a case: see registered/numeric_cases.py"
+    assert without_plans(SOURCES) == CALLED, "decorate it: see launch_plans.py"
 
 
-def test_every_launcher_has_plans():
-    """Beside those that other launchers call."""
-    called = {"add_slots", "sum_partials"}
-    assert without_plans(SOURCES) == called, "decorate it: see launch_plans.py"
-
-
-def test_newcomer_is_noticed():
-    newcomer = {
-        "softmax": """
+NEWCOMER = """
 @triton.jit
 def _softmax_kernel(x_ptr, BLOCK: tl.constexpr):
     pass
@@ -87,8 +69,11 @@ def softmax(x):
 def _check(x):
     pass
 """
-    }
+
+
+def test_newcomer_is_noticed():
+    newcomer = {"softmax": NEWCOMER}
     assert not_in_catalog(newcomer) == {("softmax", "_softmax_kernel")}
     assert without_numeric_case(newcomer) == {"softmax"}
     assert without_plans(newcomer) == {"softmax"}
-    assert launchers_of(SOURCES["wgrad"]) == {"wgrad", "wgrad_accumulate_"}
+    assert launchers_of(SOURCES["wgrad"], ["planned"]) == {"wgrad", "wgrad_accumulate_"}

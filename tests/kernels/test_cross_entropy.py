@@ -15,16 +15,6 @@ from tpkernels.kernels.reference import cross_entropy_grad_ref, softmax_statisti
 FIRST_ID = 100
 
 
-def operands(shape, dtype, device):
-    """Logits in which padding would win, and targets: ours, of others, ignored."""
-    tokens, width, padding = shape
-    logits = 3 * normal(tokens, width, dtype, device)
-    logits[:, width - padding :] = float("inf")
-    target = torch.randint(FIRST_ID - 20, FIRST_ID + width - padding + 20, (tokens,), device=device)
-    target[::5] = -1
-    return logits, target, width - padding
-
-
 def totals(statistics):
     """Of all ranks together, where another rank has one logit, 2.5, for each row."""
     maximum = statistics[0].clamp_min(2.5)
@@ -168,7 +158,10 @@ def test_oracle_does_not_tell_what_an_ignored_token_has(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_oracles_read_a_few_rows_after_the_other_and_write_over_logits(dtype, monkeypatch):
-    logits, target, columns = operands((13, 83, 6), dtype, "cpu")
+    logits, columns = 3 * normal(13, 83, dtype, "cpu"), 77
+    logits[:, columns:] = float("inf")  # padding, which would win
+    target = torch.randint(FIRST_ID - 20, FIRST_ID + columns + 20, (13,))  # ours and of others
+    target[::5] = -1
     statistics = softmax_statistics_ref(logits, target, columns, FIRST_ID)
     assert statistics.dtype == torch.float32
     for cached in (1, 3 * columns, 12 * columns):

@@ -1,21 +1,14 @@
 """`gather_linear_fwd`: `linear`, computed as rows arrive. In tests/ops other ranks write them."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from tests.kernels.checks import (
-    DTYPES,
-    EMPTY_SHAPES,
-    SHAPES,
-    TILE,
-    assert_accurate,
-    normal,
-    raise_if_late,
-)
+from tests.kernels.checks import DTYPES, EMPTY_SHAPES, SHAPES, TILE, assert_accurate, normal, raise_if_late
 from tests.kernels.launchers import arguments
 from tests.kernels.ring import first_tile
 from tests.kernels.test_scaled_linear import TILE as FP8_TILE
@@ -96,21 +89,29 @@ def test_gather_linear_keeps_to_the_order_of_the_schedule(group, device):
                 assert set(taken) == set(order[start : start + group])
 
 
-@pytest.fixture
-def arriving(device):
-    """x, of which nothing is here; what will be; the steps in which a chunk comes; and the flags."""
+@pytest.fixture(params=["fp32", "rows", "blocks"])  # the latter are scalings of fp8
+def arriving(request, device):
+    """Rows are NaN until they come: flags, what will be, the product of a rank, the steps of a chunk."""
 
     def arriving(chunks):
-        source, w, b = operands((48, 45, 40), torch.float32, device)
-        x, here = torch.full_like(source, float("nan")), arrivals(device, *[EPOCH - 1] * chunks)
-
-        def write(chunk):
-            x.chunk(chunks)[chunk].copy_(source.chunk(chunks)[chunk])
+        here = arrivals(device, *[EPOCH - 1] * chunks)
+        if request.param == "fp32":
+            source, w, b = operands((48, 45, 40), torch.float32, device)
+            x = torch.full_like(source, float("nan"))
+            expected = linear_fwd(source, w, b, tile=TILE).y
+            kernel, given, options = gather_linear_fwd, (x, w, b), {"tile": TILE}
+        else:
+            fp8, w, b = fp8_operands((48, 300, 40), device, request.param, square=True)
+            coming, options = fp8.with_words(torch.full_like(fp8.words, -1)), {"tile": FP8_TILE}
+            expected = scaled_linear_fwd(fp8.data, w.data, fp8.scale, w.scale_of_squares, b, **options).y
+            source, x, kernel = fp8.words, coming.words, gather_scaled_linear_fwd
+            given = coming.data, w.data, coming.scale, w.scale_of_squares, b
 
         def steps(chunk):
-            return [lambda: write(chunk), lambda: here.flags[chunk].fill_(EPOCH)]
+            write = partial(x.chunk(chunks)[chunk].copy_, source.chunk(chunks)[chunk])
+            return [write, partial(here.flags[chunk].fill_, EPOCH)]
 
-        return x, w, b, here, linear_fwd(source, w, b, tile=TILE).y, steps
+        return here, expected, partial(kernel, *given, arrivals=here, **options), steps
 
     return arriving
 
@@ -118,13 +119,21 @@ def arriving(device):
 @interpreted
 @pytest.mark.parametrize("chunks", [2, 3, 6])  # of 24, 16 and 8 rows, in tiles of 32
 @pytest.mark.parametrize("direction", [1, -1], ids=["in_order", "backwards"])
-def test_gather_linear_reads_no_row_before_its_flag(chunks, direction, arriving):
-    x, w, b, here, expected, steps = arriving(chunks)
+def test_nothing_of_a_row_is_read_before_its_flag(chunks, direction, arriving):
+    here, expected, multiplied, steps = arriving(chunks)
     with at_each_look([step for chunk in range(chunks)[::direction] for step in steps(chunk)]) as left:
-        y = gather_linear_fwd(x, w, b, arrivals=here, first_row=48 // chunks, tile=TILE).y
+        y = multiplied(first_row=48 // chunks).y
     raise_if_late(here, rank=0)
     assert not left
     assert torch.equal(y, expected)
+
+
+@interpreted
+def test_a_flag_before_its_data_shows(arriving):
+    _, _, multiplied, steps = arriving(2)
+    (write_0, raise_0), (write_1, raise_1) = steps(0), steps(1)
+    with at_each_look([raise_0, raise_1, write_0, write_1]):
+        assert multiplied().y.isnan().any()
 
 
 @pairwise(
@@ -135,9 +144,7 @@ def test_gather_linear_reads_no_row_before_its_flag(chunks, direction, arriving)
     fast=[False, True],
     dtype=["bfloat16", "float32"],
 )
-def test_rows_in_fp8_have_the_bits_of_a_gather_that_is_multiplied_afterwards(
-    shape, chunks, scaling, fast, dtype, form, device
-):
+def test_fp8_has_the_bits_of_a_gather_before_it(shape, chunks, scaling, fast, dtype, form, device):
     """With e5m2 rows as well, which are gradients; a weight's scales are one for each 128 rows."""
     format = "e5m2" if fast else "e4m3"
     x, w, b = fp8_operands(evenly(shape, chunks), device, scaling, (format, "e4m3"), square=True)
@@ -155,42 +162,7 @@ def test_rows_in_fp8_have_the_bits_of_a_gather_that_is_multiplied_afterwards(
 
 
 @interpreted
-@pytest.mark.parametrize("scaling", ["rows", "blocks"])
-@pytest.mark.parametrize("chunks", [2, 3, 6])
-def test_no_word_is_read_before_its_flag(chunks, scaling, device):
-    """Neither data nor scales: before a chunk comes, they are those of NaN."""
-    source, w, b = fp8_operands((48, 300, 40), device, scaling, square=True)
-    x, here = source.with_words(torch.full_like(source.words, -1)), arrivals(device, *[EPOCH - 1] * chunks)
-
-    def steps(chunk):
-        write = lambda: x.words.chunk(chunks)[chunk].copy_(source.words.chunk(chunks)[chunk])  # noqa: E731
-        return [write, lambda: here.flags[chunk].fill_(EPOCH)]
-
-    given = w.data, source.scale, w.scale_of_squares, b
-    expected = scaled_linear_fwd(source.data, *given, tile=FP8_TILE).y
-    given = w.data, x.scale, w.scale_of_squares, b
-    with at_each_look([step for chunk in range(chunks)[::-1] for step in steps(chunk)]) as left:
-        y = gather_scaled_linear_fwd(x.data, *given, arrivals=here, first_row=48 // chunks, tile=FP8_TILE).y
-    raise_if_late(here, rank=0)
-    assert not left
-    assert torch.equal(y, expected)
-    here = arrivals(device, *[EPOCH] * chunks)  # flags before their words
-    x.words.fill_(-1)
-    with at_each_look([steps(0)[0]]):
-        assert gather_scaled_linear_fwd(x.data, *given, arrivals=here, tile=FP8_TILE).y.isnan().any()
-
-
-@interpreted
-def test_a_flag_before_its_data_shows(arriving):
-    x, w, b, here, _, steps = arriving(2)
-    (write_0, raise_0), (write_1, raise_1) = steps(0), steps(1)
-    with at_each_look([raise_0, raise_1, write_0, write_1]):
-        y = gather_linear_fwd(x, w, b, arrivals=here, tile=TILE).y
-    assert y.isnan().any()
-
-
-@interpreted
-def test_a_chunk_that_never_comes_is_an_error_and_not_a_hang(device):
+def test_a_chunk_that_never_comes_is_an_error(device):
     x, w, b = operands((64, 32, 64), torch.float32, device)
     tile = MatmulTile(16, 16, 16, num_warps=4, num_stages=1)
     here = arrivals(device, EPOCH, EPOCH, EPOCH - 1, EPOCH, spin_limit=PATIENCE)
@@ -214,30 +186,31 @@ def test_all_that_a_tile_has_rows_of_is_waited_for(device):
 
 
 def test_gather_linear_refuses_what_cannot_work(device):
-    x, w, b = operands((6, 8, 16), torch.float32, device)
     here = arrivals(device, EPOCH, EPOCH)
-    with pytest.raises(ValueError, match="expected equal chunks of tokens, got 6 tokens and 4 flags"):
-        gather_linear_fwd(x, w, b, arrivals=arrivals(device, *[EPOCH] * 4))
-    with pytest.raises(ValueError, match="first_row of 0 to 5, got 6"):
-        gather_linear_fwd(x, w, b, arrivals=here, first_row=6)
-    with pytest.raises(ValueError, match=r"margin of 0 to .* processors, got 9999"):
-        gather_linear_fwd(x, w, b, arrivals=here, margin=9999)
-    with pytest.raises(ValueError, match="flatten=False"):
-        gather_linear_fwd(x, w, b, arrivals=here, tile=MatmulTile(32, 32, 32, 4, 1, flatten=True))
+
+    def refused(match, kernel, given, arrivals=here, **options):
+        with pytest.raises(ValueError, match=match):
+            kernel(*given, arrivals=arrivals, **options)
+
+    x, *_ = given = operands((6, 8, 16), torch.float32, device)
     fp8, w8, _ = fp8_operands((6, 40, 16), device)
-    given = fp8.data, w8.data, fp8.scale, w8.scale
-    with pytest.raises(ValueError, match="flatten=False"):
-        gather_scaled_linear_fwd(*given, arrivals=here, tile=replace(FP8_TILE, flatten=True))
-    with pytest.raises(ValueError, match="expected equal chunks of tokens, got 6 tokens and 4 flags"):
-        gather_scaled_linear_fwd(*given, arrivals=arrivals(device, *[EPOCH] * 4))
-    with pytest.raises(ValueError, match="a tile of at most 128 depth"):
-        gather_scaled_linear_fwd(*given, arrivals=here, tile=replace(FP8_TILE, block_depth=256))
-    with pytest.raises(ValueError, match=r"weight of shape \(16, 8\).*got \(16, 9\)"):
-        gather_linear_fwd(x, normal(16, 9, torch.float32, device), arrivals=here)
+    given_fp8 = fp8.data, w8.data, fp8.scale, w8.scale
+    for kernel, operands_of, tile in (
+        (gather_linear_fwd, given, TILE),
+        (gather_scaled_linear_fwd, given_fp8, FP8_TILE),
+    ):
+        uneven = "expected equal chunks of tokens, got 6 tokens and 4 flags"
+        refused(uneven, kernel, operands_of, arrivals(device, *[EPOCH] * 4))
+        refused("flatten=False", kernel, operands_of, tile=replace(tile, flatten=True))
+    deep = replace(FP8_TILE, block_depth=256)
+    refused("a tile of at most 128 depth", gather_scaled_linear_fwd, given_fp8, tile=deep)
+    refused("first_row of 0 to 5, got 6", gather_linear_fwd, given, first_row=6)
+    refused(r"margin of 0 to .* processors, got 9999", gather_linear_fwd, given, margin=9999)
+    other = normal(16, 9, torch.float32, device)
+    refused(r"weight of shape \(16, 8\).*got \(16, 9\)", gather_linear_fwd, (x, other))
     fields = {"flags": here.flags, "awaited": here.awaited, "status": here.status}
     wrong = {"flags": here.flags.long(), "awaited": here.flags, "status": here.status.float()}
     for name, bad in wrong.items():
-        with pytest.raises(ValueError, match=f"expected {name} of"):
-            gather_linear_fwd(x, w, b, arrivals=Arrivals(**fields | {name: bad}))
-    with pytest.raises(ValueError, match=r"flags on .* got meta"):
-        gather_linear_fwd(x, w, b, arrivals=Arrivals(here.flags.to("meta"), here.awaited, here.status))
+        refused(f"expected {name} of", gather_linear_fwd, given, Arrivals(**fields | {name: bad}))
+    elsewhere = Arrivals(here.flags.to("meta"), here.awaited, here.status)
+    refused(r"flags on .* got meta", gather_linear_fwd, given, elsewhere)

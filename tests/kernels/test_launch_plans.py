@@ -19,9 +19,11 @@ import torch
 import triton
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
-from tests.kernels.checks import normal
-from tests.kernels.starting import starting
+from tests.kernels.checks import LAYOUTS, normal
 from tpkernels import tp_invariance
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.record import Layer
@@ -48,48 +50,41 @@ LAYERS = (
     replace(BF16, dtype=torch.float32),
     replace(BF16, scaling="blocks", format="e5m2"),
 )
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda matrix: matrix,
-    "columns": lambda matrix: matrix.t().contiguous().t(),
-    "pitched": lambda matrix: matrix.new_empty(matrix.shape[0], matrix.shape[1] + 8)[:, : matrix.shape[1]],
-    "ragged": lambda matrix: matrix.new_empty(matrix.shape[0], matrix.shape[1] + 1)[:, : matrix.shape[1]],
-    "unaligned": lambda matrix: matrix.new_empty(matrix.numel() + 1)[1:].view(matrix.shape),
-}
+AWKWARD = ("transposed", "padded_rows", "odd_pitch", "misaligned")
+LAID: dict[str, Callable[[Tensor], Tensor]] = {"contiguous": lambda matrix: matrix}
+LAID |= {name: LAYOUTS[name] for name in AWKWARD}
 
 
 def calls() -> dict[str, Call]:
     """All primitives, on layers that have their options, in each layout; and what moves between ranks."""
     found: dict[str, Call] = {}
     for (name, record), (number, layer) in product(RECORDS.items(), enumerate(LAYERS)):
-        for way in LAYOUTS if layer is BF16 else ["contiguous"]:
-            found[f"{name} {number} {way}"] = partial(_call, record, layer, LAYOUTS[way])
+        for way in LAID if layer is BF16 else ["contiguous"]:
+            found[f"{name} {number} {way}"] = partial(_call, record, layer, LAID[way])
     words, table = partial(_meta, dtype=torch.int32), partial(_meta, dtype=torch.int64)
-    for chunks, first_row, margin, turned in product((4, 8), (0, 256), (0, 16), (False, True)):
-        found[f"gather_linear {chunks} {first_row} {margin} {turned}"] = (
-            lambda chunks=chunks, first_row=first_row, margin=margin, turned=turned: gather_linear_fwd(
-                _meta(512, 128),
-                _meta(128, 256).t() if turned else _meta(256, 128),
-                arrivals=Arrivals(words(chunks), words(1), words(1), margin),
-                first_row=first_row,
-                margin=margin,
-            )
-        )
-    for rank, pairs, splits in product((0, 1), (1, 2), (1, 2)):
-        found[f"scatter_linear {rank} {pairs} {splits}"] = lambda rank=rank, pairs=pairs, splits=splits: (
-            scatter_linear(
-                tuple((_meta(512, 128), _meta(256, 128)) for _ in range(pairs)),
-                departures=Departures(table(4), table(4), words(4 * splits), words(1)),
-                ranks=4,
-                rank=rank,
-                splits=splits,
-            )
-        )
-    for bias, margin, tree in product((False, True), (0, 16), (False, True)):
-        found[f"reduce_slots {bias} {margin} {tree}"] = lambda bias=bias, margin=margin, tree=tree: (
-            reduce_slots(_meta(4, 128, 256), _meta(256) if bias else None, margin=margin, tree=tree)
-        )
-    for step in (1, 2):
-        found[f"advance {step}"] = lambda step=step: advance(words(1), words(1), step, 3)
+
+    def gather(chunks: int, first_row: int, margin: int, turned: bool) -> object:
+        weight = _meta(128, 256).t() if turned else _meta(256, 128)
+        here = Arrivals(words(chunks), words(1), words(1), margin)
+        return gather_linear_fwd(_meta(512, 128), weight, arrivals=here, first_row=first_row, margin=margin)
+
+    def scatter(rank: int, pairs: int, splits: int) -> object:
+        given = tuple((_meta(512, 128), _meta(256, 128)) for _ in range(pairs))
+        there = Departures(table(4), table(4), words(4 * splits), words(1))
+        return scatter_linear(given, departures=there, ranks=4, rank=rank, splits=splits)
+
+    def reduce(bias: bool, margin: int, tree: bool) -> object:
+        return reduce_slots(_meta(4, 128, 256), _meta(256) if bias else None, margin=margin, tree=tree)
+
+    def count(step: int) -> object:
+        return advance(words(1), words(1), step, 3)
+
+    of_both = (False, True)
+    moving = {gather: ((4, 8), (0, 256), (0, 16), of_both), scatter: ((0, 1), (1, 2), (1, 2))}
+    moving |= {reduce: (of_both, (0, 16), of_both), count: ((1, 2),)}
+    for call, options in moving.items():
+        for given in product(*options):
+            found[f"{call.__name__} {given}"] = partial(call, *given)
     return found
 
 
@@ -105,14 +100,11 @@ def _call(record: Any, layer: Layer, laid: Callable[[Tensor], Tensor]) -> object
 
 
 @contextmanager
-def set_to(
-    target: Target, left: int = 0, tf32: bool = False, batch: bool = False, tp: int = 0
-) -> Iterator[None]:
+def set_to(target: Target, left=0, tf32=False, batch=False, tp=0) -> Iterator[None]:
     """On this GPU, with these settings."""
     matmul: Any = torch.backends.cuda.matmul
     before = matmul.fp32_precision, torch._C._get_sm_carveout_experimental()
-    with ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(invariance, "batch_invariant", batch)
         patch.setattr(tp_invariance.mode, "segments", tp)
         matmul.fp32_precision = "tf32" if tf32 else "ieee"
@@ -210,17 +202,13 @@ def test_no_plan_has_an_address(monkeypatch):
     """On the meta device all are 0: here operands have memory, each time other."""
     monkeypatch.setattr(launch_plans, "debug", True)
     started: list[object] = []
+    memory = partial(torch.zeros_like, device="cpu")
     with launch.emulation(H100, lambda kernel, grid: lambda *arguments, **_: started.append(kernel)):
         for record in RECORDS.values():
-            held = []
-            for _ in range(3):
-                held.append([_with_memory(each) for each in record.sample(BF16)])
-                record.by_kernel(*held[-1])
+            made = [tree_map_only(Tensor, memory, record.sample(BF16)) for _ in range(3)]
+            for given in made:
+                record.by_kernel(*given)
     assert len(started) >= 3 * len(RECORDS)
-
-
-def _with_memory(each: Any) -> Any:
-    return torch.zeros_like(each, device="cpu") if isinstance(each, Tensor) else each
 
 
 hidden = 1
@@ -231,7 +219,7 @@ def _reads_what_no_key_has(x: Tensor) -> Tensor:
     return launch.empty((hidden,), x.dtype, x.device)
 
 
-def test_a_key_that_lacks_something_is_an_error_in_debug_mode(monkeypatch):
+def test_a_key_that_lacks_something_is_an_error_when_debugging(monkeypatch):
     monkeypatch.setattr(launch_plans, "debug", True)
     _reads_what_no_key_has(torch.empty(1))
     monkeypatch.setitem(globals(), "hidden", 2)
@@ -292,7 +280,7 @@ def test_a_tensor_that_is_given_twice_is_another_kind(debug, monkeypatch):
         assert _first_of(y, z) is y
 
 
-def test_what_no_key_can_describe_is_the_launchers_to_take_or_refuse():
+def test_launchers_refuse_what_no_key_can_describe():
     """By the same errors whoever makes keys; and nothing crashes."""
     x, weight = _meta(512, 128), _meta(256, 128)
     endless: list[Any] = []
@@ -352,7 +340,7 @@ def test_a_plan_holds_no_tensors():
     assert [each() for each in dead] == [None] * 3
 
 
-def test_results_in_the_memory_of_operands_are_refused_in_every_call(device):
+def test_results_in_memory_of_operands_are_refused_every_time(device):
     x, weight = normal(32, 32, torch.float32, device), normal(32, 32, torch.float32, device)
     apart = torch.empty_like(x)
     for _ in range(3):
@@ -361,20 +349,12 @@ def test_results_in_the_memory_of_operands_are_refused_in_every_call(device):
             linear_fwd(x, weight, out=x)
 
 
-def test_later_calls_compute_with_their_own_numbers(device):
-    for _ in range(3):
-        x, weight, bias = (normal(*shape, torch.float32, device) for shape in ((48, 32), (40, 32), (1, 40)))
-        y = linear_fwd(x, weight, bias[0]).y
-        torch.testing.assert_close(y, x @ weight.t() + bias, rtol=1e-5, atol=1e-5)
-    (plan,) = all_plans()
-    assert not isinstance(plan, launch_plans._Seen)
-
-
 def test_operands_with_lazy_negation_are_read_as_numbers(device):
-    """Their memory holds other numbers, of the kind of operands that a plan is there for."""
+    """Their memory holds others, of the kind of operands that a plan is there for; each call has its own."""
     for _ in range(3):
         x, weight, bias = (normal(*shape, torch.float32, device) for shape in ((48, 32), (40, 32), (1, 40)))
         wanted = linear_fwd(x, weight, bias[0]).y
+        torch.testing.assert_close(wanted, x @ weight.t() + bias, rtol=1e-5, atol=1e-5)
         x, weight, bias = (torch._neg_view(-each) for each in (x, weight, bias))
         assert torch.equal(linear_fwd(x, weight, bias=bias[0]).y, wanted)
         assert torch.equal(reduce_slots(x[None]), x)
@@ -392,6 +372,56 @@ def test_lazy_negation_is_resolved_in_tuples():
         found = _weight_of((Held(torch._neg_view(x)),))
         assert torch.equal(found, -x)
         assert not found.is_neg()
+
+
+Started = tuple[tuple[int, int, int], int, object, tuple[Any, ...]]  # grid, stream, function, arguments
+
+
+class _Driver:
+    """An H100's: loads what Triton compiles, and notes what it would launch."""
+
+    def __init__(self) -> None:
+        self.started: list[Started] = []
+        self.utils = self
+
+    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
+        def start(x: int, y: int, z: int, stream: int, function: object, *rest: Any) -> None:
+            self.started.append(((x, y, z), stream, function, rest[4:]))  # behind metadata and hooks
+
+        return start
+
+    def load_binary(self, name: str, *_: object) -> tuple[object, str, int, int, int]:
+        return object(), name, 0, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": H100.shared_memory}
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget(H100.backend, H100.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+
+_driver = _Driver()  # one: what Triton has compiled stays bound to its launcher
+
+
+@contextmanager
+def starting() -> Iterator[list[Started]]:
+    """Launchers on the CPU start kernels as on an H100; lists what reaches Triton's launcher."""
+    before = driver._active  # `reset_active` would look for a GPU
+    driver.set_active(_driver)
+    _driver.started.clear()
+    launch_plans.forget()  # none of another driver's
+    try:
+        with launch.emulation(H100, lambda kernel, grid: kernel[grid]):
+            yield _driver.started
+    finally:
+        driver.set_active(before)
+        launch_plans.forget()
 
 
 def _started(cache: str, native: bool) -> list[tuple[Any, ...]]:

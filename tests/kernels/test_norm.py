@@ -1,12 +1,21 @@
-"""RMSNorm and LayerNorm in any layout and of large means; the oracles against torch's autograd."""
+"""RMSNorm and LayerNorm in any layout and of large means; the oracles against autograd; sums over rows."""
 
 import pytest
 import torch
 from torch.nn import functional
 
-from tests.kernels.checks import LAYOUTS, assert_accurate, normal
+from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
+from tests.products import pairwise
+from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.norm import layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
-from tpkernels.kernels.reference import layer_norm_bwd_ref, layer_norm_ref, rms_norm_bwd_ref, rms_norm_ref
+from tpkernels.kernels.reference import (
+    bias_grad_ref,
+    layer_norm_bwd_ref,
+    layer_norm_ref,
+    rms_norm_bwd_ref,
+    rms_norm_ref,
+)
+from tpkernels.kernels.tiles import BlockTile
 
 
 def operands(shape, dtype, device):
@@ -77,3 +86,27 @@ def test_norm_oracles_match_autograd(device):
     ours, mean, rstd = layer_norm_ref(x, weight, bias)
     torch.testing.assert_close(ours, y)
     torch.testing.assert_close(layer_norm_bwd_ref(dy, x, weight, mean, rstd), exact)
+
+
+SUM_TILE = BlockTile(chunk=16, block_rows=8, block_cols=32, num_warps=4)
+# more rows than chunk * chunk, so that the partial sums take two levels
+ROWS_AND_COLS = {"one_chunk": (16, 32), "ragged": (45, 37), "one_row": (1, 5), "two_levels": (300, 7)}
+
+
+@pairwise(shape=ROWS_AND_COLS, dtype=DTYPES)
+def test_bias_grad_matches_float64(shape, dtype, device):
+    dy = normal(*shape, dtype, device) + 1  # else the sums cancel
+    db = bias_grad(dy, tile=SUM_TILE)
+    assert db.dtype == torch.float32
+    assert_accurate(db, bias_grad_ref(dy.double()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_bias_grad_takes_any_layout(layout, device):
+    dy = layout(normal(45, 40, torch.bfloat16, device) + 1)
+    assert_accurate(bias_grad(dy), bias_grad_ref(dy.double()))
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (7, 0)], ids=["no_rows", "no_cols"])
+def test_bias_grad_takes_empty(shape, device):
+    assert torch.equal(bias_grad(torch.empty(shape, device=device)), torch.zeros(shape[1], device=device))

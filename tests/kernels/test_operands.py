@@ -11,17 +11,16 @@ from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, MI300, input
 GOOD = MatrixLayout("x", rows=64, cols=128, row_stride=128, col_stride=1, itemsize=2, address=4096)
 
 
-@pytest.mark.parametrize(
-    ("target", "form"),
-    [
-        (H100, "descriptor"),
-        (B200, "descriptor"),
-        (INTERPRETER, "descriptor"),
-        (A100, "pointer"),
-        (MI300, "pointer"),
-    ],
-    ids=["sm_90", "sm_100", "interpreter", "sm_80", "gfx942"],
-)
+FORMS = {
+    "sm_90": (H100, "descriptor"),
+    "sm_100": (B200, "descriptor"),
+    "interpreter": (INTERPRETER, "descriptor"),
+    "sm_80": (A100, "pointer"),
+    "gfx942": (MI300, "pointer"),
+}
+
+
+@pytest.mark.parametrize(("target", "form"), FORMS.values(), ids=FORMS)
 def test_choose_form_follows_the_hardware(target, form):
     assert choose_form(target, torch.bfloat16, (GOOD, GOOD)) == form
 

@@ -1,4 +1,4 @@
-"""`reduce_slots`: exact in fp32 order, the same bits whenever slots arrive."""
+"""`reduce_slots`: exact in fp32 order, the same bits whenever slots arrive; and the count of calls."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from tests.kernels.checks import DTYPES, assert_accurate, raise_if_late
 from tests.kernels.waiting import EPOCH, PATIENCE, arrivals, at_each_look, interpreted
 from tests.products import once, pairwise
 from tpkernels.kernels import launch
+from tpkernels.kernels.flags import advance
 from tpkernels.kernels.reduce import add_slots, reduce_slots
 from tpkernels.kernels.reference import reduce_slots_ref
 from tpkernels.kernels.target import H100, INTERPRETER
@@ -23,7 +24,7 @@ def random_slots(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.
 
 
 @pairwise(shape=SHAPES, out=OUT, dtype=DTYPES)
-def test_reduce_slots_is_the_fp32_sum_in_order_to_the_bit(shape, out, dtype, device):
+def test_reduce_slots_has_the_bits_of_the_ordered_sum(shape, out, dtype, device):
     slots, bias = random_slots(shape, dtype, device), torch.randn(shape[2], device=device).to(dtype)
     for b in (None, bias):
         y = reduce_slots(slots, b, dtype=out, tile=TILE)
@@ -53,7 +54,7 @@ def test_reduce_slots_takes_any_strides(device):
 
 
 @pairwise(shape=SHAPES, dtype=DTYPES, accumulate=[False, True])
-def test_slots_are_added_into_a_matrix_of_any_dtype_and_strides(shape, dtype, accumulate, device):
+def test_slots_are_added_into_any_dtype_and_strides(shape, dtype, accumulate, device):
     """The old values last, in fp32; where they are not asked for they may be NaN."""
     slots = random_slots(shape, torch.float32, device)
     wide = torch.full((shape[1], 2 * shape[2]), float("nan"), dtype=dtype, device=device)
@@ -77,7 +78,7 @@ def test_a_tree_adds_neighbours_first_to_the_bit(slots, out, device):
         assert not torch.equal(reduce_slots(values), reduce_slots_ref(values, tree=True)), "orders differ"
 
 
-def test_a_tree_of_one_slot_is_a_copy_with_its_signs(device):
+def test_a_tree_of_one_slot_keeps_signs(device):
     """What is added to nothing keeps -0, as at other numbers of slots."""
     slots = torch.full((1, 4, 8), -0.0, device=device)
     assert reduce_slots(slots, tree=True).signbit().all()
@@ -115,7 +116,7 @@ def test_reduce_slots_has_the_same_bits_whatever_arrives_first(order, splits, de
 
 
 @once(late=range(6), slots=[3, 2])
-def test_a_slot_that_never_comes_is_an_error_that_names_it(slots, late, device):
+def test_a_slot_that_never_comes_is_named(slots, late, device):
     tree = slots == 2
     flags = [EPOCH - (chunk == late) for chunk in range(6)]
     here = arrivals(device, *flags, spin_limit=PATIENCE)
@@ -163,40 +164,51 @@ def test_waits_are_bounded_by_what_a_kernel_can_count():
 
 def test_reduce_slots_refuses_what_cannot_work(device):
     slots = torch.zeros(2, 6, 8, device=device)
-    with pytest.raises(ValueError, match=r"slots of \(ranks, tokens, features\), got \(6, 8\)"):
-        reduce_slots(slots[0])
-    with pytest.raises(ValueError, match=r"bias of \(8,\) for 8 features, got \(7,\)"):
-        reduce_slots(slots, slots.new_zeros(7))
-    with pytest.raises(TypeError, match=r"as dtype, got torch.float64"):
-        reduce_slots(slots, dtype=torch.float64)
-    with pytest.raises(ValueError, match="margin of 0 to"):
-        reduce_slots(slots, margin=-1)
+
+    def refused(match, error=ValueError, slots=slots, bias=None, **options):
+        with pytest.raises(error, match=match):
+            reduce_slots(slots, bias, **options)
+
+    refused(r"slots of \(ranks, tokens, features\), got \(6, 8\)", slots=slots[0])
+    refused(r"bias of \(8,\) for 8 features, got \(7,\)", bias=slots.new_zeros(7))
+    refused(r"as dtype, got torch.float64", TypeError, dtype=torch.float64)
+    refused("margin of 0 to", margin=-1)
     for flags in (3, 8):
-        with pytest.raises(
-            ValueError, match=f"2 slots of 6 rows to be cut evenly by their flags, got {flags}"
-        ):
-            reduce_slots(slots, arrivals=arrivals(device, *[EPOCH] * flags))
+        uneven = f"2 slots of 6 rows to be cut evenly by their flags, got {flags}"
+        refused(uneven, arrivals=arrivals(device, *[EPOCH] * flags))
+    integers = torch.ones(2, 4, 8, dtype=torch.int32, device=device)
+    one_slot = "expected one slot of int32 words, to be copied"
+    refused(one_slot, TypeError, integers)
+    refused(one_slot, TypeError, integers[:1], bias=torch.ones(8, device=device))
+    refused(one_slot, TypeError, integers[:1], dtype=torch.float32)
 
 
 AWKWARD_WORDS = [-(2**31), 1, 0x7F80_0001, -1, 2**24 + 1, -(2**24) - 1]
 
 
 def test_reduce_slots_copies_words_of_one_slot_bit_for_bit(device):
-    words = torch.randint(-(2**31), 2**31, (1, 19, 45), device=device).to(torch.int32)
-    words[0, 0, : len(AWKWARD_WORDS)] = torch.tensor(AWKWARD_WORDS, device=device)
+    random = torch.randint(-(2**31), 2**31, (1, 19, 45), device=device).to(torch.int32)
+    random[0, 0, : len(AWKWARD_WORDS)] = torch.tensor(AWKWARD_WORDS, device=device)
     for tree in (False, True):
-        copied = reduce_slots(words, tree=tree, tile=TILE)
+        copied = reduce_slots(random, tree=tree, tile=TILE)
         assert copied.dtype == torch.int32
-        assert torch.equal(copied, words[0])
+        assert torch.equal(copied, random[0])
 
 
-def test_reduce_slots_refuses_to_add_words(device):
-    words = torch.ones(2, 4, 8, dtype=torch.int32, device=device)
-    bias = torch.ones(8, device=device)
-    for call in (
-        lambda: reduce_slots(words),
-        lambda: reduce_slots(words[:1], bias),
-        lambda: reduce_slots(words[:1], dtype=torch.float32),
-    ):
-        with pytest.raises(TypeError, match="expected one slot of int32 words, to be copied"):
-            call()
+def words(device, *values):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def test_advance_counts_calls_past_2_to_the_31(device):
+    word, awaited = words(device, 2**31 - 2 * 2**20), words(device, 0)
+    for expected in (2**31 - 2**20, -(2**31), -(2**31) + 2**20):
+        advance(word, awaited, 2**20, 5)
+        assert (word.tolist(), awaited.tolist()) == ([expected], [expected + 5])
+
+
+def test_advance_refuses_what_cannot_work(device):
+    word, table = words(device, 1), torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=r"advance: expected word of \(1,\).* in torch.int64"):
+        advance(table[:1], word, 1, 1)
+    with pytest.raises(ValueError, match=r"advance: expected awaited on .* got meta"):
+        advance(word, word.to("meta"), 1, 1)

@@ -1,13 +1,19 @@
 """`scatter_linear`: products whose rows go to their owners. In tests/ops the owners are other processes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from tests.kernels.checks import DTYPES, LAYOUTS, TILE, assert_accurate, normal
-from tests.kernels.owners import Owners
 from tests.kernels.waiting import EPOCH, interpreted
 from tests.products import once
+from tpkernels.kernels import launch
 from tpkernels.kernels.dgrad import dgrad
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.scatter_linear import scatter_linear
@@ -24,9 +30,48 @@ GRIDS = {
 }
 
 
-def operands(
-    rows: int, cols: int, depth: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
+class Owners:
+    """What is stored into, in one process: slots of R owners, NaN at first, flags at the call before."""
+
+    def __init__(self, ranks, splits, rows, cols, dtype, device):
+        self.ranks, self.splits, self.rows = ranks, splits, rows
+        self.slots = [launch.empty((rows, cols), dtype, device) for _ in range(ranks)]
+        self.flags = torch.full((ranks, splits), EPOCH - 1, dtype=torch.int32, device=device)
+        self.departures = Departures(
+            torch.tensor([slot.data_ptr() for slot in self.slots], device=device),
+            torch.tensor([flags.data_ptr() for flags in self.flags], device=device),
+            torch.zeros(ranks * splits, dtype=torch.int32, device=device),
+            torch.tensor([EPOCH], dtype=torch.int32, device=device),
+        )
+
+    def total(self) -> Tensor:
+        """All rows, in the order of owners, after a check that all flags are up and all counters at zero."""
+        epoch = self.departures.awaited
+        assert torch.equal(self.flags, epoch.expand_as(self.flags))
+        assert not self.departures.counters.any()
+        return torch.cat(self.slots)
+
+    @contextmanager
+    def watched(self) -> Iterator[list[tuple[int, int, bool]]]:
+        """(owner, chunk, whether the chunk was full) of each flag that an interpreted kernel raises."""
+        raised: list[tuple[int, int, bool]] = []
+        parts = product(range(self.ranks), range(self.splits))
+        places = {self.flags[place].data_ptr(): place for place in parts}
+        upstream = InterpreterBuilder.create_atomic_rmw
+
+        def create_atomic_rmw(builder, operation, pointer, *rest):
+            if place := places.get(int(pointer.data.item())):
+                size = self.rows // self.splits
+                owner, part = place
+                chunk = self.slots[owner][part * size : (part + 1) * size]
+                raised.append((owner, part, not chunk.isnan().any().item()))
+            return upstream(builder, operation, pointer, *rest)
+
+        with patch.object(InterpreterBuilder, "create_atomic_rmw", create_atomic_rmw):
+            yield raised
+
+
+def operands(rows, cols, depth, dtype, device):
     return normal(rows, depth, dtype, device), normal(cols, depth, dtype, device) * depth**-0.5
 
 
@@ -39,7 +84,7 @@ def sent(pairs, grid, rank: int = 0, **options) -> Tensor:
 
 
 @once(grid=GRIDS, dtype=DTYPES)
-def test_scatter_linear_matches_float64_and_the_bits_of_linear_and_dgrad(grid, dtype, device):
+def test_scatter_linear_has_the_bits_of_linear_and_dgrad(grid, dtype, device):
     ranks, splits, rows, cols = grid
     a, w = operands(ranks * splits * rows, cols, 45, dtype, device)
     y = sent(((a, w),), grid, rank=ranks - 1, tile=TILE)
@@ -68,7 +113,7 @@ def test_scatter_linear_takes_any_layout(layout, device):
 
 @interpreted
 @pytest.mark.parametrize("margin", [0, 1])  # three programs, two
-def test_scatter_linear_raises_a_flag_after_all_tiles_of_its_chunk(margin, device):
+def test_a_flag_is_raised_after_all_tiles_of_its_chunk(margin, device):
     ranks, splits, rows, cols = grid = GRIDS["several_tiles"]
     owners = Owners(ranks, splits, splits * rows, cols, torch.float32, device)
     pair = operands(ranks * splits * rows, cols, 45, torch.float32, device)

@@ -81,7 +81,7 @@ def launched(call: str, target: Target, dtype: torch.dtype, ranks: int, width: i
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize("call", CALLS)
-def test_form_and_tile_are_one_at_every_size_and_number_of_rows(call, dtype):
+def test_form_and_tile_are_one_at_every_size(call, dtype):
     for target, width in product(GPUS, SEGMENT_WIDTHS):
         found = [launched(call, GPUS[target], dtype, ranks, width, 512, 256) for ranks in SIZES]
         found += [launched(call, GPUS[target], dtype, 4, width, 512, tokens) for tokens in (1, 129, 2**17)]
@@ -133,22 +133,17 @@ def test_views_that_contradict_are_refused_by_name(make, monkeypatch):
 
 
 @once(dtype=DTYPES, width={"aligned": 8, "ragged": 21})
-def test_a_kernel_that_waits_has_the_bits_of_the_one_that_has_all_rows(width, dtype, device):
+def test_a_kernel_that_waits_has_the_bits_of_linear(width, dtype, device):
     """Of shards of a column layer at 4 ranks, against the full weight at 1."""
     x, w = torch.randn(48, 72, device=device).to(dtype), torch.randn(4 * width, 72, device=device).to(dtype)
     if torch.cuda.is_available() and width % 8:
         pytest.skip("refused there")
-    alone, here = linear_fwd(x, w, activation="gelu").y, arrivals(device, EPOCH, EPOCH, EPOCH)
-    shards = [
-        gather_linear_fwd(x, one, arrivals=here, first_row=16, activation="gelu").y for one in w.split(width)
-    ]
-    assert torch.equal(torch.cat(shards, dim=1), alone)
-    alone = dgrad(x, w.t().contiguous())
-    shards = [
-        gather_linear_fwd(x, one.t().contiguous().t(), arrivals=here, first_row=32).y
-        for one in w.split(width)
-    ]
-    assert torch.equal(torch.cat(shards, dim=1), alone)
+    here = arrivals(device, EPOCH, EPOCH, EPOCH)
+    gathered = partial(gather_linear_fwd, x, arrivals=here)
+    shards = [gathered(one, first_row=16, activation="gelu").y for one in w.split(width)]
+    assert torch.equal(torch.cat(shards, dim=1), linear_fwd(x, w, activation="gelu").y)
+    shards = [gathered(one.t().contiguous().t(), first_row=32).y for one in w.split(width)]
+    assert torch.equal(torch.cat(shards, dim=1), dgrad(x, w.t().contiguous()))
 
 
 def random_pairs(count, tokens, depth, cols, transposed, dtype, device):
@@ -159,23 +154,17 @@ def random_pairs(count, tokens, depth, cols, transposed, dtype, device):
     ]
 
 
-def of_rank(pairs, transposed, rank, ranks):
-    """Shards as a rank holds them: contiguous."""
+def sums_of_ranks(pairs, transposed, ranks, segments):
+    """Of shards as ranks hold them: contiguous."""
+
+    def split(matrix, dim):
+        return [shard.contiguous() for shard in matrix.chunk(ranks, dim)]
+
+    depth = 1 if transposed else 0
+    shards = [zip(split(a, 1), split(w, depth), strict=True) for a, w in pairs]
     return [
-        (a.chunk(ranks, dim=1)[rank].contiguous(), w.chunk(ranks, 1 if transposed else 0)[rank].contiguous())
-        for a, w in pairs
+        segment_sum([*own], transposed=transposed, segments=segments) for own in zip(*shards, strict=True)
     ]
-
-
-def sum_over_ranks(pairs, transposed, ranks):
-    return tree_sum(
-        [
-            segment_sum(
-                of_rank(pairs, transposed, rank, ranks), transposed=transposed, segments=SEGMENTS // ranks
-            )
-            for rank in range(ranks)
-        ]
-    )
 
 
 SUMS = {  # how many products, whether of transposed weights, how deep a segment
@@ -194,7 +183,9 @@ def test_segment_sum_has_the_bits_of_every_number_of_ranks(products, dtype, devi
     if torch.cuda.is_available() and width % 8:
         pytest.skip("refused there")
     pairs = random_pairs(count, 20, SEGMENTS * width, 40, transposed, dtype, device)
-    found = [sum_over_ranks(pairs, transposed, ranks) for ranks in (1, 2, SEGMENTS)]
+    found = [
+        tree_sum(sums_of_ranks(pairs, transposed, ranks, SEGMENTS // ranks)) for ranks in (1, 2, SEGMENTS)
+    ]
     exact = sum(a.double() @ (w.double().t() if transposed else w.double()) for a, w in pairs)
     assert found[0].dtype == torch.float32
     assert (found[0].double() - exact).norm() / exact.norm() < 3e-7
@@ -206,13 +197,7 @@ def test_segment_sum_has_the_bits_of_every_number_of_ranks(products, dtype, devi
 def test_a_plain_sum_of_ranks_has_other_bits(transposed, device):
     """The test above can fail: products of shards of another depth, added in order."""
     pairs = random_pairs(1, 32, 256, 32, transposed, torch.float32, device)
-    plain = [
-        sum(
-            segment_sum(of_rank(pairs, transposed, rank, ranks), transposed=transposed, segments=1)
-            for rank in range(ranks)
-        )
-        for ranks in SIZES
-    ]
+    plain = [sum(sums_of_ranks(pairs, transposed, ranks, 1)) for ranks in SIZES]
     assert any(not torch.equal(one, plain[0]) for one in plain)
 
 
@@ -220,10 +205,8 @@ def test_more_segments_than_slots_are_summed_by_halves(device):
     """The same tree, of any number of them."""
     pairs = random_pairs(2, 16, 16 * 3, 20, False, torch.float32, device)
     whole = segment_sum(pairs, transposed=False, segments=16)
-    halves = [segment_sum(of_rank(pairs, False, r, 2), transposed=False, segments=8) for r in range(2)]
-    single = [segment_sum(of_rank(pairs, False, r, 16), transposed=False, segments=1) for r in range(16)]
-    assert torch.equal(whole, halves[0] + halves[1])
-    assert torch.equal(whole, tree_sum(single))
+    assert torch.equal(whole, sum(sums_of_ranks(pairs, False, 2, 8)))
+    assert torch.equal(whole, tree_sum(sums_of_ranks(pairs, False, 16, 1)))
 
 
 @pytest.mark.parametrize("shape", [(0, 64, 8), (4, 0, 8), (4, 64, 0)], ids=["tokens", "depth", "cols"])

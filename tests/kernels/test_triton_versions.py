@@ -35,12 +35,6 @@ def test_a_launch_fixes_what_triton_might_choose():
     assert launch.on(CPU, Compiled(), (1,))(0) == {}  # which takes none
 
 
-def test_a_launch_on_another_gpu_fixes_it_too(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.device(device))
-    assert launch.on(torch.device("cuda", 1), Jitted(), (1,))(0) == LAUNCH_OPTIONS
-
-
 def fused(architecture: str, default: bool) -> tuple[bool, bool]:
     """Whether an entry of ours is compiled with fused products and sums, and one that leaves it to Triton."""
     from triton.compiler.compiler import make_backend

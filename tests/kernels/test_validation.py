@@ -20,156 +20,108 @@ from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
 
 T, K, N = 6, 8, 16
-LONG = torch.int64
+WIDE = MAX_FEATURES + 1
+LONG, WIDER = torch.int64, torch.float64
 
 
-@pytest.fixture
-def ones(device):
-    def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.ones(shape, dtype=dtype, device=device)
+class Ones:
+    """Operands that fit each other, and others of any shape."""
 
-    return ones
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.x, self.w, self.dy, self.t = self(T, K), self(N, K), self(T, N), self(T)
+        self.ids = self(T, dtype=LONG)
+
+    def __call__(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype, device=self.device)
+
+    def entropy_over(self, logits: torch.Tensor) -> torch.Tensor:
+        return cross_entropy_grad(logits, self.ids, self.t, self.t, self.t, in_place=True)
 
 
 BAD_SHAPES = {
-    "linear weight": (
-        lambda o: linear_fwd(o(T, K), o(N, K + 1)),
-        r"weight of shape \(16, 8\).*got \(16, 9\)",
-    ),
-    "linear bias": (lambda o: linear_fwd(o(T, K), o(N, K), o(N + 1)), r"bias of shape \(16,\).*got \(17,\)"),
-    "linear 3-D": (
-        lambda o: linear_fwd(o(2, T, K), o(N, K)),
-        r"x of 2 dimensions, got shape \(2, 6, 8\).*flatten",
-    ),
-    "linear 1-D": (lambda o: linear_fwd(o(K), o(N, K)), r"x of 2 dimensions, got shape \(8,\)"),
-    "glu w_up": (lambda o: glu_fwd(o(T, K), o(N, K), o(N + 1, K)), r"w_up of shape \(16, 8\).*got \(17, 8\)"),
-    "dgrad weight": (lambda o: dgrad(o(T, N), o(N + 1, K)), r"weight of shape \(16, 8\).*got \(17, 8\)"),
-    "dgrad z": (
-        lambda o: dgrad_act(o(T, N), o(N, K), o(T, N), "gelu"),
-        r"z of shape \(6, 8\).*got \(6, 16\)",
-    ),
-    "dglu u": (lambda o: dglu(o(T, N), o(N, K), o(T, K), o(T, N)), r"u of shape \(6, 8\).*got \(6, 16\)"),
-    "wgrad tokens": (lambda o: wgrad(o(T, N), o(T + 1, K)), r"equal tokens, got \(6, 16\) and \(7, 8\)"),
-    "main_grad": (lambda o: wgrad_accumulate_(o(K, N), o(T, N), o(T, K)), r"main_grad of shape \(16, 8\)"),
+    "linear weight": (lambda o: linear_fwd(o.x, o(N, K + 1)), r"weight of shape \(16, 8\).*got \(16, 9\)"),
+    "linear bias": (lambda o: linear_fwd(o.x, o.w, o(N + 1)), r"bias of shape \(16,\).*got \(17,\)"),
+    "linear 3-D": (lambda o: linear_fwd(o.x[None], o.w), r"x of 2 dim.*, got shape \(1, 6, 8\).*flatten"),
+    "linear 1-D": (lambda o: linear_fwd(o(K), o.w), r"x of 2 dimensions, got shape \(8,\)"),
+    "glu w_up": (lambda o: glu_fwd(o.x, o.w, o(N + 1, K)), r"w_up of shape \(16, 8\).*got \(17, 8\)"),
+    "dgrad weight": (lambda o: dgrad(o.dy, o(N + 1, K)), r"weight of shape \(16, 8\).*got \(17, 8\)"),
+    "dgrad z": (lambda o: dgrad_act(o.dy, o.w, o.dy, "gelu"), r"z of shape \(6, 8\).*got \(6, 16\)"),
+    "dglu u": (lambda o: dglu(o.dy, o.w, o.x, o.dy), r"u of shape \(6, 8\).*got \(6, 16\)"),
+    "wgrad tokens": (lambda o: wgrad(o.dy, o(T + 1, K)), r"equal tokens, got \(6, 16\) and \(7, 8\)"),
+    "main_grad": (lambda o: wgrad_accumulate_(o(K, N), o.dy, o.x), r"main_grad of shape \(16, 8\)"),
     "bias_grad 1-D": (lambda o: bias_grad(o(N)), r"dy of 2 dimensions"),
-    "rms_norm weight": (lambda o: rms_norm_fwd(o(T, K), o(N)), r"weight of \(8,\).*got \(16,\)"),
-    "norm rstd": (lambda o: rms_norm_bwd(o(T, K), o(T, K), o(K), o(K)), r"rstd of \(6,\).*got \(8,\)"),
-    "norm mean": (
-        lambda o: layer_norm_bwd(o(T, K), o(T, K), o(K), o(1), o(T)),
-        r"mean of \(6,\).*got \(1,\)",
-    ),
+    "rms_norm weight": (lambda o: rms_norm_fwd(o.x, o(N)), r"weight of \(8,\).*got \(16,\)"),
+    "norm rstd": (lambda o: rms_norm_bwd(o.x, o.x, o(K), o(K)), r"rstd of \(6,\).*got \(8,\)"),
+    "norm mean": (lambda o: layer_norm_bwd(o.x, o.x, o(K), o(1), o.t), r"mean of \(6,\).*got \(1,\)"),
     "norm no features": (lambda o: layer_norm_fwd(o(T, 0), o(0)), r"expected 1 to \d+ features, got 0"),
-    "norm too wide": (
-        lambda o: rms_norm_fwd(o(1, MAX_FEATURES + 1), o(MAX_FEATURES + 1)),
-        r"features, got 16385: use torch's own",
-    ),
-    "embedding ids": (
-        lambda o: embedding_fwd(o(2, T, dtype=LONG), o(N, K)),
-        r"ids \(tokens,\) of int64 or int32.*got \(2, 6\)",
-    ),
-    "embedding ids of others": (
-        lambda o: embedding_bwd(o(T, K), o(T + 1, dtype=LONG), rows=N),
-        r"ids \(6,\).*got \(7,\)",
-    ),
-    "embedding strided ids": (
-        lambda o: embedding_fwd(o(2 * T, dtype=LONG)[::2], o(N, K)),
-        r"contiguous; got strides \(2,\)",
-    ),
-    "logits 3-D": (lambda o: softmax_statistics(o(2, T, N), o(T, dtype=LONG)), r"logits of 2 dimensions"),
-    "targets": (lambda o: softmax_statistics(o(T, N), o(N, dtype=LONG)), r"target \(6,\).*got \(16,\)"),
+    "norm too wide": (lambda o: rms_norm_fwd(o(1, WIDE), o(WIDE)), "features, got 16385: use torch's own"),
+    "ids 2-D": (lambda o: embedding_fwd(o.ids[None], o.w), r"ids \(tokens,\) of int64 or int32.*\(1, 6\)"),
+    "ids of others": (lambda o: embedding_bwd(o.x, o.ids[1:], rows=N), r"ids \(6,\).*got \(5,\)"),
+    "strided ids": (lambda o: embedding_fwd(o.ids[::2], o.w), r"contiguous; got strides \(2,\)"),
+    "logits 3-D": (lambda o: softmax_statistics(o.dy[None], o.ids), r"logits of 2 dimensions"),
+    "targets": (lambda o: softmax_statistics(o.dy, o(N, dtype=LONG)), r"target \(6,\).*got \(16,\)"),
     "columns": (
-        lambda o: softmax_statistics(o(T, N), o(T, dtype=LONG), columns=N + 1),
+        lambda o: softmax_statistics(o.dy, o.ids, columns=N + 1),
         r"expected 0 to 16 columns of logits \(6, 16\), got 17",
     ),
-    "dloss": (
-        lambda o: cross_entropy_grad(o(T, N), o(T, dtype=LONG), o(T), o(T), o(N)),
-        r"dloss of \(6,\).*got \(16,\)",
-    ),
+    "dloss": (lambda o: cross_entropy_grad(o.dy, o.ids, o.t, o.t, o(N)), r"dloss of \(6,\).*got \(16,\)"),
     "in place, shared": (
-        lambda o: cross_entropy_grad(o(1, N).expand(T, N), o(T, dtype=LONG), o(T), o(T), o(T), in_place=True),
-        r"memory of its own for each element",
+        lambda o: o.entropy_over(o(1, N).expand(T, N)),
+        "memory of its own for each element",
     ),
 }
-
-
-HALF = torch.bfloat16
 BAD_TYPES = {
-    "linear mixed": (
-        lambda o: linear_fwd(o(T, K), o(N, K, dtype=HALF)),
-        r"x in torch.float32 and weight in .*cast",
-    ),
-    "linear bias mixed": (lambda o: linear_fwd(o(T, K), o(N, K), o(N, dtype=HALF)), "bias in torch.bfloat16"),
-    "glu mixed": (lambda o: glu_fwd(o(T, K), o(N, K), o(N, K, dtype=HALF)), "w_up in torch.bfloat16"),
-    "dgrad mixed": (lambda o: dgrad(o(T, N, dtype=HALF), o(N, K)), "weight in torch.float32"),
-    "wgrad mixed": (lambda o: wgrad(o(T, N, dtype=HALF), o(T, K)), "x in torch.float32"),
-    "float64": (lambda o: linear_fwd(o(T, K, dtype=torch.float64), o(N, K)), "bfloat16, float16 or float32"),
-    "integers": (lambda o: bias_grad(o(T, N, dtype=torch.int32)), "got torch.int32"),
-    "wgrad dtype": (lambda o: wgrad(o(T, N), o(T, K), dtype=torch.float64), "got torch.float64"),
-    "norm parameter": (lambda o: rms_norm_fwd(o(T, K), o(K, dtype=HALF)), "weight of .*got torch.bfloat16"),
-    "ids": (lambda o: embedding_fwd(o(T), o(N, K)), "ids .*int64 or int32.*got torch.float32"),
-    "no ids": (lambda o: embedding_fwd([1], o(N, K)), "got list"),
-    "gradient of table": (
-        lambda o: embedding_bwd(o(T, K), o(T, dtype=LONG), rows=N, dtype=torch.float64),
-        "got torch.float64",
-    ),
+    "linear mixed": (lambda o: linear_fwd(o.x, o.w.bfloat16()), r"x in torch.float32 and weight in .*cast"),
+    "linear bias mixed": (lambda o: linear_fwd(o.x, o.w, o(N).bfloat16()), "bias in torch.bfloat16"),
+    "glu mixed": (lambda o: glu_fwd(o.x, o.w, o.w.bfloat16()), "w_up in torch.bfloat16"),
+    "dgrad mixed": (lambda o: dgrad(o.dy.bfloat16(), o.w), "weight in torch.float32"),
+    "wgrad mixed": (lambda o: wgrad(o.dy.bfloat16(), o.x), "x in torch.float32"),
+    "float64": (lambda o: linear_fwd(o.x.double(), o.w), "bfloat16, float16 or float32"),
+    "integers": (lambda o: bias_grad(o.dy.int()), "got torch.int32"),
+    "wgrad dtype": (lambda o: wgrad(o.dy, o.x, dtype=WIDER), "got torch.float64"),
+    "norm parameter": (lambda o: rms_norm_fwd(o.x, o(K).bfloat16()), "weight of .*got torch.bfloat16"),
+    "ids": (lambda o: embedding_fwd(o.t, o.w), "ids .*int64 or int32.*got torch.float32"),
+    "no ids": (lambda o: embedding_fwd([1], o.w), "got list"),
+    "table": (lambda o: embedding_bwd(o.x, o.ids, rows=N, dtype=WIDER), "got torch.float64"),
     "statistic": (
-        lambda o: cross_entropy_grad(o(T, N), o(T, dtype=LONG), o(T, dtype=HALF), o(T), o(T)),
+        lambda o: cross_entropy_grad(o.dy, o.ids, o.t.bfloat16(), o.t, o.t),
         "maximum of .*got torch.bfloat16",
     ),
-    "sparse": (lambda o: linear_fwd(o(T, K).to_sparse(), o(N, K)), "call .to_dense"),
-    "not a tensor": (lambda o: linear_fwd([[1.0]], o(N, K)), "expected a Tensor as x, got list"),
+    "sparse": (lambda o: linear_fwd(o.x.to_sparse(), o.w), "call .to_dense"),
+    "not a tensor": (lambda o: linear_fwd([[1.0]], o.w), "expected a Tensor as x, got list"),
 }
-
-
+NEGATED = "whose memory holds its numbers, got one with torch's lazy negation"
 BAD_PLACES = {
-    "weight": (
-        lambda o: linear_fwd(o(T, K), o(N, K).to("meta")),
-        "one device, got x on .* and weight on meta",
-    ),
-    "main_grad": (
-        lambda o: wgrad_accumulate_(o(N, K).to("meta"), o(T, N), o(T, K)),
-        r"main_grad on .* got meta",
-    ),
+    "weight": (lambda o: linear_fwd(o.x, o.w.to("meta")), "one device, got x on .* and weight on meta"),
+    "main_grad": (lambda o: wgrad_accumulate_(o.w.to("meta"), o.dy, o.x), r"main_grad on .* got meta"),
     "all": (
-        lambda o: linear_fwd(o(T, K).to("meta"), o(N, K).to("meta")),
+        lambda o: linear_fwd(o.x.to("meta"), o.w.to("meta")),
         r"expected tensors on .*, got meta.*TRITON_INTERPRET",
     ),
     "elements of main_grad": (
-        lambda o: wgrad_accumulate_(o(1, K).expand(N, K), o(T, N), o(T, K)),
+        lambda o: wgrad_accumulate_(o(1, K).expand(N, K), o.dy, o.x),
         "memory of its own for each element, got strides",
     ),
-    "main_grad with lazy negation": (
-        lambda o: wgrad_accumulate_(torch._neg_view(o(N, K)), o(T, N), o(T, K)),
-        "main_grad whose memory holds its numbers, got one with torch's lazy negation",
+    "negated main_grad": (
+        lambda o: wgrad_accumulate_(torch._neg_view(o.w), o.dy, o.x),
+        f"main_grad {NEGATED}",
     ),
-    "out with lazy negation": (
-        lambda o: bias_grad(o(T, N), out=torch._neg_view(o(N))),
-        "out whose memory holds its numbers, got one with torch's lazy negation",
-    ),
-    "logits in place with lazy negation": (
-        lambda o: cross_entropy_grad(
-            torch._neg_view(o(T, N)), o(T, dtype=LONG), o(T), o(T), o(T), in_place=True
-        ),
-        "logits whose memory holds its numbers, got one with torch's lazy negation",
-    ),
+    "negated out": (lambda o: bias_grad(o.dy, out=torch._neg_view(o(N))), f"out {NEGATED}"),
+    "negated logits": (lambda o: o.entropy_over(torch._neg_view(o.dy)), f"logits {NEGATED}"),
     "descriptor of misaligned rows": (
-        lambda o: linear_fwd(
-            o(T, K + 1, dtype=HALF)[:, 1:], o(N, K, dtype=HALF), form="descriptor", tile=TILE
-        ),
+        lambda o: linear_fwd(o(T, K + 1).bfloat16()[:, 1:], o.w.bfloat16(), form="descriptor", tile=TILE),
         "does not fit: x starts 2 bytes past a 16-byte boundary; use form='pointer'",
     ),
     "descriptor of fp32": (
-        lambda o: linear_fwd(o(T, K), o(N, K), form="descriptor", tile=TILE),
+        lambda o: linear_fwd(o.x, o.w, form="descriptor", tile=TILE),
         r"multiply bfloat16, float16 and fp8, not torch.float32",
     ),
 }
 BAD_NAMES = {
-    "activation": (
-        lambda o: linear_fwd(o(T, K), o(N, K), activation="tanh"),
-        r"activation of none, gelu.*got 'tanh'",
-    ),
-    "kind": (lambda o: glu_fwd(o(T, K), o(N, K), o(N, K), kind="silu"), r"gated unit of swiglu.*got 'silu'"),
-    "form": (lambda o: linear_fwd(o(T, K), o(N, K), form="tma"), "form 'descriptor' or 'pointer', got 'tma'"),
+    "activation": (lambda o: linear_fwd(o.x, o.w, activation="tanh"), "activation of none, gelu.*got 'tanh'"),
+    "kind": (lambda o: glu_fwd(o.x, o.w, o.w, kind="silu"), "gated unit of swiglu.*got 'silu'"),
+    "form": (lambda o: linear_fwd(o.x, o.w, form="tma"), "form 'descriptor' or 'pointer', got 'tma'"),
     "48 rows": (lambda o: MatmulTile(48, 64, 32, 4, 1), "block_rows to be a power of two, got 48"),
     "8 columns a part": (lambda o: MatmulTile(64, 32, 32, 4, 1, parts=4), "at least 16"),
     "chunk": (lambda o: BlockTile(64, 64, num_warps=4, chunk=32), "block_rows to divide chunk"),
@@ -182,9 +134,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("error", "call", "message"), REFUSED)
-def test_launchers_refuse_what_they_cannot_compute(error, call, message, ones):
+def test_launchers_refuse_what_they_cannot_compute(error, call, message, device):
     with pytest.raises(error, match=message):
-        call(ones)
+        call(Ones(device))
 
 
 def test_launches_are_on_the_device_of_the_tensors(monkeypatch):

@@ -22,16 +22,9 @@ class Assembly:
     steps: list[Operation] = field(default_factory=list)
 
     def __call__(
-        self,
-        text: str,
-        does: Does = None,
-        *,
-        stall: int = 1,
-        writes: int | None = None,
-        reads: int | None = None,
-        waits: tuple[int, ...] = (),
-        warps: Sequence[int] | None = None,  # that take part; None: all
-    ) -> None:
+        self, text: str, does: Does = None, *, stall=1, writes=None, reads=None, waits=(), warps=None
+    ):
+        """warps: that take part; None: all"""
         guard, text = text[1:].split(maxsplit=1) if text.startswith("@") else ("", text)
         name, _, operands = text.partition(" ")
         opcode, *modifiers = name.split(".")
@@ -82,8 +75,12 @@ class SmLaunch:
         return [WarpState(warp, block) for warp in range(self.warps)]
 
 
-def timed(program: Assembly, launch: SmLaunch | None = None, **options: int) -> Run:
-    return run(program.steps, launch or SmLaunch(), **options)  # type: ignore[arg-type]
+def timed(program: Assembly, launch: SmLaunch | None = None, ends: bool = True, **options: int) -> Run:
+    """ends: with an EXIT that the program need not write"""
+    ended = Assembly([*program.steps])
+    if ends:
+        ended.end()
+    return run(ended.steps, launch or SmLaunch(), **options)  # type: ignore[arg-type]
 
 
 def ring(slots: int, steps: int, size: int = 20_000, products: int = 4) -> tuple[Assembly, SmLaunch]:

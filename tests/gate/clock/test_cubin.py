@@ -108,10 +108,5 @@ def test_operands_and_control_fields_are_read_off_a_listing():
         ("NOP", (), "", ()),
     ]
     fields = [(one.stall, one.writes, one.reads, one.waits) for one in parse(LISTING)]
-    assert fields == [
-        (5, None, None, ()),
-        (1, 2, None, (3,)),
-        (2, None, None, ()),
-        (0, None, None, ()),
-    ]
+    assert fields == [(5, None, None, ()), (1, 2, None, (3,)), (2, None, None, ()), (0, None, None, ())]
     assert str(parse(LISTING)[1]) == "0x01a0 @!P0 LDG.E.128 R4, desc[UR6][R2.64+0x10]"

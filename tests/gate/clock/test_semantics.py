@@ -148,10 +148,16 @@ def both(text: str, names: tuple[str, ...]) -> tuple[list, list]:
     return single, lanes
 
 
-@pytest.mark.parametrize("text", CASES)
-def test_integer_instruction_computes(text: str):
-    expected = [[CASES[text](*sample) & M] for sample in samples()]
-    assert both(text, ("R0",)) == (expected, expected)
+@pytest.mark.parametrize("text", [*CASES, *PAIRS, *PREDICATES])
+def test_instruction_computes(text: str):
+    expected = [(CASES | PAIRS | PREDICATES)[text](*sample) for sample in samples()]
+    if text in PREDICATES:
+        names, expected = ("P0",), [[bool(holds)] for holds in expected]
+    elif text in PAIRS:
+        names, expected = ("R0", "R1"), [[number & M, number >> 32 & M] for number in expected]
+    else:
+        names, expected = ("R0",), [[number & M] for number in expected]
+    assert both(text, names) == (expected, expected)
 
 
 def test_logic_is_what_its_table_says_of_each_bit():
@@ -159,19 +165,6 @@ def test_logic_is_what_its_table_says_of_each_bit():
         return execute(f"LOP3.LUT R0, R4, R5, R6, {table:#x}, !PT", R4=0xF0, R5=0xCC, R6=0xAA)["R0"] & 0xFF
 
     assert [of(table) for table in range(256)] == [*range(256)]
-
-
-@pytest.mark.parametrize("text", PAIRS)
-def test_pair_of_registers_is_computed(text: str):
-    numbers = [PAIRS[text](*sample) for sample in samples()]
-    expected = [[number & M, number >> 32 & M] for number in numbers]
-    assert both(text, ("R0", "R1")) == (expected, expected)
-
-
-@pytest.mark.parametrize("text", PREDICATES)
-def test_predicate_is_computed(text: str):
-    expected = [[bool(PREDICATES[text](*sample))] for sample in samples()]
-    assert both(text, ("P0",)) == (expected, expected)
 
 
 @pytest.mark.parametrize("text", [*CASES, *PREDICATES])
@@ -194,21 +187,21 @@ def test_guard_of_some_lanes_leaves_the_others():
     assert execute("@!P1 MOV R0, 0x7", R0=1, P1=True)["R0"] == 1
 
 
-def test_value_goes_to_the_uniform_registers_from_the_first_active_lane():
+def test_uniform_registers_take_the_value_of_the_first_active_lane():
     lanes = np.arange(32) + 5
     assert execute("R2UR UR0, R4", R4=lanes)["UR0"] == 5
     assert execute("@P1 R2UR UR0, R4", R4=lanes, P1=np.arange(32) == 9)["UR0"] == 14
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "FSETP.GEU.AND P4, PT, R27, RZ, PT",
-        "HSETP2.BF16_V2.GEU.AND P4, PT, R27.H1_H1, RZ.H0_H0, PT",
-        "FCHK P4, R27, R3",
-    ],
+COMPARISONS = (
+    "FSETP.GEU.AND P4, PT, R27, RZ, PT",
+    "HSETP2.BF16_V2.GEU.AND P4, PT, R27.H1_H1, RZ.H0_H0, PT",
+    "FCHK P4, R27, R3",
 )
-def test_comparison_of_floats_forgets_its_predicate_and_keeps_what_it_reads(text: str):
+
+
+@pytest.mark.parametrize("text", COMPARISONS)
+def test_comparison_of_floats_forgets_its_predicate_and_keeps_its_operands(text: str):
     found = execute(text, P4=True, R27=5)
     assert (found["P4"], found["R27"]) == (None, 5)
 
@@ -290,7 +283,7 @@ def test_sectors_are_those_that_the_active_lanes_touch():
     assert (effect.bytes, effect.sectors) == (48, 2)
 
 
-def test_predicates_are_kept_as_bits_of_a_register_that_nobody_has_cleared():
+def test_predicates_are_kept_as_bits_of_an_unknown_register():
     registers = execute(
         "LOP3.LUT R9, R9, 0xffffdfff, RZ, 0xc0, !PT",
         "@P1 LOP3.LUT R9, R9, 0x2000, RZ, 0xfc, !PT",
@@ -317,7 +310,7 @@ def test_clusters_and_roles_of_warps_are_not_known(text: str):
         warp(text)
 
 
-def test_a_copy_names_its_mbarrier_and_an_arrival_counts_lanes_and_bytes():
+def test_copies_name_their_mbarrier_and_arrivals_count_lanes_and_bytes():
     program, state = warp("UTMALDG.2D [UR8], [UR6]", UR6=0, UR7=0x7000, UR9=576)
     assert program[0].execute(state) == Copy(0, 576)
     arrival = "@P0 SYNCS.ARRIVE.TRANS64 RZ, [UR8], R4"

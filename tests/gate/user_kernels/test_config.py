@@ -1,14 +1,18 @@
-"""Each mistake in a gate.toml is a line that names the file, the kernel and the key."""
+"""Each mistake in a gate.toml is a line that names file, kernel and key; launches that the clock is told."""
 
 from __future__ import annotations
 
 import sys
 
 import pytest
+import torch
 
+from tpkernels.gate.clock.workload import Product
+from tpkernels.gate.user_kernels import workload
 from tpkernels.gate.user_kernels.config import read
 from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel, value_of, whole_number
 from tpkernels.gate.user_kernels.table import own_kernel
+from tpkernels.gate.user_kernels.workload import OwnWorkload
 
 if sys.version_info < (3, 11):
     pytest.importorskip("tomli")
@@ -57,11 +61,7 @@ MISTAKES = {
     "value_of_a_tensor": ("factor = 0.5", "factor = 0.5, x = 2", "values.x: is a tensor"),
     "value_of_nothing": ("factor = 0.5", "factr = 0.5", "values: 'factr' is no argument of signature"),
     "lacking_value": ("values = { factor = 0.5 }", "", "values.factor: 'factor' is none of the names"),
-    "too_large_a_value": (
-        "columns = 1024 }",
-        "columns = 4294967296 }",
-        "values.columns: expected an i32, got",
-    ),
+    "large_value": ("columns = 1024 }", "columns = 4294967296 }", "values.columns: expected an i32, got"),
     "strides": ("grid", 'strides = { x = ["columns"] }\ngrid', "strides.x: expected 2, got 1"),
     "no_outputs": ('outputs = ["y"]', "", "outputs: is missing"),
     "output_of_no_tensor": ('outputs = ["y"]', 'outputs = ["z"]', "outputs: 'z' is no tensor of signature"),
@@ -134,17 +134,16 @@ def test_tiles_and_steps_are_sizes():
     assert own.tensors["a"].block == (128, 64)
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"step": {}}, "tile: expected two sizes of a result"),
-        ({"step": {"L": 64}}, "step: 'L' is none of sizes"),
-        ({"step": {"M": 64}}, "step: expected another size"),
-        ({"grid": ["M"]}, "tile: 3 tiles are 128 blocks by grid"),
-        ({"shapes": {"a": ["M"], "c": ["M", "N"]}}, "shapes.a: expected 2 sizes, as its descriptor has"),
-    ],
-    ids=["no_step", "unknown_size", "one_size_twice", "other_grid", "shape_of_a_descriptor"],
-)
+BAD_TILES = {
+    "no_step": ({"step": {}}, "tile: expected two sizes of a result"),
+    "unknown_size": ({"step": {"L": 64}}, "step: 'L' is none of sizes"),
+    "one_size_twice": ({"step": {"M": 64}}, "step: expected another size"),
+    "other_grid": ({"grid": ["M"]}, "tile: 3 tiles are 128 blocks by grid"),
+    "shape": ({"shapes": {"a": ["M"], "c": ["M", "N"]}}, "shapes.a: expected 2 sizes, as its descriptor has"),
+}
+
+
+@pytest.mark.parametrize(("changes", "told"), BAD_TILES.values(), ids=BAD_TILES)
 def test_mistaken_tiles_are_told(changes, told):
     with pytest.raises(ConfigError, match=f"^{told}"):
         product(**changes)
@@ -155,16 +154,57 @@ def test_expressions_are_arithmetic_alone():
     assert value_of("-cdiv(M, 128) * 2 + M % 7 - max(M // 100, 1)", names) == -6 + 6 - 3
     assert value_of(" M * x ", names) == 150.0
     assert whole_number(7, names) == 7
-    for bad in (
-        "__import__('os')",
-        "M.bit_length()",
-        "[M]",
-        "M if M else 1",
-        "'a'",
-        "M ** M",
-        "cdiv(M, b=1)",
-    ):
+    bad_ones = "__import__('os')", "M.bit_length()", "[M]", "M if M else 1", "'a'", "M ** M", "cdiv(M, b=1)"
+    for bad in bad_ones:
         with pytest.raises(ValueError, match=r"expected|none of the names"):
             value_of(bad, names)
     with pytest.raises(ValueError, match="has no value"):
         value_of("cdiv(M)", names)
+
+
+ARGUMENTS = ("a", "c", "M", "N", "K")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What would be launched, instead of it."""
+    monkeypatch.setattr(workload, "launch_of", lambda built, values, *rest: (values, *rest))
+
+
+def test_a_product_is_launched_in_tiles_and_steps_and_a_persistent_grid_asks_for_processors(launched):
+    of = OwnWorkload(product(), ARGUMENTS).workload()
+    assert of.product == Product(128, 128, 64, itemsize=2)
+    assert of.shape == (1000, 2048, 512)
+    assert of.tiles == 8 * 16
+    assert of.traffic == 2 * (1000 * 512 + 1000 * 2048)
+    assert not of.persistent
+    (a, c, *numbers), grid = of.on_one(None, 3, 4)
+    assert numbers == [128, 384, 256]
+    assert (list(a.shape), list(a.strides), a.block_shape) == ([128, 256], [256, 1], [128, 64])
+    assert (c.shape, c.dtype, c.device.type) == ((128, 384), torch.bfloat16, "meta")
+    assert grid == (3,)
+    own = product(grid=["min(cdiv(M, BLOCK) * cdiv(N, BLOCK), processors)"])
+    of = OwnWorkload(own, ARGUMENTS).workload()
+    assert of.persistent
+    assert of.on_one(None, 6, 4)[1] == (1,)
+
+
+def test_kernel_without_tiles_is_launched_in_blocks(launched):
+    table = {
+        "kernel": "kernels:row_kernel",
+        "signature": {"x": "*fp32", "scale": "fp32"},
+        "sizes": {"rows": 4096, "columns": 512},
+        "shapes": {"x": ["rows", "columns"]},
+        "strides": {"x": ["columns + 8", 1]},
+        "values": {"scale": 2},
+        "grid": ["rows"],
+    }
+    of = OwnWorkload(own_kernel("row", table), ("x", "scale")).workload()
+    assert (of.product, of.shape, of.tiles) == (None, (0, 0, 0), 4096)
+    (x, scale), grid, blocks = of.on_one(None, 10, 0)
+    assert (x.shape, x.stride(), scale, grid, blocks) == ((4096, 512), (520, 1), 2.0, (4096,), 10)
+
+
+def test_same_table_is_the_same_launch_in_every_process():
+    assert OwnWorkload(product(), ARGUMENTS).text() == OwnWorkload(product(), ARGUMENTS).text()
+    assert OwnWorkload(product(), ARGUMENTS).text() != OwnWorkload(product(num_warps=8), ARGUMENTS).text()

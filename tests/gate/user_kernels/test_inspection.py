@@ -98,21 +98,15 @@ def test_entry_is_what_a_launch_would_compile():
 
 
 MORE = ("x", "y", "stride", "count", "factor", "dtype", "more")
+ONE, NINE = ({"values": {"stride": value, "count": 1}} for value in (1, 9))
+MISNAMED = {"constants": {"dtyp": "None"}}
 DISAGREEING = {
-    "no_argument": (
-        {"constants": {"dtyp": "None"}},
-        {},
-        "constants.dtyp: is no argument: kernels:scale_kernel has",
-    ),
+    "no_argument": (MISNAMED, {}, "constants.dtyp: is no argument: kernels:scale_kernel has"),
     "lacking": ({}, {"arguments": MORE}, "signature: lacks 'more'"),
     "lacking_constant": ({}, {"arguments": MORE, "constexprs": ("more",)}, "constants: lacks 'more'"),
     "constexpr": ({}, {"constexprs": ("stride",)}, "signature.stride: is a tl.constexpr"),
-    "one": ({"values": {"stride": 1, "count": 1}}, {}, "values.stride: is 1, which Triton compiles in"),
-    "no_multiple": (
-        {"values": {"stride": 9, "count": 1}, "aligned": ["stride"]},
-        {},
-        "aligned: stride = 9 is no",
-    ),
+    "one": (ONE, {}, "values.stride: is 1, which Triton compiles in"),
+    "no_multiple": (NINE | {"aligned": ["stride"]}, {}, "aligned: stride = 9 is no"),
 }
 
 
