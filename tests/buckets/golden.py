@@ -80,10 +80,8 @@ def expected_gradients(
     losses = [loss_of(forward(module, batch(rank, step))) for rank in range(ranks) for step in steps]
     total = torch.stack(losses).sum() / (ranks if average else 1)
     gradients = torch.autograd.grad(total, parameters, allow_unused=True)
-    return [
-        torch.zeros_like(parameter) if gradient is None else gradient
-        for parameter, gradient in zip(parameters, gradients, strict=True)
-    ]
+    pairs = zip(parameters, gradients, strict=True)
+    return [torch.zeros_like(parameter) if gradient is None else gradient for parameter, gradient in pairs]
 
 
 def assert_gradients(module: nn.Module, expected: Sequence[Tensor], **tolerance: float) -> None:
@@ -153,12 +151,11 @@ def wild(module: nn.Module, rank: int, step: int) -> list[Tensor]:
 
 def whole(module: nn.Module, rank: int, step: int) -> list[Tensor]:
     """Whole numbers below 2**19, which add up exactly, and which no other rank or step has."""
-    return [
-        (torch.arange(parameter.numel()) % 8 + 8 * (number + 16 * (rank + 8 * step)))
-        .view(parameter.shape)
-        .to(parameter.dtype)
-        for number, parameter in enumerate(module.parameters())
-    ]
+    found = []
+    for number, parameter in enumerate(module.parameters()):
+        values = torch.arange(parameter.numel()) % 8 + 8 * (number + 16 * (rank + 8 * step))
+        found.append(values.view(parameter.shape).to(parameter.dtype))
+    return found
 
 
 def added_up(

@@ -170,9 +170,8 @@ def destroyed_group() -> str:
 def arguments(caller: Caller, world: str) -> list[Any]:
     """Of the constructor: all good, or one of them not."""
     good = {**GOOD, "parameters": parameters(), "group": world}
-    good |= {
-        flag: caller.choose([True, False]) for flag in ("reduce_scatter", "average", "main_grad", "check_nan")
-    }
+    flags = ("reduce_scatter", "average", "main_grad", "check_nan")
+    good |= {flag: caller.choose([True, False]) for flag in flags}
     if caller.generator.random() < 0.3:
         good |= {"tensor_parallel_group": world, "marked": [True, True, caller.choose([True, False])]}
     if caller.generator.random() < 0.3:

@@ -44,16 +44,13 @@ GOOD = [A, B, C]
 FP8 = torch.ones(2, 4).to(torch.float8_e4m3fn).requires_grad_()
 C_IS = "rank 0 has 'c' (2, 4) float32 on cpu; rank 1 has"
 WHOLE_BYTES = "bucket_bytes: expected a whole number of at least 1, got"
+BETWEEN = "timeout: expected more than zero and less than a year, got"
 DISAGREEMENTS = {  # what rank 1 brings, and what both ranks are told
     "count": (GOOD[:2], {}, "rank 0 has 3; rank 1 has 2; the first that some ranks lack is 'c' (2, 4)"),
     "shape": ([A, B, ("c", parameter(4, 2))], {}, f"{C_IS} 'c' (4, 2)"),
     "dtype": ([A, B, ("c", parameter(2, 4, dtype=torch.bfloat16))], {}, f"{C_IS} 'c' (2, 4) bfloat16"),
     # equal shapes: only the names tell
-    "order": (
-        [A, C, B],
-        {},
-        "in the same order: rank 0 has 'b' (2, 4) float32 on cpu; rank 1 has 'c' (2, 4)",
-    ),
+    "order": ([A, C, B], {}, "same order: rank 0 has 'b' (2, 4) float32 on cpu; rank 1 has 'c' (2, 4)"),
     "name": ([A, B, ("d", parameter(2, 4))], {}, f"in the same order: {C_IS} 'd' (2, 4)"),
     "options": (GOOD, {"average": False}, "average=False"),
     "fp8": ([("c", FP8)], {}, "on rank 1: 'c' is torch.float8_e4m3fn; expected one of float64, float32"),
@@ -65,6 +62,10 @@ DISAGREEMENTS = {  # what rank 1 brings, and what both ranks are told
     "bytes": (GOOD, {"bucket_bytes": -1}, f"{WHOLE_BYTES} -1"),
     "part of a byte": (GOOD, {"bucket_bytes": 1.5}, f"{WHOLE_BYTES} 1.5"),
     "timeout": (GOOD, {"timeout": 5}, "timeout: expected a datetime.timedelta, got 5"),
+    **{  # no clock counts these
+        f"timeout {time}": (GOOD, {"timeout": time}, f"{BETWEEN} {time}")
+        for time in (timedelta(0), timedelta(seconds=-1), timedelta.max)
+    },
     "reduce": (GOOD, {"reduce": "gather"}, "expected 'all_reduce' or 'reduce_scatter', got 'gather'"),
     "grad_dtype": (GOOD, {"grad_dtype": torch.int32}, "grad_dtype: expected one of float64, float32, float"),
 }
@@ -258,9 +259,8 @@ def test_nothing_is_added_to_sums_that_are_reduced(options):
     module = chain(2)
     buckets = wrap(module, **options)
     step(module, buckets)
-    with pytest.raises(
-        RuntimeError, match=r"is reduced already, and more cannot be added to it; call zero\(\)"
-    ):
+    words = r"is reduced already, and more cannot be added to it; call zero\(\)"
+    with pytest.raises(RuntimeError, match=words):
         backward(module)
     step(module, buckets)
 

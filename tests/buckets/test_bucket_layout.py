@@ -19,13 +19,7 @@ LAYOUTS = {  # of tensors of these sizes: their buckets, their offsets in them, 
     "larger_than_a_bucket": ([1, 1000, 1], {}, [0, 1, 2], [0, 0, 0], [1, 1000, 1]),
     "aligned_and_padded": ([3, 5, 0, 1], {"alignment": 4, "padding": 32}, [0] * 4, [0, 4, 12, 12], [32]),
     # kind 1 is opened first and filled last: were it bucket 0, it would hold back all others
-    "as_they_become_complete": (
-        [1, 100, 100, 1],
-        {"kinds": [1, 0, 0, 1]},
-        [2, 0, 1, 2],
-        [0, 0, 0, 1],
-        [100, 100, 2],
-    ),
+    "as_completed": ([1, 100, 100, 1], {"kinds": [1, 0, 0, 1]}, [2, 0, 1, 2], [0, 0, 0, 1], [100, 100, 2]),
     "nothing": ([], {}, [], [], []),
 }
 
@@ -91,9 +85,8 @@ def test_no_two_tensors_overlap():
         numels = [generator.choice([0, 1, 7, 64, 65, 500]) for _ in range(count)]
         kinds = [generator.randrange(3) for _ in range(count)]
         widths = [(2, 4, 8)[kind] for kind in kinds]
-        rules = LayoutRules(
-            generator.choice([1, 256, 4096]), generator.choice([64, 10**6]), 16, generator.choice([16, 128])
-        )
+        choices = ([1, 256, 4096], [64, 10**6], [16], [16, 128])
+        rules = LayoutRules(*map(generator.choice, choices))
         layout = lay_out_buckets(numels, kinds, widths, rules)
         places = sorted(zip(layout.bucket_of, layout.offset_of, numels, kinds, strict=True))
         for (bucket, offset, numel, kind), after in itertools.pairwise(places):

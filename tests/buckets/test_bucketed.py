@@ -18,6 +18,7 @@ pytestmark = pytest.mark.way("c10d")  # which lists always take
 SHAPES = [(4, 3), (8,), (0, 5), (4, 1, 2), (16, 16), (4,), (12, 5)]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float16, torch.float64, torch.uint8]
 ONE_BUCKET, FEW, EACH = 10**6, 400, 1  # bytes
+each_size = pytest.mark.parametrize("bucket_bytes", [ONE_BUCKET, FEW, EACH], ids=["one", "few", "each"])
 
 
 def mixed_tensors(dtypes=DTYPES, whole=False):
@@ -35,38 +36,43 @@ def mixed_tensors(dtypes=DTYPES, whole=False):
     return tensors
 
 
-def all_reduces(bucket_bytes, op, whole):
-    dtypes = DTYPES if op == "sum" else [dtype for dtype in DTYPES if dtype.is_floating_point]
-    tensors = mixed_tensors(dtypes, whole)[: None if dist.get_world_size() == 2 else -2]
-    expected = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-    for tensor in expected:
-        dist.all_reduce(tensor, op={"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[op])
-    bucketed_all_reduce_(tensors, op=op, bucket_bytes=bucket_bytes)
-    for tensor, plain in zip(tensors, expected, strict=True):
-        assert torch.equal(tensor, plain)
+OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
 
-@pytest.mark.parametrize("op", ["sum", "avg"])
+def contiguous(tensors):
+    return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+@pytest.mark.parametrize("op", OPS)
 @on_ranks(2, 4)
 def test_all_reduce_equals_a_loop(op):
+    two = dist.get_world_size() == 2
+    dtypes = DTYPES if op == "sum" else [dtype for dtype in DTYPES if dtype.is_floating_point]
     # With more than two ranks, gloo's order of additions depends on where in the buffer an element lies.
-    all_reduces(ONE_BUCKET, op, whole=dist.get_world_size() > 2)
-    all_reduces(FEW, op, whole=dist.get_world_size() > 2)
-    all_reduces(EACH, op, whole=False)
+    for bucket_bytes, whole in ((ONE_BUCKET, not two), (FEW, not two), (EACH, False)):
+        tensors = mixed_tensors(dtypes, whole)[: None if two else -2]
+        expected = contiguous(tensors)
+        for tensor in expected:
+            dist.all_reduce(tensor, op=OPS[op])
+        bucketed_all_reduce_(tensors, op=op, bucket_bytes=bucket_bytes)
+        assert all(map(torch.equal, tensors, expected))
 
 
-def broadcasts(bucket_bytes):
+@each_size
+@on_ranks(2, 4)
+def test_broadcast_equals_a_loop(bucket_bytes):
     for src in range(dist.get_world_size()):
         tensors = mixed_tensors()
-        expected = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        expected = contiguous(tensors)
         for tensor in expected:
             dist.broadcast(tensor, src)
         bucketed_broadcast_(tensors, src, bucket_bytes=bucket_bytes)
-        for tensor, plain in zip(tensors, expected, strict=True):
-            assert torch.equal(tensor, plain)
+        assert all(map(torch.equal, tensors, expected))
 
 
-def gathers(bucket_bytes):
+@each_size
+@on_ranks(2, 4)
+def test_all_gather_equals_a_loop(bucket_bytes):
     tensors = [*mixed_tensors(), torch.tensor(float(dist.get_rank()))]
     gathered = bucketed_all_gather(tensors, bucket_bytes=bucket_bytes)
     for tensor, result in zip(tensors, gathered, strict=True):
@@ -76,26 +82,17 @@ def gathers(bucket_bytes):
         assert result.is_contiguous()
 
 
-def reduce_scatters(bucket_bytes, op):
-    dtypes = DTYPES if op == "sum" else [torch.float32, torch.bfloat16]
-    tensors = mixed_tensors(dtypes, whole=True)
-    for tensor, shard in zip(
-        tensors, bucketed_reduce_scatter(tensors, op=op, bucket_bytes=bucket_bytes), strict=True
-    ):
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, op={"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[op])
+@each_size
+@pytest.mark.parametrize("op", OPS)
+@on_ranks(2, 4)
+def test_reduce_scatter_equals_a_loop(bucket_bytes, op):
+    tensors = mixed_tensors(DTYPES if op == "sum" else [torch.float32, torch.bfloat16], whole=True)
+    shards = bucketed_reduce_scatter(tensors, op=op, bucket_bytes=bucket_bytes)
+    for total, shard in zip(contiguous(tensors), shards, strict=True):
+        dist.all_reduce(total, op=OPS[op])
         own = total.tensor_split(dist.get_world_size())[dist.get_rank()]
         torch.testing.assert_close(shard, own, rtol=1e-6, atol=1e-6)
         assert shard.shape == own.shape
-
-
-@pytest.mark.parametrize("bucket_bytes", [ONE_BUCKET, FEW, EACH], ids=["one", "few", "each"])
-@on_ranks(2, 4)
-def test_others_equal_loops(bucket_bytes):
-    broadcasts(bucket_bytes)
-    gathers(bucket_bytes)
-    reduce_scatters(bucket_bytes, "sum")
-    reduce_scatters(bucket_bytes, "avg")
 
 
 @on_ranks(4)
@@ -138,12 +135,7 @@ FP8, META = MATRIX.to(torch.float8_e4m3fn), torch.ones(2, 2, device="meta")
 FLOAT = "'1' (2, 2) float32 on cpu"
 WRONG = {  # what rank 1 brings, and what all are told
     "count": ([ONES], {}, VALUE, "rank 0 has 2; rank 1 has 1; the first that"),
-    "shape": (
-        [ONES, ONES],
-        {},
-        VALUE,
-        f"tensor 1; every rank must bring the same, in the same order: rank 0 has {FLOAT}",
-    ),
+    "shape": ([ONES, ONES], {}, VALUE, f"must bring the same, in the same order: rank 0 has {FLOAT}"),
     "dtype": ([ONES, MATRIX.to(BF16)], {}, VALUE, f"has {FLOAT}; rank 1 has '1' (2, 2) bfloat16 on cpu"),
     "strides": ([ONES, MATRIX.T], {}, VALUE, f"rank 1 has {FLOAT} strides (1, 2)"),
     "meta": ([ONES, META], {}, VALUE, "on rank 1: '1' is on the meta device"),

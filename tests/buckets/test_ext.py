@@ -87,10 +87,13 @@ def test_absent_extension_is_no_error(not_installed):
     assert "pip install --no-build-isolation" in found.detail
 
 
-def test_extension_of_the_first_use_is_found_again(not_installed):
+def test_library_of_the_first_use_is_loaded_once_it_is_built(not_installed):
     library = _ext.library_of_first_use()
     library.parent.mkdir(parents=True)
     library.write_bytes(b"not a library")
+    library.with_name("lock").touch()
+    assert _ext.extension.__wrapped__().state is ExtensionState.ABSENT
+    library.with_name("lock").unlink()
     assert f"{library} is not ours or damaged" in _ext.extension.__wrapped__().detail
 
 
@@ -165,31 +168,20 @@ def test_a_failed_build_is_an_error_of_all_ranks_that_waited(library):
 def test_a_build_after_a_failure_tries_again(library, capsys):
     assert built_by(FAILS, library)[0] == "CannotBuild"
     assert built_by(BUILDS, library)[0] == "nothing"
-    assert (
-        capsys.readouterr().err == f"tpkernels: building the C++ extension once, into {library.parent}\n" * 2
-    )
+    told = f"tpkernels: building the C++ extension once, into {library.parent}\n"
+    assert capsys.readouterr().err == told * 2
     assert len(builders(library)) == 2
 
 
 def test_a_build_that_hangs_is_ended_and_releases_the_lock(library, monkeypatch):
     monkeypatch.setattr(extension_build, "BUILD_SECONDS", seconds := round(patient(6.0)))
     kind, text, _ = built_by(HANGS, library)
-    assert (kind, text) == (
-        "CannotBuild",
-        f"it took longer than {seconds} s; if no process is building, remove {library.parent}",
-    )
+    assert kind == "CannotBuild"
+    assert text == f"it took longer than {seconds} s; if no process is building, remove {library.parent}"
     (pid,) = builders(library)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert not library.with_name("lock").exists()
-
-
-def test_a_library_is_not_loaded_while_it_is_built(not_installed):
-    library = _ext.library_of_first_use()
-    library.parent.mkdir(parents=True)
-    library.write_bytes(b"half a library")
-    library.with_name("lock").touch()
-    assert _ext.extension.__wrapped__().state is ExtensionState.ABSENT
 
 
 def test_folder_that_cannot_be_written_is_told(tmp_path):

@@ -107,8 +107,6 @@ def said_of_choice():
 def test_log_says_who_shares(four):
     assert on(four, IN_A_ROW, said_of_choice) == ["shared (2 ranks are on each of 2 machines)"] * 4
     assert on(four, UNEVEN, said_of_choice) == ["apart (ranks are on 2 machines, not as many on each)"] * 4
-    assert on(four, "abcd", said_of_choice) == ["apart (ranks are on 4 machines, one on each)"] * 4
-    assert on(four, "aaaa", said_of_choice) == ["shared (4 ranks are on one machine)"] * 4
 
 
 def marked():

@@ -27,6 +27,7 @@ from tests.buckets.golden import (
 from tests.buckets.test_ext_arguments import arranged
 from tests.buckets.ways import on_ranks, under
 from tests.checks import error_of
+from tests.on_ranks import of_all
 from tests.patience import patient
 from tests.ranks import RankFailure, RankPool
 from tpkernels import GradientBuckets, bucketed_all_reduce_
@@ -83,26 +84,21 @@ def test_dead_rank_is_named_with_the_bucket_that_it_lacks(when):
     assert [*caught.value.exceptions] == [1], caught.value  # rank 0 saw what it was to see
 
 
-def late(seconds):
+@on_ranks(2)
+def test_late_rank_is_told_that_others_gave_up():
     module = chain()
-    buckets = wrap(module, timeout=timedelta(seconds=seconds))
+    buckets = wrap(module, timeout=timedelta(seconds=of_all(patient(0.5))[0]))
     step(module, buckets)
     buckets.zero()
     if dist.get_rank() == 1:
         store().wait(["rank 0 gave up"])
     backward(module)
-    errors = [error_of(buckets.finish)]
+    first = error_of(buckets.finish)[1]
     store().set("rank 0 gave up", "now")
-    return [*errors, error_of(buckets.finish)]
-
-
-def test_late_rank_is_told_that_others_gave_up(ranks2):
-    seconds = patient(0.5)
-    for (_, first), (_, second) in ranks2.run(late, seconds):
-        assert "GradientBuckets: all_reduce of bucket 0 of 4 ('3." in first
-        assert "the wait for rank 1 of it timed out after " in first
-        assert CANNOT in second
-        assert "the wait for rank 1 of it timed out after " in second
+    assert "GradientBuckets: all_reduce of bucket 0 of 4 ('3." in first
+    for text in (first, again := error_of(buckets.finish)[1]):
+        assert "the wait for rank 1 of it timed out after " in text
+    assert CANNOT in again
 
 
 @contextmanager
@@ -227,10 +223,11 @@ def test_no_process_waits_long_at_its_end(leaves, least, longest):
 SIZES = (60, 72, 12)  # of buckets
 
 
-def looked_at_while_it_is_done():
-    """What is awaited, again and again, while the other rank seems to finish and not to."""
+@on_ranks(2)
+def test_what_is_awaited_may_come_meanwhile():
+    """It is looked at, again and again, while the other rank seems to finish and not to."""
     if dist.get_rank() == 1:
-        return set()
+        return
     parameters = [nn.Parameter(torch.ones(size)) for size in SIZES]
     flats = [[torch.zeros(size) for size in SIZES] for _ in range(2)]
     group = dist.group.WORLD.group_name
@@ -259,11 +256,6 @@ def looked_at_while_it_is_done():
     stop.set()
     other.join()
     engine.lose_others()
-    return found
-
-
-def test_what_is_awaited_may_come_meanwhile(ranks2):
-    found, _ = ranks2.run(looked_at_while_it_is_done)
     assert found == {"", "all_reduce of bucket 2 of 3"}
 
 

@@ -276,7 +276,7 @@ def asked_for_on(machine):
 
 
 @pytest.mark.parametrize("other", ["auto", "c10d"])
-def test_memory_that_cannot_be_shared_or_that_one_rank_asks_for_is_the_same_error_on_all_ranks(ranks2, other):
+def test_memory_that_cannot_be_shared_is_an_error_on_all_ranks(ranks2, other):
     words = "GradientBuckets: TPKERNELS_TRANSPORT=shared: ranks are on 2 machines, one on each"
     assert ranks2.run_each(asked_for_on, [("left",), ("right",)]) == [("CannotTakePart", words)] * 2
     first, second = ranks2.pool.run_each(under, [(way, asked_for_on, "one") for way in ("shared", other)])
@@ -286,16 +286,16 @@ def test_memory_that_cannot_be_shared_or_that_one_rank_asks_for_is_the_same_erro
     assert "with TPKERNELS_TRANSPORT=shared; rank 1 has GradientBuckets(" in first[1]
 
 
-def wrong_bits(ranks, cases):
-    """Of cases, those whose results are not those of an addition by hand, in the first `ranks` ranks."""
+def assert_bits(ranks, cases):
+    """Those of an addition by hand, in the first `ranks` ranks."""
     group = dist.new_group(range(ranks))
-    return [wrong for case in cases for wrong in wrong_steps(group, *case)] if dist.get_rank() < ranks else []
+    for case in cases if dist.get_rank() < ranks else []:
+        assert_bits_of_steps(group, *case)
 
 
-def wrong_steps(group, dtype, result, wide, options):
+def assert_bits_of_steps(group, dtype, result, wide, options):
     module, ranks = Given(dtype), group.size()
     buckets = GradientBuckets(module, group, **options)
-    found = []
     for number in range(3):
         gradients = [[g.to(result) for g in wild(module, rank, number)] for rank in range(ranks)]
         expected = added_up(gradients, result, wide, average=options.get("average", True))
@@ -308,12 +308,10 @@ def wrong_steps(group, dtype, result, wide, options):
             received = [parameter.main_grad for parameter in module.parameters()]
         else:
             received = module.gradients()
-        if bits(expected) != bits(received):
-            found.append((number, dtype, options))
+        assert bits(expected) == bits(received), (number, dtype, options)
     shares = select.requested_transport == "shared"
     assert all(lies_in_shared_memory(bucket) is shares for bucket in buckets.buckets if bucket.numel())
     buckets.detach()
-    return found
 
 
 def plain_cases(combined, *dtypes):
@@ -329,8 +327,7 @@ def plain_cases(combined, *dtypes):
 @combined
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sums_are_those_in_the_order_of_ranks_rounded_once(ranks4, ranks, combined):
-    cases = plain_cases(combined, torch.float64, torch.float32, *HALVES)
-    assert ranks4.run(wrong_bits, ranks, cases) == [[]] * 4
+    ranks4.run(assert_bits, ranks, plain_cases(combined, torch.float64, torch.float32, *HALVES))
 
 
 def test_wild_gradients_tell_orders_and_dtypes_apart():
@@ -339,10 +336,8 @@ def test_wild_gradients_tell_orders_and_dtypes_apart():
         good = bits(added_up(gradients, dtype, wide, average=True))
         assert good != bits(added_up(gradients[::-1], dtype, wide, average=True))
     gradients = [wild(Given(torch.float32), rank, 0) for rank in range(4)]
-    found = {
-        str(bits(added_up(gradients, torch.float32, wide, average=True)))
-        for wide in (torch.float32, torch.float64, torch.bfloat16)
-    }
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    found = {str(bits(added_up(gradients, torch.float32, wide, average=True))) for wide in dtypes}
     assert len(found) == 3
 
 
@@ -361,10 +356,9 @@ def test_options_say_in_which_dtype_is_added(ranks4):
         (single, single, single, {"main_grad": True}),
         (torch.bfloat16, single, single, {"main_grad": True, "grad_dtype": single, "average": False}),
     ]
-    cases = [
-        (*types, {"bucket_bytes": size, **options}) for *types, options in cases for size in (300, 2**20)
-    ]
-    assert ranks4.run(wrong_bits, 4, cases) == [[]] * 4
+    sizes = (300, 2**20)
+    cases = [(*types, {"bucket_bytes": size, **options}) for *types, options in cases for size in sizes]
+    ranks4.run(assert_bits, 4, cases)
 
 
 @on_ranks(2)
@@ -384,5 +378,4 @@ def test_threads_that_divide_a_shard_change_nothing():
 @combined
 def test_two_ranks_have_those_bits_over_c10d_too(ranks4, combined):
     """Halves of either are added, or the sum is halved: the same, as no float here is tiny."""
-    cases = plain_cases(combined, torch.float32)
-    assert ranks4.pool.run(under, "c10d", wrong_bits, 2, cases) == [[]] * 4
+    ranks4.pool.run(under, "c10d", assert_bits, 2, plain_cases(combined, torch.float32))

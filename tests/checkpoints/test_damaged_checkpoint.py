@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from tests.checkpoints.test_dcp import assert_equal, everything, trained
 from tests.checks import error_of
 from tests.interop.refused import refused
+from tests.on_ranks import on_ranks
 from tpkernels import initialize_model_parallel, manual_seed
 from tpkernels.checkpoints import dcp
 
@@ -134,20 +135,14 @@ CASES = {
     "code": (edited(lambda held: Harm()), "it names posix.mkdir, which no checkpoint needs"),
     "code_of_torch": (edited(lambda held: filesystem.FileSystem()), "it names torch.distributed.checkpoint"),
     "no_metadata_at_all": (edited(lambda held: [1]), "expected Metadata, got list"),
-    "path_above": (
-        first_shard(relative_path="../x/__0_0.distcp"),
-        "expected a file in the folder, got '../x/",
-    ),
+    "path_above": (first_shard(relative_path="../x/__0_0.distcp"), "a file in the folder, got '../x/"),
     "path_from_root": (first_shard(relative_path="/etc/passwd"), "in the folder, got '/etc/passwd'"),
     "absent_file": (first_shard(relative_path="__7_0.distcp"), "__7_0.distcp is missing"),
     "too_few_rows": (edited(without_a_chunk), "'model.table.weight': expected 28 elements, got"),
     "rows_outside": (rows(offsets=torch.Size([70, 0])), "'model.table.weight' of (7, 4): got a chunk of"),
     "beyond_the_end": (first_shard(length=1 << 40), "bytes, it has"),
     "before_the_start": (first_shard(offset=-8), "bytes, it has"),
-    "unknown_parameter": (
-        edited(unknown_parameter),
-        "there is 'exp_avg' of 'absent', which is not in its groups",
-    ),
+    "unknown_parameter": (edited(unknown_parameter), "'exp_avg' of 'absent', which is not in its groups"),
 }
 
 
@@ -169,38 +164,29 @@ def test_sums_are_those_that_others_compare(good):
     if program is None:
         pytest.skip("there is no sha256sum here")
     said = subprocess.run([program, "--check", "SHA256SUMS"], cwd=good, capture_output=True, text=True)
-    assert said.stdout.splitlines() == [
-        f"{name}: OK" for name in (".metadata", "__0_0.distcp", "__1_0.distcp")
-    ]
+    assert said.stdout.splitlines() == [".metadata: OK", "__0_0.distcp: OK", "__1_0.distcp: OK"]
 
 
-def with_an_object(folder):
+@on_ranks(2)
+def test_objects_are_loaded_only_where_the_caller_trusts_them(tmp_path):
     initialize_model_parallel(2)
-    model = trained("odd", 1)[0]
-    path = Path(folder, "object")
-    dcp.save(path, model, extra=SimpleNamespace(step=2))
+    model, path, step = trained("odd", 1)[0], tmp_path / "object", SimpleNamespace(step=2)
+    dcp.save(path, model, extra=step)
     before = deepcopy(model.state_dict())
     text = refused("ValueError", "'extra' cannot be read (UnpicklingError", dcp.load, path, model)
     assert "pass weights_only=False if you trust its author" in text
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
-    return dcp.load(path, model, weights_only=False)
+    assert dcp.load(path, model, weights_only=False) == step
 
 
-def test_objects_are_loaded_only_where_the_caller_trusts_them(ranks2, tmp_path):
-    assert ranks2.run(with_an_object, str(tmp_path)) == [SimpleNamespace(step=2)] * 2
-
-
-def with_code(folder):
-    """`extra` would run code, and the sums fit."""
+@on_ranks(2)
+def test_code_in_extra_is_not_run(tmp_path):
+    """The sums fit."""
     initialize_model_parallel(2)
     model = trained("odd", 1)[0]
-    dcp.save(Path(folder, "code"), model, extra=Harm())
-    refused("ValueError", "'extra' cannot be read", dcp.load, Path(folder, "code"), model)
-
-
-def test_code_in_extra_is_not_run(ranks2, tmp_path):
     shutil.rmtree(HARM, ignore_errors=True)
-    ranks2.run(with_code, str(tmp_path))
+    dcp.save(tmp_path / "code", model, extra=Harm())
+    refused("ValueError", "'extra' cannot be read", dcp.load, tmp_path / "code", model)
     assert not Path(HARM).exists()
 
 

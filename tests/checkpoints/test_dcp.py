@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.checks import error_of
 from tests.interop.models import built
-from tests.interop.refused import refused
+from tests.interop.refused import refused_alike
 from tests.on_ranks import on_ranks
 from tests.ranks import leave_world
 from tpkernels import (
@@ -113,21 +113,22 @@ def load_all(folder, tensor, kinds=KINDS):
     return draws(), [str(warning.message) for warning in warned if "dcp.load" in str(warning.message)]
 
 
-def fail_while_writing(folder):
+@on_ranks(2)
+def test_unfinished_checkpoint_is_never_taken(tmp_path):
     """A good checkpoint, one that a rank cannot write, and the same again when it can."""
     initialize_model_parallel(2)
-    rank = dist.get_rank()
-    model = built("odd", 1)
-    dcp.save(Path(folder, "good"), model)
-    broken = patch.object(storage.FileSystemWriter, "write_data", _no_space) if rank == 1 else nullcontext()
-    with broken:
-        failed = error_of(dcp.save, Path(folder, "next"), model)[0]
+    model, after = built("odd", 1), tmp_path / "next"
+    dcp.save(tmp_path / "good", model)
+    no_space = patch.object(storage.FileSystemWriter, "write_data", _no_space)
+    with no_space if dist.get_rank() == 1 else nullcontext():
+        assert error_of(dcp.save, after, model)[0] == "RuntimeError"
     with patch.object(Path, "rename", _rename_of_files):  # the last step before `latest`
-        failed += error_of(dcp.save, Path(folder, "next"), model)[1]
-    after = dcp.latest(folder), Path(folder, "next").exists()
+        assert error_of(dcp.save, after, model)[1].endswith("on rank 0: OSError: no space left")
+    assert (dcp.latest(tmp_path), after.exists()) == (tmp_path / "good", False)
     dist.barrier()
-    dcp.save(Path(folder, "next"), model)
-    return failed, after, dcp.latest(folder), error_of(dcp.save, Path(folder, "next"), model)
+    dcp.save(after, model)
+    assert dcp.latest(tmp_path) == after
+    assert error_of(dcp.save, after, model)[0] == "FileExistsError"
 
 
 def _rename_of_files(path, target, rename=Path.rename):
@@ -140,24 +141,27 @@ def _no_space(*_):
     raise OSError("no space left")
 
 
-def save_alone(folder):
+@on_ranks(2)
+def test_a_rank_that_stays_away_is_no_hang(tmp_path):
     """Rank 0 saves, which the other does not know of: it leaves."""
     initialize_model_parallel(2)
     model, store = built("odd", 1), dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 0:
-        store.set("saving", "now")
-        return error_of(dcp.save, Path(folder, "alone"), model)
-    store.wait(["saving"])
-    leave_world()
-    return "left", ""
+    if dist.get_rank() == 1:
+        store.wait(["saving"])
+        leave_world()
+        return
+    store.set("saving", "now")
+    with pytest.raises(RuntimeError, match="a rank died, came too late, or left the common order of calls"):
+        dcp.save(tmp_path / "alone", model)
+    assert list(tmp_path.iterdir()) == []
 
 
-def refuse(folder):
-    """What is said of calls that are wrong on some rank, after which all ranks still work."""
+@on_ranks(2)
+def test_wrong_calls_are_refused_on_all_ranks_alike(tmp_path):
+    """Calls that are wrong on some rank, after which all ranks still work."""
     initialize_model_parallel(2)
-    rank = dist.get_rank()
-    odd = built("odd", 1)
-    saved, new = Path(folder, "odd"), Path(folder, "new")
+    rank, odd = dist.get_rank(), built("odd", 1)
+    saved, new = tmp_path / "odd", tmp_path / "new"
     dcp.save(saved, odd)
     before = {name: value.clone() for name, value in odd.state_dict().items()}
     stages = create_parallel_state(plan_groups(world_size=2, pipeline=2))
@@ -171,22 +175,22 @@ def refuse(folder):
     absent = "parameter group 0 has a tensor (2,) that is not a parameter of the model"
     row = "expected 'row' of 'fused.weight' to be a number or of the parameter's shape (12, 4)"
     one_piece = "expected a model in one piece, got one of 2 pipeline stages"
-    file = "absent.safetensors"
-    said = [
-        refused("FileNotFoundError", "there is no checkpoint", dcp.load, Path(folder, "absent"), odd),
-        refused("ValueError", other, dcp.load, saved, llama),
-        refused("ValueError", "it holds no optimizer", dcp.load, saved, odd, adam),
-        refused("ValueError", "expected torch.bfloat16, got torch.float32", dcp.load, saved, half),
-        refused("ValueError", absent, dcp.save, new, odd, strange),
-        refused("ValueError", row, dcp.save, new, odd, factored),
-        refused("ValueError", "ranks disagree: rank 0 has dcp.save", dcp.save, Path(f"{new}{rank}"), odd),
-        refused("ValueError", "on rank 1: 'weight' is on the meta", dcp.save, new, meta if rank else odd),
-        refused("FileNotFoundError", file, safetensors.load, Path(folder, file), odd),
-        refused("ValueError", one_piece, dcp.save, new, odd, state=stages),
-    ]
+    file = tmp_path / "absent.safetensors"
+    refused_alike("FileNotFoundError", "there is no checkpoint", dcp.load, tmp_path / "absent", odd)
+    refused_alike("FileNotFoundError", file.name, safetensors.load, file, odd)
+    for text, call, *args in (
+        (other, dcp.load, saved, llama),
+        ("it holds no optimizer", dcp.load, saved, odd, adam),
+        ("expected torch.bfloat16, got torch.float32", dcp.load, saved, half),
+        (absent, dcp.save, new, odd, strange),
+        (row, dcp.save, new, odd, factored),
+        ("ranks disagree: rank 0 has dcp.save", dcp.save, Path(f"{new}{rank}"), odd),
+        ("on rank 1: 'weight' is on the meta", dcp.save, new, meta if rank else odd),
+    ):
+        refused_alike("ValueError", text, call, *args)
+    refused_alike("ValueError", one_piece, dcp.save, new, odd, state=stages)
     assert all(torch.equal(odd.state_dict()[name], value) for name, value in before.items())
     dcp.save(new, odd)
-    return said
 
 
 @pytest.fixture(scope="module")
@@ -238,37 +242,9 @@ def test_checkpoint_holds_whole_tensors_without_padding(saved_by_4, tmp_path):
     assert whole["model.fused.weight"].shape == (24, 4)
 
 
-def test_unfinished_checkpoint_is_never_taken(ranks2, tmp_path):
-    for failed, after, latest, again in ranks2.run(fail_while_writing, str(tmp_path)):
-        assert failed.startswith("RuntimeError")
-        assert failed.endswith("on rank 0: OSError: no space left")
-        assert after == (tmp_path / "good", False)
-        assert latest == tmp_path / "next"
-        assert again[0] == "FileExistsError"
-
-
-def test_a_rank_that_stays_away_is_no_hang(ranks2, tmp_path):
-    (kind, text), _ = ranks2.run(save_alone, str(tmp_path))
-    assert kind == "RuntimeError"
-    assert "a rank died, came too late, or left the common order of calls" in text
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_without_latest_has_no_last_checkpoint(tmp_path):
+def test_a_folder_without_a_readable_latest(tmp_path):
     assert dcp.latest(tmp_path) is None
     assert dcp.latest(tmp_path / "absent") is None
-
-
-@pytest.mark.parametrize("name", ["gone\n", "", "..", "../elsewhere", "/tmp", "step-1/", "."])
-def test_latest_names_nothing_outside_its_folder(name, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "saved" / "step-1").mkdir(parents=True)
-    (tmp_path / "saved" / "latest").write_text(name)
-    with pytest.raises(FileNotFoundError, match="which is not there"):
-        dcp.latest(tmp_path / "saved")
-
-
-def test_latest_that_is_no_text_or_a_fifo_is_refused(tmp_path):
     (tmp_path / "latest").write_bytes(b"\xff")
     with pytest.raises(FileNotFoundError, match="names '\ufffd', which is not there"):
         dcp.latest(tmp_path)
@@ -278,9 +254,13 @@ def test_latest_that_is_no_text_or_a_fifo_is_refused(tmp_path):
         dcp.latest(tmp_path)
 
 
-def test_wrong_calls_are_refused_on_all_ranks_alike(ranks2, tmp_path):
-    first, second = ranks2.run(refuse, str(tmp_path))
-    assert first == second
+@pytest.mark.parametrize("name", ["gone\n", "", "..", "../elsewhere", "/tmp", "step-1/", "."])
+def test_latest_names_nothing_outside_its_folder(name, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "saved" / "step-1").mkdir(parents=True)
+    (tmp_path / "saved" / "latest").write_text(name)
+    with pytest.raises(FileNotFoundError, match="which is not there"):
+        dcp.latest(tmp_path / "saved")
 
 
 @on_ranks(2)

@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpkernels.checkpoints.moves import (
-    Placement,
-    elements,
-    messages_of,
-    moves_of,
-    parts_of,
-)
+from tpkernels.checkpoints.moves import Placement, elements, messages_of, moves_of, parts_of
 from tpkernels.groups.sizes import ranges_of, split_heads, split_vocabulary, stacked_ranges
 
 WORLD, SIZE, COLUMNS = 6, 24, 6
@@ -40,11 +34,8 @@ def layouts(draw):
     """Blocks of each rank: some ranks of the world, tensor-parallel, replicated or cut once more by FSDP."""
     kind = draw(st.sampled_from(KINDS))
     tensor, data = draw(st.sampled_from([(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (6, 1)]))
-    first, dim, is_cut = (
-        draw(st.integers(0, WORLD - tensor * data)),
-        draw(st.integers(0, 1)),
-        draw(st.booleans()),
-    )
+    first, dim = draw(st.integers(0, WORLD - tensor * data)), draw(st.integers(0, 1))
+    is_cut = draw(st.booleans())
     blocks = [()] * WORLD
     for place in range(tensor * data):
         copy, rank = divmod(place, tensor)

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.checkpoints.test_reshard import WAYS, built_over, kept_by, moving_by, over, trained, unequal
-from tests.interop.refused import refused
+from tests.interop.refused import refused, refused_alike
 from tests.live_bytes import LiveBytes
 from tests.models.small import CONFIGS, IDS
-from tests.on_ranks import of_all, on_ranks
+from tests.on_ranks import on_ranks
 from tests.products import pairwise
 from tpkernels import GPT, reshard
 from tpkernels.checkpoints import reshard as reshard_
@@ -85,9 +85,8 @@ def test_a_model_goes_to_another_layout_in_place_with_its_optimizer():
     other = GPT(CONFIGS["llama"], state=over(1), device="meta")
     ours = [*other.parameters()]
     resumed = torch.optim.AdamW([{"params": ours[:3]}, {"params": ours[3:]}])
-    held, most = (
-        [*each.parameters(), *states_of(by)] for each, by in ((model, optimizer), (expected, wanted))
-    )
+    held = [*model.parameters(), *states_of(optimizer)]
+    most = [*expected.parameters(), *states_of(wanted)]
     sizes = [sum(tensor.nbytes for tensor in each) for each in (held, most)]
     limit = max(sizes) + max(tensor.nbytes for tensor in most) + 512
     options = {"free_source": True, "bucket_bytes": 512, "buckets": 1}
@@ -149,9 +148,7 @@ def test_nothing_is_written_through_a_freed_tensor():
     with pytest.raises(RuntimeError, match=r"AdamW.step: .* or its state, was freed by reshard"):
         optimizer.step()
     options = {"to": third, "optimizer": optimizer, "to_optimizer": last}
-    assert refused(
-        "ValueError", "the optimizer's state has moved without this one", reshard, model, **options
-    )
+    assert refused("ValueError", "optimizer's state has moved without this one", reshard, model, **options)
 
 
 @on_ranks(2)
@@ -171,7 +168,7 @@ def test_parameters_of_a_filled_model_stay_the_same_and_expanded_ones_are_not_ta
 
 
 @on_ranks(2)
-def test_what_cannot_be_freed_is_refused_and_a_failure_says_that_weights_are_lost():
+def test_what_cannot_be_freed_is_refused_and_lost_weights_told():
     rank, world = dist.get_rank(), dist.group.WORLD
     model, other = built_over("llama", world, 1), built_over("llama", world, 2)
     flat = built_over("llama", world, 1)
@@ -185,14 +182,12 @@ def test_what_cannot_be_freed_is_refused_and_a_failure_says_that_weights_are_los
         "is a DTensor": (fully_shard(nn.Linear(4, 4), mesh=mesh), nn.Linear(4, 4)),
         "which is freed": (model, model),
     }
-    said = [
-        refused("ValueError", text, reshard, source, to=to, free_source=True, state=state, to_state=state)
-        for text, (source, to) in calls.items()
-    ]
-    said.append(refused("TypeError", "expected a model, got dict", reshard, {}, to=other, free_source=True))
+    freed = {"free_source": True, "state": state, "to_state": state}
+    for text, (source, to) in calls.items():
+        refused_alike("ValueError", text, reshard, source, to=to, **freed)
+    refused_alike("TypeError", "expected a model, got dict", reshard, {}, to=other, free_source=True)
     on_meta = {"weight": torch.empty(2, device="meta")}
-    said.append(refused("ValueError", "'weight' is on the meta device", reshard, model, to=on_meta))
-    assert of_all(said) == [said] * 2
+    refused_alike("ValueError", "'weight' is on the meta device", reshard, model, to=on_meta)
     assert unequal(model, built_over("llama", world, 1)) == []
 
     def failing(*args, **options):

@@ -56,22 +56,14 @@ def told_by(
 
 
 def _as_rank(port: int, program: Callable[[list[str]], int], command: list[str]) -> tuple[int, str, str]:
-    environment = {
-        "RANK": dist.get_rank(),
-        "LOCAL_RANK": dist.get_rank(),
-        "WORLD_SIZE": dist.get_world_size(),
-    }
+    rank = dist.get_rank()
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size()}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     dist.destroy_process_group()  # a run makes its own
     told = patch.dict(os.environ, {name: str(value) for name, value in environment.items()})
     hook = patch.object(sys, "excepthook", sys.excepthook)  # torch wraps it when a run makes its world
     as_new = tp_invariance(0)  # the process has computed with one number of segments or another before
-    with (
-        told,
-        hook,
-        as_new,
-        redirect_stdout(io.StringIO()) as printed,
-        redirect_stderr(io.StringIO()) as errors,
-    ):
+    outputs = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
+    with told, hook, as_new, outputs[0] as printed, outputs[1] as errors:
         code = program(command)
     return code, printed.getvalue(), errors.getvalue()

@@ -50,16 +50,9 @@ def plant(folder: Path, file: str, sound: str, faulty: str) -> None:
     path.write_text(source.replace(sound, faulty))
 
 
-def test_check_is_green_quick_the_second_time_and_red_after_a_change(check, copy):
+def test_check_is_green_then_quick_and_after_a_change_red(check, copy):
     name = "dgrad/pointer/fp32"  # two tiles to compile, and two cases to compute, one written as a sum
-    arguments = (
-        "--arch",
-        "sm_80,sm_89,sm_80",
-        "--only",
-        name,
-        "--json",
-        "report.json",
-    )  # no clock is of these
+    arguments = f"--arch sm_80,sm_89,sm_80 --only {name} --json report.json".split()  # no clock is of these
     reports = []
     for _ in range(2):  # an architecture that is named twice is compiled once
         ran = check(*arguments)
@@ -128,19 +121,9 @@ def test_report_that_cannot_be_finished_takes_neither_findings_nor_notes_along(c
 def test_interrupted_check_ends_at_once_and_in_a_word(copy):
     """Ctrl-C reaches every process in the foreground."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = "-m tpkernels check --skip numerics --arch sm_90 --only wgrad/descriptor"
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tpkernels",
-            "check",
-            "--skip",
-            "numerics",
-            "--arch",
-            "sm_90",
-            "--only",
-            "wgrad/descriptor",
-        ],
+        [sys.executable, *command.split()],
         cwd=copy,
         env=environment | {"PYTHONPATH": str(copy), "TPKERNELS_CACHE_DIR": str(copy / "cache")},
         text=True,

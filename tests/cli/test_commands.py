@@ -32,6 +32,7 @@ def test_version_is_told(capsys):
 
 WITHOUT_TORCH = [
     "plan --world-size 16 --tp 2 --pp 4",
+    "plan --world-size 64 --model llama3-70b --gpu h100",
     "plan --world-size 1024 --model llama3-8b --reshard tp=8 tp=4",
     *(f"{command} --help" for command in COMMANDS if command not in ("check", "train", "tune", "typecheck")),
 ]
@@ -74,6 +75,9 @@ def test_plan_prints_the_lesson_draws_it_and_takes_every_option(tmp_path, capsys
     assert "2 virtual stages on each rank, decoder from stage 2" in capsys.readouterr().out
 
 
+LINES = ["compiling [1/3] one", "compiling [2/3] two", "compiling [3/3] three"]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -100,21 +104,15 @@ def told(stream, monkeypatch, clock, *, seconds=None) -> str:
 def test_on_a_terminal_one_line_changes_from_the_start_and_is_gone_at_the_end(monkeypatch, clock):
     first, *others = told(Terminal(), monkeypatch, clock).split("\r")[1:]
     assert first.startswith("compiling [0/3] ...")
-    assert [line.strip() for line in others] == [
-        "compiling [1/3] one",
-        "compiling [2/3] two",
-        "compiling [3/3] three",
-        "",
-        "",
-    ]
+    assert [line.strip() for line in others] == [*LINES, "", ""]
 
 
 @pytest.mark.parametrize(
     ("seconds", "lines"),
     [
         (None, []),
-        (5, ["compiling [1/3] one", "compiling [2/3] two", "compiling [3/3] three"]),
-        (15, ["compiling [2/3] two"]),
+        (5, LINES),
+        (15, LINES[1:2]),
         (60, []),
     ],
 )

@@ -77,9 +77,8 @@ def test_a_terminal_that_lacks_a_character_is_written_to_all_the_same(tmp_path):
 
 def test_a_probe_that_hangs_is_ended():
     program = f"import time; print('{doctor.PREFIX}\"gpu\"', flush=True); time.sleep(600)"
-    assert doctor.probed([sys.executable, "-c", program], 3) == [
-        ("problem", "gpu", "looking at it took more than 3 s")
-    ]
+    found = doctor.probed([sys.executable, "-c", program], 3)
+    assert found == [("problem", "gpu", "looking at it took more than 3 s")]
 
 
 @pytest.fixture
@@ -159,10 +158,7 @@ NEWER = f"is newer than the newest tested, {NEWEST}: pip install 'triton<3.{int(
             "2.4.0",
             [
                 ("ok", "3.6.0"),
-                (
-                    "note",
-                    "numpy 2.4.0 breaks the interpreter of Triton 3.6.0: use numpy < 2.4 or Triton 3.7",
-                ),
+                ("note", "numpy 2.4.0 breaks the interpreter of Triton 3.6.0: use numpy < 2.4 or Triton 3.7"),
             ],
         ),
         ("3.20.0", "2.4.0", [("note", f"3.20.0 {NEWER}")]),

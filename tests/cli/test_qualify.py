@@ -151,35 +151,27 @@ def put_with(fault="", at=0):
     return put
 
 
-def test_transports_are_right_here(ranks2):
-    for checks in ranks2.run(transports_with):
-        assert {name: check.status for name, check in checks.items()} == dict.fromkeys(
-            ("transports c10d", "calls c10d", "transports shared", "calls shared"), "right"
-        )
+PLANTED = {  # in what rank 1 pushes over shared memory: the check that finds it, and what it says
+    "nothing": ((), "", ""),
+    "sum": (("sum",), "transports shared", "row_linear in torch.float32: the result, .* is off by .* times"),
+    "last_bits_of_one_call": (  # after the comparison with float64
+        ("bits", 60),
+        "calls shared",
+        r"rank \d: ArithmeticError: call \d+ of \w+ in torch.\w+: .* differs from that of its first call "
+        r"in \d+ of \d+ values, by up to \d",
+    ),
+}
 
 
-def test_a_transport_that_is_off_against_float64_is_named(ranks2):
-    for checks in ranks2.run(transports_with, "sum"):
-        check = checks["transports shared"]
-        assert check.status == "wrong"
-        assert re.search(
-            "row_linear in torch.float32: the result, of shape .* is off by .* times", check.text
-        )
-        assert "calls shared" not in checks
-        assert checks["calls c10d"].status == "right"
-
-
-def test_a_call_whose_bits_differ_is_named_with_its_number(ranks2):
-    """The last bits of what rank 1 pushes once, after the comparison with float64."""
-    for checks in ranks2.run(transports_with, "bits", 60):
-        check = checks["calls shared"]
-        assert check.status == "wrong"
-        assert re.search(
-            r"rank \d: ArithmeticError: call \d+ of \w+ in torch.\w+: .* differs from that of its first call "
-            r"in \d+ of \d+ values, by up to \d",
-            check.text,
-        )
-        assert checks["calls c10d"].status == "right"
+@pytest.mark.parametrize(("fault", "wrong", "said"), PLANTED.values(), ids=PLANTED)
+def test_a_transport_that_is_off_is_named(fault, wrong, said, ranks2):
+    names = ["transports c10d", "calls c10d", "transports shared", "calls shared"]
+    for checks in ranks2.run(transports_with, *fault):
+        found = {name: check.status for name, check in checks.items()}
+        # a transport that is wrong makes no calls
+        tried = names[:3] if wrong == "transports shared" else names
+        assert found == {name: "wrong" if name == wrong else "right" for name in tried}
+        assert not wrong or re.search(said, checks[wrong].text)
 
 
 def test_a_transport_that_fails_on_one_rank_is_a_line_and_others_go_on():
@@ -195,9 +187,8 @@ def test_a_transport_that_fails_on_one_rank_is_a_line_and_others_go_on():
 def test_calls_end_when_their_time_is_over():
     with patch.object(qualify_ranks, "problems_of", lambda seed, ranks: few_problems()):
         checks = {check.part: check for check in check_transports(world_here(seconds=1e-9, quick=False))}
-    assert re.match(
-        r"8 delayed calls \(of \d+: the time was over; --seconds gives more\)", checks["calls"].text
-    )
+    said = r"8 delayed calls \(of \d+: the time was over; --seconds gives more\)"
+    assert re.match(said, checks["calls"].text)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -213,39 +204,23 @@ def test_shards_of_its_problems_are_one_chunk_and_four(ranks, number):
     assert found == {name: {1, MOST_CHUNKS} for name in moved}
 
 
-class Gpus:
-    """The answers of CUDA about how GPUs reach each other."""
-
-    def __init__(self, count, apart=()):
-        self.count, self.apart = count, apart
-
-    def device_count(self):
-        return self.count
-
-    def can_device_access_peer(self, i, j):
-        return {i, j} not in self.apart
-
-
 @pytest.mark.parametrize(
-    ("ranks", "gpus", "symmetric"),
+    ("ranks", "gpus", "apart", "symmetric"),
     [
-        (8, Gpus(8), ""),
-        (8, Gpus(1), ""),
-        (4, Gpus(4, [{1, 3}]), "GPUs 3 and 1 do not reach each other's memory"),
-        (1, Gpus(1), "a rank alone sends nothing"),
+        (8, 8, {}, ""),
+        (8, 1, {}, ""),
+        (4, 4, {1, 3}, "GPUs 3 and 1 do not reach each other's memory"),
+        (1, 1, {}, "a rank alone sends nothing"),
     ],
 )
-def test_gpus_are_tried_over_what_they_can(ranks, gpus, symmetric, monkeypatch):
+def test_gpus_are_tried_over_what_they_can(ranks, gpus, apart, symmetric, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", gpus.device_count)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", gpus.can_device_access_peer)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: {i, j} != apart)
     world = object.__new__(QualifyWorld)
     world.ranks, world.on_gpu = ranks, True
-    expected = {
-        "c10d": symmetric if ranks == 1 else "",
-        "symmetric": symmetric,
-        "symmetric-rounds": symmetric,
-    }
+    expected = dict.fromkeys(("symmetric", "symmetric-rounds"), symmetric)
+    expected["c10d"] = symmetric if ranks == 1 else ""
     assert world.transports() == expected
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     if not symmetric:

@@ -1,6 +1,7 @@
 """The products that `tune --shapes` lists for layers and models, against those that a model computes."""
 
 from functools import wraps
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -76,46 +77,31 @@ def test_biases_are_those_of_the_model():
     assert biased("gpt3-175b", 8) == [True, True, False, False, True, False]
 
 
+SIZES = {"vocab_size": 96, "hidden_size": 64, "num_layers": 1, "num_heads": 4}
+PLAIN = {"norm": "rms_norm", "bias": False, "tied": False}
 GPTS = {
-    "gated": GPTConfig(
-        vocab_size=96,
-        hidden_size=64,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        ffn_hidden_size=96,
-        activation="swiglu",
-        norm="rms_norm",
-        bias=False,
-        tied=False,
-    ),
-    "plain": GPTConfig(vocab_size=96, hidden_size=64, num_layers=1, num_heads=4, max_positions=160),
+    "gated": GPTConfig(**SIZES, num_kv_heads=2, ffn_hidden_size=96, activation="swiglu", **PLAIN),
+    "plain": GPTConfig(**SIZES, max_positions=160),
 }
 
 
 def problems_of_a_step(kind: str, tokens: int, fused: bool) -> list[str]:
     """Their keys, once each. Without overlap each product is of all tokens."""
     initialize_model_parallel(torch.distributed.get_world_size())
-    model = GPT(
-        GPTS[kind],
-        dtype=torch.bfloat16,
-        sequence_parallel=True,
-        gradient_accumulation_fusion=fused,
-        overlap=False,
-    )
+    options = {"sequence_parallel": True, "gradient_accumulation_fusion": fused, "overlap": False}
+    model = GPT(GPTS[kind], dtype=torch.bfloat16, **options)
     if fused:
         for parameter in model.parameters():
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     ids = torch.arange(tokens).view(1, -1) % 96
     posed: list[str] = []
-    real = {name: getattr(primitives, name) for name in PRODUCTS}
     real_into = primitives.into
 
-    def seen(name):
-        @wraps(real[name])
+    def seen(name, real):
+        @wraps(real)
         def call(*args):
             posed.append(PRODUCTS[name].problem(*args).key)
-            return real[name](*args)
+            return real(*args)
 
         return call
 
@@ -125,15 +111,9 @@ def problems_of_a_step(kind: str, tokens: int, fused: bool) -> list[str]:
             posed.append(PRODUCTS[name].problem(*args, out=out).key)
         real_into(primitive, out, *args)
 
-    try:
-        for name in PRODUCTS:
-            setattr(primitives, name, seen(name))
-        primitives.into = into
+    calls = {name: seen(name, getattr(primitives, name)) for name in PRODUCTS}
+    with patch.multiple(primitives, into=into, **calls):
         model(ids, ids).backward()
-    finally:
-        for name, call in real.items():
-            setattr(primitives, name, call)
-        primitives.into = real_into
     return sorted(set(posed))
 
 

@@ -90,11 +90,7 @@ def checked(tmp_path, capsys):
     ids="_".join,
 )
 def test_a_right_script_is_run_until_its_second_step(checked, how):
-
-    assert checked(*how) == (
-        0,
-        "train.py: no fault found in types over 2 tensor-parallel ranks\n",
-    )
+    assert checked(*how) == (0, "train.py: no fault found in types over 2 tensor-parallel ranks\n")
 
 
 @pytest.mark.parametrize(

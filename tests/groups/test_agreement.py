@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checks import error_of
-from tests.on_ranks import equal_on_all, on_ranks
+from tests.on_ranks import equal_on_all, of_all, on_ranks
 from tests.patience import patient
 from tests.ranks import COLLECTIVE_SECONDS, RankFailure, RankPool
 from tpkernels.groups import agreement
@@ -19,8 +19,6 @@ from tpkernels.groups.agreement import World
 from tpkernels.groups.initialize import create_parallel_state, initialize_model_parallel
 from tpkernels.groups.plan import plan_groups
 from tpkernels.groups.state import ParallelStateError
-
-LONG = 60.0  # a time-out that nobody waits for
 
 
 def promptly(function: Callable[..., object], *args: object, **options: object) -> tuple[str, str]:
@@ -59,20 +57,18 @@ def test_calls_that_differ_in_what_is_no_default_are_a_disagreement():
             call()
 
 
-def stay_away_or_call(absent: int, seconds: float) -> tuple[str, str]:
-    dist.barrier()  # from now on the time-out tells of one rank only
-    if dist.get_rank() == absent:
-        return "absent", ""
-    return promptly(initialize_model_parallel, 2, timeout=timedelta(seconds=seconds))
-
-
 @pytest.mark.parametrize("absent", [0, 3])
-def test_rank_that_never_calls_is_named_within_the_timeout(ranks4, absent):
-    errors = ranks4.run(stay_away_or_call, absent, patient(1.0))
-    present = [error for rank, error in enumerate(errors) if rank != absent]
-    assert len(set(present)) == 1
-    assert present[0][0] == "ParallelStateError"
-    assert f"rank {absent} did not call it" in present[0][1]
+@on_ranks(4)
+def test_rank_that_never_calls_is_named_within_the_timeout(absent):
+    seconds = of_all(patient(1.0))[0]  # from now on the time-out tells of one rank only
+    error = ("absent", "")
+    if dist.get_rank() != absent:
+        error = promptly(initialize_model_parallel, 2, timeout=timedelta(seconds=seconds))
+    errors = of_all(error)
+    assert errors.pop(absent) == ("absent", "")
+    assert errors == [errors[0]] * 3
+    assert errors[0][0] == "ParallelStateError"
+    assert f"rank {absent} did not call it" in errors[0][1]
 
 
 def die_or_call() -> None:
@@ -120,25 +116,20 @@ def test_integers_of_other_libraries_are_integers():
     assert initialize_model_parallel(size).size("tp") == 2
 
 
-def come_to_a_file_store(folder: str, late: int, seconds: float) -> tuple[str, str, float]:
-    rank = dist.get_rank()
-    store, world = dist.FileStore(f"{folder}/store", 2), dist.distributed_c10d._get_default_store()
-    if rank == late:
-        world.wait(["the other gave up"])
-        seconds = LONG
-    start = time.monotonic()
-    error = error_of(World(store, rank, 2, timedelta(seconds=seconds)).agree, "x")
-    world.set("the other gave up", "now")
-    return (*error, time.monotonic() - start)
-
-
 @pytest.mark.parametrize("late", [0, 1])
-def test_late_rank_hears_the_verdict_at_once_whatever_the_store(ranks2, tmp_path, late):
-    answers = ranks2.run(come_to_a_file_store, str(tmp_path), late, 0.5)
-    assert answers[0][:2] == answers[1][:2]
-    assert answers[late][2] < LONG - 2, "the late rank waited, though the verdict was there"
-    assert answers[late][0] == "ParallelStateError"
-    assert f"rank {late} did not call it" in answers[late][1]
+@on_ranks(2)
+def test_late_rank_hears_the_verdict_at_once_whatever_the_store(late, tmp_path):
+    rank, is_late = dist.get_rank(), dist.get_rank() == late
+    store, world = dist.FileStore(f"{tmp_path}/store", 2), dist.distributed_c10d._get_default_store()
+    if is_late:
+        world.wait(["the other gave up"])
+    timeout = timedelta(seconds=60.0 if is_late else 0.5)
+    start = time.monotonic()
+    kind, text = error_of(World(store, rank, 2, timeout).agree, "x")
+    assert time.monotonic() - start < 58, "the late rank waited, though the verdict was there"
+    world.set("the other gave up", "now")
+    assert equal_on_all((kind, text))[0] == "ParallelStateError"
+    assert f"rank {late} did not call it" in text
 
 
 def test_verdict_is_one_however_close_the_race():

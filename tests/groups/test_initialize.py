@@ -38,28 +38,20 @@ def groups_alive():
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def assert_groups_sum(tensor, pipeline, split):
+OF_FOUR = ((1, 1), (2, 2), (4, 1), (1, 4, None, 2), (2, 1))
+
+
+@pytest.mark.parametrize(("world", "sizes"), [("ranks1", (1, 1)), *(("ranks4", each) for each in OF_FOUR)])
+@on_ranks()
+def test_every_group_communicates_among_its_members(sizes):
     """An all-reduce of global ranks in each group gives what the plan says it should."""
-    state = initialize_model_parallel(tensor, pipeline, None, split)
+    state = initialize_model_parallel(*sizes)
     kinds = [kind for kind in KINDS if state.is_member(kind)]
     assert len(kinds) >= (8 if dist.get_world_size() > 1 else len(KINDS))
     for kind in kinds:
         total = torch.tensor(state.rank)
         dist.all_reduce(total, group=state.process_group(kind))
         assert int(total) == sum(state.ranks(kind)), kind
-
-
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "split"), [(1, 1, None), (2, 2, None), (4, 1, None), (1, 4, 2), (2, 1, None)]
-)
-@on_ranks(4)
-def test_every_group_communicates_among_its_members(tensor, pipeline, split):
-    assert_groups_sum(tensor, pipeline, split)
-
-
-@on_ranks(1)
-def test_one_rank_alone_is_a_world():
-    assert_groups_sum(1, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -334,10 +326,8 @@ def test_all_ranks_take_part_when_groups_are_split_off_the_world(monkeypatch):
 def test_only_nccl_groups_are_split_off(monkeypatch):
     with fake_rank(0, 2):
         monkeypatch.setattr(c10d, "_split_source", lambda: "a communicator")
-        split = {
-            backend: c10d.splits_the_world(backend) for backend in ("nccl", "cpu:gloo,cuda:nccl", "gloo")
-        }
-        assert split == {"nccl": True, "cpu:gloo,cuda:nccl": True, "gloo": False}
+        for backend, splits in {"nccl": True, "cpu:gloo,cuda:nccl": True, "gloo": False}.items():
+            assert c10d.splits_the_world(backend) is splits, backend
         monkeypatch.setattr(c10d, "_split_source", lambda: None)
         assert not c10d.splits_the_world("nccl")
 

@@ -63,10 +63,8 @@ def test_embedding_groups_hold_the_oracles_ranks(world, tp, pp, split):
     for rank in each_rank(world):
         ps.initialize_model_parallel(tp, pp, None, split)
         oracle = Classic(world, tp, pp, None, split, rank)
-        for getter, ranks in (
-            (ps.get_embedding_group, oracle.embedding()),
-            (ps.get_position_embedding_group, oracle.position_embedding()),
-        ):
+        for kind in ("embedding", "position_embedding"):
+            getter, ranks = getattr(ps, f"get_{kind}_group"), getattr(oracle, kind)()
             if rank in ranks:
                 assert dist.get_process_group_ranks(getter()) == ranks
             else:
@@ -164,9 +162,8 @@ def test_groups_hold_the_listed_ranks(world, tensor, context, expert, pipeline):
     experts = {"tp": tensor, "ep": expert, "dp": world // (tensor * expert * pipeline), "pp": pipeline}
     sizes = {DENSE: dense, EXPERTS: experts}
     for rank in each_rank(world):
-        ps.initialize_model_parallel(
-            tensor, pipeline, context_parallel_size=context, expert_model_parallel_size=expert
-        )
+        more = {"context_parallel_size": context, "expert_model_parallel_size": expert}
+        ps.initialize_model_parallel(tensor, pipeline, **more)
         for (name, arguments), (grid, along) in GROUPS.items():
             expected = listed(rank, sizes[grid], along)
             assert ranks_of(name, arguments) == expected, (name, arguments)
@@ -233,13 +230,9 @@ def test_groups_that_this_rank_or_this_state_has_not():
         assert ps.get_hybrid_data_context_parallel_groups(group_size=1) is ps.get_data_parallel_group(True)
         with pytest.raises(ParallelStateError, match="of 2 ranks do not exist"):
             ps.get_hybrid_data_context_parallel_groups(group_size=2)
-        for getter in (
-            ps.get_data_parallel_group,
-            ps.get_data_parallel_world_size,
-            ps.get_data_parallel_rank,
-        ):
+        for name in ("group", "world_size", "rank"):
             with pytest.raises(ValueError, match="expected with_context_parallel=True"):
-                getter(partial_data_parallel=True)
+                getattr(ps, f"get_data_parallel_{name}")(partial_data_parallel=True)
         with pytest.raises(ParallelStateError, match=r"move CPU tensors by gloo.*cpu:gloo,cuda:nccl"):
             ps.get_data_parallel_group_gloo()
 
@@ -314,21 +307,15 @@ def test_sizes_and_ranks_change_on_the_fly():
         assert ps.get_tensor_model_parallel_world_size() == 2
         assert ps.get_pipeline_model_parallel_last_rank() == 14
         ps.set_pipeline_model_parallel_world_size(16)
-        with pytest.raises(
-            ParallelStateError, match="set to 16 on the fly, but this rank's pipeline group has 4"
-        ):
+        with pytest.raises(ParallelStateError, match="16 on the fly, but this rank's pipeline group has 4"):
             ps.get_pipeline_model_parallel_last_rank()
 
 
 def test_numbers_of_data_and_experts_are_obeyed_by_random_streams_too():
     plan = plan_groups(world_size=16, tensor=2, expert=2)
-    changes = {
-        "data_parallel_rank": 5,
-        "expert_model_parallel_world_size": 8,
-        "expert_model_parallel_rank": 7,
-        "expert_tensor_parallel_world_size": 4,
-        "expert_tensor_parallel_rank": 3,
-    }
+    changes = {"data_parallel_rank": 5, "expert_model_parallel_world_size": 8}
+    changes |= {"expert_model_parallel_rank": 7, "expert_tensor_parallel_world_size": 4}
+    changes |= {"expert_tensor_parallel_rank": 3}
     with fake_rank(0, 16), use(create_parallel_state(plan)):
         change(**changes)
         manual_seed(10)
@@ -418,12 +405,8 @@ def test_arguments_of_megatrons_that_are_not_supported_are_refused(name):
 
 def test_megatrons_own_defaults_are_taken():
     given = dict.fromkeys(("pipeline_model_parallel_comm_backend", "sharp_enabled_group"))
-    given |= {
-        "use_sharp": False,
-        "hierarchical_context_parallel_sizes": [],
-        "gtp_remat_size": 1,
-        "rank_offset": 0,
-    }
+    given |= {"use_sharp": False, "hierarchical_context_parallel_sizes": []}
+    given |= {"gtp_remat_size": 1, "rank_offset": 0}
     given |= {"num_distributed_optimizer_instances": 1, "expert_tensor_parallel_size": 2}
     given |= {"distributed_timeout_minutes": 30, "create_gloo_process_groups": False}
     with fake_rank(0, 4):

@@ -18,9 +18,8 @@ LESSON = plan_groups(world_size=16, tensor=2, pipeline=4)
 
 def test_group_of_matches_the_oracle_everywhere():
     for world, tp, pp, virtual, split in all_settings((1, 2, 6, 8)):
-        plan = plan_groups(
-            world_size=world, tensor=tp, pipeline=pp, virtual_pipeline=virtual, split_rank=split
-        )
+        more = {"virtual_pipeline": virtual, "split_rank": split}
+        plan = plan_groups(world_size=world, tensor=tp, pipeline=pp, **more)
         for rank in range(world):
             oracle = Classic(world, tp, pp, virtual, split, rank)
             for kind in ("tp", "dp", "pp", "model"):
@@ -39,15 +38,8 @@ def plans(draw):
     order = draw(st.one_of(st.just(AXES), st.permutations(AXES)))
     split = draw(st.one_of(st.none(), st.integers(0, pp - 1)))
     try:
-        return plan_groups(
-            world_size=tp * cp * pp * data,
-            tensor=tp,
-            context=cp,
-            pipeline=pp,
-            expert=ep,
-            order="-".join(order),
-            split_rank=split,
-        )
+        sizes = {"tensor": tp, "context": cp, "pipeline": pp, "expert": ep, "split_rank": split}
+        return plan_groups(world_size=tp * cp * pp * data, order="-".join(order), **sizes)
     except InvalidSizes:  # an order that would give experts groups of their own
         reject()
 
@@ -101,10 +93,7 @@ BAD = [
     (dict(world_size=4, tensor=0), "tensor_model_parallel_size must be a positive integer, got 0"),
     (dict(world_size=4, pipeline=-2), "must be a positive integer, got -2"),
     (dict(world_size=0), "world_size must be a positive integer"),
-    (
-        dict(world_size=4, pipeline=1, virtual_pipeline=2),
-        "parallel size should be greater than 1 with interl",
-    ),
+    (dict(world_size=4, pipeline=1, virtual_pipeline=2), "size should be greater than 1 with interleaved"),
     (dict(world_size=4, pipeline=4, virtual_pipeline=0), "virtual_pipeline must be a positive"),
     (dict(world_size=4, pipeline=4, split_rank=4), r"split_rank \(4\).* expected 0 to 3"),
     (dict(world_size=4, pipeline=4, split_rank=-1), r"split_rank \(-1\)"),
@@ -213,17 +202,8 @@ def test_counts_of_groups_are_the_lengths_of_the_lists():
 
 
 def listed_plan(**lists):
-    return ListedPlan(
-        world_size=4,
-        tensor=2,
-        pipeline=2,
-        context=1,
-        expert=1,
-        virtual_pipeline=None,
-        split_rank=None,
-        order=(),
-        lists=lists.__getitem__,
-    )
+    sizes = {"world_size": 4, "tensor": 2, "pipeline": 2, "context": 1, "expert": 1, "order": ()}
+    return ListedPlan(virtual_pipeline=None, split_rank=None, lists=lists.__getitem__, **sizes)
 
 
 def test_a_listed_plan_answers_as_the_plan_that_its_lists_are_of():

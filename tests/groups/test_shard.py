@@ -73,16 +73,14 @@ def test_every_id_belongs_to_one_rank_and_every_rank_holds_as_many_rows():
 
 
 def test_sizes_of_real_vocabularies_and_ranks_that_hold_padding_only():
-    padded = {  # as Megatron pads: of size, ranks and unit
+    for (size, ranks, unit), padded in {  # as Megatron pads
         (50257, 1, 128): 50304,
         (50257, 8, 128): 51200,
         (50257, 4, 1): 50260,
         (128256, 8, 128): 129024,
         (128256, 8, 1): 128256,
-    }
-    assert {
-        key: split_vocabulary(key[0], ranks=key[1], divisible_by=key[2]).padded_size for key in padded
-    } == padded
+    }.items():
+        assert split_vocabulary(size, ranks=ranks, divisible_by=unit).padded_size == padded
     split = split_vocabulary(3, ranks=4, divisible_by=2)
     assert [len(split.ids_of(rank)) for rank in range(4)] == [2, 1, 0, 0]
     assert list(split.rows_of(3)) == [6, 7]

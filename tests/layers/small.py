@@ -100,14 +100,11 @@ def errors(
     return excess(setting, found)  # type: ignore[arg-type]
 
 
-def beyond(errors_of: Callable[[Setting], dict[str, float]], settings: list[Setting]) -> dict[str, float]:
-    """Errors of more than is allowed. Many settings in one call, which costs more than a tiny layer does."""
-    return {
-        f"{setting}: {name}": error
-        for setting in settings
-        for name, error in errors_of(setting).items()
-        if not error < 1
-    }
+def require_within(errors_of: Callable[[Setting], dict[str, float]], settings: list[Setting]) -> None:
+    """Many settings in one call, which costs more than a tiny layer does."""
+    for setting in settings:
+        for name, error in errors_of(setting).items():
+            assert error < 1, f"{setting}: {name} is off by {error} of what is allowed"
 
 
 class Block(nn.Module):

@@ -5,13 +5,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tests.layers.small import beyond, drawn, errors
+from tests.layers.small import drawn, errors, require_within
 from tests.layers.worlds import posing
 from tests.on_ranks import on_ranks
 from tests.products import once
-from tpkernels import ParallelAttention, initialize_model_parallel, manual_seed
+from tpkernels import ParallelAttention, initialize_model_parallel
 from tpkernels.layers.attention import rotate, rotation
 from tpkernels.ops.tensor_parallel import parallel
 
@@ -94,15 +95,14 @@ def attention(setting):
     return errors(setting, layer, run, written_out(setting, mask), x, dy, fused=fused, joined=joined)
 
 
-def all_beyond(settings):
-    initialize_model_parallel(torch.distributed.get_world_size())
-    return beyond(attention, settings)
-
-
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SETTINGS = {
-    1: [Setting(), Setting(num_kv_heads=2, rotary=False, bias=False), Setting(torch.float64, mask="boolean")],
-    2: [
+    "ranks1": [
+        Setting(),
+        Setting(num_kv_heads=2, rotary=False, bias=False),
+        Setting(torch.float64, mask="boolean"),
+    ],
+    "ranks2": [
         *[Setting(dtype, num_kv_heads=2, bias=False, sequence_parallel=True) for dtype in DTYPES],
         Setting(torch.float64, mask="boolean", causal=False),
         Setting(torch.float64, mask="boolean", sequence_parallel=True, overlap=False),
@@ -111,7 +111,7 @@ SETTINGS = {
         Setting(torch.float64, num_kv_heads=1, head_size=6, sequence_parallel=True),
         Setting(torch.float64, num_kv_heads=1, rotary=False, causal=False, gradient_accumulation_fusion=True),
     ],
-    4: [
+    "ranks4": [
         Setting(torch.float64, num_heads=8, num_kv_heads=2, sequence_parallel=True),
         Setting(torch.float64, num_kv_heads=1, mask="by head"),
         Setting(torch.bfloat16, num_kv_heads=4, bias=False),
@@ -120,10 +120,12 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("ranks", SETTINGS)
-def test_attention_is_attention_written_out(ranks, request):
-    pool = request.getfixturevalue(f"ranks{ranks}")
-    assert pool.run(all_beyond, SETTINGS[ranks]) == [{}] * ranks
+@pytest.mark.parametrize("world", SETTINGS)
+@on_ranks()
+def test_attention_is_attention_written_out():
+    ranks = dist.get_world_size()
+    initialize_model_parallel(ranks)
+    require_within(attention, SETTINGS[f"ranks{ranks}"])
 
 
 @pytest.mark.parametrize(
@@ -144,17 +146,12 @@ def test_attention_that_cannot_be_is_refused(options, message):
         ParallelAttention(48, **options)
 
 
+X = torch.ones(3, 1, 16)
 BAD_INPUTS = {
     "hidden": (lambda layer: layer(torch.ones(3, 16)), r"hidden \(tokens, batch, .* got \(3, 16\)"),
     "width": (lambda layer: layer(torch.ones(3, 1, 8)), r"expected input \(\.\.\., 16\), got \(3, 1, 8\)"),
-    "mask": (
-        lambda layer: layer(torch.ones(3, 1, 16), torch.ones(2, 3, 3, dtype=torch.bool)),
-        r"attention_mask: .* got \(2, 3, 3\)",
-    ),
-    "rotation": (
-        lambda layer: layer(torch.ones(3, 1, 16), rotary=rotation(1, 4)),
-        "rotary: expected the rotation of 3 positions and 2 pairs",
-    ),
+    "mask": (lambda layer: layer(X, X.new_ones(2, 3, 3).bool()), r"attention_mask: .* got \(2, 3, 3\)"),
+    "rotation": (lambda layer: layer(X, rotary=rotation(1, 4)), "rotation of 3 positions and 2 pairs"),
 }
 
 
@@ -164,36 +161,9 @@ def test_attention_refuses_inputs_of_another_shape(call, message):
         call(ParallelAttention(16, 4))
 
 
-def dropped(p):
-    """Ranks drop for their own heads, alike each time they are seeded alike; recomputation draws the same."""
-    state = initialize_model_parallel(torch.distributed.get_world_size())
-    x = torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1))
-    results = []
-    for recompute in (False, True):
-        torch.manual_seed(3)
-        layer = ParallelAttention(HIDDEN, 4, dropout=p, recompute=recompute, state=state)
-        manual_seed(5)
-        ours = x.clone().requires_grad_()
-        y, _ = layer(ours)
-        y.sum().backward()
-        results.append((y.detach(), ours.grad))
-    (y, dx), (again, dx_again) = results
-    assert torch.equal(y, again)
-    assert torch.equal(dx, dx_again)
-    layer.eval()
-    assert torch.equal(layer(x)[0], layer(x)[0])
-    return y.sum().item()
-
-
-def test_attention_drops_alike_when_seeded_alike(ranks2):
-    first, second = ranks2.run(dropped, 0.5)
-    assert first == second
-    assert ranks2.run(dropped, 0.0)[0] != first
-
-
 def learnt(recompute):
     """Gradients of numbers that all ranks are given alike: masks of all heads and of each, and a rotation."""
-    initialize_model_parallel(torch.distributed.get_world_size())
+    initialize_model_parallel(dist.get_world_size())
     torch.manual_seed(3)
     layer = ParallelAttention(HIDDEN, 4, num_kv_heads=1, recompute=recompute, dtype=torch.float64)
     x, dy = torch.randn(2, TOKENS, BATCH, HIDDEN, dtype=torch.float64)
@@ -248,13 +218,3 @@ def test_positions_by_number_count_from_zero():
     counted, given = rotation(6, 4), rotation(torch.arange(6), 4)
     assert all(torch.equal(a, b) for a, b in zip(counted, given, strict=True))
     assert counted.cos.shape == (6, 2)
-
-
-def test_scores_depend_on_distances_alone():
-    query, key = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
-    scores = []
-    for start in (0, 11, 512):
-        by = rotation(torch.tensor([start, start + 3]), 16, dtype=torch.float64)
-        both = rotate(torch.cat([query, key]), by).flatten(1)
-        scores.append(both[0] @ both[1])
-    torch.testing.assert_close(torch.stack(scores), scores[0].expand(3))

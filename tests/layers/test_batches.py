@@ -80,6 +80,7 @@ def test_other_inputs_are_named():
     rank, ids = dist.get_rank(), torch.arange(6)
     own, x = torch.ones(6, dtype=torch.bool) * rank, torch.ones(2, 4)
     nested = Batch(ids, {"masks": [ids, own]})
+    split = parallelize(nn.Sequential(nn.Linear(4, 8)), plan={"0": "head"})
     cases: list[tuple[nn.Module, str, str, tuple[Any, ...], dict[str, Any]]] = [
         (Masked(), "Masked", "attention_mask", (ids,), {"attention_mask": own}),
         (Masked(), "Masked", "attention_mask", (ids, own), {}),
@@ -89,13 +90,7 @@ def test_other_inputs_are_named():
         (Features(), "Features", "x", (x + rank,), {}),
         (ColumnParallelLinear(4, 8), "ColumnParallelLinear", "input_", (x + rank,), {}),
         (torch.compile(Features(), backend="eager"), "Features", "x", (x + rank,), {}),
-        (
-            parallelize(nn.Sequential(nn.Linear(4, 8)), plan={"0": "head"}),
-            "Sequential",
-            "input",
-            (x + rank,),
-            {},
-        ),
+        (split, "Sequential", "input", (x + rank,), {}),
     ]
     for root, said, name, args, kwargs in cases:
         call(root, *args, **kwargs, words=WORDS.format(root=said, name=name))

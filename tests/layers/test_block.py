@@ -20,15 +20,10 @@ from tpkernels import (
 HIDDEN, HEADS = 16, 4
 TOKENS, BATCH = 8, 2
 
+GROUPED = {"num_kv_heads": 2, "head_size": 6, "rotary_base": 500.0, "causal": False}
 SHAPES = {  # norm, options of attention, MLP's width and activation, bias
     "gpt2": (LayerNorm, {"rotary": False}, None, "gelu_tanh", True),
-    "llama": (
-        RMSNorm,
-        {"num_kv_heads": 2, "head_size": 6, "rotary_base": 500.0, "causal": False},
-        24,
-        "swiglu",
-        False,
-    ),
+    "llama": (RMSNorm, GROUPED, 24, "swiglu", False),
 }
 
 
@@ -43,17 +38,9 @@ def test_blocks_are_their_layers_in_turn(shape, recompute):
         attention = ParallelAttention(HIDDEN, HEADS, **of_attention, **shared)
         mlp = ParallelMLP(HIDDEN, ffn or 4 * HIDDEN, activation=activation, **shared)
         torch.manual_seed(3)
-        block = TransformerBlock(
-            HIDDEN,
-            HEADS,
-            ffn,
-            norm="layer_norm" if norm_type is LayerNorm else "rms_norm",
-            norm_eps=0.1,
-            activation=activation,
-            recompute=recompute,
-            **of_attention,
-            **shared,
-        )
+        options = {"norm": "layer_norm" if norm_type is LayerNorm else "rms_norm", "norm_eps": 0.1}
+        options |= {"activation": activation, "recompute": recompute, **of_attention, **shared}
+        block = TransformerBlock(HIDDEN, HEADS, ffn, **options)
         x, dy = (drawn((TOKENS, BATCH, HIDDEN), seed, torch.float64) for seed in (1, 2))
         mask = drawn((1, 1, TOKENS, TOKENS), 4, torch.float64)
         layers = [*attention.parameters(), *mlp.parameters(), *norms[0].parameters(), *norms[1].parameters()]
@@ -76,15 +63,8 @@ def with_dropout(sequence_parallel):
     results = []
     for recompute in ("none", "selective", "full"):
         torch.manual_seed(3)
-        block = TransformerBlock(
-            HIDDEN,
-            HEADS,
-            dropout=0.3,
-            attention_dropout=0.2,
-            recompute=recompute,
-            sequence_parallel=sequence_parallel,
-            state=state,
-        )
+        options = {"dropout": 0.3, "attention_dropout": 0.2, "sequence_parallel": sequence_parallel}
+        block = TransformerBlock(HIDDEN, HEADS, recompute=recompute, state=state, **options)
         manual_seed(9)
         x = drawn((TOKENS, BATCH, HIDDEN), 1, torch.float32)
         x = (cut(0)(x) if sequence_parallel else x).clone().requires_grad_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -34,28 +35,9 @@ from tpkernels.layers.foreign import refuse_wrapped
 Wrap = Callable[[nn.Module, DeviceMesh], object]
 
 
-def by_ddp(module: nn.Module, mesh: DeviceMesh) -> object:
-    return DistributedDataParallel(module, process_group=mesh.get_group())
-
-
 def by_replicate(module: nn.Module, mesh: DeviceMesh) -> object:
     replicate(module, process_group=mesh.get_group())
     return module(torch.ones(4, 2, K))  # it wraps in the first forward
-
-
-def by_fsdp(module: nn.Module, mesh: DeviceMesh) -> object:
-    return FullyShardedDataParallel(module, process_group=mesh.get_group(), device_id=torch.device("cpu"))
-
-
-def by_fsdp_of_originals(module: nn.Module, mesh: DeviceMesh) -> object:
-    group = mesh.get_group()
-    return FullyShardedDataParallel(
-        module, process_group=group, device_id=torch.device("cpu"), use_orig_params=True
-    )
-
-
-def by_fully_shard(module: nn.Module, mesh: DeviceMesh) -> object:
-    return fully_shard(module, mesh=mesh)
 
 
 def by_fully_shard_each(module: nn.Module, mesh: DeviceMesh) -> object:
@@ -64,21 +46,19 @@ def by_fully_shard_each(module: nn.Module, mesh: DeviceMesh) -> object:
     return fully_shard(module, mesh=mesh)
 
 
-def by_buckets(module: nn.Module, mesh: DeviceMesh) -> object:
-    return GradientBuckets(module, mesh.get_group())
+def by_fsdp(module: nn.Module, mesh: DeviceMesh, **options: bool) -> object:
+    group = mesh.get_group()
+    return FullyShardedDataParallel(module, process_group=group, device_id=torch.device("cpu"), **options)
 
 
 WRAPS: dict[str, Wrap] = {
-    wrap.__name__: wrap
-    for wrap in (
-        by_ddp,
-        by_replicate,
-        by_fsdp,
-        by_fsdp_of_originals,
-        by_fully_shard,
-        by_fully_shard_each,
-        by_buckets,
-    )
+    "ddp": lambda module, mesh: DistributedDataParallel(module, process_group=mesh.get_group()),
+    "replicate": by_replicate,
+    "fsdp": by_fsdp,
+    "fsdp_of_originals": partial(by_fsdp, use_orig_params=True),
+    "fully_shard": lambda module, mesh: fully_shard(module, mesh=mesh),
+    "fully_shard_each": by_fully_shard_each,
+    "buckets": lambda module, mesh: GradientBuckets(module, mesh.get_group()),
 }
 
 
@@ -136,7 +116,7 @@ def test_no_shard_is_overwritten_before_it_is_told():
     model = MODELS["inside"](mesh)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(ValueError, match="would average different shards"):
-        by_ddp(model, world)
+        WRAPS["ddp"](model, world)
     assert all(map(torch.equal, before, model.parameters()))
 
 
@@ -148,7 +128,7 @@ def test_what_is_not_split_may_be_wrapped():
     shards = {name: p for name, p in model.named_parameters() if getattr(p, "tensor_model_parallel", False)}
     model._ddp_params_and_buffers_to_ignore = list(shards)
     copies = [(name, p) for name, p in model.named_parameters() if name not in shards]
-    by_ddp(model, world)
+    WRAPS["ddp"](model, world)
     GradientBuckets(copies, world.get_group())
     fully_shard(MODELS["swapped"](mesh)[0], mesh=world)
 

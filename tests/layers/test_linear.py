@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
-from tests.fake_world import each_rank
 from tests.layers.worlds import posing
-from tpkernels import ColumnParallelLinear, RowParallelLinear, initialize_model_parallel
+from tpkernels import ColumnParallelLinear, ParallelMLP, RMSNorm, RowParallelLinear
 from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.layers import replicas
 from tpkernels.layers.attributes import Attributes
@@ -27,23 +25,6 @@ def nothing_moves(monkeypatch):
 
     monkeypatch.setattr(Transfers, "exchange", refuse)
     monkeypatch.setattr(replicas, "steps_between_checks", 0)
-
-
-def test_lesson_pieces_are_the_lessons():
-    """A (1024 -> 512) layer over 16 ranks, in the lesson's orientation, which is A in x @ A."""
-    columns, rows = [], []
-    for _ in each_rank(16):
-        initialize_model_parallel(16)
-        torch.manual_seed(0)
-        columns.append(ColumnParallelLinear(1024, 512).weight.detach().t())
-        torch.manual_seed(0)
-        rows.append(RowParallelLinear(1024, 512).weight.detach().t())
-    assert {tuple(piece.shape) for piece in columns} == {(1024, 32)}
-    assert {tuple(piece.shape) for piece in rows} == {(64, 512)}
-    torch.manual_seed(0)
-    whole = nn.init.xavier_normal_(torch.empty(512, 1024)).t()
-    assert torch.equal(torch.cat(columns, 1), whole)
-    assert torch.equal(torch.cat(rows, 0), whole)
 
 
 def test_parameters_say_how_they_are_split(in_two):
@@ -71,9 +52,8 @@ def test_bias_starts_at_zero_or_is_absent(in_two):
 
 
 def test_representation_tells_the_shard(in_two):
-    assert repr(ColumnParallelLinear(4, 6)) == (
-        "ColumnParallelLinear(4, 6, bias=True, rank 1 of 2 holds weight (3, 4))"
-    )
+    said = "ColumnParallelLinear(4, 6, bias=True, rank 1 of 2 holds weight (3, 4))"
+    assert repr(ColumnParallelLinear(4, 6)) == said
     assert "bias=False, rank 1 of 2 holds weight (6, 2)" in repr(RowParallelLinear(4, 6, bias=False))
     assert "holds no weight" in repr(ColumnParallelLinear(4, 6, skip_weight_param_allocation=True))
 
@@ -84,21 +64,6 @@ def test_master_weight_is_kept_when_asked_for(in_two):
     assert torch.equal(layer.master_weight[:, 2:], layer.weight)
     assert RowParallelLinear(4, 6).master_weight is None
     assert list(layer.state_dict()) == ["weight", "bias"]
-
-
-@pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear])
-def test_built_on_meta_and_materialised_is_as_built_at_once(in_two, layer):
-    torch.manual_seed(3)
-    at_once = nn.Sequential(layer(4, 6), layer(8, 8, stride=2))
-    torch.manual_seed(3)
-    later = nn.Sequential(layer(4, 6, device="meta"), layer(8, 8, stride=2, device="meta"))
-    assert all(parameter.is_meta for parameter in later.parameters())
-    later.to_empty(device="cpu")
-    for module in later:
-        module.reset_parameters()
-    for ours, expected in zip(later.parameters(), at_once.parameters(), strict=True):
-        assert torch.equal(ours, expected)
-        assert Attributes.of(ours) == Attributes.of(expected)
 
 
 def test_external_weight_takes_the_place_of_its_own(in_two):
@@ -114,16 +79,10 @@ def test_external_weight_takes_the_place_of_its_own(in_two):
 
 
 BAD_LAYERS = {
-    "output_size": (lambda: ColumnParallelLinear(4, 7), r"output_size \(7\) is not divisible by the 2 ranks"),
-    "input_size": (lambda: RowParallelLinear(7, 4), r"input_size \(7\) is not divisible by the 2 ranks"),
     "no input": (lambda: ColumnParallelLinear(0, 6), "input_size must be a positive integer, got 0"),
     "negative": (lambda: RowParallelLinear(4, -6), "output_size must be a positive integer, got -6"),
     "stride": (lambda: ColumnParallelLinear(4, 6, stride=2), r"x stride \(2\) = 4; choose a multiple of 4"),
     "activation": (lambda: ColumnParallelLinear(4, 6, activation="sigmoid"), "expected an activation of"),
-    "whole input": (
-        lambda: RowParallelLinear(4, 6, sequence_parallel=True),
-        "expected input_is_parallel=True",
-    ),
     "1-D init": (lambda: RowParallelLinear(4, 6, init_method=lambda w: w.flatten()), r"shape \(6, 4\)"),
     "bias after activation": (
         lambda: ColumnParallelLinear(4, 6, activation="gelu", skip_bias_add=True),
@@ -151,12 +110,12 @@ BAD_INPUTS = {
     "row width": (lambda: row()(torch.randn(3, 4)), r"expected input \(..., 2\).*=False takes all features"),
     "row whole width": (lambda: row(input_is_parallel=False)(torch.randn(3, 2)), r"input \(..., 4\).*=True"),
     "no dimensions": (lambda: column()(torch.tensor(1.0)), r"got \(\)"),
-    "sequence": (
-        lambda: row(sequence_parallel=True)(torch.randn(3, 2)),
-        "dimension 0 of x divisible by the 2 ranks",
-    ),
+    "sequence": (lambda: row(sequence_parallel=True)(torch.randn(3, 2)), "of x divisible by the 2 ranks"),
     "dtype": (lambda: column(sequence_parallel=True)(torch.randn(3, 4).half()), "expected one dtype"),
     "only features": (lambda: column(sequence_parallel=True)(torch.randn(4)), "tokens, ..., in_features"),
+    "mlp width": (lambda: ParallelMLP(4, 6)(torch.randn(2, 3)), r"expected input \(..., 4\), got \(2, 3\)"),
+    "mlp dtype": (lambda: ParallelMLP(4, 6)(torch.randn(2, 4).double()), "expected one dtype"),
+    "norm width": (lambda: RMSNorm(4)(torch.randn(2, 3)), r"weight \(3,\) for x \(2, 3\), got \(4,\)"),
     "weight": (lambda: column()(torch.randn(2, 4), torch.randn(6, 4)), r"expected a weight \(3, 4\)"),
     "main_grad": (
         lambda: column(gradient_accumulation_fusion=True)(torch.randn(2, 4)),
@@ -169,6 +128,11 @@ BAD_INPUTS = {
 def test_input_that_does_not_fit_is_refused_before_anything_moves(in_two, nothing_moves, call, words):
     with pytest.raises((ValueError, TypeError), match=words):
         call()
+
+
+def test_a_transfer_would_be_seen(in_two, nothing_moves):
+    with pytest.raises(AssertionError, match="before the mistake was found"):
+        column(sequence_parallel=True)(torch.randn(3, 4))
 
 
 def test_sequence_parallelism_is_nothing_on_one_rank():

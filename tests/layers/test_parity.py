@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.layers.small import GATE, K, N, beyond, cut, drawn, errors, joined_world
+from tests.layers.small import GATE, Cut, K, N, cut, drawn, errors, joined_world, require_within
 from tests.on_ranks import on_ranks
 from tests.ops.cases import ACT
 from tests.ops.parallel_cases import same
@@ -44,12 +44,8 @@ class Setting:
 
     def of_both(self) -> dict[str, object]:
         """Options that all layers have."""
-        return {
-            "sequence_parallel": self.sequence_parallel,
-            "gradient_accumulation_fusion": self.fused,
-            "overlap": self.overlap,
-            "dtype": self.dtype,
-        }
+        options = {"sequence_parallel": self.sequence_parallel, "gradient_accumulation_fusion": self.fused}
+        return {"overlap": self.overlap, "dtype": self.dtype, **options}
 
     def drawn(self, width: int, seed: int) -> Tensor:
         """If they are to be strided, with the first two dimensions transposed in memory."""
@@ -62,27 +58,25 @@ def with_bias(result: tuple[Tensor, Tensor | None]) -> Tensor:
     return y if bias is None else y + bias
 
 
+def compared(
+    setting: Setting, modules: dict[str, nn.Module], run: Cut, full: Callable[..., Tensor]
+) -> dict[str, float]:
+    x, dy = setting.drawn(K, 1), setting.drawn(K, 4)
+    return errors(setting, nn.ModuleDict(modules), run, full, x, dy, fused=setting.fused)
+
+
 def pair(setting: Setting) -> dict[str, float]:
     """Column, then row."""
     options = {"bias": setting.bias, "stride": setting.stride, **setting.of_both()}
     up = ColumnParallelLinear(K, N, gather_output=setting.whole, activation=setting.activation, **options)
-    down = RowParallelLinear(
-        N, K, input_is_parallel=not setting.whole, skip_bias_add=setting.skip_bias_add, **options
-    )
+    options |= {"input_is_parallel": not setting.whole, "skip_bias_add": setting.skip_bias_add}
+    down = RowParallelLinear(N, K, **options)
 
     def full(x: Tensor, **t: Tensor) -> Tensor:
         h = ACT[setting.activation](F.linear(x, t["up.weight"], t.get("up.bias")))
         return F.linear(h, t["down.weight"], t.get("down.bias"))
 
-    return errors(
-        setting,
-        nn.ModuleDict({"up": up, "down": down}),
-        lambda x: with_bias(down(up(x)[0])),
-        full,
-        setting.drawn(K, 1),
-        setting.drawn(K, 4),
-        fused=setting.fused,
-    )
+    return compared(setting, {"up": up, "down": down}, lambda x: with_bias(down(up(x)[0])), full)
 
 
 def gathered(setting: Setting) -> dict[str, float]:
@@ -116,28 +110,19 @@ def block(setting: Setting) -> dict[str, float]:
             h = ACT[None if setting.activation == "none" else setting.activation](up)
         return F.linear(h, t["mlp.down.weight"], t.get("mlp.down.bias"))
 
-    return errors(
-        setting,
-        nn.ModuleDict({"norm": norm, "mlp": mlp}),
-        lambda x: with_bias(mlp(norm(x))),
-        full,
-        setting.drawn(K, 1),
-        setting.drawn(K, 4),
-        fused=setting.fused,
-    )
+    return compared(setting, {"norm": norm, "mlp": mlp}, lambda x: with_bias(mlp(norm(x))), full)
 
 
-def all_beyond(case, tensor, settings):
+def within(case, tensor, settings):
     joined_world(tensor)
-    return beyond(case, settings)
+    require_within(case, settings)
 
 
 @pytest.fixture
 def check(request, world):
     def run(case, settings: Iterable[Setting]) -> None:
         pool, tensor = world
-        pool = request.getfixturevalue(pool)
-        assert pool.run(all_beyond, case, tensor, list(settings)) == [{}] * pool.world_size
+        request.getfixturevalue(pool).run(within, case, tensor, list(settings))
 
     return run
 
@@ -172,10 +157,7 @@ def test_options_of_column_and_row_compute_the_same(check):
             Setting(strided=True, whole=True),
             Setting(strided=True, sequence_parallel=True),
             *(Setting(leading=leading) for leading in ((), (5,), (2, 3, 1, 2), (0,), (3, 0))),
-            *(
-                Setting(leading=leading, sequence_parallel=True)
-                for leading in ((8,), (4, 3, 1, 2), (0, 3), (4, 0))
-            ),
+            *(Setting(leading=each, sequence_parallel=True) for each in ((8,), (4, 3, 1, 2), (0, 3), (4, 0))),
         ],
     )
 
@@ -215,13 +197,13 @@ def test_swapped_shards_would_be_seen():
     joined_world()
     layer = ColumnParallelLinear(K, N, gather_output=False)
     features = cut(1)
-    found = errors(
-        Setting(),
-        layer,
-        lambda x: layer(x)[0],
-        lambda x, weight, bias: F.linear(x, weight, bias),
-        drawn((8, K), 1),
-        drawn((8, N), 4),
-        cut_y=lambda y: features(y.roll(N // 2, 1)),
-    )
+    x, dy = drawn((8, K), 1), drawn((8, N), 4)
+
+    def full(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def swapped(y: Tensor) -> Tensor:
+        return features(y.roll(N // 2, 1))
+
+    found = errors(Setting(), layer, lambda x: layer(x)[0], full, x, dy, cut_y=swapped)
     assert found["y"] > 1000

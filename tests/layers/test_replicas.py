@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from tests.checks import error_of
 from tests.layers.small import Block, K, N, built, cut_of, drawn, tokens
 from tests.layers.worlds import posing
-from tests.on_ranks import on_ranks
+from tests.on_ranks import equal_on_all, on_ranks
 from tests.ops.parallel_cases import close
 from tpkernels import (
     GradientBuckets,
@@ -29,7 +30,6 @@ from tpkernels import (
 )
 from tpkernels.layers.attributes import Attributes
 
-Said = tuple[str, str]
 EACH_WORLD = pytest.mark.parametrize("world", ["ranks1", "ranks4"])
 
 
@@ -56,12 +56,11 @@ def backward(model: nn.Module) -> None:
     (model(tokens()).square().mean() / dist.get_world_size()).backward()
 
 
-def wrong_gradients(block: Block, expected: dict[str, Tensor]) -> list[str]:
-    return [
-        name
-        for name, p in block.named_parameters()
-        if not close([p.grad.double()], [cut_of(p)(expected[name].grad)], 1e-5)
-    ]
+def require_gradients(block: Block, expected: dict[str, Tensor], but: tuple[str, ...] = ()) -> None:
+    """All are whole, but these are not."""
+    for name, p in block.named_parameters():
+        is_whole = close([p.grad.double()], [cut_of(p)(expected[name].grad)], 1e-5)
+        assert is_whole == (name not in but), name
 
 
 @EACH_WORLD
@@ -69,9 +68,9 @@ def wrong_gradients(block: Block, expected: dict[str, Tensor]) -> list[str]:
 def test_finalizing_makes_gradients_whole_and_so_do_buckets():
     block, expected = built(), whole_after_backward()
     backward(block)
-    assert wrong_gradients(block, expected) == (["norm.weight"] if dist.get_world_size() > 1 else [])
+    require_gradients(block, expected, but=("norm.weight",) if dist.get_world_size() > 1 else ())
     finalize_gradients(block)
-    assert wrong_gradients(block, expected) == []
+    require_gradients(block, expected)
     group = parallel_state.get_tensor_model_parallel_group()
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     buckets = GradientBuckets(block, alone, tensor_parallel_group=group)
@@ -79,7 +78,7 @@ def test_finalizing_makes_gradients_whole_and_so_do_buckets():
         buckets.zero()
         backward(block)
         buckets.finish()
-    assert wrong_gradients(block, expected) == []
+    require_gradients(block, expected)
 
 
 @EACH_WORLD
@@ -93,7 +92,7 @@ def test_norm_is_that_of_the_whole_model(max_norm):
     whole = whole_after_backward()
     expected = float(torch.nn.utils.clip_grad_norm_(whole.values(), max_norm))
     assert float(clip_grad_norm_(block.parameters(), max_norm)) == pytest.approx(expected, rel=1e-5)
-    assert wrong_gradients(block, whole) == []
+    require_gradients(block, whole)
     again = clip_grad_norm_(list(block.parameters()), max_norm)
     assert float(again) == pytest.approx(min(max_norm, expected), rel=1e-3)
 
@@ -113,25 +112,19 @@ def test_norm_counts_stages_and_shares_once():
     assert float(shared.grad) == pytest.approx(100 / norm)
 
 
-def forgotten() -> list[Said]:
-    """What clipping and checking say where gradients were not finalized."""
+@on_ranks(4)
+def test_forgotten_finalizing_is_told_on_all_ranks():
+    """By clipping, and by checking."""
     block = built()
     backward(block)
-    said = [error_of(clip_grad_norm_, block.parameters(), 1.0)]
+    kind, text = equal_on_all(error_of(clip_grad_norm_, block.parameters(), 1.0))
+    assert kind == "RuntimeError"
+    told = "clip_grad_norm_: tensor-parallel ranks hold copies of 'norm.weight', but different gradients"
+    assert text.startswith(f"{told}. Likeliest is a sum that is missing: call finalize_gradients(model) ")
     with torch.no_grad():
         for parameter in block.parameters():
             parameter -= 0.1 * parameter.grad
-    return [*said, error_of(check_replicas, block)]
-
-
-def test_forgotten_finalizing_is_told_on_all_ranks(ranks4):
-    said = ranks4.run(forgotten)
-    assert said == [said[0]] * 4
-    (kind, clip), (_, check) = said[0]
-    assert kind == "RuntimeError"
-    told = "clip_grad_norm_: tensor-parallel ranks hold copies of 'norm.weight', but different gradients"
-    assert clip.startswith(f"{told}. Likeliest is a sum that is missing: call finalize_gradients(model) ")
-    assert "check_replicas: 'norm.weight' differs" in check
+    assert "check_replicas: 'norm.weight' differs" in equal_on_all(error_of(check_replicas, block))[1]
 
 
 @on_ranks(4)
@@ -151,16 +144,8 @@ def test_no_stage_waits_for_one_that_refuses():
 
 
 PLANTS = {  # what happens to a copy; what is told: of which parameter, and more
-    "one bit": (
-        lambda block: block.down.bias[3].fill_(1e-45),
-        "down.bias",
-        "It differs on rank 3 from rank 0",
-    ),
-    "minus zero": (
-        lambda block: block.down.bias[3].fill_(-0.0),
-        "down.bias",
-        "It differs on rank 3 from rank 0",
-    ),
+    "one bit": (lambda block: block.down.bias[3].fill_(1e-45), "down.bias", "on rank 3 from rank 0"),
+    "minus zero": (lambda block: block.down.bias[3].fill_(-0.0), "down.bias", "on rank 3 from rank 0"),
     "two parameters": (
         lambda block: (block.norm.weight.mul_(1.5), block.mlp.down.bias.add_(1)),
         "norm.weight",
@@ -261,22 +246,15 @@ def test_a_planted_drift_is_named_on_all_ranks(plant):
     assert words in text
 
 
-def different_models() -> list[Said]:
+@on_ranks(2)
+def test_models_that_differ_are_an_error_not_a_hang():
     block = built()
     if dist.get_rank() == 0:
         block.down.bias = None
         del block.norm.weight
-    return [
-        error_of(check_replicas, block),
-        error_of(finalize_gradients, block),
-        error_of(clip_grad_norm_, block.parameters(), 1.0),
-    ]
-
-
-def test_models_that_differ_are_an_error_not_a_hang(ranks2):
-    said = ranks2.run(different_models)
-    assert said[0] == said[1]
-    for kind, text in said[0]:
+    clip = partial(clip_grad_norm_, block.parameters(), 1.0)
+    for call in (partial(check_replicas, block), partial(finalize_gradients, block), clip):
+        kind, text = equal_on_all(error_of(call))
         assert kind == "ValueError"
         assert "ranks disagree" in text
 
