@@ -25,6 +25,7 @@ from triton.runtime import driver
 
 from tests.kernels.checks import LAYOUTS, normal
 from tpkernels import tp_invariance
+from tpkernels.dispatch import norms, products, scaled, vocabulary  # noqa: F401  # whose records fill RECORDS
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.record import Layer
 from tpkernels.kernels import invariance, launch, launch_plans
