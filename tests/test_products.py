@@ -38,3 +38,11 @@ def test_sweep_runs_the_rest_and_only_that(decorator, monkeypatch):
         runs.append([param.id for param in params])
     everything = itertools.product(("small", "large"), ("fp32", "bf16"), ("False", "True"))
     assert sorted(runs[0] + runs[1]) == sorted("-".join(ids) for ids in everything)
+
+
+def test_sweep_runs_all_where_a_body_takes_pairs(monkeypatch):
+    def of_pairs(shape, dtype, bias, combined): ...
+
+    monkeypatch.setattr(products, "SWEEP", True)
+    (mark,) = pairwise(**AXES)(of_pairs).pytestmark
+    assert len(mark.args[1]) == 8

@@ -60,6 +60,18 @@ def write_pid_and_hang(folder):
     hang()
 
 
+def leave_a_pending_collective():
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+        dist.all_reduce(torch.ones(1), async_op=True)
+
+
+def sum_in_a_new_group():
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.new_group([0, 1]))
+    return total.item()
+
+
 def return_a_lambda():
     return lambda: None
 
@@ -128,6 +140,11 @@ def test_a_rank_that_hangs_is_reported_with_its_stack(fragile, monkeypatch):
     assert "rank 1: ValueError: no luck" in first
     assert "in hang" in second
     assert not set(fragile.run(os.getpid)) & set(pids)
+
+
+def test_a_pending_collective_and_lonely_groups_do_not_harm_the_next_call(fragile):
+    fragile.run(leave_a_pending_collective)
+    assert fragile.run(sum_in_a_new_group) == [2.0, 2.0]
 
 
 def test_a_call_past_its_timeout_is_reported_with_all_stacks(fragile):
