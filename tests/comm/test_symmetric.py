@@ -196,12 +196,12 @@ def test_a_rank_that_gives_no_memory_in_time_is_an_error(waits_for_memory):
 
 
 def test_what_torch_says_itself_is_left_and_nothing_is_sent_after_the_end(waits_for_memory):
-    threads = len(os.listdir("/proc/self/task"))
+    threads = {*os.listdir("/proc/self/task")}
     with pytest.raises(MemoryError, match="planted"), rendezvous.waiting_for({1: os.getpid()}, 60.0):
         raise MemoryError("planted")
     with rendezvous.waiting_for({1: os.getpid()}, 0.2):
         pass
-    assert len(os.listdir("/proc/self/task")) == threads
+    assert {*os.listdir("/proc/self/task")} <= threads  # those of other tests may end meanwhile
     with pytest.raises(TimeoutError):
         waits_for_memory(1)
 
