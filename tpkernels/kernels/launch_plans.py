@@ -56,10 +56,10 @@ class Step(NamedTuple):
     tensors: tuple[tuple[int, int, Any], ...]  # position, number of the tensor, its descriptor or None
 
 
-Plan = tuple[Step, ...]  # the last step returns what the launcher does
+LaunchPlan = tuple[Step, ...]  # the last step returns what the launcher does
 
 
-def repeat(plan: Plan, tensors: list[Tensor]) -> Any:
+def repeat(plan: LaunchPlan, tensors: list[Tensor]) -> Any:
     """tensors: the operands; what steps make is appended"""
     for function, arguments, places in plan:
         filled: list[Any] = arguments.copy()
@@ -103,7 +103,7 @@ class _Observer(TorchDispatchMode, launch.LaunchObserver):
         self._within_step = False  # what torch does then is part of a step
         self._repeatable = True
 
-    def plan(self, result: Any) -> Plan | None:
+    def plan(self, result: Any) -> LaunchPlan | None:
         """The plan, if what was done can be repeated."""
         self._did(_returned, (type(result), *result) if isinstance(result, tuple) else (None, result))
         return tuple(self._steps) if self._repeatable else None
@@ -168,12 +168,12 @@ def _is_plain(value: Any) -> bool:
 
 
 _ONCE, _NEVER = "seen once", "cannot be repeated"  # kinds of operands without a plan
-_plans: list[dict[Any, Plan | str]] = []  # of each launcher, by key
+_plans: list[dict[Any, LaunchPlan | str]] = []  # of each launcher, by key
 
 
 def planned(launcher: Launcher) -> Launcher:
     """Decorate a launcher, so that it repeats its plans."""
-    plans: dict[Any, Plan | str] = {}
+    plans: dict[Any, LaunchPlan | str] = {}
     _plans.append(plans)
 
     @wraps(launcher)
