@@ -1,5 +1,4 @@
 // The extension as one translation unit: torch's headers, which are most of the work, are read once.
-#include "add_up.cpp"
 #include "bucket_checks.cpp"
 #include "bucket_engine.cpp"
 #include "bucket_gradients.cpp"
@@ -11,8 +10,5 @@
 #include "shared_sums.cpp"
 
 #if __has_include(<Python.h>)  // else Python does the steps of each call
-#include "launch_plans.cpp"
-#include "operands.cpp"
-#include "pushes.cpp"
 #include "python_module.cpp"
 #endif

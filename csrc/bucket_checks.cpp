@@ -44,7 +44,7 @@ void check_dtype(const char* option, const std::optional<at::ScalarType>& dtype)
                    ": expected float64, float32, float16 or bfloat16, got ", dtype.value_or(at::kFloat));
 }
 
-void check_parameter(const at::Tensor& parameter, const std::string& name, c10::Device device) {
+void check_parameter(const at::Tensor& parameter, const std::string& name, const at::Tensor& first) {
   TORCH_CHECK_VALUE(parameter.defined(), "GradientBuckets: expected a tensor for '", name, "', got none");
   TORCH_CHECK_TYPE(parameter.layout() == at::kStrided && !parameter.is_nested(), "GradientBuckets: '", name,
                    "': expected a dense tensor, got ", parameter.is_nested() ? "a nested" : "a sparse",
@@ -53,8 +53,8 @@ void check_parameter(const at::Tensor& parameter, const std::string& name, c10::
                    "': expected float64, float32, float16 or bfloat16, got ", parameter.scalar_type());
   TORCH_CHECK_VALUE(!parameter.is_meta(), "GradientBuckets: '", name,
                     "': expected a tensor with data, got one on the meta device");
-  TORCH_CHECK_VALUE(parameter.device() == device, "GradientBuckets: '", name,
-                    "': expected all parameters on ", device, ", got one on ", parameter.device());
+  TORCH_CHECK_VALUE(parameter.device() == first.device(), "GradientBuckets: '", name,
+                    "': expected all parameters on ", first.device(), ", got one on ", parameter.device());
   TORCH_CHECK_VALUE(parameter.requires_grad() && parameter.is_leaf(), "GradientBuckets: '", name,
                     "': expected a leaf that requires a gradient, got one that ",
                     parameter.requires_grad() ? "is computed from others" : "requires none");
@@ -62,8 +62,9 @@ void check_parameter(const at::Tensor& parameter, const std::string& name, c10::
 
 }  // namespace
 
-EngineOptions BucketEngine::checked(EngineOptions options, const std::vector<at::Tensor>& parameters,
-                                    const std::vector<std::string>& names, const std::vector<bool>& marked) {
+EngineOptions BucketEngine::checked(EngineOptions options, const std::vector<at::Tensor>& parameters) {
+  const auto& names = options.names;
+  const auto& marked = options.marked;
   TORCH_CHECK_VALUE(!parameters.empty(), "GradientBuckets: expected at least one parameter, got none");
   TORCH_CHECK_VALUE(names.size() == parameters.size() && marked.size() == parameters.size(),
                     "GradientBuckets: expected a name and a mark for each of ", parameters.size(),
@@ -79,10 +80,8 @@ EngineOptions BucketEngine::checked(EngineOptions options, const std::vector<at:
       !options.tensor_parallel_group.empty() || std::none_of(marked.begin(), marked.end(), std::identity{}),
       "GradientBuckets: expected a tensor-parallel group for the parameters that are marked, got none");
   std::unordered_set<const c10::TensorImpl*> known;
-  TORCH_CHECK_VALUE(parameters[0].defined(), "GradientBuckets: expected a tensor for '", names[0],
-                    "', got none");
   for (size_t i = 0; i < parameters.size(); ++i) {
-    check_parameter(parameters[i], names[i], parameters[0].device());
+    check_parameter(parameters[i], names[i], parameters[0]);
     TORCH_CHECK_VALUE(known.insert(parameters[i].unsafeGetTensorImpl()).second, "GradientBuckets: '",
                       names[i], "': expected each parameter once, got one again under another name");
   }
@@ -207,15 +206,6 @@ std::vector<SharedSums::Place> BucketEngine::checked_places(
                       "GradientBuckets: expected this rank's own buckets at its place");
   }
   return places;
-}
-
-void BucketEngine::check_expected(const std::vector<int64_t>& arrivals) const {
-  TORCH_CHECK_VALUE(arrivals.size() == slots_.size(), "GradientBuckets: expected a count for each of ",
-                    slots_.size(), " parameters, got ", arrivals.size());
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    TORCH_CHECK_VALUE(arrivals[i] > 0, "GradientBuckets: '", slots_[i].name,
-                      "': expected at least one gradient in a step, got ", arrivals[i]);
-  }
 }
 
 void BucketEngine::refuse_detached() const {

@@ -24,23 +24,21 @@ c10::weak_intrusive_ptr<Node> weak(const c10::intrusive_ptr<Node>& node) {
 
 }  // namespace
 
-BucketEngine::BucketEngine(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
-                           const std::vector<bool>& marked, EngineOptions options)
-    : options_(checked(std::move(options), parameters, names, marked)),
+BucketEngine::BucketEngine(const std::vector<at::Tensor>& parameters, EngineOptions options)
+    : options_(checked(std::move(options), parameters)),
       group_(options_.group),
       tensor_parallel_group_(options_.tensor_parallel_group.empty()
                                  ? std::nullopt
                                  : std::make_optional<LiveGroup>(options_.tensor_parallel_group)),
       side_(parameters[0].device()),
-      in_backend_(group_.averages(parameters[0].device().type())),
+      in_backend_(group_.get()->getBackend(parameters[0].device().type())->getBackendName() == "nccl"),
       divides_(options_.average && group_.size() > 1 && !in_backend_),
       divisor_(at::scalar_tensor(group_.size())),
       reduction_(options_.average && !divides_ ? Reduction::AVG : Reduction::SUM) {
   for (size_t i = 0; i < parameters.size(); ++i) {
-    slots_.push_back(
-        {parameters[i], names[i], marked[i], torch::autograd::impl::grad_accumulator(parameters[i])});
-    TORCH_CHECK(slots_[i].accumulator, "GradientBuckets: '", names[i], "' receives no gradient");
-    slots_[i].dtype = parameters[i].scalar_type();
+    slots_.push_back({parameters[i], options_.names[i], options_.marked[i],
+                      torch::autograd::impl::grad_accumulator(parameters[i]), parameters[i].scalar_type()});
+    TORCH_CHECK(slots_[i].accumulator, "GradientBuckets: '", slots_[i].name, "' receives no gradient");
   }
 }
 
@@ -48,9 +46,8 @@ BucketEngine::BucketEngine(const std::vector<at::Tensor>& parameters, const std:
 // thread: taking it away would pull it from under them. So hooks do not own the engine, and let it rest once
 // it is detached or gone.
 c10::intrusive_ptr<BucketEngine> BucketEngine::make(const std::vector<at::Tensor>& parameters,
-                                                    const std::vector<std::string>& names,
-                                                    const std::vector<bool>& marked, EngineOptions options) {
-  auto engine = c10::make_intrusive<BucketEngine>(parameters, names, marked, std::move(options));
+                                                    EngineOptions options) {
+  auto engine = c10::make_intrusive<BucketEngine>(parameters, std::move(options));
   for (size_t i = 0; i < engine->slots_.size(); ++i) {
     engine->slots_[i].accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
         [weak = c10::weak_intrusive_ptr<BucketEngine>(engine), i](
@@ -138,7 +135,12 @@ void BucketEngine::expect(const std::vector<int64_t>& arrivals) {
   const Turn turn(order_);
   refuse_detached();
   refuse_midway();
-  check_expected(arrivals);
+  TORCH_CHECK_VALUE(arrivals.size() == slots_.size(), "GradientBuckets: expected a count for each of ",
+                    slots_.size(), " parameters, got ", arrivals.size());
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    TORCH_CHECK_VALUE(arrivals[i] > 0, "GradientBuckets: '", slots_[i].name,
+                      "': expected at least one gradient in a step, got ", arrivals[i]);
+  }
   for (size_t i = 0; i < slots_.size(); ++i) slots_[i].expected = arrivals[i];
   learning_ = false;
 }
@@ -155,7 +157,11 @@ void BucketEngine::on_gradient(size_t index) {
     begin_round();
   }
   Slot& slot = slots_[index];
-  refuse_late(slot);
+  TORCH_CHECK(
+      learning_ || (slot.bucket >= next_ && slot.arrived < slot.expected), "GradientBuckets: '", slot.name,
+      "' received gradient ", slot.arrived + 1, " of this step, but ", slot.expected,
+      " had been expected, as in the first step, and may be on its way; run all backwards but the last "
+      "under no_sync(), then finish()");
   take_in(slot);
   slot.touched = true;
   slot.version = version_of(slot);
@@ -335,39 +341,6 @@ void BucketEngine::set_synchronizing(bool synchronizing) {
   const Turn turn(order_);
   refuse_detached();
   synchronizing_ = synchronizing;
-}
-
-std::vector<at::Tensor> BucketEngine::buckets() const {
-  const Turn turn(order_);
-  std::vector<at::Tensor> flats;
-  for (const Bucket& bucket : buckets_) flats.push_back(bucket.flat);
-  return flats;
-}
-
-std::vector<at::Tensor> BucketEngine::views() const {
-  const Turn turn(order_);
-  std::vector<at::Tensor> views;
-  for (const Slot& slot : slots_) views.push_back(slot.view);
-  return views;
-}
-
-std::vector<int64_t> BucketEngine::arrivals() const {
-  const Turn turn(order_);
-  std::vector<int64_t> counts;
-  for (const Slot& slot : slots_) counts.push_back(slot.arrived);
-  return counts;
-}
-
-std::vector<int64_t> BucketEngine::last_arrivals() const {
-  const Turn turn(order_);
-  std::vector<int64_t> times;
-  for (const Slot& slot : slots_) times.push_back(slot.last_arrival);
-  return times;
-}
-
-int64_t BucketEngine::launched_in_backward() const {
-  const Turn turn(order_);
-  return launched_in_backward_;
 }
 
 }  // namespace tpkernels

@@ -30,6 +30,8 @@
 namespace tpkernels {
 
 struct EngineOptions {
+  std::vector<std::string> names;  // of the parameters
+  std::vector<bool> marked;        // whether a gradient is summed over the tensor-parallel group as well
   std::string group;
   std::string tensor_parallel_group;  // where gradients of marked parameters are summed first; "": nowhere
   int64_t rank;                       // of this process in the world, for messages
@@ -50,13 +52,10 @@ std::string reason(const std::exception& error);
 
 class BucketEngine : public torch::CustomClassHolder {
  public:
-  // marked: by parameter, whether its gradient is summed over the tensor-parallel group as well
   static c10::intrusive_ptr<BucketEngine> make(const std::vector<at::Tensor>& parameters,
-                                               const std::vector<std::string>& names,
-                                               const std::vector<bool>& marked, EngineOptions options);
+                                               EngineOptions options);
   // Without hooks: `make` adds them.
-  BucketEngine(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
-               const std::vector<bool>& marked, EngineOptions options);
+  BucketEngine(const std::vector<at::Tensor>& parameters, EngineOptions options);
   ~BucketEngine() override;
   void release_resources() override;  // called when the last owner lets go
 
@@ -100,13 +99,16 @@ class BucketEngine : public torch::CustomClassHolder {
   // Leaves the parameters alone from now on: no hooks, nothing in flight.
   void detach();
 
-  std::vector<at::Tensor> buckets() const;
-  std::vector<at::Tensor> views() const;  // by parameter
+  std::vector<at::Tensor> buckets() const { return listed(buckets_, &Bucket::flat); }
+  std::vector<at::Tensor> views() const { return listed(slots_, &Slot::view); }  // by parameter
   // Of the last round, by parameter: how many gradients came, and when the last did (from 1; 0: never).
-  std::vector<int64_t> arrivals() const;
-  std::vector<int64_t> last_arrivals() const;
+  std::vector<int64_t> arrivals() const { return listed(slots_, &Slot::arrived); }
+  std::vector<int64_t> last_arrivals() const { return listed(slots_, &Slot::last_arrival); }
   // Of the last round: how many buckets did not have to wait for `finish`.
-  int64_t launched_in_backward() const;
+  int64_t launched_in_backward() const {
+    const Turn turn(order_);
+    return launched_in_backward_;
+  }
 
  private:
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
@@ -142,8 +144,15 @@ class BucketEngine : public torch::CustomClassHolder {
     InFlight work = {};
   };
 
-  static EngineOptions checked(EngineOptions options, const std::vector<at::Tensor>& parameters,
-                               const std::vector<std::string>& names, const std::vector<bool>& marked);
+  template <typename Of, typename Field>
+  std::vector<Field> listed(const std::vector<Of>& all, Field Of::* field) const {
+    const Turn turn(order_);
+    std::vector<Field> fields;
+    for (const Of& each : all) fields.push_back(each.*field);
+    return fields;
+  }
+
+  static EngineOptions checked(EngineOptions options, const std::vector<at::Tensor>& parameters);
   void check_arrangement(const std::vector<int64_t>& bucket_of, const std::vector<int64_t>& offset_of,
                          const std::vector<at::Tensor>& buckets) const;
   std::vector<SharedSums::Place> checked_places(bool tensor_parallel, const std::vector<int64_t>& members,
@@ -152,7 +161,6 @@ class BucketEngine : public torch::CustomClassHolder {
                                                 const std::vector<at::Tensor>& flats,
                                                 const std::string& across, const std::vector<int64_t>& owners,
                                                 int64_t timeout_ms) const;
-  void check_expected(const std::vector<int64_t>& arrivals) const;
   void refuse_detached() const;
   void refuse_unarranged() const;
   void refuse_midway() const;
@@ -165,9 +173,7 @@ class BucketEngine : public torch::CustomClassHolder {
   void take_leftover(Slot& slot);
   void refuse_converted(const Slot& slot) const;
   void refuse_resized(const Slot& slot, const at::Tensor& grad) const;
-  void refuse_late(const Slot& slot) const;
   void refuse_reduced(const Slot& slot) const;
-  void refuse_uncleared(const Slot& slot) const;
   void refuse_changed(const Slot& slot) const;
   std::optional<uint32_t> version_of(const Slot& slot) const;
 
@@ -195,7 +201,6 @@ class BucketEngine : public torch::CustomClassHolder {
   Awaited awaited_now() const;
   std::string failure_of(const Awaited& awaited, const std::string& cause) const;
   std::string failure_text(const std::string& what, const LiveGroup& group, const std::string& cause) const;
-  void lose();
   void keep_gradients();
   void leave() noexcept;
 

@@ -9,7 +9,11 @@ namespace tpkernels {
 // A gradient of a backward into its place in the bucket.
 void BucketEngine::take_in(Slot& slot) {
   at::Tensor& grad = slot.parameter.mutable_grad();
-  if (options_.main_grad) refuse_uncleared(slot);
+  // What clears `grad` leaves `main_grad` as it is, and the last step's would be trained on once more.
+  TORCH_CHECK(
+      !options_.main_grad || !slot.reduced, "GradientBuckets(main_grad=True): '", slot.name,
+      "' receives a gradient while main_grad holds that of the last step; call zero() before the next "
+      "backward, for optimizer.zero_grad() clears grad alone");
   if (!grad.defined()) return;  // nothing came, or a fused kernel has added it to the bucket already
   TORCH_CHECK_TYPE(grad.layout() == at::kStrided, "GradientBuckets: the gradient of '", slot.name,
                    "' is sparse; expected a dense one: make its embedding with sparse=False");
@@ -68,26 +72,9 @@ void BucketEngine::refuse_resized(const Slot& slot, const at::Tensor& grad) cons
               ", as when GradientBuckets were made");
 }
 
-void BucketEngine::refuse_late(const Slot& slot) const {
-  if (learning_) return;
-  TORCH_CHECK(
-      slot.bucket >= next_ && slot.arrived < slot.expected, "GradientBuckets: '", slot.name,
-      "' received gradient ", slot.arrived + 1, " of this step, but ", slot.expected,
-      " had been expected, as in the first step, and may be on its way; run all backwards but the last "
-      "under no_sync(), then finish()");
-}
-
 void BucketEngine::refuse_reduced(const Slot& slot) const {
   TORCH_CHECK(!slot.reduced || keeps_average(), "GradientBuckets: the gradient of '", slot.name,
               "' is reduced already, and more cannot be added to it; call zero() first");
-}
-
-// What clears `grad` leaves `main_grad` as it is, and the last step's would be trained on once more.
-void BucketEngine::refuse_uncleared(const Slot& slot) const {
-  TORCH_CHECK(
-      !slot.reduced, "GradientBuckets(main_grad=True): '", slot.name,
-      "' receives a gradient while main_grad holds that of the last step; call zero() before the next "
-      "backward, for optimizer.zero_grad() clears grad alone");
 }
 
 // Of what the user sees; changes of its `data` do not count.

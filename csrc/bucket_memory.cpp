@@ -87,7 +87,7 @@ bool BucketEngine::settle(double seconds) {
 void BucketEngine::await_others() {
   refuse_lost();
   if (settled_within(longest_wait_)) return;
-  lose();
+  lost_others_ = true;
   const Awaited awaited = awaited_now();
   std::ostringstream cause;
   cause << "ranks " << std::get<2>(awaited) << " of it are late";
@@ -124,9 +124,10 @@ std::string BucketEngine::failure_of(const Awaited& awaited, const std::string& 
   return failure_text(std::get<0>(awaited), std::get<1>(awaited) ? *tensor_parallel_group_ : group_, cause);
 }
 
+// Their memory stays, for they may still write into ours.
 void BucketEngine::lose_others() {
   const Turn turn(order_);
-  lose();
+  lost_others_ = true;
 }
 
 // Other ranks may be adding to our buckets, which are freed or changed after this.
@@ -143,11 +144,8 @@ void BucketEngine::leave() noexcept {
   }
   if (marked_sums_) marked_sums_->leave();
   sums_->leave();
-  lose();
+  lost_others_ = true;
 }
-
-// Their memory stays, for they may still write into ours.
-void BucketEngine::lose() { lost_others_ = true; }
 
 void BucketEngine::refuse_lost() const {
   TORCH_CHECK(!lost_others_, "GradientBuckets: ranks of process group '", group_.name(),

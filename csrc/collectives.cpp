@@ -60,10 +60,6 @@ Group LiveGroup::get() const {
   return registered;
 }
 
-bool LiveGroup::averages(c10::DeviceType device) const {
-  return get()->getBackend(device)->getBackendName() == "nccl";
-}
-
 InFlight start_all_reduce(const Group& group, const at::Tensor& data, Reduction reduction,
                           int64_t timeout_ms) {
   static const auto all_reduce = find_operator<std::tuple<std::vector<at::Tensor>, InFlight>(

@@ -26,8 +26,6 @@ class LiveGroup {
   const std::string& name() const { return name_; }
   int size() const { return size_; }
   int rank() const { return rank_; }
-  // Whether the backend divides by the number of ranks while it reduces.
-  bool averages(c10::DeviceType device) const;
 
  private:
   std::string name_;

@@ -14,8 +14,6 @@ extern "C" __attribute__((visibility("default"), used)) const char tpkernels_sta
 namespace tpkernels {
 namespace {
 
-std::string built_with_torch() { return TORCH_VERSION; }
-
 // What Python's dtypes arrive as.
 std::optional<at::ScalarType> dtype_of(const std::optional<int64_t>& number) {
   if (!number) return std::nullopt;
@@ -30,15 +28,14 @@ c10::intrusive_ptr<BucketEngine> make_engine(
     bool reduce_scatter, bool average, bool main_grad, bool check_nan, std::optional<int64_t> grad_dtype,
     std::optional<int64_t> wire_dtype, int64_t timeout_ms, int64_t blocks) {
   return BucketEngine::make(
-      parameters, names, std::vector<bool>(marked.begin(), marked.end()),
-      EngineOptions{std::move(group), std::move(tensor_parallel_group), rank, reduce_scatter, average,
-                    main_grad, check_nan, dtype_of(grad_dtype), dtype_of(wire_dtype), timeout_ms, blocks});
+      parameters, EngineOptions{names, std::vector<bool>(marked.begin(), marked.end()), std::move(group),
+                                std::move(tensor_parallel_group), rank, reduce_scatter, average, main_grad,
+                                check_nan, dtype_of(grad_dtype), dtype_of(wire_dtype), timeout_ms, blocks});
 }
 
 }  // namespace
 
 TORCH_LIBRARY(tpkernels, library) {
-  library.def("built_with_torch() -> str", &built_with_torch);
   library.def("end_backends(__torch__.torch.classes.c10d.ProcessGroup group, float seconds) -> bool",
               &end_backends);
   library.class_<Handover>("Handover")

@@ -1,12 +1,80 @@
 #include "shared_sums.h"
 
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
 
-#include "add_up.h"
-
 namespace tpkernels {
+namespace {
+
+constexpr int64_t BLOCK = 2048;  // elements, whose sums stay in the cache
+constexpr int64_t LEAST_A_THREAD = 1 << 15;
+
+template <typename Element>
+std::vector<Element*> data_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<Element*> data;
+  for (const at::Tensor& tensor : tensors) data.push_back(tensor.mutable_data_ptr<Element>());
+  return data;
+}
+
+template <typename Element, typename Sum, typename Result>
+void add_block(const std::vector<Element*>& from, const std::vector<Result*>& into, Sum divisor,
+               int64_t first, int64_t count) {
+  Sum sums[BLOCK];
+  for (int64_t i = 0; i < count; ++i) sums[i] = static_cast<Sum>(from[0][first + i]);
+  for (size_t next = 1; next < from.size(); ++next) {
+    const Element* const more = from[next] + first;
+    for (int64_t i = 0; i < count; ++i) sums[i] += static_cast<Sum>(more[i]);
+  }
+  if (divisor != 1) {
+    for (int64_t i = 0; i < count; ++i) sums[i] /= divisor;
+  }
+  for (Result* const result : into) {
+    for (int64_t i = 0; i < count; ++i) result[first + i] = static_cast<Result>(sums[i]);
+  }
+}
+
+template <typename Element, typename Sum, typename Result>
+void add_blocks(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& results,
+                int64_t divisor) {
+  const auto from = data_of<Element>(tensors);
+  const auto into = data_of<Result>(results);
+  at::parallel_for(0, tensors[0].numel(), LEAST_A_THREAD, [&](int64_t first, int64_t last) {
+    for (; first < last; first += BLOCK) {
+      add_block(from, into, static_cast<Sum>(divisor), first, std::min(BLOCK, last - first));
+    }
+  });
+}
+
+template <typename Element, typename Sum>
+void add_in(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& into, int64_t divisor) {
+  if (into[0].scalar_type() == tensors[0].scalar_type()) {
+    add_blocks<Element, Sum, Element>(tensors, into, divisor);
+  } else {
+    add_blocks<Element, Sum, Sum>(tensors, into, divisor);
+  }
+}
+
+// The dtype that tensors of `own` are added in.
+at::ScalarType added_in(at::ScalarType own, bool in_double) {
+  return in_double || own == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// The sum of tensors, divided, into each of some others; all flat, contiguous, on the CPU, and of one size.
+// Added in double, or where `in_double` is false and they are narrower in float; rounded once (from double to
+// a half by way of float). `into` are of the dtype of what is added, or of that which it is added in.
+void add_up(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& into, int64_t divisor,
+            bool in_double) {
+  const at::ScalarType own = tensors[0].scalar_type();
+  const bool wide = added_in(own, in_double) == at::kDouble;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, own, "add_up", [&] {
+    wide ? add_in<scalar_t, double>(tensors, into, divisor) : add_in<scalar_t, float>(tensors, into, divisor);
+  });
+}
+
+}  // namespace
 
 SharedSums::SharedSums(std::vector<Place> places, int64_t own, SumOptions options)
     : places_(std::move(places)),
@@ -43,12 +111,7 @@ std::vector<int64_t> SharedSums::late_with(size_t bucket) const {
   return late_with(bucket, have_all(bucket, PUBLISHED) ? ADDED : PUBLISHED);
 }
 
-bool SharedSums::have_all(size_t bucket, Word word) const {
-  for (size_t rank = 0; rank < places_.size(); ++rank) {
-    if (read(rank, bucket, word) != calls_[bucket]) return false;
-  }
-  return true;
-}
+bool SharedSums::have_all(size_t bucket, Word word) const { return late_with(bucket, word).empty(); }
 
 std::vector<int64_t> SharedSums::other_owners() const {
   std::vector<int64_t> others = options_.owners;
@@ -104,8 +167,12 @@ std::vector<at::Tensor> SharedSums::shards(size_t bucket, int64_t ranks, int64_t
   return shards;
 }
 
+std::vector<at::Tensor> SharedSums::own_shards(size_t bucket) const {
+  return shards(bucket, static_cast<int64_t>(places_.size()), static_cast<int64_t>(own_));
+}
+
 void SharedSums::add_here(size_t bucket) const {
-  const auto from = shards(bucket, static_cast<int64_t>(places_.size()), static_cast<int64_t>(own_));
+  const auto from = own_shards(bucket);
   add_up(from, options_.scatter ? std::vector<at::Tensor>{from[own_]} : from, options_.divisor,
          options_.in_double);
 }
@@ -118,7 +185,7 @@ void SharedSums::send(size_t bucket) {
   if (options_.scatter) {
     for (const int64_t owner : options_.owners) pieces.push_back(shards(bucket, options_.ranks, owner));
   } else {
-    pieces.push_back(shards(bucket, static_cast<int64_t>(places_.size()), static_cast<int64_t>(own_)));
+    pieces.push_back(own_shards(bucket));
   }
   const int64_t each = pieces[0][0].numel();
   const at::ScalarType wide = added_in(flat.scalar_type(), options_.in_double);
@@ -141,10 +208,7 @@ void SharedSums::receive(const Sent& sent) const {
     shard.copy_(sent.wire.narrow(0, piece * shard.numel(), shard.numel()));
     return;
   }
-  for (const at::Tensor& shard :
-       shards(sent.bucket, static_cast<int64_t>(places_.size()), static_cast<int64_t>(own_))) {
-    shard.copy_(sent.wire);
-  }
+  for (const at::Tensor& shard : own_shards(sent.bucket)) shard.copy_(sent.wire);
 }
 
 }  // namespace tpkernels

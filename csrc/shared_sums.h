@@ -85,6 +85,7 @@ class SharedSums {
   bool have_all(size_t bucket, Word word) const;
   std::vector<int64_t> late_with(size_t bucket, Word word) const;
   std::vector<at::Tensor> shards(size_t bucket, int64_t ranks, int64_t rank) const;
+  std::vector<at::Tensor> own_shards(size_t bucket) const;  // among the ranks of this machine
   void add_here(size_t bucket) const;
   void send(size_t bucket);
   void receive(const Sent& sent) const;

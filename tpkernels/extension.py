@@ -53,7 +53,7 @@ def extension() -> Extension:
 
 
 def steps() -> Any:
-    """Return the C++ functions for steps of calls, see `csrc/python_module.h`; None: Python does them."""
+    """Return the C++ functions for steps of calls, see `csrc/python_module.cpp`; None: Python does them."""
     return extension().module
 
 

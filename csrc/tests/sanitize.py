@@ -66,10 +66,6 @@ SANITIZERS = {
             "tests/buckets/test_shared_timing.py",
             "tests/comm/test_native_pushes.py",
             "tests/comm/test_symmetric.py",
-            "tests/kernels/test_launch_plans.py",
-            "--deselect",  # Triton's compiler under sanitizers tells of itself
-            "tests/kernels/test_launch_plans.py::"
-            "test_a_plan_starts_what_triton_has_compiled_with_the_same_arguments",
         ],
     ),
     "tsan": Sanitizer(

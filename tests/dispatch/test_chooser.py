@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import wraps
 from itertools import count
 from threading import Event, Thread
+from time import sleep
 
 import pytest
 import torch
@@ -213,8 +214,7 @@ def test_timer_that_fails_leaves_torch_and_writes_nothing(make_chooser, caplog):
 def test_nothing_is_timed_before_an_obstacle_is_gone(make_chooser):
     standing = ["a CUDA graph is being captured"]
     timer = FakeTimer(TRITON_WINS)
-    chooser = make_chooser(timer)
-    chooser._obstacle = lambda device: standing[0] if standing else None
+    chooser = make_chooser(timer, obstacle=lambda device: standing[0] if standing else None)
     chooser.call(*LINEAR)
     assert not timer.asked
     standing.clear()
@@ -293,19 +293,25 @@ def test_variable_shows_choices(asked, shown, make_chooser, monkeypatch, capsys,
 
 
 def test_threads_time_a_problem_once_and_in_turn(make_chooser):
+    timing, together = [], []
+
     class SlowTimer(FakeTimer):
         def __call__(self, runs):
-            assert not chooser._lock.acquire(blocking=False)
+            timing.append(runs)
+            sleep(0.05)
+            together.append(len(timing))
+            timing.pop()
             return super().__call__(runs)
 
     timer = SlowTimer({"": 1.0})  # torch wins: the interpreter is not for threads
     chooser = make_chooser(timer)
-    threads = [Thread(target=chooser.call, args=LINEAR) for _ in range(4)]
+    calls = 2 * [LINEAR, (products.dgrad, X, torch.ones(32, 16))]
+    threads = [Thread(target=chooser.call, args=call) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(timer.asked) == 1
+    assert together == [1, 1]
 
 
 def test_freed_memory_is_spoilt_before_each_candidate_writes(make_chooser, monkeypatch):

@@ -18,7 +18,6 @@ import pytest
 import torch
 import triton
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -29,6 +28,7 @@ from tpkernels.dispatch import norms, products, scaled, vocabulary  # noqa: F401
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.record import Layer
 from tpkernels.kernels import invariance, launch, launch_plans
+from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.flags import advance
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.launch_plans import planned
@@ -37,6 +37,7 @@ from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.reduce import reduce_slots
 from tpkernels.kernels.scatter_linear import scatter_linear
 from tpkernels.kernels.target import A100, B200, H100, Target
+from tpkernels.kernels.tiles import ORDERED_SUM
 from tpkernels.kernels.waits import Arrivals, Departures
 
 Call = Callable[[], object]  # of a launcher, with operands that are made anew
@@ -117,16 +118,6 @@ def set_to(target: Target, left=0, tf32=False, batch=False, tp=0) -> Iterator[No
             torch._C._set_sm_carveout_experimental(before[1])
 
 
-@pytest.fixture(params=["C++", "Python"], autouse=True)
-def by(request, monkeypatch):
-    """Who finds and repeats plans."""
-    launch_plans.forget()
-    if request.param == "Python":
-        monkeypatch.setattr(launch_plans, "_native", lambda: None)
-    yield request.param
-    launch_plans.forget()
-
-
 def all_plans() -> list[Any]:
     return [found for plans in launch_plans._plans for found in plans.values()]
 
@@ -193,8 +184,7 @@ def test_each_primitive_has_a_plan():
             for _ in range(2):
                 record.by_kernel(*record.sample(BF16))
         found = all_plans()  # of launchers that it calls, too
-        planned_once = any(not isinstance(each, launch_plans._Seen) for each in found)
-        if not planned_once or launch_plans._Seen.WITHOUT_PLAN in found:
+        if not any(isinstance(each, tuple) for each in found) or launch_plans._NEVER in found:
             without.add(name)
     assert without == {"lookup_grad"}
 
@@ -264,12 +254,38 @@ def test_what_no_plan_can_repeat_is_done_each_time():
         assert _reads_a_number(x).shape == (number,)
         assert _wrapped(x, Hidden).tensor is x
         assert _unwrapped(Hidden(x)) is x
-    assert {launch_plans._Seen.WITHOUT_PLAN} == set(all_plans())
+        assert _of_nobody(x) is TABLE
+    assert set(all_plans()) == {launch_plans._NEVER}
 
 
 @planned
 def _unwrapped(hidden: Hidden) -> Tensor:
     return hidden.tensor
+
+
+TABLE = torch.zeros(1)
+
+
+@planned
+def _of_nobody(x: Tensor) -> Tensor:
+    return TABLE
+
+
+@planned
+def _named(x: Tensor, *, rows: int = 1, cols: int = 1) -> Tensor:
+    return launch.empty((rows, cols), x.dtype, x.device)
+
+
+def test_equal_values_of_other_options_are_another_kind():
+    for _ in range(3):
+        assert _named(TABLE, rows=2).shape == (2, 1)
+        assert _named(TABLE, cols=2).shape == (1, 2)
+
+
+def test_the_first_call_of_a_kind_is_not_observed():
+    """Where lengths vary, most kinds come once."""
+    _named(TABLE)
+    assert all_plans() == [launch_plans._ONCE]
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -282,7 +298,7 @@ def test_a_tensor_that_is_given_twice_is_another_kind(debug, monkeypatch):
 
 
 def test_launchers_refuse_what_no_key_can_describe():
-    """By the same errors whoever makes keys; and nothing crashes."""
+    """By the errors of the launcher itself."""
     x, weight = _meta(512, 128), _meta(256, 128)
     endless: list[Any] = []
     endless.append(endless)
@@ -304,30 +320,21 @@ def test_launchers_refuse_what_no_key_can_describe():
             assert refusals[0] == refusals[1], options
 
 
-def test_a_mode_sees_what_plans_allocate():
-    seen = []
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    x, weight = _meta(512, 128), _meta(256, 128)
+def test_a_call_with_a_tile_of_its_own_has_a_plan():
     with launch.recording(H100):
-        for _ in range(3):
-            seen.clear()
-            with Mode():
-                linear_fwd(x, weight)
-            assert torch.empty in seen
+        for _ in range(2):
+            bias_grad(_meta(512, 128), tile=ORDERED_SUM)
+            linear_fwd(_meta(512, 128), _meta(256, 128), tile=MatmulTile(64, 64, 64, 4, 2))
+    assert [type(found) for found in all_plans()] == [tuple, tuple]
 
 
-def test_kinds_that_were_not_seen_for_long_are_forgotten(monkeypatch):
+def test_too_many_kinds_are_dropped_and_learned_again(monkeypatch):
     monkeypatch.setattr(launch_plans, "MOST_PLANS", 4)
-    for size in range(8):
+    for size in range(9):
         for _ in range(3):
             _first_of(torch.zeros(size), torch.zeros(size))
-    assert len(all_plans()) == 4
-    assert all(not isinstance(found, launch_plans._Seen) for found in all_plans())
+        assert len(all_plans()) <= 4
+        assert isinstance(all_plans()[-1], tuple)
 
 
 def test_a_plan_holds_no_tensors():
@@ -346,8 +353,9 @@ def test_results_in_memory_of_operands_are_refused_every_time(device):
     apart = torch.empty_like(x)
     for _ in range(3):
         linear_fwd(x, weight, out=apart)
-        with pytest.raises(ValueError, match="linear_fwd: expected y of out with memory of its own"):
-            linear_fwd(x, weight, out=x)
+        for out in (x, x[:], weight[:]):  # all of one kind, but for where they lie
+            with pytest.raises(ValueError, match="linear_fwd: expected y of out with memory of its own"):
+                linear_fwd(x, weight, out=out)
 
 
 def test_operands_with_lazy_negation_are_read_as_numbers(device):
@@ -425,13 +433,11 @@ def starting() -> Iterator[list[Started]]:
         launch_plans.forget()
 
 
-def _started(cache: str, native: bool) -> list[tuple[Any, ...]]:
+def _started(cache: str) -> list[tuple[Any, ...]]:
     """What reaches Triton's launcher in three calls, where kernels are compiled; operands by name."""
     found = []
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        if not native:
-            patch.setattr(launch_plans, "_native", lambda: None)
         looks = Mock(wraps=triton.runtime.jit.JITFunction.run)  # of Triton at the arguments
         patch.setattr(
             triton.runtime.jit.JITFunction, "run", lambda *given, **options: looks(*given, **options)
@@ -459,8 +465,8 @@ def _all_of(argument: Any, named: dict[int, str]) -> object:
     return repr(argument)
 
 
-def test_a_plan_starts_what_triton_has_compiled_with_the_same_arguments(compiler, by):
-    anew, observed, repeated = compiler.run(_started, str(compiler.cache / "triton"), by == "C++")
+def test_a_plan_starts_what_triton_has_compiled_with_the_same_arguments(compiler):
+    anew, observed, repeated = compiler.run(_started, str(compiler.cache / "triton"))
     assert anew == observed == repeated
     assert anew[1] == 7
     assert "x" in str(anew[3])

@@ -21,7 +21,6 @@ agree through (see `cache`): then a choice is the first rank's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
@@ -40,7 +39,6 @@ from tpkernels.dispatch.record import Primitive, R
 from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like, spoil_freed
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer, Times
 from tpkernels.env import env_flag
-from tpkernels.extension import steps
 from tpkernels.files import cache_folder
 from tpkernels.kernels.target import fp32_precision
 
@@ -378,9 +376,6 @@ def _signature(name: str, arguments: tuple[Any, ...], out: Sequence[Tensor] = ()
     """Return a key of all that a problem depends on. It is made in every call, and must be quick."""
     # all products multiply their second argument
     precision = fp32_precision() if arguments[1].dtype is torch.float32 else ""
-    if (native := steps()) is not None:
-        with suppress(TypeError):  # an argument that it does not know
-            return native.signature((name, precision, arguments, out))
     signature: list[object] = [name, precision]
     for argument in (*out, "into", *arguments) if out else arguments:
         if isinstance(argument, Tensor):

@@ -63,9 +63,6 @@ class LaunchObserver(Protocol):
     ) -> None:
         """Call `start` with the arguments, and note what it starts."""
 
-    def kept_apart(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
-        """What is written shares memory with nothing else."""
-
 
 _emulated: ContextVar[EmulatedStart | None] = ContextVar("emulated", default=None)
 _observer: ContextVar[LaunchObserver | None] = ContextVar("observer", default=None)
@@ -161,8 +158,6 @@ def results(
     if out is not None:
         given = (out,) if isinstance(out, Tensor) else tuple(out)
         require_results(launcher, wanted, given, inputs, sums, dtype)
-        if observer := observing():
-            observer.kept_apart(given, [tensor for _, tensor in inputs if tensor is not None])
         return given
     like = inputs[0][1]
     assert like is not None, "the first input is always there"
