@@ -125,9 +125,9 @@ def one_rank_of_four() -> Iterator[Mistake]:
     yield lambda: parallelize(model), "none of its layers is known by name", "see docs/huggingface.md"
     yield lambda: parallelize(column, plan={"": "column"}), "fits no module", "there are "
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    yield lambda: parallelize(model, plan={"0": "head"}), "optimizer has '0.weight'", "parallelize first,"
-    del optimizer
-    yield lambda: DistributedDataParallel(column), "average different shards", 'state.process_group("dp")'
+    parallelize(model, plan={"0": "head"}, verify=False)
+    yield optimizer.step, "optimizer has '0.weight'", "call parallelize first,"
+    yield lambda: DistributedDataParallel(column)(x), "average different shards", 'state.process_group("dp")'
     yield (
         lambda: GradientBuckets(column, dist.group.WORLD),
         "average different shards",

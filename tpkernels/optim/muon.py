@@ -26,7 +26,8 @@ from tpkernels.comm.groups import required_group
 from tpkernels.comm.supported import Problem
 from tpkernels.groups.sizes import VocabularySplit
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.foreign import is_dtensor, problem_on_shards
+from tpkernels.layers.dtensors import is_dtensor
+from tpkernels.layers.optimizers import problem_on_shards
 from tpkernels.layers.replicas import gradient_of
 from tpkernels.layers.world import State
 from tpkernels.optim.full_matrices import FullMatrices

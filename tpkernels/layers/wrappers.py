@@ -1,0 +1,122 @@
+"""Refuses torch's data-parallel wrappers over ranks that hold different shards of a layer's weight.
+
+Such a wrapper would average different rows, and no loss would show it. torch asks no module whether it may be
+wrapped, so layers look when they can see the wrapper:
+
+DistributedDataParallel     in its first forward, when a layer asks for its group; also composable `replicate`
+fully_shard                 when it tells a layer that its parameters are DTensors now
+FullyShardedDataParallel    layers see that they are wrapped, not over which ranks: `check(model)` does
+
+Parameters that `parallelize` has replaced are marked, so that a wrapper or an optimizer that still has them
+is refused, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from tpkernels.layers.dtensors import is_dtensor
+from tpkernels.ops.replicas import mixing_of
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+_accepted: WeakSet[nn.Module] = WeakSet()  # wrappers
+replacements: list[str] = []  # callers that have replaced parameters
+
+
+def refuse_ddp(wrapper: DistributedDataParallel) -> None:
+    """Raise if a wrapper averages shards of a weight, or has parameters that were replaced. Looks once."""
+    if wrapper in _accepted:
+        return
+    if isinstance(wrapper.module, nn.ParameterList):  # of `replicate`, which ends no forward that has raised
+        DistributedDataParallel._active_ddp_module = None
+    for caller, name in filter(None, map(replacer_of, wrapper._module_parameters)):
+        raise ValueError(
+            f"DistributedDataParallel has wrapped '{name}', which {caller} has replaced in the model; "
+            f"call {caller} first, then wrap the model over the data-parallel group"
+        )
+    for name, parameter in wrapper.module.named_parameters():
+        if is_shard(parameter) and name not in wrapper.parameters_to_ignore:
+            holders, ranks = vars(parameter)["tensor_parallel_ranks"], ranks_of(wrapper.process_group)
+            # it has sent the first rank's weights when it was made
+            _refuse_mixing(name, holders, ranks, type(wrapper).__name__, ". Then build the model again")
+    _accepted.add(wrapper)
+
+
+def refuse_fsdp(wrapper: FullyShardedDataParallel) -> None:
+    """Raise if a wrapper averages shards of a weight.
+
+    Parameters may be views of a flat parameter by now, without attributes: layers know theirs.
+    """
+    ranks = [*ranks_of(wrapper.process_group), *ranks_of(getattr(wrapper, "_inter_node_pg", None))]
+    for prefix, layer in wrapper.named_modules():
+        marks: Mapping[str, Any] = getattr(layer, "_attributes", {})
+        for name, attributes in marks.items():
+            ignored = layer._parameters.get(name) in wrapper._ignored_params
+            if attributes.tensor_model_parallel and not ignored:
+                held: Any = layer
+                path = f"{prefix}.{name}".replace("_fsdp_wrapped_module.", "").lstrip(".")
+                _refuse_mixing(path, held.world.ranks, ranks, type(wrapper).__name__)
+
+
+def refuse_mesh(module: nn.Module, holders: Sequence[int], *, holds_dtensors: bool) -> None:
+    """Raise if fully_shard averages a parameter of `module` over ranks that hold other shards of it.
+
+    holders: the tensor-parallel ranks
+    holds_dtensors: parameters were DTensors over these ranks before
+    """
+    for name, parameter in module._parameters.items():
+        if is_dtensor(parameter):
+            groups = list(map(ranks_of, parameter.device_mesh.get_all_groups()))
+            ranks = parameter.device_mesh.mesh.flatten().tolist()
+            if holds_dtensors:  # a dimension of the mesh has the tensor-parallel ranks, others must have none
+                ranks = sorted({rank for group in groups if group != list(holders) for rank in group})
+            _refuse_mixing(f"{type(module).__name__}.{name}", holders, ranks, "fully_shard")
+
+
+def fsdp_of(model: nn.Module) -> list[FullyShardedDataParallel]:
+    """Return all `FullyShardedDataParallel` in a model; loads nothing."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: then there is none
+    return [m for m in model.modules() if fsdp is not None and isinstance(m, fsdp.FullyShardedDataParallel)]
+
+
+def mark_replaced(named: Iterable[tuple[str, Tensor]], caller: str) -> None:
+    """Mark parameters that `caller` has replaced in their model by others."""
+    replacements.append(caller)
+    _accepted.clear()
+    for name, parameter in named:
+        vars(parameter)["replaced_by"] = caller, name
+
+
+def replacer_of(parameter: Tensor) -> tuple[str, str] | None:
+    """Return the function that has replaced a parameter, and its name then; None if none has."""
+    found: tuple[str, str] | None = vars(parameter).get("replaced_by")
+    return found
+
+
+def ranks_of(group: object) -> list[int]:
+    """Return the global ranks of a process group; none of anything else."""
+    return dist.get_process_group_ranks(group) if isinstance(group, ProcessGroup) else []
+
+
+def is_shard(parameter: Tensor) -> bool:
+    """Whether a parameter is a shard, of which other ranks hold the rest."""
+    known = vars(parameter)
+    return bool(known.get("tensor_model_parallel")) and len(known.get("tensor_parallel_ranks", ())) > 1
+
+
+def _refuse_mixing(
+    name: str, holders: Sequence[int], ranks: list[int], wrapper: str, after: str = ""
+) -> None:
+    problem = mixing_of(name, holders, ranks, wrapper)
+    if problem is not None:
+        raise ValueError(problem + after)
