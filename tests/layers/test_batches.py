@@ -7,7 +7,7 @@ from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -169,18 +169,6 @@ def test_wrappers_and_checkpoints_are_one_call():
     checkpoint(wrapped, torch.ones(2, 4), use_reentrant=False).sum().backward()
     found = [hook for m in wrapped.modules() for hook in m._forward_pre_hooks.values()]
     assert [hook._calls for hook in found] == [1]  # none of layers that get activations
-
-
-@on_ranks(2)
-def test_a_gpu_is_asked_in_the_next_call():
-    initialize_model_parallel(2)
-    model = checked(sequential())
-    arrival = Mock()
-    with patch.object(batches, "_on_host", lambda flag: (flag, arrival)):
-        call(model, torch.ones(2, 4) + dist.get_rank())
-        assert not arrival.synchronize.called
-        call(model, torch.ones(2, 4), words=WORDS.format(root="Sequential", name="input"))
-    arrival.synchronize.assert_called_once_with()
 
 
 def test_of_a_huge_tensor_some_elements_are_taken():

@@ -21,7 +21,7 @@ from tpkernels import (
     initialize_model_parallel,
     parallelize,
 )
-from tpkernels.layers import guards
+from tpkernels.layers import check as unit
 
 
 class HomeMade:
@@ -104,8 +104,8 @@ def test_hooks_come_with_the_first_layer_and_go_with_groups():
 
 def test_in_debug_mode_a_model_is_checked_in_its_first_call(monkeypatch):
     destroy_model_parallel()
-    monkeypatch.setattr(guards, "debug", True)
-    with posing(0, 2), patch.object(guards, "check") as checks:
+    monkeypatch.setattr(unit, "debug", True)
+    with posing(0, 2), patch.object(unit, "check") as checks:
         model = nn.Sequential(nn.Sequential(ColumnParallelLinear(4, 4)))
         for _ in range(2):
             model(torch.ones(2, 4))

@@ -16,18 +16,19 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from tpkernels.groups.checksums import sums_on_device
 from tpkernels.groups.random import is_capturing
 from tpkernels.groups.state import current_or_none
-from tpkernels.layers import replicas
+from tpkernels.layers.replicas import is_due
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.replicas import agree_on_data, differs_between_ranks
 
@@ -59,71 +60,41 @@ class Batches:
         self._shards = shards
         self._until_activations = until_activations
         self._calls = 0
-        self._comparing: _Comparing | None = None  # begun by the call before, on a GPU
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not replicas.steps_between_checks or _is_no_ordinary_call():
+        if torch.compiler.is_compiling() or _is_no_ordinary_call():
             return
-        if self._comparing is not None:
-            comparing, self._comparing = self._comparing, None
-            comparing.wait()
-        self._calls = calls = self._calls + 1
-        if calls & (calls - 1) and calls % replicas.steps_between_checks:
+        self._calls += 1
+        if not is_due(self._calls):
             return
         state = current_or_none()
         if state is not None and not set(self._world.ranks) <= set(state.ranks("tp")):
             return  # ranks of experts, for example, have batches of their own
-        named = [*_data_of(module, args, kwargs, self._shards)]
-        if not named:
-            if self._until_activations and torch.is_grad_enabled():
-                self._leave(module)
-            return
-        comparing = _Comparing(type(_unwrapped(module)).__name__, named, self._world)
-        if comparing.arrival is None:
-            comparing.wait()
-        else:
-            self._comparing = comparing
+        if named := [*_data_of(module, args, kwargs, self._shards)]:
+            _compare(type(_unwrapped(module)).__name__, named, self._world.group)
+        elif self._until_activations and torch.is_grad_enabled():
+            self._leave(module)
 
     def _leave(self, module: nn.Module) -> None:
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is self]:
             del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_calls": 0, "_comparing": None}
+        return vars(self) | {"_calls": 0}
 
 
-class _Comparing:
-    """A comparison of checksums over ranks.
-
-    arrival: the event after which the host has the result; None: the host has it
-    """
-
-    @torch.no_grad()
-    def __init__(self, request: str, named: list[tuple[str, Tensor]], world: TensorWorld) -> None:
-        self._request, self._group = f"inputs of {request}", world.group
-        self._described = [f"'{name}' {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
-        self._sums = sums_on_device([_some_of(tensor) for _, tensor in named])
-        weights = torch.arange(1, 2 * len(named) + 1, 2, device=self._sums.device)
-        described = zlib.crc32("\n".join(self._described).encode())
-        differ = differs_between_ranks((self._sums * weights).sum() + described, self._group)
-        self._differ, self.arrival = _on_host(differ)
-
-    def wait(self) -> None:
-        """Wait for the result; all ranks raise the same error if inputs differ."""
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        if self._differ:
-            sums = [f"{total % 2**64:016x}" for total in self._sums.tolist()]
-            described = zip(self._described, sums, strict=True)
-            agree_on_data(self._request, [f"{said} with checksum {s}" for said, s in described], self._group)
-
-
-def _on_host(flag: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """Copy a flag to the host; return it with the event after which the copy is done, or None."""
-    if flag.is_cpu:
-        return flag, None
-    there = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
-    return there, torch.accelerator.current_stream(flag.device).record_event()
+@torch.no_grad()
+def _compare(name: str, named: Sequence[tuple[str, Tensor]], group: ProcessGroup) -> None:
+    """Raise the same error on all ranks if tensors differ. name: of the module"""
+    described = [f"'{name}' {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
+    sums = sums_on_device([_some_of(tensor) for _, tensor in named])
+    weights = torch.arange(1, 2 * len(named) + 1, 2, device=sums.device)
+    if differs_between_ranks((sums * weights).sum() + zlib.crc32("\n".join(described).encode()), group):
+        said = [
+            f"{text} with checksum {total % 2**64:016x}"
+            for text, total in zip(described, sums.tolist(), strict=True)
+        ]
+        agree_on_data(f"inputs of {name}", said, group)
 
 
 def _is_no_ordinary_call() -> bool:

@@ -1,15 +1,26 @@
-"""Checks of a whole model: of what its layers cannot see."""
+"""Checks of what layers cannot see: of a whole model on request, and of each step of an optimizer.
+
+torch has hooks on steps for all optimizers of the process only. The first layer installs ours, and
+`destroy_model_parallel` removes them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from tpkernels.env import env_flag
+from tpkernels.groups.state import at_destroy
+from tpkernels.layers import replicas
 from tpkernels.layers.batches import compare_inputs
-from tpkernels.layers.optimizers import refuse_optimizer
+from tpkernels.layers.optimizers import before_step, refuse_optimizer
 from tpkernels.layers.world import TensorWorld
 from tpkernels.layers.wrappers import fsdp_of, refuse_ddp, refuse_fsdp
 
@@ -81,3 +92,36 @@ def _parameters_in(holder: object, depth: int = 6) -> Iterator[nn.Parameter]:
     if depth:
         for each in inner:
             yield from _parameters_in(each, depth - 1)
+
+
+class _Installed:
+    handles: ClassVar[list[RemovableHandle]] = []
+    checked: ClassVar[WeakSet[nn.Module]] = WeakSet()
+
+
+debug = env_flag("TPKERNELS_DEBUG", default=False)
+
+
+def guard_training() -> None:
+    """Install the hooks, unless they are; with TPKERNELS_DEBUG=1 `check` each model in its first call."""
+    if _Installed.handles:
+        return
+    _Installed.handles.append(register_optimizer_step_pre_hook(before_step))
+    if replicas.steps_between_checks:
+        _Installed.handles.append(register_optimizer_step_post_hook(replicas.after_step))
+    if debug:
+        _Installed.handles.append(register_module_forward_pre_hook(_check_once))
+    at_destroy(_remove)
+
+
+def _remove() -> None:
+    while _Installed.handles:
+        _Installed.handles.pop().remove()
+
+
+def _check_once(module: nn.Module, _: object) -> None:
+    """Check a module, and with it all that are in it."""
+    if module not in _Installed.checked:
+        _Installed.checked.update(module.modules())
+        if layers_of(module):
+            check(module)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.check import guard_training
 from tpkernels.layers.dtensors import is_dtensor
-from tpkernels.layers.guards import guard_training
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.layers.wrappers import refuse_mesh
 

@@ -168,6 +168,12 @@ def _read(value: str | None) -> int:
 steps_between_checks = _read(os.environ.get(VARIABLE))  # read once: a step must be cheap
 
 
+def is_due(number: int) -> bool:
+    """Whether ranks compare in this step or call: in early ones, ever more rarely, and in every N-th."""
+    # powers of two: a short run may end before the first interval
+    return bool(steps_between_checks) and (number & (number - 1) == 0 or number % steps_between_checks == 0)
+
+
 class Watch:
     """Counts the steps of one optimizer, and compares replicas after some of them."""
 
@@ -177,9 +183,8 @@ class Watch:
 
     def after_step(self, copies: Callable[[], Copies | None]) -> None:
         """Count a step, and compare replicas after some steps. Called by all ranks with replicas."""
-        self._steps = steps = self._steps + 1
-        # powers of two: a short run may end before the first interval
-        if steps_between_checks and (steps & (steps - 1) == 0 or steps % steps_between_checks == 0):
+        self._steps += 1
+        if is_due(self._steps):
             self.look(copies())
 
     def look(self, found: Copies | None) -> None:
