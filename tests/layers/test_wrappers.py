@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from tpkernels import (
     ParallelMLP,
     RowParallelLinear,
     VocabParallelEmbedding,
-    check,
     parallelize,
 )
 
@@ -48,22 +46,14 @@ def by_fully_shard_each(module: nn.Module, mesh: DeviceMesh) -> object:
     return fully_shard(module, mesh=mesh)
 
 
-def fsdp(module: nn.Module, mesh: DeviceMesh, **options: bool) -> nn.Module:
+def by_fsdp(module: nn.Module, mesh: DeviceMesh, **options: bool) -> nn.Module:
     group = mesh.get_group()
     return FullyShardedDataParallel(module, process_group=group, device_id=torch.device("cpu"), **options)
-
-
-def by_fsdp(module: nn.Module, mesh: DeviceMesh, **options: bool) -> object:
-    model = fsdp(module, mesh, **options)
-    check(model)
-    return model(torch.ones(4, 2, K))
 
 
 WRAPS: dict[str, Wrap] = {
     "ddp": by_ddp,
     "replicate": by_replicate,
-    "fsdp": by_fsdp,
-    "fsdp_of_originals": partial(by_fsdp, use_orig_params=True),
     "fully_shard": lambda module, mesh: fully_shard(module, mesh=mesh),
     "fully_shard_each": by_fully_shard_each,
     "buckets": lambda module, mesh: GradientBuckets(module, mesh.get_group()),
@@ -127,11 +117,19 @@ def test_a_wrapper_that_has_overwritten_shards_says_so():
 
 @pytest.mark.parametrize("options", [{}, {"use_orig_params": True}], ids=["flat", "originals"])
 @on_ranks(2)
-def test_layers_under_fsdp_compute_only_after_check(options):
-    mesh, _ = meshes(1)
-    model = fsdp(MODELS["mlp"](mesh), mesh["dp"], **options)
-    with pytest.raises(RuntimeError, match=r"cannot see: call tpkernels.check\(model\) after wrapping"):
-        model(torch.ones(4, 2, K))
+def test_flat_parameters_are_refused_over_any_ranks(options):
+    mesh, world = meshes(1)
+    for model in MODELS.values():
+        for over in (mesh["dp"], world):
+            with pytest.raises(ValueError, match=r"^FullyShardedDataParallel: expected no .* use"):
+                by_fsdp(model(mesh), over, **options)
+
+
+@on_ranks(2)
+def test_flat_parameters_of_a_rank_alone_are_accepted():
+    mesh, _ = meshes(2)
+    model = by_fsdp(MODELS["inside"](mesh), mesh["dp"])
+    model(torch.ones(4, 2, K)).sum().backward()
 
 
 @on_ranks(2)

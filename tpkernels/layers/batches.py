@@ -62,10 +62,10 @@ class Batches:
         self._calls = 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or _is_no_ordinary_call():
-            return
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return  # traced, or recomputed in backward
         self._calls += 1
-        if not is_due(self._calls):
+        if not is_due(self._calls) or is_capturing():
             return
         state = current_or_none()
         if state is not None and not set(self._world.ranks) <= set(state.ranks("tp")):
@@ -95,13 +95,6 @@ def _compare(name: str, named: Sequence[tuple[str, Tensor]], group: ProcessGroup
             for text, total in zip(described, sums.tolist(), strict=True)
         ]
         agree_on_data(f"inputs of {name}", said, group)
-
-
-def _is_no_ordinary_call() -> bool:
-    """Whether a call is a recomputation in backward, or is captured into a CUDA graph."""
-    if torch._C._current_graph_task_id() != -1:
-        return True
-    return is_capturing()
 
 
 def _data_of(

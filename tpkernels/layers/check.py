@@ -22,7 +22,7 @@ from tpkernels.layers import replicas
 from tpkernels.layers.batches import compare_inputs
 from tpkernels.layers.optimizers import before_step, refuse_optimizer
 from tpkernels.layers.world import TensorWorld
-from tpkernels.layers.wrappers import fsdp_of, refuse_ddp, refuse_fsdp
+from tpkernels.layers.wrappers import refuse_ddp
 
 
 def check(model: nn.Module, optimizer: object = None) -> None:
@@ -33,14 +33,14 @@ def check(model: nn.Module, optimizer: object = None) -> None:
 
     Called by all ranks of the tensor-parallel group, before the first step. It finds
 
-    - `DistributedDataParallel` or `FullyShardedDataParallel` over ranks that hold other shards;
+    - `DistributedDataParallel` over ranks that hold other shards;
     - an optimizer, or a wrapper, of parameters that `parallelize` has replaced;
     - an optimizer that takes a shard for the full parameter;
     - from now on, in some calls, inputs that differ between tensor-parallel ranks, such as masks.
 
-    Without this call all but `FullyShardedDataParallel` are found in the first forward or step where layers
-    see them: wrappers of a model that is compiled, optimizers that are not torch's, and inputs that no layer
-    takes are found by this call alone. With TPKERNELS_DEBUG=1 it is made in each model's first forward.
+    Without this call they are found in the first forward or step where layers see them; wrappers of a model
+    that is compiled, optimizers that are not torch's, and inputs that no layer takes are found by it alone.
+    With TPKERNELS_DEBUG=1 it is made in each model's first forward.
     """
     layers = layers_of(model)
     if not layers:
@@ -48,10 +48,6 @@ def check(model: nn.Module, optimizer: object = None) -> None:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             refuse_ddp(module)
-    for wrapper in fsdp_of(model):
-        refuse_fsdp(wrapper)
-    for layer in layers:
-        layer.world.awaits_check = False
     if optimizer is not None:
         named = {id(p): f"'{name}'" for name, p in model.named_parameters()}
         refuse_optimizer(optimizer, list(_parameters_in(_state_of(optimizer))), named)

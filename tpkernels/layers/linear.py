@@ -43,10 +43,9 @@ class _ParallelLinear(ParallelModule):
 
     def __init__(
         self,
+        dim: int,
         input_size: int,
         output_size: int,
-        *,
-        dim: int,
         stride: int,
         init_method: InitMethod,
         keep_master_weight_for_test: bool,
@@ -170,16 +169,8 @@ class ColumnParallelLinear(_ParallelLinear):
         options: LayerOptions = DEFAULT,
         **_: Unpack[LinearOptions],
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            dim=0,
-            stride=stride,
-            init_method=init_method,
-            keep_master_weight_for_test=keep_master_weight_for_test,
-            skip_bias_add=skip_bias_add,
-            options=options,
-        )
+        seeds = stride, init_method, keep_master_weight_for_test, skip_bias_add
+        super().__init__(0, input_size, output_size, *seeds, options)
         require_activation("ColumnParallelLinear", activation or "none")
         if skip_bias_add and bias and activation not in (None, "none"):
             raise ValueError(
@@ -269,16 +260,8 @@ class RowParallelLinear(_ParallelLinear):
         options: LayerOptions = DEFAULT,
         **_: Unpack[LinearOptions],
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            dim=1,
-            stride=stride,
-            init_method=init_method,
-            keep_master_weight_for_test=keep_master_weight_for_test,
-            skip_bias_add=skip_bias_add,
-            options=options,
-        )
+        seeds = stride, init_method, keep_master_weight_for_test, skip_bias_add
+        super().__init__(1, input_size, output_size, *seeds, options)
         if options.sequence_parallel and not input_is_parallel:
             raise ValueError(
                 "RowParallelLinear: expected input_is_parallel=True with sequence_parallel, because the "

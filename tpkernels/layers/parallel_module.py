@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.check import guard_training
-from tpkernels.layers.dtensors import is_dtensor
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.layers.wrappers import refuse_mesh
 
@@ -70,16 +69,21 @@ class MarkedModule(nn.Module):
         self._mark()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; notice that torch's `fully_shard` has replaced parameters by DTensors.
+        """Set an attribute; notice `FullyShardedDataParallel`, and that `fully_shard` has made DTensors.
 
         Not a property: since torch 2.14 torch.compile would take its value alone.
         """
         super().__setattr__(name, value)
         if name == "_is_fsdp_managed_module":
             self._after_fully_shard()
+        if name == "_fsdp_use_orig_params" and not value:
+            self._refuse_flat_parameters()
 
     def _after_fully_shard(self) -> None:
         self._mark()
+
+    def _refuse_flat_parameters(self) -> None:
+        """Raise if `FullyShardedDataParallel`, which has flat parameters, may average other shards."""
 
     def _note(self) -> None:
         """Remember the parameters' attributes, which callers may have changed."""
@@ -127,10 +131,20 @@ class ParallelModule(MarkedModule):
 
     def _after_fully_shard(self) -> None:
         refuse_mesh(self, self.world.ranks, holds_dtensors=self.holds_dtensors)
-        # `fully_shard` has made DTensors of all before, over one dimension more than they had
-        dims = [p.device_mesh.ndim if is_dtensor(p) else 0 for p in self.parameters()]
-        self.world.awaits_check = self.world.size > 1 and min(dims, default=2) <= self.holds_dtensors
         super()._after_fully_shard()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if getattr(param, "_fsdp_flattened", False):
+            self._refuse_flat_parameters()
+        super().register_parameter(name, param)
+
+    def _refuse_flat_parameters(self) -> None:
+        if self.world.size > 1:
+            raise ValueError(
+                f"FullyShardedDataParallel: expected no {type(self).__name__} over {self.world.size} ranks, "
+                "which cannot see whether its shards would be averaged; use "
+                'torch.distributed.fsdp.fully_shard(model, mesh=mesh["dp"])'
+            )
 
     def require_features(self, x: Tensor, features: int, advice: str) -> None:
         """Raise unless x is (..., features). advice: what to do, for the error"""

@@ -53,7 +53,6 @@ class TensorWorld:
         self._why = why
         self.rank = rank
         self.size = size
-        self.awaits_check = False  # whether the layer is wrapped over ranks that it does not know
         self._group = None if group is None else ref(group)
         self._process = os.getpid()
 
@@ -65,7 +64,7 @@ class TensorWorld:
             return group  # what follows would run once, while tracing
         if DistributedDataParallel._active_ddp_module is not None:
             refuse_ddp(DistributedDataParallel._active_ddp_module)
-        if group is None or not c10d.is_alive(group) or self._process != os.getpid() or self.awaits_check:
+        if group is None or not c10d.is_alive(group) or self._process != os.getpid():
             return self._found_or_refused(group)
         return group
 
@@ -89,11 +88,6 @@ class TensorWorld:
             raise ParallelStateError(
                 "the tensor-parallel group was destroyed; build layers again after "
                 "initialize_model_parallel(...)"
-            )
-        if self.awaits_check:
-            raise ParallelStateError(
-                "FullyShardedDataParallel wraps this layer over ranks that the layer cannot see: call "
-                "tpkernels.check(model) after wrapping, on all ranks, or use fully_shard"
             )
         raise ParallelStateError(
             f"the tensor-parallel group belongs to process {self._process}: a forked child cannot use "

@@ -5,7 +5,7 @@ wrapped, so layers look when they can see the wrapper:
 
 DistributedDataParallel     in its first forward, when a layer asks for its group; also composable `replicate`
 fully_shard                 when it tells a layer that its parameters are DTensors now
-FullyShardedDataParallel    layers see that they are wrapped, not over which ranks: `check(model)` does
+FullyShardedDataParallel    at all, when it wraps: layers cannot see over which ranks
 
 Parameters that `parallelize` has replaced are marked, so that a wrapper or an optimizer that still has them
 is refused, too.
@@ -13,9 +13,7 @@ is refused, too.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -25,9 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tpkernels.layers.dtensors import is_dtensor
 from tpkernels.ops.replicas import mixing_of
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FullyShardedDataParallel
 
 _accepted: WeakSet[nn.Module] = WeakSet()  # wrappers
 replacements: list[str] = []  # callers that have replaced parameters
@@ -52,22 +47,6 @@ def refuse_ddp(wrapper: DistributedDataParallel) -> None:
     _accepted.add(wrapper)
 
 
-def refuse_fsdp(wrapper: FullyShardedDataParallel) -> None:
-    """Raise if a wrapper averages shards of a weight.
-
-    Parameters may be views of a flat parameter by now, without attributes: layers know theirs.
-    """
-    ranks = [*ranks_of(wrapper.process_group), *ranks_of(getattr(wrapper, "_inter_node_pg", None))]
-    for prefix, layer in wrapper.named_modules():
-        marks: Mapping[str, Any] = getattr(layer, "_attributes", {})
-        for name, attributes in marks.items():
-            ignored = layer._parameters.get(name) in wrapper._ignored_params
-            if attributes.tensor_model_parallel and not ignored:
-                held: Any = layer
-                path = f"{prefix}.{name}".replace("_fsdp_wrapped_module.", "").lstrip(".")
-                _refuse_mixing(path, held.world.ranks, ranks, type(wrapper).__name__)
-
-
 def refuse_mesh(module: nn.Module, holders: Sequence[int], *, holds_dtensors: bool) -> None:
     """Raise if fully_shard averages a parameter of `module` over ranks that hold other shards of it.
 
@@ -81,12 +60,6 @@ def refuse_mesh(module: nn.Module, holders: Sequence[int], *, holds_dtensors: bo
             if holds_dtensors:  # a dimension of the mesh has the tensor-parallel ranks, others must have none
                 ranks = sorted({rank for group in groups if group != list(holders) for rank in group})
             _refuse_mixing(f"{type(module).__name__}.{name}", holders, ranks, "fully_shard")
-
-
-def fsdp_of(model: nn.Module) -> list[FullyShardedDataParallel]:
-    """Return all `FullyShardedDataParallel` in a model; loads nothing."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: then there is none
-    return [m for m in model.modules() if fsdp is not None and isinstance(m, fsdp.FullyShardedDataParallel)]
 
 
 def mark_replaced(named: Iterable[tuple[str, Tensor]], caller: str) -> None:
