@@ -24,9 +24,9 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.groups.state import ParallelState, current
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.dtensors import groups_with_blocks, is_dtensor
 from tpkernels.layers.replicas import gradient_of, likely_causes
 from tpkernels.layers.world import State, tensor_world
+from tpkernels.layers.wrappers import groups_with_blocks, is_dtensor
 from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import agree_on, from_all_ranks
 from tpkernels.tp_invariance import mode

@@ -36,9 +36,8 @@ from tpkernels.groups.agreement import are_set
 from tpkernels.groups.checksums import sums_of_bits
 from tpkernels.groups.random import is_capturing
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.dtensors import groups_with_blocks, is_dtensor, local_of, reshard
 from tpkernels.layers.world import State, tensor_world
-from tpkernels.layers.wrappers import ranks_of
+from tpkernels.layers.wrappers import groups_with_blocks, is_dtensor, local_of, ranks_of, reshard
 from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import agree_on, sum_over_ranks_, unlike_first_rank
 

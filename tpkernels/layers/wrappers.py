@@ -8,12 +8,14 @@ fully_shard                 when it tells a layer that its parameters are DTenso
 FullyShardedDataParallel    at all, when it wraps: layers cannot see over which ranks
 
 Parameters that `parallelize` has replaced are marked, so that a wrapper or an optimizer that still has them
-is refused, too.
+is refused, too. DTensors, which `fully_shard` makes, are known here without loading torch's module of them.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeGuard
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -21,8 +23,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from tpkernels.layers.dtensors import is_dtensor
 from tpkernels.ops.replicas import mixing_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _accepted: WeakSet[nn.Module] = WeakSet()  # wrappers
 replacements: list[str] = []  # callers that have replaced parameters
@@ -74,6 +78,35 @@ def replacer_of(parameter: Tensor) -> tuple[str, str] | None:
     """Return the function that has replaced a parameter, and its name then; None if none has."""
     found: tuple[str, str] | None = vars(parameter).get("replaced_by")
     return found
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether `tensor` is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # not imported: then there are none
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, or the tensor itself; detached."""
+    if is_dtensor(tensor):
+        tensor = tensor.to_local()
+    return tensor.detach()
+
+
+def groups_with_blocks(tensor: Tensor) -> list[ProcessGroup]:
+    """The groups over which a DTensor is sharded; none for other tensors."""
+    if not is_dtensor(tensor):
+        return []
+    held = zip(tensor.device_mesh.get_all_groups(), tensor.placements, strict=True)
+    return [group for group, placement in held if not placement.is_replicate()]
+
+
+def reshard(model: nn.Module) -> None:
+    """Reshard a model under fully_shard, whose forward may have left parameters gathered."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: then there is none
+    for module in model.modules():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def ranks_of(group: object) -> list[int]:
