@@ -36,19 +36,27 @@ def refuse_ddp(wrapper: DistributedDataParallel) -> None:
     """Raise if a wrapper averages shards of a weight, or has parameters that were replaced. Looks once."""
     if wrapper in _accepted:
         return
+    problem = _problem_of_ddp(wrapper)
+    if problem is None:
+        _accepted.add(wrapper)
+        return
     if isinstance(wrapper.module, nn.ParameterList):  # of `replicate`, which ends no forward that has raised
         DistributedDataParallel._active_ddp_module = None
+    raise ValueError(problem)
+
+
+def _problem_of_ddp(wrapper: DistributedDataParallel) -> str | None:
     for caller, name in filter(None, map(replacer_of, wrapper._module_parameters)):
-        raise ValueError(
+        return (
             f"DistributedDataParallel has wrapped '{name}', which {caller} has replaced in the model; "
             f"call {caller} first, then wrap the model over the data-parallel group"
         )
     for name, parameter in wrapper.module.named_parameters():
         if is_shard(parameter) and name not in wrapper.parameters_to_ignore:
             holders, ranks = vars(parameter)["tensor_parallel_ranks"], ranks_of(wrapper.process_group)
-            # it has sent the first rank's weights when it was made
-            _refuse_mixing(name, holders, ranks, type(wrapper).__name__, ". Then build the model again")
-    _accepted.add(wrapper)
+            if problem := mixing_of(name, holders, ranks, type(wrapper).__name__):
+                return f"{problem}. Then build the model again"  # it was sent the first rank's weights
+    return None
 
 
 def refuse_mesh(module: nn.Module, holders: Sequence[int], *, holds_dtensors: bool) -> None:
@@ -63,7 +71,8 @@ def refuse_mesh(module: nn.Module, holders: Sequence[int], *, holds_dtensors: bo
             ranks = parameter.device_mesh.mesh.flatten().tolist()
             if holds_dtensors:  # a dimension of the mesh has the tensor-parallel ranks, others must have none
                 ranks = sorted({rank for group in groups if group != list(holders) for rank in group})
-            _refuse_mixing(f"{type(module).__name__}.{name}", holders, ranks, "fully_shard")
+            if problem := mixing_of(f"{type(module).__name__}.{name}", holders, ranks, "fully_shard"):
+                raise ValueError(problem)
 
 
 def mark_replaced(named: Iterable[tuple[str, Tensor]], caller: str) -> None:
@@ -118,11 +127,3 @@ def is_shard(parameter: Tensor) -> bool:
     """Whether a parameter is a shard, of which other ranks hold the rest."""
     known = vars(parameter)
     return bool(known.get("tensor_model_parallel")) and len(known.get("tensor_parallel_ranks", ())) > 1
-
-
-def _refuse_mixing(
-    name: str, holders: Sequence[int], ranks: list[int], wrapper: str, after: str = ""
-) -> None:
-    problem = mixing_of(name, holders, ranks, wrapper)
-    if problem is not None:
-        raise ValueError(problem + after)
