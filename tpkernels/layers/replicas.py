@@ -257,8 +257,9 @@ def _copies_of(optimizer: Optimizer) -> Copies | None:
     if len(groups) != 1:  # with several groups it is not known which one a plain parameter belongs to
         return None
     (ranks,) = groups
-    given = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
-    names = given or [f"parameter {i} of the optimizer, {tuple(p.shape)}" for i, p in enumerate(parameters)]
+    names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    if len(set(names)) != len(parameters):
+        names = [f"parameter {i} of the optimizer, {tuple(p.shape)}" for i, p in enumerate(parameters)]
     return ranks, {n: p for n, p in zip(names, parameters, strict=True) if _is_copy(p, ranks)}
 
 
