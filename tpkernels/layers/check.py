@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -117,7 +118,7 @@ def _remove() -> None:
 
 def _check_once(module: nn.Module, _: object) -> None:
     """Check a module, and with it all that are in it."""
-    if module not in _Installed.checked:
+    if not torch.compiler.is_compiling() and module not in _Installed.checked:
         _Installed.checked.update(module.modules())
         if layers_of(module):
             check(module)
