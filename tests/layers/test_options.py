@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
 import torch
 
 from tests.layers.worlds import posing
+from tests.test_package import mypy
 from tpkernels import (
     GPT,
     ColumnParallelLinear,
@@ -104,15 +103,13 @@ CALLS = {  # and the error of a type checker
 @pytest.fixture(scope="module")
 def said_by_mypy(tmp_path_factory):
     pytest.importorskip("mypy", reason="the type checker is not installed")
-    folder = tmp_path_factory.mktemp("calls")
-    (folder / "calls.py").write_text("\n".join(["from tpkernels import *", *CALLS]))
-    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "calls.py"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+    program = "\n".join(["from tpkernels import *", *CALLS])
+    return mypy(program, tmp_path_factory.mktemp("calls")).stdout
 
 
-@pytest.mark.sweep  # mypy takes half a minute
+@pytest.mark.sweep
 @pytest.mark.parametrize("call", CALLS)
 def test_type_checkers_know_the_keywords(call, said_by_mypy):
-    line = f"calls.py:{list(CALLS).index(call) + 2}: error:"
+    line = f"program.py:{list(CALLS).index(call) + 2}: error:"
     found = [said.rpartition("[")[2] for said in said_by_mypy.splitlines() if said.startswith(line)]
     assert found == ([f"{CALLS[call]}]"] if CALLS[call] else [])
