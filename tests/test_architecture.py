@@ -21,7 +21,7 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "kernels": "env extension files tp_invariance",
     "dispatch": "env errors extension files kernels planning tp_invariance",
     "ops": "comm dispatch env extension kernels tp_invariance",
-    "layers": "buckets errors groups ops tp_invariance",
+    "layers": "env errors groups ops tp_invariance",
     "models": "groups layers ops tp_invariance",
     "checkpoints": "comm errors files groups layers models ops",
     "parallel_state": "groups",

@@ -29,6 +29,7 @@ from tpkernels.kernels.recipe import Recipe as Recipe
 from tpkernels.layers.attention import ParallelAttention as ParallelAttention
 from tpkernels.layers.block import ParallelMLP as ParallelMLP
 from tpkernels.layers.block import TransformerBlock as TransformerBlock
+from tpkernels.layers.check import check as check
 from tpkernels.layers.checkpoint import checkpoint as checkpoint
 from tpkernels.layers.clip import clip_grad_norm_ as clip_grad_norm_
 from tpkernels.layers.functional import (
@@ -60,6 +61,7 @@ from tpkernels.layers.linear import RowParallelLinear as RowParallelLinear
 from tpkernels.layers.linear import VocabParallelEmbedding as VocabParallelEmbedding
 from tpkernels.layers.norm import LayerNorm as LayerNorm
 from tpkernels.layers.norm import RMSNorm as RMSNorm
+from tpkernels.layers.options import LayerOptions as LayerOptions
 from tpkernels.layers.replicas import check_replicas as check_replicas
 from tpkernels.layers.replicas import finalize_gradients as finalize_gradients
 from tpkernels.models.config import GPTConfig as GPTConfig

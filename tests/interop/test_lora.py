@@ -29,7 +29,7 @@ from tests.test_docs import ROOT, blocks_of, run_on_ranks
 from tpkernels import Recipe, check_replicas, clip_grad_norm_, initialize_model_parallel, parallelize
 from tpkernels.checkpoints.full_state_dict import full_state_dict
 from tpkernels.interop import dcp, huggingface
-from tpkernels.interop.peft import on_shards
+from tpkernels.interop.peft import on_shards, save_full_weights
 
 SIZES = {"vocab_size": 37, "bos_token_id": None, "eos_token_id": None}
 LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -94,6 +94,8 @@ def with_lora(kind, when, split=None, dtype=None, reentrant=None, second=None, *
     lora = get_peft_model(model, of_shards(options(kind, **more)), autocast_adapter_dtype=False)
     if second:
         lora.add_adapter("second", of_shards(options(kind, **second)), autocast_adapter_dtype=False)
+    if when == "after":
+        save_full_weights(lora)
     return parallelize(lora, **split) if when == "before" else lora
 
 
@@ -175,6 +177,18 @@ def test_an_adapter_is_saved_whole_and_read_anywhere(when, tmp_path):
     split = parallelize(PeftModel.from_pretrained(base, tmp_path, autocast_adapter_dtype=False), plan=plan)
     for other in (alone, split):
         torch.testing.assert_close(other(input_ids=IDS).logits, logits, rtol=0, atol=1e-12)
+
+
+@on_ranks(2)
+def test_shards_of_adapters_are_not_saved_unnoticed(tmp_path):
+    initialize_model_parallel(2)
+    model, plan = unsharded("Llama")
+    lora = get_peft_model(parallelize(model, plan=plan), on_shards(options("Llama")))
+    with pytest.raises(RuntimeError, match=r"call tpkernels.interop.peft.save_full_weights\(model\) after"):
+        lora.save_pretrained(tmp_path / str(dist.get_rank()))
+    save_full_weights(lora)
+    for _ in range(2):
+        lora.save_pretrained(tmp_path / "full")
 
 
 SECOND = {"r": 2, "target_modules": ["k_proj", "o_proj"], "bias": "all"}

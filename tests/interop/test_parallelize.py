@@ -82,20 +82,15 @@ def refuse():
     rank = dist.get_rank()
     model = toy()
     before = [type(module) for module in model.modules()]
-    hooked, bare, stepped = toy(), toy(tied=True), toy()
+    hooked, bare = toy(), toy(tied=True)
     hooked.head.register_forward_hook(lambda *_: None)
     torch.manual_seed(1)
     odd = nn.ModuleDict({"a": nn.Linear(5, 7), "b": nn.Embedding(4, 2, max_norm=1.0)})
     encoder = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16))
     single = nn.ModuleDict({"a": nn.Linear(4, 8)})
     parallelize(single, plan={"a": "column"})
-    inner, outer = toy(), DistributedDataParallel(toy())
-    keeps_it = DistributedDataParallel(inner)
-    dropped = DistributedDataParallel(deepcopy(inner)).module
-    steps_it = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(stepped.parameters()), 1)
-    torch.optim.lr_scheduler.StepLR(torch.optim.SGD(dropped.parameters()), 1)
+    outer = DistributedDataParallel(toy())
     of_outer = {f"module.{pattern}": entry for pattern, entry in PLAN.items()}
-    wrapped = "DistributedDataParallel has not wrapped, but it has wrapped"
     unlike = (model, {"head": "head"}) if rank else (odd, {"a": "head"})
     divides = "that 2 ranks x unit 1 x stacked 1 = 2 divides, got"
     values = [
@@ -112,9 +107,7 @@ def refuse():
         (hooked, PLAN, "'head': expected a module without hooks or"),
         (bare, {"embed": "embedding"}, "'head' shares a weight with 'embed', and must be split like it"),
         (toy(seed=rank), PLAN, "'embed.weight': expected the same weights on all tensor-parallel ranks"),
-        (outer, of_outer, f"{wrapped} 'module.embed.weight'"),
-        (inner, PLAN, f"{wrapped} 'embed.weight', and"),
-        (stepped, PLAN, "expected a model without optimizer, but an optimizer has 'embed.weight', and would"),
+        (outer, of_outer, "expected a model that DistributedDataParallel has not wrapped; call parallelize"),
         (model, PLAN if rank else {"head": "head"}, "ranks disagree"),
         (*unlike, "ranks disagree"),
     ]
@@ -129,10 +122,20 @@ def refuse():
             refused_alike(kind, part, parallelize, each, plan=plan)
     refused_alike("ValueError", "got 'ignore'", parallelize, model, plan=PLAN, weights="ignore")
     assert [type(module) for module in model.modules()] == before
-    for each in (model, dropped):
-        parallelize(each, plan=PLAN)
-    assert keeps_it.module is inner
-    assert steps_it.optimizer.param_groups
+    parallelize(model, plan=PLAN)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_parameters_that_were_replaced_is_refused_in_its_step():
+    """Also one that has stepped before, with others of its parameters in place."""
+    initialize_model_parallel(2)
+    other, model = parallelize(toy(), plan=PLAN), toy()
+    old, new = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
+    old.step()
+    parallelize(model, plan=PLAN)
+    with pytest.raises(ValueError, match=r"^SGD: the optimizer has 'embed.weight', which parallelize has"):
+        old.step()
+    new.step()
 
 
 BESIDE_COPIES = pytest.param(4, 2, marks=pytest.mark.sweep)  # as in the wrappers' test

@@ -17,6 +17,7 @@ from tests.interop.refused import refused_alike
 from tests.on_ranks import on_ranks
 from tpkernels import initialize_model_parallel, parallelize
 from tpkernels.checkpoints import safetensors
+from tpkernels.interop.parallelize.saving import refuse_to_save_shards, save_full_weights
 
 
 def built(name):
@@ -71,6 +72,38 @@ def test_models_of_any_library_are_saved_once_for_all_replicas(tmp_path):
     assert os.listdir(tmp_path) == ["rank 0"]
     shapes = {"0.weight": (7, 4), "1.weight": (8, 4), "2.weight": (4, 8), "2.bias": (4,)}
     assert {n: tuple(tensor.shape) for n, tensor in torch.load(tmp_path / "rank 0").items()} == shapes
+
+
+class Config:
+    """Of an adapter, as `interop.peft.on_shards` returns it."""
+
+    def __init__(self):
+        self.save_pretrained = refuse_to_save_shards
+
+
+class Adapted(Library):
+    """As peft does, it has its configuration saved after its tensors."""
+
+    peft_config: dict[str, Config]
+
+    def save_pretrained(self, folder):
+        super().save_pretrained(folder)
+        if "save_pretrained" in vars(self.peft_config["default"]):
+            self.peft_config["default"].save_pretrained(folder)
+
+
+@on_ranks(2)
+def test_shards_of_an_adapter_are_refused_until_full_ones_are_saved(tmp_path):
+    initialize_model_parallel(2)
+    torch.manual_seed(0)
+    model = Adapted(parallelize(nn.Sequential(nn.Linear(4, 8)), plan={"0": "head"}))
+    model.peft_config = {"default": Config()}
+    with pytest.raises(RuntimeError, match=r"call tpkernels.interop.peft.save_full_weights\(model\) after"):
+        model.save_pretrained(tmp_path)
+    save_full_weights(model)
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+    assert "save_pretrained" in vars(model.peft_config["default"])
 
 
 needs_both = pytest.mark.skipif(

@@ -19,7 +19,7 @@ from tpkernels import (
 )
 from tpkernels.groups.random import get_rng_tracker
 from tpkernels.groups.sizes import ranges_of
-from tpkernels.layers.parallel_module import fill_shard
+from tpkernels.layers.initial import fill_shard
 
 SHAPE = (12, 24)
 

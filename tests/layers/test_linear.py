@@ -1,13 +1,20 @@
 """Column and row layers, one rank at a time: shapes, attributes, options, and mistakes that never get far."""
 
+import sys
+from itertools import takewhile
+from pathlib import Path
+
 import pytest
 import torch
 
+import tpkernels
 from tests.layers.worlds import posing
 from tpkernels import ColumnParallelLinear, ParallelMLP, RMSNorm, RowParallelLinear
 from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.layers import replicas
 from tpkernels.layers.attributes import Attributes
+
+PACKAGE = Path(tpkernels.__file__).parent
 
 
 @pytest.fixture
@@ -157,3 +164,38 @@ def test_a_main_grad_that_is_replaced_before_backward_is_told(later):
         layer.weight.main_grad = torch.zeros_like(layer.weight) if later == "another" else None
         with pytest.raises(RuntimeError, match="expected the weight's main_grad of forward in backward"):
             y.sum().backward()
+
+
+def calls_before_op(run):
+    """Python calls of ours in `run`, by name, until those of its op."""
+    found = []
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            found.append((path.relative_to(PACKAGE).parts[0], frame.f_code.co_name))
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    own = takewhile(lambda call: call[0] in ("layers", "groups"), found)
+    return [name for _, name in own]
+
+
+LAYERS = {
+    "column": (lambda: ColumnParallelLinear(4, 8, gather_output=False), (2, 4)),
+    "row": (lambda: RowParallelLinear(8, 4, input_is_parallel=True), (2, 4)),
+    "mlp": (lambda: ParallelMLP(4, 8), (2, 4)),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_warm_forward_looks_at_its_group_alone(layer, in_two):
+    make, shape = LAYERS[layer]
+    module, x = make(), torch.ones(shape, requires_grad=True)
+    for _ in range(2):
+        module(x)
+    comprehensions = ["<listcomp>"] * (layer == "mlp" and sys.version_info < (3, 12))
+    assert calls_before_op(lambda: module(x)) == ["forward", *comprehensions, "group", "is_alive"]

@@ -119,8 +119,8 @@ def test_forgotten_finalizing_is_told_on_all_ranks():
     backward(block)
     kind, text = equal_on_all(error_of(clip_grad_norm_, block.parameters(), 1.0))
     assert kind == "RuntimeError"
-    told = "clip_grad_norm_: tensor-parallel ranks hold copies of 'norm.weight', but different gradients"
-    assert text.startswith(f"{told}. Likeliest is a sum that is missing: call finalize_gradients(model) ")
+    told = "ranks hold copies of parameter 0 of those given, (24,), but different gradients"
+    assert text.startswith(f"clip_grad_norm_: tensor-parallel {told}. Likeliest is a sum that is missing: ")
     with torch.no_grad():
         for parameter in block.parameters():
             parameter -= 0.1 * parameter.grad
@@ -137,7 +137,7 @@ def test_no_stage_waits_for_one_that_refuses():
     weight.grad = before.clone()
     words = "refused on pipeline stage 1, whose ranks say why; nothing is clipped"
     if stage == 1:
-        words = r"copies of a parameter of \(2,\), but different gradients. Likeliest is other data"
+        words = r"copies of parameter 0 of those given, \(2,\), but different gradients. Likeliest is other"
     with pytest.raises(RuntimeError, match=words):
         clip_grad_norm_([weight], 0.1)
     assert weight.grad.equal(before)

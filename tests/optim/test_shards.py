@@ -19,7 +19,7 @@ from tests.products import pairwise
 from tpkernels.checkpoints import dcp
 from tpkernels.checkpoints.full_state_dict import full_state_dict
 from tpkernels.checkpoints.shards import shards_of
-from tpkernels.layers.foreign import ELEMENTWISE, why_wrong
+from tpkernels.layers.optimizers import ELEMENTWISE, why_wrong
 from tpkernels.optim import CombinedOptimizer, Muon, hidden_matrices, require_elementwise
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {

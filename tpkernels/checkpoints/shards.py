@@ -23,9 +23,9 @@ from tpkernels.checkpoints.moves import Block
 from tpkernels.groups.sizes import HeadSplit, VocabularySplit, ranges_of, stacked_ranges
 from tpkernels.groups.state import ParallelState, current_or_none
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.foreign import local_of, reshard
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld, tensor_world
+from tpkernels.layers.wrappers import local_of, reshard
 
 
 @dataclass(frozen=True)

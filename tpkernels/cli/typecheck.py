@@ -8,16 +8,15 @@ optimizer step partial gradients must have been summed exactly once.
 
 from __future__ import annotations
 
-import gc
 import os
 import runpy
 import sys
 import traceback
 from argparse import REMAINDER, ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -43,6 +42,7 @@ from tpkernels.layers.replicas import gradient_of
 from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import sum_over_ranks_
 
+T = TypeVar("T")
 LEGEND = (
     "Types over the tensor-parallel ranks: I replicated, with the full gradient; R replicated, its gradient "
     "a term of a sum; V a shard; P a term of a sum"
@@ -93,6 +93,7 @@ class CheckedSteps:
         self._checking = ExitStack()
         self._parameters: dict[int, Tensor] = {}  # of the model, by id
         self._optimizers: set[int] = set()  # ids of optimizers that have stepped some parameters
+        self._by_buckets: set[int] = set()  # ids of parameters whose gradients buckets have summed
 
     def run(self, script: str) -> str:
         """Run the script; return the first error in words, or ""."""
@@ -104,7 +105,11 @@ class CheckedSteps:
             register_optimizer_step_post_hook(self._after_step),
         ]
         try:
-            with self._checking, patch.object(replicas, "sum_over_ranks_", self._summed):
+            with (
+                self._checking,
+                patch.object(replicas, "sum_over_ranks_", self._summed),
+                patch.object(GradientBuckets, "finish", self._finished(GradientBuckets.finish)),
+            ):
                 runpy.run_path(script, run_name="__main__")
         except _Ended:
             pass
@@ -182,6 +187,15 @@ class CheckedSteps:
             if gradient is not None and gradient.data_ptr() in found and self._set_type(parameter, R) is R:
                 raise self._fault(parameter, 2)
 
+    def _finished(self, finish: Callable[[GradientBuckets], T]) -> Callable[[GradientBuckets], T]:
+        """Return a `GradientBuckets.finish` that notes which parameters it sums."""
+
+        def noting(buckets: GradientBuckets) -> T:
+            self._by_buckets.update(map(id, buckets.summed_parameters()))
+            return finish(buckets)
+
+        return noting
+
     def _fault(self, parameter: Tensor, count: int) -> PartialGradient:
         error = PartialGradient(
             f"the gradient of a parameter {tuple(parameter.shape)} marked sequence_parallel is a term of a "
@@ -207,14 +221,8 @@ class CheckedSteps:
             raise _Ended
         self._optimizers.add(id(optimizer))
         self._checking.close()  # an optimizer's computation has other types
-        by_buckets = {
-            id(parameter)
-            for buckets in gc.get_objects()
-            if type(buckets) is GradientBuckets
-            for parameter in buckets.summed_parameters()
-        }
         for parameter in filter(_is_partial, stepped):
-            count = (self._set_type(parameter, R) is R) + (id(parameter) in by_buckets)
+            count = (self._set_type(parameter, R) is R) + (id(parameter) in self._by_buckets)
             if count != 1:
                 raise self._fault(parameter, count)
         self.stepped = True

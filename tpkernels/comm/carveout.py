@@ -14,7 +14,6 @@ alone has nothing in flight.
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import calls_so_far
 from tpkernels.env import NCCL_BLOCKS
 from tpkernels.tp_invariance import mode
-
-warnings.filterwarnings("ignore", message="Setting the SM carveout")  # torch calls it experimental
 
 
 class CollectivesInFlight:

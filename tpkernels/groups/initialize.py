@@ -29,6 +29,7 @@ from tpkernels.groups.sizes import DEFAULT_ORDER, InvalidSizes
 from tpkernels.groups.state import (
     ParallelState,
     ParallelStateError,
+    call_at_destroy,
     current_or_none,
     install,
     uninstall,
@@ -338,6 +339,7 @@ def destroy_model_parallel() -> None:
     """Destroy the groups of the current state and remove the state. Harmless without a state."""
     state = current_or_none()
     uninstall()
+    call_at_destroy()
     if state is not None:
         destroy_parallel_state(state)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -66,6 +66,7 @@ class _StateOfProcess:
 
     state: ParallelState | None = None
     overwritten: ClassVar[dict[str, int]] = {}  # sizes and ranks, by name; not part of the frozen state
+    at_destroy: ClassVar[list[Callable[[], None]]] = []
 
 
 def current_or_none() -> ParallelState | None:
@@ -98,6 +99,17 @@ def uninstall() -> None:
     """Remove the current state, and all numbers that were overwritten."""
     _StateOfProcess.state = None
     _StateOfProcess.overwritten = {}
+
+
+def at_destroy(function: Callable[[], None]) -> None:
+    """Call `function` once, when `destroy_model_parallel` is called."""
+    _StateOfProcess.at_destroy.append(function)
+
+
+def call_at_destroy() -> None:
+    """Call the functions that `at_destroy` was given, the last first."""
+    while _StateOfProcess.at_destroy:
+        _StateOfProcess.at_destroy.pop()()
 
 
 @contextmanager

@@ -20,14 +20,20 @@ from tpkernels.interop.parallelize.changes import module_change, split_with_shar
 from tpkernels.interop.parallelize.hf_modules import ColumnLinear, Cut, RowLinear, SplitLayer
 from tpkernels.interop.parallelize.lora import refuse_what_differs, split_dropouts
 from tpkernels.interop.parallelize.plan import Split
+from tpkernels.interop.parallelize.saving import refuse_to_save_shards
+from tpkernels.interop.parallelize.saving import save_full_weights as save_full_weights
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.ops.replicas import copy_first_rank_
 
 
 def on_shards(config: LoraConfig) -> LoraConfig:
-    """Return the same configuration, adapted for `get_peft_model` on a model that is split already."""
+    """Return the same configuration, adapted for `get_peft_model` on a model that is split already.
+
+    Call `save_full_weights` with the PeftModel then: until it, `save_pretrained` is refused.
+    """
     config._register_custom_module({ParallelModule: ShardedLora})
+    config.save_pretrained = refuse_to_save_shards
     return config
 
 

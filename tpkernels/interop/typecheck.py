@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.foreign import is_dtensor
 from tpkernels.layers.world import State, tensor_world
+from tpkernels.layers.wrappers import is_dtensor
 
 
 @contextmanager

@@ -15,10 +15,10 @@ are summed. With TP-invariance the same holds for its segments, see `ops/tensor_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,18 @@ from torch import Tensor, nn
 from tpkernels import ops
 from tpkernels.groups.random import get_rng_tracker
 from tpkernels.groups.sizes import head_size_of, require_heads
+from tpkernels.layers.batches import compare_inputs
 from tpkernels.layers.checkpoint import checkpoint
+from tpkernels.layers.initial import InitMethod
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
-from tpkernels.layers.parallel_module import InitMethod
-from tpkernels.layers.world import State, tensor_world
-from tpkernels.ops.quantize import Recipe
+from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, takes
+from tpkernels.layers.world import tensor_world
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region, gather_from_sequence_region
 from tpkernels.ops.tensor_parallel.segment_heads import segment_heads
 from tpkernels.tp_invariance import mode
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # Python 3.11
 
 
 class ParallelQKV(nn.Module):
@@ -86,17 +90,21 @@ class ParallelQKV(nn.Module):
 def columns_of(input_: Tensor, *layers: ColumnParallelLinear) -> Any:
     """Compute column layers that differ in their weights alone, with one gather of the input."""
     first = layers[0]
-    first.require_features(input_, first.input_size, "every rank needs all of them")
-    pairs = [layer.weight_and_main_grad() for layer in layers]
+    if input_.ndim < 1 or input_.shape[-1] != first.input_size:
+        first.require_features(input_, first.input_size, "every rank needs all of them")
+    weights: Sequence[Tensor] = [layer.weight for layer in layers]
+    main_grads: Sequence[Tensor | None] = [None] * len(layers)
+    if first.gradient_accumulation_fusion:
+        weights, main_grads = zip(*(layer.weight_and_main_grad() for layer in layers), strict=True)
     return ops.column_linear(
         input_,
-        [weight for weight, _ in pairs],
+        weights,
         [layer.bias for layer in layers],
         first.world.group,
         activation=first.activation,
         sequence_parallel=first.sequence_parallel,
         overlap=first.overlap,
-        main_grad=[main_grad for _, main_grad in pairs],
+        main_grad=main_grads,
         quantize=first.quantize,
     )
 
@@ -112,9 +120,10 @@ class ParallelAttention(nn.Module):
     dropout: probability for attention weights, in training; each rank draws for its own heads
     recompute: save queries, keys and values only, and compute attention again in backward
     output_layer_init_method: fills the full output weight; by default init_method
-    Others as in ColumnParallelLinear and RowParallelLinear. Attention itself is never computed in fp8.
+    Others as in RowParallelLinear and `LayerOptions`. Attention itself is never computed in fp8.
     """
 
+    @takes(LinearOptions)
     def __init__(
         self,
         hidden_size: int,
@@ -131,19 +140,13 @@ class ParallelAttention(nn.Module):
         init_method: InitMethod = nn.init.xavier_normal_,
         output_layer_init_method: InitMethod | None = None,
         skip_bias_add: bool = False,
-        sequence_parallel: bool = False,
-        gradient_accumulation_fusion: bool = False,
-        overlap: bool = True,
-        perform_initialization: bool = True,
-        quantize: Recipe | None = None,
-        state: State = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        options: LayerOptions = DEFAULT,
+        **_: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_size = head_size_of(hidden_size, num_heads, head_size, rotary=rotary)
-        world = tensor_world(state)
+        world = tensor_world(options.state)
         require_heads(num_heads, num_kv_heads, self.head_size, world.size)
         if segments := world.segments:
             require_heads(
@@ -156,27 +159,20 @@ class ParallelAttention(nn.Module):
         self.causal = causal
         self.dropout = require_probability("dropout", dropout)
         self.recompute = recompute
-        linear: dict[str, Any] = {
-            "bias": bias,
-            "sequence_parallel": sequence_parallel,
-            "gradient_accumulation_fusion": gradient_accumulation_fusion,
-            "overlap": overlap,
-            "perform_initialization": perform_initialization,
-            "quantize": quantize,
-            "state": state,
-            "device": device,
-            "dtype": dtype,
-        }
-        column = partial(ColumnParallelLinear, gather_output=False, init_method=init_method, **linear)
+        column = partial(
+            ColumnParallelLinear, bias=bias, gather_output=False, init_method=init_method, options=options
+        )
         self.qkv = ParallelQKV(hidden_size, num_heads, num_kv_heads, self.head_size, column)
         self.output = RowParallelLinear(
             num_heads * self.head_size,
             hidden_size,
+            bias,
             input_is_parallel=True,
             init_method=output_layer_init_method or init_method,
             skip_bias_add=skip_bias_add,
-            **linear,
+            options=options,
         )
+        compare_inputs(self, world, shards=("hidden",) if self.output.sequence_parallel else ())
 
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None = None, *, rotary: Rotation | None = None

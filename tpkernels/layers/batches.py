@@ -1,191 +1,125 @@
-"""Checks that tensor-parallel ranks call a model with the same inputs; an error names those that differ.
+"""Checks that tensor-parallel ranks call a module with the same inputs; an error names those that differ.
 
 If tensor-parallel ranks read different batches, their results are meaningless, yet replicas need not drift:
-masks and pixel values act between layers. So in its first call a layer finds the outermost module that is
-being called, the root. Ranks compare checksums of the root's input tensors in its first, second, fourth,
-eighth, ... call, and in every 100th (TPKERNELS_CHECK_REPLICAS).
+masks act between products. Ranks compare checksums of a module's input tensors in its first, second, fourth,
+eighth, ... call, and in every 100th (TPKERNELS_CHECK_REPLICAS): of layers that take replicated inputs, of a
+model that `parallelize` has split, and of one that `check` was given. Ops compare ids by themselves.
 
 Tensors that may differ are not compared:
 
 DTensors       their placements say what differs
 activations    tensors that require gradients; in calls without gradients any floating ones, such as keys and
                values of this rank's heads
-shards         all inputs, if layers of the root take shards of tokens or features, and none of them makes any
 """
 
 from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from tpkernels.groups.checksums import sums_on_device
 from tpkernels.groups.random import is_capturing
 from tpkernels.groups.state import current_or_none
-from tpkernels.layers import replicas
+from tpkernels.layers.replicas import is_due
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.replicas import agree_on_data, differs_between_ranks
 
 _MOST_ELEMENTS = 2**22  # of one tensor that are compared
 _DEEPEST = 6  # containers in containers
-_CALL = nn.Module._wrapped_call_impl.__code__  # what runs when a module is called
 
 
-def find_root_before(layer: nn.Module) -> None:
-    """Register a hook that finds the root in the first call of `layer`.
+def compare_inputs(
+    module: nn.Module,
+    world: TensorWorld,
+    *,
+    shards: Collection[str] = (),
+    until_activations: bool = False,
+) -> None:
+    """Compare the inputs of later calls of a module over its tensor-parallel ranks.
 
-    layer: a module with a `world`, or with such modules inside
+    shards: names of inputs that differ between ranks
+    until_activations: stop when the module gets activations alone, as inside a model
     """
-    layer.register_forward_pre_hook(_find_root)
-
-
-def look_at_compiled(parent: nn.Module, name: str, module: nn.Module) -> None:
-    """torch's hook for a module that becomes an attribute: find the root from the wrapper of a compiled one.
-
-    Hooks of layers inside a compiled module do not run.
-    """
-    if name == "_orig_mod" and any(map(_is_split, module.modules())):
-        find_root_before(parent)
-
-
-def _is_split(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "world", None), TensorWorld)
-
-
-def _find_root(layer: nn.Module, _: object) -> None:
-    if torch.compiler.is_compiling():
-        return
-    for key in [key for key, hook in layer._forward_pre_hooks.items() if hook is _find_root]:
-        del layer._forward_pre_hooks[key]
-    world = next(filter(_is_split, layer.modules())).world
-    assert isinstance(world, TensorWorld)
-    state = current_or_none()
-    if world.size == 1 or (state is not None and not set(world.ranks) <= set(state.ranks("tp"))):
-        return  # ranks of experts, for example, have batches of their own
-    found = _outermost_call()
-    if not any(isinstance(hook, Batches) for hook in found["self"]._forward_pre_hooks.values()):
-        batches = Batches(world)
-        found["self"].register_forward_pre_hook(batches, with_kwargs=True)
-        batches(found["self"], found["args"], found["kwargs"])
-
-
-def _outermost_call() -> Mapping[str, Any]:
-    """Find `self`, `args` and `kwargs` of the outermost module call on the stack."""
-    frame: FrameType | None = inspect.currentframe()
-    found = frame
-    while frame is not None:
-        found, frame = (frame if frame.f_code is _CALL else found), frame.f_back
-    assert found is not None, "a hook runs while its module is called"
-    return found.f_locals
+    if world.size > 1 and not any(isinstance(h, Batches) for h in module._forward_pre_hooks.values()):
+        module.register_forward_pre_hook(Batches(world, shards, until_activations), with_kwargs=True)
 
 
 class Batches:
-    """A forward pre-hook of the root that compares its inputs between ranks in some calls."""
+    """A forward pre-hook of a module that compares its inputs between ranks in some calls."""
 
-    def __init__(self, world: TensorWorld) -> None:
+    def __init__(self, world: TensorWorld, shards: Collection[str], until_activations: bool) -> None:
         self._world = world
+        self._shards = shards
+        self._until_activations = until_activations
         self._calls = 0
-        self._comparing: _Comparing | None = None  # begun by the call before, on a GPU
 
-    def __call__(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not replicas.steps_between_checks or _is_no_ordinary_call():
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return  # traced, or recomputed in backward
+        self._calls += 1
+        if not is_due(self._calls) or is_capturing():
             return
-        if self._comparing is not None:
-            comparing, self._comparing = self._comparing, None
-            comparing.wait()
-        self._calls = calls = self._calls + 1
-        if calls & (calls - 1) and calls % replicas.steps_between_checks:
-            return
-        if not _takes_shards(root):
-            named = [*_data_of(root, args, kwargs)]
-            comparing = _Comparing(type(_unwrapped(root)).__name__, named, self._world)
-            if comparing.arrival is None:
-                comparing.wait()
-            else:
-                self._comparing = comparing
+        state = current_or_none()
+        if state is not None and not set(self._world.ranks) <= set(state.ranks("tp")):
+            return  # ranks of experts, for example, have batches of their own
+        if named := [*_data_of(module, args, kwargs, self._shards)]:
+            _compare(type(_unwrapped(module)).__name__, named, self._world.group)
+        elif self._until_activations and torch.is_grad_enabled():
+            self._leave(module)
+
+    def _leave(self, module: nn.Module) -> None:
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is self]:
+            del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_calls": 0, "_comparing": None}
+        return vars(self) | {"_calls": 0}
 
 
-class _Comparing:
-    """A comparison of checksums over ranks.
-
-    arrival: the event after which the host has the result; None: the host has it
-    """
-
-    @torch.no_grad()
-    def __init__(self, request: str, named: list[tuple[str, Tensor]], world: TensorWorld) -> None:
-        self._request, self._group = f"inputs of {request}", world.group
-        self._described = [f"'{name}' {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
-        self._sums = sums_on_device([_some_of(tensor) for _, tensor in named])
-        weights = torch.arange(1, 2 * len(named) + 1, 2, device=self._sums.device)
-        described = zlib.crc32("\n".join(self._described).encode())
-        differ = differs_between_ranks((self._sums * weights).sum() + described, self._group)
-        self._differ, self.arrival = _on_host(differ)
-
-    def wait(self) -> None:
-        """Wait for the result; all ranks raise the same error if inputs differ."""
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        if self._differ:
-            sums = [f"{total % 2**64:016x}" for total in self._sums.tolist()]
-            described = zip(self._described, sums, strict=True)
-            agree_on_data(self._request, [f"{said} with checksum {s}" for said, s in described], self._group)
+@torch.no_grad()
+def _compare(name: str, named: Sequence[tuple[str, Tensor]], group: ProcessGroup) -> None:
+    """Raise the same error on all ranks if tensors differ. name: of the module"""
+    described = [f"'{name}' {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
+    sums = sums_on_device([_some_of(tensor) for _, tensor in named])
+    weights = torch.arange(1, 2 * len(named) + 1, 2, device=sums.device)
+    if differs_between_ranks((sums * weights).sum() + zlib.crc32("\n".join(described).encode()), group):
+        said = [
+            f"{text} with checksum {total % 2**64:016x}"
+            for text, total in zip(described, sums.tolist(), strict=True)
+        ]
+        agree_on_data(f"inputs of {name}", said, group)
 
 
-def _on_host(flag: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """Copy a flag to the host; return it with the event after which the copy is done, or None."""
-    if flag.is_cpu:
-        return flag, None
-    there = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
-    return there, torch.accelerator.current_stream(flag.device).record_event()
-
-
-def _is_no_ordinary_call() -> bool:
-    """Whether a call is a recomputation in backward, or is captured into a CUDA graph."""
-    if torch._C._current_graph_task_id() != -1:
-        return True
-    return is_capturing()
-
-
-def _takes_shards(root: nn.Module) -> bool:
-    """Whether inputs of the root are shards: its layers take shards, and none of them makes any."""
-    layers = [vars(module) for module in root.modules()]
-    shared = [layer for layer in layers if layer.get("sequence_parallel") is True]
-    makes_tokens = any("vocab_start_index" in layer for layer in shared)
-    takes_features = any(layer.get("input_is_parallel") is True for layer in layers)
-    makes_features = any(layer.get("gather_output") is False for layer in layers)
-    return (bool(shared) and not makes_tokens) or (takes_features and not makes_features)
-
-
-def _data_of(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _data_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shards: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of the inputs that must be the same on all ranks."""
-    names = _names_of(_unwrapped(root))[: len(args)]
+    names = _names_of(_unwrapped(module))[: len(args)]
     names += [f"argument {number}" for number in range(len(names), len(args))]
     for name, value in chain(zip(names, args, strict=True), kwargs.items()):
-        yield from ((n, tensor) for n, tensor in _tensors_in(name, value, _DEEPEST) if _is_data(tensor))
+        if name not in shards:
+            yield from ((n, tensor) for n, tensor in _tensors_in(name, value, _DEEPEST) if _is_data(tensor))
 
 
-def _names_of(root: nn.Module) -> list[str]:
+def _names_of(module: nn.Module) -> list[str]:
     """The names of positional parameters of `forward`."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(root.forward).parameters.values()
+    parameters = inspect.signature(module.forward).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
-def _unwrapped(root: nn.Module) -> nn.Module:
+def _unwrapped(module: nn.Module) -> nn.Module:
     """The module inside wrappers, such as torch.compile's or DistributedDataParallel."""
-    while not _names_of(root) and len(root._modules) == 1 and (inner := next(root.children(), None)):
-        root = inner
-    return root
+    while not _names_of(module) and len(module._modules) == 1 and (inner := next(module.children(), None)):
+        module = inner
+    return module
 
 
 def _tensors_in(name: str, value: object, depth: int) -> Iterator[tuple[str, Tensor]]:

@@ -5,22 +5,27 @@ The MLP is one op: up-projection, activation or gated unit, down-projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from tpkernels import ops
 from tpkernels.layers.attention import ParallelAttention, ParallelDropout, Rotation
+from tpkernels.layers.batches import compare_inputs
 from tpkernels.layers.checkpoint import checkpoint
+from tpkernels.layers.initial import InitMethod
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear, with_recipe
 from tpkernels.layers.norm import LayerNorm, RMSNorm
-from tpkernels.layers.parallel_module import InitMethod, ParallelModule
-from tpkernels.layers.world import State
+from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, takes
+from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.ops.activations import ACTIVATIONS, GATE_OF, Activation, Glu
 from tpkernels.ops.quantize import Recipe
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # Python 3.11
 
 
 class ParallelMLP(ParallelModule):
@@ -31,8 +36,8 @@ class ParallelMLP(ParallelModule):
     init_method: fills the full up-projection and gate; output_layer_init_method: the full down-projection, by
         default the same
     skip_bias_add: return the last bias instead of adding it
-    sequence_parallel: X and the output are this rank's tokens (dimension 0); no effect on one rank
-    Others as in `ColumnParallelLinear`.
+    sequence_parallel: X and the output are this rank's tokens (dimension 0)
+    Others as in `LayerOptions`.
 
     Gate and up are two weights, `gate.weight` and `up.weight`, so that full ones can be split for another
     number of ranks. The three layers only hold parameters: their `forward` is not called, and hooks on them
@@ -41,6 +46,7 @@ class ParallelMLP(ParallelModule):
 
     quantize: Recipe | None = None
 
+    @takes(LinearOptions)
     def __init__(
         self,
         hidden_size: int,
@@ -51,16 +57,10 @@ class ParallelMLP(ParallelModule):
         init_method: InitMethod = nn.init.xavier_normal_,
         output_layer_init_method: InitMethod | None = None,
         skip_bias_add: bool = False,
-        sequence_parallel: bool = False,
-        gradient_accumulation_fusion: bool = False,
-        overlap: bool = True,
-        perform_initialization: bool = True,
-        quantize: Recipe | None = None,
-        state: State = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        options: LayerOptions = DEFAULT,
+        **_: Unpack[LinearOptions],
     ) -> None:
-        super().__init__(state)
+        super().__init__(options.state)
         if activation not in (*ACTIVATIONS, *GATE_OF):
             raise ValueError(
                 f"ParallelMLP: expected an activation of {', '.join((*ACTIVATIONS, *GATE_OF))}; "
@@ -68,25 +68,21 @@ class ParallelMLP(ParallelModule):
             )
         self.activation = activation
         self.skip_bias_add = skip_bias_add
-        self.sequence_parallel = sequence_parallel and self.world.size > 1
-        self.overlap = overlap
-        self.quantize = quantize
+        self.sequence_parallel = options.sequence_parallel and self.world.size > 1
+        self.gradient_accumulation_fusion = options.gradient_accumulation_fusion
+        self.overlap = options.overlap
+        self.quantize = options.quantize
         gated = activation in GATE_OF
-
-        linear: dict[str, Any] = {
-            "sequence_parallel": sequence_parallel,
-            "gradient_accumulation_fusion": gradient_accumulation_fusion,
-            "perform_initialization": perform_initialization,
-            "quantize": quantize,
-            "state": state,
-            "device": device,
-            "dtype": dtype,
-        }
-        up: Callable[..., ColumnParallelLinear] = partial(
-            ColumnParallelLinear, gather_output=False, init_method=init_method, **linear
+        up = partial(
+            ColumnParallelLinear,
+            hidden_size,
+            ffn_hidden_size,
+            gather_output=False,
+            init_method=init_method,
+            options=options,
         )
-        self.up = up(hidden_size, ffn_hidden_size, bias=bias and not gated)
-        self.gate = up(hidden_size, ffn_hidden_size, bias=False) if gated else None
+        self.up = up(bias=bias and not gated)
+        self.gate = up(bias=False) if gated else None
         self.down = RowParallelLinear(
             ffn_hidden_size,
             hidden_size,
@@ -94,8 +90,10 @@ class ParallelMLP(ParallelModule):
             input_is_parallel=True,
             init_method=output_layer_init_method or init_method,
             skip_bias_add=skip_bias_add,
-            **linear,
+            options=options,
         )
+        if not self.sequence_parallel:
+            compare_inputs(self, self.world, until_activations=True)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return (output, output_bias), as `RowParallelLinear` does.
@@ -103,25 +101,30 @@ class ParallelMLP(ParallelModule):
         input_: (tokens, ..., hidden_size), or this rank's tokens of dimension 0 if sequence_parallel
         output: like the input
         """
-        group = self.world.group
-        self.require_features(input_, self.up.input_size, "every rank needs all features")
-        layers = [self.up, self.down] if self.gate is None else [self.up, self.gate, self.down]
-        weights, main_grads = zip(*(layer.weight_and_main_grad() for layer in layers), strict=True)
+        up, gate, down = self.up, self.gate, self.down
+        if input_.ndim < 1 or input_.shape[-1] != up.input_size:
+            self.require_features(input_, up.input_size, "every rank needs all features")
+        layers = [up, down] if gate is None else [up, gate, down]
+        weights: Sequence[Tensor] = [layer.weight for layer in layers]
+        main_grads: Sequence[Tensor | None] | None = None
+        if self.gradient_accumulation_fusion:
+            weights, main_grads = zip(*(layer.weight_and_main_grad() for layer in layers), strict=True)
+            main_grads = None if all(each is None for each in main_grads) else main_grads
         output = ops.parallel_mlp(
             input_,
             weights[0],
-            self.up.bias,
+            up.bias,
             weights[-1],
-            None if self.skip_bias_add else self.down.bias,
-            group,
+            None if self.skip_bias_add else down.bias,
+            self.world.group,
             activation=self.activation,
-            w_gate_shard=None if self.gate is None else weights[1],
+            w_gate_shard=None if gate is None else weights[1],
             sequence_parallel=self.sequence_parallel,
             overlap=self.overlap,
-            main_grads=None if all(main_grad is None for main_grad in main_grads) else main_grads,
+            main_grads=main_grads,
             quantize=self.quantize,
         )
-        return output, self.down.bias if self.skip_bias_add else None
+        return output, down.bias if self.skip_bias_add else None
 
     def extra_repr(self) -> str:
         said = f"activation={self.activation}, sequence_parallel={self.sequence_parallel}"
@@ -141,10 +144,11 @@ class TransformerBlock(nn.Module):
     norm: layer_norm or rms_norm, with `norm_eps`
     dropout: probability for both branches, in training; attention_dropout: for attention weights
     recompute: what backward computes again: "none"; "selective": softmax(Q Kᵀ) V; "full": the layer
-    Others as in ParallelAttention and ParallelMLP. GPT-2's layer has rotary=False; Llama's has rotary=True,
-    "swiglu", "rms_norm" and bias=False.
+    Others as in ParallelAttention, ParallelMLP and `LayerOptions`. GPT-2's layer has rotary=False; Llama's
+    has rotary=True, "swiglu", "rms_norm" and bias=False.
     """
 
+    @takes(LinearOptions)
     def __init__(
         self,
         hidden_size: int,
@@ -165,13 +169,8 @@ class TransformerBlock(nn.Module):
         recompute: Recompute = "none",
         init_method: InitMethod = nn.init.xavier_normal_,
         output_layer_init_method: InitMethod | None = None,
-        sequence_parallel: bool = False,
-        gradient_accumulation_fusion: bool = False,
-        overlap: bool = True,
-        quantize: Recipe | None = None,
-        state: State = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        options: LayerOptions = DEFAULT,
+        **_: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
         if norm not in _NORMS:
@@ -183,13 +182,7 @@ class TransformerBlock(nn.Module):
             "bias": bias,
             "init_method": init_method,
             "output_layer_init_method": output_layer_init_method,
-            "sequence_parallel": sequence_parallel,
-            "gradient_accumulation_fusion": gradient_accumulation_fusion,
-            "overlap": overlap,
-            "quantize": quantize,
-            "state": state,
-            "device": device,
-            "dtype": dtype,
+            "options": options,
         }
         self.attention = ParallelAttention(
             hidden_size,
@@ -206,16 +199,9 @@ class TransformerBlock(nn.Module):
         self.mlp = ParallelMLP(
             hidden_size, ffn_hidden_size or 4 * hidden_size, activation=activation, **shared
         )
-        is_split = sequence_parallel and self.mlp.world.size > 1
-        normed = partial(
-            _NORMS[norm],
-            hidden_size,
-            norm_eps,
-            sequence_parallel=is_split,
-            state=state,
-            device=device,
-            dtype=dtype,
-        )
+        is_split = options.sequence_parallel and self.mlp.world.size > 1
+        of_norms = replace(options, sequence_parallel=is_split)
+        normed = partial(_NORMS[norm], hidden_size, norm_eps, options=of_norms)
         self.attention_norm, self.mlp_norm = normed(), normed()
         self.dropout = ParallelDropout(dropout, is_split=is_split)
 

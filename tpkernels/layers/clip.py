@@ -15,7 +15,7 @@ sums are exact in any order. What lies below the last limb, 2**-88, is dropped: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,9 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.groups.state import ParallelState, current
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.foreign import groups_with_blocks, is_dtensor
-from tpkernels.layers.replicas import gradient_of, likely_causes, name_of
+from tpkernels.layers.replicas import gradient_of, likely_causes
 from tpkernels.layers.world import State, tensor_world
+from tpkernels.layers.wrappers import groups_with_blocks, is_dtensor
 from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import agree_on, from_all_ranks
 from tpkernels.tp_invariance import mode
@@ -155,7 +155,7 @@ def _square_over_tensor_ranks(
     squares, sums = table[:, len(split) :]
     everybody = from_all_ranks(torch.cat([table[0, : len(split)].sum()[None], squares.sqrt(), sums]), group)
     square = everybody[:, 0].sum() + everybody[0, 1 : 1 + len(copied)].square().sum()
-    there = [counted[number] for number in copied]
+    there = {number: counted[number] for number in copied}
     return square, _difference(there, everybody[:, 1:].unflatten(1, (2, len(there))), group)
 
 
@@ -227,9 +227,10 @@ def _counts_here(parameter: Tensor, group: ProcessGroup, added: Sequence[Process
     return all(_ranks(each) in parts or each.rank() == 0 for each in added)
 
 
-def _difference(copies: Sequence[Tensor], numbers: Tensor, group: ProcessGroup) -> Exception | None:
+def _difference(copies: Mapping[int, Tensor], numbers: Tensor, group: ProcessGroup) -> Exception | None:
     """Make the error if gradients of replicas differ between ranks; None if they do not.
 
+    copies: by their numbers among the given parameters
     numbers: (ranks, 2, gradients): norm and sum of each, which identify a gradient well enough
     """
     first = numbers[0]
@@ -245,8 +246,8 @@ def _difference(copies: Sequence[Tensor], numbers: Tensor, group: ProcessGroup) 
         )
     )
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    copy = copies[wrong[0]]
-    name = f"'{name_of(copy)}'" if name_of(copy) else f"a parameter of {tuple(copy.shape)}"
+    number, copy = list(copies.items())[wrong[0]]
+    name = f"parameter {number} of those given, {tuple(copy.shape)}"
     return RuntimeError(
         f"clip_grad_norm_: tensor-parallel ranks hold copies of {name}{more}, but different gradients. "
         f"{likely_causes(copy)}. {found}"

@@ -13,6 +13,7 @@ The table of a VocabParallelEmbedding is split over ranks, padded to a multiple 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,64 +21,82 @@ from torch import Tensor, nn
 from tpkernels import ops
 from tpkernels.groups.sizes import InvalidSizes, positive, ranges_of, shard_size, split_vocabulary
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.parallel_module import InitMethod, ParallelModule, fill_shard, fill_with_nan
-from tpkernels.layers.world import State
+from tpkernels.layers.batches import compare_inputs
+from tpkernels.layers.initial import InitMethod, fill_shard, fill_with_nan
+from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, SplitOptions, takes
+from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.ops.activations import Activation, require_activation
 from tpkernels.ops.main_grad import accumulating
 from tpkernels.ops.quantize import Recipe, require_recipe
 from tpkernels.ops.tensor_parallel.mappings import gather_from_region, scatter_to_region
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # Python 3.11
+
 
 class _ParallelLinear(ParallelModule):
     """Base class: the weight of a linear layer, split along dimension `dim`, and its bias."""
 
-    weight: nn.Parameter | None
+    weight: nn.Parameter  # None with skip_weight_param_allocation
     bias: nn.Parameter | None
     quantize: Recipe | None = None
 
     def __init__(
         self,
+        dim: int,
         input_size: int,
         output_size: int,
-        *,
-        dim: int,
         stride: int,
         init_method: InitMethod,
         keep_master_weight_for_test: bool,
         skip_bias_add: bool,
-        sequence_parallel: bool,
-        gradient_accumulation_fusion: bool,
-        overlap: bool,
-        quantize: Recipe | None,
-        state: State,
-        device: torch.device | str | None,
+        options: LayerOptions,
     ) -> None:
-        super().__init__(state)
-        require_recipe(type(self).__name__, quantize, device or torch.get_default_device())
+        super().__init__(options.state)
+        name = type(self).__name__
+        require_recipe(name, options.quantize, options.device or torch.get_default_device())
         self.input_size = positive(input_size, "input_size")
         self.output_size = positive(output_size, "output_size")
+        size_name, size = (("output_size", output_size), ("input_size", input_size))[dim]
         if segments := self.world.segments:
             if stride > 1:
                 raise ValueError(
-                    f"{type(self).__name__}: expected stride 1 with TP-invariance, got {stride}: segments of "
+                    f"{name}: expected stride 1 with TP-invariance, got {stride}: segments of "
                     "several weights in one would hold other rows at other sizes; use a layer for each"
                 )
-            name, size = (("output_size", output_size), ("input_size", input_size))[dim]
             if size % (all_segments := segments * self.world.size):
                 raise InvalidSizes(
-                    f"{name} ({size}) is not divisible by the {all_segments} segments of TP-invariance; "
+                    f"{size_name} ({size}) is not divisible by the {all_segments} segments of TP-invariance; "
                     f"choose a multiple of {all_segments}, or fewer segments"
                 )
         self.stride = stride
         self.init_method = init_method
         self.keep_master_weight_for_test = keep_master_weight_for_test
         self.skip_bias_add = skip_bias_add
-        self.sequence_parallel = sequence_parallel and self.world.size > 1
-        self.gradient_accumulation_fusion = gradient_accumulation_fusion
-        self.overlap = overlap
-        self.quantize = quantize
+        self.sequence_parallel = options.sequence_parallel and self.world.size > 1
+        self.gradient_accumulation_fusion = options.gradient_accumulation_fusion
+        self.overlap = options.overlap
+        self.quantize = options.quantize
         self.master_weight: Tensor | None = None
         self._dim = dim
+
+    def _add_parameters(
+        self,
+        shape: tuple[int, int] | None,
+        features: int | None,
+        of_bias: Attributes,
+        options: LayerOptions,
+    ) -> None:
+        """Add and draw the weight of this shape, and the bias of these features; None: there is none."""
+        split = Attributes(tensor_model_parallel=True, partition_dim=self._dim, partition_stride=self.stride)
+        biases = None if features is None else (features,)
+        self.add_parameter("weight", shape, split, device=options.device, dtype=options.dtype)
+        self.add_parameter("bias", biases, of_bias, device=options.device, dtype=options.dtype)
+        if options.perform_initialization:
+            self.reset_parameters()
+        else:
+            for parameter in self.parameters(recurse=False):
+                fill_with_nan(parameter)
 
     def reset_parameters(self) -> None:
         """Draw the weight, the same for every number of ranks, and zero the bias.
@@ -95,21 +114,6 @@ class _ParallelLinear(ParallelModule):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def initialize(self, perform: bool) -> None:
-        """Draw the parameters, or leave them unset."""
-        if perform:
-            self.reset_parameters()
-            return
-        for parameter in self.parameters(recurse=False):
-            fill_with_nan(parameter)
-
-    def extra_repr(self) -> str:
-        held = "no weight" if self.weight is None else f"weight {tuple(self.weight.shape)}"
-        said = (
-            f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, {self.world} holds {held}"
-        )
-        return with_recipe(said, self.quantize)
-
     def weight_and_main_grad(self, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The weight to pass to an op, by default the layer's own, and its `main_grad` if that is fused."""
         weight = self.weight if weight is None else weight
@@ -120,6 +124,13 @@ class _ParallelLinear(ParallelModule):
             )
         fused = self.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
         return accumulating(weight, type(self).__name__) if fused else (weight, None)
+
+    def extra_repr(self) -> str:
+        held = "no weight" if self.weight is None else f"weight {tuple(self.weight.shape)}"
+        said = (
+            f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, {self.world} holds {held}"
+        )
+        return with_recipe(said, self.quantize)
 
 
 def with_recipe(said: str, quantize: Recipe | None) -> str:
@@ -137,15 +148,11 @@ class ColumnParallelLinear(_ParallelLinear):
     skip_bias_add: return the bias instead of adding it
     skip_weight_param_allocation: have no weight; it is passed to `forward`
     activation: applied to Y in the same kernel: gelu, gelu_tanh, silu, relu or relu2
-    sequence_parallel: X is this rank's tokens (dimension 0), and is gathered; no effect on one rank
-    gradient_accumulation_fusion: add the weight's gradient to `weight.main_grad`
-    overlap: transfer some chunks while others are computed
-    perform_initialization: draw the weight; False: draw nothing, allocate the shard only, and fill it with
-        NaN until it is loaded
-    quantize: compute the products in fp8, by a `Recipe`; the weight keeps its dtype
-    state: the tensor-parallel group: a ParallelState, process group or device mesh; None: the current state
+    sequence_parallel: X is this rank's tokens (dimension 0), and is gathered
+    Others as in `LayerOptions`.
     """
 
+    @takes(LinearOptions)
     def __init__(
         self,
         input_size: int,
@@ -159,30 +166,11 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         skip_weight_param_allocation: bool = False,
         activation: Activation | None = None,
-        sequence_parallel: bool = False,
-        gradient_accumulation_fusion: bool = False,
-        overlap: bool = True,
-        perform_initialization: bool = True,
-        quantize: Recipe | None = None,
-        state: State = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        options: LayerOptions = DEFAULT,
+        **_: Unpack[LinearOptions],
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            dim=0,
-            stride=stride,
-            init_method=init_method,
-            keep_master_weight_for_test=keep_master_weight_for_test,
-            skip_bias_add=skip_bias_add,
-            sequence_parallel=sequence_parallel,
-            gradient_accumulation_fusion=gradient_accumulation_fusion,
-            overlap=overlap,
-            quantize=quantize,
-            state=state,
-            device=device,
-        )
+        seeds = stride, init_method, keep_master_weight_for_test, skip_bias_add
+        super().__init__(0, input_size, output_size, *seeds, options)
         require_activation("ColumnParallelLinear", activation or "none")
         if skip_bias_add and bias and activation not in (None, "none"):
             raise ValueError(
@@ -192,12 +180,15 @@ class ColumnParallelLinear(_ParallelLinear):
         self.gather_output = gather_output
         self.activation = activation
         self.output_size_per_partition = shard_size(output_size, self.world.size, "output_size", stride)
-        split = Attributes(tensor_model_parallel=True, partition_dim=0, partition_stride=stride)
         rows = self.output_size_per_partition
-        shape = None if skip_weight_param_allocation else (rows, input_size)
-        self.add_parameter("weight", shape, split, device=device, dtype=dtype)
-        self.add_parameter("bias", (rows,) if bias else None, split, device=device, dtype=dtype)
-        self.initialize(perform_initialization)
+        self._add_parameters(
+            None if skip_weight_param_allocation else (rows, input_size),
+            rows if bias else None,
+            Attributes(tensor_model_parallel=True, partition_dim=0, partition_stride=stride),
+            options,
+        )
+        if not self.sequence_parallel:
+            compare_inputs(self, self.world, until_activations=True)
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return (output, output_bias).
@@ -206,17 +197,20 @@ class ColumnParallelLinear(_ParallelLinear):
         weight: (output_size_per_partition, input_size), to be used in place of the layer's own
         output: (tokens, ..., output_size_per_partition), or output_size if gather_output
         """
-        self.require_features(input_, self.input_size, "every rank needs all features")
+        if input_.ndim < 1 or input_.shape[-1] != self.input_size:
+            self.require_features(input_, self.input_size, "every rank needs all features")
         if weight is not None:
             self._require_shard(weight)
-            if self.gradient_accumulation_fusion:  # the weight's other use has a gradient, too
-                weight.zero_out_wgrad = True  # type: ignore[attr-defined]
-        weight, main_grad = self.weight_and_main_grad(weight)
+        own: Tensor = self.weight
+        main_grad: Tensor | None = None
+        if weight is not None or own is None or self.gradient_accumulation_fusion:
+            own, main_grad = self.weight_and_main_grad(weight)
+        group = self.world.group
         output = ops.column_linear(
             input_,
-            weight,
+            own,
             None if self.skip_bias_add else self.bias,
-            self.world.group,
+            group,
             activation=self.activation,
             sequence_parallel=self.sequence_parallel,
             overlap=self.overlap,
@@ -224,23 +218,26 @@ class ColumnParallelLinear(_ParallelLinear):
             quantize=self.quantize,
         )
         if self.gather_output:
-            output = gather_from_region(output, self.world.group)
+            output = gather_from_region(output, group)
         return output, self.bias if self.skip_bias_add else None
 
     def _require_shard(self, weight: Tensor) -> None:
+        """Raise unless a weight that is passed to `forward` is this rank's shard."""
         expected = self.output_size_per_partition, self.input_size
         if tuple(weight.shape) != expected:
             raise ValueError(
                 f"ColumnParallelLinear: expected a weight {expected} in forward, this rank's shard, got "
                 f"{tuple(weight.shape)}"
             )
+        if self.gradient_accumulation_fusion:  # the weight's other use has a gradient, too
+            weight.zero_out_wgrad = True  # type: ignore[attr-defined]
 
 
 class RowParallelLinear(_ParallelLinear):
     """A linear layer Y = X Aᵀ + b with A split along in_features: ranks sum their partial Y.
 
     input_is_parallel: X is this rank's features; False: X is full, and is split here
-    sequence_parallel: Y is this rank's tokens (dimension 0); no effect on one rank
+    sequence_parallel: Y is this rank's tokens (dimension 0)
     Others as in ColumnParallelLinear.
 
     The bias is replicated and added once, after the sum; each rank computes its full gradient. With
@@ -248,6 +245,7 @@ class RowParallelLinear(_ParallelLinear):
     partial, and the bias is marked `sequence_parallel`.
     """
 
+    @takes(LinearOptions)
     def __init__(
         self,
         input_size: int,
@@ -259,48 +257,31 @@ class RowParallelLinear(_ParallelLinear):
         keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         *,
-        sequence_parallel: bool = False,
-        gradient_accumulation_fusion: bool = False,
-        overlap: bool = True,
-        perform_initialization: bool = True,
-        quantize: Recipe | None = None,
-        state: State = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        options: LayerOptions = DEFAULT,
+        **_: Unpack[LinearOptions],
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            dim=1,
-            stride=stride,
-            init_method=init_method,
-            keep_master_weight_for_test=keep_master_weight_for_test,
-            skip_bias_add=skip_bias_add,
-            sequence_parallel=sequence_parallel,
-            gradient_accumulation_fusion=gradient_accumulation_fusion,
-            overlap=overlap,
-            quantize=quantize,
-            state=state,
-            device=device,
-        )
-        if sequence_parallel and not input_is_parallel:
+        seeds = stride, init_method, keep_master_weight_for_test, skip_bias_add
+        super().__init__(1, input_size, output_size, *seeds, options)
+        if options.sequence_parallel and not input_is_parallel:
             raise ValueError(
                 "RowParallelLinear: expected input_is_parallel=True with sequence_parallel, because the "
                 "input has all tokens and this rank's features; pass input_is_parallel=True"
             )
-        if sequence_parallel and skip_bias_add and bias and self.world.segments:
+        if options.sequence_parallel and skip_bias_add and bias and self.world.segments:
             raise ValueError(
                 "RowParallelLinear: expected no skip_bias_add with sequence_parallel and TP-invariance: the "
                 "gradient of a bias that the caller adds depends on the split of tokens; let the layer add it"
             )
         self.input_is_parallel = input_is_parallel
         self.input_size_per_partition = shard_size(input_size, self.world.size, "input_size", stride)
-        split = Attributes(tensor_model_parallel=True, partition_dim=1, partition_stride=stride)
-        shape = output_size, self.input_size_per_partition
-        self.add_parameter("weight", shape, split, device=device, dtype=dtype)
-        replicated = Attributes(sequence_parallel=self.sequence_parallel and skip_bias_add)
-        self.add_parameter("bias", (output_size,) if bias else None, replicated, device=device, dtype=dtype)
-        self.initialize(perform_initialization)
+        self._add_parameters(
+            (output_size, self.input_size_per_partition),
+            output_size if bias else None,
+            Attributes(sequence_parallel=self.sequence_parallel and skip_bias_add),
+            options,
+        )
+        if not input_is_parallel:
+            compare_inputs(self, self.world, until_activations=True)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return (output, output_bias).
@@ -309,14 +290,16 @@ class RowParallelLinear(_ParallelLinear):
         output: (tokens, ..., output_size), or this rank's tokens of dimension 0 if sequence_parallel
         """
         group = self.world.group
-        if self.input_is_parallel:
-            own = self.input_size_per_partition
-            self.require_features(input_, own, "input_is_parallel=False takes all features")
-        else:
-            full = self.input_size
-            self.require_features(input_, full, "input_is_parallel=True takes this rank's features")
+        features = self.input_size_per_partition if self.input_is_parallel else self.input_size
+        if input_.ndim < 1 or input_.shape[-1] != features:
+            takes = "False takes all" if self.input_is_parallel else "True takes this rank's"
+            self.require_features(input_, features, f"input_is_parallel={takes} features")
+        if not self.input_is_parallel:
             input_ = scatter_to_region(input_, group)
-        weight, main_grad = self.weight_and_main_grad()
+        weight: Tensor = self.weight
+        main_grad: Tensor | None = None
+        if self.gradient_accumulation_fusion:
+            weight, main_grad = self.weight_and_main_grad()
         output = ops.row_linear(
             input_,
             weight,
@@ -336,13 +319,13 @@ class VocabParallelEmbedding(ParallelModule):
     init_method: fills the full table, without padding; rows of padding are zero and stay so
     padding_idx: an id whose row starts at zero and gets no gradient
     divisible_by: pad each rank's rows to a multiple of it, Megatron's `make_vocab_size_divisible_by`
-    sequence_parallel: the output is this rank's tokens (dimension 0); no effect on one rank
-    perform_initialization: as in `ColumnParallelLinear`
-    state: the tensor-parallel group: a ParallelState, process group or device mesh; None: the current state
+    sequence_parallel: the output is this rank's tokens (dimension 0)
+    Others as in `LayerOptions`.
     """
 
     weight: nn.Parameter
 
+    @takes(SplitOptions)
     def __init__(
         self,
         num_embeddings: int,
@@ -351,13 +334,10 @@ class VocabParallelEmbedding(ParallelModule):
         init_method: InitMethod = nn.init.xavier_normal_,
         padding_idx: int | None = None,
         divisible_by: int = 1,
-        sequence_parallel: bool = False,
-        perform_initialization: bool = True,
-        state: State = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        options: LayerOptions = DEFAULT,
+        **_: Unpack[SplitOptions],
     ) -> None:
-        super().__init__(state)
+        super().__init__(options.state)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(
                 f"VocabParallelEmbedding: expected a padding_idx from {-num_embeddings} to "
@@ -373,10 +353,11 @@ class VocabParallelEmbedding(ParallelModule):
         self.vocab_start_index, self.vocab_end_index = rows.start, rows.stop
         self.init_method = init_method
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        self.sequence_parallel = sequence_parallel and self.world.size > 1
+        self.sequence_parallel = options.sequence_parallel and self.world.size > 1
         split = Attributes(tensor_model_parallel=True, partition_dim=0)
-        self.add_parameter("weight", (len(rows), embedding_dim), split, device=device, dtype=dtype)
-        if perform_initialization:
+        shape = len(rows), embedding_dim
+        self.add_parameter("weight", shape, split, device=options.device, dtype=options.dtype)
+        if options.perform_initialization:
             self.reset_parameters()
         else:
             fill_with_nan(self.weight, rows=len(self.split.ids_of(self.world.rank)))

@@ -8,111 +8,99 @@ norm itself sums them in backward, before they are rounded, and the parameters a
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from tpkernels import ops
 from tpkernels.groups.sizes import positive
 from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.options import DEFAULT, LayerOptions, ReplicatedOptions, takes
 from tpkernels.layers.parallel_module import MarkedModule
-from tpkernels.layers.world import State, TensorWorld, tensor_world
+from tpkernels.layers.world import tensor_world
 from tpkernels.tp_invariance import mode
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # Python 3.11
 
-class RMSNorm(MarkedModule):
+
+class _Norm(MarkedModule):
+    """Base class: parameters of the size of a token's features."""
+
+    weight: nn.Parameter
+
+    def __init__(self, hidden_size: int, eps: float, parameters: dict[str, bool], options: LayerOptions):
+        """parameters: by name, whether the norm has it"""
+        super().__init__()
+        self.hidden_size = positive(hidden_size, "hidden_size")
+        if not 0 <= eps < math.inf:
+            raise ValueError(f"eps: expected a number of 0 or more, got {eps}")
+        self.eps = eps
+        self.sequence_parallel = options.sequence_parallel
+        sums_in_backward = options.sequence_parallel and mode.fix("a norm")
+        self.world = tensor_world(options.state) if sums_in_backward else None
+        marked = Attributes(sequence_parallel=options.sequence_parallel and self.world is None)
+        for name, is_there in parameters.items():
+            shape = (hidden_size,) if is_there else None
+            self.add_parameter(name, shape, marked, device=options.device, dtype=options.dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to one and the bias to zero."""
+        nn.init.ones_(self.weight)
+        if (bias := self._parameters.get("bias")) is not None:
+            nn.init.zeros_(bias)
+
+    def extra_repr(self) -> str:
+        said = "".join(f", bias={p is not None}" for name, p in self._parameters.items() if name == "bias")
+        return f"{self.hidden_size}, eps={self.eps}{said}, sequence_parallel={self.sequence_parallel}"
+
+
+class RMSNorm(_Norm):
     """Normalizes x by its root mean square over the last dimension: x / rms(x) * weight.
 
     sequence_parallel: x is this rank's tokens
     state: the tensor-parallel group, looked up with TP-invariance only; None: the current state
     """
 
-    weight: nn.Parameter
-
+    @takes(ReplicatedOptions)
     def __init__(
         self,
         hidden_size: int,
         eps: float = 1e-5,
         *,
-        sequence_parallel: bool = False,
-        state: State = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        options: LayerOptions = DEFAULT,
+        **_: Unpack[ReplicatedOptions],
     ) -> None:
-        super().__init__()
-        self.hidden_size = positive(hidden_size, "hidden_size")
-        self.eps = _require_eps(eps)
-        self.sequence_parallel = sequence_parallel
-        self.world = tensor_world(state) if sequence_parallel and mode.fix("a norm") else None
-        marked = Attributes(sequence_parallel=sequence_parallel and self.world is None)
-        self.add_parameter("weight", (hidden_size,), marked, device=device, dtype=dtype)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to one."""
-        nn.init.ones_(self.weight)
+        super().__init__(hidden_size, eps, {"weight": True}, options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x, (..., hidden_size)."""
-        return ops.rms_norm(x, self.weight, eps=self.eps, group=_group(self.world))
-
-    def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
+        group = None if self.world is None else self.world.group
+        return ops.rms_norm(x, self.weight, eps=self.eps, group=group)
 
 
-class LayerNorm(MarkedModule):
+class LayerNorm(_Norm):
     """Normalizes x to zero mean and unit variance over the last dimension; returns it times weight plus bias.
 
     sequence_parallel, state: as in `RMSNorm`
     """
 
-    weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @takes(ReplicatedOptions)
     def __init__(
         self,
         hidden_size: int,
         eps: float = 1e-5,
         *,
         bias: bool = True,
-        sequence_parallel: bool = False,
-        state: State = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        options: LayerOptions = DEFAULT,
+        **_: Unpack[ReplicatedOptions],
     ) -> None:
-        super().__init__()
-        self.hidden_size = positive(hidden_size, "hidden_size")
-        self.eps = _require_eps(eps)
-        self.sequence_parallel = sequence_parallel
-        self.world = tensor_world(state) if sequence_parallel and mode.fix("a norm") else None
-        marked = Attributes(sequence_parallel=sequence_parallel and self.world is None)
-        self.add_parameter("weight", (hidden_size,), marked, device=device, dtype=dtype)
-        self.add_parameter("bias", (hidden_size,) if bias else None, marked, device=device, dtype=dtype)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to one and the bias to zero."""
-        nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        super().__init__(hidden_size, eps, {"weight": True, "bias": bias}, options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x, (..., hidden_size)."""
-        return ops.layer_norm(x, self.weight, self.bias, eps=self.eps, group=_group(self.world))
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.hidden_size}, eps={self.eps}, bias={self.bias is not None}, "
-            f"sequence_parallel={self.sequence_parallel}"
-        )
-
-
-def _group(world: TensorWorld | None) -> ProcessGroup | None:
-    return None if world is None else world.group
-
-
-def _require_eps(eps: float) -> float:
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps: expected a number of 0 or more, got {eps}")
-    return eps
+        group = None if self.world is None else self.world.group
+        return ops.layer_norm(x, self.weight, self.bias, eps=self.eps, group=group)

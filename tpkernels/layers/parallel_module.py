@@ -1,99 +1,20 @@
-"""Base classes of layers: parameters with Megatron's attributes, and a tensor-parallel group.
-
-Weights begin the same for any number of ranks: every rank draws the full weight in fp32 from the default
-random stream, which is the same on all ranks, casts it and keeps its shard. So one seed gives one model,
-whatever the tensor-parallel size and dtype. The full weight takes 4 bytes an element for a moment, on the
-device of the shard.
-"""
+"""Base classes of layers: parameters with Megatron's attributes, and a tensor-parallel group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tpkernels.groups.random import DEFAULT_STREAM, get_rng_tracker
-from tpkernels.layers import batches, foreign, replicas
 from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.check import guard_training
 from tpkernels.layers.world import State, tensor_world
+from tpkernels.layers.wrappers import refuse_mesh
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
-
-
-InitMethod = Callable[[Tensor], Tensor | None]
-
-
-@torch.no_grad()
-def fill_shard(
-    shard: Tensor,
-    init_method: InitMethod,
-    *,
-    full: tuple[int, int],
-    dim: int,
-    ranges: Sequence[range],
-) -> Tensor | None:
-    """Fill this rank's shard of a weight; return the full weight in fp32.
-
-    init_method: fills the tensor it is given in place, or returns another of its shape
-    full: the shape that `init_method` sees
-    ranges: of the full weight along `dim`, concatenated in the shard; the rest of the shard becomes zero
-
-    On the meta device nothing is filled or drawn, and None is returned.
-    """
-    if shard.is_meta:
-        return None
-    master = _full_weight(init_method, full, shard.device)
-    start = 0
-    for each in ranges:
-        shard.narrow(dim, start, len(each)).copy_(master.narrow(dim, each.start, len(each)))
-        start += len(each)
-    shard.narrow(dim, start, shard.shape[dim] - start).zero_()
-    return master
-
-
-@torch.no_grad()
-def fill_with_nan(shard: Tensor, rows: int | None = None) -> None:
-    """Fill a shard with NaN, so that a weight that is not loaded afterwards shows in the first loss.
-
-    rows: how many of the shard's rows are not padding; padding becomes zero
-    """
-    shard[:rows].fill_(torch.nan)
-    if rows is not None:
-        shard[rows:].zero_()
-
-
-def _full_weight(init_method: InitMethod, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Draw the full weight in fp32, the same on all ranks that share the default stream."""
-    master = torch.zeros(shape, dtype=torch.float32, device=device)
-    with get_rng_tracker().fork(DEFAULT_STREAM):
-        made = init_method(master)
-    if made is None:
-        made = master
-    if not isinstance(made, Tensor):
-        raise TypeError(
-            f"init_method: expected a function that fills the tensor it is given, got {type(made).__name__} "
-            "back; return the tensor, or nothing"
-        )
-    if made.shape != shape or master.shape != shape:
-        got = tuple(made.shape if made.shape != shape else master.shape)
-        raise ValueError(
-            f"init_method: expected a weight of shape {shape}, (out_features, in_features) of the full "
-            f"layer, got {got}; fill the tensor that it is given in place"
-        )
-    return made.to(device)
-
-
-# torch has these hooks for the whole process only: see `foreign`, `batches`, `elementwise` and `watch`.
-register_module_module_registration_hook(foreign.look_at_wrapper)
-register_module_module_registration_hook(batches.look_at_compiled)
-register_optimizer_step_pre_hook(foreign.before_step)
-if replicas.steps_between_checks:
-    register_optimizer_step_post_hook(replicas.after_step)
 
 
 class MarkedModule(nn.Module):
@@ -148,16 +69,21 @@ class MarkedModule(nn.Module):
         self._mark()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; notice that torch's `fully_shard` has replaced parameters by DTensors.
+        """Set an attribute; notice `FullyShardedDataParallel`, and that `fully_shard` has made DTensors.
 
         Not a property: since torch 2.14 torch.compile would take its value alone.
         """
         super().__setattr__(name, value)
         if name == "_is_fsdp_managed_module":
             self._after_fully_shard()
+        if name == "_fsdp_use_orig_params" and not value:
+            self._refuse_flat_parameters()
 
     def _after_fully_shard(self) -> None:
         self._mark()
+
+    def _refuse_flat_parameters(self) -> None:
+        """Raise if `FullyShardedDataParallel`, which has flat parameters, may average other shards."""
 
     def _note(self) -> None:
         """Remember the parameters' attributes, which callers may have changed."""
@@ -185,7 +111,7 @@ class ParallelModule(MarkedModule):
     def __init__(self, state: State) -> None:
         super().__init__()
         self.world = tensor_world(state)
-        batches.find_root_before(self)
+        guard_training()
 
     def adopt(self, state: State, attributes: dict[str, Attributes]) -> None:
         """Initialize a module that was built as an instance of another class.
@@ -196,7 +122,7 @@ class ParallelModule(MarkedModule):
         for name in attributes:
             self._parameters[name] = None
         self._keep_attributes(attributes)
-        batches.find_root_before(self)
+        guard_training()
 
     def _mark(self) -> None:
         super()._mark()
@@ -204,8 +130,21 @@ class ParallelModule(MarkedModule):
             vars(parameter)["tensor_parallel_ranks"] = self.world.ranks  # of the group in this process
 
     def _after_fully_shard(self) -> None:
-        foreign.refuse_mesh(self, self.world, holds_dtensors=self.holds_dtensors)
+        refuse_mesh(self, self.world.ranks, holds_dtensors=self.holds_dtensors)
         super()._after_fully_shard()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if getattr(param, "_fsdp_flattened", False):
+            self._refuse_flat_parameters()
+        super().register_parameter(name, param)
+
+    def _refuse_flat_parameters(self) -> None:
+        if self.world.size > 1:
+            raise ValueError(
+                f"FullyShardedDataParallel: expected no {type(self).__name__} over {self.world.size} ranks, "
+                "which cannot see whether its shards would be averaged; use "
+                'torch.distributed.fsdp.fully_shard(model, mesh=mesh["dp"])'
+            )
 
     def require_features(self, x: Tensor, features: int, advice: str) -> None:
         """Raise unless x is (..., features). advice: what to do, for the error"""

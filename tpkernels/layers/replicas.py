@@ -18,11 +18,9 @@ have taken different numbers of steps, a time-out reports it; a collective would
 
 from __future__ import annotations
 
-import gc
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,12 +36,10 @@ from tpkernels.groups.agreement import are_set
 from tpkernels.groups.checksums import sums_of_bits
 from tpkernels.groups.random import is_capturing
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.foreign import is_dtensor, is_split_over, local_of, reshard
 from tpkernels.layers.world import State, tensor_world
+from tpkernels.layers.wrappers import groups_with_blocks, is_dtensor, local_of, ranks_of, reshard
 from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import agree_on, sum_over_ranks_, unlike_first_rank
-
-_WRAPPERS = re.compile(r"^((_forward_module|_orig_mod|module)\.)+")  # Fabric, torch.compile, DDP
 
 
 def require_marks(caller: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
@@ -149,22 +145,15 @@ def likely_causes(copy: Tensor) -> str:
     return f"Likeliest is {causes[0]}; then {causes[1]}; then {causes[2]}"
 
 
-def name_of(parameter: Tensor) -> str:
-    """Find the name of a parameter in an outermost module, without wrappers.
-
-    For errors only: it searches all objects of the process.
-    """
-    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-    inner = {id(child) for module in modules for child in module._modules.values()}
-    for module in modules:
-        if id(module) not in inner:
-            for name, candidate in module.named_parameters():
-                if candidate is parameter:
-                    return _WRAPPERS.sub("", name)
-    return ""
+def is_split_over(ranks: Sequence[int], parameter: Tensor) -> bool:
+    """Whether these tensor-parallel ranks hold shards of `parameter`, rather than replicas."""
+    if Attributes.of(parameter).tensor_model_parallel:
+        return True
+    return any(ranks_of(group) == list(ranks) for group in groups_with_blocks(parameter))
 
 
-Copies = tuple[Sequence[int], Sequence[Tensor]]  # ranks with replicas, and this rank's replicas
+# Ranks with replicas, and this rank's replicas by name.
+Copies = tuple[Sequence[int], Mapping[str, Tensor]]
 
 VARIABLE = "TPKERNELS_CHECK_REPLICAS"
 
@@ -178,6 +167,12 @@ def _read(value: str | None) -> int:
 steps_between_checks = _read(os.environ.get(VARIABLE))  # read once: a step must be cheap
 
 
+def is_due(number: int) -> bool:
+    """Whether ranks compare in this step or call: in early ones, ever more rarely, and in every N-th."""
+    # powers of two: a short run may end before the first interval
+    return bool(steps_between_checks) and (number & (number - 1) == 0 or number % steps_between_checks == 0)
+
+
 class Watch:
     """Counts the steps of one optimizer, and compares replicas after some of them."""
 
@@ -187,9 +182,8 @@ class Watch:
 
     def after_step(self, copies: Callable[[], Copies | None]) -> None:
         """Count a step, and compare replicas after some steps. Called by all ranks with replicas."""
-        self._steps = steps = self._steps + 1
-        # powers of two: a short run may end before the first interval
-        if steps_between_checks and (steps & (steps - 1) == 0 or steps % steps_between_checks == 0):
+        self._steps += 1
+        if is_due(self._steps):
             self.look(copies())
 
     def look(self, found: Copies | None) -> None:
@@ -198,7 +192,7 @@ class Watch:
             return
         ranks, copies = found
         try:
-            rows = self._sums_of_all(ranks, copies)
+            rows = self._sums_of_all(ranks, list(copies.values()))
         except DistNetworkError as error:  # rank 0 may have ended with the run
             warnings.warn(
                 f"copies of parameters could not be compared: {error}", RuntimeWarning, stacklevel=2
@@ -212,8 +206,7 @@ class Watch:
             others = [
                 rank for rank, row in zip(ranks, rows, strict=True) if row[wrong[0]] != rows[0][wrong[0]]
             ]
-            copy = copies[wrong[0]]
-            name = name_of(copy) or f"parameter {wrong[0]} of {len(copies)} that are copies"
+            name, copy = list(copies.items())[wrong[0]]
             when = (
                 f", after {self._steps} steps of the optimizer ({VARIABLE}={steps_between_checks}; 0: never)"
             )
@@ -264,7 +257,10 @@ def _copies_of(optimizer: Optimizer) -> Copies | None:
     if len(groups) != 1:  # with several groups it is not known which one a plain parameter belongs to
         return None
     (ranks,) = groups
-    return ranks, [p for p in parameters if _is_copy(p, ranks)]
+    names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    if len(set(names)) != len(parameters):
+        names = [f"parameter {i} of the optimizer, {tuple(p.shape)}" for i, p in enumerate(parameters)]
+    return ranks, {n: p for n, p in zip(names, parameters, strict=True) if _is_copy(p, ranks)}
 
 
 def _is_copy(parameter: Tensor, ranks: Sequence[int]) -> bool:

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from tpkernels.groups import c10d
 from tpkernels.groups.sizes import not_negative, positive
 from tpkernels.groups.state import ParallelState, ParallelStateError, current, current_or_none, overwritten
+from tpkernels.layers.wrappers import refuse_ddp
 from tpkernels.tp_invariance import mode
 
 
@@ -56,12 +58,21 @@ class TensorWorld:
 
     @property
     def group(self) -> ProcessGroup:
-        """The process group; raises if there is none, it was destroyed, or a parent process made it."""
+        """The process group; raises if there is none that may be used now."""
         group = None if self._group is None else self._group()
         if torch.compiler.is_compiling() and group is not None:
-            return group  # the checks below would run once, while tracing
+            return group  # what follows would run once, while tracing
+        if DistributedDataParallel._active_ddp_module is not None:
+            refuse_ddp(DistributedDataParallel._active_ddp_module)
+        if group is None or not c10d.is_alive(group) or self._process != os.getpid():
+            return self._found_or_refused(group)
+        return group
+
+    def _found_or_refused(self, group: ProcessGroup | None) -> ProcessGroup:
+        """Return the group of a rank alone, or raise."""
         if self._group is None and self.size == 1 and dist.is_initialized():
             self._group = ref(group := c10d.group_of_this_rank())
+            return group
         if self._group is None and self.size == 1:
             raise ParallelStateError(
                 f"tensor rank 0 of 1 was {self._why}, and torch.distributed is not initialized: call "
@@ -78,12 +89,10 @@ class TensorWorld:
                 "the tensor-parallel group was destroyed; build layers again after "
                 "initialize_model_parallel(...)"
             )
-        if self._process != os.getpid():
-            raise ParallelStateError(
-                f"the tensor-parallel group belongs to process {self._process}: a forked child cannot use "
-                "it; start processes by spawn, and build layers in each"
-            )
-        return group
+        raise ParallelStateError(
+            f"the tensor-parallel group belongs to process {self._process}: a forked child cannot use "
+            "it; start processes by spawn, and build layers in each"
+        )
 
     @property
     def segments(self) -> int:

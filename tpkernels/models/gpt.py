@@ -7,8 +7,9 @@ under sequence parallelism each rank has its shard of the tokens between the pro
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,11 @@ from tpkernels import ops
 from tpkernels.layers.attention import ParallelDropout
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.block import Recompute, TransformerBlock
+from tpkernels.layers.initial import fill_shard, fill_with_nan
 from tpkernels.layers.linear import VocabParallelEmbedding
 from tpkernels.layers.norm import LayerNorm, RMSNorm
-from tpkernels.layers.parallel_module import ParallelModule, fill_shard
-from tpkernels.layers.world import State
+from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, takes
+from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.quantize import Recipe, require_recipe
 from tpkernels.ops.tensor_parallel.mappings import (
@@ -28,6 +30,9 @@ from tpkernels.ops.tensor_parallel.mappings import (
     scatter_to_sequence_region,
 )
 from tpkernels.tp_invariance import mode
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # Python 3.11
 
 INITIAL_SPREAD = (
     0.02  # standard deviation of weights; for weights that add to the residual times 1 / sqrt(2 layers)
@@ -39,22 +44,17 @@ class PositionEmbedding(ParallelModule):
 
     weight: nn.Parameter
 
-    def __init__(
-        self,
-        max_positions: int,
-        hidden_size: int,
-        *,
-        sequence_parallel: bool,
-        state: State,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__(state)
-        self.sequence_parallel = sequence_parallel and self.world.size > 1
+    def __init__(self, max_positions: int, hidden_size: int, options: LayerOptions) -> None:
+        super().__init__(options.state)
+        self.sequence_parallel = options.sequence_parallel and self.world.size > 1
         self.is_gathered = bool(mode.segments) and self.sequence_parallel
         marked = Attributes(sequence_parallel=self.sequence_parallel and not self.is_gathered)
-        self.add_parameter("weight", (max_positions, hidden_size), marked, device=device, dtype=dtype)
-        self.reset_parameters()
+        shape = max_positions, hidden_size
+        self.add_parameter("weight", shape, marked, device=options.device, dtype=options.dtype)
+        if options.perform_initialization:
+            self.reset_parameters()
+        else:
+            fill_with_nan(self.weight)
 
     def reset_parameters(self) -> None:
         drawn = partial(nn.init.normal_, std=INITIAL_SPREAD)
@@ -81,52 +81,35 @@ class GPT(nn.Module):
 
     recompute: as in `TransformerBlock`
     quantize: compute the blocks' products in fp8, and the head's with `Recipe(..., head=True)`
-    Other arguments as in the layers.
+    Other arguments as in `LayerOptions`.
     """
 
     quantize: Recipe | None = None
 
+    @takes(LinearOptions)
     def __init__(
         self,
         config: GPTConfig,
         *,
         dropout: float = 0.0,
         recompute: Recompute = "none",
-        sequence_parallel: bool = False,
-        gradient_accumulation_fusion: bool = False,
-        overlap: bool = True,
-        quantize: Recipe | None = None,
-        state: State = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        options: LayerOptions = DEFAULT,
+        **_: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        require_recipe("GPT", quantize, device or torch.get_default_device())
+        require_recipe("GPT", options.quantize, options.device or torch.get_default_device())
         self.config = config
-        self.quantize = quantize
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.quantize = options.quantize
+        sizes = config.vocab_size, config.hidden_size
         drawn = partial(nn.init.normal_, std=INITIAL_SPREAD)
-        table = partial(
-            VocabParallelEmbedding,
-            config.vocab_size,
-            config.hidden_size,
-            init_method=drawn,
-            state=state,
-            **where,
-        )
-        self.embedding = table(sequence_parallel=sequence_parallel)
+        of_output = partial(nn.init.normal_, std=INITIAL_SPREAD / math.sqrt(2 * config.num_layers))
+        self.embedding = VocabParallelEmbedding(*sizes, init_method=drawn, options=options)
         self.world = self.embedding.world
         self.sequence_parallel = self.embedding.sequence_parallel
         self.positions = (
             None
             if config.max_positions is None
-            else PositionEmbedding(
-                config.max_positions,
-                config.hidden_size,
-                sequence_parallel=sequence_parallel,
-                state=state,
-                **where,
-            )
+            else PositionEmbedding(config.max_positions, config.hidden_size, options)
         )
         self.dropout = ParallelDropout(dropout, is_split=self.sequence_parallel)
         self.blocks = nn.ModuleList(
@@ -145,29 +128,19 @@ class GPT(nn.Module):
                 attention_dropout=dropout,
                 recompute=recompute,
                 init_method=drawn,
-                output_layer_init_method=partial(
-                    nn.init.normal_, std=INITIAL_SPREAD / math.sqrt(2 * config.num_layers)
-                ),
-                sequence_parallel=sequence_parallel,
-                gradient_accumulation_fusion=gradient_accumulation_fusion,
-                overlap=overlap,
-                quantize=quantize,
-                state=state,
-                **where,
+                output_layer_init_method=of_output,
+                options=options,
             )
             for _ in range(config.num_layers)
         )
         norm = RMSNorm if config.norm == "rms_norm" else LayerNorm
-        self.norm = norm(
-            config.hidden_size,
-            config.norm_eps,
-            sequence_parallel=self.sequence_parallel,
-            state=state,
-            **where,
-        )
+        of_norm = replace(options, sequence_parallel=self.sequence_parallel)
+        self.norm = norm(config.hidden_size, config.norm_eps, options=of_norm)
+        # the head is a table, too: padded, split and drawn like the embedding
+        of_head = replace(options, sequence_parallel=False)
         self.head = (
-            None if config.tied else table()
-        )  # a table too: padded, split and drawn like the embedding
+            None if config.tied else VocabParallelEmbedding(*sizes, init_method=drawn, options=of_head)
+        )
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, *, ignore_index: int = -100) -> Tensor:
         """Return the mean loss of the targets, or without targets all logits, (batch, tokens, vocab_size).

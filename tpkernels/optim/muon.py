@@ -26,9 +26,10 @@ from tpkernels.comm.groups import required_group
 from tpkernels.comm.supported import Problem
 from tpkernels.groups.sizes import VocabularySplit
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.foreign import is_dtensor, problem_on_shards
+from tpkernels.layers.optimizers import problem_on_shards
 from tpkernels.layers.replicas import gradient_of
 from tpkernels.layers.world import State
+from tpkernels.layers.wrappers import is_dtensor
 from tpkernels.optim.full_matrices import FullMatrices
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2

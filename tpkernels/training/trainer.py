@@ -409,8 +409,8 @@ class Trainer:
 
     def _copies(self) -> Copies:
         """Return the tensor-parallel ranks, and the parameters that are replicated over them."""
-        parameters = [p for p in self.model.parameters() if not Attributes.of(p).tensor_model_parallel]
-        return self.state.ranks("tp"), parameters
+        named = self.model.named_parameters()
+        return self.state.ranks("tp"), {n: p for n, p in named if not Attributes.of(p).tensor_model_parallel}
 
     def _batches(self) -> dict[str, int]:
         """Return the options that determine the excerpts of a step."""

@@ -26,6 +26,7 @@ from tpkernels.interop.parallelize.default_plan import PossiblePlan, first_that_
 from tpkernels.interop.parallelize.guards import (
     refuse_shards_of_heads,
     refuse_tp_invariance,
+    refuse_wrapped,
     require_equal_draws,
 )
 from tpkernels.interop.parallelize.lora import base_model
@@ -34,8 +35,9 @@ from tpkernels.interop.parallelize.saving import hold_dtensors, require_mesh, sa
 from tpkernels.interop.parallelize.sequence import share_tokens
 from tpkernels.interop.parallelize.tokens import sum_gradients
 from tpkernels.interop.parallelize.trial import PlanTrial, Verify, require_verify
-from tpkernels.layers.foreign import refuse_wrapped
+from tpkernels.layers.batches import compare_inputs
 from tpkernels.layers.world import State, TensorWorld, tensor_world
+from tpkernels.layers.wrappers import mark_replaced
 from tpkernels.ops.quantize import Recipe, require_recipe
 from tpkernels.ops.replicas import agree_on, copy_first_rank_, unlike_first_rank
 
@@ -100,6 +102,10 @@ def parallelize(
     remember_buffers(base)
     keep_ties(base)
     save_full_weights(model)
+    own = set(map(id, model.parameters()))
+    old = ((name, tensor) for name, tensor in named if isinstance(tensor, nn.Parameter))
+    mark_replaced(((name, parameter) for name, parameter in old if id(parameter) not in own), "parallelize")
+    compare_inputs(model, world)
     return model
 
 
@@ -146,7 +152,7 @@ class _Request:
         if self.sequence_parallel and self.as_dtensor:
             raise ValueError("sequence_parallel: expected as_dtensor=False: both were never tried together")
         require_recipe("parallelize", self.quantize, next((p.device for p in model.parameters()), None))
-        refuse_wrapped("parallelize", model)
+        refuse_wrapped(model)
         given = self.plan is not None and PossiblePlan("the plan", self.plan)
         possible = [given] if given else possible_plans(model, world.size)
         planned(model, possible[0].plan, world)

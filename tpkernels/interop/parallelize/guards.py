@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tpkernels.groups.random import is_capturing
 from tpkernels.interop.parallelize.changes import Changes
@@ -30,6 +31,15 @@ def refuse_tp_invariance(subject: str) -> None:
         raise ValueError(
             f"{subject}: expected TP-invariance to be off, because it does not cover computation between "
             "layers; use tpkernels.GPT or the parallel layers, or turn it off"
+        )
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise if a wrapper in the model would go on reducing the parameters that parallelize replaces."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "parallelize: expected a model that DistributedDataParallel has not wrapped; call parallelize "
+            "first, then wrap the model over the data-parallel group"
         )
 
 

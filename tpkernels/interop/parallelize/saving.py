@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from tpkernels.checkpoints.dtensor import is_chunked, over_mesh
 from tpkernels.checkpoints.full_state_dict import full_state_dict
 from tpkernels.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.checkpoints.shards import TensorShard, shard_of, shards_of
-from tpkernels.interop.parallelize.lora import base_model, is_of_peft
+from tpkernels.interop.parallelize.lora import base_model
 from tpkernels.interop.parallelize.plan import ParallelizePlan, Parameters, SharedHeads, Split
 from tpkernels.interop.parallelize.tokens import put_stand_ins
 from tpkernels.layers.attributes import Attributes
@@ -135,23 +134,17 @@ def save_full_weights(model: nn.Module) -> None:
     Afterwards all ranks of the world must call them; they return when the files are written.
     """
     for module in model.modules():
-        _save_full_weights_of(module)
+        for method in _METHODS:
+            if callable(getattr(type(module), method, None)):
+                setattr(module, method, partial(_by_first_rank, module, method))
 
 
-def _save_full_weights_of(module: nn.Module) -> None:
-    for method in _METHODS:
-        if callable(getattr(type(module), method, None)):
-            setattr(module, method, partial(_by_first_rank, module, method))
-
-
-def _look_at_adapters(parent: nn.Module, _: str, module: nn.Module | None) -> None:
-    """torch's hook for a module that becomes an attribute of another, such as a PeftModel."""
-    saves = callable(getattr(type(parent), _METHODS[0], None)) and is_of_peft(parent)
-    if saves and module is not None and any(isinstance(each, ParallelModule) for each in module.modules()):
-        _save_full_weights_of(parent)
-
-
-register_module_module_registration_hook(_look_at_adapters)
+def refuse_to_save_shards(*_: object, **__: object) -> NoReturn:
+    """The `save_pretrained` of an adapter's configuration, which peft calls after it has written tensors."""
+    raise RuntimeError(
+        "save_pretrained: the files hold this rank's shards of the adapter; remove them, and call "
+        "tpkernels.interop.peft.save_full_weights(model) after get_peft_model(model, on_shards(config))"
+    )
 
 
 def _by_first_rank(module: nn.Module, method: str, *args: Any, **named: Any) -> Any:
@@ -231,6 +224,8 @@ def _unsharded(module: nn.Module, full: Mapping[str, Tensor]) -> Iterator[None]:
         shown["num_parameters"] = lambda *_, **__: count
     hidden = {name: vars(module).pop(name) for name in _METHODS if name in vars(module)}
     before = {name: vars(module)[name] for name in shown if name in vars(module)}
+    configs = [vars(config) for config in getattr(module, "peft_config", {}).values()]
+    refusing = [config for config in configs if config.pop("save_pretrained", None)]
     vars(module).update(shown)
     try:
         yield
@@ -238,6 +233,8 @@ def _unsharded(module: nn.Module, full: Mapping[str, Tensor]) -> Iterator[None]:
         for name in shown:
             del vars(module)[name]
         vars(module).update(hidden | before)
+        for config in refusing:
+            config["save_pretrained"] = refuse_to_save_shards
 
 
 def _under_all_names(module: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable
-from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,9 +27,12 @@ from tpkernels import (
     VocabParallelEmbedding,
     parallelize,
 )
-from tpkernels.layers.foreign import refuse_wrapped
 
 Wrap = Callable[[nn.Module, DeviceMesh], object]
+
+
+def by_ddp(module: nn.Module, mesh: DeviceMesh) -> object:
+    return DistributedDataParallel(module, process_group=mesh.get_group())(torch.ones(4, 2, K))
 
 
 def by_replicate(module: nn.Module, mesh: DeviceMesh) -> object:
@@ -46,16 +46,14 @@ def by_fully_shard_each(module: nn.Module, mesh: DeviceMesh) -> object:
     return fully_shard(module, mesh=mesh)
 
 
-def by_fsdp(module: nn.Module, mesh: DeviceMesh, **options: bool) -> object:
+def by_fsdp(module: nn.Module, mesh: DeviceMesh, **options: bool) -> nn.Module:
     group = mesh.get_group()
     return FullyShardedDataParallel(module, process_group=group, device_id=torch.device("cpu"), **options)
 
 
 WRAPS: dict[str, Wrap] = {
-    "ddp": lambda module, mesh: DistributedDataParallel(module, process_group=mesh.get_group()),
+    "ddp": by_ddp,
     "replicate": by_replicate,
-    "fsdp": by_fsdp,
-    "fsdp_of_originals": partial(by_fsdp, use_orig_params=True),
     "fully_shard": lambda module, mesh: fully_shard(module, mesh=mesh),
     "fully_shard_each": by_fully_shard_each,
     "buckets": lambda module, mesh: GradientBuckets(module, mesh.get_group()),
@@ -109,15 +107,40 @@ def test_ranks_that_hold_the_same_shards_may_be_wrapped(data_ranks):
         wrap(MODELS["inside"](mesh), mesh["dp"])
 
 
-@on_ranks(4)
-def test_no_shard_is_overwritten_before_it_is_told():
-    """The wrapper would have sent rank 0's."""
-    mesh, world = meshes(2)
-    model = MODELS["inside"](mesh)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    with pytest.raises(ValueError, match="would average different shards"):
-        WRAPS["ddp"](model, world)
-    assert all(map(torch.equal, before, model.parameters()))
+@on_ranks(2)
+def test_a_wrapper_that_has_overwritten_shards_says_so():
+    """It sends rank 0's when it is made."""
+    mesh, world = meshes(1)
+    with pytest.raises(ValueError, match=r"do not wrap it .* Then build the model again$"):
+        WRAPS["ddp"](MODELS["inside"](mesh), world)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_orig_params": True}], ids=["flat", "originals"])
+@on_ranks(2)
+def test_flat_parameters_are_refused_over_any_ranks(options):
+    mesh, world = meshes(1)
+    for model in MODELS.values():
+        for over in (mesh["dp"], world):
+            with pytest.raises(ValueError, match=r"^FullyShardedDataParallel: expected no .* use"):
+                by_fsdp(model(mesh), over, **options)
+
+
+@on_ranks(2)
+def test_flat_parameters_of_a_rank_alone_are_accepted():
+    mesh, _ = meshes(2)
+    model = by_fsdp(MODELS["inside"](mesh), mesh["dp"])
+    model(torch.ones(4, 2, K))[0].sum().backward()
+
+
+@on_ranks(2)
+def test_wrappers_of_parameters_that_were_replaced_are_refused():
+    mesh, _ = meshes(1)
+    model = nn.Sequential(nn.Linear(K, N))
+    wrapper = DistributedDataParallel(model)
+    wrapper(torch.ones(2, K))
+    parallelize(model, mesh["tp"], plan={"0": "head"})
+    with pytest.raises(ValueError, match=r"has wrapped '0.weight', which parallelize has replaced"):
+        wrapper(torch.ones(2, K))
 
 
 @on_ranks(2)
@@ -149,42 +172,3 @@ def test_without_data_parallel_ranks_there_is_nothing_to_wrap(wrap):
     assert kind == "ValueError", text
     assert "tensor-parallel ranks 0, 1 each hold other rows or columns of" in text
     assert "there is nothing to average: do not wrap it" in text
-
-
-class HomeMade:
-    """An optimizer that torch does not know."""
-
-    def __init__(self, groups):
-        self.groups = groups
-
-    def step(self):
-        raise NotImplementedError
-
-
-class Holder:
-    """No optimizer, for it has no `step`."""
-
-    def __init__(self, parameters):
-        self.parameters = parameters
-
-
-HELD = {"groups": lambda p: [{"params": p}], "tuple": tuple, "dict": dict.fromkeys}
-
-
-@pytest.mark.parametrize("groups", HELD.values(), ids=HELD.keys())
-def test_a_home_made_optimizer_of_parameters_that_are_replaced_is_told(groups):
-    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    holder, optimizer = Holder(list(model.parameters())), HomeMade(groups(list(other.parameters())))
-    refuse_wrapped("parallelize", model)
-    optimizer.groups = groups(list(model.parameters()))
-    with pytest.raises(ValueError, match="expected a model without optimizer, but an optimizer has 'weight'"):
-        refuse_wrapped("parallelize", model)
-    del optimizer.groups
-    refuse_wrapped("parallelize", model)
-    assert holder.parameters
-
-
-def test_a_model_that_nobody_holds_costs_one_look_at_the_objects_of_the_process():
-    with patch.object(gc, "get_objects", wraps=gc.get_objects) as looks:
-        refuse_wrapped("parallelize", nn.Linear(2, 2))
-    assert looks.call_count == 1
