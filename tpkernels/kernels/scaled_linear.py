@@ -33,6 +33,7 @@ from tpkernels.kernels.operands import Form, require_scaled, require_shape, requ
 from tpkernels.kernels.recipe import BLOCK
 from tpkernels.kernels.target import fast_math, require_fp8, target_of
 from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.kernels.waits import Arrivals, Wait, arrived
 
 RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -72,12 +73,23 @@ def _scaled_linear_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
     TMA: tl.constexpr,
+    flags_ptr=None,  # the rest as `waits.arrived` takes it; None: x is here
+    awaited_ptr=None,
+    status_ptr=None,
+    first_tile=None,
+    chunk_rows=None,
+    spin_limit=None,
+    ASYNC_PROXY: tl.constexpr = None,
 ):
     """Each program computes every num_programs-th tile of y."""
     row_tiles = tl.cdiv(T, BLOCK_ROWS)
     col_tiles = tl.cdiv(N, BLOCK_COLS)
     for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
+        row_tile = arrived(
+            *(row_tile, row_tiles, T, flags_ptr, awaited_ptr, status_ptr, first_tile, chunk_rows),
+            *(spin_limit, BLOCK_ROWS, FLATTEN, ASYNC_PROXY),
+        )
         scaled_tile(
             x,
             w,
@@ -375,6 +387,10 @@ def scaled_linear_fwd(
     dtype: str = "bfloat16",
     fast_accumulate: bool = False,
     out: launch.Out = None,
+    arrivals: Arrivals | None = None,
+    first_row: int = 0,
+    margin: int = 0,
+    counted: int = 0,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> LinearForward:
@@ -387,6 +403,8 @@ def scaled_linear_fwd(
     bias: (out_features,)
     fast_accumulate: tensor cores may sum all of the depth, in as few bits as they have; False: 128 at most
     out: where y is written, and z if it is kept and not y; rows of larger matrices, say
+    arrivals: of the chunks of x and of its scales, each of which is read once its flag is up
+    first_row, margin, counted: as of `waits.Wait`
     """
     name = "scaled_linear_fwd"
     T, N, K, into = ScaledProduct.required(name, x, weight, x_scale, w_scale, bias, activation, dtype)
@@ -396,7 +414,8 @@ def scaled_linear_fwd(
     written = launch.results(name, out, wanted, inputs, dtype=into)
     y, z = written[0], written[-1]
     matrices = (("x", x), ("weight", weight), ("y", y), ("z", z))
-    product = launch.product(name, "linear", matrices, (T, N), tile, form)
+    wait = Wait(arrivals, first_row, margin, counted)
+    product = launch.product(name, "linear", matrices, (T, N), tile, form, wait)
     if y.numel():
         promotion = Promotion.of(name, product, x_scale, w_scale, fast_accumulate)
         y_block = product.block(y, "rows", "part")
