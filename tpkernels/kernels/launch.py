@@ -264,12 +264,14 @@ class ProductLaunch(NamedTuple):
         cols = self.tile.block_cols // count
         return self._replace(tile=replace(self.tile, block_cols=cols, parts=1)) if count > 1 else self
 
-    def waiting(self, launcher: str, wait: Wait, chunk_rows: int, asked: MatmulTile | None) -> ProductLaunch:
+    def waiting(
+        self, launcher: str, kernel: Kernel, wait: Wait, chunk_rows: int, asked: MatmulTile | None
+    ) -> ProductLaunch:
         """The same for rows that arrive in chunks. asked: the tile, by the caller"""
         if asked is not None and asked.flatten:
             raise ValueError(f"{launcher}: expected a tile with flatten=False: it loads before it waits")
         tile, free = (
-            asked or waiting_tile(self.tile, chunk_rows),
+            asked or waiting_tile(kernel, self.tile, chunk_rows),
             left_free(self.target, wait.margin, wait.counted),
         )
         # persistent in either form: a program that waits must not keep out one whose rows are here
@@ -329,7 +331,7 @@ def product(
     target, chunk_rows = target_of(first.device), wait.chunk_rows(launcher, result[0], first.device)
     form, chosen = choose(launcher, kernel, target, matrices, result, tile, form)
     made = ProductLaunch(first.device, first.dtype, target, form, chosen, *result)
-    return made if wait.arrivals is None else made.waiting(launcher, wait, chunk_rows, tile)
+    return made if wait.arrivals is None else made.waiting(launcher, kernel, wait, chunk_rows, tile)
 
 
 def grid(target: Target, form: Form, tile: MatmulTile, rows: int, cols: int) -> tuple[int]:

@@ -118,8 +118,9 @@ def primitive(
     call = arguments(of, record, options)
     how: dict[str, Any] = {"tile": of.tile, "form": of.form} if record.kernel else {}
     if wait:
+        assert record.kernel
         how |= {"arrivals": of.arrivals(of.chunks), "first_row": chunk_rows % of.tokens}
-        how["tile"] = of.tile and waiting_tile(of.tile, chunk_rows)
+        how["tile"] = of.tile and waiting_tile(record.kernel, of.tile, chunk_rows)
     if into and record.changes_first:
         first, old = next(iter(call.items()))
         call[first] = of.tensor(*old.shape, dtype=into)
