@@ -82,6 +82,15 @@ def test_one_of_two_products_may_be_empty(depth, other, device):
     torch.testing.assert_close(computed("dgrad_pairs", call), exact("dgrad_pairs", call))
 
 
+def test_half_of_a_second_product_is_refused(device):
+    dy, w, dy2, w2 = pairs((6, 16, 8), 24, torch.float32, device).values()
+    for second in ((dy2, None), (None, w2)):
+        with pytest.raises(ValueError, match="dgrad: expected dy2 and weight2, or neither"):
+            dgrad(dy, w, *second)
+    with pytest.raises(ValueError, match=r"dgrad: expected weight2 of shape \(24, 16\)"):
+        dgrad(dy, w, dy2, w2[:, 1:])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_the_sum_of_two_products_is_rounded_once(dtype, device):
     """Where the products nearly cancel, whoever rounds one of them has little left."""
