@@ -304,13 +304,21 @@ def pushing_tile(tile: MatmulTile, others: tuple[MatmulTile, ...], chunk_rows: i
 
 
 def chunk_tiles(
-    form: Form, dtype: torch.dtype, target: Target, rows: int, cols: int, chunk_rows: int, *, waits: bool
+    kernel: Kernel,
+    form: Form,
+    dtype: torch.dtype,
+    target: Target,
+    rows: int,
+    cols: int,
+    chunk_rows: int,
+    *,
+    waits: bool,
 ) -> tuple[MatmulTile, ...]:
-    """Tiles of the kernel that waits for chunks, or stores them; first the one that it takes untold."""
-    usual = default_tile("linear", form, dtype, target, rows, cols)
-    others = default_tiles("linear", form, dtype, target)
+    """Tiles of a kernel that waits for chunks, or stores them; first the one that it takes untold."""
+    usual = default_tile(kernel, form, dtype, target, rows, cols)
+    others = default_tiles(kernel, form, dtype, target)
     if waits:
-        found = [waiting_tile("linear", tile, chunk_rows) for tile in (usual, *others)]
+        found = [waiting_tile(kernel, tile, chunk_rows) for tile in (usual, *others)]
     else:
         found = [pushing_tile(usual, others, chunk_rows), *(replace(tile, flatten=False) for tile in others)]
     return tuple(dict.fromkeys(found))
