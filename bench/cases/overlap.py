@@ -95,9 +95,9 @@ class EmulatedLink:
                     self.arrivals.flags[flag : flag + 1].copy_(self.arrivals.awaited)
 
     def multiply(self) -> None:
-        from tpkernels.kernels.gather_linear import gather_linear_fwd
+        from tpkernels.kernels.linear import linear_fwd
 
-        gather_linear_fwd(self.x, self.weight, arrivals=self.arrivals, first_row=0, margin=4)
+        linear_fwd(self.x, self.weight, arrivals=self.arrivals, first_row=0, margin=4)
 
     def product(self) -> None:
         self.begin()

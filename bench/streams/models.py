@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,13 +51,42 @@ def _waits(arguments: Mapping[str, Any], chunks: range) -> tuple[tuple[Awaited, 
     return tuple(Awaited(first + 4 * chunk, word.data_ptr()) for chunk in chunks), spans_of(word)
 
 
-def gather_linear(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
+def linear(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
     x, w, y, z = (elem_of(arguments[name]) for name in ("x", "w", "y", "z"))
     bias = elem_of(arguments["b_ptr"]) if arguments["HAS_BIAS"] else None
-    w = w.t() if arguments["DEPTH_FIRST"] else w
-    act, keep_z = _ACTIVATIONS[arguments["ACTIVATION"]], arguments["KEEP_Z"]
+    act = _ACTIVATIONS[arguments["ACTIVATION"]]
+
+    def written(rows: slice, cols: slice) -> None:
+        value = x[rows] @ w[cols].t()
+        if bias is not None:
+            value = value + bias[cols]
+        if arguments["KEEP_Z"]:
+            z[rows, cols] = value
+        y[rows, cols] = act(value)
+
+    return _as_rows_arrive(programs, arguments, x, w, [y, z] if arguments["KEEP_Z"] else [y], written)
+
+
+def dgrad(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
+    dy, w, dx = (elem_of(arguments[name]) for name in ("dy", "w", "dx"))
+
+    def written(rows: slice, cols: slice) -> None:
+        dx[rows, cols] = dy[rows] @ w[:, cols]
+
+    return _as_rows_arrive(programs, arguments, dy, w.t(), [dx], written)
+
+
+def _as_rows_arrive(
+    programs: int,
+    arguments: Mapping[str, Any],
+    x: Tensor,
+    w: Tensor,
+    results: Sequence[Tensor],
+    written: Callable[[slice, slice], None],
+) -> list[list[Step]]:
+    """Model the tiles of a product that waits for rows of x. written: what computes a tile of the results"""
     rows, cols = arguments["BLOCK_ROWS"], arguments["BLOCK_COLS"]
-    (T, _), N, chunk_rows = x.shape, w.shape[0], arguments["chunk_rows"]
+    T, N, chunk_rows = x.shape[0], w.shape[0], arguments["chunk_rows"]
     row_tiles, col_tiles = -(-T // rows), -(-N // cols)
 
     def tile(index: int) -> Step:
@@ -67,18 +97,9 @@ def gather_linear(device: Device, programs: int, arguments: Mapping[str, Any]) -
         )
         chunks = range(part.start // chunk_rows, (part.stop - 1) // chunk_rows + 1)
         awaits, word = _waits(arguments, chunks)
-        outs = [y[part, features], *([z[part, features]] if keep_z else [])]
-
-        def run() -> None:
-            value = x[part] @ w[features].t()
-            if bias is not None:
-                value = value + bias[features]
-            if keep_z:
-                z[part, features] = value
-            y[part, features] = act(value)
-
+        outs = tuple(span for result in results for span in spans_of(result[part, features]))
         reads = (*spans_of(x[part]), *spans_of(w[features]), *word)
-        return Step(run, reads, tuple(span for out in outs for span in spans_of(out)), awaits)
+        return Step(partial(written, part, features), reads, outs, awaits)
 
     return dealt([tile(index) for index in range(row_tiles * col_tiles)], programs)
 
@@ -167,7 +188,8 @@ def advance(device: Device, programs: int, arguments: Mapping[str, Any]) -> list
 
 
 OURS: dict[str, Model] = {
-    "_gather_linear_kernel": gather_linear,
+    "_linear_fwd_kernel": linear,
+    "_dgrad_kernel": dgrad,
     "_scatter_linear_kernel": scatter_linear,
     "_reduce_slots_kernel": reduce_slots,
     "_advance_kernel": advance,

@@ -106,7 +106,7 @@ def test_every_kernel_is_tried_however_little_time_there_is():
         ("linear_fwd/descriptor/bf16/silu", {"h100"}),
         ("linear_fwd/pointer/fp32/silu", {"a100", "h100", "rtx"}),
         ("scaled_linear_fwd/pointer/fp8/rows/silu", {"h100", "rtx"}),
-        ("gather_scaled_linear_fwd/descriptor/fp8/rows/silu", {"h100"}),
+        ("scaled_linear_fwd/descriptor/fp8/rows/wait", {"h100"}),
         ("quantize/bf16/e4m3", {"h100", "rtx"}),
         ("bias_grad/bf16", {"a100", "h100", "rtx"}),
     ],

@@ -26,7 +26,7 @@ from tpkernels.registered.entries import entry_specs
 
 LINEAR = entry_of("linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z")
 POINTER = entry_of("linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z")
-GATHER_LINEAR = entry_of("gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z")
+WAITING = entry_of("linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z+wait")
 SCATTER_LINEAR = entry_of("scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/two+depth_first")
 
 
@@ -39,7 +39,7 @@ def largest(stem: str) -> Entry:
 
 SOUND = {
     **{f"{kernel}_descriptor": (largest(f"{kernel}/descriptor"), "sm_90") for kernel in KERNELS},
-    "gather_linear_descriptor": (GATHER_LINEAR, "sm_90"),
+    "waiting_descriptor": (WAITING, "sm_90"),
     "scatter_linear_descriptor": (SCATTER_LINEAR, "sm_90"),
     **{f"{kernel}_pointer": (largest(f"{kernel}/pointer"), "sm_80") for kernel in KERNELS},
     "pointer_on_hopper": (POINTER, "sm_90"),
@@ -55,7 +55,7 @@ SOUND = {
 FLAT = {"FLATTEN": True}
 FAULTS = {  # name -> (entry with a fault planted, architecture)
     "lost_alignment": (replace(POINTER, aligned=frozenset()), "sm_90"),
-    "gather_that_loads_ahead": (replace(GATHER_LINEAR, constants=GATHER_LINEAR.constants | FLAT), "sm_90"),
+    "wait_that_loads_ahead": (replace(WAITING, constants=WAITING.constants | FLAT), "sm_90"),
     "scatter_that_loads_ahead": (replace(SCATTER_LINEAR, constants=SCATTER_LINEAR.constants | FLAT), "sm_90"),
     "serialised_wgmma": (replace(LINEAR, num_stages=1), "sm_90"),
     "unknown_constant": (replace(LINEAR, constants=LINEAR.constants | {"ACTIVATION": "elu"}), "sm_90"),
@@ -108,7 +108,7 @@ def test_each_planted_fault_is_seen_by_its_cause(told):
     assert "16-byte alignment lost: K, N, T, b_ptr, stride_wn, stride_xt, w, x, y, z" in failures
     assert "no LDGSTS.128" in failures
     assert any(failure.startswith("wgmma serialised") for failure in broken(told, "serialised_wgmma"))
-    assert "a flattened loop loads rows before they are there" in told("gather_that_loads_ahead")
+    assert "a flattened loop loads rows before they are there" in told("wait_that_loads_ahead")
     assert "a flattened loop waits for each load" in told("scatter_that_loads_ahead")
     assert "unknown activation" in told("unknown_constant")
 

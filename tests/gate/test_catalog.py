@@ -152,8 +152,8 @@ def test_parts_in_a_row_are_named_and_half_a_part_is_not():
     assert [one for one in (*wanted, "l*r", "*+z", ENTRY) if not has_parts(ENTRY, one)] == []
     other = ["line", "inear", "linear/bf16", "pointer/linear", "gelu_tanh", "LINEAR"]
     assert [one for one in other if has_parts(ENTRY, one)] == []
-    assert not has_parts("gather_linear/pointer/bf16", "linear/pointer")
-    assert has_parts("gather_linear/pointer/bf16", "*linear/pointer")
+    assert not has_parts("scatter_linear/pointer/bf16", "linear/pointer")
+    assert has_parts("scatter_linear/pointer/bf16", "*linear/pointer")
 
 
 def test_a_new_primitive_is_compiled_and_checked_by_its_record_alone(monkeypatch):

@@ -12,6 +12,7 @@ FENCE = "fence.proxy.async.global; mov.u32 %r2, 0;"
 LOAD = "@%p3 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier [%r3], [%rd2, {%r4, %r5}], [%r6];"
 COUNT = "@%p1 atom.global.sys.acq_rel.add.u32 %r1, [ %rd3 + 0 ], %r2;"
 FLAG = "@%p1 atom.global.sys.release.exch.b32 %r3, [ %rd4 + 0 ], %r4;"
+PRODUCT = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%r7}, %rd6, %rd7, 1, 1, 1, 0, 1;"
 STORE = "@%p2 st.global.v4.b32 [ %rd5 + 0 ], { %r1, %r2, %r3, %r4 };"
 # blocks lie in another order than they run in: the store that ends a tile comes first
 WAITS = f"""
@@ -50,6 +51,19 @@ def test_what_is_in_order_is_seen_to_be():
     assert (unordered_reads(WAITS), unordered_flags(PUSHES)) == ((), ())
     assert unordered_reads("ret;") == ("no load of rows that is known",)
     assert unordered_flags(WAITS) == (NO_FLAG,)
+
+
+EPILOGUE = f"{STORE}\n\t{LOAD}\n\t{STORE}"  # of what was there before
+
+
+def test_only_what_is_multiplied_must_have_arrived():
+    """What an epilogue loads between its stores is not; what it loads ahead for the next tile is."""
+    multiplies = WAITS.replace(LOAD, f"{LOAD}\n\t{PRODUCT}")
+    assert unordered_reads(multiplies) == ()
+    assert unordered_reads(multiplies.replace(STORE, EPILOGUE)) == ()
+    assert unordered_reads(WAITS.replace(STORE, EPILOGUE)) != ()  # a sum: all that it loads
+    ahead = multiplies.replace(STORE, f"{EPILOGUE}\n\t{LOAD}")
+    assert any(found.startswith(NO_LOOK) for found in unordered_reads(ahead))
 
 
 LATE = f"$L__BB0_3:\n\t{LOAD}\n\t{FENCE}"

@@ -132,7 +132,7 @@ OURS = {  # entry -> its rules beside those of all and "aligned"
         {"tensor_cores", "products_overlap", "uses:LDGSTS.128"}
     ),
     "linear/descriptor/bf16/128x128x64-w4-s3-p2-x2/none": PRODUCT | {"uses:UTMASTG", "blocks:2"},
-    f"gather_linear/descriptor/bf16/{TILE}/depth_first": PRODUCT | {"uses:UTMASTG", "reads_after_flags"},
+    f"linear/descriptor/bf16/{TILE}/gelu_tanh+bias+z+wait": PRODUCT | {"uses:UTMASTG", "reads_after_flags"},
     "reduce_slots/pointer/bf16/16x128/bias+wait": {"reads_after_flags"},
     "reduce_slots/pointer/bf16/16x128/bias": set(),
     f"scatter_linear/descriptor/bf16/{TILE}/one": PRODUCT | {"uses:STG.128", "flags_after_rows"},

@@ -1,4 +1,4 @@
-"""The order in which `gather_linear` computes tiles of rows, and what each waits for: oracles in Python."""
+"""In which order products compute tiles of rows that arrive, and what each waits for: oracles in Python."""
 
 from tpkernels.comm.schedule import chunk_rows
 

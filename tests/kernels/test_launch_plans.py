@@ -28,9 +28,8 @@ from tpkernels.dispatch import norms, products, scaled, vocabulary  # noqa: F401
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.record import Layer
 from tpkernels.kernels import invariance, launch, launch_plans
-from tpkernels.kernels.bias_grad import bias_grad
+from tpkernels.kernels.dgrad import dgrad
 from tpkernels.kernels.flags import advance
-from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.matmul_tile import MatmulTile
@@ -66,9 +65,10 @@ def calls() -> dict[str, Call]:
     words, table = partial(_meta, dtype=torch.int32), partial(_meta, dtype=torch.int64)
 
     def gather(chunks: int, first_row: int, margin: int, turned: bool) -> object:
-        weight = _meta(128, 256).t() if turned else _meta(256, 128)
         here = Arrivals(words(chunks), words(1), words(1), margin)
-        return gather_linear_fwd(_meta(512, 128), weight, arrivals=here, first_row=first_row, margin=margin)
+        wait = {"arrivals": here, "first_row": first_row, "margin": margin}
+        x = _meta(512, 128)
+        return dgrad(x, _meta(128, 256), **wait) if turned else linear_fwd(x, _meta(256, 128), **wait)
 
     def scatter(rank: int, pairs: int, splits: int) -> object:
         given = tuple((_meta(512, 128), _meta(256, 128)) for _ in range(pairs))
@@ -141,7 +141,7 @@ def outcome(call: Call, target: Target) -> tuple[list[Any], object]:
         except (ValueError, TypeError) as error:
             return [], str(error)
     return [
-        (each.kernel, each.grid, [_described(one) for one in each.arguments], each.constants)
+        (each.kernel, each.grid, {name: _described(one) for name, one in each.named.items()})
         for each in launches
     ], result
 

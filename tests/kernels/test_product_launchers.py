@@ -9,7 +9,6 @@ from tests.products import once, pairwise
 from tpkernels.gate.numerics import BOUND, relative_error
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad
-from tpkernels.kernels.dgrad_pairs import dgrad_pairs
 from tpkernels.kernels.reference import dgrad_pairs_ref
 
 FORMS = ("descriptor", "pointer")
@@ -83,12 +82,21 @@ def test_one_of_two_products_may_be_empty(depth, other, device):
     torch.testing.assert_close(computed("dgrad_pairs", call), exact("dgrad_pairs", call))
 
 
+def test_half_of_a_second_product_is_refused(device):
+    dy, w, dy2, w2 = pairs((6, 16, 8), 24, torch.float32, device).values()
+    for second in ((dy2, None), (None, w2)):
+        with pytest.raises(ValueError, match="dgrad: expected dy2 and weight2, or neither"):
+            dgrad(dy, w, *second)
+    with pytest.raises(ValueError, match=r"dgrad: expected weight2 of shape \(24, 16\)"):
+        dgrad(dy, w, dy2, w2[:, 1:])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_the_sum_of_two_products_is_rounded_once(dtype, device):
     """Where the products nearly cancel, whoever rounds one of them has little left."""
     dy, w = arguments("dgrad", (64, 64, 64), dtype, device).values()
     near = w + 2**-6 * w.roll(1, 0)
     truth = dgrad_pairs_ref(*(tensor.double() for tensor in (dy, near, -dy, w)))
-    assert relative_error(dgrad_pairs(dy, near, -dy, w, tile=TILE), truth) < BOUND[dtype]
+    assert relative_error(dgrad(dy, near, -dy, w, tile=TILE), truth) < BOUND[dtype]
     rounded = dgrad(dy, near, tile=TILE) - dgrad(dy, w, tile=TILE)  # the check can fail
     assert relative_error(rounded, truth) > 20 * BOUND[dtype]

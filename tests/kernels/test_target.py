@@ -5,7 +5,7 @@ import torch
 
 from tpkernels.gate.ahead_of_time import SHARED_LIMIT
 from tpkernels.kernels import launch
-from tpkernels.kernels.gather_linear import gather_linear_fwd
+from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reduce import reduce_slots
 from tpkernels.kernels.scatter_linear import scatter_linear
 from tpkernels.kernels.target import (
@@ -58,15 +58,15 @@ def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("margin", "programs"), [(0, 2 * 132), (16, 116)])
-@pytest.mark.parametrize("kernel", ["gather_linear", "scatter_linear", "reduce_slots"])
+@pytest.mark.parametrize("kernel", ["linear", "scatter_linear", "reduce_slots"])
 def test_kernels_leave_their_margin(kernel, margin, programs):
     x, weight = on_meta(8192, 512), on_meta(4096, 512)
     word, table = on_meta(1, dtype=torch.int32), on_meta(4, dtype=torch.int64)
     chunks = on_meta(4, dtype=torch.int32)
     tile = MatmulTile(128, 128, 64, num_warps=4, num_stages=3, parts=2, per_processor=2)
     with launch.recording(H100) as launches:
-        if kernel == "gather_linear":
-            gather_linear_fwd(x, weight, arrivals=Arrivals(chunks, word, word), tile=tile, margin=margin)
+        if kernel == "linear":
+            linear_fwd(x, weight, arrivals=Arrivals(chunks, word, word), tile=tile, margin=margin)
         elif kernel == "scatter_linear":
             departures = Departures(table, table, chunks, word)
             scatter_linear(((x, weight),), departures=departures, ranks=4, rank=0, tile=tile, margin=margin)

@@ -132,10 +132,12 @@ def test_every_case_has_a_tile():
 @pytest.mark.parametrize("rows", [256, 8192])
 def test_tiles_of_chunks_begin_with_the_one_that_is_taken_untold(form, rows, waits):
     """And are tiles that the gate compiles for these kernels, none of which starts loads early."""
-    first, *others = chunk_tiles(form, torch.bfloat16, H100, rows, 1792, rows // 8, waits=waits)
+    first, *others = chunk_tiles("linear", form, torch.bfloat16, H100, rows, 1792, rows // 8, waits=waits)
     defaults = default_tiles("linear", form, torch.bfloat16, H100)
     usual = default_tile("linear", form, torch.bfloat16, H100, rows, 1792)
-    assert first == (waiting_tile(usual, rows // 8) if waits else pushing_tile(usual, defaults, rows // 8))
+    assert first == (
+        waiting_tile("linear", usual, rows // 8) if waits else pushing_tile(usual, defaults, rows // 8)
+    )
     shapes = [(tile.block_rows, tile.block_cols) for tile in (first, *others)]
     assert sorted(shapes) == sorted((tile.block_rows, tile.block_cols) for tile in defaults)
     assert not any(tile.flatten for tile in others)

@@ -28,7 +28,6 @@ from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange, 
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.order import CallOrder
 from tpkernels.comm.transports.shared import open_shared
-from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reduce import reduce_slots
 from tpkernels.kernels.reference import reduce_slots_ref
@@ -74,7 +73,7 @@ def opened(way: str, shape: tuple[int, int], splits: int = 1, timeout: float = 2
 def gathered_product(delivery: MailboxDelivery, spin_limit: int | None = None) -> Tensor:
     """The product with this rank's weight, computed while the delivery arrives."""
     rank, arrivals = delivery.exchange.rank, arrivals_of(delivery, spin_limit)
-    y = gather_linear_fwd(
+    y = linear_fwd(
         delivery.slots.flatten(0, 1),
         weight_of(rank),
         arrivals=arrivals,

@@ -28,7 +28,7 @@ from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.dispatch.timing import SLACK, StreamClock, StreamTimer
-from tpkernels.kernels import gather_linear, reduce, scatter_linear, tiles
+from tpkernels.kernels import linear, reduce, scatter_linear, tiles
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.kernels.waits import Arrivals
@@ -349,7 +349,7 @@ def test_kernels_are_compiled_before_the_time_of_a_trial_begins_to_run():
     with (
         as_on_gpus(MEMORY_FIRST, Cache(None, VERSIONS)),
         patch.object(ways, "TRIAL_SECONDS", 1.0),
-        patch.object(gather_linear, "gather_linear_fwd", partial(noting, gather_linear.gather_linear_fwd)),
+        patch.object(linear, "linear_fwd", partial(noting, linear.linear_fwd)),
         patch.object(reduce, "reduce_slots", partial(noting, reduce.reduce_slots)),
     ):
         with_gradients(block, operands_of(0), sequence_parallel=True, group=group)
@@ -396,7 +396,7 @@ def test_rounds_through_memory_are_products_of_their_own():
     with as_on_gpus(IN_ROUNDS, Cache(None, VERSIONS)):
         assert_right(group)
         with (
-            patch.object(gather_linear, "gather_linear_fwd", **fused),
+            patch.object(flag_waits.KernelWaits, "product", **fused),
             patch.object(scatter_linear, "scatter_linear", **fused),
             patch.object(primitives, "into", into),
         ):
@@ -415,7 +415,7 @@ def test_a_way_that_fails_leaves_no_half_of_a_call_to_those_that_share_its_memor
     prepare(Setting())
     group, opener, launches = dist.new_group(), Mock(wraps=open_stand_in), list[int]()
     owner, name, of_rehearsal = {
-        "symmetric": (gather_linear, "gather_linear_fwd", 1),
+        "symmetric": (flag_waits.KernelWaits, "product", 1),
         "in 2 rounds": (flag_waits, "_arrivals", 1),
     }[broken]
 
@@ -449,7 +449,7 @@ def test_kernels_that_wait_or_store_take_the_tile_that_was_fastest():
     """On all ranks, in the calls that follow and in the next process; not for operands of another form."""
     (assert_right, x), kept, taken = layers(), Cache(None, VERSIONS), list[str]()
 
-    def noting(kernel: Callable[..., Any], *args: Any, tile: MatmulTile | None, **options: Any) -> Any:
+    def noting(kernel: Callable[..., Any], *args: Any, tile: MatmulTile | None = None, **options: Any) -> Any:
         taken.append(tile.name if tile else "untold")
         return kernel(*args, tile=tile, **options)
 
@@ -459,7 +459,7 @@ def test_kernels_that_wait_or_store_take_the_tile_that_was_fastest():
     with (
         as_on_gpus(times_of, kept) as said,
         patch.object(tiles, "default_tiles", lambda *_: TILES),
-        patch.object(gather_linear, "gather_linear_fwd", partial(noting, gather_linear.gather_linear_fwd)),
+        patch.object(linear, "linear_fwd", partial(noting, linear.linear_fwd)),
         patch.object(scatter_linear, "scatter_linear", partial(noting, scatter_linear.scatter_linear)),
     ):
         for how in ("timed", "cached"):

@@ -151,7 +151,7 @@ def _dgrad_pairs_into(
 dgrad_pairs = Primitive(
     "dgrad_pairs",
     dgrad_pairs_ref,
-    launcher("dgrad_pairs", "dgrad_pairs"),
+    launcher("dgrad", "dgrad"),
     lambda layer: (layer.dy(), layer.weight(), layer.dy(), layer.weight()),
     into=_dgrad_pairs_into,
     pairs=2,

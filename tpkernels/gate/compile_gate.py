@@ -52,8 +52,8 @@ def has_parts(name: str, wanted: str) -> bool:
 
     >>> has_parts("gfx942/linear/pointer/bf16", "linear/pointer")
     True
-    >>> has_parts("gather_linear/pointer/bf16", "linear"), has_parts("gather_linear/pointer/bf16", "*linear")
-    (False, True)
+    >>> [has_parts("scatter_linear/pointer/bf16", wanted) for wanted in ("linear", "*linear")]
+    [False, True]
     """
     wanted = wanted.strip("/")
     return not wanted or fnmatchcase(f"/{name}/", f"*/{wanted}/*")

@@ -8,7 +8,7 @@ with fewer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 _LABEL = re.compile(r"(\$L__BB\w+):")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);")  # not those of a spin that is one instruction to us
@@ -28,6 +28,7 @@ _FULL_BARRIER = re.compile(r"^(?:@\S+ )?bar(?:rier)?\.sync\b")
 _PROXY_FENCE = re.compile(r"\bfence\.proxy\.async(?:\.global)?;")
 _STORE = re.compile(r"\bst\.global\.(?!\S*\bsys\b)|\bcp\.async\.bulk\.tensor\.\dd\.global\.shared")
 _TENSOR_LOAD = re.compile(r"\bcp\.async\.bulk\.tensor\.\dd\.shared")
+_PRODUCT = re.compile(r"\bwgmma\.mma_async|\btcgen05\.mma\b|\bmma\.sync\b")
 _LOADS = (
     _TENSOR_LOAD,
     re.compile(r"\bcp\.async\.c[ag]\.shared\.global\b"),
@@ -40,7 +41,8 @@ def unordered_reads(ptx: str) -> tuple[str, ...]:
     """Why a kernel that waits may read rows before their flag; nothing if it cannot.
 
     From the start, and after each tile that was stored, it must look at a flag, tell all its threads by a
-    barrier, and fence what reads by a proxy of its own: the copy engine.
+    barrier, and fence what reads by a proxy of its own: the copy engine. In a kernel that multiplies, rows
+    are what is loaded to be multiplied before anything is stored: epilogues also load what was there before.
     """
     lines = _lines(ptx)
     loads = next((pattern for pattern in _LOADS if any(map(pattern.search, lines))), None)
@@ -51,7 +53,10 @@ def unordered_reads(ptx: str) -> tuple[str, ...]:
         (_FULL_BARRIER, "without a barrier after the look"),
         (_PROXY_FENCE, "without a proxy fence after the barrier"),
     ]
-    missing = _missing(lines, steps if loads is _TENSOR_LOAD else steps[:2], _STORE, loads)
+    rows = {at for at, line in enumerate(lines) if loads.search(line)}
+    if any(map(_PRODUCT.search, lines)):
+        rows = {at for at in rows if _is_multiplied(lines, at)}
+    missing = _missing(lines, steps if loads is _TENSOR_LOAD else steps[:2], _STORE, rows)
     return (*(f"a row is loaded {words}" for words in missing), *_weak(lines))
 
 
@@ -69,7 +74,8 @@ def unordered_flags(ptx: str) -> tuple[str, ...]:
         (_FULL_BARRIER, "without a barrier after the stores"),
         (_COUNT, "without a count with acq_rel.sys after the barrier"),
     ]
-    missing = _missing(lines, steps, _STORE, _FLAG)
+    flags = {at for at, line in enumerate(lines) if _FLAG.search(line)}
+    missing = _missing(lines, steps, _STORE, flags)
     return (*(f"a flag is raised {words}" for words in missing), *_weak(lines))
 
 
@@ -86,11 +92,28 @@ def _lines(ptx: str) -> Sequence[str]:
     return [line for text in ptx.splitlines() if (line := text.split("//")[0].strip())]
 
 
+def _is_multiplied(lines: Sequence[str], load: int) -> bool:
+    """Whether a product may follow a load, before anything is stored."""
+    labels, seen, todo = _labels(lines), set[int](), [load]
+    while todo:
+        at = todo.pop()
+        if _PRODUCT.search(lines[at]):
+            return True
+        if at not in seen and not _STORE.search(lines[at]):
+            seen.add(at)
+            todo += _following(lines, at, labels)
+    return False
+
+
+def _labels(lines: Sequence[str]) -> dict[str, int]:
+    return {found[1]: at for at, line in enumerate(lines) if (found := _LABEL.match(line))}
+
+
 def _missing(
-    lines: Sequence[str], steps: _Order, undoes: re.Pattern[str], needs: re.Pattern[str]
+    lines: Sequence[str], steps: _Order, undoes: re.Pattern[str], needs: Collection[int]
 ) -> list[str]:
     """What is missing where `needs` is reached without all steps, since the start or what undoes them."""
-    labels = {found[1]: at for at, line in enumerate(lines) if (found := _LABEL.match(line))}
+    labels = _labels(lines)
     missing, seen, todo = set[int](), set[tuple[int, int]](), [(0, 0)]
     while todo:
         at, done = todo.pop()
@@ -98,7 +121,7 @@ def _missing(
             continue
         seen.add((at, done))
         line = lines[at]
-        if done < len(steps) and needs.search(line):
+        if done < len(steps) and at in needs:
             missing.add(done)
         if undoes.search(line):
             done = 0

@@ -74,6 +74,37 @@ def load_weight(
 
 
 @triton.jit
+def add_products(
+    acc,  # (ROWS, COLS) of fp32
+    a,  # (rows, depth)
+    w,  # (cols, depth), or (depth, cols) if DEPTH_FIRST
+    row,
+    col,
+    rows,
+    cols,
+    depth,
+    stride_row,
+    stride_a_depth,
+    stride_col,
+    stride_w_depth,
+    DEPTH_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """acc plus the block of a wᵀ at (row, col), over all of the depth: the loop of every product."""
+    ROWS: tl.constexpr = acc.shape[0]
+    COLS: tl.constexpr = acc.shape[1]
+    for k in range(0, depth, BLOCK_DEPTH):
+        a_block = load_block(a, row, k, rows, depth, stride_row, stride_a_depth, ROWS, BLOCK_DEPTH, TMA)
+        w_block = load_weight(
+            w, col, k, cols, depth, stride_col, stride_w_depth, COLS, BLOCK_DEPTH, DEPTH_FIRST, TMA
+        )
+        acc = tl.dot(a_block, w_block, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def store_block(target, value, row, col, rows, cols, stride_row, stride_col, TMA: tl.constexpr):
     """Write a block at (row, col) of a (rows, cols) matrix, in its dtype; nothing beyond its edges."""
     if TMA:

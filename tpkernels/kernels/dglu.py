@@ -19,11 +19,12 @@ from torch import Tensor
 
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import GATE_OF, Glu, require_glu
-from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
+from tpkernels.kernels.blocks import add_products, load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act_and_grad
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
 from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.kernels.waits import Arrivals, Wait, arrived
 
 
 @triton.jit
@@ -57,6 +58,13 @@ def _dglu_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
     TMA: tl.constexpr,
+    flags_ptr=None,  # the rest as `waits.arrived` takes it; None: dy is here
+    awaited_ptr=None,
+    status_ptr=None,
+    first_tile=None,
+    chunk_rows=None,
+    spin_limit=None,
+    ASYNC_PROXY: tl.constexpr = None,
 ):
     """Each program computes every num_programs-th tile of dg, du and h."""
     PART: tl.constexpr = BLOCK_COLS // PARTS
@@ -64,13 +72,17 @@ def _dglu_kernel(
     col_tiles = tl.cdiv(K, BLOCK_COLS)
     for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
+        row_tile = arrived(
+            *(row_tile, row_tiles, T, flags_ptr, awaited_ptr, status_ptr, first_tile, chunk_rows),
+            *(spin_limit, BLOCK_ROWS, FLATTEN, ASYNC_PROXY),
+        )
         t = row_tile * BLOCK_ROWS
         k = col_tile * BLOCK_COLS
         acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
-        for n in range(0, N, BLOCK_DEPTH):
-            dy_block = load_block(dy, t, n, T, N, stride_dyt, stride_dyn, BLOCK_ROWS, BLOCK_DEPTH, TMA)
-            w_block = load_block(w, n, k, N, K, stride_wn, stride_wk, BLOCK_DEPTH, BLOCK_COLS, TMA)
-            acc = tl.dot(dy_block, w_block, acc, input_precision=PRECISION)
+        acc = add_products(
+            *(acc, dy, w, t, k, T, K, N, stride_dyt, stride_dyn, stride_wk, stride_wn),
+            *(True, PRECISION, BLOCK_DEPTH, TMA),
+        )
         parts = split_columns(acc, PARTS)
         for p in tl.static_range(PARTS):
             k_part = k + p * PART
@@ -102,6 +114,10 @@ def dglu(
     kind: Glu = "swiglu",
     emit_h: bool = False,
     out: launch.Out = None,
+    arrivals: Arrivals | None = None,
+    first_row: int = 0,
+    margin: int = 0,
+    counted: int = 0,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> DgluGrads:
@@ -111,6 +127,8 @@ def dglu(
     weight: (out_features, in_features), of the down-projection
     g, u: (tokens, in_features)
     out: where dg and du are written, and h if it is emitted; rows of larger matrices, say
+    arrivals: of the chunks of dy, each of which is read once its flag is up; None: all is here
+    first_row, margin, counted: as of `waits.Wait`
     """
     require_matrices("dglu", ("dy", dy), ("weight", weight), ("g", g), ("u", u))
     require_glu("dglu", kind)
@@ -123,7 +141,8 @@ def dglu(
     written = launch.results("dglu", out, wanted, inputs)
     dg, du, h = written if emit_h else (*written, written[0])
     matrices = (*inputs, ("dg", dg), ("du", du), ("h", h))
-    product = launch.product("dglu", "dglu", matrices, (T, K), tile, form)
+    wait = Wait(arrivals, first_row, margin, counted)
+    product = launch.product("dglu", "dglu", matrices, (T, K), tile, form, wait)
     if dg.numel():
         product.start(_dglu_kernel)(
             product.block(dy, "rows", "depth"),

@@ -22,6 +22,7 @@ from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
 from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.kernels.waits import Arrivals, Wait, arrived
 
 
 @triton.jit
@@ -52,6 +53,13 @@ def _glu_fwd_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
     TMA: tl.constexpr,
+    flags_ptr=None,  # the rest as `waits.arrived` takes it; None: x is here
+    awaited_ptr=None,
+    status_ptr=None,
+    first_tile=None,
+    chunk_rows=None,
+    spin_limit=None,
+    ASYNC_PROXY: tl.constexpr = None,
 ):
     """Each program computes every num_programs-th tile of h."""
     PART: tl.constexpr = BLOCK_COLS // PARTS
@@ -59,6 +67,10 @@ def _glu_fwd_kernel(
     col_tiles = tl.cdiv(N, BLOCK_COLS)
     for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
+        row_tile = arrived(
+            *(row_tile, row_tiles, T, flags_ptr, awaited_ptr, status_ptr, first_tile, chunk_rows),
+            *(spin_limit, BLOCK_ROWS, FLATTEN, ASYNC_PROXY),
+        )
         t = row_tile * BLOCK_ROWS
         n = col_tile * BLOCK_COLS
         g_acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
@@ -96,6 +108,10 @@ def glu_fwd(
     kind: Glu = "swiglu",
     keep_gu: bool = False,
     out: launch.Out = None,
+    arrivals: Arrivals | None = None,
+    first_row: int = 0,
+    margin: int = 0,
+    counted: int = 0,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> GluForward:
@@ -104,6 +120,8 @@ def glu_fwd(
     x: (tokens, in_features)
     w_gate, w_up: (out_features, in_features)
     out: where h is written, and g and u if they are kept; rows of larger matrices, say
+    arrivals: of the chunks of x, each of which is read once its flag is up; None: all is here
+    first_row, margin, counted: as of `waits.Wait`
     """
     require_matrices("glu_fwd", ("x", x), ("w_gate", w_gate), ("w_up", w_up))
     require_glu("glu_fwd", kind)
@@ -115,7 +133,8 @@ def glu_fwd(
     written = launch.results("glu_fwd", out, wanted, inputs)
     h, g, u = written if keep_gu else written * 3
     matrices = (*inputs, ("h", h), ("g", g), ("u", u))
-    product = launch.product("glu_fwd", "glu", matrices, (T, N), tile, form)
+    wait = Wait(arrivals, first_row, margin, counted)
+    product = launch.product("glu_fwd", "glu", matrices, (T, N), tile, form, wait)
     if h.numel():
         product.start(_glu_fwd_kernel)(
             product.block(x, "rows", "depth"),

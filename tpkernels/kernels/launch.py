@@ -28,6 +28,7 @@ from tpkernels.kernels.target import (
 )
 from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile, sum_tile, waiting_tile
 from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
+from tpkernels.kernels.waits import HERE, Wait
 
 Out = Tensor | Sequence[Tensor] | None  # of a launcher: what it writes into, one for each result asked for
 
@@ -38,8 +39,25 @@ class Launch:
 
     kernel: Any
     grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]  # with options such as num_warps
+    arguments: tuple[Any, ...]  # up to the first constant
+    constants: dict[str, Any]  # with all that follows, and options such as num_warps
+
+    @staticmethod
+    def of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> Launch:
+        """arguments: by position, constants may be among them"""
+        count = kernel.arg_names.index(compiled_in(kernel)[0]) if compiled_in(kernel) else len(arguments)
+        behind = zip(kernel.arg_names[count:], arguments[count:], strict=False)
+        return Launch(kernel, grid, arguments[:count], dict(behind) | named)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """All of it by its names."""
+        return dict(zip(self.kernel.arg_names, self.arguments, strict=False)) | self.constants
+
+
+def compiled_in(kernel: Any) -> list[str]:
+    """The arguments of a kernel that are compile-time constants."""
+    return [name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)]
 
 
 # kernel and grid -> what takes the arguments
@@ -75,7 +93,7 @@ def recording(target: Target, launches: list[Launch] | None = None) -> Iterator[
     listed = [] if launches is None else launches
 
     def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
-        return lambda *arguments, **constants: listed.append(Launch(kernel, grid, arguments, constants))
+        return lambda *arguments, **named: listed.append(Launch.of(kernel, grid, arguments, named))
 
     with emulation(target, start):
         yield listed
@@ -213,6 +231,9 @@ class ProductLaunch(NamedTuple):
     tile: MatmulTile
     rows: int  # of the result
     cols: int
+    wait: Wait = HERE
+    chunk_rows: int = 0  # that are waited for together
+    programs: int = 0  # that are launched; 0: as `grid` says
 
     @property
     def fast(self) -> bool:
@@ -239,42 +260,49 @@ class ProductLaunch(NamedTuple):
         return self._replace(tile=replace(self.tile, block_cols=cols, parts=1)) if count > 1 else self
 
     def waiting(
-        self, launcher: str, tile: MatmulTile | None, chunk_rows: int, reserved: int
-    ) -> tuple[ProductLaunch, int]:
-        """The same for rows that arrive in chunks, and by how many programs.
-
-        tile: what the caller asked for; reserved: processors that are left to others
-        """
-        product = self
-        if tile is None:
-            product = self._replace(tile=waiting_tile(self.tile, chunk_rows))
-        elif tile.flatten:
+        self, launcher: str, kernel: Kernel, wait: Wait, chunk_rows: int, asked: MatmulTile | None
+    ) -> ProductLaunch:
+        """The same for rows that arrive in chunks. asked: the tile, by the caller"""
+        if asked is not None and asked.flatten:
             raise ValueError(f"{launcher}: expected a tile with flatten=False: it loads before it waits")
-        chosen = product.tile
+        tile = asked or waiting_tile(kernel, self.tile, chunk_rows)
+        free = left_free(self.target, wait.margin, wait.counted)
         # persistent in either form: a program that waits must not keep out one whose rows are here
-        programs = resident_programs(launcher, self.target, chosen.per_processor, reserved)
-        return product, min(chosen.tiles(self.rows, self.cols), programs)
+        resident = resident_programs(launcher, self.target, tile.per_processor, free)
+        programs = min(tile.tiles(self.rows, self.cols), resident)
+        return self._replace(tile=tile, wait=wait, chunk_rows=chunk_rows, programs=programs)
 
-    def first_tile(self, row: int) -> int:
-        """The first tile that has no row before this one."""
-        return ceil_div(row, self.tile.block_rows) % ceil_div(self.rows, self.tile.block_rows)
+    def _waits(self) -> dict[str, Any]:
+        """What kernels take as `waits.arrived` does."""
+        arrivals, size = self.wait.arrivals, self.tile.block_rows
+        if arrivals is None:
+            return {}
+        return {
+            "flags_ptr": arrivals.flags,
+            "awaited_ptr": arrivals.awaited,
+            "status_ptr": arrivals.status,
+            "first_tile": ceil_div(self.wait.first_row, size) % ceil_div(self.rows, size),
+            "chunk_rows": self.chunk_rows,
+            "spin_limit": arrivals.limit(self.target),
+            # TMA reads rows past the caches that a flag orders
+            "ASYNC_PROXY": self.form == "descriptor" and self.target.backend == "cuda",
+        }
 
-    @property
-    def by_async_proxy(self) -> bool:
-        """Whether TMA reads the rows, past the caches that a flag orders."""
-        return self.form == "descriptor" and self.target.backend == "cuda"
-
-    def start(self, kernel: Any, programs: int | None = None) -> Callable[..., None]:
+    def start(self, kernel: Any) -> Callable[..., None]:
         """The kernel, to be called with its arguments and with the constants that are not the tile's.
 
-        programs: how many are launched; by default what `grid` says
+        Arguments that it may do without, None by default, are called by their names.
         """
-        if programs is None:
-            (programs,) = grid(self.target, self.form, self.tile, self.rows, self.cols)
+        programs = self.programs or grid(self.target, self.form, self.tile, self.rows, self.cols)[0]
         started = on(self.device, kernel, (programs,))
 
         def launch(*arguments: Any, **others: Any) -> None:
-            started(*arguments, **others, **constants(self.tile, self.form))
+            named = {**others, **constants(self.tile, self.form), **self._waits()}
+            if any(isinstance(value, (Tensor, TensorDescriptor)) for value in named.values()):
+                # all by position, as plans repeat tensors by theirs
+                names = kernel.arg_names[len(arguments) :]
+                arguments += tuple(named.pop(name, None) for name in names)
+            started(*arguments, **named)
 
         return launch
 
@@ -286,12 +314,17 @@ def product(
     result: tuple[int, int],
     tile: MatmulTile | None,
     form: Form | None,
+    wait: Wait = HERE,
 ) -> ProductLaunch:
-    """The product that a launcher is called for, with the form and tile of `choose`; arguments as there."""
+    """The product that a launcher is called for, with the form and tile of `choose`; arguments as there.
+
+    wait: for the rows of the matrices that are multiplied
+    """
     first = matrices[0][1]
-    target = target_of(first.device)
-    form, tile = choose(launcher, kernel, target, matrices, result, tile, form)
-    return ProductLaunch(first.device, first.dtype, target, form, tile, *result)
+    target, chunk_rows = target_of(first.device), wait.chunk_rows(launcher, result[0], first.device)
+    form, chosen = choose(launcher, kernel, target, matrices, result, tile, form)
+    made = ProductLaunch(first.device, first.dtype, target, form, chosen, *result)
+    return made if wait.arrivals is None else made.waiting(launcher, kernel, wait, chunk_rows, tile)
 
 
 def grid(target: Target, form: Form, tile: MatmulTile, rows: int, cols: int) -> tuple[int]:

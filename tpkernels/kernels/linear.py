@@ -16,11 +16,12 @@ from torch import Tensor
 
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import Activation, require_activation
-from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
+from tpkernels.kernels.blocks import add_products, load_vector, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import Form, require_matrices, require_shape, require_tensors
 from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.kernels.waits import Arrivals, Wait, arrived
 
 
 @triton.jit
@@ -50,6 +51,13 @@ def _linear_fwd_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
     TMA: tl.constexpr,
+    flags_ptr=None,  # the rest as `waits.arrived` takes it; None: x is here
+    awaited_ptr=None,
+    status_ptr=None,
+    first_tile=None,
+    chunk_rows=None,
+    spin_limit=None,
+    ASYNC_PROXY: tl.constexpr = None,
 ):
     """Each program computes every num_programs-th tile of y."""
     PART: tl.constexpr = BLOCK_COLS // PARTS
@@ -57,13 +65,17 @@ def _linear_fwd_kernel(
     col_tiles = tl.cdiv(N, BLOCK_COLS)
     for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
+        row_tile = arrived(
+            *(row_tile, row_tiles, T, flags_ptr, awaited_ptr, status_ptr, first_tile, chunk_rows),
+            *(spin_limit, BLOCK_ROWS, FLATTEN, ASYNC_PROXY),
+        )
         t = row_tile * BLOCK_ROWS
         n = col_tile * BLOCK_COLS
         acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
-        for k in range(0, K, BLOCK_DEPTH):
-            x_block = load_block(x, t, k, T, K, stride_xt, stride_xk, BLOCK_ROWS, BLOCK_DEPTH, TMA)
-            w_block = load_block(w, n, k, N, K, stride_wn, stride_wk, BLOCK_COLS, BLOCK_DEPTH, TMA)
-            acc = tl.dot(x_block, w_block.T, acc, input_precision=PRECISION)
+        acc = add_products(
+            *(acc, x, w, t, n, T, N, K, stride_xt, stride_xk, stride_wn, stride_wk),
+            *(False, PRECISION, BLOCK_DEPTH, TMA),
+        )
         parts = split_columns(acc, PARTS)
         for p in tl.static_range(PARTS):
             n_part = n + p * PART
@@ -93,6 +105,10 @@ def linear_fwd(
     activation: Activation = "none",
     keep_z: bool = False,
     out: launch.Out = None,
+    arrivals: Arrivals | None = None,
+    first_row: int = 0,
+    margin: int = 0,
+    counted: int = 0,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> LinearForward:
@@ -103,6 +119,8 @@ def linear_fwd(
     bias: (out_features,)
     out: where y is written, and z if it is kept and not y; rows of larger matrices, say. Without activation
         it may be in fp32
+    arrivals: of the chunks of x, each of which is read once its flag is up; None: all is here
+    first_row, margin, counted: as of `waits.Wait`
     """
     require_matrices("linear_fwd", ("x", x), ("weight", weight))
     require_tensors("linear_fwd", ("x", x), ("bias", bias))
@@ -119,7 +137,8 @@ def linear_fwd(
     written = launch.results("linear_fwd", out, wanted, (*inputs, ("bias", bias)), sums=plain)
     y, z = written[0], written[-1]
     matrices = (*inputs, ("y", y), ("z", z))
-    product = launch.product("linear_fwd", "linear", matrices, (T, N), tile, form)
+    wait = Wait(arrivals, first_row, margin, counted)
+    product = launch.product("linear_fwd", "linear", matrices, (T, N), tile, form, wait)
     if y.numel():
         y_block = product.block(y, "rows", "part")
         product.start(_linear_fwd_kernel)(

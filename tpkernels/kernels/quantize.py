@@ -121,77 +121,46 @@ def _quantize_rows_kernel(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     FAST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,  # at least K
-):
-    """One program holds BLOCK_ROWS rows."""
-    # int64: T * K passes 2**31 at 512k tokens of width 4096
-    t = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    k = tl.arange(0, BLOCK_COLS).to(tl.int64)
-    in_rows = t < T
-    mask = in_rows[:, None] & (k < K)[None, :]
-    x_offsets = t[:, None] * stride_xt + k[None, :] * stride_xk
-    u_offsets = t[:, None] * stride_ut + k[None, :] * stride_uk
-    values = _values(x_ptr, u_ptr, x_offsets, u_offsets, mask, ACTIVATION, GATED, FAST)
-    scale = _scale_of(tl.max(_sizes(values), axis=1), FORMAT, POWER_OF_TWO)
-    _store_data(
-        words_ptr, t[:, None], k[None, :], T, scales_at, pitch, values, scale[:, None], FORMAT, POWER_OF_TWO
-    )
-    _store_scale(words_ptr, t, in_rows, scales_at, pitch, scale)
-
-
-@triton.jit
-def _quantize_strips_kernel(
-    x_ptr,  # (T, K)
-    u_ptr,  # (T, K), unread unless GATED
-    words_ptr,  # (T, pitch / 4) contiguous, int32
-    T,
-    K,
-    stride_xt,
-    stride_xk,
-    stride_ut,
-    stride_uk,
-    scales_at,  # the byte of a row of words at which its scales begin: K, rounded up to words
-    pitch,  # bytes of a row of words
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    FAST: tl.constexpr,
+    HELD: tl.constexpr,  # rows: BLOCK_COLS is K at least
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """One program goes through BLOCK_ROWS rows twice: for their scales, and back to write them."""
+    """One program holds BLOCK_ROWS rows, or reads them twice: for their scales, and back to write them."""
     # int64: T * K passes 2**31 at 512k tokens of width 4096
     t = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    in_rows = t < T
-    x_rows, u_rows = t[:, None] * stride_xt, t[:, None] * stride_ut
-    largest = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.int32)
-    for start in tl.range(0, K, BLOCK_COLS, num_stages=3):
-        k = (start + tl.arange(0, BLOCK_COLS)).to(tl.int64)
+    if HELD:
+        k = tl.arange(0, BLOCK_COLS).to(tl.int64)
+        in_rows = t < T
         mask = in_rows[:, None] & (k < K)[None, :]
-        x_offsets, u_offsets = x_rows + k[None, :] * stride_xk, u_rows + k[None, :] * stride_uk
+        x_offsets = t[:, None] * stride_xt + k[None, :] * stride_xk
+        u_offsets = t[:, None] * stride_ut + k[None, :] * stride_uk
         values = _values(x_ptr, u_ptr, x_offsets, u_offsets, mask, ACTIVATION, GATED, FAST)
-        largest = tl.maximum(largest, _sizes(values))
-    scale = _scale_of(tl.max(largest, axis=1), FORMAT, POWER_OF_TWO)
-    blocks = tl.cdiv(K, BLOCK_COLS)
-    for done in tl.range(0, blocks, num_stages=3):
-        k = ((blocks - 1 - done) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)).to(tl.int64)
-        mask = in_rows[:, None] & (k < K)[None, :]
-        x_offsets, u_offsets = x_rows + k[None, :] * stride_xk, u_rows + k[None, :] * stride_uk
-        values = _values(x_ptr, u_ptr, x_offsets, u_offsets, mask, ACTIVATION, GATED, FAST)
+        scale = _scale_of(tl.max(_sizes(values), axis=1), FORMAT, POWER_OF_TWO)
         _store_data(
-            words_ptr,
-            t[:, None],
-            k[None, :],
-            T,
-            scales_at,
-            pitch,
-            values,
-            scale[:, None],
-            FORMAT,
-            POWER_OF_TWO,
+            *(words_ptr, t[:, None], k[None, :], T, scales_at, pitch, values, scale[:, None]),
+            *(FORMAT, POWER_OF_TWO),
         )
+    else:
+        in_rows = t < T
+        x_rows, u_rows = t[:, None] * stride_xt, t[:, None] * stride_ut
+        largest = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.int32)
+        for start in tl.range(0, K, BLOCK_COLS, num_stages=3):
+            k = (start + tl.arange(0, BLOCK_COLS)).to(tl.int64)
+            mask = in_rows[:, None] & (k < K)[None, :]
+            x_offsets, u_offsets = x_rows + k[None, :] * stride_xk, u_rows + k[None, :] * stride_uk
+            values = _values(x_ptr, u_ptr, x_offsets, u_offsets, mask, ACTIVATION, GATED, FAST)
+            largest = tl.maximum(largest, _sizes(values))
+        scale = _scale_of(tl.max(largest, axis=1), FORMAT, POWER_OF_TWO)
+        blocks = tl.cdiv(K, BLOCK_COLS)
+        for done in tl.range(0, blocks, num_stages=3):
+            k = ((blocks - 1 - done) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)).to(tl.int64)
+            mask = in_rows[:, None] & (k < K)[None, :]
+            x_offsets, u_offsets = x_rows + k[None, :] * stride_xk, u_rows + k[None, :] * stride_uk
+            values = _values(x_ptr, u_ptr, x_offsets, u_offsets, mask, ACTIVATION, GATED, FAST)
+            _store_data(
+                *(words_ptr, t[:, None], k[None, :], T, scales_at, pitch, values, scale[:, None]),
+                *(FORMAT, POWER_OF_TWO),
+            )
     _store_scale(words_ptr, t, in_rows, scales_at, pitch, scale)
 
 
@@ -289,18 +258,37 @@ def quantize(
     if not words.numel():
         return words
     by_columns = x.stride(0) == 1 != x.stride(1)
+    constants: dict[str, Any]
     if scaling == "blocks":
-        tile = _SQUARES if square else _BLOCKS_BY_COLUMNS if by_columns else _BLOCKS
+        kernel, tile = _quantize_blocks_kernel, _SQUARES if square else _BLOCKS
+        tile = _BLOCKS_BY_COLUMNS if by_columns and not square else tile
+        programs = launch.ceil_div(T, tile.block_rows) * launch.ceil_div(K, tile.block_cols)
         constants = {"SQUARE": square, "BLOCK": BLOCK, "GROUPS": tile.block_cols // BLOCK}
-        _start(_quantize_blocks_kernel, x, u, words, activation, format, power_of_two, tile, constants)
-    elif by_columns or K > MAX_FEATURES:
-        tile = _COLUMNS if by_columns else _LONG_ROWS
-        constants = {"BLOCK_COLS": tile.block_cols}
-        _start(_quantize_strips_kernel, x, u, words, activation, format, power_of_two, tile, constants)
     else:
-        tile = row_tile(launcher, max(K, 1))
-        constants = {"BLOCK_COLS": tile.block_cols}
-        _start(_quantize_rows_kernel, x, u, words, activation, format, power_of_two, tile, constants)
+        kernel, held = _quantize_rows_kernel, not by_columns and K <= MAX_FEATURES
+        tile = row_tile(launcher, max(K, 1)) if held else _COLUMNS if by_columns else _LONG_ROWS
+        programs = launch.ceil_div(T, tile.block_rows)
+        constants = {"HELD": held, "BLOCK_COLS": tile.block_cols}
+    second = x if u is None else u
+    launch.on(x.device, kernel, (programs,))(
+        x,
+        second,
+        words,
+        T,
+        K,
+        *x.stride(),
+        *second.stride(),
+        4 * launch.ceil_div(K, 4),
+        4 * words.shape[1],
+        FORMAT=format,
+        POWER_OF_TWO=power_of_two,
+        ACTIVATION=activation,
+        GATED=u is not None,
+        FAST=fast_math(x.dtype, target_of(x.device)),
+        BLOCK_ROWS=tile.block_rows,
+        num_warps=tile.num_warps,
+        **constants,
+    )
     return words
 
 
@@ -308,40 +296,3 @@ def _require_words(launcher: str, name: str, word: str, kinds: Any) -> None:
     if word not in get_args(kinds):
         expected = " or ".join(map(repr, get_args(kinds)))
         raise ValueError(f"{launcher}: expected {name} {expected}, got {word!r}")
-
-
-def _start(
-    kernel: Any,
-    x: Tensor,
-    u: Tensor | None,
-    words: Tensor,
-    activation: Activation,
-    format: Format,
-    power_of_two: bool,
-    tile: BlockTile,
-    constants: dict[str, Any],
-) -> None:
-    """Launch what quantizes f(x), or f(x) * u, into words."""
-    T, K = x.shape
-    target, programs = target_of(x.device), launch.ceil_div(T, tile.block_rows)
-    if "GROUPS" in constants:
-        programs *= launch.ceil_div(K, tile.block_cols)
-    launch.on(x.device, kernel, (programs,))(
-        x,
-        x if u is None else u,
-        words,
-        T,
-        K,
-        *x.stride(),
-        *(x if u is None else u).stride(),
-        4 * launch.ceil_div(K, 4),
-        4 * words.shape[1],
-        FORMAT=format,
-        POWER_OF_TWO=power_of_two,
-        ACTIVATION=activation,
-        GATED=u is not None,
-        FAST=fast_math(x.dtype, target),
-        BLOCK_ROWS=tile.block_rows,
-        num_warps=tile.num_warps,
-        **constants,
-    )

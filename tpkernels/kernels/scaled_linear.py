@@ -16,8 +16,6 @@ turns: one part is multiplied and added, then the next.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -33,6 +31,7 @@ from tpkernels.kernels.operands import Form, require_scaled, require_shape, requ
 from tpkernels.kernels.recipe import BLOCK
 from tpkernels.kernels.target import fast_math, require_fp8, target_of
 from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.kernels.waits import Arrivals, Wait, arrived
 
 RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -72,127 +71,63 @@ def _scaled_linear_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
     TMA: tl.constexpr,
+    flags_ptr=None,  # the rest as `waits.arrived` takes it; None: x is here
+    awaited_ptr=None,
+    status_ptr=None,
+    first_tile=None,
+    chunk_rows=None,
+    spin_limit=None,
+    ASYNC_PROXY: tl.constexpr = None,
 ):
     """Each program computes every num_programs-th tile of y."""
+    PART: tl.constexpr = BLOCK_COLS // PARTS
+    TURN: tl.constexpr = BLOCK_COLS // TURNS
     row_tiles = tl.cdiv(T, BLOCK_ROWS)
     col_tiles = tl.cdiv(N, BLOCK_COLS)
     for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
-        scaled_tile(
-            x,
-            w,
-            x_scale_ptr,
-            w_scale_ptr,
-            b_ptr,
-            z,
-            y,
-            row_tile * BLOCK_ROWS,
-            col_tile * BLOCK_COLS,
-            T,
-            N,
-            K,
-            stride_xt,
-            stride_wn,
-            stride_xst,
-            stride_xss,
-            stride_wsn,
-            stride_wss,
-            stride_bn,
-            ACTIVATION,
-            HAS_BIAS,
-            KEEP_Z,
-            FAST,
-            BY_BLOCK,
-            SHARED,
-            PROMOTE,
-            IN_PLACE,
-            TURNS,
-            BLOCK_ROWS,
-            BLOCK_COLS,
-            BLOCK_DEPTH,
-            PARTS,
-            TMA,
+        row_tile = arrived(
+            *(row_tile, row_tiles, T, flags_ptr, awaited_ptr, status_ptr, first_tile, chunk_rows),
+            *(spin_limit, BLOCK_ROWS, FLATTEN, ASYNC_PROXY),
         )
-
-
-@triton.jit
-def scaled_tile(
-    x,
-    w,
-    x_scale_ptr,
-    w_scale_ptr,
-    b_ptr,
-    z,
-    y,
-    t,
-    n,
-    T,
-    N,
-    K,
-    stride_xt,
-    stride_wn,
-    stride_xst,
-    stride_xss,
-    stride_wsn,
-    stride_wss,
-    stride_bn,
-    ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    KEEP_Z: tl.constexpr,
-    FAST: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
-    SHARED: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    TURNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """The tile of y, and of z, at (t, n)."""
-    PART: tl.constexpr = BLOCK_COLS // PARTS
-    sums = _zeros(BLOCK_ROWS, BLOCK_COLS // TURNS, TURNS)
-    for k in range(0, K, BLOCK_DEPTH):
-        x_block = load_block(x, t, k, T, K, stride_xt, 1, BLOCK_ROWS, BLOCK_DEPTH, TMA)
-        sums = _plus_products(
-            sums,
-            x_block,
-            w,
-            x_scale_ptr,
-            w_scale_ptr,
-            t,
-            n,
-            k,
-            T,
-            N,
-            K,
-            stride_wn,
-            stride_xst,
-            stride_xss,
-            stride_wsn,
-            stride_wss,
-            BY_BLOCK,
-            SHARED,
-            PROMOTE,
-            IN_PLACE,
-            TMA,
-        )
-    parts = _split_columns_of(sums, PARTS // TURNS)
-    if not BY_BLOCK:
-        x_rest, x_root = halves(load_vector(x_scale_ptr, t, T, stride_xst, BLOCK_ROWS)[:, None])
-    for p in tl.static_range(PARTS):
-        n_part = n + p * PART
-        value = parts[p]
+        t = row_tile * BLOCK_ROWS
+        n = col_tile * BLOCK_COLS
+        sums = _zeros(BLOCK_ROWS, TURN, TURNS)
+        for k in range(0, K, BLOCK_DEPTH):
+            x_block = load_block(x, t, k, T, K, stride_xt, 1, BLOCK_ROWS, BLOCK_DEPTH, TMA)
+            for turn in tl.static_range(TURNS):
+                acc = sums[0]
+                n_turn = n + turn * TURN
+                w_block = load_block(w, n_turn, k, N, K, stride_wn, 1, TURN, BLOCK_DEPTH, TMA)
+                if BY_BLOCK:
+                    products = tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
+                    s = tl.cast(k // 128, tl.int64)
+                    x_scale = load_vector(x_scale_ptr + s * stride_xss, t, T, stride_xst, BLOCK_ROWS)
+                    w_scale = _w_scale(w_scale_ptr + s * stride_wss, n_turn, N, stride_wsn, SHARED, TURN)
+                    # Scales first: a scale that columns share then costs nothing an element. What two tiny
+                    # ones lose is no more than the smallest normal number.
+                    acc += products * (x_scale[:, None] * w_scale)
+                elif not PROMOTE:
+                    acc = tl.dot(x_block, w_block.T, acc)
+                elif IN_PLACE:  # Triton adds the sums of DEPTH up in fp32, where tensor cores do not
+                    acc = tl.dot(x_block, w_block.T, acc, max_num_imprecise_acc=BLOCK_DEPTH)
+                else:
+                    acc += tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
+                sums = sums[1:] + (acc,)  # noqa: RUF005  # Triton has no star in a tuple
+        parts = _split_columns_of(sums, PARTS // TURNS)
         if not BY_BLOCK:
-            w_rest, w_root = halves(_w_scale(w_scale_ptr, n_part, N, stride_wsn, SHARED, PART))
-            value = value * w_rest * x_rest * (w_root * x_root)
-        if HAS_BIAS:
-            value += load_vector(b_ptr, n_part, N, stride_bn, PART)[None, :]
-        if KEEP_Z:
-            store_block(z, value, t, n_part, T, N, N, 1, TMA)
-        store_block(y, act(value, ACTIVATION, FAST), t, n_part, T, N, N, 1, TMA)
+            x_rest, x_root = halves(load_vector(x_scale_ptr, t, T, stride_xst, BLOCK_ROWS)[:, None])
+        for p in tl.static_range(PARTS):
+            n_part = n + p * PART
+            value = parts[p]
+            if not BY_BLOCK:
+                w_rest, w_root = halves(_w_scale(w_scale_ptr, n_part, N, stride_wsn, SHARED, PART))
+                value = value * w_rest * x_rest * (w_root * x_root)
+            if HAS_BIAS:
+                value += load_vector(b_ptr, n_part, N, stride_bn, PART)[None, :]
+            if KEEP_Z:
+                store_block(z, value, t, n_part, T, N, N, 1, TMA)
+            store_block(y, act(value, ACTIVATION, FAST), t, n_part, T, N, N, 1, TMA)
 
 
 @triton.jit
@@ -211,78 +146,6 @@ def _split_columns_of(sums, PARTS: tl.constexpr):
         return split_columns(sums[0], PARTS)
     else:
         return split_columns(sums[0], PARTS) + _split_columns_of(sums[1:], PARTS)
-
-
-@triton.jit
-def _plus_products(
-    sums,  # blocks of neighbouring columns, from n
-    x_block,
-    w,
-    x_scale_ptr,
-    w_scale_ptr,
-    t,
-    n,
-    k,
-    T,
-    N,
-    K,
-    stride_wn,
-    stride_xst,
-    stride_xss,
-    stride_wsn,
-    stride_wss,
-    BY_BLOCK: tl.constexpr,
-    SHARED: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """The sums, one after the other, plus the products of a step of depth."""
-    acc = sums[0]
-    COLS: tl.constexpr = acc.shape[1]
-    DEPTH: tl.constexpr = x_block.shape[1]
-    w_block = load_block(w, n, k, N, K, stride_wn, 1, COLS, DEPTH, TMA)
-    if BY_BLOCK:
-        products = tl.dot(x_block, w_block.T, max_num_imprecise_acc=DEPTH)
-        s = tl.cast(k // 128, tl.int64)
-        x_scale = load_vector(x_scale_ptr + s * stride_xss, t, T, stride_xst, x_block.shape[0])
-        w_scale = _w_scale(w_scale_ptr + s * stride_wss, n, N, stride_wsn, SHARED, COLS)
-        # Scales first: a scale that columns share then costs nothing an element. What two tiny ones
-        # lose is no more than the smallest normal number.
-        acc += products * (x_scale[:, None] * w_scale)
-    elif not PROMOTE:
-        acc = tl.dot(x_block, w_block.T, acc)
-    elif IN_PLACE:  # Triton adds the sums of DEPTH up in fp32, where tensor cores do not
-        acc = tl.dot(x_block, w_block.T, acc, max_num_imprecise_acc=DEPTH)
-    else:
-        acc += tl.dot(x_block, w_block.T, max_num_imprecise_acc=DEPTH)
-    first = (acc,)
-    if len(sums) == 1:
-        return first
-    else:
-        return first + _plus_products(
-            sums[1:],
-            x_block,
-            w,
-            x_scale_ptr,
-            w_scale_ptr,
-            t,
-            n + COLS,
-            k,
-            T,
-            N,
-            K,
-            stride_wn,
-            stride_xst,
-            stride_xss,
-            stride_wsn,
-            stride_wss,
-            BY_BLOCK,
-            SHARED,
-            PROMOTE,
-            IN_PLACE,
-            TMA,
-        )
 
 
 @triton.jit
@@ -306,62 +169,6 @@ def _turns(product: launch.ProductLaunch) -> int:
     return 2 if in_registers and product.form == "descriptor" and not few else 1
 
 
-class ScaledProduct(NamedTuple):
-    """Sizes of a product in fp8, and the dtype of its result."""
-
-    tokens: int
-    out_features: int
-    in_features: int
-    dtype: torch.dtype
-
-    @staticmethod
-    def required(
-        launcher: str,
-        x: Tensor,
-        weight: Tensor,
-        x_scale: Tensor,
-        w_scale: Tensor,
-        bias: Tensor | None,
-        activation: Activation,
-        dtype: str,
-    ) -> ScaledProduct:
-        """Of such operands, or an error."""
-        if dtype not in RESULTS:
-            raise ValueError(f"{launcher}: expected dtype of {', '.join(RESULTS)}; got {dtype!r}")
-        require_scaled(launcher, ("x", x, x_scale), ("weight", weight, w_scale))
-        require_activation(launcher, activation)
-        (T, K), N = x.shape, weight.shape[0]
-        why = f"(out_features, in_features) for x {tuple(x.shape)}"
-        require_shape(launcher, "weight", weight, (N, K), why)
-        if bias is not None:
-            require_tensors(launcher, ("bias", bias))
-        require_shape(launcher, "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
-        require_fp8(launcher, target_of(x.device))
-        return ScaledProduct(T, N, K, RESULTS[dtype])
-
-
-class Promotion(NamedTuple):
-    """The constants that say how scales lie, and how sums are promoted."""
-
-    BY_BLOCK: bool
-    SHARED: int
-    PROMOTE: bool
-    IN_PLACE: bool
-    TURNS: int
-
-    @staticmethod
-    def of(
-        launcher: str, product: launch.ProductLaunch, x_scale: Tensor, w_scale: Tensor, fast_accumulate: bool
-    ) -> Promotion:
-        if product.tile.block_depth > BLOCK:
-            raise ValueError(f"{launcher}: expected a tile of at most {BLOCK} depth, got {product.tile}")
-        by_block = x_scale.shape[1] != 1
-        promote = by_block or not fast_accumulate
-        shared = 1 if w_scale.shape[0] == product.cols else BLOCK
-        turns = _turns(product) if promote else 1
-        return Promotion(by_block, shared, promote, product.target.has_tma, turns)
-
-
 @planned
 def scaled_linear_fwd(
     x: Tensor,
@@ -375,6 +182,10 @@ def scaled_linear_fwd(
     dtype: str = "bfloat16",
     fast_accumulate: bool = False,
     out: launch.Out = None,
+    arrivals: Arrivals | None = None,
+    first_row: int = 0,
+    margin: int = 0,
+    counted: int = 0,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> LinearForward:
@@ -387,22 +198,39 @@ def scaled_linear_fwd(
     bias: (out_features,)
     fast_accumulate: tensor cores may sum all of the depth, in as few bits as they have; False: 128 at most
     out: where y is written, and z if it is kept and not y; rows of larger matrices, say
+    arrivals: of the chunks of x and of its scales, each of which is read once its flag is up
+    first_row, margin, counted: as of `waits.Wait`
     """
     name = "scaled_linear_fwd"
-    T, N, K, into = ScaledProduct.required(name, x, weight, x_scale, w_scale, bias, activation, dtype)
+    if dtype not in RESULTS:
+        raise ValueError(f"{name}: expected dtype of {', '.join(RESULTS)}; got {dtype!r}")
+    require_scaled(name, ("x", x, x_scale), ("weight", weight, w_scale))
+    require_activation(name, activation)
+    (T, K), N, into = x.shape, weight.shape[0], RESULTS[dtype]
+    why = f"(out_features, in_features) for x {tuple(x.shape)}"
+    require_shape(name, "weight", weight, (N, K), why)
+    if bias is not None:
+        require_tensors(name, ("bias", bias))
+    require_shape(name, "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
+    require_fp8(name, target_of(x.device))
     separate_z = keep_z and activation != "none"
     wanted = {"y": (T, N), "z": (T, N)} if separate_z else {"y": (T, N)}
     inputs = (("x", x), ("weight", weight), ("x_scale", x_scale), ("w_scale", w_scale), ("bias", bias))
     written = launch.results(name, out, wanted, inputs, dtype=into)
     y, z = written[0], written[-1]
     matrices = (("x", x), ("weight", weight), ("y", y), ("z", z))
-    product = launch.product(name, "linear", matrices, (T, N), tile, form)
+    wait = Wait(arrivals, first_row, margin, counted)
+    product = launch.product(name, "linear", matrices, (T, N), tile, form, wait)
+    if product.tile.block_depth > BLOCK:
+        raise ValueError(f"{name}: expected a tile of at most {BLOCK} depth, got {product.tile}")
     if y.numel():
-        promotion = Promotion.of(name, product, x_scale, w_scale, fast_accumulate)
+        by_block = x_scale.shape[1] != 1
+        promote = by_block or not fast_accumulate
+        turns = _turns(product) if promote else 1
         y_block = product.block(y, "rows", "part")
         product.start(_scaled_linear_kernel)(
             product.block(x, "rows", "depth"),
-            product.columns_cut(promotion.TURNS).block(weight, "cols", "depth"),
+            product.columns_cut(turns).block(weight, "cols", "depth"),
             x_scale,
             w_scale,
             y if bias is None else bias,
@@ -420,6 +248,10 @@ def scaled_linear_fwd(
             HAS_BIAS=bias is not None,
             KEEP_Z=separate_z,
             FAST=fast_math(into, product.target),
-            **promotion._asdict(),
+            BY_BLOCK=by_block,
+            SHARED=1 if w_scale.shape[0] == N else BLOCK,
+            PROMOTE=promote,
+            IN_PLACE=product.target.has_tma,
+            TURNS=turns,
         )
     return LinearForward(y, z if keep_z else None)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels import launch
-from tpkernels.kernels.blocks import load_block, load_weight, split_columns, store_block, tile_at
+from tpkernels.kernels.blocks import add_products, split_columns, store_block, tile_at
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import Form, lies_depth_first, require_matrices, require_shape
 from tpkernels.kernels.target import left_free, resident_programs
@@ -86,19 +86,15 @@ def _scatter_linear_kernel(
         if TMA:
             t = t.to(tl.int32)  # which coordinates are
         acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
-        for k in range(0, K, BLOCK_DEPTH):
-            a_block = load_block(a, t, k, T, K, stride_at, stride_ak, BLOCK_ROWS, BLOCK_DEPTH, TMA)
-            w_block = load_weight(
-                w, n, k, N, K, stride_wn, stride_wk, BLOCK_COLS, BLOCK_DEPTH, DEPTH_FIRST, TMA
-            )
-            acc = tl.dot(a_block, w_block, acc, input_precision=PRECISION)
+        acc = add_products(
+            *(acc, a, w, t, n, T, N, K, stride_at, stride_ak, stride_wn, stride_wk),
+            *(DEPTH_FIRST, PRECISION, BLOCK_DEPTH, TMA),
+        )
         if TWO_PAIRS:
-            for k in range(0, K2, BLOCK_DEPTH):
-                a_block = load_block(a2, t, k, T, K2, stride_a2t, stride_a2k, BLOCK_ROWS, BLOCK_DEPTH, TMA)
-                w_block = load_weight(
-                    w2, n, k, N, K2, stride_w2n, stride_w2k, BLOCK_COLS, BLOCK_DEPTH, DEPTH_FIRST, TMA
-                )
-                acc = tl.dot(a_block, w_block, acc, input_precision=PRECISION)
+            acc = add_products(
+                *(acc, a2, w2, t, n, T, N, K2, stride_a2t, stride_a2k, stride_w2n, stride_w2k),
+                *(DEPTH_FIRST, PRECISION, BLOCK_DEPTH, TMA),
+            )
         slot_ptr = tl.load(slots_ptr + owner).to(tl.pointer_type(DTYPE))
         if ALIGNED:
             slot_ptr = tl.multiple_of(slot_ptr, 16)
@@ -172,7 +168,8 @@ def scatter_linear(
     programs = resident_programs(
         "scatter_linear", product.target, product.tile.per_processor, left_free(product.target, margin)
     )
-    product.start(_scatter_linear_kernel, min(ranks * splits * chunk_tiles, programs))(
+    product = product._replace(programs=min(ranks * splits * chunk_tiles, programs))
+    product.start(_scatter_linear_kernel)(
         a_operands[0],
         w_operands[0],
         a_operands[-1],

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tpkernels.kernels import launch
 from tpkernels.kernels.dgrad import dgrad
-from tpkernels.kernels.dgrad_pairs import dgrad_pairs
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reduce import reduce_slots
 
@@ -72,10 +71,8 @@ def _product(pairs: Sequence[Pair], transposed: bool, slot: Tensor) -> None:
     (a, w), *others = pairs
     if transposed:
         linear_fwd(a, w, out=slot)
-    elif others:
-        dgrad_pairs(a, w, *others.pop(0), out=slot)
     else:
-        dgrad(a, w, out=slot)
+        dgrad(a, w, *(others.pop(0) if others else ()), out=slot)
     if others:
         beside = launch.empty(tuple(slot.shape), slot.dtype, slot.device)
         _product(others, transposed, beside)

@@ -139,6 +139,8 @@ _SPILLING: Mapping[tuple[Kernel, str], tuple[str, ...]] = {
     ("linear", "128x256x128-w8-s3-p2-flat"): ("blocks",),
     ("linear", "128x256x128-w8-s4-p4-flat"): ("blocks",),
 }
+# kernel, rows of a tile of fp32, in which the wait and a third stage together make sm_90's assembler spill
+_SPILLING_IF_WAITING = {("linear", 16), ("dglu", 16), ("glu", 64)}
 # On Blackwell a flattened loop stages an fp32 result in shared memory whole, whatever its parts: only two
 # stages would fit beside.
 _BLACKWELL_WGRAD = (
@@ -270,11 +272,11 @@ def sum_tile(form: Form, dtype: torch.dtype, target: Target, ragged: bool = Fals
     return default_tiles("wgrad", form, dtype, target, ragged)[0]
 
 
-def waiting_tile(tile: MatmulTile, chunk_rows: int) -> MatmulTile:
-    """A tile of `linear` for rows that arrive in chunks: what is computed at once wants the same chunk."""
+def waiting_tile(kernel: Kernel, tile: MatmulTile, chunk_rows: int) -> MatmulTile:
+    """A tile for rows that arrive in chunks: what is computed at once wants the same chunk."""
     group = min(tile.group, max(1, chunk_rows // tile.block_rows))
-    # in the smallest tile of fp32 the wait and a third stage together make sm_90's assembler spill
-    stages = min(tile.num_stages, 2) if tile.block_rows == tile.block_depth == 16 else tile.num_stages
+    spills = tile.block_depth == 16 and (kernel, tile.block_rows) in _SPILLING_IF_WAITING
+    stages = min(tile.num_stages, 2) if spills else tile.num_stages
     return replace(tile, flatten=False, group=group, num_stages=stages)
 
 
@@ -302,13 +304,21 @@ def pushing_tile(tile: MatmulTile, others: tuple[MatmulTile, ...], chunk_rows: i
 
 
 def chunk_tiles(
-    form: Form, dtype: torch.dtype, target: Target, rows: int, cols: int, chunk_rows: int, *, waits: bool
+    kernel: Kernel,
+    form: Form,
+    dtype: torch.dtype,
+    target: Target,
+    rows: int,
+    cols: int,
+    chunk_rows: int,
+    *,
+    waits: bool,
 ) -> tuple[MatmulTile, ...]:
-    """Tiles of the kernel that waits for chunks, or stores them; first the one that it takes untold."""
-    usual = default_tile("linear", form, dtype, target, rows, cols)
-    others = default_tiles("linear", form, dtype, target)
+    """Tiles of a kernel that waits for chunks, or stores them; first the one that it takes untold."""
+    usual = default_tile(kernel, form, dtype, target, rows, cols)
+    others = default_tiles(kernel, form, dtype, target)
     if waits:
-        found = [waiting_tile(tile, chunk_rows) for tile in (usual, *others)]
+        found = [waiting_tile(kernel, tile, chunk_rows) for tile in (usual, *others)]
     else:
         found = [pushing_tile(usual, others, chunk_rows), *(replace(tile, flatten=False) for tile in others)]
     return tuple(dict.fromkeys(found))

@@ -1,5 +1,9 @@
 """Kernels that wait for chunks which other ranks write: flags, bounded spins, and a status word for timeouts.
 
+Any product waits if it is given `Arrivals`: it starts at the rows that were here first and goes round the
+ring, as chunks arrive, and each tile waits for every chunk that it has rows of. Values, bits too, are those
+of the product that waits for nothing, with the same tile and form.
+
 The writer of a chunk sets its flag to the number of the call afterwards. A kernel reads the chunk once the
 flag holds the number that it awaits. Flags are never reset, and the awaited number lies on the device, so
 that a captured graph which counts it up can be replayed. A spin that runs out writes kernel and chunk into
@@ -21,7 +25,7 @@ from tpkernels.kernels.target import Target
 
 mend()
 
-OPS = ("gather_linear", "reduce_slots")  # numbered from 1: a status of 0 says that all is well
+OPS = ("product", "reduce_slots")  # numbered from 1: a status of 0 says that all is well
 CHUNK_BITS = 24  # of the status word; the rest is the number of the op
 SECONDS_A_LOOK = 1e-6  # at a flag of the own memory, about; not measured yet
 INTERPRETED_SECONDS_A_LOOK = 0.2e-3
@@ -39,6 +43,37 @@ class Arrivals(NamedTuple):
 
     def limit(self, target: Target) -> int:
         return spins_in(self.seconds, target) if self.spin_limit is None else self.spin_limit
+
+
+class Wait(NamedTuple):
+    """What a product of rows that arrive is told of them, and of those who write them."""
+
+    arrivals: Arrivals | None  # None: all rows are here
+    first_row: int  # where the rows begin that are here from the start
+    margin: int  # processors that are left to those who write the rows
+    counted: int  # those of them that torch's setting for collectives counts, too
+
+    def chunk_rows(self, launcher: str, rows: int, device: torch.device) -> int:
+        """How many rows have a flag, or an error; 0 for rows that are here."""
+        if self.arrivals is None:
+            if any(self[1:]):
+                raise ValueError(
+                    f"{launcher}: expected arrivals with first_row, margin and counted, got {self[1:]} "
+                    "without: all rows are here then"
+                )
+            return 0
+        require_arrivals(launcher, self.arrivals, device)
+        chunks = self.arrivals.flags.numel()
+        if rows % chunks:
+            raise ValueError(
+                f"{launcher}: expected equal chunks of tokens, got {rows} tokens and {chunks} flags"
+            )
+        if not 0 <= self.first_row < max(1, rows):
+            raise ValueError(f"{launcher}: expected a first_row of 0 to {rows - 1}, got {self.first_row}")
+        return rows // chunks
+
+
+HERE = Wait(None, 0, 0, 0)
 
 
 class Departures(NamedTuple):
@@ -87,6 +122,44 @@ def wait_for(
         )
 
 
+@triton.jit
+def arrived(
+    row_tile,
+    row_tiles,
+    T,
+    flags_ptr,  # (T / chunk_rows,) int32, or None: all rows are here
+    awaited_ptr,  # (1,) int32
+    status_ptr,  # (1,) int32
+    first_tile,  # the first tile of rows that are here from the start
+    chunk_rows,
+    spin_limit,
+    BLOCK_ROWS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    ASYNC_PROXY: tl.constexpr,
+):
+    """The tile of rows that is computed in this place, once its rows may be read."""
+    if flags_ptr is None:
+        return row_tile
+    else:
+        # one loop over tiles and depth would start a tile's loads before its wait: the compiler sees no tie
+        tl.static_assert(not FLATTEN, "a flattened loop loads rows before they are there")
+        tile = (first_tile + row_tile) % row_tiles
+        first_chunk = tile * BLOCK_ROWS // chunk_rows
+        last_chunk = (tl.minimum(tile * BLOCK_ROWS + BLOCK_ROWS, T) - 1) // chunk_rows
+        # the maximum shows the compiler, and the gate, that no tile goes without a wait
+        for later in tl.range(0, tl.maximum(last_chunk - first_chunk + 1, 1), num_stages=1):
+            wait_for(
+                first_chunk + later,
+                flags_ptr,
+                awaited_ptr,
+                status_ptr,
+                spin_limit,
+                OP=1,
+                ASYNC_PROXY=ASYNC_PROXY,
+            )
+        return tile
+
+
 def kernel_and_chunk(word: int) -> tuple[str, int]:
     """Which kernel gave up waiting, and for which chunk, from a status other than 0."""
     return OPS[(word >> CHUNK_BITS) - 1], word & ((1 << CHUNK_BITS) - 1)
@@ -102,13 +175,6 @@ def require_arrivals(launcher: str, arrivals: Arrivals, device: torch.device) ->
         raise ValueError(f"{launcher}: expected 1 to {(1 << CHUNK_BITS) - 1} flags, got {flags}")
     if arrivals.spin_limit is not None and not 0 <= arrivals.spin_limit < 2**31:
         raise ValueError(f"{launcher}: expected a spin_limit of 0 to 2**31 - 1, got {arrivals.spin_limit}")
-
-
-def require_chunks(launcher: str, rows: int, chunks: int, first_row: int) -> None:
-    if rows % chunks:
-        raise ValueError(f"{launcher}: expected equal chunks of tokens, got {rows} tokens and {chunks} flags")
-    if not 0 <= first_row < max(1, rows):
-        raise ValueError(f"{launcher}: expected a first_row of 0 to {rows - 1}, got {first_row}")
 
 
 def require_departures(

@@ -221,10 +221,11 @@ class Plain:
         keep_z: bool,
     ) -> WaitingProduct:
         """Return the kernel that computes act(x wᵀ + bias) while rows of x arrive, to be told how to wait."""
-        from tpkernels.kernels.gather_linear import gather_linear_fwd  # here: a CPU needs no Triton
+        from tpkernels.kernels import dgrad, linear  # here: a CPU needs no Triton
 
-        weight = weight if transposed else weight.t()
-        return partial(gather_linear_fwd, x, weight, bias, activation=activation, keep_z=keep_z)
+        if transposed:
+            return partial(linear.linear_fwd, x, weight, bias, activation=activation, keep_z=keep_z)
+        return lambda **wait: (dgrad.dgrad(x, weight, **wait), None)
 
     def terms(self, pairs: Sequence[tuple[Operand, Tensor]], transposed: bool) -> Terms:
         """Return this rank's terms of a sum over ranks: the sum of the products of these pairs."""

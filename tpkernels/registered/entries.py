@@ -138,7 +138,8 @@ def _specs(case: _TileCase, tf32: bool = False) -> Iterator[EntrySpec]:
     for names in (COSTLIEST[case.kernel], OTHERS[case.kernel] if thorough else {}):
         for name, start in names.items():
             kernel, epilogue = name.split("/")
-            if kernel in UNTIMED and case.tile not in defaults:
+            timed_by_ranks = kernel == "scatter_linear" or "wait" in epilogue.split("+")
+            if timed_by_ranks and case.tile not in defaults:  # which take these alone
                 continue
             if not serves(case.kernel, case.tile, epilogue.split("+")):
                 continue
@@ -160,30 +161,43 @@ def _sum_specs() -> Iterator[EntrySpec]:
         ("pointer", A100, NVIDIA),
         ("pointer", MI300, ("gfx942",)),
     )
-    for name in ("linear", "dgrad", "dgrad_pairs"):
+    for name, kernel, epilogue in (
+        ("linear", "linear", "=fp32"),
+        ("dgrad", "dgrad", "=fp32"),
+        ("dgrad_pairs", "dgrad", "two+=fp32"),
+    ):
         for form, target, architectures in ways:
             tile = sum_tile(form, BF16, target)
             prefix = f"{architectures[0]}/" if target in (B200, MI300) else ""
             of = MetaOperands(T, N, K, BF16, chunks=2, form=form, tile=tile)
             call = partial(recording.primitive, name=name, into=FP32, **recording.BARE)
-            entry = f"{prefix}{stem_of(name, form, BF16, tile)}/=fp32"
+            entry = f"{prefix}{stem_of(kernel, form, BF16, tile)}/{epilogue}"
             yield EntrySpec(entry, call, of, target, architectures)
 
 
-UNTIMED = ("gather_linear", "scatter_linear")  # ranks time the tiles of these two: defaults alone
 COSTLIEST: Mapping[Kernel, Mapping[str, LauncherCall]] = {
     "linear": {
         "linear/gelu_tanh+bias+z": partial(recording.primitive, name="linear", activation="gelu_tanh"),
-        "gather_linear/gelu_tanh+bias+z": partial(recording.gather_linear, activation="gelu_tanh"),
-        "gather_linear/depth_first": recording.gather_dgrad,
+        "linear/gelu_tanh+bias+z+wait": partial(
+            recording.primitive, name="linear", activation="gelu_tanh", wait=True
+        ),
         "scatter_linear/two+depth_first": partial(recording.scatter_linear, pairs=2, depth_first=True),
     },
-    "glu": {"glu/swiglu+gu": partial(recording.primitive, name="glu", glu="swiglu")},
+    "glu": {
+        "glu/swiglu+gu": partial(recording.primitive, name="glu", glu="swiglu"),
+        "glu/swiglu+gu+wait": partial(recording.primitive, name="glu", glu="swiglu", wait=True),
+    },
     "dgrad": {
         "dgrad/gelu_tanh+db": partial(recording.primitive, name="dgrad_act", activation="gelu_tanh"),
-        "dgrad_pairs/none": partial(recording.primitive, name="dgrad_pairs"),
+        "dgrad/gelu_tanh+db+wait": partial(
+            recording.primitive, name="dgrad_act", activation="gelu_tanh", wait=True
+        ),
+        "dgrad/two": partial(recording.primitive, name="dgrad_pairs"),
     },
-    "dglu": {"dglu/swiglu+h": partial(recording.primitive, name="dglu", glu="swiglu")},
+    "dglu": {
+        "dglu/swiglu+h": partial(recording.primitive, name="dglu", glu="swiglu"),
+        "dglu/swiglu+h+wait": partial(recording.primitive, name="dglu", glu="swiglu", wait=True),
+    },
     "wgrad": {"wgrad/+=fp32": partial(recording.primitive, name="wgrad_accumulate_", into=FP32)},
 }
 OTHERS: Mapping[Kernel, Mapping[str, LauncherCall]] = {
@@ -203,6 +217,7 @@ OTHERS: Mapping[Kernel, Mapping[str, LauncherCall]] = {
     },
     "dgrad": {
         "dgrad/none": partial(recording.primitive, name="dgrad"),
+        "dgrad/none+wait": partial(recording.primitive, name="dgrad", wait=True),
         "dgrad/gelu_tanh": partial(
             recording.primitive, name="dgrad_act", activation="gelu_tanh", **recording.BARE
         ),
@@ -309,11 +324,9 @@ def _waiting_products() -> Iterator[EntrySpec]:
         for ragged in (False, True) if way.form == "pointer" else (False,):
             for tile in default_tiles("linear", way.form, E4M3, way.target, ragged=ragged):
                 for scales, options in (WAITING if way.target == B200 else {**WAITING, **FAST}).items():
-                    call = partial(recording.gather_scaled_linear, **options)
-                    epilogue = f"gelu_tanh+bias+z{scales}"
-                    yield _fp8_spec(
-                        way, tile, epilogue, call, ragged=ragged, kernel="gather_linear", chunks=2
-                    )
+                    call = partial(_SCALED_LINEAR, **options, activation="gelu_tanh", wait=True)
+                    epilogue = f"gelu_tanh+bias+z{scales}+wait"
+                    yield _fp8_spec(way, tile, epilogue, call, ragged=ragged, chunks=2)
 
 
 def _fp8_specs_of(
@@ -349,14 +362,13 @@ def _fp8_spec(
     call: LauncherCall,
     dtype: torch.dtype = E4M3,
     ragged: bool = False,
-    kernel: str = "scaled_linear",
     chunks: int = 1,
 ) -> EntrySpec:
     odd = int(ragged)
     sizes = T + odd, N + odd, K + odd
     of = MetaOperands(*sizes, dtype, chunks=chunks + odd, form=way.form, tile=tile, ragged=ragged)
     prefix = f"{way.architectures[0]}/" if way.target in (B200, L40S) else ""
-    name = f"{prefix}{stem_of(kernel, way.form, dtype, tile)}/{epilogue}{'/ragged' * ragged}"
+    name = f"{prefix}{stem_of('scaled_linear', way.form, dtype, tile)}/{epilogue}{'/ragged' * ragged}"
     return EntrySpec(name, call, of, way.target, way.architectures)
 
 

@@ -108,11 +108,9 @@ def _matmuls(of: Operands) -> Iterator[NumericCase]:
     for name in ("wgrad", "wgrad_accumulate_"):
         for one in _product(replace(of, tile=split), name, way):
             yield replace(one, name=f"{one.name}/split")
-    for activation in ACTIVATIONS:
-        yield NumericCase(
-            f"gather_linear_fwd/{way}/{activation}", partial(recording.gather_linear, of, activation)
-        )
-    yield NumericCase(f"gather_linear_fwd/{way}/depth_first", partial(recording.gather_dgrad, of))
+    for name in ("linear", "glu", "dgrad", "dgrad_pairs", "dgrad_act", "dglu"):
+        call = partial(recording.primitive, of, name, wait=True)
+        yield NumericCase(f"{LAUNCHERS.get(name, name)}/{way}/wait", call)
     for name in ("linear", "dgrad", "dgrad_pairs"):
         launcher = LAUNCHERS.get(name, name)
         call = partial(recording.primitive, of, name, into=FP32, **recording.BARE)
@@ -139,8 +137,10 @@ def _in_fp8() -> Iterator[NumericCase]:
             yield NumericCase(f"scaled_linear_fwd/{way}/=fp32", partial(plain, into=FP32))
             yield NumericCase(f"scaled_linear_fwd/{way}/e5m2", partial(plain, format="e5m2"))
             yield NumericCase(f"scaled_linear_fwd/{way}/fast", partial(call, fast=True))
-            gathered = partial(recording.gather_scaled_linear, replace(of, chunks=3), "silu", **options)
-            yield NumericCase(f"gather_scaled_linear_fwd/{way}/silu", gathered)
+            arriving = partial(
+                recording.primitive, replace(of, chunks=3), "scaled_linear", wait=True, **options
+            )
+            yield NumericCase(f"scaled_linear_fwd/{way}/wait", arriving)
     for dtype in (BF16, FP32):
         of = RandomOperands(*IN_FP8["pointer"], dtype)
         way = SHORT_NAMES[dtype]

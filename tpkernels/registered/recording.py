@@ -32,12 +32,9 @@ from tpkernels.gate.numerics import Results
 from tpkernels.gate.user_kernels.entries import Inspected, entry_of
 from tpkernels.gate.user_kernels.table import own_kernel
 from tpkernels.kernels import launch, launch_plans, reference
-from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statistics
 from tpkernels.kernels.flags import advance as count_call
-from tpkernels.kernels.gather_linear import gather_linear_fwd
-from tpkernels.kernels.gather_scaled_linear import gather_scaled_linear_fwd
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.reduce import add_slots, reduce_slots
@@ -50,11 +47,7 @@ from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 from tpkernels.kernels.waits import Arrivals, Departures
 from tpkernels.registered.names import SHORT_NAMES
 
-MATMULS = (
-    *("linear", "gather_linear", "scatter_linear", "glu", "dgrad", "dgrad_pairs", "dglu", "wgrad"),
-    "scaled_linear",
-)
-WAITING = ("gather_linear",)
+MATMULS = ("linear", "scatter_linear", "glu", "dgrad", "dglu", "wgrad", "scaled_linear")
 LOGITS = ("softmax_statistics", "cross_entropy_grad")
 # integers that are multiples of nothing, and no part of a matrix's address
 COUNTS = {
@@ -110,15 +103,24 @@ def other_primitives() -> list[str]:
     return [name for name in RECORDS if name not in (*PRODUCTS, *LISTED)]
 
 
-def primitive(of: Operands, name: str, into: torch.dtype | None = None, **options: Any) -> Results:
+def primitive(
+    of: Operands, name: str, into: torch.dtype | None = None, wait: bool = False, **options: Any
+) -> Results:
     """A primitive by its record: its sample, its kernel, and as oracle its torch form.
 
     into: the dtype of the result, if it is another
+    wait: for rows that arrive in chunks, from the second on
     options: fields of `Layer`, or else arguments of the primitive, in place of its sample's
     """
     record = RECORDS[name]
+    chunk_rows = of.tokens // of.chunks
+    of = replace(of, tokens=chunk_rows * of.chunks) if wait else of
     call = arguments(of, record, options)
     how: dict[str, Any] = {"tile": of.tile, "form": of.form} if record.kernel else {}
+    if wait:
+        assert record.kernel
+        how |= {"arrivals": of.arrivals(of.chunks), "first_row": chunk_rows % of.tokens}
+        how["tile"] = of.tile and waiting_tile(record.kernel, of.tile, chunk_rows)
     if into and record.changes_first:
         first, old = next(iter(call.items()))
         call[first] = of.tensor(*old.shape, dtype=into)
@@ -162,35 +164,6 @@ def segments(of: Operands, transposed: bool, pairs: int) -> Results:
     ours = segment_sum(given, transposed=transposed, segments=2)
     exact = [a.double() @ (w.double().t() if transposed else w.double()) for a, w in given]
     return {"sum": (ours, torch.stack(exact).sum(0))}
-
-
-def gather_linear(of: Operands, activation: Activation) -> Results:
-    T, K, N = of.sizes
-    chunk_rows = T // of.chunks
-    x, w, b = of.tensor(chunk_rows * of.chunks, K), of.weight(), of.tensor(N)
-    ours = gather_linear_fwd(
-        x,
-        w,
-        b,
-        arrivals=of.arrivals(of.chunks),
-        first_row=chunk_rows,
-        activation=activation,
-        keep_z=True,
-        tile=of.tile and waiting_tile(of.tile, chunk_rows),
-        form=of.form,
-    )
-    y, z = reference.linear_ref(x.double(), w.double(), b.double(), activation, True)
-    assert z is not None
-    return {"y": (ours.y, y), "z": (ours.z, z)}
-
-
-def gather_dgrad(of: Operands) -> Results:
-    """The product with a weight that lies as (depth, cols): dgrad, computed as dy arrives."""
-    chunk_rows = of.tokens // of.chunks
-    dy, w = of.tensor(chunk_rows * of.chunks, of.out_features), of.weight()
-    tile = of.tile and waiting_tile(of.tile, chunk_rows)
-    ours = gather_linear_fwd(dy, w.t(), arrivals=of.arrivals(of.chunks), tile=tile, form=of.form)
-    return {"dx": (ours.y, reference.dgrad_ref(dy.double(), w.double()))}
 
 
 def scatter_linear(of: Operands, pairs: int = 1, depth_first: bool = False) -> Results:
@@ -315,34 +288,6 @@ def cross_entropy(of: Operands, scale: float | None = None) -> Results:
     return {**statistics, "dlogits": (grad, exact_grad)}
 
 
-def gather_scaled_linear(of: Operands, activation: Activation = "gelu_tanh", **options: Any) -> Results:
-    """`scaled_linear` of rows that arrive in chunks, from the second on."""
-    record = RECORDS["scaled_linear"]
-    chunk_rows = of.tokens // of.chunks
-    of = replace(of, tokens=chunk_rows * of.chunks)
-    x, weight, x_scale, w_scale, bias, *others = arguments(
-        of, record, {"activation": activation, **options}
-    ).values()
-    ours = gather_scaled_linear_fwd(
-        x,
-        weight,
-        x_scale,
-        w_scale,
-        bias,
-        arrivals=of.arrivals(of.chunks),
-        first_row=chunk_rows % of.tokens,
-        activation=activation,
-        keep_z=True,
-        fast_accumulate=others[-1],
-        tile=of.tile and waiting_tile(of.tile, chunk_rows),
-        form=of.form,
-    )
-    assert record.oracle is not None
-    exact = map(in_float64, (x, weight, x_scale, w_scale, bias))
-    y, z = record.oracle(*exact, activation, True, *others[2:])
-    return {"y": (ours.y, y), "z": (ours.z, z)}
-
-
 def quantize(of: Operands, by_columns: bool = False, gated: bool = False, **options: Any) -> Results:
     """The words of `quantize`, byte for byte; of activations scales and data, which differ where fp32 does.
 
@@ -430,10 +375,12 @@ class EntrySpec:
     def table(self) -> tuple[Any, dict[str, Any]]:
         """The kernel, and what `gate.register` takes of its launch."""
         first = self.launch()
-        arguments, constants, aligned = dict[str, str](), dict(first.constants), []
-        kernel = Inspected.of(first.kernel)
-        for argument, value in zip(first.kernel.arg_names, first.arguments, strict=False):
-            if type(value) is int and value == 1 and argument not in kernel.plain:
+        arguments, constants, aligned = dict[str, str](), first.named, []
+        kernel, compiled_in = Inspected.of(first.kernel), launch.compiled_in(first.kernel)
+        for argument in first.kernel.arg_names:
+            value = constants.pop(argument, None)
+            is_one = type(value) is int and value == 1 and argument not in kernel.plain
+            if value is None or is_one or argument in compiled_in:
                 constants[argument] = value
                 continue
             arguments[argument] = _type_of(value)
@@ -470,7 +417,7 @@ class EntrySpec:
 
 
 def kernel_of(name: str) -> str:
-    """The first part of an entry's name but for an architecture: a kernel may be written in several files."""
+    """The first part of an entry's name but for an architecture."""
     return next(part for part in name.split("/") if part not in ARCHITECTURES)
 
 
@@ -486,7 +433,7 @@ def rules_of(
     yield from ("no_spills", "wide_offsets")
     if not ragged:
         yield f"aligned:{','.join(promised)}"
-        if kernel in WAITING or constants.get("WAIT"):
+        if constants.get("WAIT") or constants.get("ASYNC_PROXY") is not None:
             yield "reads_after_flags"
     if kernel == "scatter_linear":
         yield "flags_after_rows"

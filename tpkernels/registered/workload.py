@@ -65,7 +65,7 @@ class EntryWorkload:
             tile.block_depth,
             self._spec.of.dtype.itemsize,
             weights=2 if self._kernel == "glu" else 1,
-            pairs=2 if self._kernel == "dgrad_pairs" or "/two" in self.name else 1,
+            pairs=2 if "/two" in self.name else 1,
             beside=self._scales(tile) if self.entry.constants.get("BY_BLOCK") else 0,
         )
 
@@ -87,14 +87,14 @@ class EntryWorkload:
             of, (block_rows, block_cols) = self._spec.of, self._shared or (0, 0)
             blocks = -(-of.tokens // block_rows) * -(-of.in_features // block_cols) if block_rows else 0
             return blocks or prod(self._launch.grid)
-        chunks = {"gather_linear": 1, "scatter_linear": RANKS}.get(
-            self._kernel, 0
-        ) * self._spec.of.chunks or 1
+        chunks = self._row_tiles
+        if self._kernel == "scatter_linear":
+            chunks *= self._spec.of.chunks
         return chunks * -(-rows // chunks // tile.block_rows) * -(-cols // tile.block_cols) * tile.splits
 
     @cached_property
     def traffic(self) -> int:
-        tensors = (getattr(value, "base", value) for value in self._launch.arguments)
+        tensors = (getattr(value, "base", value) for value in self._launch.named.values())
         return sum({id(one): one.nbytes for one in tensors if isinstance(one, Tensor)}.values())
 
     @property
@@ -134,14 +134,13 @@ class EntryWorkload:
                 spec = replace(spec, of=replace(spec.of, chunks=1))
             spec = _of_sizes(spec, *self._layer(self._row_tiles * tile.block_rows, cols, depth))
         one, constants = spec.launch(), self.entry.constants
-        named = dict(zip(one.kernel.arg_names, one.arguments, strict=False))
-        given = {**one.constants, **named, "GROUP": constants.get("GROUP")}  # any order of tiles will do
+        given = one.named | {"GROUP": constants.get("GROUP")}  # any order of tiles will do
         other = [name for name, value in constants.items() if given.get(name) != value]
         if other:
             raise WrongLaunch(
                 f"{self.name}: {', '.join(sorted(other))} of this launch are not what was compiled in"
             )
-        given = {name: value for name, value in named.items() if name not in constants}
+        given = {name: given[name] for name in self.entry.arguments}
         steps_of = {name: self._step(name, value) for name, value in given.items()}
         contents = {at: step for at, step in enumerate(steps_of.values()) if step is not None}
         return launch_of(built, [*given.values()], one.grid, blocks, contents)
@@ -173,7 +172,7 @@ class EntryWorkload:
     @property
     def _transposed(self) -> bool:
         """Whether the product is with the weight as it lies, as in dgrad."""
-        return self._kernel in ("dgrad", "dgrad_pairs", "dglu") or "depth_first" in self.name
+        return self._kernel in ("dgrad", "dglu") or "depth_first" in self.name
 
     @property
     def _shared(self) -> tuple[int, int] | None:
@@ -188,7 +187,9 @@ class EntryWorkload:
     @property
     def _row_tiles(self) -> int:
         """The least that can be: rows come, or leave, in chunks, none of which shares a tile with another."""
-        return {"gather_linear": self._spec.of.chunks, "scatter_linear": RANKS}.get(self._kernel, 1)
+        if self._kernel == "scatter_linear":
+            return RANKS
+        return self._spec.of.chunks if self.name.endswith("+wait") else 1
 
     def _layer(self, rows: int, cols: int, depth: int) -> tuple[int, int, int]:
         """Tokens, in_features and out_features of the layer for which the kernel computes such a product."""

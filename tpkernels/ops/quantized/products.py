@@ -118,10 +118,10 @@ class Quantized(Plain):
         activation: Activation,
         keep_z: bool,
     ) -> WaitingProduct:
-        from tpkernels.kernels.gather_scaled_linear import gather_scaled_linear_fwd
+        from tpkernels.kernels.scaled_linear import scaled_linear_fwd
 
         return partial(
-            gather_scaled_linear_fwd,
+            scaled_linear_fwd,
             *(x.data, weight.data, x.scale, weight.scale_of_squares, bias),
             activation=activation,
             keep_z=keep_z,

@@ -176,7 +176,9 @@ def tiles_to_try(pairs: Sequence[Pair], chunk_rows: int, *, waits: bool) -> tupl
         return ()
     target = _home("target").target_of(weight.device)
     form = choose_form(target, a.dtype, layouts)
-    _, *others = _home("tiles").chunk_tiles(form, a.dtype, target, rows, cols, chunk_rows, waits=waits)
+    kernel = "dgrad" if waits and lies_depth_first(weight) else "linear"
+    tiles = _home("tiles").chunk_tiles
+    _, *others = tiles(kernel, form, a.dtype, target, rows, cols, chunk_rows, waits=waits)
     return tuple(others)
 
 
