@@ -30,7 +30,7 @@ def start(
         for swap in plan.swaps:
             delivery.move(Round(swap.sent, (swap,)), shards[swap.to], swap.to * size)
     else:
-        delivery.move(Round(plan.own, plan.swaps), shards[exchange.rank], plan.own.start)
+        delivery.move(plan.together, shards[exchange.rank], plan.own.start)
     delivery.keep(shards[exchange.rank])
     return delivery
 
@@ -55,7 +55,7 @@ def open_symmetric_loopback(
     order = StreamOrder(torch.device(device))
     return [
         SymmetricExchange(
-            *(name, layout, VirtualHandle(memories, rank), memory, timeout, range(layout.ranks)),
+            *(name, layout, VirtualHandle(memories, rank), memory, timeout),
             streams=GroupStreams.of(torch.device(device))._replace(order=order),
         )
         for rank, memory in enumerate(memories)

@@ -3,10 +3,13 @@
 import os
 import time
 
+MOST = 60.0  # times that a machine is taken to be slower
+
 
 def patient(seconds: float) -> float:
     """`seconds` of an idle machine, on this one as loaded as it is now."""
-    return seconds * max(1.0, _SLOWDOWN, os.getloadavg()[0] / (os.cpu_count() or 1))
+    slower = max(1.0, _SLOWDOWN, os.getloadavg()[0] / (os.cpu_count() or 1))
+    return seconds * min(slower, MOST)
 
 
 def _wall_to_processor_time() -> float:

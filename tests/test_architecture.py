@@ -38,8 +38,7 @@ MAY_IMPORT = {  # room -> rooms it may enter
 SHARED_NAMES = {  # public classes and type aliases of one name in several files, and why
     "layers, and what Megatron is given under its own names": "ColumnParallelLinear RowParallelLinear "
     "VocabParallelEmbedding LayerNorm RMSNorm",
-    "of an op in ops, of memory that ranks share in comm": "Layout",
-    "type aliases that their own rooms alone use": "Key Pair Problem",
+    "type aliases that their own rooms alone use": "Key Options Pair Problem",
 }
 MAX_LINES = 600  # ask whether a longer file holds two ideas
 FILES = sorted(

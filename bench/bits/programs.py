@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Literal, NamedTuple
+from unittest.mock import patch
 from zlib import crc32
 
 import torch
@@ -21,7 +22,9 @@ from torch.nn import functional
 
 from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.cli.op_programs import IDS, OP_PROGRAMS, OpProgram
-from tpkernels.comm import schedule
+from tpkernels.comm import schedule, tensor_parallel
+from tpkernels.comm.calls import CALLS_OF
+from tpkernels.comm.transports.c10d import MESSAGE, PointToPoint
 from tpkernels.groups.state import ParallelState
 
 TOKENS = 8  # of a rank
@@ -46,6 +49,8 @@ FORMS = (
     Form("fp32", torch.float32, False),
     Form("fp32 sequence-parallel", torch.float32, True),
     Form("bf16 sequence-parallel", torch.bfloat16, True),
+    # few rows: over c10d they travel with the header
+    Form("fp32 few rows", torch.float32, True, least_bytes=USUAL_CHUNK_BYTES),
 )
 # so little that all ranks swap their full partial sums
 SWAPPED = Form("fp32 swapped", torch.float32, False, tokens=1, least_bytes=USUAL_CHUNK_BYTES)
@@ -137,11 +142,14 @@ OF_TRANSPORTS = [name for name in PROGRAMS if not name.endswith("buckets")]  # t
 
 @contextmanager
 def _chunks_of(least_bytes: int) -> Iterator[None]:
-    before, schedule.LEAST_BYTES = schedule.LEAST_BYTES, least_bytes
-    try:
+    message = MESSAGE if least_bytes == USUAL_CHUNK_BYTES else PointToPoint(schedule.MOST_CHUNKS)
+    for calls in CALLS_OF.values():
+        calls.kinds.clear()  # which hold transports
+    with (
+        patch.object(schedule, "LEAST_BYTES", least_bytes),
+        patch.object(tensor_parallel, "MESSAGE", message),
+    ):
         yield
-    finally:
-        schedule.LEAST_BYTES = before
 
 
 def run_program(name: str, place: Place) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -30,11 +30,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tpkernels.comm.calls import GroupCalls
+from tpkernels.comm.calls import Call, Calls
 from tpkernels.comm.schedule import Round, Swap, slot_of
-from tpkernels.comm.transports import c10d, host
-from tpkernels.comm.transports.base import Delivery, rows_sent
-from tpkernels.comm.transports.mailbox import MailboxDelivery
+from tpkernels.comm.transports import host
+from tpkernels.comm.transports.c10d import PointToPoint
+from tpkernels.comm.transports.mailbox import MailboxDelivery, rows_sent
+from tpkernels.comm.transports.rows import Gather, Reduce
 
 T = TypeVar("T")
 
@@ -107,7 +108,7 @@ class _Adversary:
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self._schedule, self._late = schedule, schedule.late[rank]
         self._draw = random.Random(f"{schedule.name} {rank}")
-        self._held: dict[int, list[tuple[Swap, Tensor]]] = {}  # by delivery: what has not been sent yet
+        self._held: dict[int, list[tuple[int, Callable[[], object]]]] = {}  # by call: what is not sent yet
 
     def pause(self, share: float = 1.0) -> None:
         if self._draw.random() < share * self._schedule.rate:
@@ -123,16 +124,20 @@ class _Adversary:
 
     def seams(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """What is replaced: (owner, name, by what)."""
-        yield GroupCalls, "begin", self._before(GroupCalls.begin, self._late)
-        yield c10d, "start_together", self._started
-        yield Delivery, "move", _method(self._moved)
-        for kind in (c10d._C10dDelivery, host.HostDelivery):
-            yield kind, "keep", self._kept(kind.keep)
-        yield c10d._C10dDelivery, "await_rows", self._awaited_from_c10d(c10d._C10dDelivery.await_rows)
-        yield MailboxDelivery, "await_rows", _method(self._awaited_from_mailbox)
+        yield Calls, "begin", self._before(Calls.begin, self._late)
+        yield Call, "announce", self._announced(Call.announce)
+        yield Call, "send", self._sent(Call.send)
+        yield Call, "receive", self._received(Call.receive)
+        yield Call, "confirm", self._before(Call.confirm)
+        for name in ("gather", "reduce"):
+            yield PointToPoint, name, self._moved(getattr(PointToPoint, name))
+        yield Gather, "all", self._in_any_order(Gather.all)
+        yield Reduce, "wait", self._in_any_order(Reduce.wait)
+        yield MailboxDelivery, "move", _method(self._pushed)
+        yield host.HostDelivery, "keep", self._kept(host.HostDelivery.keep)
+        yield MailboxDelivery, "await_rows", _method(self._awaited)
         yield host, "_copy", self._around(host._copy)
         yield host.HostExchange, "released", self._released(host.HostExchange.released)
-        yield c10d.C10dExchange, "begin", _with_new_memory(c10d.C10dExchange.begin)
         if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
             builder = interpreter.InterpreterBuilder
             atomic = builder.create_atomic_rmw
@@ -168,62 +173,97 @@ class _Adversary:
 
         return poisoned
 
-    def _started(self, group: Any, device: torch.device, starts: Sequence[Callable[[Any], Any]]) -> list[Any]:
-        """A rank may send before it receives, and the other way round."""
-        works: dict[int, Any] = {}
-        for index in self.ordered(range(len(starts)), self._schedule.sends):
-            self.pause()
-            works[index] = starts[index](group)
-        return [works[index] for index in range(len(starts))]
+    def _announced(self, announce: Callable[..., None]) -> Callable[..., None]:
+        """Headers leave in another order; receives stay in that of peers."""
 
-    def _moved(self, delivery: Delivery, round: Round, outgoing: Tensor, first_row: int) -> None:
-        for swap in round.swaps:
-            rows = rows_sent(swap, outgoing, first_row)
-            if self._schedule.sends == "planned":
+        def announced(call: Call, *rows: Any, **by_peer: Any) -> None:
+            self.pause()
+            calls = call.calls
+            calls.post_receives(call.group, 1)
+            peers, calls.peers = calls.peers, self.ordered(calls.peers, self._schedule.sends)
+            try:
+                announce(call, *rows, **by_peer)
+            finally:
+                calls.peers = peers
+
+        return announced
+
+    def _sent(self, send: Callable[[Call, Tensor, int], None]) -> Callable[[Call, Tensor, int], None]:
+        def sent(call: Call, rows: Tensor, peer: int) -> None:
+            self._hold(call, peer, lambda: send(call, rows, peer))
+
+        return sent
+
+    def _received(
+        self, receive: Callable[[Call, Tensor, int], Callable[[], T]]
+    ) -> Callable[[Call, Tensor, int], Callable[[], T]]:
+        def received(call: Call, rows: Tensor, peer: int) -> Callable[[], T]:
+            _poison(rows)
+            return self._before(receive(call, rows, peer))
+
+        return received
+
+    def _pushed(self, delivery: MailboxDelivery, round: Round, outgoing: Tensor, first_row: int) -> None:
+        for number, swap in enumerate(round.swaps, self._count(delivery)):
+            self._hold(delivery, number, _swapping(delivery, swap, rows_sent(swap, outgoing, first_row)))
+
+    def _hold(self, call: object, turn: int, send: Callable[[], object]) -> None:
+        """Send now, or when the call has moved all; what bears one turn keeps its order."""
+        if self._schedule.sends == "planned":
+            self.pause()
+            send()
+        else:
+            self._held.setdefault(id(call), []).append((turn, send))
+
+    def _count(self, call: object) -> int:
+        return len(self._held.get(id(call), ()))
+
+    def _send_held(self, call: object) -> None:
+        by_turn: dict[int, list[Callable[[], object]]] = {}
+        for turn, send in self._held.pop(id(call), []):
+            by_turn.setdefault(turn, []).append(send)
+        for sends in self.ordered(by_turn.values(), self._schedule.sends):
+            for send in sends:
                 self.pause()
-                delivery.swap(swap, rows)
-            else:
-                self._held.setdefault(id(delivery), []).append((swap, rows))
+                send()
+
+    def _moved(self, move: Callable[..., T]) -> Callable[..., T]:
+        """Messages from one rank to another bear one tag: they keep their order."""
+
+        def moved(transport: PointToPoint, call: Call, *args: Any, **options: Any) -> T:
+            moving = move(transport, call, *args, **options)
+            self._send_held(call)
+            return moving
+
+        return moved
 
     def _kept(self, keep: Callable[[Any, Tensor], None]) -> Callable[[Any, Tensor], None]:
-        """The call has moved all: what was held is sent now."""
+        """The call has moved all."""
 
         def kept(delivery: Any, rows: Tensor) -> None:
-            held = self._held.pop(id(delivery), [])
-            by_turn: dict[object, list[tuple[Swap, Tensor]]] = {}
-            for number, (swap, outgoing) in enumerate(held):
-                # messages from one rank to another bear one tag: they keep their order
-                turn = swap.to if isinstance(delivery, c10d._C10dDelivery) else number
-                by_turn.setdefault(turn, []).append((swap, outgoing))
-            for messages in self.ordered(by_turn.values(), self._schedule.sends):
-                for swap, outgoing in messages:
-                    self.pause()
-                    delivery.swap(swap, outgoing)
+            self._send_held(delivery)
             keep(delivery, rows)
 
         return kept
 
-    def _awaited_from_c10d(self, await_rows: Callable[[Any, slice], None]) -> Callable[[Any, slice], None]:
-        def awaited(delivery: Any, rows: slice) -> None:
+    def _in_any_order(self, wait: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """What arrives is awaited in another order, if all is awaited."""
+
+        def waited(moving: Any, *args: Any) -> Tensor:
             self.pause()
-            delivery._arriving = dict(self.ordered(delivery._arriving.items(), self._schedule.waits))
-            await_rows(delivery, rows)
+            moving._arriving = self.ordered(moving._arriving, self._schedule.waits)
+            return wait(moving, *args)
 
-        return awaited
+        return waited
 
-    def _awaited_from_mailbox(self, delivery: MailboxDelivery, rows: slice) -> None:
+    def _awaited(self, delivery: MailboxDelivery, rows: slice) -> None:
         self.pause()
         for chunk in self.ordered(delivery.exchange.chunk_numbers(rows), self._schedule.waits):
             delivery.await_chunk(chunk)
 
 
-def _with_new_memory(begin: Callable[..., Delivery]) -> Callable[..., Delivery]:
-    def begun(*args: Any) -> Delivery:
-        delivery = begin(*args)
-        _poison(delivery.memory)
-        return delivery
-
-    return begun
+def _swapping(delivery: MailboxDelivery, swap: Swap, rows: Tensor) -> Callable[[], object]:
+    return lambda: delivery.swap(swap, rows)
 
 
 def _poison(memory: Tensor) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from bench.case import Case, Computation, Work
 from bench.measure import Seconds, Way, interleave
 from bench.slow_link import throttle
-from tpkernels.comm.calls import begin
-from tpkernels.comm.transports.rows import Gathering, Reducing
+from tpkernels.comm.tensor_parallel import TensorParallel
+from tpkernels.comm.transports.rows import Terms
 from tpkernels.ops import column_linear, row_linear
 
 TOKENS, IN, OUT_SHARD = 2048, 1024, 6144  # 4 MiB a rank travel, and a product is 26 GFLOP
@@ -61,6 +61,7 @@ def _ways(case: str) -> tuple[dict[str, tuple[Way, Computation]], int]:
     """Each way with what is done before it without being timed, and the bytes that a rank sends."""
     group = dist.group.WORLD
     assert group is not None
+    tp = TensorParallel(group, sequence_parallel=True)
     torch.manual_seed(0)
     kind, direction = case.split()
     x_shard, x = torch.randn(TOKENS // 2, IN), torch.randn(TOKENS, IN)
@@ -91,12 +92,14 @@ def _ways(case: str) -> tuple[dict[str, tuple[Way, Computation]], int]:
     reduces = (kind == "column") == (direction == "backward")
 
     def transfers(meanwhile: Callable[[], Sequence[Tensor]] = lambda: []) -> Sequence[Tensor]:
-        moving: list[Gathering | Reducing] = []
-        if gathers:
-            moving.append(Gathering(begin("benchmark", "gather", group), x_shard.detach(), TOKENS))
-        if reduces:
-            moving.append(Reducing(begin("benchmark", "sum", group), x.__getitem__, TOKENS, IN, x))
-        return [*meanwhile(), *(each.wait() for each in moving)]
+        gathering = tp.gather("benchmark", "x", x_shard.detach()) if gathers else None
+        reducing = tp.reduce("benchmark", Terms(TOKENS, IN, x, x.__getitem__)) if reduces else None
+        found = [*meanwhile()]
+        if gathering is not None:
+            found.append(gathering.all())
+        if reducing is not None:
+            found.append(reducing.wait())
+        return found
 
     def way(overlap: bool) -> tuple[Way, Computation]:
         if direction == "forward":

@@ -17,9 +17,7 @@ from torch.nn import functional
 from bench.streams.device import Program
 from bench.streams.record import Machine, record
 from tpkernels.comm import schedule
-from tpkernels.comm.calls import begin
 from tpkernels.comm.transports import c10d
-from tpkernels.comm.transports.rows import Gathering
 from tpkernels.ops import (
     column_linear,
     linear_cross_entropy,
@@ -29,8 +27,7 @@ from tpkernels.ops import (
     vocab_embedding,
 )
 from tpkernels.ops.tensor_parallel import mappings
-from tpkernels.ops.tensor_parallel.flag_waits import waits_for
-from tpkernels.ops.tensor_parallel.parallel import exchange_for
+from tpkernels.ops.tensor_parallel.parallel import split_of
 from tpkernels.ops.vocab import vocabulary
 
 SHARD, NARROW, WIDE = 16, 16, 64  # rows of a rank; features of a matrix, and of a rank's shard of another
@@ -47,7 +44,6 @@ class Case:
     splits: tuple[OperandShard, ...]  # of its inputs
     result: OperandShard
     shapes: Callable[[int], list[tuple[int, ...]]]  # of the inputs, by the number of ranks
-    moved_by_all: bool = True  # by every transport; else by c10d alone
 
 
 def _linear(ranks: int) -> list[tuple[int, ...]]:
@@ -120,11 +116,9 @@ CASES = {
     "mlp": Case(_mlp_of(False), _two_layers, ("whole", "rows", "rows", "cols", "whole"), "whole", _mlp),
     "gather of tokens": Case(
         _mapping(partial(mappings.gather_from_sequence_region, tensor_parallel_output_grad=False)),
-        *(_itself, ("rows",), "whole", _rows, False),
+        *(_itself, ("rows",), "whole", _rows),
     ),
-    "gather of features": Case(
-        _mapping(mappings.gather_from_region), _itself, ("cols",), "whole", _rows, False
-    ),
+    "gather of features": Case(_mapping(mappings.gather_from_region), _itself, ("cols",), "whole", _rows),
 }
 
 
@@ -223,16 +217,13 @@ def gathers_in_flight(machine: Machine) -> tuple[Program, list[list[Tensor]]]:
     ranks, cols = machine.ranks, NARROW
 
     def body(group: ProcessGroup) -> list[Tensor]:
-        results, rows = [], SHARD * ranks
+        results, rows, tp = [], SHARD * ranks, split_of("gathers", group, True)
         for call in range(CALLS):
             pending = []
             for number in (2 * call, 2 * call + 1):
                 shard = split(_numbers((rows, cols), number), "rows", group.rank(), ranks).to("cuda")
-                exchange = exchange_for("gathers", "gathers", shard, rows, cols, group, 0, True)
-                waits = waits_for("gathers", exchange, shard)
-                numbered = begin("gathers", "rows", group)
-                pending.append(Gathering(numbered, shard, rows, exchange, waits))
-            results += [each.wait() for each in pending]
+                pending.append(tp.gather("gathers", "rows", shard))
+            results += [each.all() for each in pending]
         return results
 
     with _in_chunks(1):
@@ -334,42 +325,32 @@ def two_streams(machine: Machine, transport: str) -> tuple[Program, list[list[Te
     ]
 
 
+TRANSPORTS = "c10d", "symmetric", "symmetric-rounds"
 Recorded = tuple[Program, list[list[Tensor]] | None]  # and each rank's results, if they are exact
 
 
 def all_programs() -> dict[str, Callable[[], Recorded]]:
-    """Return programs of every operator, transport and mode, for 2, 4 and 8 ranks, on one or two machines."""
+    """Return programs of every operator, transport and mode, for 2, 4 and 8 ranks."""
     found: dict[str, Callable[[], Recorded]] = {}
     for ranks in (2, 4, 8):
-        one, two = Machine(ranks), Machine(ranks, machines=2)
-        for name, case in CASES.items():
-            for captured in (False, True):
-                mode = "captured" if captured else "eager"
-                for rounds in (1, 2):
-                    told = f"{name}/c10d, {rounds} rounds/{mode}/{ranks} ranks"
-                    found[told] = partial(program_of, name, one, "c10d", captured=captured, rounds=rounds)
-                if case.moved_by_all:
-                    told = f"{name}/symmetric-rounds, 2 rounds/{mode}/{ranks} ranks"
-                    found[told] = partial(
-                        program_of, name, one, "symmetric-rounds", captured=captured, rounds=2
-                    )
-                for machine in (one, two) if case.moved_by_all else ():
-                    told = f"{name}/symmetric/{mode}/{ranks} ranks on {machine.machines}"
-                    found[told] = partial(program_of, name, machine, "symmetric", captured=captured)
-        for name, captured in product(INEXACT, (False, True)):
-            mode = "captured" if captured else "eager"
-            told = f"{name}/c10d, 1 rounds/{mode}/{ranks} ranks"
-            found[told] = partial(without_reference, name, one, "c10d", captured=captured)
-            told = f"{name}/symmetric-rounds, 1 rounds/{mode}/{ranks} ranks"
-            found[told] = partial(without_reference, name, one, "symmetric-rounds", captured=captured)
-            for machine in (one, two):
-                told = f"{name}/symmetric/{mode}/{ranks} ranks on {machine.machines}"
-                found[told] = partial(without_reference, name, machine, "symmetric", captured=captured)
-        found[f"gathers in flight/symmetric/eager/{ranks} ranks on 1"] = partial(gathers_in_flight, one)
-        for transport in ("c10d", "symmetric", "symmetric-rounds"):
-            told = f"two streams/{transport}/eager/{ranks} ranks on 1"
-            found[told] = partial(two_streams, one, transport)
+        machine = Machine(ranks)
+        for captured, name in product((False, True), CASES):
+            ways = [("c10d", 1), ("c10d", 2), ("symmetric", 1), ("symmetric-rounds", 2)]
+            for transport, rounds in ways[:2] if name.startswith("gather of") else ways:  # over c10d alone
+                told = _named(name, transport, ranks, rounds, captured=captured)
+                found[told] = partial(program_of, name, machine, transport, captured=captured, rounds=rounds)
+        for captured, name, transport in product((False, True), INEXACT, TRANSPORTS):
+            told = _named(name, transport, ranks, captured=captured)
+            found[told] = partial(without_reference, name, machine, transport, captured=captured)
+        found[_named("gathers in flight", "symmetric", ranks)] = partial(gathers_in_flight, machine)
+        for transport in TRANSPORTS:
+            found[_named("two streams", transport, ranks)] = partial(two_streams, machine, transport)
     return found
+
+
+def _named(name: str, transport: str, ranks: int, rounds: int = 1, *, captured: bool = False) -> str:
+    in_rounds = "" if transport == "symmetric" else f", {rounds} rounds"
+    return f"{name}/{transport}{in_rounds}/{'captured' if captured else 'eager'}/{ranks} ranks"
 
 
 @contextmanager

@@ -68,22 +68,21 @@ class MemoryOfRanks:
 class SymmetricMemoryStandIn:
     """Replaces torch's `_SymmetricMemory`."""
 
-    def __init__(self, number: int, memories: Sequence[Tensor], here: Sequence[int], rank: int) -> None:
-        """number: of the exchange; here: the ranks of this machine; rank: this one among them"""
-        self._number, self._memories, self._here = number, memories, tuple(here)
-        self.rank, self.world_size = rank, len(here)
+    def __init__(self, number: int, memories: Sequence[Tensor], rank: int) -> None:
+        """number: of the exchange"""
+        self._number, self._memories, self.rank, self.world_size = number, memories, rank, len(memories)
 
     def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = torch.Size(sizes).numel() * dtype.itemsize
-        return wrapped(current_device(), self._memories[self._here[rank]][:count].view(dtype).view(sizes))
+        return wrapped(current_device(), self._memories[rank][:count].view(dtype).view(sizes))
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
         """Enqueue a kernel of one block that waits for the other ranks' kernels."""
-        device, kind = current_device(), ("barrier", self._number, self._here, channel)
+        device, kind = current_device(), ("barrier", self._number, channel)
         number = device.program.number(kind, device.rank)
         ends = [
             TransferEnd((kind, number, pair), peer, sends, None, "barrier")
-            for peer in self._here
+            for peer in range(self.world_size)
             for sends, pair in ((True, (device.rank, peer)), (False, (peer, device.rank)))
         ]
         device.enqueue("barrier", [[Step()]], ends=ends)
@@ -271,18 +270,17 @@ RankProgram = Callable[[ProcessGroup], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPUs and machines of the ranks."""
+    """The GPUs of the ranks."""
 
     ranks: int
-    machines: int = 1  # with equally many ranks each
     processors: int = PROCESSORS  # of each GPU
     models: Mapping[str, models.Model] = field(default_factory=dict)  # of kernels that are not ours
 
     def __post_init__(self) -> None:
-        if min(self.ranks, self.machines, self.processors) < 1 or self.ranks % self.machines:
+        if min(self.ranks, self.processors) < 1:
             raise ValueError(
-                "Machine: expected ranks, machines and processors of at least 1, and as many ranks on each "
-                f"machine, got {self.ranks}, {self.machines} and {self.processors}"
+                "Machine: expected ranks and processors of at least 1, got "
+                f"{self.ranks} and {self.processors}"
             )
 
 
@@ -333,21 +331,16 @@ def _standing_in(
     group: ProcessGroup, machine: Machine, memory: MemoryOfRanks, transport: str
 ) -> Iterator[None]:
     gpu, numbers = current_device(), itertools.count()
-    a_machine = machine.ranks // machine.machines
-    first = gpu.rank // a_machine * a_machine
-    here = range(first, first + a_machine)
     known = {**models.OURS, **machine.models}
 
     def open_virtual(opening: Opening) -> SymmetricExchange:
         """Open an exchange without torch's rendezvous."""
         number, layout = next(numbers), opening.layout
         memories = memory.open(number, layout.byte_count)
-        handle = SymmetricMemoryStandIn(number, memories, here, here.index(gpu.rank))
+        handle = SymmetricMemoryStandIn(number, memories, gpu.rank)
         own = wrapped(gpu, memories[gpu.rank])
         streams = symmetric.streams_of(opening.group, gpu.device)
-        return SymmetricExchange(
-            opening.name, layout, handle, own, opening.timeout, list(here), streams=streams
-        )
+        return SymmetricExchange(opening.name, layout, handle, own, opening.timeout, streams=streams)
 
     opened: dict[int, tuple[int, list[Tensor]]] = {}  # by the address of our own
 
@@ -362,7 +355,7 @@ def _standing_in(
 
     def rendezvous(tensor: Tensor, group: object) -> SymmetricMemoryStandIn:
         number, memories = opened[tensor.data_ptr()]
-        return SymmetricMemoryStandIn(number, memories, here, here.index(gpu.rank))
+        return SymmetricMemoryStandIn(number, memories, gpu.rank)
 
     def on_grid(kernel: Any, grid: Any) -> Callable[..., object]:
         return partial(models.launched, gpu, known, kernel, grid)
@@ -371,9 +364,8 @@ def _standing_in(
     properties = type("Properties", (), {"multi_processor_count": machine.processors})
     changes = [
         patch.dict(select.openers, symmetric=open_virtual),
-        patch.object(symmetric, "_TRANSFERS", nccl_blocks(machine.processors)),
         patch.object(select, "requested_transport", transport),
-        patch.object(c10d, "_processors", lambda device: machine.processors * (device.type == "cuda")),
+        patch.object(c10d, "processors_of", lambda device: machine.processors * (device.type == "cuda")),
         patch.object(backends, "backend", "auto"),
         # products without waits: our kernels for these have no models
         patch.object(backends, "_resolved", lambda *_: "torch"),

@@ -39,7 +39,7 @@ from tests.ranks import RankPool
 from tpkernels import GradientBuckets
 from tpkernels.buckets import memory
 from tpkernels.comm.agreement import CannotTakePart
-from tpkernels.comm.transports import mailbox, select, shared
+from tpkernels.comm.transports import processes, select, shared
 
 ORDER = (2, 0, 3, 1)  # of layers: another than that of parameters, so that the first step arranges anew
 
@@ -271,7 +271,7 @@ def test_choice_follows_the_transport(ranks1, ranks2, asked):
 
 
 def asked_for_on(machine):
-    with patch.object(mailbox, "machine", lambda: machine):
+    with patch.object(processes, "machine", lambda: machine):
         return error_of(wrap, chain())
 
 

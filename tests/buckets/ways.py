@@ -9,7 +9,7 @@ import pytest
 
 from tests import on_ranks as on_plain_ranks
 from tests.ranks import RankPool
-from tpkernels.comm.transports import mailbox, select
+from tpkernels.comm.transports import processes, select
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def under(way: str, function: Callable[..., T], *args: Any) -> T:
 
 def on_machine(machine: str, function: Callable[..., T], *args: Any) -> T:
     """Call a function as if this rank ran on a machine of that name, with the default transport."""
-    with patch.object(mailbox, "machine", lambda: machine):
+    with patch.object(processes, "machine", lambda: machine):
         return under("auto", function, *args)
 
 

@@ -144,10 +144,8 @@ def standing_in_for(target: Target, transport: str, noted: Counter[str]) -> Iter
         handle = _Handle(group, noted)
         side = SideStream(torch.device("cpu"))
         side._stream = cast("torch.Stream", _Stream(noted))
-        streams = GroupStreams(StreamOrder(torch.device("xpu")), side, side)  # any device that has streams
-        exchange = CountedExchange(
-            opening.name, layout, handle, memory, opening.timeout, range(group.size()), streams=streams
-        )
+        streams = GroupStreams(StreamOrder(torch.device("xpu")), side)  # any device that has streams
+        exchange = CountedExchange(opening.name, layout, handle, memory, opening.timeout, streams=streams)
         if (push := exchange.native_push) is not None:
 
             def counted(outgoing: Tensor, pushes: Sequence[Any], word: int) -> None:
@@ -159,7 +157,7 @@ def standing_in_for(target: Target, transport: str, noted: Counter[str]) -> Iter
 
     computing = _Stream(noted)
     with (
-        patch.object(c10d, "_processors", lambda device: target.processors),
+        patch.object(c10d, "processors_of", lambda device: target.processors),
         patch.object(backends, "backend", "triton"),
         patch.object(select, "requested_transport", transport),
         patch.object(torch.accelerator, "current_stream", lambda device: computing),

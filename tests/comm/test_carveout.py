@@ -104,9 +104,6 @@ def test_a_product_keeps_half_of_the_processors(users):
     set_to(1000)
     assert left_free(INTERPRETER) == INTERPRETER.processors // 2
     assert left_free(H100, margin=16) == 16 + (ALL - 16) // 2
-    for setting, free in ((0, 17), (16, 17), (32, 33)):  # what a margin holds for its own call counts once
-        torch._C._set_sm_carveout_experimental(setting or None)
-        assert left_free(H100, margin=17, counted=16) == free
     set_to(users or None)
 
 

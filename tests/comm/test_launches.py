@@ -8,8 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.comm.counting import CASES, Count, count
-from tpkernels.comm.transports import select
-from tpkernels.comm.transports.c10d import C10D
+from tpkernels.comm import tensor_parallel
 
 SIZES = [(2048, 2, 4096), (8192, 8, 4096), (32768, 4, 8192)]
 
@@ -53,7 +52,7 @@ def test_symmetric_memory_takes_one_kernel_a_product(sizes):
     assert count("column backward", "symmetric", *sizes) == both
 
 
-def test_a_schedule_of_chunks_would_be_seen():
-    with patch.object(select, "c10d_for", lambda *_: C10D):
+def test_a_schedule_of_many_rounds_would_be_seen():
+    with patch.object(tensor_parallel, "rounds_for", lambda *_: 8):
         found = count("column forward", "c10d", 8192, 8, 4096)
-    assert (found.collectives, found.products) == (28, 29)
+    assert (found.collectives, found.products) == (7, 8)

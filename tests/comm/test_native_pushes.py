@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.loopback import open_symmetric_loopback, start
-from tpkernels.comm.schedule import Round, reduce_plan
+from tpkernels.comm.schedule import reduce_plan
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.extension import steps
 
@@ -25,8 +25,7 @@ def test_the_extension_pushes_what_python_does(splits):
         plans = [reduce_plan(18, 3, end.rank, splits, False) for end in ends]
         reduces = [end.begin(None, plan, 2, shards[0]) for end, plan in zip(ends, plans, strict=True)]
         for delivery, plan in zip(reduces, plans, strict=True):
-            everything = Round(slice(0, plan.rows), plan.swaps)
-            delivery.move(everything, 7 * torch.cat(shards), 0)  # of which each rank gets its own part
+            delivery.move(plan.together, 7 * torch.cat(shards), 0)  # of which each rank gets its own part
         found.append([end._memory.clone() for end in ends])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert all(memory.any() for memory in found[0])

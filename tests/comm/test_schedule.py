@@ -144,21 +144,12 @@ def test_a_gpu_pushes_few_chunks_to_all_others_together():
         assert chunks == 1 or (ranks - 1) * chunks <= schedule.MOST_PUSHES
 
 
-@pytest.mark.parametrize("by_rounds", [False, True], ids=["chunks", "rounds"])
-def test_a_gather_that_pushes_all_at_once_arrives_as_another_does(by_rounds):
-    for rows, ranks, count in ROUNDS if by_rounds else WORLDS:
+def test_a_gather_that_pushes_all_at_once_does_so_in_the_order_of_rounds():
+    for rows, ranks, count in ROUNDS:
         for rank in range(ranks):
-            if by_rounds:
-                plan = collective_gather_plan(rows, ranks, rank, count)
-                at_once, block = schedule.pushing_rounds_plan(rows, ranks, rank, count), ranks // count
-                turns = [(swap.source // block - rank // block) % count for swap in plan.swaps]
-                assert turns == sorted(turns), "rows come in the order in which rounds take them"
-            else:
-                plan = gather_plan(rows, ranks, rank, count, tapered=False)
-                at_once = schedule.pushing_gather_plan(rows, ranks, rank, count)
-            assert at_once.rounds[0].swaps == at_once.swaps == plan.swaps
-            assert [round.rows for round in at_once.rounds] == [round.rows for round in plan.rounds]
-            assert (at_once.own, at_once.kept, at_once.rows) == (plan.own, plan.kept, plan.rows)
+            plan, block = collective_gather_plan(rows, ranks, rank, count), ranks // count
+            turns = [(swap.source // block - rank // block) % count for swap in plan.together.swaps]
+            assert turns == sorted(turns)
 
 
 def test_whole_parts_are_swapped_where_little_more_is_sent():

@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from tests.loopback import CountingKernels, VirtualHandle, open_symmetric_loopback, start
-from tpkernels.comm.schedule import Round, flag_of, gather_plan, reduce_plan
+from tpkernels.comm.schedule import flag_of, gather_plan, reduce_plan
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports import rendezvous, symmetric
-from tpkernels.comm.transports.mailbox import machine, same_machine
 from tpkernels.comm.transports.memory import Landing, Layout
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 
@@ -40,13 +39,10 @@ def call_of(ends: Sequence[SymmetricExchange], reducing: bool = False) -> list[i
     return found
 
 
-def test_what_is_lacking_and_which_ranks_are_beside_is_said():
+def test_what_is_lacking_is_said():
     assert "exchanges memory of GPUs, got cpu; use shared or c10d" in rendezvous.why_not(torch.device("cpu"))
     if not torch.cuda.is_available():
         assert rendezvous.why_not(torch.device("cuda", 0)) == "torch sees no GPU here"
-    assert same_machine([machine(), machine()], 1) == [0, 1]
-    assert same_machine(["a boot", "b boot", "a boot"], 2) == [0, 2]
-    assert same_machine(["a boot", "b boot", "a boot"], 1) == [1]
 
 
 def test_sockets_lie_in_places_whose_names_are_short(monkeypatch, tmp_path):
@@ -273,7 +269,7 @@ def test_a_push_of_several_chunks_raises_the_flags_of_all(chunks):
     plan = gather_plan(16, 2, 0, chunks, tapered=False)
     mine, theirs = end.begin(None, plan, 2, torch.empty(0)), other.begin(None, plan, 2, torch.empty(0))
     rows = torch.arange(16.0).view(8, 2)
-    mine.move(Round(plan.own, plan.swaps), rows, 0)
+    mine.move(plan.together, rows, 0)
     assert torch.equal(theirs.slots[0], rows)
     assert theirs.flags.tolist() == [flag_of(1, 0)] * 4 + [0] * 4
 
@@ -366,7 +362,7 @@ def test_margins_leave_processors_to_what_kernels_wait_for():
     handle = open_symmetric_loopback("it", LAYOUT)[0].handle
     memory = handle.get_buffer(0, (LAYOUT.byte_count,), torch.uint8)
     for shares_gpu, margin in ((False, 0), (True, 4)):
-        end = SymmetricExchange("it", LAYOUT, handle, memory, 1.0, range(2), shares_gpu=shares_gpu)
+        end = SymmetricExchange("it", LAYOUT, handle, memory, 1.0, shares_gpu=shares_gpu)
         assert end.margin == margin
 
 

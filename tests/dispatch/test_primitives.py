@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 from tests.dispatch.conftest import TRITON_WINS, FakeTimer
 from tests.kernels.checks import assert_written, rows_for
@@ -24,6 +25,7 @@ FUNCTIONS = {
     name: next(getattr(home, name) for home in (primitives, norms, vocabulary) if hasattr(home, name))
     for name in primitives.RECORDS
 }
+COMPILED = [name for name, record in primitives.RECORDS.items() if not record.changes_first]
 WRITING = [name for name, record in products.PRODUCTS.items() if record.into is not None]
 LAYERS = {
     "training": {"activation": "gelu_tanh"},
@@ -134,10 +136,10 @@ def test_what_is_given_is_part_of_the_problem(make_chooser):
 CHECKS = {False: "ALL", True: ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")}
 
 
-@pytest.mark.parametrize("name", primitives.OPERATORS)
+@pytest.mark.parametrize("name", COMPILED)
 def test_operator_of_a_primitive_passes_opcheck(name):
     record = (RECORDS | IN_FP8)[name]
-    overload = primitives.OPERATORS[name].overload
+    overload = getattr(torch.ops.tpkernels, name).default
     narrow = samples(record, Layer(T, N, K, torch.float32, activation="gelu"))
     in_fp8 = torch.float8_e4m3fn in [getattr(argument, "dtype", None) for argument in narrow]
     torch.library.opcheck(overload, narrow, test_utils=CHECKS[in_fp8])
@@ -147,7 +149,7 @@ def test_operator_of_a_primitive_passes_opcheck(name):
 
 def test_compiled_primitives_compute_the_same_bits():
     records, layer = RECORDS | IN_FP8, Layer(T, N, K, torch.float32)
-    calls = {name: samples(records[name], layer) for name in primitives.OPERATORS}
+    calls = {name: samples(records[name], layer) for name in COMPILED}
 
     def call_all():
         return {name: FUNCTIONS[name](*arguments) for name, arguments in calls.items()}
@@ -155,6 +157,12 @@ def test_compiled_primitives_compute_the_same_bits():
     with torch.no_grad():  # silu's gradient has another formula where it may be differentiated
         compiled, eager = torch.compile(call_all, fullgraph=True, backend="aot_eager")(), call_all()
     torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+
+
+def test_operator_of_a_primitive_has_no_derivative():
+    x, w = (torch.randn(rows, K, requires_grad=True) for rows in (T, N))
+    with pytest.raises(BackendCompilerFailed, match="tpkernels::linear: expected no gradient"):
+        torch.compile(primitives.linear, backend="aot_eager")(x, w, None, "gelu", True)
 
 
 @pytest.mark.gpu

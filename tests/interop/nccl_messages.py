@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from tests.comm.test_small import backend
 from tpkernels.checkpoints import reshard_transfer
 from tpkernels.comm import agreement
-from tpkernels.comm.transports import c10d, rows
+from tpkernels.comm.transports import c10d
 
 GPU = torch.device("cpu", 1)  # a name of its own for the same memory
 _TAGS = 2**24  # tags of our own, by which gloo tells messages
@@ -96,13 +96,13 @@ def over_nccl() -> Iterator[Counter]:
         assert memory.holds(part), "NCCL was given a tensor of the CPU"
         return all_gather(group, gathered, part)
 
-    all_gather = rows.start_all_gather
+    all_gather = c10d.start_all_gather
     with ExitStack() as patches:
         for where, name, new in (
             (reshard_transfer, "exchange_device", lambda group: GPU),
             (agreement, "exchange_device", lambda group: GPU),
             (c10d, "start_together", start_together),
-            (rows, "start_all_gather", start_all_gather),
+            (c10d, "start_all_gather", start_all_gather),
         ):
             patches.enter_context(patch.object(where, name, new))
         patches.enter_context(backend(tags=False))

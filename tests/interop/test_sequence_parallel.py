@@ -14,7 +14,7 @@ from tests.models.small import IDS, TARGETS
 from tests.on_ranks import on_ranks
 from tests.planning.test_work import Wire
 from tpkernels import initialize_model_parallel, parallelize
-from tpkernels.comm import schedule
+from tpkernels.comm import calls, schedule
 from tpkernels.interop.parallelize import sequence, tokens
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
 
@@ -113,8 +113,9 @@ def test_it_does_so_under_fsdp(ranks4):
 @on_ranks(2)
 def test_it_saves_memory_and_transfers():
     initialize_model_parallel(2)
-    (saved, sent), (shared_saved, shared_sent) = (
-        cost(model) for model in (parallelize(stack().float(), plan=STACK_PLAN), shared().float())
-    )
+    with patch.object(calls, "EAGER_BYTES", 0):  # what travels with descriptions is not counted
+        (saved, sent), (shared_saved, shared_sent) = (
+            cost(model) for model in (parallelize(stack().float(), plan=STACK_PLAN), shared().float())
+        )
     assert shared_saved < 0.85 * saved
     assert shared_sent < 0.95 * sent

@@ -37,7 +37,7 @@ checker = pytest.importorskip("spmd_types.checker", reason="the checker of types
 @contextmanager
 def rank_of_two():
     """Rank 0 of a world whose other rank sends what it sends."""
-    with patch.object(c10d, "_processors", lambda device: 1), fake_rank(0, 2):
+    with patch.object(c10d, "processors_of", lambda device: 1), fake_rank(0, 2):
         initialize_model_parallel(2)
         manual_seed(1)
         yield dist.group.WORLD

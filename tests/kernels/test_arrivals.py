@@ -217,9 +217,7 @@ def test_what_cannot_be_waited_for_is_refused(device):
         uneven = "expected equal chunks of tokens, got 6 tokens and 4 flags"
         refused(uneven, kernel, operands_of, arrivals(device, *[EPOCH] * 4))
         refused("flatten=False", kernel, operands_of, tile=replace(tile, flatten=True))
-        refused(
-            "expected arrivals with first_row, margin and counted", kernel, operands_of, None, first_row=3
-        )
+        refused("expected arrivals with first_row and margin", kernel, operands_of, None, first_row=3)
     deep = replace(FP8_TILE, block_depth=256)
     refused("a tile of at most 128 depth", scaled_linear_fwd, given_fp8, tile=deep)
     refused("first_row of 0 to 5, got 6", linear_fwd, given, first_row=6)

@@ -28,6 +28,7 @@ from tpkernels.dispatch import norms, products, scaled, vocabulary  # noqa: F401
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.record import Layer
 from tpkernels.kernels import invariance, launch, launch_plans
+from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.dgrad import dgrad
 from tpkernels.kernels.flags import advance
 from tpkernels.kernels.launch_plans import planned

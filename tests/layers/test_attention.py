@@ -13,8 +13,8 @@ from tests.layers.worlds import posing
 from tests.on_ranks import on_ranks
 from tests.products import once
 from tpkernels import ParallelAttention, initialize_model_parallel
+from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.layers.attention import rotate, rotation
-from tpkernels.ops.tensor_parallel import parallel
 
 HIDDEN = 32
 TOKENS, BATCH = 8, 2
@@ -188,9 +188,9 @@ def test_what_is_learnt_by_all_heads_gets_whole_gradients(recompute, ranks1, ran
 def test_queries_keys_and_values_share_one_gather():
     initialize_model_parallel(2)
     layer = ParallelAttention(HIDDEN, 4, num_kv_heads=2, sequence_parallel=True)
-    with patch.object(parallel, "Gathering", wraps=parallel.Gathering) as gathering:
+    with patch.object(TensorParallel, "gather", autospec=True, side_effect=TensorParallel.gather) as gather:
         layer(torch.randn(TOKENS // 2, BATCH, HIDDEN))
-    assert [call.args[0].op for call in gathering.call_args_list] == ["column_linear"]
+    assert [call.args[1] for call in gather.call_args_list] == ["column_linear"]
 
 
 def turned(x, positions, base):

@@ -10,7 +10,7 @@ import torch
 import tpkernels
 from tests.layers.worlds import posing
 from tpkernels import ColumnParallelLinear, ParallelMLP, RMSNorm, RowParallelLinear
-from tpkernels.comm.transports.c10d import Transfers
+from tpkernels.comm.calls import Calls
 from tpkernels.layers import replicas
 from tpkernels.layers.attributes import Attributes
 
@@ -27,10 +27,10 @@ def in_two():
 def nothing_moves(monkeypatch):
     """Whatever would be sent is a failure, but for what compares inputs."""
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise AssertionError("a transfer was made before the mistake was found")
 
-    monkeypatch.setattr(Transfers, "exchange", refuse)
+    monkeypatch.setattr(Calls, "begin", refuse)
     monkeypatch.setattr(replicas, "steps_between_checks", 0)
 
 

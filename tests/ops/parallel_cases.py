@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.ops.cases import ACT
 from tpkernels.comm import schedule
+from tpkernels.comm.calls import calls_of
 from tpkernels.comm.schedule import LEAST_BYTES
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
@@ -33,7 +34,7 @@ class Setting:
     activation: str | None = None
     main_grad: bool | str = False  # a word: of 16 bits
     save_gathered: bool = False
-    small_pieces: bool = True  # cut even tiny shards
+    small_pieces: bool = True  # cut even tiny shards; else they go with the header of their call
     leading: tuple[int, ...] = (16,)
     features: tuple[int, int] = (24, 32)
     delay: float = 0.0  # seconds: of each rank a different share
@@ -66,6 +67,7 @@ def excess(setting: Setting, results: Results) -> dict[str, float]:
 
 def prepare(setting: Setting) -> None:
     schedule.LEAST_BYTES = 64 if setting.small_pieces else LEAST_BYTES
+    calls_of(dist.group.WORLD).kinds.clear()  # their transports were chosen by it
     if setting.delay:
         time.sleep(setting.delay * dist.get_rank() / dist.get_world_size())
 

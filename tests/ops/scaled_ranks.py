@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpkernels import Recipe, ops
-from tpkernels.comm.transports.c10d import Message, Transfers
+from tpkernels.comm.calls import Call
 from tpkernels.comm.transports.host import HostDelivery, HostExchange
 
 
@@ -33,19 +33,30 @@ def _leaf(x: Tensor) -> Tensor:
 
 @contextmanager
 def bytes_sent() -> Iterator[list[int]]:
-    """By this rank to others, over torch.distributed or through shared memory."""
+    """By this rank to others, over torch.distributed or through shared memory; headers do not count."""
     sent: list[int] = []
-    exchange_all, put = Transfers.exchange_all, HostExchange.put
+    announce, send, put = Call.announce, Call.send, HostExchange.put
 
-    def sending(self: Transfers, outgoing: Sequence[Message], incoming: Sequence[Message]) -> Any:
-        sent.extend(rows.nbytes for _, rows in outgoing)
-        return exchange_all(self, outgoing, incoming)
+    def announcing(self: Call, rows: Tensor | None = None, by_peer: list[Tensor] | None = None) -> None:
+        if rows is not None:
+            sent.extend([rows.nbytes] * len(self.calls.peers))
+        if by_peer is not None:
+            sent.extend(by_peer[peer].nbytes for peer in self.calls.peers)
+        announce(self, rows, by_peer)
+
+    def sending(self: Call, rows: Tensor, peer: int) -> None:
+        sent.append(rows.nbytes)
+        send(self, rows, peer)
 
     def putting(self: HostExchange, peer: int, there: slice, rows: Tensor, delivery: HostDelivery) -> None:
         sent.append(rows.nbytes)
         put(self, peer, there, rows, delivery)
 
-    with patch.object(Transfers, "exchange_all", sending), patch.object(HostExchange, "put", putting):
+    with (
+        patch.object(Call, "announce", announcing),
+        patch.object(Call, "send", sending),
+        patch.object(HostExchange, "put", putting),
+    ):
         yield sent
 
 

@@ -5,24 +5,23 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tests.on_ranks import on_ranks
 from tests.ops.parallel_behaviour import block, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, close, prepare
 from tests.ops.transport_cases import heard, using
 from tpkernels.comm import schedule
-from tpkernels.comm.calls import GroupCalls
+from tpkernels.comm.calls import Calls
 from tpkernels.comm.schedule import worth_sharing
 from tpkernels.comm.transports import select
+from tpkernels.comm.transports.rows import Terms
 from tpkernels.dispatch import backends
-from tpkernels.ops.tensor_parallel.parallel import start_rows, start_sum
+from tpkernels.ops.tensor_parallel.parallel import split_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="memory of the CPU is shared")
 
@@ -53,15 +52,10 @@ def _moved(group: dist.ProcessGroup, dtype: torch.dtype, rows: int, cols: int = 
     rank, ranks = dist.get_rank(group), group.size()
     shards = [(torch.arange(rows * cols).view(rows, cols) % 7 + owner).to(dtype) for owner in range(ranks)]
     full = torch.cat(shards)
-    gathered = start_rows("op", "x", shards[rank], group).wait()
-    options: dict[str, Any] = {"like": full, "group": group, "overlap": True}
-
-    def partial_of(chunk: slice) -> Tensor:
-        return full[chunk] * (rank + 1)
-
-    count, times = full.shape[0], sum(range(1, ranks + 1))
-    ours = start_sum("op", partial_of, count, cols, scatter=True, **options).wait()
-    total = start_sum("op", partial_of, count, cols, scatter=False, **options).wait()
+    tp, times = split_of("op", group, True), sum(range(1, ranks + 1))
+    terms = Terms(*full.shape, full, (full * (rank + 1)).__getitem__)
+    gathered = tp.gather("op", "x", shards[rank]).all()
+    ours, total = tp.reduce("op", terms).wait(), tp.all_reduce("op", terms).wait()
     return bool(gathered.equal(full) and ours.equal(shards[rank] * times) and total.equal(full * times))
 
 
@@ -76,7 +70,7 @@ def test_tensors_of_all_kinds_arrive():
             assert _moved(group, dtype, 4), dtype
         assert _moved(group, torch.float32, 0), "no rows"
         assert _moved(group, torch.float32, 4, 0), "no columns"
-        total = start_sum("op", odd.__getitem__, 5, 8, odd, group, scatter=False, overlap=True).wait()
+        total = split_of("op", group).reduce("op", Terms(5, 8, odd, odd.__getitem__)).wait()
         assert total.equal(odd * group.size()), "rows that ranks do not divide"
         assert len(opened(group)) == 2 * len(DTYPES)
 
@@ -88,7 +82,7 @@ def test_lengths_that_change_close_nothing():
     with using("auto"), patch.object(select, "MOST_OPEN", 3), heard("tpkernels.choices") as said:
         x = torch.ones(1, 64)
         for rows in (2, 3, 4, 5, 6, 2, 5):
-            gathered = start_rows("op", "x", x.expand(rows, 64), group).wait()
+            gathered = split_of("op", group, True).gather("op", "x", x.expand(rows, 64)).all()
             assert gathered.equal(x.expand(rows * group.size(), 64))
         assert [rows for _, (rows, _) in opened(group)] == [2, 3, 4]
     assert [line.endswith("c10d (3 shapes are open)") for line in said] == [False] * 3 + [True] * 2
@@ -101,9 +95,9 @@ def test_an_all_reduce_is_all_shared_or_not_at_all():
     for most, purposes in ((1, ["gathers"]), (2, ["gathers", "reduces"])):
         group = dist.new_group()
         with using("auto"), patch.object(select, "MOST_OPEN", most):
-            start_rows("op", "x", torch.ones(4 * most, 8), group).wait()  # opens a gather
+            split_of("op", group, True).gather("op", "x", torch.ones(4 * most, 8)).all()  # is opened
             x = torch.ones(16 * group.size(), 8)
-            total = start_sum("op", x.__getitem__, *x.shape, x, group, scatter=False, overlap=True).wait()
+            total = split_of("op", group).reduce("op", Terms(*x.shape, x, x.__getitem__)).wait()
             assert total.equal(x * group.size())
         assert [purpose for purpose, _ in opened(group)] == purposes
 
@@ -137,7 +131,7 @@ def test_what_one_rank_knows_decides_for_all():
     rank = dist.get_rank()
     other_network = patch.object(os, "readlink", lambda path: f"{path} of {rank}")
     interpreted = patch.object(backends, "backend", "triton" if rank else "torch")
-    untagged = patch.object(GroupCalls, "matches_tags", lambda self, device: False)
+    untagged = patch.object(Calls, "has_tags", lambda self, device: False)
     for place, as_this_rank, small_pieces, why in (
         (" apart", nullcontext(), True, "ranks are on 2 machines"),
         ("", other_network, True, "ranks are on 2 machines"),

@@ -21,7 +21,7 @@ from tests.ops.parallel_cases import Setting, leaf, prepare
 from tpkernels import ops
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.record import copied_into
-from tpkernels.ops.numerics import product_sum
+from tpkernels.ops.matmul import gradient_sum
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
 
@@ -202,7 +202,7 @@ def test_dx_of_a_gated_unit_is_written_and_added_to_once():
 def test_dx_of_weights_that_share_x_is_summed_two_products_at_a_time(weights, expected):
     pairs = [(torch.randn(64, rows), torch.randn(rows, 100)) for rows in (24, 8, 8, 16)[:weights]]
     with BytesMoved(lambda tensor: tensor.shape == (64, 100)) as counted:
-        total = product_sum(pairs, transposed=False)
+        total = gradient_sum(pairs)
     passes = {name: moved / (total.numel() * 4) for name, moved in counted.by_call.items() if moved}
     assert passes == expected
     exact = sum(dz.double() @ weight.double() for dz, weight in pairs)

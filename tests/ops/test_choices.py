@@ -9,8 +9,8 @@ from torch.distributed import distributed_c10d
 
 from tests.on_ranks import on_ranks
 from tpkernels.dispatch import backends, primitives
-from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
+from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS, FlagKernels
 
 
 class Chooser:
@@ -36,14 +36,15 @@ def chooser(monkeypatch):
 )
 def test_the_chooser_of_a_gpu_is_given_the_worlds_store(device, resolved, given, chooser, monkeypatch):
     monkeypatch.setattr(backends, "resolve_backend", lambda device: resolved)
-    parallel.agree_choices(torch.device(device))
+    FLAG_KERNELS.agree_choices(torch.device(device))
     assert chooser.given == given
 
 
 @on_ranks(2)
 def test_a_group_asks_once_for_each_kind_of_call():
     x, weight = torch.ones(2, 4), torch.ones(3, 4)
-    with patch.object(parallel, "agree_choices") as asked:
+    group = dist.new_group()
+    with patch.object(FlagKernels, "agree_choices") as asked:
         for _ in range(3):
-            column_linear(x, weight, None, dist.group.WORLD, sequence_parallel=True)
+            column_linear(x, weight, None, group, sequence_parallel=True)
     asked.assert_called_once_with(torch.device("cpu"))

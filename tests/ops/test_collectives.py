@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,19 +22,19 @@ from tests.ops.parallel_cases import Setting, assert_within, run_all
 from tests.ops.test_mappings import assert_regions_mean_what_they_say
 from tests.ops.transport_cases import using
 from tests.products import pairwise
-from tpkernels.comm import schedule
-from tpkernels.comm.calls import GroupCalls, begin
+from tpkernels.comm import schedule, tensor_parallel
+from tpkernels.comm.calls import Call, Calls, begin
 from tpkernels.comm.groups import start_together
 from tpkernels.comm.schedule import bounds
-from tpkernels.comm.transports import c10d, rows
-from tpkernels.comm.transports.base import Exchange
-from tpkernels.comm.transports.c10d import C10D, Collectives
+from tpkernels.comm.tensor_parallel import TensorParallel
+from tpkernels.comm.transports import c10d, select
+from tpkernels.comm.transports.c10d import Collectives
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.comm.transports.rows import Gathering, Reducing, all_reducing
+from tpkernels.comm.transports.rows import Terms
 from tpkernels.dispatch import backends, primitives
 from tpkernels.ops import column_linear, row_linear
-from tpkernels.ops.tensor_parallel import mappings, parallel
-from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_SUMS, waits_for
+from tpkernels.ops.tensor_parallel import mappings
+from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
 
 
@@ -46,7 +45,8 @@ def collectives(rounds: int | None) -> Iterator[None]:
         yield
     else:
         with (
-            patch.object(c10d, "_processors", lambda device: 132),
+            patch.object(Calls, "has_tags", lambda self, device: False),
+            patch.object(c10d, "processors_of", lambda device: 132),
             patch.object(c10d, "collective_rounds", lambda *sizes: rounds),
         ):
             yield
@@ -72,16 +72,12 @@ def test_one_kernel_sums_to_the_bits_of_torch():
     with patch.object(backends, "backend", "triton"):
         for (count, cols), dtype, has_bias in product(sizes, dtypes, (False, True)):
             torch.manual_seed(group.rank())
-            partial, bias = torch.randn(count, cols).to(dtype), torch.ones(cols).to(dtype)
-            waits = waits_for("op", Collectives(1), partial)
-            assert waits is KERNEL_SUMS
-            assert waits_for("op", C10D, partial) is not KERNEL_SUMS
+            partial = torch.randn(count, cols).to(dtype)
+            bias, terms = torch.ones(cols).to(dtype), Terms(count, cols, partial, partial.__getitem__)
             totals = []
-            for waiting in (waits, rows.HOST_WAITS):
-                call, part = begin("op", "sum", group), partial.__getitem__
-                added = bias if has_bias else None
-                reducing = Reducing(call, part, count, cols, partial, added, Collectives(1), waiting)
-                totals.append(reducing.wait())
+            for kernels in (FLAG_KERNELS, None):
+                call, added = begin("op", "sum", group), bias if has_bias else None
+                totals.append(Collectives(1, kernels).reduce(call, terms, added, at_once=False).wait())
             assert torch.equal(*totals), f"{(count, cols)} {dtype}"
 
 
@@ -89,19 +85,17 @@ def test_one_kernel_sums_to_the_bits_of_torch():
 @on_ranks(2)
 def test_the_backend_sums_if_it_is_told_to(scatter):
     """It is refused where tensors lie on the CPU."""
-    group = dist.group.WORLD
-    torch.manual_seed(group.rank())
-    x, w, _ = operands_of(group.rank())
+    x, w, _ = operands_of(dist.get_rank())
     x = torch.randn(16, 8)
 
     def y() -> Tensor:
-        return row_linear(x, w[:, :8], torch.ones(len(w)), group, sequence_parallel=scatter)
+        return row_linear(x, w[:, :8], torch.ones(len(w)), dist.new_group(), sequence_parallel=scatter)
 
     expected = y()
-    with patch.object(parallel, "backend_sums", True):
+    with patch.object(tensor_parallel, "backend_sums", True):
         with pytest.raises(ValueError, match=r"^row_linear: TPKERNELS_BACKEND_SUMS=1 leaves sums of tensors"):
             y()
-        with patch.object(parallel, "require_backend_sums", lambda *_: None):
+        with patch.object(tensor_parallel, "require_backend_sums", lambda *_, **__: None):
             torch.testing.assert_close(y(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -116,9 +110,8 @@ def test_ranks_that_differ_in_who_sums_or_in_how_rows_are_cut_are_refused():
     ):
         group = dist.new_group()
         with (
-            patch.object(parallel, "backend_sums", sums),
-            patch.object(parallel, "require_backend_sums", lambda *_: None),
-            patch.object(GroupCalls, "matches_tags", lambda self, device: False),
+            patch.object(tensor_parallel, "backend_sums", sums),
+            patch.object(tensor_parallel, "require_backend_sums", lambda *_, **__: None),
             collectives(rounds),
         ):
             if op is row_linear:  # now all agree on the transport
@@ -128,20 +121,20 @@ def test_ranks_that_differ_in_who_sums_or_in_how_rows_are_cut_are_refused():
             assert f"rank {of_rank} has {said}" in message, message
 
 
-@pytest.mark.parametrize("transport", ["c10d", "shared", "shared apart"])
+@pytest.mark.parametrize("transport", ["c10d", "shared"])
 @on_ranks(4)
 def test_without_overlap_each_peer_gets_one_message(transport):
     """With it, there are four chunks to a shard; in both, a gather and a reduce are right."""
     group, sent = dist.group.WORLD, list[int]()
     ranks, rank = group.size(), group.rank()
-    owner, name = (HostExchange, "put") if transport == "shared" else (c10d.Transfers, "exchange")
+    owner, name = (HostExchange, "put") if transport == "shared" else (Call, "send")
     original = getattr(owner, name)
-    peers = [peer for peer in range(4) if peer != rank and (transport != "shared apart" or (peer - rank) % 2)]
+    peers = [peer for peer in range(4) if peer != rank]
 
-    def counted(self: Any, to: int, *arguments: Any) -> Any:
-        travels = isinstance(arguments[0], slice) or arguments[0].numel()
-        sent.extend([to] if to != rank and travels else [])
-        return original(self, to, *arguments)
+    def counted(self: Any, *arguments: Any) -> Any:
+        (to,) = [argument for argument in arguments if isinstance(argument, int)]
+        sent.extend([to] if to != rank else [])
+        return original(self, *arguments)
 
     x, w = torch.full((4, 8), rank + 1.0), torch.eye(8)
     ops = [
@@ -164,7 +157,7 @@ def test_without_overlap_each_peer_gets_one_message(transport):
 @contextmanager
 def noting(ranks: int) -> Iterator[CountingGroup]:
     """A group on which ops of tensors without memory are noted: launches, waits, products and sums."""
-    group, backend = CountingGroup(1, ranks), SimpleNamespace(supports_coalescing=True, name=lambda: "gloo")
+    group = CountingGroup(1, ranks)
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -180,10 +173,7 @@ def noting(ranks: int) -> Iterator[CountingGroup]:
         group.notes.append(f"{primitive.__name__.split('_')[0]} {x.shape[0]}")
         into(primitive, out, x, *others)
 
-    def exchange_for(_op, _purpose, like, rows, _cols, group, features=0, overlap=True, **_) -> Exchange:
-        return c10d.c10d_for(like, rows, features, group.size(), overlap)
-
-    def note_sum(slots: Tensor, bias: Tensor | None) -> Tensor:
+    def note_sum(slots: Tensor, bias: Tensor | None, *, tree: bool) -> Tensor:
         group.notes.append("sum")
         return slots[0]
 
@@ -191,17 +181,17 @@ def noting(ranks: int) -> Iterator[CountingGroup]:
         products = ("linear", "dgrad", "wgrad")
         for target, name, value in [
             *((primitives, name, noted(name, getattr(primitives, name))) for name in products),
-            (CountingGroup, "_get_backend", lambda *_: backend),  # so that ranks need not compare
             (primitives, "into", note_into),
-            (c10d, "_processors", lambda device: 132),
-            (rows, "sum_of_slots", note_sum),
-            (parallel, "exchange_for", exchange_for),
+            (c10d, "processors_of", lambda device: 132),
+            (c10d, "add_up", note_sum),
+            (select, "requested_transport", "c10d"),
         ]:
             patches.enter_context(patch.object(target, name, value))
         patches.enter_context(patch.dict(distributed_c10d._world.pg_map, {group: ("nccl", None)}))
         yield group
 
 
+Rows = dict[str, Tensor]
 WAYS = [(True, True), (False, True), (True, False)]  # whether tokens are split, and transfers hidden
 WORLDS = [("ranks2", 1), ("ranks2", 2), ("ranks4", 1), ("ranks4", 2), ("ranks4", 4)]
 T, K, N, R = 8192, 4096, 1792, 8
@@ -211,29 +201,32 @@ T, K, N, R = 8192, 4096, 1792, 8
 @on_ranks()
 def test_rows_move_as_they_do_point_to_point(rounds):
     """Gathers, reduces and all-reduces, to the bit."""
-    group = dist.group.WORLD
-    rank, ranks = group.rank(), group.size()
-    by_collectives, sizes = Collectives(rounds), [(32, 6), (7, 3), (1, 5), (0, 4), (8, 0)]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    by_collectives, by_messages = (TensorParallel(dist.new_group()) for _ in range(2))
+    sizes = [(32, 6), (7, 3), (1, 5), (0, 4), (8, 0)]
     for (count, cols), dtype in product(sizes, [torch.float32, torch.bfloat16, torch.float64, torch.int64]):
         torch.manual_seed(rank)
         partial, bias = torch.randn(count, cols).to(dtype), torch.ones(cols).to(dtype)
         own = partial[slice(*bounds(count, ranks, rank))]
 
-        def moved(exchange: Any, partial: Tensor = partial, own: Tensor = own, bias: Tensor = bias) -> Any:
-            (count, cols), part = partial.shape, partial.__getitem__
-            gathering, reducing, arriving, summing = (begin("op", f"{n}", group) for n in range(4))
-            one = Collectives(1) if exchange is not C10D else C10D
-            full = torch.empty_like(partial)
-            for where, arrived in Gathering(arriving, own, count, exchange).arrivals():
+        def moved(
+            tp: TensorParallel, partial: Tensor = partial, own: Tensor = own, bias: Tensor = bias
+        ) -> Any:
+            count, cols = partial.shape
+            terms, full = Terms(count, cols, partial, partial.__getitem__), torch.empty_like(partial)
+            for where, arrived in tp.gather("op", "x", own, rows=count, everywhere=True):
                 full[where] = arrived
             return {
-                "gather": Gathering(gathering, own, count, exchange).wait(),
+                "gather": tp.gather("op", "x", own, rows=count, everywhere=True).all(),
                 "arrivals": full,
-                "reduce": Reducing(reducing, part, count, cols, partial, bias, exchange).wait(),
-                "sum": all_reducing(summing, part, count, cols, partial, bias, exchange, one).wait(),
+                "reduce": tp.reduce_scatter("op", terms, bias).wait(),
+                "sum": tp.all_reduce("op", terms, bias).wait(),
             }
 
-        ours, expected = moved(by_collectives), moved(C10D)
+        with collectives(rounds):
+            ours = moved(by_collectives)
+        with patch.object(schedule, "LEAST_BYTES", 64):
+            expected = moved(by_messages)
         for name, rows_moved in ours.items():
             assert rows_moved.equal(expected[name]), f"{name} of {(count, cols)} {dtype}"
 
@@ -330,8 +323,8 @@ def test_a_region_is_one_collective():
 
 
 def test_the_backend_sums_in_one_launch(monkeypatch):
-    monkeypatch.setattr(parallel, "backend_sums", True)
-    monkeypatch.setattr(parallel, "require_backend_sums", lambda *_: None)
+    monkeypatch.setattr(tensor_parallel, "backend_sums", True)
+    monkeypatch.setattr(tensor_parallel, "require_backend_sums", lambda *_, **__: None)
     with noting(R) as group, torch.no_grad():
         row_linear(leaf(T, N), leaf(K, N), None, group, sequence_parallel=True)
         assert launched(group) == [f"linear {T}", "reduce_scatter", "await reduce_scatter"]

@@ -21,12 +21,13 @@ from tests.ops.parallel_behaviour import message_of
 from tests.ops.parallel_cases import Setting, prepare
 from tests.ops.transport_cases import open_stand_in, using
 from tests.products import once
-from tpkernels.comm.calls import GroupCalls, calls_of
+from tpkernels.comm.calls import Calls, calls_of
 from tpkernels.comm.schedule import reduce_plan
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange, Opening
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.order import CallOrder
+from tpkernels.comm.transports.rows import Gather
 from tpkernels.comm.transports.shared import open_shared
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reduce import reduce_slots
@@ -34,9 +35,8 @@ from tpkernels.kernels.reference import reduce_slots_ref
 from tpkernels.kernels.scatter_linear import scatter_linear
 from tpkernels.kernels.tiles import MatmulTile
 from tpkernels.kernels.waits import Arrivals, Departures
-from tpkernels.ops.numerics import PLAIN
-from tpkernels.ops.tensor_parallel import parallel
-from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS
+from tpkernels.ops.matmul import PLAIN
+from tpkernels.ops.tensor_parallel.flag_waits import FlagKernels
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
@@ -221,19 +221,19 @@ def test_ranks_say_whether_a_kernel_pushes_and_refuse_those_that_do_not_as_they_
     """Without overlap none does. Refused where calls bear no tags, as with NCCL."""
     prepare(Setting())
     group, (x, weight) = dist.new_group(), factors(0, 0, 8)
-    untagged = patch.object(GroupCalls, "matches_tags", lambda self, device: False)
-    by_copies = patch.object(parallel, "kernel_pushes", lambda *_: False)
+    untagged = patch.object(Calls, "has_tags", lambda self, device: False)
+    by_copies = patch.object(FlagKernels, "pushes", lambda *_: False)
     with using("stand-in", "triton"):
         for overlap in (True, False):
             row_linear(x, weight, None, group, sequence_parallel=True, overlap=overlap)
-        assert [text for _, text in calls_of(group)._recent if "of the sum" in text] == [
+        assert [kind.described for kind in calls_of(group).kinds.values() if kind.transport] == [
             "row_linear: shards of the sum by a kernel (8, 16) torch.float32",
             "row_linear: shards of the sum (8, 16) torch.float32",
         ]
         with untagged, by_copies if dist.get_rank() else nullcontext():
             group = dist.new_group()
             message = message_of(lambda: row_linear(x, weight, None, group, sequence_parallel=True))
-    assert "ranks disagree: rank 0 has row_linear: shards of the sum by a kernel (" in message
+    assert "ranks disagree: rank 0 has row_linear: shards of the sum by a kernel (" in message, message
     assert "; rank 1 has row_linear: shards of the sum (" in message
 
 
@@ -312,9 +312,9 @@ def test_a_product_of_no_features_waits_for_its_rows_too():
     """Else a rank would push the next call before others have read the one before."""
     first, second = open_loopback("gather", Layout(2, (4, K), torch.float32), 0.1)
     delivery = start(first, [torch.zeros(4, K)] * 2)
-    kernel = PLAIN.waiting_product(delivery.memory, torch.zeros(0, K), None, True, "none", False)
+    rows = Gather(delivery.memory, delivery=delivery)
     with pytest.raises(RuntimeError, match=r"gather: rows of rank 1 \(chunk 1\) did not arrive"):
-        KERNEL_WAITS.product(delivery, kernel, None)
+        PLAIN.product(rows, [torch.zeros(0, K)], [None], dtype=torch.float32)
     first.close(), second.close()
 
 

@@ -1,8 +1,7 @@
-"""Groups that span machines: memory inside each, point to point between them."""
+"""Memory that ranks cannot share, and transfers that cannot start: an error on all of them."""
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -14,29 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.loopback import VirtualHandle, start
+from tests.loopback import VirtualHandle
 from tests.on_ranks import on_ranks
 from tests.ops.parallel_behaviour import message_of
+from tests.ops.test_collectives import collectives
 from tests.ops.transport_cases import pushers, using
-from tpkernels.comm.calls import begin
 from tpkernels.comm.transports import c10d, shared, symmetric
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.memory import Layout
-from tpkernels.comm.transports.rendezvous import name_of_ranks
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
-
-
-@on_ranks(2)
-def test_a_later_call_may_be_read_first():
-    with using("shared apart"):
-        exchange = shared.open_shared(Opening("it", dist.group.WORLD, Layout(2, (1, 2), torch.float32)))
-        calls = [begin("it", "gather", dist.group.WORLD) for _ in range(2)]
-        for delivery in reversed([start(exchange, [torch.ones(1, 2)] * 2, call) for call in calls]):
-            assert not any(map(delivery.missing, range(2)))
-            assert (delivery.flags == delivery.awaited).all()
-            delivery.release()
-            delivery.wait()
-        exchange.close()
 
 
 @contextmanager
@@ -59,31 +44,26 @@ def as_on_gpus() -> Iterator[list[str]]:
         yield asked
 
 
-@pytest.mark.parametrize("places", ["", " apart", "folders"])
-@on_ranks(4)
-def test_symmetric_memory_is_asked_for_among_neighbours(places):
-    """By the name that torch is asked for, and this rank's number there.
-
-    folders: every second rank has another one for torch's sockets, as in a container of its own
-    """
-    rank, group = dist.get_rank(), dist.group.WORLD
-    folder = {"TMPDIR": "/" if places == "folders" and rank % 2 else "/tmp"}
-    how = "" if places == "folders" else places
-    with using(f"symmetric{how}"), patch.dict(os.environ, folder), as_on_gpus() as asked:
+@on_ranks(2)
+def test_symmetric_memory_is_asked_for_by_the_name_of_the_group():
+    group = dist.group.WORLD
+    with as_on_gpus() as asked:
         first, second = (
-            symmetric.open_symmetric(Opening(name, group, Layout(group.size(), (4, 2), torch.float32)))
-            for name in ("a", "b")
+            symmetric.open_symmetric(Opening(name, group, Layout(2, (4, 2), torch.float32))) for name in "ab"
         )
-        name, again = asked
-        assert name == again
-        found = dist.distributed_c10d._resolve_process_group(name)
-    near = [rank % 2, rank % 2 + 2] if places else [0, 1, 2, 3]
-    assert (sorted(first.same_machine), found.size(), found.rank()) == (near, len(near), near.index(rank))
-    assert second.rank == rank
-    if places:
-        assert name.endswith(f", ranks {near[0]}, {near[1]}")
-    else:
-        assert ", ranks" not in name  # the group itself
+    assert asked == [group.group_name] * 2
+    assert first.rank == second.rank == group.rank()
+
+
+@on_ranks(4)
+def test_ranks_that_find_no_sockets_of_each_other_are_an_error_on_all():
+    """Every second rank has another folder for torch's sockets, as in a container of its own."""
+    opening = Opening("it", dist.group.WORLD, Layout(4, (4, 2), torch.float32), op="op")
+    folder = {"TMPDIR": "/" if dist.get_rank() % 2 else "/tmp"}
+    with patch.dict(os.environ, folder), as_on_gpus() as asked:
+        said = message_of(lambda: symmetric.open_symmetric(opening))
+    assert "op: it: torch hands memory over by sockets in TMPDIR, which is another folder" in said
+    assert asked == []
 
 
 @pytest.mark.parametrize("fault", ["no memory", "no stream", "no thread"])
@@ -122,31 +102,16 @@ def test_gpus_that_torchs_barrier_does_not_reach_are_an_error_on_all():
     assert (asked, [*why.call_args.args[0]]) == ([], [0, 1])
 
 
+@pytest.mark.parametrize("start", ["start_all_gather", "start_together", "send"])
 @on_ranks(2)
-def test_neighbours_are_known_as_long_as_their_group():
-    group = dist.new_group()
-    name = name_of_ranks(group, [group.rank()])
-    assert name_of_ranks(group, [group.rank()]) == name
-    neighbours = dist.distributed_c10d._resolve_process_group(name)
-    assert neighbours.group_name == name  # torch's barrier asks for it
-    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-        neighbours.allreduce([torch.ones(1)])
-    del neighbours
-    dist.barrier()
-    dist.destroy_process_group(group)
-    del group
-    gc.collect()
-    with pytest.raises(RuntimeError):
-        dist.distributed_c10d._resolve_process_group(name)
-
-
-@on_ranks(2)
-def test_a_transfer_that_cannot_start_names_the_operator():
+def test_a_transfer_that_cannot_start_names_the_operator(start):
+    """A collective, messages that are launched together, and the message that announces a call."""
     x, w, group = torch.randn(4, 8), torch.randn(8, 8), dist.group.WORLD
     words = f"^column_linear: rank {1 - dist.get_rank()} cannot be reached: it died"
-    with using("shared apart"):
+    owner = dist.ProcessGroup if start == "send" else c10d
+    broken = patch.object(owner, start, side_effect=RuntimeError("broken"))
+    with using("c10d"), collectives({"start_all_gather": 1, "start_together": 2}.get(start)):
         column_linear(x, w, None, group, sequence_parallel=True)
-        broken = patch.object(c10d, "start_together", side_effect=RuntimeError("broken"))
         with broken, pytest.raises(RuntimeError, match=words):
             column_linear(x, w, None, group, sequence_parallel=True)
 

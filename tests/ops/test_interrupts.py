@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from tests.on_ranks import on_ranks
-from tests.ops.test_parting import STEPS, TOKENS, WIDTH, hasty, said_by
+from tests.ops.test_parting import STEPS, TOKENS, WIDTH, said_by
 from tests.ops.transport_cases import using
-from tpkernels.comm.calls import GroupCalls, calls_of
+from tpkernels.comm.calls import Calls, calls_of
 from tpkernels.ops import row_linear, vocab_embedding
 
 
@@ -25,7 +25,7 @@ def test_the_group_fails_on_all_ranks(error):
         call(group, *operands)
         if dist.get_rank() == 0:
             number = calls_of(group)._number
-            with patch.object(GroupCalls, "begin", side_effect=error), pytest.raises(type(error)):
+            with patch.object(Calls, "begin", side_effect=error), pytest.raises(type(error)):
                 call(group, *operands)
             assert calls_of(group)._number == number
         else:
@@ -45,7 +45,7 @@ def test_a_refused_argument_leaves_the_group_alive():
 
 
 @pytest.mark.parametrize("left_out", ["an op, which refuses", "an op", "a batch"])
-@pytest.mark.parametrize("transport", ["c10d", "shared"])
+@pytest.mark.parametrize("transport", ["c10d", "chunks", "shared"])
 @on_ranks(2)
 def test_what_one_rank_leaves_out_is_told_to_all_though_shapes_are_equal(transport, left_out):
     """Batch 3, or an op of it. No rank has numbers of batch 4: in the first two calls ids are looked at."""
@@ -62,7 +62,7 @@ def test_what_one_rank_leaves_out_is_told_to_all_though_shapes_are_equal(transpo
             elif left_out == "an op, which refuses":
                 assert "expected" in said_by(lambda: row_linear(x, w[:, 1:], None, group))  # noqa: B023
 
-    with using(transport), hasty():
+    with using(transport):
         said = [said_by(lambda: forward(batch)) for batch in range(1, 5)]  # noqa: B023
         dist.barrier()
     assert said[:2] == ["no error", "no error"]

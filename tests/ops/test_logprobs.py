@@ -36,6 +36,7 @@ from tests.ops.test_vocabulary import (
     with_a_head,
 )
 from tpkernels import Recipe
+from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.dispatch import backends
 from tpkernels.gate.numerics import relative_error
 from tpkernels.ops import column_linear, linear_cross_entropy, linear_logprobs, vocab_cross_entropy
@@ -328,7 +329,7 @@ def test_gradients_of_16_bits_are_rounded_once():
     """The gradient at a target whose p rounds to 1 is what p lacks to 1, and not 0."""
     logits = torch.tensor([[0.0, 9.0, 1.0, 0.0]]).bfloat16()
     target = torch.tensor([[1, 1, 3]])
-    shard = cross_entropy.VocabShard(dist.distributed_c10d.ProcessGroup(0, 1), 4, 4)
+    shard = cross_entropy.VocabShard(TensorParallel(None), 4, 4)
     losses = cross_entropy.ShardedLoss("test", shard, 0.0, -100, None)
     _, known = losses.of_rows(logits, target)
     dlogits = losses.gradient(logits.clone(), known, torch.tensor([[1.0, 1.0, 0.0]]), in_place=True)

@@ -20,13 +20,15 @@ from tpkernels.comm.transports import c10d
 from tpkernels.comm.transports import select as transports
 from tpkernels.comm.transports.mailbox import MailboxDelivery
 from tpkernels.comm.transports.memory import Layout
+from tpkernels.comm.transports.rows import Gather
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reference import reduce_slots_ref
 from tpkernels.kernels.scatter_linear import scatter_linear
 from tpkernels.kernels.waits import Departures
+from tpkernels.ops.matmul import PLAIN
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
-from tpkernels.ops.tensor_parallel.flag_waits import KernelWaits
+from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
@@ -67,7 +69,6 @@ def gpu_shared_without_asking() -> str:
 pytestmark = pytest.mark.gpu
 
 RANKS, ROWS, K, N = 4, 256, 512, 768
-WAITS = KernelWaits()
 
 
 @pytest.fixture
@@ -86,6 +87,16 @@ def weight() -> Tensor:
     ).bfloat16()
 
 
+def product(delivery: MailboxDelivery, weight: Tensor) -> Tensor:
+    """Of all rows, by a kernel that waits for them."""
+    rows = Gather(delivery.memory, delivery=delivery, keeps=False)
+    return PLAIN.product(rows, [weight], [None], dtype=weight.dtype)[0]
+
+
+def total(delivery: MailboxDelivery) -> Tensor:
+    return FLAG_KERNELS.sum_of(delivery.slots, None, delivery, tree=False)
+
+
 def finish(delivery: MailboxDelivery) -> None:
     delivery.release()
     delivery.wait()
@@ -98,7 +109,7 @@ def test_virtual_ranks_gather_and_multiply(ends):
         deliveries = [start(end, [pieces[end.rank]] * RANKS) for end in ends]
         expected = linear_fwd(torch.cat(pieces), w).y.float()
         for delivery in deliveries:
-            y, _ = WAITS.product(delivery, w, None, "none", False)
+            y = product(delivery, w)
             finish(delivery)
             assert (y.float() - expected).norm() < 1e-2 * expected.norm()
     torch.cuda.synchronize()
@@ -110,9 +121,9 @@ def test_virtual_ranks_reduce(ends):
         parts = [shards(10 * call + rank) for rank in range(RANKS)]
         deliveries = [start(end, parts[end.rank], reducing=True) for end in ends]
         for rank, delivery in enumerate(deliveries):
-            total = WAITS.total(delivery, None)
+            found = total(delivery)
             finish(delivery)
-            assert torch.equal(total, reduce_slots_ref(torch.stack([part[rank] for part in parts])))
+            assert torch.equal(found, reduce_slots_ref(torch.stack([part[rank] for part in parts])))
 
 
 def test_a_captured_call_can_be_replayed(ends):
@@ -122,12 +133,12 @@ def test_a_captured_call_can_be_replayed(ends):
         deliveries = [start(end, [pieces[end.rank]] * RANKS) for end in ends]
         ys = []
         for delivery in deliveries:
-            ys.append(WAITS.product(delivery, w, None, "none", False)[0])
+            ys.append(product(delivery, w))
             finish(delivery)
         return ys
 
     for end in ends:
-        end.count_by(WAITS)
+        end.count_by(FLAG_KERNELS)
     call()  # kernels are loaded before a capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -147,17 +158,17 @@ def test_a_captured_call_can_be_replayed(ends):
 
 def test_rows_that_never_come_are_an_error_of_a_later_call(ends):
     deliveries = [start(end, [shards(0)[0]] * RANKS) for end in ends[:-1]]  # the last rank pushes nothing
-    WAITS.product(deliveries[0], weight(), None, "none", False)
+    product(deliveries[0], weight())
     ends[0].look()
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match=r"gather: rows of rank 3 \(chunk \d\) did not arrive"):
-        WAITS.product(deliveries[0], weight(), None, "none", False)
+        product(deliveries[0], weight())
 
 
 @pytest.mark.parametrize("mode", ["eager", "captured"])
 def test_flags_tell_of_their_own_rows_in_1000_delayed_calls(ends, mode):
     for end in ends:
-        end.count_by(WAITS)
+        end.count_by(FLAG_KERNELS)
         if mode == "captured":
             end.captured, end.margin = True, 1
     numbers, wrong = random.Random(1), torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -169,7 +180,7 @@ def test_flags_tell_of_their_own_rows_in_1000_delayed_calls(ends, mode):
                 torch.cuda._sleep(numbers.choice([0, 0, 2_000, 50_000]))
         deliveries = [start(end, [pieces[call % 3][end.rank]] * RANKS) for end in ends]
         for delivery in deliveries:
-            wrong += (WAITS.all_rows(delivery) != gathered[call % 3]).sum()
+            wrong += (FLAG_KERNELS.copy_of(delivery) != gathered[call % 3]).sum()
             delivery.end()
     assert int(wrong) == 0
     assert [int(end.status) for end in ends] == [0] * RANKS
@@ -188,10 +199,10 @@ def test_a_kernel_stores_into_the_slots_of_all(ends):
             deliveries.append(delivery)
         expected = sum(a.float() @ w.float().T for a, w in operands).view(RANKS, ROWS, K)
         for delivery in deliveries:
-            total = WAITS.total(delivery, None).float()
+            found = total(delivery).float()
             delivery.end()
             rank = delivery.exchange.rank
-            assert (total - expected[rank]).norm() < 1e-2 * expected[rank].norm()
+            assert (found - expected[rank]).norm() < 1e-2 * expected[rank].norm()
     torch.cuda.synchronize()
     assert [int(end.status) for end in ends] == [0] * RANKS
 

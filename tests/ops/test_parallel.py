@@ -18,9 +18,9 @@ from tests.ops import parallel_cases
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.parallel_cases import Setting, assert_within, prepare, run_all
 from tests.products import combined, pairwise
-from tpkernels.comm.calls import begin
 from tpkernels.comm.schedule import bounds
-from tpkernels.comm.transports.rows import AllReducing, Swapping
+from tpkernels.comm.tensor_parallel import AllReduce, TensorParallel
+from tpkernels.comm.transports.rows import Terms
 from tpkernels.ops import column_linear, row_linear
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
@@ -89,13 +89,10 @@ def test_both_ways_to_all_reduce_sum_in_the_order_of_ranks():
         total = sum(part.to(torch.promote_types(dtype, torch.float32)) for part in parts)
         exact, own = (total + bias).to(dtype), parts[group.rank()]
         chunk_rows = [slice(*bounds(rows, chunks, chunk)) for chunk in range(chunks)]
-        swap, reduce_and_gather = (begin(op, "all", group) for op in ("swap", "reduce and gather"))
-        partials = ((own[chunk].__getitem__, chunk.stop - chunk.start) for chunk in chunk_rows)
-        for way in (
-            Swapping(swap, (own[chunk] for chunk in chunk_rows), bias),
-            AllReducing(reduce_and_gather, partials, cols, own, bias),
-        ):
-            assert way.wait().equal(exact), f"{way} of ({rows}, {cols}) {dtype} in {chunks} chunks"
+        terms, tp = Terms(rows, cols, own, own.__getitem__), TensorParallel(group)
+        for swaps in (False, True):
+            total = AllReduce(tp, "sum", terms, bias, chunk_rows, swaps=swaps).wait()
+            assert total.equal(exact), f"({rows}, {cols}) {dtype} in {chunks} chunks, {swaps=}"
 
 
 @on_ranks(2)

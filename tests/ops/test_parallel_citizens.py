@@ -18,120 +18,110 @@ from tests.ops.parallel_behaviour import block, mlp, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, close, leaf, prepare, shard
 from tests.products import once
 from tpkernels import Recipe
-from tpkernels.dispatch.operators import Operator
+from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
+from tpkernels.ops.matmul import PLAIN, Plain
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.column_linear import column_forward, column_gradients, column_linear
-from tpkernels.ops.tensor_parallel.layout import Layout
+from tpkernels.ops.tensor_parallel.parallel import SplitOperator, name_of, split_of, strategy_of
 from tpkernels.ops.tensor_parallel.parallel_mlp import mlp_forward, mlp_gradients, parallel_mlp
 from tpkernels.ops.tensor_parallel.row_linear import row_forward, row_gradients, row_linear
 
 WGRAD_FP8, BLOCKWISE = Recipe.rowwise(wgrad="fp8"), Recipe.blockwise()
-Calls = dict[str, tuple[Operator[..., Any], tuple[Any, ...]]]
 OPCHECKS = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
+Calls = dict[str, tuple[SplitOperator, tuple[Any, ...]]]
 
 
-def pass_opcheck(calls: Calls) -> None:
+def pass_opcheck(calls: Calls, tp: TensorParallel, matmul: Plain) -> None:
     """The first call of each operator is compiled, too: others are in `test_compiled_ops_...`."""
     compiled = set()
+    split = name_of(tp.group), tp.sequence_parallel, tp.overlap, matmul.segments, matmul.recipe
     for operator, arguments in calls.values():
         checks = OPCHECKS[:2] if operator in compiled else OPCHECKS
-        opcheck(operator.overload, operator.packed(*arguments), test_utils=checks)
+        opcheck(operator._overload, (*arguments, *split), test_utils=checks)
         compiled.add(operator)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks(2)
 def test_operators_in_fp8_pass_opcheck(sequence_parallel):
-    group, ranks = dist.group.WORLD, dist.get_world_size()
     recipe = Recipe.rowwise(power_of_two=True, wgrad="fp8")
     x, w, b = torch.randn(4, 8), torch.randn(12, 8), torch.randn(12)
-    fp8 = Layout(group, sequence_parallel, True).in_fp8("test", recipe, x)
-    full, kept = 4 * (ranks if sequence_parallel else 1), fp8.kept(sequence_parallel)
+    tp = split_of("test", dist.group.WORLD, sequence_parallel)
+    fp8, full, f32 = strategy_of("test", tp, recipe, x), 4 * tp.token_shards, torch.float32
     h, w2, b2, dy = torch.randn(full, 12), torch.randn(8, 12), torch.randn(8), torch.randn(4, 8)
-    own = fp8.kept()
-    rows = x if own == "none" else fp8.numerics.sent(fp8.numerics.activations(x))
+    rows = fp8.pack(x)
+    kept, packed_h = rows if sequence_parallel else x, fp8.pack(h)
     z, dh = torch.randn(full, 12), torch.randn(full, 12)
-    needs, all_ = [True, True, False], [True] * 3
+    needs, all_, wide = [True, True, False], [True] * 3, [True]
     calls: Calls = {
-        "column": (column_forward, (x, [w, w], [None, b], fp8, "gelu", True, kept)),
-        "column backward": (column_gradients, (needs, [dh], rows, [w], [z], [None], 8, fp8, "gelu", own)),
+        "column": (column_forward, (rows, [w, w], [None, b], "gelu", True, sequence_parallel, f32)),
+        "column backward": (column_gradients, ([dh], kept, [w], [z], needs, [False], 8, "gelu", False)),
         "frozen column backward": (
             column_gradients,
-            ([True, False, True], [dh], None, [w], [], [None], 8, fp8, "none", own),
+            ([dh], None, [w], [], [True, False, True], [False], 8, "none", False),
         ),
         "column backward of dw": (
             column_gradients,
-            ([False, True, True], [dh], rows, [None], [], [w], 8, fp8, "none", own),
+            ([dh], kept, [None], [], [False, True, True], wide, 8, "none", False),
         ),
-        "row": (row_forward, (h, w2, b2, fp8)),
-        "row backward": (row_gradients, (all_, dy, h, w2, [w2], fp8)),
-        "mlp": (mlp_forward, (x, b, b2, [w, w2], fp8, "gelu", True, own)),
-        "gated mlp": (mlp_forward, (x, None, None, [w, w, w2], fp8, "swiglu", False, "none")),
-        "mlp backward": (
-            mlp_gradients,
-            ([True] * 5, dy, rows, [w], w2, [z], [None, w2], 8, fp8, "gelu", own),
-        ),
+        "row": (row_forward, (packed_h, w2, b2, f32)),
+        "row backward": (row_gradients, (dy, h, w2, all_, wide)),
+        "mlp": (mlp_forward, (rows, b, b2, [w, w2], "gelu", True, f32)),
+        "gated mlp": (mlp_forward, (rows, None, None, [w, w, w2], "swiglu", False, f32)),
+        "mlp backward": (mlp_gradients, (dy, kept, [w], w2, [z], [True] * 5, [False, True], 8, "gelu")),
     }
-    pass_opcheck(calls)
+    pass_opcheck(calls, tp, fp8)
 
 
 @pytest.mark.parametrize(
-    ("world", "names"),
+    ("world", "sequence_parallel", "names"),
     [
-        ("ranks1", ["columns", "plain column", "plain row", "gated mlp", "gated mlp backward"]),
-        ("ranks2", ["column", "column backward", "row", "row backward", "mlp", "mlp backward of dw"]),
+        ("ranks1", False, ["columns", "column of x", "row", "gated mlp"]),
+        ("ranks1", True, ["columns", "gated mlp backward"]),
+        ("ranks2", True, ["column", "column backward", "row", "row backward", "mlp", "mlp backward of dw"]),
         (
             "ranks2",
+            True,
             ["columns", "wide column backward", "mlp backward", "gated mlp backward", "wide row backward"],
         ),
     ],
 )
 @on_ranks()
-def test_operators_pass_opcheck(names):
+def test_operators_pass_opcheck(sequence_parallel, names):
     """In 32 and 16 bits, forward and backward."""
-    group, ranks = dist.group.WORLD, dist.get_world_size()
-    tokens, plain = Layout(group, True, True), Layout(group, False, False)
+    tp, f32 = split_of("test", dist.group.WORLD, sequence_parallel, sequence_parallel), torch.float32
     x, w, b = torch.randn(4, 8), torch.randn(12, 8), torch.randn(12)
-    h, w2, b2 = torch.randn(4 * ranks, 12), torch.randn(8, 12), torch.randn(8)
+    h, w2, b2 = torch.randn(4 * tp.token_shards, 12), torch.randn(8, 12), torch.randn(8)
     z, dh, dy = torch.randn_like(h), torch.randn_like(h), torch.randn_like(x)
     short_x, short_w, short_h, short_w2 = (t.bfloat16() for t in (x, w, h, w2))
     short_z, short_dh, short_dy = (t.bfloat16() for t in (z, dh, dy))
+    part, of_mlp, keeps = [True, True, False], [True, True, False, False, True], tp.token_shards > 1
     calls: Calls = {
-        "column": (column_forward, (x, [w], [b], tokens, "gelu", True, "none")),
-        "columns": (column_forward, (x, [w, w], [None, b], tokens, "none", True, tokens.kept(True))),
-        "plain column": (column_forward, (x, [w], [None], plain, "none", False, "none")),
-        "column backward": (
-            column_gradients,
-            ([True, True, False], [dh], x, [w], [z], [None], 8, tokens, "gelu", "none"),
-        ),
+        "column": (column_forward, (x, [w], [b], "gelu", True, False, f32)),
+        "columns": (column_forward, (x, [w, w], [None, b], "none", True, keeps, f32)),
+        "column of x": (column_forward, (x, [w], [None], "none", False, False, f32)),
+        "column backward": (column_gradients, ([dh], x, [w], [z], part, [False], 8, "gelu", False)),
         "wide column backward": (
             column_gradients,
-            ([True] * 3, [short_dh], short_x, [short_w], [short_z], [w], 8, tokens, "gelu", "none"),
+            ([short_dh], short_x, [short_w], [short_z], [True] * 3, [True], 8, "gelu", False),
         ),
-        "row": (row_forward, (h, w2, b2, tokens)),
-        "plain row": (row_forward, (h, w2, None, plain)),
-        "row backward": (row_gradients, ([True] * 3, dy, h, w2, [None], tokens)),
-        "wide row backward": (
-            row_gradients,
-            ([True, True, False], short_dy, short_h, short_w2, [w2], tokens),
-        ),
-        "mlp": (mlp_forward, (x, b, b2, [w, w2], tokens, "gelu", True, "none")),
-        "gated mlp": (mlp_forward, (x, None, b2, [w, w, w2], plain, "swiglu", False, "none")),
+        "row": (row_forward, (h, w2, b2, f32)),
+        "row backward": (row_gradients, (dy, h, w2, [True] * 3, [False])),
+        "wide row backward": (row_gradients, (short_dy, short_h, short_w2, part, [True])),
+        "mlp": (mlp_forward, (x, b, b2, [w, w2], "gelu", True, f32)),
+        "gated mlp": (mlp_forward, (x, None, b2, [w, w, w2], "swiglu", False, f32)),
         "mlp backward of dw": (
             mlp_gradients,
-            ([False, True, False, True, True], dy, x, [None], w2, [z], [None, w2], 8, tokens, "gelu", "none"),
+            (dy, x, [None], w2, [z], [False, True, False, True, True], [False, True], 8, "gelu"),
         ),
-        "mlp backward": (
-            mlp_gradients,
-            ([True, True, False, False, True], dy, x, [w], w2, [z], [None, w2], 8, tokens, "gelu", "none"),
-        ),
+        "mlp backward": (mlp_gradients, (dy, x, [w], w2, [z], of_mlp, [False, True], 8, "gelu")),
         "gated mlp backward": (
             mlp_gradients,
-            ([True, False, *[True] * 4], dy, x, [w, w], w2, [z, h], [None] * 3, 8, tokens, "swiglu", "none"),
+            (dy, x, [w, w], w2, [z, h], [True, False, *[True] * 4], [False] * 3, 8, "swiglu"),
         ),
     }
-    pass_opcheck({name: calls[name] for name in names})
+    pass_opcheck({name: calls[name] for name in names}, tp, PLAIN)
 
 
 def columns(x: Tensor, w: Tensor, w2: Tensor, **options: Any) -> Tensor:
@@ -262,8 +252,9 @@ def test_a_graph_tells_groups_of_another_size_apart():
     def note(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
         for node in graph.graph.nodes:
             if str(node.target).startswith("tpkernels."):
-                names = [argument for argument in node.args if str(argument).startswith(group.group_name)]
-                told[str(node.target).split(".")[1]] = str(names[0])
+                words = [argument for argument in node.args if isinstance(argument, str)]
+                (name,) = [word for word in words if word.startswith(group.group_name)]
+                told[str(node.target).split(".")[1]] = name
         return graph.forward
 
     def over_the_group(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import re
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -17,16 +21,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.on_ranks import on_ranks
+from tests.ops.parallel_behaviour import meet
 from tests.ops.test_second_derivatives import OPS
 from tests.ops.transport_cases import using
 from tests.patience import patient
-from tests.products import once
+from tests.products import once, pairwise
 from tests.programs import forked
 from tpkernels import Recipe
 from tpkernels.buckets import collectives as bucketed
-from tpkernels.comm import calls, watch
-from tpkernels.comm.calls import GroupCalls, calls_of
-from tpkernels.comm.transports.c10d import Transfers
+from tpkernels.comm.calls import Call, Calls, calls_of
 from tpkernels.ops import (
     column_linear,
     linear_cross_entropy,
@@ -48,7 +51,7 @@ class Planted(TorchDispatchMode):
 
     def __init__(self, point: int | None) -> None:
         super().__init__()
-        self.point, self.seen, self.begun_at = point, 0, -1
+        self.point, self.seen = point, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen += function not in LOOKS
@@ -57,6 +60,31 @@ class Planted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class PlantedLine:
+    """Counts lines of ours, and fails in the one with a given number; but those that look at flags."""
+
+    def __init__(self, point: int | None) -> None:
+        self.point, self.seen = point, 0
+
+    def __enter__(self) -> PlantedLine:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        file = frame.f_code.co_filename
+        if not re.search("/tpkernels/(comm|ops)/", file) or file.endswith("/host.py"):
+            return None
+        self.seen += event == "line"
+        if self.seen == self.point:
+            sys.settrace(None)
+            raise MemoryError("planted")
+        return self._trace
+
+
+PLANTED = {"operators": Planted, "lines": PlantedLine}
 Step = tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]  # of a group and tensors; shapes of these
 X, W = (TOKENS, WIDTH), (8, WIDTH)
 RECIPE = Recipe.rowwise()
@@ -98,23 +126,18 @@ def called(step: Step, group: dist.ProcessGroup) -> Tensor:
     return op(group, *map(torch.ones, shapes))
 
 
-@contextmanager
-def hasty() -> Iterator[None]:
-    """Ranks look after each other at once."""
-    with patch.object(watch, "INTERVAL", 0.1):
-        yield
-
-
-def interrupted(name: str, transport: str, failing: int, count: int) -> list[tuple[int, str, str]]:
+def interrupted(
+    name: str, transport: str, failing: int, count: int, among: str = "operators"
+) -> list[tuple[int, str, str]]:
     """(point, what this rank says of the step in which one rank fails there, of the next one)
 
     What is said is "no error" where all calls had ended already, and the next step has the right numbers.
 
     count: of points, spread over all that lie behind the begin of the step's first call
     """
-    rank, step = dist.get_rank(), STEPS[name]
-    with using(transport), hasty():
-        first, last = _points(step)
+    rank, step, planted = dist.get_rank(), STEPS[name], PLANTED[among]
+    with using(transport):
+        first, last = _points(step, among)
         span = [torch.tensor([first, last]) for _ in range(dist.get_world_size())]
         dist.all_gather(span, torch.tensor([first, last]))
         first, last = span[failing].tolist()
@@ -123,7 +146,7 @@ def interrupted(name: str, transport: str, failing: int, count: int) -> list[tup
         for point in points:
             group, wrong = dist.new_group(), list[bool]()
             expected = _run(step, group, 2)  # now exchanges are open, too
-            with Planted(point) if rank == failing else nullcontext():
+            with planted(point) if rank == failing else nullcontext():
                 during = said_by(lambda: _run(step, group, 1))  # noqa: B023
             after = said_by(lambda: wrong.append(not _run(step, group, 2).equal(expected)))  # noqa: B023
             found.append((point, during, f"{after}, wrong numbers" if any(wrong) else after))
@@ -132,19 +155,19 @@ def interrupted(name: str, transport: str, failing: int, count: int) -> list[tup
         return found
 
 
-def _points(step: Step) -> tuple[int, int]:
-    """The operators behind the begin of the step's first call: numbers of the first and the last."""
+def _points(step: Step, among: str = "operators") -> tuple[int, int]:
+    """Operators, or lines, behind the begin of the step's first call: numbers of the first and the last."""
     group, begins = dist.new_group(), []
     _run(step, group, 0)
-    with Planted(None) as mode:
-        original = GroupCalls.begin
+    with PLANTED[among](None) as mode:
+        original = Calls.begin
 
-        def noting(self: GroupCalls, *arguments: Any, travels: bool = True) -> calls.Call:
-            if travels:
+        def noting(self: Calls, *arguments: Any, moves: bool = True) -> Call:
+            if moves:
                 begins.append(mode.seen)
-            return original(self, *arguments, travels=travels)
+            return original(self, *arguments, moves=moves)
 
-        with patch.object(GroupCalls, "begin", noting):
+        with patch.object(Calls, "begin", noting):
             _run(step, group, 0)
     dist.barrier()
     return begins[0] + 1, mode.seen
@@ -193,7 +216,7 @@ def asked(how: str, group: dist.ProcessGroup) -> Callable[[], object]:
 
 def said_of_differences(how: str, transport: str, seconds: float = 30.0) -> str:
     """What a rank says whose peer asks for something else."""
-    with using(transport), hasty():
+    with using(transport):
         message = said_by(asked(how, dist.new_group(timeout=timedelta(seconds=seconds))))
         dist.barrier()  # no rank was aborted
         return message
@@ -206,7 +229,7 @@ COMPARED += ["label_smoothing", "vocab_size of ids", "chunk_tokens", "rows"]
 @pytest.mark.parametrize("how", COMPARED)
 @on_ranks(2)
 def test_debug_mode_compares_all_that_ranks_ask_for(how):
-    with patch.object(parallel, "debug", True), hasty():
+    with patch.object(parallel, "debug", True):
         message = said_by(asked(how, dist.new_group()))
     assert "ranks disagree on tensor" in message
     if how == "rows":
@@ -219,7 +242,7 @@ def test_debug_mode_compares_all_that_ranks_ask_for(how):
 def test_ranks_that_are_slow_are_left_alone(transport):
     """They come late by more than others are patient, and get their numbers."""
     group = dist.new_group()
-    with using(transport), hasty():
+    with using(transport):
         for seed in range(2):
             time.sleep(0.8 * ((seed + dist.get_rank()) % 2))
             assert _run(STEPS["mlp"], group, seed).isfinite().all()
@@ -251,7 +274,7 @@ def test_a_forked_child_may_not_use_the_groups_of_its_parent():
 def test_other_groups_go_on_after_one_has_failed():
     for transport in ("c10d", "shared"):
         broken, sound = dist.new_group(), dist.new_group()
-        with using(transport), hasty():
+        with using(transport):
             first, _ = _points(STEPS["row"])
             _run(STEPS["row"], broken, 0)
             with Planted(first) if dist.get_rank() == 0 else nullcontext():
@@ -266,15 +289,14 @@ def test_other_groups_go_on_after_one_has_failed():
 def test_an_interruption_while_ranks_compare_ends_the_group():
     group, is_interrupted = dist.new_group(), dist.get_rank() == 0
     x, w = torch.randn(TOKENS, WIDTH), torch.ones(4, WIDTH)
-    broken = patch.object(Transfers, "await_rows", side_effect=KeyboardInterrupt)
-    with hasty():
-        told = pytest.raises(KeyboardInterrupt if is_interrupted else RuntimeError)
-        with broken if is_interrupted else nullcontext(), told:
-            row_linear(x, w, None, group)
-        words = "has failed and cannot be used any more: rank 0: KeyboardInterrupt"
-        with pytest.raises(RuntimeError, match=words):
-            row_linear(x, w, None, group)
-        dist.barrier()
+    broken = patch.object(Call, "confirm", side_effect=KeyboardInterrupt)
+    told = pytest.raises(KeyboardInterrupt if is_interrupted else RuntimeError)
+    with broken if is_interrupted else nullcontext(), told:
+        row_linear(x, w, None, group)
+    words = "has failed and cannot be used any more: rank 0: KeyboardInterrupt"
+    with pytest.raises(RuntimeError, match=words):
+        row_linear(x, w, None, group)
+    dist.barrier()
 
 
 @on_ranks(4)
@@ -292,6 +314,43 @@ def test_a_group_that_fails_wakes_ranks_also_where_others_have_failed_before():
         with pytest.raises(RuntimeError):
             group.recv([torch.empty(1)], 2, 5).wait()
     assert time.monotonic() - started < patient(15)
+    dist.barrier()
+
+
+@on_ranks(4)
+def test_headers_that_differ_are_told_to_all_ranks_at_once():
+    """Three ranks are in one call, the last is in another."""
+    rank, group = dist.get_rank(), dist.new_group()
+    called(STEPS["row"], group)
+    dist.barrier()
+    started = time.monotonic()
+    said = said_by(lambda: called(STEPS["column of shards" if rank == 3 else "row_sequence"], group))
+    assert time.monotonic() - started < patient(2)
+    assert "ranks have left the common order of calls: call " in said
+    assert "'row_linear: shards of the sum (4, 4) torch.float32' on rank " in said
+    assert "'column_linear: gather of x (8, 12) torch.float32' on rank 3" in said
+    dist.barrier()
+
+
+@pytest.mark.parametrize("transport", ["c10d", "chunks"])
+@on_ranks(2)
+def test_a_rank_may_leave_after_its_last_call(transport):
+    """Receives for its next messages are posted: an error only of a call that it does not make."""
+    rank, group = dist.get_rank(), dist.new_group()
+    with using(transport):
+        for _ in range(2):
+            called(STEPS["mlp"], group)
+        meet("all have called")
+        if rank == 1:
+            dist.destroy_process_group(group)
+            del group
+            gc.collect()
+        meet("one has left")
+        if rank == 0:
+            time.sleep(0.2)
+            said = said_by(lambda: called(STEPS["mlp"], group))
+            assert said.startswith("RuntimeError: parallel_mlp: r")
+            assert "rank 1" in said
     dist.barrier()
 
 
@@ -316,12 +375,17 @@ def assert_all_are_told(answers: list[list[tuple[int, str, str]]], failing: int)
     assert told >= len(answers[0]) // 2, answers
 
 
-@once(name=list(STEPS), transport=["c10d", "shared"])
+@once(name=list(STEPS), transport=["c10d", "chunks", "shared"])
 def test_a_call_that_ends_half_way_is_an_error_of_every_later_call_on_every_rank(ranks2, name, transport):
     assert_all_are_told(ranks2.run(interrupted, name, transport, 0, 3), 0)
 
 
-@pytest.mark.parametrize("transport", ["c10d", "shared"])
+@pairwise(name=["row", "column of shards", "mlp"], transport=["c10d", "chunks", "shared"])
+def test_an_error_in_any_line_of_ours_is_told_to_all(ranks2, name, transport):
+    assert_all_are_told(ranks2.run(interrupted, name, transport, 0, 12, "lines"), 0)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "chunks", "shared"])
 def test_a_call_that_ends_half_way_is_told_to_four_ranks(ranks4, transport):
     assert_all_are_told(ranks4.run(interrupted, "mlp", transport, 2, 2), 2)
 
@@ -338,7 +402,7 @@ def test_a_call_that_ends_half_way_is_told_to_four_ranks(ranks4, transport):
         "ignore_index",
         "vocab_size",
     ],
-    transport=["c10d", "shared"],
+    transport=["c10d", "chunks", "shared"],
 )
 @on_ranks(2)
 def test_ranks_that_ask_for_different_things_are_told_and_live_on(transport, how):
@@ -349,6 +413,6 @@ def test_ranks_that_ask_for_different_things_are_told_and_live_on(transport, how
 
 @on_ranks(2)
 def test_a_backend_without_tags_compares_calls_that_are_new():
-    with patch.object(GroupCalls, "matches_tags", lambda self, device: False), hasty():
+    with patch.object(Calls, "has_tags", lambda self, device: False):
         for how in ("rows", "sequence_parallel", "label_smoothing"):
             assert "ranks disagree" in said_by(asked(how, dist.new_group())), how

@@ -247,14 +247,14 @@ def test_a_wrong_scale_would_be_seen(monkeypatch, wrong):
     x, weight, bias, _ = operands(torch.bfloat16)
     exact = Oracle(Recipe.rowwise()).linear(x, weight, bias)
 
-    compute = Quantized.product_into
+    compute = Quantized._product_into
 
-    def spoilt(numerics, out, x, *others):
-        changed = x.with_words(x.words.clone())
-        changed.scale.copy_(wrong(x.scale))
-        compute(numerics, out, changed, *others)
+    def spoilt(matmul, out, words, *others):
+        changed = Scaled(words.clone(), K, "e4m3", "rows")
+        changed.scale.copy_(wrong(changed.scale.clone()))
+        compute(matmul, out, changed.words, *others)
 
-    monkeypatch.setattr(Quantized, "product_into", spoilt)
+    monkeypatch.setattr(Quantized, "_product_into", spoilt)
     y = ops.linear(x, weight, bias, quantize=Recipe.rowwise())
     assert relative_error(y, exact) > 10 * BOUND[torch.bfloat16]
 

@@ -36,7 +36,6 @@ from tests.ops.parallel_cases import (
 )
 from tests.ops.quantized_oracle import RECIPES, Oracle
 from tests.ops.scaled_ranks import apart_from_one_rank, bytes_of
-from tests.ops.test_parting import hasty
 from tests.ops.test_quantized import _Act, _Gated
 from tests.ops.test_second_derivatives import WORDS
 from tests.ops.transport_cases import under
@@ -366,7 +365,7 @@ def test_ranks_with_other_recipes_are_told_of_other_calls_and_in_debug_mode_of_t
     said = []
     for debug in (True, False):
         group = dist.new_group(timeout=timedelta(seconds=patient(4)))
-        with patch.object(parallel, "debug", debug), hasty():
+        with patch.object(parallel, "debug", debug):
             said.append(message_of(lambda: both(group)))  # noqa: B023
     for words in ("ranks disagree", "options: ", "Recipe(scaling='rows'"):
         assert words in said[0]

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import cycle
 from random import Random
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.on_ranks import on_ranks
 from tests.ops.invariant_cases import Setting, drawn, hashes, hashes_by_kernels, norm, whole_of
+from tests.ops.test_parallel_citizens import unlike_compiled
 from tests.products import once
 from tests.ranks import RankPool
 from tests.segments import tp_invariance
 from tpkernels import ops
 from tpkernels.ops.tensor_parallel import mappings
+from tpkernels.ops.tensor_parallel.segment_heads import segment_heads
 from tpkernels.ops.tensor_parallel.segments import canonical
+from tpkernels.tp_invariance import mode
 
 DTYPES = (torch.float32, torch.bfloat16)
 OPTIONS = {
@@ -53,6 +58,27 @@ def test_every_size_gives_the_same_bits(name, rest, ranks1, ranks2, ranks4):
             assert found[number] == alone, setting
         if name not in ("embedding", "cross_entropy", "heads"):
             assert alone == by_size[0][number // 2 * 2], f"{setting}: as without sequence parallelism"
+
+
+def norms_and_products(x: Tensor, w: Tensor, w2: Tensor, bias: Tensor) -> Tensor:
+    """With TP-invariance heads that segments share, as well."""
+    group = dist.group.WORLD
+    y = ops.layer_norm(x, w[0], bias, group=group) * ops.rms_norm(x, w2[0], group=group)
+    h = ops.column_linear(y, [w, w2], None, group, activation="gelu", sequence_parallel=True)
+    y = ops.row_linear(h[0] * h[1], w, None, group, sequence_parallel=True)
+    if mode.segments:
+        y = y.sum() + segment_heads(h[0], group, 1).sin().sum() + segment_heads(y, group, 4).cos().sum()
+    return y
+
+
+@pytest.mark.parametrize("segments", [0, 8])
+@on_ranks(2)
+def test_one_graph_has_the_bits_of_eager_norms_and_heads(segments):
+    w, w2, bias = (torch.randn(size).requires_grad_() for size in ((16, 16), (16, 16), (16,)))
+    xs = [torch.randn(tokens, 3, 16).requires_grad_() for tokens in (8, 16)]
+    with tp_invariance(segments) if segments else nullcontext():
+        wrong = unlike_compiled(norms_and_products, [[x, w, w2, bias] for x in xs])
+    assert [line for line in wrong if not line.startswith("saved bytes")] == []
 
 
 @pytest.fixture(scope="module")

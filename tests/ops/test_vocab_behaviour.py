@@ -27,7 +27,7 @@ from tpkernels.dispatch import backends
 from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel import name_of
-from tpkernels.ops.vocab.linear_cross_entropy import PartialGradients
+from tpkernels.ops.vocab.partial_gradients import PartialGradients
 
 VOCAB, FEATURES = 14, 6
 BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
@@ -185,25 +185,30 @@ def test_registered_operators_pass_opcheck():
     flat, counted = ids.flatten(), target.flatten()
     hidden, logits, tokens = torch.randn(12, FEATURES), torch.randn(12, VOCAB), torch.rand(12) + 1
     operators, group = torch.ops.tpkernels, name_of(dist.group.WORLD)
-    loss = ("loss", group, VOCAB, 0.1, -100, None, False, 5, None, "")
-    scaled = ("logprobs", group, VOCAB, 0.0, -100, 0.7, False, 5, 3, "float32 rowwise")
+    whole, split = (group, False, True, 0, ""), (group, True, True, 0, "")
+    fp32, loss = torch.float32, ("loss", VOCAB, 0.1, -100)
+    on_one = (*loss, None, 5, None, *whole)
+    scaled = ("logprobs", VOCAB, 0.0, -100, 0.7, 5, 3, *whole[:-1], "rowwise")
     pairs = torch.stack([counted, flat], 1)
     calls: dict[str, list[tuple[Any, ...]]] = {
-        "vocab_embedding": [(flat, table, group, VOCAB, False), (flat, table, group, VOCAB, True)],
-        "vocab_embedding_backward": [(hidden, flat, VOCAB, torch.float32, group, True, 3)],
-        "vocab_cross_entropy": [(logits, counted, *loss)],
-        "vocab_cross_entropy_backward": [(logits, counted, tokens, tokens, tokens, *loss)],
+        "vocab_embedding": [(flat, table, VOCAB, *whole), (flat, table, VOCAB, *split)],
+        "vocab_embedding_backward": [(hidden, flat, VOCAB, fp32, 3, *split)],
+        "vocab_cross_entropy": [(logits, counted, *loss, *whole)],
+        "vocab_cross_entropy_backward": [(logits, counted, tokens, tokens, tokens, *loss, *whole)],
         "linear_cross_entropy": [
-            (hidden, weight, counted, *needs, "mean", *loss)
+            (hidden, weight, counted, *needs, "mean", *on_one)
             for needs in ((True, True), (False, True), (True, False), (False, False))
         ],
         "linear_cross_entropy_backward": [
-            (tokens[0], *gradients, torch.float32, torch.float32, *loss)
+            (tokens[0], *gradients, fp32, fp32, "loss", *whole)
             for gradients in ((hidden, weight), (None, weight), (hidden, None))
         ],
-        "linear_token_losses": [(hidden, weight, counted, *loss), (hidden, weight, pairs, *scaled)],
+        "linear_token_losses": [
+            (hidden, weight, counted, *on_one),
+            (hidden, weight, pairs, *scaled),
+        ],
         "linear_token_losses_backward": [
-            (tokens, None, hidden, weight, counted, tokens, tokens, None, None, *needs, torch.float32, *loss)
+            (tokens, None, hidden, weight, counted, tokens, tokens, None, None, *needs, fp32, *on_one)
             for needs in ((True, True), (False, True), (True, False))
         ],
     }
@@ -248,7 +253,7 @@ def test_a_rank_that_reads_a_batch_of_its_own_is_told_of(call, sequence_parallel
     """At once by a look, in the first call and in the second; in the fifth by what is noted."""
     looked = call in (1, 2)
     words = r"^vocab_embedding: other data on the ranks of a tensor group: give each .* rank 0 has ids \(6,"
-    words = words if looked else "call 1[0-9] is 'vocab_embedding: ids"
+    words = words if looked else "ranks have left the common order of calls: before call"
     group, weight = dist.new_group(), torch.randn(8, 4)
     for number in range(1, call + 1):
         ids = torch.arange(6) + (dist.get_rank() if number >= call else 0)

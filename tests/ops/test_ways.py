@@ -32,9 +32,10 @@ from tpkernels.kernels import linear, reduce, scatter_linear, tiles
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.kernels.waits import Arrivals
+from tpkernels.ops import matmul
 from tpkernels.ops.tensor_parallel import flag_waits, parallel, ways
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
-from tpkernels.ops.tensor_parallel.parallel import start_rows
+from tpkernels.ops.tensor_parallel.parallel import split_of
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
 from tpkernels.ops.tensor_parallel.ways import ROUNDS, Way, WayChooser, WayRun, _mismatch
 
@@ -125,7 +126,7 @@ def as_on_gpus(of: Mapping[str, float], cache: Cache, opener: Any = open_stand_i
         patch.object(parallel, "times_on", lambda like: True),
         patch.object(ways, "cuda_clock", times(of)),
         patch.object(ways, "cache_on", lambda device: cache),
-        patch.object(c10d, "_processors", lambda device: 1),
+        patch.object(c10d, "processors_of", lambda device: 1),
         patch.object(ways, "ROUNDS", 1),
         patch.dict(select.openers, {"symmetric": opener}),
         heard("tpkernels.choices") as said,
@@ -133,9 +134,13 @@ def as_on_gpus(of: Mapping[str, float], cache: Cache, opener: Any = open_stand_i
         yield said
 
 
+def gather(x: Tensor, group: dist.ProcessGroup, features: int = FEATURES, op: str = "op") -> Tensor:
+    return split_of(op, group, True).gather(op, "x", x, features).all()
+
+
 def assert_gathered(rows: int, group: dist.ProcessGroup, op: str = "op") -> None:
     """A gather of so many rows of each of two ranks brings ones, then twos."""
-    gathered = start_rows(op, "x", torch.full((rows, 16), 1.0 + dist.get_rank()), group, FEATURES).wait()
+    gathered = gather(torch.full((rows, 16), 1.0 + dist.get_rank()), group, op=op)
     assert gathered.equal(torch.arange(1.0, 3.0).repeat_interleave(rows)[:, None].expand(2 * rows, 16))
 
 
@@ -164,7 +169,7 @@ def test_a_choice_against_memory_leaves_open_what_another_choice_took():
         with as_on_gpus(times_of, cache), patch.object(ways, "TRIAL_SECONDS", 3.0):
             assert_gathered(8, group, op)
         assert {exchange.timeout for exchange in select._of_group[id(group)]._open.values()} == {40.0}
-    assert taken_by(group) == ["SymmetricExchange", "Collectives"]
+    assert taken_by(group) == ["Mailboxes", "Collectives"]
 
 
 @on_ranks(2)
@@ -186,7 +191,7 @@ def test_products_of_other_widths_decide_nothing_for_one_rank_alone():
     x = torch.full((8, 16), float(rank))
     with as_on_gpus(MEMORY_FIRST | {"symmetric": 9.0}, Cache(None, VERSIONS)):
         for features in (32, 32 - rank, 32, 0 if rank else 32):
-            assert float(start_rows("op", "x", x, group, features).wait()[-1, 0]) == 1.0
+            assert float(gather(x, group, features)[-1, 0]) == 1.0
 
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="clocks and memory are stand-ins")
@@ -320,10 +325,10 @@ def test_rows_in_fp8_are_timed_with_the_product_that_takes_them(symmetric):
     with as_on_gpus(times_of, Cache(None, VERSIONS)) as said, comparing as compared:
         found = run(group=group)
     assert furthest(found, expected) < 1e-6
-    of_words = [line for line in said if "float32 rowwise as int32 " in line]
+    of_words = [line for line in said if "e4m3, rowwise as int32 " in line]
     assert [line.partition(" 2 ranks")[0] for line in of_words[:2]] == [
-        "column_linear gathers float32 rowwise as int32 16x7x16",
-        "row_linear backward gathers float32 rowwise as int32 16x7x16",
+        "column_linear gathers e4m3, rowwise as int32 16x7x16",
+        "row_linear backward gathers e4m3, rowwise as int32 16x7x16",
     ]
     chosen = "symmetric" if symmetric == 1.0 else "2 collectives"
     assert all(f": {chosen} (timed: " in line for line in of_words[:2]), of_words
@@ -356,7 +361,7 @@ def test_kernels_are_compiled_before_the_time_of_a_trial_begins_to_run():
     assert not select._of_group[id(group)].dropped
     assert len(limits) == 2
     assert all(first > then for first, then, *_ in limits.values()), limits
-    assert set(taken_by(group)) == {"SymmetricExchange"}
+    assert set(taken_by(group)) == {"Mailboxes"}
 
 
 IN_ROUNDS = {"1 collective": 5.0, "2 collectives": 6.0, "symmetric": 4.0, "symmetric in 2 rounds": 1.0}
@@ -396,7 +401,7 @@ def test_rounds_through_memory_are_products_of_their_own():
     with as_on_gpus(IN_ROUNDS, Cache(None, VERSIONS)):
         assert_right(group)
         with (
-            patch.object(flag_waits.KernelWaits, "product", **fused),
+            patch.object(matmul, "how_to_wait", **fused),
             patch.object(scatter_linear, "scatter_linear", **fused),
             patch.object(primitives, "into", into),
         ):
@@ -404,7 +409,7 @@ def test_rounds_through_memory_are_products_of_their_own():
                 assert_right(group)
     assert multiplied == 3 * [ROWS // 2, ROWS // 2], "a product for each round of a gather"
     exchanges = select._of_group[id(group)]
-    assert [(type(one).__name__, one.rounds) for one in exchanges.chosen.values()] == [("InRounds", 2)] * 2
+    assert [(type(one).__name__, one.rounds) for one in exchanges.chosen.values()] == [("Mailboxes", 2)] * 2
     assert all(exchange.timeout > ways.TRIAL_SECONDS for exchange in exchanges._open.values())
 
 
@@ -415,7 +420,7 @@ def test_a_way_that_fails_leaves_no_half_of_a_call_to_those_that_share_its_memor
     prepare(Setting())
     group, opener, launches = dist.new_group(), Mock(wraps=open_stand_in), list[int]()
     owner, name, of_rehearsal = {
-        "symmetric": (flag_waits.KernelWaits, "product", 1),
+        "symmetric": (matmul, "how_to_wait", 1),
         "in 2 rounds": (flag_waits, "_arrivals", 1),
     }[broken]
 
@@ -477,14 +482,6 @@ def test_kernels_that_wait_or_store_take_the_tile_that_was_fastest():
 
 
 @on_ranks(2)
-def test_rounds_over_several_machines_are_refused_on_all_ranks():
-    prepare(Setting())
-    group = dist.new_group()
-    with using("rounds apart", "triton"), pytest.raises(ValueError, match="need all ranks on one machine"):
-        start_rows("op", "x", torch.ones(8, 16), group, FEATURES)
-
-
-@on_ranks(2)
 def test_ways_open_memory_once_where_there_is_none():
     prepare(Setting())
     group, opener = dist.new_group(), Mock(wraps=no_symmetric_memory)
@@ -516,20 +513,20 @@ def test_a_rank_without_memory_for_a_trial_says_so_before_others_wait():
         for rows in (8, 16):
             assert_gathered(rows, group)
     assert not rank or "not timed: rank 1: OutOfMemoryError: CUDA out of memory" in said[0]
-    assert taken_by(group) == ["Collectives", "SymmetricExchange"]
+    assert taken_by(group) == ["Collectives", "Mailboxes"]
     assert reserved[-3:] == [(32, 16), (32, 16), (32, 32)], "all rows, what they came in, and their product"
 
 
 def test_a_way_timed_with_tf32_is_kept_apart():
     """A product that is faster hides less of a transfer."""
     moved, before = (
-        ways.Moved("op", "gathers", 16, 24, torch.float32, torch.device("cuda")),
+        ways.Moved("op", "gathers", 16, 24, torch.float32, torch.device("cuda"), 8),
         MATMUL.fp32_precision,
     )
     try:
         MATMUL.fp32_precision = "tf32"
-        assert moved.key(8, 2, 1) == "op gathers float32/tf32 16x24x8 2 ranks 1 machines"
-        assert moved._replace(dtype=torch.bfloat16).key(8, 2, 1).startswith("op gathers bfloat16 16x")
+        assert ways.key_of(moved, 2, 1) == "op gathers float32/tf32 16x24x8 2 ranks 1 machines"
+        assert ways.key_of(moved._replace(dtype=torch.bfloat16), 2, 1).startswith("op gathers bfloat16 16x")
     finally:
         MATMUL.fp32_precision = before
 

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from tests.loopback import write_word
-from tpkernels.comm.transports import c10d, mailbox, symmetric
+from tpkernels.comm import schedule
+from tpkernels.comm.calls import calls_of
+from tpkernels.comm.transports import c10d, processes, symmetric
 from tpkernels.comm.transports import select as transports
 from tpkernels.comm.transports.mailbox import MailboxExchange, Opening
 from tpkernels.comm.transports.shared import Mapped, open_mapped
@@ -46,15 +48,10 @@ def open_stand_in(opening: Opening) -> MailboxExchange:
     group = opening.group
 
     def build(shared: Mapping[int, Mapped]) -> symmetric.SymmetricExchange:
-        here, memories = list(shared), [mapped.memory for mapped in shared.values()]
-        beside = group
-        if len(here) < group.size():
-            world_ranks = [dist.get_global_rank(group, rank) for rank in here]
-            beside = dist.new_group(world_ranks, use_local_synchronization=True)
-        handle, own = ProcessHandle(memories, beside), shared[group.rank()].memory
-        streams = symmetric.streams_of(group, opening.device)
+        handle = ProcessHandle([mapped.memory for mapped in shared.values()], group)
+        own, streams = shared[group.rank()].memory, symmetric.streams_of(group, opening.device)
         return symmetric.SymmetricExchange(
-            opening.name, opening.layout, handle, own, opening.timeout, here, streams=streams
+            opening.name, opening.layout, handle, own, opening.timeout, streams=streams
         )
 
     exchange = open_mapped(opening, build)
@@ -66,31 +63,32 @@ def open_stand_in(opening: Opening) -> MailboxExchange:
 def using(transport: str, backend: str = "torch") -> Iterator[None]:
     """Until the end, transfers go as said.
 
-    transport: one that users may wish for; "stand-in" or "rounds": symmetric, or that in two rounds, in
-        memory of the CPU; " apart" behind it puts ranks on two machines in turn, " alone" the last of them
-        on a machine of its own
+    transport: one that users may wish for; "chunks": c10d, which sends few rows in chunks, too; "stand-in"
+        or "rounds": symmetric, or that in two rounds, in memory of the CPU; " apart" behind it puts ranks on
+        two machines in turn
     """
-    transport, _, places = transport.partition(" ")
+    transport, _, apart = transport.partition(" ")
     stands_for = {"stand-in": "symmetric", "rounds": transports.IN_ROUNDS}.get(transport, "")
     standing_in = {"symmetric": open_stand_in} if stands_for else {}
-    rounds = [patch.object(c10d, "collective_rounds", two_if_hidden)] if transport == "rounds" else []
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    place = {"": "one", "apart": f"host{rank % 2}", "alone": f"host{rank == last}"}[places]
+    changes = [patch.object(c10d, "collective_rounds", two_if_hidden)] if transport == "rounds" else []
+    if transport == "chunks":
+        transport, changes = "c10d", [patch.object(schedule, "LEAST_BYTES", 64)]
+    place = f"host{dist.get_rank() % 2}" if apart else "one"
     with (
-        patch.object(mailbox, "machine", lambda: place),
+        patch.object(processes, "machine", lambda: place),
         patch.object(transports, "requested_transport", stands_for or transport),
         patch.object(backends, "backend", backend),
         patch.dict(transports.openers, standing_in),
         ExitStack() as entered,
     ):
-        for change in rounds:
+        for change in changes:
             entered.enter_context(change)
         try:
             yield
         finally:
-            transports._forget(
-                id(dist.group.WORLD)
-            )  # whose ranks agree anew, as their tests know nothing of this
+            # whose ranks agree anew, as their tests know nothing of this
+            transports._forget(id(dist.group.WORLD))
+            calls_of(dist.group.WORLD).kinds.clear()
 
 
 def two_if_hidden(rows: int, features: int, *_: object) -> int:

@@ -25,7 +25,7 @@ from tests.training.small import TINY, config_for, losses_of, trainer_for
 from tpkernels import GPT, manual_seed
 from tpkernels.buckets import gradients as buckets_module
 from tpkernels.checkpoints import dcp
-from tpkernels.comm import schedule
+from tpkernels.comm import calls, schedule
 from tpkernels.comm.transports import select
 from tpkernels.training.config import learning_rate
 from tpkernels.training.trainer import Excerpts, TokenFile
@@ -217,8 +217,10 @@ UNCUT_BYTES = 2**17
 Digits = tuple[list[tuple[str, str]], str]  # loss and gradient norm of each step; a hash of the weights
 
 
-def trained(path: Path, tensor: int, transport: str, seed: int, steps: int, mutant: bool = False) -> Digits:
-    """Each step under another schedule."""
+def trained(
+    path: Path, tensor: int, transport: str, seed: int, steps: int, mutant: bool = False, eager: bool = False
+) -> Digits:
+    """Each step under another schedule. eager: few rows travel with headers, and are multiplied at once"""
     world, rank = dist.get_world_size(), dist.get_rank()
     model = TINY.with_sizes(num_kv_heads=4)
     options = {"accumulate": 2, "sequence_parallel": True, "dtype": torch.float32}
@@ -228,6 +230,8 @@ def trained(path: Path, tensor: int, transport: str, seed: int, steps: int, muta
         stack.enter_context(patch.object(select, "requested_transport", transport))
         # other tests cut even tiny shards in these processes, and transports cut unlike each other
         stack.enter_context(patch.object(schedule, "LEAST_BYTES", UNCUT_BYTES))
+        if not eager:
+            stack.enter_context(patch.object(calls, "EAGER_BYTES", 0))
         stack.enter_context(order_of_arrival() if mutant else nullcontext())
         trainer = trainer_for(config, tensor)
         for step in range(steps):
@@ -241,10 +245,17 @@ def trained(path: Path, tensor: int, transport: str, seed: int, steps: int, muta
 
 
 def test_steps_under_other_loads_and_over_another_transport_have_equal_digits(ranks4, text):
-    over_c10d, over_shared, by_arrival = (
+    over_c10d, over_shared, by_arrival, *eager = (
         ranks4.run(trained, text, 4, *how)
-        for how in (("c10d", 1, 2), ("shared", 1001, 2), ("c10d", 1, 2, True))
+        for how in (
+            ("c10d", 1, 2),
+            ("shared", 1001, 2),
+            ("c10d", 1, 2, True),
+            ("c10d", 1, 2, False, True),
+            ("c10d", 1001, 2, False, True),
+        )
     )
     assert over_c10d == over_shared
     assert all(len(set(digits)) == 2 for digits, _ in over_c10d)
     assert by_arrival != over_c10d  # sums in the order of arrival
+    assert eager[0] == eager[1]

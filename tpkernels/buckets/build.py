@@ -16,7 +16,7 @@ import sysconfig
 from contextlib import suppress
 from pathlib import Path
 
-from tpkernels.comm.supported import Problem
+from tpkernels.comm.agreement import Problem
 from tpkernels.errors import is_first_to_say
 from tpkernels.extension import ExtensionState, extension, library_of_first_use, sources
 

@@ -18,7 +18,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup, ReduceOp
 
 from tpkernels.buckets.layout import DEFAULT_BUCKET_BYTES, LayoutRules, lay_out_buckets
-from tpkernels.comm.agreement import Claim, agree, describe
+from tpkernels.buckets.supported import FLOATING, REDUCIBLE, problem_of
+from tpkernels.comm.agreement import Claim, Problem, agree, describe
 from tpkernels.comm.groups import (
     Start,
     failed,
@@ -29,7 +30,6 @@ from tpkernels.comm.groups import (
     start_reduce_scatter,
     start_together,
 )
-from tpkernels.comm.supported import FLOATING, REDUCIBLE, Problem, problem_of
 
 BucketReduction = Literal["sum", "avg"]
 _REDUCTIONS = {"sum": ReduceOp.SUM, "avg": ReduceOp.AVG}

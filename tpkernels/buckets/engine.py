@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tpkernels.buckets.live_group import LiveGroup
+from tpkernels.buckets.supported import FLOATING
+from tpkernels.comm.agreement import Problem
 from tpkernels.comm.carveout import blocks_of
-from tpkernels.comm.groups import LiveGroup
-from tpkernels.comm.supported import FLOATING, Problem
 
 LONGEST_TIMEOUT = timedelta(days=365)  # clocks count nanoseconds, and overflow in 292 years
 

@@ -41,6 +41,7 @@ from tpkernels.buckets.layout import (
     lay_out_buckets,
     runs_within,
 )
+from tpkernels.buckets.live_group import LiveGroup
 from tpkernels.buckets.memory import Bucket, BucketMemory
 from tpkernels.buckets.neighbours import FAREWELL_SECONDS
 from tpkernels.buckets.parameters import (
@@ -50,15 +51,14 @@ from tpkernels.buckets.parameters import (
     refuse_early_steps,
     require_equal_weights,
 )
-from tpkernels.comm.agreement import Claim, agree, describe
+from tpkernels.buckets.supported import FLOATING, problem_of, problem_over
+from tpkernels.comm.agreement import Claim, Problem, agree, describe
 from tpkernels.comm.groups import (
-    LiveGroup,
     exchange_device,
     required_group,
     start_all_reduce,
     start_broadcast,
 )
-from tpkernels.comm.supported import FLOATING, Problem, problem_of, problem_over
 from tpkernels.comm.transports import select
 
 

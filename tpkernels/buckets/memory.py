@@ -26,12 +26,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.buckets.engine import LONGEST_TIMEOUT, Engine, EngineOptions
+from tpkernels.buckets.forks import copy_in_forks
+from tpkernels.buckets.live_group import LiveGroup
 from tpkernels.buckets.neighbours import OP, Neighbours
 from tpkernels.comm.agreement import CannotTakePart, offers_of_all
 from tpkernels.comm.calls import handshake
-from tpkernels.comm.groups import LiveGroup, timeout_of
-from tpkernels.comm.transports import mailbox, select
-from tpkernels.comm.transports.forks import copy_in_forks
+from tpkernels.comm.groups import timeout_of
+from tpkernels.comm.transports import processes, select
 from tpkernels.comm.transports.mailbox import Meeting
 from tpkernels.comm.transports.processes import Process, process_of
 from tpkernels.comm.transports.shared import Mapped, mapped_by_all, new_memory
@@ -190,7 +191,7 @@ class BucketMemory:
             return f"they are on {self._device.type}"
         if self._options.group.size == 1:
             return "there is one rank"
-        here, why = select.place() if select.requested_transport == "auto" else mailbox.machine(), ""
+        here, why = select.place() if select.requested_transport == "auto" else processes.machine(), ""
         for group in self._groups_in_relay_order():
             why, places = select.where_ranks_run(OP, group.get(), why, here)
             problem, self._machines[group] = machines_of(places, group.rank)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tpkernels.buckets.engine import Engine, EngineOptions
+from tpkernels.buckets.live_group import LiveGroup
 from tpkernels.comm.calls import Call, calls_of, handshake
-from tpkernels.comm.groups import LiveGroup, failed
+from tpkernels.comm.groups import failed
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
 from tpkernels.errors import cause_of
 
@@ -70,7 +71,7 @@ class Neighbours:
         if os.getpid() != self._opener:
             return
         try:
-            self._await(patience)
+            self._await(patience=patience)
         except RuntimeError:
             self._engine.lose_others()
         except BaseException as error:
@@ -91,14 +92,14 @@ class Neighbours:
 
         numbered: a round is complete on all ranks, and counts as a call of its groups
         """
-        wait: Callable[[], None] = self._await
         try:
+            begun = []
             # a round refused for NaN ends in finish() on this rank, in zero() on others
             if numbered and not self._refuses:
                 for group, number in zip(self._groups, self._numbers, strict=True):
                     what = f"gradients of a step, buckets of call {number}"
-                    wait = _watched(handshake(OP, what, group.get()), wait)
-            wait()
+                    begun.append(handshake(OP, what, group.get()))
+            self._await(begun)
         except BaseException as error:  # Ctrl-C, too: other ranks do not know of it
             self._fail(error)
             raise
@@ -110,7 +111,8 @@ class Neighbours:
         for calls in self._calls:
             calls.fail(f"{type(error).__name__}: {cause_of(error)}")
 
-    def _await(self, patience: float | None = None) -> None:
+    def _await(self, begun: Sequence[Call] = (), patience: float | None = None) -> None:
+        """Wait for buckets in flight. begun: the calls of the step, which other ranks must be in, too"""
         started, patience = time.monotonic(), self._timeout if patience is None else patience
         while not self._engine.settle(LOOK_SECONDS):
             what, tensor_parallel, late, left = self._engine.awaited()
@@ -119,6 +121,8 @@ class Neighbours:
             if cause and not self._engine.settle(0.0):  # their work before they ended counts
                 group = self._groups[which]
                 raise failed(f"{OP}: {what}", group.name, group.size, cause)
+            for call in begun:
+                call.calls.compare(call)
 
     def _cause(
         self,
@@ -141,7 +145,3 @@ class Neighbours:
             ranks = ", ".join(map(str, late))
             return f"the wait for rank{'s' * (len(late) > 1)} {ranks} of it timed out after {seconds:.1f} s"
         return ""
-
-
-def _watched(call: Call, wait: Callable[[], None]) -> Callable[[], None]:
-    return lambda: call.wait_for(wait)

@@ -22,8 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from tpkernels.comm.agreement import Claim, agree
-from tpkernels.comm.supported import Problem
+from tpkernels.comm.agreement import Claim, Problem, agree
 from tpkernels.groups.checksums import sums_of_bits
 from tpkernels.tp_invariance import mode
 

@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.checkpoints.moves import Block, BlockMessage, BlockMove
 from tpkernels.checkpoints.shards import Chunk
-from tpkernels.comm.calls import Call, all_or_fail, begin
+from tpkernels.comm.calls import Call, begin, calls_of
 from tpkernels.comm.groups import exchange_device
-from tpkernels.comm.transports.c10d import Transfers
+from tpkernels.comm.transports.c10d import Launches
 
 Chunks = Mapping[str, Sequence[Chunk]]  # by the tensor's name
 
@@ -43,7 +43,6 @@ def copy_own(moves: Sequence[BlockMove], sources: Chunks, targets: Chunks) -> No
             target.copy_(source)
 
 
-@all_or_fail
 @torch.no_grad()
 def exchange(
     messages: Sequence[BlockMessage],
@@ -58,9 +57,10 @@ def exchange(
     messages: this rank's, from `moves`
     dtypes: of the sources
     """
-    call = begin("reshard", "messages", group)
-    for first in range(0, len(messages), buckets):
-        _exchange_some(call, messages[first : first + buckets], sources, targets, dtypes)
+    with calls_of(group):
+        call = begin("reshard", "messages", group)
+        for first in range(0, len(messages), buckets):
+            _exchange_some(call, messages[first : first + buckets], sources, targets, dtypes)
 
 
 def _exchange_some(
@@ -80,16 +80,16 @@ def _exchange_some(
     for message, packed in zip(outgoing, sent, strict=True):
         for move, slot in _slots(message, packed, dtypes):
             slot.copy_(view_of(sources[move.name], move.block))
-    transfers = Transfers(call)
-    works = transfers.exchange_all(
+    launches = Launches(call, device)
+    wait = launches.exchange(
         [(message.receiver, packed) for message, packed in zip(outgoing, sent, strict=True)],
         [(message.sender, packed) for message, packed in zip(incoming, received, strict=True)],
     )
-    for work, message, packed in zip(works, incoming, received, strict=True):
-        transfers.await_rows(work, [message.sender])
+    wait()
+    for message, packed in zip(incoming, received, strict=True):
         for move, slot in _slots(message, packed, dtypes):
             view_of(targets[move.name], move.block).copy_(slot)
-    transfers.await_sends()
+    launches.end()
 
 
 def _slots(

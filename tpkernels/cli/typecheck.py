@@ -281,7 +281,7 @@ def as_rank_of(ranks: int) -> Iterator[None]:
         patch.object(device_mesh, "init_process_group", init_fake),
         patch.object(dist, "new_group", new_fake),
         # collectives in one round, which the fake backend answers; it has no point-to-point messages
-        patch.object(c10d, "_processors", lambda device: 1),
+        patch.object(c10d, "processors_of", lambda device: 1),
     ):
         try:
             yield

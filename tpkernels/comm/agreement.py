@@ -11,9 +11,9 @@ import builtins
 import ctypes
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,22 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import Call, handshake
 from tpkernels.comm.calls import CannotTakePart as CannotTakePart
 from tpkernels.comm.groups import exchange_device
-from tpkernels.comm.supported import Problem
-from tpkernels.comm.transports.rows import gather_small
+from tpkernels.comm.transports import processes
+from tpkernels.comm.transports.c10d import gather_small
 from tpkernels.errors import cause_of, difference, short
 
 _DIGEST_BYTES = 16
 _OFFER_CHARACTERS, _OFFER_BYTES = 256, 16 * 1024  # of a text, and of what a rank offers: up to five texts
+
+
+class Closable(Protocol):
+    """An object that all ranks build, and close if one of them could not build it."""
+
+    def close(self) -> None: ...
+
+
+B = TypeVar("B", bound=Closable)
+Problem = tuple[str, str]  # why a rank cannot take part: the type of an error, and its text
 
 
 @dataclass(frozen=True)
@@ -103,10 +113,40 @@ def offers_of_all(
     return [offered for _, _, *offered in found]
 
 
+def offers_here(
+    name: str, call: Call, problem: str, wanted: str, offer: str, place: str = ""
+) -> tuple[list[int], list[str]]:
+    """Return the ranks on this machine, this one among them, and what each rank of the group offers.
+
+    All raise if a rank wants something else (another shape, say), or has a problem.
+    place: on the machine; ranks at others count as on another machine
+    """
+    found = offers_of_all(name, call, problem, wanted, (processes.machine() + place, offer))
+    own = found[call.calls.rank][0]
+    return [peer for peer, (theirs, _) in enumerate(found) if theirs == own], [theirs for _, theirs in found]
+
+
+def built_by_all(name: str, call: Call, build: Callable[[], B]) -> B:
+    """Return the result of `build` once it has succeeded on all ranks; all raise if it fails on one."""
+    built, problem = None, ""
+    try:
+        built = build()
+    except Exception as error:  # whatever it is, the others wait to be told
+        problem = f"{type(error).__name__}: {error}"
+    try:
+        offers_of_all(name, call, problem)
+    except BaseException:
+        if built is not None:
+            built.close()
+        raise
+    assert built is not None, "this rank had no problem"
+    return built
+
+
 def bytes_of_all(name: str, own: bytes, group: ProcessGroup) -> list[bytes]:
     """Return the bytes of all ranks, whose lengths may differ. name: of the call, for errors"""
     call = handshake(name, "bytes of all ranks", group)
-    lengths = _all_gather(torch.tensor([len(own)]), call).flatten().tolist()
+    lengths = _all_gather(torch.tensor([len(own)], device="cpu"), call).flatten().tolist()
     padded = torch.frombuffer(bytearray(own.ljust(max(lengths))), dtype=torch.uint8)
     rows = _all_gather(padded, call)
     return [ctypes.string_at(row.data_ptr(), size) for row, size in zip(rows, lengths, strict=True)]

@@ -1,52 +1,45 @@
-"""Numbers the calls of a group: ranks whose calls differ raise an error, and a broken call ends its group.
+"""The calls of a process group: all ranks make the same calls in the same order, or all ranks raise.
 
-All ranks of a group make the same calls in the same order. So a call's number and description, such as
-"row_linear: sum of (64, 128) float32", are the same on all of them. Every message bears both: as its tag if
-it is sent point to point, in its flag if memory is shared. A message of one call is never taken for that of
-another. A rank that waits for long shows the others its last calls, see `watch`.
+A call has a number and a kind, such as "row_linear: shards of the sum (64, 128) float32". Over gloo it begins
+with a message to every peer: a header that says both, and few rows right behind it. Receives for the messages
+of coming calls are posted ahead, so that a message never waits for its receiver (the eager protocol of MPI).
+Before a rank uses what it received, it compares headers: ranks in different calls all raise, at once, and no
+data is mixed. Two calls of one kind, of which one rank skips one, look alike until another kind comes.
 
-What sends nothing and must be alike all the same is noted: it takes a number, and a checksum of all notes is
-in the tags of later calls. So ids that differ, or an op that one rank refuses, are told at the next message.
+What sends nothing and must be alike all the same is noted: an op that this rank refused, or the ids it was
+given. Headers hold a checksum of all notes.
+
+    with calls:                         what an op raises while a call is under way fails the group
+        call = calls.begin(op, kind)
 
 After an exception in the middle of a call no rank can know which messages are on their way. The group has
-failed then: the cause is put into its store, and its connections are closed, so that no rank waits in vain.
-Every later call on the group raises an error on all ranks, which names the first cause.
+failed then: the first cause is put into its store, and its connections are closed, so that no rank waits in
+vain. Every later call raises an error on all ranks, which names the first cause.
 
-With NCCL the host never waits: a kernel does, for as long as the group's time-out. So the thread that
-watches looks at the other ranks if this rank has begun no call since its last look: whether they have called
-`fail`, their last calls, and whether their processes still run. It looks at processes of its own machine
-directly, and at others by the signs of life that they give. If the group fails by that, its communicator is
-aborted: kernels end, and the host no longer waits for them.
-
-A destroyed group that is still held must end its threads before the interpreter ends: gloo's take Python's
-lock to free a finished collective's tensors, and a thread that asks for the lock while the interpreter ends
-aborts the process.
+NCCL has no tags, and the host never waits for it: ranks compare a kind when it is new. A thread looks for the
+first cause of other ranks, and aborts the communicator. That a peer has died is for torch's watchdog to say.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import struct
 import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import wraps
-from inspect import signature
-from itertools import count
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store, distributed_c10d
+from torch import Tensor
+from torch.distributed import ProcessGroup, Store, Work, distributed_c10d
 from torch.utils.checkpoint import _StopRecomputationError
 
-from tpkernels.comm.transports.processes import Process, machine, process_of
-from tpkernels.comm.watch import Watcher, parting, shown
 from tpkernels.errors import cause_of
 from tpkernels.extension import ExtensionState, extension
 
@@ -55,73 +48,85 @@ from tpkernels.extension import ExtensionState, extension
 if not dist.is_initialized():
     import torch.distributed.nn.functional
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-REMEMBERED = 64  # calls, which ranks compare
-MOST_DESCRIBED = 1024  # kinds of calls
+MOST_KINDS = 1024
 LONGEST_CAUSE = 2000  # characters
-_SIGN = 5.0  # seconds between two signs of life of a rank, for those of other machines
-_SILENT = 60.0  # seconds without one until a rank is taken for dead: Python may be held up for long
-_SIGNS = "tpkernels signs of life of rank "
-_FAILURE, _RECENT, _PROCESS = "tpkernels failure", "tpkernels calls of rank ", "tpkernels process of rank "
-_NEVER_SENT = 2**31 - 1  # a tag
-_SHOWN_WITHIN = 3.0  # seconds, by a rank that waits
+HEADER_BYTES = 192
+EAGER_BYTES = 64 * 1024  # that travel with a header at most; fewer where many ranks post receives for them
+AHEAD = 2  # calls whose receives are posted: a gather and a sum are in flight at once in a backward
+INTERVAL = 1.0  # seconds between two looks for the first cause of other ranks
+_NUMBERS = struct.Struct("<QII")  # in a header, before its text: of the call, and checksums of notes and text
+_MESSAGE, _NEVER_SENT = 2**31 - 3, 2**31 - 1  # tags that chunks do not have
+_FAILURE, _CALL = "tpkernels failure", "tpkernels call"
 _LONGEST_WAIT = 5.0  # seconds at exit, for a collective that other ranks keep in flight
 
-
-Key = tuple[str, str, tuple[int, ...], torch.dtype | None]  # operator, what moves, of which shape and dtype
-
-_clock = count()  # of calls that begin, in any group
+Key = tuple[Any, ...]
 
 
 class CannotTakePart(RuntimeError):
     """Raised on all ranks alike when one of them cannot take part in a call; no message is in flight."""
 
 
-class Kind(NamedTuple):
-    """Describes calls that differ in their number only."""
-
-    described: str
-    checksum: int
+_REFUSALS = ValueError, TypeError, NotImplementedError, CannotTakePart  # of an op that has sent nothing yet
 
 
-def kind_of(key: Key) -> Kind:
-    op, what, shape, dtype = key
-    described = f"{op}: {what}" if dtype is None else f"{op}: {what} {tuple(shape)} {dtype}"
-    return Kind(described, zlib.crc32(described.encode()))
+class Kind:
+    """What calls have alike that differ in their number only. transport: how their rows move"""
+
+    __slots__ = ("buffer", "checksum", "described", "header", "transport")
+
+    def __init__(self, described: str, transport: Any = None) -> None:
+        text = described.encode()
+        self.described, self.checksum, self.transport = described, zlib.crc32(text), transport
+        self.buffer = bytearray(HEADER_BYTES)
+        self.buffer[_NUMBERS.size :] = text[: HEADER_BYTES - _NUMBERS.size].ljust(
+            HEADER_BYTES - _NUMBERS.size
+        )
+        self.header = torch.frombuffer(self.buffer, dtype=torch.uint8)
 
 
-def is_looked_at(times: int) -> bool:
-    """Whether an expensive check is made this time: the first, second, fourth, eighth, ... one."""
-    return times & (times - 1) == 0
+class Posted(NamedTuple):
+    """Where a peer's next message lands."""
+
+    peer: int
+    message: Tensor
+    receiving: Work
 
 
-class GroupCalls:
-    """The calls of one group, as this rank knows them: their numbers, kinds and failures."""
+class Calls:
+    """The calls of one group, as this rank makes them."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.name, self.rank, self.ranks = str(group.group_name), group.rank(), group.size()
+        self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+        # rows up to this size travel in the message that announces a call
+        self.eager_bytes = min(EAGER_BYTES, max(1024, 1024**2 // self.ranks))
         self.failure = ""  # why nobody may use the group any more
-        self.waiting = 0  # the number of the call that this rank is blocked in
-        self.waited = 0  # the one that it was blocked in at the last look of the thread that watches
-        self.begun_at = -1  # when the last call began in which rows travel, on our clock
-        self.begun_by = 0  # which thread
-        self._number = 0
-        self._noted = 0  # a checksum of all notes
-        self._recent: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
-        self._group = ref(group)  # its threads end with it
         self.inherited = False  # by a fork, which has none of its threads
-        self._matches_tags: dict[str, bool] = {}
-        self._peers: dict[int, Process] | None = None  # those of this machine, once known
-        self._far: list[int] = []  # ranks of other machines, once known
-        self._signed = self._listened = 0.0  # when this rank has last given, and looked for, a sign of life
-        self._heard: dict[int, tuple[int, float]] = {}  # signs of each far rank, and since when
-        self._seen = 0  # the last number at the last look of the thread that watches
-        self.kinds: dict[Key, Kind] = {}  # of the calls that there were
-        # how many processors products leave to a collective, by device and segments of TP-invariance
+        self.kinds: dict[Key, Kind] = {}
+        self.splits: dict[Key, Any] = {}  # the `TensorParallel` of each way to split an op
+        # how many SMs products leave to a collective, by device and segments of TP-invariance
         self.blocks: dict[tuple[torch.device, int], int] = {}
+        self.moved = 0  # calls in which rows travel
+        self.in_flight = 0
+        self._number = self._noted = 0
+        self._last_note = ""
+        self._entered: list[int] = []
+        self._group = ref(group)  # its threads end with it
+        self._has_tags: dict[str, bool] = {}
+        self._posted: deque[list[Posted]] = deque()
         self._times: dict[str, int] = {}
+
+    def __enter__(self) -> None:
+        self._entered.append(self.moved)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        before = self._entered.pop()
+        if error is None or self.ranks == 1 or isinstance(error, _StopRecomputationError):
+            return
+        if self.moved == before and isinstance(error, _REFUSALS):
+            self.note(f"{str(error).partition(':')[0]}: refused")
+        else:
+            self.fail(f"{type(error).__name__}: {cause_of(error)}")
 
     def require_usable(self, op: str) -> None:
         """Raise an error if the group was destroyed, has failed, or belongs to another process."""
@@ -133,48 +138,90 @@ class GroupCalls:
         if not self._is_alive():
             raise RuntimeError(f"{op}: process group '{self.name}' was destroyed; make a new one")
 
-    def add_kind(self, key: Key, kind: Kind) -> None:
+    def add_kind(self, key: Key, kind: Kind) -> Kind:
         """Remember a kind of calls; all ranks add the same kinds, and forget them alike."""
-        if len(self.kinds) >= MOST_DESCRIBED:
+        if len(self.kinds) >= MOST_KINDS:
             self.kinds.clear()
         self.kinds[key] = kind
+        return kind
 
     def is_due(self, look: str) -> bool:
-        """Count a request for an expensive check, and return whether it is to be made."""
+        """Count a request for an expensive check; it is made the first, second, fourth, eighth, ... time."""
         self._times[look] = times = self._times.get(look, 0) + 1
-        return is_looked_at(times)
+        return times & (times - 1) == 0
 
     def note(self, what: str) -> None:
-        """Change the tags of later messages, which arrive only if all ranks have made the same note."""
+        """Change the headers of later calls, which are right only if all ranks have made the same note."""
         self._number += 1
-        self._recent.append((self._number, what))
+        self._last_note = what
         self._noted = zlib.crc32(what.encode(), self._noted)
 
-    def begin(self, op: str, kind: Kind, group: ProcessGroup, *, travels: bool = True) -> Call:
-        """Begin the next call. travels: False for a handshake, in which all ranks succeed or none"""
-        if self.failure or group not in distributed_c10d._world.pg_map:
+    def begin(self, op: str, kind: Kind, group: ProcessGroup | None, *, moves: bool = True) -> Call:
+        """Begin the next call. moves: False for a handshake, in which all ranks succeed or none"""
+        if self.failure or group is None or group not in distributed_c10d._world.pg_map:
             self.require_usable(op)
+        assert group is not None, "it was not destroyed"
         self._number = number = self._number + 1
-        self._recent.append((number, kind.described))
-        if travels:
-            self.begun_at, self.begun_by = next(_clock), threading.get_ident()
-        # below 2**31 - 1, and hardly shared by calls of another kind or number
-        tag = (kind.checksum ^ self._noted ^ number * 0x9E3779B1) % _NEVER_SENT
-        return Call(op, group, self, number, tag)
+        self.moved += moves
+        # below the tags of messages, and hardly shared by calls of another kind or number
+        return Call(
+            op, group, self, kind, number, (kind.checksum ^ self._noted ^ number * 0x9E3779B1) % _MESSAGE
+        )
 
-    def matches_tags(self, device: torch.device) -> bool:
+    def has_tags(self, device: torch.device) -> bool:
         """Whether the backend matches messages by tag; NCCL matches them by order alone."""
         kind = device.type
-        if kind not in self._matches_tags:
-            self._matches_tags[kind] = self._required_group()._get_backend(device).name() == "gloo"
-        return self._matches_tags[kind]
+        found = self._has_tags.get(kind)
+        if found is None:
+            group = self._group()
+            assert group is not None, "a call keeps its group"
+            backend = group._get_backend(device)  # an error if the group moves nothing of this device
+            found = self._has_tags[kind] = kind == "cpu" and backend.name() == "gloo"
+        return found
+
+    def post_receives(self, group: ProcessGroup, count: int) -> None:
+        """Have the receives of `count` coming calls posted; a peer's messages come in the order of calls."""
+        # a profiler would be told of their end when it has freed what it would note that in
+        is_profiled = torch.autograd._profiler_enabled()
+        if is_profiled:
+            torch.autograd._enable_record_function(False)
+        try:
+            while len(self._posted) < count:
+                posted = []
+                for peer in self.peers:
+                    message = torch.empty(HEADER_BYTES + self.eager_bytes, dtype=torch.uint8, device="cpu")
+                    message[HEADER_BYTES - 1 : HEADER_BYTES] = (
+                        0  # until a header is there, whose text has none
+                    )
+                    posted.append(Posted(peer, message, group.recv([message], peer, _MESSAGE)))
+                self._posted.append(posted)
+        finally:
+            if is_profiled:
+                torch.autograd._enable_record_function(True)
+
+    def compare(self, call: Call) -> None:
+        """Raise if another rank is in another call than this one, for which no header was sent.
+
+        For waits that have taken long: ranks whose calls send nothing either tell each other by the store.
+        """
+        _NUMBERS.pack_into(call.kind.buffer, 0, call.number, self._noted, call.kind.checksum)
+        self.post_receives(call.group, 1)
+        for peer, message, _ in self._posted[0]:
+            header = message[:HEADER_BYTES]
+            if header[-1] and _read(header)[0][0] <= call.number:
+                raise self.differing(call.kind.header, header, peer)
+        if (store := self._store()) is not None:
+            own = f"{self.rank} {bytes(call.kind.buffer).hex()}"
+            first, _, said = store.compare_set(f"{_CALL} {call.number}", "", own).decode().partition(" ")
+            theirs = torch.frombuffer(bytearray.fromhex(said), dtype=torch.uint8)
+            if not torch.equal(theirs, call.kind.header):
+                raise self.differing(call.kind.header, theirs, int(first))
 
     def fail(self, cause: str) -> None:
         """End the group on all ranks: later calls raise an error that names the first cause."""
         if self.failure:
             return
-        cause = f"rank {self.rank}: {cause}"[:LONGEST_CAUSE]
-        self.failure = cause
+        self.failure = cause = f"rank {self.rank}: {cause}"[:LONGEST_CAUSE]
         with suppress(RuntimeError):  # a store may have died with its rank
             if (store := self._store()) is not None:
                 self.failure = store.compare_set(_FAILURE, "", cause).decode()
@@ -191,85 +238,37 @@ class GroupCalls:
                     return store.get(_FAILURE).decode()
         return self.failure
 
-    def compare(self) -> None:
-        """Publish this rank's last calls, read those of the other ranks, and fail if they differ."""
-        if (store := self._store()) is None or self.failure:
-            return
-        recent = list(self._recent)
-        store.set(f"{_RECENT}{self.rank}", shown(recent))
-        others = {}
-        for rank in range(self.ranks):
-            key = f"{_RECENT}{rank}"
-            if rank != self.rank and store.check([key]):
-                others[rank] = store.get(key)
-        if cause := self.first_failure() or parting(self.rank, recent, others):
+    def look(self) -> None:
+        """Fail if another rank has: it may wait for us in a kernel."""
+        if not self.failure and self._of_nccl() and (cause := self.first_failure()):
             self.fail(cause)
 
-    def look(self) -> None:
-        """Compare if this rank is in the same call as at the last look; the watching thread calls this."""
-        blocked = self.waiting and self.waiting == self.waited
-        still = self._number and self._number == self._seen and self._of_nccl()
-        self.waited, self._seen = self.waiting, self._number
-        with suppress(RuntimeError):  # a store may have died with its rank
-            if self._peers is None and self._of_nccl():
-                self._meet()
-            self._give_sign()
-            if not still:
-                self._heard.clear()
-            if still and (cause := self._ended()):
-                self.fail(cause)
-            elif blocked or still:
-                self.compare()
+    def end_threads(self) -> None:
+        """End the threads of a group that was destroyed but is still referenced.
 
-    def introduce(self) -> None:
-        """Publish this rank's process and machine, so that the other ranks notice when it ends."""
-        if self.ranks > 1 and self._of_nccl() and (store := self._store()) is not None:
-            store.set(f"{_PROCESS}{self.rank}", f"{os.getpid()} {machine()}")
+        gloo's take Python's lock to free a finished collective's tensors, and a thread that asks for the lock
+        while the interpreter ends aborts the process.
+        """
+        group = self._group()
+        if group is not None and not is_alive(group) and not self.inherited:
+            torch.ops.tpkernels.end_backends(group.boxed(), _LONGEST_WAIT)
 
-    def _meet(self) -> None:
-        """Know the processes of other ranks of this machine, once all ranks have introduced themselves."""
-        keys = {rank: f"{_PROCESS}{rank}" for rank in range(self.ranks) if rank != self.rank}
-        if (store := self._store()) is not None and store.check(list(keys.values())):
-            told = {rank: store.get(key).decode().split(" ", 1) for rank, key in keys.items()}
-            self._peers = {
-                rank: process_of(int(number)) for rank, (number, place) in told.items() if place == machine()
-            }
-            self._far = [rank for rank in told if rank not in self._peers]
-
-    def _give_sign(self) -> None:
-        """Of life, for ranks of other machines."""
-        now = time.monotonic()
-        if self._far and now - self._signed >= _SIGN and (store := self._store()) is not None:
-            self._signed = now
-            store.add(f"{_SIGNS}{self.rank}", 1)
-
-    def _ended(self) -> str:
-        """Which rank's process has ended, or has given no sign of life for long, if one has."""
-        number, described = self._recent[-1]
-        for rank, process in (self._peers or {}).items():
-            if process.has_ended():
-                return f"the process of rank {rank} has ended, before call {number} '{described}' has"
-        if (silent := self._silent()) is not None:
-            return (
-                f"rank {silent} of another machine has given no sign of life for {_SILENT:.0f} s, before "
-                f"call {number} '{described}' has ended"
-            )
-        return ""
-
-    def _silent(self) -> int | None:
-        """The first far rank that has given no sign of life while this rank has stood still for long."""
-        now = time.monotonic()
-        if now - self._listened < _SIGN or (store := self._store()) is None:
-            return None
-        self._listened = now
-        for rank in self._far:
-            signs = store.add(f"{_SIGNS}{rank}", 0)
-            seen, since = self._heard.get(rank, (-1, now))
-            if signs != seen:
-                self._heard[rank] = signs, now
-            elif now - since >= _SILENT:
-                return rank
-        return None
+    def differing(self, ours: Tensor, theirs: Tensor, peer: int) -> RuntimeError:
+        """Return the error of two headers that differ."""
+        (number, noted, _), text = _read(ours)
+        (other_number, other_noted, _), other_text = _read(theirs)
+        said = f"call {number} is '{text}' on rank {self.rank}, '{other_text}' on rank {peer}"
+        if text == other_text:
+            said = f"'{text}' is call {number} on rank {self.rank}, {other_number} on rank {peer}"
+            if number == other_number and noted != other_noted:
+                said = (
+                    f"before call {number}, '{text}', ranks {self.rank} and {peer} were given other data, or "
+                    f"one of them refused an op; the last that this rank noted is '{self._last_note}'"
+                )
+        return RuntimeError(
+            f"ranks have left the common order of calls: {said}; every rank must make the same calls, with "
+            "equal requires_grad, shapes, options and ids (TPKERNELS_DEBUG=1 compares them before each)"
+        )
 
     def _of_nccl(self) -> list[Any]:
         """The group's backends for which the host does not wait."""
@@ -282,46 +281,140 @@ class GroupCalls:
                         found.append(backend)
         return found
 
-    def parted(self) -> str:
-        """Return which calls differ, once another rank has published its own; an empty text if none does."""
-        ends = time.monotonic() + _SHOWN_WITHIN
-        with suppress(RuntimeError):  # a store may have died with its rank
-            while not self.failure and time.monotonic() < ends:
-                self.compare()
-                time.sleep(0.02)
-        return self.failure
-
     def _close_connections(self) -> None:
         """Those of gloo, by a wait that runs out at once: nothing else wakes the ranks that wait for us."""
-        group, cpu = self._group(), torch.device("cpu")
+        group = self._group()
         if group is None or self.ranks == 1 or not self._is_alive():
             return
         with suppress(RuntimeError):
-            if not self.matches_tags(cpu):
+            if not self.has_tags(torch.device("cpu")):
                 return
-        nothing = torch.empty(1, dtype=torch.uint8)
-        for peer in range(self.ranks):
-            if peer != self.rank:  # all of them: from a rank that is gone an error comes, and closes nothing
-                with suppress(RuntimeError):
-                    group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        for peer in self.peers:  # all of them: from a rank that is gone an error comes, and closes nothing
+            with suppress(RuntimeError):
+                group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def _is_alive(self) -> bool:
         return (group := self._group()) is not None and is_alive(group)
-
-    def end_threads(self) -> None:
-        """End the threads of a group that was destroyed but is still referenced."""
-        group = self._group()
-        if group is not None and not is_alive(group) and not self.inherited:
-            torch.ops.tpkernels.end_backends(group.boxed(), _LONGEST_WAIT)
 
     def _store(self) -> Store | None:
         group = self._group()
         return distributed_c10d._world.pg_map[group][1] if group in distributed_c10d._world.pg_map else None
 
-    def _required_group(self) -> ProcessGroup:
-        group = self._group()
-        assert group is not None, "a call keeps its group"
-        return group
+
+class Call:
+    """A numbered call in a group."""
+
+    __slots__ = ("_header", "_received", "_sends", "calls", "group", "kind", "number", "op", "tag")
+
+    def __init__(self, op: str, group: ProcessGroup, calls: Calls, kind: Kind, number: int, tag: int) -> None:
+        """tag: of its chunks"""
+        self.op, self.group, self.calls, self.kind, self.number, self.tag = (
+            op,
+            group,
+            calls,
+            kind,
+            number,
+            tag,
+        )
+        self._sends: list[tuple[Work, int, Tensor]] = []  # a tensor must live until it is sent
+
+    def announce(self, rows: Tensor | None = None, by_peer: list[Tensor] | None = None) -> None:
+        """Send the header to all peers, with few rows: the same for each, or of each rank, contiguous."""
+        calls, group, kind = self.calls, self.group, self.kind
+        calls.in_flight += 1
+        _NUMBERS.pack_into(kind.buffer, 0, self.number, calls._noted, kind.checksum)
+        if rows is not None:
+            message = torch.cat((kind.header, rows.view(torch.uint8).view(-1)))
+        else:
+            message = kind.header.clone()
+        self._header = message
+        peer: int | str = " or ".join(map(str, calls.peers))
+        try:
+            if not calls._posted:
+                calls.post_receives(group, 1)
+            self._received = calls._posted.popleft()
+            for peer in calls.peers:
+                if by_peer is not None:
+                    message = torch.cat((kind.header, by_peer[peer].view(torch.uint8).view(-1)))
+                self._sends.append((group.send([message], peer, _MESSAGE), peer, message))
+        except RuntimeError as error:
+            raise self.blaming(peer, "rank {} cannot be reached", error) from error
+
+    def send(self, rows: Tensor, peer: int) -> None:
+        """Send a chunk."""
+        try:
+            self._sends.append((self.group.send([rows], peer, self.tag), peer, rows))
+        except RuntimeError as error:
+            raise self.blaming(peer, "rank {} cannot be reached", error) from error
+
+    def receive(self, rows: Tensor, peer: int) -> Callable[[], object]:
+        """Have a chunk received; returns the function that blocks until it is there."""
+        try:
+            receiving = self.group.recv([rows], peer, self.tag)
+        except RuntimeError as error:
+            raise self.blaming(peer, "rank {} cannot be reached", error) from error
+
+        def wait() -> None:
+            try:
+                receiving.wait()
+            except RuntimeError as error:
+                raise self.blaming(peer, "rows of rank {} did not arrive", error) from error
+
+        return wait
+
+    def confirm(self) -> list[Tensor]:
+        """Wait until all peers have begun a call; raise if it is another.
+
+        returns: what lies behind their headers
+        """
+        ours, rows = self._header[:HEADER_BYTES], []
+        for peer, message, receiving in self._received:
+            try:
+                receiving.wait()
+            except RuntimeError as error:
+                raise self.blaming(peer, "rows of rank {} did not arrive", error) from error
+            if not torch.equal(message[:HEADER_BYTES], ours):
+                raise self.calls.differing(ours, message[:HEADER_BYTES], peer)
+            rows.append(message[HEADER_BYTES:])
+        return rows
+
+    def end(self) -> None:
+        """Wait until all is sent, so that its memory may change."""
+        calls = self.calls
+        for sending, peer, _ in self._sends:
+            try:
+                sending.wait()
+            except RuntimeError as error:
+                raise self.blaming(peer, "rank {} did not take its rows", error) from error
+        self._sends.clear()
+        calls.in_flight -= 1
+        if not calls.in_flight:  # while a call waits, posting would take its time
+            with suppress(
+                RuntimeError
+            ):  # a peer has left after its last call: if there is a next one, it raises
+                calls.post_receives(self.group, AHEAD)
+
+    def blaming(self, peer: int | str, what: str, error: RuntimeError) -> RuntimeError:
+        """Return an error that names the rank at fault. what: with a place for its number"""
+        calls = self.calls
+        cause = calls.first_failure() or error
+        return blaming(
+            self.op, what.format(peer), f"process group '{calls.name}'", calls.rank, calls.ranks, cause
+        )
+
+
+def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object) -> RuntimeError:
+    """Return an error that names the rank whose rows did not come."""
+    return RuntimeError(
+        f"{op}: {what}: it died, came too late, or left the common order of calls. Ranks are numbered within "
+        f"{where}, where this is {rank} of {ranks}. Cause: {cause_of(cause)}"
+    )
+
+
+def _read(header: Tensor) -> tuple[tuple[int, ...], str]:
+    data = bytes(header.tolist())
+    return _NUMBERS.unpack_from(data), data[_NUMBERS.size :].decode(errors="replace").strip()
 
 
 def is_alive(group: ProcessGroup) -> bool:
@@ -330,72 +423,37 @@ def is_alive(group: ProcessGroup) -> bool:
 
 
 # By id, which takes a third of a WeakKeyDictionary's time; see `_added`.
-_of_group: dict[int, GroupCalls] = {}
+CALLS_OF: dict[int, Calls] = {}
 
 
-def calls_so_far(group: object) -> GroupCalls | None:
+def calls_so_far(group: object) -> Calls | None:
     """Return the calls of a group that has had one, else None."""
-    return _of_group.get(id(group))
+    return CALLS_OF.get(id(group))
 
 
-def calls_of(group: ProcessGroup) -> GroupCalls:
-    found = _of_group.get(id(group))
+def calls_of(group: ProcessGroup) -> Calls:
+    """Return the calls of a group; all that use it share them."""
+    found = CALLS_OF.get(id(group))
     if found is None:
-        found = _added(group)
-        if found.ranks > 1:
-            found.introduce()
-            _watcher.start()
+        found = CALLS_OF[id(group)] = Calls(group)
+        finalize(group, _forget, id(group))  # another group may get the id
+        if found.ranks > 1 and found._of_nccl():
+            _watch.start()
     return found
 
 
-def ranks_of(group: ProcessGroup) -> int:
-    """Return `group.size()`, kept here because the call into C++ is slow."""
-    return calls_of(group).ranks
-
-
-def _added(group: ProcessGroup) -> GroupCalls:
-    found = _of_group[id(group)] = GroupCalls(group)
-    finalize(group, _of_group.pop, id(group), None)  # another group may get the id
-    return found
-
-
-def _look_at_those_that_wait() -> None:
-    for calls in list(_of_group.values()):
-        calls.look()
-
-
-@atexit.register
-def _end_threads_of_destroyed_groups() -> None:
-    if extension().state is ExtensionState.LOADED:
-        for calls in list(_of_group.values()):
-            calls.end_threads()
-
-
-_watcher = Watcher(_look_at_those_that_wait)
-atexit.register(_watcher.end)
-
-
-class Call:
-    """A numbered call in a group."""
-
-    __slots__ = ("calls", "group", "number", "op", "tag")
-
-    def __init__(self, op: str, group: ProcessGroup, calls: GroupCalls, number: int, tag: int) -> None:
-        """tag: of its messages"""
-        self.op, self.group, self.calls, self.number, self.tag = op, group, calls, number, tag
-
-    def wait_for(self, wait: Callable[[], R]) -> R:
-        """Run `wait`, which blocks, and return its result; failures of other ranks end it with an error."""
-        calls = self.calls
-        calls.waiting = self.number
-        result = wait()
-        calls.waiting = 0  # not after an exception: then the group fails, and nobody looks
-        return result
+def _forget(number: int) -> None:
+    """Let go of what is posted before the group's connections end, and not when garbage is collected."""
+    if (calls := CALLS_OF.pop(number, None)) is not None:
+        calls._posted.clear()
+        calls.kinds.clear()
+        calls.splits.clear()
 
 
 def begin(op: str, what: str, group: ProcessGroup) -> Call:
     """Begin the next call of the group, in which rows move, and return it."""
-    return calls_of(group).begin(op, kind_of((op, what, (), None)), group)
+    calls = calls_of(group)
+    return calls.begin(op, kind_of(calls, (op, what), f"{op}: {what}"), group)
 
 
 def handshake(op: str, what: str, group: ProcessGroup) -> Call:
@@ -403,67 +461,58 @@ def handshake(op: str, what: str, group: ProcessGroup) -> Call:
 
     op: for errors; ranks may be there for different ones
     """
-    kind = kind_of(("ranks tell each other", what, (), None))
-    return calls_of(group).begin(op, kind, group, travels=False)
+    calls = calls_of(group)
+    kind = kind_of(calls, ("ranks tell each other", what), f"ranks tell each other: {what}")
+    return calls.begin(op, kind, group, moves=False)
 
 
-def all_or_fail(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap `function`: if it raises, the groups in which it has begun calls fail."""
-
-    @wraps(function)
-    def run(*args: P.args, **options: P.kwargs) -> R:
-        began = next(_clock)
-        try:
-            return function(*args, **options)
-        except BaseException as error:
-            for calls in list(_of_group.values()):
-                if calls.begun_at > began and calls.begun_by == threading.get_ident():
-                    calls.fail(f"{type(error).__name__}: {cause_of(error)}")
-            raise
-
-    return run
+def kind_of(calls: Calls, key: Key, described: str) -> Kind:
+    """Return the kind that was added by this key, or add it."""
+    return calls.kinds.get(key) or calls.add_kind(key, Kind(described))
 
 
-def from_entry(op: Callable[P, R]) -> Callable[P, R]:
-    """Wrap an op: its `group` fails if it raises anything but an error of its own checks.
+class _Watch:
+    """Looks about once a second for ranks of NCCL that have failed; its thread keeps no process alive."""
 
-    This rank's next calls would else pair with those of other ranks that have begun theirs: after an
-    interrupt that came before the op had begun its calls, or where this rank alone refuses its arguments.
-    """
-    parameters = signature(op)
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
-    def calls_in(args: tuple[object, ...], options: dict[str, object]) -> GroupCalls | None:
-        with suppress(TypeError):  # arguments that the op does not have
-            group = parameters.bind(*args, **options).arguments.get("group")
-            if isinstance(group, ProcessGroup) and group.size() > 1:
-                return calls_of(group)
-        return None
+    def start(self) -> None:
+        """Start the thread, unless it runs in this process already."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._look, name="tpkernels watch", daemon=True)
+            self._thread.start()
 
-    @wraps(op)
-    def run(*args: P.args, **options: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            return op(*args, **options)
-        try:
-            return op(*args, **options)
-        except (ValueError, TypeError, NotImplementedError, CannotTakePart):
-            if calls := calls_in(args, options):
-                calls.note(f"{op.__name__}: refused")
-            raise
-        except _StopRecomputationError:  # all is computed that backward asks for
-            raise
-        except BaseException as error:
-            if calls := calls_in(args, options):
-                calls.fail(f"{type(error).__name__}: {cause_of(error)}")
-            raise
+    def _look(self) -> None:
+        while not self._ended.wait(INTERVAL):
+            for calls in list(CALLS_OF.values()):
+                with suppress(RuntimeError):  # a store may have died with its rank
+                    calls.look()
 
-    return run
+    def end(self) -> None:
+        """End the thread, before the interpreter ends: a thread in torch's store would abort the process."""
+        self._ended.set()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(5.0)
+
+
+_watch = _Watch()
+
+
+@atexit.register
+def _end_threads() -> None:
+    _watch.end()
+    if extension().state is ExtensionState.LOADED:
+        for calls in list(CALLS_OF.values()):
+            calls.end_threads()
 
 
 def _disown_groups_of_parent() -> None:
     """A forked child has none of the threads that move rows."""
-    _of_group.clear()
+    CALLS_OF.clear()
     for group in distributed_c10d._world.pg_map:
-        calls = _of_group[id(group)] = GroupCalls(group)
+        calls = CALLS_OF[id(group)] = Calls(group)
         calls.inherited = True
         calls.failure = (
             f"it was made in process {os.getppid()}, of which this process {os.getpid()} is a fork; make "

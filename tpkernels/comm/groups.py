@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp, Work, distributed_c10d
 
-from tpkernels.comm.calls import calls_of, calls_so_far, is_alive
+from tpkernels.comm.calls import calls_of, calls_so_far
 from tpkernels.errors import cause_of
 
 
@@ -46,36 +44,6 @@ def group_or_world(group: object) -> ProcessGroup:
     return required_group(dist.group.WORLD)
 
 
-class LiveGroup:
-    """A process group, checked before each use: torch lets a destroyed group go on silently, and a
-    collective in a forked process hangs.
-
-    Held weakly. A group that is destroyed but still held keeps its threads; one of them may then outlive the
-    interpreter with a finished collective in its hands, and abort the process.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = ref(group)
-        self._process = os.getpid()
-        self.name = str(group.group_name)
-        self.size, self.rank = group.size(), group.rank()
-
-    def get(self) -> ProcessGroup:
-        """Return the group if it may be used now; else raise an error."""
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"GradientBuckets made in process {self._process} cannot be used in process {os.getpid()}, "
-                "which was forked from it; make process groups and GradientBuckets after the fork"
-            )
-        group = self._group()
-        if group is None or not is_alive(group):
-            raise RuntimeError(
-                f"process group '{self.name}' was destroyed; make a new group and new GradientBuckets"
-            )
-        calls_of(group).require_usable("GradientBuckets")
-        return group
-
-
 def timeout_of(group: ProcessGroup, device: torch.device) -> float:
     """Return the time-out in seconds of the group's backend for tensors of `device`."""
     timeout: timedelta = group._get_backend(device).options._timeout
@@ -98,6 +66,27 @@ def failed(what: str, name: str, size: int, cause: object) -> RuntimeError:
         f"{what} failed in process group '{name}' of {size} ranks, here on rank {_world_rank()}; a rank "
         f"died, came too late, or left the common order of calls. Cause: {cause_of(cause)}"
     )
+
+
+def mixing_of(name: str, holders: Collection[int], ranks: Collection[int], wrapper: str) -> str | None:
+    """Return what is wrong if `wrapper` averages over `ranks` a parameter whose shards `holders` have."""
+    peers = set(holders) & set(ranks)
+    if len(peers) < 2:
+        return None
+    if set(ranks) <= set(holders):
+        advice = "these ranks share one model, so there is nothing to average: do not wrap it"
+    else:
+        advice = 'pass the data-parallel group, state.process_group("dp") or mesh["dp"]'
+    return (
+        f"{wrapper} over ranks {listed(ranks)} would average different shards; {advice} (tensor-parallel "
+        f"ranks {listed(peers)} each hold other rows or columns of '{name}')"
+    )
+
+
+def listed(ranks: Collection[int]) -> str:
+    """Return numbers of ranks as a text, the middle of many left out."""
+    shown = [str(rank) for rank in sorted(ranks)]
+    return ", ".join(shown if len(shown) <= 16 else [*shown[:8], "...", shown[-1]])
 
 
 Start = Callable[[ProcessGroup], Work]

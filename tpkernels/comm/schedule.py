@@ -22,8 +22,8 @@ ever reset.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 # A chunk is worth its launch from some size on; more than a few cost the product its efficiency.
@@ -65,7 +65,7 @@ class Round:
     all_to_all: AllToAll | None = None  # the same, where a collective moves it; None without rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The order in which one rank swaps chunks in a call, and where rows lie in its memory.
 
@@ -80,10 +80,15 @@ class Plan:
     reduces: bool  # whether memory is slots
     rounds: tuple[Round, ...]
 
+    @cached_property
+    def together(self) -> Round:
+        """What travels in all rounds, in one launch; other ranks' rows still arrive round by round."""
+        return Round(slice(0, self.rows), tuple(swap for round in self.rounds for swap in round.swaps))
+
     @property
     def swaps(self) -> tuple[Swap, ...]:
         """The swaps of all rounds."""
-        return tuple(swap for round in self.rounds for swap in round.swaps)
+        return self.together.swaps
 
 
 def bounds(rows: int, parts: int, part: int) -> tuple[int, int]:
@@ -119,24 +124,6 @@ def gather_plan(rows: int, ranks: int, rank: int, chunks: int, tapered: bool = T
         pairs = zip(cut(rows, ranks, rank, shares), cut(rows, ranks, source, shares), strict=True)
         rounds += [Round(received, (Swap(to, sent, sent, source, received),)) for sent, received in pairs]
     return Plan(rank, ranks, rows, own, own, False, tuple(rounds))
-
-
-@lru_cache(maxsize=256)
-def pushing_gather_plan(rows: int, ranks: int, rank: int, chunks: int) -> Plan:
-    """Return the plan of a gather: `rank` sends its rows all at once; other rows arrive chunk by chunk."""
-    return _sent_at_once(gather_plan(rows, ranks, rank, chunks, tapered=False))
-
-
-@lru_cache(maxsize=256)
-def pushing_rounds_plan(rows: int, ranks: int, rank: int, rounds: int) -> Plan:
-    """Return the plan of a gather: `rank` sends its rows all at once; blocks of ranks are awaited in turn."""
-    return _sent_at_once(collective_gather_plan(rows, ranks, rank, rounds))
-
-
-def _sent_at_once(plan: Plan) -> Plan:
-    first, *others = plan.rounds
-    arriving = (Round(round.rows, ()) for round in others)
-    return replace(plan, rounds=(Round(first.rows, plan.swaps), *arriving))
 
 
 @lru_cache(maxsize=256)

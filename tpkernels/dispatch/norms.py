@@ -47,6 +47,7 @@ rms_norm = primitive(
         _rms_norm,
         launcher("norm", "rms_norm_fwd", "eps", gives=("y", "rstd")),
         lambda layer: (layer.x(), layer.tensor(layer.in_features), 1e-5),
+        schema="(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
         takes=_takes,
     )
 )
@@ -73,6 +74,7 @@ rms_norm_grad = primitive(
         _rms_norm_grad,
         launcher("norm", "rms_norm_bwd", gives=("dx", "dweight")),
         lambda layer: (layer.x(), layer.x(), layer.tensor(layer.in_features), _statistic(layer)),
+        schema="(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
         takes=_takes,
     )
 )
@@ -103,6 +105,7 @@ layer_norm = primitive(
         _layer_norm,
         launcher("norm", "layer_norm_fwd", "eps", gives=("y", "mean", "rstd")),
         _layer_norm_sample,
+        schema="(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
         takes=_takes,
     )
 )
@@ -160,6 +163,7 @@ layer_norm_grad = primitive(
         _layer_norm_grad,
         launcher("norm", "layer_norm_bwd"),
         _layer_norm_grad_sample,
+        schema="(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
         fake=_layer_norm_grad_fake,  # by_torch would make it a guard how many tokens there are
         takes=_takes,
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tpkernels.dispatch import backends, products, scaled
-from tpkernels.dispatch.operators import Operator
+from tpkernels.dispatch.operators import define, refuse_forward_mode
 from tpkernels.dispatch.record import Primitive, copied_into
 from tpkernels.kernels import invariance
 
@@ -29,7 +29,6 @@ R = TypeVar("R")
 
 
 RECORDS: dict[str, Primitive[..., Any]] = {}
-OPERATORS: dict[str, Operator[..., Any]] = {}  # but of those that change an argument
 
 
 @cache
@@ -75,14 +74,21 @@ def primitive_in_place(record: Primitive[P, R]) -> Callable[P, R]:
 def primitive(record: Primitive[P, R]) -> Callable[P, R]:
     """Return the function that computes a primitive, and make its operator for torch.compile."""
     by_torch, eager = record.by_torch, primitive_in_place(record)
-    operator = Operator(record.name, eager, record.fake or by_torch, record.given)
-    OPERATORS[record.name] = operator
+    operator = define(record.name, record.schema, eager, record.fake or by_torch)
+
+    def compiled(*args: P.args, **kwargs: P.kwargs) -> Any:
+        refuse_forward_mode(record.name)
+        found = operator(*args, **kwargs)
+        if record.given is None:
+            return found
+        there = iter(found)
+        return tuple(next(there) if asked else None for asked in record.given(*args, **kwargs))
 
     # one frame and no more: around tiny tensors a second one costs a tenth of the product
     @wraps(by_torch)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if is_compiling():
-            return operator(*args, **kwargs)
+            return compiled(*args, **kwargs)  # type: ignore[no-any-return]
         if backends.backend == "auto" and args[0].is_cpu and not invariance.batch_invariant:  # type: ignore[attr-defined]
             return by_torch(*args, **kwargs)
         return eager(*args, **kwargs)

@@ -97,6 +97,7 @@ linear = Primitive(
     linear_ref,
     launcher("linear", "linear_fwd", "activation", "keep_z"),
     _linear_sample,
+    schema="(Tensor x, Tensor weight, Tensor? bias, str activation, bool keep_z) -> Tensor[]",
     given=lambda x, weight, bias, activation, keep_z: (True, keep_z),
     into=_linear_into,
     kernel="linear",
@@ -122,6 +123,7 @@ glu = Primitive(
     glu_ref,
     launcher("glu", "glu_fwd", "kind", "keep_gu"),
     lambda layer: (layer.x(), layer.weight(), layer.weight(), layer.glu, layer.training),
+    schema="(Tensor x, Tensor w_gate, Tensor w_up, str kind, bool keep_gu) -> Tensor[]",
     given=lambda x, w_gate, w_up, kind, keep_gu: (True, keep_gu, keep_gu),
     into=_glu_into,
     kernel="glu",
@@ -137,6 +139,7 @@ dgrad = Primitive(
     dgrad_ref,
     launcher("dgrad", "dgrad"),
     lambda layer: (layer.dy(), layer.weight()),
+    schema="(Tensor dy, Tensor weight) -> Tensor",
     into=_dgrad_into,
     kernel="dgrad",
 )
@@ -153,6 +156,7 @@ dgrad_pairs = Primitive(
     dgrad_pairs_ref,
     launcher("dgrad", "dgrad"),
     lambda layer: (layer.dy(), layer.weight(), layer.dy(), layer.weight()),
+    schema="(Tensor dy, Tensor weight, Tensor dy2, Tensor weight2) -> Tensor",
     into=_dgrad_pairs_into,
     pairs=2,
     kernel="dgrad",
@@ -174,6 +178,7 @@ dgrad_act = Primitive(
     dgrad_act_ref,
     launcher("dgrad", "dgrad_act", "bias_grad"),
     lambda layer: (layer.dy(), layer.weight(), layer.x(), layer.activation, layer.bias),
+    schema="(Tensor dy, Tensor weight, Tensor z, str activation, bool bias_grad) -> Tensor[]",
     given=lambda dy, weight, z, activation, bias_grad: (True, bias_grad),
     into=_dgrad_act_into,
     kernel="dgrad",
@@ -196,6 +201,7 @@ dglu = Primitive(
     dglu_ref,
     launcher("dglu", "dglu", "kind", always={"emit_h": True}),
     lambda layer: (layer.dy(), layer.weight(), layer.x(), layer.x(), layer.glu),
+    schema="(Tensor dy, Tensor weight, Tensor g, Tensor u, str kind) -> (Tensor, Tensor, Tensor)",
     into=_dglu_into,
     kernel="dglu",
 )
@@ -206,6 +212,7 @@ wgrad = Primitive(
     wgrad_ref,
     launcher("wgrad", "wgrad"),
     lambda layer: (layer.dy(), layer.x()),
+    schema="(Tensor dy, Tensor x) -> Tensor",
     kernel="wgrad",
 )
 
@@ -258,6 +265,7 @@ bias_grad = Primitive(
     bias_grad_ref,
     launcher("bias_grad", "bias_grad"),
     lambda layer: (layer.dy(),),
+    schema="(Tensor dy) -> Tensor",
     # torch's sum over rows takes an order that depends on how many columns there are
     takes=lambda dy: bool(mode.segments) and dy.dtype in DTYPES,
 )

@@ -92,11 +92,12 @@ class Primitive(Generic[P, R]):
     by_kernel: ours; takes `tile` and `form`, too, if it has tiles to choose from, and `out` if there is
     `into`
     sample: arguments as a training step would make them, on the meta device
+    schema: of its operator, which compiled code calls; it returns a list if `given` may leave some out
     given: which results a call gives; None: always all
     into: torch's way into given tensors, its first argument, without a copy; None: computed, then copied
     pairs: how many products of two matrices, which the arguments begin with, are summed
     fake: what the compiler is told: empty tensors like the results; by_torch unless that looks at numbers
-    changes_first: it changes its first argument; compiled code never sees it
+    changes_first: it changes its first argument; compiled code never sees it, so that it has no schema
     kernel: whose tiles are candidates of a choice by timing, with torch and `library`; None: nothing is timed
     takes: if nothing is timed, whether our kernel serves these arguments on a GPU; None: torch does
     oracle: the truth where it is given float64; by_torch unless given
@@ -106,6 +107,7 @@ class Primitive(Generic[P, R]):
     by_torch: Callable[P, R]
     by_kernel: Callable[..., R]
     sample: Callable[[Layer], tuple[Any, ...]]
+    schema: str = ""
     given: Callable[P, tuple[bool, ...]] | None = None
     into: Callable[..., object] | None = None
     pairs: int = 1

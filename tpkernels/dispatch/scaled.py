@@ -48,6 +48,8 @@ quantize = Primitive(
     _quantize,
     launcher("quantize", "quantize", "activation", "format", "scaling", "power_of_two", "square"),
     lambda layer: (layer.x(), None, layer.activation, layer.format, layer.scaling, False, layer.square),
+    schema="(Tensor x, Tensor? u, str activation, str format, str scaling, bool power_of_two, "
+    "bool square) -> Tensor",
     fake=lambda x, u, activation, format, scaling, power_of_two, square: empty_words(
         x.shape[0], x.shape[1], scaling, x.device
     ),
@@ -70,6 +72,7 @@ dequantize = Primitive(
     _dequantize,
     launcher("dequantize", "dequantize", "dtype"),
     _dequantize_sample,
+    schema="(Tensor data, Tensor scale, str dtype) -> Tensor",
     takes=lambda data, scale, dtype: dtype != "float64",
     oracle=lambda data, scale, dtype: dequantize_ref(data, scale, torch.float64),
 )
@@ -245,6 +248,8 @@ scaled_linear = Primitive(
     _scaled_linear,
     launcher("scaled_linear", "scaled_linear_fwd", "activation", "keep_z", "dtype", "fast_accumulate"),
     _scaled_linear_sample,
+    schema="(Tensor x, Tensor weight, Tensor x_scale, Tensor w_scale, Tensor? bias, str activation, "
+    "bool keep_z, str dtype, bool fast_accumulate) -> Tensor[]",
     given=lambda *call: (True, call[6]),
     into=_scaled_linear_into,
     kernel="linear",

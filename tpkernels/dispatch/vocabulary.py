@@ -50,6 +50,7 @@ lookup = primitive(
         embedding_ref,
         launcher("embedding", "embedding_fwd", "first_id"),
         _lookup_sample,
+        schema="(Tensor ids, Tensor weight, SymInt first_id) -> Tensor",
         fake=_lookup_fake,
         takes=lambda ids, weight, first_id: weight.dtype in DTYPES,
     )
@@ -67,6 +68,7 @@ lookup_grad = primitive(
         embedding_bwd_ref,
         launcher("embedding", "embedding_bwd", "rows", "first_id", "dtype"),
         lambda layer: (layer.x(), _ids(layer), *_rows(layer), layer.dtype),
+        schema="(Tensor dy, Tensor ids, SymInt rows, SymInt first_id, ScalarType dtype) -> Tensor",
         fake=_lookup_grad_fake,
         takes=lambda dy, *_: dy.dtype in DTYPES,
     )
@@ -84,6 +86,7 @@ softmax_statistics = primitive(
         softmax_statistics_ref,
         launcher("cross_entropy", "softmax_statistics", "columns", "first_id", "scale"),
         lambda layer: (layer.dy(), _ids(layer), layer.out_features, 0, None),
+        schema="(Tensor logits, Tensor target, SymInt columns, SymInt first_id, float? scale) -> Tensor",
         fake=_softmax_statistics_fake,
         takes=lambda logits, *_: logits.dtype in DTYPES,
     )

@@ -117,7 +117,6 @@ def dglu(
     arrivals: Arrivals | None = None,
     first_row: int = 0,
     margin: int = 0,
-    counted: int = 0,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> DgluGrads:
@@ -128,7 +127,7 @@ def dglu(
     g, u: (tokens, in_features)
     out: where dg and du are written, and h if it is emitted; rows of larger matrices, say
     arrivals: of the chunks of dy, each of which is read once its flag is up; None: all is here
-    first_row, margin, counted: as of `waits.Wait`
+    first_row, margin: as of `waits.Wait`
     """
     require_matrices("dglu", ("dy", dy), ("weight", weight), ("g", g), ("u", u))
     require_glu("dglu", kind)
@@ -141,7 +140,7 @@ def dglu(
     written = launch.results("dglu", out, wanted, inputs)
     dg, du, h = written if emit_h else (*written, written[0])
     matrices = (*inputs, ("dg", dg), ("du", du), ("h", h))
-    wait = Wait(arrivals, first_row, margin, counted)
+    wait = Wait(arrivals, first_row, margin)
     product = launch.product("dglu", "dglu", matrices, (T, K), tile, form, wait)
     if dg.numel():
         product.start(_dglu_kernel)(

@@ -133,7 +133,6 @@ def dgrad(
     arrivals: Arrivals | None = None,
     first_row: int = 0,
     margin: int = 0,
-    counted: int = 0,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> Tensor:
@@ -143,10 +142,10 @@ def dgrad(
     weight, weight2: (out_features, in_features)
     out: where the result is written; rows of a larger matrix, say. It may be in fp32
     arrivals: of the chunks of dy, and of dy2, each of which is read once its flag is up; None: all is here
-    first_row, margin, counted: as of `waits.Wait`
+    first_row, margin: as of `waits.Wait`
     returns: (tokens, in_features)
     """
-    wait = Wait(arrivals, first_row, margin, counted)
+    wait = Wait(arrivals, first_row, margin)
     return _dgrad("dgrad", (dy, weight, dy2, weight2), None, "none", False, out, wait, tile, form).dz
 
 
@@ -162,7 +161,6 @@ def dgrad_act(
     arrivals: Arrivals | None = None,
     first_row: int = 0,
     margin: int = 0,
-    counted: int = 0,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> DgradAct:
@@ -172,9 +170,9 @@ def dgrad_act(
     weight: (out_features, in_features)
     z: (tokens, in_features)
     out: where dz is written (rows of a larger matrix, say), and db, if it is asked for
-    arrivals, first_row, margin, counted: of dy, as in `dgrad`
+    arrivals, first_row, margin: of dy, as in `dgrad`
     """
-    wait = Wait(arrivals, first_row, margin, counted)
+    wait = Wait(arrivals, first_row, margin)
     pair = dy, weight, None, None
     return _dgrad("dgrad_act", pair, z, activation, bias_grad, out, wait, tile, form)
 

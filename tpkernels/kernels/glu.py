@@ -111,7 +111,6 @@ def glu_fwd(
     arrivals: Arrivals | None = None,
     first_row: int = 0,
     margin: int = 0,
-    counted: int = 0,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> GluForward:
@@ -121,7 +120,7 @@ def glu_fwd(
     w_gate, w_up: (out_features, in_features)
     out: where h is written, and g and u if they are kept; rows of larger matrices, say
     arrivals: of the chunks of x, each of which is read once its flag is up; None: all is here
-    first_row, margin, counted: as of `waits.Wait`
+    first_row, margin: as of `waits.Wait`
     """
     require_matrices("glu_fwd", ("x", x), ("w_gate", w_gate), ("w_up", w_up))
     require_glu("glu_fwd", kind)
@@ -133,7 +132,7 @@ def glu_fwd(
     written = launch.results("glu_fwd", out, wanted, inputs)
     h, g, u = written if keep_gu else written * 3
     matrices = (*inputs, ("h", h), ("g", g), ("u", u))
-    wait = Wait(arrivals, first_row, margin, counted)
+    wait = Wait(arrivals, first_row, margin)
     product = launch.product("glu_fwd", "glu", matrices, (T, N), tile, form, wait)
     if h.numel():
         product.start(_glu_fwd_kernel)(

@@ -266,7 +266,7 @@ class ProductLaunch(NamedTuple):
         if asked is not None and asked.flatten:
             raise ValueError(f"{launcher}: expected a tile with flatten=False: it loads before it waits")
         tile = asked or waiting_tile(kernel, self.tile, chunk_rows)
-        free = left_free(self.target, wait.margin, wait.counted)
+        free = left_free(self.target, wait.margin)
         # persistent in either form: a program that waits must not keep out one whose rows are here
         resident = resident_programs(launcher, self.target, tile.per_processor, free)
         programs = min(tile.tiles(self.rows, self.cols), resident)

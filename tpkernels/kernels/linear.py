@@ -108,7 +108,6 @@ def linear_fwd(
     arrivals: Arrivals | None = None,
     first_row: int = 0,
     margin: int = 0,
-    counted: int = 0,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> LinearForward:
@@ -120,7 +119,7 @@ def linear_fwd(
     out: where y is written, and z if it is kept and not y; rows of larger matrices, say. Without activation
         it may be in fp32
     arrivals: of the chunks of x, each of which is read once its flag is up; None: all is here
-    first_row, margin, counted: as of `waits.Wait`
+    first_row, margin: as of `waits.Wait`
     """
     require_matrices("linear_fwd", ("x", x), ("weight", weight))
     require_tensors("linear_fwd", ("x", x), ("bias", bias))
@@ -137,7 +136,7 @@ def linear_fwd(
     written = launch.results("linear_fwd", out, wanted, (*inputs, ("bias", bias)), sums=plain)
     y, z = written[0], written[-1]
     matrices = (*inputs, ("y", y), ("z", z))
-    wait = Wait(arrivals, first_row, margin, counted)
+    wait = Wait(arrivals, first_row, margin)
     product = launch.product("linear_fwd", "linear", matrices, (T, N), tile, form, wait)
     if y.numel():
         y_block = product.block(y, "rows", "part")

@@ -157,7 +157,6 @@ def reduce_slots(
     arrivals: Arrivals | None = None,
     chunks: range | None = None,
     margin: int = 0,
-    counted: int = 0,
     tree: bool = False,
     tile: BlockTile | None = None,
 ) -> Tensor:
@@ -169,7 +168,6 @@ def reduce_slots(
     arrivals: a flag for each slot, or for each of its equal parts of rows; by default all is here
     chunks: the flags that belong to the slots; by default all
     margin: processors that are left to those who write the slots
-    counted: those of them that torch's setting for collectives counts, too
     tree: neighbours are added first, then neighbours of these sums, and so on
     returns: (tokens, features)
     """
@@ -196,7 +194,7 @@ def reduce_slots(
     target = target_of(slots.device)
     if tile is None and target.backend == "interpreter":
         tile = INTERPRETED_SLOT_SUM
-    free = left_free(target, margin, counted)
+    free = left_free(target, margin)
     tile = tile or (SLOT_SUM_ALONE if free and not tree else SLOT_SUM)  # in a tree it would spill
     programs = resident_programs("reduce_slots", target, tile.per_processor, free)
     # words are made as fp32, of which tests see what was not written

@@ -25,7 +25,8 @@ def linear_ref(
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(z), z = x weightᵀ + bias -> (y, z)."""
     z = functional.linear(x, weight, bias)
-    return act_ref(z, activation), z if keep_z else None
+    y = z if activation == "none" else act_ref(z, activation)
+    return y, z if keep_z else None
 
 
 def reduce_slots_ref(

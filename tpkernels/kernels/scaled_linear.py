@@ -185,7 +185,6 @@ def scaled_linear_fwd(
     arrivals: Arrivals | None = None,
     first_row: int = 0,
     margin: int = 0,
-    counted: int = 0,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> LinearForward:
@@ -199,7 +198,7 @@ def scaled_linear_fwd(
     fast_accumulate: tensor cores may sum all of the depth, in as few bits as they have; False: 128 at most
     out: where y is written, and z if it is kept and not y; rows of larger matrices, say
     arrivals: of the chunks of x and of its scales, each of which is read once its flag is up
-    first_row, margin, counted: as of `waits.Wait`
+    first_row, margin: as of `waits.Wait`
     """
     name = "scaled_linear_fwd"
     if dtype not in RESULTS:
@@ -219,7 +218,7 @@ def scaled_linear_fwd(
     written = launch.results(name, out, wanted, inputs, dtype=into)
     y, z = written[0], written[-1]
     matrices = (("x", x), ("weight", weight), ("y", y), ("z", z))
-    wait = Wait(arrivals, first_row, margin, counted)
+    wait = Wait(arrivals, first_row, margin)
     product = launch.product(name, "linear", matrices, (T, N), tile, form, wait)
     if product.tile.block_depth > BLOCK:
         raise ValueError(f"{name}: expected a tile of at most {BLOCK} depth, got {product.tile}")

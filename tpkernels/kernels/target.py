@@ -94,13 +94,12 @@ def _gpu(index: int) -> Target:
     return Target("cuda", 10 * properties.major + properties.minor, processors)
 
 
-def left_free(target: Target, margin: int = 0, counted: int = 0) -> int:
+def left_free(target: Target, margin: int = 0) -> int:
     """How many processors a product leaves free: `margin`, and as many as torch's setting says.
 
     `comm.carveout` sets it for collectives. Of what the margin leaves, half at most is free.
-    counted: those of the setting that the margin holds already
     """
-    return margin + max(0, min(carveout() - counted, (target.processors - margin) // 2))
+    return margin + max(0, min(carveout(), (target.processors - margin) // 2))
 
 
 def carveout() -> int:

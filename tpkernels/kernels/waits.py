@@ -51,14 +51,13 @@ class Wait(NamedTuple):
     arrivals: Arrivals | None  # None: all rows are here
     first_row: int  # where the rows begin that are here from the start
     margin: int  # processors that are left to those who write the rows
-    counted: int  # those of them that torch's setting for collectives counts, too
 
     def chunk_rows(self, launcher: str, rows: int, device: torch.device) -> int:
         """How many rows have a flag, or an error; 0 for rows that are here."""
         if self.arrivals is None:
             if any(self[1:]):
                 raise ValueError(
-                    f"{launcher}: expected arrivals with first_row, margin and counted, got {self[1:]} "
+                    f"{launcher}: expected arrivals with first_row and margin, got {self[1:]} "
                     "without: all rows are here then"
                 )
             return 0
@@ -73,7 +72,7 @@ class Wait(NamedTuple):
         return rows // chunks
 
 
-HERE = Wait(None, 0, 0, 0)
+HERE = Wait(None, 0, 0)
 
 
 class Departures(NamedTuple):

@@ -46,12 +46,22 @@ _torchs_apply = _apply if _source_of(_apply) == torch.autograd.function.__file__
 
 
 def apply(function: type[torch.autograd.Function], *args: object) -> Any:
-    """Call `function.apply`, of a function without `setup_context`: then most of its Python does nothing."""
-    if is_compiling() or _functorch_is_active():  # asked first: it is traced
+    """Call `function.apply`, of a function without `setup_context`: then most of its Python does nothing.
+
+    When compiling, with a view of a tensor that is passed twice, to be traced.
+    """
+    if is_compiling():
+        distinct: list[object] = []
+        for arg in args:
+            twice = isinstance(arg, Tensor) and any(arg is other for other in distinct)
+            distinct.append(arg.view_as(arg) if twice else arg)  # type: ignore[attr-defined]
+        return function.apply(*distinct)
+    if _functorch_is_active() or vars(torch.autograd.Function)["apply"] is not _torchs_apply:
         return function.apply(*args)
-    if vars(torch.autograd.Function)["apply"] is not _torchs_apply:
-        return function.apply(*args)
-    return _apply_of(None, function)(*[_unwrapped(a) if isinstance(a, Tensor) else a for a in args])
+    unwrapped = []
+    for arg in args:
+        unwrapped.append(_unwrapped(arg) if isinstance(arg, Tensor) else arg)  # no frame
+    return _apply_of(None, function)(*unwrapped)
 
 
 # Whether a mode sees each call of torch's, such as a checker's: then an op is one call, gradients or not.
@@ -107,9 +117,12 @@ def quick_linear() -> Callable[[Tensor, Tensor, Tensor | None], Tensor | None]:
     return getattr(steps(), "linear", None) or (lambda x, weight, bias: None)
 
 
+any_autocast = torch._C._is_any_autocast_enabled
+
+
 def is_casting(x: Tensor) -> bool:
     """Whether autocast is enabled for the device of x."""
-    if not torch._C._is_any_autocast_enabled():
+    if not any_autocast():
         return False
     # asking what a device is not takes a fifth of the time of spelling its name
     kind = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type

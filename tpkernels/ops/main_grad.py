@@ -9,26 +9,25 @@ torch.compile it always holds zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tpkernels.dispatch import primitives
-from tpkernels.dispatch.operators import Operator, Packed
+from tpkernels.dispatch.operators import define
 from tpkernels.ops.inputs import Context, apply
 
-# What a weight's gradient is added to. None: to nothing, autograd gets it in the weight's dtype. True: in an
-# operator under torch.compile, which returns it in fp32 or wider for `add_if_traced`.
-Into = Tensor | Literal[True] | None
-MainGrads = Annotated[
-    Sequence[Into],
-    Packed(
-        Sequence[bool],
-        lambda main_grads: [into is not None for into in main_grads],
-        lambda flags: [flag or None for flag in flags],
-    ),
-]
+# What a weight's gradient is added to. None or False: to nothing, autograd gets it in the weight's dtype.
+# True: in an operator under torch.compile, which returns it in fp32 or wider for `add_if_traced`.
+Into = Tensor | bool | None
+
+
+def flags_if_traced(main_grads: Sequence[Tensor | None]) -> Sequence[Into]:
+    """Return the main_grads; under torch.compile whether they are there, as operators may not change them."""
+    if not torch.compiler.is_compiling():
+        return main_grads
+    return [into is not None for into in main_grads]
 
 
 def check_main_grad(op: str, main_grad: Tensor | None, weight: Tensor) -> None:
@@ -79,7 +78,8 @@ class _SayItWasAdded(torch.autograd.Function):
         weight: Tensor = ctx.weight
         if gradient is not None:  # a tracer's stand-in
             assert torch.compiler.is_compiling(), "it was added to main_grad"
-            return _zeros_for_marked(weight)
+            zeros: Tensor = _zeros_for_marked(weight)
+            return zeros
         if getattr(weight, "main_grad", None) is not ctx.main_grad:
             raise RuntimeError(
                 "expected the weight's main_grad of forward in backward, got another, or none: the gradient "
@@ -145,7 +145,9 @@ def _zeros_once_marked(weight: Tensor) -> Tensor:
     return torch.zeros_like(weight)  # not garbage: a CUDA graph that is replayed does not run the line above
 
 
-_zeros_for_marked = Operator("say_it_was_added", _zeros_once_marked, torch.empty_like)
+_zeros_for_marked = define(
+    "say_it_was_added", "(Tensor weight) -> Tensor", _zeros_once_marked, torch.empty_like
+)
 
 
 def empty_weight_gradient(dy: Tensor, x: Tensor, into: Into) -> Tensor:
@@ -155,7 +157,7 @@ def empty_weight_gradient(dy: Tensor, x: Tensor, into: Into) -> Tensor:
 
 def dtype_of_gradient(x: Tensor, into: Into) -> torch.dtype:
     """Return the dtype of a weight gradient: that of x for autograd, fp32 or wider for a main_grad."""
-    return x.dtype if into is None else _dtype_of_sums(x)
+    return _dtype_of_sums(x) if isinstance(into, Tensor) or into else x.dtype
 
 
 def _dtype_of_sums(x: Tensor) -> torch.dtype:
@@ -165,11 +167,11 @@ def _dtype_of_sums(x: Tensor) -> torch.dtype:
 
 def weight_gradient(dy: Tensor, x: Tensor, into: Into) -> Tensor | None:
     """Compute dyᵀ x and return it, or add it to a main_grad and return None."""
-    if into is None or (into is True and x.dtype == _dtype_of_sums(x)):
-        return primitives.wgrad(dy, x)
-    if into is not True:
+    if isinstance(into, Tensor):
         primitives.wgrad_accumulate_(into, dy, x)
         return None
+    if not into or x.dtype == _dtype_of_sums(x):
+        return primitives.wgrad(dy, x)
     summing = WeightGradient(into)
     summing.add(dy, x)
     return summing.get()
@@ -195,10 +197,8 @@ class WeightGradient:
     def get(self) -> Tensor | None:
         """Return the sum, or None if it was added to a main_grad."""
         assert self._sum is not None, "this rank's own tokens always come, if there are none"
-        if self._into is None:
-            return self._sum.to(self._dtype)
-        if self._into is True:
-            return self._sum
+        if not isinstance(self._into, Tensor):
+            return self._sum if self._into else self._sum.to(self._dtype)
         if self._sum is not self._into:
             self._into += self._sum
         return None

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.groups import exchange_device, failed, required_group, start_broadcast
-from tpkernels.comm.supported import mixing_of as mixing_of
+from tpkernels.comm.groups import mixing_of as mixing_of
 from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region, reduce_from_region
 

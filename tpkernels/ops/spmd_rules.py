@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import ProcessGroup
 
 if TYPE_CHECKING:
-    from tpkernels.ops.tensor_parallel.layout import Layout
+    from tpkernels.comm.tensor_parallel import TensorParallel
 
 Typed = Any  # a tensor, or what spmd_types has in its place: a number of dimensions and a type
 
@@ -71,9 +71,11 @@ def summed(x: Typed, group: ProcessGroup | None, *, scatter: bool) -> Typed:
     return rules.all_reduce(x, group, src=term, dst=I)
 
 
-def column(x: Typed, weights: Sequence[Typed], biases: Sequence[Typed | None], layout: Layout) -> list[Typed]:
+def column(
+    x: Typed, weights: Sequence[Typed], biases: Sequence[Typed | None], tp: TensorParallel
+) -> list[Typed]:
     """Outputs of column layers that share x, of split or of replicated weights with partial gradients."""
-    rows, group = gathered(x, layout.group, layout.sequence_parallel), layout.group
+    rows, group = gathered(x, tp.group, tp.sequence_parallel), tp.group
     return [
         einsum("tk,nk,n->tn", rows, _split_or_partial(weight, group), _split_or_partial(bias, group))
         for weight, bias in zip(weights, biases, strict=True)
@@ -89,15 +91,15 @@ def _split_or_partial(x: Typed, group: ProcessGroup | None) -> Typed:
     return split(x, group, 0)
 
 
-def row(x: Typed, weight: Typed, bias: Typed | None, layout: Layout) -> Typed:
+def row(x: Typed, weight: Typed, bias: Typed | None, tp: TensorParallel) -> Typed:
     """The output of a row layer, which adds the bias after the sum over ranks."""
-    group, scatter = layout.group, layout.sequence_parallel
+    group, scatter = tp.group, tp.sequence_parallel
     y = einsum("tk,nk->tn", split(x, group, 1), split(weight, group, 1))
     y = summed(y, group, scatter=scatter)
     return einsum("tn,n->tn", y, full(bias, group) if scatter else bias)
 
 
-def losses(logits: Typed, target: Typed, group: ProcessGroup) -> Typed:
+def losses(logits: Typed, target: Typed, group: ProcessGroup | None) -> Typed:
     """The loss of each target, (tokens,) or (tokens, n), which all ranks have alike."""
     targets = "tn"[: target.ndim]
     terms = einsum(f"tv,{targets}->{targets}", split(logits, group, 1), full(target, group))
@@ -105,18 +107,19 @@ def losses(logits: Typed, target: Typed, group: ProcessGroup) -> Typed:
 
 
 def head_losses(
-    hidden: Typed, weight: Typed, target: Typed, group: ProcessGroup, sequence_parallel: bool
+    hidden: Typed, weight: Typed, target: Typed, group: ProcessGroup | None, sequence_parallel: bool
 ) -> Typed:
     """The loss of each token, of logits that a column layer computes."""
     logits = einsum("tk,vk->tv", gathered(hidden, group, sequence_parallel), split(weight, group, 0))
     return losses(logits, target, group)
 
 
-def moved(x: Typed, group: ProcessGroup, forward: str, backward: str) -> Typed:
+def moved(x: Typed, tp: TensorParallel, forward: str, backward: str) -> Typed:
     """What a region gives, by what it moves in forward and in backward."""
     from spmd_types import I, R, S, rules
 
-    features = S(x.ndim - 1)
+    group, features = tp.group, S(x.ndim - 1)
+    assert group is not None, "a region has a group"
     match forward, backward:
         case "keep", "sum":
             return rules.convert(x, group, src=I, dst=R)

@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail, from_entry
+from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.dispatch import norms
-from tpkernels.dispatch.operators import Operator
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply, as_dtype
+from tpkernels.ops.matmul import PLAIN, Plain
 from tpkernels.ops.tensor_parallel.parallel import (
-    checked_group,
-    gather_numbers,
-    group_named,
-    name_of,
+    ALONE,
+    SplitOperator,
+    compare_request,
     segments_of,
+    split_of,
 )
 from tpkernels.ops.tensor_parallel.segments import canonical
 from tpkernels.tp_invariance import mode, tree_sum
@@ -39,7 +39,6 @@ from tpkernels.tp_invariance import mode, tree_sum
 Norm = Literal["rms_norm", "layer_norm"]
 
 
-@from_entry
 def token_norm(
     kind: Norm,
     x: Tensor,
@@ -50,25 +49,26 @@ def token_norm(
     group: ProcessGroup | None,
 ) -> Tensor:
     """Normalize the rows of x. x: (tokens, ..., features); rows: x as a matrix; the result is like rows"""
-    if group is not None:
-        group = checked_group(group, kind, x, parameters=[weight])
-    segments = _segments(kind, x, group)
-    y: Tensor = apply(_TokenNorm, kind, rows, weight, bias, eps, segments, group)
+    tp = ALONE if group is None else split_of(kind, group)
+    with tp.call:
+        compare_request(kind, tp, x, [weight])
+        segments = _segments(kind, x, tp)
+        y: Tensor = apply(_TokenNorm, kind, rows, weight, bias, eps, segments, tp)
     return y
 
 
-def _segments(kind: Norm, x: Tensor, group: ProcessGroup | None) -> int:
+def _segments(kind: Norm, x: Tensor, tp: TensorParallel) -> int:
     """How many segments of tokens are summed apart: 1 without TP-invariance.
 
     Without a group any number of tokens will do.
     """
     if not mode.segments:
         return 1
-    segments = mode.fix(kind) if group is None else segments_of(kind, group)
+    segments = mode.fix(kind) if tp.group is None else segments_of(kind, tp.ranks)
     tokens = x.shape[0] if x.ndim > 1 else 1
     if tokens % segments == 0:
         return segments
-    if group is not None:
+    if tp.group is not None:
         raise ValueError(
             f"{kind}: expected tokens (dimension 0) that this rank's {segments} of the {mode.segments} "
             f"segments of TP-invariance divide, got {tuple(x.shape)}; pad the sequence"
@@ -86,21 +86,22 @@ class _TokenNorm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         segments: int,
-        group: ProcessGroup | None,
+        tp: TensorParallel,
     ) -> Tensor:
         if kind == "rms_norm":
             y, *statistics = norms.rms_norm(x, weight, eps)
         else:
             y, *statistics = norms.layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, *statistics)
-        ctx.options = kind, segments, group
+        ctx.options = kind, segments, tp
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
     @staticmethod
     def spmd_typecheck(
-        *, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None
+        *, x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel
     ) -> spmd_rules.Typed:
+        group = tp.group
         parameters = (spmd_rules.full(weight, group), spmd_rules.full(bias, group))
         return spmd_rules.einsum("t_,_,_->t_", spmd_rules.split(x, group, 0), *parameters)
 
@@ -108,10 +109,11 @@ class _TokenNorm(torch.autograd.Function):
     @first_order("a norm with TP-invariance, or over a group", reads_intermediates=True)
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *statistics = ctx.saved_tensors
-        kind, segments, group = ctx.options
+        kind, segments, tp = ctx.options
         _, needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
-        summed_over = "" if group is None or not (needs_dweight or needs_dbias) else name_of(group)
-        dx, sums = _gradients(dy, x, weight, statistics, kind, segments, summed_over)
+        over = tp if needs_dweight or needs_dbias else ALONE
+        with tp.call:
+            dx, sums = _gradients(dy, x, weight, statistics, kind, segments, tp=over, matmul=PLAIN)
         return (
             None,
             dx if needs_dx else None,
@@ -123,7 +125,6 @@ class _TokenNorm(torch.autograd.Function):
         )
 
 
-@all_or_fail
 def _of_segments(
     dy: Tensor,
     x: Tensor,
@@ -131,11 +132,12 @@ def _of_segments(
     statistics: Sequence[Tensor],
     kind: Norm,
     segments: int,
-    summed_over: str,
-) -> tuple[Tensor, Tensor]:
+    tp: TensorParallel,
+    _: Plain,
+) -> list[Tensor]:
     """Compute dx, and the sums over all tokens, (1 or 2, features): dweight and dbias.
 
-    summed_over: the group whose ranks have the other tokens, as of `name_of`; empty: x has all of them
+    tp: whose ranks have the other tokens
     """
     norm_grad: Callable[..., tuple[Tensor, ...]] = (
         norms.rms_norm_grad if kind == "rms_norm" else norms.layer_norm_grad
@@ -148,17 +150,22 @@ def _of_segments(
         dxs.append(dx)
         terms.append(torch.stack(of_parameters))
     sums = tree_sum(terms)
-    if summed_over:
-        everybody = gather_numbers(kind, "gather of sums over tokens", sums, group_named(summed_over))
+    if tp.group is not None:
+        everybody = tp.gather_numbers(kind, "sums over tokens", sums)
         sums = tree_sum(everybody.unbind()) if mode.segments else reduce(add, everybody.unbind())
-    return dxs[0] if segments == 1 else torch.cat(dxs), sums
+    return [dxs[0] if segments == 1 else torch.cat(dxs), sums]
 
 
 def _of_segments_shape(
     dy: Tensor, x: Tensor, weight: Tensor, statistics: Sequence[Tensor], *_: object
-) -> tuple[Tensor, Tensor]:
+) -> list[Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(x.shape), x.new_empty(len(statistics), x.shape[1], dtype=wide)
+    return [x.new_empty(x.shape), x.new_empty(len(statistics), x.shape[1], dtype=wide)]
 
 
-_gradients = Operator("token_norm_backward", _of_segments, _of_segments_shape)
+_gradients = SplitOperator(
+    "token_norm_backward",
+    "Tensor dy, Tensor x, Tensor weight, Tensor[] statistics, str kind, int segments",
+    _of_segments,
+    _of_segments_shape,
+)

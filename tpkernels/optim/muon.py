@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from tpkernels.checkpoints.shards import TensorShard, shards_of, world_of
-from tpkernels.comm.agreement import Claim, agree, describe
+from tpkernels.comm.agreement import Claim, Problem, agree, describe
 from tpkernels.comm.groups import required_group
-from tpkernels.comm.supported import Problem
 from tpkernels.groups.sizes import VocabularySplit
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.optimizers import problem_on_shards

@@ -17,10 +17,11 @@ from bench.streams.record import Machine
 from tpkernels.comm import schedule
 from tpkernels.comm.carveout import CollectivesInFlight
 from tpkernels.comm.side_stream import StreamOrder
-from tpkernels.comm.transports.c10d import Transfers, _C10dDelivery
+from tpkernels.comm.transports.c10d import Collectives, Launches
+from tpkernels.comm.transports.in_memory import Mailboxes
 from tpkernels.comm.transports.order import CallOrder
 from tpkernels.comm.transports.symmetric import SymmetricDelivery, SymmetricExchange
-from tpkernels.ops.tensor_parallel.flag_waits import KernelSums, KernelWaits, RoundWaits
+from tpkernels.ops.tensor_parallel.flag_waits import FlagKernels
 
 Recorded = tuple[Program, list[list[Tensor]]]
 
@@ -51,13 +52,9 @@ def _program(name: str, transport: str = "symmetric", **options: Any) -> Callabl
     return partial(program_of, name, Machine(2), transport, **options)
 
 
-_IN_ONE, _IN_TWO = ({"transport": "symmetric-rounds", "rounds": rounds} for rounds in (1, 2))
+_IN_TWO: dict[str, Any] = {"transport": "symmetric-rounds", "rounds": 2}
 _column = partial(_program, "column, sequence-parallel")
 _row = partial(_program, "row, sequence-parallel")
-
-
-def _apart(name: str, **options: Any) -> Callable[[], Recorded]:
-    return partial(program_of, name, Machine(4, machines=2), "symmetric", **options)
 
 
 _in_flight = partial(gathers_in_flight, Machine(2))
@@ -77,9 +74,8 @@ def _lost(owner: Any, name: str, old: str, recorded: Callable[[], Recorded], new
 
 
 _ROWS = "landing.copy_(sent, non_blocking=True)"
+_WAITS = "partial(kernels.wait_for, delivery, round.rows)"
 _FLAGS = "self._raise(words, range(first_chunk, first_chunk + chunks))"
-
-_LEFT = "_TRANSFERS + _PUSHES"  # processors, to what goes to other machines
 
 FAULTS = {
     # symmetric: what streams wait for
@@ -107,17 +103,18 @@ FAULTS = {
     ),
     # symmetric in rounds: products between pushes
     "a round is multiplied before its rows are there": _lost(
-        RoundWaits, "rows", "rows != delivery.plan.own", _column(**_IN_TWO), "False"
+        Mailboxes, "gather", _WAITS, _column(**_IN_TWO), "None"
     ),
     "a captured round is multiplied before its rows are there": _lost(
-        RoundWaits, "rows", "rows != delivery.plan.own", _column(**_IN_TWO, captured=True), "False"
+        Mailboxes, "gather", _WAITS, _column(**_IN_TWO, captured=True), "None"
     ),
     "only the first chunk of a round is awaited": _lost(
-        RoundWaits,
-        "rows",
-        "delivery.exchange.chunk_numbers(rows)",
-        _column(**_IN_ONE),
-        "delivery.exchange.chunk_numbers(rows)[:1]",
+        FlagKernels,
+        "wait_for",
+        "chunks = delivery.exchange.chunk_numbers(rows)",
+        partial(program_of, "column, sequence-parallel", Machine(4), **_IN_TWO),  # two ranks a round
+        "chunks = delivery.exchange.chunk_numbers(rows)[:1]\n"
+        "    rows = slice(rows.start, rows.start + delivery.exchange._chunk_rows)",
     ),
     "a round is pushed before it is computed": _lost(
         _D, "_push", "exchange.side.wait_for(current)", _row(**_IN_TWO)
@@ -162,64 +159,46 @@ FAULTS = {
         "self.side.entered().__exit__(None, None, None)",
     ),
     "rows stay in a slot that is written again": _lost(
-        KernelWaits,
-        "all_rows",
-        "return self._sum(",
+        FlagKernels,
+        "copy_of",
+        "return self._summed(",
         _in_flight,
-        "return (self._sum(delivery, slots, None, slice(0, delivery.plan.rows)), delivery.memory)[1]; (",
+        "self._summed(delivery, slots, None, slice(0, delivery.plan.rows), tree=False)\n"
+        "    return delivery.memory\n    self._summed(",
     ),
     # processors
     "a kernel waits for rows behind a barrier without a processor": _lost(
         _D, "before_kernels_wait", "current.wait_event(self._barrier)", _in_flight
     ),
-    "the copy of a flag takes NCCL's processor": _lost(
-        _X, "__init__", _LEFT, _apart("column, sequence-parallel", captured=True), "_TRANSFERS"
-    ),
-    "a barrier takes NCCL's processor": _lost(
-        _X, "__init__", _LEFT, partial(gathers_in_flight, Machine(4, machines=2)), "_TRANSFERS"
-    ),
-    "nothing is left to transfers between machines": _lost(
-        _X, "__init__", _LEFT, _apart("column, sequence-parallel"), "0"
-    ),
     "calls in two streams are not ordered": _lost(
         StreamOrder, "current", "current.wait_stream(last)", _two_streams
     ),
-    # between machines
-    "flags are raised before rows come from another machine": _lost(
-        _D, "_swap_inter_node", "received.wait()", _apart("column, sequence-parallel")
-    ),
-    "rows leave for another machine before they are computed": _lost(
-        _D, "_push", "exchange.inter_node_side.wait_for(current)", _apart("row, sequence-parallel")
-    ),
-    "who sent goes on while rows leave for another machine": _lost(
-        _D, "_join", "exchange.inter_node_side.let(current)", _apart("column, sequence-parallel")
-    ),
     # collectives
     "rows are read before their collective has ended": _lost(
-        Transfers, "_await", "self._call.wait_for(work.wait)", _column(transport="c10d")
+        Launches, "_wait", "work.wait()", _column(transport="c10d")
     ),
     "rows of a later round are not awaited": _lost(
-        _C10dDelivery,
-        "await_rows",
-        "rows.start <= start < rows.stop",
+        Collectives,
+        "gather",
+        "return Gather(full, arriving,",
         _column(transport="c10d", rounds=2),
-        "rows.start == start == 0",
+        "return Gather(full, arriving[:1] + [(rows, None) for rows, _ in arriving[1:]],",
     ),
     "slots are summed before they are there": _lost(
-        KernelSums, "total", "delivery.await_rows(slice(0, delivery.plan.rows))", _row(transport="c10d")
+        Collectives, "reduce", "Reduce(terms, waits,", _row(transport="c10d"), "Reduce(terms, (),"
     ),
     "own rows are not kept": _lost(
-        _C10dDelivery, "keep", "self.memory[self.plan.kept].copy_(rows)", _column(transport="c10d", rounds=2)
+        Collectives, "gather", "full[own].copy_(shard)", _column(transport="c10d", rounds=2)
     ),
     "products leave no processors to a collective in flight": _lost(
         CollectivesInFlight, "begin", "_add(self._blocks[name])", _column(transport="c10d", rounds=2)
     ),
     "processors are not left for long enough": _lost(
-        Transfers,
-        "_occupies",
-        "IN_FLIGHT.begin(self._call.group, device)",
+        Launches,
+        "_occupy",
+        "self._occupies = True",
         _program("mlp, sequence-parallel", transport="c10d"),
-        "IN_FLIGHT.begin(self._call.group, device); IN_FLIGHT.end(self._call.group); works = []",
+        "IN_FLIGHT.end(self._call.group)",
     ),
     # captures
     "kernels are loaded in a capture": Fault(

@@ -323,8 +323,7 @@ def test_a_product_beside_a_collective_is_told_on_request():
 
 
 def test_a_collective_takes_its_processors_at_once():
-    """Two kernels that wait hold some each, and neither gets on: on sixteen processors it needs two."""
-    name, machine = "mlp, sequence-parallel", Machine(4, machines=2, processors=16)
-    program, expected = cases.program_of(name, machine, "symmetric")
+    """On sixteen processors it needs two."""
+    program, expected = cases.program_of("mlp, sequence-parallel", Machine(4, processors=16), "c10d")
     assert {task.needs_at_once for task in program.tasks} == {1, 2}
     search(program, 5, expected, waves=True)

@@ -1,306 +1,392 @@
-"""The `c10d` transport: rows travel over torch.distributed.
+"""The `c10d` transports: rows travel over torch.distributed.
 
-    C10D           on the CPU: a shard is cut into chunks, each a message with the tag of its call
-    Collectives    on GPUs: one launch a round, of which a call has few
+    Message        gloo, few rows: they travel in the message that announces the call, one to each peer
+    PointToPoint   gloo, many rows: chunks with the tag of their call, which products hide
+    Collectives    other backends: one launch a round, of which a call has few
 
     a round of     is
     a gather       one all_gather_into_tensor if it is the only round; else sends and receives, coalesced
     a reduce       one all_to_all_single, into slots that are summed here
 
-What moves is on its way as soon as it is started, and what is computed meanwhile hides it. NCCL runs it on a
-stream of its own, and waiting holds up the current stream only; gloo's thread moves it, and waiting blocks.
-All ranks start the same in one order: nobody waits for somebody who waits for it.
-
-gloo's own collectives bear no tag, and a message of another length than was expected aborts the process. So
-with gloo all goes point to point, in whole shards where nothing overlaps.
+NCCL runs a collective on a stream of its own, and waiting holds up the current stream only. gloo's own
+collectives bear no tag, and a message of another length than was expected aborts the process: so with gloo
+all goes from rank to rank, after headers that say what comes. All ranks start the same in one order: nobody
+waits for somebody who waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from math import gcd
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import ReduceOp, Work
 
 from tpkernels.comm.calls import Call
 from tpkernels.comm.carveout import IN_FLIGHT
 from tpkernels.comm.groups import (
-    Start,
     refuse_other_devices,
     start_all_gather,
+    start_all_reduce,
     start_all_to_all,
+    start_reduce_scatter,
     start_together,
 )
 from tpkernels.comm.schedule import (
-    Plan,
     Round,
-    Swap,
     collective_gather_plan,
     collective_reduce_plan,
     collective_rounds,
-    parts_of_shard,
+    gather_plan,
+    reduce_plan,
 )
-from tpkernels.comm.transports.base import Delivery, Exchange, blaming
+from tpkernels.comm.transports.rows import Gather, Kernels, Reduce, Terms, Until, add_up
+from tpkernels.errors import cause_of
 
-Message = tuple[int, Tensor]  # the other rank, and what it gets or sends
+_WIDE_ROW = 1024  # a kernel adds wide rows best
 
 
-class Transfers:
-    """The sends and receives of one call, with errors that name the rank at fault."""
+class Message:
+    """Rows travel with the header."""
 
-    def __init__(self, call: Call, *, awaited_by_products: bool = True) -> None:
-        """awaited_by_products: the stream that computes waits; else `occupy_no_more` says when it does"""
-        self._call, self._awaited_by_products = call, awaited_by_products
-        self._sends: list[tuple[Work, list[int], Tensor]] = []  # buffers live until they are sent
-        self._awaited: dict[int, Work] = {}  # by id: one launch may be of several messages
-        self._in_flight: dict[int, Work] = {}  # likewise, of those that occupy processors
+    note = ""
 
-    def exchange(self, to: int, outgoing: Tensor, source: int, incoming: Tensor) -> Work | None:
-        """Send and receive in one launch, as NCCL needs; empty messages are left out.
+    def gather(self, call: Call, shard: Tensor, rows: int, *, keeps: bool, at_once: bool) -> Gather:
+        call.announce(shard)
+        full = shard.new_empty(rows, shard.shape[1])
+        return Gather(full, [(slice(0, rows), partial(_place, call, shard, full))], call.end)
 
-        returns: to wait for before `incoming` is read; None if it is empty
+    def reduce(self, call: Call, terms: Terms, bias: Tensor | None, *, at_once: bool) -> Reduce:
+        shards = terms.at_once().contiguous().chunk(call.calls.ranks)
+        call.announce(by_peer=list(shards))
+        return Reduce(terms, (), partial(_sum, call, shards, bias, tree=terms.tree), call.end)
+
+
+MESSAGE = Message()
+
+
+def _place(call: Call, shard: Tensor, full: Tensor) -> None:
+    """Wait for all rows, and put them in the order of ranks."""
+    slots = [shard] * call.calls.ranks
+    _receive(call, slots)
+    torch.cat(slots, out=full)
+
+
+def _receive(call: Call, slots: list[Tensor]) -> None:
+    """Wait for the rows of other ranks, which have the shape of ours."""
+    own = slots[0]
+    count, dtype, shape = own.nbytes, own.dtype, own.shape
+    for peer, message in zip(call.calls.peers, call.confirm(), strict=True):
+        slots[peer] = message[:count].view(dtype).view(shape)
+
+
+def _sum(call: Call, shards: Sequence[Tensor], bias: Tensor | None, *, tree: bool) -> Tensor:
+    slots = [shards[call.calls.rank]] * len(shards)
+    _receive(call, slots)
+    return add_up(slots, bias, tree=tree)
+
+
+class PointToPoint:
+    """Rows travel in chunks; a receive is posted for each before the first product."""
+
+    note = ""
+
+    def __init__(self, chunks: int) -> None:
+        """chunks: of a shard"""
+        self.chunks = chunks
+
+    def gather(self, call: Call, shard: Tensor, rows: int, *, keeps: bool, at_once: bool) -> Gather:
+        calls = call.calls
+        plan = gather_plan(rows, calls.ranks, calls.rank, 1 if at_once else self.chunks)
+        call.announce()
+        full, own = shard.new_empty(rows, shard.shape[1]), plan.own
+        waits: list[Until | None] = [None]
+        for round in plan.rounds[1:]:
+            (swap,) = round.swaps
+            # gloo tells a peer what it may send over the socket that it sends rows on. Said behind these
+            # rows, the peer's begin when they have gone, and a swap takes twice as long.
+            waits.append(_receive_chunk(call, full[swap.received], swap.source))
+            _send_chunk(call, shard[swap.sent.start - own.start : swap.sent.stop - own.start], swap.to)
+        full[own].copy_(shard)
+        if len(waits) > 1:
+            waits[1] = partial(_after_headers, call, waits[1])
+        else:
+            waits[0] = call.confirm
+        arriving = [(round.rows, wait) for round, wait in zip(plan.rounds, waits, strict=True)]
+        return Gather(full, arriving, call.end, at_once=at_once)
+
+    def reduce(self, call: Call, terms: Terms, bias: Tensor | None, *, at_once: bool) -> Reduce:
+        calls, like = call.calls, terms.like
+        plan = reduce_plan(terms.rows, calls.ranks, calls.rank, 1 if at_once else self.chunks)
+        call.announce()
+        computed = terms.at_once().__getitem__ if at_once else terms.compute
+        slots = like.new_empty(plan.rows, terms.cols)
+        waits: list[Until] = [call.confirm]
+        for round in plan.rounds[:-1]:
+            (swap,) = round.swaps
+            chunk = computed(round.rows).contiguous()
+            if (wait := _receive_chunk(call, slots[swap.received], swap.source)) is not None:
+                waits.append(wait)
+            _send_chunk(call, chunk, swap.to)
+        slots[plan.kept].copy_(computed(plan.own))
+        slots = slots.view(calls.ranks, plan.rows // calls.ranks, terms.cols)
+        return Reduce(terms, waits, lambda: add_up(slots, bias, tree=terms.tree), call.end)
+
+
+def _after_headers(call: Call, wait: Until | None) -> None:
+    call.confirm()
+    if wait is not None:
+        wait()
+
+
+def _receive_chunk(call: Call, rows: Tensor, source: int) -> Until | None:
+    """None for an empty chunk, which nobody sends."""
+    return call.receive(rows, source) if rows.numel() else None
+
+
+def _send_chunk(call: Call, rows: Tensor, to: int) -> None:
+    if rows.numel():
+        call.send(rows, to)
+
+
+class Collectives:
+    """Moves each round by one collective, which writes the rows that it receives one after the other."""
+
+    def __init__(self, rounds: int, kernels: Kernels | None = None) -> None:
+        """kernels: add the slots, where they compute"""
+        self.rounds, self._kernels = rounds, kernels
+        # from what may differ between ranks: sizes of weight shards, and GPUs
+        self.note = f" in {rounds} rounds" if rounds > 1 else ""
+
+    def gather(self, call: Call, shard: Tensor, rows: int, *, keeps: bool, at_once: bool) -> Gather:
+        ranks = call.calls.ranks
+        plan = collective_gather_plan(rows, ranks, call.calls.rank, self.rounds)
+        full, own, launches = shard.new_empty(rows, shard.shape[1]), plan.own, Launches(call, shard.device)
+        if not full.numel():  # the same on all ranks, whose own rows may be none
+            return Gather(full)
+        if len(plan.rounds) == 1 and rows % ranks == 0:
+            wait = launches.start(call.calls.peers, start_all_gather, full, shard)
+            return Gather(full, [(slice(0, rows), wait)], launches.end, at_once=at_once, add=self._sum)
+        arriving = []
+        for round in plan.rounds:
+            wanted = [(swap.source, full[swap.received]) for swap in round.swaps]
+            arriving.append(
+                (round.rows, launches.exchange([(swap.to, shard) for swap in round.swaps], wanted))
+            )
+        full[own].copy_(shard)
+        return Gather(full, arriving, launches.end, at_once=at_once, add=self._sum)
+
+    def reduce(self, call: Call, terms: Terms, bias: Tensor | None, *, at_once: bool) -> Reduce:
+        calls, like = call.calls, terms.like
+        plan = collective_reduce_plan(terms.rows, calls.ranks, calls.rank, self.rounds)
+        computed = terms.at_once().__getitem__ if at_once else terms.compute
+        slots, launches = like.new_empty(plan.rows, terms.cols), Launches(call, like.device)
+        waits: list[Until] = []
+        own_moved = False
+        for round in plan.rounds:
+            chunk, moved = computed(round.rows).contiguous(), round.all_to_all
+            if moved is not None and terms.cols:  # the same on all ranks
+                own_moved |= moved.has_own
+                into = slots[moved.into] if len(plan.rounds) > 1 else slots
+                waits.append(
+                    launches.start(moved.sources, start_all_to_all, into, chunk, moved.received, moved.sent)
+                )
+        if not own_moved:  # the last round has them
+            slots[plan.kept].copy_(_own_rows(round, chunk, plan.own))
+        slots = slots.view(calls.ranks, plan.rows // calls.ranks, terms.cols)
+        return Reduce(terms, waits, lambda: self._sum(slots, bias, tree=terms.tree), launches.end)
+
+    def _sum(self, slots: Tensor, bias: Tensor | None, *, tree: bool) -> Tensor:
+        if self._kernels is None:
+            return add_up(slots, bias, tree=tree)
+        ranks, rows, cols = slots.shape
+        if bias is None and cols % _WIDE_ROW:  # any rows will do, and a region's may have one column
+            wide = slots.view(ranks, -1, gcd(rows * cols, _WIDE_ROW))
+            return self._kernels.sum_of(wide, None, None, tree=tree).view(rows, cols)
+        return self._kernels.sum_of(slots, bias, None, tree=tree)
+
+
+def _own_rows(round: Round, chunk: Tensor, own: slice) -> Tensor:
+    return chunk[own.start - round.rows.start : own.stop - round.rows.start]
+
+
+class BackendSums(Collectives):
+    """The backend takes the sums, if TPKERNELS_BACKEND_SUMS=1: off by default.
+
+    No slots are written and read. The backend adds in an order of its own, and may round in between; the bias
+    is added to the rounded sum. So bits depend on how ranks are connected and on the backend's version.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.note = " by the backend"
+
+    def reduce(self, call: Call, terms: Terms, bias: Tensor | None, *, at_once: bool) -> Reduce:
+        own, ranks = terms.at_once().contiguous(), call.calls.ranks
+        total = own.new_empty(terms.rows // ranks, terms.cols)
+        return self._started(call, terms, bias, total, start_reduce_scatter, total, own)
+
+    def all_reduce(self, call: Call, terms: Terms, bias: Tensor | None) -> Reduce:
+        """Start an all-reduce."""
+        own = terms.at_once().clone(memory_format=torch.contiguous_format)
+        return self._started(call, terms, bias, own, start_all_reduce, own)
+
+    def _started(
+        self,
+        call: Call,
+        terms: Terms,
+        bias: Tensor | None,
+        total: Tensor,
+        start: Callable[..., Work],
+        *tensors: Tensor,
+    ) -> Reduce:
+        launches = Launches(call, terms.like.device)
+        if terms.rows and terms.cols:
+            launches.start(call.calls.peers, start, *tensors, ReduceOp.SUM, None)
+        launches_end = launches.end
+
+        def add() -> Tensor:
+            launches_end()
+            return total if bias is None else total + bias
+
+        return Reduce(terms, (), add, _nothing)
+
+
+def _nothing() -> None: ...
+
+
+collectives_of = lru_cache(Collectives)  # by rounds and kernels
+
+
+def rounds_for(like: Tensor, rows: int, width: int, ranks: int) -> int:
+    """Return into how many rounds arithmetic cuts a call. width: of the product that hides it, or 0"""
+    return collective_rounds(rows, width, ranks, processors_of(like.device) or 1)
+
+
+@lru_cache
+def processors_of(device: torch.device) -> int:
+    """The SMs of a GPU; else 0."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+Launched = tuple[int, Tensor]  # the other rank, and what it gets or sends
+
+
+class Launches:
+    """The collectives of one call; on a GPU products leave SMs to them while they are in flight."""
+
+    def __init__(self, call: Call, device: torch.device) -> None:
+        self._call, self._device = call, device
+        # tensors live until they are sent; None: was awaited
+        self._works: list[tuple[Work, Sequence[int], object] | None] = []
+        self._occupies = False
+
+    def start(self, peers: Sequence[int], start: Callable[..., Work], *arguments: object) -> Until:
+        """Start a collective by `start(group, *arguments)`; returns the function that waits for it.
+
+        peers: those this rank gets rows from
         """
-        received = self.exchange_all([(to, outgoing)], [(source, incoming)])
-        return received[0] if received else None
+        self._occupy()
+        try:
+            work = start(self._call.group, *arguments)
+        except RuntimeError as error:
+            raise self._unreachable(peers, error) from error
+        self._works.append((work, peers, arguments))
+        return partial(self._wait, len(self._works) - 1)
 
-    def exchange_all(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> list[Work]:
+    def exchange(self, outgoing: Sequence[Launched], incoming: Sequence[Launched]) -> Until:
         """Send and receive several messages, in one launch where the backend supports it.
 
-        returns: to wait for before what is received is read, of each that is not empty; often one for all
+        A lone send of NCCL takes another communicator, so that one alone is launched so, too.
         """
         outgoing = [(to, rows) for to, rows in outgoing if rows.numel()]
         incoming = [(source, rows) for source, rows in incoming if rows.numel()]
         if not outgoing and not incoming:
-            return []
+            return _nothing
+        self._occupy()
         tag = self._call.tag
-        # gloo tells a peer what it may send over the socket that it sends rows on. Said behind these rows,
-        # the peer's begin when they have gone, and a swap takes twice as long.
-        starts = [_receiving(rows, source, tag) for source, rows in incoming]
-        starts += [_sending(rows, to, tag) for to, rows in outgoing]
-        device = (outgoing or incoming)[0][1].device
+        starts = [partial(_receive_one, rows, source, tag) for source, rows in incoming]
+        starts += [partial(_send_one, rows, to, tag) for to, rows in outgoing]
+        peers = sorted({peer for peer, _ in (*outgoing, *incoming)})
+        first = len(self._works)
         try:
-            works = start_together(self._call.group, device, starts)
+            works = start_together(self._call.group, self._device, starts)
         except RuntimeError as error:
-            peers = {peer for peer, _ in (*outgoing, *incoming)}
-            raise self._unreachable(sorted(peers), device, error) from error
-        self._occupies(works, device)
-        if len(works) < len(starts):
-            works *= len(starts)  # one launch, hence one to wait for
-        received, sent = works[: len(incoming)], works[len(incoming) :]
-        self._sends += [(work, [to], rows) for work, (to, rows) in zip(sent, outgoing, strict=True)]
-        return received
+            raise self._unreachable(peers, error) from error
+        self._works += [(work, peers, (outgoing, incoming)) for work in works]
+        # sends that are apart from receives are awaited at the end
+        return partial(self._wait_all, range(first, first + min(len(works), max(1, len(incoming)))))
 
-    def collective(
-        self, start: Callable[..., Work], peers: list[int], outgoing: Tensor, *arguments: object
-    ) -> Work:
-        """Start a collective of all ranks by `start(group, *arguments)`.
+    def end(self) -> None:
+        """Wait until all is sent, so that its memory may change; the stream that computes waits, on a GPU."""
+        self._wait_all(range(len(self._works)))
+        self._works.clear()
+        self._give_back()
 
-        peers: those this rank gets rows from; returns: to wait for before these are read
-        """
-        try:
-            work = start(self._call.group, *arguments)
-        except RuntimeError as error:
-            raise self._unreachable(peers, outgoing.device, error) from error
-        self._occupies([work], outgoing.device)
-        self._sends.append((work, peers, outgoing))
-        return work
+    def _wait_all(self, works: range) -> None:
+        for number in works:
+            self._wait(number)
 
-    def await_rows(self, received: Work, sources: Sequence[int]) -> None:
-        self._await(received, sources, "rows of rank {} did not arrive")
-
-    def await_sends(self) -> None:
-        """Wait until all sends are done and their tensors may be overwritten."""
-        for work, peers, _ in self._sends:
-            if id(work) not in self._awaited:
-                self._await(work, peers, "rank {} did not take its rows")
-        self._sends.clear()
-        self._awaited.clear()
-
-    def _await(self, work: Work, peers: Sequence[int], problem: str) -> None:
-        if id(work) in self._awaited:
+    def _wait(self, number: int) -> None:
+        if (launched := self._works[number]) is None:
             return
+        self._works[number] = None
+        work, peers, _ = launched
         try:
-            self._call.wait_for(work.wait)
+            work.wait()
         except RuntimeError as error:
-            raise self._failure(problem.format(_any(peers)), error) from error
-        finally:
-            if self._awaited_by_products and id(work) in self._in_flight:
-                del self._in_flight[id(work)]
-                if not self._in_flight:
-                    IN_FLIGHT.end(self._call.group)
-        self._awaited[id(work)] = work
+            raise self._call.blaming(_any(peers), "rows of rank {} did not arrive", error) from error
+        if number == len(self._works) - 1:  # collectives of a group follow each other
+            self._give_back()
 
-    def occupy_no_more(self) -> None:
-        """Give processors back: later products come after all transfers that were started."""
-        if self._in_flight:
-            self._in_flight.clear()
+    def _occupy(self) -> None:
+        """One claim serves all collectives of a call, which follow each other."""
+        if not self._occupies and processors_of(self._device):
+            IN_FLIGHT.begin(self._call.group, self._device)
+            self._occupies = True
+
+    def _give_back(self) -> None:
+        if self._occupies:
+            self._occupies = False
             IN_FLIGHT.end(self._call.group)
-
-    def _occupies(self, works: Sequence[Work], device: torch.device) -> None:
-        """These are in flight: on a GPU products leave processors to them."""
-        if not _processors(device):
-            return
-        if not self._in_flight:  # collectives of a group follow each other: one claim serves all of a call
-            IN_FLIGHT.begin(self._call.group, device)
-        for work in works:
-            self._in_flight[id(work)] = work
 
     def __del__(self) -> None:
         """After an error nobody waits for what is left."""
-        self.occupy_no_more()
+        self._give_back()
 
-    def _unreachable(self, peers: Sequence[int], device: torch.device, error: RuntimeError) -> RuntimeError:
-        refuse_other_devices(self._call.op, self._call.group, device)
-        return self._failure(f"rank {_any(peers)} cannot be reached", error)
-
-    def _failure(self, what: str, error: RuntimeError) -> RuntimeError:
-        calls = self._call.calls
-        cause = calls.first_failure() or error
-        return blaming(self._call.op, what, f"process group '{calls.name}'", calls.rank, calls.ranks, cause)
+    def _unreachable(self, peers: Sequence[int], error: RuntimeError) -> RuntimeError:
+        refuse_other_devices(self._call.op, self._call.group, self._device)
+        return self._call.blaming(_any(peers), "rank {} cannot be reached", error)
 
 
-def _sending(rows: Tensor, to: int, tag: int) -> Start:
-    return lambda group: group.send([rows], to, tag)
+def _send_one(rows: Tensor, to: int, tag: int, group: object) -> Work:
+    work: Work = group.send([rows], to, tag)  # type: ignore[attr-defined]
+    return work
 
 
-def _receiving(rows: Tensor, source: int, tag: int) -> Start:
-    return lambda group: group.recv([rows], source, tag)
+def _receive_one(rows: Tensor, source: int, tag: int, group: object) -> Work:
+    work: Work = group.recv([rows], source, tag)  # type: ignore[attr-defined]
+    return work
 
 
 def _any(ranks: Sequence[int]) -> str:
     return " or ".join(map(str, sorted(ranks)))
 
 
-class C10dExchange(Exchange):
-    """Moves chunks point to point; one object serves all groups and shapes."""
-
-    tapered = host_waits = True
-
-    def chunks(self, shard_bytes: int) -> int:
-        return parts_of_shard(shard_bytes)
-
-    def begin(self, call: Call, plan: Plan, cols: int, like: Tensor) -> Delivery:
-        return _C10dDelivery(call, plan, _memory(plan, cols, like))
-
-
-class Collectives(C10dExchange):
-    """Moves each round by one collective; one object serves all groups and shapes."""
-
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-        # from what may differ between ranks: sizes of weight shards, and GPUs
-        self.note = f" in {rounds} rounds" if rounds > 1 else ""
-
-    def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
-        return collective_gather_plan(rows, ranks, rank, self.rounds)
-
-    def plan_reduce(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
-        return collective_reduce_plan(rows, ranks, rank, self.rounds)
-
-    def begin(self, call: Call, plan: Plan, cols: int, like: Tensor) -> Delivery:
-        return _CollectiveDelivery(call, plan, _memory(plan, cols, like))
-
-
-def _memory(plan: Plan, cols: int, like: Tensor) -> Tensor:
-    return torch.empty((plan.rows, cols), dtype=like.dtype, device=like.device)
-
-
-C10D = C10dExchange()
-collectives_of = lru_cache(Collectives)  # by rounds
-
-
-def c10d_for(like: Tensor, rows: int, features: int, ranks: int, overlap: bool) -> Exchange:
-    """Return the c10d exchange for a matrix of that many rows.
-
-    like: a tensor of its device
-    features: width of the product that hides the transfers; 0: there is none, or it is computed at once
-    """
-    return (
-        collectives_of(rounds_for(like, rows, features, ranks, overlap)) if _processors(like.device) else C10D
-    )
-
-
-def rounds_for(like: Tensor, rows: int, features: int, ranks: int, overlap: bool) -> int:
-    """Return into how many rounds arithmetic cuts a call; arguments as of `c10d_for`."""
-    processors = _processors(like.device) or 1
-    return collective_rounds(rows, features, ranks, processors) if overlap else 1
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    """Of a GPU; else 0."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-class _C10dDelivery(Delivery):
-    lasts = True
-
-    def __init__(self, call: Call, plan: Plan, memory: Tensor) -> None:
-        self.plan, self.memory = plan, memory
-        self._transfers = Transfers(call)
-        self._arriving: dict[int, tuple[Work, list[int]]] = {}  # by the first row of a chunk
-
-    def swap(self, swap: Swap, outgoing: Tensor) -> None:
-        incoming = self.memory[swap.received]
-        received = self._transfers.exchange(swap.to, outgoing, swap.source, incoming)
-        if received is not None:
-            self._arriving[swap.received.start] = received, [swap.source]
-
-    def keep(self, rows: Tensor) -> None:
-        self.memory[self.plan.kept].copy_(rows)
-
-    def await_rows(self, rows: slice) -> None:
-        for start in [start for start in self._arriving if rows.start <= start < rows.stop]:
-            self._transfers.await_rows(*self._arriving.pop(start))
-
-    def end(self) -> None:
-        self._transfers.await_sends()
-
-
-class _CollectiveDelivery(_C10dDelivery):
-    """A collective writes the rows that a round receives, which lie one after the other.
-
-    It also brings this rank's own rows, where these are among what was moved.
-    """
-
-    def move(self, round: Round, outgoing: Tensor, first_row: int) -> None:
-        plan, memory = self.plan, self.memory
-        if plan.reduces:
-            self._reduce(round, outgoing)
-        elif not (round.swaps and plan.rows and memory.shape[1]):
-            return  # the same on all ranks, whose own rows may be none
-        elif len(plan.rounds) == 1 and plan.rows % plan.ranks == 0:
-            self.has_own = True
-            sources = [swap.source for swap in round.swaps]
-            self._arriving[0] = (
-                self._transfers.collective(start_all_gather, sources, outgoing, memory, outgoing),
-                sources,
-            )
-        else:
-            self._sends_and_receives(round.swaps, outgoing)
-
-    def _reduce(self, round: Round, outgoing: Tensor) -> None:
-        moved, memory = round.all_to_all, self.memory
-        if moved is None or not memory.shape[1]:  # the same on all ranks
-            return
-        assert outgoing.shape[0] == round.rows.stop - round.rows.start, (
-            "a collective moves all rows of a round"
-        )
-        self.has_own |= moved.has_own
-        into = memory[moved.into] if len(self.plan.rounds) > 1 else memory
-        work = self._transfers.collective(
-            start_all_to_all, moved.sources, outgoing, into, outgoing, moved.received, moved.sent
-        )
-        self._arriving[moved.into.start] = work, moved.sources
-
-    def _sends_and_receives(self, swaps: Sequence[Swap], shard: Tensor) -> None:
-        """In one launch where the backend can: a lone send of NCCL takes another communicator."""
-        wanted = [(swap.source, self.memory[swap.received]) for swap in swaps]
-        works = self._transfers.exchange_all([(swap.to, shard) for swap in swaps], wanted)
-        arriving = [swap for swap in swaps if swap.received.start < swap.received.stop]
-        for swap, work in zip(arriving, works, strict=True):
-            self._arriving[swap.received.start] = work, [swap.source]
+def gather_small(call: Call, part: Tensor) -> Tensor:
+    """Gather small tensors of one shape from all ranks: return (ranks, *shape of part)."""
+    calls = call.calls
+    row = part.reshape(1, -1)
+    try:
+        transport: Message | PointToPoint | Collectives = collectives_of(1)
+        if calls.has_tags(part.device):
+            transport = MESSAGE if part.nbytes <= calls.eager_bytes else PointToPoint(1)
+        full = transport.gather(call, row, calls.ranks, keeps=True, at_once=True).all()
+    except BaseException as error:  # Ctrl-C, too: the others do not know
+        calls.fail(f"{type(error).__name__}: {cause_of(error)}")
+        raise
+    return full.view(calls.ranks, *part.shape)

@@ -27,20 +27,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
-from typing import TypeVar
 from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import Plan, Swap, flag_of, is_other_call, peers_by_step, reusable_after
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange, code_of
 from tpkernels.comm.transports.memory import Layout, Mailbox
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
-
-T = TypeVar("T")
 
 POLL_SECONDS = 50e-6
 _COUNTED = 2**31  # calls, after which `released` words start again at 0
@@ -57,7 +54,7 @@ class HostExchange(MailboxExchange):
         name: str,
         rank: int,
         layout: Layout,
-        mailboxes: Sequence[Mailbox | None],
+        mailboxes: Sequence[Mailbox],
         timeout: float,
         processes: Mapping[int, Process] | None = None,
         pusher: Pusher | None = None,
@@ -94,6 +91,8 @@ class HostExchange(MailboxExchange):
 
     def _delivery(self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None) -> HostDelivery:
         """Needs no barrier: who writes looks at the `released` words."""
+        if call is not None:
+            call.announce()
         return HostDelivery(self, epoch, plan, flag_of(epoch, code_of(call)), call)
 
     def released(self, number: int) -> None:
@@ -128,18 +127,20 @@ class HostExchange(MailboxExchange):
         epoch, released = delivery.number, self.mailbox(peer).released
 
         def refusal() -> str:
-            return "it was closed" if self._closing.is_set() else delivery.failure
+            return "it was closed" if self._closing.is_set() else ""
 
         def free() -> bool:
             return (int(released) - reusable_after(epoch)) % _COUNTED < _COUNTED // 2
 
-        if cause := self.poll(peer, free, refusal):
+        if cause := self.poll(peer, free, refusal, delivery):
             raise RuntimeError(
                 f"{self.name} on rank {self.rank}: call {epoch} may begin once rank {peer} has read call "
                 f"{reusable_after(epoch)}, which has read {int(released)}: {cause}"
             )
 
-    def poll(self, peer: int, there: Callable[[], bool], refusal: Callable[[], str]) -> str:
+    def poll(
+        self, peer: int, there: Callable[[], bool], refusal: Callable[[], str], delivery: HostDelivery
+    ) -> str:
         """Wait until `peer` has written; return why it will not, or an empty text once it has.
 
         refusal: why not to go on waiting, if so
@@ -158,6 +159,8 @@ class HostExchange(MailboxExchange):
                 closed = int(self.mailbox(peer).released) == _CLOSED
                 if (ended or closed) and not there():  # what it wrote before counts
                     return "its process has ended" if ended else "it has destroyed its process group"
+                if cause := delivery.failure:
+                    return cause
             time.sleep(POLL_SECONDS)
         return ""
 
@@ -172,33 +175,31 @@ class HostDelivery(MailboxDelivery):
         self.flag = flag
         self.awaited.fill_(flag)  # of the slot, whose last call has been read
         self._pushing: list[Future[None]] = []
-        self._received: dict[int, tuple[Work, range]] = {}  # by chunk: what brings it, with which others
+        self._confirmed = call is None  # whether all ranks are known to be in this call
 
     def keep(self, rows: Tensor) -> None:
         self.exchange.put(self.exchange.rank, self.plan.kept, rows, self)
 
     def swap(self, swap: Swap, outgoing: Tensor) -> None:
-        if swap.to in self.exchange.same_machine:
-            self._pushing.append(self.exchange.pushing(swap, outgoing, self))
-        if (received := self.swap_inter_node(swap, outgoing)) is not None:
-            chunks = self.exchange.chunk_numbers(swap.received)
-            self._received.update(dict.fromkeys(chunks, (received, chunks)))
+        self._pushing.append(self.exchange.pushing(swap, outgoing, self))
 
     def before_kernels_push(self) -> None:
+        self.before_kernels_wait()
         for peer, _ in peers_by_step(self.exchange.ranks, self.exchange.rank):
-            self._watched(lambda: self.exchange.wait_until_free(peer, self))  # noqa: B023
+            self.exchange.wait_until_free(peer, self)
 
     @property
     def failure(self) -> str:
         """Return why the group has failed, or an empty text."""
-        return self.call.calls.failure if self.call is not None else ""
+        return self.call.calls.first_failure() if self.call is not None else ""
 
     def wait(self) -> None:
         for pushing in self._pushing:
-            self._watched(pushing.result)
+            pushing.result()
         self._pushing.clear()
-        if self.inter_node is not None:
-            self.inter_node.await_sends()
+        if self.call is not None:
+            self.before_kernels_wait()
+            self.call.end()
 
     def release(self) -> None:
         self.exchange.released(self.number)
@@ -208,37 +209,22 @@ class HostDelivery(MailboxDelivery):
         return next((error for error in failed if error is not None), None)
 
     def before_kernels_wait(self) -> None:
-        """Wait for chunks from other machines, for which no kernel can wait."""
-        for chunk in list(self._received):
-            self.await_chunk(chunk)
+        """Compare headers: ranks in another call would never raise the flags."""
+        if not self._confirmed:
+            self._confirmed = True
+            assert self.call is not None
+            self.call.confirm()
 
     def missing(self, chunk: int) -> str:
-        if received := self._received.get(chunk):
-            work, chunks = received
-            for arriving in chunks:
-                del self._received[arriving]
-            try:
-                work.wait()
-            except RuntimeError as error:
-                return str(error)
-            self.flags[chunks.start : chunks.stop] = self.flag
+        self.before_kernels_wait()
         if int(self.flags[chunk]) == self.flag:
             return ""
-        return self._watched(lambda: self._poll(chunk))
-
-    def _poll(self, chunk: int) -> str:
-        """Why a flag is not raised; nothing once it is."""
 
         def refusal() -> str:
-            if is_other_call(int(self.flags[chunk]), self.flag):
-                return (self.call and self.call.calls.parted()) or "it sent rows of another call"
-            return self.failure
+            return "it sent rows of another call" if is_other_call(int(self.flags[chunk]), self.flag) else ""
 
         peer = chunk // self.exchange.splits
-        return self.exchange.poll(peer, lambda: int(self.flags[chunk]) == self.flag, refusal)
-
-    def _watched(self, wait: Callable[[], T]) -> T:
-        return wait() if self.call is None else self.call.wait_for(wait)
+        return self.exchange.poll(peer, lambda: int(self.flags[chunk]) == self.flag, refusal, self)
 
 
 def _copy(into: Tensor, rows: Tensor) -> None:

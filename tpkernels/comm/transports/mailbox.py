@@ -6,61 +6,36 @@ A `MailboxExchange` belongs to one rank of R and one shape. Call number e, its e
     delivery.flags    (R * splits,)    int32: flag r * splits + i is `awaited` once chunk i of it is there
     delivery.awaited  (1,)             int32: e and a code of the call, which other calls do not have
 
-A gather pushes its shard to all; a reduce-scatter pushes row block d of its product to rank d. Where all
-ranks are on one machine, a kernel may store them there itself: `departures()` says where, and
-`before_kernels_push()` comes before it. `release()` says that the slots have been read; `wait()` that what we
-sent is out, so that its memory may change. Both must happen before the call after the next.
+A gather pushes its shard to all; a reduce-scatter pushes row block d of its product to rank d. A kernel may
+store them there itself: `departures()` says where, and `before_kernels_push()` comes before it. `release()`
+says that the slots have been read; `wait()` that what we sent is out, so that its memory may change. Both
+must happen before the call after the next.
 
 Each rank has two slot buffers and two rows of flags, used in turn: a call is pushed while its receivers still
 read the one before. A flag is compared by equality: rows of another call, made by a rank that left the common
 order, are never taken for this one's. How memory is mapped, who pushes, and what keeps writers off slots that
 are being read, is the transport's: `host`, `shared`, `symmetric`.
-
-`InRounds` cuts the calls of an exchange into rounds, as collectives are cut: each is a product by itself, of
-rows that are awaited before it.
-
-Chunks for ranks on other machines go point to point. They land in the receiver's slots, and the receiver
-raises their flags. A slot is free by then: its owner has begun the call, hence released the one before there.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
-from tpkernels.comm.agreement import offers_of_all
-from tpkernels.comm.calls import Call, handshake
-from tpkernels.comm.schedule import (
-    SLOTS,
-    Plan,
-    Swap,
-    collective_reduce_plan,
-    pushing_rounds_plan,
-    slot_of,
-)
-from tpkernels.comm.transports.base import Delivery, Exchange, blaming
-from tpkernels.comm.transports.c10d import Transfers
+from tpkernels.comm.calls import Call, blaming, handshake
+from tpkernels.comm.schedule import SLOTS, Plan, Round, Swap, slot_of
 from tpkernels.comm.transports.memory import ALIGNED_WORDS, Departing, Landing, Mailbox
 from tpkernels.comm.transports.memory import Layout as Layout
 from tpkernels.comm.transports.order import CallOrder
-from tpkernels.comm.transports.processes import machine as machine
-
-B = TypeVar("B", bound="Closable")
 
 _CPU = torch.device("cpu")
-
-
-class Closable(Protocol):
-    """An object that all ranks build, and close if one of them could not build it."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -79,34 +54,6 @@ class Meeting:
     def begin(self) -> Call:
         return handshake(self.op, f"opening {self.name}", self.group)
 
-    def offers(
-        self, call: Call, problem: str, wanted: str, offer: str, place: str = ""
-    ) -> tuple[list[int], list[str]]:
-        """(the ranks on this machine, this one among them; what each rank of the group offers)
-
-        All raise if a rank wants something else (another shape, say), or has a problem.
-        place: on the machine; ranks at others count as on another machine
-        """
-        found = offers_of_all(self.title, call, problem, wanted, (machine() + place, offer))
-        here = same_machine([place for place, _ in found], call.calls.rank)
-        return here, [offer for _, offer in found]
-
-    def built_by_all(self, call: Call, build: Callable[[], B]) -> B:
-        """Return the result of `build` once it has succeeded on all ranks; all raise if it fails on one."""
-        built, problem = None, ""
-        try:
-            built = build()
-        except Exception as error:  # whatever it is, the others wait to be told
-            problem = f"{type(error).__name__}: {error}"
-        try:
-            offers_of_all(self.title, call, problem)
-        except BaseException:
-            if built is not None:
-                built.close()
-            raise
-        assert built is not None, "this rank had no problem"
-        return built
-
 
 @dataclass(frozen=True)
 class Opening(Meeting):
@@ -117,36 +64,33 @@ class Opening(Meeting):
     timeout: float = 60.0  # seconds until a rank that does not come is an error
 
 
-class MailboxExchange(Exchange):
+class MailboxExchange:
     """One rank's end of an exchange: `begin` a call, push, read its `MailboxDelivery`, `release` it."""
 
-    tapered = False
-    margin = 0  # processors that a waiting kernel leaves to those who push
-    counted = 0  # those of them that `carveout` counts, too, while a call is in flight
+    host_waits: bool  # whether the host can wait for a chunk
+    margin = 0  # SMs that a waiting kernel leaves to those who push
 
     def __init__(
-        self, name: str, rank: int, layout: Layout, mailboxes: Sequence[Mailbox | None], timeout: float
+        self, name: str, rank: int, layout: Layout, mailboxes: Sequence[Mailbox], timeout: float
     ) -> None:
         """One rank's end of an exchange.
 
-        mailboxes: of all ranks, in order; None for ranks on other machines
+        mailboxes: of all ranks, in order
         timeout: seconds until a rank that does not come is an error
         """
         self.name, self.rank, self.ranks, self.layout = name, rank, layout.ranks, layout
         self.shape, self.dtype, self.timeout = layout.shape, layout.dtype, timeout
         self.splits, self._chunk_rows = layout.splits, layout.chunk_rows
         self._all_chunks = range(layout.splits)
-        self.same_machine = frozenset(peer for peer, mailbox in enumerate(mailboxes) if mailbox is not None)
-        # whether a kernel of ours can store into the memory of all ranks
-        self.kernels_can_push = len(self.same_machine) == self.ranks
         self._mailboxes = tuple(mailboxes)
         own = self.mailbox(rank)
         device = own.flags.device
         # where a kernel leaves word of a chunk that is late, zero if all is well; for all calls
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         self.order = CallOrder()
+        self.last_call = 0  # its number in the group
         self.captured = False  # whether a graph writes its memory, which is kept as long as the group then
-        self.flag_kernels: FlagKernels | None = None
+        self.flag_kernels: Counting | None = None
         self.memories = tuple(own.buffers.unbind())  # of each slot
         # the same as kernels add it up, made once: as slots of all ranks, and as one
         self.slots = tuple(memory.view(self.ranks, *self.shape) for memory in self.memories)
@@ -155,32 +99,14 @@ class MailboxExchange(Exchange):
         words = torch.zeros(SLOTS, ALIGNED_WORDS, dtype=torch.int32, device=device)
         self.awaited = tuple(words[:, :1].unbind())
         self._landings = [
-            [None if mailbox is None else Landing(mailbox, slot, rank, layout) for mailbox in mailboxes]
-            for slot in range(SLOTS)
+            [Landing(mailbox, slot, rank, layout) for mailbox in mailboxes] for slot in range(SLOTS)
         ]
-        self._departing = [
-            self._departing_to(slot) if self.kernels_can_push else None for slot in range(SLOTS)
-        ]
-        self._in_rounds: dict[int, InRounds] = {}
+        self._departing = [self._departing_to(slot) for slot in range(SLOTS)]
         self.tiles: dict[str, Any] = {}  # of kernels that wait or store, by operator, where ranks timed them
 
-    def count_by(self, kernels: FlagKernels) -> None:
+    def count_by(self, kernels: Counting) -> None:
         """Let `kernels` count the calls of captured graphs; called before each call."""
         self.flag_kernels = kernels
-
-    def chunks(self, shard_bytes: int) -> int:
-        return self.splits
-
-    def in_rounds(self, rounds: int) -> InRounds:
-        """Return this exchange with its calls cut into rounds, which divide the ranks."""
-        if not self.kernels_can_push:
-            raise ValueError(
-                f"{self.name}: rounds of products need all ranks on one machine: set "
-                "TPKERNELS_TRANSPORT=symmetric or c10d"
-            )
-        if (found := self._in_rounds.get(rounds)) is None:
-            found = self._in_rounds[rounds] = InRounds(self, rounds)
-        return found
 
     def begin(self, call: Call | None, plan: Plan, cols: int, like: Tensor) -> MailboxDelivery:
         """Begin the next call, which every rank must make, and return its delivery.
@@ -199,18 +125,16 @@ class MailboxExchange(Exchange):
             op = "" if call is None else f"{call.op}: "
             raise RuntimeError(f"{op}{self.name} on rank {self.rank}: {refusal}")
         epoch, needs_barrier = order.begin()
+        if call is not None:
+            self.last_call = call.number
         return self._delivery(epoch, needs_barrier, plan, call)
 
     def mailbox(self, peer: int) -> Mailbox:
-        mailbox = self._mailboxes[peer]
-        assert mailbox is not None, "ranks on other machines are not written to"
-        return mailbox
+        return self._mailboxes[peer]
 
     def landing(self, slot: int, peer: int) -> Landing:
         """Return where this rank's rows land in the memory of `peer`."""
-        landing = self._landings[slot][peer]
-        assert landing is not None, "ranks on other machines are not written to"
-        return landing
+        return self._landings[slot][peer]
 
     def chunk_numbers(self, rows: slice) -> range:
         """Return the numbers of the chunks in these rows of the slots."""
@@ -224,10 +148,7 @@ class MailboxExchange(Exchange):
         return range(there.start // self._chunk_rows - first, there.stop // self._chunk_rows - first)
 
     def departing(self, slot: int) -> Departing:
-        departing = self._departing[slot]
-        if departing is None:
-            raise RuntimeError(f"{self.name}: a kernel cannot store into memory of another machine")
-        return departing
+        return self._departing[slot]
 
     def _departing_to(self, slot: int) -> Departing:
         """Made once: building tensors on a GPU holds up the host, and no graph could be captured."""
@@ -255,7 +176,6 @@ class MailboxExchange(Exchange):
     def let_go(self) -> None:
         """Drop the references to the memory of all ranks."""
         self._mailboxes, self._landings, self._departing = (), [], []
-        self._in_rounds.clear()
         self.memories, self.slots, self.single_slots, self.flags = (), (), (), ()
 
     @abstractmethod
@@ -264,63 +184,50 @@ class MailboxExchange(Exchange):
     ) -> MailboxDelivery: ...
 
 
-class InRounds(Exchange):
-    """A mailbox exchange whose calls have few rounds, each with a product of its own.
-
-    Rows land where they land in any call of the exchange, so that calls of both kinds may follow each other.
-    """
-
-    tapered = False
-
-    def __init__(self, exchange: MailboxExchange, rounds: int) -> None:
-        self.exchange, self.rounds, self.host_waits = exchange, rounds, exchange.host_waits
-        self.note = f" in {rounds} rounds of products"
-
-    def chunks(self, shard_bytes: int) -> int:
-        return self.exchange.splits
-
-    def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
-        return pushing_rounds_plan(rows, ranks, rank, self.rounds)
-
-    def plan_reduce(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
-        return collective_reduce_plan(rows, ranks, rank, self.rounds)
-
-    def begin(self, call: Call, plan: Plan, cols: int, like: Tensor) -> MailboxDelivery:
-        return self.exchange.begin(call, plan, cols, like)
+def rows_sent(swap: Swap, outgoing: Tensor, first_row: int) -> Tensor:
+    """Return the rows of `outgoing` that a swap sends; see `MailboxDelivery.move`."""
+    sent = swap.sent
+    if sent.stop - sent.start == outgoing.shape[0]:
+        return outgoing
+    return outgoing[sent.start - first_row : sent.stop - first_row]
 
 
-def mailboxes_of(exchange: Exchange) -> MailboxExchange | None:
-    """Return the exchange whose memory this one moves rows through; None if there is none."""
-    if isinstance(exchange, InRounds):
-        return exchange.exchange
-    return exchange if isinstance(exchange, MailboxExchange) else None
-
-
-class FlagKernels(Protocol):
+class Counting(Protocol):
     """A kernel that flags of a captured graph need, see `kernels.flags`; the transports import none."""
 
     def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
         """word += step; awaited = word | code."""
 
 
-class MailboxDelivery(Delivery):
+class MailboxDelivery:
     """A call in flight in memory that ranks share."""
-
-    lasts = False
 
     def __init__(self, exchange: MailboxExchange, number: int, plan: Plan, call: Call | None) -> None:
         self.exchange, self.number, self.plan, self.call = exchange, number, plan, call
         self.slot = slot = slot_of(number)
         self.memory, self.flags = exchange.memories[slot], exchange.flags[slot]
         self.awaited = exchange.awaited[slot]
-        self.inter_node = None
-        if not exchange.kernels_can_push:
-            assert call is not None, "ranks on other machines are reached through their group"
-            self.inter_node = Transfers(call, awaited_by_products=False)
 
     @property
     def slots(self) -> Tensor:
+        """Return the received rows as (ranks, rows, cols)."""
         return self.exchange.slots[self.slot]
+
+    @abstractmethod
+    def swap(self, swap: Swap, outgoing: Tensor) -> None:
+        """Send a chunk."""
+
+    def move(self, round: Round, outgoing: Tensor, first_row: int) -> None:
+        """Send the rows of a round.
+
+        outgoing: rows of the matrix from `first_row` on, all that are sent among them
+        """
+        for swap in round.swaps:
+            self.swap(swap, rows_sent(swap, outgoing, first_row))
+
+    @abstractmethod
+    def keep(self, rows: Tensor) -> None:
+        """Put this rank's own rows next to those that arrive."""
 
     def departures(self) -> Departing:
         """Return where a kernel stores this rank's rows, once `before_kernels_push` has returned."""
@@ -329,21 +236,6 @@ class MailboxDelivery(Delivery):
     @abstractmethod
     def before_kernels_push(self) -> None:
         """Wait for all that must precede a kernel that stores into other ranks' slots."""
-
-    def swap_inter_node(self, swap: Swap, outgoing: Tensor) -> Work | None:
-        """Send and receive the chunks of a swap whose other rank is on another machine.
-
-        returns: what to wait for before rows are read, if they come from there
-        """
-        if self.inter_node is None:
-            return None
-        near, incoming = self.exchange.same_machine, self.memory[swap.received]
-        return self.inter_node.exchange(
-            swap.to,
-            outgoing if swap.to not in near else outgoing[:0],
-            swap.source,
-            incoming if swap.source not in near else incoming[:0],
-        )
 
     def await_rows(self, rows: slice) -> None:
         for chunk in self.exchange.chunk_numbers(rows):
@@ -406,8 +298,3 @@ def naming(call: Call | None) -> Iterator[None]:
 def code_of(call: Call | None) -> int:
     """Return the bits of flags besides the epoch: the call's description."""
     return 0 if call is None else call.tag
-
-
-def same_machine(machines: Sequence[str], rank: int) -> list[int]:
-    """Return the ranks on the machine of `rank`, including `rank`."""
-    return [peer for peer, theirs in enumerate(machines) if theirs == machines[rank]]

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from itertools import combinations
-from typing import TYPE_CHECKING, Protocol, cast
-from weakref import WeakKeyDictionary, finalize
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
-from torch.distributed import ProcessGroup, distributed_c10d
 
 from tpkernels.extension import ExtensionState, extension
 
@@ -199,29 +195,3 @@ def rendezvous(memory: Tensor, group_name: GroupName) -> Handle:
         else:
             os.environ[OVERLAPPING] = before
     return handle
-
-
-_of_group: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()  # torch holds them weakly
-
-
-def name_of_ranks(group: ProcessGroup, here: Sequence[int]) -> GroupName:
-    """Return a name by which torch's rendezvous finds the ranks `here` of `group` while the group lives.
-
-    Torch's barrier asks its backend for the name. Nothing is connected: no collective takes its tensors.
-    """
-    name = cast("GroupName", f"{group.group_name}, ranks {', '.join(map(str, here))}")
-    if group not in _of_group:
-        store = dist.PrefixStore(name, distributed_c10d._get_process_group_store(group))
-        rank, size = here.index(group.rank()), len(here)
-        _of_group[group] = named = ProcessGroup(store, rank, size)
-        backend = c10d.FakeProcessGroup._create_internal(rank, size)
-        named._register_backend(torch.device("meta"), ProcessGroup.BackendType.CUSTOM, backend)
-        named._set_group_name(name)
-        c10d._register_process_group(name, _of_group[group])
-        finalize(group, _forget, name)
-    return name
-
-
-def _forget(name: GroupName) -> None:
-    with suppress(RuntimeError):  # destroy_process_group() forgets all names at once
-        c10d._unregister_process_group(name)

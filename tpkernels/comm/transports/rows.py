@@ -1,12 +1,8 @@
 """Rows in flight between the ranks of a group: gathered, or reduced. No autograd, no kernels.
 
-    gathering = Gathering(call, shard, rows)        reducing = Reducing(call, partial_of, rows, cols, like)
-    for rows, chunk in gathering.arrivals():        ... more work ...
-        ... chunk = full[rows] is there ...
-    full = gathering.wait()                         total = reducing.wait()
-
-`schedule` plans what travels when, and any transport moves it: point to point unless an exchange is given.
-Without overlap it moves in as few messages as it can.
+    gathering = transport.gather(call, shard, ...)      reducing = transport.reduce(call, terms, bias, ...)
+    for rows, chunk in gathering: ...                   ... more work ...
+    full = gathering.all()                              total = reducing.wait()
 
 Sums are taken here and not by a backend: in fp32 (or wider) and in the order of ranks, so that they depend
 neither on who came first nor on how the backend adds. gloo adds bfloat16 in bfloat16. For TP-invariance the
@@ -15,306 +11,247 @@ order is a tree, see `tp_invariance`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from tpkernels.comm.calls import Call
-from tpkernels.comm.groups import start_all_gather
-from tpkernels.comm.schedule import bounds, parts_of_shard, swaps_full_sums
-from tpkernels.comm.transports.base import Delivery, Exchange
-from tpkernels.comm.transports.c10d import C10D, Collectives
-from tpkernels.errors import cause_of
-from tpkernels.tp_invariance import mode, tree_sum
+from tpkernels.tp_invariance import tree_sum
 
-PartialOf = Callable[[slice], Tensor]
+if TYPE_CHECKING:
+    from tpkernels.comm.calls import Call
+    from tpkernels.comm.transports.mailbox import MailboxDelivery
+
+Until = Callable[[], object]  # blocks until something is there; on a GPU the current stream does
+Arriving = tuple[slice, Until | None]  # rows of the matrix, and what to call before they are read
 
 
-class Pending(Protocol):
-    """A result in flight."""
+@dataclass(slots=True)
+class Terms:
+    """This rank's terms of a sum over ranks, (rows, cols), computed on demand.
+
+    like: a tensor of the dtype and device in which terms are sent
+    compute: of a range of rows, each row once; its result may be overwritten
+    dtype: of the sum; None: that of `like`
+    width: features of the products that are computed, and hide the transfers; 0: there are none
+    tree: terms of ranks are added in a tree, as TP-invariance asks for
+    pairs: the terms are Σ a wᵀ of these (a, w), which a kernel may compute and store where they belong
+    alone: computes the sum of a rank without others, plus bias; None: the terms, then the bias
+    """
+
+    rows: int
+    cols: int
+    like: Tensor
+    compute: Callable[[slice], Tensor]
+    dtype: torch.dtype | None = None
+    width: int = 0
+    tree: bool = False
+    pairs: Sequence[tuple[Tensor, Tensor]] = ()
+    alone: Callable[[Tensor | None], Tensor] | None = None
+
+    def at_once(self) -> Tensor:
+        """Compute all terms."""
+        return self.compute(slice(0, self.rows))
+
+
+def part_of(terms: Terms, rows: slice) -> Terms:
+    """Return the terms of a range of rows, whose sums stay as wide as they are."""
+    if rows.stop - rows.start == terms.rows:
+        return replace(terms, dtype=None)
+    first = rows.start
+    return replace(
+        terms,
+        rows=rows.stop - first,
+        compute=lambda some: terms.compute(slice(first + some.start, first + some.stop)),
+        dtype=None,
+        pairs=(),
+    )
+
+
+class Kernels(Protocol):
+    """What transports ask of kernels; they import none."""
+
+    def take(self, op: str, like: Tensor, *, sums: bool) -> bool:
+        """Whether kernels compute with tensors like this one; an error if they should and cannot."""
+
+    def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
+        """word += step; awaited = word | code."""
+
+    def wait_for(self, delivery: MailboxDelivery, rows: slice) -> None:
+        """Make the current stream wait for rows of a delivery."""
+
+    def copy_of(self, delivery: MailboxDelivery) -> Tensor:
+        """Return a copy of all rows of a delivery, once they are there."""
+
+    def sum_of(
+        self, slots: Tensor, bias: Tensor | None, delivery: MailboxDelivery | None, *, tree: bool
+    ) -> Tensor:
+        """Return the sum of slots plus bias; of a delivery once they are there."""
+
+    def pushes(self, terms: Terms, dtype: torch.dtype) -> bool:
+        """Whether one kernel computes the terms and stores them in the slots of all ranks."""
+
+    def push(self, delivery: MailboxDelivery, terms: Terms) -> None:
+        """Do so."""
+
+
+class Gather:
+    """Rows of all ranks; some may be in flight.
+
+    for rows, chunk in gathering: ...    chunks as they arrive, own rows first; with `keeps` they stay
+    gathering.all()                      all rows, which no later call overwrites
+    """
+
+    __slots__ = ("_add", "_arriving", "_at_once", "_copy", "_end", "delivery", "full", "keeps", "lasts")
+
+    def __init__(
+        self,
+        full: Tensor,
+        arriving: Sequence[Arriving] = (),
+        end: Until | None = None,
+        *,
+        lasts: bool = True,
+        at_once: bool = False,
+        keeps: bool = True,
+        delivery: MailboxDelivery | None = None,
+        copy: Callable[[], Tensor] | None = None,
+        add: Add | None = None,
+    ) -> None:
+        """end: called once, when all rows have been read, or lie where they stay
+
+        lasts: False: `full` is memory of the transport, which the call after the next overwrites
+        at_once: rows are given all at once
+        keeps: rows are asked for again, by `all`, after they were given one by one
+        delivery: of which a kernel of the caller's can wait for rows; then nothing arrives otherwise
+        copy: of all rows, which waits for them; None: the host waits
+        add: adds up slots; None: `add_up`
+        """
+        self._add = add or add_up
+        self.full, self._arriving, self._end, self._copy = full, arriving, end, copy
+        self.lasts, self._at_once, self.keeps, self.delivery = lasts, at_once, keeps, delivery
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether rows are given all at once."""
+        return self._at_once or len(self._arriving) < 2
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+        arriving = self._arriving
+        if self._at_once or len(arriving) < 2:
+            full = self.all()
+            yield slice(0, full.shape[0]), full
+            return
+        full = self.full if self.lasts or not self.keeps else torch.empty_like(self.full)
+        for rows, wait in arriving:
+            if wait is not None:
+                wait()
+            chunk = self.full[rows]
+            if full is not self.full:
+                chunk = full[rows].copy_(chunk)
+            yield rows, chunk
+        self._done(full)
+
+    def all(self) -> Tensor:
+        """Wait for all rows."""
+        if self._end is None:
+            return self.full
+        if self._copy is not None:
+            full = self._copy()
+        else:
+            for _, wait in self._arriving:
+                if wait is not None:
+                    wait()
+            full = self.full if self.lasts else self.full.clone()
+        self._done(full)
+        return full
+
+    def sum_of_terms(self, terms: Terms, bias: Tensor | None) -> Tensor:
+        """Wait for the terms of all ranks, which are what is gathered, and add them."""
+        full = self.all()
+        if not full.numel():
+            return full.new_empty(terms.rows, terms.cols)
+        return self._add(full.view(-1, terms.rows, terms.cols), bias, tree=terms.tree)
+
+    def read(self) -> None:
+        """Say that a kernel has read all rows of `delivery`; those that are kept it has not."""
+        if self.keeps:
+            self.all()
+        else:
+            self._done(self.full)
+
+    def _done(self, full: Tensor) -> None:
+        end, self._end, self.full, self.lasts, self._arriving = self._end, None, full, True, ()
+        self.delivery = None
+        if end is not None:
+            end()
+
+
+class Reduce:
+    """Terms of all ranks on their way to the owners of the rows; `wait` returns the sums."""
+
+    __slots__ = ("_add", "_arriving", "_end", "_terms")
+
+    def __init__(
+        self, terms: Terms, arriving: Sequence[Until], add: Callable[[], Tensor], end: Until
+    ) -> None:
+        """arriving: what to call before the terms are added; add: adds them; end: called when that is done"""
+        self._terms, self._arriving, self._add, self._end = terms, arriving, add, end
 
     def wait(self) -> Tensor:
-        """Wait for the result, and return it."""
+        """Return the sums of this rank's rows in the order of ranks, plus bias, rounded once."""
+        for wait in self._arriving:
+            wait()
+        total = self._add()
+        self._end()
+        dtype = self._terms.dtype
+        return total if dtype is None or total.dtype == dtype else total.to(dtype)
 
 
-class Waits(Protocol):
-    """How chunks are awaited: by the host, or by kernels."""
+class Reduced:
+    """A result that is there already."""
 
-    def rows(self, delivery: Delivery, rows: slice) -> Tensor:
-        """Return rows of a delivery's memory, which are valid until it ends."""
+    __slots__ = ("_total",)
 
-    def all_rows(self, delivery: Delivery) -> Tensor:
-        """Return all gathered rows; no later call overwrites them."""
+    def __init__(self, total: Tensor) -> None:
+        self._total = total
 
-    def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
-        """Return (rows, cols): the sum of the slots in the order of ranks, plus the bias once."""
-
-    def pushed(self, delivery: Delivery, partial_of: PartialOf) -> bool:
-        """Whether a kernel now computes all partial sums and stores them in their owners' slots."""
+    def wait(self) -> Tensor:
+        return self._total
 
 
-class HostWaits:
-    """The host blocks until chunks have arrived."""
+class Transport(Protocol):
+    """How rows move in a group; chosen by sizes that all ranks share."""
 
-    def rows(self, delivery: Delivery, rows: slice) -> Tensor:
-        delivery.await_rows(rows)
-        return delivery.memory[rows]
+    note: str  # what ranks must do alike, beside what sizes say: it is part of the kind of a call
 
-    def all_rows(self, delivery: Delivery) -> Tensor:
-        delivery.await_rows(slice(0, delivery.plan.rows))
-        return delivery.memory if delivery.lasts else delivery.memory.clone()
+    def gather(self, call: Call, shard: Tensor, rows: int, *, keeps: bool, at_once: bool) -> Gather:
+        """Start an all-gather. shard: contiguous, as `schedule.bounds` divides `rows` over the ranks"""
 
-    def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
-        delivery.await_rows(slice(0, delivery.plan.rows))
-        return sum_of_slots(delivery.slots, bias)
+    def reduce(self, call: Call, terms: Terms, bias: Tensor | None, *, at_once: bool) -> Reduce:
+        """Compute terms and send them, other ranks' rows first; start a reduce-scatter.
 
-    def pushed(self, delivery: Delivery, partial_of: PartialOf) -> bool:
-        return False
+        at_once: all is computed before the first row is sent
+        """
 
 
-HOST_WAITS = HostWaits()
+class Add(Protocol):
+    """Adds up slots, (ranks, rows, cols), in the order of ranks, plus bias."""
+
+    def __call__(self, slots: Tensor, bias: Tensor | None, *, tree: bool) -> Tensor: ...
 
 
-def sum_of_slots(slots: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the sum of two or more slots (ranks, rows, cols) in the order of ranks, rounded once."""
-    wide = slots.dtype
-    if wide.is_floating_point:
-        wide = torch.promote_types(wide, torch.float32)
-    if mode.segments:
-        total = tree_sum(slots.to(wide).unbind())
+def add_up(slots: Tensor | Sequence[Tensor], bias: Tensor | None, *, tree: bool = False) -> Tensor:
+    """Return the sum of two or more slots in the order of ranks, plus bias, rounded once."""
+    dtype = slots[0].dtype
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    if tree:
+        total = tree_sum([slot.to(wide) for slot in slots])
     else:
         total = slots[0].to(wide) + slots[1]
         for slot in slots[2:]:
             total += slot
     if bias is not None:
         total += bias
-    return total.to(slots.dtype)
-
-
-class Gathering:
-    """An all-gather in flight: the shards of all ranks move into one matrix."""
-
-    def __init__(
-        self,
-        call: Call,
-        shard: Tensor,
-        rows: int,
-        exchange: Exchange = C10D,
-        waits: Waits = HOST_WAITS,
-        overlap: bool = True,
-    ) -> None:
-        """shard: (this rank's rows, cols), as `schedule.bounds` divides `rows` over the ranks"""
-        shard, calls, (size, cols) = shard.contiguous(), call.calls, shard.shape
-        shard_bytes = -(-rows // calls.ranks) * cols * shard.element_size()
-        plan = exchange.plan_gather(rows, calls.ranks, calls.rank, shard_bytes, overlap)
-        first = plan.own.start
-        assert size == plan.own.stop - first, "the caller divides rows as the plan does"
-        self._waits = waits
-        self._full: Tensor | None = None
-        self._keep = True
-        self.delivery = delivery = exchange.begin(call, plan, cols, shard)
-        for round in plan.rounds:
-            if round.swaps:
-                delivery.move(round, shard, first)
-        if not delivery.has_own:
-            delivery.keep(shard)
-
-    def arrivals(self, *, keep: bool = True) -> Iterator[tuple[slice, Tensor]]:
-        """Yield row ranges and their rows as they arrive: own rows first, then as planned.
-
-        keep: `wait` is called later, and rows stay; else they are there until the next are asked for
-        """
-        delivery, self._keep = self.delivery, keep
-        full = delivery.memory if delivery.lasts or not keep else torch.empty_like(delivery.memory)
-        for round in delivery.plan.rounds:
-            arrived = self._waits.rows(delivery, round.rows)
-            if full is not delivery.memory:
-                arrived = full[round.rows].copy_(arrived)
-            yield round.rows, arrived
-        self._full = full
-        delivery.end()
-
-    def wait(self) -> Tensor:
-        """Wait for all rows, and return them."""
-        assert self._keep, "rows that nobody waits for are not kept"
-        if (full := self._full) is None:
-            full = self._full = self._waits.all_rows(self.delivery)
-            self.delivery.end()
-        return full
-
-    def total(self, bias: Tensor | None) -> Tensor:
-        """Return the sum of the shards in the order of ranks, plus bias; all have equal numbers of rows."""
-        return _total(self.delivery, self._waits, bias)
-
-
-class Reducing:
-    """A reduce-scatter in flight: partial sums of all ranks move to the owners of the rows."""
-
-    def __init__(
-        self,
-        call: Call,
-        partial_of: PartialOf,
-        rows: int,
-        cols: int,
-        like: Tensor,
-        bias: Tensor | None = None,
-        exchange: Exchange = C10D,
-        waits: Waits = HOST_WAITS,
-        overlap: bool = True,
-    ) -> None:
-        """Compute partial sums and send them, other ranks' rows first.
-
-        partial_of: this rank's term of the sums of some rows
-        like: a tensor of the dtype and device of partial sums
-        bias: (cols,), added once
-        """
-        calls = call.calls
-        shard_bytes = -(-rows // calls.ranks) * cols * like.element_size()
-        plan = exchange.plan_reduce(rows, calls.ranks, calls.rank, shard_bytes, overlap)
-        self._bias, self._waits = bias, waits
-        self.delivery = delivery = exchange.begin(call, plan, cols, like)
-        if waits.pushed(delivery, partial_of):
-            return
-        for round in plan.rounds:
-            partial, first = partial_of(round.rows).contiguous(), round.rows.start
-            delivery.move(round, partial, first)
-        if not delivery.has_own:
-            delivery.keep(partial[plan.own.start - first : plan.own.stop - first])  # the last round has them
-
-    def wait(self) -> Tensor:
-        """Return the sums of this rank's rows in the order of ranks, plus bias, rounded once."""
-        return _total(self.delivery, self._waits, self._bias)
-
-
-def _total(delivery: Delivery, waits: Waits, bias: Tensor | None) -> Tensor:
-    total = waits.total(delivery, bias)
-    delivery.end()
-    return total
-
-
-def all_reducing(
-    call: Call,
-    partial_of: PartialOf,
-    rows: int,
-    cols: int,
-    like: Tensor,
-    bias: Tensor | None = None,
-    reduces: Exchange = C10D,
-    gathers: Exchange = C10D,
-    waits: Waits = HOST_WAITS,
-    overlap: bool = True,
-) -> Pending:
-    """An all-reduce in flight: partial sums of all ranks move to all of them.
-
-    Arguments as of `Reducing`. Sizes alone choose the way, and all end with the same bits on all ranks. Point
-    to point, chunks of tokens are reduced and gathered one after the other. Collectives cut a reduce into
-    rounds instead; where it has several, half of what travels hides behind the product.
-    """
-    ranks, row_bytes = call.calls.ranks, cols * like.element_size()
-    swapping = reduces is C10D or (isinstance(reduces, Collectives) and reduces.rounds == 1)
-    swapping = swapping and swaps_full_sums(rows * row_bytes, ranks)
-    if reduces is not C10D and not swapping:
-        return AllReducing(call, [(partial_of, rows)], cols, like, bias, reduces, gathers, waits, overlap)
-    chunks = parts_of_shard(-(-rows // ranks) * row_bytes) if overlap and reduces is C10D else 1
-    chunk_rows = [slice(*bounds(rows, chunks, chunk)) for chunk in range(chunks)]
-    if swapping:
-        return Swapping(call, map(partial_of, chunk_rows), bias, gathers, waits)
-    partials = ((partial_of(chunk).__getitem__, chunk.stop - chunk.start) for chunk in chunk_rows)
-    return AllReducing(call, partials, cols, like, bias, overlap=overlap)
-
-
-class Swapping:
-    """An all-reduce in one step: each rank sends its partial sums to all others, and all add them."""
-
-    def __init__(
-        self,
-        call: Call,
-        partials: Iterable[Tensor],
-        bias: Tensor | None,
-        gathers: Exchange = C10D,
-        waits: Waits = HOST_WAITS,
-    ) -> None:
-        """partials: of chunks of rows, each computed when the one before is on its way"""
-        self._bias, ranks = bias, call.calls.ranks
-        self._chunks = [
-            Gathering(call, each, ranks * each.shape[0], gathers, waits, overlap=False) for each in partials
-        ]
-
-    def wait(self) -> Tensor:
-        """The sums of all rows, plus bias."""
-        sums = [chunk.total(self._bias) for chunk in self._chunks]
-        return sums[0] if len(sums) == 1 else torch.cat(sums)
-
-
-class AllReducing:
-    """An all-reduce in chunks: one chunk is gathered and one reduced while the next is computed."""
-
-    def __init__(
-        self,
-        call: Call,
-        partials: Iterable[tuple[PartialOf, int]],
-        cols: int,
-        like: Tensor,
-        bias: Tensor | None,
-        reduces: Exchange = C10D,
-        gathers: Exchange = C10D,
-        waits: Waits = HOST_WAITS,
-        overlap: bool = True,
-    ) -> None:
-        """partials: of chunks of rows, with how many rows each has; the others as of `Reducing`"""
-        self._call, self._gathers, self._waits, self._overlap = call, gathers, waits, overlap
-        self._gathering: list[Gathering] = []
-        self._reducing: tuple[int, Reducing] | None = None
-        for partial_of, rows in partials:
-            reducing = Reducing(call, partial_of, rows, cols, like, bias, reduces, waits, overlap)
-            self._gather_reduced()
-            self._reducing = rows, reducing
-
-    def wait(self) -> Tensor:
-        """The sums of all rows, plus bias."""
-        self._gather_reduced()
-        chunks = [gathering.wait() for gathering in self._gathering]
-        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-
-    def _gather_reduced(self) -> None:
-        if self._reducing is not None:
-            rows, reducing = self._reducing
-            gathering = Gathering(
-                self._call, reducing.wait(), rows, self._gathers, self._waits, self._overlap
-            )
-            self._gathering.append(gathering)
-            self._reducing = None
-
-
-def gather_small(call: Call, part: Tensor) -> Tensor:
-    """Gather small tensors of one shape from all ranks: return (ranks, *shape of part).
-
-    In one collective, but where tags can keep a rank in another call from being taken for one in this: gloo
-    aborts a process that gets a message of another length than it expects.
-    """
-    calls = call.calls
-    try:
-        if calls.matches_tags(part.device):
-            return Gathering(call, part.reshape(1, -1), calls.ranks).wait().view(calls.ranks, *part.shape)
-        return _gathered_at_once(call, part)
-    except BaseException as error:  # Ctrl-C, too: the others do not know
-        calls.fail(f"{type(error).__name__}: {cause_of(error)}")
-        raise
-
-
-def _gathered_at_once(call: Call, part: Tensor) -> Tensor:
-    calls = call.calls
-    gathered = part.new_empty(calls.ranks, *part.shape)
-    if not gathered.numel():
-        return gathered
-    try:
-        call.wait_for(start_all_gather(call.group, gathered.view(-1), part.reshape(-1)).wait)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{call.op}: rank {calls.rank} of {calls.ranks} in process group '{calls.name}' did not get what "
-            "the others know of their parts: one died, came too late, or left the common order of calls. "
-            f"Cause: {calls.first_failure() or cause_of(error)}"
-        ) from error
-    return gathered
+    return total.to(dtype)

@@ -9,40 +9,36 @@ TPKERNELS_TRANSPORT, read when this module is imported, says which:
     symmetric         torch's symmetric memory: GPUs of one machine that reach each other's memory
     symmetric-rounds  the same; calls are cut into a few rounds with a product each, as over c10d
 
-`shared` and `symmetric` go over torch.distributed, too, where ranks of a group run on several machines:
-between those.
-Before the first transfer the ranks of a group agree on the transport, and under `auto` tell each other where
-they run. What an explicit choice cannot serve is an error; only a tensor without elements, and an all-reduce
-of rows that the ranks do not divide, go over c10d: sizes that all know. `auto` leaves to c10d what is small,
-too (`schedule.worth_sharing`), and what no memory could be opened for, which a line of the log says.
+Before the first transfer the ranks of a group agree on the transport, and tell each other where they run: a
+group on several machines goes over c10d. What an explicit choice cannot serve is an error; only a tensor
+without elements, and an all-reduce of rows that the ranks do not divide, go over c10d: sizes that all know.
+`auto` leaves to c10d what is small, too (`schedule.worth_sharing`), and what no memory could be opened for,
+which a line of the log says.
 
 An exchange is opened when a shape is first moved, which all ranks do together, and is kept for the next call.
-A group keeps MOST_OPEN of them. Then an explicit choice closes the one that was used longest ago; `auto`
-moves further shapes over c10d, so that lengths that change from batch to batch do not open one each time. All
-ranks make the same calls in the same order, hence do the same. Exchanges end with the group, or the process.
+A group keeps MOST_OPEN of them. Then an explicit choice closes the one whose last call is the longest ago;
+`auto` moves further shapes over c10d, so that lengths that change from batch to batch do not open one each
+time. All ranks make the same calls in the same order, hence do the same. Exchanges end with the group, or the
+process.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Callable
 from weakref import finalize, ref
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.agreement import CannotTakePart, Claim, agree, offers_of_all
+from tpkernels.comm.agreement import CannotTakePart, Claim, Problem, agree, offers_of_all
 from tpkernels.comm.calls import calls_of, handshake, is_alive
 from tpkernels.comm.groups import timeout_of
 from tpkernels.comm.schedule import even_chunks, parts_of_shard, pushed_chunks, worth_sharing
-from tpkernels.comm.supported import Problem
-from tpkernels.comm.transports import mailbox
-from tpkernels.comm.transports.base import Exchange
-from tpkernels.comm.transports.c10d import c10d_for, rounds_for
+from tpkernels.comm.transports import processes
 from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
+from tpkernels.comm.transports.rows import Transport
 from tpkernels.tp_invariance import mode
 
 IN_ROUNDS = "symmetric-rounds"
@@ -77,7 +73,7 @@ Key = tuple[str, tuple[int, int], torch.dtype, torch.device]  # purpose, shape o
 
 
 class Exchanges:
-    """What the ranks of a group agreed on, and the exchanges it has open, the one used last at the end."""
+    """What the ranks of a group agreed on, and the exchanges it has open."""
 
     def __init__(self, group: ProcessGroup, transport: str, against_sharing: str, machines: int) -> None:
         """machines: on which its ranks run; asked under `auto` only
@@ -86,11 +82,26 @@ class Exchanges:
         """
         self.transport, self._against_sharing, self.machines = transport, against_sharing, machines
         self.ranks = group.size()
-        self.chosen: dict[tuple[object, ...], Exchange] = {}  # on GPUs, see `ways`
+        self.chosen: dict[tuple[object, ...], Transport] = {}  # on GPUs, see `ways`
         self.dropped: dict[str, str] = {}  # ways that failed once, and why: not tried again
         self._group = ref(group)
-        self._open: OrderedDict[Key, MailboxExchange] = OrderedDict()
+        self._open: dict[Key, MailboxExchange] = {}
         self._noted: set[Key] = set()
+
+    @property
+    def in_rounds(self) -> bool:
+        return self.transport == IN_ROUNDS
+
+    def exchange_for(self, op: str, key: Key, group: ProcessGroup, *, to_all: bool) -> MailboxExchange | None:
+        """Return this rank's end of the exchange for shards of a matrix, or None for c10d.
+
+        to_all: the sums of a reduce go to all ranks afterwards
+        """
+        if self.transport == "c10d":
+            return None
+        if self.transport == "auto":
+            return self.best(op, key, group, to_all=to_all)
+        return self.asked_for(op, key, group)
 
     def asked_for(self, op: str, key: Key, group: ProcessGroup) -> MailboxExchange:
         """Over the transport that was asked for."""
@@ -99,7 +110,6 @@ class Exchanges:
                 self._close_oldest()
             found = self.open("symmetric" if self.transport == IN_ROUNDS else self.transport, op, key, group)
             self._note(key, self.transport, "asked for")
-        self._open.move_to_end(key)
         return found
 
     def best(self, op: str, key: Key, group: ProcessGroup, *, to_all: bool) -> MailboxExchange | None:
@@ -131,17 +141,19 @@ class Exchanges:
         return "" if self.has_room() else f"{MOST_OPEN} shapes are open"
 
     def _close_oldest(self) -> None:
-        """None that a graph writes, which replays when nobody sees it. All ranks capture the same."""
-        oldest = next((key for key, exchange in self._open.items() if not exchange.captured), None)
-        if oldest is not None:
+        """The one whose last call is the longest ago.
+
+        None that a graph writes, which replays when nobody sees it. All ranks capture the same.
+        """
+        closable = [key for key, exchange in self._open.items() if not exchange.captured]
+        if closable:
+            oldest = min(closable, key=lambda key: self._open[key].last_call)
             self._open.pop(oldest).close()
+            if group := self._group():
+                calls_of(group).kinds.clear()  # some move through it
 
     def find(self, key: Key) -> MailboxExchange | None:
         return self._open.get(key)
-
-    def most_calls(self) -> int:
-        """The number of the last call of the open exchange that had the most."""
-        return max((exchange.order.begun for exchange in self._open.values()), default=0)
 
     def has_room(self) -> bool:
         return len(self._open) < MOST_OPEN
@@ -187,43 +199,6 @@ class Exchanges:
 _of_group: dict[int, Exchanges] = {}  # by id, as in `calls`; a group takes its own with it
 
 
-def exchange_for(
-    op: str,
-    purpose: str,
-    like: Tensor,
-    rows: int,
-    cols: int,
-    group: ProcessGroup,
-    features: int = 0,
-    overlap: bool = True,
-    *,
-    to_all: bool = False,
-    against_sharing: str = "",
-) -> Exchange:
-    """Return this rank's end of the exchange of a matrix of (rows, cols); each rank owns a shard of it.
-
-    purpose: what else is in flight at the same time goes through another exchange
-    like: a tensor of its dtype and device
-    features: width of the product that hides the transfers; 0: there is none
-    to_all: whether the sums of a reduce go to all ranks afterwards
-    against_sharing: why this rank would rather share no memory of the CPU; asked at a group's first transfer
-    """
-    exchanges = exchanges_of(op, group, against_sharing)
-    ranks, found = exchanges.ranks, None
-    if exchanges.transport != "c10d" and rows and cols and not rows % ranks:
-        if not is_alive(group):
-            exchanges.close()
-            raise RuntimeError(f"{op}: process group '{group.group_name}' was destroyed; make a new one")
-        key = purpose, (rows // ranks, cols), like.dtype, like.device
-        if exchanges.transport == "auto":
-            found = exchanges.best(op, key, group, to_all=to_all)
-        else:
-            found = exchanges.asked_for(op, key, group)
-            if exchanges.transport == IN_ROUNDS:
-                return found.in_rounds(rounds_for(like, rows, features, ranks, overlap))
-    return found or c10d_for(like, rows, features, ranks, overlap)
-
-
 def problem_of_request() -> Problem | None:
     """Why TPKERNELS_TRANSPORT says nothing, if so."""
     if requested_transport in TRANSPORTS:
@@ -243,16 +218,17 @@ def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
     """What all ranks of the group ask for, or the same error on all of them."""
     asked = f"TPKERNELS_TRANSPORT={requested_transport}" + mode.described
     agree(Claim(f"{op} with {asked}", (), problem_of_request()), group)
-    machines = 1
-    if requested_transport == "auto":
+    machines, transport = 1, requested_transport
+    if transport != "c10d":
         against_sharing, places = where_ranks_run(op, group, against_sharing, place())
         machines = len({*places})
-        if not against_sharing and machines > 1:
-            against_sharing = f"ranks are on {machines} machines"
+        if machines > 1:
+            against_sharing = against_sharing or f"ranks are on {machines} machines"
+            transport = "auto" if transport == "auto" else "c10d"
     for left in list(_of_group.values()):
         if not left.is_alive():  # destroyed, and held by somebody
             left.close()
-    exchanges = _of_group[id(group)] = Exchanges(group, requested_transport, against_sharing, machines)
+    exchanges = _of_group[id(group)] = Exchanges(group, transport, against_sharing, machines)
     finalize(group, _forget, id(group))  # also at exit
     return exchanges
 
@@ -263,7 +239,7 @@ def where_ranks_run(op: str, group: ProcessGroup, against_sharing: str, here: st
     found = offers_of_all(f"process group '{group.group_name}'", call, "", "", (here, against_sharing))
     problems = [f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(found) if theirs]
     try:
-        if not calls_of(group).matches_tags(torch.device("cpu")):
+        if not calls_of(group).has_tags(torch.device("cpu")):
             problems.append("its backend is not gloo")
     except RuntimeError:
         problems.append("it has no backend for the CPU")
@@ -273,9 +249,9 @@ def where_ranks_run(op: str, group: ProcessGroup, against_sharing: str, here: st
 def place() -> str:
     """A machine, and the network that it sees: processes in namespaces of their own stand for machines."""
     try:
-        return f"{mailbox.machine()} {os.readlink('/proc/self/ns/net')}"
+        return f"{processes.machine()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
-        return mailbox.machine()
+        return processes.machine()
 
 
 def _forget(number: int) -> None:

@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from tpkernels.comm.agreement import Closable, built_by_all, offers_here
 from tpkernels.comm.transports.host import HostExchange, pusher_of
-from tpkernels.comm.transports.mailbox import Closable, MailboxExchange, Meeting, Opening
-from tpkernels.comm.transports.memory import Mailbox
+from tpkernels.comm.transports.mailbox import MailboxExchange, Meeting, Opening
 from tpkernels.comm.transports.processes import process_of
 
 E = TypeVar("E", bound=MailboxExchange)
@@ -32,9 +32,8 @@ def open_shared(opening: Opening) -> HostExchange:
 
 def _exchange_in(opening: Opening, shared: Mapping[int, Mapped]) -> HostExchange:
     rank, layout = opening.group.rank(), opening.layout
-    mailboxes: list[Mailbox | None] = [None] * layout.ranks
-    for peer, mapped in shared.items():
-        mailboxes[peer] = layout.mailbox(mapped.memory)
+    assert len(shared) == layout.ranks, "ranks of one machine"
+    mailboxes = [layout.mailbox(shared[peer].memory) for peer in range(layout.ranks)]
     processes = {peer: process_of(mapped.process) for peer, mapped in shared.items() if peer != rank}
     pusher = pusher_of(opening.group)
     return HostExchange(opening.name, rank, layout, mailboxes, opening.timeout, processes, pusher)
@@ -98,13 +97,13 @@ def mapped_by_all(
     number = 0 if problem else os.fstat(descriptor).st_ino
     call, offer = meeting.begin(), f"{os.getpid()} {descriptor} {number}"
     # a rank that cannot go on says so here: nobody waits for it below
-    here, offers = meeting.offers(call, problem, wanted, offer)
+    here, offers = offers_here(meeting.title, call, problem, wanted, offer)
     places = {peer: _Place(*map(int, offers[peer].split())) for peer in here}
 
     def map_and_build() -> B:
         return build({peer: _mapped(place, count) for peer, place in places.items()})
 
-    return meeting.built_by_all(call, map_and_build)
+    return built_by_all(meeting.title, call, map_and_build)
 
 
 class _Place(NamedTuple):

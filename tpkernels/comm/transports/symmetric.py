@@ -21,16 +21,12 @@ The hazards of writing after reading, and what excludes each:
 - Rows are changed while they are being pushed: `wait()` lets the current stream wait for the pushes.
 - A graph writes memory that was freed: an exchange that a graph has captured is kept as long as its group.
 
-A kernel that waits may take all processors, so nothing that it waits for may need one behind it. Copies to
-other ranks and stream writes need none. A barrier does: a kernel that waits for rows behind a barrier is
-itself enqueued behind the barrier of its own rank. Between machines `margin` leaves NCCL's processors free,
-and one more: a barrier, or the copy of a flag within a GPU, would else take one of those that NCCL needs at
-once. Calls of one group in several streams take effect one after the other, see `StreamOrder`.
+A kernel that waits may take all SMs, so nothing that it waits for may need one behind it. Copies to other
+ranks and stream writes need none. A barrier does: a kernel that waits for rows behind a barrier is itself
+enqueued behind the barrier of its own rank. Calls of one group in several streams take effect one after the
+other, see `StreamOrder`.
 
 A wait that has run out proves nothing: its rank raises, and what ranks compute from then on is not valid.
-
-What goes to other machines goes in a stream of its own: a push inside the machine does not queue behind a
-slow link. There a flag is raised behind the arrival of its rows.
 
 Not run on a GPU yet.
 """
@@ -48,7 +44,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.agreement import offers_of_all
+from tpkernels.comm.agreement import CannotTakePart, built_by_all, offers_here, offers_of_all
 from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import (
     CODE_BITS,
@@ -57,16 +53,13 @@ from tpkernels.comm.schedule import (
     Round,
     Swap,
     flag_of,
-    pushing_gather_plan,
     slot_of,
 )
 from tpkernels.comm.side_stream import SideStream, StreamOrder
-from tpkernels.comm.transports.base import rows_sent
-from tpkernels.comm.transports.mailbox import FlagKernels, MailboxDelivery, MailboxExchange, Opening
-from tpkernels.comm.transports.memory import Departing, Layout, Mailbox
+from tpkernels.comm.transports.mailbox import Counting, MailboxDelivery, MailboxExchange, Opening
+from tpkernels.comm.transports.memory import Departing, Layout
 from tpkernels.comm.transports.rendezvous import (
     Handle,
-    name_of_ranks,
     new_memory,
     rendezvous,
     require_gpu_each,
@@ -75,14 +68,9 @@ from tpkernels.comm.transports.rendezvous import (
     why_no_barrier,
     why_not,
 )
-from tpkernels.env import NCCL_BLOCKS
 from tpkernels.extension import steps
 
-# Processors that a waiting kernel leaves free, and really free: it then runs one block on each of the others.
-# A barrier takes one, or a copy within a GPU; copies between ranks that share a GPU some; what NCCL sends one
-# a channel.
-_PUSHES, _COPIES, _TRANSFERS = 1, 4, NCCL_BLOCKS
-
+_COPIES = 4  # SMs that a waiting kernel leaves free where ranks share a GPU: copies between them take some
 _MOST_PUSHES = 512  # of parts of plans; an exchange has a plan or two, of as many parts as there are chunks
 LOOK_CALLS = 64  # until the host asks again for what waits of kernels have left in `status`
 _COUNTED = -(2**31)  # the sign bit, of words that a device has counted
@@ -107,11 +95,10 @@ class GroupStreams(NamedTuple):
 
     order: StreamOrder  # of its calls
     side: SideStream
-    inter_node_side: SideStream
 
     @staticmethod
     def of(device: torch.device) -> GroupStreams:
-        return GroupStreams(StreamOrder(device), SideStream(device), SideStream(device))
+        return GroupStreams(StreamOrder(device), SideStream(device))
 
 
 class SymmetricExchange(MailboxExchange):
@@ -126,29 +113,24 @@ class SymmetricExchange(MailboxExchange):
         handle: Handle,
         memory: Tensor,
         timeout: float,
-        here: Sequence[int],
         *,
         shares_gpu: bool = False,
         streams: GroupStreams | None = None,
     ) -> None:
         """One rank's end.
 
-        handle: of the ranks on this machine
         memory: our own, zeroed bytes
-        here: the numbers of the ranks on this machine among all
         streams: of the group
         """
-        mailboxes: list[Mailbox | None] = [None] * layout.ranks
-        for number, peer in enumerate(here):
-            mailboxes[peer] = layout.mailbox(handle.get_buffer(number, (memory.numel(),), torch.uint8))
-        super().__init__(name, here[handle.rank], layout, mailboxes, timeout)
-        if memory.is_cuda and not self.kernels_can_push:
-            self.counted = _TRANSFERS
-            self.margin = _TRANSFERS + _PUSHES  # a barrier of the call after this one must not take NCCL's
-        elif shares_gpu:
+        mailboxes = [
+            layout.mailbox(handle.get_buffer(peer, (memory.numel(),), torch.uint8))
+            for peer in range(layout.ranks)
+        ]
+        super().__init__(name, handle.rank, layout, mailboxes, timeout)
+        if shares_gpu:
             self.margin = _COPIES
         self.handle, self._memory = handle, memory
-        self.stream_order, self.side, self.inter_node_side = streams or GroupStreams.of(memory.device)
+        self.stream_order, self.side = streams or GroupStreams.of(memory.device)
         self.flag_words = [flags.view(torch.uint32) for flags in self.flags]
         self.awaited_words = [awaited.view(torch.uint32) for awaited in self.awaited]
         self._counts = torch.zeros(SLOTS, 1, dtype=torch.int32, device=memory.device).unbind()
@@ -162,10 +144,6 @@ class SymmetricExchange(MailboxExchange):
         self.native_push = getattr(steps(), "push", None) if writes else None
         self._pushes: dict[tuple[int, int, int], tuple[object, Pushes]] = {}  # by slot, and part of a plan
 
-    def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
-        """All is pushed behind one event."""
-        return pushing_gather_plan(rows, ranks, rank, self.splits if overlap else 1)
-
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """What is begun meanwhile moves nothing; its kernels are compiled, and do not wait."""
@@ -176,7 +154,7 @@ class SymmetricExchange(MailboxExchange):
             del self.begin
 
     def pushes(self, slot: int, swaps: Sequence[Swap], first_row: int) -> Pushes:
-        """Where rows go that are swapped with ranks of this machine. Made once for each part of a plan.
+        """Where rows go that are swapped. Made once for each part of a plan.
 
         first_row: of the matrix that the swaps' rows are cut out of
         """
@@ -186,11 +164,10 @@ class SymmetricExchange(MailboxExchange):
         return found[1]
 
     def new_pushes(self, slot: int, swaps: Sequence[Swap], first_row: int) -> Pushes:
-        near = [swap for swap in swaps if swap.to in self.same_machine]
-        made = tuple(self._push_to(slot, swap.to, swap.lands, swap.sent.start - first_row) for swap in near)
+        made = tuple(self._push_to(slot, swap.to, swap.lands, swap.sent.start - first_row) for swap in swaps)
         assert all(
             len(push.landing) == swap.sent.stop - swap.sent.start
-            for push, swap in zip(made, near, strict=True)
+            for push, swap in zip(made, swaps, strict=True)
         )
         return made
 
@@ -211,7 +188,7 @@ class SymmetricExchange(MailboxExchange):
         self._pushes[slot, id(part), first_row] = part, made  # held, so that no other part gets its id
         return part, made
 
-    def count_by(self, kernels: FlagKernels) -> None:
+    def count_by(self, kernels: Counting) -> None:
         """And load them once: in a capture it would be too late."""
         if self.flag_kernels is None and self._memory.is_cuda:
             words = torch.zeros(2, 1, dtype=torch.int32, device=self._memory.device)
@@ -265,7 +242,7 @@ class SymmetricExchange(MailboxExchange):
             self.look()
         return SymmetricDelivery(self, epoch, needs_barrier or word is None, plan, word, call, current)
 
-    def _counting_kernels(self) -> FlagKernels:
+    def _counting_kernels(self) -> Counting:
         """From now on calls are counted on the device."""
         if self.flag_kernels is None:
             raise RuntimeError(
@@ -306,27 +283,21 @@ class SymmetricDelivery(MailboxDelivery):
 
     def swap(self, swap: Swap, outgoing: Tensor) -> None:
         start = swap.sent.start
-        self._push(self.exchange.new_pushes(self.slot, [swap], start), [swap], outgoing, start)
+        self._push(self.exchange.new_pushes(self.slot, [swap], start), outgoing)
 
     def move(self, round: Round, outgoing: Tensor, first_row: int) -> None:
         if swaps := round.swaps:
-            self._push(self.exchange.pushes(self.slot, swaps, first_row), swaps, outgoing, first_row)
+            self._push(self.exchange.pushes(self.slot, swaps, first_row), outgoing)
 
-    def _push(self, pushes: Pushes, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
+    def _push(self, pushes: Pushes, outgoing: Tensor) -> None:
         """All behind what the current stream has so far."""
         exchange, current = self.exchange, self._current
         exchange.side.wait_for(current)
-        if self.inter_node is not None:
-            exchange.inter_node_side.wait_for(current)
         with exchange.side.entered():
             if self._needs_barrier:
                 exchange.barrier(0)
                 self._barrier, self._needs_barrier = exchange.side.mark(), False
             self._put(pushes, outgoing)
-        if self.inter_node is not None:
-            with exchange.inter_node_side.entered():
-                for swap in swaps:
-                    self._swap_inter_node(swap, rows_sent(swap, outgoing, first_row))
         if not self._held:
             exchange.in_flight.add(self)
         self._held.append(outgoing)
@@ -352,15 +323,6 @@ class SymmetricDelivery(MailboxDelivery):
             counted = self.exchange.awaited_words[self.slot]
             for chunk in chunks:
                 words[chunk : chunk + 1].copy_(counted, non_blocking=True)
-
-    def _swap_inter_node(self, swap: Swap, outgoing: Tensor) -> None:
-        assert self.inter_node is not None
-        if (received := self.swap_inter_node(swap, outgoing)) is not None:
-            received.wait()  # holds up this stream, not the host
-            exchange = self.exchange
-            chunks = exchange.chunk_numbers(swap.received)
-            self._raise(exchange.flag_words[self.slot], chunks)
-        self.inter_node.await_sends()  # likewise
 
     def before_kernels_push(self) -> None:
         if self._needs_barrier:
@@ -393,9 +355,6 @@ class SymmetricDelivery(MailboxDelivery):
         if not self._held:
             return
         exchange.side.let(current)
-        if self.inter_node is not None:
-            exchange.inter_node_side.let(current)
-            self.inter_node.occupy_no_more()
         self._held.clear()
         exchange.in_flight.discard(self)
 
@@ -446,23 +405,28 @@ def open_symmetric(opening: Opening) -> SymmetricExchange:
         problem = problem or f"{type(error).__name__}: {error}"
     call = opening.begin()
     offer = f"{gpu} {os.getpid()}"
-    here, offers = opening.offers(call, problem, str(layout), offer, sockets_place())
+    here, offers = offers_here(opening.title, call, problem, str(layout), offer, sockets_place())
     gpus = [theirs.rpartition(" ")[0] for theirs in offers]
     processes = {peer: int(offers[peer].rpartition(" ")[2]) for peer in here if peer != group.rank()}
     shares_gpu = require_gpu_each(opening.title, gpus, group.rank())
     offers_of_all(opening.title, call, why_no_barrier({peer: gpus[peer] for peer in here}))
 
+    if len(here) < layout.ranks:  # on all ranks
+        raise CannotTakePart(
+            f"{opening.title}: torch hands memory over by sockets in TMPDIR, which is another folder on some "
+            "ranks: set it alike on all, or use c10d"
+        )
+
     def build() -> SymmetricExchange:
-        all_here = len(here) == layout.ranks
         with waiting_for(processes, opening.timeout):
-            handle = rendezvous(memory, group.group_name if all_here else name_of_ranks(group, here))
+            handle = rendezvous(memory, group.group_name)
         own = handle.get_buffer(handle.rank, (memory.numel(),), torch.uint8)
         assert own.data_ptr() == memory.data_ptr(), "the handle's memory begins where ours does"
         streams = streams_of(group, device)
         return SymmetricExchange(
-            name, layout, handle, memory, opening.timeout, here, shares_gpu=shares_gpu, streams=streams
+            name, layout, handle, memory, opening.timeout, shares_gpu=shares_gpu, streams=streams
         )
 
-    exchange = opening.built_by_all(call, build)
+    exchange = built_by_all(opening.title, call, build)
     exchange.barrier(0)  # nobody raises a flag before it has been zeroed
     return exchange

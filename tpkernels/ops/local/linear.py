@@ -40,7 +40,7 @@ from tpkernels.ops.inputs import (
     tokens_of,
 )
 from tpkernels.ops.tensor_parallel.column_linear import column
-from tpkernels.ops.tensor_parallel.layout import Layout
+from tpkernels.ops.tensor_parallel.parallel import ALONE, strategy_of
 
 
 def linear(
@@ -88,8 +88,8 @@ def linear(
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
     tokens = tokens_of(x)
     if quantize is not None:
-        alone = Layout(None).in_fp8("linear", quantize, x)
-        (y,) = column("linear", tokens, [weight], [bias], [None], alone, activation or "none")
+        fp8 = strategy_of("linear", ALONE, quantize, x)
+        (y,) = column("linear", tokens, [weight], [bias], [None], ALONE, fp8, activation or "none")
         return like_tokens(y, x)
     if activation is None or activation == "none":  # also over each argument
         y = computed(_Linear, tokens, weight, bias)

@@ -43,7 +43,7 @@ from tpkernels.ops.inputs import (
     tokens_of,
 )
 from tpkernels.ops.local.swiglu import check_gated, gate_and_up, input_and_weight_gradients
-from tpkernels.ops.tensor_parallel.layout import Layout
+from tpkernels.ops.tensor_parallel.parallel import ALONE, strategy_of
 from tpkernels.ops.tensor_parallel.parallel_mlp import up_and_down
 
 
@@ -81,8 +81,8 @@ def mlp(
     check_linear("mlp", x, features_of("mlp", x), w_up, b_up, ("w_up", "b_up"))
     check_linear("mlp", x, w_up.shape[0], w_down, b_down, ("w_down", "b_down"))
     if quantize is not None:
-        alone, none = Layout(None).in_fp8("mlp", quantize, x), [None] * 2
-        y = up_and_down("mlp", tokens_of(x), [w_up], b_up, w_down, b_down, none, alone, activation)
+        fp8, none = strategy_of("mlp", ALONE, quantize, x), [None] * 2
+        y = up_and_down("mlp", tokens_of(x), [w_up], b_up, w_down, b_down, none, ALONE, fp8, activation)
         return like_tokens(y, x)
     keep_z = any_requires_grad(x, w_up, b_up, w_down, b_down)
     y, _ = computed(_Mlp, tokens_of(x), w_up, b_up, w_down, b_down, activation, keep_z)
@@ -158,8 +158,8 @@ def _gated_mlp(
     check_gated("mlp", x, w_gate, w_up)
     check_linear("mlp", x, w_up.shape[0], w_down, b_down, ("w_down", "b_down"))
     if quantize is not None:
-        ups, none, alone = [w_up, w_gate], [None] * 3, Layout(None).in_fp8("mlp", quantize, x)
-        y = up_and_down("mlp", tokens_of(x), ups, None, w_down, b_down, none, alone, kind)
+        ups, none, fp8 = [w_up, w_gate], [None] * 3, strategy_of("mlp", ALONE, quantize, x)
+        y = up_and_down("mlp", tokens_of(x), ups, None, w_down, b_down, none, ALONE, fp8, kind)
         return like_tokens(y, x)
     keep_gu = any_requires_grad(x, w_gate, w_up, w_down, b_down)
     return like_tokens(computed(_GatedMlp, tokens_of(x), w_gate, w_up, w_down, b_down, kind, keep_gu), x)

@@ -39,7 +39,7 @@ from tpkernels.ops.inputs import (
 )
 from tpkernels.ops.quantized.products import between, between_gradients
 from tpkernels.ops.tensor_parallel.column_linear import column
-from tpkernels.ops.tensor_parallel.layout import Layout
+from tpkernels.ops.tensor_parallel.parallel import ALONE, strategy_of
 
 
 def swiglu(
@@ -58,8 +58,8 @@ def swiglu(
         x, w_gate, w_up = autocast(x, w_gate, w_up)
     check_gated("swiglu", x, w_gate, w_up)
     if quantize is not None:
-        alone, none = Layout(None).in_fp8("swiglu", quantize, x), [None] * 2
-        u, g = column("swiglu", tokens_of(x), [w_up, w_gate], none, none, alone, "none")
+        fp8, none = strategy_of("swiglu", ALONE, quantize, x), [None] * 2
+        u, g = column("swiglu", tokens_of(x), [w_up, w_gate], none, none, ALONE, fp8, "none")
         return like_tokens(apply(_Gate, u, g, kind), x)
     keep_gu = any_requires_grad(x, w_gate, w_up)
     return like_tokens(computed(_Glu, tokens_of(x), w_gate, w_up, kind, keep_gu), x)

@@ -22,141 +22,112 @@ Saved for backward: of an x that is gathered its words, and not what no gradient
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from tpkernels.comm.transports.rows import Gather, Terms
 from tpkernels.dispatch import primitives
-from tpkernels.dispatch.scaled import DTYPE, Wide
+from tpkernels.dispatch.scaled import Wide
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_grad_ref, act_ref
 from tpkernels.kernels.recipe import Format, Recipe
-from tpkernels.kernels.scaled import Scaled, words_of
+from tpkernels.kernels.scaled import Scaled
 from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
-from tpkernels.ops.numerics import Gathered, KeptRows, Plain, WaitingProduct
+from tpkernels.ops.matmul import Direction, Pair, Plain, Waiting, into
 from tpkernels.ops.quantized.weights import columns_of_weight, rows_of_weight
 
-Pair = tuple[Scaled, Scaled]
+ScaledPair = tuple[Scaled, Scaled]
 
 
 class Quantized(Plain):
-    """Quantizes operands by a recipe, and computes products of them in fp8; results are in one dtype."""
+    """Quantizes operands by a recipe, and computes products of them in fp8; what is packed are words."""
 
-    sums_any_order = False
-    kept: KeptRows = "own"
+    is_plain = False
 
-    def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
-        self.recipe, self._dtype = recipe, dtype
-
-    def __str__(self) -> str:
-        return word_of(self._dtype) + " " + str(self.recipe)  # the compiler traces no f-string of a recipe
-
-    def named(self, op: str) -> str:
-        return f"{op} in fp8"
-
-    def activations(self, x: Tensor) -> Scaled:
-        return self._quantized(x, "e4m3")
-
-    def gradients(self, dy: Tensor) -> Scaled:
-        return self._quantized(dy, self.recipe.gradients)
-
-    def _quantized(self, x: Tensor, format: Format) -> Scaled:
-        scaling = self.recipe.scaling
-        words = primitives.quantize(x, None, "none", format, scaling, self.recipe.power_of_two, False)
-        return Scaled(words, x.shape[1], format, scaling)
-
-    def weight(self, weight: Tensor, transposed: bool) -> Scaled:
-        return (rows_of_weight if transposed else columns_of_weight)(weight, self.recipe)
-
-    def sent(self, operand: Scaled) -> Tensor:
-        return operand.words
-
-    def sent_as(self, x: Tensor) -> tuple[int, torch.dtype]:
-        return words_of(x.shape[1], self.recipe.scaling), torch.int32
-
-    def received(self, like: Scaled, rows: Tensor) -> Scaled:
-        return like.with_words(rows)
-
-    def kept_operand(self, rows: Tensor, features: int) -> Scaled:
-        return Scaled(rows, features, "e4m3", self.recipe.scaling)
-
-    def numbers(self, operand: Scaled) -> Tensor:
-        return primitives.dequantize(operand.data, operand.scale, word_of(self._dtype))
-
-    def features(self, operand: Scaled) -> int:
-        return operand.features
-
-    def described(self, operand: Scaled) -> str:
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
         # words by another recipe may have this shape, too: ranks must not take them for these
-        return f" in {operand.format}, {self.recipe}"
+        self.how_x, self.how_dy = f" in e4m3, {recipe}", f" in {recipe.gradients}, {recipe}"
 
-    def dtype(self, rows: Tensor) -> torch.dtype:
-        return self._dtype
+    @property
+    def recipe(self) -> str:  # type: ignore[override]
+        return str(self._recipe)
 
-    def product_into(
-        self,
-        out: Sequence[Tensor],
-        x: Scaled,
-        weight: Scaled,
-        bias: Tensor | None,
-        transposed: bool,
-        activation: Activation,
-        keep_z: bool,
-    ) -> None:
-        operands = x.data, weight.data, x.scale, weight.scale_of_squares, bias, activation, keep_z
-        fast = self.recipe.is_fast(forward=transposed)
-        primitives.into(primitives.scaled_linear, out, *operands, word_of(out[0].dtype), fast)
-
-    def waiting_product(
-        self,
-        x: Scaled,
-        weight: Scaled,
-        bias: Tensor | None,
-        transposed: bool,
-        activation: Activation,
-        keep_z: bool,
-    ) -> WaitingProduct:
-        from tpkernels.kernels.scaled_linear import scaled_linear_fwd
-
-        return partial(
-            scaled_linear_fwd,
-            *(x.data, weight.data, x.scale, weight.scale_of_squares, bias),
-            activation=activation,
-            keep_z=keep_z,
-            dtype=word_of(self._dtype),
-            fast_accumulate=self.recipe.is_fast(forward=transposed),
+    def pack(self, x: Tensor, of: Direction = "x") -> Tensor:
+        recipe = self._recipe
+        return primitives.quantize(
+            x, None, "none", self._format(of), recipe.scaling, recipe.power_of_two, False
         )
 
-    def terms(self, pairs: Sequence[tuple[Scaled, Tensor]], transposed: bool) -> ScaledSum:
-        fast = self.recipe.is_fast(forward=transposed)
-        return ScaledSum([(a, self.weight(w, transposed)) for a, w in pairs], self._dtype, fast)
+    def unpack(self, rows: Tensor, features: int, dtype: torch.dtype, of: Direction = "x") -> Tensor:
+        scaled = self._scaled(rows, features, of)
+        return primitives.dequantize(scaled.data, scaled.scale, word_of(dtype))
 
-    def weight_gradient(
+    def _format(self, of: Direction) -> Format:
+        return "e4m3" if of == "x" else self._recipe.gradients
+
+    def _scaled(self, rows: Tensor, features: int, of: Direction) -> Scaled:
+        return Scaled(rows, features, self._format(of), self._recipe.scaling)
+
+    def _weight(self, weight: Tensor, transposed: bool) -> Scaled:
+        return (rows_of_weight if transposed else columns_of_weight)(weight, self._recipe)
+
+    def _product_into(
         self,
-        dy: Tensor,
+        out: Sequence[Tensor],
         x: Tensor,
-        into: Into,
-        *,
-        split: Literal["dy", "x"],
-    ) -> Tensor | None:
-        if self.recipe.wgrad == "bf16":
+        weight: Scaled,
+        bias: Tensor | None,
+        transposed: bool,
+        activation: Activation,
+        keep_z: bool,
+        wait: Waiting,
+    ) -> None:
+        rows = self._scaled(x, weight.features, "x" if transposed else "dy")
+        operands = rows.data, weight.data, rows.scale, weight.scale_of_squares, bias, activation, keep_z
+        fast = self._recipe.is_fast(forward=transposed)
+        into(primitives.scaled_linear, out, *operands, word_of(out[0].dtype), fast, wait=wait)
+
+    def _tile(self, rows: Gather, weight: Scaled, transposed: bool) -> None:
+        """Tiles of words are not timed."""
+
+    def terms(self, pairs: Sequence[Pair], transposed: bool, dtype: torch.dtype) -> Terms:
+        fast = self._recipe.is_fast(forward=transposed)
+        of: Direction = "x" if transposed else "dy"
+        weights = [self._weight(w, transposed) for _, w in pairs]
+        scaled = [(self._scaled(a, w.features, of), w) for (a, _), w in zip(pairs, weights, strict=True)]
+        (first, _), cols = pairs[0], weights[0].words.shape[0]
+        like = first.new_empty(0, dtype=dtype)
+        compute = partial(_sum_of_rows, scaled, dtype, fast)
+        alone = partial(_sum_of, scaled, dtype, fast)
+        return Terms(first.shape[0], cols, like, compute, width=cols, alone=alone)
+
+    def wgrad(self, dy: Tensor, x: Tensor, into: Into, *, split: Direction) -> Tensor | None:
+        if self._recipe.wgrad == "bf16":
             return weight_gradient(dy, x, into)
-        pairs = [(self.gradients(dy.t()), self.activations(x.t()))]
-        fast = self.recipe.is_fast(forward=False)
-        gradient = _sum_of(pairs, dtype_of_gradient(x, into), fast)
+        columns = self.pack(dy.t(), "dy"), self.pack(x.t())
+        tokens = dy.shape[0]
+        pairs = [(self._scaled(columns[0], tokens, "dy"), self._scaled(columns[1], tokens, "x"))]
+        gradient = _sum_of(pairs, dtype_of_gradient(x, into), self._recipe.is_fast(forward=False))
         if not isinstance(into, Tensor):
             return gradient
         into += gradient
         return None
 
     def unit(
-        self, rows: Gathered, ups: Sequence[Tensor], b_up: Tensor | None, unit: Activation | Glu, keep: bool
-    ) -> tuple[Scaled, list[Tensor]]:
+        self,
+        rows: Gather,
+        ups: Sequence[Tensor],
+        b_up: Tensor | None,
+        unit: Activation | Glu,
+        keep: bool,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, list[Tensor]]:
         """As in `Plain`; h is quantized from fp32, and never written in 16 bits."""
-        zs = rows.products(ups, [b_up, *[None] * (len(ups) - 1)])
-        scaling, power_of_two = self.recipe.scaling, self.recipe.power_of_two
+        zs = self.product(rows, ups, [b_up, *[None] * (len(ups) - 1)], dtype=dtype)
+        scaling, power_of_two = self._recipe.scaling, self._recipe.power_of_two
         if unit in GATE_OF:
             u, g = zs
             f = GATE_OF[cast("Glu", unit)]
@@ -164,20 +135,24 @@ class Quantized(Plain):
         else:
             f = cast("Activation", unit)
             words = primitives.quantize(zs[0], None, f, "e4m3", scaling, power_of_two, False)
-        return Scaled(words, zs[0].shape[1], "e4m3", scaling), zs if keep else []
+        return words, zs if keep else []
 
     def unit_gradients(
         self,
-        rows: Gathered,
+        rows: Gather,
         w_down: Tensor,
         zs: Sequence[Tensor],
         unit: Activation | Glu,
         needs: tuple[bool, bool, bool],
+        dtype: torch.dtype,
     ) -> tuple[Tensor | None, Sequence[Tensor], Tensor | None]:
         needs_h, needs_dz, needs_db = needs
         h = between(zs, unit) if needs_h else None
-        dzs = between_gradients(rows.product(w_down), zs, unit) if needs_dz else []
-        return h, dzs, self.bias_gradient(dzs[0], split=True) if needs_db else None
+        dzs: Sequence[Tensor] = []
+        if needs_dz:
+            (dh,) = self.product(rows, [w_down], [None], dtype=dtype, transposed=False)
+            dzs = between_gradients(dh, zs, unit)
+        return h, dzs, self.bias_grad(dzs[0], split=True) if needs_db else None
 
 
 def between(zs: Sequence[Tensor], unit: Activation | Glu) -> Tensor:
@@ -196,34 +171,13 @@ def between_gradients(dh: Tensor, zs: Sequence[Tensor], unit: Activation | Glu) 
     return [act_grad_ref(dh, zs[0], cast("Activation", unit))]
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledSum:
-    """This rank's terms of a sum over ranks, computed for the rows that are asked for."""
-
-    pairs: Sequence[Pair]
-    dtype: torch.dtype
-    fast: bool
-
-    @property
-    def rows(self) -> int:
-        return self.pairs[0][0].words.shape[0]
-
-    @property
-    def cols(self) -> int:
-        return self.pairs[0][1].words.shape[0]
-
-    @property
-    def like(self) -> Tensor:
-        return self.pairs[0][0].words.new_empty(0, dtype=self.dtype)
-
-    def __call__(self, rows: slice) -> Tensor:
-        return _sum_of([(a.rows(rows), w) for a, w in self.pairs], self.dtype, self.fast)
-
-    def alone(self, bias: Tensor | None) -> Tensor:
-        return _sum_of(self.pairs, self.dtype, self.fast, bias)
+def _sum_of_rows(pairs: Sequence[ScaledPair], dtype: torch.dtype, fast: bool, rows: slice) -> Tensor:
+    return _sum_of([(a.rows(rows), w) for a, w in pairs], dtype, fast)
 
 
-def _sum_of(pairs: Sequence[Pair], dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
+def _sum_of(
+    pairs: Sequence[ScaledPair], dtype: torch.dtype, fast: bool, bias: Tensor | None = None
+) -> Tensor:
     """Add up products in fp32, and round the sum once."""
     (first, weight), *others = pairs
     if not others:
@@ -244,9 +198,3 @@ def _product(x: Scaled, weight: Scaled, bias: Tensor | None, dtype: torch.dtype,
 def word_of(dtype: torch.dtype) -> Wide:
     """The name of a dtype, as operators take it."""
     return cast("Wide", str(dtype).removeprefix("torch."))
-
-
-def quantized_named(name: str) -> Quantized:
-    """The strategy that `str` writes so."""
-    dtype, _, recipe = name.partition(" ")
-    return Quantized(Recipe.named(recipe), DTYPE[cast("Wide", dtype)])

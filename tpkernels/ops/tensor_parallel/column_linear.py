@@ -17,7 +17,7 @@ Without sequence parallelism nothing is gathered, and dx is all-reduced. Several
 the sum of their dx. On one rank without a group it is `ops.linear` in fp8.
 
 Saved for backward: x_shard (with save_gathered: x) and the weights, if a gradient needs them; z_shard where
-there is an activation. How products are computed: `ops.numerics`.
+there is an activation. How products are computed: `ops.matmul`.
 """
 
 from __future__ import annotations
@@ -29,29 +29,42 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch.operators import Operator
+from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
+from tpkernels.ops.inputs import (
+    Context,
+    any_autocast,
+    apply,
+    autocast,
+    check_linear,
+    features_of,
+    is_casting,
+    tokens_of,
+)
 from tpkernels.ops.main_grad import (
-    MainGrads,
+    Into,
     add_if_traced,
     asked_for,
     check_main_grad,
     empty_weight_gradient,
+    flags_if_traced,
 )
-from tpkernels.ops.numerics import KeptRows
-from tpkernels.ops.tensor_parallel.layout import (
-    Layout,
-    apply_distinct,
-    checked_layout,
+from tpkernels.ops.matmul import Plain
+from tpkernels.ops.tensor_parallel import parallel
+from tpkernels.ops.tensor_parallel.parallel import (
+    SplitOperator,
+    compare_in_backward,
+    compare_request,
     recorded,
+    refuse_tokens,
+    require_segments,
     shaped_like,
+    split_of,
+    strategy_of,
 )
-from tpkernels.ops.tensor_parallel.parallel import Done, require_segments
 
 
 @overload
@@ -86,7 +99,6 @@ def column_linear(
 ) -> tuple[Tensor, ...]: ...
 
 
-@from_entry
 def column_linear(
     x: Tensor,
     weight_shard: Tensor | Sequence[Tensor],
@@ -111,41 +123,43 @@ def column_linear(
     returns: (tokens, ..., out_features / R); a tuple of them for several weights
     """
     op = "column_linear"
-    activation = activation or "none"
-    if activation != "none":
-        require_activation(op, activation)
-    weights = [weight_shard] if isinstance(weight_shard, Tensor) else list(weight_shard)
-    if not weights:
-        raise ValueError(f"{op}: expected at least one weight_shard, got an empty list")
-    without: list[Tensor | None] = [None] * len(weights)
-    biases = without if bias_shard is None else _listed(op, "bias_shard", bias_shard, len(weights))
-    main_grads = without if main_grad is None else _listed(op, "main_grad", main_grad, len(weights))
-    layout = checked_layout(
-        op,
-        x,
-        [*weights, *biases],
-        group,
-        sequence_parallel,
-        overlap,
-        (activation, save_gathered, quantize),
-    )
-    if is_casting(x):
-        x, *others = autocast(x, *weights, *biases)
-        weights, biases = others[: len(weights)], others[len(weights) :]
-    features = features_of(op, x)
-    for weight, bias, into in zip(weights, biases, main_grads, strict=True):
-        check_linear(op, x, features, weight, bias, ("weight_shard", "bias_shard"))
-        if into is not None:
-            check_main_grad(op, into, weight)
-        if layout.numerics.segments:
-            require_segments(op, layout.numerics.segments, "rows of weight_shard", weight.shape[0])
-    if quantize is not None:
-        layout = layout.in_fp8(op, quantize, x)
-    if x.ndim == 2:
-        ys = column(op, x, weights, biases, main_grads, layout, activation, save_gathered)
-    else:
-        ys = column(op, tokens_of(x), weights, biases, main_grads, layout, activation, save_gathered)
-        ys = [shaped_like(y, x, x.shape[0] * layout.token_shards) for y in ys]
+    tp = split_of(op, group, sequence_parallel, overlap)
+    with tp.call:
+        activation = activation or "none"
+        if activation != "none":
+            require_activation(op, activation)
+        one = isinstance(weight_shard, Tensor)
+        weights: list[Tensor] = [weight_shard] if one else list(weight_shard)  # type: ignore[list-item]
+        if not weights:
+            raise ValueError(f"{op}: expected at least one weight_shard, got an empty list")
+        biases: list[Tensor | None] = [bias_shard] if one else [None] * len(weights)  # type: ignore[list-item]
+        main_grads: list[Tensor | None] = [main_grad] if one else [None] * len(weights)  # type: ignore[list-item]
+        if not one or isinstance(bias_shard, list | tuple) or isinstance(main_grad, list | tuple):
+            if bias_shard is not None:
+                biases = _listed(op, "bias_shard", bias_shard, len(weights))
+            if main_grad is not None:
+                main_grads = _listed(op, "main_grad", main_grad, len(weights))
+        if parallel.debug:
+            compare_request(op, tp, x, [*weights, *biases], (activation, save_gathered, quantize))
+        if tp.sequence_parallel and x.ndim < 2:
+            refuse_tokens(op, x)
+        if any_autocast() and is_casting(x):
+            x, *others = autocast(x, *weights, *biases)
+            weights, biases = others[: len(weights)], others[len(weights) :]
+        features = x.shape[-1] if x.ndim else features_of(op, x)
+        for weight, bias, into in zip(weights, biases, main_grads, strict=True):
+            check_linear(op, x, features, weight, bias, ("weight_shard", "bias_shard"))
+            if into is not None:
+                check_main_grad(op, into, weight)
+        matmul = strategy_of(op, tp, quantize, x)
+        if matmul.segments:
+            for weight in weights:
+                require_segments(op, matmul.segments, "rows of weight_shard", weight.shape[0])
+        if x.ndim == 2:
+            ys = column(op, x, weights, biases, main_grads, tp, matmul, activation, save_gathered)
+        else:
+            ys = column(op, tokens_of(x), weights, biases, main_grads, tp, matmul, activation, save_gathered)
+            ys = [shaped_like(y, x, x.shape[0] * tp.token_shards) for y in ys]
     return ys[0] if isinstance(weight_shard, Tensor) else tuple(ys)
 
 
@@ -166,44 +180,53 @@ def column(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     main_grads: Sequence[Tensor | None],
-    layout: Layout,
+    tp: TensorParallel,
+    matmul: Plain,
     activation: Activation,
     save_gathered: bool = False,
 ) -> Sequence[Tensor]:
     """Compute y of each weight, (tokens, features). x: (tokens, features), checked and cast"""
-    if not recorded(x, *weights, *biases):
-        return column_forward(x, weights, biases, layout, activation, False, "none")
-    options, tensors = (op, layout, activation, save_gathered), [x, *weights, *biases]
-    ys: Sequence[Tensor] = apply_distinct(_ColumnLinear, options, main_grads, tensors=tensors)
+    if not recorded((x, *weights, *biases)):
+        rows = matmul.pack(x)
+        ys: Sequence[Tensor] = column_forward(
+            rows, weights, biases, activation, False, False, x.dtype, tp=tp, matmul=matmul
+        )
+    else:
+        options, tensors = (op, tp, matmul, activation, save_gathered), [x, *weights, *biases]
+        ys = apply(_ColumnLinear, options, main_grads, *tensors)
     return ys
+
+
+Options = tuple[str, TensorParallel, Plain, Activation, bool]
 
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context,
-        options: tuple[str, Layout, Activation, bool],
-        main_grads: Sequence[Tensor | None],
-        x: Tensor,
-        *parameters: Tensor,
+        ctx: Context, options: Options, main_grads: Sequence[Tensor | None], x: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        count, (op, layout, activation, save_gathered) = len(main_grads), options
+        count, (op, tp, matmul, activation, save_gathered) = len(main_grads), options
         weights, biases = parameters[:count], parameters[count:]  # some biases may be None
-        needs_dx, needs_dws = ctx.needs_input_grad[2], any(ctx.needs_input_grad[3 : 3 + count])
-        kept = layout.kept(save_gathered) if needs_dws else "none"
-        results = column_forward(x, weights, biases, layout, activation, True, kept)
-        rows = x if kept == "none" else results.pop()
-        zs = results[count:]
-        ctx.reads_intermediates = bool(zs) or kept != "none"
+        needs = ctx.needs_input_grad
+        needs_dx, needs_dws = needs[2], any(needs[3 : 3 + count])
+        splits = tp.token_shards > 1
+        keep_z, keep_all = activation != "none", save_gathered and needs_dws and splits
+        rows = matmul.pack(x)
+        results = column_forward(
+            rows, weights, biases, activation, keep_z, keep_all, x.dtype, tp=tp, matmul=matmul
+        )
+        # of an x that is gathered, what is sent of it: forward has it already
+        kept = results.pop() if keep_all else rows if splits else x
+        ctx.reads_intermediates = keep_z or keep_all or (splits and not matmul.is_plain)
         saved_weights = weights if needs_dx else [None] * count
-        ctx.save_for_backward(rows if needs_dws else None, *saved_weights, *zs)
-        ctx.main_grads, ctx.op = main_grads, layout.numerics.named(op)
-        ctx.options = x.shape[1], layout, activation, kept
+        ctx.save_for_backward(kept if needs_dws else None, *saved_weights, *results[count:])
+        ctx.main_grads, ctx.op = main_grads, f"{op} in fp8" if matmul.recipe else op
+        ctx.options = tp, matmul, activation, x.shape[1], keep_all
         return tuple(results[:count])
 
     @staticmethod
     def spmd_typecheck(
-        *, options: tuple[str, Layout, Activation, bool], x: Tensor, parameters: Sequence[Tensor]
+        *, options: Options, x: Tensor, parameters: Sequence[Tensor]
     ) -> tuple[spmd_rules.Typed, ...]:
         count = len(parameters) // 2
         return tuple(spmd_rules.column(x, parameters[:count], parameters[count:], options[1]))
@@ -212,112 +235,145 @@ class _ColumnLinear(torch.autograd.Function):
     @first_order(reads_intermediates=None)
     def backward(ctx: Context, *dys: Tensor) -> tuple[Tensor | None, ...]:
         count, main_grads = len(dys), ctx.main_grads
+        tp, matmul, activation, features, keep_all = ctx.options
         x, *saved = ctx.saved_tensors
         weights, zs = saved[:count], saved[count:]
         needs_dx, *needs = ctx.needs_input_grad[2:]
         needs = [needs_dx, *asked_for(ctx, main_grads, needs[:count], 1), *needs[count:]]
-        dx, *grads = column_gradients(needs, dys, x, weights, zs, main_grads, *ctx.options)
+        into = flags_if_traced(main_grads)
+        arguments = dys, x, weights, zs, needs, into, features, activation, keep_all
+        with tp.call:
+            dx, *grads = column_gradients(*arguments, tp=tp, matmul=matmul, given=needs)
         return None, None, dx, *add_if_traced(main_grads, grads[:count]), *grads[count:]
 
 
-@all_or_fail
-def _column_forward(
-    x: Tensor,
+def _forward(
+    rows: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    layout: Layout,
     activation: Activation,
-    keep: bool,
-    kept: KeptRows,
+    keep_z: bool,
+    keep_all: bool,
+    dtype: torch.dtype,
+    tp: TensorParallel,
+    matmul: Plain,
 ) -> list[Tensor]:
-    """Compute y of each weight; if keep, return z of each, if there is an activation; and kept rows of x."""
-    narrowest = min([weight.shape[0] for weight in weights])
-    gathering = layout.gather(
-        "column_linear", "x", x, layout.numerics.activations, features=narrowest, keep=kept == "all"
-    )
-    results = gathering.products(weights, biases, activation, keep and activation != "none")
-    return results if kept == "none" else [*results, gathering.wait() if kept == "all" else gathering.own()]
+    """Compute y of each weight; return z of each, if it is kept, and the gathered rows, if these are.
+
+    rows: packed; dtype: of the results
+    """
+    width = weights[0].shape[0]
+    for weight in weights:
+        width = min(width, weight.shape[0])
+    work = matmul, weights[0].shape[1]
+    gathering = tp.gather("column_linear", "x", rows, width, matmul.how_x, work, keeps=keep_all)
+    results = matmul.product(gathering, weights, biases, activation, keep_z, dtype=dtype)
+    return [*results, gathering.all()] if keep_all else results
 
 
-def _column_shapes(
-    x: Tensor,
+def _shapes(
+    rows: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    layout: Layout,
     activation: Activation,
-    keep: bool,
-    kept: KeptRows,
+    keep_z: bool,
+    keep_all: bool,
+    dtype: torch.dtype,
+    tp: TensorParallel,
+    matmul: Plain,
 ) -> list[Tensor]:
-    widths = [weight.shape[0] for weight in weights] * (2 if keep and activation != "none" else 1)
-    shapes = [x.new_empty(x.shape[0] * layout.token_shards, width) for width in widths]
-    return shapes if kept == "none" else [*shapes, layout.empty_kept(x, kept)]
+    tokens = rows.shape[0] * tp.token_shards
+    widths = [weight.shape[0] for weight in weights] * (2 if keep_z else 1)
+    shapes = [rows.new_empty(tokens, width, dtype=dtype) for width in widths]
+    return [*shapes, rows.new_empty(tokens, rows.shape[1])] if keep_all else shapes
 
 
-column_forward = Operator("column_linear", _column_forward, _column_shapes)
+column_forward = SplitOperator(
+    "column_linear",
+    "Tensor rows, Tensor[] weights, Tensor?[] biases, str activation, bool keep_z, bool keep_all, "
+    "ScalarType dtype",
+    _forward,
+    _shapes,
+)
 
 
-@all_or_fail
-def _column_gradients(
-    needs: Sequence[bool],
+def _gradients(
     dys: Sequence[Tensor],
     x: Tensor | None,
     weights: Sequence[Tensor | None],
     zs: Sequence[Tensor],
-    main_grads: MainGrads,
+    needs: Sequence[bool],
+    main_grads: Sequence[Into],
     features: int,
-    layout: Layout,
     activation: Activation,
-    kept: KeptRows,
+    keep_all: bool,
+    tp: TensorParallel,
+    matmul: Plain,
 ) -> list[Tensor | None]:
     """Compute dx, dw of each weight, db of each. needs: of x, the weights, the biases
 
-    x: or its rows that were kept; None if no dw is needed, as weights are if dx is not
+    x: or what forward kept of it; None if no dw is needed, as weights are if dx is not
     features: of x
     """
-    op, count, numerics = "column_linear backward", len(weights), layout.numerics
-    needs_dx, needs_dws, needs_dbs = needs[0], needs[1 : 1 + count], needs[1 + count :]
-    layout.compare_in_backward(op, needs)
-    gathering = summing = None
-    if x is not None and any(needs_dws):
-        gathering = layout.gather_kept(op, "x", x, kept, features)
-    dzs = [numerics.act_gradient(dy, z, activation) for dy, z in zip(dys, zs, strict=True)] if zs else dys
-    if needs_dx:
-        pairs = [(numerics.gradients(dz), w) for dz, w in zip(dzs, weights, strict=True) if w is not None]
-        summing = layout.sum_of_products(op, pairs, transposed=False, hidden=any(needs_dws))
-        if not layout.overlap:
-            summing = Done(summing.wait())
-    dbs = [
-        numerics.bias_gradient(dz, split=True) if need else None
-        for dz, need in zip(dzs, needs_dbs, strict=True)
-    ]
-    dws: list[Tensor | None] = [None] * count
-    if gathering is not None:
-        full_x = gathering.numbers()
-        dws = [
-            numerics.weight_gradient(dz, full_x, into, split="dy") if need else None
-            for dz, into, need in zip(dzs, main_grads, needs_dws, strict=True)
-        ]
-    return [None if summing is None else summing.wait(), *dws, *dbs]
+    op, count, dtype = "column_linear backward", len(weights), dys[0].dtype
+    compare_in_backward(op, tp, needs)
+    gathering = summing = dx = None
+    grads: list[Tensor | None] = [None] * (2 * count)
+    if not any(needs[1 : 1 + count]):
+        x = None
+    if x is not None and not keep_all and tp.token_shards > 1:
+        gathering = tp.gather(op, "x", x, how=matmul.how_x)
+    dzs = [matmul.act_grad(dy, z, activation) for dy, z in zip(dys, zs, strict=True)] if zs else dys
+    if needs[0]:
+        pairs = [(matmul.pack(dz, "dy"), w) for dz, w in zip(dzs, weights, strict=True) if w is not None]
+        terms = matmul.terms(pairs, False, dtype)
+        if x is not None:  # its products hide the transfers
+            terms.width = 0
+        summing = tp.reduce(op, terms)
+        if not tp.overlap:
+            dx, summing = summing.wait(), None
+    for i, dz in enumerate(dzs):
+        if needs[1 + count + i]:
+            grads[count + i] = matmul.bias_grad(dz, split=True)
+    if x is not None:
+        if gathering is not None:
+            x = gathering.all()
+        if tp.token_shards > 1:
+            x = matmul.unpack(x, features, dtype)
+        for i, (dz, into) in enumerate(zip(dzs, main_grads, strict=True)):
+            if needs[1 + i]:
+                grads[i] = matmul.wgrad(dz, x, into, split="dy")
+    if summing is not None:
+        dx = summing.wait()
+    return [dx, *grads]
 
 
-def _column_gradient_shapes(
-    needs: Sequence[bool],
+def _gradient_shapes(
     dys: Sequence[Tensor],
     x: Tensor | None,
     weights: Sequence[Tensor | None],
     zs: Sequence[Tensor],
-    main_grads: MainGrads,
+    needs: Sequence[bool],
+    main_grads: Sequence[Into],
     features: int,
-    layout: Layout,
-    *_: object,
+    activation: Activation,
+    keep_all: bool,
+    tp: TensorParallel,
+    matmul: Plain,
 ) -> list[Tensor | None]:
     dy, like = dys[0], dys[0].new_empty(0, features)
     empty = [
-        dy.new_empty(dy.shape[0] // layout.token_shards, features),
+        dy.new_empty(dy.shape[0] // tp.token_shards, features),
         *(empty_weight_gradient(dy, like, into) for dy, into in zip(dys, main_grads, strict=True)),
         *(dy.new_empty(dy.shape[1]) for dy in dys),
     ]
     return [gradient if need else None for gradient, need in zip(empty, needs, strict=True)]
 
 
-column_gradients = Operator("column_linear_backward", _column_gradients, _column_gradient_shapes)
+column_gradients = SplitOperator(
+    "column_linear_backward",
+    "Tensor[] dys, Tensor? x, Tensor?[] weights, Tensor[] zs, bool[] needs, bool[] main_grads, "
+    "SymInt features, str activation, bool keep_all",
+    _gradients,
+    _gradient_shapes,
+)

@@ -25,57 +25,42 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.comm.transports import select
-from tpkernels.comm.transports.backend_sums import (
-    NOTE,
-    BackendSumming,
-    backend_sums,
-    require_backend_sums,
-)
-from tpkernels.comm.transports.c10d import c10d_for
-from tpkernels.comm.transports.rows import Gathering, Reducing, all_reducing
-from tpkernels.dispatch.operators import Operator
+from tpkernels.comm.tensor_parallel import TensorParallel
+from tpkernels.comm.transports.rows import Terms
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.inputs import Context, apply
-from tpkernels.ops.tensor_parallel.flag_waits import waits_for
-from tpkernels.ops.tensor_parallel.parallel import Group, begin_call, checked_group
+from tpkernels.ops.matmul import PLAIN, Plain
+from tpkernels.ops.tensor_parallel.parallel import SplitOperator, compare_request, split_of
 from tpkernels.tp_invariance import mode
 
 Move = Literal["keep", "sum", "our_features", "all_features", "our_tokens", "all_tokens", "sum_of_tokens"]
 
 
-@from_entry
 def copy_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return x; all-reduce its gradient."""
     return _region("copy_to_region", x, group, "keep", "sum")
 
 
-@from_entry
 def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """All-reduce x."""
     return _region("reduce_from_region", x, group, "sum", "keep")
 
 
-@from_entry
 def scatter_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return this rank's shard of the features of x, which is the same on all ranks."""
     return _region("scatter_to_region", x, group, "our_features", "all_features")
 
 
-@from_entry
 def gather_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """All-gather features; each rank has a shard."""
     return _region("gather_from_region", x, group, "all_features", "our_features")
 
 
-@from_entry
 def scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return this rank's shard of the tokens of x, which is the same on all ranks."""
     return _region("scatter_to_sequence_region", x, group, "our_tokens", "all_tokens")
 
 
-@from_entry
 def gather_from_sequence_region(
     x: Tensor, group: ProcessGroup, *, tensor_parallel_output_grad: bool = True
 ) -> Tensor:
@@ -88,122 +73,113 @@ def gather_from_sequence_region(
     return _region("gather_from_sequence_region", x, group, "all_tokens", backward)
 
 
-@from_entry
 def reduce_scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Reduce-scatter x over tokens."""
     return _region("reduce_scatter_to_sequence_region", x, group, "sum_of_tokens", "all_tokens")
 
 
 def _region(op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
-    if x.ndim < 1:
-        raise ValueError(f"{op}: expected at least one dimension, got a tensor without")
-    group = checked_group(group, op, x, options=(forward, backward))
-    recorded = torch.is_grad_enabled() and x.requires_grad
-    if mode.segments and (forward.startswith("sum") or (recorded and backward.startswith("sum"))):
-        raise ValueError(
-            f"{op}: expected no sum of what ranks computed by themselves with TP-invariance, for nobody "
-            "knows how that depends on their number; use the parallel layers, or turn TP-invariance off"
-        )
-    if group.size() == 1:
-        return x
-    moved: Tensor = apply(_Region, op, x, group, forward, backward)
+    tp = split_of(op, group)
+    with tp.call:
+        if x.ndim < 1:
+            raise ValueError(f"{op}: expected at least one dimension, got a tensor without")
+        compare_request(op, tp, x, options=(forward, backward))
+        recorded = torch.is_grad_enabled() and x.requires_grad
+        if mode.segments and (forward.startswith("sum") or (recorded and backward.startswith("sum"))):
+            raise ValueError(
+                f"{op}: expected no sum of what ranks computed by themselves with TP-invariance, for nobody "
+                "knows how that depends on their number; use the parallel layers, or turn TP-invariance off"
+            )
+        if tp.ranks == 1:
+            return x
+        moved: Tensor = apply(_Region, op, x, tp, forward, backward)
     return moved
 
 
 class _Region(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move
+        ctx: Context, op: str, x: Tensor, tp: TensorParallel, forward: Move, backward: Move
     ) -> Tensor:
-        ctx.options = f"{op} backward", group, backward, forward
-        return _move(op, x, group, forward)
+        ctx.options = f"{op} backward", tp, backward, forward
+        return _move(op, x, tp, forward)
 
     @staticmethod
-    def spmd_typecheck(*, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> spmd_rules.Typed:
-        return spmd_rules.moved(x, group, forward, backward)
+    def spmd_typecheck(*, x: Tensor, tp: TensorParallel, forward: Move, backward: Move) -> spmd_rules.Typed:
+        return spmd_rules.moved(x, tp, forward, backward)
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        op, group, backward, forward = ctx.options
-        if torch.is_grad_enabled():  # a region again, whose gradient makes the forward's move
-            dx = apply(_Region, op, dy, group, backward, forward)
-        else:
-            dx = _move(op, dy, group, backward)
+        op, tp, backward, forward = ctx.options
+        with tp.call:
+            if torch.is_grad_enabled():  # a region again, whose gradient makes the forward's move
+                dx = apply(_Region, op, dy, tp, backward, forward)
+            else:
+                dx = _move(op, dy, tp, backward)
         return None, dx, None, None, None
 
 
-def _move(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:
+def _move(op: str, x: Tensor, tp: TensorParallel, move: Move) -> Tensor:
     if move == "keep":
         # where compiled code returns a view of a view of an input, it is taken anew of the input, without us
         return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
-    return _travel(op, x, group, move)
+    moved: Tensor
+    (moved,) = _travel(op, x, move, tp=tp, matmul=PLAIN)
+    return moved
 
 
-@all_or_fail
-def _moved(op: str, x: Tensor, group: Group, move: Move) -> Tensor:
-    return _MOVES[move](op, x, group)
+def _moved(op: str, x: Tensor, move: Move, tp: TensorParallel, _: Plain) -> list[Tensor]:
+    return [_MOVES[move](op, x.resolve_neg(), tp.over_c10d())]  # no product follows, so that nothing is cut
 
 
-def _moved_shape(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:
-    ranks, shape = group.size(), list(x.shape)
+def _moved_shape(op: str, x: Tensor, move: Move, tp: TensorParallel, _: Plain) -> list[Tensor]:
+    shape = list(x.shape)
     dim = -1 if move.endswith("features") else 0
     if move.startswith("all"):
-        shape[dim] *= ranks
+        shape[dim] *= tp.ranks
     elif move != "sum":
-        shape[dim] //= ranks
-    return x.new_empty(shape)
+        shape[dim] //= tp.ranks
+    return [x.new_empty(shape)]
 
 
-_travel = Operator("move", _moved, _moved_shape)
+_travel = SplitOperator(
+    "move",
+    "str op, Tensor x, str move",
+    _moved,
+    _moved_shape,
+)
 
 
-def _ours(dim: int, op: str, x: Tensor, group: ProcessGroup) -> Tensor:
-    _require_even(op, x, dim, group)
-    return x.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
+def _ours(dim: int, op: str, x: Tensor, tp: TensorParallel) -> Tensor:
+    _require_even(op, x, dim, tp)
+    return x.chunk(tp.ranks, dim)[tp.rank].clone(memory_format=torch.contiguous_format)
 
 
-def _all_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
-    whole = _gathered(op, x, _rows(x), group)
-    return _shaped(whole, group.size() * x.shape[0], *x.shape[1:])
+def _all_tokens(op: str, x: Tensor, tp: TensorParallel) -> Tensor:
+    whole = tp.gather(op, "x", _rows(x), everywhere=True).all()
+    return _shaped(whole, tp.ranks * x.shape[0], *x.shape[1:])
 
 
-def _all_features(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+def _all_features(op: str, x: Tensor, tp: TensorParallel) -> Tensor:
     # rows of a gather are contiguous: ranks become the first dimension, and then part of the last
-    parts = _gathered(op, x, x.reshape(1, x.numel()), group).view(group.size(), *x.shape).movedim(0, -2)
-    return parts.reshape(*x.shape[:-1], group.size() * x.shape[-1])
+    gathered = tp.gather(op, "x", x.reshape(1, x.numel()), everywhere=True).all()
+    parts = gathered.view(tp.ranks, *x.shape).movedim(0, -2)
+    return parts.reshape(*x.shape[:-1], tp.ranks * x.shape[-1])
 
 
-def _sum_of_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
-    _require_even(op, x, 0, group)
-    rows = _rows(x)
-    ours = _summed(op, x, rows, group, scatter=True)
-    return _shaped(ours, x.shape[0] // group.size(), *x.shape[1:])
+def _sum_of_tokens(op: str, x: Tensor, tp: TensorParallel) -> Tensor:
+    _require_even(op, x, 0, tp)
+    ours = tp.reduce_scatter(op, _terms(_rows(x))).wait()
+    return _shaped(ours, x.shape[0] // tp.ranks, *x.shape[1:])
 
 
-def _sum(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+def _sum(op: str, x: Tensor, tp: TensorParallel) -> Tensor:
     rows = x.reshape(x.numel(), 1)  # any number of them will do
-    return _shaped(_summed(op, x, rows, group, scatter=False), *x.shape)
+    return _shaped(tp.all_reduce(op, _terms(rows)).wait(), *x.shape)
 
 
-def _gathered(op: str, x: Tensor, shard: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather all ranks' shards, each of which is x as rows; no product follows, so that nothing is cut."""
-    rows = group.size() * shard.shape[0]
-    exchange = c10d_for(x, rows, 0, group.size(), overlap=True)
-    return Gathering(begin_call(op, "x", x.shape, x, group), shard, rows, exchange).wait()
-
-
-def _summed(op: str, x: Tensor, rows: Tensor, group: ProcessGroup, *, scatter: bool) -> Tensor:
-    """Sum all ranks' rows, which are those of x; return all, or if scatter this rank's."""
-    if backend_sums:
-        require_backend_sums(op, x.device, select.requested_transport)
-        call = begin_call(op, "x" + NOTE, x.shape, x, group)
-        return BackendSumming(call, rows if scatter else rows.clone(), None, scatter=scatter).wait()
-    exchange = c10d_for(x, rows.shape[0], 0, group.size(), overlap=True)
-    waits, call = waits_for(op, exchange, x), begin_call(op, "x", x.shape, x, group)
-    count, width = rows.shape
-    if scatter:
-        return Reducing(call, rows.__getitem__, count, width, rows, None, exchange, waits).wait()
-    return all_reducing(call, rows.__getitem__, count, width, rows, None, exchange, exchange, waits).wait()
+def _terms(rows: Tensor) -> Terms:
+    return Terms(rows.shape[0], rows.shape[1], rows, rows.__getitem__)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -217,15 +193,15 @@ def _shaped(moved: Tensor, *shape: int) -> Tensor:
     return shaped
 
 
-def _require_even(op: str, x: Tensor, dim: int, group: ProcessGroup) -> None:
-    if x.shape[dim] % group.size():
+def _require_even(op: str, x: Tensor, dim: int, tp: TensorParallel) -> None:
+    if x.shape[dim] % tp.ranks:
         raise ValueError(
-            f"{op}: expected dimension {dim} divisible by the {group.size()} ranks of the group, got "
-            f"{tuple(x.shape)}; pad it to a multiple of {group.size()}"
+            f"{op}: expected dimension {dim} divisible by the {tp.ranks} ranks of the group, got "
+            f"{tuple(x.shape)}; pad it to a multiple of {tp.ranks}"
         )
 
 
-_MOVES: Mapping[Move, Callable[[str, Tensor, ProcessGroup], Tensor]] = {
+_MOVES: Mapping[Move, Callable[[str, Tensor, TensorParallel], Tensor]] = {
     "sum": _sum,
     "our_features": partial(_ours, -1),
     "all_features": _all_features,

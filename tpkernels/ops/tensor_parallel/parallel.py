@@ -1,168 +1,162 @@
-"""Steps that ops over a group share: check the group, begin a call, gather rows, sum over ranks."""
+"""What ops over a group share: split and strategy of a call, checks, and operators of torch.compile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from tpkernels.comm.agreement import Claim, agree
-from tpkernels.comm.calls import Call, GroupCalls, Kind, calls_of, calls_so_far, kind_of, ranks_of
-from tpkernels.comm.groups import refuse_other_devices, required_group
-from tpkernels.comm.transports import select
-from tpkernels.comm.transports.backend_sums import (
-    NOTE,
-    BackendSumming,
-    backend_sums,
-    require_backend_sums,
-)
-from tpkernels.comm.transports.base import Exchange
-from tpkernels.comm.transports.c10d import c10d_for
-from tpkernels.comm.transports.mailbox import mailboxes_of
-from tpkernels.comm.transports.rows import Gathering, PartialOf, Pending, Reducing, all_reducing, gather_small
-from tpkernels.dispatch import backends, log, primitives
-from tpkernels.dispatch.operators import Packed
+from tpkernels.comm.calls import CALLS_OF, calls_of
+from tpkernels.comm.groups import required_group
+from tpkernels.comm.tensor_parallel import Moved, TensorParallel
+from tpkernels.comm.transports.rows import Transport
+from tpkernels.comm.transports.select import Exchanges
+from tpkernels.dispatch import log
+from tpkernels.dispatch.operators import define, in_forward_mode, refuse_forward_mode
 from tpkernels.env import env_flag
-from tpkernels.ops.inputs import as_dtype
-from tpkernels.ops.tensor_parallel.flag_waits import (
-    KERNEL_WAITS,
-    Multiplied,
-    MultipliedRows,
-    kernel_pushes,
-    waits_for,
-)
+from tpkernels.kernels.recipe import Recipe
+from tpkernels.ops.inputs import any_autocast, is_observed
+from tpkernels.ops.matmul import PLAIN, Plain
+from tpkernels.ops.tensor_parallel.flag_waits import FlagKernels
 from tpkernels.tp_invariance import mode
 
 # TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
 debug = env_flag("TPKERNELS_DEBUG", default=False)
-_INTERPRETED = "TPKERNELS_BACKEND=triton, whose kernels would wait in the interpreter"
 
 log.show_choices_if_asked()  # once: `select` cannot, as comm does not know dispatch
 
+ALONE = TensorParallel(None)
 
-def checked_group(
-    group: object,
+
+class TimedKernels(FlagKernels):
+    """What transports ask of those who compute, on ranks that time ways to move rows."""
+
+    def timed_way(
+        self, group: ProcessGroup, moved: Moved, like: Tensor, exchanges: Exchanges, work: object
+    ) -> Transport | None:
+        """Words are timed, if their product is known."""
+        known = like.is_floating_point() or (moved.width > 0 and work is not None)
+        if not times_on(like) or not known or exchanges.transport != "auto":
+            return None
+        if (found := exchanges.chosen.get(moved._replace(width=0))) is not None:
+            return found
+        from tpkernels.ops.tensor_parallel.ways import choose  # on GPUs, where ways are timed
+
+        return choose(moved, like, group, exchanges, work)
+
+    def decides(self, like: Tensor) -> bool:
+        if not times_on(like):
+            return True
+        from tpkernels.ops.tensor_parallel.ways import may_choose
+
+        return may_choose(like.device)
+
+
+TIMED_KERNELS = TimedKernels()
+
+
+def times_on(like: Tensor) -> bool:
+    """Whether ways to move rows are timed where a tensor lies."""
+    return like.is_cuda
+
+
+def split_of(op: str, group: object, sequence_parallel: bool = False, overlap: bool = True) -> TensorParallel:
+    """Return the split of an op over a group, of which this rank is a member; each is made once."""
+    calls = None if is_compiling() else CALLS_OF.get(id(group))
+    if calls is None or calls.failure or group not in distributed_c10d._world.pg_map:
+        member = required_group(group, op=op)
+        if is_compiling():
+            return TensorParallel(member, sequence_parallel, overlap, TIMED_KERNELS)
+        calls = calls_of(member)
+    key = bool(sequence_parallel), bool(overlap)
+    found: TensorParallel | None = calls.splits.get(key)
+    if found is None:
+        member = required_group(group, op=op)
+        found = calls.splits[key] = TensorParallel(member, *key, TIMED_KERNELS)
+    return found
+
+
+def compare_request(
     op: str,
+    tp: TensorParallel,
     x: Tensor,
+    parameters: Sequence[Tensor | None] = (),
+    options: Sequence[object] = (),
     *,
     rows: Sequence[int] | None = None,
     width: int | None = None,
-    parameters: Sequence[Tensor | None] = (),
-    options: Sequence[object] = (),
-) -> ProcessGroup:
-    """Return `group` if this rank is a member; with TPKERNELS_DEBUG=1 compare the request over ranks first.
+) -> None:
+    """With TPKERNELS_DEBUG=1, raise unless all ranks ask for the same.
 
     x: an input of the op, before autocast
-    rows, width: leading dimensions and features of the rows that are moved, if not those of x
     parameters: other inputs that may need gradients
     options: all else that ranks must have alike
+    rows, width: leading dimensions and features of the rows that are moved, if not those of x
     """
-    group = required_group(group, op=op)
-    if debug and group.size() > 1 and not torch.compiler.is_compiling():
-        device, dtype = x.device.type, x.dtype
-        if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device)
-        grad = torch.is_grad_enabled()
-        needs = [grad and each is not None and each.requires_grad for each in (x, *parameters)]
-        rows = x.shape[:-1] if rows is None else rows
-        width = (x.shape[-1] if x.ndim else 0) if width is None else width
-        moved = f"what is moved: {(*rows, width)} {dtype}"
-        agree(Claim(op, (moved, f"requires_grad: {needs}", f"options: {tuple(options)}")), group)
-    return group
+    if not debug or tp.group is None or tp.ranks == 1 or is_compiling():
+        return
+    required_group(tp.group, op=op)
+    device, dtype = x.device.type, x.dtype
+    if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    grad = torch.is_grad_enabled()
+    needs = [grad and each is not None and each.requires_grad for each in (x, *parameters)]
+    rows = x.shape[:-1] if rows is None else rows
+    width = (x.shape[-1] if x.ndim else 0) if width is None else width
+    moved = f"what is moved: {(*rows, width)} {dtype}"
+    alike = *options, tp.sequence_parallel, tp.overlap
+    agree(Claim(op, (moved, f"requires_grad: {needs}", f"options: {alike}")), tp.group)
 
 
-def compare_in_backward(op: str, group: ProcessGroup, needs: Sequence[object]) -> None:
+def compare_in_backward(op: str, tp: TensorParallel, needs: Sequence[object]) -> None:
     """With TPKERNELS_DEBUG=1, raise unless all ranks are in this backward and need the same gradients."""
-    if debug and group.size() > 1:
-        agree(Claim(op, (f"gradients: {[bool(need) for need in needs]}",)), group)
+    if debug and tp.group is not None and tp.ranks > 1:
+        agree(Claim(op, (f"gradients: {[bool(need) for need in needs]}",)), tp.group)
 
 
-def begin_call(op: str, what: str, shape: tuple[int, ...], like: Tensor, group: ProcessGroup) -> Call:
-    """Begin the next numbered call of the group.
+def strategy_of(op: str, tp: TensorParallel, recipe: Recipe | None, x: Tensor) -> Plain:
+    """Return how an op computes; raise if ranks, or x, checked and cast, do not allow it."""
+    if recipe is None and not mode.segments and mode.used_by:  # the usual case, without a frame more
+        return PLAIN
+    segments = segments_of(op, tp.ranks) if tp.group is not None else 0
+    if recipe is not None:
+        from tpkernels.ops.quantize import require_quantizable  # here: only ops in fp8 need it
+        from tpkernels.ops.quantized.products import Quantized
 
-    what: describes the transfer, of this shape; like: a tensor of its dtype and device
+        require_quantizable(op, recipe, x)
+        return Quantized(recipe)
+    if segments:
+        from tpkernels.ops.tensor_parallel.segments import Segmented
 
-    A backend without tags would take another call's message for this one's. With such a backend ranks compare
-    calls of one description, once, before the first.
-    """
-    calls, key = calls_of(group), (op, what, shape, like.dtype)
-    kind = calls.kinds.get(key)
-    if kind is None:
-        kind = kind_of(key)
-        _compare_new_kind(op, kind, like, calls, group)
-        agree_choices(like.device)
-        calls.add_kind(key, kind)
-    return calls.begin(op, kind, group)
-
-
-def _compare_new_kind(op: str, kind: Kind, like: Tensor, calls: GroupCalls, group: ProcessGroup) -> None:
-    try:
-        has_tags = calls.matches_tags(like.device)
-    except RuntimeError:
-        refuse_other_devices(op, group, like.device)
-        raise
-    if not has_tags and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
-        agree(Claim(kind.described, ()), group)
+        return Segmented(segments)
+    return PLAIN
 
 
-def agree_choices(device: torch.device) -> None:
-    """Have this GPU's chooser take the kernels that other ranks' choosers take, so that all compute alike.
+@lru_cache
+def matmul_of(segments: int, recipe: str) -> Plain:
+    """Return the strategy that a compiled operator is told of: segments of this rank, or fp8 by name."""
+    if segments:
+        from tpkernels.ops.tensor_parallel.segments import Segmented
 
-    Through the store of the world: a rank may be in several tensor-parallel groups, and has one chooser.
-    """
-    if device.type == "cuda" and dist.is_initialized() and backends.resolve_backend(device) == "fastest":
-        primitives.chooser_on(device).agree_through(distributed_c10d._get_default_store())
+        return Segmented(segments)
+    if recipe:
+        from tpkernels.ops.quantized.products import Quantized
 
-
-def gather_numbers(op: str, what: str, part: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather a few numbers of all ranks: (ranks, *shape of part)."""
-    if group.size() == 1:
-        return part[None]
-    return gather_small(begin_call(op, what, part.shape, part, group), part)
+        return Quantized(Recipe.named(recipe))
+    return PLAIN
 
 
-def name_of(group: ProcessGroup) -> str:
-    """Return the name by which an operator under torch.compile takes a group.
-
-    With the size: compiled code is kept on disk, and must not serve a group of this name and another size.
-    """
-    return f"{group.group_name} of {group.size()} ranks"
-
-
-def group_named(name: str) -> ProcessGroup:
-    """Return the group of a name, of `name_of` or torch's own."""
-    return required_group(c10d._resolve_process_group(GroupName(name.rpartition(" of ")[0] or name)))
-
-
-# How an operator takes its group.
-Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
-
-
-def size_of(group: ProcessGroup) -> int:
-    """Return `group.size()`, quickly where the group has had calls and nothing is traced."""
-    calls = None if torch.compiler.is_compiling() else calls_so_far(group)
-    return group.size() if calls is None else calls.ranks
-
-
-def require_divisible(op: str, x: Tensor, group: ProcessGroup) -> None:
-    """Raise unless the ranks of the group divide dimension 0 of x."""
-    ranks = size_of(group)
-    if x.shape[0] % ranks:
-        raise ValueError(
-            f"{op}: expected dimension 0 of x divisible by the {ranks} ranks of the group, got "
-            f"{tuple(x.shape)}; pad the sequence to a multiple of {ranks}"
-        )
-
-
-def segments_of(op: str, group: ProcessGroup) -> int:
-    """Return how many segments of TP-invariance this rank has; 0 without it."""
-    return mode.own_segments(op, group.size()) if mode.segments else mode.fix(op)
+def segments_of(op: str, ranks: int) -> int:
+    """Return how many segments of TP-invariance each rank has; 0 without it."""
+    return mode.own_segments(op, ranks) if mode.segments else mode.fix(op)
 
 
 def require_segments(op: str, segments: int, name: str, size: int) -> None:
@@ -174,187 +168,101 @@ def require_segments(op: str, segments: int, name: str, size: int) -> None:
         )
 
 
-class Rounded:
-    """A pending fp32 sum; `wait()` casts it to `dtype`."""
-
-    def __init__(self, pending: Pending, dtype: torch.dtype) -> None:
-        self._pending, self._dtype = pending, dtype
-
-    def wait(self) -> Tensor:
-        return as_dtype(self._pending.wait(), self._dtype)
+def refuse_tokens(op: str, x: Tensor, name: str = "x") -> NoReturn:
+    """Raise for an x that has no tokens to split."""
+    raise ValueError(
+        f"{op}: expected {name} (tokens, ..., in_features) with sequence_parallel, got {x.ndim}-D"
+    )
 
 
-class Done:
-    """A pending result that is there already; `wait()` returns it."""
-
-    def __init__(self, result: Tensor) -> None:
-        self._result = result
-
-    def wait(self) -> Tensor:
-        return self._result
+def refuse_uneven(op: str, x: Tensor, tp: TensorParallel) -> NoReturn:
+    """Raise for an x whose dimension 0 the ranks of the group do not divide."""
+    raise ValueError(
+        f"{op}: expected dimension 0 of x divisible by the {tp.ranks} ranks of the group, got "
+        f"{tuple(x.shape)}; pad the sequence to a multiple of {tp.ranks}"
+    )
 
 
-def start_sum(
-    op: str,
-    partial_of: PartialOf,
-    rows: int,
-    cols: int,
-    like: Tensor,
-    group: ProcessGroup,
-    *,
-    scatter: bool,
-    overlap: bool,
-    bias: Tensor | None = None,
-    features: int = 0,
-) -> Pending:
-    """Start the sum over ranks of `partial_of(rows)`: of this rank's rows if scatter, else of all.
+def shaped_like(y: Tensor, x: Tensor, tokens: int) -> Tensor:
+    """Give (rows, features) the leading dimensions of x; the first becomes `tokens`."""
+    return y.view(*(tokens, *x.shape[1:-1])[: x.ndim - 1], y.shape[1])
 
-    partial_of: computes terms of a range of rows; its result may be overwritten
-    features: width of the products that it computes and that hide the transfers; 0: there are none
 
-    Without overlap all is computed before the first row is sent. A group of one rank sends nothing.
-    The call begins before anything is computed: if that fails, no rank takes a later call for this one.
+def recorded(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether autograd records a call on these tensors; other calls do without `apply`, which takes time."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return in_forward_mode() or (not is_compiling() and is_observed())
+
+
+def name_of(group: ProcessGroup) -> str:
+    """Return the name by which an operator under torch.compile takes a group.
+
+    With the size: compiled code is kept on disk, and must not serve a group of this name and another size.
     """
-    ranks = ranks_of(group)
-    if ranks == 1:
-        alone = partial_of(slice(0, rows))
-        return Done(alone if bias is None else alone + bias)
-    assert not (scatter and rows % ranks), "the caller refuses rows that the ranks do not divide"
-    what = "shards of the sum" if scatter else "all of the sum"
-    if backend_sums:
-        require_backend_sums(op, like.device, select.requested_transport)
-        call = begin_call(op, what + NOTE, (rows, cols), like, group)
-        return BackendSumming(call, partial_of(slice(0, rows)), bias, scatter=scatter)
-    reduces, gathers = exchanges_for_sum(
-        op, like, rows, cols, group, features, overlap, partial_of=partial_of, scatter=scatter
-    )
-    waits = waits_for(op, reduces, like)
-    if gathers is not reduces:
-        waits_for(op, gathers, like)  # which makes it ready for a capture
-    pushes = overlap and waits is KERNEL_WAITS and kernel_pushes(reduces, partial_of)
-    what += " by a kernel" if pushes else ""  # ranks that do otherwise would meet in other barriers
-    call = begin_call(op, what + reduces.note, (rows, cols), like, group)
-    if not overlap or (waits is KERNEL_WAITS and not pushes):
-        partial_of = partial_of(slice(0, rows)).__getitem__  # at once: small products waste a GPU
-    if scatter:
-        return Reducing(call, partial_of, rows, cols, like, bias, reduces, waits, overlap)
-    return all_reducing(call, partial_of, rows, cols, like, bias, reduces, gathers, waits, overlap)
+    return f"{group.group_name} of {group.size()} ranks"
 
 
-def exchange_for(
-    op: str,
-    purpose: str,
-    like: Tensor,
-    rows: int,
-    cols: int,
-    group: ProcessGroup,
-    features: int,
-    overlap: bool,
-    *,
-    partial_of: PartialOf | None = None,
-    multiplied: Multiplied | None = None,
-    to_all: bool = False,
-) -> Exchange:
-    """Return this rank's end of the exchange for a matrix (rows, cols). Each rank owns a shard.
+def group_named(name: str) -> ProcessGroup | None:
+    """Return the group of a name, of `name_of` or torch's own; None for an empty one."""
+    if not name:
+        return None
+    return required_group(c10d._resolve_process_group(GroupName(name.rpartition(" of ")[0] or name)))
 
-    TPKERNELS_TRANSPORT may name the transport (`comm/transports/select.py`). Else sizes decide on the CPU,
-    and on GPUs the ranks time the ways that there are (`ways`).
 
-    purpose: transfers that are in flight at the same time have exchanges of different purposes
-    like: a tensor of the matrix's dtype and device
-    features: width of the product that hides the transfer; 0: there is none
-    partial_of: computes the rows of a reduce; None for a gather
-    multiplied: how the product takes the rows of a gather; None: as they are
-    to_all: the sums of a reduce are gathered on all ranks afterwards
+def split_named(name: str, sequence_parallel: bool, overlap: bool) -> TensorParallel:
+    """Return the split that an operator is told of; traced with tensors that hold nothing, as well."""
+    group = group_named(name)
+    return ALONE if group is None else split_of("a compiled operator", group, sequence_parallel, overlap)
+
+
+class SplitOperator:
+    """A function of tensors, a split and a strategy; in compiled code the operator `tpkernels::name`.
+
+    run: computes a list of tensors, with None for those that were not asked for; it changes no input
+    fake: of the same arguments, empty tensors like those
     """
-    against = _INTERPRETED if backends.backend == "triton" else ""
-    timed = times_on(like) or (like.is_cuda and features > 0 and multiplied is not None)
-    if overlap and timed and rows and cols and not rows % ranks_of(group):
-        exchanges = select.exchanges_of(op, group, against)
-        if exchanges.transport == "auto":
-            how = "" if multiplied is None else str(multiplied.numerics)
-            moved = op, purpose, rows, cols, like.dtype, like.device, how
-            if found := exchanges.chosen.get(moved):
-                return found
-            from tpkernels.ops.tensor_parallel.ways import Moved, choose  # on GPUs, where ways are timed
 
-            return choose(Moved(*moved), like, features, group, exchanges, partial_of, multiplied)
-    return select.exchange_for(
-        op, purpose, like, rows, cols, group, features, overlap, to_all=to_all, against_sharing=against
-    )
+    _SPLIT = "str group, bool sequence_parallel, bool overlap, int segments, str recipe"
 
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        run: Callable[..., Sequence[Tensor | None]],
+        fake: Callable[..., Sequence[Tensor | None]],
+    ) -> None:
+        """schema: of the arguments but split and strategy, which come last"""
+        self._name, self._run = name, run
 
-def exchanges_for_sum(
-    op: str,
-    like: Tensor,
-    rows: int,
-    cols: int,
-    group: ProcessGroup,
-    features: int,
-    overlap: bool,
-    *,
-    partial_of: PartialOf,
-    scatter: bool,
-) -> tuple[Exchange, Exchange]:
-    """Return the exchanges that reduce, and that gather the sums: both through memory, or both by c10d."""
-    reduces = exchange_for(
-        op, "reduces", like, rows, cols, group, features, overlap, partial_of=partial_of, to_all=not scatter
-    )
-    if scatter:
-        return reduces, reduces
-    gathers = exchange_for(op, "gathers", like, rows, cols, group, 0, overlap, to_all=True)
-    if (mailboxes_of(reduces) is None) == (mailboxes_of(gathers) is None):
-        return reduces, gathers
-    ranks = group.size()
-    return c10d_for(like, rows, features, ranks, overlap), c10d_for(like, rows, 0, ranks, overlap)
+        def running(*args: Any) -> Sequence[Tensor | None]:
+            *given, group, sequence_parallel, overlap, segments, recipe = args
+            tp = split_named(group, sequence_parallel, overlap)
+            with tp.call:
+                return run(*given, tp, matmul_of(segments, recipe))
 
+        def faking(*args: Any) -> Sequence[Tensor | None]:
+            *given, group, sequence_parallel, overlap, segments, recipe = args
+            return fake(*given, split_named(group, sequence_parallel, overlap), matmul_of(segments, recipe))
 
-def times_on(like: Tensor) -> bool:
-    """Whether ways to move such a tensor are timed: on GPUs. Words are, if their product is known."""
-    return like.is_cuda and like.is_floating_point()
+        self._overload = define(name, f"({schema}, {self._SPLIT}) -> Tensor[]", running, faking)
 
-
-Rows = Gathering | Done
-
-
-def start_rows(
-    op: str,
-    name: str,
-    shard: Tensor,
-    group: ProcessGroup,
-    features: int = 0,
-    overlap: bool = True,
-    multiplied: Multiplied | None = None,
-    *,
-    purpose: str = "gathers",
-) -> Rows:
-    """Start to gather the shards of all ranks, which have equally many rows.
-
-    name: of the tensor
-    features: width of the product that takes rows as they arrive; 0: they are awaited all at once
-    multiplied: how that product takes them; None: as they are
-    purpose: another for the second of two that are in flight at once, see `exchange_for`
-    """
-    ranks = ranks_of(group)
-    if ranks == 1:
-        return Done(shard)
-    rows = ranks * shard.shape[0]
-    gathers = exchange_for(
-        op, purpose, shard, rows, shard.shape[1], group, features, overlap, multiplied=multiplied
-    )
-    waits = waits_for(op, gathers, shard, sums=False)
-    call = begin_call(op, name + gathers.note, shard.shape, shard, group)
-    # words are multiplied by those who know what they hold
-    known = shard.is_floating_point() or (features > 0 and multiplied is not None)
-    multiplies = waits is KERNEL_WAITS and known
-    gathering = MultipliedRows if multiplies else Gathering
-    return gathering(call, shard, rows, gathers, waits, overlap)
-
-
-def arrivals(gathering: Rows, overlap: bool, keep: bool = True) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows as they arrive; all at once without overlap, or if a kernel could multiply them."""
-    if overlap and not isinstance(gathering, (Done, MultipliedRows)):
-        yield from gathering.arrivals(keep=keep)
-    else:
-        full = gathering.wait()
-        yield slice(0, full.shape[0]), full
+    def __call__(
+        self, *args: Any, tp: TensorParallel, matmul: Plain, given: Sequence[object] | None = None
+    ) -> Any:
+        """given: which results are asked for; None: all"""
+        if not is_compiling():
+            if not any_autocast():
+                return self._run(*args, tp, matmul)
+            with torch._C._DisableAutocast():
+                return self._run(*args, tp, matmul)
+        refuse_forward_mode(self._name)
+        name = "" if tp.group is None else name_of(tp.group)
+        flat = name, tp.sequence_parallel, tp.overlap, matmul.segments, matmul.recipe
+        found = self._overload(*args, *flat)
+        if given is None:
+            return list(found)
+        there = iter(found)
+        return [next(there) if each else None for each in given]

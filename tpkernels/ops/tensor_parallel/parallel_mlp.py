@@ -18,7 +18,7 @@ With w_gate_shard z is the pair (g, u), h = f(g) * u, and dx sums both. Without 
 are all-reduced and nothing is gathered.
 
 Saved for backward: z (or g and u), the weights, and x_shard if w_up or w_gate needs a gradient; h is computed
-again. How products, and what lies between them, are computed: `ops.numerics`.
+again. How products, and what lies between them, are computed: `ops.matmul`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch.operators import Operator
+from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.kernels.activations import Activation, Glu, require_activation, require_glu
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     Context,
+    any_autocast,
+    apply,
     autocast,
     check_linear,
     features_of,
@@ -45,18 +46,27 @@ from tpkernels.ops.inputs import (
     tokens_of,
 )
 from tpkernels.ops.main_grad import (
-    MainGrads,
+    Into,
     add_if_traced,
     asked_for,
     check_main_grad,
     empty_weight_gradient,
+    flags_if_traced,
 )
-from tpkernels.ops.numerics import KeptRows
-from tpkernels.ops.tensor_parallel.layout import Layout, apply_distinct, checked_layout, recorded
-from tpkernels.ops.tensor_parallel.parallel import require_segments
+from tpkernels.ops.matmul import Plain
+from tpkernels.ops.tensor_parallel import parallel
+from tpkernels.ops.tensor_parallel.parallel import (
+    SplitOperator,
+    compare_in_backward,
+    compare_request,
+    recorded,
+    refuse_tokens,
+    require_segments,
+    split_of,
+    strategy_of,
+)
 
 
-@from_entry
 def parallel_mlp(
     x: Tensor,
     w_up_shard: Tensor,
@@ -83,49 +93,48 @@ def parallel_mlp(
     returns: like x, with out_features
     """
     op = "parallel_mlp"
-    if w_gate_shard is None:
-        activation = activation or "gelu_tanh"
-        require_activation(op, activation)
-    else:
-        if b_up_shard is not None:
-            raise ValueError(
-                f"{op}: expected no b_up_shard with w_gate_shard, a gated unit has no biases; pass None"
-            )
-        activation = activation or "swiglu"
-        require_glu(op, activation)
-    w_up, b_up, w_down, w_gate = w_up_shard, b_up_shard, w_down_shard, w_gate_shard
-    count = 2 if w_gate is None else 3
-    into = [None] * count if main_grads is None else list(main_grads)
-    if len(into) != count:
-        raise ValueError(f"{op}: expected {count} main_grads, one for each weight, got {len(into)}")
-    layout = checked_layout(
-        op,
-        x,
-        [w_up, w_gate, w_down, b_up, b_down],
-        group,
-        sequence_parallel,
-        overlap,
-        (activation, w_gate is not None, b_down is not None, quantize),
-        width=w_down.shape[0],
-    )
-    if is_casting(x):
-        x, w_up, b_up, w_down, b_down, w_gate = autocast(x, w_up, b_up, w_down, b_down, w_gate)
-    check_linear(op, x, features_of(op, x), w_up, b_up, ("w_up_shard", "b_up_shard"))
-    if w_gate is not None:
-        check_linear(op, x, features_of(op, x), w_gate, None, ("w_gate_shard", ""))
-        if w_gate.shape != w_up.shape:
-            raise ValueError(
-                f"{op}: expected w_gate_shard and w_up_shard of one shape, got {tuple(w_gate.shape)} and "
-                f"{tuple(w_up.shape)}"
-            )
-    check_linear(op, x, w_up.shape[0], w_down, b_down, ("w_down_shard", "b_down"))
-    ups = [w_up] if w_gate is None else [w_up, w_gate]
-    weights = [*ups, w_down]
-    for main_grad, weight in zip(into, weights, strict=True):
-        check_main_grad(op, main_grad, weight)
-    require_segments(op, layout.numerics.segments, "rows of w_up_shard", w_up.shape[0])
-    layout = layout.in_fp8(op, quantize, x)
-    return like_tokens(up_and_down(op, tokens_of(x), ups, b_up, w_down, b_down, into, layout, activation), x)
+    tp = split_of(op, group, sequence_parallel, overlap)
+    with tp.call:
+        if w_gate_shard is None:
+            activation = activation or "gelu_tanh"
+            require_activation(op, activation)
+        else:
+            if b_up_shard is not None:
+                raise ValueError(
+                    f"{op}: expected no b_up_shard with w_gate_shard, a gated unit has no biases; pass None"
+                )
+            activation = activation or "swiglu"
+            require_glu(op, activation)
+        w_up, b_up, w_down, w_gate = w_up_shard, b_up_shard, w_down_shard, w_gate_shard
+        count = 2 if w_gate is None else 3
+        into = [None] * count if main_grads is None else list(main_grads)
+        if len(into) != count:
+            raise ValueError(f"{op}: expected {count} main_grads, one for each weight, got {len(into)}")
+        if parallel.debug:
+            alike = activation, w_gate is not None, b_down is not None, quantize
+            tensors = [w_up, w_gate, w_down, b_up, b_down]
+            compare_request(op, tp, x, tensors, alike, width=w_down.shape[0])
+        if tp.sequence_parallel and x.ndim < 2:
+            refuse_tokens(op, x)
+        if any_autocast() and is_casting(x):
+            x, w_up, b_up, w_down, b_down, w_gate = autocast(x, w_up, b_up, w_down, b_down, w_gate)
+        check_linear(op, x, features_of(op, x), w_up, b_up, ("w_up_shard", "b_up_shard"))
+        if w_gate is not None:
+            check_linear(op, x, features_of(op, x), w_gate, None, ("w_gate_shard", ""))
+            if w_gate.shape != w_up.shape:
+                raise ValueError(
+                    f"{op}: expected w_gate_shard and w_up_shard of one shape, got {tuple(w_gate.shape)} and "
+                    f"{tuple(w_up.shape)}"
+                )
+        check_linear(op, x, w_up.shape[0], w_down, b_down, ("w_down_shard", "b_down"))
+        ups = [w_up] if w_gate is None else [w_up, w_gate]
+        weights = [*ups, w_down]
+        for main_grad, weight in zip(into, weights, strict=True):
+            check_main_grad(op, main_grad, weight)
+        matmul = strategy_of(op, tp, quantize, x)
+        require_segments(op, matmul.segments, "rows of w_up_shard", w_up.shape[0])
+        y = up_and_down(op, tokens_of(x), ups, b_up, w_down, b_down, into, tp, matmul, activation)
+    return like_tokens(y, x)
 
 
 def up_and_down(
@@ -136,175 +145,207 @@ def up_and_down(
     w_down: Tensor,
     b_down: Tensor | None,
     main_grads: Sequence[Tensor | None],
-    layout: Layout,
+    tp: TensorParallel,
+    matmul: Plain,
     unit: Activation | Glu,
 ) -> Tensor:
     """Compute the MLP of x, (tokens, features), checked and cast. ups: the weight up, then that of a gate"""
     weights = [*ups, w_down]
-    if not recorded(x, b_up, b_down, *weights):
-        return mlp_forward(x, b_up, b_down, weights, layout, unit, False, "none")[0]
-    tensors = [x, b_up, b_down, *weights]
-    y: Tensor = apply_distinct(_ParallelMlp, (op, layout, unit), main_grads, tensors=tensors)
+    y: Tensor
+    if not recorded((x, b_up, b_down, *weights)):
+        rows = matmul.pack(x)
+        y, *_ = mlp_forward(rows, b_up, b_down, weights, unit, False, x.dtype, tp=tp, matmul=matmul)
+        return y
+    y = apply(_ParallelMlp, (op, tp, matmul, unit), main_grads, x, b_up, b_down, *weights)
     return y
+
+
+Options = tuple[str, TensorParallel, Plain, Activation | Glu]
 
 
 class _ParallelMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
-        options: tuple[str, Layout, Activation | Glu],
+        options: Options,
         main_grads: Sequence[Tensor | None],
         x: Tensor,
         b_up: Tensor | None,
         b_down: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        (op, layout, unit), (*ups, w_down) = options, weights
+        (op, tp, matmul, unit), (*ups, w_down) = options, weights
         needs_dx, needs_dws = ctx.needs_input_grad[2], any(ctx.needs_input_grad[5:-1])  # dws of the ups
-        kept = layout.kept() if needs_dws else "none"
-        y, *zs = mlp_forward(x, b_up, b_down, weights, layout, unit, True, kept)
-        rows = x if kept == "none" else zs.pop()
+        rows = matmul.pack(x)
+        y, *zs = mlp_forward(rows, b_up, b_down, weights, unit, True, x.dtype, tp=tp, matmul=matmul)
+        kept = rows if tp.token_shards > 1 else x  # of an x that is gathered, what is sent of it
         saved_ups = ups if needs_dx else [None] * len(ups)
-        ctx.save_for_backward(rows if needs_dws else None, *saved_ups, w_down, *zs)
-        ctx.main_grads, ctx.op = main_grads, layout.numerics.named(op)
-        ctx.options = x.shape[1], layout, unit, kept
-        return y
+        ctx.save_for_backward(kept if needs_dws else None, *saved_ups, w_down, *zs)
+        ctx.main_grads, ctx.op = main_grads, f"{op} in fp8" if matmul.recipe else op
+        ctx.options = tp, matmul, x.shape[1], unit
+        return y  # type: ignore[no-any-return]
 
     @staticmethod
     def spmd_typecheck(
         *,
-        options: tuple[str, Layout, Activation | Glu],
+        options: Options,
         x: Tensor,
         b_up: Tensor | None,
         b_down: Tensor | None,
         weights: Sequence[Tensor],
     ) -> spmd_rules.Typed:
-        layout, (*ups, w_down) = options[1], weights
-        up, *gates = spmd_rules.column(x, ups, [b_up, *[None] * (len(ups) - 1)], layout)
-        return spmd_rules.row(
-            spmd_rules.einsum("tn,tn->tn", up, *gates) if gates else up, w_down, b_down, layout
-        )
+        tp, (*ups, w_down) = options[1], weights
+        up, *gates = spmd_rules.column(x, ups, [b_up, *[None] * (len(ups) - 1)], tp)
+        return spmd_rules.row(spmd_rules.einsum("tn,tn->tn", up, *gates) if gates else up, w_down, b_down, tp)
 
     @staticmethod
     @first_order(reads_intermediates=True)
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         count, main_grads = len(ctx.main_grads), ctx.main_grads
-        x, *saved = ctx.saved_tensors
+        (x, *saved), (tp, matmul, features, unit) = ctx.saved_tensors, ctx.options
         *ups, w_down = saved[:count]
         needs = ctx.needs_input_grad[2:]
         needs = (*needs[:-count], *asked_for(ctx, main_grads, needs[-count:], -count))
         operands = dy, x, ups, w_down, saved[count:]
-        dx, db_up, db_down, *dws = mlp_gradients(needs, *operands, main_grads, *ctx.options)
+        with tp.call:
+            dx, db_up, db_down, *dws = mlp_gradients(
+                *operands, needs, flags_if_traced(main_grads), features, unit,
+                tp=tp, matmul=matmul, given=needs,
+            )  # fmt: skip
         return None, None, dx, db_up, db_down, *add_if_traced(main_grads, dws)
 
 
-@all_or_fail
-def _mlp_forward(
-    x: Tensor,
+def _forward(
+    rows: Tensor,
     b_up: Tensor | None,
     b_down: Tensor | None,
     weights: Sequence[Tensor],
-    layout: Layout,
     unit: Activation | Glu,
     keep: bool,
-    kept: KeptRows,
+    dtype: torch.dtype,
+    tp: TensorParallel,
+    matmul: Plain,
 ) -> list[Tensor]:
-    """Compute y; if keep, return z, or u and g, and kept rows of x. weights: up, (gate,) down"""
-    (*ups, w_down), numerics = weights, layout.numerics
-    width = ups[0].shape[0]
-    gathering = layout.gather("parallel_mlp", "x", x, numerics.activations, features=width, keep=False)
-    h, zs = numerics.unit(gathering, ups, b_up, unit, keep)
-    y = layout.sum_of_products("parallel_mlp", [(h, w_down)], transposed=True, bias=b_down).wait()
-    return [y, *zs] if kept == "none" else [y, *zs, gathering.own()]
+    """Compute y; if keep, return z, or u and g. rows: of x, packed; weights: up, (gate,) down"""
+    op, (*ups, w_down) = "parallel_mlp", weights
+    work = matmul, ups[0].shape[1]
+    gathering = tp.gather(op, "x", rows, ups[0].shape[0], matmul.how_x, work, keeps=False)
+    h, zs = matmul.unit(gathering, ups, b_up, unit, keep, dtype)
+    terms = matmul.terms([(h, w_down)], True, dtype)
+    if b_down is not None and tp.ranks > 1 and b_down.dtype != terms.like.dtype:
+        b_down = b_down.to(terms.like.dtype)
+    return [tp.reduce(op, terms, b_down).wait(), *zs]
 
 
-def _mlp_shapes(
-    x: Tensor,
+def _shapes(
+    rows: Tensor,
     b_up: Tensor | None,
     b_down: Tensor | None,
     weights: Sequence[Tensor],
-    layout: Layout,
     unit: Activation | Glu,
     keep: bool,
-    kept: KeptRows,
+    dtype: torch.dtype,
+    tp: TensorParallel,
+    matmul: Plain,
 ) -> list[Tensor]:
     *ups, w_down = weights
-    tokens = x.shape[0] * layout.token_shards
-    zs = [x.new_empty(tokens, weight.shape[0]) for weight in ups] if keep else []
-    shapes = [x.new_empty(x.shape[0], w_down.shape[0]), *zs]
-    return shapes if kept == "none" else [*shapes, layout.empty_kept(x, kept)]
+    tokens = rows.shape[0] * tp.token_shards
+    zs = [rows.new_empty(tokens, weight.shape[0], dtype=dtype) for weight in ups] if keep else []
+    return [rows.new_empty(rows.shape[0], w_down.shape[0], dtype=dtype), *zs]
 
 
-mlp_forward = Operator("parallel_mlp", _mlp_forward, _mlp_shapes)
+mlp_forward = SplitOperator(
+    "parallel_mlp",
+    "Tensor rows, Tensor? b_up, Tensor? b_down, Tensor[] weights, str unit, bool keep, ScalarType dtype",
+    _forward,
+    _shapes,
+)
 
 
-@all_or_fail
-def _mlp_gradients(
-    needs: Sequence[bool],
-    dy_shard: Tensor,
+def _gradients(
+    dy: Tensor,
     x: Tensor | None,
     ups: Sequence[Tensor | None],
     w_down: Tensor,
     zs: Sequence[Tensor],
-    main_grads: MainGrads,
+    needs: Sequence[bool],
+    main_grads: Sequence[Into],
     features: int,
-    layout: Layout,
     unit: Activation | Glu,
-    kept: KeptRows,
+    tp: TensorParallel,
+    matmul: Plain,
 ) -> list[Tensor | None]:
     """Compute dx, db_up, db_down, dw of each weight. needs: of these; other arguments: see `column_linear`"""
-    op, numerics = "parallel_mlp backward", layout.numerics
+    op, dtype, splits = "parallel_mlp backward", dy.dtype, tp.token_shards > 1
     *into_ups, into_down = main_grads
     needs_dx, needs_db_up, needs_db_down, *needs_ups, needs_down = needs
-    layout.compare_in_backward(op, needs)
-    gathering_dy = layout.gather(op, "dy", dy_shard, numerics.gradients, features=w_down.shape[1])
+    compare_in_backward(op, tp, needs)
+    if not any(needs_ups):
+        x = None
+    rows = matmul.pack(dy, "dy")
+    work = matmul, dy.shape[1]
+    gathering_dy = tp.gather(op, "dy", rows, w_down.shape[1], matmul.how_dy, work)
     gathering_x = None
-    if x is not None and any(needs_ups):
-        gathering_x = layout.gather_kept(op, "x", x, kept, features, beside=gathering_dy)
+    if x is not None and splits:
+        # two calls of one exchange at once would cost barriers of all ranks
+        alike = x.shape == rows.shape and x.dtype == rows.dtype
+        gathering_x = tp.gather(op, "x", x, how=matmul.how_x, purpose="gathers of x" if alike else "gathers")
     needs_dz = needs_dx or needs_db_up or any(needs_ups)
-    h, dzs, db_up = numerics.unit_gradients(
-        gathering_dy, w_down, zs, unit, (needs_down, needs_dz, needs_db_up)
+    h, dzs, db_up = matmul.unit_gradients(
+        gathering_dy, w_down, zs, unit, (needs_down, needs_dz, needs_db_up), dtype
     )
-    gathering_dy.wait()  # also if nobody asks for dy: the call ends for all ranks alike
-    dw_down = db_down = summing = None
+    full = gathering_dy.all()  # also if nobody asks for dy: the call ends for all ranks alike
+    dx = dw_down = db_down = summing = None
     if needs_down or needs_db_down:
-        dy = gathering_dy.numbers()
+        full_dy = matmul.unpack(full, dy.shape[1], dtype, "dy") if splits else dy
         if h is not None and needs_down:
-            dw_down = numerics.weight_gradient(dy, h, into_down, split="x")
-        db_down = numerics.bias_gradient(dy, split=False) if needs_db_down else None
-    full_x = None if gathering_x is None else gathering_x.numbers()
+            dw_down = matmul.wgrad(full_dy, h, into_down, split="x")
+        db_down = matmul.bias_grad(full_dy, split=False) if needs_db_down else None
+    if gathering_x is not None:
+        x = matmul.unpack(gathering_x.all(), features, dtype)
     if needs_dx:
-        pairs = [(numerics.gradients(dz), up) for dz, up in zip(dzs, ups, strict=True) if up is not None]
-        summing = layout.sum_of_products(op, pairs, transposed=False, hidden=any(needs_ups))
+        pairs = [(matmul.pack(dz, "dy"), up) for dz, up in zip(dzs, ups, strict=True) if up is not None]
+        terms = matmul.terms(pairs, False, dtype)
+        if x is not None:  # its products hide the transfers
+            terms.width = 0
+        summing = tp.reduce(op, terms)
     dws: list[Tensor | None] = [None] * len(ups)
-    if full_x is not None:
+    if x is not None:
         dws = [
-            numerics.weight_gradient(dz, full_x, into, split="dy") if need else None
+            matmul.wgrad(dz, x, into, split="dy") if need else None
             for dz, into, need in zip(dzs, into_ups, needs_ups, strict=True)
         ]
-    return [None if summing is None else summing.wait(), db_up, db_down, *dws, dw_down]
+    if summing is not None:
+        dx = summing.wait()
+    return [dx, db_up, db_down, *dws, dw_down]
 
 
-def _mlp_gradient_shapes(
-    needs: Sequence[bool],
-    dy_shard: Tensor,
+def _gradient_shapes(
+    dy: Tensor,
     x: Tensor | None,
     ups: Sequence[Tensor | None],
     w_down: Tensor,
     zs: Sequence[Tensor],
-    main_grads: MainGrads,
+    needs: Sequence[bool],
+    main_grads: Sequence[Into],
     features: int,
     *_: object,
 ) -> list[Tensor | None]:
-    like = dy_shard.new_empty(0, features)
-    products = [(z, like) for z in zs] + [(dy_shard, zs[0])]
+    like = dy.new_empty(0, features)
+    products = [(z, like) for z in zs] + [(dy, zs[0])]
     empty = [
-        dy_shard.new_empty(dy_shard.shape[0], features),
-        dy_shard.new_empty(zs[0].shape[1]),
-        dy_shard.new_empty(dy_shard.shape[1]),
+        dy.new_empty(dy.shape[0], features),
+        dy.new_empty(zs[0].shape[1]),
+        dy.new_empty(dy.shape[1]),
         *(empty_weight_gradient(dz, of, into) for (dz, of), into in zip(products, main_grads, strict=True)),
     ]
     return [gradient if need else None for gradient, need in zip(empty, needs, strict=True)]
 
 
-mlp_gradients = Operator("parallel_mlp_backward", _mlp_gradients, _mlp_gradient_shapes)
+mlp_gradients = SplitOperator(
+    "parallel_mlp_backward",
+    "Tensor dy, Tensor? x, Tensor?[] ups, Tensor w_down, Tensor[] zs, bool[] needs, bool[] main_grads, "
+    "SymInt features, str unit",
+    _gradients,
+    _gradient_shapes,
+)

@@ -15,7 +15,7 @@ Without sequence parallelism y is all-reduced, and backward communicates nothing
 in the order of ranks, the bias is added once, and the result is rounded once.
 
 Saved for backward: x_shard and w_shard, as far as a gradient needs them. How products are computed:
-`ops.numerics`.
+`ops.matmul`.
 """
 
 from __future__ import annotations
@@ -26,34 +26,45 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch.operators import Operator
+from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
+from tpkernels.ops.inputs import (
+    Context,
+    any_autocast,
+    apply,
+    autocast,
+    check_linear,
+    features_of,
+    is_casting,
+    tokens_of,
+)
 from tpkernels.ops.main_grad import (
     Into,
-    MainGrads,
     WeightGradient,
     add_if_traced,
     asked_for,
     check_main_grad,
     empty_weight_gradient,
+    flags_if_traced,
 )
-from tpkernels.ops.tensor_parallel.layout import (
-    Layout,
-    apply_distinct,
-    checked_layout,
+from tpkernels.ops.matmul import Plain
+from tpkernels.ops.tensor_parallel import parallel
+from tpkernels.ops.tensor_parallel.parallel import (
+    SplitOperator,
+    compare_in_backward,
+    compare_request,
     recorded,
+    refuse_tokens,
+    refuse_uneven,
+    require_segments,
     shaped_like,
+    split_of,
+    strategy_of,
 )
-from tpkernels.ops.tensor_parallel.parallel import require_divisible, require_segments
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # dx, dw, db
 
 
-@from_entry
 def row_linear(
     x_shard: Tensor,
     weight_shard: Tensor,
@@ -75,131 +86,164 @@ def row_linear(
     returns: (tokens, ..., out_features), or this rank's tokens of dimension 0 if sequence_parallel
     """
     op = "row_linear"
-    layout = checked_layout(
-        op,
-        x_shard,
-        [weight_shard, bias],
-        group,
-        sequence_parallel,
-        overlap,
-        (bias is not None, quantize),
-        width=weight_shard.shape[0],
-        name="x_shard",
-    )
-    if is_casting(x_shard):
-        x_shard, weight_shard, bias = autocast(x_shard, weight_shard, bias)
-    check_linear(op, x_shard, features_of(op, x_shard), weight_shard, bias, ("weight_shard", "bias"))
-    if main_grad is not None:
-        check_main_grad(op, main_grad, weight_shard)
-    if layout.numerics.segments:
-        require_segments(op, layout.numerics.segments, "columns of weight_shard", weight_shard.shape[1])
-    if sequence_parallel:
-        require_divisible(op, x_shard, group)
-    if quantize is not None:
-        layout = layout.in_fp8(op, quantize, x_shard)
-    tokens = x_shard if x_shard.ndim == 2 else tokens_of(x_shard)
-    y: Tensor
-    if recorded(x_shard, weight_shard, bias):
-        y = apply_distinct(_RowLinear, layout, main_grad, tensors=[tokens, weight_shard, bias])
-    else:
-        y = row_forward(tokens, weight_shard, bias, layout)
-    return y if x_shard.ndim == 2 else shaped_like(y, x_shard, x_shard.shape[0] // layout.token_shards)
+    tp = split_of(op, group, sequence_parallel, overlap)
+    with tp.call:
+        if parallel.debug:
+            alike = bias is not None, quantize
+            compare_request(op, tp, x_shard, [weight_shard, bias], alike, width=weight_shard.shape[0])
+        if sequence_parallel and x_shard.ndim < 2:
+            refuse_tokens(op, x_shard, "x_shard")
+        if any_autocast() and is_casting(x_shard):
+            x_shard, weight_shard, bias = autocast(x_shard, weight_shard, bias)
+        features = x_shard.shape[-1] if x_shard.ndim else features_of(op, x_shard)
+        check_linear(op, x_shard, features, weight_shard, bias, ("weight_shard", "bias"))
+        if main_grad is not None:
+            check_main_grad(op, main_grad, weight_shard)
+        matmul = strategy_of(op, tp, quantize, x_shard)
+        if matmul.segments:
+            require_segments(op, matmul.segments, "columns of weight_shard", weight_shard.shape[1])
+        if sequence_parallel and x_shard.shape[0] % tp.ranks:
+            refuse_uneven(op, x_shard, tp)
+        tokens = x_shard if x_shard.ndim == 2 else tokens_of(x_shard)
+        y: Tensor
+        if recorded((x_shard, weight_shard, bias)):
+            y = apply(_RowLinear, tp, matmul, main_grad, tokens, weight_shard, bias)
+        else:
+            y = row_forward(matmul.pack(tokens), weight_shard, bias, tokens.dtype, tp=tp, matmul=matmul)[0]
+    return y if x_shard.ndim == 2 else shaped_like(y, x_shard, x_shard.shape[0] // tp.token_shards)
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
-        layout: Layout,
+        tp: TensorParallel,
+        matmul: Plain,
         main_grad: Tensor | None,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        _, _, needs_dx, needs_dw, _ = ctx.needs_input_grad
+        _, _, _, needs_dx, needs_dw, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
-        ctx.layout, ctx.main_grads = layout, [main_grad]
-        return row_forward(x, weight, bias, layout)
+        ctx.options, ctx.main_grads = (tp, matmul), [main_grad]
+        y: Tensor
+        (y,) = row_forward(matmul.pack(x), weight, bias, x.dtype, tp=tp, matmul=matmul)
+        return y
 
     @staticmethod
-    def spmd_typecheck(*, layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None) -> spmd_rules.Typed:
-        return spmd_rules.row(x, weight, bias, layout)
+    def spmd_typecheck(
+        *, tp: TensorParallel, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> spmd_rules.Typed:
+        return spmd_rules.row(x, weight, bias, tp)
 
     @staticmethod
     @first_order("row_linear")
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (needs_dx, needs_dw, needs_db), main_grads = ctx.needs_input_grad[2:], ctx.main_grads
-        x, weight = ctx.saved_tensors
+        (needs_dx, needs_dw, needs_db), main_grads = ctx.needs_input_grad[3:], ctx.main_grads
+        (x, weight), (tp, matmul) = ctx.saved_tensors, ctx.options
         (needs_dw,) = asked_for(ctx, main_grads, [needs_dw], 2)
-        needs, x = (needs_dx, needs_dw, needs_db), x if needs_dw else None
-        dx, dw, db = row_gradients(needs, dy, x, weight, main_grads, ctx.layout)
-        return None, None, dx, *add_if_traced(main_grads, [dw]), db
+        needs = needs_dx, needs_dw, needs_db
+        arguments = dy, x if needs_dw else None, weight, needs, flags_if_traced(main_grads)
+        with tp.call:
+            dx, dw, db = row_gradients(*arguments, tp=tp, matmul=matmul, given=needs)
+        return None, None, None, dx, *add_if_traced(main_grads, [dw]), db
 
 
-@all_or_fail
-def _row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
-    pairs = [(layout.numerics.activations(x), weight)]
-    return layout.sum_of_products("row_linear", pairs, transposed=True, bias=bias).wait()
+def _forward(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tp: TensorParallel,
+    matmul: Plain,
+) -> list[Tensor]:
+    """Compute y. rows: of x, packed; dtype: of y"""
+    terms = matmul.terms([(rows, weight)], True, dtype)
+    if bias is not None and tp.ranks > 1 and bias.dtype != terms.like.dtype:
+        bias = bias.to(terms.like.dtype)
+    return [tp.reduce("row_linear", terms, bias).wait()]
 
 
-def _row_shape(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
-    return x.new_empty(x.shape[0] // layout.token_shards, weight.shape[0])
+def _shapes(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tp: TensorParallel,
+    matmul: Plain,
+) -> list[Tensor]:
+    return [rows.new_empty(rows.shape[0] // tp.token_shards, weight.shape[0], dtype=dtype)]
 
 
-row_forward = Operator("row_linear", _row_forward, _row_shape)
+row_forward = SplitOperator(
+    "row_linear",
+    "Tensor rows, Tensor weight, Tensor? bias, ScalarType dtype",
+    _forward,
+    _shapes,
+)
 
 
-@all_or_fail
-def _row_gradients(
-    needs: Sequence[bool],
-    dy_shard: Tensor,
+def _gradients(
+    dy: Tensor,
     x: Tensor | None,
     weight: Tensor | None,
-    main_grads: MainGrads,
-    layout: Layout,
-) -> Gradients:
+    needs: Sequence[bool],
+    main_grads: Sequence[Into],
+    tp: TensorParallel,
+    matmul: Plain,
+) -> list[Tensor | None]:
     """Compute dx, dw, db. x, weight: None if dw, dx are not needed"""
-    op, (into,), numerics = "row_linear backward", main_grads, layout.numerics
-    if layout.sequence_parallel:
-        layout.compare_in_backward(op, needs)
-    features = 0 if weight is None else weight.shape[1]
-    gathering = layout.gather(op, "dy", dy_shard, numerics.gradients, features=features)
+    op, (into,), dtype, features = "row_linear backward", main_grads, dy.dtype, dy.shape[1]
+    if tp.sequence_parallel:
+        compare_in_backward(op, tp, needs)
+    width = 0 if weight is None else weight.shape[1]
+    splits = tp.token_shards > 1
+    rows = matmul.pack(dy, "dy") if splits or weight is not None else dy
+    gathering = tp.gather(op, "dy", rows, width, matmul.how_dy, (matmul, features))
     dx = dw = db = also = None
     # a GPU takes all rows at once: dgrad hides the transfers
-    if x is not None and x.is_cpu and gathering.arrives and numerics.sums_any_order:
+    if x is not None and x.is_cpu and matmul.is_plain and not gathering.is_whole and not gathering.delivery:
         also = _ArrivingWeightGradient(x, into)
     if weight is not None:
-        dx = gathering.product(weight, also)
+        (dx,) = matmul.product(gathering, [weight], [None], dtype=dtype, transposed=False, also=also)
     elif also is not None:
-        gathering.each([], also)
-    gathering.wait()  # also if nobody asks for dy: the call ends for all ranks alike
+        matmul.each(gathering, [], also, dtype)
+    full = gathering.all()  # also if nobody asks for dy: the call ends for all ranks alike
     if x is not None or needs[2]:
-        dy = gathering.numbers()
+        if splits:
+            dy = matmul.unpack(full, features, dtype, "dy")
         if also is not None:
             dw = also.get()
         elif x is not None:
-            dw = numerics.weight_gradient(dy, x, into, split="x")
-        db = numerics.bias_gradient(dy, split=False) if needs[2] else None
-    return dx, dw, db
+            dw = matmul.wgrad(dy, x, into, split="x")
+        db = matmul.bias_grad(dy, split=False) if needs[2] else None
+    return [dx, dw, db]
 
 
-def _row_gradient_shapes(
-    needs: Sequence[bool],
-    dy_shard: Tensor,
+def _gradient_shapes(
+    dy: Tensor,
     x: Tensor | None,
     weight: Tensor | None,
-    main_grads: MainGrads,
-    layout: Layout,
-) -> Gradients:
-    tokens, features = dy_shard.shape[0] * layout.token_shards, dy_shard.shape[1]
-    return (
-        None if weight is None else dy_shard.new_empty(tokens, weight.shape[1]),
-        None if x is None else empty_weight_gradient(dy_shard, x, main_grads[0]),
-        dy_shard.new_empty(features) if needs[2] else None,
-    )
+    needs: Sequence[bool],
+    main_grads: Sequence[Into],
+    tp: TensorParallel,
+    matmul: Plain,
+) -> list[Tensor | None]:
+    tokens, features = dy.shape[0] * tp.token_shards, dy.shape[1]
+    return [
+        None if weight is None else dy.new_empty(tokens, weight.shape[1]),
+        None if x is None else empty_weight_gradient(dy, x, main_grads[0]),
+        dy.new_empty(features) if needs[2] else None,
+    ]
 
 
-row_gradients = Operator("row_linear_backward", _row_gradients, _row_gradient_shapes)
+row_gradients = SplitOperator(
+    "row_linear_backward",
+    "Tensor dy, Tensor? x, Tensor? weight, bool[] needs, bool[] main_grads",
+    _gradients,
+    _gradient_shapes,
+)
 
 
 class _ArrivingWeightGradient:
@@ -213,7 +257,7 @@ class _ArrivingWeightGradient:
         self._dys: list[Tensor] = []
         self._rows = slice(0, 0)  # of `_dys`
 
-    def __call__(self, rows: slice, dy: Tensor, _: list[Tensor]) -> None:
+    def __call__(self, rows: slice, dy: Tensor, *_: object) -> None:
         if rows.start != self._rows.stop:
             self._multiply()
             self._rows = slice(rows.start, rows.start)

@@ -18,19 +18,24 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch.operators import Operator
+from tpkernels.comm.tensor_parallel import TensorParallel
+from tpkernels.comm.transports.rows import Terms
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply
-from tpkernels.ops.tensor_parallel.parallel import Group, checked_group, segments_of, start_rows, start_sum
+from tpkernels.ops.matmul import Plain
+from tpkernels.ops.tensor_parallel.parallel import (
+    SplitOperator,
+    compare_request,
+    split_of,
+    strategy_of,
+)
 from tpkernels.tp_invariance import tree_sum
 
 OP = "segment_heads"
 
 
-@from_entry
 def segment_heads(x_shard: Tensor, group: ProcessGroup, heads: int) -> Tensor:
     """Return the head of keys or values of each of this rank's segments.
 
@@ -38,75 +43,82 @@ def segment_heads(x_shard: Tensor, group: ProcessGroup, heads: int) -> Tensor:
     heads: of keys or values, over all ranks
     returns: (tokens, batch, segments of this rank, features of a head)
     """
-    group = checked_group(group, OP, x_shard, options=(heads,))
-    y: Tensor = apply(_SegmentHeads, x_shard, group, heads)
+    tp = split_of(OP, group)
+    with tp.call:
+        compare_request(OP, tp, x_shard, options=(heads,))
+        y: Tensor = apply(_SegmentHeads, x_shard, tp, strategy_of(OP, tp, None, x_shard), heads)
     return y
 
 
 class _SegmentHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, x: Tensor, group: ProcessGroup, heads: int) -> Tensor:
-        ctx.options = group, heads
-        return _spread(x, group, heads)
+    def forward(ctx: Context, x: Tensor, tp: TensorParallel, matmul: Plain, heads: int) -> Tensor:
+        ctx.options = tp, matmul, heads
+        y: Tensor
+        (y,) = _spread(x, heads, tp=tp, matmul=matmul)
+        return y
 
     @staticmethod
-    def spmd_typecheck(*, x: Tensor, group: ProcessGroup) -> spmd_rules.Typed:
-        return spmd_rules.einsum("tbk->tbk_", spmd_rules.split(x, group, 2))
+    def spmd_typecheck(*, x: Tensor, tp: TensorParallel) -> spmd_rules.Typed:
+        return spmd_rules.einsum("tbk->tbk_", spmd_rules.split(x, tp.group, 2))
 
     @staticmethod
     @first_order(OP)
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _gathered_gradient(dy, *ctx.options), None, None
+        tp, matmul, heads = ctx.options
+        with tp.call:
+            (dx,) = _gathered_gradient(dy, heads, tp=tp, matmul=matmul)
+        return dx, None, None, None
 
 
-@all_or_fail
-def _heads(x: Tensor, group: Group, heads: int) -> Tensor:
+def _heads(x: Tensor, heads: int, tp: TensorParallel, matmul: Plain) -> list[Tensor]:
     tokens, batch, width = x.shape
-    segments, size = segments_of(OP, group), width * group.size() // heads
-    if heads % group.size():
+    size = width * tp.ranks // heads
+    if heads % tp.ranks:
         shard = x.movedim(-1, 0).reshape(width, tokens * batch)
-        features = start_rows(OP, "gather of features", shard, group).wait()
-        own = group.rank() * heads // group.size()
+        features = tp.gather(OP, "features", shard, everywhere=True).all()
+        own = tp.rank * heads // tp.ranks
         ours = features[own * size :][:size].view(size, tokens, batch).movedim(0, -1)[:, :, None]
     else:
         ours = x.view(tokens, batch, width // size, size)
-    return ours.repeat_interleave(segments // ours.shape[2], 2)
+    return [ours.repeat_interleave(matmul.segments // ours.shape[2], 2)]
 
 
-def _heads_shape(x: Tensor, group: ProcessGroup, heads: int) -> Tensor:
+def _heads_shape(x: Tensor, heads: int, tp: TensorParallel, matmul: Plain) -> list[Tensor]:
     tokens, batch, width = x.shape
-    return x.new_empty(tokens, batch, segments_of(OP, group), width * group.size() // heads)
+    return [x.new_empty(tokens, batch, matmul.segments, width * tp.ranks // heads)]
 
 
-@all_or_fail
-def _gradient(dy: Tensor, group: Group, heads: int) -> Tensor:
+def _gradient(dy: Tensor, heads: int, tp: TensorParallel, matmul: Plain) -> list[Tensor]:
     tokens, batch, segments, size = dy.shape
-    ours, width = max(1, heads // group.size()), heads * size // group.size()
+    ours, width = max(1, heads // tp.ranks), heads * size // tp.ranks
     by_head = dy.to(sums_dtype(dy.dtype)).view(tokens, batch, ours, segments // ours, size)
     total = tree_sum(by_head.unbind(3))
-    if heads % group.size():
+    if heads % tp.ranks:
         terms = total.new_zeros(heads * size, tokens * batch)
-        own = group.rank() * heads // group.size()
+        own = tp.rank * heads // tp.ranks
         terms[own * size :][:size] = total.movedim(-1, 0).reshape(size, tokens * batch)
-        shard = start_sum(
-            f"{OP} backward",
-            terms.__getitem__,
-            heads * size,
-            tokens * batch,
-            terms,
-            group,
-            scatter=True,
-            overlap=True,
-        ).wait()
+        rows = Terms(terms.shape[0], terms.shape[1], terms, terms.__getitem__, tree=True)
+        shard = tp.reduce_scatter(f"{OP} backward", rows).wait()
         total = shard.view(width, tokens, batch).movedim(0, -1)
     # + 0: zeros of ranks that share another head make +0 of -0
-    return (total + 0).to(dy.dtype).reshape(tokens, batch, width)
+    return [(total + 0).to(dy.dtype).reshape(tokens, batch, width)]
 
 
-def _gradient_shape(dy: Tensor, group: ProcessGroup, heads: int) -> Tensor:
-    tokens, batch, _, size = dy.shape
-    return dy.new_empty(tokens, batch, heads * size // group.size())
+def _gradient_shape(dy: Tensor, heads: int, tp: TensorParallel, _: Plain) -> list[Tensor]:
+    tokens, batch, _segments, size = dy.shape
+    return [dy.new_empty(tokens, batch, heads * size // tp.ranks)]
 
 
-_spread = Operator(OP, _heads, _heads_shape)
-_gathered_gradient = Operator(f"{OP}_backward", _gradient, _gradient_shape)
+_spread = SplitOperator(
+    OP,
+    "Tensor x, int heads",
+    _heads,
+    _heads_shape,
+)
+_gathered_gradient = SplitOperator(
+    f"{OP}_backward",
+    "Tensor dy, int heads",
+    _gradient,
+    _gradient_shape,
+)

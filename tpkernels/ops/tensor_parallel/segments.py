@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tpkernels.comm.transports.rows import Gather, Terms
 from tpkernels.dispatch import backends, primitives
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.dispatch.record import launcher
 from tpkernels.kernels.activations import Activation, act_ref
 from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
-from tpkernels.ops.numerics import Along, Pair, Plain, columns, rows_of
+from tpkernels.ops.matmul import Along, Direction, Pair, Plain, Waiting, columns, rows_of
 from tpkernels.tp_invariance import mode, tree_sum
 
 _by_kernel = launcher("segments", "segment_sum", "transposed", "segments")
@@ -140,25 +141,32 @@ def in_blocks(arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterator[t
 class Segmented(Plain):
     """Computes by a call for each segment, where torch computes."""
 
-    sums_any_order = False
+    is_plain = False
 
     def __init__(self, segments: int) -> None:
         """segments: that this rank has of what ranks share"""
         self.segments = segments
 
-    def __str__(self) -> str:
-        return f"{self.segments} segments"
+    def terms(self, pairs: Sequence[Pair], transposed: bool, dtype: torch.dtype) -> Terms:
+        """In fp32 or wider: they are rounded after the sum over ranks."""
+        return SegmentSum(pairs, transposed, self.segments).terms(dtype)
 
-    def activations(self, x: Tensor) -> Tensor:
-        return canonical(x)
+    def wgrad(self, dy: Tensor, x: Tensor, into: Into, *, split: Direction) -> Tensor | None:
+        calls = segment_calls(self.segments, x.device)
+        return segmented_weight_gradient(canonical(dy), canonical(x), into, calls, dim=int(split == "x"))
 
-    def gradients(self, dy: Tensor) -> Tensor:
-        return canonical(dy)
+    def bias_grad(self, dz: Tensor, *, split: bool) -> Tensor:
+        calls = segment_calls(self.segments, dz.device) if split else 0
+        return as_dtype(map_segments(calls, primitives.bias_grad, canonical(dz), dim=0), dz.dtype)
 
-    def blocks(self, arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterable[tuple[slice, Tensor]]:
-        return in_blocks(arriving, rows)
+    def act_grad(self, dy: Tensor, z: Tensor, activation: Activation) -> Tensor:
+        slope = partial(super().act_grad, activation=activation)
+        return map_segments(segment_calls(self.segments, dy.device), slope, canonical(dy), z)
 
-    def product_into(
+    def _blocks(self, rows: Gather, tokens: int) -> Iterable[tuple[slice, Tensor]]:
+        return in_blocks(rows, tokens)
+
+    def _product_into(
         self,
         out: Sequence[Tensor],
         x: Tensor,
@@ -167,52 +175,42 @@ class Segmented(Plain):
         transposed: bool,
         activation: Activation,
         keep_z: bool,
+        wait: Waiting,
     ) -> None:
         if transposed:
             split = Along(weight, 0), Along(bias, 0)
-            self.compute(primitives.linear, columns(out), x, *split, activation, keep_z)
+            self._compute(primitives.linear, columns(out), x, *split, activation, keep_z, wait=wait)
         else:
-            self.compute(primitives.dgrad, columns(out), x, Along(weight, 1))
+            self._compute(primitives.dgrad, columns(out), x, Along(weight, 1), wait=wait)
 
-    def compute(
-        self, primitive: Callable[..., Any], out: Sequence[Along], x: Tensor, *args: Along | object
+    def _compute(
+        self,
+        primitive: Callable[..., Any],
+        out: Sequence[Along],
+        x: Tensor,
+        *args: Along | object,
+        wait: Waiting,
     ) -> None:
         segments = segment_calls(self.segments, x.device)
         if not segments:
-            super().compute(primitive, out, x, *args)
+            super()._compute(primitive, out, x, *args, wait=wait)
             return
         x = canonical(x)
         for segment in range(segments):
             results = primitive(x, *(_cut(arg, segment, segments) for arg in args))
             results = (results,) if isinstance(results, Tensor) else results
             found = [result for result in results if result is not None]
-            for (tensor, dim), result in zip(out, found, strict=True):
-                assert tensor is not None, "what is written is there"
-                tensor.narrow(dim, segment * result.shape[dim], result.shape[dim]).copy_(result)
+            for whole, result in zip(out, found, strict=True):
+                assert whole.tensor is not None, "what is written is there"
+                width = result.shape[whole.dim]
+                whole.tensor.narrow(whole.dim, segment * width, width).copy_(result)
 
-    def terms(self, pairs: Sequence[Pair], transposed: bool) -> SegmentSum:
-        return SegmentSum(pairs, transposed, self.segments)
-
-    def weight_gradient(
-        self, dy: Tensor, x: Tensor, into: Into, *, split: Literal["dy", "x"]
-    ) -> Tensor | None:
-        calls = segment_calls(self.segments, x.device)
-        return segmented_weight_gradient(canonical(dy), canonical(x), into, calls, dim=int(split == "x"))
-
-    def bias_gradient(self, dz: Tensor, *, split: bool) -> Tensor:
-        calls = segment_calls(self.segments, dz.device) if split else 0
-        return as_dtype(map_segments(calls, primitives.bias_grad, canonical(dz), dim=0), dz.dtype)
-
-    def act_into(self, h: Tensor, z: Tensor, activation: Activation) -> None:
+    def _act_into(self, h: Tensor, z: Tensor, activation: Activation) -> None:
         calls = segment_calls(self.segments, z.device)
         if calls:
             h.copy_(map_segments(calls, partial(act_ref, activation=activation), z))
         else:
-            super().act_into(h, z, activation)
-
-    def act_gradient(self, dy: Tensor, z: Tensor, activation: Activation) -> Tensor:
-        slope = partial(super().act_gradient, activation=activation)
-        return map_segments(segment_calls(self.segments, dy.device), slope, canonical(dy), z)
+            super()._act_into(h, z, activation)
 
 
 def _cut(arg: object, segment: int, segments: int) -> object:
@@ -228,8 +226,7 @@ class SegmentSum:
         self._pairs, self._transposed, self._segments = pairs, transposed, segments
         activations, weight = pairs[0]
         self.rows, self.cols = activations.shape[0], weight.shape[0 if transposed else 1]
-        self.dtype = activations.dtype
-        self.like = activations.new_empty(0, dtype=sums_dtype(self.dtype))
+        self.like = activations.new_empty(0, dtype=sums_dtype(activations.dtype))
         self._blocks = row_blocks(self.rows, activations.device)
         self._any_rows = not torch_computes(activations.device)
         self._sums: Tensor | None = None
@@ -245,9 +242,9 @@ class SegmentSum:
             self._sums[block] = self._computed(block)
         return rows_of(self._sums, rows)
 
-    def alone(self, bias: Tensor | None) -> Tensor:
-        total = self(slice(0, self.rows))
-        return as_dtype(total if bias is None else total + as_dtype(bias, total.dtype), self.dtype)
+    def terms(self, dtype: torch.dtype) -> Terms:
+        """Return them for a sum that is rounded to `dtype`."""
+        return Terms(self.rows, self.cols, self.like, self, dtype, width=self.cols, tree=True)
 
     def _computed(self, rows: slice) -> Tensor:
         pairs = [(rows_of(a, rows), w) for a, w in self._pairs]

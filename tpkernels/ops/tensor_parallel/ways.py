@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,11 +41,11 @@ from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import Call, begin, handshake
 from tpkernels.comm.groups import timeout_of
 from tpkernels.comm.schedule import MOST_CHUNKS, pushed_chunks
+from tpkernels.comm.tensor_parallel import Moved
 from tpkernels.comm.transports import select
-from tpkernels.comm.transports.base import Exchange
-from tpkernels.comm.transports.c10d import Collectives, c10d_for, collectives_of
-from tpkernels.comm.transports.mailbox import mailboxes_of
-from tpkernels.comm.transports.rows import Gathering, PartialOf, Reducing
+from tpkernels.comm.transports.c10d import Collectives, collectives_of, rounds_for
+from tpkernels.comm.transports.in_memory import Mailboxes
+from tpkernels.comm.transports.rows import Terms, Transport
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.dispatch import backends, log
 from tpkernels.dispatch.cache import Cache, Choice
@@ -56,16 +55,9 @@ from tpkernels.dispatch.timing import Clock, cuda_clock, rounds
 from tpkernels.env import env_flag
 from tpkernels.kernels import invariance
 from tpkernels.kernels.matmul_tile import MatmulTile
-from tpkernels.ops.numerics import PLAIN, Operand, Plain
-from tpkernels.ops.tensor_parallel.flag_waits import (
-    KERNEL_WAITS,
-    Multiplied,
-    MultipliedRows,
-    a_kernel_computes,
-    kernels_take,
-    tiles_to_try,
-    waits_for,
-)
+from tpkernels.kernels.operands import DTYPES
+from tpkernels.ops.matmul import PLAIN, Plain
+from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS, tiles_to_try
 
 MOST_TIMED = 32  # a layer has about ten
 ROUNDS = 7  # a number, and not a time: all ranks must run as often
@@ -78,43 +70,26 @@ WayRun = Callable[[], Tensor]
 Tell = Callable[[Sequence[str]], list[list[str]]]  # our texts -> those of each rank, in order
 
 
-class Moved(NamedTuple):
-    """A transfer for which ranks choose a way: the same on all of them, but for widths of products."""
+def key_of(moved: Moved, ranks: int, machines: int) -> str:
+    """Return the line that names a transfer in files and logs.
 
-    op: str
-    purpose: str
-    rows: int
-    cols: int
-    dtype: torch.dtype
-    device: torch.device
-    how: str = ""  # rows are multiplied, if not as they are: by which recipe
-
-    def key(self, features: int, ranks: int, machines: int) -> str:
-        """Return the line that names the transfer in files and logs.
-
-        It has TF32, which `Moved` lacks: ranks may differ in it, and must choose together.
-        """
-        dtype = dtype_class(self.dtype, multiplied_in_tf32(self.dtype))
-        sizes = f"{token_class(self.rows)}x{self.cols}x{features}"
-        how = self.how and f"{self.how} as "
-        return f"{self.op} {self.purpose} {how}{dtype} {sizes} {ranks} ranks {machines} machines"
+    It has TF32, which `Moved` lacks: ranks may differ in it, and must choose together.
+    """
+    dtype = dtype_class(moved.dtype, multiplied_in_tf32(moved.dtype))
+    sizes = f"{token_class(moved.rows)}x{moved.cols}x{moved.width}"
+    how = f"{moved.how.removeprefix(' in ')} as " * bool(moved.how)
+    return f"{moved.op} {moved.purpose} {how}{dtype} {sizes} {ranks} ranks {machines} machines"
 
 
 def choose(
-    moved: Moved,
-    like: Tensor,
-    features: int,
-    group: ProcessGroup,
-    exchanges: select.Exchanges,
-    partial_of: PartialOf | None,
-    multiplied: Multiplied | None,
-) -> Exchange:
-    """Choose the exchange of a transfer, together with the other ranks of the group.
+    moved: Moved, like: Tensor, group: ProcessGroup, exchanges: select.Exchanges, work: object
+) -> Transport:
+    """Choose the transport of a transfer, together with the other ranks of the group.
 
-    features, partial_of, multiplied: as of `parallel.exchange_for`
+    work: the terms of a sum, or the strategy that multiplies gathered rows, and features of these
     """
-    key = moved.key(features, group.size(), exchanges.machines)
-    usual = c10d_for(like, moved.rows, features, group.size(), overlap=True)
+    key = key_of(moved, group.size(), exchanges.machines)
+    usual = _collectives(rounds_for(like, moved.rows, moved.width, group.size()), like)
     if why := obstacle(moved.device):  # no rank may talk now; all are in the same call
         log.choices.info("%s: %s (not timed now: %s)", key, _name(usual), why)
         return usual
@@ -125,21 +100,27 @@ def choose(
         call = handshake(moved.op, f"ways of the {moved.purpose}", group)
         return offers_of_all(key, call, "", "", texts)
 
-    ways = _Ways(moved, features, group, exchanges, partial_of, multiplied)
+    ways = _Ways(moved, group, exchanges, work)
     chooser = WayChooser(tell, cuda_clock(moved.device), cache_on(moved.device), exchanges.dropped)
     decision = chooser.choose(key, ways.possible(usual), _name(usual), _why_not_timed())
     log.choices.info("%s", decision)
-    chosen = exchanges.chosen[moved] = ways.exchanges[decision.candidate.name]
-    if (memory := mailboxes_of(chosen)) is not None:
-        memory.timeout = timeout_of(group, moved.device)
-        memory.tiles[moved.op] = ways.tiles[decision.candidate.name]
+    chosen = exchanges.chosen[moved._replace(width=0)] = ways.transports[decision.candidate.name]
+    if isinstance(chosen, Mailboxes):
+        chosen.exchange.timeout = timeout_of(group, moved.device)
+        chosen.exchange.tiles[moved.op] = ways.tiles[decision.candidate.name]
     return chosen
 
 
-def _name(exchange: Exchange) -> str:
-    if isinstance(exchange, Collectives):
-        return f"{exchange.rounds} collective{'s' * (exchange.rounds > 1)}"
-    return "point to point"
+def may_choose(device: torch.device) -> bool:
+    return not obstacle(device)
+
+
+def _collectives(count: int, like: Tensor) -> Collectives:
+    return collectives_of(count, FLAG_KERNELS if FLAG_KERNELS.adds(like) else None)
+
+
+def _name(transport: Collectives) -> str:
+    return f"{transport.rounds} collective{'s' * (transport.rounds > 1)}"
 
 
 def _in_rounds(rounds: int) -> str:
@@ -160,42 +141,35 @@ def _why_not_timed() -> str:
 class _Ways:
     """The ways to move one shape, each a function that runs on the same scratch tensors."""
 
-    def __init__(
-        self,
-        moved: Moved,
-        features: int,
-        group: ProcessGroup,
-        exchanges: select.Exchanges,
-        partial_of: PartialOf | None,
-        multiplied: Multiplied | None,
-    ) -> None:
-        self._multiplied = multiplied
-        self._moved, self._features, self._group = moved, features, group
-        self._of_group, self._partial_of = exchanges, partial_of
+    def __init__(self, moved: Moved, group: ProcessGroup, exchanges: select.Exchanges, work: object) -> None:
+        self._moved, self._group, self._of_group = moved, group, exchanges
+        self._terms = work if isinstance(work, Terms) else None
+        self._product: tuple[Plain, int] = work if isinstance(work, tuple) else (PLAIN, moved.cols)
         self._shape = moved.rows // group.size(), moved.cols
         self._key: select.Key = moved.purpose, self._shape, moved.dtype, moved.device
         self._shared = exchanges.find(self._key)  # with a choice for a product of another width
         self._holding: set[str] = set()  # ways that have the memory open
         self._no_memory = ""  # why it could not be opened
-        self.exchanges: dict[str, Exchange] = {}  # by way; of memory once it is open
+        self.transports: dict[str, Transport] = {}  # by way; of memory once it is open
         self.tiles: dict[str, MatmulTile | None] = {}  # likewise, of kernels that wait or store
 
-    def possible(self, usual: Exchange) -> list[Way]:
-        """List the ways. usual: the c10d exchange that is taken without timing"""
-        most = MOST_CHUNKS if self._features else 1
+    def possible(self, usual: Collectives) -> list[Way]:
+        """List the ways. usual: what is taken without timing"""
+        moved, sums = self._moved, self._terms is not None
+        most = MOST_CHUNKS if moved.width else 1
         rounds = [n for n in range(1, most + 1) if self._group.size() % n == 0]
-        by_c10d = [usual, *map(collectives_of, rounds)]
-        self.exchanges = {_name(exchange): exchange for exchange in by_c10d}
+        by_c10d = [usual, *(_collectives(count, self._like) for count in rounds)]
+        self.transports = {_name(transport): transport for transport in by_c10d}
         ways = [
-            Way(name, partial(self._open_c10d, exchange), reserve=self._reserve)
-            for name, exchange in self.exchanges.items()
+            Way(name, partial(self._open_c10d, transport), reserve=self._reserve)
+            for name, transport in self.transports.items()
         ]
-        sums = self._partial_of is not None
-        kernels_wait = backends.backend != "torch" and kernels_take(self._moved.dtype, sums=sums)
+        taken = moved.dtype in DTYPES or (moved.dtype == torch.int32 and not sums)
+        kernels_wait = backends.backend != "torch" and taken
         may_open = self._shared is not None or self._of_group.has_room()
         if kernels_wait and self._of_group.machines == 1 and may_open:
             # a gather without a product waits for all rows in either way
-            in_rounds = rounds if self._features or sums else []
+            in_rounds = rounds if moved.width or sums else []
             in_memory: list[tuple[str, int, MatmulTile | None]] = [(MEMORY, 0, None)]
             in_memory += [(_in_rounds(count), count, None) for count in in_rounds]
             in_memory += [(f"{MEMORY} {tile.name}", 0, tile) for tile in self._tiles()]
@@ -207,28 +181,31 @@ class _Ways:
                 ways.append(Way(name, opens, closes, recovers=True, shares=MEMORY))
         return ways
 
+    @cached_property
+    def _like(self) -> Tensor:
+        return torch.empty(0, dtype=self._moved.dtype, device=self._moved.device)
+
     def _tiles(self) -> tuple[MatmulTile, ...]:
         """List tiles of the kernel that waits or stores, besides the one that it takes untold."""
-        size, partial_of = self._moved.dtype.itemsize, self._partial_of
+        size, terms = self._moved.dtype.itemsize, self._terms
         (rows, cols), ranks = self._shape, self._group.size()
         chunk_rows = rows // pushed_chunks(rows, rows * cols * size, ranks)
-        if partial_of is not None:
-            if not a_kernel_computes(partial_of, self._moved.dtype):
+        if terms is not None:
+            if not FLAG_KERNELS.pushes(terms, self._moved.dtype):
                 return ()
-            return tiles_to_try(partial_of.as_linear(), chunk_rows, waits=False)
-        weight = self._scratch[2]
-        if not self._features or not isinstance(weight, Tensor):
+            return tiles_to_try(terms.pairs, chunk_rows, waits=False)
+        if not self._moved.width or self._product[0].recipe:
             return ()
         gathered = torch.empty(self._moved.rows, cols, dtype=self._moved.dtype, device="meta")
-        return tiles_to_try([(gathered, weight)], chunk_rows, waits=True)
+        return tiles_to_try([(gathered, self._scratch[1])], chunk_rows, waits=True)
 
-    def _open_c10d(self, exchange: Exchange) -> WayRun:
-        return partial(self._moving, exchange)
+    def _open_c10d(self, transport: Transport) -> WayRun:
+        return partial(self._moving, transport)
 
     def _reserve(self) -> None:
         """Allocate the memory of a run, and free it: a rank that lacks it says so before others wait."""
-        rows, cols, (_, like, _) = self._moved.rows, self._moved.cols, self._scratch
-        held = [like.new_empty(rows, width) for width in (cols, cols, self._features)]
+        rows, cols, like = self._moved.rows, self._moved.cols, self._like
+        held = [like.new_empty(rows, width) for width in (cols, cols, self._moved.width)]
         del held  # all rows, and the slots or terms that they came from; a product
 
     def _open_memory(self, name: str, rounds: int, tile: MatmulTile | None) -> WayRun:
@@ -238,7 +215,9 @@ class _Ways:
         """
         exchange = self._memory()
         self._holding.add(name)
-        way = self.exchanges[name] = exchange.in_rounds(rounds) if rounds else exchange
+        terms = self._terms
+        pushes = not rounds and terms is not None and FLAG_KERNELS.pushes(terms, self._moved.dtype)
+        way = self.transports[name] = Mailboxes(exchange, FLAG_KERNELS, rounds, pushes=pushes)
         exchange.timeout = timeout_of(self._group, self._moved.device)
         if rounds or self._shared is None:  # kernels that store might find a call in flight
             with exchange.rehearsing(), self._taking(exchange, tile):
@@ -281,63 +260,33 @@ class _Ways:
         if not self._holding and self._shared is None:
             self._of_group.close_one(self._key)
 
-    @property
-    def _moving(self) -> Callable[[Exchange], Tensor]:
-        return self._gathered if self._partial_of is None else self._reduced
-
     @cached_property
-    def _scratch(self) -> tuple[Multiplied, Tensor, Operand]:
-        """How a random shard is multiplied, its rows as they are sent, and a weight to multiply by."""
+    def _scratch(self) -> tuple[Tensor, Tensor]:
+        """Random rows of this rank, packed, and a weight to multiply them by."""
+        matmul, features = self._product
         generator = torch.Generator(self._moved.device).manual_seed(self._group.rank())
-        dtype, width, given = self._moved.dtype, self._moved.cols, self._multiplied
-        numerics: Plain = PLAIN
-        prepare: Callable[[Tensor], Operand] = PLAIN.activations
-        if given is not None and self._features and not dtype.is_floating_point:  # words of other numbers
-            numerics, prepare = given.numerics, given.prepare
-            dtype, width = numerics.dtype(numerics.sent(given.own)), numerics.features(given.own)
+        dtype = self._moved.dtype if self._moved.dtype.is_floating_point else torch.bfloat16
 
         def random(*shape: int) -> Tensor:
             numbers = torch.zeros(shape, dtype=dtype, device=self._moved.device)
-            return (
-                numbers.normal_(std=width**-0.25, generator=generator)
-                if numbers.is_floating_point()
-                else numbers
-            )
+            return numbers.normal_(std=features**-0.25, generator=generator)
 
-        own = prepare(random(self._shape[0], width))
-        weight = numerics.weight(random(self._features, width), True)
-        return Multiplied(numerics, own, prepare), numerics.sent(own), weight
+        return matmul.pack(random(self._shape[0], features)), random(self._moved.width, features)
 
     def _call(self) -> Call:
         return begin(self._moved.op, f"trial of the {self._moved.purpose}", self._group)
 
     @torch.no_grad()
-    def _gathered(self, exchange: Exchange) -> Tensor:
-        """Gather all rows; if there is a product, return that, computed as they arrive."""
-        call, (multiplied, shard, weight), rows = self._call(), self._scratch, self._moved.rows
-        waits = waits_for(self._moved.op, exchange, shard, sums=False)
-        if waits is KERNEL_WAITS and self._features:
-            multiplying = MultipliedRows(call, shard, rows, exchange, waits)
-            (product,) = multiplying.products(multiplied, [weight], [None], keep_rows=False)
-            return product
-        gathering = Gathering(call, shard, rows, exchange, waits)
-        if not self._features:
-            return gathering.wait()
-        numerics, own, _ = multiplied
-        full = shard.new_empty(rows, self._features, dtype=numerics.dtype(shard))
-        for arrived, chunk in gathering.arrivals(keep=False):
-            x = numerics.received(own, chunk)
-            numerics.product_into([full[arrived]], x, weight, None, True, "none", False)
-        return full
-
-    @torch.no_grad()
-    def _reduced(self, exchange: Exchange) -> Tensor:
-        """Reduce the products of the pending call; return this rank's sums."""
-        assert self._partial_of is not None
-        call, like = self._call(), torch.empty(0, dtype=self._moved.dtype, device=self._moved.device)
-        waits = waits_for(self._moved.op, exchange, like)
-        rows, cols = self._moved.rows, self._moved.cols
-        return Reducing(call, self._partial_of, rows, cols, like, None, exchange, waits).wait()
+    def _moving(self, transport: Transport) -> Tensor:
+        """Reduce the terms of the pending call; or gather rows, and return their product, if there is one."""
+        if self._terms is not None:
+            return transport.reduce(self._call(), self._terms, None, at_once=False).wait()
+        rows, weight = self._scratch
+        gathering = transport.gather(self._call(), rows, self._moved.rows, keeps=False, at_once=False)
+        if not self._moved.width:
+            return gathering.all()
+        (y,) = self._product[0].product(gathering, [weight], [None], dtype=weight.dtype)
+        return y
 
 
 @dataclass(frozen=True)

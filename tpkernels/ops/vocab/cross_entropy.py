@@ -29,22 +29,16 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail, from_entry
+from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.dispatch import vocabulary
-from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.kernels.reference import FLOOR, column_of
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, computed, is_torchs, tokens_of
-from tpkernels.ops.numerics import PLAIN
-from tpkernels.ops.tensor_parallel.layout import Numerics
-from tpkernels.ops.tensor_parallel.parallel import (
-    checked_group,
-    gather_numbers,
-)
+from tpkernels.ops.matmul import PLAIN, Plain
+from tpkernels.ops.tensor_parallel.parallel import SplitOperator, compare_request, split_of
 from tpkernels.ops.vocab.vocabulary import (
-    Group,
     VocabSegment,
     VocabShard,
     require_ids,
@@ -60,7 +54,6 @@ IGNORED = -1  # what an ignored target is from here on, whatever the caller call
 NOWHERE = 2**31 - 1  # a target that counts, and that no rank has
 
 
-@from_entry
 def vocab_cross_entropy(
     logits_shard: Tensor,
     target: Tensor,
@@ -82,22 +75,24 @@ def vocab_cross_entropy(
         memory itself, and keeps them)
     returns: (...), in fp32 or wider
     """
-    require_logits(OP, logits_shard)
-    *leading, width = logits_shard.shape
-    if list(target.shape) != leading:
-        raise ValueError(
-            f"{OP}: expected a target for each row of logits_shard {tuple(logits_shard.shape)}, got "
-            f"{tuple(target.shape)}"
-        )
-    options = label_smoothing, ignore_index, vocab_size
-    group = checked_group(group, OP, logits_shard, options=options)
-    loss_options = LossOptions(OP, group, vocab_size, label_smoothing, ignore_index)
-    sharded_loss(loss_options, width)  # raises if the options are wrong
-    require_ids(OP, "target", target, logits_shard)
-    if overwrite_logits and not torch.compiler.is_compiling():  # compiled code overwrites nothing
-        _require_disposable(logits_shard)
-    tokens, targets = tokens_of(logits_shard), target.reshape(-1)
-    loss: Tensor = computed(_VocabCrossEntropy, tokens, targets, loss_options, overwrite_logits)
+    tp = split_of(OP, group)
+    with tp.call:
+        require_logits(OP, logits_shard)
+        *leading, width = logits_shard.shape
+        if list(target.shape) != leading:
+            raise ValueError(
+                f"{OP}: expected a target for each row of logits_shard {tuple(logits_shard.shape)}, got "
+                f"{tuple(target.shape)}"
+            )
+        options = label_smoothing, ignore_index, vocab_size
+        compare_request(OP, tp, logits_shard, options=options)
+        loss_options = LossOptions(OP, vocab_size, label_smoothing, ignore_index)
+        sharded_loss(loss_options, width, tp)  # raises if the options are wrong
+        require_ids(OP, "target", target, logits_shard)
+        if overwrite_logits and not torch.compiler.is_compiling():  # compiled code overwrites nothing
+            _require_disposable(logits_shard)
+        tokens, targets = tokens_of(logits_shard), target.reshape(-1)
+        loss: Tensor = computed(_VocabCrossEntropy, tokens, targets, loss_options, tp, overwrite_logits)
     return loss if target.ndim == 1 else loss.view(target.shape)
 
 
@@ -118,29 +113,35 @@ def _require_disposable(logits: Tensor) -> None:
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, logits: Tensor, target: Tensor, options: LossOptions, overwrite_logits: bool
+        ctx: Context,
+        logits: Tensor,
+        target: Tensor,
+        options: LossOptions,
+        tp: TensorParallel,
+        overwrite_logits: bool,
     ) -> Tensor:
-        ctx.options, ctx.overwrite = options, overwrite_logits
-        loss, *saved = _token_losses(logits, target, options)
+        ctx.options, ctx.tp, ctx.overwrite = options, tp, overwrite_logits
+        loss, *saved = _token_losses(logits, target, *options[:4], tp=tp, matmul=PLAIN)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(logits, *saved)
-        return loss
+        return loss  # type: ignore[no-any-return]
 
     @staticmethod
-    def spmd_typecheck(*, logits: Tensor, target: Tensor, options: LossOptions) -> spmd_rules.Typed:
-        return spmd_rules.losses(logits, target, options.group)
+    def spmd_typecheck(*, logits: Tensor, target: Tensor, tp: TensorParallel) -> spmd_rules.Typed:
+        return spmd_rules.losses(logits, target, tp.group)
 
     @staticmethod
     @first_order(OP)
     def backward(ctx: Context, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, maximum, total = ctx.saved_tensors
         if ctx.overwrite and not torch.compiler.is_compiling():
-            losses = sharded_loss(ctx.options, logits.shape[1])
+            losses = sharded_loss(ctx.options, logits.shape[1], ctx.tp)
             dlogits = losses.gradient(logits, Known(target, maximum, total), dloss, in_place=True)
             increment_version(logits)  # autograd raises if anything else saved them for its backward
         else:
-            dlogits = _logits_gradient(logits, target, maximum, total, dloss, ctx.options)
-        return dlogits, None, None, None
+            arguments = logits, target, maximum, total, dloss, *ctx.options[:4]
+            (dlogits,) = _logits_gradient(*arguments, tp=ctx.tp, matmul=PLAIN)
+        return dlogits, None, None, None, None
 
 
 class LossOptions(NamedTuple):
@@ -149,19 +150,15 @@ class LossOptions(NamedTuple):
     op: whose they are, for errors
     scale: of logits, above 0; given, entropies are computed, too
     top_k: fewer than there are ids: probabilities are those of the so many largest logits
-    numerics: how logits are multiplied, where they are
     """
 
     op: str
-    group: Group
     vocab_size: int | None
     label_smoothing: float
     ignore_index: int
     scale: float | None = None
-    sequence_parallel: bool = False
     chunk_tokens: int | None = None
     top_k: int | None = None
-    numerics: Numerics = PLAIN
 
 
 class Known(NamedTuple):
@@ -224,8 +221,8 @@ class ShardedLoss:
         ours = found[0] if len(found) == 1 else torch.cat(found)
         what = f"statistics (label_smoothing {s:g}, ignore_index {self.ignore_index}, {shard.size} ids"
         what += ")" if scale is None else f", scale {scale:g})"
-        everybody = gather_numbers(self.op, what, ours, shard.group)
-        parts, targets = len(found) * shard.group.size(), 1 if target.ndim == 1 else target.shape[1]
+        everybody = shard.tp.gather_numbers(self.op, what, ours)
+        parts, targets = len(found) * shard.tp.ranks, 1 if target.ndim == 1 else target.shape[1]
         everybody = everybody.view(parts, 2 + targets + fourth, len(target))
         (maxima, totals), picked = everybody[:, :2].unbind(1), everybody[:, 2 : 2 + targets]
         maximum = maxima.amax(0)
@@ -264,7 +261,7 @@ class ShardedLoss:
 
     def _is_plain(self, logits: Tensor, target: Tensor) -> bool:
         """Whether one rank has all columns, none is padding, and torch computes a loss and nothing else."""
-        alone = self.shard.group.size() == 1 and not (self.label_smoothing or mode.segments)
+        alone = self.shard.tp.ranks == 1 and not (self.label_smoothing or mode.segments)
         if self.scale is not None or target.ndim > 1:
             return False
         return alone and 0 < self.shard.size == logits.shape[1] and is_torchs(logits)
@@ -390,10 +387,10 @@ def _subtract_targets_(dlogits: Tensor, target: Tensor, index: Tensor, dloss: Te
     return dlogits.index_fill_(0, ignored[:, 0], 0) if len(ignored) else dlogits
 
 
-def sharded_loss(options: LossOptions, width: int) -> ShardedLoss:
+def sharded_loss(options: LossOptions, width: int, tp: TensorParallel) -> ShardedLoss:
     """The loss of these options, checked. width: columns of each rank"""
     op = options.op
-    shard = vocab_shard(op, options.group, width, options.vocab_size)
+    shard = vocab_shard(op, tp, width, options.vocab_size)
     if not 0 <= options.label_smoothing < 1:
         raise ValueError(
             f"{op}: expected label_smoothing from 0 to less than 1, got {options.label_smoothing}"
@@ -403,29 +400,53 @@ def sharded_loss(options: LossOptions, width: int) -> ShardedLoss:
     return ShardedLoss(op, shard, options.label_smoothing, options.ignore_index, options.scale)
 
 
-@all_or_fail
-def _losses(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _losses(
+    logits: Tensor,
+    target: Tensor,
+    op: str,
+    vocab_size: int | None,
+    label_smoothing: float,
+    ignore_index: int,
+    tp: TensorParallel,
+    _: Plain,
+) -> list[Tensor]:
     """Compute (loss, target, maximum, total) of each row, with ignored targets as IGNORED."""
-    losses = sharded_loss(options, logits.shape[1])
+    losses = sharded_loss(LossOptions(op, vocab_size, label_smoothing, ignore_index), logits.shape[1], tp)
     loss, known = losses.of_rows(logits, losses.counted(target))
-    return loss, known.target, known.maximum, known.total
+    return [loss, known.target, known.maximum, known.total]
 
 
-def _losses_shape(logits: Tensor, target: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _losses_shape(logits: Tensor, target: Tensor, *_: object) -> list[Tensor]:
     loss = logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
-    return loss, torch.empty_like(target), torch.empty_like(loss), torch.empty_like(loss)
+    return [loss, torch.empty_like(target), torch.empty_like(loss), torch.empty_like(loss)]
 
 
 def _gradient(
-    logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor, options: LossOptions
-) -> Tensor:
-    losses = sharded_loss(options, logits.shape[1])
-    return losses.gradient(logits, Known(target, maximum, total), dloss, in_place=False)
+    logits: Tensor,
+    target: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    dloss: Tensor,
+    op: str,
+    vocab_size: int | None,
+    label_smoothing: float,
+    ignore_index: int,
+    tp: TensorParallel,
+    _: Plain,
+) -> list[Tensor]:
+    losses = sharded_loss(LossOptions(op, vocab_size, label_smoothing, ignore_index), logits.shape[1], tp)
+    return [losses.gradient(logits, Known(target, maximum, total), dloss, in_place=False)]
 
 
-def _gradient_shape(logits: Tensor, *_: object) -> Tensor:
-    return logits.new_empty(logits.shape)
+def _gradient_shape(logits: Tensor, *_: object) -> list[Tensor]:
+    return [logits.new_empty(logits.shape)]
 
 
-_token_losses = Operator(OP, _losses, _losses_shape)
-_logits_gradient = Operator(f"{OP}_backward", _gradient, _gradient_shape)
+_OPTIONS = "str op, SymInt? vocab_size, float label_smoothing, int ignore_index"
+_token_losses = SplitOperator(OP, f"Tensor logits, Tensor target, {_OPTIONS}", _losses, _losses_shape)
+_logits_gradient = SplitOperator(
+    f"{OP}_backward",
+    f"Tensor logits, Tensor target, Tensor maximum, Tensor total, Tensor dloss, {_OPTIONS}",
+    _gradient,
+    _gradient_shape,
+)

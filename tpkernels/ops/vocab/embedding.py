@@ -21,20 +21,20 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail, from_entry
+from tpkernels.comm.tensor_parallel import TensorParallel
+from tpkernels.comm.transports.rows import Terms
 from tpkernels.dispatch import vocabulary
-from tpkernels.dispatch.operators import Operator
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import differentiated_once, first_order
 from tpkernels.ops.inputs import Context, computed
+from tpkernels.ops.matmul import PLAIN, Plain
 from tpkernels.ops.tensor_parallel.parallel import (
-    checked_group,
-    require_divisible,
-    start_rows,
-    start_sum,
+    SplitOperator,
+    compare_request,
+    refuse_uneven,
+    split_of,
 )
 from tpkernels.ops.vocab.vocabulary import (
-    Group,
     VocabShard,
     is_alone,
     require_ids,
@@ -46,7 +46,6 @@ from tpkernels.tp_invariance import mode
 OP = "vocab_embedding"
 
 
-@from_entry
 def vocab_embedding(
     ids: Tensor,
     weight_shard: Tensor,
@@ -64,41 +63,45 @@ def vocab_embedding(
     vocab_size: of the full vocabulary, if rows past it are padding
     returns: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     """
-    # without features torch does not look at ids; gradients narrower than fp32 it sums as they are
-    plain = weight_shard.ndim == 2 and weight_shard.dtype in (torch.float32, torch.float64)
-    plain = plain and weight_shard.shape[1] > 0 and ids.is_cpu and (ids.ndim > 0 or not sequence_parallel)
-    if vocab_size is None and padding_idx is None and plain and is_alone(OP, group, weight_shard):
-        try:
-            return differentiated_once(OP, torch.embedding(weight_shard, ids))
-        except (IndexError, RuntimeError):
-            pass  # what does not fit, and ids that are none, are told below, in our words
-    if weight_shard.ndim != 2 or not weight_shard.is_floating_point():
-        raise ValueError(
-            f"{OP}: expected floating-point weight_shard (rows, features), got "
-            f"{tuple(weight_shard.shape)} in {weight_shard.dtype}"
-        )
-    leading, (width, features) = ids.shape, weight_shard.shape
-    options = sequence_parallel, padding_idx, vocab_size
-    group = checked_group(group, OP, weight_shard, rows=(*leading, width), options=options)
-    size = vocab_shard(OP, group, width, vocab_size).size
-    if padding_idx is not None:
-        if not -size <= padding_idx < size:
-            raise ValueError(f"{OP}: expected a padding_idx from {-size} to {size - 1}, got {padding_idx}")
-        padding_idx %= size
-    require_ids(OP, "ids", ids, weight_shard)
-    if sequence_parallel:
-        if not leading:
-            raise ValueError(f"{OP}: expected ids (tokens, ...) with sequence_parallel, got a single id")
-        require_divisible(OP, ids, group)
-    if len(leading) != 1:
-        ids = ids.reshape(-1)
-    arguments = ids.contiguous(), weight_shard, group, size, sequence_parallel, padding_idx
-    y: Tensor = computed(_VocabEmbedding, *arguments)
-    if len(leading) == 1:
-        return y
-    if sequence_parallel:
-        return y.view(leading[0] // group.size(), *leading[1:], features)
-    return y.view(*leading, features)
+    tp = split_of(OP, group, sequence_parallel)
+    with tp.call:
+        # without features torch does not look at ids; gradients narrower than fp32 it sums as they are
+        plain = weight_shard.ndim == 2 and weight_shard.dtype in (torch.float32, torch.float64)
+        plain = plain and weight_shard.shape[1] > 0 and ids.is_cpu and (ids.ndim > 0 or not sequence_parallel)
+        if vocab_size is None and padding_idx is None and plain and is_alone(OP, tp, weight_shard):
+            try:
+                return differentiated_once(OP, torch.embedding(weight_shard, ids))
+            except (IndexError, RuntimeError):
+                pass  # what does not fit, and ids that are none, are told below, in our words
+        if weight_shard.ndim != 2 or not weight_shard.is_floating_point():
+            raise ValueError(
+                f"{OP}: expected floating-point weight_shard (rows, features), got "
+                f"{tuple(weight_shard.shape)} in {weight_shard.dtype}"
+            )
+        leading, (width, features) = ids.shape, weight_shard.shape
+        compare_request(OP, tp, weight_shard, options=(padding_idx, vocab_size), rows=(*leading, width))
+        size = vocab_shard(OP, tp, width, vocab_size).size
+        if padding_idx is not None:
+            if not -size <= padding_idx < size:
+                raise ValueError(
+                    f"{OP}: expected a padding_idx from {-size} to {size - 1}, got {padding_idx}"
+                )
+            padding_idx %= size
+        require_ids(OP, "ids", ids, weight_shard)
+        if sequence_parallel:
+            if not leading:
+                raise ValueError(f"{OP}: expected ids (tokens, ...) with sequence_parallel, got a single id")
+            if ids.shape[0] % tp.ranks:
+                refuse_uneven(OP, ids, tp)
+        if len(leading) != 1:
+            ids = ids.reshape(-1)
+        arguments = ids.contiguous(), weight_shard, tp, size, padding_idx
+        y: Tensor = computed(_VocabEmbedding, *arguments)
+        if len(leading) == 1:
+            return y
+        if sequence_parallel:
+            return y.view(leading[0] // tp.ranks, *leading[1:], features)
+        return y.view(*leading, features)
 
 
 class _VocabEmbedding(torch.autograd.Function):
@@ -107,80 +110,79 @@ class _VocabEmbedding(torch.autograd.Function):
         ctx: Context,
         ids: Tensor,
         weight: Tensor,
-        group: ProcessGroup,
+        tp: TensorParallel,
         vocab_size: int,
-        sequence_parallel: bool,
         padding_idx: int | None,
     ) -> Tensor:
-        ctx.table = weight.shape[0], weight.dtype, group, sequence_parallel, padding_idx
+        ctx.tp, ctx.table = tp, (weight.shape[0], weight.dtype, padding_idx)
         ctx.save_for_backward(ids if ctx.needs_input_grad[1] else None)
-        return _rows_of_ids(ids, weight, group, vocab_size, sequence_parallel)
+        y: Tensor
+        (y,) = _rows_of_ids(ids, weight, vocab_size, tp=tp, matmul=PLAIN)
+        return y
 
     @staticmethod
-    def spmd_typecheck(
-        *, ids: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool
-    ) -> spmd_rules.Typed:
+    def spmd_typecheck(*, ids: Tensor, weight: Tensor, tp: TensorParallel) -> spmd_rules.Typed:
+        group = tp.group
         rows = spmd_rules.einsum("t,vh->th", spmd_rules.full(ids, group), spmd_rules.split(weight, group, 0))
-        return spmd_rules.summed(rows, group, scatter=sequence_parallel)
+        return spmd_rules.summed(rows, group, scatter=tp.sequence_parallel)
 
     @staticmethod
     @first_order(OP)
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (ids,) = ctx.saved_tensors
-        return None, _table_gradient(dy, ids, *ctx.table), None, None, None, None
+        (ids,), tp = ctx.saved_tensors, ctx.tp
+        with tp.call:
+            (dweight,) = _table_gradient(dy, ids, *ctx.table, tp=tp, matmul=PLAIN)
+        return None, dweight, None, None, None
 
 
-@all_or_fail
-def _rows(ids: Tensor, weight: Tensor, group: Group, vocab_size: int, sequence_parallel: bool) -> Tensor:
-    shard = VocabShard(group, weight.shape[0], vocab_size)
+def _rows(ids: Tensor, weight: Tensor, vocab_size: int, tp: TensorParallel, _: Plain) -> list[Tensor]:
+    shard = VocabShard(tp, weight.shape[0], vocab_size)
     require_in_vocabulary(OP, "ids", ids, shard)
     first_id = shard.first_id
-    if group.size() == 1:
+    if tp.ranks == 1:
         rows = vocabulary.lookup(ids, weight, 0)
-        return rows.add_(0) if mode.segments else rows  # elsewhere zeros of others make +0 of -0
-    return start_sum(
-        OP,
-        lambda rows: vocabulary.lookup(ids[rows], weight, first_id),
+        return [rows.add_(0) if mode.segments else rows]  # elsewhere zeros of others make +0 of -0
+    terms = Terms(
         len(ids),
         weight.shape[1],
         weight,
-        group,
-        scatter=sequence_parallel,
-        overlap=True,
-    ).wait()
+        lambda rows: vocabulary.lookup(ids[rows], weight, first_id),
+        tree=mode.segments > 0,
+    )
+    return [tp.reduce(OP, terms).wait()]
 
 
-def _rows_shape(
-    ids: Tensor, weight: Tensor, group: Group, vocab_size: int, sequence_parallel: bool
-) -> Tensor:
-    ranks = group.size() if sequence_parallel else 1
-    return weight.new_empty(ids.shape[0] // ranks, weight.shape[1])
+def _rows_shape(ids: Tensor, weight: Tensor, vocab_size: int, tp: TensorParallel, _: Plain) -> list[Tensor]:
+    return [weight.new_empty(ids.shape[0] // tp.token_shards, weight.shape[1])]
 
 
-@all_or_fail
 def _gradient(
     dy: Tensor,
     ids: Tensor,
     rows: int,
     dtype: torch.dtype,
-    group: Group,
-    sequence_parallel: bool,
     padding_idx: int | None,
-) -> Tensor:
-    first_id = group.rank() * rows
-    if sequence_parallel:
-        dy = start_rows(f"{OP} backward", "gather of dy", dy, group).wait()
-    parts = VocabShard(group, rows, group.size() * rows).segments
+    tp: TensorParallel,
+    _: Plain,
+) -> list[Tensor]:
+    first_id = tp.rank * rows
+    dy = tp.gather(f"{OP} backward", "dy", dy).all()
+    parts = VocabShard(tp, rows, tp.ranks * rows).segments
     found = [vocabulary.lookup_grad(dy, ids, rows // len(parts), part.first_id, dtype) for part in parts]
     dweight = found[0] if len(found) == 1 else torch.cat(found)
     if padding_idx is not None and 0 <= padding_idx - first_id < rows:
         dweight[padding_idx - first_id] = 0
-    return dweight
+    return [dweight]
 
 
-def _gradient_shape(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype, *_: object) -> Tensor:
-    return dy.new_empty(rows, dy.shape[1], dtype=dtype)
+def _gradient_shape(dy: Tensor, ids: Tensor, rows: int, dtype: torch.dtype, *_: object) -> list[Tensor]:
+    return [dy.new_empty(rows, dy.shape[1], dtype=dtype)]
 
 
-_rows_of_ids = Operator(OP, _rows, _rows_shape)
-_table_gradient = Operator(f"{OP}_backward", _gradient, _gradient_shape)
+_rows_of_ids = SplitOperator(OP, "Tensor ids, Tensor weight, SymInt vocab_size", _rows, _rows_shape)
+_table_gradient = SplitOperator(
+    f"{OP}_backward",
+    "Tensor dy, Tensor ids, SymInt rows, ScalarType dtype, int? padding_idx",
+    _gradient,
+    _gradient_shape,
+)

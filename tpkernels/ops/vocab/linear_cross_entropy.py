@@ -36,23 +36,21 @@ log-probabilities hidden, weight_shard, n targets and three numbers a token, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Literal, get_args
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail, from_entry
-from tpkernels.dispatch.operators import Operator
-from tpkernels.dispatch.products import sums_dtype
+from tpkernels.comm.tensor_parallel import TensorParallel
+from tpkernels.comm.transports.rows import Gather
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     Context,
     any_requires_grad,
-    as_dtype,
     autocast,
     check_linear,
     computed,
@@ -61,11 +59,17 @@ from tpkernels.ops.inputs import (
     tokens_of,
 )
 from tpkernels.ops.main_grad import asked_for, check_main_grad
-from tpkernels.ops.numerics import Operand, Plain
-from tpkernels.ops.tensor_parallel.layout import checked_layout
-from tpkernels.ops.tensor_parallel.parallel import start_rows, start_sum
-from tpkernels.ops.tensor_parallel.segments import segment_sum
+from tpkernels.ops.matmul import Plain
+from tpkernels.ops.quantized.weights import reuse_quantized_weights
+from tpkernels.ops.tensor_parallel.parallel import (
+    SplitOperator,
+    compare_request,
+    refuse_tokens,
+    split_of,
+    strategy_of,
+)
 from tpkernels.ops.vocab.cross_entropy import IGNORED, NOWHERE, Known, LossOptions, sharded_loss
+from tpkernels.ops.vocab.partial_gradients import PartialGradients, sum_over_ranks, terms_dtype
 from tpkernels.ops.vocab.sampling import kth_largest
 from tpkernels.ops.vocab.vocabulary import require_ids
 from tpkernels.tp_invariance import mode
@@ -78,7 +82,6 @@ LEAST_TOKENS = 128  # in a chunk by default; chosen without measuring
 MASKS = 16  # in which the tokens of a chunk are masked, so that a mask takes little beside its logits
 
 
-@from_entry
 def linear_cross_entropy(
     hidden: Tensor,
     weight_shard: Tensor,
@@ -106,24 +109,27 @@ def linear_cross_entropy(
     quantize: compute the products in fp8
     returns: a scalar, or (tokens, ...) with "none"; in fp32 or wider
     """
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"{OP}: expected reduction of {', '.join(get_args(Reduction))}; got {reduction!r}")
-    options = LossOptions(
-        OP, group, vocab_size, label_smoothing, ignore_index, None, sequence_parallel, chunk_tokens
-    )
-    hidden, weight_shard, options = _checked(hidden, weight_shard, main_grad, options, quantize, reduction)
-    _check_target(OP, target, hidden, options)
-    arguments = (tokens_of(hidden), weight_shard, target.reshape(-1), options, main_grad)
-    loss: Tensor
-    if reduction == "none":
-        loss, _ = computed(_TokenLosses, *arguments)
-        return loss.view(target.shape)
-    needs = any_requires_grad(hidden), any_requires_grad(weight_shard)
-    loss, _ = computed(_ReducedLoss, *arguments, reduction, *needs)
+    tp = split_of(OP, group, sequence_parallel)
+    with tp.call:
+        if reduction not in get_args(Reduction):
+            raise ValueError(
+                f"{OP}: expected reduction of {', '.join(get_args(Reduction))}; got {reduction!r}"
+            )
+        options = LossOptions(OP, vocab_size, label_smoothing, ignore_index, None, chunk_tokens)
+        hidden, weight_shard, matmul = _checked(
+            hidden, weight_shard, main_grad, options, tp, quantize, reduction
+        )
+        _check_target(OP, target, hidden, tp)
+        arguments = tokens_of(hidden), weight_shard, target.reshape(-1), (options, tp, matmul), main_grad
+        loss: Tensor
+        if reduction == "none":
+            loss, _ = computed(_TokenLosses, *arguments)
+            return loss.view(target.shape)
+        needs = any_requires_grad(hidden), any_requires_grad(weight_shard)
+        loss, _ = computed(_ReducedLoss, *arguments, reduction, *needs)
     return loss
 
 
-@from_entry
 def linear_logprobs(
     hidden: Tensor,
     weight_shard: Tensor,
@@ -153,25 +159,29 @@ def linear_logprobs(
     returns: log-probabilities (like target), and entropies (tokens, ...) or None; in fp32 or wider
     """
     op = "linear_logprobs"
-    if not isinstance(temperature, int | float) or not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
-        raise ValueError(
-            f"{op}: expected a temperature from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}, got "
-            f"{temperature!r}"
+    tp = split_of(op, group, sequence_parallel)
+    with tp.call:
+        if (
+            not isinstance(temperature, int | float)
+            or not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE
+        ):
+            raise ValueError(
+                f"{op}: expected a temperature from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}, got "
+                f"{temperature!r}"
+            )
+        if top_k is not None and (type(top_k) is not int or top_k < 1):
+            raise ValueError(f"{op}: expected top_k of at least 1, got {top_k!r}; None keeps all ids")
+        scale = 1 / temperature if temperature != 1 or return_entropy else None
+        options = LossOptions(op, vocab_size, 0.0, ignore_index, scale, chunk_tokens, top_k)
+        hidden, weight_shard, matmul = _checked(
+            hidden, weight_shard, main_grad, options, tp, quantize, return_entropy
         )
-    if top_k is not None and (type(top_k) is not int or top_k < 1):
-        raise ValueError(f"{op}: expected top_k of at least 1, got {top_k!r}; None keeps all ids")
-    scale = 1 / temperature if temperature != 1 or return_entropy else None
-    options = LossOptions(
-        op, group, vocab_size, 0.0, ignore_index, scale, sequence_parallel, chunk_tokens, top_k
-    )
-    hidden, weight_shard, options = _checked(
-        hidden, weight_shard, main_grad, options, quantize, return_entropy
-    )
-    if top_k is not None and top_k >= (vocab_size or options.group.size() * weight_shard.shape[0]):
-        options = options._replace(top_k=None)
-    rows = _check_target(op, target, hidden, options, several=True)
-    targets = target.reshape(math.prod(rows), *target.shape[len(rows) :])
-    loss, entropy = computed(_TokenLosses, tokens_of(hidden), weight_shard, targets, options, main_grad)
+        if top_k is not None and top_k >= (vocab_size or tp.ranks * weight_shard.shape[0]):
+            options = options._replace(top_k=None)
+        rows = _check_target(op, target, hidden, tp, several=True)
+        targets = target.reshape(math.prod(rows), *target.shape[len(rows) :])
+        how = options, tp, matmul
+        loss, entropy = computed(_TokenLosses, tokens_of(hidden), weight_shard, targets, how, main_grad)
     logprobs = (0 - loss).view(target.shape)  # 0 of an ignored target, and not -0
     return logprobs, entropy.view(rows) if return_entropy else None
 
@@ -181,44 +191,48 @@ def _checked(
     weight: Tensor,
     main_grad: Tensor | None,
     options: LossOptions,
+    tp: TensorParallel,
     quantize: Recipe | None,
     more: object,
-) -> tuple[Tensor, Tensor, LossOptions]:
-    """Hidden and weight, cast as autocast says, and the options; raises if anything is wrong.
+) -> tuple[Tensor, Tensor, Plain]:
+    """Hidden and weight, cast as autocast says, and how they are multiplied; raises if anything is wrong.
 
     more: what else ranks must have alike
     """
-    op, group, parallel = options.op, options.group, options.sequence_parallel
+    op = options.op
     if options.chunk_tokens is not None and options.chunk_tokens < 1:
         raise ValueError(f"{op}: expected chunk_tokens of at least 1, got {options.chunk_tokens}")
     features = features_of(op, hidden)
-    alike = *options[2:-1], quantize, more
-    layout = checked_layout(op, hidden, [weight], group, parallel, False, alike, name="hidden")
+    compare_request(op, tp, hidden, [weight], (*options[1:], quantize, more))
+    if tp.sequence_parallel and hidden.ndim < 2:
+        refuse_tokens(op, hidden, "hidden")
     if is_casting(hidden):
         hidden, weight = autocast(hidden, weight)
     check_linear(op, hidden, features, weight, None, ("weight_shard", "no bias"))
     check_main_grad(op, main_grad, weight)
-    assert layout.group is not None
-    options = options._replace(group=layout.group, numerics=layout.in_fp8(op, quantize, hidden).numerics)
-    sharded_loss(options, weight.shape[0])  # raises if the options are wrong
-    return hidden, weight, options
+    matmul = strategy_of(op, tp, quantize, hidden)
+    sharded_loss(options, weight.shape[0], tp)  # raises if the options are wrong
+    return hidden, weight, matmul
 
 
 def _check_target(
-    op: str, target: Tensor, hidden: Tensor, options: LossOptions, *, several: bool = False
+    op: str, target: Tensor, hidden: Tensor, tp: TensorParallel, *, several: bool = False
 ) -> list[int]:
     """The leading dimensions of all tokens; raises unless target has them, or one more if `several`."""
-    rows, ranks = list(hidden.shape[:-1]), options.group.size()
-    if options.sequence_parallel:
-        rows[0] *= ranks
+    rows = list(hidden.shape[:-1])
+    if tp.sequence_parallel:
+        rows[0] *= tp.ranks
     if list(target.shape) != rows and not (several and list(target.shape[:-1]) == rows):
         raise ValueError(
             f"{op}: expected target {tuple(rows)}{', or one dimension more,' * several} for hidden "
-            f"{tuple(hidden.shape)}{f' of each of {ranks} ranks' * options.sequence_parallel}, got "
+            f"{tuple(hidden.shape)}{f' of each of {tp.ranks} ranks' * tp.sequence_parallel}, got "
             f"{tuple(target.shape)}"
         )
     require_ids(op, "target", target, hidden)
     return rows
+
+
+How = tuple[LossOptions, TensorParallel, Plain]
 
 
 class _ReducedLoss(torch.autograd.Function):
@@ -230,24 +244,25 @@ class _ReducedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
-        options: LossOptions,
+        how: How,
         main_grad: Tensor | None,
         reduction: Reduction,
         needs_dhidden: bool,
         needs_dweight: bool,
     ) -> tuple[Tensor, Tensor]:
+        options, tp, matmul = how
+        given = True, True, needs_dhidden, needs_dweight
         loss, share, dhidden, dweight = reduced_loss(
-            hidden, weight, target, needs_dhidden, needs_dweight, reduction, options
+            hidden, weight, target, *given[2:], reduction, *options, tp=tp, matmul=matmul, given=given
         )
-        ctx.options, ctx.main_grad, ctx.dtype = options, main_grad, weight.dtype
+        ctx.how, ctx.main_grad, ctx.dtype = how, main_grad, weight.dtype
         ctx.save_for_backward(share, dhidden, dweight)
         return loss, share  # as an output share is connected with the inputs, which are not saved
 
     @staticmethod
-    def spmd_typecheck(
-        *, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions
-    ) -> spmd_rules.Typed:
-        losses = spmd_rules.head_losses(hidden, weight, target, options.group, options.sequence_parallel)
+    def spmd_typecheck(*, hidden: Tensor, weight: Tensor, target: Tensor, how: How) -> spmd_rules.Typed:
+        _, tp, _ = how
+        losses = spmd_rules.head_losses(hidden, weight, target, tp.group, tp.sequence_parallel)
         loss = spmd_rules.einsum("t->", losses)
         return loss, loss
 
@@ -258,7 +273,10 @@ class _ReducedLoss(torch.autograd.Function):
         if not all(asked_for(ctx, [ctx.main_grad], [True], 1)):
             dweight = None
         dtype = ctx.dtype if ctx.main_grad is None else torch.promote_types(ctx.dtype, torch.float32)
-        dhidden, dweight = reduced_gradients(dloss * share, dhidden, dweight, ctx.dtype, dtype, ctx.options)
+        (options, tp, matmul), given = ctx.how, (dhidden is not None, dweight is not None)
+        arguments = dloss * share, dhidden, dweight, ctx.dtype, dtype, options.op
+        with tp.call:
+            dhidden, dweight = reduced_gradients(*arguments, tp=tp, matmul=matmul, given=given)
         return dhidden, _delivered(dweight, ctx.main_grad), *([None] * 6)
 
 
@@ -271,21 +289,23 @@ class _TokenLosses(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
-        options: LossOptions,
+        how: How,
         main_grad: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
+        options, tp, matmul = how
         ctx.set_materialize_grads(False)
-        found = token_losses(hidden, weight, target, options)
+        given = True, True, True, True, options.scale is not None, options.top_k is not None
+        found = token_losses(hidden, weight, target, *options, tp=tp, matmul=matmul, given=given)
         loss, known = found[0], Known(*found[1:])
-        ctx.op, ctx.options, ctx.main_grad = options.numerics.named(options.op), options, main_grad
+        ctx.op = f"{options.op} in fp8" if matmul.recipe else options.op
+        ctx.how, ctx.main_grad = how, main_grad
         ctx.save_for_backward(hidden, weight, *known)
         return loss, known.entropy
 
     @staticmethod
-    def spmd_typecheck(
-        *, hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions
-    ) -> spmd_rules.Typed:
-        losses = spmd_rules.head_losses(hidden, weight, target, options.group, options.sequence_parallel)
+    def spmd_typecheck(*, hidden: Tensor, weight: Tensor, target: Tensor, how: How) -> spmd_rules.Typed:
+        _, tp, _ = how
+        losses = spmd_rules.head_losses(hidden, weight, target, tp.group, tp.sequence_parallel)
         return losses, losses if target.ndim == 1 else spmd_rules.einsum("tn->t", losses)
 
     @staticmethod
@@ -298,9 +318,14 @@ class _TokenLosses(torch.autograd.Function):
             dloss = torch.zeros_like(known.target, dtype=wide)
         needs_dhidden, needs_dweight, *_ = ctx.needs_input_grad
         (needs_dweight,) = asked_for(ctx, [ctx.main_grad], [needs_dweight], 1)
-        dhidden, dweight = token_gradients(
-            dloss, dentropy, hidden, weight, known, needs_dhidden, needs_dweight, dtype, ctx.options
-        )
+        (options, tp, matmul), given = ctx.how, (needs_dhidden, needs_dweight)
+        with tp.call:
+            dhidden, dweight = token_gradients(
+                *(dloss, dentropy, hidden, weight, *known, *given, dtype, *options),
+                tp=tp,
+                matmul=matmul,
+                given=given,
+            )
         return dhidden, _delivered(dweight, ctx.main_grad), None, None, None
 
 
@@ -312,80 +337,22 @@ def _delivered(dweight: Tensor | None, main_grad: Tensor | None) -> Tensor | Non
     return None
 
 
-class PartialGradients:
-    """Accumulates this rank's terms of the gradients over chunks; None for those that are not needed."""
-
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, needs_dhidden: bool, needs_dweight: bool, options: LossOptions
-    ) -> None:
-        self._hidden, self._weight, self._numerics = hidden, weight, options.numerics
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        self.dhidden = torch.empty_like(hidden, dtype=terms_dtype(hidden.dtype)) if needs_dhidden else None
-        self.dweight = torch.zeros_like(weight, dtype=wide) if needs_dweight else None
-        self._columns = self._numerics.weight(weight, False) if needs_dhidden else None
-
-    def add(self, rows: slice, dlogits: Tensor) -> None:
-        numerics = self._numerics
-        if self.dhidden is not None and numerics.segments:
-            pairs = [(dlogits, self._weight)]
-            self.dhidden[rows] = segment_sum(pairs, transposed=False, segments=numerics.segments)
-        elif self.dhidden is not None:
-            operand = numerics.gradients(dlogits)
-            numerics.product_into([self.dhidden[rows]], operand, self._columns, None, False, "none", False)
-        if self.dweight is not None:
-            hidden = self._hidden[rows]
-            numerics.weight_gradient(dlogits, hidden, self.dweight, split="dy")
-
-
-def terms_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a rank's terms of a sum: rounded, or with TP-invariance as wide as the sum."""
-    return sums_dtype(dtype) if mode.segments else dtype
-
-
-def _full_hidden(hidden: Tensor, options: LossOptions) -> Tensor:
-    return (
-        start_rows(options.op, "gather of hidden", hidden, options.group).wait()
-        if options.sequence_parallel
-        else hidden
-    )
-
-
-def _sum_over_ranks(
-    dhidden: Tensor, scale: Tensor | None, dtype: torch.dtype, options: LossOptions
-) -> Tensor:
-    """Sum dhidden over ranks, times scale; return all of it, or this rank's tokens."""
-    term_scale = None if mode.segments else scale
-    total = start_sum(
-        f"{options.op} backward",
-        lambda rows: dhidden[rows] if term_scale is None else dhidden[rows] * term_scale,
-        dhidden.shape[0],
-        dhidden.shape[1],
-        dhidden,
-        options.group,
-        scatter=options.sequence_parallel,
-        overlap=True,
-    ).wait()
-    if scale is not None and mode.segments:
-        total = total * scale
-    return as_dtype(total, dtype)
-
-
-def _logits_of_chunks(hidden: Tensor, weight: Tensor, options: LossOptions) -> Iterator[tuple[slice, Tensor]]:
+def _logits_of_chunks(
+    hidden: Tensor, weight: Tensor, options: LossOptions, tp: TensorParallel, matmul: Plain
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield rows and their logits; the caller frees these before the next are computed.
 
     By default a chunk of logits has as many elements as all of hidden; with TP-invariance those of all ranks.
     """
-    operand = options.numerics.weight(weight, True)
-    width = weight.shape[0] * (options.group.size() if mode.segments else 1)
+    width = weight.shape[0] * (tp.ranks if mode.segments else 1)
     size = options.chunk_tokens or max(LEAST_TOKENS, -(-hidden.numel() // width))
     for start in range(0, len(hidden), size):
         rows = slice(start, start + size)
-        yield rows, _logits(hidden[rows], operand, weight.shape[0], options.numerics)
+        yield rows, _logits(hidden[rows], weight, matmul)  # which no name here holds
 
 
-def _logits(hidden: Tensor, weight: Operand, columns: int, numerics: Plain) -> Tensor:
-    logits = hidden.new_empty(len(hidden), columns)
-    numerics.product_into([logits], numerics.activations(hidden), weight, None, True, "none", False)
+def _logits(hidden: Tensor, weight: Tensor, matmul: Plain) -> Tensor:
+    (logits,) = matmul.product(Gather(matmul.pack(hidden)), [weight], [None], dtype=hidden.dtype)
     return logits
 
 
@@ -395,11 +362,13 @@ def _losses_by_chunk(
     weight: Tensor,
     target: Tensor,
     gradients: PartialGradients | None,
+    tp: TensorParallel,
+    matmul: Plain,
 ) -> tuple[Tensor, Known]:
     """Compute the loss of each target; add gradients of the sum of losses to `gradients`."""
-    losses = sharded_loss(options, weight.shape[0])
+    losses = sharded_loss(options, weight.shape[0], tp)
     loss, known = _empty_losses(hidden, target, options)
-    for rows, logits in _logits_of_chunks(hidden, weight, options):
+    for rows, logits in _logits_of_chunks(hidden, weight, options, tp, matmul):
         if options.top_k is not None and known.least is not None:
             known.least[rows] = kth_largest(options.op, logits, losses.shard, options.top_k)
             _forget_below_(logits, known.least[rows])
@@ -433,7 +402,6 @@ def _empty_losses(hidden: Tensor, target: Tensor, options: LossOptions) -> tuple
     return loss, known._replace(least=least)
 
 
-@all_or_fail
 def _reduced(
     hidden: Tensor,
     weight: Tensor,
@@ -441,17 +409,27 @@ def _reduced(
     needs_dhidden: bool,
     needs_dweight: bool,
     reduction: Reduction,
-    options: LossOptions,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Compute (loss, weight of each token, dhidden, dweight): this rank's terms of gradients of the sum."""
-    target = sharded_loss(options, weight.shape[0]).counted(target)
-    hidden = _full_hidden(hidden, options)
-    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, options)
+    *how: Any,
+) -> list[Tensor | None]:
+    """Compute (loss, weight of each token, dhidden, dweight): this rank's terms of gradients of the sum.
+
+    how: the options, split and strategy
+    """
+    options, tp, matmul = _unpacked(how)
+    target = sharded_loss(options, weight.shape[0], tp).counted(target)
+    hidden = tp.gather(options.op, "hidden", hidden).all()
+    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, matmul)
     wanted = gradients if needs_dhidden or needs_dweight else None
-    loss, *_ = _losses_by_chunk(options, hidden, weight, target, wanted)
+    with reuse_quantized_weights():  # one for all chunks
+        loss, *_ = _losses_by_chunk(options, hidden, weight, target, wanted, tp, matmul)
     tokens = (target != IGNORED).sum() if reduction == "mean" else torch.ones((), device=target.device)
     share = tokens.clamp_min(1).to(loss.dtype).reciprocal()  # without tokens the loss is 0, and not NaN
-    return loss.sum() * share, share, gradients.dhidden, gradients.dweight
+    return [loss.sum() * share, share, gradients.dhidden, gradients.dweight]
+
+
+def _unpacked(how: Sequence[Any]) -> How:
+    *options, tp, matmul = how
+    return LossOptions(*options), tp, matmul
 
 
 def _reduced_shape(
@@ -460,34 +438,33 @@ def _reduced_shape(
     target: Tensor,
     needs_dhidden: bool,
     needs_dweight: bool,
-    reduction: Reduction,
-    options: LossOptions,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    *_: object,
+) -> list[Tensor | None]:
     loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return (
+    dhidden = hidden.new_empty(target.shape[0], hidden.shape[1], dtype=terms_dtype(hidden.dtype))
+    return [
         loss,
         torch.empty_like(loss),
-        hidden.new_empty(target.shape[0], hidden.shape[1], dtype=terms_dtype(hidden.dtype))
-        if needs_dhidden
-        else None,
+        dhidden if needs_dhidden else None,
         torch.empty_like(weight, dtype=loss.dtype) if needs_dweight else None,
-    )
+    ]
 
 
-@all_or_fail
 def _scaled(
     scale: Tensor,
     dhidden: Tensor | None,
     dweight: Tensor | None,
     hidden_dtype: torch.dtype,
     dtype: torch.dtype,
-    options: LossOptions,
-) -> tuple[Tensor | None, Tensor | None]:
+    op: str,
+    tp: TensorParallel,
+    _: Plain,
+) -> list[Tensor | None]:
     """Scale gradients by that of the loss; fp16 holds them before the division by tokens, not after."""
-    return (
-        None if dhidden is None else _sum_over_ranks(dhidden, scale, hidden_dtype, options),
+    return [
+        None if dhidden is None else sum_over_ranks(dhidden, scale, hidden_dtype, op, tp),
         None if dweight is None else (dweight * scale).to(dtype),
-    )
+    ]
 
 
 def _scaled_shape(
@@ -496,70 +473,71 @@ def _scaled_shape(
     dweight: Tensor | None,
     hidden_dtype: torch.dtype,
     dtype: torch.dtype,
-    options: LossOptions,
-) -> tuple[Tensor | None, Tensor | None]:
-    ranks = options.group.size() if options.sequence_parallel else 1
-    return (
+    op: str,
+    tp: TensorParallel,
+    _: Plain,
+) -> list[Tensor | None]:
+    return [
         None
         if dhidden is None
-        else dhidden.new_empty(dhidden.shape[0] // ranks, dhidden.shape[1], dtype=hidden_dtype),
+        else dhidden.new_empty(dhidden.shape[0] // tp.token_shards, dhidden.shape[1], dtype=hidden_dtype),
         None if dweight is None else torch.empty_like(dweight, dtype=dtype),
-    )
+    ]
 
 
-@all_or_fail
-def _token_losses(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    options: LossOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Compute the loss of each target, and what is in `Known`."""
-    target = sharded_loss(options, weight.shape[0]).counted(target)
-    hidden = _full_hidden(hidden, options)
-    loss, known = _losses_by_chunk(options, hidden, weight, target, None)
-    return loss, *known
+def _token_losses(hidden: Tensor, weight: Tensor, target: Tensor, *how: Any) -> list[Tensor | None]:
+    """Compute the loss of each target, and what is in `Known`. how: as of `_reduced`"""
+    options, tp, matmul = _unpacked(how)
+    target = sharded_loss(options, weight.shape[0], tp).counted(target)
+    hidden = tp.gather(options.op, "hidden", hidden).all()
+    with reuse_quantized_weights():  # one for all chunks
+        loss, known = _losses_by_chunk(options, hidden, weight, target, None, tp, matmul)
+    return [loss, *known]
 
 
-def _token_losses_shape(
-    hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+def _token_losses_shape(hidden: Tensor, weight: Tensor, target: Tensor, *how: Any) -> list[Tensor | None]:
+    options, _, _ = _unpacked(how)
     loss, known = _empty_losses(hidden, torch.empty_like(target), options)
-    return loss, *known
+    return [loss, *known]
 
 
-@all_or_fail
 def _token_gradients(
     dloss: Tensor,
     dentropy: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
-    known: Known,
+    target: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    mean: Tensor | None,
+    least: Tensor | None,
     needs_dhidden: bool,
     needs_dweight: bool,
     dtype: torch.dtype,
-    options: LossOptions,
-) -> tuple[Tensor | None, Tensor | None]:
+    *how: Any,
+) -> list[Tensor | None]:
     """Compute gradients from those of each target's loss and each token's entropy; logits are computed again.
 
-    dtype: of dweight
+    target, maximum, total, mean, least: as in `Known`; dtype: of dweight; how: as of `_reduced`
     """
-    losses = sharded_loss(options, weight.shape[0])
-    hidden = _full_hidden(hidden, options)
-    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, options)
+    (options, tp, matmul), known = _unpacked(how), Known(target, maximum, total, mean, least)
+    losses = sharded_loss(options, weight.shape[0], tp)
+    hidden = tp.gather(options.op, "hidden", hidden).all()
+    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, matmul)
     if options.top_k is not None:
         dloss = dloss.masked_fill(known.target == NOWHERE, 0)
-    for rows, logits in _logits_of_chunks(hidden, weight, options):
-        if known.least is not None:
-            _forget_below_(logits, known.least[rows])
-        given = dloss[rows], None if dentropy is None else dentropy[rows]
-        gradients.add(rows, losses.gradient(logits, known.of(rows), *given, in_place=True))
-        del logits
+    with reuse_quantized_weights():  # one for all chunks
+        for rows, logits in _logits_of_chunks(hidden, weight, options, tp, matmul):
+            if known.least is not None:
+                _forget_below_(logits, known.least[rows])
+            given = dloss[rows], None if dentropy is None else dentropy[rows]
+            gradients.add(rows, losses.gradient(logits, known.of(rows), *given, in_place=True))
+            del logits
     dhidden, dweight = gradients.dhidden, gradients.dweight
-    return (
-        None if dhidden is None else _sum_over_ranks(dhidden, None, weight.dtype, options),
+    return [
+        None if dhidden is None else sum_over_ranks(dhidden, None, weight.dtype, options.op, tp),
         None if dweight is None else dweight.to(dtype),
-    )
+    ]
 
 
 def _token_gradients_shape(
@@ -567,19 +545,42 @@ def _token_gradients_shape(
     dentropy: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
-    known: Known,
+    target: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    mean: Tensor | None,
+    least: Tensor | None,
     needs_dhidden: bool,
     needs_dweight: bool,
     dtype: torch.dtype,
-    options: LossOptions,
-) -> tuple[Tensor | None, Tensor | None]:
-    return (
+    *_: Any,
+) -> list[Tensor | None]:
+    return [
         hidden.new_empty(hidden.shape) if needs_dhidden else None,
         weight.new_empty(weight.shape, dtype=dtype) if needs_dweight else None,
-    )
+    ]
 
 
-reduced_loss = Operator(OP, _reduced, _reduced_shape)
-reduced_gradients = Operator(f"{OP}_backward", _scaled, _scaled_shape)
-token_losses = Operator("linear_token_losses", _token_losses, _token_losses_shape)
-token_gradients = Operator("linear_token_losses_backward", _token_gradients, _token_gradients_shape)
+_TENSORS = "Tensor hidden, Tensor weight, Tensor target"
+_NEEDS = "bool needs_dhidden, bool needs_dweight"
+_OPTIONS = (
+    "str op, SymInt? vocab_size, float label_smoothing, int ignore_index, float? scale, int? chunk_tokens, "
+    "int? top_k"
+)
+reduced_loss = SplitOperator(OP, f"{_TENSORS}, {_NEEDS}, str reduction, {_OPTIONS}", _reduced, _reduced_shape)
+reduced_gradients = SplitOperator(
+    f"{OP}_backward",
+    "Tensor scale, Tensor? dhidden, Tensor? dweight, ScalarType hidden_dtype, ScalarType dtype, str op",
+    _scaled,
+    _scaled_shape,
+)
+token_losses = SplitOperator(
+    "linear_token_losses", f"{_TENSORS}, {_OPTIONS}", _token_losses, _token_losses_shape
+)
+token_gradients = SplitOperator(
+    "linear_token_losses_backward",
+    f"Tensor dloss, Tensor? dentropy, {_TENSORS}, Tensor maximum, Tensor total, Tensor? mean, "
+    f"Tensor? least, {_NEEDS}, ScalarType dtype, {_OPTIONS}",
+    _token_gradients,
+    _token_gradients_shape,
+)

@@ -21,14 +21,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from tpkernels.comm.calls import all_or_fail, from_entry
+from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.ops.inputs import tokens_of
 from tpkernels.ops.tensor_parallel.mappings import gather_from_region
-from tpkernels.ops.tensor_parallel.parallel import checked_group, gather_numbers
+from tpkernels.ops.tensor_parallel.parallel import compare_request, split_of
 from tpkernels.ops.vocab.vocabulary import VocabShard, require_logits, vocab_shard
 
 
-@from_entry
 def vocab_gather(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int | None = None) -> Tensor:
     """Gather all logits of each token on every rank, without padding; differentiable.
 
@@ -36,13 +35,13 @@ def vocab_gather(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int |
     vocab_size: of the full vocabulary, if columns past it are padding
     returns: (..., vocab_size)
     """
-    group, shard = _checked("vocab_gather", logits_shard, group, vocab_size)
+    tp = split_of("vocab_gather", group)
+    with tp.call:
+        shard = _checked("vocab_gather", logits_shard, tp, vocab_size)
     return gather_from_region(logits_shard, group)[..., : shard.size]
 
 
 @torch.no_grad()
-@from_entry
-@all_or_fail
 def vocab_argmax(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int | None = None) -> Tensor:
     """Return the id of the largest logit of each token, the lowest of equal ones.
 
@@ -50,20 +49,20 @@ def vocab_argmax(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int |
     vocab_size: of the full vocabulary, if columns past it are padding
     returns: (...) int64
     """
-    group, shard = _checked("vocab_argmax", logits_shard, group, vocab_size)
-    logits = _without_padding(tokens_of(logits_shard), shard)
-    column = logits.argmax(1)
-    best = logits.gather(1, column[:, None])[:, 0]
-    # float64 holds every logit and every id exactly: one message for both
-    ours = torch.stack([best.double(), (column + shard.first_id).double()])
-    bests, ids = gather_numbers("vocab_argmax", "best of each rank", ours, group).unbind(1)
-    chosen = ids.gather(0, bests.argmax(0, keepdim=True))[0].long()
+    tp = split_of("vocab_argmax", group)
+    with tp.call:
+        shard = _checked("vocab_argmax", logits_shard, tp, vocab_size)
+        logits = _without_padding(tokens_of(logits_shard), shard)
+        column = logits.argmax(1)
+        best = logits.gather(1, column[:, None])[:, 0]
+        # float64 holds every logit and every id exactly: one message for both
+        ours = torch.stack([best.double(), (column + shard.first_id).double()])
+        bests, ids = tp.gather_numbers("vocab_argmax", "best of each rank", ours).unbind(1)
+        chosen = ids.gather(0, bests.argmax(0, keepdim=True))[0].long()
     return chosen.view(logits_shard.shape[:-1])
 
 
 @torch.no_grad()
-@from_entry
-@all_or_fail
 def vocab_sample(
     logits_shard: Tensor,
     group: ProcessGroup,
@@ -86,35 +85,37 @@ def vocab_sample(
     returns: (...) int64
     """
     op = "vocab_sample"
-    _require_options(temperature, top_k, top_p)
-    options = temperature, top_k, top_p, uniform is None
-    group, shard = _checked(op, logits_shard, group, vocab_size, options)
-    logits = _without_padding(tokens_of(logits_shard), shard)
-    leading = logits_shard.shape[:-1]
-    if uniform is None:
-        uniform = torch.rand(leading, dtype=torch.float64, device=logits.device, generator=generator)
-    elif uniform.shape != leading or uniform.device != logits.device:
-        raise ValueError(
-            f"{op}: expected uniform {tuple(leading)} on {logits.device}, got {tuple(uniform.shape)} on "
-            f"{uniform.device}"
-        )
-    kept = shard.size if top_k is None else min(top_k, shard.size)
-    uniform = gather_numbers(op, "numbers to draw with", uniform.reshape(-1, 1).double(), group)[0]
-    if kept < shard.width:
-        values, columns = _largest_first(logits, kept)
-        ours = torch.stack([values.double(), (columns + shard.first_id).double()])
-        # ranks follow each other as ids do, so that of equal logits the lower id still comes first
-        values, ids = (
-            gather_numbers(op, f"{kept} best of each rank", ours, group)
-            .permute(1, 2, 0, 3)
-            .flatten(2)
-            .unbind()
-        )
-    else:
-        values = gather_numbers(op, "logits", logits, group).transpose(0, 1).flatten(1)
-        ids = torch.arange(values.shape[1], device=values.device).expand_as(values)
-    values, places = _largest_first(values.double(), kept)
-    place = _drawn(values / temperature, top_p, uniform)
+    tp = split_of(op, group)
+    with tp.call:
+        _require_options(temperature, top_k, top_p)
+        options = temperature, top_k, top_p, uniform is None
+        shard = _checked(op, logits_shard, tp, vocab_size, options)
+        logits = _without_padding(tokens_of(logits_shard), shard)
+        leading = logits_shard.shape[:-1]
+        if uniform is None:
+            uniform = torch.rand(leading, dtype=torch.float64, device=logits.device, generator=generator)
+        elif uniform.shape != leading or uniform.device != logits.device:
+            raise ValueError(
+                f"{op}: expected uniform {tuple(leading)} on {logits.device}, got {tuple(uniform.shape)} on "
+                f"{uniform.device}"
+            )
+        kept = shard.size if top_k is None else min(top_k, shard.size)
+        uniform = tp.gather_numbers(op, "numbers to draw with", uniform.reshape(-1, 1).double())[0]
+        if kept < shard.width:
+            values, columns = _largest_first(logits, kept)
+            ours = torch.stack([values.double(), (columns + shard.first_id).double()])
+            # ranks follow each other as ids do, so that of equal logits the lower id still comes first
+            values, ids = (
+                tp.gather_numbers(op, f"{kept} best of each rank", ours)
+                .permute(1, 2, 0, 3)
+                .flatten(2)
+                .unbind()
+            )
+        else:
+            values = tp.gather_numbers(op, "logits", logits).transpose(0, 1).flatten(1)
+            ids = torch.arange(values.shape[1], device=values.device).expand_as(values)
+        values, places = _largest_first(values.double(), kept)
+        place = _drawn(values / temperature, top_p, uniform)
     return ids.gather(1, places.gather(1, place))[:, 0].long().view(leading)
 
 
@@ -124,7 +125,7 @@ def kth_largest(op: str, logits: Tensor, shard: VocabShard, k: int) -> Tensor:
     size = min(k, shard.width)
     if largest.shape[1] < size:  # padding
         largest = functional.pad(largest, (0, size - largest.shape[1]), value=-torch.inf)
-    everybody = gather_numbers(op, f"{k} largest of each rank", largest, shard.group)
+    everybody = shard.tp.gather_numbers(op, f"{k} largest of each rank", largest)
     return everybody.transpose(0, 1).flatten(1).topk(k).values[:, -1]
 
 
@@ -152,11 +153,11 @@ def _without_padding(logits: Tensor, shard: VocabShard) -> Tensor:
 
 
 def _checked(
-    op: str, logits: Tensor, group: ProcessGroup, vocab_size: int | None, options: Sequence[object] = ()
-) -> tuple[ProcessGroup, VocabShard]:
+    op: str, logits: Tensor, tp: TensorParallel, vocab_size: int | None, options: Sequence[object] = ()
+) -> VocabShard:
     require_logits(op, logits)
-    group = checked_group(group, op, logits, options=[vocab_size, *options])
-    return group, vocab_shard(op, group, logits.shape[-1], vocab_size)
+    compare_request(op, tp, logits, options=[vocab_size, *options])
+    return vocab_shard(op, tp, logits.shape[-1], vocab_size)
 
 
 def _require_options(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -13,15 +13,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import Claim, agree
-from tpkernels.comm.calls import calls_of
-from tpkernels.comm.groups import required_group
+from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.kernels.reference import surely_within
 from tpkernels.ops.inputs import is_torchs
 from tpkernels.ops.tensor_parallel import parallel
-from tpkernels.ops.tensor_parallel.parallel import Group as Group
 from tpkernels.ops.tensor_parallel.parallel import require_segments, segments_of
 from tpkernels.ops.tensor_parallel.segments import segment_of
 from tpkernels.tp_invariance import mode
@@ -31,13 +28,13 @@ from tpkernels.tp_invariance import mode
 class VocabShard:
     """This rank's shard of a vocabulary."""
 
-    group: ProcessGroup
+    tp: TensorParallel
     width: int  # rows or columns of each rank
     size: int  # ids of the full vocabulary, without padding
 
     @property
     def first_id(self) -> int:
-        return self.group.rank() * self.width
+        return self.tp.rank * self.width
 
     @property
     def columns(self) -> int:
@@ -47,7 +44,7 @@ class VocabShard:
     @property
     def segments(self) -> list[VocabSegment]:
         """The segments that one call each computes: with TP-invariance several, else the full shard."""
-        total = max(1, segments_of("vocabulary", self.group))
+        total = max(1, segments_of("vocabulary", self.tp.ranks))
         width = self.width // total
         firsts = [self.first_id + number * width for number in range(total)]
         return [VocabSegment(n, total, first, self._columns(first, width)) for n, first in enumerate(firsts)]
@@ -73,26 +70,26 @@ class VocabSegment(NamedTuple):
         return shard.tensor_split(self.total, dim)[self.number]
 
 
-def vocab_shard(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> VocabShard:
+def vocab_shard(op: str, tp: TensorParallel, width: int, vocab_size: int | None) -> VocabShard:
     """This rank's shard, checked. vocab_size: ids of the full vocabulary; None: there is no padding"""
     if mode.fix(op):
-        require_segments(op, segments_of(op, group), "a shard of the vocabulary", width)
-    return VocabShard(group, width, checked_size(op, group, width, vocab_size))
+        require_segments(op, segments_of(op, tp.ranks), "a shard of the vocabulary", width)
+    return VocabShard(tp, width, checked_size(op, tp.ranks, width, vocab_size))
 
 
-def is_alone(op: str, group: object, x: Tensor) -> bool:
+def is_alone(op: str, tp: TensorParallel, x: Tensor) -> bool:
     """Whether a rank alone computes, by torch: then what sharding adds to torch's operators is left out."""
-    return required_group(group, op=op).size() == 1 and is_torchs(x) and not mode.fix(op)
+    return tp.ranks == 1 and is_torchs(x) and not mode.fix(op)
 
 
-def checked_size(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> int:
+def checked_size(op: str, ranks: int, width: int, vocab_size: int | None) -> int:
     """The number of ids of the full vocabulary; an error if ranks cannot hold `vocab_size`."""
-    full = group.size() * width
+    full = ranks * width
     if vocab_size is None:
         return full
     if not isinstance(vocab_size, int) or not 0 < vocab_size <= full:
         raise ValueError(
-            f"{op}: expected a vocab_size from 1 to {full}, what {group.size()} ranks of {width} hold, got "
+            f"{op}: expected a vocab_size from 1 to {full}, what {ranks} ranks of {width} hold, got "
             f"{vocab_size}"
         )
     return vocab_size
@@ -126,10 +123,10 @@ def require_in_vocabulary(
     would give plausible numbers. So ranks compare theirs on the host in the first, second, fourth, eighth,
     ... call, and with TPKERNELS_DEBUG=1 in each. On the CPU other calls are noted.
     """
-    is_shared = shard.group.size() > 1
-    compared = is_shared and _is_compared(f"{op} {name}", ids, shard.group)
+    is_shared = shard.tp.ranks > 1
+    compared = is_shared and _is_compared(f"{op} {name}", ids, shard.tp)
     if is_shared and ids.is_cpu and not compared:
-        calls_of(shard.group).note(f"{op}: {_described(name, ids)}")
+        shard.tp.calls.note(f"{op}: {_described(name, ids)}")
     if not compared and surely_within(ids, shard.size):  # none is ignored: one pass, for the usual case
         return True
     inside = (ids >= 0) & (ids < shard.size)
@@ -146,7 +143,8 @@ def require_in_vocabulary(
         problem = f"expected {wanted}, got {int(ids[~inside][0])}; is the vocabulary larger than that?"
     if compared:
         refusal = ("ValueError", problem) if problem and parallel.debug else None
-        agree(Claim(op, (_described(name, ids),), refusal, is_data=True), shard.group)
+        assert shard.tp.group is not None, "there are other ranks"
+        agree(Claim(op, (_described(name, ids),), refusal, is_data=True), shard.tp.group)
     if problem:
         raise ValueError(f"{op}: {problem}")
     return False
@@ -159,8 +157,8 @@ def _described(name: str, ids: Tensor) -> str:
     return f"{name} {tuple(ids.shape)} with checksum {zlib.crc32(bits):08x}"
 
 
-def _is_compared(what: str, ids: Tensor, group: ProcessGroup) -> bool:
+def _is_compared(what: str, ids: Tensor, tp: TensorParallel) -> bool:
     """Whether ranks compare ids in this call."""
     if ids.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    return calls_of(group).is_due(what) or parallel.debug
+    return tp.calls.is_due(what) or parallel.debug

@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
+from tpkernels.comm.agreement import Problem
+from tpkernels.comm.groups import listed, mixing_of
+
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-Problem = tuple[str, str]  # why a rank cannot take part: the type of an error, and its text
 REDUCIBLE = (*FLOATING, torch.int64, torch.int32, torch.int8, torch.uint8)
 
 
@@ -56,21 +58,6 @@ def problem_of(
     return None
 
 
-def mixing_of(name: str, holders: Collection[int], ranks: Collection[int], wrapper: str) -> str | None:
-    """Return what is wrong if `wrapper` averages over `ranks` a parameter whose shards `holders` have."""
-    peers = set(holders) & set(ranks)
-    if len(peers) < 2:
-        return None
-    if set(ranks) <= set(holders):
-        advice = "these ranks share one model, so there is nothing to average: do not wrap it"
-    else:
-        advice = 'pass the data-parallel group, state.process_group("dp") or mesh["dp"]'
-    return (
-        f"{wrapper} over ranks {_listed(ranks)} would average different shards; {advice} (tensor-parallel "
-        f"ranks {_listed(peers)} each hold other rows or columns of '{name}')"
-    )
-
-
 def problem_over(
     named: Iterable[tuple[str, Tensor]],
     ranks: Collection[int],
@@ -93,13 +80,8 @@ def problem_over(
         if summed and (average or tensor_parallel_ranks):
             return "ValueError", (
                 f"'{name}' is marked sequence_parallel: its gradient is to be summed once over "
-                f"tensor-parallel ranks {_listed(holders)}, but `group` has ranks {_listed(ranks)}, and "
+                f"tensor-parallel ranks {listed(holders)}, but `group` has ranks {listed(ranks)}, and "
                 f"would {'average' if average else 'sum again'}; pass the data-parallel group, and the "
                 "tensor-parallel one as tensor_parallel_group"
             )
     return None
-
-
-def _listed(ranks: Collection[int]) -> str:
-    shown = [str(rank) for rank in sorted(ranks)]
-    return ", ".join(shown if len(shown) <= 16 else [*shown[:8], "...", shown[-1]])

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.buckets.golden import chain
-from tests.on_ranks import on_ranks
+from tests.buckets.ways import on_ranks
 from tpkernels import GradientBuckets
-from tpkernels.comm.supported import problem_over
+from tpkernels.buckets.supported import problem_over
 
 
 def named(holders: tuple[int, ...] = (), *, split: bool = False, marked: bool = False):
