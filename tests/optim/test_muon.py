@@ -242,9 +242,9 @@ def test_weights_stacked_in_one_may_be_matrices_of_their_own(ranks, pool):
 
 def test_a_step_takes_two_exchanges_however_many_matrices(ranks2, ranks4):
     (one, *_), (many, *_) = (ranks2.run(collectives, layers, 2**28, 2) for layers in (1, 16))
-    assert one == many  # sends and receives compare what ranks bring
+    assert one == many  # sends compare what ranks bring; no profiler is told of what they land in
     assert one["c10d::alltoall_base_"] == 2
-    assert one.keys() == {"c10d::alltoall_base_", "c10d::send", "c10d::recv_"}
+    assert one.keys() == {"c10d::alltoall_base_", "c10d::send"}
     for found in ranks2.run(collectives, 8, 1, 2):  # rounds of two matrices
         assert found["c10d::alltoall_base_"] == 8
     for layers in (4, 16):  # two replicas of two ranks share them
