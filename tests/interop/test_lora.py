@@ -191,6 +191,26 @@ def test_shards_of_adapters_are_not_saved_unnoticed(tmp_path):
         lora.save_pretrained(tmp_path / "full")
 
 
+@on_ranks(2)
+def test_copies_of_split_layers_are_not_saved_unnoticed(tmp_path):
+    """Where no adapter is on a split layer, and so peft alone makes the model."""
+    initialize_model_parallel(2)
+    model, plan = unsharded("Llama")
+    kept = {"target_modules": ["q_proj"], "modules_to_save": ["norm", "lm_head", "embed_tokens"]}
+    tables = {name: plan[name] for name in ("*embed_tokens", "lm_head")}
+    lora = get_peft_model(parallelize(model, plan=tables), options("Llama", **kept))
+    with pytest.raises(RuntimeError, match=r"which peft would save as the whole layer; call .*save_full"):
+        lora.save_pretrained(tmp_path / str(dist.get_rank()))
+    with pytest.raises(RuntimeError, match=r"embed_tokens.modules_to_save.default' is this rank's shard"):
+        lora.state_dict()
+    dcp.save(tmp_path / "dcp", lora)
+    save_full_weights(lora)
+    lora.save_pretrained(tmp_path / "full")
+    lora.load_state_dict(lora.state_dict())
+    alone = PeftModel.from_pretrained(unsharded("Llama")[0], tmp_path / "full", autocast_adapter_dtype=False)
+    torch.testing.assert_close(alone(input_ids=IDS).logits, lora(input_ids=IDS).logits, rtol=0, atol=1e-12)
+
+
 SECOND = {"r": 2, "target_modules": ["k_proj", "o_proj"], "bias": "all"}
 BOTH = ("", "second/")
 SAVED = {  # how save_pretrained is called, folders and files

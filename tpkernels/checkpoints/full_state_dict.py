@@ -66,7 +66,7 @@ def load_full_state_dict(
     """
     with raise_on_all_ranks("load_full_state_dict"):
         shards = shards_of(model, state)
-        aliases = unwrapped(model).state_dict().keys()
+        aliases = unwrapped(model).state_dict(keep_vars=True).keys()
         problem = "expected the tensors of the model by name:"
         require_alike(shards, full, problem, cast=cast, aliases=aliases)
     for name, shard in shards.items():

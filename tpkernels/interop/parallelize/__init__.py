@@ -31,7 +31,12 @@ from tpkernels.interop.parallelize.guards import (
 )
 from tpkernels.interop.parallelize.lora import base_model
 from tpkernels.interop.parallelize.plan import ParallelizePlan
-from tpkernels.interop.parallelize.saving import hold_dtensors, require_mesh, save_full_weights
+from tpkernels.interop.parallelize.saving import (
+    hold_dtensors,
+    refuse_copies_of_shards,
+    require_mesh,
+    save_full_weights,
+)
 from tpkernels.interop.parallelize.sequence import share_tokens
 from tpkernels.interop.parallelize.tokens import sum_gradients
 from tpkernels.interop.parallelize.trial import PlanTrial, Verify, require_verify
@@ -101,6 +106,7 @@ def parallelize(
         quantize_products(base, in_fp8, quantize)
     remember_buffers(base)
     keep_ties(base)
+    refuse_copies_of_shards(base)
     save_full_weights(model)
     own = set(map(id, model.parameters()))
     old = ((name, tensor) for name, tensor in named if isinstance(tensor, nn.Parameter))

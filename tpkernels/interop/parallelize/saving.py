@@ -133,10 +133,33 @@ def save_full_weights(model: nn.Module) -> None:
 
     Afterwards all ranks of the world must call them; they return when the files are written.
     """
-    for module in model.modules():
+    for name, module in model.named_modules():
         for method in _METHODS:
             if callable(getattr(type(module), method, None)):
                 setattr(module, method, partial(_by_first_rank, module, method))
+        if _COPIES in name and isinstance(module, ParallelModule):
+            module._is_saved_whole = True
+
+
+_COPIES = ".modules_to_save."  # in the names of the layers that a PeftModel has copied, to train all of them
+
+
+def refuse_copies_of_shards(model: nn.Module) -> None:
+    """Make copies that peft will make of split layers refuse `state_dict()`, which its own saving calls.
+
+    Until `save_full_weights` has seen them. `state_dict(keep_vars=True)` is this rank's shards as ever.
+    """
+    for module in model.modules():
+        if isinstance(module, ParallelModule) and module.world.size > 1:
+            module.register_state_dict_pre_hook(_refuse_copy)
+
+
+def _refuse_copy(module: ParallelModule, prefix: str, keep_vars: bool) -> None:
+    if _COPIES in prefix and not keep_vars and not getattr(module, "_is_saved_whole", False):
+        raise RuntimeError(
+            f"state_dict: '{prefix[:-1]}' is this rank's shard, which peft would save as the whole layer; "
+            "call tpkernels.interop.peft.save_full_weights(model) after get_peft_model"
+        )
 
 
 def refuse_to_save_shards(*_: object, **__: object) -> NoReturn:
