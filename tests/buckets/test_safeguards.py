@@ -1,9 +1,12 @@
 """Usual mistakes in a training loop would give wrong numbers on all ranks alike; they are errors instead."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import optimizer as optimizers
 
 from tests.buckets.golden import (
     WIDTH,
@@ -102,6 +105,17 @@ def test_steps_before_finish_are_refused(steps, zero, reduce):
     buckets.finish()
     buckets.gradient_shards()
     optimizer.step()
+
+
+@on_ranks(2)
+def test_a_step_has_a_hook_for_buckets_that_are_in_use_alone():
+    before = len(optimizers._global_optimizer_pre_hooks)
+    kept, dropped = wrap(chain()), wrap(chain())
+    assert len(optimizers._global_optimizer_pre_hooks) == before + 2
+    kept.detach()
+    del dropped
+    gc.collect()
+    assert len(optimizers._global_optimizer_pre_hooks) == before
 
 
 @on_ranks(2)

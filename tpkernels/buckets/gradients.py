@@ -262,7 +262,7 @@ class GradientBuckets:
         self._arrange(self._engine, list(range(len(self._parameters)))[::-1])
         protocol.refuse_copies(self._parameters)
         handles = protocol.drop_dummies(self._parameters) if self._options.main_grad else []
-        refuse_early_steps(self)
+        handles.append(refuse_early_steps(self))
         # not in the engine's destructor, which holds Python's lock and cannot wait for a backend
         self._release = weakref.finalize(self, _let_go, self._engine, self._memory, self._parameters, handles)
         self._release.atexit = False

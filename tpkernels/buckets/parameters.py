@@ -9,12 +9,12 @@ difference.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, ValuesView
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence, ValuesView
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any, NoReturn, Protocol
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -215,25 +215,18 @@ class Watched(Protocol):
         """Return all parameters if there are gradients that are not reduced yet; else none."""
 
 
-_watched: WeakSet[Watched] = WeakSet()
-
-
-def refuse_early_steps(buckets: Watched) -> None:
+def refuse_early_steps(buckets: Watched) -> RemovableHandle:
     """Make optimizers raise if they step parameters of `buckets` between a backward and `finish`."""
-    _watched.add(buckets)
-    _look_before_steps()
+    return register_optimizer_step_pre_hook(partial(_before_step, ref(buckets)))
 
 
-@cache
-def _look_before_steps() -> None:
-    register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
+def _before_step(
+    held: Callable[[], Watched | None], optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]
+) -> None:
     """torch's hook before each optimizer step: raise if its gradients are not reduced."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (buckets := held()) is None:
         return
-    unfinished = {id(parameter) for buckets in list(_watched) for parameter in buckets.unfinished()}
+    unfinished = {id(parameter) for parameter in buckets.unfinished()}
     if unfinished and any(id(p) in unfinished for group in optimizer.param_groups for p in group["params"]):
         raise RuntimeError(
             "GradientBuckets: an optimizer steps between a backward and finish(), by gradients that are not "

@@ -151,7 +151,7 @@ def refuse_copies_of_shards(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, ParallelModule) and module.world.size > 1:
-            module.register_state_dict_pre_hook(_refuse_copy)
+            module.register_state_dict_pre_hook(_refuse_copy)  # type: ignore[no-untyped-call]
 
 
 def _refuse_copy(module: ParallelModule, prefix: str, keep_vars: bool) -> None:
