@@ -15,7 +15,7 @@ are summed. With TP-invariance the same holds for its segments, see `ops/tensor_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -90,12 +90,8 @@ class ParallelQKV(nn.Module):
 def columns_of(input_: Tensor, *layers: ColumnParallelLinear) -> Any:
     """Compute column layers that differ in their weights alone, with one gather of the input."""
     first = layers[0]
-    if input_.ndim < 1 or input_.shape[-1] != first.input_size:
-        first.require_features(input_, first.input_size, "every rank needs all of them")
-    weights: Sequence[Tensor] = [layer.weight for layer in layers]
-    main_grads: Sequence[Tensor | None] = [None] * len(layers)
-    if first.gradient_accumulation_fusion:
-        weights, main_grads = zip(*(layer.weight_and_main_grad() for layer in layers), strict=True)
+    first.require_features(input_, first.input_size, "every rank needs all of them")
+    weights, main_grads = zip(*[layer.weight_and_main_grad() for layer in layers], strict=True)
     return ops.column_linear(
         input_,
         weights,

@@ -109,7 +109,6 @@ class ParallelMLP(ParallelModule):
         main_grads: Sequence[Tensor | None] | None = None
         if self.gradient_accumulation_fusion:
             weights, main_grads = zip(*(layer.weight_and_main_grad() for layer in layers), strict=True)
-            main_grads = None if all(each is None for each in main_grads) else main_grads
         output = ops.parallel_mlp(
             input_,
             weights[0],
