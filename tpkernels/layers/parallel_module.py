@@ -26,12 +26,7 @@ class MarkedModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._keep_attributes({})
-
-    def _keep_attributes(self, attributes: dict[str, Attributes]) -> None:
-        self._attributes = attributes
-        self.register_load_state_dict_pre_hook(_note_before)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_mark_after)  # type: ignore[no-untyped-call]
+        self._attributes: dict[str, Attributes] = {}
 
     def add_parameter(
         self,
@@ -59,6 +54,11 @@ class MarkedModule(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._mark()
         return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._note()
+        super()._load_from_state_dict(*args)  # type: ignore[no-untyped-call]
+        self._mark()
 
     def __getstate__(self) -> dict[str, Any]:
         self._note()
@@ -121,7 +121,7 @@ class ParallelModule(MarkedModule):
         self.world = tensor_world(state)
         for name in attributes:
             self._parameters[name] = None
-        self._keep_attributes(attributes)
+        self._attributes = attributes
         guard_training()
 
     def _mark(self) -> None:
@@ -152,13 +152,3 @@ class ParallelModule(MarkedModule):
             raise ValueError(
                 f"{type(self).__name__}: expected input (..., {features}), got {tuple(x.shape)}; {advice}"
             )
-
-
-def _note_before(module: nn.Module, *_: object) -> None:
-    assert isinstance(module, MarkedModule)
-    module._note()
-
-
-def _mark_after(module: nn.Module, _: object) -> None:
-    assert isinstance(module, MarkedModule)
-    module._mark()
