@@ -137,26 +137,27 @@ def _square_over_tensor_ranks(
 ) -> tuple[Tensor, Exception | None]:
     """Return the gradients' sum of squares, replicas counted once, same bits on all ranks; or an error."""
     counted = {n: p for n, p in enumerate(parameters) if not getattr(p, "shared", False)}
-    gradients = {number: gradient_of(parameter) for number, parameter in counted.items()}
-    split = [number for number, p in counted.items() if Attributes.of(p).tensor_model_parallel]
-    copied = [number for number in counted if number not in set(split)]
-    named = [(f"parameter {n} of those given", _claimed(counted[n], gradients[n])) for n in copied]
+    split = {n: p for n, p in counted.items() if Attributes.of(p).tensor_model_parallel}
+    copied = {n: p for n, p in counted.items() if n not in split}
+    ordered = [*split.values(), *copied.values()]
+    gradients = [gradient_of(parameter) for parameter in ordered]
+    claims = zip(copied.items(), gradients[len(split) :], strict=True)
+    named = [(f"parameter {n} of those given", _claimed(p, gradient)) for (n, p), gradient in claims]
     problem: Exception | None = None
     try:
         if group.size() > 1:
             agree_on("clip_grad_norm_", named, group)  # so that all ranks send equally many numbers
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error
-    numbers = [_square_and_sum(gradients[number], device) for number in (*split, *copied)]
+    numbers = [_square_and_sum(gradient, device) for gradient in gradients]
     table = torch.stack(numbers, 1) if numbers else torch.zeros(2, 0, dtype=torch.float64, device=device)
-    _add_blocks_(table, [counted[number] for number in (*split, *copied)], group)
+    _add_blocks_(table, ordered, group)
     if problem is not None:
         return table.new_zeros(()), problem
     squares, sums = table[:, len(split) :]
     everybody = from_all_ranks(torch.cat([table[0, : len(split)].sum()[None], squares.sqrt(), sums]), group)
     square = everybody[:, 0].sum() + everybody[0, 1 : 1 + len(copied)].square().sum()
-    there = {number: counted[number] for number in copied}
-    return square, _difference(there, everybody[:, 1:].unflatten(1, (2, len(there))), group)
+    return square, _difference(copied, everybody[:, 1:].unflatten(1, (2, len(copied))), group)
 
 
 def _claimed(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:

@@ -97,37 +97,36 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
     """
     world = tensor_world(state)
     reshard(module)
-    copies = [
-        (name, parameter)
-        for name, parameter in module.named_parameters()
-        if not is_split_over(world.ranks, parameter)
-    ]
+    named = module.named_parameters()
+    copies = {name: parameter for name, parameter in named if not is_split_over(world.ranks, parameter)}
     if world.size == 1 or not copies:
         return
-    held = [(name, local_of(parameter)) for name, parameter in copies]
+    held = [(name, local_of(parameter)) for name, parameter in copies.items()]
     agree_on("check_replicas", held, world.group)
     unlike = unlike_first_rank([copy for _, copy in held], world.group)
-    wrong = unlike.any(0).nonzero().flatten().tolist()
+    _require_alike(unlike.tolist(), world.ranks, copies)
+
+
+def _require_alike(
+    rows: Sequence[Sequence[object]], ranks: Sequence[int], copies: Mapping[str, Tensor], when: str = ""
+) -> None:
+    """Raise if replicas differ between ranks.
+
+    rows: of each rank, a value for each replica, equal where the replica is
+    """
+    wrong = [i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]
     if not wrong:
         return
-    members = dist.get_process_group_ranks(world.group)
-    others = [members[i] for i in unlike[:, wrong[0]].nonzero().flatten().tolist()]
-    name, copy = copies[wrong[0]]
-    raise drift(copy, name, others, members[0], len(wrong), len(copies))
-
-
-def drift(
-    copy: Tensor, name: str, others: Sequence[int], first: int, wrong: int, total: int, when: str = ""
-) -> RuntimeError:
-    """Return the error that replicas of a parameter on ranks `others` differ from rank `first`'s."""
-    more = f"; so do {wrong - 1} more of {total} parameters" if wrong > 1 else ""
-    return RuntimeError(
+    others = [rank for rank, row in zip(ranks, rows, strict=True) if row[wrong[0]] != rows[0][wrong[0]]]
+    name, copy = list(copies.items())[wrong[0]]
+    more = f"; so do {len(wrong) - 1} more of {len(copies)} parameters" if len(wrong) > 1 else ""
+    raise RuntimeError(
         f"check_replicas: '{name}' differs between tensor-parallel ranks that hold copies of it. "
         f"{likely_causes(copy)}. Ranks may also have begun with other weights: one seed, one checkpoint; or "
         "clipped by torch's clip_grad_norm_, which takes the norm of one rank's shards: clip by "
         "tpkernels.clip_grad_norm_; or, on GPUs, chosen kernels that differ in the last bit: "
         f"TPKERNELS_TUNE=0. It differs on rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} from "
-        f"rank {first}{more}{when}"
+        f"rank {ranks[0]}{more}{when}"
     )
 
 
@@ -149,7 +148,7 @@ def is_split_over(ranks: Sequence[int], parameter: Tensor) -> bool:
     """Whether these tensor-parallel ranks hold shards of `parameter`, rather than replicas."""
     if Attributes.of(parameter).tensor_model_parallel:
         return True
-    return any(ranks_of(group) == list(ranks) for group in groups_with_blocks(parameter))
+    return any(ranks_of(group) == tuple(ranks) for group in groups_with_blocks(parameter))
 
 
 # Ranks with replicas, and this rank's replicas by name.
@@ -201,16 +200,8 @@ class Watch:
         if {len(row) for row in rows} != {len(copies)}:
             counts = ", ".join(f"{len(row)} on rank {rank}" for rank, row in zip(ranks, rows, strict=True))
             raise RuntimeError(f"tensor-parallel ranks hold different numbers of copies: {counts}")
-        wrong = [i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]
-        if wrong:
-            others = [
-                rank for rank, row in zip(ranks, rows, strict=True) if row[wrong[0]] != rows[0][wrong[0]]
-            ]
-            name, copy = list(copies.items())[wrong[0]]
-            when = (
-                f", after {self._steps} steps of the optimizer ({VARIABLE}={steps_between_checks}; 0: never)"
-            )
-            raise drift(copy, name, others, ranks[0], len(wrong), len(copies), when)
+        when = f", after {self._steps} steps of the optimizer ({VARIABLE}={steps_between_checks}; 0: never)"
+        _require_alike(rows, ranks, copies, when)
 
     def _sums_of_all(self, ranks: Sequence[int], copies: Sequence[Tensor]) -> list[list[bytes]]:
         """Exchange checksums of replicas through the store; return those of each rank."""

@@ -70,7 +70,7 @@ def refuse_mesh(module: nn.Module, holders: Sequence[int], *, holds_dtensors: bo
             groups = list(map(ranks_of, parameter.device_mesh.get_all_groups()))
             ranks = parameter.device_mesh.mesh.flatten().tolist()
             if holds_dtensors:  # a dimension of the mesh has the tensor-parallel ranks, others must have none
-                ranks = sorted({rank for group in groups if group != list(holders) for rank in group})
+                ranks = sorted({rank for group in groups if group != tuple(holders) for rank in group})
             if problem := mixing_of(f"{type(module).__name__}.{name}", holders, ranks, "fully_shard"):
                 raise ValueError(problem)
 
@@ -118,9 +118,9 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def ranks_of(group: object) -> list[int]:
+def ranks_of(group: object) -> tuple[int, ...]:
     """Return the global ranks of a process group; none of anything else."""
-    return dist.get_process_group_ranks(group) if isinstance(group, ProcessGroup) else []
+    return tuple(dist.get_process_group_ranks(group)) if isinstance(group, ProcessGroup) else ()
 
 
 def is_shard(parameter: Tensor) -> bool:
