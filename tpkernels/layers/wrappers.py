@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeGuard
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,17 +28,17 @@ from tpkernels.ops.replicas import mixing_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_accepted: WeakSet[nn.Module] = WeakSet()  # wrappers
-replacements: list[str] = []  # callers that have replaced parameters
+# Wrappers and optimizers that were looked at, and how many parameters they had.
+accepted: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
 
 def refuse_ddp(wrapper: DistributedDataParallel) -> None:
     """Raise if a wrapper averages shards of a weight, or has parameters that were replaced. Looks once."""
-    if wrapper in _accepted:
+    if wrapper in accepted:
         return
     problem = _problem_of_ddp(wrapper)
     if problem is None:
-        _accepted.add(wrapper)
+        accepted[wrapper] = len(wrapper._module_parameters)
         return
     if isinstance(wrapper.module, nn.ParameterList):  # of `replicate`, which ends no forward that has raised
         DistributedDataParallel._active_ddp_module = None
@@ -77,8 +77,7 @@ def refuse_mesh(module: nn.Module, holders: Sequence[int], *, holds_dtensors: bo
 
 def mark_replaced(named: Iterable[tuple[str, Tensor]], caller: str) -> None:
     """Mark parameters that `caller` has replaced in their model by others."""
-    replacements.append(caller)
-    _accepted.clear()
+    accepted.clear()
     for name, parameter in named:
         vars(parameter)["replaced_by"] = caller, name
 
