@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +31,11 @@ from tpkernels.layers.batches import compare_inputs
 from tpkernels.layers.checkpoint import checkpoint
 from tpkernels.layers.initial import InitMethod
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
-from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, takes
+from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, Unpack, takes
 from tpkernels.layers.world import tensor_world
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region, gather_from_sequence_region
 from tpkernels.ops.tensor_parallel.segment_heads import segment_heads
 from tpkernels.tp_invariance import mode
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # Python 3.11
 
 
 class ParallelQKV(nn.Module):

@@ -13,7 +13,7 @@ The table of a VocabParallelEmbedding is split over ranks, padded to a multiple 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,12 @@ from tpkernels.groups.sizes import InvalidSizes, positive, ranges_of, shard_size
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.batches import compare_inputs
 from tpkernels.layers.initial import InitMethod, fill_shard, fill_with_nan
-from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, SplitOptions, takes
+from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, SplitOptions, Unpack, takes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.ops.activations import Activation, require_activation
 from tpkernels.ops.main_grad import accumulating
 from tpkernels.ops.quantize import Recipe, require_recipe
 from tpkernels.ops.tensor_parallel.mappings import gather_from_region, scatter_to_region
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # Python 3.11
 
 
 class _ParallelLinear(ParallelModule):

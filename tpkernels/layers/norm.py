@@ -8,20 +8,16 @@ norm itself sums them in backward, before they are rounded, and the parameters a
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from tpkernels import ops
 from tpkernels.groups.sizes import positive
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.options import DEFAULT, LayerOptions, ReplicatedOptions, takes
+from tpkernels.layers.options import DEFAULT, LayerOptions, ReplicatedOptions, Unpack, takes
 from tpkernels.layers.parallel_module import MarkedModule
 from tpkernels.layers.world import tensor_world
 from tpkernels.tp_invariance import mode
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # Python 3.11
 
 
 class _Norm(MarkedModule):
