@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,23 +37,9 @@ from tpkernels.groups.checksums import sums_of_bits
 from tpkernels.groups.random import is_capturing
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import State, tensor_world
-from tpkernels.layers.wrappers import groups_with_blocks, is_dtensor, local_of, ranks_of, reshard
+from tpkernels.layers.wrappers import groups_with_blocks, is_dtensor, local_of, reshard
 from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import agree_on, sum_over_ranks_, unlike_first_rank
-
-
-def require_marks(caller: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if a DTensor has lost its attribute `sequence_parallel`.
-
-    fully_shard makes new parameters: our layers mark theirs again, other modules do not.
-    """
-    for name, parameter in parameters:
-        if is_dtensor(parameter) and "sequence_parallel" not in vars(parameter):
-            raise TypeError(
-                f"{caller}: expected parameters with the attribute sequence_parallel, got the DTensor "
-                f"'{name}' of a module that is not of tpkernels, which has lost its attributes; after "
-                "fully_shard, set its attribute sequence_parallel to True or False"
-            )
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -76,7 +62,14 @@ def finalize_gradients(module: nn.Module, *, state: State = None) -> None:
     """
     world = tensor_world(state)
     reshard(module)
-    require_marks("finalize_gradients", module.named_parameters())
+    for name, parameter in module.named_parameters():
+        # fully_shard makes new parameters: our layers mark theirs again, other modules do not
+        if is_dtensor(parameter) and "sequence_parallel" not in vars(parameter):
+            raise TypeError(
+                "finalize_gradients: expected parameters with the attribute sequence_parallel, got the "
+                f"DTensor '{name}' of a module that is not of tpkernels, which has lost its attributes; "
+                "after fully_shard, set its attribute sequence_parallel to True or False"
+            )
     if world.size == 1:
         return
     with unobserved():
@@ -146,9 +139,7 @@ def likely_causes(copy: Tensor) -> str:
 
 def is_split_over(ranks: Sequence[int], parameter: Tensor) -> bool:
     """Whether these tensor-parallel ranks hold shards of `parameter`, rather than replicas."""
-    if Attributes.of(parameter).tensor_model_parallel:
-        return True
-    return any(ranks_of(group) == tuple(ranks) for group in groups_with_blocks(parameter))
+    return Attributes.of(parameter).tensor_model_parallel or tuple(ranks) in groups_with_blocks(parameter)
 
 
 # Ranks with replicas, and this rank's replicas by name.
@@ -251,9 +242,5 @@ def _copies_of(optimizer: Optimizer) -> Copies | None:
     names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     if len(set(names)) != len(parameters):
         names = [f"parameter {i} of the optimizer, {tuple(p.shape)}" for i, p in enumerate(parameters)]
-    return ranks, {n: p for n, p in zip(names, parameters, strict=True) if _is_copy(p, ranks)}
-
-
-def _is_copy(parameter: Tensor, ranks: Sequence[int]) -> bool:
-    """Whether a parameter is a replica: neither a shard nor a weight of Megatron's experts."""
-    return not is_split_over(ranks, parameter) and getattr(parameter, "allreduce", True)
+    not_of_experts = [(n, p) for n, p in zip(names, parameters, strict=True) if Attributes.of(p).allreduce]
+    return ranks, {name: p for name, p in not_of_experts if not is_split_over(ranks, p)}

@@ -101,12 +101,12 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def groups_with_blocks(tensor: Tensor) -> list[ProcessGroup]:
-    """The groups over which a DTensor is sharded; none for other tensors."""
+def groups_with_blocks(tensor: Tensor) -> dict[tuple[int, ...], ProcessGroup]:
+    """The groups over which a DTensor is sharded, by their global ranks; none for other tensors."""
     if not is_dtensor(tensor):
-        return []
+        return {}
     held = zip(tensor.device_mesh.get_all_groups(), tensor.placements, strict=True)
-    return [group for group, placement in held if not placement.is_replicate()]
+    return {ranks_of(group): group for group, placement in held if not placement.is_replicate()}
 
 
 def reshard(model: nn.Module) -> None:
