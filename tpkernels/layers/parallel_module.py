@@ -57,7 +57,7 @@ class MarkedModule(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self._note()
-        super()._load_from_state_dict(*args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(*args)
         self._mark()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,21 +69,13 @@ class MarkedModule(nn.Module):
         self._mark()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; notice `FullyShardedDataParallel`, and that `fully_shard` has made DTensors.
+        """Set an attribute; notice that `fully_shard` has made DTensors.
 
         Not a property: since torch 2.14 torch.compile would take its value alone.
         """
         super().__setattr__(name, value)
         if name == "_is_fsdp_managed_module":
-            self._after_fully_shard()
-        if name == "_fsdp_use_orig_params" and not value:
-            self._refuse_flat_parameters()
-
-    def _after_fully_shard(self) -> None:
-        self._mark()
-
-    def _refuse_flat_parameters(self) -> None:
-        """Raise if `FullyShardedDataParallel`, which has flat parameters, may average other shards."""
+            self._mark()
 
     def _note(self) -> None:
         """Remember the parameters' attributes, which callers may have changed."""
@@ -130,22 +122,18 @@ class ParallelModule(MarkedModule):
         for _, parameter in self._named():
             vars(parameter)["tensor_parallel_ranks"] = self.world.ranks  # of the group in this process
 
-    def _after_fully_shard(self) -> None:
-        refuse_mesh(self, self.world.ranks, holds_dtensors=self.holds_dtensors)
-        super()._after_fully_shard()
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if getattr(param, "_fsdp_flattened", False):
-            self._refuse_flat_parameters()
-        super().register_parameter(name, param)
-
-    def _refuse_flat_parameters(self) -> None:
-        if self.world.size > 1:
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; refuse `fully_shard` and `FullyShardedDataParallel` over other shards."""
+        if name == "_is_fsdp_managed_module":
+            refuse_mesh(self, self.world.ranks, holds_dtensors=self.holds_dtensors)
+        is_flat = name == "_fsdp_use_orig_params" and not value
+        if (is_flat or getattr(value, "_fsdp_flattened", None) is True) and self.world.size > 1:
             raise ValueError(
                 f"FullyShardedDataParallel: expected no {type(self).__name__} over {self.world.size} ranks, "
                 "which cannot see whether its shards would be averaged; use "
                 'torch.distributed.fsdp.fully_shard(model, mesh=mesh["dp"])'
             )
+        super().__setattr__(name, value)
 
     def require_features(self, x: Tensor, features: int, advice: str) -> None:
         """Raise unless x is (..., features). advice: what to do, for the error"""
