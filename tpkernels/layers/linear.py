@@ -117,8 +117,7 @@ class _ParallelLinear(ParallelModule):
                 f"{type(self).__name__}: expected a weight in forward: the layer was built with "
                 "skip_weight_param_allocation=True and has none"
             )
-        fused = self.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
-        return accumulating(weight, type(self).__name__) if fused else (weight, None)
+        return weight_and_main_grad(weight, type(self).__name__, self.gradient_accumulation_fusion)
 
     def extra_repr(self) -> str:
         held = "no weight" if self.weight is None else f"weight {tuple(self.weight.shape)}"
@@ -126,6 +125,13 @@ class _ParallelLinear(ParallelModule):
             f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, {self.world} holds {held}"
         )
         return with_recipe(said, self.quantize)
+
+
+def weight_and_main_grad(weight: Tensor, owner: str, is_fused: bool) -> tuple[Tensor, Tensor | None]:
+    """The weight to pass to an op, and the `main_grad` that its gradient is added to if that is fused."""
+    if is_fused and weight.requires_grad and torch.is_grad_enabled():
+        return accumulating(weight, owner)
+    return weight, None
 
 
 def with_recipe(said: str, quantize: Recipe | None) -> str:
