@@ -59,7 +59,8 @@ def check(model: nn.Module, optimizer: object = None) -> None:
         )
     if optimizer is not None:
         named = {id(p): f"'{name}'" for name, p in model.named_parameters()}
-        refuse_optimizer(optimizer, list(_parameters_in(_state_of(optimizer))), named)
+        holder = getattr(optimizer, "param_groups", None) or getattr(optimizer, "__dict__", {})
+        refuse_optimizer(optimizer, list(_parameters_in(holder)), named)
     if not _takes_shards(model):
         compare_inputs(model, layers[0].world)
 
@@ -77,10 +78,6 @@ def _takes_shards(model: nn.Module) -> bool:
     takes_features = any(layer.get("input_is_parallel") is True for layer in layers)
     makes_features = any(layer.get("gather_output") is False for layer in layers)
     return (bool(shared) and not makes_tokens) or (takes_features and not makes_features)
-
-
-def _state_of(optimizer: object) -> object:
-    return getattr(optimizer, "param_groups", None) or getattr(optimizer, "__dict__", {})
 
 
 def _parameters_in(holder: object, depth: int = 6) -> Iterator[nn.Parameter]:
