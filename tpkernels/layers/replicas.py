@@ -2,18 +2,17 @@
 
 Under sequence parallelism a norm's gradient is partial: it covers this rank's tokens only. Such a parameter
 is marked `sequence_parallel`, and `finalize_gradients` sums its gradients, once after the (last) backward of
-a step. Without this sum replicas drift apart: `clip_grad_norm_` refuses gradients that differ,
-`check_replicas` refuses parameters that differ.
+a step. Without this sum replicas drift apart, which no loss shows. The same happens if gradients are clipped
+by `torch.nn.utils.clip_grad_norm_`, which sees one rank's shards only: each rank scales by another norm.
 
-A `Watch` checks automatically that replicated parameters are equal, after steps 1, 2, 4, 8, ..., and every
-N-th one:
+clip_grad_norm_     refuses gradients that differ
+check_replicas      refuses parameters that differ
+Watch               refuses them after steps 1, 2, 4, 8, ..., and every N-th one of an optimizer
 
 TPKERNELS_CHECK_REPLICAS    N, by default 100; 0: never. For inputs (`batches`), too
 
-`torch.nn.utils.clip_grad_norm_` sees one rank's shards only: each rank scales by another norm, and replicas
-drift apart, which no loss shows. The same happens if partial gradients are not summed. torch calls a hook
-after each step of each optimizer; ranks then compare checksums through torch.distributed's store. If ranks
-have taken different numbers of steps, a time-out reports it; a collective would match another message.
+A `Watch` compares checksums through torch.distributed's store. If ranks have taken different numbers of
+steps, a time-out reports it; a collective would match another message.
 """
 
 from __future__ import annotations

@@ -36,13 +36,11 @@ def refuse_ddp(wrapper: DistributedDataParallel) -> None:
     """Raise if a wrapper averages shards of a weight, or has parameters that were replaced. Looks once."""
     if wrapper in accepted:
         return
-    problem = _problem_of_ddp(wrapper)
-    if problem is None:
-        accepted[wrapper] = len(wrapper._module_parameters)
-        return
-    if isinstance(wrapper.module, nn.ParameterList):  # of `replicate`, which ends no forward that has raised
-        DistributedDataParallel._active_ddp_module = None
-    raise ValueError(problem)
+    if problem := _problem_of_ddp(wrapper):
+        if isinstance(wrapper.module, nn.ParameterList):
+            DistributedDataParallel._active_ddp_module = None  # `replicate` ends no forward that has raised
+        raise ValueError(problem)
+    accepted[wrapper] = len(wrapper._module_parameters)
 
 
 def _problem_of_ddp(wrapper: DistributedDataParallel) -> str | None:
