@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks_of_modules
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as hooks_of_steps
 
 from tests.layers.worlds import posing
@@ -21,6 +22,7 @@ from tpkernels import (
     initialize_model_parallel,
     parallelize,
 )
+from tpkernels.comm.calls import Calls
 from tpkernels.layers import check as unit
 
 
@@ -63,6 +65,40 @@ def test_a_home_made_optimizer_that_is_wrong_on_shards_is_refused():
         with pytest.raises(ValueError, match=r"^Shampoo has '0.weight' and 1 more, of which each rank holds"):
             check(model, Shampoo(list(model.parameters())))
         check(model, torch.optim.AdamW(model.parameters()))
+
+
+WRAPPED = {
+    "plain": DistributedDataParallel,
+    "of a compiled one": lambda model: DistributedDataParallel(torch.compile(model)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+@on_ranks(2)
+def test_a_wrapper_over_other_shards_is_refused_before_its_first_forward(wrap):
+    initialize_model_parallel(2)
+    wrapper = WRAPPED[wrap](nn.Sequential(ColumnParallelLinear(4, 4)))
+    with pytest.raises(ValueError, match="DistributedDataParallel over ranks 0, 1 would average different"):
+        check(wrapper)
+
+
+@on_ranks(2)
+def test_a_wrapper_of_replaced_parameters_is_refused_before_its_next_forward():
+    initialize_model_parallel(2)
+    model = nn.Sequential(nn.Linear(4, 4))
+    wrapper = DistributedDataParallel(model)
+    parallelize(model, plan={"0": "head"})
+    with pytest.raises(ValueError, match=r"has wrapped '0.weight', which parallelize has replaced"):
+        check(wrapper)
+
+
+def test_checking_sends_nothing_and_hangs_one_hook_on_the_model(monkeypatch):
+    monkeypatch.setattr(Calls, "begin", None)
+    with posing(0, 2):
+        model = nn.Sequential(ColumnParallelLinear(4, 4), ColumnParallelLinear(4, 4))
+        for _ in range(2):
+            check(model, torch.optim.AdamW(model.parameters()))
+        assert len(model._forward_pre_hooks) == 1
 
 
 def test_a_model_without_layers_is_refused():
@@ -112,6 +148,17 @@ def test_in_debug_mode_a_model_is_checked_in_its_first_call(monkeypatch):
         nn.Linear(4, 4)(torch.ones(2, 4))
     destroy_model_parallel()
     checks.assert_called_once_with(model)
+
+
+def test_in_debug_mode_a_model_is_traced_without_a_check(monkeypatch):
+    destroy_model_parallel()
+    monkeypatch.setattr(unit, "debug", True)
+    with posing(0, 2), patch.object(unit, "check") as checks:
+        model = nn.Sequential(ColumnParallelLinear(4, 4, gather_output=False))
+        model.compile(backend="eager", fullgraph=True)
+        model(torch.ones(2, 4))
+    destroy_model_parallel()
+    assert not checks.called
 
 
 IMPORTING = """

@@ -24,7 +24,7 @@ from tpkernels import (
     VocabParallelEmbedding,
 )
 
-REPLICATED = ["sequence_parallel", "tp_invariant", "state", "device", "dtype"]
+REPLICATED = ["sequence_parallel", "state", "device", "dtype", "tp_invariant"]
 SPLIT = [*REPLICATED, "perform_initialization"]
 ALL = [field.name for field in fields(LayerOptions)]
 CONFIG = GPTConfig(vocab_size=8, hidden_size=8, num_layers=1, num_heads=2, max_positions=4)

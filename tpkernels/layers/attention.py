@@ -15,10 +15,10 @@ are summed. With TP-invariance the same holds for its segments, see `ops/tensor_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +31,11 @@ from tpkernels.layers.batches import compare_inputs
 from tpkernels.layers.checkpoint import checkpoint
 from tpkernels.layers.initial import InitMethod
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
-from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, takes
+from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, Unpack, takes
 from tpkernels.layers.world import tensor_world
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region, gather_from_sequence_region
 from tpkernels.ops.tensor_parallel.segment_heads import segment_heads
 from tpkernels.tp_invariance import given_or_default
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # Python 3.11
 
 
 class ParallelQKV(nn.Module):
@@ -66,7 +63,21 @@ class ParallelQKV(nn.Module):
 
         With TP-invariance, if segments share heads of keys and values, these have a head for each segment.
         """
-        query, key, value = columns_of(hidden, self.query, self.key, self.value)
+        layers = self.query, self.key, self.value  # which differ in their weights alone
+        first = self.query
+        first.require_features(hidden, first.input_size, "every rank needs all of them")
+        weights, main_grads = zip(*[layer.weight_and_main_grad() for layer in layers], strict=True)
+        query, key, value = ops.column_linear(
+            hidden,
+            weights,
+            [layer.bias for layer in layers],
+            self.world.group,
+            sequence_parallel=first.sequence_parallel,
+            overlap=first.overlap,
+            main_grad=main_grads,
+            quantize=first.quantize,
+            tp_invariant=self.world.tp_invariant,
+        )
         if self.num_kv_heads < (segments := self.world.tp_invariant):
             group = self.world.group
             key, value = (
@@ -88,29 +99,6 @@ class ParallelQKV(nn.Module):
         own = self.world.rank * self.num_kv_heads // self.world.size
         one = heads[own * self.head_size :][: self.head_size].movedim(0, -1)
         return one.contiguous()  # for fused attention; and a view would keep all heads in memory
-
-
-def columns_of(input_: Tensor, *layers: ColumnParallelLinear) -> Any:
-    """Compute column layers that differ in their weights alone, with one gather of the input."""
-    first = layers[0]
-    if input_.ndim < 1 or input_.shape[-1] != first.input_size:
-        first.require_features(input_, first.input_size, "every rank needs all of them")
-    weights: Sequence[Tensor] = [layer.weight for layer in layers]
-    main_grads: Sequence[Tensor | None] = [None] * len(layers)
-    if first.gradient_accumulation_fusion:
-        weights, main_grads = zip(*(layer.weight_and_main_grad() for layer in layers), strict=True)
-    return ops.column_linear(
-        input_,
-        weights,
-        [layer.bias for layer in layers],
-        first.world.group,
-        activation=first.activation,
-        sequence_parallel=first.sequence_parallel,
-        overlap=first.overlap,
-        main_grad=main_grads,
-        quantize=first.quantize,
-        tp_invariant=first.world.tp_invariant,
-    )
 
 
 class ParallelAttention(nn.Module):
@@ -156,12 +144,11 @@ class ParallelAttention(nn.Module):
             require_heads(
                 num_heads, num_kv_heads, self.head_size, world.tp_invariant, "segments of TP-invariance"
             )
-            refuse_dropout(dropout)
         self.segments = segments
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.rotary_base = rotary_base if rotary else None
         self.causal = causal
-        self.dropout = require_probability("dropout", dropout)
+        self.dropout = require_dropout("dropout", dropout, world.tp_invariant)
         self.recompute = recompute
         column = partial(
             ColumnParallelLinear, bias=bias, gather_output=False, init_method=init_method, options=options
@@ -326,9 +313,7 @@ class ParallelDropout(nn.Module):
 
     def __init__(self, p: float, *, is_split: bool, tp_invariant: int | None = None) -> None:
         super().__init__()
-        self.p = require_probability("p", p)
-        if given_or_default(tp_invariant):
-            refuse_dropout(p)
+        self.p = require_dropout("p", p, given_or_default(tp_invariant))
         self.is_split = is_split
 
     def forward(self, x: Tensor) -> Tensor:
@@ -341,16 +326,13 @@ class ParallelDropout(nn.Module):
         return f"p={self.p}, is_split={self.is_split}"
 
 
-def refuse_dropout(p: float) -> None:
-    """Raise if p is not 0, where TP-invariance is on."""
-    if p:
+def require_dropout(name: str, p: float, segments: int) -> float:
+    """Return a probability; raise unless it is one, and 0 with segments of TP-invariance."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"{name}: expected a probability from 0 to 1, got {p}")
+    if p and segments:
         raise ValueError(
             f"dropout: expected 0 with TP-invariance, got {p}: each rank draws for its own shard, so the "
             "dropped elements depend on the number of ranks; set dropout to 0"
         )
-
-
-def require_probability(name: str, p: float) -> float:
-    if not 0 <= p <= 1:
-        raise ValueError(f"{name}: expected a probability from 0 to 1, got {p}")
     return p

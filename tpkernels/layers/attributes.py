@@ -16,7 +16,6 @@ is_qkv                  rows of queries, keys and values, in groups of `qkv_spli
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -52,9 +51,14 @@ class Attributes:
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
     """Mark `tensor` as split along `dim`; raise if it already has other marks."""
-    said = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
-    _check(tensor, said)
-    vars(tensor).update(said)
+    marks = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
+    for name, value in marks.items():
+        if vars(tensor).get(name, value) != value:
+            raise ValueError(
+                f"{name}: expected {vars(tensor)[name]!r}, with which this tensor is marked already, "
+                f"got {value!r}"
+            )
+    vars(tensor).update(marks)
     state = current_or_none()
     if is_parallel and state is not None:
         vars(tensor)["tensor_parallel_ranks"] = tuple(state.ranks("tp"))
@@ -74,12 +78,3 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
 def param_is_not_tensor_parallel_duplicate(param: Tensor, state: State = None) -> bool:
     """Whether this rank counts `param`: shards count on every rank, replicated parameters on the first."""
     return Attributes.of(param).tensor_model_parallel or tensor_world(state).rank == 0
-
-
-def _check(tensor: Tensor, said: dict[str, Any]) -> None:
-    for name, value in said.items():
-        if vars(tensor).get(name, value) != value:
-            raise ValueError(
-                f"{name}: expected {vars(tensor)[name]!r}, with which this tensor is marked already, "
-                f"got {value!r}"
-            )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import chain
 from typing import Any
 
@@ -52,14 +52,14 @@ def compare_inputs(
         module.register_forward_pre_hook(Batches(world, shards, until_activations), with_kwargs=True)
 
 
+@dataclass(eq=False)
 class Batches:
     """A forward pre-hook of a module that compares its inputs between ranks in some calls."""
 
-    def __init__(self, world: TensorWorld, shards: Collection[str], until_activations: bool) -> None:
-        self._world = world
-        self._shards = shards
-        self._until_activations = until_activations
-        self._calls = 0
+    _world: TensorWorld
+    _shards: Collection[str]
+    _until_activations: bool
+    _calls: int = 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
@@ -73,11 +73,8 @@ class Batches:
         if named := [*_data_of(module, args, kwargs, self._shards)]:
             _compare(type(_unwrapped(module)).__name__, named, self._world.group)
         elif self._until_activations and torch.is_grad_enabled():
-            self._leave(module)
-
-    def _leave(self, module: nn.Module) -> None:
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is self]:
-            del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+            for key in [key for key, hook in module._forward_pre_hooks.items() if hook is self]:
+                del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_calls": 0}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -19,13 +19,10 @@ from tpkernels.layers.checkpoint import checkpoint
 from tpkernels.layers.initial import InitMethod
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear, with_recipe
 from tpkernels.layers.norm import LayerNorm, RMSNorm
-from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, takes
+from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, Unpack, takes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.ops.activations import ACTIVATIONS, GATE_OF, Activation, Glu
 from tpkernels.ops.quantize import Recipe
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # Python 3.11
 
 
 class ParallelMLP(ParallelModule):
@@ -109,7 +106,6 @@ class ParallelMLP(ParallelModule):
         main_grads: Sequence[Tensor | None] | None = None
         if self.gradient_accumulation_fusion:
             weights, main_grads = zip(*(layer.weight_and_main_grad() for layer in layers), strict=True)
-            main_grads = None if all(each is None for each in main_grads) else main_grads
         output = ops.parallel_mlp(
             input_,
             weights[0],

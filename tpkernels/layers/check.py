@@ -7,7 +7,7 @@ torch has hooks on steps for all optimizers of the process only. The first layer
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -32,7 +32,8 @@ def check(model: nn.Module, optimizer: object = None) -> None:
     model: the outermost module, as it is called: wrapped and compiled
     optimizer: of any class, also of none that torch knows
 
-    Called by all ranks of the tensor-parallel group, before the first step. It finds
+    Called by all ranks of the tensor-parallel group, before the first step. It sends nothing, and takes
+    milliseconds. It finds
 
     - `DistributedDataParallel` over ranks that hold other shards;
     - an optimizer, or a wrapper, of parameters that `parallelize` has replaced;
@@ -58,10 +59,10 @@ def check(model: nn.Module, optimizer: object = None) -> None:
         )
     if optimizer is not None:
         named = {id(p): f"'{name}'" for name, p in model.named_parameters()}
-        refuse_optimizer(optimizer, list(_parameters_in(_state_of(optimizer))), named)
-    world: TensorWorld = layers[0].world
+        holder = getattr(optimizer, "param_groups", None) or getattr(optimizer, "__dict__", {})
+        refuse_optimizer(optimizer, list(_parameters_in(holder)), named)
     if not _takes_shards(model):
-        compare_inputs(model, world)
+        compare_inputs(model, layers[0].world)
 
 
 def layers_of(model: nn.Module) -> list[Any]:
@@ -79,10 +80,6 @@ def _takes_shards(model: nn.Module) -> bool:
     return (bool(shared) and not makes_tokens) or (takes_features and not makes_features)
 
 
-def _state_of(optimizer: object) -> object:
-    return getattr(optimizer, "param_groups", None) or getattr(optimizer, "__dict__", {})
-
-
 def _parameters_in(holder: object, depth: int = 6) -> Iterator[nn.Parameter]:
     """Yield parameters in nested lists and dicts, `depth` levels deep."""
     if isinstance(holder, nn.Parameter):
@@ -98,34 +95,31 @@ def _parameters_in(holder: object, depth: int = 6) -> Iterator[nn.Parameter]:
             yield from _parameters_in(each, depth - 1)
 
 
-class _Installed:
-    handles: ClassVar[list[RemovableHandle]] = []
-    checked: ClassVar[WeakSet[nn.Module]] = WeakSet()
-
-
 debug = env_flag("TPKERNELS_DEBUG", default=False)
+_hooks: list[RemovableHandle] = []
+_checked: WeakSet[nn.Module] = WeakSet()
 
 
 def guard_training() -> None:
     """Install the hooks, unless they are; with TPKERNELS_DEBUG=1 `check` each model in its first call."""
-    if _Installed.handles:
+    if _hooks:
         return
-    _Installed.handles.append(register_optimizer_step_pre_hook(before_step))
+    _hooks.append(register_optimizer_step_pre_hook(before_step))
     if replicas.steps_between_checks:
-        _Installed.handles.append(register_optimizer_step_post_hook(replicas.after_step))
+        _hooks.append(register_optimizer_step_post_hook(replicas.after_step))
     if debug:
-        _Installed.handles.append(register_module_forward_pre_hook(_check_once))
+        _hooks.append(register_module_forward_pre_hook(_check_once))
     at_destroy(_remove)
 
 
 def _remove() -> None:
-    while _Installed.handles:
-        _Installed.handles.pop().remove()
+    while _hooks:
+        _hooks.pop().remove()
 
 
 def _check_once(module: nn.Module, _: object) -> None:
     """Check a module, and with it all that are in it."""
-    if not torch.compiler.is_compiling() and module not in _Installed.checked:
-        _Installed.checked.update(module.modules())
+    if not torch.compiler.is_compiling() and module not in _checked:
+        _checked.update(module.modules())
         if layers_of(module):
             check(module)

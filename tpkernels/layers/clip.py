@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -27,7 +26,7 @@ from tpkernels.groups.state import ParallelState, current
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.replicas import gradient_of, likely_causes
 from tpkernels.layers.world import State, tensor_world
-from tpkernels.layers.wrappers import groups_with_blocks, is_dtensor
+from tpkernels.layers.wrappers import groups_with_blocks, is_dtensor, ranks_of
 from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import agree_on, from_all_ranks
 
@@ -121,9 +120,10 @@ def _clipped(owned: Sequence[Tensor], max_norm: float, state: State) -> Tensor:
         raise problem
     norm = square.sqrt()
     if tp_invariance.default.segments:
-        blocks = {_ranks(holders): holders for p in owned for holders in _block_groups(p, groups[0])}
-        added = {_ranks(groups[0]): groups[0], **blocks}
-        counted = [gradient_of(p) for p in owned if _counts_here(p, groups[0], list(added.values()))]
+        added = {ranks_of(groups[0]): groups[0]}
+        for parameter in owned:
+            added |= _block_groups(parameter, groups[0])
+        counted = [gradient_of(p) for p in owned if _counts_here(p, groups[0], added)]
         there = [gradient for gradient in counted if gradient is not None]
         norm.fill_(exact_norm(there, device, [*added.values(), *groups[1:]]))
     gradients = [gradient for gradient in map(gradient_of, owned) if gradient is not None]
@@ -137,31 +137,30 @@ def _square_over_tensor_ranks(
 ) -> tuple[Tensor, Exception | None]:
     """Return the gradients' sum of squares, replicas counted once, same bits on all ranks; or an error."""
     counted = {n: p for n, p in enumerate(parameters) if not getattr(p, "shared", False)}
-    gradients = {number: gradient_of(parameter) for number, parameter in counted.items()}
-    split = [number for number, p in counted.items() if Attributes.of(p).tensor_model_parallel]
-    copied = [number for number in counted if number not in set(split)]
-    named = [(f"parameter {n} of those given", _claimed(counted[n], gradients[n])) for n in copied]
+    split = {n: p for n, p in counted.items() if Attributes.of(p).tensor_model_parallel}
+    copied = {n: p for n, p in counted.items() if n not in split}
+    ordered = [*split.values(), *copied.values()]
+    gradients = [gradient_of(parameter) for parameter in ordered]
+    claims = zip(copied.items(), gradients[len(split) :], strict=True)
+    named = [  # blocks of a DTensor may differ in shape: ranks compare the DTensor itself
+        (f"parameter {n} of those given", p if gradient is not None and is_dtensor(p) else gradient)
+        for (n, p), gradient in claims
+    ]
     problem: Exception | None = None
     try:
         if group.size() > 1:
             agree_on("clip_grad_norm_", named, group)  # so that all ranks send equally many numbers
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error
-    numbers = [_square_and_sum(gradients[number], device) for number in (*split, *copied)]
+    numbers = [_square_and_sum(gradient, device) for gradient in gradients]
     table = torch.stack(numbers, 1) if numbers else torch.zeros(2, 0, dtype=torch.float64, device=device)
-    _add_blocks_(table, [counted[number] for number in (*split, *copied)], group)
+    _add_blocks_(table, ordered, group)
     if problem is not None:
         return table.new_zeros(()), problem
     squares, sums = table[:, len(split) :]
     everybody = from_all_ranks(torch.cat([table[0, : len(split)].sum()[None], squares.sqrt(), sums]), group)
     square = everybody[:, 0].sum() + everybody[0, 1 : 1 + len(copied)].square().sum()
-    there = {number: counted[number] for number in copied}
-    return square, _difference(there, everybody[:, 1:].unflatten(1, (2, len(there))), group)
-
-
-def _claimed(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """The tensor whose shape ranks compare: a gradient, or a DTensor itself, whose blocks may differ."""
-    return parameter if gradient is not None and is_dtensor(parameter) else gradient
+    return square, _difference(copied, everybody[:, 1:].unflatten(1, (2, len(copied))), group)
 
 
 def _square_and_sum(gradient: Tensor | None, device: torch.device) -> Tensor:
@@ -179,24 +178,21 @@ def _add_blocks_(table: Tensor, parameters: Sequence[Tensor], group: ProcessGrou
     """
     columns: dict[tuple[int, ...], tuple[ProcessGroup, list[int]]] = {}
     for column, parameter in enumerate(parameters):
-        for holders in _block_groups(parameter, group):
-            columns.setdefault(_ranks(holders), (holders, []))[1].append(column)
+        for ranks, holders in _block_groups(parameter, group).items():
+            columns.setdefault(ranks, (holders, []))[1].append(column)
     for holders, which in columns.values():
         table[:, which] = from_all_ranks(table[:, which].flatten(), holders).sum(0).view(2, len(which))
 
 
-def _block_groups(parameter: Tensor, group: ProcessGroup) -> list[ProcessGroup]:
-    """The groups whose ranks hold blocks of a parameter's tensor-parallel shard, or of a replica.
+def _block_groups(parameter: Tensor, group: ProcessGroup) -> dict[tuple[int, ...], ProcessGroup]:
+    """The groups, by ranks, that hold blocks of a parameter's tensor-parallel shard, or of a replica.
 
     group: the tensor-parallel group, whose ranks hold shards of a DTensor of the full shape, not blocks
     """
     found = groups_with_blocks(parameter)
-    is_split = Attributes.of(parameter).tensor_model_parallel
-    return [holders for holders in found if not (is_split and _ranks(holders) == _ranks(group))]
-
-
-def _ranks(group: ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
+    if Attributes.of(parameter).tensor_model_parallel:
+        found.pop(ranks_of(group), None)
+    return found
 
 
 def _square_over_stages(
@@ -213,18 +209,20 @@ def _square_over_stages(
     return squares.sum(), problem
 
 
-def _counts_here(parameter: Tensor, group: ProcessGroup, added: Sequence[ProcessGroup]) -> bool:
+def _counts_here(
+    parameter: Tensor, group: ProcessGroup, added: Mapping[tuple[int, ...], ProcessGroup]
+) -> bool:
     """Whether this rank counts its gradient: where ranks hold the same gradient, only the first counts it.
 
     group: the tensor-parallel group
-    added: the groups over which gradients are added
+    added: the groups over which gradients are added, by their ranks
     """
     if getattr(parameter, "shared", False):
         return False
-    parts = {_ranks(holders) for holders in _block_groups(parameter, group)}
+    parts = {*_block_groups(parameter, group)}
     if Attributes.of(parameter).tensor_model_parallel:
-        parts.add(_ranks(group))
-    return all(_ranks(each) in parts or each.rank() == 0 for each in added)
+        parts.add(ranks_of(group))
+    return all(ranks in parts or each.rank() == 0 for ranks, each in added.items())
 
 
 def _difference(copies: Mapping[int, Tensor], numbers: Tensor, group: ProcessGroup) -> Exception | None:
@@ -241,9 +239,7 @@ def _difference(copies: Mapping[int, Tensor], numbers: Tensor, group: ProcessGro
         return None
     found = "; ".join(
         f"rank {rank} has norm {norm:.6g} and sum {total:.6g}"
-        for rank, (norm, total) in zip(
-            dist.get_process_group_ranks(group), numbers[:, :, wrong[0]].tolist(), strict=True
-        )
+        for rank, (norm, total) in zip(ranks_of(group), numbers[:, :, wrong[0]].tolist(), strict=True)
     )
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     number, copy = list(copies.items())[wrong[0]]

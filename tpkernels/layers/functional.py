@@ -5,12 +5,11 @@ Forward and backward of each region: `tpkernels/ops/tensor_parallel/mappings.py`
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tpkernels import ops
+from tpkernels.layers.linear import weight_and_main_grad
 from tpkernels.layers.world import State, group_of
-from tpkernels.ops.main_grad import accumulating
 from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.vocab.linear_cross_entropy import Reduction
@@ -116,7 +115,7 @@ def linear_cross_entropy(
     gradient_accumulation_fusion: add the weight's gradient to `weight_shard.main_grad`
     quantize: compute the products in fp8
     """
-    weight_shard, main_grad = _accumulating(
+    weight_shard, main_grad = weight_and_main_grad(
         weight_shard, "linear_cross_entropy", gradient_accumulation_fusion
     )
     return ops.linear_cross_entropy(
@@ -153,21 +152,17 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probabilities of targets under logits hidden weightᵀ / temperature, one chunk at a time.
 
-    hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
-    weight_shard: (this rank's columns, features), the same number on every rank
     target: (tokens, ...) ids, the same on all ranks, or (tokens, ..., n): n targets of each token
-    group: a ParallelState, process group or device mesh; None: the current state
     top_k: only the k largest logits of a token count, and logits equal to the smallest of these, as in
         `TopKLogitsWarper` of transformers; other targets have minus infinity and no gradient
     return_entropy: also return the entropy over the ids that count, at the temperature
     ignore_index: a target whose log-probability and gradient are 0; the entropy is 0 if all n are ignored
-    vocab_size: of the full vocabulary, if rows of weight past it are padding
-    chunk_tokens: tokens in a chunk; by default its logits have as many elements as hidden
-    gradient_accumulation_fusion: add the weight's gradient to `weight_shard.main_grad`
-    quantize: compute the products in fp8
+    Others as in `linear_cross_entropy`.
     returns: log-probabilities (like target), and entropies (tokens, ...) or None; in fp32 or wider
     """
-    weight_shard, main_grad = _accumulating(weight_shard, "linear_logprobs", gradient_accumulation_fusion)
+    weight_shard, main_grad = weight_and_main_grad(
+        weight_shard, "linear_logprobs", gradient_accumulation_fusion
+    )
     return ops.linear_logprobs(
         hidden,
         weight_shard,
@@ -183,10 +178,3 @@ def linear_logprobs(
         main_grad=main_grad,
         quantize=quantize,
     )
-
-
-def _accumulating(weight: Tensor, owner: str, fused: bool) -> tuple[Tensor, Tensor | None]:
-    """The weight to pass to an op, and the `main_grad` that its gradient is added to."""
-    if fused and weight.requires_grad and torch.is_grad_enabled():
-        return accumulating(weight, owner)
-    return weight, None

@@ -13,7 +13,7 @@ The table of a VocabParallelEmbedding is split over ranks, padded to a multiple 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,12 @@ from tpkernels.groups.sizes import InvalidSizes, positive, ranges_of, shard_size
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.batches import compare_inputs
 from tpkernels.layers.initial import InitMethod, fill_shard, fill_with_nan
-from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, SplitOptions, takes
+from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, SplitOptions, Unpack, takes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.ops.activations import Activation, require_activation
 from tpkernels.ops.main_grad import accumulating
 from tpkernels.ops.quantize import Recipe, require_recipe
 from tpkernels.ops.tensor_parallel.mappings import gather_from_region, scatter_to_region
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # Python 3.11
 
 
 class _ParallelLinear(ParallelModule):
@@ -46,11 +43,14 @@ class _ParallelLinear(ParallelModule):
         dim: int,
         input_size: int,
         output_size: int,
-        stride: int,
+        bias: bool,
         init_method: InitMethod,
+        stride: int,
         keep_master_weight_for_test: bool,
         skip_bias_add: bool,
         options: LayerOptions,
+        *,
+        has_weight: bool = True,
     ) -> None:
         super().__init__(options.state, options.tp_invariant)
         name = type(self).__name__
@@ -80,19 +80,13 @@ class _ParallelLinear(ParallelModule):
         self.quantize = options.quantize
         self.master_weight: Tensor | None = None
         self._dim = dim
-
-    def _add_parameters(
-        self,
-        shape: tuple[int, int] | None,
-        features: int | None,
-        of_bias: Attributes,
-        options: LayerOptions,
-    ) -> None:
-        """Add and draw the weight of this shape, and the bias of these features; None: there is none."""
-        split = Attributes(tensor_model_parallel=True, partition_dim=self._dim, partition_stride=self.stride)
-        biases = None if features is None else (features,)
-        self.add_parameter("weight", shape, split, device=options.device, dtype=options.dtype)
-        self.add_parameter("bias", biases, of_bias, device=options.device, dtype=options.dtype)
+        self._shard_size = shard_size(size, self.world.size, size_name, stride)
+        shape = (output_size, self._shard_size) if dim else (self._shard_size, input_size)
+        split = Attributes(tensor_model_parallel=True, partition_dim=dim, partition_stride=stride)
+        full_bias = Attributes(sequence_parallel=self.sequence_parallel and skip_bias_add)
+        factory: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
+        self.add_parameter("weight", shape if has_weight else None, split, **factory)
+        self.add_parameter("bias", shape[:1] if bias else None, full_bias if dim else split, **factory)
         if options.perform_initialization:
             self.reset_parameters()
         else:
@@ -123,8 +117,7 @@ class _ParallelLinear(ParallelModule):
                 f"{type(self).__name__}: expected a weight in forward: the layer was built with "
                 "skip_weight_param_allocation=True and has none"
             )
-        fused = self.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
-        return accumulating(weight, type(self).__name__) if fused else (weight, None)
+        return weight_and_main_grad(weight, type(self).__name__, self.gradient_accumulation_fusion)
 
     def extra_repr(self) -> str:
         held = "no weight" if self.weight is None else f"weight {tuple(self.weight.shape)}"
@@ -132,6 +125,13 @@ class _ParallelLinear(ParallelModule):
             f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, {self.world} holds {held}"
         )
         return with_recipe(said, self.quantize)
+
+
+def weight_and_main_grad(weight: Tensor, owner: str, is_fused: bool) -> tuple[Tensor, Tensor | None]:
+    """The weight to pass to an op, and the `main_grad` that its gradient is added to if that is fused."""
+    if is_fused and weight.requires_grad and torch.is_grad_enabled():
+        return accumulating(weight, owner)
+    return weight, None
 
 
 def with_recipe(said: str, quantize: Recipe | None) -> str:
@@ -170,24 +170,19 @@ class ColumnParallelLinear(_ParallelLinear):
         options: LayerOptions = DEFAULT,
         **_: Unpack[LinearOptions],
     ) -> None:
-        seeds = stride, init_method, keep_master_weight_for_test, skip_bias_add
-        super().__init__(0, input_size, output_size, *seeds, options)
         require_activation("ColumnParallelLinear", activation or "none")
         if skip_bias_add and bias and activation not in (None, "none"):
             raise ValueError(
                 f"ColumnParallelLinear: expected no activation with skip_bias_add, got {activation!r}: it "
                 "would be applied before the bias; apply it after adding the bias"
             )
+        seeds = bias, init_method, stride, keep_master_weight_for_test, skip_bias_add
+        super().__init__(
+            0, input_size, output_size, *seeds, options, has_weight=not skip_weight_param_allocation
+        )
         self.gather_output = gather_output
         self.activation = activation
-        self.output_size_per_partition = shard_size(output_size, self.world.size, "output_size", stride)
-        rows = self.output_size_per_partition
-        self._add_parameters(
-            None if skip_weight_param_allocation else (rows, input_size),
-            rows if bias else None,
-            Attributes(tensor_model_parallel=True, partition_dim=0, partition_stride=stride),
-            options,
-        )
+        self.output_size_per_partition = self._shard_size
         if not self.sequence_parallel:
             compare_inputs(self, self.world, until_activations=True)
 
@@ -262,26 +257,20 @@ class RowParallelLinear(_ParallelLinear):
         options: LayerOptions = DEFAULT,
         **_: Unpack[LinearOptions],
     ) -> None:
-        seeds = stride, init_method, keep_master_weight_for_test, skip_bias_add
-        super().__init__(1, input_size, output_size, *seeds, options)
         if options.sequence_parallel and not input_is_parallel:
             raise ValueError(
                 "RowParallelLinear: expected input_is_parallel=True with sequence_parallel, because the "
                 "input has all tokens and this rank's features; pass input_is_parallel=True"
             )
+        seeds = bias, init_method, stride, keep_master_weight_for_test, skip_bias_add
+        super().__init__(1, input_size, output_size, *seeds, options)
         if options.sequence_parallel and skip_bias_add and bias and self.world.segments:
             raise ValueError(
                 "RowParallelLinear: expected no skip_bias_add with sequence_parallel and TP-invariance: the "
                 "gradient of a bias that the caller adds depends on the split of tokens; let the layer add it"
             )
         self.input_is_parallel = input_is_parallel
-        self.input_size_per_partition = shard_size(input_size, self.world.size, "input_size", stride)
-        self._add_parameters(
-            (output_size, self.input_size_per_partition),
-            output_size if bias else None,
-            Attributes(sequence_parallel=self.sequence_parallel and skip_bias_add),
-            options,
-        )
+        self.input_size_per_partition = self._shard_size
         if not input_is_parallel:
             compare_inputs(self, self.world, until_activations=True)
 

@@ -8,20 +8,16 @@ norm itself sums them in backward, before they are rounded, and the parameters a
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from tpkernels import ops
 from tpkernels.groups.sizes import positive
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.options import DEFAULT, LayerOptions, ReplicatedOptions, takes
+from tpkernels.layers.options import DEFAULT, LayerOptions, ReplicatedOptions, Unpack, takes
 from tpkernels.layers.parallel_module import MarkedModule
 from tpkernels.layers.world import tensor_world
 from tpkernels.tp_invariance import given_or_default
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # Python 3.11
 
 
 class _Norm(MarkedModule):
@@ -29,8 +25,15 @@ class _Norm(MarkedModule):
 
     weight: nn.Parameter
 
-    def __init__(self, hidden_size: int, eps: float, parameters: dict[str, bool], options: LayerOptions):
-        """parameters: by name, whether the norm has it"""
+    @takes(ReplicatedOptions)
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        options: LayerOptions = DEFAULT,
+        **_: Unpack[ReplicatedOptions],
+    ) -> None:
         super().__init__()
         self.hidden_size = positive(hidden_size, "hidden_size")
         if not 0 <= eps < math.inf:
@@ -41,9 +44,7 @@ class _Norm(MarkedModule):
         sums_in_backward = options.sequence_parallel and self.tp_invariant
         self.world = tensor_world(options.state, self.tp_invariant) if sums_in_backward else None
         marked = Attributes(sequence_parallel=options.sequence_parallel and self.world is None)
-        for name, is_there in parameters.items():
-            shape = (hidden_size,) if is_there else None
-            self.add_parameter(name, shape, marked, device=options.device, dtype=options.dtype)
+        self.add_parameter("weight", (hidden_size,), marked, device=options.device, dtype=options.dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -63,17 +64,6 @@ class RMSNorm(_Norm):
     sequence_parallel: x is this rank's tokens
     state: the tensor-parallel group, looked up with TP-invariance only; None: the current state
     """
-
-    @takes(ReplicatedOptions)
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        *,
-        options: LayerOptions = DEFAULT,
-        **_: Unpack[ReplicatedOptions],
-    ) -> None:
-        super().__init__(hidden_size, eps, {"weight": True}, options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x, (..., hidden_size)."""
@@ -99,7 +89,10 @@ class LayerNorm(_Norm):
         options: LayerOptions = DEFAULT,
         **_: Unpack[ReplicatedOptions],
     ) -> None:
-        super().__init__(hidden_size, eps, {"weight": True, "bias": bias}, options)
+        super().__init__(hidden_size, eps, options=options)
+        shape, marked = (hidden_size,) if bias else None, Attributes.of(self.weight)
+        self.add_parameter("bias", shape, marked, device=options.device, dtype=options.dtype)
+        self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x, (..., hidden_size)."""

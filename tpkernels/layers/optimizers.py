@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from tpkernels.errors import warn
-from tpkernels.layers.wrappers import is_shard, replacements, replacer_of
+from tpkernels.layers.wrappers import accepted, is_shard, replacer_of
 
 # By class name: torch's, and names that other packages use for the same mathematics.
 ELEMENTWISE = {
@@ -33,19 +32,16 @@ _WHY = {
     "SOAP": "its factors are products of the matrix with itself",
     r"\dbit": "blocks of elements share a scale, and a shard has other blocks",
 }
-# And the numbers of their parameters and of replacements then.
-_looked_at: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 
 
 def before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
-    """torch's hook before a step: look at the optimizer, unless it has been."""
+    """torch's hook before a step: look at the optimizer, unless it has been, with as many parameters."""
     if torch.compiler.is_compiling():
         return
-    found = sum(len(group["params"]) for group in optimizer.param_groups), len(replacements)
-    if _looked_at.get(optimizer) != found:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        refuse_optimizer(optimizer, parameters)
-        _looked_at[optimizer] = found
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if accepted.get(optimizer) != count:
+        refuse_optimizer(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
+        accepted[optimizer] = count
 
 
 def refuse_optimizer(
@@ -76,30 +72,23 @@ def refuse_optimizer(
 
 def problem_on_shards(optimizer: object, shards: Sequence[str]) -> str:
     """Why an optimizer is wrong, or not known to be right, on these shards; "" if it is right."""
-    if not shards or is_elementwise(optimizer):
+    kind, module, why = type(optimizer).__name__, type(optimizer).__module__, why_wrong(optimizer)
+    if not shards or module.startswith("tpkernels.") or (kind in ELEMENTWISE and not why):
         return ""
     more = f" and {len(shards) - 1} more" * (len(shards) > 1)
-    why = why_wrong(optimizer)
     said = "takes the shard for the full parameter" if why else "is not known here"
     return (
-        f"{type(optimizer).__name__} has {shards[0]}{more}, of which each rank holds a shard, and {said}: "
+        f"{kind} has {shards[0]}{more}, of which each rank holds a shard, and {said}: "
         f"use an elementwise one, such as AdamW, or tpkernels.optim.Muon{f'; {why}' * bool(why)}. Right on "
         f"shards are {', '.join(sorted(ELEMENTWISE))}, and tpkernels.optim.Muon"
     )
 
 
-def is_elementwise(optimizer: object) -> bool:
-    """Whether an optimizer is elementwise by its class name, or is one of tpkernels.
-
-    Optimizers of bitsandbytes are not: states of its AdamW may have 8 bits.
-    """
-    kind, module = type(optimizer).__name__, type(optimizer).__module__
-    ours = module.startswith("tpkernels.")
-    return ours or (kind in ELEMENTWISE and not module.startswith("bitsandbytes"))
-
-
 def why_wrong(optimizer: object) -> str:
-    """Why an optimizer is known to be wrong on shards; "" if it is not."""
+    """Why an optimizer is known to be wrong on shards, by its class name; "" if it is not.
+
+    All of bitsandbytes are: states of its AdamW, too, may have 8 bits.
+    """
     kind, module = type(optimizer).__name__, type(optimizer).__module__
     if module.startswith("bitsandbytes"):
         return _WHY[r"\dbit"]

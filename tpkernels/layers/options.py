@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import wraps
-from typing import Any, ParamSpec, TypedDict, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 import torch
+from typing_extensions import Unpack as Unpack  # Python 3.11; torch needs it, too
 
 from tpkernels.layers.world import State
 from tpkernels.ops.quantize import Recipe
@@ -74,35 +75,35 @@ class LinearOptions(SplitOptions, total=False):
 
 
 DEFAULT = LayerOptions()
-P = ParamSpec("P")
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def takes(keywords: Any) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def takes(keywords: Any) -> Callable[[Init], Init]:
     """Make an `__init__` with an argument `options` take some fields of it as keywords, too.
 
     keywords: a TypedDict of these fields; for type checkers `__init__` unpacks the same in its signature
     """
     names: frozenset[str] = keywords.__optional_keys__
+    shared = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for f in fields(LayerOptions)
+        if f.name in names
+    ]
 
-    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+    def decorate(init: Init) -> Init:
         own = inspect.signature(init)
-        known = {*names, *own.parameters}
+        *first, last, _ = own.parameters.values()  # the last are `options`, and the keywords together
+        signature = own.replace(parameters=[*first, *shared, last])
 
         @wraps(init)
         def with_options(*args: Any, options: LayerOptions = DEFAULT, **given: Any) -> None:
-            if unknown := given.keys() - known:
+            if unknown := given.keys() - signature.parameters.keys():
                 layer = type(args[0]).__name__
                 raise TypeError(f"{layer}.__init__() got an unexpected keyword argument {min(unknown)!r}")
-            shared = {name: given.pop(name) for name in names & given.keys()}
-            init(*args, **{**given, "options": replace(options, **shared)})
+            fields_given = {name: given.pop(name) for name in names & given.keys()}
+            init(*args, **given, options=replace(options, **fields_given))
 
-        shown = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        shown[-1:-1] = [
-            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
-            for f in fields(LayerOptions)
-            if f.name in names
-        ]
-        vars(with_options)["__signature__"] = own.replace(parameters=shown)
-        return cast("Callable[P, None]", with_options)
+        vars(with_options)["__signature__"] = signature
+        return cast("Init", with_options)
 
     return decorate

@@ -26,12 +26,7 @@ class MarkedModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._keep_attributes({})
-
-    def _keep_attributes(self, attributes: dict[str, Attributes]) -> None:
-        self._attributes = attributes
-        self.register_load_state_dict_pre_hook(_note_before)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_mark_after)  # type: ignore[no-untyped-call]
+        self._attributes: dict[str, Attributes] = {}
 
     def add_parameter(
         self,
@@ -60,6 +55,11 @@ class MarkedModule(nn.Module):
         self._mark()
         return self
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._note()
+        super()._load_from_state_dict(*args)
+        self._mark()
+
     def __getstate__(self) -> dict[str, Any]:
         self._note()
         return vars(self)
@@ -69,21 +69,13 @@ class MarkedModule(nn.Module):
         self._mark()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; notice `FullyShardedDataParallel`, and that `fully_shard` has made DTensors.
+        """Set an attribute; notice that `fully_shard` has made DTensors.
 
         Not a property: since torch 2.14 torch.compile would take its value alone.
         """
         super().__setattr__(name, value)
         if name == "_is_fsdp_managed_module":
-            self._after_fully_shard()
-        if name == "_fsdp_use_orig_params" and not value:
-            self._refuse_flat_parameters()
-
-    def _after_fully_shard(self) -> None:
-        self._mark()
-
-    def _refuse_flat_parameters(self) -> None:
-        """Raise if `FullyShardedDataParallel`, which has flat parameters, may average other shards."""
+            self._mark()
 
     def _note(self) -> None:
         """Remember the parameters' attributes, which callers may have changed."""
@@ -122,7 +114,7 @@ class ParallelModule(MarkedModule):
         self.world = tensor_world(state, 0)
         for name in attributes:
             self._parameters[name] = None
-        self._keep_attributes(attributes)
+        self._attributes = attributes
         guard_training()
 
     def _mark(self) -> None:
@@ -130,22 +122,18 @@ class ParallelModule(MarkedModule):
         for _, parameter in self._named():
             vars(parameter)["tensor_parallel_ranks"] = self.world.ranks  # of the group in this process
 
-    def _after_fully_shard(self) -> None:
-        refuse_mesh(self, self.world.ranks, holds_dtensors=self.holds_dtensors)
-        super()._after_fully_shard()
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if getattr(param, "_fsdp_flattened", False):
-            self._refuse_flat_parameters()
-        super().register_parameter(name, param)
-
-    def _refuse_flat_parameters(self) -> None:
-        if self.world.size > 1:
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; refuse `fully_shard` and `FullyShardedDataParallel` over other shards."""
+        if name == "_is_fsdp_managed_module":
+            refuse_mesh(self, self.world.ranks, holds_dtensors=self.holds_dtensors)
+        is_flat = name == "_fsdp_use_orig_params" and not value
+        if (is_flat or getattr(value, "_fsdp_flattened", None) is True) and self.world.size > 1:
             raise ValueError(
                 f"FullyShardedDataParallel: expected no {type(self).__name__} over {self.world.size} ranks, "
                 "which cannot see whether its shards would be averaged; use "
                 'torch.distributed.fsdp.fully_shard(model, mesh=mesh["dp"])'
             )
+        super().__setattr__(name, value)
 
     def require_features(self, x: Tensor, features: int, advice: str) -> None:
         """Raise unless x is (..., features). advice: what to do, for the error"""
@@ -153,13 +141,3 @@ class ParallelModule(MarkedModule):
             raise ValueError(
                 f"{type(self).__name__}: expected input (..., {features}), got {tuple(x.shape)}; {advice}"
             )
-
-
-def _note_before(module: nn.Module, *_: object) -> None:
-    assert isinstance(module, MarkedModule)
-    module._note()
-
-
-def _mark_after(module: nn.Module, _: object) -> None:
-    assert isinstance(module, MarkedModule)
-    module._mark()

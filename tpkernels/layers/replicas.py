@@ -2,25 +2,24 @@
 
 Under sequence parallelism a norm's gradient is partial: it covers this rank's tokens only. Such a parameter
 is marked `sequence_parallel`, and `finalize_gradients` sums its gradients, once after the (last) backward of
-a step. Without this sum replicas drift apart: `clip_grad_norm_` refuses gradients that differ,
-`check_replicas` refuses parameters that differ.
+a step. Without this sum replicas drift apart, which no loss shows. The same happens if gradients are clipped
+by `torch.nn.utils.clip_grad_norm_`, which sees one rank's shards only: each rank scales by another norm.
 
-A `Watch` checks automatically that replicated parameters are equal, after steps 1, 2, 4, 8, ..., and every
-N-th one:
+clip_grad_norm_     refuses gradients that differ
+check_replicas      refuses parameters that differ
+Watch               refuses them after steps 1, 2, 4, 8, ..., and every N-th one of an optimizer
 
 TPKERNELS_CHECK_REPLICAS    N, by default 100; 0: never. For inputs (`batches`), too
 
-`torch.nn.utils.clip_grad_norm_` sees one rank's shards only: each rank scales by another norm, and replicas
-drift apart, which no loss shows. The same happens if partial gradients are not summed. torch calls a hook
-after each step of each optimizer; ranks then compare checksums through torch.distributed's store. If ranks
-have taken different numbers of steps, a time-out reports it; a collective would match another message.
+A `Watch` compares checksums through torch.distributed's store. If ranks have taken different numbers of
+steps, a time-out reports it; a collective would match another message.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,23 +36,9 @@ from tpkernels.groups.checksums import sums_of_bits
 from tpkernels.groups.random import is_capturing
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import State, tensor_world
-from tpkernels.layers.wrappers import groups_with_blocks, is_dtensor, local_of, ranks_of, reshard
+from tpkernels.layers.wrappers import groups_with_blocks, is_dtensor, local_of, reshard
 from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import agree_on, sum_over_ranks_, unlike_first_rank
-
-
-def require_marks(caller: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if a DTensor has lost its attribute `sequence_parallel`.
-
-    fully_shard makes new parameters: our layers mark theirs again, other modules do not.
-    """
-    for name, parameter in parameters:
-        if is_dtensor(parameter) and "sequence_parallel" not in vars(parameter):
-            raise TypeError(
-                f"{caller}: expected parameters with the attribute sequence_parallel, got the DTensor "
-                f"'{name}' of a module that is not of tpkernels, which has lost its attributes; after "
-                "fully_shard, set its attribute sequence_parallel to True or False"
-            )
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -76,7 +61,14 @@ def finalize_gradients(module: nn.Module, *, state: State = None) -> None:
     """
     world = tensor_world(state)
     reshard(module)
-    require_marks("finalize_gradients", module.named_parameters())
+    for name, parameter in module.named_parameters():
+        # fully_shard makes new parameters: our layers mark theirs again, other modules do not
+        if is_dtensor(parameter) and "sequence_parallel" not in vars(parameter):
+            raise TypeError(
+                "finalize_gradients: expected parameters with the attribute sequence_parallel, got the "
+                f"DTensor '{name}' of a module that is not of tpkernels, which has lost its attributes; "
+                "after fully_shard, set its attribute sequence_parallel to True or False"
+            )
     if world.size == 1:
         return
     with unobserved():
@@ -97,37 +89,36 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
     """
     world = tensor_world(state)
     reshard(module)
-    copies = [
-        (name, parameter)
-        for name, parameter in module.named_parameters()
-        if not is_split_over(world.ranks, parameter)
-    ]
+    named = module.named_parameters()
+    copies = {name: parameter for name, parameter in named if not is_split_over(world.ranks, parameter)}
     if world.size == 1 or not copies:
         return
-    held = [(name, local_of(parameter)) for name, parameter in copies]
+    held = [(name, local_of(parameter)) for name, parameter in copies.items()]
     agree_on("check_replicas", held, world.group)
     unlike = unlike_first_rank([copy for _, copy in held], world.group)
-    wrong = unlike.any(0).nonzero().flatten().tolist()
+    _require_alike(unlike.tolist(), world.ranks, copies)
+
+
+def _require_alike(
+    rows: Sequence[Sequence[object]], ranks: Sequence[int], copies: Mapping[str, Tensor], when: str = ""
+) -> None:
+    """Raise if replicas differ between ranks.
+
+    rows: of each rank, a value for each replica, equal where the replica is
+    """
+    wrong = [i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]
     if not wrong:
         return
-    members = dist.get_process_group_ranks(world.group)
-    others = [members[i] for i in unlike[:, wrong[0]].nonzero().flatten().tolist()]
-    name, copy = copies[wrong[0]]
-    raise drift(copy, name, others, members[0], len(wrong), len(copies))
-
-
-def drift(
-    copy: Tensor, name: str, others: Sequence[int], first: int, wrong: int, total: int, when: str = ""
-) -> RuntimeError:
-    """Return the error that replicas of a parameter on ranks `others` differ from rank `first`'s."""
-    more = f"; so do {wrong - 1} more of {total} parameters" if wrong > 1 else ""
-    return RuntimeError(
+    others = [rank for rank, row in zip(ranks, rows, strict=True) if row[wrong[0]] != rows[0][wrong[0]]]
+    name, copy = list(copies.items())[wrong[0]]
+    more = f"; so do {len(wrong) - 1} more of {len(copies)} parameters" if len(wrong) > 1 else ""
+    raise RuntimeError(
         f"check_replicas: '{name}' differs between tensor-parallel ranks that hold copies of it. "
         f"{likely_causes(copy)}. Ranks may also have begun with other weights: one seed, one checkpoint; or "
         "clipped by torch's clip_grad_norm_, which takes the norm of one rank's shards: clip by "
         "tpkernels.clip_grad_norm_; or, on GPUs, chosen kernels that differ in the last bit: "
         f"TPKERNELS_TUNE=0. It differs on rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} from "
-        f"rank {first}{more}{when}"
+        f"rank {ranks[0]}{more}{when}"
     )
 
 
@@ -147,9 +138,7 @@ def likely_causes(copy: Tensor) -> str:
 
 def is_split_over(ranks: Sequence[int], parameter: Tensor) -> bool:
     """Whether these tensor-parallel ranks hold shards of `parameter`, rather than replicas."""
-    if Attributes.of(parameter).tensor_model_parallel:
-        return True
-    return any(ranks_of(group) == list(ranks) for group in groups_with_blocks(parameter))
+    return Attributes.of(parameter).tensor_model_parallel or tuple(ranks) in groups_with_blocks(parameter)
 
 
 # Ranks with replicas, and this rank's replicas by name.
@@ -201,16 +190,8 @@ class Watch:
         if {len(row) for row in rows} != {len(copies)}:
             counts = ", ".join(f"{len(row)} on rank {rank}" for rank, row in zip(ranks, rows, strict=True))
             raise RuntimeError(f"tensor-parallel ranks hold different numbers of copies: {counts}")
-        wrong = [i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]
-        if wrong:
-            others = [
-                rank for rank, row in zip(ranks, rows, strict=True) if row[wrong[0]] != rows[0][wrong[0]]
-            ]
-            name, copy = list(copies.items())[wrong[0]]
-            when = (
-                f", after {self._steps} steps of the optimizer ({VARIABLE}={steps_between_checks}; 0: never)"
-            )
-            raise drift(copy, name, others, ranks[0], len(wrong), len(copies), when)
+        when = f", after {self._steps} steps of the optimizer ({VARIABLE}={steps_between_checks}; 0: never)"
+        _require_alike(rows, ranks, copies, when)
 
     def _sums_of_all(self, ranks: Sequence[int], copies: Sequence[Tensor]) -> list[list[bytes]]:
         """Exchange checksums of replicas through the store; return those of each rank."""
@@ -260,9 +241,5 @@ def _copies_of(optimizer: Optimizer) -> Copies | None:
     names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     if len(set(names)) != len(parameters):
         names = [f"parameter {i} of the optimizer, {tuple(p.shape)}" for i, p in enumerate(parameters)]
-    return ranks, {n: p for n, p in zip(names, parameters, strict=True) if _is_copy(p, ranks)}
-
-
-def _is_copy(parameter: Tensor, ranks: Sequence[int]) -> bool:
-    """Whether a parameter is a replica: neither a shard nor a weight of Megatron's experts."""
-    return not is_split_over(ranks, parameter) and getattr(parameter, "allreduce", True)
+    not_of_experts = [(n, p) for n, p in zip(names, parameters, strict=True) if Attributes.of(p).allreduce]
+    return ranks, {name: p for name, p in not_of_experts if not is_split_over(ranks, p)}

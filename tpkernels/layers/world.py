@@ -162,21 +162,18 @@ def group_of(state: State = None) -> ProcessGroup:
 
 
 def _ambient() -> TensorWorld:
-    size, rank = overwritten().get("tensor_size"), overwritten().get("tensor_rank")
-    state = current_or_none()
-    if size is None and rank is None:
-        return _world_of(current())
-    if size is None:
-        size = current().size("tp")
-    if rank is None:
-        rank = 0 if state is None else state.rank_in("tp")
+    given = overwritten()
+    if "tensor_size" in given and current_or_none() is None:
+        own = TensorWorld(0, given["tensor_size"], None)
+    else:
+        own = _world_of(current())
+    rank, size = given.get("tensor_rank", own.rank), given.get("tensor_size", own.size)
     if not 0 <= rank < size:
         raise ParallelStateError(
             f"tensor rank {rank} of {size}, as set on the fly, does not exist; set both, with "
             "set_tensor_model_parallel_world_size and set_tensor_model_parallel_rank"
         )
-    fits = state is not None and (rank, size) == (state.rank_in("tp"), state.size("tp"))
-    return TensorWorld(rank, size, state.process_group("tp") if state is not None and fits else None)
+    return own if (rank, size) == (own.rank, own.size) else TensorWorld(rank, size, None)
 
 
 def _of_group(group: ProcessGroup) -> TensorWorld:

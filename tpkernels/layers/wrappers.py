@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeGuard
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,21 +28,19 @@ from tpkernels.ops.replicas import mixing_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_accepted: WeakSet[nn.Module] = WeakSet()  # wrappers
-replacements: list[str] = []  # callers that have replaced parameters
+# Wrappers and optimizers that were looked at, and how many parameters they had.
+accepted: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
 
 def refuse_ddp(wrapper: DistributedDataParallel) -> None:
     """Raise if a wrapper averages shards of a weight, or has parameters that were replaced. Looks once."""
-    if wrapper in _accepted:
+    if wrapper in accepted:
         return
-    problem = _problem_of_ddp(wrapper)
-    if problem is None:
-        _accepted.add(wrapper)
-        return
-    if isinstance(wrapper.module, nn.ParameterList):  # of `replicate`, which ends no forward that has raised
-        DistributedDataParallel._active_ddp_module = None
-    raise ValueError(problem)
+    if problem := _problem_of_ddp(wrapper):
+        if isinstance(wrapper.module, nn.ParameterList):
+            DistributedDataParallel._active_ddp_module = None  # `replicate` ends no forward that has raised
+        raise ValueError(problem)
+    accepted[wrapper] = len(wrapper._module_parameters)
 
 
 def _problem_of_ddp(wrapper: DistributedDataParallel) -> str | None:
@@ -70,15 +68,14 @@ def refuse_mesh(module: nn.Module, holders: Sequence[int], *, holds_dtensors: bo
             groups = list(map(ranks_of, parameter.device_mesh.get_all_groups()))
             ranks = parameter.device_mesh.mesh.flatten().tolist()
             if holds_dtensors:  # a dimension of the mesh has the tensor-parallel ranks, others must have none
-                ranks = sorted({rank for group in groups if group != list(holders) for rank in group})
+                ranks = sorted({rank for group in groups if group != tuple(holders) for rank in group})
             if problem := mixing_of(f"{type(module).__name__}.{name}", holders, ranks, "fully_shard"):
                 raise ValueError(problem)
 
 
 def mark_replaced(named: Iterable[tuple[str, Tensor]], caller: str) -> None:
     """Mark parameters that `caller` has replaced in their model by others."""
-    replacements.append(caller)
-    _accepted.clear()
+    accepted.clear()
     for name, parameter in named:
         vars(parameter)["replaced_by"] = caller, name
 
@@ -102,12 +99,12 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def groups_with_blocks(tensor: Tensor) -> list[ProcessGroup]:
-    """The groups over which a DTensor is sharded; none for other tensors."""
+def groups_with_blocks(tensor: Tensor) -> dict[tuple[int, ...], ProcessGroup]:
+    """The groups over which a DTensor is sharded, by their global ranks; none for other tensors."""
     if not is_dtensor(tensor):
-        return []
+        return {}
     held = zip(tensor.device_mesh.get_all_groups(), tensor.placements, strict=True)
-    return [group for group, placement in held if not placement.is_replicate()]
+    return {ranks_of(group): group for group, placement in held if not placement.is_replicate()}
 
 
 def reshard(model: nn.Module) -> None:
@@ -118,9 +115,9 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def ranks_of(group: object) -> list[int]:
+def ranks_of(group: object) -> tuple[int, ...]:
     """Return the global ranks of a process group; none of anything else."""
-    return dist.get_process_group_ranks(group) if isinstance(group, ProcessGroup) else []
+    return tuple(dist.get_process_group_ranks(group)) if isinstance(group, ProcessGroup) else ()
 
 
 def is_shard(parameter: Tensor) -> bool:

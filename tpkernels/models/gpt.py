@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +20,12 @@ from tpkernels.layers.block import Recompute, TransformerBlock
 from tpkernels.layers.initial import fill_shard, fill_with_nan
 from tpkernels.layers.linear import VocabParallelEmbedding
 from tpkernels.layers.norm import LayerNorm, RMSNorm
-from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, takes
+from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, Unpack, takes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.quantize import Recipe, require_recipe
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region, scatter_to_sequence_region
 from tpkernels.tp_invariance import given_or_default
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # Python 3.11
 
 INITIAL_SPREAD = (
     0.02  # standard deviation of weights; for weights that add to the residual times 1 / sqrt(2 layers)
