@@ -29,7 +29,7 @@ from tpkernels.dispatch.products import sums_dtype
 from tpkernels.kernels.activations import Activation, Glu, act_grad_ref, act_into
 from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.main_grad import Into, weight_gradient
-from tpkernels.ops.tensor_parallel.flag_waits import has_waited, how_to_wait, timed_tile
+from tpkernels.ops.tensor_parallel.flag_waits import Kernel, has_waited, how_to_wait, waiting_tile
 
 Pair = tuple[Tensor, Tensor]  # activations (tokens, depth), and a weight (cols, depth) or (depth, cols)
 Waiting = Mapping[str, Any]  # how a kernel is told to wait for its rows; empty: they are there
@@ -105,35 +105,29 @@ class Plain:
             return ys if not keep_z else [*ys, *zs]  # type: ignore[list-item]
         prepared = [self._weight(weight, transposed) for weight in weights]
 
+        kernel: Kernel = "linear" if transposed else "dgrad"
+
         def multiply(here: slice, chunk: Tensor, out: list[Tensor], wait: Waiting) -> None:
             if also is not None:
                 also(here, chunk, [], wait)
             for i, (weight, bias) in enumerate(zip(prepared, biases, strict=True)):
-                told = wait and {**wait, "tile": self._tile(rows, weight, transposed)}
+                told = wait and timed(wait, rows, kernel, weight)
                 self._product_into(
                     out[i :: len(prepared)], chunk, weight, bias, transposed, activation, keep_z, told
                 )
 
         widths = [weight.shape[0 if transposed else 1] for weight in weights] * (2 if keep_z else 1)
-        return self.each(rows, widths, multiply, dtype, waits=True)
+        return self.each(rows, widths, multiply, dtype)
 
-    def each(
-        self,
-        rows: Gather,
-        widths: Sequence[int],
-        compute: Compute,
-        dtype: torch.dtype,
-        *,
-        waits: bool = False,
-    ) -> list[Tensor]:
+    def each(self, rows: Gather, widths: Sequence[int], compute: Compute, dtype: torch.dtype) -> list[Tensor]:
         """Return (tokens, width) of each width; `compute` writes the rows of each chunk as it arrives.
 
-        waits: where a kernel can wait for rows, all are given at once, and how to wait for them
+        Where a kernel can wait for rows, it is given all at once, and how to wait for them.
         """
         full = rows.full
         tokens = full.shape[0]
         results = [torch.empty((tokens, width), dtype=dtype, device=full.device) for width in widths]
-        if waits and (delivery := rows.delivery) is not None:  # kernels do, for all rows
+        if (delivery := rows.delivery) is not None:  # kernels wait, for all rows
             compute(slice(0, tokens), full, results, how_to_wait(delivery))
             has_waited(delivery, any(width > 0 for width in widths))
             rows.read()
@@ -190,7 +184,8 @@ class Plain:
 
         def compute(_: slice, chunk: Tensor, h_u_g: list[Tensor], wait: Waiting) -> None:
             out = columns([h_u_g[0], *reversed(h_u_g[1:])])
-            self._compute(primitives.glu, out, chunk, gate, up, unit, keep, wait=wait)
+            told = wait and timed(wait, rows, "glu", *ups)
+            self._compute(primitives.glu, out, chunk, gate, up, unit, keep, wait=told)
 
         h, *zs = self.each(rows, [ups[0].shape[0]] * (3 if keep else 1), compute, dtype)
         return h, zs
@@ -209,12 +204,14 @@ class Plain:
         rows: of dy; needs: which of these three
         """
         down, width = Along(w_down, 1), w_down.shape[1]
+        kernel: Kernel = "dglu" if len(zs) == 2 else "dgrad"
         dbs: list[Tensor] = []
         sums = needs[2] and self.is_plain
 
         def compute(here: slice, dy: Tensor, h_and_dzs: list[Tensor], wait: Waiting) -> None:
             h, *dzs = h_and_dzs
             saved = [rows_of(z, here) for z in zs]
+            wait = wait and timed(wait, rows, kernel, w_down)
             if len(zs) == 2:
                 u, g = columns(saved)
                 self._compute(primitives.dglu, columns([*reversed(dzs), h]), dy, down, g, u, unit, wait=wait)
@@ -258,11 +255,6 @@ class Plain:
         else:
             into(primitives.dgrad, out, x, weight, wait=wait)
 
-    def _tile(self, rows: Gather, weight: Any, transposed: bool) -> Any:
-        """Return the tile of the kernel that waits for rows, if ranks have timed it."""
-        assert rows.delivery is not None, "kernels wait for rows in memory"
-        return timed_tile(rows.delivery, [(rows.full, weight if transposed else weight.t())])
-
     def _compute(
         self,
         primitive: Callable[..., Any],
@@ -278,6 +270,12 @@ class Plain:
     def _act_into(self, h: Tensor, z: Tensor, activation: Activation) -> None:
         """Write act(z) into h."""
         act_into(h, z, activation)
+
+
+def timed(wait: Waiting, rows: Gather, kernel: Kernel, *weights: Any) -> Waiting:
+    """Tell a kernel that waits for rows its tile, too, if ranks have timed it."""
+    assert rows.delivery is not None, "kernels wait for rows in memory"
+    return {**wait, "tile": waiting_tile(rows.delivery, kernel, rows.full, weights)}
 
 
 def into(primitive: Callable[..., Any], out: Sequence[Tensor], *args: Any, wait: Waiting) -> None:

@@ -23,6 +23,7 @@ there is an activation. How products are computed: `ops.matmul`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import overload
 
 import torch
@@ -265,9 +266,12 @@ def _forward(
     width = weights[0].shape[0]
     for weight in weights:
         width = min(width, weight.shape[0])
-    work = matmul, weights[0].shape[1]
+    multiply = partial(
+        matmul.product, weights=weights, biases=biases, activation=activation, keep_z=keep_z, dtype=dtype
+    )
+    work = "linear", weights, multiply
     gathering = tp.gather("column_linear", "x", rows, width, matmul.how_x, work, keeps=keep_all)
-    results = matmul.product(gathering, weights, biases, activation, keep_z, dtype=dtype)
+    results = multiply(gathering)
     return [*results, gathering.all()] if keep_all else results
 
 

@@ -21,6 +21,7 @@ Saved for backward: x_shard and w_shard, as far as a gradient needs them. How pr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -200,13 +201,15 @@ def _gradients(
     width = 0 if weight is None else weight.shape[1]
     splits = tp.token_shards > 1
     rows = matmul.pack(dy, "dy") if splits or weight is not None else dy
-    gathering = tp.gather(op, "dy", rows, width, matmul.how_dy, (matmul, features))
+    weights = [] if weight is None else [weight]
+    multiply = partial(matmul.product, weights=weights, biases=[None], dtype=dtype, transposed=False)
+    gathering = tp.gather(op, "dy", rows, width, matmul.how_dy, ("dgrad", weights, multiply))
     dx = dw = db = also = None
     # a GPU takes all rows at once: dgrad hides the transfers
     if x is not None and x.is_cpu and matmul.is_plain and not gathering.is_whole and not gathering.delivery:
         also = _ArrivingWeightGradient(x, into)
     if weight is not None:
-        (dx,) = matmul.product(gathering, [weight], [None], dtype=dtype, transposed=False, also=also)
+        (dx,) = multiply(gathering, also=also)
     elif also is not None:
         matmul.each(gathering, [], also, dtype)
     full = gathering.all()  # also if nobody asks for dy: the call ends for all ranks alike
