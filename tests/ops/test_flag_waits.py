@@ -12,7 +12,7 @@ from tests.ops.parallel_behaviour import mlp, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, equal, prepare
 from tests.ops.test_transports import waited
 from tests.ops.transport_cases import using
-from tpkernels import tp_invariance
+from tests.segments import in_op
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.kernels import dglu, dgrad, glu, invariance, linear
 from tpkernels.kernels.reference import reduce_slots_ref
@@ -70,7 +70,7 @@ def test_one_kernel_of_an_mlp_multiplies_while_rows_arrive(unit, transport, dtyp
 
 def test_terms_of_segments_are_added_in_a_tree():
     pairs = [(torch.ones(4, 8), torch.ones(2, 8))]
-    assert Segmented(4).terms(pairs, True, torch.float32).tree
+    assert Segmented(8, 4).terms(pairs, True, torch.float32).tree
     assert not PLAIN.terms(pairs, True, torch.float32).tree
 
 
@@ -80,8 +80,8 @@ def test_terms_of_segments_are_added_in_a_tree():
 )
 def test_no_kernel_pushes_and_no_way_is_timed_where_bits_are_fixed(segments, batch, why, monkeypatch):
     monkeypatch.delenv("TPKERNELS_TUNE", raising=False)
-    monkeypatch.setattr(tp_invariance.mode, "segments", segments)
     monkeypatch.setattr(invariance, "batch_invariant", batch)
     terms = PLAIN.terms([(torch.ones(4, 8), torch.ones(2, 8))], True, torch.float32)
-    assert FLAG_KERNELS.pushes(terms, torch.float32) is (why == "")
-    assert _why_not_timed() == why
+    with in_op(segments):
+        assert FLAG_KERNELS.pushes(terms, torch.float32) is (why == "")
+        assert _why_not_timed() == why
