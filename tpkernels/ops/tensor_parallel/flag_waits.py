@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from tpkernels.comm.transports.mailbox import MailboxDelivery
-from tpkernels.comm.transports.rows import Terms
+from tpkernels.comm.transports.rows import Gather, Terms
 from tpkernels.dispatch import backends, primitives
 from tpkernels.kernels import invariance
 from tpkernels.kernels.operands import DTYPES, MatrixLayout, choose_form, lies_depth_first
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Pair = tuple[Tensor, Tensor]  # (rows, depth), and a weight (cols, depth)
 Kernel = Literal["linear", "glu", "dgrad", "dglu"]  # that waits for rows
+# of gathered rows: who waits for them, with which weights, and the computation
+Work = tuple[Kernel, Sequence[Any], Callable[[Gather], object]]
 NO_TILE = "", None  # kernel and tile, where ranks timed none for an operator
 
 
