@@ -87,8 +87,9 @@ def _gated(
     w_down: Tensor,
     quantize: Recipe | None = None,
 ) -> Tensor:
-    options = {"w_gate_shard": w_gate, "sequence_parallel": True, "quantize": quantize}
-    return parallel_mlp(x, w_up, None, w_down, None, group, **options)
+    return parallel_mlp(
+        x, w_up, None, w_down, None, group, w_gate_shard=w_gate, sequence_parallel=True, quantize=quantize
+    )
 
 
 def _mlp_of(sequence_parallel: bool) -> Callable[..., Tensor]:

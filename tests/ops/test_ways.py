@@ -35,7 +35,7 @@ from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.kernels.waits import Arrivals
 from tpkernels.ops import matmul
-from tpkernels.ops.tensor_parallel import flag_waits, parallel, ways
+from tpkernels.ops.tensor_parallel import flag_waits, ways
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.parallel import split_of
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
@@ -129,7 +129,7 @@ def as_on_gpus(of: Mapping[str, float], cache: Cache, opener: Any = open_stand_i
     """Ways are timed as between GPUs, on memory of the CPU and gloo; says what is logged."""
     with (
         using("auto", "triton"),
-        patch.object(parallel, "times_on", lambda like: True),
+        patch.object(flag_waits, "times_on", lambda like: True),
         patch.object(ways, "cuda_clock", times(of)),
         patch.object(ways, "cache_on", lambda device: cache),
         patch.object(c10d, "processors_of", lambda device: 1),

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +29,10 @@ from tpkernels.dispatch.products import sums_dtype
 from tpkernels.kernels.activations import Activation, Glu, act_grad_ref, act_into
 from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.main_grad import Into, weight_gradient
-from tpkernels.ops.tensor_parallel.flag_waits import Kernel, has_waited, how_to_wait, waiting_tile
+from tpkernels.ops.tensor_parallel.flag_waits import has_waited, how_to_wait
+
+if TYPE_CHECKING:
+    from tpkernels.kernels.tiles import Kernel
 
 Pair = tuple[Tensor, Tensor]  # activations (tokens, depth), and a weight (cols, depth) or (depth, cols)
 Waiting = Mapping[str, Any]  # how a kernel is told to wait for its rows; empty: they are there
@@ -105,30 +108,36 @@ class Plain:
             return ys if not keep_z else [*ys, *zs]  # type: ignore[list-item]
         prepared = [self._weight(weight, transposed) for weight in weights]
 
-        kernel: Kernel = "linear" if transposed else "dgrad"
-
         def multiply(here: slice, chunk: Tensor, out: list[Tensor], wait: Waiting) -> None:
             if also is not None:
                 also(here, chunk, [], wait)
             for i, (weight, bias) in enumerate(zip(prepared, biases, strict=True)):
-                told = wait and timed(wait, rows, kernel, weight)
                 self._product_into(
-                    out[i :: len(prepared)], chunk, weight, bias, transposed, activation, keep_z, told
+                    out[i :: len(prepared)], chunk, weight, bias, transposed, activation, keep_z, wait
                 )
 
         widths = [weight.shape[0 if transposed else 1] for weight in weights] * (2 if keep_z else 1)
-        return self.each(rows, widths, multiply, dtype)
+        return self.each(rows, widths, multiply, dtype, "linear" if transposed else "dgrad", weights)
 
-    def each(self, rows: Gather, widths: Sequence[int], compute: Compute, dtype: torch.dtype) -> list[Tensor]:
+    def each(
+        self,
+        rows: Gather,
+        widths: Sequence[int],
+        compute: Compute,
+        dtype: torch.dtype,
+        kernel: Kernel = "linear",
+        weights: Sequence[Tensor] = (),
+    ) -> list[Tensor]:
         """Return (tokens, width) of each width; `compute` writes the rows of each chunk as it arrives.
 
-        Where a kernel can wait for rows, it is given all at once, and how to wait for them.
+        kernel: where it can wait for rows, it is given all at once, and how to wait for them
+        weights: by which it multiplies
         """
         full = rows.full
         tokens = full.shape[0]
         results = [torch.empty((tokens, width), dtype=dtype, device=full.device) for width in widths]
         if (delivery := rows.delivery) is not None:  # kernels wait, for all rows
-            compute(slice(0, tokens), full, results, how_to_wait(delivery))
+            compute(slice(0, tokens), full, results, how_to_wait(delivery, kernel, full, weights))
             has_waited(delivery, any(width > 0 for width in widths))
             rows.read()
             return results
@@ -184,10 +193,9 @@ class Plain:
 
         def compute(_: slice, chunk: Tensor, h_u_g: list[Tensor], wait: Waiting) -> None:
             out = columns([h_u_g[0], *reversed(h_u_g[1:])])
-            told = wait and timed(wait, rows, "glu", *ups)
-            self._compute(primitives.glu, out, chunk, gate, up, unit, keep, wait=told)
+            self._compute(primitives.glu, out, chunk, gate, up, unit, keep, wait=wait)
 
-        h, *zs = self.each(rows, [ups[0].shape[0]] * (3 if keep else 1), compute, dtype)
+        h, *zs = self.each(rows, [ups[0].shape[0]] * (3 if keep else 1), compute, dtype, "glu", ups)
         return h, zs
 
     def unit_gradients(
@@ -204,14 +212,12 @@ class Plain:
         rows: of dy; needs: which of these three
         """
         down, width = Along(w_down, 1), w_down.shape[1]
-        kernel: Kernel = "dglu" if len(zs) == 2 else "dgrad"
         dbs: list[Tensor] = []
         sums = needs[2] and self.is_plain
 
         def compute(here: slice, dy: Tensor, h_and_dzs: list[Tensor], wait: Waiting) -> None:
             h, *dzs = h_and_dzs
             saved = [rows_of(z, here) for z in zs]
-            wait = wait and timed(wait, rows, kernel, w_down)
             if len(zs) == 2:
                 u, g = columns(saved)
                 self._compute(primitives.dglu, columns([*reversed(dzs), h]), dy, down, g, u, unit, wait=wait)
@@ -222,7 +228,8 @@ class Plain:
             self._compute(primitives.dgrad_act, dz_and_db, dy, down, *columns(saved), unit, sums, wait=wait)
             self._act_into(h, saved[0], unit)  # type: ignore[arg-type]
 
-        h, *dzs = self.each(rows, [width] * (1 + len(zs)), compute, dtype)
+        kernel: Kernel = "dglu" if len(zs) == 2 else "dgrad"
+        h, *dzs = self.each(rows, [width] * (1 + len(zs)), compute, dtype, kernel, [w_down])
         if not needs[2]:
             return h, dzs, None
         db = as_dtype(sum(dbs[1:], dbs[0]), h.dtype) if dbs else self.bias_grad(dzs[0], split=True)
@@ -250,10 +257,12 @@ class Plain:
         wait: Waiting,
     ) -> None:
         """Write act(x wᵀ + bias) into out[0], and if keep_z, its argument into out[1] where it differs."""
+        split = Along(weight, 0 if transposed else 1)
         if transposed:
-            into(primitives.linear, out, x, weight, bias, activation, keep_z, wait=wait)
+            operands = split, Along(bias, 0), activation, keep_z
+            self._compute(primitives.linear, columns(out), x, *operands, wait=wait)
         else:
-            into(primitives.dgrad, out, x, weight, wait=wait)
+            self._compute(primitives.dgrad, columns(out), x, split, wait=wait)
 
     def _compute(
         self,
@@ -270,12 +279,6 @@ class Plain:
     def _act_into(self, h: Tensor, z: Tensor, activation: Activation) -> None:
         """Write act(z) into h."""
         act_into(h, z, activation)
-
-
-def timed(wait: Waiting, rows: Gather, kernel: Kernel, *weights: Any) -> Waiting:
-    """Tell a kernel that waits for rows its tile, too, if ranks have timed it."""
-    assert rows.delivery is not None, "kernels wait for rows in memory"
-    return {**wait, "tile": waiting_tile(rows.delivery, kernel, rows.full, weights)}
 
 
 def into(primitive: Callable[..., Any], out: Sequence[Tensor], *args: Any, wait: Waiting) -> None:

@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import ProcessGroup, distributed_c10d
 
+from tpkernels.comm.tensor_parallel import Moved
 from tpkernels.comm.transports.mailbox import MailboxDelivery
-from tpkernels.comm.transports.rows import Gather, Terms
+from tpkernels.comm.transports.rows import Gather, Terms, Transport
+from tpkernels.comm.transports.select import Exchanges
 from tpkernels.dispatch import backends, primitives
 from tpkernels.kernels import invariance
 from tpkernels.kernels.operands import DTYPES, MatrixLayout, choose_form, lies_depth_first
 
 if TYPE_CHECKING:
     from tpkernels.kernels.matmul_tile import MatmulTile
+    from tpkernels.kernels.tiles import Kernel
     from tpkernels.kernels.waits import Arrivals
 
 Pair = tuple[Tensor, Tensor]  # (rows, depth), and a weight (cols, depth)
-Kernel = Literal["linear", "glu", "dgrad", "dglu"]  # that waits for rows
 # of gathered rows: who waits for them, with which weights, and the computation
-Work = tuple[Kernel, Sequence[Any], Callable[[Gather], object]]
+Work = tuple["Kernel", Sequence[Any], Callable[[Gather], object]]
 NO_TILE = "", None  # kernel and tile, where ranks timed none for an operator
 
 
@@ -33,6 +35,16 @@ NO_TILE = "", None  # kernel and tile, where ranks timed none for an operator
 def _home(kernel: str) -> Any:
     """Return a module of kernels. It is imported at the first call: a CPU needs no Triton."""
     return import_module(f"tpkernels.kernels.{kernel}")
+
+
+def _ways() -> Any:
+    """Return the module that times ways to move rows, which GPUs need."""
+    return import_module("tpkernels.ops.tensor_parallel.ways")
+
+
+def times_on(like: Tensor) -> bool:
+    """Whether ways to move rows are timed where a tensor lies."""
+    return like.is_cuda
 
 
 class FlagKernels:
@@ -54,6 +66,20 @@ class FlagKernels:
     def against_sharing(self) -> str:
         interprets = backends.backend == "triton"
         return "TPKERNELS_BACKEND=triton, whose kernels would wait in the interpreter" if interprets else ""
+
+    def timed_way(
+        self, group: ProcessGroup, moved: Moved, like: Tensor, exchanges: Exchanges, work: object
+    ) -> Transport | None:
+        """Words are timed, if their product is known."""
+        known = like.is_floating_point() or (moved.width > 0 and work is not None)
+        if not times_on(like) or not known or exchanges.transport != "auto":
+            return None
+        if (found := exchanges.chosen.get(moved._replace(width=0))) is not None:
+            return found
+        return _ways().choose(moved, like, group, exchanges, work)  # type: ignore[no-any-return]
+
+    def decides(self, like: Tensor) -> bool:
+        return not (times_on(like) and _ways().obstacle(like.device))
 
     def agree_choices(self, device: torch.device) -> None:
         """Through the store of the world: a rank may be in several groups, and has one chooser."""
@@ -123,10 +149,17 @@ class FlagKernels:
 FLAG_KERNELS = FlagKernels()
 
 
-def how_to_wait(delivery: MailboxDelivery) -> dict[str, Any]:
-    """Return how a product is told to wait for all rows of a delivery, each tile for its own."""
+def how_to_wait(
+    delivery: MailboxDelivery, kernel: Kernel, rows: Tensor, weights: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Return how a product of weights is told to wait for all rows of a delivery, each tile for its own.
+
+    With the tile of the kernel, if ranks timed it for this operator, and it serves the operands.
+    """
     exchange = delivery.exchange
+    timed, tile = exchange.tiles.get(delivery.op, NO_TILE)
     return {
+        "tile": tile if timed == kernel and _aligned_layouts(pairs_of(kernel, rows, weights)) else None,
         "arrivals": _arrivals(delivery),
         "first_row": delivery.plan.own.start,
         "margin": exchange.margin,
@@ -163,14 +196,6 @@ def tiles_to_try(
 
 def _kernels_compute(like: Tensor) -> bool:
     return backends.backend == "triton" or (backends.backend == "auto" and like.is_cuda)
-
-
-def waiting_tile(
-    delivery: MailboxDelivery, kernel: Kernel, rows: Tensor, weights: Sequence[Tensor]
-) -> MatmulTile | None:
-    """Return the tile of a kernel that waits for rows, if ranks timed it for this operator."""
-    timed, tile = delivery.exchange.tiles.get(delivery.op, NO_TILE)
-    return tile if timed == kernel and _aligned_layouts(pairs_of(kernel, rows, weights)) else None
 
 
 def pairs_of(kernel: Kernel, rows: Tensor, weights: Sequence[Tensor]) -> list[Pair]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -17,16 +16,14 @@ from tpkernels import tp_invariance
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import CALLS_OF, calls_of
 from tpkernels.comm.groups import required_group
-from tpkernels.comm.tensor_parallel import Moved, TensorParallel
-from tpkernels.comm.transports.rows import Transport
-from tpkernels.comm.transports.select import Exchanges
+from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.dispatch import log
 from tpkernels.dispatch.operators import define, in_forward_mode, refuse_forward_mode
 from tpkernels.env import env_flag
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import any_autocast, is_observed
 from tpkernels.ops.matmul import PLAIN, Plain
-from tpkernels.ops.tensor_parallel.flag_waits import FlagKernels
+from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS
 
 # TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
 debug = env_flag("TPKERNELS_DEBUG", default=False)
@@ -39,38 +36,6 @@ ALONE = TensorParallel(None)
 def alone_in(segments: int) -> TensorParallel:
     """Return the split of an op without a group. segments: of TP-invariance"""
     return TensorParallel(None, segments=segments) if segments else ALONE
-
-
-class TimedKernels(FlagKernels):
-    """What transports ask of those who compute, on ranks that time ways to move rows."""
-
-    def timed_way(
-        self, group: ProcessGroup, moved: Moved, like: Tensor, exchanges: Exchanges, work: object
-    ) -> Transport | None:
-        """Words are timed, if their product is known."""
-        known = like.is_floating_point() or (moved.width > 0 and work is not None)
-        if not times_on(like) or not known or exchanges.transport != "auto":
-            return None
-        if (found := exchanges.chosen.get(moved._replace(width=0))) is not None:
-            return found
-        from tpkernels.ops.tensor_parallel.ways import choose  # on GPUs, where ways are timed
-
-        return choose(moved, like, group, exchanges, work)
-
-    def decides(self, like: Tensor) -> bool:
-        if not times_on(like):
-            return True
-        from tpkernels.ops.tensor_parallel.ways import may_choose
-
-        return may_choose(like.device)
-
-
-TIMED_KERNELS = TimedKernels()
-
-
-def times_on(like: Tensor) -> bool:
-    """Whether ways to move rows are timed where a tensor lies."""
-    return like.is_cuda
 
 
 def split_of(
@@ -90,14 +55,14 @@ def split_of(
         member = required_group(group, op=op)
         if is_compiling():
             tp_invariance.own_segments(op, segments, member.size())
-            return TensorParallel(member, sequence_parallel, overlap, TIMED_KERNELS, segments=segments)
+            return TensorParallel(member, sequence_parallel, overlap, FLAG_KERNELS, segments=segments)
         calls = calls_of(member)
     key = bool(sequence_parallel), bool(overlap), segments
     found: TensorParallel | None = calls.splits.get(key)
     if found is None:
         member = required_group(group, op=op)
         tp_invariance.own_segments(op, tp_invariance.checked(segments, op), member.size())
-        found = TensorParallel(member, *key[:2], TIMED_KERNELS, segments=segments)
+        found = TensorParallel(member, *key[:2], FLAG_KERNELS, segments=segments)
         calls.splits[key] = found
     return found
 
@@ -144,30 +109,21 @@ def strategy_of(op: str, tp: TensorParallel, recipe: Recipe | None, x: Tensor) -
     """Return how an op computes; raise if ranks, or x, checked and cast, do not allow it."""
     if recipe is not None:
         from tpkernels.ops.quantize import require_quantizable  # here: only ops in fp8 need it
+
+        segments = tp_invariance.default.segments if tp.group is None else tp.segments
+        require_quantizable(op, recipe, x, segments)
+    return _strategy(tp, recipe) if tp.segments or recipe is not None else PLAIN
+
+
+def _strategy(tp: TensorParallel, recipe: Recipe | None) -> Plain:
+    if recipe is not None:
         from tpkernels.ops.quantized.products import Quantized
 
-        require_quantizable(
-            op, recipe, x, tp_invariance.default.segments if tp.group is None else tp.segments
-        )
         return Quantized(recipe)
     if tp.segments:
         from tpkernels.ops.tensor_parallel.segments import Segmented
 
         return Segmented(tp.segments, tp.own_segments)
-    return PLAIN
-
-
-@lru_cache
-def matmul_of(segments: int, own: int, recipe: str = "") -> Plain:
-    """Return the strategy of segments over all ranks, of which this rank has its own, or fp8 by name."""
-    if segments:
-        from tpkernels.ops.tensor_parallel.segments import Segmented
-
-        return Segmented(segments, own)
-    if recipe:
-        from tpkernels.ops.quantized.products import Quantized
-
-        return Quantized(Recipe.named(recipe))
     return PLAIN
 
 
@@ -251,16 +207,18 @@ class SplitOperator:
         """schema: of the arguments but split and strategy, which come last"""
         self._name, self._run = name, run
 
-        def running(*args: Any) -> Sequence[Tensor | None]:
+        def unnamed(args: tuple[Any, ...]) -> tuple[Any, ...]:
             *given, group, sequence_parallel, overlap, segments, recipe = args
             tp = split_named(group, sequence_parallel, overlap, segments)
+            return *given, tp, _strategy(tp, Recipe.named(recipe) if recipe else None)
+
+        def running(*args: Any) -> Sequence[Tensor | None]:
+            *given, tp, matmul = unnamed(args)
             with tp.call:
-                return run(*given, tp, matmul_of(tp.segments, tp.own_segments, recipe))
+                return run(*given, tp, matmul)
 
         def faking(*args: Any) -> Sequence[Tensor | None]:
-            *given, group, sequence_parallel, overlap, segments, recipe = args
-            tp = split_named(group, sequence_parallel, overlap, segments)
-            return fake(*given, tp, matmul_of(tp.segments, tp.own_segments, recipe))
+            return fake(*unnamed(args))
 
         self._overload = define(name, f"({schema}, {self._SPLIT}) -> Tensor[]", running, faking)
 

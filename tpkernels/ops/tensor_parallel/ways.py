@@ -149,10 +149,6 @@ def choose(
     return chosen
 
 
-def may_choose(device: torch.device) -> bool:
-    return not obstacle(device)
-
-
 def cache_on(device: torch.device) -> Cache:
     """Return the cache of choices, which kernels and ways share."""
     return chooser_on(device).cache
