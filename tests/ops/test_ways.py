@@ -27,7 +27,7 @@ from tpkernels.comm.calls import handshake
 from tpkernels.comm.transports import c10d, select
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.rows import Gather
-from tpkernels.dispatch import primitives
+from tpkernels.dispatch import chooser, primitives
 from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.dispatch.timing import SLACK, StreamClock, StreamTimer
 from tpkernels.kernels import dglu, linear, reduce, scatter_linear, tiles
@@ -35,7 +35,7 @@ from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.kernels.waits import Arrivals
 from tpkernels.ops import matmul
-from tpkernels.ops.tensor_parallel import flag_waits, ways
+from tpkernels.ops.tensor_parallel import flag_waits, parallel, ways
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.parallel import split_of
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
@@ -129,7 +129,7 @@ def as_on_gpus(of: Mapping[str, float], cache: Cache, opener: Any = open_stand_i
     """Ways are timed as between GPUs, on memory of the CPU and gloo; says what is logged."""
     with (
         using("auto", "triton"),
-        patch.object(flag_waits, "times_on", lambda like: True),
+        patch.object(parallel, "times_on", lambda like: True),
         patch.object(ways, "cuda_clock", times(of)),
         patch.object(ways, "cache_on", lambda device: cache),
         patch.object(c10d, "processors_of", lambda device: 1),
@@ -283,7 +283,7 @@ HIDING = {  # what a block moves: features of the product that is computed chunk
         ("", 1.0, ": symmetric (timed: symmetric 1 ms, ", 0, 2),
         ("", 5.0, ": 2 collectives (timed: ", 0, 0),
         ("no symmetric memory", 1.0, ": 2 collectives (timed: ", 0, 0),
-        ("capture", 1.0, "(not timed now: a graph is captured)", 5, 0),
+        ("capture", 1.0, "(not timed now: a CUDA graph is being captured)", 5, 0),
         ("TUNE=0", 1.0, "(not timed: rank 0: TPKERNELS_TUNE=0)", 0, 0),
     ],
 )
@@ -304,7 +304,7 @@ def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_sec
     opener = Mock(wraps=no_symmetric_memory if no_memory else open_stand_in)
     times_of = MEMORY_FIRST | {"symmetric": symmetric}
     obstacles = {
-        "capture": patch.object(ways, "obstacle", lambda device: "a graph is captured"),
+        "capture": patch.object(chooser, "capturing", lambda device: True),
         "TUNE=0": patch.dict(os.environ, {"TPKERNELS_TUNE": "0"}),
     }
     with as_on_gpus(times_of, Cache(None, VERSIONS), opener) as said, obstacles.get(how, nullcontext()):

@@ -151,14 +151,11 @@ class Plain:
         pairs: a packed
         """
         first, weight = pairs[0]
-        if transposed:
-            assert len(pairs) == 1, "only gradients add up products"
-            cols, linear, compute = weight.shape[0], pairs, partial(_product_of, first, weight)
-        else:
-            cols, linear = weight.shape[1], [(a, w.t()) for a, w in pairs]
-            compute = partial(_gradient_of, pairs)
-        alone = partial(_alone, pairs, transposed)
-        return Terms(first.shape[0], cols, first, compute, width=cols, pairs=linear, alone=alone)
+        rows, cols = first.shape[0], weight.shape[0 if transposed else 1]
+        compute = partial(_terms_of, pairs, transposed)
+        alone = partial(compute, slice(0, rows))  # the product adds the bias
+        linear = pairs if transposed else [(a, w.t()) for a, w in pairs]
+        return Terms(rows, cols, first, compute, width=cols, pairs=linear, alone=alone)
 
     def wgrad(self, dy: Tensor, x: Tensor, into: Into, *, split: Direction) -> Tensor | None:
         """Compute dyᵀ x; None if it was added to a main_grad. split: the factor that ranks have shards of"""
@@ -289,19 +286,13 @@ def into(primitive: Callable[..., Any], out: Sequence[Tensor], *args: Any, wait:
         primitives.into(primitive, out, *args)
 
 
-def _product_of(a: Tensor, weight: Tensor, rows: slice) -> Tensor:
-    some = a if rows.stop - rows.start == a.shape[0] else a[rows]
-    return primitives.linear(some, weight, None, "none", False)[0]
-
-
-def _gradient_of(pairs: Sequence[Pair], rows: slice) -> Tensor:
-    return gradient_sum([(rows_of(a, rows), w) for a, w in pairs])
-
-
-def _alone(pairs: Sequence[Pair], transposed: bool, bias: Tensor | None) -> Tensor:
-    if transposed:  # the product adds the bias
-        return primitives.linear(*pairs[0], bias, "none", False)[0]
-    return gradient_sum(pairs)
+def _terms_of(pairs: Sequence[Pair], transposed: bool, rows: slice, bias: Tensor | None = None) -> Tensor:
+    """Compute some rows of a wᵀ + bias; or of Σ a w unless transposed."""
+    if not transposed:
+        return gradient_sum([(rows_of(a, rows), w) for a, w in pairs])
+    ((a, weight),) = pairs  # only gradients add up products
+    some = a if rows.stop - rows.start == a.shape[0] else a[rows]  # without a frame
+    return primitives.linear(some, weight, bias, "none", False)[0]
 
 
 def gradient_sum(pairs: Sequence[Pair]) -> Tensor:

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import distributed_c10d
 
-from tpkernels.comm.tensor_parallel import Moved
 from tpkernels.comm.transports.mailbox import MailboxDelivery
-from tpkernels.comm.transports.rows import Gather, Terms, Transport
-from tpkernels.comm.transports.select import Exchanges
+from tpkernels.comm.transports.rows import Gather, Terms
 from tpkernels.dispatch import backends, primitives
 from tpkernels.kernels import invariance
 from tpkernels.kernels.operands import DTYPES, MatrixLayout, choose_form, lies_depth_first
@@ -37,16 +35,6 @@ def _home(kernel: str) -> Any:
     return import_module(f"tpkernels.kernels.{kernel}")
 
 
-def _ways() -> Any:
-    """Return the module that times ways to move rows, which GPUs need."""
-    return import_module("tpkernels.ops.tensor_parallel.ways")
-
-
-def times_on(like: Tensor) -> bool:
-    """Whether ways to move rows are timed where a tensor lies."""
-    return like.is_cuda
-
-
 class FlagKernels:
     """Kernels wait for chunks while the host goes on; it raises if it sees that a wait has timed out."""
 
@@ -66,20 +54,6 @@ class FlagKernels:
     def against_sharing(self) -> str:
         interprets = backends.backend == "triton"
         return "TPKERNELS_BACKEND=triton, whose kernels would wait in the interpreter" if interprets else ""
-
-    def timed_way(
-        self, group: ProcessGroup, moved: Moved, like: Tensor, exchanges: Exchanges, work: object
-    ) -> Transport | None:
-        """Words are timed, if their product is known."""
-        known = like.is_floating_point() or (moved.width > 0 and work is not None)
-        if not times_on(like) or not known or exchanges.transport != "auto":
-            return None
-        if (found := exchanges.chosen.get(moved._replace(width=0))) is not None:
-            return found
-        return _ways().choose(moved, like, group, exchanges, work)  # type: ignore[no-any-return]
-
-    def decides(self, like: Tensor) -> bool:
-        return not (times_on(like) and _ways().obstacle(like.device))
 
     def agree_choices(self, device: torch.device) -> None:
         """Through the store of the world: a rank may be in several groups, and has one chooser."""

@@ -16,14 +16,17 @@ from tpkernels import tp_invariance
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import CALLS_OF, calls_of
 from tpkernels.comm.groups import required_group
-from tpkernels.comm.tensor_parallel import TensorParallel
+from tpkernels.comm.tensor_parallel import Moved, TensorParallel
+from tpkernels.comm.transports.rows import Transport
+from tpkernels.comm.transports.select import Exchanges
 from tpkernels.dispatch import log
+from tpkernels.dispatch.chooser import obstacle
 from tpkernels.dispatch.operators import define, in_forward_mode, refuse_forward_mode
 from tpkernels.env import env_flag
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import any_autocast, is_observed
 from tpkernels.ops.matmul import PLAIN, Plain
-from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS
+from tpkernels.ops.tensor_parallel.flag_waits import FlagKernels
 
 # TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
 debug = env_flag("TPKERNELS_DEBUG", default=False)
@@ -36,6 +39,34 @@ ALONE = TensorParallel(None)
 def alone_in(segments: int) -> TensorParallel:
     """Return the split of an op without a group. segments: of TP-invariance"""
     return TensorParallel(None, segments=segments) if segments else ALONE
+
+
+class TimedKernels(FlagKernels):
+    """What transports ask of those who compute, on ranks that time ways to move rows."""
+
+    def timed_way(
+        self, group: ProcessGroup, moved: Moved, like: Tensor, exchanges: Exchanges, work: object
+    ) -> Transport | None:
+        """Words are timed, if their product is known."""
+        known = like.is_floating_point() or (moved.width > 0 and work is not None)
+        if not times_on(like) or not known or exchanges.transport != "auto":
+            return None
+        if (found := exchanges.chosen.get(moved._replace(width=0))) is not None:
+            return found
+        from tpkernels.ops.tensor_parallel.ways import choose  # on GPUs, where ways are timed
+
+        return choose(moved, like, group, exchanges, work)
+
+    def decides(self, like: Tensor) -> bool:
+        return not times_on(like) or obstacle(like.device) is None
+
+
+TIMED_KERNELS = TimedKernels()
+
+
+def times_on(like: Tensor) -> bool:
+    """Whether ways to move rows are timed where a tensor lies."""
+    return like.is_cuda
 
 
 def split_of(
@@ -55,14 +86,14 @@ def split_of(
         member = required_group(group, op=op)
         if is_compiling():
             tp_invariance.own_segments(op, segments, member.size())
-            return TensorParallel(member, sequence_parallel, overlap, FLAG_KERNELS, segments=segments)
+            return TensorParallel(member, sequence_parallel, overlap, TIMED_KERNELS, segments=segments)
         calls = calls_of(member)
     key = bool(sequence_parallel), bool(overlap), segments
     found: TensorParallel | None = calls.splits.get(key)
     if found is None:
         member = required_group(group, op=op)
         tp_invariance.own_segments(op, tp_invariance.checked(segments, op), member.size())
-        found = TensorParallel(member, *key[:2], FLAG_KERNELS, segments=segments)
+        found = TensorParallel(member, *key[:2], TIMED_KERNELS, segments=segments)
         calls.splits[key] = found
     return found
 
@@ -173,18 +204,11 @@ def name_of(group: ProcessGroup) -> str:
     return f"{group.group_name} of {group.size()} ranks"
 
 
-def group_named(name: str) -> ProcessGroup | None:
-    """Return the group of a name, of `name_of` or torch's own; None for an empty one."""
-    if not name:
-        return None
-    return required_group(c10d._resolve_process_group(GroupName(name.rpartition(" of ")[0] or name)))
-
-
 def split_named(name: str, sequence_parallel: bool, overlap: bool, segments: int) -> TensorParallel:
     """Return the split that an operator is told of; traced with tensors that hold nothing, as well."""
-    group = group_named(name)
-    if group is None:
+    if not name:
         return alone_in(segments)
+    group = c10d._resolve_process_group(GroupName(name.rpartition(" of ")[0] or name))
     return split_of("a compiled operator", group, sequence_parallel, overlap, segments)
 
 
