@@ -94,10 +94,8 @@ class Plain:
         dtype: of the results
         also: is called with each chunk of rows
         """
-        if (
-            rows.is_whole and self.is_plain and also is None and rows.delivery is None
-        ):  # tiny products take half the time so
-            x = rows.all()
+        if rows.is_whole and self.is_plain and also is None and rows.delivery is None:
+            x = rows.all()  # tiny products take half the time so
             if not transposed:
                 return [primitives.dgrad(x, weight) for weight in weights]
             ys, zs = [], []

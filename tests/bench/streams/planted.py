@@ -176,7 +176,7 @@ FAULTS = {
     **{
         f"{kernel} does not wait for its rows": _lost(owner, name, wait, _program(program), not_told)
         for kernel, owner, name, wait, program, not_told in (
-            ("glu", Plain, "unit", "wait=told", "gated mlp", "wait=NO_WAIT"),
+            ("glu", Plain, "unit", "wait=wait", "gated mlp", "wait={}"),
             ("dglu", Plain, "unit_gradients", "g, u, unit, wait=wait", "gated mlp", "g, u, unit, wait={}"),
             ("dgrad_act", Plain, "unit_gradients", "sums, wait=wait", _MLP, "sums, wait={}"),
             ("scaled_linear", Quantized, "_product_into", "wait=wait", "column in fp8", "wait={}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -17,15 +18,17 @@ from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import CALLS_OF, calls_of
 from tpkernels.comm.groups import required_group
 from tpkernels.comm.tensor_parallel import Moved, TensorParallel
-from tpkernels.comm.transports.rows import Transport
+from tpkernels.comm.transports.rows import Gather, Reduced, Terms, Transport
 from tpkernels.comm.transports.select import Exchanges
 from tpkernels.dispatch import log
 from tpkernels.dispatch.chooser import obstacle
 from tpkernels.dispatch.operators import define, in_forward_mode, refuse_forward_mode
 from tpkernels.env import env_flag
+from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import any_autocast, is_observed
-from tpkernels.ops.matmul import PLAIN, Plain
+from tpkernels.ops.main_grad import Into, empty_weight_gradient
+from tpkernels.ops.matmul import PLAIN, Direction, Pair, Plain
 from tpkernels.ops.tensor_parallel.flag_waits import FlagKernels
 
 # TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
@@ -212,11 +215,55 @@ def split_named(name: str, sequence_parallel: bool, overlap: bool, segments: int
     return split_of("a compiled operator", group, sequence_parallel, overlap, segments)
 
 
+class FakeSplit:
+    """Moves nothing: it allocates what would arrive."""
+
+    group = None  # nobody to compare calls with
+
+    def __init__(self, tp: TensorParallel) -> None:
+        self.ranks, self.token_shards = tp.ranks, tp.token_shards
+        self.sequence_parallel, self.overlap = tp.sequence_parallel, tp.overlap
+
+    def gather(self, op: str, name: str, shard: Tensor, *_: object, **options: object) -> Gather:
+        return Gather(shard.new_empty(shard.shape[0] * self.token_shards, shard.shape[1]))
+
+    def reduce(self, op: str, terms: Terms, bias: Tensor | None = None) -> Reduced:
+        return Reduced(terms.like.new_empty(terms.rows // self.token_shards, terms.cols))
+
+
+class FakeMatmul(Plain):
+    """Computes nothing: it allocates the results of any strategy."""
+
+    is_plain = False
+
+    def unpack(self, rows: Tensor, features: int, dtype: torch.dtype, of: Direction = "x") -> Tensor:
+        return rows.new_empty(rows.shape[0], features, dtype=dtype)
+
+    def each(
+        self, rows: Gather, widths: Sequence[int], compute: object, dtype: torch.dtype, *_: object
+    ) -> list[Tensor]:
+        return [rows.full.new_empty(rows.full.shape[0], width, dtype=dtype) for width in widths]
+
+    def terms(self, pairs: Sequence[Pair], transposed: bool, dtype: torch.dtype) -> Terms:
+        terms = super().terms(pairs, transposed, dtype)
+        return replace(terms, like=terms.like.new_empty(0, dtype=dtype))
+
+    def wgrad(self, dy: Tensor, x: Tensor, into: Into, *, split: Direction) -> Tensor:
+        return empty_weight_gradient(dy, x, into)
+
+    def bias_grad(self, dz: Tensor, *, split: bool) -> Tensor:
+        return dz.new_empty(dz.shape[1])
+
+    def act_grad(self, dy: Tensor, z: Tensor, activation: Activation) -> Tensor:
+        return torch.empty_like(dy)
+
+
 class SplitOperator:
     """A function of tensors, a split and a strategy; in compiled code the operator `tpkernels::name`.
 
     run: computes a list of tensors, with None for those that were not asked for; it changes no input
-    fake: of the same arguments, empty tensors like those
+    fake: of the same arguments, empty tensors like those; None: as `run` says with a split and a strategy
+        that are fake
     """
 
     _SPLIT = "str group, bool sequence_parallel, bool overlap, int segments, str recipe"
@@ -226,7 +273,7 @@ class SplitOperator:
         name: str,
         schema: str,
         run: Callable[..., Sequence[Tensor | None]],
-        fake: Callable[..., Sequence[Tensor | None]],
+        fake: Callable[..., Sequence[Tensor | None]] | None = None,
     ) -> None:
         """schema: of the arguments but split and strategy, which come last"""
         self._name, self._run = name, run
@@ -242,7 +289,8 @@ class SplitOperator:
                 return run(*given, tp, matmul)
 
         def faking(*args: Any) -> Sequence[Tensor | None]:
-            return fake(*unnamed(args))
+            *given, tp, matmul = unnamed(args)
+            return run(*given, FakeSplit(tp), FakeMatmul()) if fake is None else fake(*given, tp, matmul)
 
         self._overload = define(name, f"({schema}, {self._SPLIT}) -> Tensor[]", running, faking)
 

@@ -51,7 +51,6 @@ from tpkernels.ops.main_grad import (
     add_if_traced,
     asked_for,
     check_main_grad,
-    empty_weight_gradient,
     flags_if_traced,
 )
 from tpkernels.ops.matmul import Plain
@@ -241,28 +240,10 @@ def _forward(
     return [tp.reduce(op, terms, b_down).wait(), *zs]
 
 
-def _shapes(
-    rows: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    weights: Sequence[Tensor],
-    unit: Activation | Glu,
-    keep: bool,
-    dtype: torch.dtype,
-    tp: TensorParallel,
-    matmul: Plain,
-) -> list[Tensor]:
-    *ups, w_down = weights
-    tokens = rows.shape[0] * tp.token_shards
-    zs = [rows.new_empty(tokens, weight.shape[0], dtype=dtype) for weight in ups] if keep else []
-    return [rows.new_empty(rows.shape[0], w_down.shape[0], dtype=dtype), *zs]
-
-
 mlp_forward = SplitOperator(
     "parallel_mlp",
     "Tensor rows, Tensor? b_up, Tensor? b_down, Tensor[] weights, str unit, bool keep, ScalarType dtype",
     _forward,
-    _shapes,
 )
 
 
@@ -324,32 +305,9 @@ def _gradients(
     return [dx, db_up, db_down, *dws, dw_down]
 
 
-def _gradient_shapes(
-    dy: Tensor,
-    x: Tensor | None,
-    ups: Sequence[Tensor | None],
-    w_down: Tensor,
-    zs: Sequence[Tensor],
-    needs: Sequence[bool],
-    main_grads: Sequence[Into],
-    features: int,
-    *_: object,
-) -> list[Tensor | None]:
-    like = dy.new_empty(0, features)
-    products = [(z, like) for z in zs] + [(dy, zs[0])]
-    empty = [
-        dy.new_empty(dy.shape[0], features),
-        dy.new_empty(zs[0].shape[1]),
-        dy.new_empty(dy.shape[1]),
-        *(empty_weight_gradient(dz, of, into) for (dz, of), into in zip(products, main_grads, strict=True)),
-    ]
-    return [gradient if need else None for gradient, need in zip(empty, needs, strict=True)]
-
-
 mlp_gradients = SplitOperator(
     "parallel_mlp_backward",
     "Tensor dy, Tensor? x, Tensor?[] ups, Tensor w_down, Tensor[] zs, bool[] needs, bool[] main_grads, "
     "SymInt features, str unit",
     _gradients,
-    _gradient_shapes,
 )

@@ -47,7 +47,6 @@ from tpkernels.ops.main_grad import (
     add_if_traced,
     asked_for,
     check_main_grad,
-    empty_weight_gradient,
     flags_if_traced,
 )
 from tpkernels.ops.matmul import Plain
@@ -168,22 +167,10 @@ def _forward(
     return [tp.reduce("row_linear", terms, bias).wait()]
 
 
-def _shapes(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    tp: TensorParallel,
-    matmul: Plain,
-) -> list[Tensor]:
-    return [rows.new_empty(rows.shape[0] // tp.token_shards, weight.shape[0], dtype=dtype)]
-
-
 row_forward = SplitOperator(
     "row_linear",
     "Tensor rows, Tensor weight, Tensor? bias, ScalarType dtype",
     _forward,
-    _shapes,
 )
 
 
@@ -226,28 +213,10 @@ def _gradients(
     return [dx, dw, db]
 
 
-def _gradient_shapes(
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    needs: Sequence[bool],
-    main_grads: Sequence[Into],
-    tp: TensorParallel,
-    matmul: Plain,
-) -> list[Tensor | None]:
-    tokens, features = dy.shape[0] * tp.token_shards, dy.shape[1]
-    return [
-        None if weight is None else dy.new_empty(tokens, weight.shape[1]),
-        None if x is None else empty_weight_gradient(dy, x, main_grads[0]),
-        dy.new_empty(features) if needs[2] else None,
-    ]
-
-
 row_gradients = SplitOperator(
     "row_linear_backward",
     "Tensor dy, Tensor? x, Tensor? weight, bool[] needs, bool[] main_grads",
     _gradients,
-    _gradient_shapes,
 )
 
 
