@@ -550,6 +550,26 @@ def test_a_rank_without_memory_for_a_trial_says_so_before_others_wait():
     assert taken_by(group) == ["Collectives", "Mailboxes"]
 
 
+@pytest.mark.parametrize(
+    ("purpose", "width", "in_memory", "names"),
+    [
+        ("gathers", 8, False, ["1 collective", "2 collectives"]),
+        ("gathers", 0, False, ["1 collective"]),
+        ("gathers", 0, True, ["1 collective", "symmetric"]),
+        ("reduces", 0, True, ["1 collective", "symmetric", "symmetric in 1 round"]),
+        (
+            *("gathers", 8, True),
+            ["1 collective", "2 collectives", "symmetric", "symmetric in 1 round", "symmetric in 2 rounds"],
+        ),
+    ],
+)
+def test_ways_that_are_possible_follow_from_sizes(purpose, width, in_memory, names):
+    """Rounds are those that divide two ranks, and more than one only where a product follows."""
+    moved = ways.Moved("op", purpose, 16, 24, torch.float32, torch.device("cuda"), width)
+    found = ways.possible_ways(moved, 2, Way(1), (), in_memory=in_memory)
+    assert sorted(way.name for way in found) == names
+
+
 def test_a_way_timed_with_tf32_is_kept_apart():
     """A product that is faster hides less of a transfer."""
     moved, before = (

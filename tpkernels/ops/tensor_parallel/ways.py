@@ -91,7 +91,7 @@ class Way(NamedTuple):
 def possible_ways(
     moved: Moved, ranks: int, usual: Way, tiles: Iterable[MatmulTile], *, in_memory: bool
 ) -> list[Way]:
-    """List the ways to move a matrix, which differ between ranks at most in `usual`.
+    """List the ways to move a matrix.
 
     usual: what is taken without timing
     tiles: of the kernel that waits or stores, besides the one that it takes untold
@@ -221,7 +221,7 @@ class Trial:
         if way.rounds or self._shared is None:  # kernels that store might find a call in flight
             with exchange.rehearsing():
                 self.run(way)
-        if self._shared is None:  # else a wait that runs out would be one of calls in earnest
+        if self._shared is None:  # else a wait of another call might run out
             exchange.timeout = min(exchange.timeout, TRIAL_SECONDS)
 
     @torch.no_grad()
